@@ -1,10 +1,9 @@
-"""The mapping of a checkpoint's layer names to the model's, where they differ.
+"""Matching of a checkpoint's names and parameter groups to those of a model that differs.
 
-Matching of parameter groups whose members have changed (``strict_optimizer=False``).
-
-A group goes on with the hyperparameters and the states of the saved group that its members were in.
-What it has beside them is fresh; it shares the group's step counter, because a flat buffer has one,
-and because which parameters share one must not depend on the stage or the number of devices.
+``rename`` maps names (``KeyMapping``). With ``strict_optimizer=False``, a group takes the
+hyperparameters and states of the saved group that contained its members. Its new members have fresh
+state but share the group's step counter: a flat buffer has one, and which parameters share one must
+not depend on the stage or the number of devices.
 """
 
 from __future__ import annotations
@@ -22,37 +21,37 @@ from lightning_elastic_zero.core.manifest import Group, Manifest
 from lightning_elastic_zero.errors import CheckpointMismatchError
 
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
-"""What ``torch.compile`` and torch's ``checkpoint_wrapper`` put into names of what they wrap."""
+"""Name parts that ``torch.compile`` and torch's ``checkpoint_wrapper`` insert."""
 
 MOST_SUGGESTED = 3
-"""Renamed beginnings that an error suggests; of many layers the first ones show what to do."""
+"""Maximum number of renamed prefixes that an error suggests."""
 
 _MOST_COMPARED = 256
-"""Names of each side that a guess is made from."""
+"""Maximum number of names per side that a guess considers."""
 
 _MOST_TRIED = 16
-"""Names that are explained, and beginnings that are tried for each of them."""
+"""Maximum number of names explained, and of prefixes tried for each of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyMapping:
-    """What users call ``rename``: beginnings of a checkpoint's names, and what they are here.
+    """The ``rename`` option: prefixes of a checkpoint's names, and their replacements.
 
-    A beginning is whole names between dots, or a whole name. ``""`` stands before every name. With
-    a ``*`` in it, it is a pattern of the whole name: each ``*`` stands for any characters, as few
-    as can be, which follow in the place of the ``*`` on the other side, one after the other. Of
-    what fits, the one with the most characters beside ``*`` counts.
+    A prefix consists of whole names between dots, or is a whole name. ``""`` matches every name. A
+    prefix with ``*`` is a pattern of the whole name: each ``*`` matches any characters, as few as
+    possible, and replaces the ``*`` at the same position in the replacement. If several match, the
+    one with the most characters other than ``*`` applies.
     """
 
     of: Mapping[str, str] = field(default_factory=dict)
     wrapped: Mapping[str, str] = field(default_factory=dict)
-    """The model's names by what they are without ``WRAPPERS``: layers that are compiled now, or
-    were when saved, are the same layers."""
+    """The model's names by their form without ``WRAPPERS``, so that a layer matches whether or not
+    it is compiled now or was compiled in the saved run."""
     live: AbstractSet[str] = frozenset()
-    """All names of the model's."""
+    """All names of the model."""
 
     def here(self, saved: str) -> str:
-        """Return what a name of the checkpoint's is in the model."""
+        """Return the model's name for a name of the checkpoint."""
         beginning = self._beginning(saved)
         if beginning is None and self._beginning(unwrapped(saved)) is not None:
             return self.here(unwrapped(saved))
@@ -61,11 +60,11 @@ class KeyMapping:
         return saved if saved in self.live else self.wrapped.get(unwrapped(saved), saved)
 
     def table(self, saved: Iterable[str], where: str) -> dict[str, str]:
-        """Return the model's name for each of a checkpoint's.
+        """Return the model's name for each name of the checkpoint.
 
         Raises:
-            CheckpointMismatchError: two would have one name, or one none; a beginning or pattern
-                fits none, or has other numbers of ``*`` on its two sides.
+            CheckpointMismatchError: Two names would become one, a name would become empty, a prefix
+                or pattern matches no name, or its two sides differ in the number of ``*``.
         """
         self._check_stars(where)
         names = list(saved)
@@ -74,18 +73,17 @@ class KeyMapping:
         used |= {self._beginning(unwrapped(name)) for name in names}
         if strange := [beginning for beginning in self.of if beginning not in used]:
             msg = (
-                f"{where}: rename names {strange[0]!r}, and no name in the checkpoint "
-                f"{'is like' if '*' in strange[0] else 'begins with'} that; its names are "
+                f"{where}: rename={strange[0]!r} matches no name in the checkpoint; its names are "
                 f"{', '.join(names[:4])}, ..."
             )
             raise CheckpointMismatchError(msg)
         first: dict[str, str] = {}
         for name, here in found.items():
             if not here:
-                msg = f"{where}: rename leaves nothing of {name!r}, which is a whole name"
+                msg = f"{where}: rename turns {name!r} into an empty name"
                 raise CheckpointMismatchError(msg)
             if here in first:
-                msg = f"{where}: rename makes {here!r} of both {first[here]!r} and {name!r}"
+                msg = f"{where}: rename maps both {first[here]!r} and {name!r} to {here!r}"
                 raise CheckpointMismatchError(msg)
             first[here] = name
         return found
@@ -93,29 +91,26 @@ class KeyMapping:
     def _check_stars(self, where: str) -> None:
         for old, new in self.of.items():
             if old.count("*") != new.count("*"):
-                msg = (
-                    f"{where}: rename of {old!r} to {new!r}: each * stands for a part of the name, "
-                    "and both sides need as many"
-                )
+                msg = f"{where}: rename of {old!r} to {new!r}: both sides need the same number of *"
                 raise CheckpointMismatchError(msg)
 
     def _beginning(self, name: str) -> str | None:
-        """Return the longest beginning or pattern that a name has, of those that are renamed."""
+        """Return the longest prefix or pattern that matches a name."""
         fitting = [b for b in self.of if _fits(name, b)]
         return max(fitting, key=lambda b: len(b) - b.count("*"), default=None)
 
 
 def unwrapped(name: str) -> str:
-    """Return a name without what wrappers put into it."""
+    """Return a name without the parts that wrappers insert."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def mapping_to(live: Iterable[str], of: Mapping[str, str]) -> KeyMapping:
-    """Return how a checkpoint's names become a model's.
+    """Return the mapping of a checkpoint's names to a model's.
 
     Args:
-        live: the model's names; of two that wrappers alone tell apart, the first counts for others.
-        of: what users have renamed.
+        live: The model's names. Of two that differ only by wrappers, the first is preferred.
+        of: The user's ``rename`` option.
     """
     names, wrapped = list(live), dict[str, str]()
     for name in names:
@@ -130,7 +125,7 @@ def _fits(name: str, beginning: str) -> bool:
 
 
 def _renamed(name: str, beginning: str, new: str) -> str:
-    """Return a name with another beginning, or by a pattern that it fits."""
+    """Replace a prefix of a name, or apply a pattern that it matches."""
     if "*" not in beginning:
         return _joined(new.rstrip("."), _rest(name, beginning))
     found = _pattern(beginning).fullmatch(name)
@@ -144,7 +139,7 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 def _rest(name: str, beginning: str) -> str | None:
-    """Return what follows a beginning in a name; None where it does not begin so."""
+    """Return the rest of a name after a prefix; None if the name does not start with it."""
     parts = beginning.rstrip(".")
     if name == parts:
         return ""
@@ -160,12 +155,12 @@ def _joined(beginning: str, rest: str | None) -> str:
 def guess_key_mapping(
     unexpected: Mapping[str, object], missing: Mapping[str, object], common: Iterable[str] = ()
 ) -> dict[str, str]:
-    """Return a ``rename`` that may explain what only one side has; a guess, for a message.
+    """Guess a ``rename`` that explains missing and unexpected names, for an error message.
 
     Args:
-        unexpected: names that only the checkpoint has, each with its shape, or None of all.
-        missing: those that only the model has.
-        common: names that both have, which are not to be renamed.
+        unexpected: Names that only the checkpoint has, each with its shape, or all with None.
+        missing: Names that only the model has.
+        common: Names that both have, which must not be renamed.
     """
     kept = set(common)
     left, free = (dict(islice(side.items(), _MOST_COMPARED)) for side in (unexpected, missing))
@@ -186,12 +181,12 @@ def guess_key_mapping(
 
 
 def _may_be(name: str, other: str, left: Mapping[str, object], free: Mapping[str, object]) -> bool:
-    """Whether a name may be another one's: of one shape, with the same end."""
+    """Whether two names have the same shape and last part."""
     return left[name] == free[other] and name.rpartition(".")[2] == other.rpartition(".")[2]
 
 
 def _name_difference(name: str, other: str, kept: AbstractSet[str]) -> tuple[str, str]:
-    """Return the shortest beginnings in which two names differ, and which no kept name has."""
+    """Return the shortest differing prefixes of two names that match no kept name."""
     was, now = name.split("."), other.split(".")
     same = 0
     while same < min(len(was), len(now)) and was[-1 - same] == now[-1 - same]:
@@ -207,16 +202,16 @@ def _name_difference(name: str, other: str, kept: AbstractSet[str]) -> tuple[str
 def _explained(
     pair: tuple[str, str], left: Mapping[str, object], free: Mapping[str, object]
 ) -> dict[str, str]:
-    """Return the names that a renamed beginning leads to one that is missing."""
+    """Return the names that a renamed prefix maps to a missing one."""
     renaming = KeyMapping(dict([pair]))
     renamed = {name: renaming.here(name) for name in left}
     return {was: now for was, now in renamed.items() if now in free and left[was] == free[now]}
 
 
 MEMBER_KEYS = frozenset({"params", "param_names"})
-"""Who is in a group, which is no hyperparameter."""
+"""Keys of a parameter group that list its members."""
 
-OWN_GROUP = "put what is new into a parameter group of its own"
+OWN_GROUP = "put new parameters into a parameter group of their own"
 
 _SCHEDULERS_PER_GROUP = frozenset(
     {
@@ -224,25 +219,25 @@ _SCHEDULERS_PER_GROUP = frozenset(
         *("base_momentums", "max_momentums"),
     }
 )
-"""What torch's schedulers keep as one value for each parameter group."""
+"""Entries of torch's schedulers with one value per parameter group."""
 
 _STEPS_LOOKED_AT = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class MatchedGroup:
-    """A live parameter group beside those that were saved."""
+    """A live parameter group and the saved groups of its members."""
 
     origins: tuple[int, ...]
-    """Saved groups in which its members were, ascending; empty: none of them was trained."""
+    """Saved groups that contained its members, ascending; empty if none was trained."""
     known: tuple[str, ...]
-    """Its members that were trained when saved."""
+    """Its members that were trained in the saved run."""
     fresh: tuple[str, ...]
     """Its other members."""
 
 
 def match_groups(saved: Manifest, live: Manifest) -> tuple[MatchedGroup, ...]:
-    """Return for each live parameter group which saved ones its members were in."""
+    """Return, for each live parameter group, the saved groups of its members."""
     group_of = {p.name: p.group for p in saved.optimized if p.group is not None}
     return tuple(
         MatchedGroup(
@@ -255,15 +250,15 @@ def match_groups(saved: Manifest, live: Manifest) -> tuple[MatchedGroup, ...]:
 
 
 def origins_of(matched: Sequence[MatchedGroup]) -> tuple[int | None, ...]:
-    """Return the saved group whose hyperparameters each live one goes on with; None: of none."""
+    """Return, for each live group, the saved group that provides its hyperparameters, or None."""
     return tuple(group.origins[0] if group.origins else None for group in matched)
 
 
 def with_live_groups(saved: Manifest, live: Manifest) -> Manifest:
-    """Return what was saved, its parameter groups cut as the live ones are.
+    """Return the saved manifest with its parameter groups arranged as in the live run.
 
-    Each has the members that are known, and what they were saved with; where none is, the
-    hyperparameters that are configured here, and no state.
+    Each group contains the members that were trained in the saved run. A group without any has the
+    configured hyperparameters and no state.
     """
     matched = match_groups(saved, live)
     groups = [
@@ -278,57 +273,56 @@ def with_live_groups(saved: Manifest, live: Manifest) -> Manifest:
 def group_conflicts(
     saved: Manifest, live: Manifest, *, state: bool, hyperparameters: bool
 ) -> Iterator[str]:
-    """Yield why a live group cannot go on with what its members were saved with.
+    """Yield the reasons why a live group cannot take the state of its members' saved groups.
 
     Args:
-        saved: the checkpoint's manifest.
-        live: what the engine says of itself.
-        state: whether the optimizer's state is wanted.
-        hyperparameters: whether those of the groups are.
+        saved: The checkpoint's manifest.
+        live: Description of the engine.
+        state: Whether the optimizer's state is restored.
+        hyperparameters: Whether the groups' hyperparameters are restored.
     """
     for index, group in enumerate(match_groups(saved, live)):
         origins = [saved.groups[origin] for origin in group.origins]
         numbers = ", ".join(map(str, group.origins))
-        where = f"parameter group {index} here has members of the saved groups {numbers}"
+        where = f"parameter group {index} here has members of saved groups {numbers}"
         if another := other_algorithm(origins, live.groups[index]):
             yield f"{where}, some of them {another}"
         tables = {origin.state for origin in origins}
         if state and len(tables) > 1:
             kept = " and ".join(str(sorted(key.name for key in table)) for table in tables)
-            yield f"{where}, which kept the states {kept}: keep them apart"
+            yield f"{where}, which have the states {kept}: use separate groups"
         differing = _differing_values([origin.hyperparameters for origin in origins])
         if hyperparameters and differing:
             values = "; ".join(f"{key}: {values}" for key, values in differing.items())
             yield (
-                f"{where}, whose hyperparameters differ ({values}): keep them apart, or pass "
-                "load_hyperparameters=False to take those that are configured here"
+                f"{where}, whose hyperparameters differ ({values}): use separate groups, or pass "
+                "load_hyperparameters=False to use the configured ones"
             )
 
 
 def other_algorithm(origins: Sequence[Group], here: Group) -> str:
-    """Return that members were trained by another algorithm; empty where they were not.
+    """Return a text if members were trained by another algorithm (Adam or Muon), else "".
 
-    An optimizer of Muon has groups that Adam trains; which ones, DeepSpeed fixes when it starts.
+    DeepSpeed decides at initialization which groups of a Muon optimizer Adam trains.
     """
     muon = bool(here.hyperparameters.get("use_muon"))
-    told = [origin.hyperparameters for origin in origins if origin.hyperparameters]
-    if all(bool(held.get("use_muon")) == muon for held in told):
+    known = [origin.hyperparameters for origin in origins if origin.hyperparameters]
+    if all(bool(held.get("use_muon")) == muon for held in known):
         return ""
     was, now = ("Adam", "Muon") if muon else ("Muon", "Adam")
-    return f"that {was} trained when it was saved, and {now} does here: keep them apart"
+    return f"trained with {was} in the checkpoint and with {now} here: use separate groups"
 
 
 def _differing_values(of_groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the hyperparameters in which groups differ, with their values."""
     keys = dict.fromkeys(key for group in of_groups for key in group if key not in MEMBER_KEYS)
     values = {key: [repr(group.get(key)) for group in of_groups] for key in keys}
     return {key: ", ".join(found) for key, found in values.items() if len(set(found)) > 1}
 
 
 def shared_step_counters(saved: Manifest, live: Manifest) -> Iterator[tuple[int, str]]:
-    """Yield the groups that have fresh members beside restored ones, and what that does to them.
+    """Yield each group that mixes fresh and restored members, and the effect on the fresh ones.
 
-    Where the optimizer counts no steps it does nothing.
+    Optimizers that do not count steps are not affected.
     """
     for index, group in enumerate(match_groups(saved, live)):
         if not (group.origins and group.fresh):
@@ -339,23 +333,23 @@ def shared_step_counters(saved: Manifest, live: Manifest) -> Iterator[tuple[int,
 
 
 def _first_updates(hyperparameters: Mapping[str, Any]) -> str:
-    """Return what an optimizer makes of fresh moments that it takes for old ones."""
+    """Return the effect of treating fresh moments as old ones, or ""."""
     match hyperparameters.get("betas"):
         case (float(first), float(second)) if 0 < second < 1 and 0 <= first < 1:
             factor = largest_uncorrected_update(first, second)
             return (
-                ", so that Adam's bias correction leaves it out: its first updates are up to "
+                ", so Adam applies no bias correction to them: their first updates are up to "
                 f"{factor:.1f} times those of a new run"
             )
     return ""
 
 
 def largest_uncorrected_update(first: float, second: float) -> float:
-    """Return how much larger than a new run's Adam's updates become without bias correction.
+    """Return the largest ratio of Adam's updates without bias correction to those of a new run.
 
     Args:
-        first: the moment's coefficient, the first of ``betas``.
-        second: that of the squares.
+        first: Coefficient of the first moment (``betas[0]``).
+        second: Coefficient of the second moment (``betas[1]``).
     """
     reached = range(1, _STEPS_LOOKED_AT)
     return max((1 - first**k) / math.sqrt(1 - second**k) for k in reached)
@@ -364,13 +358,13 @@ def largest_uncorrected_update(first: float, second: float) -> float:
 def regrouped(
     saved: Mapping[str, Any], live: Mapping[str, Any], origins: Sequence[int | None], count: int
 ) -> dict[str, Any]:
-    """Return a scheduler's state with its values for each parameter group put in their places.
+    """Return a scheduler's state with its per-group values rearranged for the live groups.
 
     Args:
-        saved: the state that was saved.
-        live: that of the live scheduler: what it has for groups that are new stays.
-        origins: for each live group the saved one; None: it is new.
-        count: how many groups were saved.
+        saved: The saved state.
+        live: State of the live scheduler, which provides the values of new groups.
+        origins: For each live group the saved one, or None if it is new.
+        count: Number of saved groups.
     """
     if list(origins) == list(range(count)):
         return dict(saved)
@@ -380,7 +374,7 @@ def regrouped(
 def _regrouped(
     key: str, value: object, live: Mapping[str, Any], origins: Sequence[int | None], count: int
 ) -> object:
-    """Return one entry of a scheduler's state; of schedulers within it, each one's."""
+    """Return one entry of a scheduler's state; nested schedulers are rearranged recursively."""
     here = live.get(key)
     if not (isinstance(value, list) and isinstance(here, list)):
         return value

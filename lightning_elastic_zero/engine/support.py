@@ -1,8 +1,6 @@
-"""Refusal, by name and before training, of what the library cannot save or resume.
+"""Checks before training that refuse, by name, what the library cannot save or resume.
 
-Optimizers that are refused: their state cannot be cut, or their update depends on the cut.
-
-DeepSpeed as it is installed: the accelerator that it uses, its operators, its own script.
+Also checks the installed DeepSpeed: its accelerator, the builds of its operators, its script.
 """
 
 from __future__ import annotations
@@ -45,32 +43,32 @@ from lightning_elastic_zero.engine.optimizer import BITSANDBYTES, package_of
 from lightning_elastic_zero.errors import UnsupportedError
 
 RANK_LOCAL_OPTIMIZERS = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
-"""Their state is each rank's own. DeepSpeed had them until 0.19.8 left them out."""
+"""Optimizers whose state differs between ranks. DeepSpeed 0.19.8 removed them."""
 
 CUT_OPTIMIZERS = ("FusedLamb", "Lamb", "LAMB")
-"""Their update depends on how the parameters are cut, which stage 0 does not do."""
+"""Optimizers whose update depends on the partition of the parameters, which stage 0 lacks."""
 
 MATRIX_OPTIMIZERS = ("Adafactor",)
-"""Their state depends on the weights' shapes, which flat buffers do not have."""
+"""Optimizers whose state depends on the weights' shapes, which flat buffers do not have."""
 
 TWO_MOMENTS = ("AdEMAMix", "AdEMAMix32bit", "PagedAdEMAMix", "PagedAdEMAMix32bit")
-"""bitsandbytes' that keep two moments of a parameter in one tensor."""
+"""Optimizers of bitsandbytes that keep two moments of a parameter in one tensor."""
 
 UNUSABLE_OPTIMIZERS = {
-    "LBFGS": "its step calls a closure, which ZeRO does not pass; use Adam or AdamW",
-    "SparseAdam": "it takes sparse gradients only, and ZeRO's are dense; use Adam or AdamW",
+    "LBFGS": "its step requires a closure, which ZeRO does not pass; use Adam or AdamW",
+    "SparseAdam": "it requires sparse gradients, and ZeRO's are dense; use Adam or AdamW",
 }
-"""Those of torch's that cannot step under ZeRO."""
+"""Optimizers of torch that cannot step under ZeRO."""
 
 
 def unfit_name(section: Mapping[str, Any], stage: object) -> Iterator[str]:
-    """Yield what is unfit about an optimizer that DeepSpeed is to make, by the name it has there.
+    """Yield the reasons to refuse an optimizer that the DeepSpeed config names.
 
-    DeepSpeed takes the name in any case; some releases refuse some of them by themselves.
+    DeepSpeed ignores the name's case. Some of its releases refuse some of these themselves.
 
     Args:
-        section: ``optimizer`` of its config.
-        stage: of ZeRO.
+        section: The config's ``optimizer`` section.
+        stage: ZeRO stage.
     """
     found = str(section.get("type", "")).lower()
     for name in RANK_LOCAL_OPTIMIZERS:
@@ -84,29 +82,26 @@ def unfit_name(section: Mapping[str, Any], stage: object) -> Iterator[str]:
 
 
 def _rank_local(name: str) -> str:
-    """Return why an optimizer is refused whose ranks have errors of their own."""
-    return f"the optimizer {name}: its state is each rank's own; use Adam or AdamW"
+    return f"the optimizer {name}: its state differs between ranks; use Adam or AdamW"
 
 
 def _unusable(name: str) -> str:
-    """Return why one of torch's optimizers is refused that cannot step."""
     return f"the optimizer {name}: {UNUSABLE_OPTIMIZERS[name]}"
 
 
 def _cut(name: str) -> str:
-    """Return why an optimizer is refused that looks at whole parameters."""
     return (
-        f"the optimizer {name}: its update depends on how the parameters are cut; use stage 0, or "
-        "Adam or AdamW"
+        f"the optimizer {name}: its update depends on how the parameters are partitioned; use "
+        "stage 0, or Adam or AdamW"
     )
 
 
 def unfit_class(inner: torch.optim.Optimizer, *, in_zero: bool) -> Iterator[str]:
-    """Yield what is unfit about a live optimizer's class.
+    """Yield the reasons to refuse a live optimizer's class.
 
     Args:
-        inner: the optimizer that steps.
-        in_zero: whether it is given flat buffers, which are cut, and no whole parameters.
+        inner: The optimizer that steps.
+        in_zero: Whether it steps partitioned flat buffers instead of whole parameters.
     """
     name = type(inner).__name__
     if name in RANK_LOCAL_OPTIMIZERS:
@@ -117,58 +112,57 @@ def unfit_class(inner: torch.optim.Optimizer, *, in_zero: bool) -> Iterator[str]
         yield from _bitsandbytes(inner, name, in_zero=in_zero)
     if not in_zero and name in MATRIX_OPTIMIZERS and _has_matrices(inner):
         yield (
-            f"the optimizer {name} in stage 0: it keeps factors of each matrix there, which cannot "
-            "be cut for another number of devices; use stage 1, 2 or 3"
+            f"the optimizer {name} in stage 0: it keeps factors of each matrix, which cannot be "
+            "partitioned for another number of devices; use stage 1, 2 or 3"
         )
     if _is_quantized(inner):
         yield (
             f"the optimizer {package_of(inner)}.{name}: its state is quantized in blocks of the "
-            "flat buffer, which cannot be cut elsewhere bit for bit; use one with 16 or 32 bits"
+            "flat buffer, which cannot be repartitioned bit for bit; use one with 16 or 32 bits"
         )
     if name in UNUSABLE_OPTIMIZERS:
         yield _unusable(name)
 
 
 def _on_flat_buffers(inner: Any) -> Iterator[str]:
-    """Yield what is unfit about an optimizer that does not see whole parameters."""
+    """Yield the reasons to refuse an optimizer that requires whole parameters."""
     name = type(inner).__name__
     if name in CUT_OPTIMIZERS and package_of(inner) != BITSANDBYTES:
         yield _cut(name)
     if name == "Muon" and package_of(inner) == "torch":
         yield (
-            "the optimizer torch.optim.Muon in ZeRO: it steps whole matrices, which are cut; use "
-            'stage 0, or DeepSpeed\'s Muon ("optimizer": {"type": "Muon"} in its config)'
+            "the optimizer torch.optim.Muon in ZeRO: it requires whole matrices, which ZeRO "
+            'partitions; use stage 0, or DeepSpeed\'s Muon ("optimizer": {"type": "Muon"} in its '
+            "config)"
         )
 
 
 def _bitsandbytes(inner: Any, name: str, *, in_zero: bool) -> Iterator[str]:
-    """Yield what is unfit about one of bitsandbytes' optimizers, but for the bits of its state."""
+    """Yield the reasons to refuse an optimizer of bitsandbytes, other than the state's bits."""
     keeps_norm = getattr(getattr(inner, "args", None), "max_unorm", 0.0) > 0.0
     if in_zero and (keeps_norm or name == "PytorchLARS"):
         yield (
             f"the optimizer {BITSANDBYTES}.{name}: its update depends on the norm of a whole "
-            "parameter, which is cut; use Adam or AdamW"
+            "parameter, which ZeRO partitions; use Adam or AdamW"
         )
     elif keeps_norm:
         yield (
-            f"the optimizer {BITSANDBYTES}.{name} in stage 0: it keeps the norm of a parameter's "
-            "update as a vector of one element (unorm_vec), which is neither one value per element "
-            "nor one for all; use Adam or AdamW"
+            f"the optimizer {BITSANDBYTES}.{name} in stage 0: its state unorm_vec is neither "
+            "element-wise nor a scalar; use Adam or AdamW"
         )
     if name in TWO_MOMENTS:
         yield (
-            f"the optimizer {BITSANDBYTES}.{name}: two moments of a parameter are one tensor, "
-            "which has no rule by which it could be cut; use Adam or AdamW"
+            f"the optimizer {BITSANDBYTES}.{name}: it keeps two moments of a parameter in one "
+            "tensor, which cannot be partitioned; use Adam or AdamW"
         )
 
 
 def _has_matrices(inner: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer has parameters of two dimensions or more."""
     return any(p.ndim > 1 for group in inner.param_groups for p in group["params"])
 
 
 def _is_quantized(inner: Any) -> bool:
-    """Whether an optimizer is one of torchao's or bitsandbytes' with a state of 8 bits or fewer."""
+    """Whether an optimizer of torchao or bitsandbytes has a state of 8 bits or fewer."""
     package = package_of(inner)
     if package == "torchao":
         return math.isfinite(getattr(inner, "block_size", math.inf))
@@ -186,59 +180,59 @@ OPTIMIZER_WRAPPERS = {
     "BF16_Optimizer": "ZeRO-1 in bf16 with fp32 gradient accumulation",
     "DeepSpeedZeroOptimizer_Stage3": "ZeRO-3",
 }
-"""The optimizer wrappers whose flat buffers the library knows, by exact class name."""
+"""The supported optimizer wrappers, by exact class name."""
 
 NO_OPTIMIZER_CLASSES = ("NoneType", "DeepSpeedZeRoOffload", "DummyOptim")
-"""What stands in the wrapper's place in an engine for inference."""
+"""Classes of ``engine.optimizer`` in an engine for inference."""
 
 NVME_WEIGHTS = (
-    "zero_optimization.offload_param.device = nvme: weights in files are neither saved nor "
-    "restored; offload weights to cpu instead"
+    "zero_optimization.offload_param.device = nvme: weights in files cannot be saved or restored; "
+    "offload weights to cpu instead"
 )
 SUPER_OFFLOAD = (
-    "zero_optimization.offload_optimizer.super_offload: another process has its optimizer, whose "
-    "state is out of reach; leave it out: offload_optimizer to cpu is supported without it"
+    "zero_optimization.offload_optimizer.super_offload: another process owns the optimizer, and "
+    "its state is not accessible; remove the option: offload_optimizer to cpu works without it"
 )
 ZENFLOW = (
-    "zero_optimization.zenflow: a second optimizer, whose state is out of reach, steps the largest "
-    "gradients; leave it out: offload_optimizer to cpu is supported without it"
+    "zero_optimization.zenflow: a second optimizer steps the largest gradients, and its state is "
+    "not accessible; remove the option: offload_optimizer to cpu works without it"
 )
-EXPERTS = "each rank has some of the experts only"
+EXPERTS = "each rank has only some of the experts"
 EXPERT_PARALLEL = (
-    f"expert_parallel.enabled: expert parallelism, in which {EXPERTS}; leave it out: all ranks "
-    "have all experts then, and ZeRO-3 shares out their weights"
+    f"expert_parallel.enabled: expert parallelism, in which {EXPERTS}; remove the option: all "
+    "ranks then have all experts, and ZeRO-3 partitions their weights"
 )
 EXPERT_LAYERS = (
     f"mixture-of-experts layers of DeepSpeed: expert parallelism, in which {EXPERTS}; use layers "
-    "that have all experts on all ranks, as those of transformers: ZeRO-3 shares out their weights"
+    "with all experts on all ranks, such as those of transformers: ZeRO-3 partitions their weights"
 )
 PIPELINE = (
-    "a PipelineModule: pipeline parallelism, in which each rank has some of the layers only; make "
-    "the model a plain torch.nn.Module: ZeRO-3 shares out its weights"
+    "a PipelineModule: pipeline parallelism, in which each rank has only some of the layers; use a "
+    "plain torch.nn.Module: ZeRO-3 partitions its weights"
 )
 QUANTIZED_FROZEN_WEIGHTS = (
     "zero_optimization.zero_quantized_nontrainable_weights: frozen weights would be integers with "
-    "scales beside them; leave it out"
+    "separate scales; remove the option"
 )
 SEQUENCE_MESH = (
-    "sequence_parallel_size and data_parallel_size: ZeRO would cut over the data ranks alone, and "
-    "sequence ranks hold copies; leave them out. With a plain engine, sequence parallelism goes by "
-    "an mpu: deepspeed.runtime.sequence_parallel.parallel_state_sp"
+    "sequence_parallel_size and data_parallel_size: ZeRO would partition over the data ranks only, "
+    "and sequence ranks would hold copies; remove them. With a plain engine, configure sequence "
+    "parallelism with an mpu: deepspeed.runtime.sequence_parallel.parallel_state_sp"
 )
 RANDOM_LTD = (
-    "data_efficiency.data_routing.random_ltd: the state of its scheduler would be lost; leave it "
-    "out"
+    "data_efficiency.data_routing.random_ltd: the state of its scheduler would be lost; remove the "
+    "option"
 )
 CURRICULUM = (
     "data_efficiency.data_sampling.curriculum_learning: the state of its data sampler would be "
-    "lost; leave it out, and order the data in a sampler of your own"
+    "lost; remove the option, and order the data in your own sampler"
 )
 
 
 def optimizer_wrapper(engine: Any) -> str:
     """Return the class name of the engine's optimizer wrapper; empty without an optimizer.
 
-    One that is not wrapped, as in stage 0, has the name of torch's own class.
+    An unwrapped optimizer (stage 0) has the name ``PLAIN``.
     """
     if isinstance(engine.optimizer, torch.optim.Optimizer):
         return PLAIN
@@ -252,28 +246,27 @@ def check_supported(engine: Any) -> None:
     """Refuse an engine that the library cannot save and resume.
 
     Raises:
-        UnsupportedError: with every reason that was found.
+        UnsupportedError: Lists every reason.
     """
     if not hasattr(engine, "optimizer"):
         found = f"{type(engine).__module__}.{type(engine).__qualname__}"
-        _refuse([f"{found} is no DeepSpeed engine: pass what deepspeed.initialize returned first"])
-    _refuse([*_release(engine)])  # What is looked at below may not be there else.
+        _refuse([f"{found} is not a DeepSpeed engine: pass deepspeed.initialize(...)[0]"])
+    _refuse([*_release(engine)])  # The checks below use names that _release verifies.
     reasons = [*_parallelism(engine), *_optimizer(engine), *_offload(engine), *_state(engine)]
     _refuse(reasons, trains=bool(optimizer_wrapper(engine)))
 
 
 def check_config(config: Mapping[str, Any], *, trains: bool = True) -> None:
-    """Refuse a DeepSpeed config that the library cannot serve, before an engine is built on it.
+    """Refuse an unsupported DeepSpeed config before an engine is built with it.
 
     Args:
-        config: the DeepSpeed config dict. What only a live engine shows is left to
-            ``check_supported``.
-        trains: whether an optimizer will be made. An evaluation has none, and Lightning makes its
-            engine of the precision and of ZeRO-3's section alone: each rank has the whole model,
-            whatever else the config says, and reads weights only.
+        config: The DeepSpeed config. ``check_supported`` checks what only a live engine shows.
+        trains: Whether an optimizer will be created. For an evaluation, Lightning builds its engine
+            from the precision and the ZeRO-3 section only: each rank has the whole model, whatever
+            else the config contains, and reads only weights.
 
     Raises:
-        UnsupportedError: with every reason that was found.
+        UnsupportedError: Lists every reason.
     """
     if reason := DEEPSPEED.incompatibility(version_of(DEEPSPEED.package)):
         _refuse([reason])
@@ -292,17 +285,17 @@ def check_config(config: Mapping[str, Any], *, trains: bool = True) -> None:
 def check_optimizer(
     optimizer: torch.optim.Optimizer, config: Mapping[str, Any], module: torch.nn.Module
 ) -> None:
-    """Refuse an optimizer for ZeRO before DeepSpeed, which asks for an option to take it first.
+    """Refuse a user's optimizer for ZeRO before DeepSpeed asks for an option to accept it.
 
-    What stage 0 makes of it depends on DeepSpeed's release, and is left to ``check_supported``.
+    Stage 0 depends on DeepSpeed's release and is left to ``check_supported``.
 
     Args:
-        optimizer: the user's.
-        config: the DeepSpeed config dict.
-        module: whose parameters it trains.
+        optimizer: The user's.
+        config: The DeepSpeed config.
+        module: The module that it trains.
 
     Raises:
-        UnsupportedError: with every reason that was found.
+        UnsupportedError: Lists every reason.
     """
     groups = enumerate(group["params"] for group in optimizer.param_groups)
     reasons = [*_not_in_module(((i, p) for i, held in groups for p in held), module)]
@@ -312,7 +305,7 @@ def check_optimizer(
 
 
 def _zero_options(zero: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the options of ZeRO that keep state where it cannot be reached."""
+    """Yield the ZeRO options that keep state where it is not accessible."""
     if (zero.get("offload_param") or {}).get("device") == "nvme":
         yield NVME_WEIGHTS
     if (zero.get("offload_optimizer") or {}).get("super_offload"):
@@ -324,7 +317,7 @@ def _zero_options(zero: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _other_ranks(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the kinds of parallelism beside data parallelism that a config asks for."""
+    """Yield the kinds of parallelism other than data parallelism in a config."""
     size = (config.get("tensor_parallel") or {}).get("autotp_size", 0)
     if size > 1:
         yield f"tensor_parallel.autotp_size = {size}: {_tensor_parallelism(size)}"
@@ -335,15 +328,14 @@ def _other_ranks(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _tensor_parallelism(size: int) -> str:
-    """Return why tensor parallelism is refused."""
     return (
         f"tensor or model parallelism over {size} ranks, in which each has a slice of a weight; "
-        "leave it out: ZeRO-3 shares out the weights too"
+        "remove it: ZeRO-3 partitions the weights too"
     )
 
 
 def _data_efficiency(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the schedules of data that have a state of their own, which no checkpoint has."""
+    """Yield the data schedules with their own state, which is not saved."""
     for part, name, title in (
         ("data_sampling", "curriculum_learning", CURRICULUM),
         ("data_routing", "random_ltd", RANDOM_LTD),
@@ -354,14 +346,14 @@ def _data_efficiency(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _stage(stage: object) -> Iterator[str]:
-    """Yield what is wrong with a stage: DeepSpeed takes "3" for 3, and Lightning does not."""
+    """Refuse a stage such as "3", which DeepSpeed accepts and Lightning does not."""
     if type(stage) is not int or stage not in STAGES:
-        hint = ", and no string: leave out the quotes" if isinstance(stage, str) else ""
-        yield f"zero_optimization.stage = {stage!r}: it must be 0, 1, 2 or 3{hint}"
+        hint = " without quotes" if isinstance(stage, str) else ""
+        yield f"zero_optimization.stage: {stage!r}, expected 0, 1, 2 or 3{hint}"
 
 
 def _refuse(reasons: list[str], *, trains: bool = True) -> None:
-    """Raise for all reasons at once, so that nobody mends a config one error at a time."""
+    """Raise one error with all reasons, so that a user can fix a config in one pass."""
     if reasons:
         what = (
             "save and resume this run"
@@ -374,7 +366,6 @@ def _refuse(reasons: list[str], *, trains: bool = True) -> None:
 
 
 def _release(engine: Any) -> Iterator[str]:
-    """Yield what is wrong with the installed release of DeepSpeed."""
     found = version_of(DEEPSPEED.package)
     if reason := DEEPSPEED.incompatibility(found):
         yield reason
@@ -382,17 +373,17 @@ def _release(engine: Any) -> Iterator[str]:
 
 
 def _parallelism(engine: Any) -> Iterator[str]:
-    """Yield the kinds of parallelism beside data parallelism that are in use."""
+    """Yield the kinds of parallelism other than data parallelism that are in use."""
     if "PipelineEngine" in {kind.__name__ for kind in type(engine).__mro__}:
         yield PIPELINE
     elif engine.mp_world_size > 1:
         yield _tensor_parallelism(engine.mp_world_size)
     elif engine.seq_dp_world_size != get_world_size():
         yield (
-            f"ZeRO over {engine.seq_dp_world_size} of {get_world_size()} ranks, as sequence "
-            "parallelism by a device mesh (mesh_param) has it: its sequence ranks hold copies. "
-            "Pass an mpu to deepspeed.initialize whose get_sequence_data_parallel_group has all "
-            "ranks (deepspeed.runtime.sequence_parallel.parallel_state_sp), so that ZeRO cuts over "
+            f"ZeRO over {engine.seq_dp_world_size} of {get_world_size()} ranks, as with sequence "
+            "parallelism by a device mesh (mesh_param): its sequence ranks hold copies. Pass an "
+            "mpu to deepspeed.initialize with all ranks in get_sequence_data_parallel_group "
+            "(deepspeed.runtime.sequence_parallel.parallel_state_sp), so that ZeRO partitions over "
             "all of them"
         )
     if engine.has_moe_layers:
@@ -400,22 +391,21 @@ def _parallelism(engine: Any) -> Iterator[str]:
 
 
 def _optimizer(engine: Any) -> Iterator[str]:
-    """Yield what is unknown or unfit about the optimizer and its wrapper."""
+    """Yield the reasons to refuse the optimizer and its wrapper."""
     wrapper = optimizer_wrapper(engine)
     if not wrapper:
         return
     if wrapper not in OPTIMIZER_WRAPPERS:
         known = "; ".join(f"{name} ({what})" for name, what in OPTIMIZER_WRAPPERS.items())
         yield (
-            f"the optimizer wrapper {wrapper}; known are {known}. Leave out the option that brings "
-            "it, or install a release of DeepSpeed that this library was tested with"
+            f"the optimizer wrapper {wrapper}; supported are {known}. Remove the option that "
+            "selects it, or install a release of DeepSpeed that this library was tested with"
         )
         return
     yield from _inner_optimizer(engine, wrapper)
 
 
 def _inner_optimizer(engine: Any, wrapper: str) -> Iterator[str]:
-    """Yield what is unfit about the optimizer inside a known wrapper."""
     inner = inner_optimizer(engine.optimizer)
     name = type(inner).__name__
     yield from unfit_class(inner, in_zero=wrapper not in REPLICATED)
@@ -431,8 +421,8 @@ def _inner_optimizer(engine: Any, wrapper: str) -> Iterator[str]:
     flats = len({buffer.group for buffer in buffers})
     if len(inner.param_groups) < flats:
         yield (
-            f"{name} with {flats} parameter groups: DeepSpeed itself collapses them into "
-            f"{len(inner.param_groups)} when it starts; put all parameters into one group"
+            f"{name} with {flats} parameter groups: DeepSpeed merges them into "
+            f"{len(inner.param_groups)} at initialization; put all parameters into one group"
         )
 
 
@@ -447,13 +437,13 @@ def _not_in_module(
     for group, shapes in unnamed.items():
         yield (
             f"parameter group {group} of the optimizer has {len(shapes)} parameters that the "
-            f"module lacks, of the shapes {', '.join(shapes[:5])}: register them in the module, "
-            "as attributes of it or of a submodule, or leave them out of the optimizer"
+            f"module lacks, with the shapes {', '.join(shapes[:5])}: register them in the module, "
+            "or remove them from the optimizer"
         )
 
 
 def _mixed_types(buffers: Iterable[LiveFlatBuffer]) -> Iterator[str]:
-    """Yield the parameter groups of stage 0 whose weights have several types."""
+    """Yield the parameter groups of stage 0 that mix types of weights."""
     types = dict[int, set[str]]()
     for buffer in buffers:
         types.setdefault(buffer.group, set()).add(dtype_name(buffer.values.dtype))
@@ -461,31 +451,30 @@ def _mixed_types(buffers: Iterable[LiveFlatBuffer]) -> Iterator[str]:
         if len(names) > 1:
             yield (
                 f"parameter group {group} has weights of the types {' and '.join(sorted(names))}: "
-                "put the weights of each type into a parameter group of their own"
+                "use a separate parameter group for each type"
             )
 
 
 def _offloaded_muon(optimizer: Any) -> Iterator[str]:
-    """Yield that a release does not keep offloaded momentum as it is known here."""
+    """Yield a reason if the release keeps offloaded momentum in another way than expected."""
     if not updates_offloaded_momentum(optimizer):
         found = version_of(DEEPSPEED.package)
-        yield f"Muon with offload_optimizer in ZeRO-1/2 under DeepSpeed {found}: 0.19.8 can do it"
+        yield f"Muon with offload_optimizer in ZeRO-1/2 under DeepSpeed {found}: requires 0.19.8"
 
 
 def _added_later(engine: Any) -> Iterator[str]:
-    """Yield the parameter groups that DeepSpeed has not made flat buffers of: it does not train."""
+    """Yield the parameter groups without flat buffers, which DeepSpeed does not train."""
     whole = set(engine.module.parameters())
     for index, group in enumerate(engine.optimizer.optimizer.param_groups):
         if any(p in whole and p.requires_grad for p in group["params"]):
             yield (
-                f"parameter group {index}, which was added to the optimizer after DeepSpeed was "
-                "initialized, so that it is not partitioned: let all groups be there from the "
-                "beginning, with lr=0 until their turn comes"
+                f"parameter group {index} was added to the optimizer after DeepSpeed was "
+                "initialized, so it is not partitioned: create all groups at the start, with lr=0 "
+                "until they are trained"
             )
 
 
 def _offload(engine: Any) -> Iterator[str]:
-    """Yield the kinds of offload that are not supported."""
     if getattr(engine.optimizer, "params_in_nvme_and_cpu", False):
         yield NVME_WEIGHTS
     if getattr(engine, "zenflow", False):
@@ -493,7 +482,7 @@ def _offload(engine: Any) -> Iterator[str]:
 
 
 def _state(engine: Any) -> Iterator[str]:
-    """Yield options that hold state which would not come back."""
+    """Yield the options with state that is not restored."""
     if engine.zero_quantized_nontrainable_weights():
         yield QUANTIZED_FROZEN_WEIGHTS
     if engine.random_ltd_enabled():
@@ -505,23 +494,23 @@ def _state(engine: Any) -> Iterator[str]:
 log = logging.getLogger(__name__)
 
 _OLD_S = 600.0
-"""No operator's build takes longer: who holds such a lock elsewhere has ended too."""
+"""Longer than any operator's build. An older lock is abandoned, even on another machine."""
 
 _LOOK_AGAIN_S = 0.5
-"""From closing a lock to removing it takes microseconds."""
+"""Closing and removing a lock take microseconds."""
 
 
 def use_accelerator(name: str, *, compiles: bool = True) -> None:
-    """Set DeepSpeed's accelerator to the one that the trainer uses: ``"cpu"`` or ``"cuda"``.
+    """Set DeepSpeed's accelerator to the trainer's: ``"cpu"`` or ``"cuda"``.
 
-    DeepSpeed decides once per process, by ``DS_ACCELERATOR`` or by what it finds.
+    DeepSpeed decides once per process, by ``DS_ACCELERATOR`` or by detection.
 
     Args:
-        name: the accelerator.
-        compiles: whether to wait, where need be, while DeepSpeed compiles what speeds gloo up.
+        name: The accelerator.
+        compiles: Whether to wait, if necessary, while DeepSpeed compiles its gloo extension.
 
     Raises:
-        UnsupportedError: it has decided otherwise already.
+        UnsupportedError: DeepSpeed already uses another one.
     """
     os.environ.setdefault("DS_ACCELERATOR", name)
     from deepspeed.accelerator import get_accelerator  # noqa: PLC0415 (after the variable is set)
@@ -529,8 +518,8 @@ def use_accelerator(name: str, *, compiles: bool = True) -> None:
     chosen = get_accelerator().device_name()
     if chosen != name:
         msg = (
-            f"the trainer runs on {name}, but DeepSpeed has chosen {chosen} in this process: set "
-            f"the environment variable DS_ACCELERATOR={name} before the script starts"
+            f"the trainer runs on {name}, but DeepSpeed uses {chosen} in this process: set the "
+            f"environment variable DS_ACCELERATOR={name} before the script starts"
         )
         raise UnsupportedError(msg)
     if name == "cpu":
@@ -538,24 +527,24 @@ def use_accelerator(name: str, *, compiles: bool = True) -> None:
 
 
 def report_abandoned_builds(config: Mapping[str, Any]) -> None:
-    """Warn of locks that whatever loads an operator waits for; one rank of each node does.
+    """Warn about abandoned locks that block the loading of an operator, on one rank per node.
 
     Args:
-        config: DeepSpeed's, which tells whether an operator is needed.
+        config: The DeepSpeed config, which determines whether an operator is required.
 
     Raises:
-        UnsupportedError: an old lock is that of an operator that nothing replaces.
+        UnsupportedError: An old lock blocks an operator that has no replacement.
     """
     offload = (config.get("zero_optimization") or {}).get("offload_optimizer") or {}
     for name, lock in abandoned_builds().items():
         try:
             age_s = time.time() - lock.stat().st_mtime
         except FileNotFoundError:
-            continue  # Removed since.
+            continue  # Removed in the meantime.
         msg = (
-            f"a killed build of the operator {name} has probably left its lock: no process that is "
-            f"visible here holds it, and it is {age_s / 60:.0f} minutes old. Whatever loads the "
-            f"operator waits without end. If no other machine builds it now, delete {lock}"
+            f"operator {name}: a lock, probably of a killed build, blocks loading it forever. No "
+            f"visible process has it open, and it is {age_s / 60:.0f} minutes old. If no other "
+            f"machine is building the operator now, delete {lock}"
         )
         if name == "async_io" and offload.get("device") == "nvme" and age_s > _OLD_S:
             raise UnsupportedError(msg)
@@ -564,21 +553,21 @@ def report_abandoned_builds(config: Mapping[str, Any]) -> None:
 
 
 def abandoned_builds() -> dict[str, Path]:
-    """Return the locks of operators' builds that no process has open, as far as one sees.
+    """Return the locks of operator builds that no visible process has open.
 
-    torch (``torch.utils.file_baton``) makes the file before it builds or loads an operator, keeps
-    it open, and closes and removes it at the end. Who finds it waits until it is gone: after a
-    build that was killed, for ever. None is removed here: it may be another machine's.
+    torch (``torch.utils.file_baton``) creates the file before it builds or loads an operator, and
+    closes and removes it at the end. Other processes wait until it is gone, forever if the build
+    was killed. No lock is removed here: it may belong to another machine.
     """
     first = _unheld_locks()
     if first:
-        time.sleep(_LOOK_AGAIN_S)  # Until one that was just closed is removed.
+        time.sleep(_LOOK_AGAIN_S)  # Allow a lock that was just closed to be removed.
     again = _unheld_locks() if first else {}
     return {lock.parent.name: lock for lock, stamp in again.items() if first.get(lock) == stamp}
 
 
 def _unheld_locks() -> dict[Path, tuple[int, int]]:
-    """Return locks that no process has open, each with its inode and time of change."""
+    """Return the locks that no process has open, each with its inode and time of change."""
     if root := os.environ.get("TORCH_EXTENSIONS_DIR"):
         locks = Path(root).glob("*/lock")
     else:
@@ -596,7 +585,7 @@ def _unheld_locks() -> dict[Path, tuple[int, int]]:
 
 
 def _is_open(file: os.stat_result) -> bool:
-    """Whether a process that may be looked at has a file open."""
+    """Whether any readable process has the file open."""
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             for descriptor in (process / "fd").iterdir():
@@ -606,19 +595,15 @@ def _is_open(file: os.stat_result) -> bool:
     return False
 
 
-def _do_without_shared_memory_op(
-    accelerator: Any,
-    *,
-    tries: bool,
-) -> None:
-    """Make DeepSpeed start on a machine that cannot compile its shared-memory collectives.
+def _do_without_shared_memory_op(accelerator: Any, *, tries: bool) -> None:
+    """Let DeepSpeed start on a machine that cannot compile its shared-memory collectives.
 
-    They are an optional speed-up beside gloo, but ``init_distributed`` raises where they do not
-    build. DeepSpeed consults its table of compatible ops first; what cannot be built is not.
+    They only speed up gloo, but ``init_distributed`` raises if they do not build. DeepSpeed checks
+    its table of compatible operators first, so they are removed from it.
 
     Args:
         accelerator: DeepSpeed's.
-        tries: whether they are built at all.
+        tries: Whether to build them at all.
     """
     from deepspeed import ops  # noqa: PLC0415 (DeepSpeed takes seconds to import)
 
@@ -632,7 +617,7 @@ def _do_without_shared_memory_op(
     if not table.get(builder.NAME, False):
         return
     if tries and (lock := abandoned_builds().get(builder.NAME)):
-        log.warning("going on without DeepSpeed's shared-memory collectives: nobody holds %s", lock)
+        log.warning("continuing without DeepSpeed's shared-memory collectives: stale lock %s", lock)
         tries = False
     if not tries:
         table[builder.NAME] = False
@@ -640,12 +625,12 @@ def _do_without_shared_memory_op(
     try:
         builder.load()
     except (RuntimeError, ImportError, OSError, SubprocessError) as error:
-        log.warning("going on without DeepSpeed's shared-memory collectives: %s", error)
+        log.warning("continuing without DeepSpeed's shared-memory collectives: %s", error)
         table[builder.NAME] = False
 
 
 def recovery_script() -> Path | None:
-    """Return DeepSpeed's own ``zero_to_fp32.py``, which checkpoints carry; None where it lacks."""
+    """Return DeepSpeed's ``zero_to_fp32.py``, which checkpoints include; None if not found."""
     spec = util.find_spec("deepspeed")
     if spec is None or not spec.submodule_search_locations:
         return None

@@ -27,9 +27,8 @@ from tests.core.strategies import manifests
 
 EVERYTHING = RestoreScope(optimizer_state=True)
 NO_STATE = (
-    "it holds no optimizer state (it was saved with save_weights_only=True, or is a file of "
-    "weights): test or predict with it, or pass load_optimizer_state=False to start a new run on "
-    "its weights"
+    "it has no optimizer state (saved with save_weights_only=True, or a file of weights): test "
+    "or predict with it, or pass load_optimizer_state=False to start a new run on its weights"
 )
 WEIGHTS = RestoreScope(optimizer_state=False, hyperparameters=False)
 
@@ -78,47 +77,46 @@ def reshaped(manifest: Manifest, *names: str) -> Manifest:
 
 
 OWNERS = (
-    "; let requires_grad be what it was before the optimizer is made, or pass "
-    "strict_optimizer=False: all else is restored, and theirs begins anew or is left out; or "
-    "load_optimizer_state=False: a fresh optimizer on the saved weights"
+    "; set requires_grad as in the saved run before the optimizer is created; or pass "
+    "strict_optimizer=False to start these with fresh optimizer state or without one; or "
+    "load_optimizer_state=False to start a fresh optimizer on the saved weights"
 )
 GROUPS = (
-    "; give the optimizer the groups of the save, or pass strict_optimizer=False: each parameter "
-    "goes on with what it had; or load_optimizer_state=False and load_hyperparameters=False: a "
-    "fresh optimizer with the groups as they are configured here"
+    "; configure the saved groups; or pass strict_optimizer=False to restore each parameter with "
+    "its saved state; or load_optimizer_state=False and load_hyperparameters=False to start a "
+    "fresh optimizer with the configured groups"
 )
 LENIENT = "strict_optimizer=False"
 STRICT = "strict=False (strict_loading = False in a LightningModule)"
-KEPT = f"; {STRICT} would leave them as they are"
-BEYOND = f"; {STRICT} would leave them out"
-UNUSED = f"; {LENIENT} would leave them out"
+KEPT = f"; pass {STRICT} to leave them at their current values"
+BEYOND = f"; pass {STRICT} to ignore them"
+UNUSED = f"; pass {LENIENT} to ignore them"
 
 
 def resized(layer: str) -> str:
-    """Return what is advised where a layer has another size."""
+    """Return the remedy for a layer of another size."""
     return (
-        "; configure the model that was saved. To start layers of a new size as they are here, "
-        f"rename the saved ones away, as by {away(layer)}, with {LENIENT}; frozen ones, and to "
-        f"evaluate: {STRICT}"
+        "; configure the saved model. To start resized layers from their current values, rename "
+        f"the saved ones, as in {away(layer)}, with {LENIENT}; if they are frozen or for an "
+        f"evaluation, with {STRICT}"
     )
 
 
 def away(layer: str) -> str:
-    """Return the option by which a layer's saved name is none of the model's."""
+    """Return the option that moves a layer's saved name out of the model."""
     return f"rename={ ({layer: f'saved.{layer}'})!r}"
 
 
-NEW = f"; {LENIENT} would start new ones as they are"
+NEW = f"; pass {LENIENT} to train them from their current values"
 LEFT_OUT = (
-    "left out when saved (exclude_frozen_parameters), but trained here: b; freeze them here too, "
-    "or load a checkpoint that holds them, or train the model's own from where they are: "
-    f"{LENIENT}"
+    "excluded from the save (exclude_frozen_parameters), but trained here: b; freeze them, load a "
+    f"checkpoint that contains them, or pass {LENIENT} to train them from their current values"
 )
 
 
 def perhaps(renamed: dict[str, str]) -> str:
     """Return the line that suggests a renaming."""
-    return f"perhaps renamed since the save; if so, load with rename={renamed!r}"
+    return f"possibly renamed since the save; if so, load with rename={renamed!r}"
 
 
 class TestWhatFits:
@@ -181,7 +179,7 @@ class TestDifferences:
                 model(["a", "b"]),
                 reshaped(model(["b", "a"]), "a", "b"),
                 [
-                    "of other shapes: b (saved (4,), here (2, 2)), a (saved (4,), here (2, 2))"
+                    "different shapes: b (saved (4,), here (2, 2)), a (saved (4,), here (2, 2))"
                     + resized("b")
                 ],
             ),
@@ -257,7 +255,7 @@ class TestDifferences:
         live = model(["a", "b"])
         assert differences(saved, live, lenient) == []
         assert [*describe_unrestored(saved, live, lenient)] == [
-            "not in the checkpoint, and trained from what they are here: b"
+            "not in the checkpoint, trained from the current values: b"
         ]
 
     @pytest.mark.parametrize(("saved", "here"), [("int8", "bfloat16"), ("float32", "uint8")])
@@ -271,8 +269,8 @@ class TestDifferences:
 
         (found,) = differences(typed(saved), typed(here))
         assert found == (
-            f"of other types, and integers are not cast: b (saved {saved}, here {here}); quantized "
-            "weights have scales beside them: save them dequantized"
+            f"different types, and integers are not cast: b (saved {saved}, here {here}); "
+            "quantized weights need their scales: save them dequantized"
         )
         assert not differences(typed("float16"), typed("float64"))
         assert not differences(typed("int8"), typed("int8"))
@@ -301,14 +299,14 @@ class TestDifferences:
         with pytest.raises(CheckpointMismatchError) as caught:
             check_compatible(saved, live, EVERYTHING, "runs/last.ckpt")
         assert str(caught.value) == (
-            "runs/last.ckpt does not fit this model.\n"
+            "runs/last.ckpt does not match this model.\n"
             "Saved: ZeRO-3 on 2 devices, fp32, 6 parameters with 24 elements, 2 parameter groups, "
             "AdamW\n"
             "Here: ZeRO-2 on 1 device, bf16, 6 parameters with 24 elements, 2 parameter groups, "
             "SGD\n"
             f"  - missing from the checkpoint: new{NEW}\n"
             f"  - in the checkpoint, but not in the model: gone{UNUSED}\n"
-            f"  - of other shapes: shape (saved (4,), here (2, 2)){resized('shape')}\n"
+            f"  - different shapes: shape (saved (4,), here (2, 2)){resized('shape')}\n"
             f"  - trained when saved, frozen here: then frozen{OWNERS}\n"
             f"  - frozen when saved, trained here: unfrozen{OWNERS}\n"
             f"  - buffers missing from the checkpoint: young{KEPT}\n"
@@ -352,7 +350,7 @@ class TestNotStrict:
         assert differences(saved, live, self.lenient) == [
             "missing from the checkpoint: new" + NEW,
             "in the checkpoint, but not in the model: old" + UNUSED,
-            "of other shapes: f (saved (4,), here (2, 2))" + resized("f"),
+            "different shapes: f (saved (4,), here (2, 2))" + resized("f"),
         ]
 
     def test_with_a_fresh_optimizer_it_may(self) -> None:
@@ -362,10 +360,10 @@ class TestNotStrict:
         wanted = RestoreScope(optimizer_state=False, strict=False)
         assert differences(saved, live, wanted) == []
         assert [*describe_unrestored(saved, live, wanted)] == [
-            "not in the checkpoint, and trained from what they are here: new",
-            "not in the checkpoint, and left as they are here: g",
-            "in the checkpoint, and not in the model: old, f",
-            "buffers that are not in the checkpoint, left as they are here: young",
+            "not in the checkpoint, trained from the current values: new",
+            "not in the checkpoint, left at the current values: g",
+            "in the checkpoint, but not in the model: old, f",
+            "buffers not in the checkpoint, left at the current values: young",
         ]
         assert [*describe_unrestored(saved, saved, EVERYTHING)] == []
 
@@ -384,9 +382,9 @@ class TestNotStrict:
 
 
 SHARED_STEPS = (
-    "what begins anew in parameter group 0 has the count of steps of what is restored there, so "
-    "that Adam's bias correction leaves it out: its first updates are up to 6.6 times those of a "
-    "new run; put what is new into a parameter group of its own to have it begin at step 0"
+    "new members of parameter group 0 share the restored step count, so Adam applies no bias "
+    "correction to them: their first updates are up to 6.6 times those of a new run; put new "
+    "parameters into a parameter group of their own to start them at step 0"
 )
 
 
@@ -401,10 +399,10 @@ class TestOtherParameters:
         live = model(["a", "thawed", "new"], frozen=("b",))
         assert differences(saved, live, self.lenient) == []
         assert [*describe_unrestored(saved, live, self.lenient)] == [
-            "not in the checkpoint, and trained from what they are here: new",
-            "in the checkpoint, and not in the model: gone",
-            "frozen when saved, and trained here with fresh optimizer state: thawed",
-            "trained when saved, and frozen here, without optimizer state: b",
+            "not in the checkpoint, trained from the current values: new",
+            "in the checkpoint, but not in the model: gone",
+            "frozen in the checkpoint, trained here with fresh optimizer state: thawed",
+            "trained in the checkpoint, frozen here: optimizer state not restored: b",
             SHARED_STEPS,
         ]
         assert [*describe_unrestored(saved, saved, self.lenient)] == []
@@ -421,10 +419,10 @@ class TestOtherParameters:
         live = model(["c"], ["new"], ["a"], ["b"])
         assert differences(saved, live, self.lenient) == []
         assert [*describe_unrestored(saved, live, self.lenient)][1:] == [
-            "parameter group 0 goes on with what group 1 was saved with",
+            "parameter group 0 continues with the state of saved group 1",
             "parameter group 1 is new, with the hyperparameters configured here",
-            "parameter group 2 goes on with what group 0 was saved with",
-            "parameter group 3 goes on with what group 0 was saved with",
+            "parameter group 2 continues with the state of saved group 0",
+            "parameter group 3 continues with the state of saved group 0",
         ]
 
     def test_groups_that_differ_cannot_become_one(self) -> None:
@@ -436,14 +434,16 @@ class TestOtherParameters:
         live = model(["a", "b"])
         (line,) = (n for n in differences(saved, live, self.lenient) if "differ" in n)
         assert line == (
-            "parameter group 0 here has members of the saved groups 0, 1, whose hyperparameters "
-            "differ (lr: 0.1, 0.2): keep them apart, or pass load_hyperparameters=False to take "
-            "those that are configured here"
+            "parameter group 0 here has members of saved groups 0, 1, whose hyperparameters "
+            "differ (lr: 0.1, 0.2): use separate groups, or pass load_hyperparameters=False to use "
+            "the configured ones"
         )
         configured = replace(self.lenient, hyperparameters=False)
         assert differences(saved, live, configured) == []
-        (line,) = (n for n in differences(saved, model(["a", "c"]), configured) if "kept" in n)
-        assert "groups 0, 2, which kept the states" in line
+        (line,) = (
+            n for n in differences(saved, model(["a", "c"]), configured) if "have the states" in n
+        )
+        assert "groups 0, 2, which have the states" in line
         assert "['exp_avg', 'step']" in line
 
     def test_an_evaluation_has_no_optimizer_to_be_lenient_about(self) -> None:
@@ -513,19 +513,19 @@ def test_buffers_that_do_not_fit_are_listed_with_all_else() -> None:
     with pytest.raises(CheckpointMismatchError) as refused:
         check_compatible(saved, live, EVERYTHING, "a.ckpt", buffers)
     assert str(refused.value).splitlines()[3:] == [
-        f"  - of other shapes: a (saved (5,), here (4,)){resized('a')}",
+        f"  - different shapes: a (saved (5,), here (4,)){resized('a')}",
         (
-            "  - buffers of other shapes: wide (saved (1,), here (4,)), square (saved (), here "
-            "(2, 2)); register them with the shapes that were saved, or rename the saved ones "
-            f"away, as by {away('wide')}, with {STRICT}"
+            "  - buffers of different shapes: wide (saved (1,), here (4,)), square (saved (), here "
+            "(2, 2)); register them with the saved shapes, or rename the saved ones, as in "
+            f"{away('wide')}, with {STRICT}"
         ),
         (
-            "  - buffers of types that cannot hold what was saved: half (saved float32, here "
-            "float16), count (saved int64, here uint8)"
+            "  - buffers of types that cannot represent the saved values: half (saved float32, "
+            "here float16), count (saved int64, here uint8)"
         ),
         (
             "  - buffers that cannot be written (expanded views, sparse, or on the meta device): "
-            "view; .clone() expanded ones where they are registered"
+            "view; register a .clone() of expanded ones"
         ),
     ]
 
@@ -542,7 +542,7 @@ def test_a_run_in_low_precision_rounds_buffers_like_weights(
     assert rounded_buffers(half, live) == ["half"]
     lowest = torch.tensor([torch.finfo(torch.float32).min, -torch.inf])
     mask = pair("mask", lowest, lowest.half())
-    told = "mask (numbers too large for float16 become infinite)"
+    told = "mask (values too large for float16 become infinite)"
     assert rounded_buffers([*half, mask], live) == ["half", told]
     assert not pair("mask", lowest[1:], lowest[1:].half()).overflows
     integer = [pair("integer", torch.full((2,), 0.1), torch.zeros(2, dtype=torch.int64))]

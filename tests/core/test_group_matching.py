@@ -181,7 +181,7 @@ def test_what_cannot_be_fresh_beside_others_is_refused(
     with pytest.raises(CheckpointMismatchError) as refused:
         initial_values(inner, 0, held_by(inner))
     assert says in str(refused.value)
-    assert "put what is new into a parameter group of its own" in str(refused.value)
+    assert "put new parameters into a parameter group of their own" in str(refused.value)
 
 
 @pytest.mark.parametrize("hyperparameters", [True, False])
@@ -203,5 +203,5 @@ def test_members_stay_with_their_algorithm(hyperparameters: bool) -> None:
     found = [t for t in group_conflicts(of["saved"], of["live"], **wanted) if "trained" in t]
     assert len(found) == 1
     assert "parameter group 1 here" in found[0]
-    assert "Muon trained when it was saved, and Adam does here" in found[0]
+    assert "trained with Muon in the checkpoint and with Adam here" in found[0]
     assert not [t for t in group_conflicts(of["saved"], of["saved"], **wanted) if "trained" in t]

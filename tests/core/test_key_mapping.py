@@ -74,14 +74,14 @@ def test_a_layer_beside_its_compiled_self() -> None:
 @pytest.mark.parametrize(
     ("of", "says"),
     [
-        ({"c": "d"}, r"rename names 'c', and no name in the checkpoint begins with that"),
-        ({"a": "b"}, "makes 'b.x' of both 'a.x'"),
-        ({"*.y": "*.z"}, r"rename names '\*\.y', and no name in the checkpoint is like that"),
+        ({"c": "d"}, r"rename='c' matches no name in the checkpoint"),
+        ({"a": "b"}, "maps both 'a.x' and 'b.x' to 'b.x'"),
+        ({"*.y": "*.z"}, r"rename='\*\.y' matches no name"),
         ({"*.x": "y*"}, None),
-        ({"*.*": "*"}, "both sides need as many"),
-        ({"a.x": ""}, "leaves nothing of 'a.x'"),
-        ({"?*": "*"}, "is like that"),
-        ({"b*": "a*"}, "makes 'a.x' of both 'a.x' and 'b.x'"),
+        ({"*.*": "*"}, "both sides need the same number of"),
+        ({"a.x": ""}, "turns 'a.x' into an empty name"),
+        ({"?*": "*"}, "matches no name"),
+        ({"b*": "a*"}, "maps both 'a.x' and 'b.x' to 'a.x'"),
     ],
 )
 def test_what_cannot_be(of: dict[str, str], says: str | None) -> None:

@@ -55,7 +55,7 @@ def test_ranks_start_beside_the_lock_of_a_killed_build(
         assert [rank.stderr.count(f"delete {lock}") for rank in ranks] == [1, 0]
         assert lock.exists()
     for rank in ranks:
-        assert "going on without DeepSpeed's shared-memory collectives" in rank.stderr
+        assert "continuing without DeepSpeed's shared-memory collectives" in rank.stderr
 
 
 def test_a_build_that_goes_on_is_waited_for(folder: Path) -> None:

@@ -96,6 +96,7 @@ def test_other_formats(pools: Pools, tmp_path: Path) -> None:
     for path, refused in zip(paths, refused_all(pools, target, paths), strict=True):
         assert refused.error == "CheckpointMismatchError", (path, refused)
         listed = (
-            "buffers of other shapes: average (saved (5,), here (1,)), seen (saved (), here (2, 2))"
+            "buffers of different shapes: average (saved (5,), here (1,)), "
+            "seen (saved (), here (2, 2))"
         )
         assert listed in refused.message, refused.message

@@ -137,9 +137,9 @@ def _assert_fresh(after: Dump, wanted: Dump, *, apart: bool) -> None:
 def _assert_told(texts: list[str], *, apart: bool) -> None:
     for name in (*THAWED, *FROZEN, *NEW, *GONE):
         assert sum(name in text for text in texts) == 1, (name, texts)
-    shared = [text for text in texts if "count of steps" in text]
+    shared = [text for text in texts if "step count" in text]
     assert bool(shared) != apart
-    assert all("bias correction" in text and "group of its own" in text for text in shared)
+    assert all("bias correction" in text and "group of their own" in text for text in shared)
     assert any("group 2 is new" in text for text in texts) == apart
 
 

@@ -232,7 +232,7 @@ def test_an_order_that_nothing_tells_is_not_guessed(pools: Pools, tmp_path: Path
         (averaged, {}, {}, ("model (11 of 11), ema (11 of 11)", "several of them hold")),
         (averaged, {}, {"renamed": True}, ("model (9 of 11)", "none of them holds")),
         (two_optimizers, {}, {}, ("2 optimizers (adam, other)", "load_optimizer_state=False")),
-        (weights_at_the_top, {}, {}, ("holds no optimizer state",)),
+        (weights_at_the_top, {}, {}, ("has no optimizer state",)),
         (by_position, {}, {"grouping": "swapped"}, ("groups of 3, 6 parameters",)),
         (by_position, {"everything": False}, {}, ("no state for never",)),
         (by_position, {}, {"optimizer": "Momentum"}, ("this run's SGD",)),

@@ -135,7 +135,7 @@ def test_weights_alone(name: str, pools: Pools, run_of: Callable[[str], Run]) ->
     run, target = run_of(name), TARGETS[1]
     found = refused(pools, target, run.path)
     assert found.error == "CheckpointMismatchError"
-    said = "holds no optimizer state" if name == "weights" else "has no state for never"
+    said = "has no optimizer state" if name == "weights" else "has no state for never"
     assert said in found.message
     assert "load_optimizer_state=False" in found.message
     truth = torch.load(run.truth_path, weights_only=True)

@@ -231,10 +231,10 @@ def test_names_are_changed_by_patterns(tmp_path: Path, run: Run) -> None:
     assert_same(held, {names.get(name, name): tensor for name, tensor in was.items()})
     assert moments == {names.get(name, name) for name in state.masters}
     for wrong, says in (
-        (("layers.*.*=x.*",), "both sides need as many"),
+        (("layers.*.*=x.*",), "both sides need the same number of"),
         (("layers.*.weight=same*", "layers.*.bias=same*"), "makes 'same0' of both"),
         (("*.gamma=*.weight",), "no name in the checkpoint is like that"),
-        (("scale=",), "leaves nothing of 'scale'"),
+        (("scale=",), "turns 'scale' into an empty name"),
         (("scale=a", "scale=b"), "two values for 'scale'"),
     ):
         code, _, error = run("convert", source, tmp_path / "c", "--to", "fp32", "--rename", *wrong)

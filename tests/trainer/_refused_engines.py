@@ -15,8 +15,8 @@ from tests.trainer._quiet_trainer import SMALL_BUCKETS
 from tests.trainer._refused_setups import BY_TRAINER, ON_CPU, STRANGER, UNTESTED, WIDTH, ltd
 
 TENSOR = (
-    "tensor or model parallelism over 2 ranks, in which each has a slice of a weight; leave it "
-    "out: ZeRO-3 shares out the weights too"
+    "tensor or model parallelism over 2 ranks, in which each has a slice of a weight; remove it: "
+    "ZeRO-3 partitions the weights too"
 )
 
 
@@ -156,36 +156,35 @@ BY_SAVE = {
     "a parameter that the module lacks": told(stranger, STRANGER),
     "weights of two types": told(
         two_types,
-        "parameter group 0 has weights of the types bfloat16 and float32: put the weights of each "
-        "type into a parameter group of their own",
+        "parameter group 0 has weights of the types bfloat16 and float32: use a separate "
+        "parameter group for each type",
     ),
     "a PipelineModule": told(
         pipeline,
-        "a PipelineModule: pipeline parallelism, in which each rank has some of the layers only; "
-        "make the model a plain torch.nn.Module: ZeRO-3 shares out its weights",
+        "a PipelineModule: pipeline parallelism, in which each rank has only some of the layers; "
+        "use a plain torch.nn.Module: ZeRO-3 partitions its weights",
     ),
     "AutoTP": told(auto_tp, TENSOR),
     "an mpu of Megatron's": told(tensor_parallel_by_mpu, TENSOR),
     "sequences by a mesh": told(
         sequences_by_a_mesh,
-        "ZeRO over 1 of 2 ranks, as sequence parallelism by a device mesh (mesh_param) has it: its "
-        "sequence ranks hold copies. Pass an mpu to deepspeed.initialize whose "
-        "get_sequence_data_parallel_group has all ranks "
-        "(deepspeed.runtime.sequence_parallel.parallel_state_sp), so that ZeRO cuts over all of "
-        "them",
+        "ZeRO over 1 of 2 ranks, as with sequence parallelism by a device mesh (mesh_param): its "
+        "sequence ranks hold copies. Pass an mpu to deepspeed.initialize with all ranks in "
+        "get_sequence_data_parallel_group "
+        "(deepspeed.runtime.sequence_parallel.parallel_state_sp), so that ZeRO partitions over "
+        "all of them",
     ),
     "a group added later": told(
         late_group,
-        "parameter group 1, which was added to the optimizer after DeepSpeed was initialized, so "
-        "that it is not partitioned: let all groups be there from the beginning, with lr=0 until "
-        "their turn comes",
+        "parameter group 1 was added to the optimizer after DeepSpeed was initialized, so it is "
+        "not partitioned: create all groups at the start, with lr=0 until they are trained",
     ),
     "layers of experts": told(expert_layers, BY_TRAINER["layers of experts"].sentence),
     "ZenFlow": told(
         zenflow,
-        f"the optimizer wrapper ZenFlowZeroOptimizerSequential; known are {KNOWN_WRAPPERS}. Leave "
-        "out the option that brings it, or install a release of DeepSpeed that this library was "
-        "tested with",
+        "the optimizer wrapper ZenFlowZeroOptimizerSequential; supported are "
+        f"{KNOWN_WRAPPERS}. Remove the option that selects it, or install a release of DeepSpeed "
+        "that this library was tested with",
         BY_TRAINER["ZenFlow"].sentence,
     ),
     "random-LTD": told(random_ltd, BY_TRAINER["random-LTD"].sentence),

@@ -65,108 +65,109 @@ def made_by_deepspeed(name: str) -> dict[str, Any]:
     return {"optimizer": {"type": name, "params": {"lr": 0.01}}}
 
 
-LBFGS = "the optimizer LBFGS: its step calls a closure, which ZeRO does not pass; use Adam or AdamW"
+LBFGS = (
+    "the optimizer LBFGS: its step requires a closure, which ZeRO does not pass; use Adam or AdamW"
+)
 SPARSE = (
-    "the optimizer SparseAdam: it takes sparse gradients only, and ZeRO's are dense; use Adam or "
+    "the optimizer SparseAdam: it requires sparse gradients, and ZeRO's are dense; use Adam or "
     "AdamW"
 )
 MUON = (
-    "the optimizer torch.optim.Muon in ZeRO: it steps whole matrices, which are cut; use stage 0, "
-    'or DeepSpeed\'s Muon ("optimizer": {"type": "Muon"} in its config)'
+    "the optimizer torch.optim.Muon in ZeRO: it requires whole matrices, which ZeRO partitions; "
+    'use stage 0, or DeepSpeed\'s Muon ("optimizer": {"type": "Muon"} in its config)'
 )
 STRANGER = (
-    "parameter group 0 of the optimizer has 1 parameters that the module lacks, of the shapes "
-    "(7,): register them in the module, as attributes of it or of a submodule, or leave them out "
-    "of the optimizer"
+    "parameter group 0 of the optimizer has 1 parameters that the module lacks, with the shapes "
+    "(7,): register them in the module, or remove them from the optimizer"
 )
 ON_CPU = {"device": "cpu"}
 
 BY_TRAINER = {
     "a stage in quotes": Refused(
-        "zero_optimization.stage = '2': it must be 0, 1, 2 or 3, and no string: leave out the "
-        "quotes",
+        "zero_optimization.stage: '2', expected 0, 1, 2 or 3 without quotes",
         "2",
     ),
     "weights in files": Refused(
-        "zero_optimization.offload_param.device = nvme: weights in files are neither saved nor "
+        "zero_optimization.offload_param.device = nvme: weights in files cannot be saved or "
         "restored; offload weights to cpu instead",
         3,
         zero(offload_param={"device": "nvme", "nvme_path": "/nowhere"}),
     ),
     "SuperOffload": Refused(
-        "zero_optimization.offload_optimizer.super_offload: another process has its optimizer, "
-        "whose state is out of reach; leave it out: offload_optimizer to cpu is supported without "
-        "it",
+        "zero_optimization.offload_optimizer.super_offload: another process owns the optimizer, "
+        "and its state is not accessible; remove the option: offload_optimizer to cpu works "
+        "without it",
         3,
         zero(offload_optimizer={**ON_CPU, "super_offload": True}),
     ),
     "ZenFlow": Refused(
-        "zero_optimization.zenflow: a second optimizer, whose state is out of reach, steps the "
-        "largest gradients; leave it out: offload_optimizer to cpu is supported without it",
+        "zero_optimization.zenflow: a second optimizer steps the largest gradients, and its "
+        "state is not accessible; remove the option: offload_optimizer to cpu works without it",
         2,
         zero(offload_optimizer=ON_CPU, zenflow={"topk_ratio": 0.1}),
     ),
     "quantized frozen weights": Refused(
         "zero_optimization.zero_quantized_nontrainable_weights: frozen weights would be integers "
-        "with scales beside them; leave it out",
+        "with separate scales; remove the option",
         3,
         zero(zero_quantized_nontrainable_weights=True),
     ),
     "AutoTP": Refused(
-        "tensor_parallel.autotp_size = 2: tensor or model parallelism over 2 ranks, in which each "
-        "has a slice of a weight; leave it out: ZeRO-3 shares out the weights too",
+        "tensor_parallel.autotp_size = 2: tensor or model parallelism over 2 ranks, in which "
+        "each has a slice of a weight; remove it: ZeRO-3 partitions the weights too",
         1,
         {"tensor_parallel": {"autotp_size": 2}},
     ),
     "AutoEP": Refused(
-        "expert_parallel.enabled: expert parallelism, in which each rank has some of the experts "
-        "only; leave it out: all ranks have all experts then, and ZeRO-3 shares out their weights",
+        "expert_parallel.enabled: expert parallelism, in which each rank has only some of the "
+        "experts; remove the option: all ranks then have all experts, and ZeRO-3 partitions "
+        "their weights",
         2,
         {"expert_parallel": {"enabled": True, "autoep_size": 2}},
     ),
     "layers of experts": Refused(
-        "mixture-of-experts layers of DeepSpeed: expert parallelism, in which each rank has some "
-        "of the experts only; use layers that have all experts on all ranks, as those of "
-        "transformers: ZeRO-3 shares out their weights",
+        "mixture-of-experts layers of DeepSpeed: expert parallelism, in which each rank has only "
+        "some of the experts; use layers with all experts on all ranks, such as those of "
+        "transformers: ZeRO-3 partitions their weights",
         layers="experts",
     ),
     "sequences by a mesh": Refused(
-        "sequence_parallel_size and data_parallel_size: ZeRO would cut over the data ranks alone, "
-        "and sequence ranks hold copies; leave them out. With a plain engine, sequence "
-        "parallelism goes by an mpu: deepspeed.runtime.sequence_parallel.parallel_state_sp",
+        "sequence_parallel_size and data_parallel_size: ZeRO would partition over the data ranks "
+        "only, and sequence ranks would hold copies; remove them. With a plain engine, configure "
+        "sequence parallelism with an mpu: deepspeed.runtime.sequence_parallel.parallel_state_sp",
         2,
         {"sequence_parallel_size": 2, "data_parallel_size": 1},
     ),
     "random-LTD": Refused(
-        "data_efficiency.data_routing.random_ltd: the state of its scheduler would be lost; leave "
-        "it out",
+        "data_efficiency.data_routing.random_ltd: the state of its scheduler would be lost; "
+        "remove the option",
         2,
         ltd(),
     ),
     "a curriculum": Refused(
         "data_efficiency.data_sampling.curriculum_learning: the state of its data sampler would "
-        "be lost; leave it out, and order the data in a sampler of your own",
+        "be lost; remove the option, and order the data in your own sampler",
         2,
         curriculum(),
     ),
     "1-bit Adam": Refused(
-        "the optimizer OnebitAdam: its state is each rank's own; use Adam or AdamW",
+        "the optimizer OnebitAdam: its state differs between ranks; use Adam or AdamW",
         0,
         made_by_deepspeed("OneBitAdam"),
     ),
     "1-bit LAMB": Refused(
-        "the optimizer OnebitLamb: its state is each rank's own; use Adam or AdamW",
+        "the optimizer OnebitLamb: its state differs between ranks; use Adam or AdamW",
         0,
         made_by_deepspeed("OneBitLamb"),
     ),
     "0/1 Adam": Refused(
-        "the optimizer ZeroOneAdam: its state is each rank's own; use Adam or AdamW",
+        "the optimizer ZeroOneAdam: its state differs between ranks; use Adam or AdamW",
         2,
         made_by_deepspeed("ZeroOneAdam"),
     ),
     "LAMB": Refused(
-        "the optimizer FusedLamb: its update depends on how the parameters are cut; use stage 0, "
-        "or Adam or AdamW",
+        "the optimizer FusedLamb: its update depends on how the parameters are partitioned; use "
+        "stage 0, or Adam or AdamW",
         2,
         made_by_deepspeed("Lamb"),
     ),
@@ -179,14 +180,14 @@ BY_TRAINER = {
     ),
     "SparseAdam by its name": Refused(SPARSE, 0, made_by_deepspeed("SparseAdam")),
     "Adafactor in stage 0": Refused(
-        "the optimizer Adafactor in stage 0: it keeps factors of each matrix there, which cannot "
-        "be cut for another number of devices; use stage 1, 2 or 3",
+        "the optimizer Adafactor in stage 0: it keeps factors of each matrix, which cannot be "
+        "partitioned for another number of devices; use stage 1, 2 or 3",
         0,
         optimizer="torch.optim.Adafactor",
     ),
     "Adafactor in stage 0 and bf16": Refused(
-        "the optimizer Adafactor in stage 0: it keeps factors of each matrix there, which cannot "
-        "be cut for another number of devices; use stage 1, 2 or 3",
+        "the optimizer Adafactor in stage 0: it keeps factors of each matrix, which cannot be "
+        "partitioned for another number of devices; use stage 1, 2 or 3",
         0,
         optimizer="torch.optim.Adafactor",
         precision="bf16-mixed",
@@ -198,8 +199,8 @@ BY_TRAINER = {
     ),
     "a parameter that the module lacks, in stage 0": Refused(STRANGER, 0, layers="a stranger"),
     "Adagrad of two groups": Refused(
-        "Adagrad with 2 parameter groups: DeepSpeed itself collapses them into 1 when it starts; "
-        "put all parameters into one group",
+        "Adagrad with 2 parameter groups: DeepSpeed merges them into 1 at initialization; put "
+        "all parameters into one group",
         optimizer="torch.optim.Adagrad",
         groups=2,
     ),
@@ -219,8 +220,8 @@ def quantized(optimizer: str, stage: int = 2) -> Refused:
     """Return what is said of an optimizer with few bits."""
     package, _, name = optimizer.partition(".optim.")
     return Refused(
-        f"the optimizer {package}.{name}: its state is quantized in blocks of the flat buffer, "
-        "which cannot be cut elsewhere bit for bit; use one with 16 or 32 bits",
+        f"the optimizer {package}.{name}: its state is quantized in blocks of the flat "
+        "buffer, which cannot be repartitioned bit for bit; use one with 16 or 32 bits",
         stage,
         optimizer=optimizer,
     )
@@ -251,19 +252,18 @@ OF_OTHER_PACKAGES = {
             quantized("bitsandbytes.optim.Lion8bit", 0),
             Refused(
                 "the optimizer bitsandbytes.LAMB: its update depends on the norm of a whole "
-                "parameter, which is cut; use Adam or AdamW",
+                "parameter, which ZeRO partitions; use Adam or AdamW",
                 optimizer="bitsandbytes.optim.LAMB",
             ),
             Refused(
-                "the optimizer bitsandbytes.LAMB in stage 0: it keeps the norm of a parameter's "
-                "update as a vector of one element (unorm_vec), which is neither one value per "
-                "element nor one for all; use Adam or AdamW",
+                "the optimizer bitsandbytes.LAMB in stage 0: its state unorm_vec is neither "
+                "element-wise nor a scalar; use Adam or AdamW",
                 0,
                 optimizer="bitsandbytes.optim.LAMB",
             ),
             Refused(
-                "the optimizer bitsandbytes.AdEMAMix: two moments of a parameter are one tensor, "
-                "which has no rule by which it could be cut; use Adam or AdamW",
+                "the optimizer bitsandbytes.AdEMAMix: it keeps two moments of a parameter in one "
+                "tensor, which cannot be partitioned; use Adam or AdamW",
                 optimizer="bitsandbytes.optim.AdEMAMix",
             ),
         )

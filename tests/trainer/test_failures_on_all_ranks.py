@@ -62,7 +62,7 @@ def test_a_curriculum(worlds: Pools, tmp_path: Path) -> None:
     for message in messages:
         assert message.startswith("UnsupportedError")
         assert "data_efficiency.data_sampling.curriculum_learning" in message
-        assert "sampler of your own" in message
+        assert "your own sampler" in message
     assert not any(listing(root).values())
 
 

@@ -195,7 +195,7 @@ def test_what_is_no_checkpoint(path: str, says: str, worlds: Pools, tmp_path: Pa
     ("stage", "strategy", "named"),
     [
         (3, {"offload_parameters": True, "offload_params_device": "nvme"}, "nvme"),
-        (2, {"config": {"zero_optimization": {"stage": "2"}}}, "leave out the quotes"),
+        (2, {"config": {"zero_optimization": {"stage": "2"}}}, "without quotes"),
     ],
 )
 def test_refused_in_setup(
