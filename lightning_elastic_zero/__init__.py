@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
     from lightning_elastic_zero.checkpoint.types import CheckpointStats, LoadResult
     from lightning_elastic_zero.core.manifest import Manifest
+    from lightning_elastic_zero.core.progress import Progress
     from lightning_elastic_zero.formats.dumps_describe import describe_dumps
     from lightning_elastic_zero.integrations.huggingface import elastic, wrap_initialize
     from lightning_elastic_zero.integrations.ray import RayCheckpointReport
@@ -57,6 +58,7 @@ __all__ = [
     "LoadResult",
     "Manifest",
     "PreemptionCheckpoint",
+    "Progress",
     "RanksError",
     "RayCheckpointReport",
     "ResumesAtSample",
@@ -87,6 +89,7 @@ _MODULE_OF_NAME = {
     "LoadResult": "lightning_elastic_zero.checkpoint.types",
     "Manifest": "lightning_elastic_zero.core.manifest",
     "PreemptionCheckpoint": "lightning_elastic_zero.trainer.preemption",
+    "Progress": "lightning_elastic_zero.core.progress",
     "RayCheckpointReport": "lightning_elastic_zero.integrations.ray",
     "ResumesAtSample": "lightning_elastic_zero.trainer.loaders",
     "convert_checkpoint": "lightning_elastic_zero.tools.conversion",

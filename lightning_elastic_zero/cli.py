@@ -195,18 +195,18 @@ def _inspect(args: Namespace) -> int:
 
 
 def _verify(args: Namespace) -> int:
-    from lightning_elastic_zero.tools.report import progress, show, verdict
+    from lightning_elastic_zero.tools.report import show, show_progress, verdict
     from lightning_elastic_zero.tools.verification import newest_sound_checkpoint, verify_checkpoint
 
     if bool(args.paths) == bool(args.newest_sound):
         _show_error("verify:", "expected checkpoints or --newest-sound FOLDER")
         return FAILED
     if args.newest_sound:
-        with progress("verifying") as on_bytes:
+        with show_progress("verifying") as progress:
             found = newest_sound_checkpoint(
                 args.newest_sound,
                 threads=args.threads,
-                on_bytes=on_bytes,
+                progress=progress,
                 on_verified=lambda v: show(verdict(v), sys.stderr),
             )
         if found is None:
@@ -217,8 +217,8 @@ def _verify(args: Namespace) -> int:
     code = YES
     for path in args.paths:
         try:
-            with progress("verifying") as on_bytes:
-                verified = verify_checkpoint(path, threads=args.threads, on_bytes=on_bytes)
+            with show_progress("verifying") as progress:
+                verified = verify_checkpoint(path, threads=args.threads, progress=progress)
         except ElasticZeroError as error:
             _show_error(f"{path}:", str(error))
             code = FAILED
@@ -236,13 +236,13 @@ def _fingerprint(args: Namespace) -> int:
         recorded_fingerprint,
         tensor_fingerprints,
     )
-    from lightning_elastic_zero.tools.report import progress
+    from lightning_elastic_zero.tools.report import show_progress
 
     code = YES
     for path in args.paths:
         try:
-            with progress("reading") as on_bytes:
-                found = fingerprint_checkpoint(path, threads=args.threads, on_bytes=on_bytes)
+            with show_progress("reading") as progress:
+                found = fingerprint_checkpoint(path, threads=args.threads, progress=progress)
             recorded = recorded_fingerprint(path)
         except ElasticZeroError as error:
             _show_error(f"{path}:", str(error))
@@ -264,11 +264,11 @@ def _diff(args: Namespace) -> int:
     from dataclasses import asdict
 
     from lightning_elastic_zero.tools.differences import diff_checkpoints
-    from lightning_elastic_zero.tools.report import progress
+    from lightning_elastic_zero.tools.report import show_progress
 
-    with progress("comparing") as on_bytes:
+    with show_progress("comparing") as progress:
         found = diff_checkpoints(
-            args.first, args.second, weights_only=args.weights_only, on_bytes=on_bytes
+            args.first, args.second, weights_only=args.weights_only, progress=progress
         )
     if args.json:
         print(json.dumps(asdict(found), indent=1))
@@ -291,7 +291,7 @@ def _diff(args: Namespace) -> int:
 
 def _convert(args: Namespace) -> int:
     from lightning_elastic_zero.tools.conversion import convert_checkpoint
-    from lightning_elastic_zero.tools.report import format_bytes, progress
+    from lightning_elastic_zero.tools.report import format_bytes, show_progress
     from lightning_elastic_zero.tools.weight_files import ConvertOptions
 
     if wrong := [pair for pair in args.rename if "=" not in pair]:
@@ -314,8 +314,8 @@ def _convert(args: Namespace) -> int:
         allow_pickle=args.allow_pickle,
     )
     began = time.monotonic()
-    with progress("writing") as on_bytes:
-        done = convert_checkpoint(args.source, args.target, args.to, options, on_bytes=on_bytes)
+    with show_progress("writing") as progress:
+        done = convert_checkpoint(args.source, args.target, args.to, options, progress=progress)
     rate = format_bytes(done.bytes / max(time.monotonic() - began, 1e-9))
     print(f"{done.target}: {format_bytes(done.bytes)} of a {done.kind}, at {rate}/s")
     if done.lacks:

@@ -69,6 +69,7 @@ from lightning_elastic_zero.checkpoint.streams import (
 )
 from lightning_elastic_zero.checkpoint.types import CheckpointStats, EngineHandle, SaveOptions
 from lightning_elastic_zero.coordination.ranks import Ranks
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import (
     LARGE_PAGES,
     NOT_FOR_CHILDREN,
@@ -83,7 +84,6 @@ from lightning_elastic_zero.errors import ElasticZeroError, SaveError
 from lightning_elastic_zero.formats.elastic import pickle_objects, writes_weights
 from lightning_elastic_zero.formats.torch_write import ChunkedSource, PiecewiseSource
 from lightning_elastic_zero.storage.owners import PeriodicThread
-from lightning_elastic_zero.storage.ownership import ignore_progress
 
 _ALIGNED_BYTES = 64
 """Where tensors begin, so that copies are not slowed down."""
@@ -117,7 +117,7 @@ class HostBuffer:
         return 0 if self._block is None else self._block.numel()
 
     def allocate_like(
-        self, tensors: Sequence[torch.Tensor], on_progress: Callable[[], None] = ignore_progress
+        self, tensors: Sequence[torch.Tensor], progress: Progress = NO_PROGRESS
     ) -> list[torch.Tensor]:
         """Return a contiguous host tensor of the shape and type of each, without values.
 
@@ -125,8 +125,7 @@ class HostBuffer:
 
         Args:
             tensors: what is to be copied.
-            on_progress: called now and then while pages are made and pinned, which takes minutes
-                for hundreds of GB.
+            progress: checked regularly: allocating and pinning hundreds of GB takes minutes.
 
         Raises:
             SaveError: there is no memory.
@@ -135,22 +134,20 @@ class HostBuffer:
         starts = [0, *itertools.accumulate(map(aligned_bytes, tensors))]
         # Other devices copy from and to pages as they are, if not behind.
         pinned = any(can_pin(tensor.device) for tensor in tensors)
-        block = self._of(starts[-1], on_progress, pinned=pinned)
+        block = self._of(starts[-1], progress, pinned=pinned)
         return [
             block[start : start + size].view(tensor.dtype).view(tensor.shape)
             for tensor, start, size in zip(tensors, starts, sizes, strict=False)
         ]
 
-    def _of(
-        self, size_bytes: int, on_progress: Callable[[], None], *, pinned: bool
-    ) -> torch.Tensor:
+    def _of(self, size_bytes: int, progress: Progress, *, pinned: bool) -> torch.Tensor:
         """Return the block, a new one where the old one is too small or not pinned."""
         if self._block is None or self.size_bytes < size_bytes or pinned > self._pinned:
             self.release()
             self._block = _pages(size_bytes)
             if pinned and size_bytes:
-                _touch(self._block, on_progress)
-                with _shown(on_progress, _PIN_S + size_bytes * _PIN_S_PER_BYTE):
+                _touch(self._block, progress)
+                with _shown(progress, _PIN_S + size_bytes * _PIN_S_PER_BYTE):
                     _pin(self._block)
             self._pinned = pinned
         return self._block
@@ -180,14 +177,14 @@ def _pages(size_bytes: int) -> torch.Tensor:
         raise SaveError(msg) from error
 
 
-def _touch(block: torch.Tensor, on_progress: Callable[[], None]) -> None:
+def _touch(block: torch.Tensor, progress: Progress) -> None:
     """Make a block's pages, part by part: to make them is most of what pinning them takes."""
     for start in range(0, block.numel(), _TOUCHED_BYTES):
         block[start : start + _TOUCHED_BYTES : mmap.PAGESIZE] = 0
-        on_progress()
+        progress.check()
 
 
-def _shown(on_progress: Callable[[], None], most_s: float) -> PeriodicThread:
+def _shown(progress: Progress, most_s: float) -> PeriodicThread:
     """Show progress within, for so long at most, while one call works that shows none."""
     end = time.monotonic() + most_s
 
@@ -195,7 +192,7 @@ def _shown(on_progress: Callable[[], None], most_s: float) -> PeriodicThread:
         # What fails the step elsewhere is raised by who calls next in the step's own thread.
         with suppress(ElasticZeroError):
             if time.monotonic() < end:
-                on_progress()
+                progress.check()
 
     return PeriodicThread(show, _SHOWN_EVERY_S, "pins memory")
 
@@ -337,7 +334,7 @@ class _Digest:
 
     @classmethod
     def of_state(
-        cls, state: RankState, tensors: Sequence[torch.Tensor], on_progress: Callable[[], None]
+        cls, state: RankState, tensors: Sequence[torch.Tensor], progress: Progress
     ) -> list[_Digest | None]:
         """Compute the digests of masters and states on the host; None for others."""
         places = {
@@ -346,8 +343,7 @@ class _Digest:
             for key, tensor in [("", flat.master), *flat.elementwise.items()]
         }
         return [
-            None if is_on_device(t) else cls(_digest(t, on_progress), *places[id(t)])
-            for t in tensors
+            None if is_on_device(t) else cls(_digest(t, progress), *places[id(t)]) for t in tensors
         ]
 
     def check(self, now: torch.Tensor) -> None:
@@ -367,13 +363,13 @@ class _Digest:
             raise SaveError(msg)
 
 
-def _digest(tensor: torch.Tensor, on_progress: Callable[[], None] = ignore_progress) -> bytes:
+def _digest(tensor: torch.Tensor, progress: Progress = NO_PROGRESS) -> bytes:
     """Return a digest of a host tensor's bytes; several GB/s, outside of Python's lock."""
     digest, flat = xxhash.xxh3_128(), in_order(tensor)
     data = flat.view(torch.uint8).numpy() if flat.numel() else flat.numpy()
     for start in range(0, len(data), _HASHED_BYTES):
         digest.update(data[start : start + _HASHED_BYTES].data)
-        on_progress()
+        progress.check()
     return digest.digest()
 
 
@@ -436,14 +432,14 @@ class Snapshotter:
         self,
         contents: ShardContents,
         rank: int,
-        on_progress: Callable[[], None] = ignore_progress,
+        progress: Progress = NO_PROGRESS,
     ) -> Snapshot:
         """Copy what is to be written.
 
         Args:
             contents: by reference.
             rank: this one.
-            on_progress: called now and then.
+            progress: checked regularly.
 
         Raises:
             SaveError: the trainer's state holds something that cannot be pickled, or there is no
@@ -452,17 +448,17 @@ class Snapshotter:
         self._forget_last()
         plan = CopyPlan.of(contents, rank, self._most_bytes)
         copied = [*plan.at_once, *plan.behind]
-        made = self._memory.allocate_like(copied, on_progress)
+        made = self._memory.allocate_like(copied, progress)
         copies = {id(source): to for source, to in zip(copied, made, strict=True)}
         # By tensors of our own on the same memory: DeepSpeed's ``offload_states`` gives its tensors
         # other memory, and theirs back.
         copies.update((id(tensor), tensor.detach()) for tensor in plan.uncopied)
         pairs = [(copies[id(tensor)], tensor.detach()) for tensor in plan.behind]
-        wanted = _Digest.of_state(contents.state, plan.behind, on_progress)
-        live_wanted = _Digest.of_state(contents.state, plan.uncopied, on_progress)
+        wanted = _Digest.of_state(contents.state, plan.behind, progress)
+        live_wanted = _Digest.of_state(contents.state, plan.uncopied, progress)
         for tensor in plan.at_once:
             _copy([(copies[id(tensor)], tensor)])
-            on_progress()
+            progress.check()
         written_numel = _written_numel(contents.state, plan.uncopied)
         contents = replace(
             contents,
@@ -688,11 +684,11 @@ class AsyncCheckpointer:
         began = time.monotonic()
 
         def take() -> Snapshot:
-            self._wait(ranks.report_progress)
+            self._wait(ranks.progress)
             self._job = None  # with the snapshot, whose memory may have to be replaced
             # A target that is refused is refused here, not when the next save asks for news.
             contents = collect(engine, path, ranks.rank, client_state, options)
-            return self._snapshotter.take(contents, ranks.rank, ranks.report_progress)
+            return self._snapshotter.take(contents, ranks.rank, ranks.progress)
 
         with self._reporting_once():
             snapshot = ranks.run_all(f"save {path}: take a snapshot", take)
@@ -722,7 +718,7 @@ class AsyncCheckpointer:
         """
         # Also where there is none: a rank that was interrupted may have ended its own.
         with self._reporting_once():
-            ranks.run_all("wait for the save in flight", lambda: self._wait(ranks.report_progress))
+            ranks.run_all("wait for the save in flight", lambda: self._wait(ranks.progress))
         self._job = None
 
     @contextmanager
@@ -738,13 +734,13 @@ class AsyncCheckpointer:
                 self._job.reported = True
             raise
 
-    def _wait(self, progress: Callable[[], None]) -> None:
+    def _wait(self, progress: Progress) -> None:
         job = self._job
         if job is None:
             return
         began = time.monotonic()
         while not job.over.wait(_GLANCE_S):
-            progress()
+            progress.check()
             if job.reported and time.monotonic() - began > DRAIN_TIMEOUT_S:
                 msg = (
                     f"{job.target} is still being written, long after a wait for it had failed: "
@@ -846,7 +842,7 @@ class _Job(threading.Thread):
     def _show_progress(self) -> None:
         """Show that work goes on; a rank that is lost meanwhile does not end it."""
         with suppress(ElasticZeroError):
-            self._ranks.report_progress()
+            self._ranks.progress.check()
 
     def end(self, drain_timeout_s: float | None) -> bool:
         """Wait until it ends by itself, or give it up; return whether it is over."""

@@ -87,7 +87,7 @@ def _check(directory: Path, ranks: Ranks, leavers: Collection[int]) -> CheckedDi
                 directory.mkdir(parents=True, exist_ok=True)
                 device = directory.stat().st_dev
             is_new = device not in _tried_devices
-            folder = opened.enter_context(scratch_folder(directory, PREFIX, ranks.report_progress))
+            folder = opened.enter_context(scratch_folder(directory, PREFIX, ranks.progress))
             if is_new:
                 _try_out(directory, folder / "abilities")
                 _tried_devices.add(device)
@@ -137,7 +137,7 @@ def _look(folder: Path, ranks: Ranks, leavers: Collection[int]) -> str:
     try:
         for rank in leavers:
             await_shared(folder, token_name(rank), writer=rank)
-            ranks.report_progress()
+            ranks.progress.check()
     except SaveError as error:
         return str(error)
     return ""

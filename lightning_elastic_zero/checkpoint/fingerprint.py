@@ -9,7 +9,7 @@ compared, and it is said why. What can be compared must be equal, to the last bi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -31,6 +31,7 @@ from lightning_elastic_zero.core.fingerprint import (
 )
 from lightning_elastic_zero.core.layout import spans
 from lightning_elastic_zero.core.manifest import Group, Manifest
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import (
     FlatState,
     RankState,
@@ -41,7 +42,6 @@ from lightning_elastic_zero.core.tensors import (
 )
 from lightning_elastic_zero.core.text import format_ranks
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
-from lightning_elastic_zero.storage.ownership import ignore_progress
 
 PIECE_BYTES = 8 << 20
 """What is added up between two signs of life: some 0.3 ms."""
@@ -55,7 +55,7 @@ def live_fingerprint(
     state: RankState,
     ranks: Ranks,
     step: str = "fingerprint",
-    on_piece: Callable[[], None] | None = None,
+    progress: Progress | None = None,
 ) -> Fingerprint:
     """Compute the number that a checkpoint of a state would have. Collective; 16 bytes per rank.
 
@@ -66,13 +66,11 @@ def live_fingerprint(
         state: what this rank holds, by reference.
         ranks: who agree.
         step: what they do, in words.
-        on_piece: called now and then in the place of ``ranks.report_progress``, which
-            shows that this rank lives.
+        progress: used instead of ``ranks.progress``.
     """
 
     def own_part() -> list[int]:
-        tell = on_piece or ranks.report_progress
-        return rank_part(manifest, state, ranks.rank, tell).to_plain()
+        return rank_part(manifest, state, ranks.rank, progress or ranks.progress).to_plain()
 
     # By way of rank 0: of a thousand ranks none is told what each has added.
     parts = ranks.gather(step, own_part)
@@ -86,7 +84,7 @@ def rank_part(
     manifest: Manifest,
     state: RankState,
     rank: int,
-    on_progress: Callable[[], None] = ignore_progress,
+    progress: Progress = NO_PROGRESS,
 ) -> FingerprintPart:
     """Return what one rank adds: its flat buffers, its pieces of frozen weights; rank 0 buffers.
 
@@ -94,7 +92,7 @@ def rank_part(
         manifest: what the engine says of itself.
         state: what this rank holds.
         rank: this one.
-        on_progress: called now and then.
+        progress: checked regularly.
     """
     total = FingerprintPart()
     for index, flat in enumerate(state.flats):
@@ -109,7 +107,7 @@ def rank_part(
     for which, start, values in _runs(manifest, state, rank):
         for at, stop in spans(0, values.numel(), PIECE_BYTES // values.dtype.itemsize):
             total += run_part(which, start + at, buffer.on_host(values[at:stop]))
-            on_progress()
+            progress.check()
     return total
 
 

@@ -31,7 +31,7 @@ from lightning_elastic_zero.checkpoint.types import (
     LiveState,
     LoadOptions,
     LoadResult,
-    report_bytes,
+    io_progress,
 )
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.compatibility import (
@@ -44,7 +44,7 @@ from lightning_elastic_zero.core.compatibility import (
     rounded_buffers,
 )
 from lightning_elastic_zero.core.layout import Fragment, Layout, TransferPlan, spans
-from lightning_elastic_zero.core.manifest import MANIFEST_NAME, Group, Manifest, Progress
+from lightning_elastic_zero.core.manifest import MANIFEST_NAME, Group, Manifest, TrainingProgress
 from lightning_elastic_zero.core.names import (
     KeyMapping,
     mapping_to,
@@ -52,6 +52,7 @@ from lightning_elastic_zero.core.names import (
     origins_of,
     with_live_groups,
 )
+from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.tensors import (
     RestoreTargets,
     RestoreValues,
@@ -186,7 +187,7 @@ def find_fallback(
     """
     found = ranks.broadcast(
         f"load {asked}: look for an older one",
-        lambda: _beside(asked, ranks.report_progress, fits_model),
+        lambda: _beside(asked, ranks.progress, fits_model),
     )
     for path, step in found:
         problems = ranks.all_gather(f"load: verify {path}", partial(_problem, path, ranks))
@@ -197,7 +198,7 @@ def find_fallback(
 
 def _beside(
     asked: str | os.PathLike[str],
-    on_progress: Callable[[], None],
+    progress: Progress,
     fits_model: Callable[[Manifest], bool],
 ) -> list[tuple[str, int]]:
     """Rank 0: return the published checkpoints in the same folder, the newest first."""
@@ -215,7 +216,7 @@ def _beside(
     for manifest_path in {p for folder in folders for p in folder.glob(f"*/{MANIFEST_NAME}")}:
         path = real_path(manifest_path.parent)
         manifest = _manifest_of(path)
-        on_progress()
+        progress.check()
         if path == real or path.name.startswith(".") or manifest is None:
             continue
         if mine:
@@ -265,10 +266,10 @@ def _published_at(*paths: Path) -> int:
 def _problem(path: str, ranks: Ranks) -> str:
     """Verify this rank's share; return what is wrong with it."""
     try:
-        with closing(open_checkpoint(Path(path), on_progress=ranks.report_progress)) as source:
+        with closing(open_checkpoint(Path(path), progress=ranks.progress)) as source:
             source.check_all()
-            on_bytes = report_bytes("verifying", ranks)
-            verify_files(Path(path), source.manifest, ranks.rank, ranks.world_size, on_bytes)
+            progress = io_progress("verifying", ranks)
+            verify_files(Path(path), source.manifest, ranks.rank, ranks.world_size, progress)
     except DAMAGE_ERRORS as error:
         return str(error)
     return ""
@@ -446,15 +447,13 @@ def _load(
     """Restore one checkpoint, or leave the engine as it was."""
     began = time.monotonic()
     first = ranks.broadcast(
-        "load: find the checkpoint", lambda: _find(path, options, ranks.report_progress)
+        "load: find the checkpoint", lambda: _find(path, options, ranks.progress)
     )
     step = f"load {first['path']}"
     with ExitStack() as files, ExitStack() as undo:
 
         def open_and_check() -> tuple[_Load, RestoreScope, SharedState]:
-            source = files.enter_context(
-                closing(_open(path, first, live, options, ranks.report_progress))
-            )
+            source = files.enter_context(closing(_open(path, first, live, options, ranks.progress)))
             load = _Load(source, live, options, str(path), ranks)
             return load, *load.check()
 
@@ -515,14 +514,12 @@ def _raise(failure: Exception | None) -> None:
         raise failure
 
 
-def _find(
-    path: str | os.PathLike[str], options: LoadOptions, on_progress: Callable[[], None]
-) -> dict[str, str]:
+def _find(path: str | os.PathLike[str], options: LoadOptions, progress: Progress) -> dict[str, str]:
     """Rank 0: find the checkpoint, behind links, so that all ranks open the same one."""
     found = check_local_path(path)
     repair_target(found)
     directory = existing_path(found)
-    opened = open_checkpoint(directory, allow_pickle=options.allow_pickle, on_progress=on_progress)
+    opened = open_checkpoint(directory, allow_pickle=options.allow_pickle, progress=progress)
     with closing(opened) as source:
         source.check_all()
         return {"path": str(directory), "save_id": source.manifest.save_id}
@@ -533,14 +530,14 @@ def _open(
     first: Mapping[str, str],
     live: LiveState,
     options: LoadOptions,
-    on_progress: Callable[[], None],
+    progress: Progress,
 ) -> CheckpointReader:
     """Open the checkpoint that rank 0 found."""
     directory = Path(first["path"])
     mine = real_path(check_local_path(path))
     if mine != directory:
         log.warning("this rank was asked for %s; all ranks load rank 0's %s", mine, directory)
-    source = open_checkpoint(directory, allow_pickle=options.allow_pickle, on_progress=on_progress)
+    source = open_checkpoint(directory, allow_pickle=options.allow_pickle, progress=progress)
     if source.manifest.save_id != first["save_id"]:
         msg = (
             f"{directory} is save {source.manifest.save_id} on this rank and {first['save_id']} on "
@@ -608,8 +605,8 @@ class _Load:
             self.live.check_scheduler(shared.lr_scheduler)
         if self.ranks.rank == 0:
             self._log(here, scope, buffers)
-        on_bytes = report_bytes("verifying", self.ranks, self.options.show)
-        source.verify(self.ranks.rank, self.ranks.world_size, on_bytes)
+        progress = io_progress("verifying", self.ranks, self.options.show)
+        source.verify(self.ranks.rank, self.ranks.world_size, progress)
         return scope, shared
 
     def _check_optimizer(self, scope: RestoreScope) -> None:
@@ -670,9 +667,9 @@ class _Load:
         in_order = heapq.merge(*(plan.by_rank() for plan in planned), key=itemgetter(0))
         tensors = (*targets.weights, *(t for of_flat in targets.states for t in of_flat.values()))
         size = sum(tensor.nbytes for tensor in tensors)
-        on_bytes = report_bytes("reading", self.ranks, self.options.show, size)
+        progress = io_progress("reading", self.ranks, self.options.show, size)
         filled = read_targets(targets)
-        bytes_read = sum(source.read(runs, filled, on_bytes) for _, runs in in_order)
+        bytes_read = sum(source.read(runs, filled, progress) for _, runs in in_order)
         check_infinite_weights(self.where, targets, source.manifest, self.live)
         return _Filled(targets, values, self._rank_entries(shared), bytes_read)
 
@@ -722,7 +719,7 @@ class _Load:
         return {other: entry for other, entry in entries.items() if entry is not None}
 
 
-def _step_of(progress: Progress) -> int:
+def _step_of(progress: TrainingProgress) -> int:
     """Return the step at which a checkpoint was saved, as its trainer counted."""
     step = progress.sampler.get("global_step")
     return step if isinstance(step, int) else progress.global_steps

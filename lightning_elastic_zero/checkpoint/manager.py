@@ -31,13 +31,13 @@ from lightning_elastic_zero.checkpoint.save import save_engine
 from lightning_elastic_zero.checkpoint.types import CheckpointStats, EngineHandle, SaveOptions
 from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import ElasticZeroError
 from lightning_elastic_zero.storage.leftovers import LINK_PREFIX, make_link
 from lightning_elastic_zero.storage.owners import ConcurrentRunMonitor
 from lightning_elastic_zero.storage.ownership import (
     can_replace,
     delete_checkpoint,
-    ignore_progress,
     inspect_target,
     is_checkpoint,
 )
@@ -68,9 +68,7 @@ class CheckpointLinks:
         with self._lock:
             return target == self._target
 
-    def make(
-        self, target: Path, link: Path, on_progress: Callable[[], None] = ignore_progress
-    ) -> None:
+    def make(self, target: Path, link: Path, progress: Progress = NO_PROGRESS) -> None:
         """Make a link to a checkpoint, now or when it is published.
 
         Where nothing is, because its save has failed, the link stays what it was.
@@ -82,14 +80,14 @@ class CheckpointLinks:
             if target == self._target:
                 self._waiting.append(link)
             elif target.exists():
-                make_link(target, link, on_progress)
+                make_link(target, link, progress)
             else:
                 log.warning("%s is not linked to %s, which is not there", link, target)
 
     def on_save_ended(
         self,
         target: Path,
-        on_progress: Callable[[], None] = ignore_progress,
+        progress: Progress = NO_PROGRESS,
         *,
         published: bool,
     ) -> None:
@@ -97,7 +95,7 @@ class CheckpointLinks:
 
         Args:
             target: what was saved.
-            on_progress: called while a link takes long: where the disk has none, it is a copy.
+            progress: checked while a link is made: without symbolic links it is a copy.
             published: whether it is there.
 
         Raises:
@@ -110,7 +108,7 @@ class CheckpointLinks:
             self._target, self._waiting = None, []
             if published:
                 for link in waiting:
-                    make_link(target, link, on_progress)
+                    make_link(target, link, progress)
 
 
 class Retention:
@@ -392,7 +390,7 @@ class CheckpointManager:
         """
 
         def make() -> None:
-            self._links.make(check_local_path(path), check_local_path(link), ranks.report_progress)
+            self._links.make(check_local_path(path), check_local_path(link), ranks.progress)
 
         ranks.broadcast("link a checkpoint", make)
 

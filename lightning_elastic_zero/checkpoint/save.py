@@ -50,8 +50,8 @@ from lightning_elastic_zero.checkpoint.types import (
     EngineHandle,
     SaveOptions,
     ShowBytes,
+    io_progress,
     manifest_to_save,
-    report_bytes,
     show_nothing,
     state_to_save,
     warn_of_objects,
@@ -59,6 +59,7 @@ from lightning_elastic_zero.checkpoint.types import (
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.manifest import EXTRA_STATE, MANIFEST_NAME, FileEntry, Manifest
 from lightning_elastic_zero.core.names import unwrapped
+from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.tensors import RankState
 from lightning_elastic_zero.core.text import TreePath, format_names, format_tree_path
 from lightning_elastic_zero.errors import CheckpointMismatchError, SaveError, UnsupportedError
@@ -394,17 +395,13 @@ def write_shards(
     """
     began, cancellation = time.monotonic(), cancellation or Cancellation()
     staged: list[StagedDirectory] = []  # on rank 0: what has to go, wherever this fails
-    tables, report = cache(contents.tables), _report(contents, ranks)
-
-    def on_bytes(count: int) -> None:
-        cancellation.check()
-        report(count)
+    tables, progress = cache(contents.tables), _progress(contents, ranks, cancellation)
 
     def write_files() -> dict[str, Any]:
         staging = _await_staging(first, contents.target)
         theirs = RankZeroTables(first[DIGESTS], tables(), staging)
         manifest = replace(contents.manifest, save_id=first["save_id"])
-        writer = RankWriter(staging, manifest, ranks.rank, on_bytes, number, contents.source_of)
+        writer = RankWriter(staging, manifest, ranks.rank, progress, number, contents.source_of)
         return _write_files(contents, theirs, writer)
 
     def publish() -> dict[str, Any]:
@@ -412,9 +409,9 @@ def write_shards(
         warn_of_drift(contents.manifest, [of_rank["drifted"] for of_rank in written or []])
         warn_of_replicas(contents.manifest, [of_rank["replicas"] for of_rank in written or []])
         files = _complete(staged[0].path, contents, first, written or [])
-        staged[0].sync(ranks.report_progress)
+        staged[0].sync(ranks.progress)
         cancellation.commit()
-        staged[0].publish(ranks.report_progress, on_published)
+        staged[0].publish(ranks.progress, on_published)
         return _cost(files, time.monotonic() - began, write_s)
 
     try:
@@ -423,7 +420,7 @@ def write_shards(
         )
         target = Path(first["path"])
         with staged[0].touch_regularly() if staged else nullcontext():
-            number = _fingerprint(contents, target, ranks, lambda: on_bytes(0))
+            number = _fingerprint(contents, target, ranks, progress)
             written = ranks.gather(f"save {target}: write", write_files)
             published = ranks.broadcast(f"save {target}: publish", publish)
     except BaseException:
@@ -441,7 +438,7 @@ def _stage(
     warn_of_objects(target, contents.objects, contents.warned_objects)
     with as_save_error(target):
         if target.parent.is_dir():
-            remove_leftovers(target.parent, ranks.report_progress)
+            remove_leftovers(target.parent, ranks.progress)
         staged.append(StagedDirectory.create(target, save_id))
         (staged[0].path / TAG).mkdir()
         write_tables(staged[0].path, tables)
@@ -449,13 +446,14 @@ def _stage(
     return {"path": str(target), "save_id": save_id, DIGESTS: table_digests(tables)}
 
 
-def _report(contents: ShardContents, ranks: Ranks) -> Callable[[int], None]:
-    """Return what is told of the bytes that this rank writes."""
+def _progress(contents: ShardContents, ranks: Ranks, cancellation: Cancellation) -> Progress:
+    """Return the progress of writing; a cancelled save fails at its next check."""
     flats = contents.state.flats
     tensors = [tensor for flat in flats for tensor in (flat.master, *flat.elementwise.values())]
     if writes_weights(contents.manifest, ranks.rank):
         tensors += [*contents.state.frozen.values(), *contents.state.module_weights.values()]
-    return report_bytes("writing", ranks, contents.show, sum(t.nbytes for t in tensors))
+    size_bytes = sum(tensor.nbytes for tensor in tensors)
+    return io_progress("writing", ranks, contents.show, size_bytes, cancellation.check)
 
 
 def _cost(files: tuple[FileEntry, ...], seconds: float, write_s: float) -> dict[str, Any]:
@@ -464,14 +462,12 @@ def _cost(files: tuple[FileEntry, ...], seconds: float, write_s: float) -> dict[
     return {**of_both, "write_s": write_s, "bytes": sum(entry.size_bytes for entry in files)}
 
 
-def _fingerprint(
-    contents: ShardContents, target: Path, ranks: Ranks, on_piece: Callable[[], None]
-) -> str:
+def _fingerprint(contents: ShardContents, target: Path, ranks: Ranks, progress: Progress) -> str:
     """Return the number of what all ranks are about to write, if it is wanted; collective."""
     if not contents.fingerprint:
         return ""
     step = f"save {target}: fingerprint"
-    return str(live_fingerprint(contents.manifest, contents.state, ranks, step, on_piece))
+    return str(live_fingerprint(contents.manifest, contents.state, ranks, step, progress))
 
 
 def _await_staging(first: Mapping[str, Any], target: Path) -> Path:

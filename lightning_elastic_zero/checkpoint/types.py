@@ -18,6 +18,7 @@ import torch
 
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.manifest import Manifest, Plain
+from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.tensors import RankState, RestoreTargets
 from lightning_elastic_zero.core.text import format_tree_path
 from lightning_elastic_zero.formats.client_state import Objects
@@ -193,22 +194,29 @@ class LoadResult:
     """For each live parameter group, the index of its saved group; None: it is new."""
 
 
-def report_bytes(
-    doing: str, ranks: Ranks, show: ShowBytes = show_nothing, total_bytes: int = 0
-) -> Callable[[int], None]:
-    """Return a callback for long I/O: shows the other ranks that this one lives, and reports."""
+def io_progress(
+    doing: str,
+    ranks: Ranks,
+    show: ShowBytes = show_nothing,
+    total_bytes: int = 0,
+    check_cancelled: Callable[[], None] = lambda: None,
+) -> Progress:
+    """Return the progress of long I/O, which this rank reports to the other ranks and shows."""
     done, reported = 0, time.monotonic()
 
-    def on_bytes(count: int) -> None:
+    def check() -> None:
+        check_cancelled()
+        ranks.progress.check()
+
+    def advance(count: int) -> None:
         nonlocal done, reported
         done += count
-        ranks.report_progress()
         show(doing, count, total_bytes)
         if ranks.rank == 0 and time.monotonic() - reported > REPORT_EVERY_S:
             reported = time.monotonic()
             log.info("%s a checkpoint: %.1f GB on rank 0 so far", doing, done / 1e9)
 
-    return on_bytes
+    return Progress(check, advance)
 
 
 @dataclass(frozen=True, slots=True)

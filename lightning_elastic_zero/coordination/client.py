@@ -59,6 +59,7 @@ from lightning_elastic_zero.coordination.session import (
 )
 from lightning_elastic_zero.coordination.store import SHARED, shared_connection
 from lightning_elastic_zero.core.processes import ProcessKey, ProcessState
+from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.errors import RanksError
 
 Command: TypeAlias = Callable[[], None]
@@ -301,8 +302,12 @@ class StoreRanks:
         """Return all results; see ``Ranks``."""
         return self._run("all_gather", step, work)
 
-    def report_progress(self) -> None:
-        """Show that long work goes on; see ``Ranks``."""
+    @property
+    def progress(self) -> Progress:
+        """The progress of long work; see ``Ranks``."""
+        return Progress(self._report_progress)  # not kept: a cycle would delay the finalizer
+
+    def _report_progress(self) -> None:
         step = self._thread.step
         step.work_count += 1
         if not step.reported.is_set():

@@ -46,6 +46,7 @@ from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.store import (
     check_open_file_limit,
 )
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 
 
 def any_rank(*, flag: bool, device: torch.device) -> bool:
@@ -139,8 +140,9 @@ class Ranks(Protocol):
     def all_gather(self, step: str, work: Callable[[], J]) -> list[J]:
         """Run ``work`` on every rank; return all results, by rank, on every rank."""
 
-    def report_progress(self) -> None:
-        """Show that long work goes on; raises what has failed the step elsewhere."""
+    @property
+    def progress(self) -> Progress:
+        """Shows the other ranks that long work goes on; raises a failure of the step elsewhere."""
 
     def has_failed(self) -> bool:
         """Whether the step that goes on has failed elsewhere already; asked in any thread."""
@@ -154,6 +156,7 @@ class OneRank:
 
     rank = 0
     world_size = 1
+    progress = NO_PROGRESS
 
     def run_all(self, step: str, work: Callable[[], T]) -> T:  # noqa: ARG002
         """Run ``work``."""
@@ -171,9 +174,6 @@ class OneRank:
     def all_gather(self, step: str, work: Callable[[], J]) -> list[J]:
         """Run ``work`` and return its result as the only one."""
         return [self.broadcast(step, work)]
-
-    def report_progress(self) -> None:
-        """Do nothing: nobody waits."""
 
     def has_failed(self) -> bool:
         """Return False: there is nobody else."""

@@ -240,7 +240,7 @@ class Writer:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class TrainingProgress:
     """How far the run had come, in units that do not depend on the number of devices."""
 
     global_steps: int = 0
@@ -282,7 +282,7 @@ class Manifest:
     """Names of the persistent module buffers."""
     files: tuple[FileEntry, ...]
     """The files that hold the state, each with its checksums beside it."""
-    progress: Progress = field(default_factory=Progress)
+    progress: TrainingProgress = field(default_factory=TrainingProgress)
     """How far the run had come."""
     writer: Writer = field(default_factory=Writer)
     """Libraries and releases that wrote it."""

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from lightning_elastic_zero.core.layout import Fragment
-from lightning_elastic_zero.core.manifest import Plain, Progress, StateKey
+from lightning_elastic_zero.core.manifest import Plain, StateKey, TrainingProgress
 from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
 
 Scalar: TypeAlias = "torch.Tensor | int | float | bool | None"
@@ -77,7 +77,7 @@ class RestoreValues:
     hyperparameters: tuple[Mapping[str, Plain], ...] | None
     """Per parameter group; None: the live ones stay."""
     module_buffers: Mapping[str, torch.Tensor]
-    progress: Progress
+    progress: TrainingProgress
     loss_scaler: Mapping[str, Plain] = field(default_factory=dict)
     lr_scheduler: Mapping[str, object] | None = None
     optimizer_state: Mapping[Any, Any] | None = None

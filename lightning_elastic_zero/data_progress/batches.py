@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_elastic_zero.core.manifest import Plain, Progress
+from lightning_elastic_zero.core.manifest import Plain, TrainingProgress
 from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
 
 
@@ -354,7 +354,7 @@ def _is_finished(progress: Mapping[str, Any]) -> bool:
 
 
 def infer_progress(
-    fit_loop: Mapping[str, Any], progress: Progress, world_size: int, global_step: int
+    fit_loop: Mapping[str, Any], progress: TrainingProgress, world_size: int, global_step: int
 ) -> DataProgress:
     """Infer how far a run is that another program saved, from what it counted."""
     # DeepSpeed's own config says it; counters cannot where epochs end within a window.

@@ -22,7 +22,13 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.core.layout import Fragment
-from lightning_elastic_zero.core.manifest import STAGE_WEIGHTS, Group, Manifest, Progress, Writer
+from lightning_elastic_zero.core.manifest import (
+    STAGE_WEIGHTS,
+    Group,
+    Manifest,
+    TrainingProgress,
+    Writer,
+)
 from lightning_elastic_zero.core.partition import FlatBuffer
 from lightning_elastic_zero.core.requirements import version_of
 from lightning_elastic_zero.core.tensors import (
@@ -240,7 +246,7 @@ class LiveEngine:
             manifest,
             master_dtype=dtype_name(self._buffers[0].values.dtype),
             groups=self._groups(),
-            progress=Progress(
+            progress=TrainingProgress(
                 global_steps=engine.global_steps,
                 # Whole floats with sequence ranks, by which DeepSpeed divides.
                 global_samples=int(engine.global_samples),

@@ -27,7 +27,7 @@ import itertools
 import math
 import os
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -47,6 +47,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from lightning_elastic_zero.core.manifest import Manifest
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import canonical_repr, check_cast, tensors_of
 from lightning_elastic_zero.core.text import TreePath, format_tree_path
 from lightning_elastic_zero.errors import (
@@ -76,9 +77,7 @@ from lightning_elastic_zero.formats.torch_optimizer import (
     members_of,
 )
 from lightning_elastic_zero.formats.torch_read import StoredRun, with_copies
-from lightning_elastic_zero.storage.checksums import ignore_bytes
 from lightning_elastic_zero.storage.files import bounded_stream
-from lightning_elastic_zero.storage.ownership import ignore_progress
 from lightning_elastic_zero.storage.paths import read_file
 
 READ_BYTES = 1 << 20
@@ -87,15 +86,13 @@ READ_BYTES = 1 << 20
 ZIP_MARK = b"PK"
 
 
-def verify_entries(
-    path: Path, places: Iterable[tuple[int, int]], on_bytes: Callable[[int], None]
-) -> None:
+def verify_entries(path: Path, places: Iterable[tuple[int, int]], progress: Progress) -> None:
     """Compare the CRC-32 of each record of entries of a file.
 
     Args:
         path: the file.
         places: where each entry begins, and its bytes.
-        on_bytes: told the number of bytes that were read since it was last told.
+        progress: receives the number of bytes read.
 
     Raises:
         CheckpointCorruptedError: bytes are not those that were written.
@@ -103,7 +100,7 @@ def verify_entries(
     with path.open("rb") as file:
         for start, size_bytes in places:
             try:
-                _verify(_FileSection(file, start, size_bytes), on_bytes)
+                _verify(_FileSection(file, start, size_bytes), progress)
             except (zipfile.BadZipFile, OSError, ValueError, EOFError) as error:
                 msg = (
                     f"{path} is damaged at bytes {start} to {start + size_bytes} ({error}): resume "
@@ -112,7 +109,7 @@ def verify_entries(
                 raise CheckpointCorruptedError(msg) from error
 
 
-def _verify(part: _FileSection, on_bytes: Callable[[int], None]) -> None:
+def _verify(part: _FileSection, progress: Progress) -> None:
     """Read an entry's records, whose CRC-32 the standard library compares."""
     if part.read(len(ZIP_MARK)) != ZIP_MARK:
         return  # Saved by an older way, without checksums.
@@ -122,7 +119,7 @@ def _verify(part: _FileSection, on_bytes: Callable[[int], None]) -> None:
                 continue  # Checksums were switched off.
             with archive.open(info) as record:
                 while data := record.read(READ_BYTES):
-                    on_bytes(len(data))
+                    progress.advance(len(data))
 
 
 class _FileSection(io.RawIOBase):
@@ -478,17 +475,17 @@ class Chunks:
         path: Path,
         metadata: Metadata,
         policy: PicklePolicy,
-        on_progress: Callable[[], None] = ignore_progress,
+        progress: Progress = NO_PROGRESS,
     ) -> None:
-        """Prepare reading by what ``read_metadata`` returned; every read calls ``on_progress``."""
+        """Prepare reading by what ``read_metadata`` returned; every read calls ``progress``."""
         self.path = path
         self.tensors = _tensors_in(metadata)
         self._key_of = {id(tensor): key for key, tensor in self.tensors.items()}
-        self._on_work = on_progress
+        self._progress = progress
         self._metadata = metadata
         self._policy = policy
         self._reader = FileSystemReader(path)
-        self._reader.fs = _BoundedReadFileSystem(on_progress)
+        self._reader.fs = _BoundedReadFileSystem(progress)
         self._reader.set_up_storage_reader(metadata, is_coordinator=False)
         self._ends: dict[str, int] = {}
         for info in metadata.storage_data.values():
@@ -511,7 +508,7 @@ class Chunks:
         for name, end in sorted(self._ends.items()):
             path = self.path / name
             size = path.stat().st_size if path.is_file() else None
-            self._on_work()
+            self._progress.check()
             if size is None or size < end:
                 wrong.append(f"{name} ({'missing' if size is None else f'{size} of {end} bytes'})")
         if wrong:
@@ -533,7 +530,7 @@ class Chunks:
     def read_into(
         self,
         wanted: Iterable[tuple[torch.Tensor, StoredRun]],
-        on_bytes: Callable[[int], None] = ignore_bytes,
+        progress: Progress = NO_PROGRESS,
     ) -> int:
         """Fill 1-D tensors with runs of ``tensors``; return the bytes of the chunks read for it.
 
@@ -542,7 +539,7 @@ class Chunks:
             CheckpointMismatchError: elements would be cast from or to integers.
         """
         jobs = self._plan(wanted)
-        self._read([job.item() for job in jobs.values()], jobs, on_bytes)
+        self._read([job.item() for job in jobs.values()], jobs, progress)
         return sum(int(self._metadata.storage_data[index].length) for index in jobs)
 
     def _plan(
@@ -615,10 +612,10 @@ class Chunks:
         self,
         items: list[ReadItem],
         jobs: Mapping[MetadataIndex, _ChunkRead] = MappingProxyType({}),
-        on_bytes: Callable[[int], None] = ignore_bytes,
+        progress: Progress = NO_PROGRESS,
     ) -> dict[str, Any]:
         """Fill what jobs want, and return the objects."""
-        planner = _Planner(self.path, self._policy, jobs, on_bytes)
+        planner = _Planner(self.path, self._policy, jobs, progress)
         try:
             self._reader.read_data(LoadPlan(items), planner).wait()
         except ElasticZeroError:
@@ -633,7 +630,7 @@ class Chunks:
 
     # -- checksums -------------------------------------------------------------------------------
 
-    def verify(self, part: int, parts: int, on_bytes: Callable[[int], None]) -> None:
+    def verify(self, part: int, parts: int, progress: Progress) -> None:
         """Compare the CRC-32 in every ``parts``-th entry.
 
         Raises:
@@ -648,7 +645,7 @@ class Chunks:
             }
         )
         for name, of_file in itertools.groupby(places[part::parts], key=lambda place: place[0]):
-            verify_entries(self.path / name, [place[1:] for place in of_file], on_bytes)
+            verify_entries(self.path / name, [place[1:] for place in of_file], progress)
 
 
 def _tensors_in(metadata: Metadata) -> dict[str, torch.Tensor]:
@@ -703,15 +700,15 @@ def _overlap(one: tuple[tuple[int, int], ...], other: tuple[tuple[int, int], ...
 class _BoundedReadFileSystem(FileSystem):
     """Opens files so that a chunk, which torch reads at once, is read in parts."""
 
-    def __init__(self, on_progress: Callable[[], None]) -> None:
+    def __init__(self, progress: Progress) -> None:
         super().__init__()
-        self._on_work = on_progress
+        self._progress = progress
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         """Open a file for reading."""
         del mode
-        with bounded_stream(Path(path), self._on_work) as stream:
+        with bounded_stream(Path(path), self._progress) as stream:
             yield stream
 
 
@@ -723,13 +720,13 @@ class _Planner(DefaultLoadPlanner):
         path: Path,
         policy: PicklePolicy,
         jobs: Mapping[MetadataIndex, _ChunkRead],
-        on_bytes: Callable[[int], None],
+        progress: Progress,
     ) -> None:
         super().__init__()
         self._path = path
         self._policy = policy
         self._jobs = jobs
-        self._on_bytes = on_bytes
+        self._progress = progress
         self.objects: dict[str, Any] = {}
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
@@ -738,7 +735,7 @@ class _Planner(DefaultLoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Copy a box's runs to where they are wanted."""
-        self._on_bytes(self._jobs[read_item.storage_index].take(tensor))
+        self._progress.advance(self._jobs[read_item.storage_index].take(tensor))
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Unpickle an object by the policy."""
@@ -882,7 +879,7 @@ class DcpReader(FullStateReader):
         """
         path = files.folder
         metadata = read_metadata(path)
-        self._chunks = Chunks(path, metadata, policy, files.on_progress)
+        self._chunks = Chunks(path, metadata, policy, files.progress)
         self._chunks.check_files()
         super().__init__(path, files, self._chunks)
         self._tree = sort_leaves(leaves_of(metadata, self._chunks.tensors))
@@ -891,7 +888,7 @@ class DcpReader(FullStateReader):
         self._full_state = FullState(
             weights={},
             optimizers=(),
-            save_id=file_list_digest(path, self._names, files.on_progress),
+            save_id=file_list_digest(path, self._names, files.progress),
             trainer=trainer,
             ordered=knows_order(metadata),
             kind="directory of torch.distributed.checkpoint",
@@ -1003,11 +1000,11 @@ class DcpReader(FullStateReader):
         except CheckpointMismatchError as error:
             return [{}], str(error)
 
-    def verify(self, rank: int, world_size: int, on_bytes: Callable[[int], None]) -> None:
+    def verify(self, rank: int, world_size: int, progress: Progress) -> None:
         """Compare the CRC-32 that this rank's share of entries was written with."""
-        self._chunks.verify(rank, world_size, on_bytes)
+        self._chunks.verify(rank, world_size, progress)
         if rank == 0 and self._full_state.trainer:
-            self.files.get(TRAINER_STATE).verify(on_bytes)
+            self.files.get(TRAINER_STATE).verify(progress)
 
     def _is_weight(self, leaf: Leaf) -> bool:
         """Whether it is a tensor of what was taken for the model, at first or in the end."""

@@ -33,9 +33,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_elastic_zero.core.layout import spans
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import map_pages
 from lightning_elastic_zero.core.text import TreePath, format_tree_path
-from lightning_elastic_zero.storage.checksums import ignore_bytes
 
 CHUNK_ELEMENTS = 1 << 22
 """The most elements of a chunk, where a row is no longer."""
@@ -59,7 +59,7 @@ def write_directory(
     folder: Path,
     tensors: Sequence[RowsSource],
     objects: Mapping[TreePath, Any],
-    on_bytes: Callable[[int], None] = ignore_bytes,
+    progress: Progress = NO_PROGRESS,
 ) -> None:
     """Write a directory, synced to disk.
 
@@ -67,12 +67,12 @@ def write_directory(
         folder: an empty directory.
         tensors: what it holds.
         objects: what else it holds, by its place in the tree; torch pickles each.
-        on_bytes: told of the bytes of each chunk.
+        progress: receives the number of bytes written.
 
     Raises:
         OSError: the system did not take the bytes.
     """
-    planner = _ChunkPlanner(tensors, objects, on_bytes)
+    planner = _ChunkPlanner(tensors, objects, progress)
     # Without a copy ahead it asks for a chunk when the one before is written, on GPU machines too.
     writer = FileSystemWriter(
         folder, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0
@@ -91,11 +91,11 @@ class _ChunkPlanner(SavePlanner):
         self,
         tensors: Sequence[RowsSource],
         objects: Mapping[TreePath, Any],
-        on_bytes: Callable[[int], None],
+        progress: Progress,
     ) -> None:
         self._tensors = {format_tree_path(t.path): t for t in tensors}
         self._objects = {format_tree_path(path): value for path, value in objects.items()}
-        self._on_bytes = on_bytes
+        self._progress = progress
         # torch's writer keeps the last chunk of each tensor until it ends: so all have one memory.
         self._memory = map_pages(max((_largest_chunk_bytes(t) for t in tensors), default=1), ())
         entries: dict[str, Any] = {
@@ -135,7 +135,7 @@ class _ChunkPlanner(SavePlanner):
         start = chunk.offsets[0] * row if tensor.shape else 0
         numel = math.prod(chunk.sizes)
         found = self._placed(tensor.read(start, start + numel)) if numel else _nothing(tensor)
-        self._on_bytes(found.nbytes)
+        self._progress.advance(found.nbytes)
         return found.reshape(chunk.sizes)
 
     def _placed(self, found: torch.Tensor) -> torch.Tensor:

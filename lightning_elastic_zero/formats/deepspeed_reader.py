@@ -26,7 +26,7 @@ from lightning_elastic_zero.core.manifest import (
     Manifest,
     Parameter,
     Plain,
-    Progress,
+    TrainingProgress,
     Writer,
 )
 from lightning_elastic_zero.core.partition import FlatBuffer, piece_start
@@ -231,14 +231,14 @@ def _table(
     return [[(n, tuple(int(s) for s in shape)) for n, shape in g.items()] for g in shapes]
 
 
-def _progress(tree: Mapping[str, Any]) -> Progress:
+def _progress(tree: Mapping[str, Any]) -> TrainingProgress:
     """Return the counters; DeepSpeed does not save how many backward passes there were."""
     config: Mapping[str, Any] = tree.get("ds_config") or {}
     accumulation = config.get("gradient_accumulation_steps")
     accumulation = accumulation if type(accumulation) is int else 1
     batch = config.get("train_batch_size")
     steps = int(tree.get("global_steps") or 0)
-    return Progress(
+    return TrainingProgress(
         global_steps=steps,
         global_samples=int(tree.get("global_samples") or 0),
         skipped_steps=int(tree.get("skipped_steps") or 0),
@@ -346,7 +346,7 @@ class TagReader(CheckpointReader):
         ]
         frozen = [(name, shape, None) for name, shape in first.frozen.items()]
         return Manifest(
-            save_id=file_list_digest(self._folder.path, self.names(), self.files.on_progress),
+            save_id=file_list_digest(self._folder.path, self.names(), self.files.progress),
             stage=stage,
             world_size=first.world_size,
             precision=precision_of(first.dtype),

@@ -282,7 +282,7 @@ class DumpsReader(CheckpointReader):
         )
         rows = [row for row, _ in owned] or list(self._table.frozen)
         return Manifest(
-            save_id=file_list_digest(self.files.folder, self.names(), self.files.on_progress),
+            save_id=file_list_digest(self.files.folder, self.names(), self.files.progress),
             stage=self._shards.stage,
             world_size=self._shards.world_size,
             precision=precision_of(self._tensor(rows[0].name, weights).dtype),

@@ -29,6 +29,7 @@ from lightning_elastic_zero.core.manifest import (
     Parameter,
 )
 from lightning_elastic_zero.core.partition import FlatBuffer, piece_numel, piece_start
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import FlatState, RankState, Scalar
 from lightning_elastic_zero.core.text import TreePath
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
@@ -69,7 +70,6 @@ from lightning_elastic_zero.formats.torch_write import (
 )
 from lightning_elastic_zero.storage.checksums import SUMS_SUFFIX, sidecar_bytes
 from lightning_elastic_zero.storage.files import VerifiedFile
-from lightning_elastic_zero.storage.ownership import ignore_progress
 
 
 class ElasticReader(CheckpointReader):
@@ -81,7 +81,7 @@ class ElasticReader(CheckpointReader):
         manifest: Manifest,
         *,
         allow_pickle: bool = False,
-        on_progress: Callable[[], None] = ignore_progress,
+        progress: Progress = NO_PROGRESS,
     ) -> None:
         """Keep a checkpoint's directory and its manifest.
 
@@ -89,11 +89,11 @@ class ElasticReader(CheckpointReader):
             directory: where ``manifest.json`` lies.
             manifest: what it says.
             allow_pickle: read client objects of any class.
-            on_progress: called after every read, and every look at a file.
+            progress: checked after every read and every file status.
         """
         self.info = SourceInfo(f"{FORMAT} checkpoint")
         self.manifest = manifest
-        self.files = OpenFiles(directory, self._open, on_progress=on_progress)
+        self.files = OpenFiles(directory, self._open, progress=progress)
         self._allow_pickle = allow_pickle
         self._entries = {entry.name: entry for entry in manifest.files}
         self._optimized = {p.name for p in manifest.optimized}
@@ -102,12 +102,12 @@ class ElasticReader(CheckpointReader):
         self._layout = manifest.layout()
         self._read_first: int | None = None
 
-    def verify(self, rank: int, world_size: int, on_bytes: Callable[[int], None]) -> None:
+    def verify(self, rank: int, world_size: int, progress: Progress) -> None:
         """Do nothing: every byte is verified when it is read."""
 
-    def verify_whole(self, rank: int, world_size: int, on_bytes: Callable[[int], None]) -> None:
+    def verify_whole(self, rank: int, world_size: int, progress: Progress) -> None:
         """Read this rank's share of the files, and compare all checksums."""
-        verify_files(self.files.folder, self.manifest, rank, world_size, on_bytes)
+        verify_files(self.files.folder, self.manifest, rank, world_size, progress)
 
     def names(self) -> Sequence[str]:
         """Return the files that the manifest names, each with its checksums."""
@@ -146,7 +146,7 @@ class ElasticReader(CheckpointReader):
 
     def _check_sizes(self, names: Iterable[str]) -> None:
         sizes = ((name, self._entry(name).size_bytes) for name in names)
-        if wrong := differing_sizes(self.files.folder, sizes, self.files.on_progress):
+        if wrong := differing_sizes(self.files.folder, sizes, self.files.progress):
             msg = (
                 f"{self.files.folder} is damaged: {'; '.join(wrong)}. "
                 "Resume from another checkpoint, or copy these files again from where they are "
@@ -304,7 +304,7 @@ class ElasticReader(CheckpointReader):
             CheckpointCorruptedError: it is not what was written, or of another save.
         """
         folder, save_id = self.files.folder, self.manifest.save_id
-        file = TorchFile(VerifiedFile(folder, self._entry(name), save_id, self.files.on_progress))
+        file = TorchFile(VerifiedFile(folder, self._entry(name), save_id, self.files.progress))
         try:
             self._check_save(file, name)
         except BaseException:
@@ -357,7 +357,7 @@ def _entry(tree: Any, path: tuple[str, ...]) -> Any:
 
 
 def verify_files(
-    directory: Path, manifest: Manifest, rank: int, world_size: int, on_bytes: Callable[[int], None]
+    directory: Path, manifest: Manifest, rank: int, world_size: int, progress: Progress
 ) -> None:
     """Read this rank's share of the files, and compare all checksums.
 
@@ -367,7 +367,7 @@ def verify_files(
     for entry in manifest.files[rank::world_size]:
         with VerifiedFile(directory, entry, manifest.save_id) as file:
             for _, view in file.read_runs([(0, file.size_bytes)]):
-                on_bytes(view.nbytes)
+                progress.advance(view.nbytes)
 
 
 SourceOf: TypeAlias = "Callable[[torch.Tensor], torch.Tensor | ChunkedSource]"
@@ -407,7 +407,7 @@ class RankWriter:
     manifest: Manifest
     """What the engine said of itself, with the save's id."""
     rank: int
-    on_bytes: Callable[[int], None]
+    progress: Progress
     """Told of every stretch of bytes written."""
     fingerprint: str = ""
     """The number of the whole state, to be recorded beside it; empty: none is."""
@@ -612,7 +612,7 @@ class RankWriter:
             self.directory,
             name,
             save_id=self.manifest.save_id,
-            on_bytes=self.on_bytes,
+            progress=self.progress,
         )
 
 

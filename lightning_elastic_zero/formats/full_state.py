@@ -18,7 +18,13 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.core.layout import Fragment, Transfer, spans
-from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter, Progress, Writer
+from lightning_elastic_zero.core.manifest import (
+    Group,
+    Manifest,
+    Parameter,
+    TrainingProgress,
+    Writer,
+)
 from lightning_elastic_zero.core.partition import FlatBuffer
 from lightning_elastic_zero.core.tensors import Scalar, dtype_name, precision_of
 from lightning_elastic_zero.errors import CheckpointMismatchError
@@ -228,7 +234,7 @@ def _manifest(
         module_buffers=buffers,
         files=(),
         # Samples and passes are DeepSpeed's own counts.
-        progress=Progress(global_steps=step if type(step) is int else 0),
+        progress=TrainingProgress(global_steps=step if type(step) is int else 0),
         writer=Writer(lightning=str(version or "")),
         weights_only=not full_state.optimizers,
     )

@@ -21,6 +21,7 @@ import torch
 from lightning_elastic_zero.core.layout import Fragment, Layout, Transfer
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME, Manifest, manifest_from_json
 from lightning_elastic_zero.core.names import KeyMapping
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import Scalar
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import CheckpointFormatError, CheckpointNotFoundError
@@ -46,7 +47,7 @@ from lightning_elastic_zero.formats.reader import (
 )
 from lightning_elastic_zero.formats.single_file import WEIGHTS, SingleFileReader
 from lightning_elastic_zero.formats.universal import UniversalReader
-from lightning_elastic_zero.storage.ownership import LATEST, TAG, ignore_progress
+from lightning_elastic_zero.storage.ownership import LATEST, TAG
 from lightning_elastic_zero.storage.paths import NO_ENTRY, read_file
 
 MARKS = (MANIFEST_NAME, LATEST, LATEST_UNIVERSAL, METADATA_NAME, TABLE_NAME)
@@ -172,9 +173,9 @@ class RenamedReader(CheckpointReader):
         """Return the size that one of its files had when it was written; None: nothing says."""
         return self._source.recorded_bytes(name)
 
-    def verify_whole(self, rank: int, world_size: int, on_bytes: Callable[[int], None]) -> None:
+    def verify_whole(self, rank: int, world_size: int, progress: Progress) -> None:
         """Verify this rank's share of all bytes."""
-        self._source.verify_whole(rank, world_size, on_bytes)
+        self._source.verify_whole(rank, world_size, progress)
 
     def recorded_fingerprint(self) -> str:
         """Return the fingerprint that was recorded, under the names of the save."""
@@ -184,9 +185,9 @@ class RenamedReader(CheckpointReader):
         """Return an entry at the top of the trainer's state."""
         return self._source.trainer_entry(name)
 
-    def verify(self, rank: int, world_size: int, on_bytes: Callable[[int], None]) -> None:
+    def verify(self, rank: int, world_size: int, progress: Progress) -> None:
         """Verify this rank's share."""
-        self._source.verify(rank, world_size, on_bytes)
+        self._source.verify(rank, world_size, progress)
 
     def layout_of(self, manifest: Manifest) -> Layout:
         """Return which files hold which elements of masters and optimizer state."""
@@ -256,14 +257,14 @@ def _with_names(manifest: Manifest, named: Callable[[str], str]) -> Manifest:
 
 
 def open_checkpoint(
-    path: Path, *, allow_pickle: bool = False, on_progress: Callable[[], None] = ignore_progress
+    path: Path, *, allow_pickle: bool = False, progress: Progress = NO_PROGRESS
 ) -> CheckpointReader:
     """Open the checkpoint at a path, whatever kind it is: recognised by what is in it.
 
     Args:
         path: a checkpoint's directory, or file.
         allow_pickle: read objects of any class from it; that can run code.
-        on_progress: called after every read, now and later: thousands of files take minutes.
+        progress: checked after every read, also of later calls: thousands of files take minutes.
 
     Raises:
         CheckpointNotFoundError: nothing is there, or the system does not let it be looked into.
@@ -272,7 +273,7 @@ def open_checkpoint(
         UnsupportedError: a checkpoint is there of a run that cannot be resumed.
     """
     try:
-        return _opened(path, allow_pickle=allow_pickle, on_progress=on_progress)
+        return _opened(path, allow_pickle=allow_pickle, progress=progress)
     except OSError as error:
         if error.errno not in NO_ENTRY:
             raise  # It may pass: no older checkpoint is to take the place of this one.
@@ -284,7 +285,7 @@ def open_checkpoint(
         raise CheckpointNotFoundError(msg) from error
 
 
-def _opened(path: Path, *, allow_pickle: bool, on_progress: Callable[[], None]) -> CheckpointReader:
+def _opened(path: Path, *, allow_pickle: bool, progress: Progress) -> CheckpointReader:
     if not path.exists():
         dangling = (
             f" (a link to {path.readlink()}, which leads nowhere)" if path.is_symlink() else ""
@@ -292,10 +293,10 @@ def _opened(path: Path, *, allow_pickle: bool, on_progress: Callable[[], None]) 
         msg = f"there is no checkpoint at {path}{dangling or describe_similar_paths(path)}"
         raise CheckpointNotFoundError(msg)
     manifest = _own_manifest(path)
-    on_progress()
+    progress.check()
     if manifest is not None:
-        return ElasticReader(path, manifest, allow_pickle=allow_pickle, on_progress=on_progress)
-    return _foreign(path, FOREIGN_TREE.with_any_class(allow_pickle), on_progress)
+        return ElasticReader(path, manifest, allow_pickle=allow_pickle, progress=progress)
+    return _foreign(path, FOREIGN_TREE.with_any_class(allow_pickle), progress)
 
 
 def _own_manifest(path: Path) -> Manifest | None:
@@ -333,13 +334,13 @@ def _check_latest(path: Path) -> None:
     raise CheckpointFormatError(msg)
 
 
-def _foreign(path: Path, policy: PicklePolicy, on_progress: Callable[[], None]) -> CheckpointReader:
+def _foreign(path: Path, policy: PicklePolicy, progress: Progress) -> CheckpointReader:
     """Open a checkpoint that other software wrote.
 
     Raises:
         CheckpointFormatError: it is of no kind that is known.
     """
-    files = partial(foreign_files, policy=policy, on_progress=on_progress)
+    files = partial(foreign_files, policy=policy, progress=progress)
     if path.is_dir():
         # DeepSpeed may have saved another tag into a checkpoint of ours: that is one by itself.
         if path.name == TAG and (path.parent / MANIFEST_NAME).is_file():

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.formats.pickles import FOREIGN_TREE, PicklePolicy
 from lightning_elastic_zero.formats.torch_read import LegacyFile, TorchFile, is_legacy
 from lightning_elastic_zero.storage.files import RangeFile
-from lightning_elastic_zero.storage.ownership import ignore_progress
 
 MAX_OPEN = 4
 """Files kept open at once: a rank's runs of most parameters lie in the same two or three."""
@@ -27,7 +27,7 @@ class OpenFiles(Generic[F]):
 
     Attributes:
         folder: what names are relative to.
-        on_progress: called after every read: a first look at thousands of files takes minutes.
+        progress: checked after every read: a first look at thousands of files takes minutes.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class OpenFiles(Generic[F]):
         open_file: Callable[[str], F],
         *,
         limit: int = MAX_OPEN,
-        on_progress: Callable[[], None] = ignore_progress,
+        progress: Progress = NO_PROGRESS,
     ) -> None:
         """Open nothing yet.
 
@@ -44,10 +44,10 @@ class OpenFiles(Generic[F]):
             folder: the checkpoint's own.
             open_file: opens a file by its name; what it refuses it closes.
             limit: how many are kept open at once.
-            on_progress: called after every read.
+            progress: checked after every read.
         """
         self.folder = folder
-        self.on_progress = on_progress
+        self.progress = progress
         self._open_file: Callable[[str], F] = open_file
         self._limit = limit
         self._open: OrderedDict[str, F] = OrderedDict()
@@ -99,7 +99,7 @@ def foreign_files(
     policy: PicklePolicy = FOREIGN_TREE,
     *,
     limit: int = MAX_OPEN,
-    on_progress: Callable[[], None] = ignore_progress,
+    progress: Progress = NO_PROGRESS,
     check_saved_name: Callable[[Path, str], None] = _any_name,
 ) -> ForeignFiles:
     """Return the files of ``torch.save`` in a folder.
@@ -108,7 +108,7 @@ def foreign_files(
         folder: the checkpoint's own.
         policy: what their pickles may ask for.
         limit: how many are kept open at once.
-        on_progress: called after every read.
+        progress: checked after every read.
         check_saved_name: called with each file that is opened, and the name under which it was
             saved.
     """
@@ -116,11 +116,11 @@ def foreign_files(
     def open_file(name: str) -> TorchFile | LegacyFile:
         path = folder / name
         legacy = is_legacy(path)
-        on_progress()
+        progress.check()
         file: TorchFile | LegacyFile = (
-            LegacyFile(path, policy, on_progress)
+            LegacyFile(path, policy, progress)
             if legacy
-            else TorchFile(RangeFile(path, on_progress), policy)
+            else TorchFile(RangeFile(path, progress), policy)
         )
         try:
             check_saved_name(path, file.saved_as)
@@ -129,7 +129,7 @@ def foreign_files(
             raise
         return file
 
-    return OpenFiles(folder, open_file, limit=limit, on_progress=on_progress)
+    return OpenFiles(folder, open_file, limit=limit, progress=progress)
 
 
 @contextmanager

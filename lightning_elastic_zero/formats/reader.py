@@ -21,6 +21,7 @@ import xxhash
 
 from lightning_elastic_zero.core.layout import Fragment, Layout, Transfer, spans
 from lightning_elastic_zero.core.manifest import EXTRA_STATE, Manifest, Plain
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import (
     Scalar,
     can_overflow,
@@ -35,7 +36,6 @@ from lightning_elastic_zero.errors import (
 )
 from lightning_elastic_zero.formats.open_files import OpenFiles
 from lightning_elastic_zero.formats.torch_read import StoredRun
-from lightning_elastic_zero.storage.ownership import ignore_progress
 
 _CHECKED_ELEMENTS = 1 << 20
 """Elements that are looked at, and where one is not finite read again, at a time."""
@@ -187,7 +187,7 @@ class StoredTensors(Protocol):
     def read_into(
         self,
         wanted: Iterable[tuple[torch.Tensor, StoredRun]],
-        on_bytes: Callable[[int], None] = ...,
+        progress: Progress = NO_PROGRESS,
     ) -> int:
         """Fill 1-D tensors with runs of stored ones; return the bytes read from disk."""
         ...
@@ -259,22 +259,22 @@ class CheckpointReader(ABC):
         """Return the size that one of its files had when it was written; None: nothing says."""
         return None
 
-    def verify(self, rank: int, world_size: int, on_bytes: Callable[[int], None]) -> None:
+    def verify(self, rank: int, world_size: int, progress: Progress) -> None:
         """Verify this rank's share of what is not verified while it is read.
 
         Raises:
             CheckpointCorruptedError: bytes are not those that were written.
         """
         for name in self.names()[rank::world_size]:
-            self.files.get(name).verify(on_bytes)
+            self.files.get(name).verify(progress)
 
-    def verify_whole(self, rank: int, world_size: int, on_bytes: Callable[[int], None]) -> None:
+    def verify_whole(self, rank: int, world_size: int, progress: Progress) -> None:
         """Verify this rank's share of all bytes, those too that a load verifies as it reads them.
 
         Raises:
             CheckpointCorruptedError: bytes are not those that were written.
         """
-        self.verify(rank, world_size, on_bytes)
+        self.verify(rank, world_size, progress)
 
     def check(self, masters: Sequence[int], frozen: Sequence[int]) -> None:  # noqa: B027 (as above)
         """Check size and identity of every file that is going to be read, if they were recorded.
@@ -318,9 +318,7 @@ class CheckpointReader(ABC):
         del transfer
         return None
 
-    def read(
-        self, transfers: Sequence[Transfer], targets: Targets, on_bytes: Callable[[int], None]
-    ) -> int:
+    def read(self, transfers: Sequence[Transfer], targets: Targets, progress: Progress) -> int:
         """Read runs of all that their targets hold, file by file; return the bytes read from disk.
 
         Raises:
@@ -342,12 +340,12 @@ class CheckpointReader(ABC):
         )
         for file, group in itertools.groupby(located, key=lambda each: each[0]):
             of_file = [ReadRun(found, run, name, key) for _, run, found, name, key in group]
-            bytes_read += file.read_into([(read.found, read.run) for read in of_file], on_bytes)
+            bytes_read += file.read_into([(read.found, read.run) for read in of_file], progress)
             for read in of_file:
                 bytes_read += check_no_overflow(read, file.path, file.read_into)
         masters = ((t, _filled(targets, t, WEIGHT)) for t, key in wanted if key == WEIGHT)
         return bytes_read + sum(
-            self._check_rounding(t.name, read, *rounded, on_bytes)
+            self._check_rounding(t.name, read, *rounded, progress)
             for t, read in masters
             if (rounded := self.locate_rounded(t))
         )
@@ -358,7 +356,7 @@ class CheckpointReader(ABC):
         masters: torch.Tensor,
         file: StoredTensors,
         run: StoredRun,
-        on_bytes: Callable[[int], None],
+        progress: Progress,
     ) -> int:
         """Compare masters that were read with low-precision weights; return the bytes read."""
         bytes_read = 0
@@ -367,7 +365,7 @@ class CheckpointReader(ABC):
             return 0
         for start, stop in spans(run.start, run.stop, COMPARED_ELEMENTS):
             low = host_chunk(stop - start, dtype)
-            bytes_read += file.read_into([(low, StoredRun(run.tensor, start, stop))], on_bytes)
+            bytes_read += file.read_into([(low, StoredRun(run.tensor, start, stop))], progress)
             master = masters[start - run.start : stop - run.start].cpu()
             if not same_rounded(master, low):
                 msg = (
@@ -452,33 +450,31 @@ def as_format_error(path: Path) -> Iterator[None]:
         raise CheckpointFormatError(msg) from error
 
 
-def file_list_digest(
-    folder: Path, names: Iterable[str], on_progress: Callable[[], None] = ignore_progress
-) -> str:
+def file_list_digest(folder: Path, names: Iterable[str], progress: Progress = NO_PROGRESS) -> str:
     """Return a digest of which files there are and how large: ranks must see the same ones."""
     digest = xxhash.xxh3_128()
     for name in names:
         path = folder / name
         digest.update(f"{name} {path.stat().st_size if path.exists() else 'missing'}\n".encode())
-        on_progress()
+        progress.check()
     return digest.hexdigest()
 
 
 def differing_sizes(
     folder: Path,
     recorded: Iterable[tuple[str, int]],
-    on_progress: Callable[[], None] = ignore_progress,
+    progress: Progress = NO_PROGRESS,
 ) -> list[str]:
     """Describe the files that are missing, or have another size than was recorded.
 
     Args:
         folder: what names are relative to.
         recorded: each file's name, and its bytes.
-        on_progress: called after every look at a file.
+        progress: checked after every file.
     """
     wrong = []
     for name, size_bytes in recorded:
-        on_progress()
+        progress.check()
         try:
             found = (folder / name).stat().st_size
         except OSError as error:

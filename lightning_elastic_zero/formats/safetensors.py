@@ -7,16 +7,17 @@ in memory. The format is at https://github.com/huggingface/safetensors#format.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import in_order
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.formats.torch_write import ElementSource
-from lightning_elastic_zero.storage.checksums import ChecksummedWriter, ignore_bytes
+from lightning_elastic_zero.storage.checksums import ChecksummedWriter
 
 _DTYPES = {
     torch.float64: "F64",
@@ -55,7 +56,7 @@ def write_safetensors(
     name: str,
     tensors: Sequence[NamedSource],
     metadata: Mapping[str, str],
-    on_bytes: Callable[[int], None] = ignore_bytes,
+    progress: Progress = NO_PROGRESS,
 ) -> None:
     """Write one file, and the checksums of its chunks beside it, synced to disk.
 
@@ -64,7 +65,7 @@ def write_safetensors(
         name: the file's.
         tensors: what it holds, in this order.
         metadata: texts for its header; transformers wants ``format: pt``.
-        on_bytes: told the number of bytes that were written since it was last told.
+        progress: receives the number of bytes written.
 
     Raises:
         SaveError: the system did not take the bytes.
@@ -82,7 +83,7 @@ def write_safetensors(
         at = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    with ChecksummedWriter(folder, name, on_bytes) as file:
+    with ChecksummedWriter(folder, name, progress) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
             _write_elements(file, tensor)

@@ -21,7 +21,7 @@ import struct
 import sys
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import INTEGER_DTYPES, check_cast, host_chunk, tensors_of
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
@@ -45,9 +46,8 @@ from lightning_elastic_zero.formats.pickles import (
     refuse_class,
     unpickle,
 )
-from lightning_elastic_zero.storage.checksums import CHUNK_BYTES, ignore_bytes
+from lightning_elastic_zero.storage.checksums import CHUNK_BYTES
 from lightning_elastic_zero.storage.files import RangeFile, bounded_stream
-from lightning_elastic_zero.storage.ownership import ignore_progress
 from lightning_elastic_zero.storage.paths import open_file
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
@@ -386,7 +386,7 @@ class TorchFile:
         self.tree: Any = self._index.tree
         self.saved_as = self._index.saved_as
 
-    def verify(self, on_bytes: Callable[[int], None] = ignore_bytes) -> None:
+    def verify(self, progress: Progress = NO_PROGRESS) -> None:
         """Read the whole file, and compare the CRC-32 of each record where one was written.
 
         Raises:
@@ -396,7 +396,7 @@ class TorchFile:
             found = 0
             for _, view in self._file.read_runs([(start, stop)] if wanted else []):
                 found = zlib.crc32(view, found)
-                on_bytes(view.nbytes)
+                progress.advance(view.nbytes)
             if found != wanted:
                 msg = (
                     f"{self.path} is damaged: its record {name} has the CRC-32 {found:#010x}, "
@@ -425,14 +425,14 @@ class TorchFile:
     def read_into(
         self,
         wanted: Iterable[tuple[torch.Tensor, StoredRun]],
-        on_bytes: Callable[[int], None] = ignore_bytes,
+        progress: Progress = NO_PROGRESS,
     ) -> int:
         """Fill tensors with runs of stored ones, in one pass over the file.
 
         Args:
             wanted: a 1-D tensor on any device, and the run that fills it, in any order. Elements
                 of another type are cast; all others are copied bit for bit.
-            on_bytes: called with the number of bytes that were used since its last call.
+            progress: receives the number of bytes read.
 
         Returns:
             The bytes that were read from disk.
@@ -450,14 +450,12 @@ class TorchFile:
                 jobs.append(self._job(target, run))
             else:
                 reordered.append((target, run))
-        self._fill(jobs, on_bytes)
+        self._fill(jobs, progress)
         for target, run in reordered:
-            self._fill_reordered(target, run, on_bytes)
+            self._fill_reordered(target, run, progress)
         return self.bytes_read - before
 
-    def _fill_reordered(
-        self, target: torch.Tensor, run: StoredRun, on_bytes: Callable[[int], None]
-    ) -> None:
+    def _fill_reordered(self, target: torch.Tensor, run: StoredRun, progress: Progress) -> None:
         """Fill a target with a run of a tensor whose elements lie in another order."""
         run.check_fills(target, self.path)
         if not is_dense(run.tensor):
@@ -471,7 +469,7 @@ class TorchFile:
         for blocks in blocks_of(run.tensor, run.start, run.stop):
             held = host_chunk(blocks.stop - blocks.start, dtype)
             place = start_byte + blocks.start * dtype.itemsize
-            self._fill([_RangeCopy(place, dtype, held)], on_bytes)
+            self._fill([_RangeCopy(place, dtype, held)], progress)
             low, high = max(blocks.start, run.start), min(blocks.stop, run.stop)
             found = blocks.in_logical_order(held)[low - blocks.start : high - blocks.start]
             target.detach()[low - run.start : high - run.start].copy_(found)
@@ -497,10 +495,10 @@ class TorchFile:
                 flat = torch.empty((stop - start) // tensor.dtype.itemsize, dtype=tensor.dtype)
                 jobs.append(_RangeCopy(start, tensor.dtype, flat))
                 copies[id(tensor)] = flat.as_strided(tensor.shape, tensor.stride())
-        self._fill(jobs, ignore_bytes)
+        self._fill(jobs, NO_PROGRESS)
         return with_copies(subtree, copies)
 
-    def _fill(self, jobs: list[_RangeCopy], on_bytes: Callable[[int], None]) -> None:
+    def _fill(self, jobs: list[_RangeCopy], progress: Progress) -> None:
         waiting = sorted(jobs, key=lambda job: job.start_byte, reverse=True)
         in_order = waiting[::-1]
         runs = _union(in_order)
@@ -512,7 +510,7 @@ class TorchFile:
             for job in open_jobs:
                 job.take(offset, view)
             open_jobs = [job for job in open_jobs if job.stop_byte > stop]
-            on_bytes(view.nbytes)
+            progress.advance(view.nbytes)
 
     def close(self) -> None:
         """Close the file; a second time does nothing. The tree stays, but nothing can be read."""
@@ -677,15 +675,13 @@ class LegacyFile:
 
     saved_as = ""
 
-    def __init__(
-        self, path: Path, policy: PicklePolicy, on_progress: Callable[[], None] = ignore_progress
-    ) -> None:
+    def __init__(self, path: Path, policy: PicklePolicy, progress: Progress = NO_PROGRESS) -> None:
         """Load a file.
 
         Args:
             path: where it is.
             policy: what its pickle may ask for.
-            on_progress: called after every read.
+            progress: checked after every read.
 
         Raises:
             CheckpointFormatError: it is not of ``torch.save``, or damaged.
@@ -694,7 +690,7 @@ class LegacyFile:
         self.path = path
         self.bytes_read = path.stat().st_size
         try:
-            with bounded_stream(path, on_progress) as stream:
+            with bounded_stream(path, progress) as stream:
                 _check_beginning(stream.peek()[: len(LEGACY_MARK)], path)
                 self.tree: Any = load_stream(stream, policy, path)
         except ElasticZeroError:
@@ -711,21 +707,21 @@ class LegacyFile:
     def read_into(
         self,
         wanted: Iterable[tuple[torch.Tensor, StoredRun]],
-        on_bytes: Callable[[int], None] = ignore_bytes,
+        progress: Progress = NO_PROGRESS,
     ) -> int:
         """Fill tensors with runs of the tree's ones; nothing more is read from disk."""
         for target, run in wanted:
             run.check_fills(target, self.path)
             found = run.tensor.detach().reshape(-1)[run.start : run.stop]
             target.detach().copy_(found)
-            on_bytes(found.numel() * found.element_size())
+            progress.advance(found.numel() * found.element_size())
         return 0
 
     def load_tree(self, subtree: Any) -> Any:
         """Return a part of the tree."""
         return subtree
 
-    def verify(self, on_bytes: Callable[[int], None] = ignore_bytes) -> None:
+    def verify(self, progress: Progress = NO_PROGRESS) -> None:
         """Do nothing: such files keep no checksums."""
 
     def close(self) -> None:

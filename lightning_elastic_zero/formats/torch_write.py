@@ -19,8 +19,9 @@ import numpy as np
 import torch
 
 from lightning_elastic_zero.core.manifest import FileEntry
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import host_chunk, in_order
-from lightning_elastic_zero.storage.checksums import ChecksummedWriter, ignore_bytes
+from lightning_elastic_zero.storage.checksums import ChecksummedWriter
 
 COPY_BYTES = 16 << 20
 """The most that is brought to the host at once."""
@@ -154,7 +155,7 @@ class TorchFileWriter:
         name: str,
         *,
         save_id: str,
-        on_bytes: Callable[[int], None] = ignore_bytes,
+        progress: Progress = NO_PROGRESS,
     ) -> FileEntry:
         """Write the file and its checksums, synced to disk.
 
@@ -166,13 +167,13 @@ class TorchFileWriter:
             directory: the checkpoint's directory, as it is being written.
             name: the file's path below it, with forward slashes.
             save_id: the save that the file belongs to.
-            on_bytes: told the number of bytes that were written since it was last told.
+            progress: receives the number of bytes written.
 
         Raises:
             SaveError: the system did not take the bytes.
             ValueError: a source did not give what it promised, or its stand-in is not in the tree.
         """
-        with ChecksummedWriter(directory, name, on_bytes) as file:
+        with ChecksummedWriter(directory, name, progress) as file:
             no_crc32 = ExitStack()
             # torch.save looks at the setting before it writes: it is put back at the first byte,
             # for a file that is written in the background may take minutes.

@@ -103,7 +103,7 @@ class UniversalReader(TagReader):
         found = {}
         for name in self._flat_of:
             found[name] = {path.stem for path in (root / name).glob("*.pt")}
-            self.files.on_progress()
+            self.files.progress.check()
         wanted = self._wanted_keys(found)
         missing = [self._file(n, k) for n in found for k in sorted(wanted[n] - found[n])]
         if missing:

@@ -26,6 +26,7 @@ from typing import Any
 import xxhash
 
 from lightning_elastic_zero.core.manifest import FileEntry
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage.paths import sync_directory
 
@@ -53,15 +54,15 @@ class Writeback:
     be short on this disk. What they cost is measured, because no file system tells its speed.
     """
 
-    def __init__(self, descriptor: int, on_progress: Callable[[], None]) -> None:
+    def __init__(self, descriptor: int, progress: Progress) -> None:
         """Write back an empty file, open for writing.
 
         Args:
             descriptor: the file's.
-            on_progress: called between the waits.
+            progress: checked between the waits.
         """
         self._descriptor = descriptor
-        self._on_work = on_progress
+        self._progress = progress
         self._size_bytes = 0
         self._started_bytes = 0
         self._synced_bytes = 0
@@ -83,7 +84,7 @@ class Writeback:
             began = time.monotonic()
             self._wait()
             os.fdatasync(self._descriptor)
-            self._on_work()
+            self._progress.check()
             self._adapt(time.monotonic() - began)
 
     def finish(self) -> None:
@@ -94,7 +95,7 @@ class Writeback:
         """
         self._wait()
         os.fsync(self._descriptor)
-        self._on_work()
+        self._progress.check()
 
     def _wait(self) -> None:
         """Wait for the bytes piece by piece, where the system offers that."""
@@ -104,7 +105,7 @@ class Writeback:
             all_flags = _WAIT_BEFORE | _WRITE | _WAIT_AFTER
             if not _sync_range(self._descriptor, start, size_bytes, all_flags):
                 return
-            self._on_work()
+            self._progress.check()
 
     def _adapt(self, seconds: float) -> None:
         if seconds > _SYNC_S:
@@ -157,10 +158,6 @@ _WRITE_BYTES = 1 << 20
 """The most that one system call writes: progress is told at least this often."""
 
 
-def ignore_bytes(size_bytes: int) -> None:
-    """Do nothing: the default of every ``on_bytes``."""
-
-
 @dataclass(frozen=True, slots=True)
 class Sidecar:
     """What lies beside a file."""
@@ -191,16 +188,13 @@ class ChecksummedWriter:
     ``torch.save`` asks of a file. Small writes are not gathered: the callers' are large.
     """
 
-    def __init__(
-        self, directory: Path, name: str, on_bytes: Callable[[int], None] = ignore_bytes
-    ) -> None:
+    def __init__(self, directory: Path, name: str, progress: Progress = NO_PROGRESS) -> None:
         """Create the file; a folder that its name has is created too.
 
         Args:
             directory: the checkpoint's directory, as it is being written.
             name: the file's path below it, with forward slashes.
-            on_bytes: told the number of bytes that were written since it was last told; 0 where
-                bytes that were written before have come to the disk.
+            progress: receives the number of bytes written.
 
         Raises:
             SaveError: the file exists, or cannot be created.
@@ -208,7 +202,7 @@ class ChecksummedWriter:
         self.name = name
         self.path = directory / name
         self.size_bytes = 0
-        self._on_bytes = on_bytes
+        self._progress = progress
         self._sums = bytearray()
         self._open_chunk = xxhash.xxh3_64()
         self._open_bytes = 0
@@ -217,7 +211,7 @@ class ChecksummedWriter:
             self.path.parent.mkdir(exist_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             self._descriptor = os.open(self.path, flags, 0o666)
-        self._writeback = Writeback(self._descriptor, lambda: on_bytes(0))
+        self._writeback = Writeback(self._descriptor, progress)
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Append all of the bytes, and give their number.
@@ -234,7 +228,7 @@ class ChecksummedWriter:
             self._add_sums(part)
             self._write_all(part)
             self.size_bytes += part.nbytes
-            self._on_bytes(part.nbytes)
+            self._progress.advance(part.nbytes)
         return whole.nbytes
 
     def _write_all(self, part: memoryview) -> None:
@@ -283,7 +277,7 @@ class ChecksummedWriter:
         sidecar = Sidecar(ALGORITHM, CHUNK_BYTES, self.size_bytes, save_id, self._sums.hex())
         data = _sidecar_data(sidecar)
         write_durably(self.path.with_name(self.path.name + SUMS_SUFFIX), data)
-        self._on_bytes(0)
+        self._progress.check()
         return FileEntry(self.name, self.size_bytes, xxhash.xxh3_128_hexdigest(data))
 
     def flush(self) -> None:

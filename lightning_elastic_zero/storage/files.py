@@ -10,7 +10,7 @@ import itertools
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import perf_counter
@@ -20,6 +20,7 @@ import xxhash
 from typing_extensions import Self
 
 from lightning_elastic_zero.core.manifest import FileEntry, from_json, load_json
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import CheckpointCorruptedError
 from lightning_elastic_zero.storage.checksums import (
     ALGORITHM,
@@ -28,7 +29,6 @@ from lightning_elastic_zero.storage.checksums import (
     SUMS_SUFFIX,
     Sidecar,
 )
-from lightning_elastic_zero.storage.ownership import ignore_progress
 from lightning_elastic_zero.storage.paths import open_file, read_file
 
 READ_BYTES = 8 << 20
@@ -63,14 +63,14 @@ _HELP = "Resume from another checkpoint, or copy this file again from where it i
 class _BoundedFile(io.FileIO):
     """A file of which no read is long; whoever wants more goes on reading."""
 
-    def __init__(self, path: Path, on_progress: Callable[[], None]) -> None:
+    def __init__(self, path: Path, progress: Progress) -> None:
         super().__init__(path)
-        self._on_work = on_progress
+        self._progress = progress
 
     def readinto(self, buffer: Any, /) -> int:
         """Read, at most ``READ_BYTES``."""
         count = super().readinto(memoryview(buffer).cast("B")[:READ_BYTES])
-        self._on_work()
+        self._progress.check()
         return count
 
     def fileno(self) -> int:
@@ -78,13 +78,13 @@ class _BoundedFile(io.FileIO):
         raise io.UnsupportedOperation
 
 
-def bounded_stream(path: Path, on_progress: Callable[[], None]) -> io.BufferedReader:
-    """Open a file that is read in bounded parts; ``on_progress`` is called after each.
+def bounded_stream(path: Path, progress: Progress) -> io.BufferedReader:
+    """Open a file that is read in bounded parts; ``progress`` is called after each.
 
     Raises:
         OSError: it cannot be opened.
     """
-    return io.BufferedReader(_BoundedFile(path, on_progress), CHUNK_BYTES)
+    return io.BufferedReader(_BoundedFile(path, progress), CHUNK_BYTES)
 
 
 class RangeFile:
@@ -98,19 +98,19 @@ class RangeFile:
         bytes_read: how many bytes were read so far.
     """
 
-    def __init__(self, path: Path, on_progress: Callable[[], None] = ignore_progress) -> None:
+    def __init__(self, path: Path, progress: Progress = NO_PROGRESS) -> None:
         """Open a file.
 
         Args:
             path: where it is.
-            on_progress: called after every read.
+            progress: checked after every read.
 
         Raises:
             CheckpointCorruptedError: it is missing, cannot be read, or is no file.
         """
         self.path = path
         self.bytes_read = 0
-        self._on_work = on_progress
+        self._progress = progress
         self._buffer: mmap.mmap | None = None
         self._speed = _Speed()
         self._descriptor = -1
@@ -201,7 +201,7 @@ class RangeFile:
                 with self._speed.of(cached.nbytes):
                     self._fill(cached, at + low)
                 self._check_block(cached, at + low)
-        self._on_work()
+        self._progress.check()
 
     def _fill(self, memory: memoryview, start: int) -> None:
         """Fill memory with the file's bytes from ``start`` on."""
@@ -353,7 +353,7 @@ class VerifiedFile(RangeFile):
         directory: Path,
         record: FileEntry,
         save_id: str | None = None,
-        on_progress: Callable[[], None] = ignore_progress,
+        progress: Progress = NO_PROGRESS,
     ) -> None:
         """Open the file and check it against its record and its sidecar.
 
@@ -361,12 +361,12 @@ class VerifiedFile(RangeFile):
             directory: the checkpoint's directory.
             record: what the manifest says of the file.
             save_id: the save that the file must belong to; None for any.
-            on_progress: called after every read.
+            progress: checked after every read.
 
         Raises:
             CheckpointCorruptedError: the file or its sidecar is missing, or is another one.
         """
-        super().__init__(directory / record.name, on_progress)
+        super().__init__(directory / record.name, progress)
         try:
             if self.size_bytes != record.size_bytes:
                 self._refuse(f"it has {self.size_bytes} bytes, recorded are {record.size_bytes}")

@@ -22,12 +22,12 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage.checksums import Writeback
 from lightning_elastic_zero.storage.owners import ProcessIdentity, filesystem_time_s, new_id
 from lightning_elastic_zero.storage.ownership import (
     classify_files,
-    ignore_progress,
     inspect_target,
     is_checkpoint,
     remove_hidden,
@@ -55,7 +55,7 @@ SETTLE_S = 2.0
 """How long a target may be missing while another machine publishes it: far longer than it takes."""
 
 
-def remove_leftovers(parent: Path, on_progress: Callable[[], None] = ignore_progress) -> list[Path]:
+def remove_leftovers(parent: Path, progress: Progress = NO_PROGRESS) -> list[Path]:
     """Remove what killed saves and conversions left in a directory; return the paths that are gone.
 
     That is what belongs to a process that has ended (``ProcessIdentity.is_dead``), or is older than
@@ -65,18 +65,18 @@ def remove_leftovers(parent: Path, on_progress: Callable[[], None] = ignore_prog
     makes that link again removes it before.
     """
     repair(parent)
-    removed = [*remove_interrupted_deletions(parent, on_progress), *remove_dead_exports(parent)]
+    removed = [*remove_interrupted_deletions(parent, progress), *remove_dead_exports(parent)]
     now_s = cache(lambda: filesystem_time_s(owner_path(parent, new_id())))
     for path in sorted(parent.glob(f"{LINK_PREFIX}*")):
         if _untouched_s(path, now_s) > LEFTOVER_AGE_S:
-            removed += _discarded(path, None, on_progress)
+            removed += _discarded(path, None, progress)
     for save_id in sorted({save_id for _, save_id in _ours(parent)}):
-        removed += _remove_save(parent, save_id, now_s, on_progress)
+        removed += _remove_save(parent, save_id, now_s, progress)
     return removed
 
 
 def _remove_save(
-    parent: Path, save_id: str, now_s: Callable[[], float], on_progress: Callable[[], None]
+    parent: Path, save_id: str, now_s: Callable[[], float], progress: Progress
 ) -> list[Path]:
     """Remove what one save left, if nobody works on it or needs it; return what is gone."""
     staging, previous = (
@@ -95,7 +95,7 @@ def _remove_save(
             return []
     gone = []
     for path in (staging, previous):
-        gone += _discarded(path, target if is_checkpoint(path) else None, on_progress)
+        gone += _discarded(path, target if is_checkpoint(path) else None, progress)
     if not any(map(os.path.lexists, (staging, previous))):
         with suppress(OSError):
             note.unlink()
@@ -169,12 +169,12 @@ def _put_back(hidden: Path, target: Path) -> bool:
     return False
 
 
-def _discarded(path: Path, known_as: Path | None, on_progress: Callable[[], None]) -> list[Path]:
+def _discarded(path: Path, known_as: Path | None, progress: Progress) -> list[Path]:
     """Discard what lies at a path, if anything does; return what is gone."""
     if not os.path.lexists(path):
         return []
     with suppress(OSError):
-        remove_hidden(path, known_as, on_progress)
+        remove_hidden(path, known_as, progress)
     return [] if os.path.lexists(path) else [path]
 
 
@@ -197,13 +197,13 @@ def _ours(parent: Path) -> Iterator[tuple[str, str]]:
 _BLOCK_BYTES = 1 << 20
 
 
-def copy_checkpoint(source: Path, target: Path, on_block: Callable[[], None]) -> None:
+def copy_checkpoint(source: Path, target: Path, progress: Progress) -> None:
     """Copy a checkpoint of this library's, and nothing that somebody else put into it.
 
     Args:
         source: what is copied.
         target: where nothing is yet.
-        on_block: called now and then, at least every MiB: a large copy takes minutes.
+        progress: checked at least every MiB.
 
     Raises:
         OSError: the copy is not whole.
@@ -214,20 +214,20 @@ def copy_checkpoint(source: Path, target: Path, on_block: Callable[[], None]) ->
     target.mkdir()
     for name in contents.ours:
         (target / name).parent.mkdir(exist_ok=True)
-        _copy_file(source / name, target / name, on_block)
+        _copy_file(source / name, target / name, progress)
     for folder, _, _ in os.walk(target, topdown=False):
         sync_directory(Path(folder))
 
 
-def _copy_file(source: Path, target: Path, on_block: Callable[[], None]) -> None:
+def _copy_file(source: Path, target: Path, progress: Progress) -> None:
     with source.open("rb") as read, target.open("xb", buffering=0) as written:
-        writeback = Writeback(written.fileno(), on_block)
+        writeback = Writeback(written.fileno(), progress)
         while block := read.read(_BLOCK_BYTES):
             rest = memoryview(block)
             while rest:
                 rest = rest[written.write(rest) :]
             writeback.wrote(len(block))
-            on_block()
+            progress.check()
         writeback.finish()
 
 
@@ -235,7 +235,7 @@ _NO_LINKS = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM}
 """What a filesystem says that has no links. Any other error would fail a copy too, or worse."""
 
 
-def make_link(target: Path, link: Path, on_progress: Callable[[], None] = ignore_progress) -> None:
+def make_link(target: Path, link: Path, progress: Progress = NO_PROGRESS) -> None:
     """Make a link to a checkpoint, in one step, in the place of a link or a checkpoint.
 
     What this library did not write is left as it is.
@@ -243,7 +243,7 @@ def make_link(target: Path, link: Path, on_progress: Callable[[], None] = ignore
     Args:
         target: the checkpoint, which is there.
         link: beside it or elsewhere; the link's text is relative.
-        on_progress: called while a directory is deleted, or copied, where there are no links.
+        progress: checked while a directory is deleted, or copied if links are not supported.
 
     Raises:
         SaveError: it could not be made, and is what it was.
@@ -256,8 +256,8 @@ def make_link(target: Path, link: Path, on_progress: Callable[[], None] = ignore
             msg = f"Could not link {link} to {target}, which is published: {link} {refusal_reason}."
             raise SaveError(msg)
         for hidden in (new, old):
-            remove_hidden(hidden, link, on_progress)
-        _make(new, target, on_progress)
+            remove_hidden(hidden, link, progress)
+        _make(new, target, progress)
         put_in_place(new, link, old)
         sync_directory(link.parent)
     except OSError as error:
@@ -269,14 +269,14 @@ def make_link(target: Path, link: Path, on_progress: Callable[[], None] = ignore
         # The link is changed, or is not: a failure here is a matter of disk space.
         for hidden in (new, old):
             with suppress(OSError):
-                remove_hidden(hidden, link, on_progress)
+                remove_hidden(hidden, link, progress)
 
 
-def _make(new: Path, target: Path, on_progress: Callable[[], None]) -> None:
+def _make(new: Path, target: Path, progress: Progress) -> None:
     try:
         new.symlink_to(os.path.relpath(target, new.parent))
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
         # What Lightning does there too, but for files only.
-        copy_checkpoint(target, new, on_progress)
+        copy_checkpoint(target, new, progress)

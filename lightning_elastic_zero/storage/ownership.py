@@ -21,13 +21,14 @@ import os
 import re
 import stat
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from lightning_elastic_zero.core.manifest import FORMAT, MANIFEST_NAME, load_json
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage.checksums import SUMS_SUFFIX
@@ -129,7 +130,7 @@ def can_replace(other: Path, path: Path) -> bool:
         return False
 
 
-def remove_own_files(path: Path, on_progress: Callable[[], None], *, hidden: bool = False) -> None:
+def remove_own_files(path: Path, progress: Progress, *, hidden: bool = False) -> None:
     """Remove what this library wrote in a directory, and the directory if nothing else is left.
 
     The manifest goes last, so that an interrupted removal can still be recognised. What the system
@@ -137,7 +138,7 @@ def remove_own_files(path: Path, on_progress: Callable[[], None], *, hidden: boo
 
     Args:
         path: the directory.
-        on_progress: called before each file.
+        progress: checked before each file.
         hidden: see ``classify_files``.
     """
     try:
@@ -145,7 +146,7 @@ def remove_own_files(path: Path, on_progress: Callable[[], None], *, hidden: boo
     except OSError:
         return
     for name in (*contents.ignorable, *contents.ours):
-        on_progress()
+        progress.check()
         with suppress(OSError):
             (path / name).unlink()
     for folder, _, _ in os.walk(path, topdown=False):
@@ -355,16 +356,12 @@ _DELETING_NAME = re.compile(re.escape(DELETING_PREFIX) + "[0-9a-f]+")
 _log = logging.getLogger(__name__)
 
 
-def ignore_progress() -> None:
-    """Do nothing: the default of every ``on_progress``."""
-
-
-def delete_checkpoint(path: Path, on_progress: Callable[[], None] = ignore_progress) -> str:
+def delete_checkpoint(path: Path, progress: Progress = NO_PROGRESS) -> str:
     """Delete a checkpoint, which vanishes at once and is then emptied, or a link to one.
 
     Args:
         path: what is to be deleted, if it is there.
-        on_progress: called between files: large directories take long on some disks.
+        progress: checked between files: large directories take long on some disks.
 
     Returns:
         Why it is still there, untouched, as the predicate of a sentence; empty if it is gone.
@@ -379,14 +376,14 @@ def delete_checkpoint(path: Path, on_progress: Callable[[], None] = ignore_progr
         return existing.refusal_reason
     if existing.kind == "empty":
         return "is an empty directory, and no checkpoint"
-    remove_interrupted_deletions(path.parent, on_progress)
+    remove_interrupted_deletions(path.parent, progress)
     renamed = rename_for_deletion(path)
     if refusal_reason := _foreign_files_reason(classify_files(renamed).foreign):
         # It came between the look and the rename.
         renamed.rename(path)
         return refusal_reason
     sync_directory(path.parent)
-    remove_own_files(renamed, on_progress, hidden=True)
+    remove_own_files(renamed, progress, hidden=True)
     return ""
 
 
@@ -397,9 +394,7 @@ def rename_for_deletion(path: Path) -> Path:
     return renamed
 
 
-def remove_interrupted_deletions(
-    parent: Path, on_progress: Callable[[], None] = ignore_progress
-) -> list[Path]:
+def remove_interrupted_deletions(parent: Path, progress: Progress = NO_PROGRESS) -> list[Path]:
     """Remove what deletions that were killed left in a directory; return what it was."""
     found = [
         path
@@ -411,14 +406,14 @@ def remove_interrupted_deletions(
             if refusal_reason := _foreign_files_reason(classify_files(path, hidden=True).foreign):
                 _keep_under_visible_name(path, None, refusal_reason)
             else:
-                remove_own_files(path, on_progress, hidden=True)
+                remove_own_files(path, progress, hidden=True)
     return [path for path in found if not os.path.lexists(path)]
 
 
 def remove_hidden(
     path: Path,
     known_as: Path | None,
-    on_progress: Callable[[], None] = ignore_progress,
+    progress: Progress = NO_PROGRESS,
     *,
     unfinished: bool = True,
 ) -> None:
@@ -430,7 +425,7 @@ def remove_hidden(
     Args:
         path: the hidden name; nothing need be there.
         known_as: the visible path that it had; None: it never had one, or that is not known.
-        on_progress: called between files.
+        progress: checked between files.
         unfinished: whether it may be without a manifest. It is then renamed first, so that
             whoever still works on it cannot publish what is left of it.
 
@@ -449,7 +444,7 @@ def remove_hidden(
         path.unlink()
     else:
         last_name = rename_for_deletion(path) if unfinished else path
-        remove_own_files(last_name, on_progress, hidden=unfinished)
+        remove_own_files(last_name, progress, hidden=unfinished)
         if os.path.lexists(path):
             raise OSError(errno.ENOTEMPTY, "not all of it can be removed", str(path))
 

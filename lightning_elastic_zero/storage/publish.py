@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage.checksums import SUMS_SUFFIX, as_save_error, write_durably
 from lightning_elastic_zero.storage.owners import (
@@ -42,7 +43,6 @@ from lightning_elastic_zero.storage.owners import (
     touch_regularly,
 )
 from lightning_elastic_zero.storage.ownership import (
-    ignore_progress,
     inspect_target,
     is_checkpoint,
     remove_hidden,
@@ -193,7 +193,7 @@ class StagedDirectory:
         """Show other machines, in here, that this process still works on it."""
         return touch_regularly(self._owner_path)
 
-    def sync(self, on_progress: Callable[[], None] = ignore_progress) -> None:
+    def sync(self, progress: Progress = NO_PROGRESS) -> None:
         """Flush the names of all files to the disk, before ``publish``.
 
         Raises:
@@ -202,11 +202,11 @@ class StagedDirectory:
         with self._publishing(f"The files of the checkpoint are in {self.path}."):
             for folder, _, _ in os.walk(self.path, topdown=False):
                 sync_directory(Path(folder))
-                on_progress()
+                progress.check()
 
     def publish(
         self,
-        on_progress: Callable[[], None] = ignore_progress,
+        progress: Progress = NO_PROGRESS,
         on_published: Callable[[], None] = lambda: None,
     ) -> None:
         """Rename the directory to the target, in one step, and remove what was there.
@@ -216,7 +216,7 @@ class StagedDirectory:
         another name, with a warning.
 
         Args:
-            on_progress: called between the files that are removed; what it raises ends that.
+            progress: checked between removed files; an error that it raises ends the removal.
             on_published: called before, as soon as the checkpoint is in its place.
 
         Raises:
@@ -230,7 +230,7 @@ class StagedDirectory:
         with self._publishing("It is in its place, but may be lost if the power fails."):
             sync_directory(self.target.parent)
         on_published()
-        self._clean(on_progress)
+        self._clean(progress)
 
     @contextmanager
     def _publishing(self, state: str) -> Iterator[None]:
@@ -241,11 +241,11 @@ class StagedDirectory:
             msg = f"Could not publish {self.target}: {error.strerror}. {state}"
             raise SaveError(msg) from error
 
-    def _clean(self, on_progress: Callable[[], None]) -> None:
+    def _clean(self, progress: Progress) -> None:
         # The checkpoint is published: a failure here is a matter of disk space, not of the save.
         try:
             for path in (self.path, self._previous):
-                remove_hidden(path, self.target, on_progress, unfinished=False)
+                remove_hidden(path, self.target, progress, unfinished=False)
             self._remove_owner_file()
         except OSError as error:
             _log.warning("Could not remove what %s replaced: %s.", self.target, error)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import ElasticZeroError, SaveError
 from lightning_elastic_zero.storage.checksums import as_save_error
 
@@ -112,14 +113,14 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def scratch_folder(
-    directory: Path, prefix: str, on_progress: Callable[[], None] = lambda: None
+    directory: Path, prefix: str, progress: Progress = NO_PROGRESS
 ) -> Iterator[Path]:
     """Make a new folder in a directory, and remove it with all that is in it, however this ends.
 
     Args:
         directory: where it is made.
         prefix: beginning of its name, to which a random part is added.
-        on_progress: called while it is removed; what it raises of the library's is no matter then.
+        progress: checked during removal, where its errors are ignored.
 
     Raises:
         SaveError: it cannot be made.
@@ -136,7 +137,7 @@ def scratch_folder(
     try:
         yield folder
     finally:
-        _remove(folder, on_progress)
+        _remove(folder, progress)
 
 
 def leave_token(folder: Path, rank: int) -> None:
@@ -150,13 +151,13 @@ def token_name(rank: int) -> str:
     return f"seen-by-{rank}"
 
 
-def _remove(folder: Path, on_progress: Callable[[], None]) -> None:
+def _remove(folder: Path, progress: Progress) -> None:
     """Remove it; a file that another host has open comes back under another name for a while."""
     for left in reversed(range(_TRIES)):
         for inner in _folders_in(folder):
             shutil.rmtree(inner, ignore_errors=True)
             with suppress(ElasticZeroError):  # Others have given up: it is removed all the same.
-                on_progress()
+                progress.check()
         shutil.rmtree(folder, ignore_errors=True)
         if not os.path.lexists(folder):
             return

@@ -24,9 +24,10 @@ from lightning_elastic_zero.core.manifest import (
     STAGE_WEIGHTS,
     FileEntry,
     Manifest,
-    Progress,
+    TrainingProgress,
 )
 from lightning_elastic_zero.core.partition import FlatBuffer
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.requirements import version_of
 from lightning_elastic_zero.core.tensors import FlatState, RankState, Scalar, dtype_name, unplain
 from lightning_elastic_zero.core.text import format_tree_path
@@ -36,13 +37,12 @@ from lightning_elastic_zero.formats.deepspeed_files import OURS
 from lightning_elastic_zero.formats.elastic import ClientPart, RankWriter
 from lightning_elastic_zero.formats.reader import EXTRA_STATES, OPTIMIZER_STATE, WEIGHT
 from lightning_elastic_zero.formats.torch_write import ChunkedSource, TorchFileWriter
-from lightning_elastic_zero.storage.checksums import as_save_error, ignore_bytes, write_durably
+from lightning_elastic_zero.storage.checksums import as_save_error, write_durably
 from lightning_elastic_zero.storage.leftovers import remove_leftovers
 from lightning_elastic_zero.storage.ownership import LATEST, TAG
 from lightning_elastic_zero.storage.paths import check_local_path, real_path
 from lightning_elastic_zero.storage.publish import StagedDirectory, check_free, staged_export
 from lightning_elastic_zero.tools.view import (
-    OnBytes,
     OpenCheckpoint,
     TensorEntry,
     holds_whole_tensors,
@@ -85,7 +85,7 @@ def convert_checkpoint(
     to: str,
     options: ConvertOptions | None = None,
     *,
-    on_bytes: OnBytes = ignore_bytes,
+    progress: Progress = NO_PROGRESS,
 ) -> Conversion:
     """Write a checkpoint of any kind in another format.
 
@@ -106,7 +106,7 @@ def convert_checkpoint(
         target: output path, which must not exist.
         to: one of the formats above.
         options: selection, names and dtype.
-        on_bytes: called with the number of bytes written.
+        progress: receives the number of bytes written.
 
     Raises:
         CheckpointNotFoundError: nothing is at ``source``.
@@ -122,7 +122,7 @@ def convert_checkpoint(
     def count(size_bytes: int) -> None:
         nonlocal written
         written += size_bytes
-        on_bytes(size_bytes)
+        progress.advance(size_bytes)
 
     with open_view(source, allow_pickle=options.allow_pickle, renamed=options.rename) as checkpoint:
         path = check_local_path(target)
@@ -131,7 +131,7 @@ def convert_checkpoint(
             raise SaveError(msg)
         with suppress(OSError):  # Leftovers that cannot be listed or removed stay.
             remove_leftovers(path.parent)
-        TARGETS[to](checkpoint, path, options, count)
+        TARGETS[to](checkpoint, path, options, Progress(progress.check, count))
         info = checkpoint.reader.info
         return Conversion(str(target), info.kind, written, info.lacks, _lost(to, checkpoint))
 
@@ -198,7 +198,7 @@ _MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_s
 
 
 def write_universal(
-    checkpoint: OpenCheckpoint, target: Path, options: ConvertOptions, on_bytes: OnBytes
+    checkpoint: OpenCheckpoint, target: Path, options: ConvertOptions, progress: Progress
 ) -> None:
     """Write a folder for ``engine.load_checkpoint`` with ``load_universal``.
 
@@ -213,7 +213,7 @@ def write_universal(
 
     def save(tree: object, folder: Path, name: str, builder: TorchFileWriter | None = None) -> None:
         builder = builder or TorchFileWriter()
-        builder.write(tree, folder, name, save_id="", on_bytes=on_bytes)
+        builder.write(tree, folder, name, save_id="", progress=progress)
 
     with staged_export(target) as export:
         folder = export.path / _UNIVERSAL
@@ -337,7 +337,7 @@ def _universal_model(checkpoint: OpenCheckpoint, builder: TorchFileWriter) -> di
 
 
 def write_dcp(
-    checkpoint: OpenCheckpoint, target: Path, options: ConvertOptions, on_bytes: OnBytes
+    checkpoint: OpenCheckpoint, target: Path, options: ConvertOptions, progress: Progress
 ) -> None:
     """Write a directory of ``torch.distributed.checkpoint``, as FSDP2 code loads it.
 
@@ -387,7 +387,7 @@ def write_dcp(
                 else:
                     objects[path] = value
     with staged_export(target) as export, as_save_error(target):
-        write_directory(export.path, tensors, objects, on_bytes)
+        write_directory(export.path, tensors, objects, progress)
         export.publish()
 
 
@@ -407,7 +407,7 @@ def _dcp_groups(checkpoint: OpenCheckpoint) -> Iterator[tuple[tuple[str | int, .
 
 
 def write_elastic(
-    checkpoint: OpenCheckpoint, target: Path, options: ConvertOptions, on_bytes: OnBytes
+    checkpoint: OpenCheckpoint, target: Path, options: ConvertOptions, progress: Progress
 ) -> None:
     """Write this library's format, as one device would save it with ZeRO-3.
 
@@ -442,7 +442,7 @@ def write_elastic(
     )
     with _staged(target, manifest.save_id) as staged:
         writer = RankWriter(
-            staged.path, manifest, rank=0, on_bytes=on_bytes, source_of=placeholders.source_of
+            staged.path, manifest, rank=0, progress=progress, source_of=placeholders.source_of
         )
         files = writer.write(state, ClientPart(split.plain, split.objects))
         objects = tuple(format_tree_path(path) for path, _ in split.objects)
@@ -513,7 +513,7 @@ def _elastic_manifest(
     )
 
 
-def _elastic_progress(checkpoint: OpenCheckpoint) -> Progress:
+def _elastic_progress(checkpoint: OpenCheckpoint) -> TrainingProgress:
     """Return the run's progress; without counters, the optimizer's step count.
 
     Raises:
@@ -607,7 +607,7 @@ def _finish(staged: StagedDirectory, manifest: Manifest, files: Sequence[FileEnt
     staged.publish()
 
 
-Write: TypeAlias = Callable[[OpenCheckpoint, Path, ConvertOptions, OnBytes], None]
+Write: TypeAlias = Callable[[OpenCheckpoint, Path, ConvertOptions, Progress], None]
 
 TARGETS: dict[str, Write] = {
     "fp32": partial(write_weights_file, dtype=torch.float32),

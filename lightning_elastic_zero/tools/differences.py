@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from lightning_elastic_zero.core.manifest import Manifest
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import Scalar, canonical_repr, dtype_name, in_order
 from lightning_elastic_zero.formats.reader import WEIGHT
-from lightning_elastic_zero.storage.checksums import ignore_bytes
-from lightning_elastic_zero.tools.view import OnBytes, OpenCheckpoint, TensorEntry, open_view
+from lightning_elastic_zero.tools.view import OpenCheckpoint, TensorEntry, open_view
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def diff_checkpoints(
     second: str | os.PathLike[str],
     *,
     weights_only: bool = False,
-    on_bytes: OnBytes = ignore_bytes,
+    progress: Progress = NO_PROGRESS,
 ) -> CheckpointDifferences:
     """Compare two checkpoints of any kinds and device counts.
 
@@ -70,7 +70,7 @@ def diff_checkpoints(
         first: checkpoint directory or file.
         second: checkpoint directory or file.
         weights_only: compare weights and buffers, not the optimizer.
-        on_bytes: called with the number of bytes read.
+        progress: receives the number of bytes read.
 
     Raises:
         CheckpointNotFoundError: nothing is at one of the paths.
@@ -78,7 +78,7 @@ def diff_checkpoints(
         CheckpointCorruptedError: one is damaged.
         UnsupportedError: a run that wrote one cannot be resumed.
     """
-    with open_view(first, on_bytes=on_bytes) as one, open_view(second, on_bytes=on_bytes) as other:
+    with open_view(first, progress=progress) as one, open_view(second, progress=progress) as other:
         mine, its = (_entries(side, weights_only=weights_only) for side in (one, other))
         both = [at for at in mine if at in its]
         compared = [_compare(one, mine[at], other, its[at]) for at in both]

@@ -18,11 +18,10 @@ from lightning_elastic_zero.core.fingerprint import (
     run_part,
     scalars_part,
 )
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import Scalar
 from lightning_elastic_zero.formats.reader import WEIGHT
-from lightning_elastic_zero.storage.checksums import ignore_bytes
 from lightning_elastic_zero.tools.view import (
-    OnBytes,
     OpenCheckpoint,
     StateRun,
     open_view,
@@ -31,14 +30,14 @@ from lightning_elastic_zero.tools.view import (
 
 
 def fingerprint_checkpoint(
-    path: str | os.PathLike[str], *, threads: int = 0, on_bytes: OnBytes = ignore_bytes
+    path: str | os.PathLike[str], *, threads: int = 0, progress: Progress = NO_PROGRESS
 ) -> Fingerprint:
     """Compute the fingerprint of a checkpoint of any kind.
 
     Args:
         path: checkpoint directory or file.
         threads: number of threads; 0: one per processor.
-        on_bytes: called with the number of bytes read, from any thread.
+        progress: receives the number of bytes read, from any thread.
 
     Raises:
         CheckpointNotFoundError: nothing is at the path.
@@ -48,7 +47,7 @@ def fingerprint_checkpoint(
     """
 
     def work(part: int, parts: int) -> FingerprintPart:
-        with open_view(path, on_bytes=on_bytes) as checkpoint:
+        with open_view(path, progress=progress) as checkpoint:
             return _share(checkpoint, part, parts)
 
     total = FingerprintPart()
@@ -70,11 +69,11 @@ def recorded_fingerprint(path: str | os.PathLike[str]) -> str:
 
 
 def tensor_fingerprints(
-    path: str | os.PathLike[str], on_bytes: OnBytes = ignore_bytes
+    path: str | os.PathLike[str], progress: Progress = NO_PROGRESS
 ) -> Mapping[tuple[str, str], str]:
     """Compute the checksum of each tensor, by name and state key."""
     found: dict[tuple[str, str], FingerprintPart] = {}
-    with open_view(path, on_bytes=on_bytes) as checkpoint:
+    with open_view(path, progress=progress) as checkpoint:
         for run in checkpoint.runs():
             at = (run.entry.name, run.entry.key)
             found[at] = found.get(at, FingerprintPart()) + _part_of(run)

@@ -10,11 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.text import format_names
-from lightning_elastic_zero.storage.checksums import ignore_bytes
 from lightning_elastic_zero.tools.inspection import CheckpointReport, ParameterReport, ResumePlan
 from lightning_elastic_zero.tools.verification import Verification
-from lightning_elastic_zero.tools.view import OnBytes
 
 STYLES = {"DAMAGED": "bold red", "NOT verified": "yellow", ": intact:": "green"}
 """Styles of the words that carry the verdict."""
@@ -52,7 +51,7 @@ def _is_dumb() -> bool:
 
 
 @contextmanager
-def progress(action: str) -> Iterator[OnBytes]:
+def show_progress(action: str) -> Iterator[Progress]:
     """Show the bytes processed and the throughput on stderr while the context lasts.
 
     Nothing is shown for short work, or if stderr is not a terminal.
@@ -61,27 +60,28 @@ def progress(action: str) -> Iterator[OnBytes]:
         action: such as ``"verifying"``.
 
     Yields:
-        A function to call with the number of bytes since the last call, from any thread.
+        The object to report to, from any thread.
     """
     if not sys.stderr.isatty() or _is_dumb():
-        yield ignore_bytes
+        yield NO_PROGRESS
         return
     # Slow to import, and needed on terminals only.
     from rich.console import Console  # noqa: PLC0415
-    from rich.progress import DownloadColumn, Progress, TransferSpeedColumn  # noqa: PLC0415
+    from rich.progress import DownloadColumn, TransferSpeedColumn  # noqa: PLC0415
+    from rich.progress import Progress as Bar  # noqa: PLC0415
 
     columns = ("{task.description}", DownloadColumn(), TransferSpeedColumn())
-    bar = Progress(*columns, console=Console(file=sys.stderr), transient=True)
+    bar = Bar(*columns, console=Console(file=sys.stderr), transient=True)
     task = bar.add_task(action, total=None)
     began = time.monotonic()
 
-    def on_bytes(count: int) -> None:
+    def advance(count: int) -> None:
         bar.advance(task, count)
         if time.monotonic() - began > QUIET_S:
             bar.start()
 
     try:
-        yield on_bytes
+        yield Progress(show=advance)
     finally:
         bar.stop()
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
     CheckpointFormatError,
@@ -20,10 +21,9 @@ from lightning_elastic_zero.formats.dcp_detect import is_dcp
 from lightning_elastic_zero.formats.deepspeed_tags import describe_missing_latest, is_deepspeed
 from lightning_elastic_zero.formats.open import MARKS, looks_like_checkpoint
 from lightning_elastic_zero.formats.open_files import foreign_files
-from lightning_elastic_zero.storage.checksums import ignore_bytes
 from lightning_elastic_zero.storage.ownership import TAG
 from lightning_elastic_zero.storage.paths import check_local_path, open_file, real_path
-from lightning_elastic_zero.tools.view import OnBytes, open_view, run_parts
+from lightning_elastic_zero.tools.view import open_view, run_parts
 
 DAMAGE = (CheckpointCorruptedError, CheckpointFormatError)
 """Errors that can mean a damaged checkpoint."""
@@ -58,7 +58,7 @@ class Verification:
 
 
 def verify_checkpoint(
-    path: str | os.PathLike[str], *, threads: int = 0, on_bytes: OnBytes = ignore_bytes
+    path: str | os.PathLike[str], *, threads: int = 0, progress: Progress = NO_PROGRESS
 ) -> Verification:
     """Verify a checkpoint of any kind, as all ranks of a load would together.
 
@@ -72,14 +72,14 @@ def verify_checkpoint(
     Args:
         path: checkpoint directory or file.
         threads: number of reading threads; 0: one per processor.
-        on_bytes: called with the number of verified bytes, from any thread.
+        progress: receives the number of bytes verified, from any thread.
 
     Raises:
         CheckpointNotFoundError: nothing is at the path.
         CheckpointFormatError: it is not a checkpoint, not even a damaged one.
         UnsupportedError: the run that wrote it cannot be resumed.
     """
-    began, count = time.monotonic(), _ByteCount(on_bytes)
+    began, count = time.monotonic(), _ByteCount(progress)
     kind, steps, rounded, problem, note = "", 0, False, "", ""
     try:
         with open_view(path) as checkpoint:
@@ -119,39 +119,40 @@ def _may_be_checkpoint(path: Path) -> bool:
 
 def _is_intact(path: Path) -> bool:
     """Whether the path is a file of ``torch.save`` whose records match their CRC-32."""
-    verified = _ByteCount(ignore_bytes)
+    verified = _ByteCount(NO_PROGRESS)
     with suppress(ElasticZeroError, OSError), closing(foreign_files(path.parent)) as files:
         files.get(path.name).verify(verified)
         return verified.total() > 0  # 0: the file has no checksums.
     return False
 
 
-class _ByteCount:
+class _ByteCount(Progress):
     """Counts bytes from several threads; ``list.append`` needs no lock."""
 
-    def __init__(self, on_bytes: OnBytes) -> None:
+    def __init__(self, progress: Progress) -> None:
+        super().__init__(progress.check)
         self._counts: list[int] = []
-        self._on_bytes = on_bytes
+        self._progress = progress
 
-    def __call__(self, count: int) -> None:
-        self._counts.append(count)
-        self._on_bytes(count)
+    def advance(self, n_bytes: int) -> None:
+        self._counts.append(n_bytes)
+        self._progress.advance(n_bytes)
 
     def total(self) -> int:
         return sum(self._counts)
 
 
-def _bytes_of(path: str | os.PathLike[str], on_bytes: OnBytes) -> Callable[[int, int], None]:
+def _bytes_of(path: str | os.PathLike[str], progress: Progress) -> Callable[[int, int], None]:
     def work(part: int, parts: int) -> None:
         with open_view(path) as checkpoint:
-            checkpoint.reader.verify_whole(part, parts, on_bytes)
+            checkpoint.reader.verify_whole(part, parts, progress)
 
     return work
 
 
-def _masters_of(path: str | os.PathLike[str], on_bytes: OnBytes) -> Callable[[int, int], None]:
+def _masters_of(path: str | os.PathLike[str], progress: Progress) -> Callable[[int, int], None]:
     def work(part: int, parts: int) -> None:
-        with open_view(path, on_bytes=on_bytes) as checkpoint:
+        with open_view(path, progress=progress) as checkpoint:
             for _ in checkpoint.runs(part, parts, masters_only=True):
                 pass  # Reading compares them.
 
@@ -162,7 +163,7 @@ def newest_sound_checkpoint(
     folder: str | os.PathLike[str],
     *,
     threads: int = 0,
-    on_bytes: OnBytes = ignore_bytes,
+    progress: Progress = NO_PROGRESS,
     on_verified: Callable[[Verification], None] = lambda _: None,
 ) -> Path | None:
     """Find the newest intact checkpoint in a folder; every byte of it is verified.
@@ -172,7 +173,7 @@ def newest_sound_checkpoint(
     Args:
         folder: contains checkpoints of any kind; hidden names are ignored.
         threads: see ``verify_checkpoint``.
-        on_bytes: see ``verify_checkpoint``.
+        progress: see ``verify_checkpoint``.
         on_verified: called with the result for each candidate, the newest first.
 
     Returns:
@@ -183,7 +184,7 @@ def newest_sound_checkpoint(
     """
     for path in checkpoints_in(check_local_path(folder)):
         try:
-            found = verify_checkpoint(path, threads=threads, on_bytes=on_bytes)
+            found = verify_checkpoint(path, threads=threads, progress=progress)
         except ElasticZeroError as error:  # Unreadable, or deleted by another run.
             found = Verification(str(path), "", 0, str(error), False, 0, 0.0)  # noqa: FBT003
         on_verified(found)

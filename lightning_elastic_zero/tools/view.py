@@ -19,11 +19,11 @@ from lightning_elastic_zero.core.fingerprint import STEP
 from lightning_elastic_zero.core.layout import Fragment, Layout, Transfer, TransferPlan, spans
 from lightning_elastic_zero.core.manifest import Manifest, Parameter
 from lightning_elastic_zero.core.names import KeyMapping
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import Scalar, host_chunk
 from lightning_elastic_zero.errors import CheckpointFormatError, CheckpointNotFoundError
 from lightning_elastic_zero.formats.open import RenamedReader, open_checkpoint
 from lightning_elastic_zero.formats.reader import WEIGHT, CheckpointReader
-from lightning_elastic_zero.storage.checksums import ignore_bytes
 from lightning_elastic_zero.storage.paths import check_local_path, existing_path
 
 T = TypeVar("T")
@@ -35,9 +35,6 @@ OPEN_FILES = 64
 """Files kept open by tools that visit one parameter after another across the files of all ranks."""
 
 MAX_THREADS = 16
-
-OnBytes: TypeAlias = Callable[[int], None]
-"""Called with the number of bytes processed since the last call."""
 
 Role: TypeAlias = Literal["trained", "frozen", "buffer"]
 """Role of a tensor in the model; ``"frozen"`` if the file does not distinguish buffers."""
@@ -80,11 +77,11 @@ class OpenCheckpoint:
     """
 
     def __init__(
-        self, path: Path, reader: CheckpointReader, on_bytes: OnBytes = ignore_bytes
+        self, path: Path, reader: CheckpointReader, progress: Progress = NO_PROGRESS
     ) -> None:
         self.path = path
         self.reader = reader
-        self._on_bytes = on_bytes
+        self._progress = progress
 
     @property
     def manifest(self) -> Manifest:
@@ -228,7 +225,7 @@ class OpenCheckpoint:
         """Return elements ``[start, stop)`` of a parameter or its state in the stored dtype."""
         transfers = self._transfers(entry, start, stop)
         target = host_chunk(stop - start, self._stored_dtype(entry.key, transfers[0]))
-        self.reader.read(transfers, [{entry.key: target}], self._on_bytes)
+        self.reader.read(transfers, [{entry.key: target}], self._progress)
         return target
 
     def runs(
@@ -264,7 +261,7 @@ class OpenCheckpoint:
 
     def _read(self, batch: list[StateRun], transfers: Sequence[Transfer]) -> list[StateRun]:
         targets = [{run.entry.key: run.values} for run in batch]
-        self.reader.read(transfers, targets, self._on_bytes)
+        self.reader.read(transfers, targets, self._progress)
         return batch
 
     def _share(
@@ -343,7 +340,7 @@ def open_view(
     *,
     allow_pickle: bool = False,
     renamed: Mapping[str, str] | None = None,
-    on_bytes: OnBytes = ignore_bytes,
+    progress: Progress = NO_PROGRESS,
 ) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint of any kind for reading.
 
@@ -351,7 +348,7 @@ def open_view(
         path: checkpoint directory or file.
         allow_pickle: build objects of any class; this can run code.
         renamed: prefixes or patterns of names, with their replacements.
-        on_bytes: called with the number of bytes read.
+        progress: receives the number of bytes read.
 
     Raises:
         CheckpointNotFoundError: nothing is at the path.
@@ -367,7 +364,7 @@ def open_view(
         reader = RenamedReader(source, KeyMapping(renamed), str(real)) if renamed else source
         reader.bind_alone()
         reader.files.keep_open(OPEN_FILES)
-        yield OpenCheckpoint(real, reader, on_bytes)
+        yield OpenCheckpoint(real, reader, progress)
 
 
 def run_parts(work: Callable[[int, int], T], threads: int = 0) -> list[T]:

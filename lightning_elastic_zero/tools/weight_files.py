@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.core.layout import spans
+from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.tensors import can_overflow, host_chunk, overflowed, unplain
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
@@ -27,7 +28,6 @@ from lightning_elastic_zero.formats.torch_write import ChunkedSource, TorchFileW
 from lightning_elastic_zero.storage.checksums import write_durably
 from lightning_elastic_zero.storage.publish import staged_export
 from lightning_elastic_zero.tools.view import (
-    OnBytes,
     OpenCheckpoint,
     TensorEntry,
     holds_whole_tensors,
@@ -204,18 +204,18 @@ def write_weights_file(
     checkpoint: OpenCheckpoint,
     target: Path,
     options: ConvertOptions,
-    on_bytes: OnBytes,
+    progress: Progress,
     *,
     dtype: torch.dtype,
 ) -> None:
     """Write names and tensors, with weights in ``dtype``."""
     builder = TorchFileWriter()
-    _write(builder, _state_dict(builder, checkpoint, options, dtype), target, on_bytes)
+    _write(builder, _state_dict(builder, checkpoint, options, dtype), target, progress)
 
 
-def _write(builder: TorchFileWriter, tree: object, target: Path, on_bytes: OnBytes) -> None:
+def _write(builder: TorchFileWriter, tree: object, target: Path, progress: Progress) -> None:
     with staged_export(target) as export:
-        builder.write(tree, export.path, _FILE, save_id="", on_bytes=on_bytes)
+        builder.write(tree, export.path, _FILE, save_id="", progress=progress)
         export.publish(_FILE)
 
 
@@ -244,7 +244,7 @@ _ONLY_WITH_OPTIMIZER = {
 
 
 def write_lightning(
-    checkpoint: OpenCheckpoint, target: Path, options: ConvertOptions, on_bytes: OnBytes
+    checkpoint: OpenCheckpoint, target: Path, options: ConvertOptions, progress: Progress
 ) -> None:
     """Write a single Lightning file with the trainer's state, and the optimizer's if wanted."""
     manifest = checkpoint.manifest
@@ -266,7 +266,7 @@ def write_lightning(
         optimizer["state"].update(checkpoint.reader.optimizer_state() or {})
         tree["optimizer_states"] = [optimizer]
         tree.setdefault("lr_schedulers", [])
-    _write(builder, tree, target, on_bytes)
+    _write(builder, tree, target, progress)
 
 
 def _optimizer_state(builder: TorchFileWriter, checkpoint: OpenCheckpoint) -> dict[str, Any]:
@@ -295,7 +295,7 @@ def _optimizer_state(builder: TorchFileWriter, checkpoint: OpenCheckpoint) -> di
 
 
 def write_safetensors_folder(
-    checkpoint: OpenCheckpoint, target: Path, options: ConvertOptions, on_bytes: OnBytes
+    checkpoint: OpenCheckpoint, target: Path, options: ConvertOptions, progress: Progress
 ) -> None:
     """Write ``model.safetensors``, or shards with an index, as transformers reads them.
 
@@ -311,9 +311,9 @@ def write_safetensors_folder(
         check_optimizer(checkpoint, options)
         states = list(_states(checkpoint))
     with staged_export(target) as export:
-        write_sharded(export.path, "model", weights, options.max_shard_bytes, on_bytes)
+        write_sharded(export.path, "model", weights, options.max_shard_bytes, progress)
         if options.optimizer:
-            write_sharded(export.path, "optimizer", states, options.max_shard_bytes, on_bytes)
+            write_sharded(export.path, "optimizer", states, options.max_shard_bytes, progress)
             write_durably(export.path / "optimizer.json", _groups_json(checkpoint))
         export.drop_sums()
         export.publish()
@@ -351,7 +351,7 @@ def _number(name: str, value: torch.Tensor) -> NamedSource:
 
 
 def write_sharded(
-    folder: Path, stem: str, tensors: Sequence[NamedSource], max_bytes: int, on_bytes: OnBytes
+    folder: Path, stem: str, tensors: Sequence[NamedSource], max_bytes: int, progress: Progress
 ) -> None:
     """Write one file, or several of at most ``max_bytes`` and an index."""
     shards = _shards(tensors, max_bytes)
@@ -359,7 +359,7 @@ def write_sharded(
     if len(shards) == 1:
         names = [f"{stem}.safetensors"]
     for name, shard in zip(names, shards, strict=True):
-        write_safetensors(folder, name, shard, {"format": "pt"}, on_bytes)
+        write_safetensors(folder, name, shard, {"format": "pt"}, progress)
     if len(shards) > 1:
         index = {
             "metadata": {"total_size": sum(t.size_bytes for t in tensors)},
@@ -394,7 +394,7 @@ _SAVED = "modules_to_save"
 
 
 def write_adapter_folder(
-    checkpoint: OpenCheckpoint, target: Path, options: ConvertOptions, on_bytes: OnBytes
+    checkpoint: OpenCheckpoint, target: Path, options: ConvertOptions, progress: Progress
 ) -> None:
     """Write PEFT's ``adapter_model.safetensors`` and ``adapter_config.json``.
 
@@ -417,7 +417,7 @@ def write_adapter_folder(
     _check_nothing_left_out(checkpoint, options)
     with staged_export(target) as export:
         name = "adapter_model.safetensors"
-        write_safetensors(export.path, name, weights, {"format": "pt"}, on_bytes)
+        write_safetensors(export.path, name, weights, {"format": "pt"}, progress)
         write_durably(export.path / _ADAPTER_CONFIG, config)
         export.drop_sums()
         export.publish()

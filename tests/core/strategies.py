@@ -18,8 +18,8 @@ from lightning_elastic_zero.core.manifest import (
     Manifest,
     Parameter,
     Plain,
-    Progress,
     StateKey,
+    TrainingProgress,
     Writer,
 )
 from lightning_elastic_zero.core.partition import (
@@ -160,7 +160,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         buffers=cut.buffers,
         module_buffers=tuple(draw(st.lists(_texts, max_size=2))),
         files=tuple(FileEntry(name, draw(st.integers(0)), "0" * 32) for name in files),
-        progress=Progress(
+        progress=TrainingProgress(
             global_steps=draw(st.integers(0)),
             global_batch_size=draw(st.none() | st.integers(1)),
             sampler=draw(st.dictionaries(_keys, plain_values, max_size=2)),

@@ -21,6 +21,7 @@ from lightning_elastic_zero.checkpoint.streams import (
 )
 from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveOptions
 from lightning_elastic_zero.coordination.ranks import OneRank
+from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.formats.torch_read import StoredRun
 from lightning_elastic_zero.storage.checksums import CHUNK_BYTES
 from tests.core._copy_engine import DEVICES, KIND, CopyEngine
@@ -241,11 +242,11 @@ class _OpensWhileWaiting(OneRank):
 
     def __init__(self, line: _HeldLine) -> None:
         super().__init__()
+        self.progress = Progress(self._open)
         self.waits = False
         self._line = line
 
-    def report_progress(self) -> None:
-        """Let the writer go on."""
+    def _open(self) -> None:
         if self.waits:
             self._line.opened.set()
 

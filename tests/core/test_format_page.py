@@ -14,8 +14,8 @@ from lightning_elastic_zero.core.manifest import (
     Group,
     Manifest,
     Parameter,
-    Progress,
     StateKey,
+    TrainingProgress,
     Writer,
     dump_with_digest,
     manifest_from_json,
@@ -28,7 +28,7 @@ from lightning_elastic_zero.storage.checksums import CHUNK_BYTES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
 
-TABLES = [Manifest, Parameter, StateKey, Group, FlatBuffer, FileEntry, Progress, Writer]
+TABLES = [Manifest, Parameter, StateKey, Group, FlatBuffer, FileEntry, TrainingProgress, Writer]
 
 
 def examples() -> list[str]:

@@ -12,7 +12,13 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_elastic_zero.core.compatibility import describe
-from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter, Progress, Writer
+from lightning_elastic_zero.core.manifest import (
+    Group,
+    Manifest,
+    Parameter,
+    TrainingProgress,
+    Writer,
+)
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.formats.full_state import FullState, bind
 from lightning_elastic_zero.formats.open import open_checkpoint
@@ -62,7 +68,7 @@ def live_of(tree: dict[str, torch.Tensor], owned: set[str]) -> Manifest:
         buffers=(),
         module_buffers=tuple(n for n, t in tree.items() if not t.is_floating_point()),
         files=(),
-        progress=Progress(),
+        progress=TrainingProgress(),
         writer=Writer(),
     )
 

@@ -16,6 +16,7 @@ import torch
 from lightning_elastic_zero.checkpoint import background as host_buffer
 from lightning_elastic_zero.checkpoint import streams as device_streams
 from lightning_elastic_zero.checkpoint.background import HostBuffer, copy_plain_data
+from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.errors import SaveError
 from tests.core._memory import MB, zeros
 from tests.engine._worker_pool import ROOT, environment
@@ -129,7 +130,7 @@ def test_pinning_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     pins, seen = threading.Event(), []
 
-    def on_progress() -> None:
+    def note() -> None:
         seen.append(time.monotonic())
         if len(seen) == 8:
             pins.set()
@@ -138,7 +139,7 @@ def test_pinning_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_buffer, "_TOUCHED_BYTES", MB)
     monkeypatch.setattr(host_buffer, "_SHOWN_EVERY_S", 0.01)
     memory = HostBuffer()
-    memory._of(5 * MB, on_progress, pinned=True)
+    memory._of(5 * MB, Progress(note), pinned=True)
     assert pins.is_set()
     assert len(seen) >= 8
     memory.release()
@@ -147,7 +148,7 @@ def test_pinning_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_buffer, "_PIN_S", 0.05)
     threading.Timer(1.0, pins.set).start()
     before = len(seen)
-    memory._of(5 * MB, lambda: seen.append(0.0), pinned=True)
+    memory._of(5 * MB, Progress(lambda: seen.append(0.0)), pinned=True)
     assert len(seen) - before <= 5 + 10
     memory.release()
 

@@ -9,7 +9,14 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 
-from lightning_elastic_zero.core.manifest import Group, Manifest, Plain, Progress, StateKey, Writer
+from lightning_elastic_zero.core.manifest import (
+    Group,
+    Manifest,
+    Plain,
+    StateKey,
+    TrainingProgress,
+    Writer,
+)
 from lightning_elastic_zero.core.tensors import RestoreValues, state_key
 from lightning_elastic_zero.engine.optimizer import (
     check_configured_state,
@@ -172,7 +179,7 @@ def test_what_a_group_takes_over(saved_by: str, mine: int | None) -> None:
     before = dict(group)
     theirs: dict[str, Plain] = {"foreach": True, "fused": True, "param_names": ["a"], "params": [0]}
     saved: dict[str, Plain] = {**theirs, "lr": 0.5, "initial_lr": 0.25, "mine": 3}
-    commit_groups(inner, RestoreValues((), (saved,), {}, Progress(), optimizer=saved_by))
+    commit_groups(inner, RestoreValues((), (saved,), {}, TrainingProgress(), optimizer=saved_by))
     assert inner.param_groups == [group]
     assert inner.param_groups[0] is group
     taken = {"lr": 0.5, "initial_lr": 0.25} | ({} if mine is None else {"mine": mine})

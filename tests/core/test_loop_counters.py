@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_elastic_zero.core.manifest import Progress
+from lightning_elastic_zero.core.manifest import TrainingProgress
 from lightning_elastic_zero.data_progress.batches import (
     LOADER_STATES,
     Consumed,
@@ -102,7 +102,7 @@ def test_another_programs_accumulation_is_inferred(told: int, steps: int, expect
     state = loops((1, 1, 0, 0), (6, 6, 6, 6))
     taken = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
     taken["total"]["completed"] = steps
-    progress = Progress(gradient_accumulation_steps=told, global_batch_size=12)
+    progress = TrainingProgress(gradient_accumulation_steps=told, global_batch_size=12)
     found = infer_progress(state, progress, 2, 7)
     assert found == DataProgress(
         Position(0, 6 // expected),

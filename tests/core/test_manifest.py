@@ -15,8 +15,8 @@ from lightning_elastic_zero.core.manifest import (
     Group,
     Manifest,
     Parameter,
-    Progress,
     StateKey,
+    TrainingProgress,
     Writer,
     dump_with_digest,
     manifest_from_json,
@@ -48,7 +48,7 @@ SMALL = Manifest(
     buffers=(FlatBuffer(0, ("w",), (6,), (), 4),),
     module_buffers=("bn.running_mean",),
     files=(FileEntry("checkpoint/mp_rank_00_model_states.pt", 12, "ab" * 16),),
-    progress=Progress(3, 24, 0, 3, 1, 8, {}),
+    progress=TrainingProgress(3, 24, 0, 3, 1, 8, {}),
     writer=Writer("0.1.0", "2.13.0", "0.19.8", "2.6.6", "DeepSpeedZeroOptimizer", "AdamW"),
     excluded=("frozen",),
     rank_state=("buffers",),
@@ -250,7 +250,9 @@ class TestJson:
         """What only informs may be missing in a row; what places data may not."""
         text = edited(lambda c: (c["progress"].clear(), c["writer"].clear()))
         read = manifest_from_json(text, WHERE)
-        assert read == replace(SMALL, progress=Progress(0, 0, 0, 0, 1, None, {}), writer=Writer())
+        assert read == replace(
+            SMALL, progress=TrainingProgress(0, 0, 0, 0, 1, None, {}), writer=Writer()
+        )
 
 
 class TestProperties:

@@ -17,6 +17,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_elastic_zero.core.layout import Fragment, Layout, TransferPlan
+from lightning_elastic_zero.core.progress import NO_PROGRESS
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.formats.reader import (
@@ -26,7 +27,6 @@ from lightning_elastic_zero.formats.reader import (
     check_no_overflow,
 )
 from lightning_elastic_zero.formats.torch_read import StoredRun
-from lightning_elastic_zero.storage.checksums import ignore_bytes
 
 NUMEL = (1 << 20) + 12
 """More elements than are looked at at a time."""
@@ -76,7 +76,7 @@ def read(path: Path, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
         target = torch.zeros(stop - start, dtype=dtype)
         wanted = Fragment("w", start, stop, rank=0, buffer=0, offset=0)
         for _, transfers in TransferPlan([wanted], layout_of(source)).by_rank():
-            source.read(transfers, [{WEIGHT: target}], ignore_bytes)
+            source.read(transfers, [{WEIGHT: target}], NO_PROGRESS)
         return target
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lightning_elastic_zero.checkpoint.background import UncopiedTensors
+from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.formats.torch_write import ChunkedSource
 from lightning_elastic_zero.storage.leftovers import make_link, remove_leftovers
 from lightning_elastic_zero.storage.publish import StagedDirectory
@@ -29,31 +30,29 @@ def fill(directory: Path) -> Path:
     return directory
 
 
-def put_link(root: Path, on_progress: Callable[[], None]) -> None:
+def put_link(root: Path, progress: Progress) -> None:
     """Make a link take the place of a directory."""
     fill(root / "a.ckpt")
-    make_link(root / "a.ckpt", fill(root / "last.ckpt"), on_progress)
+    make_link(root / "a.ckpt", fill(root / "last.ckpt"), progress)
 
 
-def publish(root: Path, on_progress: Callable[[], None]) -> None:
+def publish(root: Path, progress: Progress) -> None:
     """Publish over another directory."""
     fill(root / "a.ckpt")
-    StagedDirectory.create(root / "a.ckpt", "5a7e").publish(on_progress=on_progress)
+    StagedDirectory.create(root / "a.ckpt", "5a7e").publish(progress)
 
 
-def sweep(root: Path, on_progress: Callable[[], None]) -> None:
+def sweep(root: Path, progress: Progress) -> None:
     """Remove what a kill has left."""
     fill(root / ".zero-removed-1")
-    remove_leftovers(root, on_progress)
+    remove_leftovers(root, progress)
 
 
 @pytest.mark.parametrize("work", [put_link, publish, sweep], ids=lambda work: work.__name__)
-def test_removing_shows_each_file(
-    work: Callable[[Path, Callable[[], None]], None], tmp_path: Path
-) -> None:
+def test_removing_shows_each_file(work: Callable[[Path, Progress], None], tmp_path: Path) -> None:
     """Whatever is removed on the way is said file by file, and is gone."""
     seen = []
-    work(tmp_path, lambda: seen.append(time.monotonic()))
+    work(tmp_path, Progress(lambda: seen.append(time.monotonic())))
     assert len(seen) >= FILES
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 

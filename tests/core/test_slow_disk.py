@@ -19,6 +19,7 @@ MB = 1 << 20
 PROGRAM = """
 import sys
 from pathlib import Path
+from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.storage import leftovers as copying
 from lightning_elastic_zero.storage.checksums import ChecksummedWriter
 
@@ -26,16 +27,17 @@ from tests.timeouts import HANG_TIMEOUT_S
 
 way, folder, size = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 signs = 0
-def on_progress(*_):
+def note():
     global signs
     signs += 1
+progress = Progress(note)
 if way == "write":
-    with ChecksummedWriter(folder, "shard.pt", on_progress) as file:
+    with ChecksummedWriter(folder, "shard.pt", progress) as file:
         for _ in range(4):
             file.write(bytes(size // 4))
         file.finish("5a7e")
 else:
-    copying._copy_file(folder.parent / "source", folder / "shard.pt", on_progress)
+    copying._copy_file(folder.parent / "source", folder / "shard.pt", progress)
 print(signs)
 """
 

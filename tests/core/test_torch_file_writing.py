@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.formats import torch_write as writing
 from lightning_elastic_zero.formats.torch_read import StoredRun
@@ -84,12 +85,12 @@ class TestWriting:
         assert not said
         written = [0]
 
-        def on_bytes(size_bytes: int) -> None:
+        def note(size_bytes: int) -> None:
             written[0] += size_bytes
             if written[0] > 21 << 20:
                 said.append("written")
 
-        builder.write(tree, tmp_path, "x.pt", save_id="5a7e", on_bytes=on_bytes)
+        builder.write(tree, tmp_path, "x.pt", save_id="5a7e", progress=Progress(show=note))
         assert said.index("a") < said.index("written") < said.index("b")
 
     def test_pieces_are_cast(self, tmp_path: Path) -> None:
@@ -167,7 +168,9 @@ class TestWriting:
         told: list[int] = []
         builder = TorchFileWriter()
         tree = [builder.add(PiecewiseSource([1 << 20], torch.float32))]
-        record = builder.write(tree, tmp_path, NAME, save_id=SAVE_ID, on_bytes=told.append)
+        record = builder.write(
+            tree, tmp_path, NAME, save_id=SAVE_ID, progress=Progress(show=told.append)
+        )
         assert sum(told) == record.size_bytes == (tmp_path / NAME).stat().st_size
 
 
@@ -175,6 +178,7 @@ MEMORY = """
 import sys, tempfile, torch
 from contextlib import closing
 from pathlib import Path
+from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.formats.torch_write import PiecewiseSource, TorchFileWriter
 from lightning_elastic_zero.formats.torch_read import StoredRun, TorchFile
 from lightning_elastic_zero.storage.files import VerifiedFile
@@ -198,7 +202,7 @@ with tempfile.TemporaryDirectory() as folder:
     builder = TorchFileWriter()
     flat = builder.add(PiecewiseSource([part.bfloat16(), 1 << 20] + [part] * 32, torch.float32))
     tree = {"a": flat[: part.numel()], "b": flat[part.numel() :]}
-    record = builder.write(tree, Path(folder), "a.pt", save_id="x", on_bytes=watch)
+    record = builder.write(tree, Path(folder), "a.pt", save_id="x", progress=Progress(show=watch))
     assert record.size_bytes > 512 << 20
     writing, peak = peak - base, 0
     with closing(TorchFile(VerifiedFile(Path(folder), record))) as file:

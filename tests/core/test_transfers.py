@@ -13,10 +13,10 @@ import torch
 from lightning_elastic_zero.checkpoint.load import plans, read_targets, scalars_by_buffer
 from lightning_elastic_zero.core.layout import Fragment
 from lightning_elastic_zero.core.partition import FlatBuffer
+from lightning_elastic_zero.core.progress import NO_PROGRESS
 from lightning_elastic_zero.core.tensors import RestoreTargets
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.formats.open import open_checkpoint
-from lightning_elastic_zero.storage.checksums import ignore_bytes
 from tests.tools._checkpoints import STATES, WholeState, make_state, manifest_of, write_elastic
 
 SHAPES = {"a": (5, 3), "b": (4,), "c": (7,)}
@@ -78,7 +78,7 @@ def test_states_are_read_where_they_are_wanted(tmp_path: Path) -> None:
     with closing(open_checkpoint(tmp_path)) as source:
         for plan in plans(source, targets, with_state={"a"}):
             for _, transfers in plan.by_rank():
-                source.read(transfers, read_targets(targets), ignore_bytes)
+                source.read(transfers, read_targets(targets), NO_PROGRESS)
     masters = torch.cat([state.masters["a"].view(-1), state.masters["b"][1:]])
     assert torch.equal(weights[0], masters)
     assert torch.equal(weights[1], state.frozen["frozen.weight"].view(-1))

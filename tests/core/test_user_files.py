@@ -20,6 +20,7 @@ import pytest
 from lightning_elastic_zero.checkpoint.load import find_fallback
 from lightning_elastic_zero.checkpoint.manager import Retention
 from lightning_elastic_zero.coordination.ranks import OneRank
+from lightning_elastic_zero.core.progress import NO_PROGRESS
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.formats.deepspeed_files import (
     CLIENT_OBJECTS,
@@ -581,13 +582,13 @@ class TestLinks:
         """Where there are no links: a user's file is not copied, or the copy could never go."""
         target = fill(tmp_path / "new.ckpt", "new")
         (target / "pytorch_model.bin").write_text(MINE)
-        copy_checkpoint(target, tmp_path / "copy", lambda: None)
+        copy_checkpoint(target, tmp_path / "copy", NO_PROGRESS)
         assert contents(tmp_path / "copy") == whole("new")
         (tmp_path / "taken").write_text(MINE)
         with pytest.raises(FileExistsError):
-            copy_checkpoint(target, tmp_path / "taken", lambda: None)
+            copy_checkpoint(target, tmp_path / "taken", NO_PROGRESS)
         with pytest.raises(OSError, match="it has no manifest"):
-            copy_checkpoint(tmp_path, tmp_path / "other", lambda: None)
+            copy_checkpoint(tmp_path, tmp_path / "other", NO_PROGRESS)
 
 
 def test_unfinished_checkpoints_are_recognised_by_their_names(tmp_path: Path) -> None:

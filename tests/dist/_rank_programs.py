@@ -184,7 +184,7 @@ def interrupted_while_waiting(ranks: Ranks) -> dict[str, Any]:
     def work() -> None:
         while ranks.rank != 3:
             time.sleep(0.1)
-            ranks.report_progress()
+            ranks.progress.check()
 
     def interrupt() -> None:
         assert isinstance(ranks, StoreRanks)
@@ -209,7 +209,7 @@ def ranks_are_lost(job: Job) -> None:
             raise error
         while True:
             time.sleep(0.1)
-            ranks.report_progress()
+            ranks.progress.check()
 
     error = OSError(5, "Input/output error") if job.rank == 3 else None
     job.note("early", attempt(lambda: ranks.run_all("write", lambda: long_work(error))))

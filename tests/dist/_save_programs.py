@@ -226,7 +226,7 @@ def slow_link(job: Job) -> None:
         links = CheckpointLinks()
         links.on_save_started(path)
         links.make(path, link)
-        snapshot = Snapshotter().take(contents(job, path, FEW), job.rank, ranks.report_progress)
+        snapshot = Snapshotter().take(contents(job, path, FEW), job.rank, ranks.progress)
         ended: list[bool] = []
         published = partial(links.on_save_ended, published=True)
         saves = _Job(

@@ -263,5 +263,5 @@ def test_one_rank_needs_no_process_group() -> None:
     assert ranks.all_gather("a", pair) == [[1, 2]]
     with pytest.raises(OSError, match="disk"):
         ranks.run_all("a", raising({0: OSError("disk")}, 0))
-    ranks.report_progress()
+    ranks.progress.check()
     ranks.close()

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from lightning_elastic_zero.core.layout import Fragment, Transfer, TransferPlan
+from lightning_elastic_zero.core.progress import NO_PROGRESS
 from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.formats.reader import WEIGHT, CheckpointReader
-from lightning_elastic_zero.storage.checksums import ignore_bytes
 
 
 def read_whole(
@@ -23,7 +23,7 @@ def read_whole(
     """
     with closing(open_checkpoint(path, allow_pickle=allow_pickle)) as source:
         source.check_all()
-        source.verify(0, 1, ignore_bytes)
+        source.verify(0, 1, NO_PROGRESS)
         return _all_of(source, dtype)
 
 
@@ -52,6 +52,6 @@ def _all_of(source: CheckpointReader, dtype: torch.dtype) -> dict[str, torch.Ten
         sorted({t.source_rank for t in transfers if t.name in owned}),
         sorted({t.source_rank for t in transfers if t.name not in owned}),
     )
-    source.read(transfers, targets, ignore_bytes)
+    source.read(transfers, targets, NO_PROGRESS)
     state = source.module_state(0, manifest.world_size)
     return {**found, **{f"buffer/{name}": tensor for name, tensor in state.buffers.items()}}

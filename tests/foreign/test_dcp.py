@@ -21,7 +21,13 @@ import pytest
 import torch
 
 from lightning_elastic_zero.core.layout import Transfer
-from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter, Progress, Writer
+from lightning_elastic_zero.core.manifest import (
+    Group,
+    Manifest,
+    Parameter,
+    TrainingProgress,
+    Writer,
+)
 from lightning_elastic_zero.formats.dcp_read import knows_order, leaves_of, read_metadata
 from lightning_elastic_zero.formats.open import open_checkpoint
 from tests.engine._model import Net
@@ -184,7 +190,7 @@ def _live_layers() -> Manifest:
         buffers=(),
         module_buffers=(),
         files=(),
-        progress=Progress(),
+        progress=TrainingProgress(),
         writer=Writer(),
     )
 

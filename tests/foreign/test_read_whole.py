@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.formats.dumps_describe import describe_dumps
 from lightning_elastic_zero.formats.open import open_checkpoint
 from tests.engine._oracle import same_bits
@@ -44,7 +45,7 @@ def test_a_first_look_shows_each_file(name: str, tmp_path: Path) -> None:
     if name.startswith("dumps"):
         describe_dumps(checkpoint, fixture.setup.model(3))
     looks: list[int] = []
-    with closing(open_checkpoint(checkpoint, on_progress=lambda: looks.append(1))) as source:
+    with closing(open_checkpoint(checkpoint, progress=Progress(lambda: looks.append(1)))) as source:
         opened = len(looks)
         source.check_all()
         files = sum(path.suffix == ".pt" for path in checkpoint.rglob("*"))

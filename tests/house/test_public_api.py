@@ -38,6 +38,7 @@ PUBLIC = {
     "save_checkpoint",
     "CheckpointMonitor",
     "PreemptionCheckpoint",
+    "Progress",
     "RayCheckpointReport",
     "CheckpointStats",
     "LoadResult",

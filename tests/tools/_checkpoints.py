@@ -18,8 +18,8 @@ from lightning_elastic_zero.core.manifest import (
     Group,
     Manifest,
     Parameter,
-    Progress,
     StateKey,
+    TrainingProgress,
     Writer,
 )
 from lightning_elastic_zero.core.partition import FlatBuffer
@@ -124,7 +124,7 @@ def manifest_of(state: WholeState, stage: int, world_size: int, **changes: Any) 
         buffers=tuple(buffers),
         module_buffers=tuple(state.buffers),
         files=(),
-        progress=Progress(
+        progress=TrainingProgress(
             global_steps=3,
             global_samples=36,
             global_batch_size=12,

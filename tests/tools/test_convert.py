@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from lightning_elastic_zero.cli import _TARGETS as CLI_TARGETS
+from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
     CheckpointMismatchError,
@@ -324,7 +325,7 @@ def test_a_file_that_came_meanwhile(tmp_path: Path) -> None:
             target.write_text("mine")
 
         with pytest.raises(SaveError):
-            convert_checkpoint(source, target, to, on_bytes=come)
+            convert_checkpoint(source, target, to, progress=Progress(show=come))
         assert target.read_text() == "mine"
     assert not list(tmp_path.glob(".zero-export-*"))
 
@@ -346,7 +347,7 @@ def test_a_checkpoint_of_ours_is_not_overwritten(tmp_path: Path) -> None:
             other.rename(target)
 
     with pytest.raises(SaveError, match="there already"):
-        convert_checkpoint(source, target, "elastic", lean, on_bytes=come)
+        convert_checkpoint(source, target, "elastic", lean, progress=Progress(show=come))
     assert (target / "manifest.json").read_bytes() == before
     assert names_in(tmp_path) == ["a.ckpt", "c.ckpt"]
 

@@ -19,6 +19,7 @@ from tests.tools._checkpoints import make_state, write_elastic
 
 CONVERT = """
 import sys, threading
+from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.tools.conversion import convert_checkpoint
 source, target, to = sys.argv[1:]
 
@@ -27,7 +28,7 @@ def stop(size_bytes):
         print("writing", flush=True)
         threading.Event().wait()
 
-convert_checkpoint(source, target, to, on_bytes=stop)
+convert_checkpoint(source, target, to, progress=Progress(show=stop))
 """
 
 

@@ -22,6 +22,7 @@ from lightning_elastic_zero.core.fingerprint import (
     run_part,
     scalars_part,
 )
+from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.tools.fingerprint import (
     fingerprint_checkpoint,
     recorded_fingerprint,
@@ -247,7 +248,7 @@ def test_states_of_several_pieces() -> None:
     held = rank_state(state, manifest, 0)
     one = rank_part(manifest, held, 0)
     pieces: list[None] = []
-    assert rank_part(manifest, held, 0, lambda: pieces.append(None)) == one
+    assert rank_part(manifest, held, 0, Progress(lambda: pieces.append(None))) == one
     whole = FingerprintPart()
     for name, values in state.masters.items():
         whole += part(values.view(-1), name=name, shape=tuple(values.shape))

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_elastic_zero.core.manifest import manifest_from_json
+from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.errors import CheckpointNotFoundError
 from lightning_elastic_zero.formats.deepspeed_tags import is_deepspeed
 from lightning_elastic_zero.tools.conversion import convert_checkpoint
@@ -58,7 +59,7 @@ def test_a_sound_checkpoint(
     """It is, and every byte that the manifest names was verified, once."""
     path = write_elastic(tmp_path / "a.ckpt", make_state(), stage, world_size)
     told: list[int] = []
-    found = verify_checkpoint(path, threads=threads, on_bytes=told.append)
+    found = verify_checkpoint(path, threads=threads, progress=Progress(show=told.append))
     assert found.is_sound
     files = sum(f.stat().st_size for f in path.rglob("*.pt"))
     assert found.bytes == files == sum(told)

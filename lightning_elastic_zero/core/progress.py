@@ -1,0 +1,37 @@
+"""Progress of long work: one object that readers and writers call after each piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class Progress:
+    """Reports the progress of long work, and ends it if it was cancelled. Used by any thread."""
+
+    def __init__(
+        self,
+        check: Callable[[], None] = lambda: None,
+        show: Callable[[int], object] = lambda _: None,
+    ) -> None:
+        """Combine the two receivers.
+
+        Args:
+            check: called after each piece of work, for example ``Ranks.report_progress``, which
+                shows the other ranks that this one is alive. An error that it raises ends the work.
+            show: called with the number of bytes read or written since its last call.
+        """
+        self._check = check
+        self._show = show
+
+    def advance(self, n_bytes: int) -> None:
+        """Report bytes that were read or written; raises what ``check`` raises."""
+        self._check()
+        self._show(n_bytes)
+
+    def check(self) -> None:
+        """Report that the work is alive, for example between deletions of files."""
+        self._check()
+
+
+NO_PROGRESS = Progress()
+"""Reports nothing."""
