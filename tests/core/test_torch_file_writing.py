@@ -210,7 +210,7 @@ with tempfile.TemporaryDirectory() as folder:
             (part, StoredRun(file.tree["b"], start, start + part.numel()))
             for start in range(1 << 20, file.tree["b"].numel(), part.numel())
         ]
-        file.read_into(pieces, watch)
+        file.read_into(pieces, Progress(show=watch))
     reading = peak - base
 print(writing >> 20, reading >> 20)
 """

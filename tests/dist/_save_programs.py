@@ -31,6 +31,7 @@ from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
 from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter, StateKey
 from lightning_elastic_zero.core.partition import ContiguousPartition, FlatBuffer
+from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.tensors import FlatState, RankState
 from lightning_elastic_zero.errors import RanksError
 from lightning_elastic_zero.storage import leftovers as copying
@@ -206,12 +207,12 @@ def slow_link(job: Job) -> None:
     """Save in the background where there are no links, and a copy takes longer than a stall may."""
     copy = copying._copy_file
 
-    def copy_slowly(source: Path, target: Path, on_block: Any) -> None:
-        copy(source, target, on_block)
+    def copy_slowly(source: Path, target: Path, progress: Progress) -> None:
+        copy(source, target, progress)
         until = time.monotonic() + SHORT.stall_timeout_s
         while time.monotonic() < until:
             time.sleep(SHORT.heartbeat_interval_s)
-            on_block()
+            progress.check()
 
     def no_links(*_: object) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
