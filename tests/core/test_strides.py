@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.formats.torch_read import StoredRun, TorchFile, blocks_of, is_dense
 from lightning_elastic_zero.storage.files import RangeFile
@@ -79,7 +80,9 @@ def test_a_file_is_read_in_logical_order(tmp_path: Path) -> None:
     ):
         found = torch.empty(stop - start)
         told: list[int] = []
-        file.read_into([(found, StoredRun(file.tree[name], start, stop))], told.append)
+        file.read_into(
+            [(found, StoredRun(file.tree[name], start, stop))], Progress(show=told.append)
+        )
         assert torch.equal(found, live.reshape(-1)[start:stop])
         assert sum(told) >= found.nbytes
     run = StoredRun(file.tree["gaps"], 0, 12)

@@ -28,6 +28,7 @@ from lightning_elastic_zero.core.manifest import (
     TrainingProgress,
     Writer,
 )
+from lightning_elastic_zero.core.progress import NO_PROGRESS
 from lightning_elastic_zero.formats.dcp_read import knows_order, leaves_of, read_metadata
 from lightning_elastic_zero.formats.open import open_checkpoint
 from tests.engine._model import Net
@@ -207,7 +208,7 @@ def test_replicated_states_go_to_their_own_parameters(pools: Pools, tmp_path: Pa
         for key, expected in (("", float(name.split(".")[1])), ("exp_avg", index)):
             target = torch.empty(tensor.numel())
             run = Transfer(name, 0, tensor.numel(), 0, index, 0, 0, 0)
-            reader.read([run], [{key: target}], lambda _: None)
+            reader.read([run], [{key: target}], NO_PROGRESS)
             assert torch.equal(target, torch.full_like(target, expected)), (name, key)
     reader.close()
 
