@@ -290,7 +290,7 @@ def _make_folder(ranks: Ranks, path: Path, setting: Setting, opened: ExitStack) 
                 f"{format_bytes(needed_bytes)}: free some space, or pass another directory"
             )
             raise SaveError(msg)
-        return str(opened.enter_context(scratch_folder(path, PREFIX, ranks.report_progress)))
+        return str(opened.enter_context(scratch_folder(path, PREFIX, ranks.progress)))
 
     return Path(ranks.broadcast("selftest: make a folder", make))
 
@@ -538,7 +538,7 @@ def _run_world(
             stop_s = time.monotonic() + timeout_s
             try:
                 while time.monotonic() < stop_s and any(p.is_alive() for p in context.processes):
-                    ranks.report_progress()
+                    ranks.progress.check()
                     time.sleep(0.1)
                 codes = [process.exitcode for process in context.processes]
             finally:
@@ -748,17 +748,16 @@ def _lose_a_rank(job: Job, results: Results, engine: Any) -> None:
     with closing(connect_ranks(Timeouts(), "elastic-zero selftest")) as ranks:
         victim = ranks.world_size - 1
 
-        def die() -> None:
+        def die(*_: object) -> None:
             results.put(_DYING)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        if ranks.rank == victim:
-            # Saves call it whenever bytes have reached the disk.
-            ranks.report_progress = die  # type: ignore[method-assign]
+        # Called when bytes have been written.
+        options = SaveOptions(show=die) if ranks.rank == victim else SaveOptions()
         problem = f"the save succeeded although rank {victim} was killed"
         try:
             path = job.checkpoint(OTHERS_RAISE)
-            save_engine(engine_handle(engine), path, ranks, {}, SaveOptions())
+            save_engine(engine_handle(engine), path, ranks, {}, options)
         except RanksError as error:
             problem = "" if f"rank {victim}" in str(error) else f"rank {victim} is not in: {error}"
         results.put(OTHERS_RAISE, problem)
@@ -797,10 +796,10 @@ def _write(path: Path, job: Job, ranks: Ranks) -> float:
     block = os.urandom(_BLOCK_BYTES)
     began = time.perf_counter()
     with path.open("xb", buffering=0) as file:
-        writeback = Writeback(file.fileno(), ranks.report_progress)
+        writeback = Writeback(file.fileno(), ranks.progress)
         for _ in range(-(-job.setting.measured_bytes // _BLOCK_BYTES)):
             writeback.wrote(file.write(block))
-            ranks.report_progress()
+            ranks.progress.check()
         writeback.finish()
     return time.perf_counter() - began
 

@@ -16,8 +16,8 @@ class Progress:
         """Combine the two receivers.
 
         Args:
-            check: called after each piece of work, for example ``Ranks.report_progress``, which
-                shows the other ranks that this one is alive. An error that it raises ends the work.
+            check: called after each piece of work, for example to show the other ranks that this
+                one is alive, or to cancel a save. An error that it raises ends the work.
             show: called with the number of bytes read or written since its last call.
         """
         self._check = check

@@ -308,6 +308,6 @@ def _verify(folder: Path, ranks: Ranks) -> None:
     if path is None:
         msg = f"{folder} has no DeepSpeed checkpoint: the save was not finished"
         raise CheckpointNotFoundError(msg)
-    with closing(open_checkpoint(Path(path), on_progress=ranks.report_progress)) as source:
+    with closing(open_checkpoint(Path(path), progress=ranks.progress)) as source:
         source.check_all()
-        source.verify_whole(ranks.rank, ranks.world_size, lambda _: ranks.report_progress())
+        source.verify_whole(ranks.rank, ranks.world_size, ranks.progress)

@@ -345,8 +345,9 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from lightning_elastic_zero import selftest
+from lightning_elastic_zero.core.progress import Progress
 calls = []
-ranks = SimpleNamespace(report_progress=lambda: calls.append(1))
+ranks = SimpleNamespace(progress=Progress(lambda: calls.append(1)))
 job = SimpleNamespace(setting=SimpleNamespace(measured_bytes=12 << 20))
 selftest._write(Path(sys.argv[1]), job, ranks)
 print(len(calls))
