@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lightning_elastic_zero.core.manifest import Manifest
     from lightning_elastic_zero.core.progress import Progress
     from lightning_elastic_zero.formats.dumps_describe import describe_dumps
+    from lightning_elastic_zero.integrations.fabric import ElasticDeepSpeedFabricStrategy
     from lightning_elastic_zero.integrations.huggingface import elastic, wrap_initialize
     from lightning_elastic_zero.integrations.ray import RayCheckpointReport
     from lightning_elastic_zero.save_interval import optimal_save_interval
@@ -53,6 +54,7 @@ __all__ = [
     "CheckpointNotFoundError",
     "CheckpointStats",
     "ConvertOptions",
+    "ElasticDeepSpeedFabricStrategy",
     "ElasticDeepSpeedStrategy",
     "ElasticZeroError",
     "LoadResult",
@@ -85,6 +87,7 @@ _MODULE_OF_NAME = {
     "CheckpointMonitor": "lightning_elastic_zero.trainer.monitor",
     "CheckpointStats": "lightning_elastic_zero.checkpoint.types",
     "ConvertOptions": "lightning_elastic_zero.tools.conversion",
+    "ElasticDeepSpeedFabricStrategy": "lightning_elastic_zero.integrations.fabric",
     "ElasticDeepSpeedStrategy": "lightning_elastic_zero.trainer.strategy",
     "LoadResult": "lightning_elastic_zero.checkpoint.types",
     "Manifest": "lightning_elastic_zero.core.manifest",
@@ -135,4 +138,9 @@ def _make_strategy(**arguments: object) -> object:
     return strategy.ElasticDeepSpeedStrategy(**arguments)
 
 
-register(_make_strategy)
+def _make_fabric_strategy(**arguments: object) -> object:
+    fabric = importlib.import_module("lightning_elastic_zero.integrations.fabric")
+    return fabric.ElasticDeepSpeedFabricStrategy(**arguments)
+
+
+register(_make_strategy, _make_fabric_strategy)

@@ -45,20 +45,30 @@ def register_names(registry: Any, make: Callable[..., object]) -> None:
         registry.register(name, make, "Elastic DeepSpeed", override=True, **arguments)
 
 
-def register(make: Callable[..., object]) -> None:
-    """Register the names with each of Lightning's two packages, now or when it is imported.
+def register(make: Callable[..., object], make_for_fabric: Callable[..., object]) -> None:
+    """Register the names with Lightning's packages and with Fabric, now or on their import.
 
     The strategy itself is imported when a Trainer asks for it: Lightning may be imported by a
     module of this package that the strategy needs whole.
 
     Args:
         make: imports the strategy, and returns one with the arguments that it is called with.
+        make_for_fabric: likewise, Fabric's.
     """
 
     def name_it() -> None:
         register_names(sys.modules["lightning.pytorch"].strategies.StrategyRegistry, make)
 
-    for package, then in {"lightning.pytorch": name_it, PYTORCH_LIGHTNING: _refuse_in_twin}.items():
+    def name_it_in_fabric() -> None:
+        fabric = sys.modules["lightning.fabric.strategies"]
+        register_names(fabric.STRATEGY_REGISTRY, make_for_fabric)
+
+    hooks = {
+        "lightning.pytorch": name_it,
+        "lightning.fabric": name_it_in_fabric,
+        PYTORCH_LIGHTNING: _refuse_in_twin,
+    }
+    for package, then in hooks.items():
         if package in sys.modules:
             then()
         else:

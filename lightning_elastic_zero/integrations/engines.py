@@ -143,6 +143,7 @@ class EngineCheckpoints:
         record: Callable[[], Mapping[str, Any]] = dict,
         on_load: Callable[[Loaded], None] = lambda _: None,
         skip_repeated: bool = False,
+        whole_folder: bool = False,
     ) -> None:
         """Begin without a save.
 
@@ -154,6 +155,7 @@ class EngineCheckpoints:
             on_load: called on every rank after each load.
             skip_repeated: whether a save that repeats the last one (same folder, step and options)
                 is skipped: the Trainer saves twice where ZeRO-3 weights are not gathered.
+            whole_folder: whether ``save_dir`` itself is the checkpoint, and the tag is ignored.
         """
         self._engine = engine
         self._options = options
@@ -161,6 +163,7 @@ class EngineCheckpoints:
         self._record = record
         self._on_load = on_load
         self._skip_repeated = skip_repeated
+        self._whole_folder = whole_folder
         self._last_save: tuple[object, ...] | None = None
         self._manager = CheckpointManager(
             options.times,
@@ -207,6 +210,7 @@ class EngineCheckpoints:
         folder = check_local_path(save_dir)
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
         state = dict(check_client_state(client_state))
+        save_latest = save_latest and not self._whole_folder
         this_save = (
             folder,
             tag,
@@ -227,8 +231,11 @@ class EngineCheckpoints:
             warned_objects=self._warned_objects,
         )
         with self._ranks("save", folder / tag) as ranks:
-            name = ranks.broadcast(f"save {tag}: choose a folder", lambda: _free_name(folder, tag))
-            path = folder / name
+            path, name = folder, ""
+            if not self._whole_folder:
+                step = f"save {tag}: choose a folder"
+                name = ranks.broadcast(step, lambda: _free_name(folder, tag))
+                path = folder / name
             if self._options.async_save:
                 self._manager.start(handle, ranks.rank)
                 if save_latest:
@@ -301,7 +308,9 @@ class EngineCheckpoints:
         tag = None if tag is None else str(tag)
         with self._ranks("load", folder / (tag or LATEST)) as ranks:
             step = f"load {folder}: find the checkpoint"
-            found = ranks.broadcast(step, lambda: find_checkpoint(folder, tag))
+            found: str | None = str(folder)
+            if not self._whole_folder:
+                found = ranks.broadcast(step, lambda: find_checkpoint(folder, tag))
             if found is None:
                 log.warning(
                     "%s has no file %r and no checkpoint: nothing was loaded. Pass the folder that "

@@ -68,6 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "storage",
         "coordination",
         "core",
+        "registry",
         "errors",
     },
 }

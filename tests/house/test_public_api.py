@@ -21,6 +21,7 @@ from tests.house import _fresh_processes
 
 PUBLIC = {
     "ElasticDeepSpeedStrategy",
+    "ElasticDeepSpeedFabricStrategy",
     "describe_dumps",
     "ConvertOptions",
     "convert_checkpoint",

@@ -1,0 +1,158 @@
+"""The strategy for Lightning Fabric: DeepSpeed's, with checkpoints that fit any device count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.accelerators.cpu import CPUAccelerator
+from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_elastic_zero.coordination.liveness import ABSENT_TIMEOUT_S, STALL_TIMEOUT_S
+from lightning_elastic_zero.engine.support import use_accelerator
+from lightning_elastic_zero.integrations.engines import EngineCheckpoints, Options, is_engine
+from lightning_elastic_zero.registry import register_names
+
+
+class ElasticDeepSpeedFabricStrategy(DeepSpeedStrategy):
+    """DeepSpeed in ZeRO stages 0 to 3 under Fabric, with checkpoints for any number of devices.
+
+    ``fabric.save(path, state)`` and ``fabric.load(path, state)`` are used as ever, with one engine
+    in ``state``. Fabric has no training loop: counters and the position in the data are entries of
+    ``state``, and the number of samples per step is not compared. CPU ranks (gloo) work too.
+
+    Args:
+        *args: as ``lightning.fabric.strategies.DeepSpeedStrategy``; ``**kwargs`` likewise.
+        strict_optimizer (bool): see ``load_checkpoint``, as the options below up to
+            ``absent_timeout_s``.
+        rename (Mapping[str, str] | None): layers that had other names.
+        allow_pickle (bool): build Python objects of any class from the saved state.
+        fallback (bool): load the newest intact checkpoint before a damaged one.
+        fingerprint (bool): saves record a fingerprint of the state, and loads compare it.
+        save_module_weights (bool): write the low-precision weights too.
+        stall_timeout_s (float): see ``save_checkpoint``.
+        absent_timeout_s (float): see ``save_checkpoint``.
+
+    Raises:
+        ValueError: an option has a value that it cannot have.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        strict_optimizer: bool = True,
+        rename: Mapping[str, str] | None = None,
+        allow_pickle: bool = False,
+        fallback: bool = False,
+        fingerprint: bool = False,
+        save_module_weights: bool = False,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
+        absent_timeout_s: float = ABSENT_TIMEOUT_S,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._options = Options.of(
+            allow_global_batch_change=True,  # Fabric's engine does not know the batch size
+            strict_optimizer=strict_optimizer,
+            rename=rename,
+            allow_pickle=allow_pickle,
+            fallback=fallback,
+            fingerprint=fingerprint,
+            save_module_weights=save_module_weights,
+            stall_timeout_s=stall_timeout_s,
+            absent_timeout_s=absent_timeout_s,
+        )
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register this library's names for the class, and none of DeepSpeed's."""
+        register_names(strategy_registry, cls)
+
+    @override
+    def setup_environment(self) -> None:
+        if not isinstance(self.accelerator, CPUAccelerator):
+            super().setup_environment()
+            return
+        use_accelerator("cpu")
+        devices = range(len(self.parallel_devices or ()))
+        # DeepSpeed wants each device's index.
+        self.parallel_devices = [torch.device("cpu", index) for index in devices]
+        # The parent refuses all but CUDA here, and else does what its own parent does.
+        super(DeepSpeedStrategy, self).setup_environment()
+
+    @override
+    def setup_module_and_optimizers(self, *args: Any, **kwargs: Any) -> Any:
+        made = super().setup_module_and_optimizers(*args, **kwargs)
+        self._bind(made[0])
+        return made
+
+    @override
+    def setup_module(self, module: Any) -> Any:
+        engine = super().setup_module(module)
+        self._bind(engine)
+        return engine
+
+    def _bind(self, engine: Any) -> None:
+        EngineCheckpoints(engine, self._options, whole_folder=True).bind()
+
+    @override
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        state: Any = None,
+        strict: bool = True,
+        *args: Any,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Load a checkpoint of any kind that this library reads.
+
+        Args:
+            path: the checkpoint.
+            state: a dictionary with the model, and with the optimizer if its state is wanted; other
+                entries are updated in place.
+            strict: False: frozen parameters and buffers may be missing, or too many.
+            *args: as the parent's, for a model without an engine.
+            **kwargs: likewise.
+
+        Returns:
+            The entries of the saved state that ``state`` does not name.
+
+        Raises:
+            ValueError: ``state`` has no engine, or several.
+            ElasticZeroError: see ``load_checkpoint`` of this package.
+        """
+        if not isinstance(state, dict) or not state:
+            return super().load_checkpoint(path, state, strict, *args, **kwargs)
+        engines = [value for value in state.values() if is_engine(value)]
+        if len(engines) != 1:
+            msg = (
+                f"state has {len(engines)} models that were set up by Fabric with DeepSpeed; it "
+                'needs one: fabric.load(path, {"model": model, "optimizer": optimizer, ...})'
+            )
+            raise ValueError(msg)
+        (engine,) = engines
+        optimizers = [v for v in state.values() if v is engine.optimizer or _is_optimizer(v)]
+        _, saved = engine.load_checkpoint(
+            self.broadcast(path),
+            load_optimizer_states=bool(optimizers),
+            load_lr_scheduler_states=False,  # the scheduler is an entry of the state
+            load_module_strict=strict,
+        )
+        rest = {}
+        for key, value in saved.items():
+            if key not in state:
+                rest[key] = value
+            elif hasattr(state[key], "load_state_dict"):
+                state[key].load_state_dict(value)
+            else:
+                state[key] = value
+        return rest
+
+
+def _is_optimizer(value: object) -> bool:
+    return isinstance(value, Optimizer)

@@ -1,0 +1,71 @@
+"""What ranks run with Lightning Fabric."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+
+from lightning_elastic_zero import ElasticDeepSpeedFabricStrategy
+from tests.integrations._hf_programs import Run, State, Tokens, state_of, tiny_model
+
+
+@dataclass(frozen=True)
+class FabricCase:
+    """A run of a loop of Fabric."""
+
+    stage: int = 3
+    by_name: bool = False
+    save: str = ""
+    load: str = ""
+    steps: int = 3
+    optimizer_too: bool = True
+
+
+def run_fabric(case: FabricCase) -> tuple[Run, dict[str, Any], dict[str, Any]]:
+    """Train, with samples by global position; return what was seen, the state and what was left."""
+    import os
+
+    world = int(os.environ["WORLD_SIZE"])
+    strategy: Any = f"elastic_deepspeed_stage_{case.stage}"
+    if not case.by_name:
+        strategy = ElasticDeepSpeedFabricStrategy(
+            stage=case.stage, reduce_bucket_size=1000, allgather_bucket_size=1000
+        )
+    fabric: Any = Fabric(accelerator="cpu", devices=world, strategy=strategy)
+    fabric.launch()
+    model: Any = tiny_model()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer = fabric.setup(model, optimizer)
+    schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), 2)
+    state = {"model": model, "step": 0, "schedule": schedule}
+    if case.optimizer_too:
+        state["optimizer"] = optimizer
+    run, left = Run(), {}
+    if case.load:
+        left = fabric.load(case.load, state)
+        run.first_state = _state(model)
+    data = Tokens()
+    for step in range(int(state["step"]), case.steps):
+        mine = range(step * 12 + fabric.global_rank, (step + 1) * 12, world)
+        batch = torch.stack([data.tokens[index] for index in mine])
+        loss = model(input_ids=batch, labels=batch, index=torch.tensor(list(mine))).loss
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.optimizer.step()
+        schedule.step()
+        state["step"] = step + 1
+        run.losses[step + 1] = float(fabric.all_reduce(loss.detach()))
+    if case.save:
+        fabric.save(case.save, {**state, "extra": {"note": "mine"}})
+    run.states[-1] = _state(model)
+    kept = {"step": state["step"], "last_epoch": schedule.last_epoch}
+    fabric._strategy._deepspeed_engine.destroy()
+    return run, kept, left
+
+
+def _state(model: Any) -> State:
+    return state_of(model._forward_module)
