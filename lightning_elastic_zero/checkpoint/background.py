@@ -45,7 +45,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import xxhash
@@ -622,8 +622,6 @@ _NOT_AGREED = "was saved in the background and is in its place, but not all rank
 _BUT = "was saved in the background, but"
 """What a failure says of a checkpoint, before its cause."""
 
-OnPublished: TypeAlias = Callable[[Path, Callable[[], None]], None]
-
 log = logging.getLogger(__name__)
 
 
@@ -637,7 +635,7 @@ class AsyncCheckpointer:
         self,
         ranks: Ranks,
         on_start: Callable[[Path], None],
-        on_published: OnPublished,
+        on_published: Callable[[Path, Progress], None],
         on_end: Callable[[Path, CheckpointStats | None], None],
         memory_bytes: int | None = None,
     ) -> None:
@@ -648,7 +646,7 @@ class AsyncCheckpointer:
             on_start: called with a save's target when all ranks are about to write it.
             on_published: called on rank 0 in the writer's thread with a save's target, as soon as
                 it is in its place: all the same where another rank is lost before all agree on it.
-                The others wait meanwhile: it has to call its second argument now and then.
+                The others wait meanwhile: it has to check its second argument regularly.
             on_end: called in the writer's thread when a save has ended, with its target, and what
                 it cost; None: it failed.
             memory_bytes: the most that the copy of the state may take; see ``Snapshotter``.
@@ -787,7 +785,7 @@ class _Job(threading.Thread):
         self,
         snapshot: Snapshot,
         ranks: Ranks,
-        on_published: OnPublished,
+        on_published: Callable[[Path, Progress], None],
         on_end: Callable[[Path, CheckpointStats | None], None],
         began: float,
     ) -> None:
@@ -835,7 +833,7 @@ class _Job(threading.Thread):
     def _published(self) -> None:
         self._in_place = True
         try:
-            self._on_published(self.target, self._show_progress)
+            self._on_published(self.target, Progress(self._show_progress))
         except BaseException as error:  # noqa: BLE001 - raised in training's thread
             self._after = error
 

@@ -411,7 +411,9 @@ def write_shards(
         files = _complete(staged[0].path, contents, first, written or [])
         staged[0].sync(ranks.progress)
         cancellation.commit()
-        staged[0].publish(ranks.progress, on_published)
+        staged[0].put_in_place()
+        on_published()
+        staged[0].clean(ranks.progress)
         return _cost(files, time.monotonic() - began, write_s)
 
     try:

@@ -30,7 +30,7 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
@@ -204,20 +204,24 @@ class StagedDirectory:
                 sync_directory(Path(folder))
                 progress.check()
 
-    def publish(
-        self,
-        progress: Progress = NO_PROGRESS,
-        on_published: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Rename the directory to the target, in one step, and remove what was there.
+    def publish(self, progress: Progress = NO_PROGRESS) -> None:
+        """Rename the directory to the target in one step, and remove what it replaced.
+
+        Args:
+            progress: checked between removed files; an error that it raises ends the removal.
+
+        Raises:
+            SaveError: see ``put_in_place``.
+        """
+        self.put_in_place()
+        self.clean(progress)
+
+    def put_in_place(self) -> None:
+        """Rename the directory to the target in one step; ``clean`` has to follow.
 
         A link in the target's place is replaced; what it points to is left alone. What somebody
         put into the target since ``create`` is not removed: the old checkpoint is then kept under
         another name, with a warning.
-
-        Args:
-            progress: checked between removed files; an error that it raises ends the removal.
-            on_published: called before, as soon as the checkpoint is in its place.
 
         Raises:
             SaveError: the system refused, or the target is now something that must not be replaced.
@@ -229,8 +233,6 @@ class StagedDirectory:
             put_in_place(self.path, self.target, self._previous)
         with self._publishing("It is in its place, but may be lost if the power fails."):
             sync_directory(self.target.parent)
-        on_published()
-        self._clean(progress)
 
     @contextmanager
     def _publishing(self, state: str) -> Iterator[None]:
@@ -241,7 +243,8 @@ class StagedDirectory:
             msg = f"Could not publish {self.target}: {error.strerror}. {state}"
             raise SaveError(msg) from error
 
-    def _clean(self, progress: Progress) -> None:
+    def clean(self, progress: Progress) -> None:
+        """Remove what the published checkpoint replaced; see ``publish``."""
         # The checkpoint is published: a failure here is a matter of disk space, not of the save.
         try:
             for path in (self.path, self._previous):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from lightning_elastic_zero.checkpoint.manager import CheckpointLinks
+from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage.leftovers import (
     LINK_PREFIX,
@@ -272,7 +273,7 @@ class TestMakeLink:
         (target / "manifest.json").write_text(manifest)
         refuse_links(errno.EPERM, monkeypatch)
         heard: list[int] = []
-        make_link(target, tmp_path / "last.ckpt", lambda: heard.append(1))
+        make_link(target, tmp_path / "last.ckpt", Progress(lambda: heard.append(1)))
         assert len(heard) >= 40
         assert (tmp_path / "last.ckpt" / SHARD).stat().st_size == 40 << 20
 

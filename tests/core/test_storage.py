@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_elastic_zero.core.manifest import FileEntry
+from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
     CheckpointNotFoundError,
@@ -108,7 +109,7 @@ class TestChecksummedWriter:
     def test_progress_is_told_in_steps(self, tmp_path: Path) -> None:
         """A large write is reported at least every 16 MiB, and adds up to its size."""
         told: list[int] = []
-        with ChecksummedWriter(tmp_path, "a.pt", told.append) as file:
+        with ChecksummedWriter(tmp_path, "a.pt", Progress(show=told.append)) as file:
             file.write(bytes(40 << 20))
         assert sum(told) == 40 << 20
         assert max(told) <= 16 << 20

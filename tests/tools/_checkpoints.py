@@ -23,6 +23,7 @@ from lightning_elastic_zero.core.manifest import (
     Writer,
 )
 from lightning_elastic_zero.core.partition import FlatBuffer
+from lightning_elastic_zero.core.progress import NO_PROGRESS
 from lightning_elastic_zero.core.tensors import FlatState, RankState, dtype_name, state_key
 from lightning_elastic_zero.formats.elastic import ClientPart, RankWriter
 
@@ -187,7 +188,7 @@ def write_elastic(
     manifest = manifest_of(state, stage, world_size, **changes)
     files = []
     for rank in range(world_size):
-        writer = RankWriter(folder, manifest, rank, lambda _: None, fingerprint=fingerprint)
+        writer = RankWriter(folder, manifest, rank, NO_PROGRESS, fingerprint=fingerprint)
         client = ClientPart({} if rank else state.client)
         held = rank_state(state, manifest, rank)
         if rank:
