@@ -1,4 +1,4 @@
-"""How often to save: the interval at which saves and failures together cost least."""
+"""The interval between saves that loses the least time to saves and failures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def optimal_save_interval(save_stall_s: float, mean_time_between_failures_s: flo
     }
     for name, seconds in given.items():
         if not (seconds > 0 and math.isfinite(seconds)):
-            msg = f"{name}={seconds!r}: it must be a finite number of seconds, greater than 0"
+            msg = f"{name}={seconds!r}: expected a finite number of seconds greater than 0"
             raise ValueError(msg)
     if save_stall_s >= 2 * mean_time_between_failures_s:
         return save_stall_s + mean_time_between_failures_s

@@ -17,7 +17,12 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from tqdm import tqdm
 
 from lightning_elastic_zero.checkpoint.types import ShowBytes, show_nothing
-from lightning_elastic_zero.display_timer import DisplayTimer
+
+QUIET_S = 2.0
+"""Shorter work shows no bar."""
+
+EVERY_S = 0.2
+"""Interval between updates of the bar."""
 
 
 class Bar(Protocol):
@@ -99,9 +104,10 @@ class RichBar:
 class CheckpointBar:
     """Shows the bytes of one save or load after another bar's way, once it has taken long."""
 
-    def __init__(self, make: Callable[[str, int], Bar], timer: DisplayTimer) -> None:
+    def __init__(self, make: Callable[[str, int], Bar], clock: Callable[[], float]) -> None:
         """Begin; the bar is made when there is something to show."""
-        self._make, self._timer = make, timer
+        self._make, self._clock = make, clock
+        self._due_s = clock() + QUIET_S
         self._bar: Bar | None = None
         self._doing, self._done_bytes = "", 0
 
@@ -111,7 +117,8 @@ class CheckpointBar:
             self.close()
             self._doing, self._done_bytes = doing, 0
         self._done_bytes += count
-        if self._timer.is_due():
+        if (now_s := self._clock()) >= self._due_s:
+            self._due_s = now_s + EVERY_S
             self._bar = self._bar or self._make(f"{doing.capitalize()} a checkpoint", total_bytes)
             self._bar.show(self._done_bytes)
 
@@ -136,7 +143,7 @@ def checkpoint_bar(
     if kind is None:
         yield show_nothing
         return
-    bar = CheckpointBar(kind, DisplayTimer(clock))
+    bar = CheckpointBar(kind, clock)
     try:
         yield bar
     finally:

@@ -76,7 +76,7 @@ def test_units_do_not_matter(stall_s: float, mtbf_s: float) -> None:
 @pytest.mark.parametrize("seconds", [0, -1.0, math.inf, math.nan])
 def test_what_is_no_time_is_refused(seconds: float) -> None:
     """The message names the argument, what it was and what it must be."""
-    wanted = f"={seconds!r}: it must be a finite number of seconds, greater than 0"
+    wanted = f"={seconds!r}: expected a finite number of seconds greater than 0"
     with pytest.raises(ValueError, match=f"^save_stall_s{wanted}$"):
         optimal_save_interval(seconds, 1.0)
     with pytest.raises(ValueError, match=f"^mean_time_between_failures_s{wanted}$"):

@@ -23,7 +23,6 @@ ROOT = Path(__file__).parents[2] / PACKAGE
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "registry": {"errors"},
-    "display_timer": set(),
     "save_interval": set(),
     "core": {"errors"},
     "coordination": {"core", "errors"},
@@ -33,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"formats", "storage", "coordination", "core", "errors"},
     "data_progress": {"core", "errors"},
     "api": {"checkpoint", "engine", "coordination", "core"},
-    "tools": {"formats", "storage", "core", "display_timer", "errors"},
+    "tools": {"formats", "storage", "core", "errors"},
     "selftest": {
         "api",
         "checkpoint",
@@ -55,7 +54,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "coordination",
         "core",
         "registry",
-        "display_timer",
         "errors",
     },
     "integrations": {
