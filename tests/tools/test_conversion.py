@@ -1,10 +1,12 @@
-"""Checkpoints taken elsewhere: each result is what other software reads, and holds the state."""
+"""``convert``: each result holds the state, and other software reads it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import nullcontext
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,28 +14,37 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from lightning_elastic_zero.cli import _TARGETS as CLI_TARGETS
 from lightning_elastic_zero.core.progress import Progress
+from lightning_elastic_zero.core.tensors import plain
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
+    CheckpointFormatError,
     CheckpointMismatchError,
     SaveError,
     UnsupportedError,
 )
+from lightning_elastic_zero.formats.reader import OPTIMIZER_STATE
 from lightning_elastic_zero.tools.conversion import TARGETS, convert_checkpoint
+from lightning_elastic_zero.tools.differences import diff_checkpoints
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
 from lightning_elastic_zero.tools.inspection import inspect_checkpoint
 from lightning_elastic_zero.tools.verification import verify_checkpoint
 from lightning_elastic_zero.tools.view import open_view
 from lightning_elastic_zero.tools.weight_files import ConvertOptions, adapter_key
 from tests.core._checkpoints import names_in
+from tests.core.bitwise_repr import bitwise_repr
 from tests.engine._worker_pool import Pools
 from tests.foreign._fixtures import unpack
 from tests.tools import _other_software
 from tests.tools._checkpoints import WholeState, make_state, write_elastic
+from tests.tools._other_software import trained
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -523,3 +534,365 @@ def test_a_type_that_the_target_contradicts(to: str, dtype: str, tmp_path: Path)
     with pytest.raises(UnsupportedError, match=f"{to} contains weights in .*dtype={dtype}"):
         convert_checkpoint(source, tmp_path / "b", to, ConvertOptions(dtype=dtype))
     convert_checkpoint(source, tmp_path / "b", to, ConvertOptions(dtype=to))
+
+
+LARGEST = torch.finfo(torch.float32).max
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "options"),
+    [
+        (1e300, torch.float64, ("--to", "fp32")),
+        (-1e300, torch.float64, ("--to", "bf16")),
+        (LARGEST, torch.float32, ("--to", "bf16")),
+        (7e4, torch.float32, ("--to", "safetensors", "--dtype", "fp16")),
+        (7e4, torch.float32, ("--to", "lightning", "--dtype", "fp16")),
+        (7e4, torch.bfloat16, ("--to", "dcp", "--dtype", "fp16", "--optimizer", "no")),
+    ],
+    ids=str,
+)
+def test_no_number_becomes_infinite(
+    value: float, dtype: torch.dtype, options: tuple[str, ...], tmp_path: Path, run: Run
+) -> None:
+    """It is refused by its name and value, wherever it is, and nothing is written."""
+    weights = {"a": torch.ones(3, dtype=dtype), "b": torch.ones(5, 1 << 20, dtype=dtype)}
+    weights["b"][4, 77] = value
+    torch.save(weights, tmp_path / "w.pt")
+    code, out, err = run("convert", tmp_path / "w.pt", tmp_path / "out", *options)
+    assert (code, out) == (2, "")
+    assert "b has the value" in err
+    assert f"{weights['b'][4, 77].item():.6g}" in err
+    assert "would become infinite" in err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["w.pt"]
+    # Where it is left out, or was infinite before, there is nothing to be refused.
+    assert run("convert", tmp_path / "w.pt", tmp_path / "out", *options, "--exclude", "b")[0] == 0
+    weights["b"][4, 77] = float("inf")
+    weights["b"][3, 5] = float("nan")
+    torch.save(weights, tmp_path / "inf.pt")
+    assert run("convert", tmp_path / "inf.pt", tmp_path / "infinite", *options)[0] == 0
+
+
+@pytest.mark.parametrize("back", ["elastic", "dcp", "universal", "lightning"])
+def test_a_tie_goes_through_a_dcp_directory(back: str, tmp_path: Path) -> None:
+    """Both names mean the same bytes there: the tie, and the number of the state, come back."""
+    source = unpack("zero3-ds0.19", tmp_path / "unpacked").checkpoint
+    wanted = fingerprint_checkpoint(source)
+    tied = {p.name: p.aliases for p in inspect_checkpoint(source).parameters if p.aliases}
+    assert tied
+    convert_checkpoint(source, tmp_path / "dcp", "dcp")
+    convert_checkpoint(tmp_path / "dcp", tmp_path / "back", back, ConvertOptions(optimizer=True))
+    for path in (tmp_path / "dcp", tmp_path / "back"):
+        assert verify_checkpoint(path).is_sound
+        found = {p.name: p.aliases for p in inspect_checkpoint(path).parameters if p.aliases}
+        assert found == tied
+    assert fingerprint_checkpoint(tmp_path / "dcp").optimizer == wanted.optimizer
+    assert fingerprint_checkpoint(tmp_path / "dcp") == wanted
+
+
+def test_torchs_own_code_reads_both_names_of_a_tie(tmp_path: Path) -> None:
+    """It gives each name the values, though they lie there once."""
+    large = torch.randn(300, 100)
+    torch.save({"a": large, "b": large, "c": torch.ones(2)}, tmp_path / "w.pt")
+    convert_checkpoint(tmp_path / "w.pt", tmp_path / "dcp", "dcp")
+    size = sum(f.stat().st_size for f in (tmp_path / "dcp").glob("*.distcp"))
+    assert large.nbytes < size < 1.5 * large.nbytes
+    tree = {"model": {"a": torch.zeros(300, 100), "b": torch.zeros(300, 100)}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # It tells that there is no process group.
+        load(tree, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert torch.equal(tree["model"]["a"], large)
+    assert torch.equal(tree["model"]["b"], large)
+
+
+def _channels_last(tree: Any) -> Any:
+    """Return a tree whose images of weights lie as training in that memory format has them."""
+    if isinstance(tree, torch.Tensor):
+        return tree.to(memory_format=torch.channels_last) if tree.dim() == 4 else tree
+    if isinstance(tree, dict):
+        return {key: _channels_last(value) for key, value in tree.items()}
+    return [_channels_last(value) for value in tree] if isinstance(tree, list) else tree
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_channels_last(legacy: bool, tmp_path: Path) -> None:
+    """A file of a model in this memory format has the state of one in torch's usual format."""
+    model = nn.Sequential(nn.Conv2d(6, 8, 3), nn.Conv2d(8, 4, 5))
+    usual = {"optimizer_states": [trained(model).state_dict()], "state_dict": model.state_dict()}
+    tree = _channels_last(usual)
+    for name, saved in (("usual", usual), ("last", tree)):
+        path = tmp_path / f"{name}.ckpt"
+        torch.save(saved, path, _use_new_zipfile_serialization=not legacy)
+    assert not tree["state_dict"]["0.weight"].is_contiguous()
+    assert not tree["optimizer_states"][0]["state"][0]["exp_avg"].is_contiguous()
+    number = fingerprint_checkpoint(tmp_path / "last.ckpt")
+    assert number.optimizer
+    assert number == fingerprint_checkpoint(tmp_path / "usual.ckpt")
+    for to in ("elastic", "dcp", "universal", "lightning"):
+        out = tmp_path / to
+        convert_checkpoint(tmp_path / "last.ckpt", out, to, ConvertOptions(optimizer=True))
+        assert fingerprint_checkpoint(out).optimizer == number.optimizer
+        assert verify_checkpoint(out).is_sound
+    convert_checkpoint(tmp_path / "last.ckpt", tmp_path / "w.pt", "fp32")
+    found = torch.load(tmp_path / "w.pt", weights_only=True)
+    for name, tensor in tree["state_dict"].items():
+        assert torch.equal(found[name], tensor.to(found[name].dtype)), name
+
+
+def test_two_ways_to_look_at_one_storage_are_no_tie(tmp_path: Path) -> None:
+    """A square matrix and its transpose share their place, and are two weights."""
+    square = torch.randn(5, 5)
+    torch.save({"a": square, "b": square.t()}, tmp_path / "w.pt")
+    assert not any(p.aliases for p in inspect_checkpoint(tmp_path / "w.pt").parameters)
+    convert_checkpoint(tmp_path / "w.pt", tmp_path / "out.pt", "fp32")
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert torch.equal(found["a"], square)
+    assert torch.equal(found["b"], square.t())
+
+
+def test_an_own_checkpoint_is_rounded_only_as_asked(tmp_path: Path, run: Run) -> None:
+    """The check of the range is of what is cast: masters as they are stored pass as they are."""
+    state = make_state()
+    state.masters["scale"].fill_(LARGEST)
+    source = write_elastic(tmp_path / "a.ckpt", state)
+    assert run("convert", source, tmp_path / "w", "--to", "fp32")[0] == 0
+    assert torch.load(tmp_path / "w", weights_only=True)["scale"] == LARGEST
+    code, _, err = run("convert", source, tmp_path / "x", "--to", "bf16")
+    assert (code, "scale has the value 3.40282e+38" in err) == (2, True)
+
+
+SCALARS: dict[str, Any] = {
+    "seen": 246913578,
+    "large": 2**70 + 1,
+    "rate": 0.1,
+    "small": 5e-324,
+    "flag": True,
+    "nothing": None,
+    "nan": float("nan"),
+    "double": torch.tensor(0.1, dtype=torch.float64),
+    "long": torch.tensor(2**62 + 1),
+    "half": torch.tensor(1.5, dtype=torch.bfloat16),
+}
+"""What optimizers keep as one value, which narrower types would change."""
+
+RATES = {
+    "lr": torch.tensor(0.1),
+    "betas": (torch.tensor(0.9, dtype=torch.float64), 0.999),
+    "nested": [{"count": torch.tensor(3)}],
+}
+"""Hyperparameters that are tensors, as capturable optimizers have them."""
+
+
+def _scalars(path: Path) -> dict[str, str]:
+    with open_view(path) as view:
+        held = view.scalars("layers.0.weight")
+        return {key: bitwise_repr(held[key]) for key in SCALARS if key in held}
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Set the type of new tensors, as a training script may have done."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("to", ["dcp", "lightning", "elastic"])
+def test_scalars_keep_type_and_value(to: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Numbers, None and 0-d tensors come back the same, whatever the default type of tensors."""
+    rates = {key: plain(value, key) for key, value in RATES.items() if key != "lr"}
+    state = replace(make_state(), scalars=SCALARS, hyperparameters=rates)
+    state.client[OPTIMIZER_STATE] = {"global": dict(SCALARS)}
+    source = write_elastic(tmp_path / "a.ckpt", state)
+    options = ConvertOptions(optimizer=True, buffers=["mean"])
+    with default_dtype(dtype):
+        found = convert_checkpoint(source, tmp_path / to, to, options)
+        convert_checkpoint(tmp_path / to, tmp_path / "back.ckpt", "elastic", options)
+    wanted = {key: bitwise_repr(value) for key, value in SCALARS.items()}
+    assert _scalars(source) == _scalars(tmp_path / to) == _scalars(tmp_path / "back.ckpt") == wanted
+    assert not any(key in text for key in SCALARS for text in found.lost)
+    with open_view(tmp_path / "back.ckpt") as view:
+        of_all = view.reader.optimizer_state()
+        assert bitwise_repr(of_all) == bitwise_repr({} if to == "dcp" else {"global": SCALARS})
+        assert ("optimizer state 'global'" in found.lost) == (to == "dcp")
+        held = view.manifest.groups[0].hyperparameters
+        assert {key: held[key] for key in rates} == rates
+
+
+def test_other_software_finds_tensors_as_rates(tmp_path: Path) -> None:
+    """A rate that was a tensor is one in what other software reads, not this library's tag."""
+    rates = {key: plain(value, key) for key, value in RATES.items() if key != "lr"}
+    source = write_elastic(tmp_path / "a.ckpt", replace(make_state(), hyperparameters=rates))
+    for to in ("lightning", "universal"):
+        convert_checkpoint(source, tmp_path / to, to, ConvertOptions(optimizer=True))
+    saved = torch.load(tmp_path / "lightning", weights_only=True)["optimizer_states"][0]
+    zero = tmp_path / "universal" / "universal" / "zero"
+    for group in (
+        saved["param_groups"][0],
+        torch.load(zero / "optimizer_state.pt", weights_only=True)["param_groups"][0],
+    ):
+        for key in rates:
+            assert bitwise_repr(group[key]) == bitwise_repr(RATES[key])
+
+
+def test_a_folder_of_safetensors_holds_every_scalar(tmp_path: Path) -> None:
+    """Tensors are in its files; Python's own numbers, and None, in its JSON, as they are."""
+    source = write_elastic(tmp_path / "a.ckpt", replace(make_state(), scalars=SCALARS))
+    convert_checkpoint(source, tmp_path / "s", "safetensors", ConvertOptions(optimizer=True))
+    tensors = load_file(tmp_path / "s" / "optimizer.safetensors")
+    numbers = json.loads((tmp_path / "s" / "optimizer.json").read_text())["state"]
+    for name in ("layers.0.weight", "scale"):
+        held = {k: numbers[name].get(k, tensors.get(f"state.{name}.{k}")) for k in SCALARS}
+        assert bitwise_repr(held) == bitwise_repr(SCALARS)
+
+
+_STATES = ("exp_avg", "exp_avg_sq")
+
+
+def _write_dcp(
+    folder: Path, steps: dict[str, float | None], sizes: dict[str, int], **more: Any
+) -> Path:
+    """Write a group of parameters with these steps; None: the group counts, if ``more`` does."""
+    state = {
+        name: {
+            **{key: torch.rand(sizes.get(name, 3)) for key in _STATES},
+            **({} if step is None else {"step": torch.tensor(float(step))}),
+        }
+        for name, step in steps.items()
+    }
+    group = {"params": list(steps), "lr": 0.1, **more}
+    tree = {
+        "model": {name: torch.rand(sizes.get(name, 3)) for name in steps},
+        "optimizer": {"state": state, "param_groups": [group]},
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.save(tree, checkpoint_id=folder, no_dist=True)  # type: ignore[attr-defined]
+    return folder
+
+
+def _steps(path: Path) -> dict[str, object]:
+    with open_view(path) as view:
+        found = {p.name: view.scalars(p.name).get("step") for p in view.manifest.optimized}
+    return {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in found.items()}
+
+
+_GROUPS = [
+    (("empty", "a"), ("b",)),
+    (("a", "empty"), ("b",)),
+    (("b",), ("empty", "a")),
+    (("empty", "nil", "a"), ("b",)),
+]
+
+
+_TARGETS = ("universal", "dcp", "lightning", "elastic")
+# A single file keeps states by position, which here could mean several weights: it is told so.
+_AMBIGUOUS = ("lightning", _GROUPS[2])
+
+
+@pytest.mark.parametrize(
+    ("to", "groups"),
+    [(to, groups) for to in _TARGETS for groups in _GROUPS if (to, groups) != _AMBIGUOUS],
+)
+def test_empty_members(to: str, groups: tuple[tuple[str, ...], ...], tmp_path: Path) -> None:
+    """An empty parameter, wherever it is in its group, takes no state from it, nor its type."""
+    names = [name for names in groups for name in names]
+    sizes = {"empty": (0,), "nil": (2, 0), "a": (4, 3), "b": (2,)}
+    state = replace(make_state({name: sizes[name] for name in names}), groups=groups)
+    source = write_elastic(tmp_path / "a.ckpt", state)
+    there, back = tmp_path / "there.ckpt", tmp_path / "back.ckpt"
+    convert_checkpoint(source, there, to, ConvertOptions(optimizer=True))
+    convert_checkpoint(there, back, "elastic", ConvertOptions(buffers=["mean"]))
+    for found in (there, back):
+        assert _steps(found) == dict.fromkeys(names, 3.0)
+        assert diff_checkpoints(source, found).tensors == ()
+        assert fingerprint_checkpoint(found) == fingerprint_checkpoint(source)
+        assert verify_checkpoint(found).is_sound
+        with open_view(found) as view:
+            assert view.manifest.master_dtype == "float32"
+            assert {key.dtype for g in view.manifest.groups for key in g.state} == {"float32"}
+
+
+def test_every_member_of_a_universal_checkpoint_has_its_step(tmp_path: Path) -> None:
+    """DeepSpeed compares the steps of all members, and refuses where one has none."""
+    groups = (("empty", "a"), ("b",))
+    state = replace(make_state({"empty": (0,), "a": (4, 3), "b": (2,)}), groups=groups)
+    source = write_elastic(tmp_path / "a.ckpt", state)
+    convert_checkpoint(source, tmp_path / "u", "universal")
+    zero = tmp_path / "u" / "universal" / "zero"
+    for name in ("empty", "a", "b"):
+        assert torch.load(zero / name / "step.pt") == 3
+        assert torch.load(zero / name / "fp32.pt")["param"].dtype == torch.float32
+    shared = torch.load(zero / "optimizer_state.pt")
+    assert shared["optimizer_state_dict"]["state"][0]["step"] == 3
+    # As it was written once, and by others, who list no files.
+    (zero / "empty" / "step.pt").unlink()
+    del shared["elastic_zero"]
+    torch.save(shared, zero / "optimizer_state.pt")
+    assert _steps(tmp_path / "u") == {"empty": 3.0, "a": 3.0, "b": 3.0}
+
+
+def test_a_group_with_several_steps(tmp_path: Path) -> None:
+    """A universal checkpoint has one for a group: others are not lost, but refused."""
+    source = _write_dcp(tmp_path / "dcp", {"a": 3, "b": 5, "c": 3}, {})
+    with pytest.raises(UnsupportedError, match=r"3.0 of a, 5.0 of b.* one step per group"):
+        convert_checkpoint(source, tmp_path / "u", "universal")
+    assert not (tmp_path / "u").exists()
+    convert_checkpoint(source, tmp_path / "own", "elastic")
+    assert _steps(tmp_path / "own") == {"a": 3.0, "b": 5.0, "c": 3.0}
+
+
+def test_a_universal_checkpoint_with_several_steps(tmp_path: Path) -> None:
+    """One that has them is refused in a load, and is not sound: one step would be lost."""
+    source = _write_dcp(tmp_path / "dcp", {"a": 3, "b": 3}, {})
+    convert_checkpoint(source, tmp_path / "u", "universal")
+    assert verify_checkpoint(tmp_path / "u").is_sound
+    torch.save(torch.tensor(5.0), tmp_path / "u" / "universal" / "zero" / "b" / "step.pt")
+    found = verify_checkpoint(tmp_path / "u")
+    assert not found.is_sound
+    assert "3.0 of a, and 5.0 of b" in found.problem
+
+
+@pytest.mark.parametrize("step", [math.nan, math.inf])
+@pytest.mark.parametrize("to", ["elastic", "universal"])
+def test_a_step_that_is_no_number(to: str, step: float, tmp_path: Path) -> None:
+    """It is refused by the parameter's name, and weights alone can still be had."""
+    source = _write_dcp(tmp_path / "dcp", {"a": 3, "b": step}, {})
+    with pytest.raises(CheckpointFormatError, match=f"'step' of b is {step}"):
+        convert_checkpoint(source, tmp_path / "target", to)
+    assert not (tmp_path / "target").exists()
+    convert_checkpoint(source, tmp_path / "w.pt", "fp32")
+
+
+@pytest.mark.parametrize("step", [7, 7.0, torch.tensor(7)])
+def test_a_step_of_the_group(step: float | torch.Tensor, tmp_path: Path) -> None:
+    """Some optimizers count in the group: that is how far the run had come."""
+    source = _write_dcp(tmp_path / "dcp", {"a": None, "b": None}, {}, step=step)
+    convert_checkpoint(source, tmp_path / "own", "elastic")
+    with open_view(tmp_path / "own") as view:
+        assert view.manifest.progress.global_steps == 7
+    convert_checkpoint(source, tmp_path / "u", "universal")
+    assert torch.load(tmp_path / "u" / "universal" / "zero" / "b" / "step.pt") == 7
+
+
+def test_a_step_of_the_group_that_is_no_number(tmp_path: Path) -> None:
+    """It is refused as those of parameters are; what is no number at all is no count."""
+    source = _write_dcp(tmp_path / "nan", {"a": None, "b": None}, {}, step=math.nan)
+    with pytest.raises(CheckpointFormatError, match="'step' of a is nan"):
+        convert_checkpoint(source, tmp_path / "own", "elastic")
+    named = _write_dcp(tmp_path / "named", {"a": None, "b": None}, {}, step="cosine")
+    convert_checkpoint(named, tmp_path / "own", "elastic")
+    with open_view(tmp_path / "own") as view:
+        assert view.manifest.progress.global_steps == 0
+
+
+def test_an_empty_first_parameter_of_another_type(tmp_path: Path) -> None:
+    """The masters' type is that of the first one with elements."""
+    source = _write_dcp(tmp_path / "dcp", {"a": 3, "b": 3}, {"a": 0})
+    convert_checkpoint(source, tmp_path / "own", "elastic")
+    with open_view(tmp_path / "own") as view:
+        assert view.manifest.master_dtype == "float32"
+    assert _steps(tmp_path / "own") == {"a": 3.0, "b": 3.0}
