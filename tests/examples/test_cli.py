@@ -85,10 +85,12 @@ def test_every_config_parses(config: Path, printed: Printed) -> None:
 
 
 @pytest.mark.engine
-def test_the_monitor_in_yaml(fork_server: ForkServer, tmp_path: Path) -> None:
-    """CheckpointMonitor, named in the YAML, logs the saves of both worlds, and the load between.
+@pytest.mark.parametrize("launcher", ["forked", pytest.param("lightning", marks=pytest.mark.long)])
+def test_resume_on_other_devices(launcher: str, fork_server: ForkServer, tmp_path: Path) -> None:
+    """`--trainer.devices 3 --ckpt_path last` continues a run of 2 from the middle of an epoch.
 
-    The state that was loaded on 3 ranks has the fingerprint with which 2 ranks had saved it.
+    CheckpointMonitor, named in the YAML, logs the saves of both and the load between. The state
+    that 3 ranks loaded has the fingerprint that 2 ranks saved.
     """
     config = yaml.safe_load((ROOT / "configs" / "zero3.yaml").read_text())
     trainer = config["trainer"]
@@ -96,13 +98,20 @@ def test_the_monitor_in_yaml(fork_server: ForkServer, tmp_path: Path) -> None:
     trainer["callbacks"][0]["init_args"].update(every_n_train_steps=2, save_top_k=-1)
     trainer["callbacks"].append({"class_path": "lightning_elastic_zero.CheckpointMonitor"})
     (tmp_path / "monitored.yaml").write_text(yaml.safe_dump(config))
-    fit = partial(fit_on, fork_server, tmp_path)
+    fit = partial(fit_alone if launcher == "lightning" else partial(fit_on, fork_server), tmp_path)
     command = ["--config", str(tmp_path / "monitored.yaml"), *SMALL]
-    fit(2, *command, "--trainer.max_steps=4")
-    fit(3, *command, "--ckpt_path=last", "--trainer.max_steps=6")
+    said = fit(2, *command, "--trainer.max_steps=4")
+    assert "Global batch of 48: 2 devices x 2 micro-batches of 12 samples" in said
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    assert last.resolve().name == "epoch=1-step=4.ckpt"
+    said = fit(3, *command, "--ckpt_path=last")
+    assert "Global batch of 48: 3 devices x 2 micro-batches of 8 samples" in said
+    assert "saved on 2 devices with ZeRO-3) on 3 devices" in said
+    assert last.resolve().name == "epoch=3-step=12.ckpt"
+    assert (last / "manifest.json").is_file()
     logged = checkpoint_scalars(tmp_path)
     saved = {int(p.stem.rpartition("=")[2]): p for p in (tmp_path / "checkpoints").glob("*=*")}
-    assert set(saved) == {2, 4, 6}
+    assert set(saved) == {2, 4, 6, 8, 10, 12}
     of_saves = ("stall_s", "s", "write_s", "publish_s", "bytes", "gb_per_s")
     of_loads = {"load_s", "load_bytes", "load_gb_per_s"}
     assert set(logged) == {f"save_{n}" for n in of_saves} | of_loads | {"host_memory_peak_bytes"}
@@ -114,24 +123,3 @@ def test_the_monitor_in_yaml(fork_server: ForkServer, tmp_path: Path) -> None:
     recorded = {step: [recorded_fingerprint(path)] for step, path in saved.items()}
     recorded[4] *= 2  # by its save, and by the load
     assert logged_fingerprints(tmp_path) == recorded
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("launcher", ["forked", pytest.param("lightning", marks=pytest.mark.long)])
-def test_resume_on_other_devices(launcher: str, fork_server: ForkServer, tmp_path: Path) -> None:
-    """`--trainer.devices 3 --ckpt_path last` goes on with a run of 2, over its saved config.
-
-    The run of 2 stops in the middle of an epoch, and the run of 3 has the steps that it lacks.
-    """
-    fit = partial(fit_alone if launcher == "lightning" else partial(fit_on, fork_server), tmp_path)
-    every_2 = "--trainer.callbacks.init_args.every_n_train_steps=2"
-    config = ["--config", str(ROOT / "configs" / "zero3.yaml"), *SMALL, every_2]
-    said = fit(2, *config, "--trainer.max_steps=4")
-    assert "Global batch of 48: 2 devices x 2 micro-batches of 12 samples" in said
-    last = tmp_path / "checkpoints" / "last.ckpt"
-    assert last.resolve().name == "epoch=1-step=4.ckpt"
-    said = fit(3, *config, "--ckpt_path=last")
-    assert "Global batch of 48: 3 devices x 2 micro-batches of 8 samples" in said
-    assert "saved on 2 devices with ZeRO-3) on 3 devices" in said
-    assert last.resolve().name == "epoch=3-step=12.ckpt"
-    assert (last / "manifest.json").is_file()
