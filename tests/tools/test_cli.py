@@ -174,9 +174,9 @@ def test_progress_is_for_long_work_on_terminals(
     for on_terminal, quiet_s, seen in ((True, 60.0, False), (True, 0.0, True), (False, 0.0, False)):
         monkeypatch.setattr(report, "QUIET_S", quiet_s)
         monkeypatch.setattr(sys, "stderr", stream if on_terminal else io.StringIO())
-        with report.progress("verifying") as on_bytes:
-            on_bytes(2_000_000)
-            on_bytes(500_000)
+        with report.show_progress("verifying") as progress:
+            progress.advance(2_000_000)
+            progress.advance(500_000)
         assert not isinstance(sys.stderr, io.StringIO) or not sys.stderr.getvalue()
         text = shown()
         assert bool(text) == seen
