@@ -169,8 +169,8 @@ class AcceleratorBinding:
             if isinstance(loader.dataset, IterableDataset):
                 yield "an iterable dataset is read again up to the resumed batch"
                 continue
-            sampler = loader.sampler
-            if not accelerator.use_seedable_sampler and "Random" in type(sampler).__name__:
+            sampler = type(_sampler_of(loader)).__name__
+            if not accelerator.use_seedable_sampler and "Random" in sampler:
                 yield (
                     "the shuffled order has no seed of its own: pass "
                     "DataLoaderConfiguration(use_seedable_sampler=True) to the run that saves too"
@@ -182,6 +182,12 @@ class AcceleratorBinding:
                     f"{count} samples are not a multiple of the {samples} of a step: "
                     "the last step of an epoch is filled up with other samples"
                 )
+
+
+def _sampler_of(loader: Any) -> object:
+    """Return the sampler of a loader, under the batch sampler that accelerate wraps."""
+    batches = loader.batch_sampler
+    return getattr(getattr(batches, "batch_sampler", batches), "sampler", None)
 
 
 def _samples_of_batch(loader: Any) -> int:

@@ -305,8 +305,9 @@ def test_deepspeeds_own_optimizer_and_scheduler_go_on(
     scheduler = {"type": "WarmupDecayLR", "params": {**parameters, "total_num_steps": 16}}
     optimizer = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
     config = {"optimizer": optimizer, "scheduler": scheduler}
-    folder, (whole, *_) = reference(stage=2, config=config)
-    run, *_ = resumed(folder, 3, stage=2, config=config)
+    case: dict[str, Any] = {"stage": 2, "config": config, "args": {"warmup_steps": 4}}
+    folder, (whole, *_) = reference(**case)
+    run, *_ = resumed(folder, 3, **case)
     assert_equal(run.first_state, whole.states[10])
     assert_continues(run, whole)
 

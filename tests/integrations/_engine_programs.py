@@ -1,0 +1,86 @@
+"""What ranks run with a plain engine of DeepSpeed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from lightning_elastic_zero import elastic, wrap_initialize
+from tests.integrations._hf_programs import MICRO, State, Tokens, state_of, tiny_model
+
+
+def initialize(stage: int, *, accumulate: int | None = None) -> Any:
+    """Return an engine of a tiny model."""
+    micro, fitting = MICRO[dist.get_world_size()]
+    config = {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": accumulate or fitting,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1000},
+    }
+    model = tiny_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return engine
+
+
+def train_steps(engine: Any, steps: int) -> None:
+    """Train for some optimizer steps, on the same samples on any number of ranks."""
+    data, rank, world = Tokens().tokens, dist.get_rank(), dist.get_world_size()
+    micro, accumulate = MICRO[world]
+    for _ in range(steps):
+        step = engine.global_steps
+        mine = list(range(step * 12 + rank, (step + 1) * 12, world))
+        for part in range(accumulate):
+            batch = data[mine[part * micro : (part + 1) * micro]]
+            engine.backward(engine(input_ids=batch, labels=batch, index=torch.zeros(1)).loss)
+            engine.step()
+
+
+def save(folder: str, stage: int, *, wrapped: bool = False) -> State:
+    """Train and save two tags in one folder; return the state of the second."""
+    restore: Callable[[], None] | None = wrap_initialize() if wrapped else None
+    try:
+        engine = initialize(stage)
+    finally:
+        if restore is not None:
+            restore()
+    if not wrapped:
+        assert elastic(engine) is engine
+        assert elastic(engine) is engine  # twice is once
+    assert "exclude_frozen_parameters" in inspect.signature(engine.save_checkpoint).parameters
+    assert engine.load_checkpoint(folder) == (None, None)
+    for step in (1, 2):
+        train_steps(engine, 1)
+        assert engine.save_checkpoint(folder, client_state={"step": step}) is True
+    state = state_of(engine)
+    engine.destroy()
+    return state
+
+
+def load(folder: str, stage: int, tag: str | None = None) -> tuple[State, Any, Any]:
+    """Load on this number of ranks; return the state, and what the engine returned."""
+    engine = elastic(initialize(stage))
+    path, client_state = engine.load_checkpoint(folder, tag)
+    state = state_of(engine)
+    train_steps(engine, 1)
+    engine.destroy()
+    return state, path, client_state
+
+
+def refusals(folder: str) -> list[str]:
+    """Return how loads are refused that cannot be what was meant."""
+    found = []
+    for accumulate, arguments in ((None, {"custom_load_fn": print}), (5, {}), (None, {"tag": "x"})):
+        engine = elastic(initialize(2, accumulate=accumulate))
+        try:
+            engine.load_checkpoint(folder, **arguments)
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            found.append(f"{type(error).__name__}: {error}")
+        engine.destroy()
+    return found

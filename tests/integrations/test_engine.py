@@ -1,0 +1,57 @@
+"""A plain engine with the line saves and loads elastic checkpoints, under DeepSpeed's folders."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_elastic_zero import elastic
+from tests.engine._worker_pool import Pools
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from tests.integrations import _engine_programs as programs
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("stage", "world", "wrapped"),
+    [(2, 3, False), (3, 3, True), (1, 1, False), (3, 1, False), (2, 1, True)],
+)
+def test_an_engine_goes_on_on_other_counts(
+    stage: int, world: int, wrapped: bool, hf_ranks: Pools, tmp_path: Path
+) -> None:
+    """``latest`` and tags mean what they mean to DeepSpeed; state is equal bit for bit."""
+    folder = str(tmp_path)
+    wanted, *_ = hf_ranks.run(2, partial(programs.save, folder, stage, wrapped=wrapped))
+    assert (tmp_path / "latest").read_text() == "global_step2/checkpoint"
+    found, path, client_state = hf_ranks.run(world, partial(programs.load, folder, stage))[0]
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+    assert path == f"{folder}/global_step2"
+    assert client_state == {"step": 2}
+    tagged = hf_ranks.run(world, partial(programs.load, folder, stage, "global_step1"))[0]
+    assert tagged[2] == {"step": 1}
+
+
+@pytest.mark.engine
+def test_what_cannot_be_meant_is_refused(hf_ranks: Pools, tmp_path: Path) -> None:
+    """A load function, another global batch, a tag that is not there."""
+    hf_ranks.run(2, partial(programs.save, str(tmp_path), 2))
+    function, batch, tag = hf_ranks.run(3, partial(programs.refusals, str(tmp_path)))[0]
+    assert "UnsupportedError: load_checkpoint(custom_load_fn=...)" in function
+    assert "this run has 30" in batch
+    assert "train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=2" in batch
+    assert tag.startswith("CheckpointNotFoundError")
+
+
+def test_other_objects_are_refused() -> None:
+    """The message names what is taken."""
+    with pytest.raises(TypeError, match="elastic\\(\\) was given a dict: it takes"):
+        elastic({})
+    with pytest.raises(ValueError, match="fallback='yes'"):
+        elastic({}, fallback="yes")  # type: ignore[arg-type]
