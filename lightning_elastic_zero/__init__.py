@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lightning_elastic_zero.checkpoint.types import CheckpointStats, LoadResult
     from lightning_elastic_zero.core.manifest import Manifest
     from lightning_elastic_zero.core.progress import Progress
-    from lightning_elastic_zero.formats.dumps_describe import describe_dumps
+    from lightning_elastic_zero.formats.dumps import describe_dumps
     from lightning_elastic_zero.integrations.fabric import ElasticDeepSpeedFabricStrategy
     from lightning_elastic_zero.integrations.huggingface import elastic, wrap_initialize
     from lightning_elastic_zero.integrations.ray import RayCheckpointReport
@@ -96,7 +96,7 @@ _MODULE_OF_NAME = {
     "RayCheckpointReport": "lightning_elastic_zero.integrations.ray",
     "ResumesAtSample": "lightning_elastic_zero.trainer.loaders",
     "convert_checkpoint": "lightning_elastic_zero.tools.conversion",
-    "describe_dumps": "lightning_elastic_zero.formats.dumps_describe",
+    "describe_dumps": "lightning_elastic_zero.formats.dumps",
     "diff_checkpoints": "lightning_elastic_zero.tools.differences",
     "elastic": "lightning_elastic_zero.integrations.huggingface",
     "fingerprint_checkpoint": "lightning_elastic_zero.tools.fingerprint",

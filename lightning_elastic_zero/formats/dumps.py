@@ -1,4 +1,4 @@
-"""Reads hand-made dumps: each rank's ``optimizer.state_dict()``, and the model's state dict.
+"""Hand-made dumps: each rank's ``optimizer.state_dict()`` and the model's state dict.
 
 ::
 
@@ -7,81 +7,114 @@
     ├── model.pt                                  ``model.state_dict()``, or DeepSpeed's 16-bit one
     └── optimizer.00.pt, optimizer.01.pt, ...     ``optimizer.state_dict()`` of each rank
 
-The dumps are what DeepSpeed's own optimizer shards hold (``zero_shard_set``), without the model
-file that names the parameters: ``elastic_dumps.json`` does it in its place. Masters are compared
-with the model file's weights whenever they are read, so that a wrong table cannot restore anything.
-
-``elastic_dumps.json``: what hand-made dumps do not say of themselves, to and from JSON.
-
-``describe_dumps`` writes it beside the dumps once it has found out, and checked, which parameter
-lies where. It holds names, shapes and sizes of files, and no values.
+The dumps have the content of DeepSpeed's optimizer shards (``ZeroShardSet``), but no model file
+that names the parameters. ``elastic_dumps.json`` lists the parameters of each flat buffer. It
+contains names, shapes and file sizes, and no values. Every read of master weights compares them
+with the model file, so a wrong list cannot restore anything.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+import re
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 
-from lightning_elastic_zero.core.layout import Fragment, Layout, Transfer
-from lightning_elastic_zero.core.manifest import Manifest, Parameter, Writer, from_json, load_json
-from lightning_elastic_zero.core.partition import frozen_partition
+from lightning_elastic_zero.core.layout import Fragment, Layout, Transfer, spans
+from lightning_elastic_zero.core.manifest import (
+    STAGE_WEIGHTS,
+    Manifest,
+    Parameter,
+    Writer,
+    from_json,
+    load_json,
+)
+from lightning_elastic_zero.core.partition import frozen_partition, piece_numel, round_robin_order
 from lightning_elastic_zero.core.tensors import Scalar, dtype_name, precision_of
+from lightning_elastic_zero.core.text import format_names, format_ranks
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
     CheckpointFormatError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
     UnsupportedError,
 )
 from lightning_elastic_zero.formats.deepspeed_files import stub_fields
-from lightning_elastic_zero.formats.deepspeed_shards import ZeroShardSet
-from lightning_elastic_zero.formats.open_files import ForeignFiles
+from lightning_elastic_zero.formats.deepspeed_shards import (
+    BF16,
+    ShardMetadata,
+    ZeroShardSet,
+    shard_metadata,
+)
+from lightning_elastic_zero.formats.open_files import ForeignFiles, foreign_files
+from lightning_elastic_zero.formats.pickles import FOREIGN_TREE
 from lightning_elastic_zero.formats.reader import (
+    COMPARED_ELEMENTS,
     WEIGHT,
     CheckpointReader,
     Location,
     SharedState,
     SourceInfo,
+    as_format_error,
     differing_sizes,
     file_list_digest,
+    same_rounded,
 )
 from lightning_elastic_zero.formats.torch_read import StoredRun
+from lightning_elastic_zero.storage.checksums import write_durably
+from lightning_elastic_zero.storage.paths import check_local_path, sync_directory
 
 TABLE_NAME = "elastic_dumps.json"
 FORMAT = "lightning_elastic_zero.dumps"
 FORMAT_VERSION = 1
 
 WEIGHTS_UNDER = ("module", "model", "state_dict", "model_state_dict")
-"""Where a model file may keep the module's state dict, if it is not the whole file."""
+"""Keys of a model file that may contain the module's state dict, if it is not the whole file."""
+
+MAX_OPEN_FILES = 256
+"""Each parameter of ZeRO-3 is spread over the dumps of all ranks."""
+
+GROUPS_HINT = (
+    "Pass groups=[[name, ...], ...]: the names of the parameters in each parameter group of the "
+    "optimizer, in its order"
+)
+SAME_STEP_HINT = (
+    "Use the model file that was saved at the same step as the dumps, in the precision of the run, "
+    "and the dumps of all ranks of one run"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class SizedFile:
-    """A file of the folder, as it was when the folder was described."""
+    """A file of the folder, with its size when the folder was described."""
 
     name: str
     """Relative to the folder, with forward slashes."""
     size_bytes: int
 
     def __post_init__(self) -> None:
-        """Refuse a name that leads out of the folder.
+        """Refuse a name outside the folder.
 
         Raises:
-            CheckpointFormatError: it does.
+            CheckpointFormatError: the name is absolute, empty or contains ``..``.
         """
         path = PurePosixPath(self.name)
         if path.is_absolute() or ".." in path.parts or not path.name or self.size_bytes < 0:
-            msg = f"a folder of dumps cannot hold a file named {self.name!r}"
+            msg = f"invalid file name {self.name!r}: expected a path within the folder of dumps"
             raise CheckpointFormatError(msg)
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterRow:
-    """A parameter."""
+    """A parameter of the model."""
 
     name: str
     """As in ``named_parameters()``; the first name of a tied weight."""
@@ -100,14 +133,14 @@ class BufferRow:
     """A flat buffer of the dumps."""
 
     group: int
-    """The optimizer's parameter group."""
+    """Index of the optimizer's parameter group."""
     parameters: tuple[ParameterRow, ...]
     """In flat order."""
 
 
 @dataclass(frozen=True, slots=True)
 class DumpsTable:
-    """What was found out about a folder of dumps."""
+    """The content of ``elastic_dumps.json``."""
 
     dumps: tuple[SizedFile, ...]
     """``optimizer.state_dict()`` of each rank, by rank."""
@@ -115,13 +148,11 @@ class DumpsTable:
     """The model's state dict."""
     flats: tuple[BufferRow, ...]
     frozen: tuple[ParameterRow, ...]
-    """What the optimizer does not own: frozen parameters, and those without elements."""
+    """Parameters that the optimizer does not own: frozen ones, and those without elements."""
     module_buffers: tuple[str, ...]
-    """Persistent buffers that the model file holds."""
+    """Persistent buffers that the model file contains."""
     absent_buffers: tuple[str, ...]
-    """Persistent buffers of the model that it does not hold."""
-    library: str = ""
-    torch: str = ""
+    """Persistent buffers of the model that the model file does not contain."""
 
     def to_json(self) -> str:
         """Return the text of the file, the same for the same content."""
@@ -129,52 +160,52 @@ class DumpsTable:
         return json.dumps(content, indent=1, sort_keys=True) + "\n"
 
     def check_sizes(self, folder: Path) -> None:
-        """Refuse a folder in which files are missing, or are others than those described.
+        """Refuse a folder in which files are missing or have other sizes.
 
         Raises:
-            CheckpointCorruptedError: with all that are.
+            CheckpointCorruptedError: lists all of them.
         """
         files = (self.model, *self.dumps)
         if wrong := differing_sizes(folder, ((file.name, file.size_bytes) for file in files)):
             msg = (
-                f"{folder} is not what {TABLE_NAME} describes: {', '.join(wrong)}. Put the "
-                "files of one save back, or call describe_dumps again for those that are there"
+                f"{folder} differs from {TABLE_NAME}: {', '.join(wrong)}. Restore the files of "
+                "one save, or call describe_dumps again"
             )
             raise CheckpointCorruptedError(msg)
 
 
 def read_table(folder: Path) -> DumpsTable:
-    """Read a folder's description.
+    """Read ``elastic_dumps.json``.
 
     Raises:
-        CheckpointFormatError: it is no JSON, of another format, newer than this reader, or lacks
-            a field.
+        CheckpointFormatError: the file is not valid JSON, has another format or a newer version,
+            or lacks a field.
     """
     path = folder / TABLE_NAME
     try:
         content = load_json(path.read_text(encoding="utf-8"))
         if content["format"] != FORMAT or content["format_version"] < 1:
             msg = f"the format {content['format']!r}, version {content['format_version']!r}"
-            raise ValueError(msg)  # noqa: TRY301 (what else is wrong is told in the same words)
+            raise ValueError(msg)  # noqa: TRY301 (one message for every cause)
         newer = content["format_version"] > FORMAT_VERSION
         table = None if newer else from_json(DumpsTable, content)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        msg = f"{path} cannot be read ({error!r}): call describe_dumps again"
+        msg = f"{path} cannot be read ({error!r}). Call describe_dumps again"
         raise CheckpointFormatError(msg) from error
     if table is None:
         msg = (
-            f"{path} has format version {content['format_version']}; this library reads up to "
-            f"{FORMAT_VERSION}: install a newer lightning_elastic_zero"
+            f"{path} has format version {content['format_version']}, supported are versions up "
+            f"to {FORMAT_VERSION}. Install a newer lightning_elastic_zero"
         )
         raise CheckpointFormatError(msg)
     return table
 
 
 def state_dict_in(tree: object, where: str) -> Mapping[str, Any]:
-    """Return the state dict that a model file holds: some of its values are tensors.
+    """Return the state dict in a model file: a mapping with tensors.
 
     Raises:
-        CheckpointFormatError: there is none in it.
+        CheckpointFormatError: the file contains none.
     """
     if isinstance(tree, Mapping):
         inside = (tree.get(key) for key in WEIGHTS_UNDER)
@@ -182,59 +213,59 @@ def state_dict_in(tree: object, where: str) -> Mapping[str, Any]:
         if any(isinstance(value, torch.Tensor) for value in found.values()):
             return found
     msg = (
-        f"{where} holds no state dict, neither as a whole nor under one of "
-        f"{', '.join(WEIGHTS_UNDER)}: pass the file with model.state_dict()"
+        f"{where} contains no state dict, neither as a whole nor under one of the keys "
+        f"{', '.join(WEIGHTS_UNDER)}. Pass the file with model.state_dict()"
     )
     raise CheckpointFormatError(msg)
 
 
 def find_tensor(names: Sequence[str], weights: Mapping[str, Any], where: str) -> torch.Tensor:
-    """Return a model file's tensor: under the first of a tied weight's names that is there.
+    """Return a model file's tensor, by the first of a tied weight's names that exists.
 
     Raises:
-        CheckpointFormatError: it is not there.
-        UnsupportedError: its elements do not lie one after the other.
+        CheckpointFormatError: none of the names exists.
+        UnsupportedError: the tensor is not contiguous.
     """
     found = next((weights[name] for name in names if name in weights), None)
     if not isinstance(found, torch.Tensor):
-        msg = f"{where} does not hold {names[0]}: it is not the file that was described"
+        msg = f"{where} lacks {names[0]}: it is not the file that was described"
         raise CheckpointFormatError(msg)
     if not found.is_contiguous():
-        msg = f"{where}: {names[0]} has the strides {found.stride()}: save it contiguous"
+        msg = f"{where}: {names[0]} has the strides {found.stride()}. Save it contiguous"
         raise UnsupportedError(msg)
     return found
 
 
 NOT_DUMPED = ("step counters", "the trainer's state", "RNG states", "buffers of ranks other than 0")
-"""What ``optimizer.state_dict()`` and ``model.state_dict()`` never hold."""
+"""State that ``optimizer.state_dict()`` and ``model.state_dict()`` never contain."""
 
 
 class DumpsReader(CheckpointReader):
     """A described folder of dumps."""
 
     def __init__(self, files: ForeignFiles, table: DumpsTable | None = None) -> None:
-        """Parse the folder.
+        """Read the metadata of the files.
 
         Args:
-            files: the folder's.
-            table: what is known of it; read from the folder where it is not passed.
+            files: the files of the folder.
+            table: the description; by default it is read from the folder.
 
         Raises:
-            CheckpointCorruptedError: files are missing, or are not those that were described.
-            CheckpointFormatError: they are not of one save, or the table is not theirs.
+            CheckpointCorruptedError: files are missing or have other sizes than described.
+            CheckpointFormatError: the files are not of one save, or the description is of others.
         """
         self.files = files
-        self._table = table or read_table(files.folder)
-        self._table.check_sizes(files.folder)
+        self.table = table or read_table(files.folder)
+        self.table.check_sizes(files.folder)
         self._shards = ZeroShardSet(
             files,
             self._dump,
-            [{row.name: row.shape for row in flat.parameters} for flat in self._table.flats],
-            len(self._table.dumps),
+            [{row.name: row.shape for row in flat.parameters} for flat in self.table.flats],
+            len(self.table.dumps),
         )
         self._check_groups()
         self._names = {row.name: (row.name, *row.aliases) for row in self._rows()}
-        self._unowned = {row.name for row in self._table.frozen}
+        self._unowned = {row.name for row in self.table.frozen}
         self.manifest = self._manifest()
         hyperparameters = any(group.hyperparameters for group in self.manifest.groups)
         self.info = SourceInfo(
@@ -245,30 +276,30 @@ class DumpsReader(CheckpointReader):
         )
 
     def _dump(self, rank: int) -> str:
-        return self._table.dumps[rank].name
+        return self.table.dumps[rank].name
 
     def _rows(self) -> Sequence[ParameterRow]:
         return [
-            *(row for flat in self._table.flats for row in flat.parameters),
-            *self._table.frozen,
+            *(row for flat in self.table.flats for row in flat.parameters),
+            *self.table.frozen,
         ]
 
     def _check_groups(self) -> None:
-        described = tuple(flat.group for flat in self._table.flats)
+        described = tuple(flat.group for flat in self.table.flats)
         if self._shards.group_of != described:
             msg = (
-                f"{self.files.folder}: the flat buffers are of the parameter groups "
-                f"{self._shards.group_of}, expected {described}: call describe_dumps again"
+                f"{self.files.folder}: the flat buffers belong to the parameter groups "
+                f"{self._shards.group_of}, expected {described}. Call describe_dumps again"
             )
             raise CheckpointFormatError(msg)
 
     def _lacks(self, *, hyperparameters: bool) -> tuple[str, ...]:
         more = () if hyperparameters else ("hyperparameters of the parameter groups",)
-        absent = self._table.absent_buffers
+        absent = self.table.absent_buffers
         return (*NOT_DUMPED, *more, *([f"the buffers {', '.join(absent)}"] if absent else []))
 
     def _manifest(self) -> Manifest:
-        owned = [(row, flat.group) for flat in self._table.flats for row in flat.parameters]
+        owned = [(row, flat.group) for flat in self.table.flats for row in flat.parameters]
         weights = self._weights()
         parameters = tuple(
             Parameter(
@@ -278,9 +309,9 @@ class DumpsReader(CheckpointReader):
                 group=group,
                 aliases=row.aliases,
             )
-            for row, group in (*owned, *((row, None) for row in self._table.frozen))
+            for row, group in (*owned, *((row, None) for row in self.table.frozen))
         )
-        rows = [row for row, _ in owned] or list(self._table.frozen)
+        rows = [row for row, _ in owned] or list(self.table.frozen)
         return Manifest(
             save_id=file_list_digest(self.files.folder, self.names(), self.files.progress),
             stage=self._shards.stage,
@@ -290,7 +321,7 @@ class DumpsReader(CheckpointReader):
             parameters=parameters,
             groups=self._shards.groups,
             buffers=self._shards.buffers,
-            module_buffers=self._table.module_buffers,
+            module_buffers=self.table.module_buffers,
             files=(),
             writer=Writer(
                 deepspeed=str(self.files.tree(self._dump(0)).get("ds_version") or ""),
@@ -301,15 +332,15 @@ class DumpsReader(CheckpointReader):
     # -- CheckpointReader ------------------------------------------------------------------------
 
     def names(self) -> Sequence[str]:
-        """Return the files that belong to it, relative to its folder."""
-        return [self._table.model.name, *(file.name for file in self._table.dumps)]
+        """Return the model file and the dumps, relative to the folder."""
+        return [self.table.model.name, *(file.name for file in self.table.dumps)]
 
     def frozen_layout_of(self, manifest: Manifest) -> Layout:
-        """Return where weights that no optimizer owns are: whole, in the model file."""
+        """Return the layout of frozen weights: whole, in the model file."""
         return frozen_partition(((p.name, p.numel) for p in manifest.frozen), 1)
 
     def check_files(self) -> None:
-        """Check on one rank that the dumps are of one run and of one step.
+        """Check that the dumps are of one run and one step.
 
         Raises:
             CheckpointFormatError: they are not.
@@ -317,43 +348,402 @@ class DumpsReader(CheckpointReader):
         self._shards.check_all()
 
     def locate(self, key: str, transfer: Transfer) -> Location:
-        """Return where a run of masters, of a state or of a frozen weight lies."""
+        """Return the location of a run of masters, of a state or of a frozen weight."""
         if key == WEIGHT and transfer.name in self._unowned:
-            return self._low(transfer)
+            return self.model_weights(transfer)
         file = self.files.get(self._dump(transfer.source_rank))
         return file, self._shards.locate(key, transfer)
 
     def locate_rounded(self, transfer: Transfer) -> Location | None:
-        """Return where the weights of a run of masters lie in the model file."""
-        return None if transfer.name in self._unowned else self._low(transfer)
+        """Return the location of the weights of a run of masters in the model file."""
+        return None if transfer.name in self._unowned else self.model_weights(transfer)
 
-    def _low(self, transfer: Transfer) -> Location:
+    def model_weights(self, transfer: Transfer) -> Location:
+        """Return the location of a run of weights in the model file."""
         tensor = self._tensor(transfer.name, self._weights())
-        file = self.files.get(self._table.model.name)
+        file = self.files.get(self.table.model.name)
         return file, StoredRun(tensor.view(-1), transfer.start, transfer.stop)
 
     def _weights(self) -> Mapping[str, Any]:
-        name = self._table.model.name
+        name = self.table.model.name
         return state_dict_in(self.files.tree(name), str(self.files.folder / name))
 
     def _tensor(self, name: str, weights: Mapping[str, Any]) -> torch.Tensor:
         return find_tensor(
-            self._names[name], weights, str(self.files.folder / self._table.model.name)
+            self._names[name], weights, str(self.files.folder / self.table.model.name)
         )
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
-        """Return the scalar optimizer states of the flat buffer that holds ``at``."""
+        """Return the scalar optimizer states of the flat buffer that contains ``at``."""
         return self._shards.scalars(at)
 
-    def module_state(self, rank: int, world_size: int) -> SharedState:  # noqa: ARG002 (all have one)
-        """Return the buffers of the model file, and the loss scale; there is no trainer's state."""
-        weights, model = self._weights(), self._table.model.name
+    def module_state(self, rank: int, world_size: int) -> SharedState:  # noqa: ARG002 (the same for all ranks)
+        """Return the buffers of the model file and the loss scale; there is no trainer state."""
+        weights, model = self._weights(), self.table.model.name
         where = str(self.files.folder / model)
         shard: Mapping[str, Any] = self.files.tree(self._dump(0))
-        buffers = {n: find_tensor((n,), weights, where) for n in self._table.module_buffers}
+        buffers = {n: find_tensor((n,), weights, where) for n in self.table.module_buffers}
         return SharedState(
             buffers=self.files.load(model, buffers),
             client_state={},
             loss_scaler=stub_fields(shard.get("loss_scaler")),
             lr_scheduler=None,
         )
+
+
+def describe_dumps(
+    folder: str | os.PathLike[str],
+    model: torch.nn.Module,
+    *,
+    dumps: str | Sequence[str] = "optimizer.*.pt",
+    model_file: str = "model.pt",
+    groups: Sequence[Sequence[str]] | None = None,
+    allow_pickle: bool = False,
+) -> Manifest:
+    """Make dumps of ``optimizer.state_dict()`` loadable as a checkpoint.
+
+    Call it once, in one process. It compares every rounded master weight with the model file and
+    writes the order of the parameters to ``elastic_dumps.json`` in the folder. The folder then
+    loads like any checkpoint.
+
+    Args:
+        folder: Contains one dump per rank of the run, and the model's state dict.
+        model: A module of the trained architecture, with the same parameters frozen. Its weights
+            are not used, so it may be created under ``torch.device("meta")``.
+        dumps: A pattern whose last number is the rank, or the file names by rank.
+        model_file: File with the weights of the same step: a state dict of ``torch.save``, or one
+            under ``module``, ``model``, ``state_dict`` or ``model_state_dict``.
+        groups: Parameter names of each optimizer group, in the optimizer's order. Default: the
+            names in the dumps (ZeRO-1 and 2), else the trainable parameters of ``model``, if there
+            is one group.
+        allow_pickle: Build objects of any class from the files. This can run code.
+
+    Returns:
+        The manifest of the folder as a checkpoint: parameters with their groups, stage and ranks of
+        the run, hyperparameters and the table of optimizer states.
+
+    Raises:
+        CheckpointNotFoundError: There are no dumps.
+        CheckpointCorruptedError: A rank's dump is missing or damaged.
+        CheckpointFormatError: Files have another structure, or are not of one run.
+        CheckpointMismatchError: The model, the model file or the order does not belong to the
+            dumps, or ``groups`` is required.
+        UnsupportedError: The dumps are not of a ZeRO optimizer, or lack its masters.
+        SaveError: The description cannot be written.
+    """
+    path = check_local_path(folder)
+    _check_free(path)
+    names = _by_rank(path, dumps) if isinstance(dumps, str) else list(dumps)
+    if not names:
+        msg = f"dumps= is empty: pass the names of the dumps in {path}, one per rank of the run"
+        raise CheckpointNotFoundError(msg)
+    policy = FOREIGN_TREE.with_any_class(allow_pickle)
+    files = foreign_files(path, policy, limit=min(len(names) + 1, MAX_OPEN_FILES))
+    with closing(files):
+        with as_format_error(path):
+            reader = _verified_reader(files, names, model_file, model, groups)
+        reader.check_all()
+        _write(path, reader.table)
+        return reader.manifest
+
+
+def _by_rank(folder: Path, pattern: str) -> list[str]:
+    """Return the files that match a pattern, ordered by the last number in their names."""
+    ranks: dict[int, str] = {}
+    for path in sorted(folder.glob(pattern)):
+        numbers = re.findall(r"\d+", path.name)
+        if not numbers or int(numbers[-1]) in ranks:
+            twice = f" and {ranks[int(numbers[-1])]}" if numbers else ""
+            msg = (
+                f"{folder}: the rank of {path.name}{twice} is not clear from the name. Pass the "
+                "names in the order of the ranks, dumps=[...]"
+            )
+            raise CheckpointCorruptedError(msg)
+        ranks[int(numbers[-1])] = path.relative_to(folder).as_posix()
+    if not ranks:
+        msg = f"{folder} contains no files {pattern}. Pass their names, dumps=[...]"
+        raise CheckpointNotFoundError(msg)
+    if missing := sorted(set(range(max(ranks))) - ranks.keys()):
+        msg = (
+            f"{folder} is incomplete: the dumps of {format_ranks(missing)} are missing. Copy the "
+            "dumps of all ranks"
+        )
+        raise CheckpointCorruptedError(msg)
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+def _verified_reader(
+    files: ForeignFiles,
+    names: Sequence[str],
+    model_file: str,
+    model: torch.nn.Module,
+    groups: Sequence[Sequence[str]] | None,
+) -> DumpsReader:
+    """Return a reader with the first order in which all masters round to the model file."""
+    folder = files.folder
+    weights = state_dict_in(files.tree(model_file), str(folder / model_file))
+    rows, trained = _parameters(model)
+    kept = model.state_dict().keys()
+    buffers = [n for n, _ in model.named_buffers(remove_duplicate=False) if n in kept]
+    _check_architecture(rows, buffers, weights, folder / model_file)
+    shards = [shard_metadata(files.tree(name), str(folder / name)) for name in names]
+    _check_one_run(folder, names, shards)
+
+    def table(order: Sequence[Sequence[str]]) -> DumpsTable:
+        owned = {name for members in order for name in members}
+        return DumpsTable(
+            dumps=tuple(SizedFile(name, (folder / name).stat().st_size) for name in names),
+            model=SizedFile(model_file, (folder / model_file).stat().st_size),
+            flats=_flat_buffers(folder, shards[0], order, rows),
+            frozen=tuple(row for name, row in rows.items() if name not in owned),
+            module_buffers=tuple(name for name in buffers if name in weights),
+            absent_buffers=tuple(name for name in buffers if name not in weights),
+        )
+
+    tables = [table(order) for order in _orders(folder, shards, groups, rows, trained)]
+    for each in tables:
+        reader = DumpsReader(files, each)
+        if next(_mismatches(reader), None) is None:
+            return reader
+    wrong = list(_mismatches(DumpsReader(files, tables[0])))
+    affected, ranks = list(dict.fromkeys(f.name for f in wrong)), sorted({f.rank for f in wrong})
+    count = sum(len(flat.parameters) for flat in tables[0].flats)
+    only = f", only in the dumps of {format_ranks(ranks)}" if len(ranks) < len(names) else ""
+    msg = (
+        f"{folder}: the master weights of {len(affected)} of {count} parameters, rounded, differ "
+        f"from {model_file}{only}: {format_names(affected)}. {SAME_STEP_HINT}. {GROUPS_HINT}"
+    )
+    raise CheckpointMismatchError(msg)
+
+
+def _parameters(model: torch.nn.Module) -> tuple[dict[str, ParameterRow], list[str]]:
+    """Return all parameters by the first of their names, and the names of the trainable ones."""
+    names: dict[torch.nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    rows = {
+        first: ParameterRow(first, tuple(parameter.shape), tuple(aliases))
+        for parameter, (first, *aliases) in names.items()
+    }
+    return rows, [first for p, (first, *_) in names.items() if p.requires_grad and p.numel()]
+
+
+def _check_architecture(
+    rows: Mapping[str, ParameterRow],
+    buffers: Sequence[str],
+    weights: Mapping[str, object],
+    path: Path,
+) -> None:
+    """Compare names and shapes of the model with the model file."""
+    known = {n for row in rows.values() for n in (row.name, *row.aliases)}
+    found = {n: t for n, t in weights.items() if isinstance(t, torch.Tensor)}
+    missing = [n for n, row in rows.items() if not found.keys() & {n, *row.aliases}]
+    unknown = [n for n in found if n not in known and n not in buffers]
+    reshaped = [
+        f"{n} (saved {tuple(tensor.shape)}, here {row.shape})"
+        for n, row in rows.items()
+        if (tensor := found.get(n)) is not None and tuple(tensor.shape) != row.shape
+    ]
+    lines = [
+        f"\n  - {what}: {format_names(names, 20)}"
+        for what, names in (
+            ("parameters missing from the file", missing),
+            ("in the file, but not in the model", unknown),
+            ("different shapes", reshaped),
+        )
+        if names
+    ]
+    if lines:
+        msg = f"{path} does not match the model:{''.join(lines)}"
+        raise CheckpointMismatchError(msg)
+
+
+def _check_one_run(folder: Path, names: Sequence[str], shards: Sequence[ShardMetadata]) -> None:
+    """Refuse dumps that are not one per rank of one run, or lack the masters."""
+    first = shards[0]
+    if first.world_size > len(names):
+        msg = (
+            f"{folder} is incomplete: {names[0]} was dumped on {first.world_size} ranks, found "
+            f"{len(names)} dumps. Copy the dumps of all ranks"
+        )
+        raise CheckpointCorruptedError(msg)
+    for name, other in zip(names, shards, strict=True):
+        mine = (other.engine, other.stage, other.groups, other.world_size)
+        if mine != (first.engine, first.stage, first.groups, len(names)):
+            msg = (
+                f"{folder}: {name} is of {other.engine}, stage {other.stage}, on "
+                f"{other.world_size} ranks with {len(other.flats)} flat buffers; {names[0]} of "
+                f"{first.engine}, stage {first.stage}, on {first.world_size} ranks with "
+                f"{len(first.flats)}; found {len(names)} dumps. Keep only the dumps of one run"
+            )
+            raise CheckpointFormatError(msg)
+    if not any(flat.numel() for flat in first.flats):
+        msg = f"{folder}: {names[0]} lacks the master weights: offload to NVMe is not supported"
+        raise UnsupportedError(msg)
+
+
+def _orders(
+    folder: Path,
+    shards: Sequence[ShardMetadata],
+    groups: Sequence[Sequence[str]] | None,
+    rows: Mapping[str, ParameterRow],
+    trained: list[str],
+) -> list[list[list[str]]]:
+    """Return the possible orders of the parameters in each group, the likeliest first.
+
+    Each order is followed by the one that ``round_robin_gradients`` makes of it.
+    """
+    first, world_size = shards[0], len(shards)
+    held = _group_numels(shards)
+
+    def wanted(names: Sequence[str]) -> int:
+        return sum(_numel_in_flat(first, rows[name].numel) for name in names)
+
+    if groups is not None:
+        bases = [_checked_groups(groups, rows, len(held))]
+    else:
+        listed = [
+            list(dict.fromkeys(name for o in shards for name in o.names[index]))
+            for index in range(len(first.flats))
+            if all(len(o.names) == len(o.flats) for o in shards)
+        ]
+        named = len(listed) == len(held) and all(n in rows for names in listed for n in names)
+        bases = [listed] if named and list(map(wanted, listed)) == held else []
+        bases += [[trained]] if len(held) == 1 else []
+    if not bases:
+        msg = (
+            f"{folder}: the dumps do not name the parameters of their {len(held)} parameter "
+            f"groups. {GROUPS_HINT}"
+        )
+        raise CheckpointMismatchError(msg)
+    fitting = [base for base in bases if list(map(wanted, base)) == held]
+    if not fitting:
+        index, names = next((i, n) for i, n in enumerate(bases[0]) if wanted(n) != held[i])
+        each = " on each rank" if first.stage == STAGE_WEIGHTS else ""
+        msg = (
+            f"{folder}: the dumps contain {held[index]:,} master weights{each} of parameter group "
+            f"{index}, but its {len(names)} parameters have {wanted(names):,}. Pass the model "
+            f"that was trained, with the same parameters frozen. {GROUPS_HINT}"
+        )
+        raise CheckpointMismatchError(msg)
+    if first.stage == STAGE_WEIGHTS or world_size == 1:
+        return fitting
+    return [
+        order
+        for base in fitting
+        for order in (
+            base,
+            [[names[i] for i in round_robin_order(len(names), world_size)] for names in base],
+        )
+    ]
+
+
+def _numel_in_flat(first: ShardMetadata, numel: int) -> int:
+    """Return the elements of a parameter in the flat buffer: in ZeRO-3, on each rank."""
+    return piece_numel(numel, first.world_size) if first.stage == STAGE_WEIGHTS else numel
+
+
+def _group_numels(shards: Sequence[ShardMetadata]) -> list[int]:
+    """Return the elements of each parameter group without padding: in ZeRO-3, on each rank."""
+    first = shards[0]
+    if first.stage == STAGE_WEIGHTS:
+        return [
+            sum(flat.numel() for flat, of in zip(first.flats, first.groups, strict=True) if of == g)
+            for g in sorted(set(first.groups))
+        ]
+    found = []
+    for index, flat in enumerate(first.flats):
+        # BF16_Optimizer does not remove the padding from the masters. Each rank, or the last one
+        # alone, records the padding at the end of its partition.
+        cut = 0 if first.engine == BF16 else first.tail_paddings[index]
+        padding = sum(o.tail_paddings[index] for o in shards)
+        padding += sum(first.paddings[index]) if first.paddings else 0
+        found.append((flat.numel() + cut) * len(shards) - padding)
+    return found
+
+
+def _checked_groups(
+    groups: Sequence[Sequence[str]], rows: Mapping[str, ParameterRow], count: int
+) -> list[list[str]]:
+    """Return groups= with the first name of tied weights, without parameters without elements."""
+    first = {n: row.name for row in rows.values() for n in (row.name, *row.aliases)}
+    if unknown := [n for names in groups for n in names if n not in first]:
+        msg = f"groups= names parameters that the model does not have: {format_names(unknown)}"
+        raise CheckpointMismatchError(msg)
+    found = [[first[n] for n in names if rows[first[n]].numel] for names in groups]
+    every = [n for names in found for n in names]
+    if twice := sorted({n for n in every if every.count(n) > 1}):
+        msg = f"groups= names parameters twice: {format_names(twice)}"
+        raise CheckpointMismatchError(msg)
+    if len(groups) != count:
+        msg = f"groups= has {len(groups)} parameter groups, the dumps have {count}"
+        raise CheckpointMismatchError(msg)
+    return found
+
+
+def _flat_buffers(
+    folder: Path,
+    first: ShardMetadata,
+    order: Sequence[Sequence[str]],
+    rows: Mapping[str, ParameterRow],
+) -> tuple[BufferRow, ...]:
+    """Distribute the parameters of each group over its flat buffers: in ZeRO-3, its sub-groups."""
+    left = {g: list(names)[::-1] for g, names in zip(sorted(set(first.groups)), order, strict=True)}
+    found: list[BufferRow] = []
+    for flat, group in zip(first.flats, first.groups, strict=True):
+        names = left[group][::-1]
+        if first.stage == STAGE_WEIGHTS:
+            names, room = [], flat.numel()
+            while room > 0 and left[group]:
+                names.append(left[group].pop())
+                room -= _numel_in_flat(first, rows[names[-1]].numel)
+            if room:
+                msg = (
+                    f"{folder}: in this order, the parameters do not fill sub-group {len(found)} "
+                    f"of the dumps ({flat.numel():,} master weights on each rank). {GROUPS_HINT}"
+                )
+                raise CheckpointMismatchError(msg)
+        found.append(BufferRow(group, tuple(rows[name] for name in names)))
+    return tuple(found)
+
+
+def _mismatches(reader: DumpsReader) -> Iterator[Fragment]:
+    """Yield the fragments in which masters, rounded, differ from the model file."""
+    layout = reader.layout()
+    for rank in range(reader.manifest.world_size):
+        for fragment in layout.on_rank(rank):
+            for start, stop in spans(fragment.start, fragment.stop, COMPARED_ELEMENTS):
+                offset = fragment.offset + start - fragment.start
+                at = Transfer(fragment.name, start, stop, rank, fragment.buffer, offset, 0, 0)
+                master = _read(reader.locate(WEIGHT, at))
+                if not same_rounded(master, _read(reader.model_weights(at))):
+                    yield fragment
+                    break
+
+
+def _read(location: Location) -> torch.Tensor:
+    file, run = location
+    found = torch.empty(run.stop - run.start, dtype=run.tensor.dtype)
+    file.read_into([(found, run)])
+    return found
+
+
+def _check_free(folder: Path) -> None:
+    """Refuse to overwrite a file that this library did not write."""
+    path = folder / TABLE_NAME
+    if os.path.lexists(path) and not (path.is_file() and FORMAT.encode() in path.read_bytes()):
+        msg = f"{path} was not written by this library and would be overwritten. Move it away"
+        raise CheckpointFormatError(msg)
+
+
+def _write(folder: Path, table: DumpsTable) -> None:
+    """Write the description in one step: other processes see all of it or nothing."""
+    hidden = folder / f".{TABLE_NAME}.{uuid.uuid4().hex}.tmp"
+    write_durably(hidden, table.to_json().encode())
+    try:
+        _check_free(folder)
+        hidden.replace(folder / TABLE_NAME)
+    except BaseException:
+        hidden.unlink(missing_ok=True)
+        raise
+    sync_directory(folder)

@@ -26,7 +26,6 @@ TABLE = DumpsTable(
     frozen=(ParameterRow("f", ()),),
     module_buffers=("seen",),
     absent_buffers=(),
-    library="0.1.0",
 )
 
 

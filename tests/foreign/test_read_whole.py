@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_elastic_zero.core.progress import Progress
-from lightning_elastic_zero.formats.dumps_describe import describe_dumps
+from lightning_elastic_zero.formats.dumps import describe_dumps
 from lightning_elastic_zero.formats.open import open_checkpoint
 from tests.engine._oracle import same_bits
 from tests.foreign._fixtures import names, unpack

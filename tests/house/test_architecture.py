@@ -109,7 +109,7 @@ LOADS_WITHOUT: dict[str, set[str]] = {
     f"{PACKAGE}.core.manifest": {"lightning", "deepspeed", "torch"},
     f"{PACKAGE}.core.partition": {"lightning", "deepspeed", "torch"},
     f"{PACKAGE}.formats.open": {"lightning", "deepspeed"},
-    f"{PACKAGE}.formats.dumps_describe": {"lightning", "deepspeed"},
+    f"{PACKAGE}.formats.dumps": {"lightning", "deepspeed"},
     f"{PACKAGE}.checkpoint.save": {"lightning", "deepspeed"},
     f"{PACKAGE}.cli": {"lightning", "deepspeed", "torch"},
     f"{PACKAGE}.tools.verification": {"lightning", "deepspeed"},

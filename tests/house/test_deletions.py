@@ -144,8 +144,8 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("selftest.py", "_run_rank", "os.O_WRONLY"): SELFTEST_WORLDS,
     ("selftest.py", "put", "self._path.open to write"): SELFTEST_WORLDS,
     # -- describe_dumps
-    ("formats/dumps_describe.py", "_write", "hidden.unlink"): DUMPS,
-    ("formats/dumps_describe.py", "_write", "hidden.replace"): DUMPS,
+    ("formats/dumps.py", "_write", "hidden.unlink"): DUMPS,
+    ("formats/dumps.py", "_write", "hidden.replace"): DUMPS,
 }
 """Where: file, function, call; and the test in which somebody else's files survive it."""
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
-from lightning_elastic_zero.formats.dumps_describe import describe_dumps
+from lightning_elastic_zero.formats.dumps import describe_dumps
 from lightning_elastic_zero.tools.conversion import convert_checkpoint
 from lightning_elastic_zero.tools.weight_files import ConvertOptions
 from tests.foreign._fixtures import names, unpack
