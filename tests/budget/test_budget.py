@@ -63,6 +63,7 @@ def test_a_rank_reads_what_it_needs_into_place(
 LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_a_load_into_live_state_takes_each_page_once(
     measured: Callable[..., list[dict[str, Any]]], tmp_path: Path

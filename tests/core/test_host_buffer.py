@@ -76,6 +76,7 @@ def test_forked_children_cost_nothing() -> None:
     assert measured("fork") < 16 * MB
 
 
+@pytest.mark.cases(1)
 @pytest.mark.skipif(sys.platform != "linux", reason="counts pages as Linux tells them")
 @pytest.mark.parametrize("when", ["at once", "behind"])
 def test_a_block_that_grows_is_not_held_twice(when: str) -> None:

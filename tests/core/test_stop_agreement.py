@@ -91,6 +91,7 @@ def validate_now_and_then(
     return 0, 0
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("batches", "at", "stops_in_validation"),
     [
@@ -166,6 +167,7 @@ def test_one_rank_stops_too() -> None:
     agreement.close()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("earlier", [0, 1])
 def test_a_rank_that_ends_earlier_holds_nobody_up(
     earlier: int, caplog: pytest.LogCaptureFixture

@@ -49,6 +49,7 @@ def test_the_table_is_that_of_a_70_billion_parameter_model() -> None:
     assert len(manifest.buffers) > 2
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("ranks", "layers", "hidden"), GROWTH)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_plan_does_not_grow_with_the_cluster(
@@ -64,6 +65,7 @@ def test_a_plan_does_not_grow_with_the_cluster(
     assert len(plan.transfers) <= (2 * len(table) if stage == 3 else 60)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize(("saved_stage", "stage"), CASES)
@@ -99,6 +101,7 @@ def test_zero_3_touches_the_few_ranks_that_hold_the_same_part(rank: int) -> None
     assert len(plan.files) <= 6
 
 
+@pytest.mark.cases(1)
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("rank", RANKS)
 def test_across_stages_a_plan_is_no_longer_than_it_must_be(rank: int) -> None:
@@ -159,6 +162,7 @@ class TestManyParameters:
         assert held.runs == moved == runs
         assert ranks == plan.ranks
 
+    @pytest.mark.cases(1)
     @pytest.mark.parametrize("count", [WIDE // 10, pytest.param(WIDE, marks=pytest.mark.long)])
     @pytest.mark.parametrize(("saved_stage", "stage"), CASES)
     def test_one_rank_plans_within_500_mb(self, saved_stage: int, stage: int, count: int) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+
 from tests.dist._launch import run_ranks
 from tests.dist._save_programs import (
     WORLD,
@@ -14,6 +16,7 @@ from tests.dist._save_programs import (
 from tests.engine._worker_pool import ForkServer
 
 
+@pytest.mark.long
 def test_a_rank_that_is_lost_hides_no_checkpoint(fork_server: ForkServer) -> None:
     """The save fails, as not all agree on it; who makes links has heard before that it is there."""
     first, second, dead = run_ranks(lost_after_publication, WORLD, fork_server)
@@ -38,6 +41,7 @@ def test_its_link_follows_though_a_rank_is_lost(fork_server: ForkServer) -> None
     assert "is in its place, but not all ranks have agreed on it" in told
 
 
+@pytest.mark.long
 def test_a_link_may_take_long(fork_server: ForkServer) -> None:
     """Where the disk has none it is a copy, for which the other ranks wait: work goes on."""
     for result in run_ranks(slow_link, 2, fork_server):

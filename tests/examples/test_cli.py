@@ -84,6 +84,7 @@ def test_every_config_parses(config: Path, printed: Printed) -> None:
     assert f"dirpath: {folder}/checkpoints" in said[str(config)]
 
 
+@pytest.mark.long
 @pytest.mark.engine
 @pytest.mark.parametrize("launcher", ["forked", pytest.param("lightning", marks=pytest.mark.long)])
 def test_resume_on_other_devices(launcher: str, fork_server: ForkServer, tmp_path: Path) -> None:

@@ -151,6 +151,7 @@ def test_the_files_hold_what_their_writer_held(name: str, tmp_path: Path) -> Non
         assert "parameter groups and their hyperparameters" in checkpoint.reader.info.lacks
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_engines_hold_what_the_writer_held(pools: Pools, tmp_path: Path) -> None:
     """On one to three ranks and three stages: state, counters, client state, configured rates."""

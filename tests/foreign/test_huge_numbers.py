@@ -170,6 +170,7 @@ def test_a_momentum_of_a_narrower_type_is_refused(pools: Pools, tmp_path: Path) 
     assert_momentum_kept(pools, Setup(2, "B", "bf16", optimizer="Muon"), Saved(source, path))
 
 
+@pytest.mark.long
 def test_a_momentum_in_files_is_kept_whatever_type_gradients_have(
     pools: Pools, tmp_path: Path
 ) -> None:

@@ -173,6 +173,7 @@ def convert_bounded(source: Path, target: Path, to: str, config: Path) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("to", TARGETS)
 def test_memory_is_bounded(to: str, large: Path, tmp_path: Path) -> None:
@@ -192,6 +193,7 @@ SOURCES = [
 """Kinds of checkpoints that are read a range at a time, and targets: no file is read whole."""
 
 
+@pytest.mark.cases(1)
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(("kind", "to"), SOURCES)
 def test_memory_is_bounded_whatever_is_read(

@@ -344,6 +344,7 @@ def test_a_new_rate_is_that_of_a_run_that_always_had_it(
         assert seen.steps == from_step(whole.steps, begin)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", [1, 3, *long(4, 6)])
 def test_losses_are_those_of_the_world(target: int, worlds: Pools, tmp_path: Path) -> None:
     """As near to an uninterrupted run as another one is: the order of sums apart, the same.

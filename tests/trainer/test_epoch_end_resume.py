@@ -26,6 +26,7 @@ RUN = RunSpec(
 )
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["counting", "counting, sized", "counting, batches"])
 def test_data_that_resume_at_a_sample(kind: str, worlds: Pools, tmp_path: Path) -> None:
     """Each epoch once, in its own order, on any number of devices."""

@@ -109,6 +109,7 @@ def test_objects_need_leave(worlds: Pools, tmp_path: Path) -> None:
         assert said_by(worlds, world, _failure_cases.load_objects, root, True) == ["equal"] * world
 
 
+@pytest.mark.long
 def test_saving_in_an_exception(worlds: Pools, tmp_path: Path) -> None:
     """All ranks that raise save together; one that raises alone does not wait for the others.
 

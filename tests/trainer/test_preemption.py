@@ -317,6 +317,7 @@ def metadata_server(file: Path, answers: list[str]) -> Iterator[str]:
             thread.join()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("background", [False, True])
 def test_a_notice_by_a_url(background: bool, worlds: Pools, tmp_path: Path) -> None:
     """A server is asked while the run trains, and believed: all is saved within the grace."""
@@ -334,6 +335,7 @@ def test_a_notice_by_a_url(background: bool, worlds: Pools, tmp_path: Path) -> N
     assert (saved.is_sound, saved.steps) == (True, step)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("stage", "background", "ranks", "others"), [(3, False, 2, 1), (1, True, 2, 2)]
 )
