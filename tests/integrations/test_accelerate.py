@@ -47,12 +47,7 @@ def assert_continues(run: Run, whole: Run, steps: range) -> None:
 
 
 CASES = [
-    pytest.param(
-        stage,
-        world,
-        schedule,
-        marks=[pytest.mark.essential] if (stage, world, schedule) == (2, 3, "cosine") else [],
-    )
+    (stage, world, schedule)
     for stage in (1, 2, 3)
     for world in (3, 1)
     for schedule in ("lambda", "cosine", "onecycle")

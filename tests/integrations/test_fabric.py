@@ -15,13 +15,11 @@ pytest.importorskip("accelerate")
 
 from tests.integrations._fabric_programs import FabricCase, run_fabric
 
-essential = pytest.mark.essential
-
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
     ("stage", "world"),
-    [pytest.param(3, 3, marks=essential), (1, 3), (2, 1), (2, 3), (3, 1)],
+    [(3, 3), (1, 3), (2, 1), (2, 3), (3, 1)],
 )
 def test_a_loop_goes_on_on_other_counts(
     stage: int, world: int, hf_ranks: Pools, tmp_path: Path

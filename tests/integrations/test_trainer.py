@@ -199,6 +199,7 @@ def test_a_script_without_the_line_fails(
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_additional_ranks_have_random_states(
     reference: Reference, resumed: Callable[..., list[Run]]
 ) -> None:
