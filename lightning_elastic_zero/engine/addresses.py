@@ -1,11 +1,9 @@
-"""Addresses of fragments in the flat buffers of a live engine: computed, then compared.
+"""The parameters and buffers of a live engine, and the addresses of their fragments.
 
-``partition`` computes the places from the order, the sizes and the paddings of the parameters.
-DeepSpeed's own tensors show them a second time, without any formula: each of its weights is a view
-of the flat buffer that it partitions, so that the weight's address says where its elements lie.
-Masters lie as the low-precision weights do: DeepSpeed's step copies the one into the other.
-
-The engine's module: names, shapes, ties, buffers, weights.
+``core.partition`` computes the addresses from the order, sizes and paddings of the parameters.
+``verify_addresses`` compares them with DeepSpeed's tensors: each weight is a view of its flat
+buffer, so its address shows its offset. Masters have the layout of the low-precision weights,
+because DeepSpeed's step copies one into the other.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from lightning_elastic_zero.errors import (
 
 
 def parameter_names(module: torch.nn.Module) -> dict[torch.nn.Parameter, list[str]]:
-    """Return every name of every parameter, by identity; a tied weight has several."""
+    """Return all names of each parameter; a tied weight has several."""
     names: dict[torch.nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -48,8 +46,8 @@ def parameter_table(
     """Return the manifest's parameter table, in the module's order.
 
     Args:
-        module: the engine's module.
-        groups: the optimizer group of each parameter that the optimizer owns.
+        module: The engine's module.
+        groups: The optimizer group of each parameter that the optimizer owns.
     """
     return tuple(
         Parameter(
@@ -64,15 +62,15 @@ def parameter_table(
 
 
 def full_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
-    """Return the whole parameter's shape, whether ZeRO-3 has cut it or not."""
+    """Return the whole parameter's shape, even if ZeRO-3 has partitioned it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def weight_piece(parameter: Any) -> tuple[int, torch.Tensor]:
-    """Return this rank's piece of a module weight: its first element, and a 1-D view of it.
+    """Return the first element and a 1-D view of this rank's piece of a module weight.
 
-    Of a weight whose elements do not lie in order (a frozen one in ``channels_last``) it is a copy;
-    ``write_piece`` writes either. Under ZeRO-3 the piece is the rank's partition without padding,
+    If the elements are not contiguous (a frozen weight in ``channels_last``), it is a copy;
+    ``write_piece`` writes either. Under ZeRO-3, the piece is the rank's partition without padding,
     which may be empty; the parameter must be partitioned, not gathered. Otherwise it is the whole
     parameter.
     """
@@ -96,16 +94,15 @@ def check_not_inference(weights: Mapping[str, torch.Tensor]) -> None:
     """Refuse weights that can be neither changed nor trained.
 
     Args:
-        weights: by name, or for trained ones the memory in which they lie.
+        weights: Weights by name, or the memory of trained ones.
 
     Raises:
-        CheckpointMismatchError: some were assigned under ``torch.inference_mode``.
+        CheckpointMismatchError: Some were assigned under ``torch.inference_mode``.
     """
     if unfit := [name for name, weight in weights.items() if weight.is_inference()]:
         msg = (
-            "weights that were assigned under torch.inference_mode() can be neither changed nor "
-            f"trained: {', '.join(unfit[:20])}; use torch.no_grad() there, or assign clones that "
-            "were made outside of it"
+            "weights assigned under torch.inference_mode() can be neither changed nor trained: "
+            f"{', '.join(unfit[:20])}. Use torch.no_grad() there, or assign clones made outside"
         )
         raise CheckpointMismatchError(msg)
 
@@ -113,23 +110,23 @@ def check_not_inference(weights: Mapping[str, torch.Tensor]) -> None:
 def allocate_pieces(
     parameters: Mapping[str, torch.nn.Parameter], held: Collection[str], rank: int, first: int = 0
 ) -> dict[Fragment, torch.Tensor]:
-    """Allocate a tensor on the host for this rank's piece of each weight that a checkpoint holds.
+    """Allocate a host tensor for this rank's piece of each weight that a checkpoint contains.
 
     Args:
-        parameters: partitioned, by name.
-        held: names of the weights that the checkpoint holds.
-        rank: this one.
-        first: number of the first tensor, as ``Fragment.buffer`` has it.
+        parameters: Partitioned parameters, by name.
+        held: Names of the weights in the checkpoint.
+        rank: This rank.
+        first: ``Fragment.buffer`` of the first tensor.
 
     Raises:
-        CheckpointMismatchError: a weight cannot be written.
+        CheckpointMismatchError: A weight cannot be written.
     """
     wanted = {name: p for name, p in parameters.items() if name in held}
     check_not_inference({name: getattr(p, "ds_tensor", p) for name, p in wanted.items()})
     if unfit := [n for n, p in wanted.items() if not is_writable(getattr(p, "ds_tensor", p))]:
         msg = (
             "frozen weights that cannot be written (expanded views, sparse, or on the meta "
-            f"device): {', '.join(unfit[:20])}; clone them: each element needs memory of its own"
+            f"device): {', '.join(unfit[:20])}. Clone them to give each element its own memory"
         )
         raise CheckpointMismatchError(msg)
     pieces: dict[Fragment, torch.Tensor] = {}
@@ -144,13 +141,13 @@ def allocate_pieces(
 def commit_pieces(
     parameters: Mapping[str, torch.nn.Parameter], pieces: Mapping[Fragment, torch.Tensor]
 ) -> None:
-    """Copy what was received into this rank's pieces of weights."""
+    """Copy received values into this rank's pieces of weights."""
     for fragment, values in pieces.items():
         write_piece(parameters[fragment.name], values)
 
 
 def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that belong into a checkpoint, by name; shared ones under each name."""
+    """Return the persistent buffers by name; shared ones appear under each name."""
     return {name: buffer for name, buffer in _buffers(module, "") if buffer is not None}
 
 
@@ -166,8 +163,8 @@ def _buffers(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.
 def write_buffers(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:
     """Copy values into the module's persistent buffers.
 
-    A buffer that was assigned under ``torch.inference_mode`` cannot be changed outside of it, nor
-    be trained with: a normal tensor takes its place, under all its names.
+    A buffer assigned under ``torch.inference_mode`` can neither be changed outside of it nor be
+    used in training, so a normal tensor replaces it under all its names.
     """
     normal: dict[torch.Tensor, torch.Tensor] = {}
     for name, buffer in persistent_buffers(module).items():
@@ -182,11 +179,11 @@ def write_buffers(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -
 
 
 def drop_secondary_tensors(module: torch.nn.Module) -> None:
-    """Drop hpZ's second copy of each weight, which forward would gather in the place of a new one.
+    """Drop hpZ's secondary copies of weights, which forward would gather instead of new ones.
 
-    DeepSpeed makes it anew when it next partitions the weight. Its own way to drop them
-    (``invalidate_secondary_tensor``) leaves out the weights that no optimizer owns, and is not
-    there without an optimizer.
+    DeepSpeed recreates them when it next partitions the weight. Its own
+    ``invalidate_secondary_tensor`` skips weights that no optimizer owns and does not exist without
+    an optimizer.
     """
     for parameter in module.parameters():
         if getattr(parameter, "ds_secondary_tensor", None) is not None:
@@ -194,9 +191,9 @@ def drop_secondary_tensors(module: torch.nn.Module) -> None:
 
 
 def module_weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the low-precision weights as the module has them, under all their names.
+    """Return the module's low-precision weights, under all their names.
 
-    Under ZeRO-3 they are the empty placeholders that DeepSpeed itself writes.
+    Under ZeRO-3 they are empty placeholders, as in DeepSpeed's own checkpoints.
     """
     return {
         name: parameter.detach() if not hasattr(parameter, "ds_id") else torch.empty(0)
@@ -212,13 +209,13 @@ def engine_precision(engine: Any) -> str:
 
 
 COMPARE_ELEMENTS = 1 << 20
-"""Elements compared at a time: bounds the memory of comparing masters with weights."""
+"""Elements compared at once: bounds the memory of comparing masters with weights."""
 
 
 def flat_buffer_row(
     buffer: LiveFlatBuffer, names: Mapping[torch.nn.Parameter, str], stage: int, world_size: int
 ) -> FlatBuffer:
-    """Return how a flat buffer is laid out over all ranks, or saved by them in stage 0."""
+    """Return a flat buffer's layout over all ranks; in stage 0, its layout in a save."""
     numel = buffer.master.numel()
     part = {STAGE_WEIGHTS: 0, 0: piece_numel(numel, world_size)}.get(stage, numel)
     return FlatBuffer(
@@ -233,10 +230,10 @@ def flat_buffer_row(
 def rank_fragments(
     stage: int, rows: Sequence[FlatBuffer], world_size: int, rank: int
 ) -> tuple[tuple[Fragment, ...], ...]:
-    """Return what a rank holds, by flat buffer: in stage 0, everything.
+    """Return a rank's fragments by flat buffer; in stage 0, all of them.
 
     Raises:
-        UnsupportedError: the flat buffers cannot hold their parameters.
+        UnsupportedError: The flat buffers cannot hold their parameters.
     """
     try:
         if stage:
@@ -247,7 +244,7 @@ def rank_fragments(
 
 
 def fragments_by_buffer(layout: Layout, rank: int, count: int) -> tuple[tuple[Fragment, ...], ...]:
-    """Return what a layout has on a rank, for each of so many flat buffers."""
+    """Return a layout's fragments on a rank for each of ``count`` flat buffers."""
     found: list[list[Fragment]] = [[] for _ in range(count)]
     for fragment in layout.on_rank(rank):
         found[fragment.buffer].append(fragment)
@@ -257,13 +254,13 @@ def fragments_by_buffer(layout: Layout, rank: int, count: int) -> tuple[tuple[Fr
 def own_slices(
     flats: Sequence[FlatState], rows: Sequence[FlatBuffer], world_size: int, rank: int
 ) -> tuple[FlatState, ...]:
-    """Return the part that a rank writes of what all ranks have (stage 0).
+    """Return the part of the replicated state (stage 0) that a rank writes.
 
     Args:
-        flats: all that it has.
-        rows: how it is laid out over all ranks when it is saved.
-        world_size: of them.
-        rank: this one.
+        flats: The whole state.
+        rows: Layout of the flat buffers in a save.
+        world_size: Number of ranks.
+        rank: This rank.
     """
     held = fragments_by_buffer(zero_layout(0, rows, world_size), rank, len(rows))
     slices = [slice(*row.partition_range(rank)) for row in rows]
@@ -282,18 +279,18 @@ def own_slices(
 def verify_addresses(
     buffer: LiveFlatBuffer, row: FlatBuffer, fragments: Sequence[Fragment], *, fresh: bool
 ) -> None:
-    """Refuse a flat buffer in which DeepSpeed's own weights lie elsewhere than computed.
+    """Refuse a flat buffer in which DeepSpeed's weights have other offsets than computed.
 
     Args:
-        buffer: a live flat buffer.
-        row: the same, as a table.
-        fragments: what this rank holds of it, as computed.
-        fresh: whether nothing but DeepSpeed has touched the module. A weight that is no view of
-            the flat buffer is then refused in ZeRO-1/2. Later a user may have put another tensor
-            in its place, which says nothing of the masters.
+        buffer: A live flat buffer.
+        row: Its layout.
+        fragments: Its computed fragments on this rank.
+        fresh: Whether only DeepSpeed has touched the module. If so, a weight that is not a view of
+            the flat buffer is refused in ZeRO-1/2. Later, a user may have replaced its tensor,
+            which does not affect the masters.
 
     Raises:
-        UnsupportedError: one lies elsewhere.
+        UnsupportedError: An offset differs.
     """
     if buffer.low.shape != buffer.values.shape:
         shapes = f"{tuple(buffer.values.shape)} masters for {tuple(buffer.low.shape)} weights"
@@ -312,18 +309,18 @@ def verify_addresses(
         else:
             continue
         if at != fragment.offset:
-            there = "not there at all" if at is None else f"at {at}"
+            there = "outside of it" if at is None else f"at element {at}"
             _refuse(
-                f"{fragment.name}[{fragment.start}:{fragment.stop}] should lie at element "
-                f"{fragment.offset} of a flat buffer of group {row.group}, and is {there}"
+                f"{fragment.name}[{fragment.start}:{fragment.stop}] in a flat buffer of group "
+                f"{row.group} is {there}, expected at element {fragment.offset}"
             )
 
 
 def verify_pieces(parameters: Iterable[Any], rank: int, world_size: int) -> None:
-    """Refuse parameters that ZeRO-3 has cut otherwise than ``partition`` does.
+    """Refuse parameters that ZeRO-3 has partitioned otherwise than ``core.partition``.
 
     Raises:
-        UnsupportedError: one is.
+        UnsupportedError: A parameter's piece differs.
     """
     for parameter in parameters:
         if not hasattr(parameter, "ds_tensor"):
@@ -331,8 +328,8 @@ def verify_pieces(parameters: Iterable[Any], rank: int, world_size: int) -> None
         held = distributed.get_rank(group=parameter.ds_process_group), parameter.partition_numel()
         if held != (rank, piece_numel(parameter.ds_numel, world_size)):
             _refuse(
-                f"of a parameter of {parameter.ds_numel} elements, rank {rank} of {world_size} "
-                f"holds piece {held[0]} of {held[1]} elements"
+                f"of a parameter of {parameter.ds_numel} elements, rank {rank} of {world_size} has "
+                f"piece {held[0]} with {held[1]} elements"
             )
 
 
@@ -344,16 +341,15 @@ def _is_view(parameter: Any, flat: torch.Tensor) -> bool:
 
 def _refuse(what: str) -> NoReturn:
     msg = (
-        "this release of DeepSpeed, or this configuration of it, lays parameters out in a way that "
-        f"this library does not know: {what}. If code of yours has put other tensors into "
-        "the .data of weights, put those back that DeepSpeed made; otherwise report it with your "
-        "DeepSpeed config"
+        f"unknown layout of parameters in this release or configuration of DeepSpeed: {what}. If "
+        "your code replaced the .data of weights, restore DeepSpeed's tensors; otherwise report "
+        "this with your DeepSpeed config"
     )
     raise UnsupportedError(msg)
 
 
 def bounded_runs(fragments: Iterable[Fragment]) -> Iterator[tuple[Fragment, int, int]]:
-    """Yield the runs of a flat buffer, at most ``COMPARE_ELEMENTS`` long, as offsets in it."""
+    """Yield runs of at most ``COMPARE_ELEMENTS`` elements as offsets in the flat buffer."""
     for fragment in fragments:
         end = fragment.offset + fragment.stop - fragment.start
         for at, stop in spans(fragment.offset, end, COMPARE_ELEMENTS):
@@ -361,7 +357,7 @@ def bounded_runs(fragments: Iterable[Fragment]) -> Iterator[tuple[Fragment, int,
 
 
 def weights_match(buffer: LiveFlatBuffer, row: FlatBuffer, fragments: Iterable[Fragment]) -> bool:
-    """Whether this rank's part of the weights in a flat buffer is its masters, rounded."""
+    """Whether this rank's weights in a flat buffer equal its rounded masters."""
     parameters = dict(zip(row.names, buffer.parameters, strict=True))
     masters = buffer.values
     for fragment, at, end in bounded_runs(fragments):

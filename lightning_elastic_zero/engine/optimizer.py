@@ -1,21 +1,13 @@
-"""The optimizer inside DeepSpeed's wrapper: its states are discovered, never listed.
+"""The optimizer inside DeepSpeed's wrapper: its states, scalars, class and parameter groups.
 
-An optimizer's state keys, found by a step of another optimizer of its class.
+State keys are discovered, never listed: another optimizer of the same class takes one step
+(``probe_after_a_step``). Files of other software do not name the optimizer's class, so it is
+compared by the names of its states and hyperparameters (``check_unnamed_state``).
 
-Inference of the optimizer's class, which other software's files do not name.
-
-The names of the states and of the hyperparameters tell optimizers apart instead: those that are
-alike in both compute the same.
-
-Adam's two kinds of weight decay: in the gradient (Adam), or beside it (AdamW).
-
-Partial offload (``offload_optimizer.ratio`` below 1): a second optimizer steps on the device.
-
-ZeRO-3 leaves the first sub-groups on the device and has an AdamW of torch's step them, beside the
-DeepSpeedCPUAdam of the others. The two are one algorithm with one state; only the form of the step
-count differs. Stock checkpoints lack what the second one holds.
-
-The optimizer's parameter groups, described.
+With partial offload (``offload_optimizer.ratio`` below 1), ZeRO-3 leaves the first sub-groups on
+the device, where torch's AdamW steps them, and DeepSpeedCPUAdam steps the others. Algorithm and
+state are the same; only the type of the step count differs. Stock checkpoints lack the state of the
+second optimizer.
 """
 
 from __future__ import annotations
@@ -35,30 +27,30 @@ from lightning_elastic_zero.engine.muon import MOMENTUM_KEY
 from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
 
 ADAM_FAMILY = frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"})
-"""One algorithm with one state: a run may change between them, as it does with CPU offload."""
+"""One algorithm with one state: a run may change between them, as with CPU offload."""
 
 INT_STEPS = frozenset(
     {"FusedAdam", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedLion", "DeepSpeedCPUAdagrad"}
 )
-"""DeepSpeed's own optimizers count steps in a Python int, torch's in a tensor."""
+"""DeepSpeed's optimizers that count steps in a Python int; torch's use a tensor."""
 
 BITSANDBYTES = "bitsandbytes"
-"""A package whose optimizers have the names of torch's, and other states: ``state1``, ``state2``
-and steps in a Python int."""
+"""Its optimizers have the names of torch's but other states: ``state1``, ``state2`` and an int step
+count."""
 
 _PACKAGES = {BITSANDBYTES, "torchao", "deepspeed", "torch"}
 
 EXECUTION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""How a step is computed, not what it computes: these stay as the live run has them."""
+"""Keys that affect how a step is computed, not its result. The live run's values are kept."""
 
 SCHEDULER_KEYS = frozenset(
     {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 )
-"""What schedulers keep in a group: restored also where the optimizer's class has changed."""
+"""Keys that schedulers add to a group. They are restored even if the optimizer's class changed."""
 
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
-"""Others, as of quantized states, hold more than the elements that they show."""
+"""Subclasses, such as quantized states, contain more than their elements."""
 
 
 def split_state(
@@ -66,15 +58,15 @@ def split_state(
     flat: torch.Tensor,
     held: Mapping[str, Any],
 ) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
-    """Split the states of one flat buffer into element-wise tensors, 1-D, and scalars.
+    """Split the states of one flat buffer into 1-D element-wise tensors and scalars.
 
     Args:
-        optimizer: whose they are.
-        flat: the masters: 1-D, or in stage 0 a weight in its shape.
-        held: the states, by name.
+        optimizer: Their optimizer.
+        flat: The masters: 1-D, or in stage 0 a weight in its shape.
+        held: The states, by name.
 
     Raises:
-        UnsupportedError: a state is neither: it has no rule by which it could be cut.
+        UnsupportedError: A state is neither, so it cannot be partitioned.
     """
     elementwise: dict[str, torch.Tensor] = {}
     scalars: dict[str, Scalar] = {}
@@ -85,12 +77,12 @@ def split_state(
         elif _is_scalar(value):
             scalars[key] = value
         else:
-            plain = type(value) in _PLAIN_TENSORS
-            what = tuple(value.shape) if plain else type(value).__name__
+            is_plain = type(value) in _PLAIN_TENSORS
+            what = tuple(value.shape) if is_plain else type(value).__name__
             msg = (
                 f"{type(optimizer).__name__} keeps {key!r} as {what} for a flat buffer of "
-                f"{flat.numel()} elements: neither one value per element nor one for all, so it "
-                "cannot be cut for another number of devices; use an optimizer with element-wise "
+                f"{flat.numel()} elements, which is neither element-wise nor a scalar and cannot "
+                "be partitioned for another number of devices. Use an optimizer with element-wise "
                 "state"
             )
             raise UnsupportedError(msg)
@@ -100,21 +92,21 @@ def split_state(
 def without_dimension(key: str, value: Any) -> Any:
     """Return a step counter as a scalar.
 
-    DeepSpeed's elastic loader for ZeRO-1/2 gives torch's a dimension (stage_1_and_2.py, line 3603
-    of release 0.19.8), with which training and its later saves go on.
+    DeepSpeed's elastic loader for ZeRO-1/2 adds a dimension to torch's (stage_1_and_2.py, line 3603
+    of release 0.19.8), which remains in training and later saves.
     """
     is_vector = isinstance(value, torch.Tensor) and value.shape == (1,)
     return value.reshape(()) if key == "step" and is_vector else value
 
 
 def _is_elementwise(optimizer: Any, flat: torch.Tensor, key: str, value: object) -> bool:
-    """Whether a state is one value for each element.
+    """Whether a state has one value per element.
 
-    Of a weight without dimensions (stage 0), either kind is one value: the states of the others
-    tell which one it is.
+    For a weight without dimensions (stage 0), both kinds are one value, so the states of the other
+    weights decide.
 
     Raises:
-        UnsupportedError: there are no others.
+        UnsupportedError: There are no other weights.
     """
     if not isinstance(value, torch.Tensor) or value.shape != flat.shape:
         return False
@@ -126,16 +118,15 @@ def _is_elementwise(optimizer: Any, flat: torch.Tensor, key: str, value: object)
     others = [held[key] for p, held in kept if p.ndim and key in held]
     if not others:
         msg = (
-            f"{type(optimizer).__name__} keeps {key!r} for a weight without dimensions, and has no "
-            "other weight that would tell whether that is a value of its element: give the weight "
-            "a dimension (torch.ones(1) in the place of torch.ones(()))"
+            f"{type(optimizer).__name__}: cannot determine whether {key!r} is element-wise: all "
+            "weights with this state are 0-dimensional. Give the weight a dimension: "
+            "torch.ones(1) instead of torch.ones(())"
         )
         raise UnsupportedError(msg)
     return isinstance(others[0], torch.Tensor) and others[0].ndim > 0
 
 
 def _is_scalar(value: object) -> bool:
-    """Whether a state is one value for the whole flat buffer."""
     if isinstance(value, torch.Tensor):
         return value.ndim == 0 and type(value) in _PLAIN_TENSORS
     return value is None or isinstance(value, (bool, int, float))
@@ -146,15 +137,15 @@ def shared_state(
     stepped: Collection[torch.Tensor],
     names: Mapping[Any, str],
 ) -> dict[Any, Any]:
-    """Return what an optimizer keeps under keys that are not tensors: state of the whole run.
+    """Return the optimizer state under keys that are not tensors, which all ranks share.
 
     Args:
-        optimizer: whose state it is.
-        stepped: the tensors that DeepSpeed lets it step, whose states are saved otherwise.
-        names: of the module's parameters.
+        optimizer: The optimizer.
+        stepped: The tensors that it steps, whose states are saved separately.
+        names: Names of the module's parameters.
 
     Raises:
-        UnsupportedError: an entry belongs to another tensor.
+        UnsupportedError: There is state of a tensor that the optimizer does not step.
     """
     found, known = dict[Any, Any](), set(stepped)
     # Optimizers that create state in their constructor (Adagrad) leave that of the parameters that
@@ -167,9 +158,8 @@ def shared_state(
             name = names.get(key, f"a tensor of shape {tuple(key.shape)}")
             kept = f"{type(optimizer).__name__} keeps {sorted(map(str, value))}"
             msg = (
-                f"{kept} for {name}, which it does not step: DeepSpeed replaced its parameters by "
-                "others when the engine was built, and nothing can restore this state. Delete it "
-                "(del optimizer.state[parameter]), or create it in step()"
+                f"{kept} for {name}, which it does not step: DeepSpeed replaced its parameters "
+                "when the engine was built, so this state cannot be restored. Delete it "
             )
             raise UnsupportedError(msg)
     return found
@@ -181,17 +171,16 @@ def with_group_steps(
     groups: Sequence[int],
     trained: Sequence[bool],
 ) -> tuple[tuple[dict[str, torch.Tensor], dict[str, Scalar]], ...]:
-    """Return the states of stage 0's parameters, their steps counted by group.
+    """Return the states of stage 0's parameters with one step count per group.
 
-    DeepSpeed's FusedAdam steps a group at once, and counts on the last parameter of it that has a
-    gradient (``deepspeed/ops/adam/fused_adam.py``): on the others stays what they began with.
+    DeepSpeed's FusedAdam steps a whole group and counts on its last parameter with a gradient
+    (``deepspeed/ops/adam/fused_adam.py``). The counts of the others keep their initial value.
 
     Args:
-        optimizer: whose they are.
-        states: of each parameter, element-wise ones and scalars.
-        groups: of each parameter, the index of its group.
-        trained: of each parameter, whether it requires a gradient: DeepSpeed gives one to all that
-            do.
+        optimizer: Their optimizer.
+        states: Element-wise states and scalars of each parameter.
+        groups: Group index of each parameter.
+        trained: Whether each parameter requires a gradient; DeepSpeed gives one to all that do.
     """
     if type(optimizer).__name__ != "FusedAdam":
         return tuple(states)
@@ -215,17 +204,17 @@ def state_keys(
 
 
 FRESH = (
-    "pass load_optimizer_state=False and load_hyperparameters=False to start with a fresh "
-    "optimizer, as configured here, on the saved weights"
+    "pass load_optimizer_state=False and load_hyperparameters=False to start the configured "
+    "optimizer fresh on the saved weights"
 )
-"""What helps where another optimizer saved."""
+"""The remedy if another optimizer was saved."""
 
 
 def package_of(optimizer: object) -> str:
-    """Return the package of an optimizer's class, or of the nearest known one that it derives from.
+    """Return the package of an optimizer's class or of its nearest known base class.
 
-    So a user's subclass of bitsandbytes' ``AdamW`` is bitsandbytes', and an optimizer that derives
-    from torch's base class alone is of the package that defines it.
+    A user's subclass of bitsandbytes' ``AdamW`` belongs to bitsandbytes. An optimizer derived only
+    from torch's base class belongs to the package that defines it.
     """
     kinds = [kind for kind in type(optimizer).__mro__ if kind is not torch.optim.Optimizer]
     packages = [kind.__module__.partition(".")[0] for kind in kinds]
@@ -237,23 +226,22 @@ def check_same_optimizer(
     inner: Any,
     states: Collection[str],
 ) -> None:
-    """Refuse to give one optimizer's state, or its learning rate and the like, to another.
+    """Refuse to restore one optimizer's state or hyperparameters into another.
 
     Args:
-        saved: class name of the one that saved; empty where it is not known.
-        inner: the live one.
-        states: names of the states that are to be restored.
+        saved: Class name of the saved optimizer; empty if unknown.
+        inner: The live optimizer.
+        states: Names of the states to restore.
 
     Raises:
-        CheckpointMismatchError: the classes differ, and are not both kinds of Adam; or only their
-            names are alike.
+        CheckpointMismatchError: The classes differ and are not both of Adam's family, or only the
+            class names are equal.
     """
     live, package = type(inner).__name__, package_of(inner)
     if hasattr(torch.optim, live) and states and ("state1" in states) != (package == BITSANDBYTES):
         msg = (
-            f"the optimizer's states were saved as {sorted(states)} by an {saved} of another "
-            f"package than {package}.{live}, which this run has: configure the one that saved, or "
-            f"{FRESH}"
+            f"the optimizer states {sorted(states)} were saved by {saved} of another package than "
+            f"this run's {package}.{live}: configure the saved optimizer, or {FRESH}"
         )
         raise CheckpointMismatchError(msg)
     if saved in ("", live) or {saved, live} <= ADAM_FAMILY:
@@ -272,14 +260,14 @@ def place_scalar(
     group: Mapping[str, Any],
     device: torch.device,
 ) -> Scalar:
-    """Return a scalar in the form, and on the device, in which the live optimizer keeps it.
+    """Return a scalar in the form and on the device that the live optimizer uses.
 
     Args:
-        key: name of the state.
-        value: as saved.
-        inner: the live optimizer.
-        group: its parameter group.
-        device: of the flat buffer.
+        key: Name of the state.
+        value: The saved value.
+        inner: The live optimizer.
+        group: Its parameter group.
+        device: Device of the flat buffer.
     """
     if key == "step" and value is not None:
         live = type(inner).__name__
@@ -299,22 +287,22 @@ def place_scalar(
 
 
 def check_states_alike(group: int, keys: Sequence[StateKey], others: Sequence[StateKey]) -> None:
-    """Refuse two flat buffers of one group that do not hold the same states.
+    """Refuse two flat buffers of one group with different states.
 
     Raises:
-        UnsupportedError: they differ, so that the group has no single table of states.
+        UnsupportedError: They differ.
     """
     if keys != others:
         have, first = ([k.name for k in table] for table in (keys, others))
         msg = (
-            f"parameter group {group}: one flat buffer holds the states {have}, another "
-            f"{first}; save after a step that updates all of the group"
+            f"parameter group {group}: one flat buffer has the states {have}, another {first}. "
+            "Save after a step that updates the whole group"
         )
         raise UnsupportedError(msg)
 
 
 WEIGHTS = (0.0, 1.0)
-"""The twin's parameter: what differs between its states depends on the weights."""
+"""Values of the probe's parameter: they differ, to detect states that depend on the weights."""
 
 
 def probe_after_a_step(
@@ -324,12 +312,13 @@ def probe_after_a_step(
 ) -> dict[str, Any]:
     """Return the states of a parameter of two elements after a step with gradients of zero.
 
-    Whatever the optimizer's class raises where another one cannot be made, or steps otherwise.
-
     Args:
-        inner: the live optimizer, which is left as it is.
-        index: of its parameter group.
-        saved: hyperparameters that were saved, some of which (amsgrad) decide what is kept.
+        inner: The live optimizer, which is not changed.
+        index: Index of its parameter group.
+        saved: Saved hyperparameters, some of which (amsgrad) determine the states.
+
+    Raises:
+        Exception: Any error of the optimizer's constructor or step.
     """
     group = inner.param_groups[index]
     settings = {k: unplain(saved[k], v) if k in saved else v for k, v in group.items()}
@@ -338,10 +327,10 @@ def probe_after_a_step(
     device = flats[0].device if flats else "cpu"
     parameter = torch.nn.Parameter(torch.tensor(WEIGHTS, dtype=torch.float32, device=device))
     parameter.grad = torch.zeros_like(parameter)
-    # Some look at what their constructor is told, and not at the group (Adagrad's first sums).
-    asked = inspect.signature(type(inner)).parameters
-    told = {key: value for key, value in inner.defaults.items() if key in asked}
-    twin = type(inner)([{**settings, "params": [parameter]}], **told)
+    # Some use their constructor's arguments instead of the group (Adagrad's initial sums).
+    accepted = inspect.signature(type(inner)).parameters
+    defaults = {key: value for key, value in inner.defaults.items() if key in accepted}
+    twin = type(inner)([{**settings, "params": [parameter]}], **defaults)
     twin.step()
     return dict(twin.state[parameter])
 
@@ -349,13 +338,13 @@ def probe_after_a_step(
 log = logging.getLogger(__name__)
 
 NEWER_KEYS = frozenset({"maximize", "decoupled_weight_decay"})
-"""What releases of torch have added to the hyperparameters of optimizers that were there."""
+"""Hyperparameters that newer releases of torch added to existing optimizers."""
 
 ADAM_KEYS = (
     frozenset({"lr", "weight_decay", "betas", "eps", "amsgrad"}),
     frozenset({"lr", "weight_decay", "betas", "eps", "bias_correction"}),
 )
-"""What every kind of Adam has, torch's and DeepSpeed's."""
+"""Hyperparameters of every optimizer of Adam's family, torch's and DeepSpeed's."""
 
 
 def check_unnamed_state(
@@ -364,17 +353,16 @@ def check_unnamed_state(
     *,
     stepped: bool,
 ) -> None:
-    """Refuse another optimizer's state where the checkpoint does not name the class that saved it.
+    """Refuse another optimizer's state if the checkpoint does not name the optimizer's class.
 
     Args:
-        saved: the checkpoint's parameter groups.
-        inner: the run's optimizer.
-        stepped: whether the saved run may have taken a step; before the first one there is no
+        saved: The checkpoint's parameter groups.
+        inner: The live optimizer.
+        stepped: Whether the saved run may have taken a step. Before the first one, there is no
             state.
 
     Raises:
-        CheckpointMismatchError: names of states are not those of the live one, or a group has no
-            state and would have.
+        CheckpointMismatchError: The names of the states differ, or a group lacks its state.
     """
     name = type(inner).__name__
     others = any(group.state for group in saved)
@@ -395,21 +383,21 @@ def check_configured_state(
     *,
     hyperparameters: bool,
 ) -> str:
-    """Refuse saved state without which the optimizer, as it will be configured, cannot step.
+    """Refuse saved state that the optimizer, as it will be configured, cannot step with.
 
-    Optimizers make their states at a parameter's first step only: one with ``amsgrad=True``
-    fails at the next step on states that were saved without.
+    Optimizers create their states only at a parameter's first step. With ``amsgrad=True``, the next
+    step fails on states that were saved without it.
 
     Args:
-        saved: the checkpoint's parameter groups, in the order of the live ones.
-        inner: the run's optimizer.
-        hyperparameters: whether those that were saved are restored.
+        saved: The checkpoint's parameter groups, in the order of the live ones.
+        inner: The live optimizer.
+        hyperparameters: Whether the saved ones are restored.
 
     Returns:
-        Which restored states the optimizer will not use, as a warning; empty: it uses all.
+        A warning that lists the restored states that the optimizer will not use; empty if none.
 
     Raises:
-        CheckpointMismatchError: states are missing.
+        CheckpointMismatchError: States are missing.
     """
     unused = []
     for index, held in enumerate(saved[: len(inner.param_groups)]):
@@ -417,15 +405,15 @@ def check_configured_state(
         kept = _kept_states(inner, index, held.hyperparameters if hyperparameters else {})
         if not states or kept is None:
             continue
-        # A state that the saved settings ask for too is not missing because of the settings.
+        # A state that the saved settings require too is not missing because of the settings.
         known = not hyperparameters and _own_names(inner.param_groups[index]) <= _own_keys(held)
         expected = _kept_states(inner, index, held.hyperparameters) if known else None
         if lacking := kept - states - (expected or set()):
             msg = (
-                f"parameter group {index} was saved with the optimizer states {sorted(states)}, "
-                f"and {type(inner).__name__} as configured here also needs {sorted(lacking)}"
-                f"{_changed_numbers(held, inner.param_groups[index])}: configure what was saved, "
-                "or pass load_optimizer_state=False to start with a fresh optimizer"
+                f"parameter group {index}: saved optimizer states {sorted(states)}; "
+                f"{type(inner).__name__} as configured here also needs {sorted(lacking)}"
+                f"{_changed_numbers(held, inner.param_groups[index])}. Configure the saved "
+                "optimizer, or pass load_optimizer_state=False to start with a fresh one"
             )
             raise CheckpointMismatchError(msg)
         if beyond := states - kept - {"step"}:
@@ -434,12 +422,12 @@ def check_configured_state(
         return ""
     return (
         f"{type(inner).__name__} as configured here does not use these restored states, which "
-        f"stay as they were saved: {'; '.join(unused)}"
+        f"keep their saved values: {'; '.join(unused)}"
     )
 
 
 def _changed_numbers(held: Group, here: Mapping[str, Any]) -> str:
-    """Return the numbers and flags that differ from those of a saved group, in brackets."""
+    """Return the numbers and flags that differ from a saved group's, in parentheses."""
     changes = [
         f"{key} was {value!r} and is {here[key]!r}"
         for key, value in held.hyperparameters.items()
@@ -456,7 +444,7 @@ def check_unnamed_hyperparameters(
     """Refuse another optimizer's hyperparameters; see ``check_unnamed_state``.
 
     Raises:
-        CheckpointMismatchError: their names are not those of the live one's.
+        CheckpointMismatchError: The names differ.
     """
     name = type(inner).__name__
     for index, (held, here) in enumerate(zip(saved, live, strict=False)):
@@ -466,19 +454,19 @@ def check_unnamed_hyperparameters(
 
 
 def _alike(held: Group, theirs: set[str], ours: set[str], name: str) -> bool:
-    """Whether hyperparameters are those of one kind of optimizer."""
+    """Whether hyperparameters belong to one kind of optimizer."""
     if name not in ADAM_FAMILY:
         return theirs ^ ours <= NEWER_KEYS
-    # What else is a number, and not the run's own, is of an algorithm that builds on Adam's.
+    # Any other number belongs to an algorithm that extends Adam.
     strange = theirs - ours - NEWER_KEYS - frozenset().union(*ADAM_KEYS)
-    # DeepSpeed's FusedAdam once counted its steps there.
+    # DeepSpeed's FusedAdam counted its steps here in older releases.
     strange -= {"step"}
     numbers = [key for key in strange if isinstance(held.hyperparameters[key], (int, float))]
     return any(keys <= theirs for keys in ADAM_KEYS) and not numbers
 
 
 def _own_keys(group: Group) -> set[str]:
-    """Return the hyperparameters that say what an optimizer computes."""
+    """Return the hyperparameters that affect the result of a step."""
     return _own_names(group.hyperparameters)
 
 
@@ -488,8 +476,8 @@ def _own_names(hyperparameters: Iterable[str]) -> set[str]:
 
 def _refuse(index: int, saved: str, live: str) -> None:
     msg = (
-        f"the optimizer that saved parameter group {index} {saved}, this run's {live}: configure "
-        f"the optimizer that was saved, or {FRESH}"
+        f"the saved optimizer {saved} in parameter group {index}, this run's {live}: configure the "
+        f"saved optimizer, or {FRESH}"
     )
     raise CheckpointMismatchError(msg)
 
@@ -498,16 +486,16 @@ def _refuse_stateless(index: int, held: Group, live: str) -> None:
     first = ", ".join(held.names[:3])
     more = f" and {len(held.names) - 3} more" if len(held.names) > 3 else ""  # noqa: PLR2004
     msg = (
-        f"it holds no optimizer state for parameter group {index} ({first}{more}), and {live} "
-        "keeps some: a stock checkpoint of partial offload (offload_optimizer's ratio) lacks what "
-        "was on the GPU, and a group that was never trained has none. Pass "
-        "load_optimizer_state=False to go on from the saved weights with a fresh optimizer"
+        f"no optimizer state for parameter group {index} ({first}{more}), but {live} keeps some. A "
+        "stock checkpoint of partial offload (offload_optimizer's ratio) lacks the state on the "
+        "GPU, and a group that was never trained has none. Pass load_optimizer_state=False to "
+        "start a fresh optimizer on the saved weights"
     )
     raise CheckpointMismatchError(msg)
 
 
 def _kept_states(inner: Any, index: int, saved: Mapping[str, Plain]) -> set[str] | None:
-    """Return the names of the states that an optimizer keeps; None where they cannot be told.
+    """Return the names of the states that an optimizer keeps; None if unknown.
 
     Muon's own step keeps none: DeepSpeed adds the momentum before it.
     """
@@ -516,12 +504,12 @@ def _kept_states(inner: Any, index: int, saved: Mapping[str, Plain]) -> set[str]
     try:
         return set(probe_after_a_step(inner, index, saved))
     except Exception as error:  # noqa: BLE001 (any optimizer, anybody's)
-        log.debug("cannot tell which states %s keeps: %r", type(inner).__name__, error)
+        log.debug("cannot determine the states of %s: %r", type(inner).__name__, error)
         return None
 
 
 DECOUPLED_KEY = "decoupled_weight_decay"
-"""Where newer releases of torch keep which kind it is; DeepSpeed's optimizers have an attribute."""
+"""Where newer releases of torch store the kind. DeepSpeed's optimizers have an attribute."""
 
 BY_CLASS = {"AdamW": True, "Adam": False}
 
@@ -529,11 +517,11 @@ NAMED = {True: "decoupled (AdamW's)", False: "in the gradient (Adam's)"}
 
 
 def weight_decay_change(source: Manifest, inner: Any) -> str:
-    """Return in sentences how weight decay is of another kind; empty where it is not.
+    """Return a warning if the kind of weight decay changes, else "".
 
     Args:
-        source: the checkpoint, whose hyperparameters are restored.
-        inner: the live optimizer, which one of Adam's kind saved.
+        source: The checkpoint, whose hyperparameters are restored.
+        inner: The live optimizer. One of Adam's family was saved.
     """
     name = type(inner).__name__
     if name not in ADAM_FAMILY:
@@ -549,20 +537,20 @@ def weight_decay_change(source: Manifest, inner: Any) -> str:
         saved, here = NAMED[bool(was)], NAMED[bool(now)]
         if DECOUPLED_KEY in held.hyperparameters and DECOUPLED_KEY in group:
             return (
-                f"Weight decay of parameter group {index} goes on as it was saved, {saved}; {name} "
-                f"is configured here with one that is {here}. load_hyperparameters=False takes "
-                "what is configured."
+                f"Weight decay of parameter group {index} stays {saved}, as in the checkpoint; "
+                f"{name} is configured with {here} weight decay. Pass load_hyperparameters=False "
+                "to use the configured one."
             )
         return (
-            f"Weight decay of parameter group {index} was {saved} when it was saved, and {name} "
-            f"has one that is {here}: steps are other ones from now on. Configure the optimizer "
-            "that was saved to go on as before."
+            f"Weight decay of parameter group {index} was {saved} in the checkpoint and is {here} "
+            f"with {name}, so steps will differ. Configure the saved optimizer to continue as "
+            "before."
         )
     return ""
 
 
 BACKUP_KEY = "backup_optimizer"
-"""Where a group's hyperparameters are saved that only the second optimizer has."""
+"""Key of a group's saved hyperparameters that differ in the second optimizer."""
 
 
 def is_stepped_on_device(optimizer: Any, sub_group: int | None) -> bool:
@@ -573,15 +561,15 @@ def is_stepped_on_device(optimizer: Any, sub_group: int | None) -> bool:
 
 
 def stepping_optimizer(optimizer: Any, sub_group: int | None) -> Any:
-    """Return which of a wrapper's optimizers steps a flat buffer, and keeps its states."""
+    """Return the wrapper's optimizer that steps a flat buffer and keeps its states."""
     on_device = is_stepped_on_device(optimizer, sub_group)
     return optimizer.backup_optimizer if on_device else inner_optimizer(optimizer)
 
 
 def backup_hyperparameters(optimizer: Any, group: int) -> dict[str, Any]:
-    """Return what of a group's hyperparameters is another for the second optimizer.
+    """Return a group's hyperparameters that differ in the second optimizer.
 
-    DeepSpeed gives it a dict of its own for the first group, which no scheduler changes.
+    DeepSpeed gives it a separate dict for the first group, which no scheduler changes.
     """
     main, other = _groups(optimizer, group)
     shared = sorted(main.keys() & other.keys() - EXECUTION_KEYS - MEMBER_KEYS)
@@ -597,11 +585,11 @@ def restore_backup_hyperparameters(
 
     Args:
         optimizer: DeepSpeed's wrapper.
-        saved: the hyperparameters of each group; None: the live ones stay.
+        saved: The hyperparameters of each group; None keeps the live ones.
     """
     for group, held in enumerate(saved or ()):
         main, other = _groups(optimizer, group)
-        if other is main:  # No second optimizer steps here, or with the same dict.
+        if other is main:  # No second optimizer here, or it shares the dict.
             continue
         shared = main.keys() & other.keys() - EXECUTION_KEYS - MEMBER_KEYS
         other.update({key: main[key] for key in shared})
@@ -609,7 +597,7 @@ def restore_backup_hyperparameters(
 
 
 def _groups(optimizer: Any, group: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a parameter group of both optimizers: the same dict but for the first one."""
+    """Return a group's dict of both optimizers. Only for the first group are they different."""
     main: dict[str, Any] = inner_optimizer(optimizer).param_groups[group]
     if not hasattr(optimizer, "backup_optimizer"):
         return main, main
@@ -625,13 +613,13 @@ def describe_groups(
     """Describe the parameter groups of an optimizer.
 
     Args:
-        optimizer: DeepSpeed's wrapper, or what it left as it was.
-        wrapper: its class name.
-        names: of the parameters.
-        states: of each flat buffer, its group and the states in it; those of a group are alike.
+        optimizer: DeepSpeed's wrapper, or an unwrapped optimizer.
+        wrapper: The wrapper's class name.
+        names: Names of the parameters.
+        states: The group and the states of each flat buffer.
 
     Raises:
-        UnsupportedError: those of a group are not, or a hyperparameter has no rule.
+        UnsupportedError: The states within a group differ, or a hyperparameter is not plain data.
     """
     tables: dict[int, tuple[StateKey, ...]] = {}
     for index, held in states:

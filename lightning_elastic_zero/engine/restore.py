@@ -1,9 +1,4 @@
-"""Putting received state into a live optimizer: masters, states, groups, counters.
-
-The states of a parameter that has none yet, in a flat buffer whose others are restored.
-
-Commit of the optimizer's received state: every flat buffer, and all that goes with it.
-"""
+"""Commit of received state to a live optimizer: masters, states, groups and counters."""
 
 from __future__ import annotations
 
@@ -54,15 +49,15 @@ def initial_values(
     index: int,
     held: Group,
 ) -> dict[str, float]:
-    """Return what each element-wise state is in a parameter whose gradients were zero so far.
+    """Return each element-wise state's value for a parameter whose gradients were all zero.
 
     Args:
-        inner: the live optimizer.
-        index: of its parameter group.
-        held: the saved group that it goes on with.
+        inner: The live optimizer.
+        index: Index of its parameter group.
+        held: The saved group that provides its state.
 
     Raises:
-        CheckpointMismatchError: it depends on the weights, or cannot be found out.
+        CheckpointMismatchError: It depends on the weights, or cannot be determined.
     """
     name = type(inner).__name__
     # Weights that are not zero would decay.
@@ -70,7 +65,7 @@ def initial_values(
     try:
         states = probe_after_a_step(inner, index, settings)
     except Exception as error:
-        why = f"cannot be found out by a step of another {name} ({error!r})"
+        why = f"a trial step of another {name} failed ({error!r})"
         raise CheckpointMismatchError(_refusal(name, index, why)) from error
     found: dict[str, float] = {}
     for key in held.state:
@@ -78,10 +73,10 @@ def initial_values(
             continue
         state = states.get(key.name)
         if not isinstance(state, torch.Tensor) or state.ndim != 1:
-            why = f"is not known: {name} does not keep {key.name!r} from its first step on"
+            why = f"{name} does not keep {key.name!r} from its first step on"
             raise CheckpointMismatchError(_refusal(name, index, why))
         if not torch.equal(state[:1], state[1:]):
-            why = f"is not one value: {key.name!r} begins with the weights"
+            why = f"{key.name!r} starts with a value that depends on the weights"
             raise CheckpointMismatchError(_refusal(name, index, why))
         found[key.name] = float(state[0])
     return found
@@ -89,8 +84,8 @@ def initial_values(
 
 def _refusal(name: str, index: int, why: str) -> str:
     return (
-        f"parameter group {index} has parameters without a saved state beside others with one, and "
-        f"what {name} begins with {why}; {OWN_GROUP}"
+        f"parameter group {index} mixes parameters with and without saved state, and the initial "
+        f"state of {name} cannot be determined: {why}; {OWN_GROUP}"
     )
 
 
@@ -99,17 +94,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FlatTarget:
-    """Where the masters and the states of one flat buffer are received."""
+    """Where the masters and states of one flat buffer are received."""
 
     buffer: LiveFlatBuffer
     fragments: tuple[Fragment, ...]
-    """What this rank holds in it."""
+    """The buffer's fragments on this rank."""
     master: torch.Tensor
     """The live masters, or a tensor of their shape on the host."""
     in_place: bool
-    """Whether it is the live ones."""
+    """Whether ``master`` is the live tensor."""
     states: Mapping[str, torch.Tensor]
-    """Element-wise optimizer states, beside the live ones."""
+    """Element-wise optimizer states, separate from the live ones."""
 
 
 def flat_target(
@@ -121,14 +116,14 @@ def flat_target(
 ) -> FlatTarget:
     """Choose where a flat buffer's masters are received.
 
-    In place, where the low-precision weights can rebuild what is overwritten: that is so in a
-    fresh engine, and in one that trains in fp32. It saves one more copy of the masters.
+    They are received in place if the low-precision weights can rebuild them, as in a fresh engine
+    or one that trains in fp32. This saves a copy of the masters.
 
     Args:
-        buffer: the live one.
-        fragments: what this rank holds in it.
-        states: where its states are received.
-        whole: whether all of it is received; else what is not stays as it is.
+        buffer: The live buffer.
+        fragments: Its fragments on this rank.
+        states: Where its states are received.
+        whole: Whether all of it is received; if not, the rest keeps its values.
     """
     live, low = buffer.values, buffer.low.data
     if not (buffer.swapped or buffer.low is buffer.master) and all(
@@ -156,22 +151,21 @@ def allocate_states(
     source: Manifest,
     momentum_dtype: torch.dtype | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Allocate the element-wise states of one flat buffer, zeroed: padding stays zero.
+    """Allocate the zeroed element-wise states of one flat buffer.
 
-    Parameters that the saved group does not name get what a fresh one has, as far as the optimizer
-    does not begin with zeros.
+    Parameters that the saved group does not name get the initial values of a fresh state.
 
-    On the host, where a live state will take the values in its own memory: the device never holds
-    it twice. Otherwise on the device, so that one that is full is found out before ``commit``. In
-    files, where the live ones are.
+    The states are on the host if the live ones can take the values in their own memory, so that the
+    device never holds them twice. Otherwise they are on the device, so that a full device is
+    detected before ``commit``. Swapped states are received in files.
 
     Args:
-        inner: the optimizer that steps the buffer.
-        buffer: the live one.
-        fragments: what this rank holds in it.
-        source: the checkpoint, its groups in the order of the live ones.
-        momentum_dtype: of Muon's momentum (``muon.momentum_dtype``): received in it, a number that
-            is too large for it is refused while nothing has changed.
+        inner: The optimizer that steps the buffer.
+        buffer: The live buffer.
+        fragments: Its fragments on this rank.
+        source: The checkpoint, its groups in the order of the live ones.
+        momentum_dtype: Type of Muon's momentum (``muon.momentum_dtype``). Values that overflow in
+            it are refused before anything changes.
     """
     master, live = buffer.values, inner.state.get(buffer.key, {})
     targets: dict[str, torch.Tensor] = {}
@@ -209,8 +203,8 @@ def _state_dtype(
 ) -> torch.dtype:
     """Return the type in which the live optimizer keeps an element-wise state.
 
-    DeepSpeed's for the host say it; other kinds of Adam follow the masters, whatever saved the
-    state. Of what else there is, one that was saved in the masters' type follows the live ones.
+    DeepSpeed's CPU optimizers have an option for it. Others of Adam's family use the masters' type.
+    For any other optimizer, a state that was saved in the masters' type uses the live masters'.
     """
     keeps_fp32 = getattr(inner, "fp32_optimizer_states", None)
     if keeps_fp32:
@@ -223,7 +217,7 @@ def _state_dtype(
 
 
 def _has_place(live: object, stepped: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a live state can take values of a type for each element that is stepped."""
+    """Whether a live state can take the values of a type in place."""
     return (
         isinstance(live, torch.Tensor)
         and not live.is_inference()
@@ -234,12 +228,12 @@ def _has_place(live: object, stepped: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def commit_masters(target: FlatTarget, *, keep_fp32: bool) -> None:
-    """Commit masters; padding, which is uninitialised memory in a live engine, is zeroed.
+    """Commit masters and zero the padding, which is uninitialised memory in a live engine.
 
     Args:
-        target: where they were received.
-        keep_fp32: False is DeepSpeed's ``load_from_fp32_weights: false``: masters without what
-            rounding to the low-precision weights takes away.
+        target: Where they were received.
+        keep_fp32: False (DeepSpeed's ``load_from_fp32_weights: false``) rounds the masters to the
+            type of the low-precision weights.
     """
     master = target.buffer.master.data
     if not target.in_place:
@@ -255,16 +249,16 @@ def commit_masters(target: FlatTarget, *, keep_fp32: bool) -> None:
 
 
 def _round(master: torch.Tensor, dtype: torch.dtype) -> None:
-    """Round masters to a narrower type, a bounded part at a time: the device may be full."""
+    """Round masters to a narrower type in bounded parts, as the device may be full."""
     for start, stop in spans(0, master.numel(), COMPARE_ELEMENTS):
         master[start:stop] = master[start:stop].to(dtype)
 
 
 def commit_state(inner: Any, target: FlatTarget, scalars: Mapping[str, Scalar]) -> None:
-    """Commit a flat buffer's states; without any the optimizer starts fresh on it.
+    """Commit a flat buffer's states; without any, reset them.
 
-    Nothing is allocated now, which could fail half-way: live states of the same type take what was
-    received (``_take``). Scalars are new: each buffer needs its own.
+    Nothing is allocated here, as that could fail halfway: live states of the same type take the
+    received values (``_take``). Scalars are new, since each buffer needs its own.
     """
     stepped = target.buffer.key
     if not target.states and not scalars:
@@ -279,10 +273,10 @@ def commit_state(inner: Any, target: FlatTarget, scalars: Mapping[str, Scalar]) 
 
 
 def _take(live: object, value: torch.Tensor, stepped: torch.Tensor) -> torch.Tensor:
-    """Place received values in the live state if they fit; else return them instead of it.
+    """Move received values into the live state if they fit; otherwise return them as its state.
 
-    It stays the tensor that it is, for whoever holds it. On the host the memory in which the values
-    were received becomes its own, and they are not copied once more.
+    The live tensor stays the same object. On the host it takes over the received memory without a
+    copy.
     """
     if isinstance(live, torch.Tensor) and _has_place(live, stepped, value.dtype):
         if not _can_have_other_memory(live):
@@ -296,11 +290,10 @@ def _take(live: object, value: torch.Tensor, stepped: torch.Tensor) -> torch.Ten
 
 
 def _can_have_other_memory(live: torch.Tensor) -> bool:
-    """Whether nobody needs the memory that a live state has now.
+    """Whether nothing else depends on the memory of a live state.
 
-    Such are a device that reads or writes it (it is the device's, or pinned), another process, and
-    a larger tensor of which it is a view. DeepSpeed's links, which are views of the state, are made
-    anew (``refresh_low_precision``).
+    Examples are a device (pinned memory), another process, and a larger tensor that it is a view
+    of. DeepSpeed's links, views of the state, are rebuilt (``refresh_low_precision``).
     """
     from deepspeed.accelerator import get_accelerator  # noqa: PLC0415 (takes seconds to import)
 
@@ -316,8 +309,7 @@ def _can_have_other_memory(live: torch.Tensor) -> bool:
 def _reset_state(inner: Any, flat: torch.Tensor) -> None:
     """Drop a flat buffer's states, so that the optimizer starts fresh on it.
 
-    Optimizers that make their state when they are constructed (torch's Adagrad) cannot make it
-    again: theirs is set back to its start in place.
+    torch's Adagrad creates its state only in the constructor, so it is reset in place.
     """
     state = inner.state.get(flat)
     if state and type(inner).__name__ == "Adagrad":
@@ -328,15 +320,15 @@ def _reset_state(inner: Any, flat: torch.Tensor) -> None:
 
 
 def commit_shared_state(inner: Any, values: RestoreValues, flats: Sequence[FlatTarget]) -> None:
-    """Restore what the optimizer keeps under keys that are not parameters, as it was saved.
+    """Restore the optimizer's state under keys that are not parameters.
 
-    Tensors go to the device of the masters: where each was is not saved.
+    Tensors go to the device of the masters, since their original device is not saved.
     """
     live = [key for key in inner.state if not isinstance(key, torch.Tensor)]
     if values.optimizer_state is None:
         if live:
             log.warning(
-                "%s keeps state under the keys %s, which is not restored: it stays as it is",
+                "%s: state under the keys %s is not restored and keeps its live values",
                 type(inner).__name__,
                 live,
             )
@@ -358,9 +350,9 @@ def _on_device(value: Any, device: torch.device) -> Any:
 
 
 def commit_groups(inner: Any, values: RestoreValues) -> None:
-    """Restore the groups' hyperparameters in place: schedulers hold on to the dicts.
+    """Restore the groups' hyperparameters in place, since schedulers refer to the dicts.
 
-    Where another class of optimizer saved them, what only it has is left out.
+    If the saved optimizer has another class, its specific hyperparameters are ignored.
     """
     if values.hyperparameters is None:
         return
@@ -373,51 +365,49 @@ def commit_groups(inner: Any, values: RestoreValues) -> None:
 
 
 _START_NEW_SCHEDULER = (
-    "configure the scheduler that was saved, or pass load_hyperparameters=False to start a new one"
+    "configure the saved scheduler, or pass load_hyperparameters=False to start a new one"
 )
 
 
 def check_scheduler(live: Any, saved: Mapping[str, Any]) -> None:
-    """Refuse the state of another kind of scheduler, which would fail when all else is restored.
+    """Refuse the state of another kind of scheduler before anything is restored.
 
     Args:
-        live: the scheduler that the engine steps; None where it steps none.
-        saved: the state of the one that was saved.
+        live: The scheduler that the engine steps, or None.
+        saved: The saved scheduler's state.
 
     Raises:
-        CheckpointMismatchError: it lacks what the live one keeps.
+        CheckpointMismatchError: It lacks entries of the live one.
     """
     if live is None:
         return
     state = live.state_dict()
     kept = state.keys()
-    # What begins with "_" and `verbose` come and go with releases of torch; nested states do not.
+    # Names with "_" and `verbose` depend on torch's release; nested schedulers do not.
     public = {key for key in kept if not key.startswith("_")} - {"verbose"}
     lacking = public - saved.keys() | (kept ^ saved.keys()) & {"_schedulers"}
     chained, saved_chained = (held.get("_schedulers", []) for held in (state, saved))
     if not lacking and len(chained) != len(saved_chained):
         msg = (
-            f"the learning-rate scheduler that was saved was a chain of {len(saved_chained)} "
-            f"schedulers; {type(live).__name__}, which this run has, is one of {len(chained)}: "
-            f"{_START_NEW_SCHEDULER}"
+            f"the saved learning-rate scheduler chains {len(saved_chained)} schedulers, this run's "
+            f"{type(live).__name__} chains {len(chained)}: {_START_NEW_SCHEDULER}"
         )
         raise CheckpointMismatchError(msg)
     if lacking:
         msg = (
-            f"the learning-rate scheduler that was saved kept {sorted(saved)}; "
-            f"{type(live).__name__}, which this run has, keeps {sorted(kept)}: "
-            f"{_START_NEW_SCHEDULER}"
+            f"the saved learning-rate scheduler keeps {sorted(saved)}, this run's "
+            f"{type(live).__name__} keeps {sorted(kept)}: {_START_NEW_SCHEDULER}"
         )
         raise CheckpointMismatchError(msg)
 
 
 def commit_counters(engine: Any, values: RestoreValues) -> None:
-    """Restore what DeepSpeed counts, its loss scaler, and the scheduler that it steps itself."""
+    """Restore DeepSpeed's counters, its loss scaler, and the scheduler that it steps."""
     progress = values.progress
     engine.global_steps = progress.global_steps
     engine.global_samples = progress.global_samples
     engine.skipped_steps = progress.skipped_steps
-    # Whole accumulation windows only: gradients inside a window are in no checkpoint.
+    # Whole accumulation windows only: gradients inside a window are not saved.
     windows = progress.micro_steps // max(progress.gradient_accumulation_steps, 1)
     engine.micro_steps = windows * engine.gradient_accumulation_steps()
     restore_loss_scaler(engine, values.loss_scaler, settings=values.hyperparameters is not None)
@@ -434,17 +424,17 @@ def commit_optimizer(
     flats: Sequence[FlatTarget],
     values: RestoreValues,
 ) -> None:
-    """Commit masters, states, groups and counters: collective, once all ranks agree.
+    """Commit masters, states, groups and counters. Collective; call after all ranks agreed.
 
     Args:
-        engine: a live one, its parameters partitioned (ZeRO-3).
-        wrapper: class name of its optimizer wrapper.
-        flats: each flat buffer, with what was received for it.
-        values: what comes beside it.
+        engine: A live engine, its parameters partitioned (ZeRO-3).
+        wrapper: Class name of its optimizer wrapper.
+        flats: Each flat buffer with its received values.
+        values: All other received values.
     """
     optimizer = engine.optimizer
     keep_fp32 = bool(engine.zero_load_from_fp32_weights())
-    # Where a group begins without, DeepSpeed links parameters to states at the next step.
+    # If a group starts without state, DeepSpeed links parameters to states at the next step.
     has_state = all(f.states or s for f, s in zip(flats, values.scalars, strict=True))
     forget_swapped_states(optimizer)
     try:
@@ -456,7 +446,7 @@ def commit_optimizer(
         commit_shared_state(inner_optimizer(optimizer), values, flats)
         commit_groups(inner_optimizer(optimizer), values)
         restore_backup_hyperparameters(optimizer, values.hyperparameters)
-    finally:  # Other ranks wait in here for one that has failed.
+    finally:  # Collective: other ranks wait here even if this one failed.
         refresh_low_precision(optimizer, wrapper, has_state=has_state)
     commit_counters(engine, values)
     if any(MOMENTUM_KEY in flat.states for flat in flats):

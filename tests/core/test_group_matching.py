@@ -169,8 +169,8 @@ class AsksForMore(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("kind", "options", "says"),
     [
-        (KeepsWeights, {"lr": 0.1}, "'z' begins with the weights"),
-        (AsksForMore, {"mine": "?"}, "cannot be found out by a step of another AsksForMore"),
+        (KeepsWeights, {"lr": 0.1}, "'z' starts with a value that depends on the weights"),
+        (AsksForMore, {"mine": "?"}, "a trial step of another AsksForMore failed"),
     ],
 )
 def test_what_cannot_be_fresh_beside_others_is_refused(
