@@ -1,23 +1,19 @@
-"""The flat buffers of each of DeepSpeed's optimizer wrappers (``releases``: since when).
+"""The flat buffers of each of DeepSpeed's optimizer wrappers.
 
-In stage 0 there are none, or they are not partitioned: views of the weights stand for them.
+In stage 0 there are none, or they are not partitioned; views of the weights take their place.
 
-DeepSpeed's own mapping from parameters to fragments is never read: it is wrong with
-``round_robin_gradients``, and empty in several states. ``fragment_addresses`` computes what lies
-where.
+DeepSpeed's mapping from parameters to fragments is never read: it is wrong with
+``round_robin_gradients`` and empty in several states. ``addresses`` computes the offsets.
 
-ZeRO-3's sub-groups whose masters and optimizer states lie in files (offload to NVMe).
+Offload to NVMe: between steps, DeepSpeed's tensors of a swapped sub-group are empty, and each has a
+file. A save reads these files through a private mapping, which changes only with the optimizer's
+step, like a live tensor. A load receives values in unnamed files in the same folder and moves them
+through DeepSpeed's swapper, one sub-group at a time. Neither needs memory for the state, because
+the kernel can reclaim pages of files.
 
-Between steps DeepSpeed's tensors of such a sub-group are empty, and each has a file. What is saved
-is read from these files, mapped into memory: like a live tensor, such a mapping changes with the
-optimizer's step, and with nothing else. What is loaded is received in files without a name beside
-them, and goes through DeepSpeed's swapper one sub-group at a time. So a save or a load needs no
-memory for the state: pages of files are the kernel's to give back.
-
-States that ``engine.offload_states`` has put on the host until ``engine.reload_states``.
-
-Masters and optimizer states keep their tensors, on the host. DeepSpeed drops its views of the
-low-precision weights, and makes them anew when it reloads: they are found in the buffers meanwhile.
+``engine.offload_states()``: masters and optimizer states keep their tensors, on the host. DeepSpeed
+drops its views of the low-precision weights until ``reload_states()``; meanwhile they are read from
+its buffers.
 """
 
 from __future__ import annotations
@@ -50,33 +46,33 @@ from lightning_elastic_zero.errors import UnsupportedError
 
 @dataclass(frozen=True, slots=True)
 class SwappedSubGroup:
-    """A sub-group that is in files, and where its tensors are."""
+    """A sub-group in files."""
 
     optimizer: Any
     """ZeRO-3's wrapper."""
     index: int
-    """Which sub-group."""
+    """Index of the sub-group."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of all that is in files."""
+        """The type of all tensors in files."""
         dtype: torch.dtype = self.optimizer.optimizer_swapper.dtype
         return dtype
 
     @property
     def numel(self) -> int:
-        """How many elements each file holds, without the padding behind them."""
+        """Elements of each file, without the padding after them."""
         return int(self.optimizer.fp16_partitioned_groups_flat_numel[self.index])
 
     def masters(self) -> torch.Tensor:
-        """Return the master weights, mapped from their file, to be read only."""
+        """Return the master weights, mapped read-only from their file."""
         return self._mapped(self._files()[0])
 
     def states(self, held: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the optimizer's states, those in files mapped, to be read only.
+        """Return the optimizer's states; those in files are mapped read-only.
 
         Args:
-            held: what the wrapped optimizer has, which is an empty tensor for each in a file.
+            held: State of the wrapped optimizer, with an empty tensor for each file.
         """
         files = {id(file.compute_tensor): file for file in self._files()}
         return {
@@ -85,10 +81,10 @@ class SwappedSubGroup:
         }
 
     def empty(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return zeros in a file without a name, beside the others, that ends with the tensor.
+        """Return zeros in an unnamed file in the same folder; the tensor owns the file.
 
         Raises:
-            OSError: there is no room for it: found out now, and not when it is filled.
+            OSError: The disk is full. Space is reserved here, not when the file is filled.
         """
         size_bytes = self.numel * dtype.itemsize
         with tempfile.TemporaryFile(dir=self.optimizer.optimizer_swapper.swap_folder) as file:
@@ -97,38 +93,38 @@ class SwappedSubGroup:
         return torch.frombuffer(memory, dtype=dtype)
 
     def _files(self) -> list[Any]:
-        """Return what DeepSpeed knows of the files: the masters', then the states'."""
+        """Return DeepSpeed's records of the files: the masters', then the states'."""
         flat = self.optimizer.fp32_partitioned_groups_flat[self.index]
         tensors: list[Any] = self.optimizer.optimizer_swapper.swap_params_info[flat.ds_id].tensors
         return tensors
 
     def _mapped(self, file: Any) -> torch.Tensor:
-        """Map what DeepSpeed has written into a file.
+        """Map a file that DeepSpeed has written.
 
         Raises:
-            UnsupportedError: the file is gone, or shorter than what was written.
+            UnsupportedError: The file is missing or too short.
         """
         path = Path(file.swap_path)
         found = path.stat().st_size if path.exists() else 0
         if found < (wanted := self.numel * self.dtype.itemsize):
             msg = (
-                f"{path} holds {found} of the {wanted} bytes that DeepSpeed has swapped out to it: "
-                "it was removed or cut while this run was using it. Give each run a folder of its "
-                "own as offload_optimizer.nvme_path, and load the last checkpoint"
+                f"{path}: {found} bytes, expected {wanted}. The file was removed or truncated "
+                "while this run was using it. Give each run its own folder as "
+                "offload_optimizer.nvme_path, and load the last checkpoint"
             )
             raise UnsupportedError(msg)
         return torch.from_file(str(path), shared=False, size=self.numel, dtype=self.dtype)
 
 
 def swapped_sub_group(optimizer: Any, index: int) -> SwappedSubGroup | None:
-    """Return a sub-group that is in files; None for one in memory, as small ones always are."""
+    """Return a sub-group in files; None for one in memory, such as a small one."""
     if not getattr(optimizer, "swap_optimizer", False):
         return None
     return SwappedSubGroup(optimizer, index) if is_swapped(optimizer, index) else None
 
 
 def forget_swapped_states(optimizer: Any) -> None:
-    """Discard the states in files, and gradients on their way there, before others are written."""
+    """Discard the states in files, and gradients being written there, before a restore."""
     if not getattr(optimizer, "swap_optimizer", False):
         return
     swapper = optimizer.optimizer_swapper
@@ -142,9 +138,9 @@ def forget_swapped_states(optimizer: Any) -> None:
 
 @contextmanager
 def swapped_in(sub_group: SwappedSubGroup | None) -> Iterator[None]:
-    """Read a sub-group into memory, and write it back, low-precision weights too; None: do nothing.
+    """Read a sub-group into memory and write it back with its low-precision weights.
 
-    The states that it has then must be new to the swapper (``forget_swapped_states``).
+    None does nothing. Its states must be new to the swapper (``forget_swapped_states``).
     """
     if sub_group is None:
         yield
@@ -157,22 +153,22 @@ def swapped_in(sub_group: SwappedSubGroup | None) -> Iterator[None]:
 
 
 def refuse_offloaded(optimizer: Any) -> None:
-    """Refuse to load while states are on the host.
+    """Refuse to load while states are offloaded.
 
     Raises:
-        UnsupportedError: some are.
+        UnsupportedError: States are on the host.
     """
     if found := getattr(optimizer, "offloaded_states", None):
         names = ", ".join(sorted(state.value for state in found))
         msg = (
-            f"engine.offload_states() has put {names} on the host, and a load writes to the "
-            "device: call engine.reload_states() before it. Saving needs no reload"
+            f"engine.offload_states() has moved {names} to the host: call engine.reload_states() "
+            "before a load. A save does not need it"
         )
         raise UnsupportedError(msg)
 
 
 def weights_are_offloaded(optimizer: Any) -> bool:
-    """Whether the low-precision weights are on the host, where they are no views of a buffer."""
+    """Whether the low-precision weights are offloaded and thus not views of a buffer."""
     found = getattr(optimizer, "offloaded_states", None) or ()
     return any(state.value == "lp_params" for state in found)
 
@@ -185,9 +181,9 @@ def weight_partitions(
     """Return the low-precision weights of all ranks of a ZeRO-1/2 group, offloaded or not.
 
     Args:
-        optimizer: its wrapper.
-        group: which one.
-        partitions: where DeepSpeed keeps them; empty while they are offloaded.
+        optimizer: DeepSpeed's wrapper.
+        group: Index of the group.
+        partitions: DeepSpeed's views of the partitions; empty while they are offloaded.
     """
     if partitions or not weights_are_offloaded(optimizer):
         return tuple(partitions)
@@ -204,44 +200,44 @@ def weight_sub_groups(optimizer: Any) -> list[torch.Tensor]:
 
 
 def without_copies(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return an optimizer's states without the host's copies of them."""
+    """Return an optimizer's states without the host copies of them."""
     suffix = OFFLOADED_COPY_SUFFIX
     copies = {key for key in state if key.removesuffix(suffix) in state and key.endswith(suffix)}
     return {key: value for key, value in state.items() if key not in copies} if copies else state
 
 
 PLAIN = "torch.optim.Optimizer"
-"""What stands for the wrapper's class name where the optimizer is not wrapped."""
+"""Stands for the wrapper's class name if the optimizer is not wrapped."""
 
 REPLICATED = (PLAIN, "FP16_Optimizer", "FP16_UnfusedOptimizer")
 """Stage 0: every rank has all masters and states."""
 
 GATHER_ELEMENTS = 1 << 21
-"""Elements that are gathered at once from all ranks together: bounds the memory of a refresh."""
+"""Elements gathered at once from all ranks together: bounds the memory of a refresh."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveFlatBuffer:
-    """One flat buffer of a live engine, as this rank has it."""
+    """One flat buffer of a live engine on this rank."""
 
     group: int
     """Index of its optimizer parameter group."""
     parameters: tuple[torch.nn.Parameter, ...]
-    """In flat order."""
+    """In the order of the flat buffer."""
     paddings: tuple[int, ...]
-    """Elements of padding after each parameter (``parameter_alignment``); empty without."""
+    """Elements of padding after each parameter (``parameter_alignment``); empty if none."""
     master: torch.Tensor
-    """This rank's master weights, 1-D; the key of the optimizer's state. Empty where swapped."""
+    """This rank's master weights, 1-D; key of the optimizer's state. Empty if swapped."""
     low: torch.Tensor
     """This rank's low-precision weights, of the same shape."""
     partitions: tuple[torch.Tensor, ...] = ()
     """ZeRO-1/2: the low-precision weights of all ranks."""
     stepped: torch.Tensor | None = None
-    """Stage 0: what the optimizer steps, in its shape; None: the masters as they are here."""
+    """Stage 0: the tensor that the optimizer steps, in its shape; None if it is ``master``."""
     sub_group: int | None = None
-    """ZeRO-3: which sub-group it is."""
+    """ZeRO-3: index of the sub-group."""
     swapped: SwappedSubGroup | None = None
-    """ZeRO-3: where masters and states are in files."""
+    """ZeRO-3: masters and states in files."""
 
     @property
     def key(self) -> torch.Tensor:
@@ -250,16 +246,16 @@ class LiveFlatBuffer:
 
     @property
     def values(self) -> torch.Tensor:
-        """The master weights, wherever they are; those in files are to be read only."""
+        """The master weights; those in files are read-only."""
         return self.swapped.masters() if self.swapped else self.master.data
 
     @property
     def shaped(self) -> torch.Tensor:
-        """The masters in the shape that the optimizer steps, which its states have."""
+        """The masters in the shape that the optimizer steps, which is that of its states."""
         return self.values if self.swapped else self.key
 
     def write_back(self) -> None:
-        """Write the masters to where they were copied from, if they could not be viewed there."""
+        """Copy the masters back if ``master`` is not a view of the stepped tensor."""
         if self.stepped is not None and self.stepped.data_ptr() != self.master.data_ptr():
             self.stepped.data.copy_(self.master.view(self.stepped.shape))
 
@@ -276,15 +272,15 @@ _CONTIGUOUS = {
         "bf16_partitioned_groups",
     ),
 }
-"""Where ZeRO-1/2 keeps each group's parameters, its masters, and all ranks' low partitions."""
+"""Attributes of ZeRO-1/2: each group's parameters, masters, and all ranks' weight partitions."""
 
 
 def live_flat_buffers(optimizer: Any, wrapper: str) -> list[LiveFlatBuffer]:
-    """Enumerate the flat buffers of a wrapper of that class name.
+    """Return the flat buffers of a wrapper of that class name.
 
-    ZeRO-1/2 has one for each parameter group, in equal partitions; ZeRO-3 one for each sub-group,
-    with each parameter cut by itself. In stage 0, where nothing is cut, each parameter stands for
-    itself, but in ``FP16_Optimizer``.
+    ZeRO-1/2 has one per parameter group in equal partitions, ZeRO-3 one per sub-group with each
+    parameter partitioned separately. In stage 0, each parameter is its own flat buffer, except in
+    ``FP16_Optimizer``.
     """
     if wrapper in REPLICATED:
         return _replicated_buffers(optimizer, wrapper)
@@ -318,7 +314,6 @@ def live_flat_buffers(optimizer: Any, wrapper: str) -> list[LiveFlatBuffer]:
 
 
 def _replicated_buffers(optimizer: Any, wrapper: str) -> list[LiveFlatBuffer]:
-    """Enumerate what every rank has whole."""
     if wrapper == "FP16_Optimizer":
         flats = zip(optimizer.fp32_groups_flat, optimizer.fp16_groups_flat, strict=True)
         return [
@@ -336,29 +331,26 @@ def _replicated_buffers(optimizer: Any, wrapper: str) -> list[LiveFlatBuffer]:
         LiveFlatBuffer(group, (weight,), (), view := flat(weight), view, stepped=weight)
         for group, members in enumerate(optimizer.param_groups)
         for weight in members["params"]
-        # One that is frozen has a state where it was trained before.
+        # A frozen weight has state if it was trained before.
         if weight.numel() and (weight.requires_grad or weight in optimizer.state)
     ]
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements in their order, 1-D: a view, or a copy where there is none.
-
-    There is none of what lies in another order in memory, as with ``channels_last``.
-    """
+    """Return a tensor's elements in order, 1-D: a view, or a copy if they are not contiguous."""
     return tensor.detach().reshape(-1)
 
 
 def inner_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer inside a wrapper of DeepSpeed's; stage 0 may have no wrapper."""
+    """Return the optimizer inside DeepSpeed's wrapper; stage 0 may have no wrapper."""
     return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
 
 
 def group_parameters(optimizer: Any, wrapper: str) -> list[list[torch.nn.Parameter]]:
-    """Return each group's trained parameters in the order in which the optimizer was given them.
+    """Return each group's trained parameters in the order given to the optimizer.
 
-    ``round_robin_gradients`` (ZeRO-1/2) changes the order in the flat buffers, not this one: other
-    software's optimizer states are told apart by it.
+    ``round_robin_gradients`` (ZeRO-1/2) changes only the order in the flat buffers. Optimizer
+    states of other software are identified by this order.
     """
     if wrapper == "DeepSpeedZeroOptimizer":
         return [list(parameters) for parameters in optimizer.bit16_groups]
@@ -369,13 +361,13 @@ def group_parameters(optimizer: Any, wrapper: str) -> list[list[torch.nn.Paramet
 
 
 def refresh_low_precision(optimizer: Any, wrapper: str, *, has_state: bool) -> None:
-    """Write the masters into the low-precision weights of all ranks: collective but in stage 0.
+    """Write the masters into the low-precision weights of all ranks. Collective except in stage 0.
 
     Args:
-        optimizer: DeepSpeed's wrapper, with masters in place. For ZeRO-3 the parameters must be
-            partitioned (``checkpoint_event_prologue``), and gathered again afterwards.
-        wrapper: its class name.
-        has_state: whether the optimizer has state now, for DeepSpeed's own links to it.
+        optimizer: DeepSpeed's wrapper, with restored masters. ZeRO-3's parameters must be
+            partitioned (``checkpoint_event_prologue``) and gathered again afterwards.
+        wrapper: Its class name.
+        has_state: Whether the optimizer has state, for DeepSpeed's own links to it.
     """
     if wrapper == "DeepSpeedZeroOptimizer_Stage3":
         for sub_group in range(len(optimizer.fp16_groups)):
@@ -385,28 +377,19 @@ def refresh_low_precision(optimizer: Any, wrapper: str, *, has_state: bool) -> N
         return
     buffers = live_flat_buffers(optimizer, wrapper)
     if wrapper in REPLICATED:
-        _write_weights(buffers)
+        _write_replicated_weights(buffers)
         return
     for buffer in buffers:
         buffer.low.data.copy_(buffer.master.data)
         _gather_partitions(buffer, optimizer.real_dp_process_group[buffer.group])
-    _link_states_anew(optimizer, buffers, has_state=has_state)
-
-
-def _link_states_anew(
-    optimizer: Any,
-    buffers: Sequence[LiveFlatBuffer],
-    *,
-    has_state: bool,
-) -> None:
-    """Make ZeRO-1/2 link each parameter to its optimizer state, whose tensors may be new."""
+    # The states' tensors may be new.
     unlink_states(optimizer, (p for buffer in buffers for p in buffer.parameters))
     if has_state:
         link_states(optimizer)
 
 
-def _write_weights(buffers: Sequence[LiveFlatBuffer]) -> None:
-    """Stage 0: write masters into the weights, which may be the same."""
+def _write_replicated_weights(buffers: Sequence[LiveFlatBuffer]) -> None:
+    """Stage 0: write masters into the weights unless they are the same tensor."""
     for buffer in buffers:
         at = 0
         for parameter in buffer.parameters if buffer.low is not buffer.master else ():
@@ -416,7 +399,7 @@ def _write_weights(buffers: Sequence[LiveFlatBuffer]) -> None:
 
 
 def _gather_partitions(buffer: LiveFlatBuffer, process_group: Any) -> None:
-    """Gather all partitions of a flat buffer on every rank: collective."""
+    """Gather all partitions of a flat buffer on every rank. Collective."""
     if len(buffer.partitions) == 1 or not buffer.low.numel():
         return
     if buffer.low.device.type == "cpu":
@@ -426,15 +409,15 @@ def _gather_partitions(buffer: LiveFlatBuffer, process_group: Any) -> None:
 
 
 def _broadcast_partitions(buffer: LiveFlatBuffer, process_group: Any) -> None:
-    """Send each rank's partition from where it lies to where it belongs.
+    """Broadcast each rank's partition directly into its place.
 
-    Gloo would gather into memory of its own, and copy that: twice the work, and a second copy of
-    the whole buffer.
+    Gloo's all_gather would use its own memory and copy from it: twice the work, and a second copy
+    of the whole buffer.
     """
     from deepspeed import comm  # noqa: PLC0415 (DeepSpeed takes seconds to import)
 
     sent = [
-        # As bytes, which all backends for the host know.
+        # As bytes, which all CPU backends support.
         comm.broadcast(
             partition.data.view(torch.int8),
             get_global_rank(process_group, rank),
@@ -448,9 +431,9 @@ def _broadcast_partitions(buffer: LiveFlatBuffer, process_group: Any) -> None:
 
 
 def _gather_on_device(buffer: LiveFlatBuffer, process_group: Any) -> None:
-    """Gather a bounded part at a time, for which the device has room.
+    """Gather in bounded parts to limit device memory.
 
-    DeepSpeed's own ``update_lp_params`` gathers the whole buffer at once.
+    DeepSpeed's ``update_lp_params`` gathers the whole buffer at once.
     """
     from deepspeed import comm  # noqa: PLC0415 (DeepSpeed takes seconds to import)
 

@@ -1,13 +1,8 @@
-"""The live DeepSpeed engine as fragments and buffers: the only user of DeepSpeed's insides.
+"""A live DeepSpeed engine as state to save and to restore (``LiveEngine``).
 
-``support`` refuses what cannot be done; ``flat_buffers`` reads where each optimizer wrapper keeps
-its flat buffers; ``fragment_addresses`` computes and verifies what lies where in them; ``module``
-reads names, shapes and buffers; ``live_state`` is what ``checkpoint`` saves and restores. Nothing
-of DeepSpeed is patched.
-
-The optimizer's state of a flat buffer, laid out as the masters, wherever it is stored.
-
-An engine, with or without an optimizer: what it holds, and how it is given other state.
+``support`` refuses unsupported engines, ``buffers`` finds each wrapper's flat buffers,
+``addresses`` computes and verifies the fragments in them, and ``restore`` commits received state.
+DeepSpeed is not patched.
 """
 
 from __future__ import annotations
@@ -109,19 +104,24 @@ from lightning_elastic_zero.engine.support import (
 def flat_buffer_state(
     optimizer: Any,
     wrapper: str,
-    placed: tuple[LiveFlatBuffer, FlatBuffer, Sequence[Fragment]],
+    buffer: LiveFlatBuffer,
+    row: FlatBuffer,
+    fragments: Sequence[Fragment],
     *,
     stepped: bool,
 ) -> Mapping[str, Any]:
-    """Return the states of a flat buffer, by name; those in files are to be read only.
+    """Return the states of a flat buffer by name, in the layout of the masters.
+
+    States in files are read-only.
 
     Args:
         optimizer: DeepSpeed's wrapper.
-        wrapper: its class name.
-        placed: the flat buffer, the same as a table, and what this rank holds of it.
-        stepped: whether the run has taken a step.
+        wrapper: Its class name.
+        buffer: The flat buffer.
+        row: Its layout over all ranks.
+        fragments: Its fragments on this rank.
+        stepped: Whether the run has taken a step.
     """
-    buffer, row, fragments = placed
     if keeps_whole_momenta(optimizer, wrapper, buffer.group):
         return partitioned_momentum(optimizer, buffer, row, fragments, stepped=stepped)
     state: Mapping[str, Any] = stepping_optimizer(optimizer, buffer.sub_group).state.get(
@@ -138,16 +138,15 @@ log = logging.getLogger(__name__)
 
 
 class LiveEngine:
-    """A DeepSpeed engine as state to save and to restore (``LiveState``).
+    """A DeepSpeed engine as state to save and to restore (``checkpoint.types.LiveState``).
 
-    One that only evaluates has no flat buffers: no optimizer owns its weights, as if all were
-    frozen.
+    An engine that only evaluates has no flat buffers: its weights are treated as frozen.
 
-    It is made anew for each save and load: DeepSpeed may replace its buffers in between.
+    Create a new one for each save and load, since DeepSpeed may replace its buffers in between.
     """
 
     def __init__(self, engine: Any) -> None:
-        """Read from a supported engine (``check_supported``)."""
+        """Read a supported engine (``check_supported``)."""
         self._engine = engine
         self._wrapper = optimizer_wrapper(engine)
         self._optimizer = engine.optimizer
@@ -156,7 +155,7 @@ class LiveEngine:
         self._rank: int = engine.global_rank
         self._world_size: int = engine.seq_dp_world_size
 
-    # -- what it holds ---------------------------------------------------------------------
+    # -- state to save -----------------------------------------------------------------------
 
     @cached_property
     def _buffers(self) -> list[LiveFlatBuffer]:
@@ -171,34 +170,34 @@ class LiveEngine:
         if not self._wrapper:
             return STAGE_WEIGHTS if self._partitioned else 0
         if self._wrapper in REPLICATED:
-            # Whatever stage the engine says: for ZeRO-1 in bf16 with fp32 gradients, DeepSpeed
-            # 0.18.4 takes a wrapper of stage 0, which leaves all of the state on every rank.
+            # Independent of the engine's stage: for ZeRO-1 in bf16 with fp32 gradients, DeepSpeed
+            # 0.18.4 uses a wrapper of stage 0, which keeps all state on every rank.
             return 0
-        # Before DeepSpeed 0.18, stage 0 in bf16 has BF16_Optimizer, which cuts as in ZeRO-1.
+        # Before DeepSpeed 0.18, stage 0 in bf16 uses BF16_Optimizer, which partitions as ZeRO-1.
         return int(self._engine.zero_optimization_stage()) or 1
 
     @cached_property
     def _rows(self) -> tuple[FlatBuffer, ...]:
-        """How each flat buffer is laid out over all ranks."""
+        """The layout of each flat buffer over all ranks."""
         of_all = self._names, self._stage, self._world_size
         return tuple(flat_buffer_row(b, *of_all) for b in self._buffers)
 
     @cached_property
     def _placed(self) -> list[tuple[LiveFlatBuffer, FlatBuffer, tuple[Fragment, ...]]]:
-        """Each flat buffer, how it is laid out over all ranks, and what this one holds of it."""
+        """Each flat buffer, its layout over all ranks, and its fragments on this rank."""
         held = rank_fragments(self._stage, self._rows, self._world_size, self._rank)
         return list(zip(self._buffers, self._rows, held, strict=True))
 
     def verify_addresses(self, *, fresh: bool) -> None:
-        """Compare what is computed of the flat buffers with where DeepSpeed's own weights lie.
+        """Compare the computed offsets with DeepSpeed's weights in the flat buffers.
 
-        Ranks may differ in that: it belongs into a step of all of them.
+        The result may differ between ranks: call it within a step of all ranks.
 
         Args:
-            fresh: whether the engine is fresh from DeepSpeed; see ``verify_addresses``.
+            fresh: Whether only DeepSpeed has touched the module; see ``addresses``.
 
         Raises:
-            UnsupportedError: this rank's lie elsewhere.
+            UnsupportedError: An offset differs on this rank.
         """
         if not self._wrapper or weights_are_offloaded(self._optimizer):
             return
@@ -207,23 +206,22 @@ class LiveEngine:
             verify_addresses(*placed, fresh=fresh)
 
     def weights_match_masters(self) -> bool:
-        """Whether this rank's trained weights are its masters, rounded; True without masters.
+        """Whether this rank's trained weights equal its rounded masters; True without masters.
 
-        After a fit, ``module.load_state_dict`` or an edit in place changes the module and not the
-        masters.
+        After a fit, ``module.load_state_dict`` or an edit in place changes only the module.
         """
         offloaded = weights_are_offloaded(self._optimizer)
         return offloaded or all(starmap(weights_match, self._placed))
 
     def keeps_masters(self) -> bool:
-        """Whether a load keeps what rounding to the low-precision weights would take away."""
+        """Whether a load restores masters exactly instead of rounded to the low-precision type."""
         return not self._wrapper or bool(self._engine.zero_load_from_fp32_weights())
 
     def describe(self) -> Manifest:
-        """Return a description of the engine: a manifest that has no files yet.
+        """Return a description of the engine: a manifest without files.
 
         Raises:
-            UnsupportedError: an optimizer state or a hyperparameter has no rule.
+            UnsupportedError: An optimizer state or a hyperparameter cannot be saved.
         """
         engine = self._engine
         groups_of = {p: b.group for b in self._buffers for p in b.parameters}
@@ -248,7 +246,7 @@ class LiveEngine:
             groups=self._groups(),
             progress=TrainingProgress(
                 global_steps=engine.global_steps,
-                # Whole floats with sequence ranks, by which DeepSpeed divides.
+                # DeepSpeed divides by the sequence ranks: a float with an integer value.
                 global_samples=int(engine.global_samples),
                 skipped_steps=engine.skipped_steps,
                 micro_steps=engine.micro_steps,
@@ -265,16 +263,22 @@ class LiveEngine:
         )
 
     def _groups(self) -> tuple[Group, ...]:
-        """Describe the optimizer's parameter groups; a group's buffers must hold like states."""
+        """Describe the parameter groups; all flat buffers of a group must have the same states."""
         states = zip((b.group for b in self._buffers), self._states, strict=True)
         return describe_groups(self._optimizer, self._wrapper, self._names, states)
 
     @cached_property
     def _states(self) -> tuple[tuple[dict[str, torch.Tensor], dict[str, Scalar]], ...]:
-        """The optimizer's states of each flat buffer: element-wise ones, and scalars."""
+        """The element-wise and scalar optimizer states of each flat buffer."""
         stepped = self._engine.global_steps > self._engine.skipped_steps
-        held = partial(flat_buffer_state, self._optimizer, self._wrapper, stepped=stepped)
-        found = tuple(split_state(self._inner, p[0].shaped, held(p)) for p in self._placed)
+        found = tuple(
+            split_state(
+                self._inner,
+                placed[0].shaped,
+                flat_buffer_state(self._optimizer, self._wrapper, *placed, stepped=stepped),
+            )
+            for placed in self._placed
+        )
         if self._stage or not found:  # An evaluation has no optimizer.
             return found
         groups = [buffer.group for buffer in self._buffers]
@@ -282,12 +286,12 @@ class LiveEngine:
         return with_group_steps(self._inner, found, groups, trained)
 
     def rank_state(self, *, exclude_frozen: bool, keep_module_weights: bool) -> RankState:
-        """Return all that this rank holds, by reference; no collective, nothing is changed.
+        """Return this rank's state by reference, without collectives or changes.
 
         Args:
-            exclude_frozen: leave out the weights that the optimizer does not own. Without an
-                optimizer nobody knows which those are: none is left out.
-            keep_module_weights: add the low-precision weights, as the module has them.
+            exclude_frozen: Omit the weights that the optimizer does not own. Without an optimizer,
+                all weights are included.
+            keep_module_weights: Add the module's low-precision weights.
         """
         module, scheduler = self._engine.module, self._engine.lr_scheduler
         left_out = exclude_frozen and self._wrapper
@@ -301,7 +305,7 @@ class LiveEngine:
             for (buffer, _, fragments), states in zip(self._placed, self._states, strict=True)
         )
         sums: tuple[int, ...] = ()
-        if not self._stage:  # Each rank writes a part of what all of them have.
+        if not self._stage:  # Each rank writes a part of the replicated state.
             sums = bit_sums([flat.master for flat in flats]) if self._world_size > 1 else ()
             flats = own_slices(flats, self._rows, self._world_size, self._rank)
         state = RankState(
@@ -330,7 +334,7 @@ class LiveEngine:
         owned = {p for b in self._buffers for p in b.parameters}
         return {name: p for p, name in self._names.items() if p not in owned}
 
-    # -- how it is given other state ---------------------------------------------------------
+    # -- restore -----------------------------------------------------------------------------
 
     def module_buffers(self) -> dict[str, torch.Tensor]:
         """Return the persistent module buffers, by reference."""
@@ -343,10 +347,10 @@ class LiveEngine:
     def check_optimizer(
         self, source: Manifest, *, state: bool, hyperparameters: bool, stepped: bool
     ) -> None:
-        """Refuse state and hyperparameters of another optimizer; see ``LiveState``.
+        """Refuse state and hyperparameters of another optimizer.
 
         Raises:
-            CheckpointMismatchError: they belong to another class, or a group lacks its state.
+            CheckpointMismatchError: They belong to another class, or a group lacks its state.
         """
         if saved := source.writer.optimizer:
             states = {key.name for group in source.groups for key in group.state if state}
@@ -368,23 +372,23 @@ class LiveEngine:
         """Refuse state of another kind of scheduler.
 
         Raises:
-            CheckpointMismatchError: it lacks what the live one keeps.
+            CheckpointMismatchError: It lacks entries of the live one.
         """
         check_scheduler(self._engine.lr_scheduler, saved)
 
     def _partition(self) -> None:
-        """ZeRO-3: partition the parameters that are gathered (collective)."""
+        """ZeRO-3: partition the gathered parameters. Collective."""
         if self._partitioned and self._wrapper:
             self._optimizer.checkpoint_event_prologue()
         elif self._partitioned:
             self._optimizer.partition_all_parameters()
 
     def allocate_targets(self, source: Manifest, *, with_optimizer: bool) -> RestoreTargets:
-        """Allocate buffers to fill with what this rank wants of a checkpoint.
+        """Allocate the buffers that receive this rank's part of a checkpoint.
 
-        Nothing live is lost before ``commit``: optimizer states and frozen weights are received
-        beside the live ones. Masters are received in place where the low-precision weights can
-        rebuild them (a fresh engine, or one that trains in fp32), else beside them too.
+        No live state is lost before ``commit``: optimizer states and frozen weights are received
+        separately. Masters are received in place if the low-precision weights can rebuild them
+        (a fresh engine, or one that trains in fp32), otherwise separately too.
         """
         refuse_offloaded(self._optimizer)
         self._partition()
@@ -396,8 +400,11 @@ class LiveEngine:
         for buffer, row, fragments in self._placed:
             inner = stepping_optimizer(self._optimizer, buffer.sub_group)
             momentum = momentum_dtype(self._optimizer, self._wrapper, buffer)
-            held_here = (inner, buffer, fragments, source, momentum)
-            states = allocate_states(*held_here) if with_optimizer else {}
+            states = (
+                allocate_states(inner, buffer, fragments, source, momentum)
+                if with_optimizer
+                else {}
+            )
             whole = held.issuperset(row.names)
             flats.append(flat_target(buffer, fragments, states, whole=whole))
         frozen = allocate_pieces(self._frozen(), held, self._rank, first=len(flats))
@@ -407,7 +414,7 @@ class LiveEngine:
             weights=(*(flat.master for flat in flats), *frozen.values()),
             states=(*(flat.states for flat in flats), *({} for _ in frozen)),
             commit=partial(self._commit, flats, frozen),
-            # ZeRO-3 gathers what it needs at the next forward.
+            # ZeRO-3 gathers the weights at the next forward.
             rollback=partial(rebuild_masters, flats),
         )
 
@@ -418,24 +425,24 @@ class LiveEngine:
         frozen: Mapping[Fragment, torch.Tensor],
         values: RestoreValues,
     ) -> None:
-        """Commit what was received: collective, after all ranks have agreed that all is well."""
+        """Commit received state. Collective; call after all ranks have agreed."""
         try:
             if self._wrapper:
-                vars(self).pop("_states", None)  # The old ones go with each buffer.
+                vars(self).pop("_states", None)  # Frees the old states with each buffer.
                 commit_optimizer(self._engine, self._wrapper, flats, values)
             commit_pieces(self._frozen(), frozen)
-        finally:  # Other ranks wait in here for one that has failed.
+        finally:  # Collective: other ranks wait here even if this one failed.
             self._after_weights_changed(values.module_buffers)
 
     @torch.no_grad()
     def copy_full_weights(self, weights: Mapping[str, torch.Tensor]) -> list[str]:
-        """Write whole weights and buffers into an engine without optimizer: collective (ZeRO-3).
+        """Write whole weights and buffers to an engine without optimizer. Collective (ZeRO-3).
 
         Args:
-            weights: by the module's names; those of another shape, and others, are not taken.
+            weights: By the module's names. Unknown names and other shapes are ignored.
 
         Returns:
-            The names of the parameters that were taken.
+            The names of the parameters that were written.
         """
         if not weights:
             return []
@@ -453,12 +460,12 @@ class LiveEngine:
         return taken
 
     def _after_weights_changed(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Write buffers, and refresh what forward reads of the weights: collective (ZeRO-3)."""
+        """Write buffers and refresh the weights that forward reads. Collective (ZeRO-3)."""
         try:
             write_buffers(self._engine.module, buffers)
             drop_secondary_tensors(self._engine.module)
         finally:
-            # What ZeRO-3 keeps gathered between steps.
+            # The parameters that ZeRO-3 keeps gathered between steps.
             if persistent := getattr(self._optimizer, "persistent_parameters", None):
                 persistent[0].all_gather(persistent)
 
@@ -471,27 +478,23 @@ def trained_parameters(engine: Any) -> list[torch.nn.Parameter]:
 
 
 def follows_requires_grad(engine: Any) -> bool:
-    """Whether freezing or unfreezing a parameter takes effect from then on.
+    """Whether freezing or unfreezing a parameter takes effect immediately.
 
-    DeepSpeed's wrappers ask once what requires a gradient; torch's optimizers, at each step.
+    DeepSpeed's wrappers check ``requires_grad`` once, torch's optimizers at each step.
     """
     return optimizer_wrapper(engine) == PLAIN
 
 
-def live_engine(
-    engine: Any,
-    *,
-    places_checked: bool = False,
-) -> LiveEngine:
-    """Return the engine's state, with or without an optimizer.
+def live_engine(engine: Any, *, places_checked: bool = False) -> LiveEngine:
+    """Return the state of a supported engine, with or without an optimizer.
 
     Args:
         engine: DeepSpeed's.
-        places_checked: whether ``LiveEngine.verify_addresses`` has passed for it. What differs
-            since then are weights that a user has put elsewhere, which says nothing of the masters.
+        places_checked: Whether ``LiveEngine.verify_addresses`` has already passed. Later, only a
+            user can have replaced weights, which does not affect the masters.
 
     Raises:
-        UnsupportedError: the engine, or an option of it, is not supported.
+        UnsupportedError: The engine, or an option of it, is not supported.
     """
     check_supported(engine)
     live = LiveEngine(engine)

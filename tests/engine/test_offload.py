@@ -156,7 +156,7 @@ def test_lost_swap_files_are_named(pools: Pools, tmp_path: Path) -> None:
     act = partial(save_without_swap_files, path=str(tmp_path / "never.ckpt"))
     for refused in pools.run(2, partial(refusal, SWAPPED, act, look=False)):
         assert refused.error == "UnsupportedError", refused
-        for said in ("tensor.swp", "nvme_path", "removed or cut", "rank 1"):
+        for said in ("tensor.swp", "nvme_path", "removed or truncated", "rank 1"):
             assert said in refused.message, refused
     assert not list(tmp_path.iterdir())
 
