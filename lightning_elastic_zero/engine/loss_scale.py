@@ -1,4 +1,4 @@
-"""Loss scaling: DeepSpeed's own scalers in fp16, and torch's with ``torch_autocast``."""
+"""Loss scaling: DeepSpeed's scalers in fp16, and torch's with ``torch_autocast``."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from lightning_elastic_zero.engine.muon import momentum_is_scaled
 log = logging.getLogger(__name__)
 
 GRAD_SCALER = "grad_scaler"
-"""The entry of torch's scaler, beside the fields of DeepSpeed's own."""
+"""Key of the state of torch's scaler."""
 
 MOMENTUM_SCALE = "momentum_scale"
-"""The entry of what the gradients were multiplied by that Muon's momentum is an average of."""
+"""Key of the scale of the gradients that Muon's momentum averages."""
 
 LEARNED = ("cur_scale", "cur_iter", "last_overflow_iter")
-"""What both of DeepSpeed's dynamic scalers, ZeRO's and that of stage 0, know of the run so far."""
+"""Learned fields of both dynamic scalers of DeepSpeed, ZeRO's and that of stage 0."""
 
 HYSTERESIS, FULL_HYSTERESIS = "cur_hysteresis", "delayed_shift"
-"""How many overflows ZeRO's scaler lets pass before it lowers the scale: from now, at first."""
+"""Overflows until ZeRO's scaler lowers the scale: remaining and initial."""
 
 
 def loss_scale(engine: Any) -> float:
-    """Return what DeepSpeed multiplies a loss by."""
+    """Return the factor by which DeepSpeed multiplies a loss."""
     grad_scaler = _grad_scaler(engine)
     if grad_scaler is not None:
         return float(grad_scaler.get_scale())
@@ -41,18 +41,18 @@ def loss_scale(engine: Any) -> float:
 
 @contextmanager
 def ensure_scaled(engine: Any, loss: torch.Tensor) -> Iterator[None]:
-    """Make the gradients of a loss those of the scaled one, by which stage 0 divides them in fp16.
+    """Scale the gradients of a loss if stage 0 in fp16 would only divide them.
 
-    For one backward pass, inside the context: the graph may be kept for another one, by when the
-    scale can have changed, or the loss may be a part of another loss.
+    DeepSpeed 0.19.8 scales a loss only for ZeRO but divides in stage 0 too, so each gradient would
+    be too small by the scale. In releases that scale the loss, the gradient at the loss is not one
+    but the scale, and is not changed.
 
-    DeepSpeed 0.19.8 scales a loss for ZeRO only, and divides all the same: each gradient would be
-    as many times too small. Releases that do scale it are left alone: what comes back to the loss
-    is then the scale, and else one.
+    The hook is active for one backward pass, inside the context: the graph may be kept for another
+    pass after a change of the scale, or the loss may be a part of another loss.
 
     Args:
         engine: DeepSpeed's.
-        loss: that is handed to its ``backward``; a scalar.
+        loss: The scalar passed to the engine's ``backward``.
     """
     replicated = type(engine.optimizer).__name__ in REPLICATED and loss.requires_grad
     scale = loss_scale(engine) if replicated else 1.0
@@ -68,7 +68,7 @@ def ensure_scaled(engine: Any, loss: torch.Tensor) -> Iterator[None]:
 
 
 def loss_scaler_fields(engine: Any) -> dict[str, Plain]:
-    """Return the class and the numbers of an engine's loss scalers; empty without any."""
+    """Return the class and the numeric fields of an engine's loss scalers; empty without any."""
     fields: dict[str, Plain] = {}
     if scaler := loss_scaler(engine.optimizer):
         fields = {"class": scaler.name, **_numbers(scaler)}
@@ -81,26 +81,25 @@ def loss_scaler_fields(engine: Any) -> dict[str, Plain]:
 
 
 def restore_loss_scaler(engine: Any, saved: Mapping[str, Any], *, settings: bool) -> None:
-    """Continue with a saved scale: as it was, or between two kinds, with what both know.
+    """Continue with a saved scale, converted between kinds of scalers where possible.
 
-    A scale that is fixed does not become one that changes, or the other way round, and none is
-    taken from a run that did not scale. Where settings are not those configured here, a warning
-    names them.
+    A fixed scale does not become dynamic or the reverse, and a run without scaling provides none. A
+    warning lists settings that differ from the configured ones.
 
     Args:
         engine: DeepSpeed's.
-        saved: ``loss_scaler_fields`` of the run that was saved.
-        settings: take the saved settings too, which a fixed scale is one of. torch's scaler has its
-            own among its state.
+        saved: ``loss_scaler_fields`` of the saved run.
+        settings: Restore the saved settings too, including a fixed scale. The state of torch's
+            scaler contains its settings.
     """
     scaler = loss_scaler(engine.optimizer)
     if scaler and _kind(_numbers(scaler)) == _kind(saved):
         changed = _restore_fields(scaler, saved, settings=settings)
         if changed and engine.global_rank == 0:
             log.warning(
-                "the loss scale goes on with settings that were saved, and not with those "
-                "configured here: %s; load_hyperparameters=False takes those configured here, for "
-                "the optimizer's groups too",
+                "loss scale: the saved settings replace the configured ones: %s. Pass "
+                "load_hyperparameters=False to use the configured ones, for the optimizer's groups "
+                "too",
                 ", ".join(changed),
             )
     grad_scaler, state = _grad_scaler(engine), saved.get(GRAD_SCALER)
@@ -109,27 +108,27 @@ def restore_loss_scaler(engine: Any, saved: Mapping[str, Any], *, settings: bool
 
 
 def warn_of_momentum_scale(engine: Any, saved: Mapping[str, Any]) -> None:
-    """Warn where Muon's restored momentum is one of gradients of another scale than those here.
+    """Warn if Muon's restored momentum averages gradients of another scale than this run's.
 
-    DeepSpeed lets Muon average the scaled gradients in ZeRO, and unscaled ones with offload and in
-    stage 0; an average of the one outweighs the other, by the scale.
+    DeepSpeed lets Muon average scaled gradients in ZeRO, and unscaled ones with offload and in
+    stage 0. Mixed averages are wrong by the factor of the scale.
 
     Args:
         engine: DeepSpeed's, its scale restored.
-        saved: ``loss_scaler_fields`` of the run that was saved.
+        saved: ``loss_scaler_fields`` of the saved run.
     """
     was, now = saved.get(MOMENTUM_SCALE), _momentum_scale(engine)
     if was is None or now is None or was == now or engine.global_rank != 0:
         return
     effect = (
-        "it outweighs them for as many steps as it takes to decay"
+        "it outweighs new gradients until it has decayed"
         if was > now
-        else "it counts as little as a fresh one"
+        else "it has almost no weight"
     )
     log.warning(
-        "Muon's momentum was saved as an average of gradients that the loss scale multiplies by "
-        "%s, and here they are multiplied by %s, so that %s: resume in the precision of the save, "
-        "with its offload_optimizer, or pass load_optimizer_state=False to start a fresh one",
+        "the saved momentum of Muon averages gradients with loss scale %s, this run's have loss "
+        "scale %s, so %s. Resume with the saved precision and offload_optimizer, or pass "
+        "load_optimizer_state=False to start a fresh momentum",
         was,
         now,
         effect,
@@ -137,7 +136,7 @@ def warn_of_momentum_scale(engine: Any, saved: Mapping[str, Any]) -> None:
 
 
 def _momentum_scale(engine: Any) -> float | None:
-    """Return by what the gradients are multiplied that Muon averages; None without Muon."""
+    """Return the scale of the gradients that Muon averages; None without Muon."""
     scaled = momentum_is_scaled(engine.optimizer)
     if scaled is None:
         return None
@@ -147,7 +146,7 @@ def _momentum_scale(engine: Any) -> float | None:
 def _restore_fields(
     scaler: LossScalerAccess, saved: Mapping[str, Any], *, settings: bool
 ) -> list[str]:
-    """Restore the fields of a scaler of the same kind; return the settings that have changed."""
+    """Restore the fields of a scaler of the same kind; return the settings that changed."""
     live, changed = _numbers(scaler), []
     dynamic, _ = _kind(live)
     same_class = saved.get("class") == scaler.name
@@ -163,19 +162,19 @@ def _restore_fields(
 
 
 def _numbers(scaler: LossScalerAccess) -> dict[str, Plain]:
-    """Return the fields of a scaler of DeepSpeed's that are numbers."""
+    """Return the numeric fields of DeepSpeed's scaler."""
     held = numpy_to_python({key: getattr(scaler.holder, key) for key in scaler.fields})
     return {k: v for k, v in held.items() if isinstance(v, (bool, int, float))}
 
 
 def _kind(fields: Mapping[str, object]) -> tuple[bool, bool]:
-    """Whether a scale changes by itself, and whether there is one."""
+    """Return whether the scale is dynamic, and whether there is one."""
     changes = bool(fields.get("dynamic", fields.get("dynamic_loss_scale", False)))
     return changes, changes or fields.get("cur_scale", 1.0) != 1.0
 
 
 def _grad_scaler(engine: Any) -> Any:
-    """Return torch's scaler, of the engine in stage 0 and of the optimizer else; or None."""
+    """Return torch's scaler, the engine's in stage 0 and otherwise the optimizer's, or None."""
     of_engine = getattr(engine, "torch_autocast_z0_gradscaler", None)
     if of_engine is not None:
         return of_engine

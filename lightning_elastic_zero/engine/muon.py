@@ -1,9 +1,9 @@
-"""Muon's momentum, which DeepSpeed itself brings forward, each wrapper in a place of its own.
+"""Muon's momentum, which DeepSpeed updates itself, in a different place in each wrapper.
 
-ZeRO-3, BF16_Optimizer and offloaded ZeRO-1/2 keep a partition of it, which lies as the masters do.
-ZeRO-1/2 otherwise keeps the whole momentum of every parameter that touches the partition, one after
-the other, on each of the ranks that share the parameter. It is saved by fragments like any other
-state, and put together again from those of all ranks.
+ZeRO-3, BF16_Optimizer and offloaded ZeRO-1/2 keep a partition with the layout of the masters.
+ZeRO-1/2 without offload concatenates the whole momentum of every parameter that overlaps the
+partition, on each rank that shares the parameter. A save stores fragments, as for any other state;
+a load reassembles the whole momenta from all ranks.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from lightning_elastic_zero.engine.deepspeed import drop_staged_momentum
 MOMENTUM_KEY = "momentum_buffer"
 
 PARTITIONING = ("DeepSpeedZeroOptimizer", "BF16_Optimizer", "DeepSpeedZeroOptimizer_Stage3")
-"""The wrappers that bring momentum forward; else Muon does so itself, as other optimizers do."""
+"""The wrappers that update the momentum. Otherwise Muon does so itself."""
 
 
 def uses_muon(optimizer: Any, group: int) -> bool:
-    """Whether a parameter group of a wrapper is trained by Muon."""
+    """Whether Muon trains a parameter group of a wrapper."""
     return bool(inner_optimizer(optimizer).param_groups[group].get("use_muon"))
 
 
@@ -36,10 +36,10 @@ def keeps_whole_momenta(optimizer: Any, wrapper: str, group: int) -> bool:
 
 
 def momentum_is_scaled(optimizer: Any) -> bool | None:
-    """Whether momentum is an average of gradients that the loss scale multiplies; None without any.
+    """Whether the momentum averages gradients with loss scale; None without Muon.
 
-    ZeRO hands Muon its gradients before it divides them by the scale. With offload it divides them
-    first, and stage 0 steps Muon with those that it has divided.
+    ZeRO passes gradients to Muon before it divides them by the scale. With offload and in stage 0
+    it divides them first.
     """
     inner = inner_optimizer(optimizer)
     if not any(group.get("use_muon") for group in inner.param_groups):
@@ -58,15 +58,15 @@ def partitioned_momentum(
     *,
     stepped: bool,
 ) -> dict[str, torch.Tensor]:
-    """Return the momentum of whole parameters as a state that lies as the masters do: a copy.
+    """Return a copy of the momentum of whole parameters in the layout of the masters.
 
     Args:
         optimizer: ZeRO-1/2's wrapper.
-        buffer: the flat buffer of a group of Muon's.
-        row: the same, as a table.
-        fragments: what this rank holds of it.
-        stepped: whether the run has taken a step. A rank whose partition is padding has no
-            momentum, and has to say what the others have.
+        buffer: The flat buffer of a Muon group.
+        row: Its layout.
+        fragments: Its fragments on this rank.
+        stepped: Whether the run has taken a step. A rank with only padding has no momentum but must
+            report the same state keys as the others.
     """
     whole = inner_optimizer(optimizer).state.get(buffer.key, {}).get(MOMENTUM_KEY)
     if whole is None:
@@ -84,21 +84,15 @@ def partitioned_momentum(
 
 
 def momentum_dtype(optimizer: Any, wrapper: str, buffer: LiveFlatBuffer) -> torch.dtype | None:
-    """Return the type of the momentum with which a flat buffer goes on; None if it is not Muon's.
-
-    Args:
-        optimizer: DeepSpeed's wrapper.
-        wrapper: its class name.
-        buffer: a flat buffer, of any group.
-    """
+    """Return the type in which the wrapper keeps a flat buffer's momentum; None without Muon."""
     if not uses_muon(optimizer, buffer.group):
         return None
-    if wrapper not in PARTITIONING:  # Stage 0: gradients, and so the momentum, are as the masters.
+    if wrapper not in PARTITIONING:  # Stage 0: gradients and momentum have the masters' type.
         return buffer.key.dtype
     dtype: torch.dtype = buffer.master.dtype
     if (kept := _momentum_in_memory(optimizer, buffer)) is not None:
         dtype = kept.dtype
-    elif buffer.swapped:  # Files have one type, in which DeepSpeed goes on after the first step.
+    elif buffer.swapped:  # All files have one type, which DeepSpeed uses after the first step.
         dtype = buffer.swapped.dtype
     elif keeps_whole_momenta(optimizer, wrapper, buffer.group):
         dtype = _gradient_dtype(optimizer)
@@ -108,15 +102,9 @@ def momentum_dtype(optimizer: Any, wrapper: str, buffer: LiveFlatBuffer) -> torc
 
 
 def place_momentum(optimizer: Any, wrapper: str, buffer: LiveFlatBuffer) -> None:
-    """Continue with the momentum that a flat buffer's state has now: collective in ZeRO-1/2.
+    """Move the momentum in a flat buffer's state to its place. Collective in ZeRO-1/2.
 
-    It was restored as a state that lies as the masters do. Each wrapper goes on with it where it
-    looks for it, in the type in which it reads it.
-
-    Args:
-        optimizer: DeepSpeed's wrapper.
-        wrapper: its class name.
-        buffer: a flat buffer, of any group.
+    It was restored in the layout of the masters. Each wrapper expects it in its own place and type.
     """
     dtype = momentum_dtype(optimizer, wrapper, buffer)
     if dtype is None:
@@ -124,11 +112,11 @@ def place_momentum(optimizer: Any, wrapper: str, buffer: LiveFlatBuffer) -> None
     state = inner_optimizer(optimizer).state.get(buffer.key, {})
     restored = state.get(MOMENTUM_KEY)
     if (kept := _momentum_in_memory(optimizer, buffer)) is not None:
-        # Kept outside the optimizer, whose state is a link to it; a fresh one has no momentum.
+        # The optimizer's state refers to it; a fresh optimizer has no momentum.
         kept.zero_() if restored is None else kept.copy_(restored)
         inner_optimizer(optimizer).state[buffer.key][MOMENTUM_KEY] = kept
     elif keeps_whole_momenta(optimizer, wrapper, buffer.group):
-        # What was staged for a step is staged anew from what is there then.
+        # DeepSpeed stages it again from the new state.
         drop_staged_momentum(optimizer)
         if restored is not None:
             _place_whole_momenta(optimizer, buffer, state)
@@ -137,7 +125,7 @@ def place_momentum(optimizer: Any, wrapper: str, buffer: LiveFlatBuffer) -> None
 
 
 def _momentum_in_memory(optimizer: Any, buffer: LiveFlatBuffer) -> torch.Tensor | None:
-    """Return the momentum that ZeRO-3 keeps outside the optimizer, where it does."""
+    """Return the momentum that ZeRO-3 keeps outside the optimizer, if it does."""
     kept: Mapping[int | None, torch.Tensor]
     kept = getattr(optimizer, "muon_momentum_buffer_partitioned_groups_flat", {})
     return kept.get(buffer.sub_group)
@@ -148,7 +136,7 @@ def _place_whole_momenta(
     buffer: LiveFlatBuffer,
     state: dict[str, Any],
 ) -> None:
-    """Put whole momenta together from the partitions of all ranks, a bounded part at a time."""
+    """Reassemble whole momenta from the partitions of all ranks, in bounded parts."""
     from deepspeed import comm  # noqa: PLC0415 (DeepSpeed takes seconds to import)
 
     part = state.pop(MOMENTUM_KEY).to(_gradient_dtype(optimizer))
@@ -170,13 +158,13 @@ def _place_whole_momenta(
 def _copy_overlaps(
     whole: torch.Tensor, wanted: Sequence[tuple[int, int, int]], values: torch.Tensor, at: int
 ) -> None:
-    """Copy what of a run of the group's flat elements belongs to some parameters.
+    """Copy the overlap of a run of the group's flat elements with some parameters.
 
     Args:
-        whole: their elements, one after the other.
-        wanted: of each, its first element in the flat group, its size, and its place in ``whole``.
-        values: the run.
-        at: its first element in the flat group.
+        whole: The parameters' elements, concatenated.
+        wanted: First element in the flat group, size, and offset in ``whole`` of each parameter.
+        values: The run.
+        at: Its first element in the flat group.
     """
     for first, numel, place in wanted:
         start, stop = max(first, at), min(first + numel, at + values.numel())
@@ -185,7 +173,7 @@ def _copy_overlaps(
 
 
 def _starts(members: Sequence[torch.nn.Parameter]) -> Mapping[torch.nn.Parameter, int]:
-    """Return where each parameter begins where they lie one after the other."""
+    """Return the offset of each parameter if they are concatenated."""
     found, at = {}, 0
     for parameter in members:
         found[parameter] = at
@@ -194,7 +182,7 @@ def _starts(members: Sequence[torch.nn.Parameter]) -> Mapping[torch.nn.Parameter
 
 
 def _flat_starts(buffer: LiveFlatBuffer) -> Iterator[tuple[torch.nn.Parameter, int]]:
-    """Yield where each parameter of a ZeRO-1/2 group begins in it."""
+    """Yield the offset of each parameter in a ZeRO-1/2 group."""
     at = 0
     for index, parameter in enumerate(buffer.parameters):
         yield parameter, at
@@ -202,7 +190,7 @@ def _flat_starts(buffer: LiveFlatBuffer) -> Iterator[tuple[torch.nn.Parameter, i
 
 
 def _gradient_dtype(optimizer: Any) -> torch.dtype:
-    """Return the type of the gradients that ZeRO-1/2 hands to Muon, which its momentum follows."""
+    """Return the type of the gradients that ZeRO-1/2 passes to Muon, which the momentum uses."""
     accumulates = getattr(optimizer, "use_grad_accum_attribute", False)
     dtype: torch.dtype
     dtype = optimizer.gradient_accumulation_dtype if accumulates else optimizer.dtype

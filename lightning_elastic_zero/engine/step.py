@@ -1,7 +1,4 @@
-"""Gradients of an accumulation window that a load interrupts: those of a run that is replaced.
-
-The moment at which masters and optimizer states change.
-"""
+"""Hooks before an optimizer step, and gradients of an interrupted accumulation window."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from lightning_elastic_zero.errors import UnsupportedError
 
 
 def drop_gradients(engine: Any) -> None:
-    """Make the next micro-batch the first of its window, as in an engine just made."""
+    """Make the next micro-batch the first of its window, as in a new engine."""
     optimizer, wrapper = engine.optimizer, optimizer_wrapper(engine)
     # Of the parameters, of BF16_Optimizer's fp32 copies, and ZeRO-3's count of micro-batches.
     zero_grad(optimizer)
@@ -35,25 +32,25 @@ def drop_gradients(engine: Any) -> None:
         _drop_zero_1_2(optimizer)
     elif wrapper == "DeepSpeedZeroOptimizer_Stage3":
         _drop_zero_3(optimizer)
-    # With offload, gradients lie beside the masters, in memory that is kept.
+    # With offload, the masters have gradients in reused memory.
     for buffer in live_flat_buffers(optimizer, wrapper):
         if buffer.master.grad is not None:
             buffer.master.grad.zero_()
-    # What the engine itself counts and adds up until the next step, where its release does.
+    # Counters and sums of the engine until the next step, in the releases that have them.
     reset_backward_count(engine)
     if hasattr(engine, "losses"):
         engine.losses = None
 
 
 def drop_accumulation_window(engine: Any) -> None:
-    """Drop the gradients of a window that no step ended, and count it as one that did."""
+    """Drop the gradients of an incomplete window and count it as complete."""
     drop_gradients(engine)
     accumulate = engine.gradient_accumulation_steps()
     engine.micro_steps -= engine.micro_steps % accumulate
 
 
 def _drop_zero_1_2(optimizer: Any) -> None:
-    """Drop what ZeRO-1/2 has accumulated: lists of gradients by group, and offloaded ones."""
+    """Drop ZeRO-1/2's accumulated gradients: lists by group, and offloaded ones."""
     release_gradient_buckets(optimizer)
     optimizer.micro_step_id = initial_micro_step(optimizer)
     for gradients in (optimizer.averaged_gradients, getattr(optimizer, "all_grad_tensors", {})):
@@ -67,7 +64,7 @@ def _drop_zero_1_2(optimizer: Any) -> None:
 
 
 def _drop_zero_3(optimizer: Any) -> None:
-    """Drop what ZeRO-3 has accumulated: this rank's pieces, of which a step is handed views."""
+    """Drop ZeRO-3's accumulated gradients: this rank's pieces, which a step views."""
     optimizer.averaged_gradients = {}
     if optimizer.grad_partitions_flat_buffer is not None:
         optimizer.grad_partitions_flat_buffer.zero_()
@@ -81,30 +78,30 @@ _waiting: weakref.WeakKeyDictionary[Any, list[Callable[[], None]]] = weakref.Wea
 
 
 def before_change(engine: Any) -> None:
-    """Call what waits for an optimizer step of an engine, before its state is changed otherwise."""
+    """Run an engine's registered callbacks before its state is changed outside a step."""
     for call in tuple(_waiting.get(engine, ())):
         call()
 
 
 def add_step_pre_hook(engine: Any, call: Callable[[], None]) -> Callable[[], None]:
-    """Call something right before the optimizer changes what it owns, whoever lets it step.
+    """Run a callback right before the optimizer changes its state.
 
-    DeepSpeed's wrappers do it through the ``step`` of the optimizer that they wrap, ZeRO-3 once for
-    each sub-group, and only where a window of micro-batches ends and no gradient overflows.
+    DeepSpeed's wrappers call ``step`` of the wrapped optimizer, ZeRO-3 once per sub-group, only at
+    the end of a window of micro-batches and without a gradient overflow.
 
     Returns:
-        What ends it.
+        A function that removes the hook.
 
     Raises:
-        UnsupportedError: the wrapped optimizer is none of torch's kind.
+        UnsupportedError: The wrapped optimizer is not a ``torch.optim.Optimizer``.
     """
     if not optimizer_wrapper(engine):  # nothing steps
         return lambda: None
     inner = inner_optimizer(engine.optimizer)
     if not isinstance(inner, torch.optim.Optimizer):
-        msg = f"{type(inner).__name__} is no torch.optim.Optimizer: save without async_save"
+        msg = f"{type(inner).__name__} is not a torch.optim.Optimizer: save without async_save"
         raise UnsupportedError(msg)
-    # With partial offload a second one steps the first sub-groups, before the wrapped one begins.
+    # With partial offload, a second optimizer steps the first sub-groups before the wrapped one.
     stepping = [inner, *filter(None, [getattr(engine.optimizer, "backup_optimizer", None)])]
     handles = [each.register_step_pre_hook(lambda *_: call()) for each in stepping]
     waiting = _waiting.setdefault(engine, [])
@@ -119,12 +116,12 @@ def add_step_pre_hook(engine: Any, call: Callable[[], None]) -> Callable[[], Non
 
 
 def updates_state_before_step(engine: Any) -> bool:
-    """Whether DeepSpeed changes what the optimizer owns before it lets the optimizer step.
+    """Whether DeepSpeed changes optimizer state before it calls the optimizer's step.
 
-    With Muon it does: it brings the momentum forward by itself, when gradients are whole, and hands
-    the result to the optimizer as the gradient. That is in ``step`` since 0.19.8, in ZeRO-3 as well
-    as in BF16_Optimizer, and while gradients arrive in backward before. The other wrappers that
-    change states by themselves are not supported: SuperOffload, ZenFlow, those of 1-bit optimizers.
+    It does with Muon: it updates the momentum when gradients are complete and passes the result to
+    the optimizer as the gradient. Since 0.19.8 this happens in ``step``, in ZeRO-3 and
+    BF16_Optimizer; otherwise it happens in backward. Other wrappers that change state themselves
+    (SuperOffload, ZenFlow, 1-bit optimizers) are not supported.
     """
     if not optimizer_wrapper(engine):
         return False
