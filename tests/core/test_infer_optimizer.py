@@ -149,7 +149,7 @@ def test_another_kind_of_weight_decay_is_said(saved: Kind, here: Kind, said: str
         found = weight_decay_change(manifest(group, name), optimizer(here, weight_decay=0.1))
         assert (said in found) if said else not found
         assert not said or found.startswith("Weight decay of parameter group 0 ")
-        assert not said or found.endswith("Pass load_hyperparameters=False to use the configured one.")
+        assert not said or found.endswith("load_hyperparameters=False to use the configured one.")
     none = own(optimizer(saved, weight_decay=0.0))
     assert not weight_decay_change(manifest(none), optimizer(here, weight_decay=0.1))
 
