@@ -171,8 +171,8 @@ def _pages(size_bytes: int) -> torch.Tensor:
         return map_pages(size_bytes, (LARGE_PAGES, NOT_FOR_CHILDREN))
     except OSError as error:
         msg = (
-            f"There are no {size_bytes / 1e9:.1f} GB of host memory for a copy of this rank's "
-            f"state ({error.strerror}): limit it by max_snapshot_bytes, or save without async_save"
+            f"Could not allocate {size_bytes / 1e9:.1f} GB of host memory for the snapshot of this "
+            f"rank's state ({error.strerror}). Set max_snapshot_bytes or save without async_save."
         )
         raise SaveError(msg) from error
 
@@ -206,9 +206,9 @@ def _pin(block: torch.Tensor) -> None:
     failed = pin(block.data_ptr(), block.numel())
     if failed:
         msg = (
-            f"{block.numel() / 1e9:.1f} GB of host memory could not be pinned for a snapshot of "
-            f"the state (CUDA's error {failed}): limit it by max_snapshot_bytes, save without "
-            "async_save, or allow more locked memory (ulimit -l)"
+            f"Could not pin {block.numel() / 1e9:.1f} GB of host memory for the snapshot of this "
+            f"rank's state (CUDA error {failed}). Set max_snapshot_bytes, save without async_save, "
+            "or allow more locked memory (ulimit -l)."
         )
         raise SaveError(msg)
 
@@ -355,10 +355,9 @@ class _Digest:
         if _digest(now) != self.digest:
             what = f"the optimizer's state {self.key!r}" if self.key else "the master weights"
             msg = (
-                f"{what} of {format_names(self.names)} changed while it was saved in the "
-                "background, so that the checkpoint would hold states of two moments: nothing was "
-                "published. Change states after trainer.strategy.wait_for_save(), or save without "
-                "async_save"
+                f"{what} of {format_names(self.names)} changed during a background save: the "
+                "checkpoint would be inconsistent and was not published. Change state after "
+                "trainer.strategy.wait_for_save(), or save without async_save."
             )
             raise SaveError(msg)
 
@@ -615,20 +614,21 @@ DRAIN_TIMEOUT_S = 15.0
 
 
 _CANCEL_TIMEOUT_S = 5.0
-"""How long a writer that was told to stop may take for it."""
+"""How long a cancelled writer may take to stop."""
 
 _FAILED = "could not be saved in the background"
 _NOT_AGREED = "was saved in the background and is in its place, but not all ranks have agreed on it"
 _BUT = "was saved in the background, but"
-"""What a failure says of a checkpoint, before its cause."""
+"""Parts of error messages between the path and the cause."""
 
 log = logging.getLogger(__name__)
 
 
 class AsyncCheckpointer:
-    """Writes one checkpoint at a time during training. Every rank has one, for the same saves.
+    """Writes one checkpoint at a time during training, on every rank.
 
-    All but ``wait_for_copies`` and ``stop`` is collective, and called by one thread.
+    All methods except ``wait_for_copies``, ``drain_local`` and ``stop`` are collective. One thread
+    calls them.
     """
 
     def __init__(
@@ -639,17 +639,17 @@ class AsyncCheckpointer:
         on_end: Callable[[Path, CheckpointStats | None], None],
         memory_bytes: int | None = None,
     ) -> None:
-        """Hold what the writers use.
+        """Create a checkpointer without a save in flight.
 
         Args:
-            ranks: a line of the writers' own; ``stop`` closes it.
-            on_start: called with a save's target when all ranks are about to write it.
-            on_published: called on rank 0 in the writer's thread with a save's target, as soon as
-                it is in its place: all the same where another rank is lost before all agree on it.
-                The others wait meanwhile: it has to check its second argument regularly.
-            on_end: called in the writer's thread when a save has ended, with its target, and what
-                it cost; None: it failed.
-            memory_bytes: the most that the copy of the state may take; see ``Snapshotter``.
+            ranks: used by the writer threads only; ``stop`` closes it.
+            on_start: called with the target before all ranks write it.
+            on_published: called on rank 0 in the writer's thread with the target as soon as it is
+                published, even if another rank is lost before all ranks agree. The other ranks
+                wait meanwhile, so it has to check its second argument regularly.
+            on_end: called in the writer's thread at the end of a save, with the target and its
+                stats, or None if it failed.
+            memory_bytes: the limit of the snapshot's memory; see ``Snapshotter``.
         """
         self._ranks = ranks
         self._on_start, self._on_published, self._on_end = on_start, on_published, on_end
@@ -741,8 +741,8 @@ class AsyncCheckpointer:
             progress.check()
             if job.reported and time.monotonic() - began > DRAIN_TIMEOUT_S:
                 msg = (
-                    f"{job.target} is still being written, long after a wait for it had failed: "
-                    "the disk may not answer"
+                    f"{job.target} is still being written, long after a wait for it failed: the "
+                    "disk may not respond"
                 )
                 raise SaveError(msg)
         failure, job.failure = job.failure, None
@@ -838,31 +838,31 @@ class _Job(threading.Thread):
             self._after = error
 
     def _show_progress(self) -> None:
-        """Show that work goes on; a rank that is lost meanwhile does not end it."""
+        """Report progress; the loss of another rank does not end the work."""
         with suppress(ElasticZeroError):
             self._ranks.progress.check()
 
     def end(self, drain_timeout_s: float | None) -> bool:
-        """Wait until it ends by itself, or give it up; return whether it is over."""
+        """Wait until it ends, then cancel it; return whether it has ended."""
         if not self._ending and not self.over.wait(drain_timeout_s):
             self._ending = True
             if self._cancellation.cancel():
-                log.warning("The save of %s is given up: the run has ended.", self.target)
+                log.warning("Cancelled the save of %s: the run has ended.", self.target)
             self.over.wait(_CANCEL_TIMEOUT_S)
         return self.over.is_set()
 
     def describe_pending(self) -> str:
-        """Return in words where it stands, if it does not end."""
+        """Describe the state of a save that does not end."""
         if self._cancellation.committed:
-            return f"{self.target} is being published, but the disk takes long: see whether it is"
+            return f"{self.target} is still being published: the disk is slow. Check it later."
         return (
-            f"{self.target} was given up on this rank: the run has ended, and its writer waits for "
-            "the disk or for another rank. What was published before is intact"
+            f"{self.target} was cancelled on this rank because the run has ended; its writer still "
+            "waits for the disk or another rank. Published checkpoints are intact."
         )
 
 
 def _with_target(target: Path, error: BaseException, what: str) -> ElasticZeroError:
-    """Return an error as training's thread raises it, later, with its cause."""
+    """Return the error to raise later in training's thread, with its cause."""
     made = type(error) if isinstance(error, ElasticZeroError) else SaveError
     traceback.clear_frames(error.__traceback__)  # they hold the snapshot
     told = made(f"{target} {what}: {error}")
@@ -871,7 +871,7 @@ def _with_target(target: Path, error: BaseException, what: str) -> ElasticZeroEr
 
 
 def _joined(first: ElasticZeroError | None, second: ElasticZeroError) -> ElasticZeroError:
-    """Return one error that says both."""
+    """Return one error with both messages."""
     if first is None:
         return second
     both = type(first)(f"{first}; {second}")

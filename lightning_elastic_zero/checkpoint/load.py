@@ -1,10 +1,7 @@
-"""Loading: all checks run before the first live byte is changed.
+"""Loading a checkpoint into a live engine. All checks run before live state changes.
 
-The transfers of a load, what they fill, and each buffer's scalars.
-
-The choice of the newest sound checkpoint beside a damaged one.
-
-What is lost where a load casts: buffers that are rounded, weights that become infinite.
+Also: planning the transfers, checking for overflow in casts, and finding the newest intact
+checkpoint next to a damaged one.
 """
 
 from __future__ import annotations
@@ -153,9 +150,9 @@ def _scalars_of(
     for other in scalars[1:]:
         if canonical_repr(dict(other)) != canonical_repr(dict(scalars[0])):
             msg = (
-                f"parameters that share a flat buffer here were saved with the states "
-                f"{dict(scalars[0])} and {dict(other)}: resume with the stage and sub_group_size "
-                "of the save"
+                "parameters in one flat buffer were saved with different scalar states "
+                f"{dict(scalars[0])} and {dict(other)}. Resume with the stage and sub_group_size "
+                "of the save."
             )
             raise CheckpointMismatchError(msg)
     return scalars[0] if scalars else {}
@@ -316,16 +313,15 @@ def check_infinite_weights(
     found = infinite_weights(targets, saved, here, rounds_masters=not keeps)
     if found and not keeps:
         msg = (
-            f"{where}: numbers that {here.precision} cannot hold, to which the config has masters "
-            "rounded (zero_optimization.load_from_fp32_weights: false), so that these would become "
-            f"infinite: {list_names(found)}. Set it to true, or run in a precision whose type "
-            "holds them"
+            f"{where}: values too large for {here.precision}. With "
+            "zero_optimization.load_from_fp32_weights=false these masters would become infinite: "
+            f"{list_names(found)}. Set it to true or train in a precision with a larger range."
         )
         raise CheckpointMismatchError(msg)
     if found:
         log.warning(
-            "%s: numbers that %s cannot hold, so that these weights become infinite (their "
-            "masters do not): %s. Run in a precision whose type holds them",
+            "%s: values too large for %s. These weights become infinite (their masters do not): "
+            "%s. Train in a precision with a larger range.",
             where,
             here.precision,
             list_names(found),
@@ -376,7 +372,7 @@ def _become_infinite(masters: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 _NOTHING_TO_TAKE = (
-    "fallback=True has nothing to take: it found no sound older one of this model beside it."
+    "fallback=True found no older intact checkpoint of this model in the same folder."
 )
 
 
@@ -384,23 +380,23 @@ _NOTHING_TO_TAKE = (
 def load(
     path: str | os.PathLike[str], live: LiveState, ranks: Ranks, *, options: LoadOptions
 ) -> LoadResult:
-    """Restore a checkpoint into a live engine, whole or not at all. Collective.
+    """Restore a checkpoint into a live engine, completely or not at all. Collective.
 
-    Called under ``torch.inference_mode``, as within a validation, it makes normal tensors all the
-    same: others could not be trained.
+    Creates normal tensors even under ``torch.inference_mode``, since inference tensors cannot be
+    trained.
 
-    With ``LoadOptions.fingerprint`` the state that is live then is compared with the saved one:
-    what fails of that has changed the engine already.
+    With ``LoadOptions.fingerprint``, the live state is compared with the saved fingerprint after
+    the commit: such an error means that the engine has already changed.
 
-    Where it is damaged, the error names an older one that is sound; it is taken if the options
-    allow it, and never without a warning.
+    If the checkpoint is damaged, the error names an older intact one. With ``fallback`` it is
+    loaded instead, with a warning.
 
     Raises:
-        CheckpointNotFoundError: nothing is there.
-        CheckpointFormatError: something is there, but no checkpoint that can be read.
-        CheckpointMismatchError: it does not fit this model, or lacks what is asked of it.
-        CheckpointCorruptedError: it is damaged.
-        RanksError: a rank failed, died, or did not call this.
+        CheckpointNotFoundError: there is no checkpoint at the path.
+        CheckpointFormatError: the path is not a readable checkpoint.
+        CheckpointMismatchError: the checkpoint does not fit this model or lacks requested state.
+        CheckpointCorruptedError: the checkpoint is damaged.
+        RanksError: a rank failed, died, or did not call this function.
     """
     try:
         return _load(path, live, ranks, options=options)
@@ -414,15 +410,15 @@ def load(
         older, step = fallback
         if not options.fallback:
             msg = (
-                f"{error}\nThe newest older checkpoint beside it that is sound, every byte of it "
-                f"verified, is {older} (step {step}). It has the same parameters, and "
-                "may be of another run all the same. Load that one, or allow it by fallback=True."
+                f"{error}\nThe newest older intact checkpoint in the same folder is {older} (step "
+                f"{step}). It has the same parameters, but may belong to another run. Load that "
+                "one, or pass fallback=True."
             )
             raise type(error)(msg) from error
         if ranks.rank == 0:
             log.warning(
-                "%s was asked for, and is not sound: %s\nInstead, %s (step %d) is loaded, as "
-                "fallback=True allows: what was trained since then is trained anew.",
+                "%s is damaged: %s\nWith fallback=True, %s (step %d) is loaded instead; later "
+                "steps are trained again.",
                 path,
                 error,
                 older,
@@ -501,8 +497,8 @@ def _commit(filled: _Filled) -> RanksError | None:
         filled.targets.commit(filled.values)
     except Exception as error:  # noqa: BLE001 (raised on all ranks)
         failure = RanksError(
-            "the load failed while it changed the engine, which now holds a mixture: "
-            f"{type(error).__name__}: {error}. Do not train it further: start the run again"
+            "the load failed while changing the engine, which now holds a mixture of states: "
+            f"{type(error).__name__}: {error}. Do not continue training: restart the run."
         )
         failure.__cause__ = error
         return failure
@@ -536,12 +532,12 @@ def _open(
     directory = Path(first["path"])
     mine = real_path(check_local_path(path))
     if mine != directory:
-        log.warning("this rank was asked for %s; all ranks load rank 0's %s", mine, directory)
+        log.warning("this rank requested %s; all ranks load rank 0's path %s", mine, directory)
     source = open_checkpoint(directory, allow_pickle=options.allow_pickle, progress=progress)
     if source.manifest.save_id != first["save_id"]:
         msg = (
             f"{directory} is save {source.manifest.save_id} on this rank and {first['save_id']} on "
-            "rank 0: the ranks do not share the directory, or a save replaced it just now"
+            "rank 0: the ranks do not share the directory, or a save just replaced it"
         )
         raise CheckpointFormatError(msg)
     renaming = _renaming(live.describe(), options)
@@ -621,7 +617,7 @@ class _Load:
             msg = f"{self.where} does not fit this model: {info.unmatched}"
             raise CheckpointMismatchError(msg)
         if scope.optimizer_state and info.mixed:
-            msg = f"{self.where} is not of one save: {info.mixed}"
+            msg = f"{self.where} mixes files of several saves: {info.mixed}"
             raise CheckpointFormatError(msg)
         if scope.optimizer_state or scope.hyperparameters:
             steps = manifest.progress.global_steps - manifest.progress.skipped_steps

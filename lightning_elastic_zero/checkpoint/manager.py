@@ -82,7 +82,7 @@ class CheckpointLinks:
             elif target.exists():
                 make_link(target, link, progress)
             else:
-                log.warning("%s is not linked to %s, which is not there", link, target)
+                log.warning("%s is not linked to %s, which does not exist", link, target)
 
     def on_save_ended(
         self,
@@ -185,8 +185,8 @@ class Retention:
                 return False
         if refusal_reason := delete_checkpoint(path):
             log.warning(
-                "%s is not deleted, and will not be: it %s. Delete it yourself, or move away what "
-                "is yours.",
+                "%s is not deleted, and will not be: it %s. Delete it yourself, or move your files "
+                "away.",
                 path,
                 refusal_reason,
             )
@@ -234,7 +234,7 @@ _IN_EXCEPTION_ABSENT_S = 30.0
 
 
 class CheckpointManager:
-    """Saves the checkpoints of a run, and deletes those that it needs no longer."""
+    """Saves, links and deletes the checkpoints of a run."""
 
     def __init__(
         self,
@@ -244,18 +244,18 @@ class CheckpointManager:
         max_snapshot_bytes: int | None = None,
         on_published: Callable[[CheckpointStats], None] = lambda _: None,
     ) -> None:
-        """Begin with no run.
+        """Create a manager without a run.
 
         Args:
             times: how long ranks wait for each other.
-            background: whether saves go to the background during a run.
-            max_snapshot_bytes: the most host memory that a rank's copy of the state may take.
-            on_published: told on rank 0, in any thread, of each save that can be loaded now.
+            background: whether saves run in the background.
+            max_snapshot_bytes: limit of host memory for one rank's snapshot.
+            on_published: called on rank 0, in any thread, with the stats of each published save.
         """
         self._times = times
         self._on_published = on_published
         self.last_save: CheckpointStats | None = None
-        """What the last published save cost."""
+        """Stats of the last published save."""
         self._background = background
         self._snapshot_bytes = max_snapshot_bytes
         self._writer: AsyncCheckpointer | None = None
@@ -344,7 +344,7 @@ class CheckpointManager:
         return closing(connect_ranks(times, "elastic-zero at the end", str(call)))
 
     def _on_save_started(self, target: Path) -> None:
-        """Make links and deletions wait for a checkpoint that is about to be written."""
+        """Defer links and deletions until a checkpoint is written."""
         if self._is_rank_zero:
             self._links.on_save_started(target)
             self._retention.on_save_started(target)
@@ -352,7 +352,7 @@ class CheckpointManager:
     def _on_save_ended(
         self, links: CheckpointLinks, target: Path, stats: CheckpointStats | None
     ) -> None:
-        """Go on with what waited for a checkpoint; in the writer's thread, if there is one."""
+        """Make deferred links and deletions; in the writer's thread, if there is one."""
         if stats is not None:
             self.last_save = stats
             self._run_monitor.look_soon()
@@ -367,7 +367,7 @@ class CheckpointManager:
     # -- deletions and links -------------------------------------------------------------------
 
     def remove(self, path: str | os.PathLike[str]) -> None:
-        """Delete a checkpoint when nothing needs it, and its successor is published; on rank 0."""
+        """Delete a checkpoint once its successor is published and nothing needs it; on rank 0."""
         self._retention.remove(path)
 
     def is_being_written(self, path: str) -> bool:
@@ -376,11 +376,11 @@ class CheckpointManager:
 
     @staticmethod
     def refusal_reason(path: str) -> str:
-        """Return why what lies at a path must not be replaced; empty if it may."""
+        """Return why the path must not be replaced; empty if it may."""
         try:
             return inspect_target(check_local_path(path)).refusal_reason
         except OSError as error:
-            return f"cannot be looked at ({error.strerror or error})"
+            return f"cannot be inspected ({error.strerror or error})"
 
     def link(self, path: str, link: str, ranks: Ranks) -> None:
         """Make a link to a checkpoint as soon as that is published. Collective.

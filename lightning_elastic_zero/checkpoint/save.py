@@ -111,9 +111,9 @@ def check_loads_weights_only(parts: Mapping[str, Any]) -> None:
             continue
         path, found, why = _innermost((name,), value, why)
         msg = (
-            f"{format_tree_path(path)} is a {type(found).__name__}, and what is saved has to be "
-            f"plain data, which torch.load(weights_only=True) reads ({why}): no load could "
-            "restore it. Let state_dict() give numbers, texts, tensors, and lists and dicts of them"
+            f"{format_tree_path(path)} is a {type(found).__name__}, but saved state has to be "
+            f"plain data that torch.load(weights_only=True) can read ({why}). Return numbers, "
+            "strings, tensors, and lists and dicts of them from state_dict()."
         )
         raise SaveError(msg)
 
@@ -156,7 +156,7 @@ class _WithoutTensors(pickle.Pickler):
         if not isinstance(obj, torch.Tensor):
             return None
         if not is_plain(obj):
-            msg = f"a {type(obj).__name__} of {obj.layout} that is no plain tensor"
+            msg = f"a {type(obj).__name__} with layout {obj.layout} is not a plain tensor"
             raise ValueError(msg)
         return ("storage",)
 
@@ -202,8 +202,8 @@ def restore_extra_states(
             msg = (
                 f"{where}: set_extra_state of {name.rpartition('.')[0] or 'the module'} "
                 f"({type(here[name]).__name__}) raised {type(error).__name__}: {error}. Weights "
-                "and optimizer state are restored by then: begin again, with a module that takes "
-                "what was saved"
+                "and optimizer state are already restored: restart with a module that accepts the "
+                "saved state."
             )
             raise CheckpointMismatchError(msg) from error
 
@@ -212,13 +212,13 @@ def _warn(where: str, missing: list[str], surplus: list[str]) -> None:
     """Warn of what only the model has, and only the checkpoint."""
     if missing:
         log.warning(
-            "%s holds nothing for set_extra_state of these modules, which stay as they are: %s",
+            "%s has no extra state for these modules, which keep their current one: %s",
             where,
             format_names(missing),
         )
     if surplus:
         log.warning(
-            "%s holds extra states that no module here takes by set_extra_state: %s",
+            "%s has extra state that no module accepts through set_extra_state: %s",
             where,
             format_names(surplus),
         )
@@ -230,7 +230,7 @@ def _named(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 class Cancellation:
-    """Whether a save is given up or published: decided once, never the one after the other."""
+    """Decides once whether a save is cancelled or published. Used by two threads."""
 
     def __init__(self) -> None:
         self._deciding = threading.Lock()
@@ -238,23 +238,23 @@ class Cancellation:
         self.committed = False
 
     def cancel(self) -> bool:
-        """Cancel the save. Return False where it is being published."""
+        """Cancel the save; return False if it is already being published."""
         with self._deciding:
             self._cancelled = not self.committed
         return self._cancelled
 
     def check(self) -> None:
-        """End a save that was given up.
+        """End a cancelled save.
 
         Raises:
-            SaveError: it was.
+            SaveError: the save was cancelled.
         """
         if self._cancelled:
             msg = "it was given up before it was written: the run has ended"
             raise SaveError(msg)
 
     def commit(self) -> None:
-        """Decide that the save is published, if it was not given up; see ``check``."""
+        """Decide that the save is published, unless it was cancelled; see ``check``."""
         with self._deciding:
             self.check()
             self.committed = True
@@ -269,19 +269,19 @@ def save_engine(
 ) -> CheckpointStats:
     """Save an engine while training waits; collective. See ``lightning_elastic_zero.api``.
 
-    The checkpoint that it replaces stays until the new one is published.
+    A checkpoint at the same path stays until the new one is published.
 
     Args:
-        engine: what is saved.
-        path: the checkpoint's directory.
-        ranks: those of training's threads.
-        client_state: the trainer's part.
-        options: what is written.
+        engine: the engine.
+        path: the checkpoint directory.
+        ranks: the ranks of the training threads.
+        client_state: the trainer's state.
+        options: the options.
 
     Raises:
-        SaveError: it could not be written; the last published checkpoint is intact.
-        UnsupportedError: something in the state has no rule by which it could be saved.
-        RanksError: a rank failed, died, or did not call this.
+        SaveError: the checkpoint could not be written; the last published one is intact.
+        UnsupportedError: part of the state cannot be saved.
+        RanksError: a rank failed, died, or did not call this function.
     """
     began = time.monotonic()
     contents = ranks.run_all(
@@ -295,7 +295,7 @@ def save_engine(
 
 @dataclass(frozen=True, slots=True)
 class ShardContents:
-    """What one rank is about to write, and where."""
+    """The state that one rank writes, and the target."""
 
     target: Path
     """The checkpoint's directory."""
@@ -304,7 +304,7 @@ class ShardContents:
     client: Mapping[str, Any]
     objects: Objects = ()
     recovery_script: Path | None = None
-    """DeepSpeed's, to be laid beside the files."""
+    """DeepSpeed's recovery script, copied into the checkpoint."""
     warned_objects: set[str] | None = None
     """See ``SaveOptions``."""
     step: int = 0
@@ -314,10 +314,10 @@ class ShardContents:
     show: ShowBytes = show_nothing
     """Likewise."""
     source_of: SourceOf = as_it_is
-    """What pieces of the state's tensors are written from."""
+    """Returns the source to write a piece of a tensor from."""
 
     def tables(self) -> Tables:
-        """Return what ranks compare with each other."""
+        """Return the tables that ranks compare."""
         return {
             **comparison_tables(self.manifest, self.state),
             "buffers": fingerprints(dict(self.state.module_buffers)),
@@ -336,11 +336,11 @@ def collect(
     client_state: Mapping[str, Any],
     options: SaveOptions,
 ) -> ShardContents:
-    """Return what this rank writes of a live engine and the trainer's state, by reference.
+    """Return the state of the engine and trainer that this rank writes, by reference.
 
     Raises:
-        SaveError: on rank 0, something lies at the path that must not be replaced.
-        UnsupportedError: something in the state has no rule by which it could be saved.
+        SaveError: on rank 0, the path must not be replaced.
+        UnsupportedError: part of the state cannot be saved.
     """
     target, live = check_local_path(path), engine.open()
     manifest = manifest_to_save(live.describe(), options)
@@ -384,17 +384,17 @@ def write_shards(
     cancellation: Cancellation | None = None,
     on_published: Callable[[], None] = lambda: None,
 ) -> CheckpointStats:
-    """Write what a rank has collected, and publish it; see ``save_engine``. Collective.
+    """Write the collected state and publish the checkpoint; see ``save_engine``. Collective.
 
     Args:
-        contents: what this rank writes.
-        ranks: to agree with, in the thread that runs this.
-        cancellation: by which another thread may give it up.
-        on_published: called on rank 0 as soon as the checkpoint is in its place, whatever becomes
-            of the other ranks after that; raises nothing.
+        contents: the state that this rank writes.
+        ranks: the ranks of the calling thread.
+        cancellation: lets another thread cancel the save.
+        on_published: called on rank 0 as soon as the checkpoint is published, whatever happens to
+            the other ranks after that; must not raise.
     """
     began, cancellation = time.monotonic(), cancellation or Cancellation()
-    staged: list[StagedDirectory] = []  # on rank 0: what has to go, wherever this fails
+    staged: list[StagedDirectory] = []  # on rank 0: removed if the save fails
     tables, progress = cache(contents.tables), _progress(contents, ranks, cancellation)
 
     def write_files() -> dict[str, Any]:
@@ -435,7 +435,7 @@ def write_shards(
 def _stage(
     contents: ShardContents, tables: Tables, ranks: Ranks, staged: list[StagedDirectory]
 ) -> dict[str, Any]:
-    """Rank 0: make the hidden directory beside the target; return what the others need to know."""
+    """Rank 0: make the hidden directory next to the target; return its description."""
     target, save_id = contents.target, uuid.uuid4().hex
     warn_of_objects(target, contents.objects, contents.warned_objects)
     with as_save_error(target):
@@ -459,13 +459,13 @@ def _progress(contents: ShardContents, ranks: Ranks, cancellation: Cancellation)
 
 
 def _cost(files: tuple[FileEntry, ...], seconds: float, write_s: float) -> dict[str, Any]:
-    """Return what a save has cost, for ``CheckpointStats``."""
+    """Return the cost of a save for ``CheckpointStats``."""
     of_both = {"seconds": seconds, "waited_s": seconds, "publish_s": seconds - write_s}
     return {**of_both, "write_s": write_s, "bytes": sum(entry.size_bytes for entry in files)}
 
 
 def _fingerprint(contents: ShardContents, target: Path, ranks: Ranks, progress: Progress) -> str:
-    """Return the number of what all ranks are about to write, if it is wanted; collective."""
+    """Return the fingerprint of the state to write, empty if not requested; collective."""
     if not contents.fingerprint:
         return ""
     step = f"save {target}: fingerprint"
@@ -473,15 +473,15 @@ def _fingerprint(contents: ShardContents, target: Path, ranks: Ranks, progress: 
 
 
 def _await_staging(first: Mapping[str, Any], target: Path) -> Path:
-    """Return the directory that rank 0 has made, as soon as this rank sees it.
+    """Wait until the directory made by rank 0 is visible on this rank, and return it.
 
     Raises:
-        SaveError: this rank was given another path, or does not see the directory.
+        SaveError: this rank has another path, or the directory does not become visible.
     """
     if str(target) != first["path"]:
         msg = (
-            f"rank 0 saves to {first['path']}, this rank to {target}: a checkpoint is one "
-            "directory; give all ranks the same path (ModelCheckpoint does)"
+            f"this rank saves to {target}, rank 0 to {first['path']}. Pass the same path on all "
+            "ranks (ModelCheckpoint does)."
         )
         raise SaveError(msg)
     staging = staging_path(target, first["save_id"])
@@ -492,7 +492,7 @@ def _await_staging(first: Mapping[str, Any], target: Path) -> Path:
 def _write_files(
     contents: ShardContents, first: RankZeroTables, writer: RankWriter
 ) -> dict[str, Any]:
-    """Write this rank's files; return what rank 0 needs to know of them."""
+    """Write this rank's files; return their description for rank 0."""
     check_consistent(first)
     drifted = drifted_hyperparameters(first, contents.manifest)
     state, client = _own_part(contents, first, writer.rank, drifted=bool(drifted))
@@ -512,13 +512,14 @@ def _write_files(
 def _own_part(
     contents: ShardContents, first: RankZeroTables, rank: int, *, drifted: bool
 ) -> tuple[RankState, ClientPart]:
-    """Return what this rank writes: rank 0 all, the others what they do not have alike.
+    """Return the state that this rank writes: rank 0 all, other ranks what differs from rank 0.
 
     Args:
-        contents: what it has.
-        first: what rank 0 has.
-        rank: this one.
-        drifted: whether its rates are not those that are saved, nor then its schedulers.
+        contents: this rank's state.
+        first: the tables of rank 0.
+        rank: this rank.
+        drifted: whether its hyperparameters differ from the saved ones; its schedulers are then
+            left out.
     """
     if not rank:
         return contents.state, ClientPart(contents.client, contents.objects)
@@ -530,7 +531,7 @@ def _own_part(
         key = kept[1] if len(kept) > 1 else "(any)"
         msg = (
             f"{contents.manifest.writer.optimizer} keeps state under the key {key!r}, which "
-            "differs from rank 0's: state of no parameter must be the same on all ranks"
+            "differs from rank 0's: optimizer state without a parameter must be equal on all ranks"
         )
         raise UnsupportedError(msg)
     if drifted:
@@ -547,7 +548,7 @@ def _own_part(
 def _complete(
     folder: Path, contents: ShardContents, first: Mapping[str, Any], written: list[dict[str, Any]]
 ) -> tuple[FileEntry, ...]:
-    """Rank 0: write what DeepSpeed's tools look for, and the manifest last; return its files."""
+    """Rank 0: write the files for DeepSpeed's tools, and the manifest last; return its files."""
     write_durably(folder / LATEST, TAG.encode())
     if contents.recovery_script is not None:
         with as_save_error(contents.target):

@@ -1,9 +1,4 @@
-"""Types of saving and loading: the live engine, options, and results.
-
-The interface through which saves and loads use a live engine, without importing DeepSpeed.
-
-Selection of what a save writes, and its warnings: weights left out, objects to allow.
-"""
+"""Types of saving and loading: the interface of a live engine, options, results, progress."""
 
 from __future__ import annotations
 
@@ -25,17 +20,17 @@ from lightning_elastic_zero.formats.client_state import Objects
 from lightning_elastic_zero.formats.pickles import find_refused
 
 REPORT_EVERY_S = 10.0
-"""How often long reading and writing says how far it is."""
+"""Interval between log messages during long reads and writes."""
 
 log = logging.getLogger(__name__)
 
 ShowBytes: TypeAlias = Callable[[str, int, int], None]
-"""Told what is being done (``"reading"``), how many bytes of it this rank has done since it was
-told last, and how many there will be; 0: nobody knows."""
+"""Called with the action (``"reading"``), this rank's bytes since the last call, and its total
+bytes (0 if unknown)."""
 
 
 def show_nothing(_doing: str, _count: int, _total: int, /) -> None:
-    """Show nothing of what is done."""
+    """Show nothing."""
 
 
 def accept_any(_manifest: Manifest, /) -> None:
@@ -43,22 +38,22 @@ def accept_any(_manifest: Manifest, /) -> None:
 
 
 class LiveState(Protocol):
-    """What a live engine offers; ``lightning_elastic_zero.engine`` implements it twice."""
+    """A live engine; ``lightning_elastic_zero.engine`` implements it with and without ZeRO."""
 
     def describe(self) -> Manifest:
-        """Return what it is, as a manifest without files."""
+        """Return a manifest of the engine, without files."""
         ...
 
     def rank_state(self, *, exclude_frozen: bool, keep_module_weights: bool) -> RankState:
-        """Return what this rank holds, by reference."""
+        """Return this rank's state, by reference."""
         ...
 
     def weights_match_masters(self) -> bool:
-        """Whether this rank's trained weights are its masters, rounded; True without masters."""
+        """Whether this rank's trained weights equal its rounded masters; True without masters."""
         ...
 
     def keeps_masters(self) -> bool:
-        """Whether masters are restored as they were saved, and not rounded to the weights."""
+        """Whether masters are restored as saved, rather than rounded to the weights."""
         ...
 
     def module_buffers(self) -> Mapping[str, torch.Tensor]:
@@ -72,81 +67,81 @@ class LiveState(Protocol):
     def check_optimizer(
         self, source: Manifest, *, state: bool, hyperparameters: bool, stepped: bool
     ) -> None:
-        """Refuse the state, and the hyperparameters, of another optimizer.
+        """Refuse the state or hyperparameters of a different optimizer.
 
         Args:
-            source: of the checkpoint.
-            state: whether the optimizer's state is wanted.
-            hyperparameters: whether those of the parameter groups are.
+            source: the checkpoint's manifest.
+            state: whether optimizer state is restored.
+            hyperparameters: whether hyperparameters are restored.
             stepped: whether the saved run may have taken a step.
         """
         ...
 
     def check_scheduler(self, saved: Mapping[str, object]) -> None:
-        """Refuse the state of another kind of scheduler."""
+        """Refuse the state of a different scheduler class."""
         ...
 
     def allocate_targets(self, source: Manifest, *, with_optimizer: bool) -> RestoreTargets:
-        """Allocate buffers to fill, and then to commit or to roll back; nothing live is lost."""
+        """Allocate buffers to fill, then commit or roll back; live state is unchanged."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
-    """What a save writes."""
+    """Options of a save."""
 
     weights_only: bool = False
-    """Masters, frozen weights and buffers, and no optimizer state."""
+    """Write masters, frozen weights and buffers, but no optimizer state."""
     exclude_frozen: bool = False
-    """Leave out weights that the optimizer does not own; a load keeps the model's own."""
+    """Leave out frozen weights; a load keeps those of the model."""
     left_out: frozenset[str] = frozenset()
-    """Names of frozen weights and buffers that are not to be written; trained ones always are."""
+    """Names of frozen weights and buffers to leave out. Trained weights are always written."""
     module_weights: bool = False
-    """Write the low-precision weights too, for tools that insist on them."""
+    """Also write the low-precision weights, for tools that require them."""
     sampler: Mapping[str, Plain] = field(default_factory=dict)
-    """How far the run is in its data, for the manifest's ``progress.sampler``."""
+    """Position in the data, for the manifest's ``progress.sampler``."""
     module_buffers: Mapping[str, torch.Tensor] | None = None
-    """Module buffers to save in the place of the live ones: those of the last optimizer step."""
+    """Module buffers at the last optimizer step, saved instead of the live ones."""
     step: int | None = None
-    """Optimizer steps as the trainer counts them; None: as the engine does."""
+    """Optimizer steps as counted by the trainer; None: as counted by the engine."""
     fingerprint: bool = False
-    """Compute the state's fingerprint, and record it beside the state."""
+    """Compute the fingerprint of the state and store it in the checkpoint."""
     show: ShowBytes = show_nothing
-    """Told how far this rank is; not of a save in the background."""
+    """Shows this rank's progress; not used by background saves."""
     warned_objects: set[str] | None = field(default_factory=set)
-    """Places of objects that were told of already, since a load refuses them; None: nobody is."""
+    """Paths of objects that were already warned of, as loads refuse them; None: no warnings."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What a load restores."""
+    """Options of a load."""
 
     optimizer_state: bool = True
-    """False: a fresh optimizer on the saved weights."""
+    """False: the optimizer starts fresh on the saved weights."""
     hyperparameters: bool = True
-    """False: learning rate, weight decay, ... stay as they are configured now."""
+    """False: learning rate, weight decay, ... keep their configured values."""
     lr_scheduler: bool = True
     """False: the engine's scheduler stays as it is, even if hyperparameters are restored."""
     strict: bool = True
-    """False: frozen parameters and buffers may be missing, or too many; with a fresh optimizer
-    trained parameters too."""
+    """False: frozen parameters and buffers may be missing or unexpected; with a fresh optimizer
+    also trained parameters."""
     strict_optimizer: bool = True
-    """False: other parameters may be trained than when saved, and in other groups."""
+    """False: the set of trained parameters and their groups may differ from the save."""
     allow_pickle: bool = False
-    """Build Python objects of any class from the trainer's state; that can run code."""
+    """Unpickle objects of any class in the trainer's state, which can run arbitrary code."""
     fallback: bool = False
-    """Where the checkpoint is damaged, take the newest older one beside it that is sound."""
+    """If the checkpoint is damaged, load the newest older intact one in its folder."""
     fingerprint: bool = False
-    """Compare the state that is live after the load with the fingerprint that its save recorded."""
+    """Compare the loaded live state with the fingerprint stored by the save."""
     show: ShowBytes = show_nothing
-    """Told how far this rank is."""
+    """Shows this rank's progress."""
     check: Callable[[Manifest], None] = accept_any
     """Called on each rank before anything is changed; raises to refuse the checkpoint."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Beginnings of names in the checkpoint, and what they are in the model."""
+    """Prefixes of names in the checkpoint, and their replacements in the model."""
     rank_entry_path: tuple[str, ...] = ()
-    """Path of an entry of the client state that is wanted of other ranks too, where as many as
-    there are now did not save: of those whose part this rank takes over."""
+    """Path of an entry of the client state that is also read for the saving ranks whose part this
+    rank takes over, if the number of ranks changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +176,7 @@ class LoadResult:
     manifest: Manifest
     """Manifest of the checkpoint; for other software, as far as it could be read."""
     stats: CheckpointStats
-    """Path, seconds and bytes."""
+    """Path, time and size."""
     source_summary: str = ""
     """Kind, writer and missing state of an incomplete checkpoint; otherwise empty."""
     rank_entries: Mapping[int, Any] = field(default_factory=dict)
@@ -221,30 +216,30 @@ def io_progress(
 
 @dataclass(frozen=True, slots=True)
 class EngineHandle:
-    """An engine's state and its steps, as callables; ``api.engine_handle`` makes one."""
+    """Functions for an engine's state and steps, made by ``api.engine_handle``."""
 
     open: Callable[[], LiveState]
-    """Returns the engine's state; raises for an engine that is not supported."""
+    """Returns the engine's state; raises UnsupportedError for unsupported engines."""
     global_step: Callable[[], int]
-    """Returns the number of optimizer steps, by which ranks tell one call from another."""
+    """Returns the number of optimizer steps, which identifies a call across ranks."""
     add_step_pre_hook: Callable[[Callable[[], None]], Callable[[], None]]
-    """Registers what is called right before an optimizer step; returns what removes it."""
+    """Registers a function to call right before each optimizer step; returns its remover."""
     updates_state_before_step: Callable[[], bool]
     """Whether optimizer states change before the optimizer steps, as with Muon."""
     recovery_script: Callable[[], Path | None]
-    """Returns the script that is laid beside the files of a checkpoint."""
+    """Returns DeepSpeed's recovery script, which is copied into each checkpoint."""
     before_change: Callable[[], None] = lambda: None
-    """Waits until no save in the background reads the engine's own tensors any more."""
+    """Waits until no background save reads the engine's own tensors."""
 
     def at_step(self) -> str:
-        """Return where the run stands, for the name of a step that all ranks take."""
+        """Return the position of the run, for the name of a collective step."""
         return f"at step {self.global_step()}"
 
 
 def manifest_to_save(manifest: Manifest, options: SaveOptions) -> Manifest:
-    """Return a live engine's manifest as it is saved: stage, progress, and what is left out.
+    """Return an engine's manifest as it is saved: with stage, progress and excluded names.
 
-    Of the frozen weights and buffers alone anything is left out.
+    Only frozen weights and buffers can be excluded.
     """
     manifest = replace(
         manifest,
@@ -274,7 +269,7 @@ def manifest_to_save(manifest: Manifest, options: SaveOptions) -> Manifest:
 
 
 def state_to_save(state: RankState, manifest: Manifest, options: SaveOptions) -> RankState:
-    """Return what of a rank's state is written."""
+    """Return the part of a rank's state to write."""
     frozen, kept = {p.name for p in manifest.frozen}, options.module_buffers or {}
     return replace(
         state,
@@ -286,16 +281,15 @@ def state_to_save(state: RankState, manifest: Manifest, options: SaveOptions) ->
 
 
 def warn_of_objects(path: Path, objects: Objects, warned: set[str] | None) -> None:
-    """Rank 0: warn, once, of what a load will refuse to build unless it is allowed to."""
+    """Rank 0: warn once of each object that a load without ``allow_pickle`` refuses."""
     if warned is None:
         return
     new = [(at, value) for at, value in objects if format_tree_path(at) not in warned]
     warned.update(format_tree_path(at) for at, _ in new)
     for where, what in find_refused(new).items():
         log.warning(
-            "%s: %s holds %s, no plain data: this checkpoint can be loaded only with "
-            "allow_pickle=True, by whoever trusts it. Save numbers, strings, lists, dicts or "
-            "tensors in its place.",
+            "%s: %s contains %s, which is not plain data: loading this checkpoint needs "
+            "allow_pickle=True. Save numbers, strings, lists, dicts or tensors instead.",
             path,
             where,
             what,

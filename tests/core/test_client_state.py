@@ -253,7 +253,7 @@ class TestReadable:
         """The innermost value that torch would not read is named."""
         with pytest.raises(SaveError) as caught:
             check_loads_weights_only({"fine": 1, "state": value})
-        assert str(caught.value).startswith(f"{place}, and what is saved has to be plain data")
+        assert str(caught.value).startswith(f"{place}, but saved state has to be plain data")
 
     @given(trees(plain_leaves))
     def test_plain_data_can_be_read(self, tree: dict[str, Any]) -> None:

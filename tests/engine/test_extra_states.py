@@ -54,8 +54,8 @@ def test_extra_states_of_one_side_alone(pools: Pools, tmp_path: Path) -> None:
         assert found["scales"]["steps"] == 7
         assert found["other"] == "as it is"
         texts = " | ".join(warned)
-        assert ("stay as they are: kept.other._extra_state" in texts) == (rank == 0)
-        assert ("takes by set_extra_state: kept.rank._extra_state" in texts) == (rank == 0)
+        assert ("keep their current one: kept.other._extra_state" in texts) == (rank == 0)
+        assert ("accepts through set_extra_state: kept.rank._extra_state" in texts) == (rank == 0)
 
 
 @pytest.mark.long

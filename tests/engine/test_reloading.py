@@ -53,7 +53,7 @@ def test_state_that_changes_during_a_save(
             assert published, error
         else:
             assert not published
-            assert "changed while it was saved in the background" in error
+            assert "changed during a background save" in error
             assert ("exp_avg_sq" if change is copy_last_state else "the master weights") in error
             assert "wait_for_save" in error
 
@@ -78,7 +78,7 @@ def test_offloaded_state_that_changes_during_a_save(
         if change is change_nothing:
             assert published
         elif most == 0:
-            assert "changed while it was saved in the background" in error
+            assert "changed during a background save" in error
 
 
 HPZ = Setup(4, "3", hpz=2, persistence=100)

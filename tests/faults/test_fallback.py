@@ -63,7 +63,7 @@ def test_the_newest_sound_one_is_named(pools: Pools, folder: Path) -> None:
         assert f"verified, is {folder / 'a.ckpt'} (step 1)" in rank.message
         assert "b.ckpt" not in rank.message
         assert "fallback=True" in rank.message
-        assert "may be of another run" in rank.message
+        assert "may belong to another run" in rank.message
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_it_is_taken_where_that_is_allowed(damage: object, pools: Pools, folder:
     assert all(rank.is_older for rank in ranks)
     (warning,), () = (rank.warnings for rank in ranks)
     assert "c.ckpt" in warning
-    assert f"Instead, {folder / 'b.ckpt'} (step 2) is loaded" in warning
+    assert f"{folder / 'b.ckpt'} (step 2) is loaded instead" in warning
 
 
 def test_a_link_to_what_is_gone(pools: Pools, folder: Path) -> None:
@@ -107,7 +107,7 @@ def test_what_is_there_no_more_and_what_never_was(pools: Pools, folder: Path) ->
         _damaged_checkpoints.flip_bit(folder / f"{name}.ckpt")
     for rank in loaded(pools, folder / "last.ckpt", fallback=True):
         assert rank.message.startswith("CheckpointCorruptedError")
-        assert "fallback=True has nothing to take" in rank.message
+        assert "fallback=True found no older intact checkpoint" in rank.message
     for rank in loaded(pools, folder / "last.ckpt"):
         assert "fallback" not in rank.message
 

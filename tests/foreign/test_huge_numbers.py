@@ -206,8 +206,8 @@ def test_weights_that_become_infinite_are_named(
     path, again = str(tmp_path / "large.ckpt"), str(tmp_path / "again.ckpt")
     pools.run(source.world, partial(save_large, source, path, large))
     warned = pools.run(target.world, partial(warnings_of_load, target, path, again))
-    told = f"numbers that {target.precision} cannot hold, so that these weights become infinite"
-    named = [re.findall(rf"{told} .*?: ([\w., ]+)\. Run", text) for s in warned for text in s]
+    told = f"values too large for {target.precision}. These weights become infinite"
+    named = [re.findall(rf"{told} .*?: ([\w., ]+)\. Train", text) for s in warned for text in s]
     names = {name for found in named for each in found for name in each.split(", ")}
     assert names == {"embedding.weight", "a.weight"}  # The second rank's part begins in that one.
     same = pools.run(target.world, partial(warnings_of_load, target, again))
