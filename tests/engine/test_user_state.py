@@ -75,7 +75,7 @@ def test_what_no_load_could_read_is_not_saved(pools: Pools, tmp_path: Path) -> N
             in found["unmade"]
         )
         assert (
-            "the scheduler's state.lr_lambdas.0.ratio is a Fraction, and what is saved has to be "
+            "the scheduler's state.lr_lambdas.0.ratio is a Fraction, but saved state has to be "
             "plain data"
         ) in found["scheduler"]
         assert "the module's buffers.bn.sparse is a Tensor" in found["buffer"]

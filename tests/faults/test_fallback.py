@@ -60,7 +60,7 @@ def test_the_newest_sound_one_is_named(pools: Pools, folder: Path) -> None:
     for rank in loaded(pools, folder / "last.ckpt"):
         assert rank.message.startswith("CheckpointCorruptedError")
         assert "c.ckpt" in rank.message
-        assert f"verified, is {folder / 'a.ckpt'} (step 1)" in rank.message
+        assert f"same folder is {folder / 'a.ckpt'} (step 1)" in rank.message
         assert "b.ckpt" not in rank.message
         assert "fallback=True" in rank.message
         assert "may belong to another run" in rank.message
