@@ -1,26 +1,16 @@
-"""Ranks that agree through a key-value store: the caller's side.
+"""Steps on all ranks through the job's key-value store: the caller's side, and its thread.
 
-A queue of commands to one thread, which finalizers too may fill.
+``StoreRanks`` runs the work of a step in the caller's thread. A ``StoreThread`` makes all calls to
+the store, because a call to a store whose host is stopped never returns.
 
-Not ``queue.SimpleQueue``: in CPython 3.10 to 3.13 its ``get(timeout)`` waits for good where its
-thread is held up for longer than the timeout, between its first try and the wait for what is left
-of it: that is negative then, and taken for no limit (``Modules/_queuemodule.c``). With a timeout of
-a millisecond, on a machine under load, that ended a rank's heartbeats now and then.
-And not ``queue.Queue``, whose ``put`` takes a lock: a finalizer that the garbage collector runs
-while its own thread holds that lock would never return.
+A store may fall silent and answer again, for instance when its host is stopped and continued.
+Meanwhile a waiting caller gives up its step and raises, but the thread stays in its unanswered call
+(``session`` states what follows). Only a broken connection, the destruction of the process group or
+``close`` end the thread.
 
-The one thread of a rank that talks to the store of the job.
-
-A store may fall silent and answer again: its host was stopped, and goes on. Meanwhile a caller who
-waits gives its step up and raises, but the thread only waits, in the call that is not answered
-(``rank_session`` says what follows). Only a connection that breaks, a process group that is
-destroyed or ``close`` end the thread for good.
-
-The thread may also be held up although the store's host runs, by a machine under pressure or by a
-finalizer that the garbage collector happens to run in it. Where the system says that the host runs,
-the caller waits on, and the log says where the thread is.
-
-The ranks that a launcher has started, without a process group: their store is enough.
+The thread may also be blocked although the store's host runs, on an overloaded machine or by a
+finalizer that the garbage collector runs in it. If the operating system reports that the host runs,
+the caller keeps waiting, and the log shows the thread's stack.
 """
 
 from __future__ import annotations
@@ -44,14 +34,13 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from lightning_elastic_zero.coordination.liveness import (
+    Report,
     Timeouts,
-    failure_report,
-    pack,
     unresponsive_reason,
 )
 from lightning_elastic_zero.coordination.session import (
     CHECK_INTERVAL_S,
-    LONGEST_POLL_S,
+    LONGEST_PAUSE_S,
     RankSession,
     Step,
     join_session,
@@ -66,41 +55,47 @@ Command: TypeAlias = Callable[[], None]
 
 
 class CommandQueue:
-    """Orders of many threads for one, in their order."""
+    """A FIFO queue of commands for one thread, which finalizers may fill as well.
+
+    ``queue.SimpleQueue`` does not work: in CPython 3.10 to 3.13 its ``get(timeout)`` waits forever
+    if its thread is not scheduled for longer than the timeout between the first attempt and the
+    wait for the remaining time, which is negative then and means "no limit"
+    (``Modules/_queuemodule.c``). With a timeout of a millisecond on an overloaded machine, that
+    occasionally ended a rank's heartbeats.
+
+    ``queue.Queue`` does not work either: its ``put`` takes a lock, so that a finalizer which the
+    garbage collector runs while its own thread has that lock would never return.
+    """
 
     def __init__(self) -> None:
-        """Begin empty."""
         self._commands: deque[Command] = deque()
-        self._none_given = threading.Lock()
-        self._none_given.acquire()
+        self._is_empty = threading.Lock()
+        self._is_empty.acquire()
 
     def put(self, command: Command) -> None:
-        """Append an order; never waits, and may be called within another call of it."""
+        """Append a command; never waits, and is reentrant."""
         self._commands.append(command)
-        with suppress(RuntimeError):  # released already
-            self._none_given.release()
+        with suppress(RuntimeError):  # It is released already.
+            self._is_empty.release()
 
     def get(self, timeout_s: float) -> Command | None:
-        """Return the next order; None if there is none within so many seconds, or now and then."""
+        """Return the next command; None after the timeout, or spuriously."""
         if not self._commands:
-            self._none_given.acquire(timeout=timeout_s)
+            self._is_empty.acquire(timeout=timeout_s)
         return self._commands.popleft() if self._commands else None
 
 
 log = logging.getLogger(__name__)
 
 LINGER_S = 2.0
-"""The longest wait for others to read a last word: two glances."""
+"""Longest wait for other ranks to read the last verdict: two of their polls at work."""
 
 
 class StoreThread(threading.Thread):
-    """Takes the turns of a session, with a connection of its own, and does what the caller orders.
-
-    A call to a store whose host is stopped never returns: so the caller makes none.
-    """
+    """Takes the turns of a session and executes the caller's commands, over its own connection."""
 
     session: RankSession
-    """Made by the thread, once it is connected; used by no other one."""
+    """Created by the thread once it is connected, and used by no other thread."""
 
     def __init__(
         self, store: Store, rank: int, world_size: int, name: str, times: Timeouts, call: str
@@ -112,141 +107,148 @@ class StoreThread(threading.Thread):
         self._source: Any = store
         self._rank, self._world_size, self._prefix, self._times = rank, world_size, name, times
         self._call = call
-        self._orders = CommandQueue()
-        self._lost = ""  # why this rank can talk no more
+        self._commands = CommandQueue()
+        self._lost = ""  # Why this rank cannot reach the store any more.
         self._closing = False
         self._grouped = dist.is_initialized()
         self._answered_at = time.monotonic()
-        self._told_at = 0.0
+        self._logged_at = 0.0
 
     def enter_step(self, step: Step) -> None:
-        """Enter a step; return once it is known whether it has failed already."""
+        """Enter a step; return when it is known whether it has failed already."""
         self.step = step
-        self._orders.put(lambda: self.session.enter_step(step))
+        self._commands.put(lambda: self.session.enter_step(step))
         self.wait(step.arrived)
 
     def report(self, step: Step, text: str, *, failed: bool) -> None:
-        """Report how the work went; return at once."""
-        self._orders.put(lambda: self.session.report(step, text, failed=failed))
+        """Report the outcome of the work; return at once."""
+        self._commands.put(lambda: self.session.report(step, text, failed=failed))
 
     def abort_step(self, step: Step, error: BaseException) -> None:
-        """Make a step fail whose verdict the caller does not wait for any more; return at once."""
-        why = f"it has given this step up ({str(error) or type(error).__name__})"
-        self._orders.put(lambda: self.session.abort_step(step, why))
+        """Fail a step for whose verdict the caller has stopped waiting; return at once."""
+        why = f"it gave up this step ({str(error) or type(error).__name__})"
+        self._commands.put(lambda: self.session.abort_step(step, why))
 
     def wait(self, event: threading.Event) -> None:
-        """Wait for the thread, but not for one that will not answer."""
+        """Wait for an event of the thread.
+
+        Raises:
+            RanksError: the thread will not answer.
+        """
         while not event.wait(0.0 if self._lost else CHECK_INTERVAL_S):
             self.check()
 
     def check(self) -> None:
-        """Raise if the store does not answer."""
+        """Raise if the thread will not answer.
+
+        Raises:
+            RanksError: the store does not answer, is lost, or the thread is blocked.
+        """
         why = self._lost or self._unresponsive_reason()
         if why and not self.step.decided.is_set():
             raise RanksError(why)
 
     def _unresponsive_reason(self) -> str:
-        """Return why not to wait for the thread any more, if so; after a while, log where it is."""
         silent_s = self._silent_s()
         why = unresponsive_reason(silent_s, self._times, self._store_host_runs)
         if silent_s > self._times.heartbeat_timeout_s and not why:
-            self._log_where_it_is(silent_s)
+            self._log_stack(silent_s)
         return why
 
     def _silent_s(self) -> float:
-        """Return for how long the thread has not come back from a turn."""
+        """Return the time since the thread last finished a turn."""
         answered_at = self._answered_at
         silent_s = time.monotonic() - answered_at
         if silent_s > self._times.heartbeat_timeout_s:
-            # All of this process may have been stopped: give the thread the time to go on.
+            # This whole process may have been stopped: give the thread time to continue.
             time.sleep(2 * self._times.heartbeat_interval_s)
         return silent_s if self._answered_at == answered_at else 0.0
 
     def _store_host_runs(self) -> bool:
-        """Whether the store's host is known to run: then it is this thread that is held up."""
+        """Whether the store's host is known to run, so that this thread itself is blocked."""
         if os.environ.get(SHARED) == str(True) or not hasattr(self, "session"):
-            return False  # an agent hosts the store, of which nothing is known
+            return False  # The launcher may host the store, and its process is not known.
         process = ProcessKey.of_this_process() if self._rank == 0 else self.session.leader_process
         return process is not None and process.state() is ProcessState.RUNNING
 
-    def _log_where_it_is(self, silent_s: float) -> None:
-        if self._told_at == self._answered_at:
+    def _log_stack(self, silent_s: float) -> None:
+        if self._logged_at == self._answered_at:
             return
-        self._told_at = self._answered_at
-        frame = sys._current_frames().get(self.ident or 0)  # noqa: SLF001 - it is documented
+        self._logged_at = self._answered_at
+        frame = sys._current_frames().get(self.ident or 0)  # noqa: SLF001 - documented
         stack = "".join(traceback.format_stack(frame)) if frame else "unknown"
         log.warning(
-            "rank %d: the thread that talks to the other ranks has not come to run for %.0f s, "
-            "although the store's host runs; waiting on. It is at:\n%s",
+            "rank %d: the coordination thread was not scheduled for %.0f s, although the store's "
+            "host runs. Waiting. Its stack:\n%s",
             self._rank,
             silent_s,
             stack,
         )
 
     def serve(self) -> None:
-        """Start, to be ended with the process at the latest."""
+        """Start; the end of the process ends the thread at the latest."""
         self.start()
-        # Registered late, this runs before an exit hook that destroys the process group.
+        # Exit hooks run in reverse order: this one runs before one that destroys the group.
         atexit.register(self.end)
 
     def close(self) -> None:
-        """Stop, unless the thread is held by a store that does not answer."""
+        """Stop, unless an unanswered call to the store blocks the thread."""
         self._closing = True
-        self._orders.put(lambda: None)
+        self._commands.put(lambda: None)
         if threading.current_thread() is not self:
             self.join(2 * LINGER_S)
             if not self.is_alive():
                 atexit.unregister(self.end)
 
     def end(self) -> None:
-        """Stop when the process ends, and wait for the thread as long as the store may answer.
+        """Stop at the end of the process, and wait for the thread while the store may answer.
 
-        A thread that came back from C++ to a finalized interpreter would abort the process.
+        A thread that returned from C++ to a finalized interpreter would abort the process.
         """
         self.close()
         while self.is_alive() and self._silent_s() <= self._times.heartbeat_timeout_s:
             self.join(CHECK_INTERVAL_S)
 
     def run(self) -> None:
-        """Serve the session, a turn at a time, until closed or cut off."""
+        """Serve the session until it is closed or the store is lost."""
         try:
             self._open()
             while not (self._closing or self._lost):
                 self._run_once()
             if not self._lost:
                 self._leave()
-        except Exception as error:  # noqa: BLE001 - raised by the caller, who waits for it
+        except Exception as error:  # noqa: BLE001 - the waiting caller raises it
             reason = str(error).partition("\n")[0]
             self._lost = self._lost or (
-                "the job's store is lost: rank 0, or whatever process hosts it, died or has ended "
+                "the job's store is lost: its host (rank 0 or the launcher) died or has ended "
                 f"({type(error).__name__}: {reason})"
             )
-        self._lost = self._lost or "these ranks are closed"
+        self._lost = self._lost or "these ranks were closed"
         if not self.step.decided.is_set():
             self.step.end(RanksError(f"step {self.step.name!r}: {self._lost}"))
 
     def _open(self) -> None:
-        store, self._source = self._source, None  # held, it would outlive its process group
-        # Kept as long as this thread is: others find it by that.
+        store, self._source = self._source, None  # Else it would outlive its process group.
+        # Kept as long as this thread, so that other threads share it.
         self._connection = shared_connection(store)
         keys = join_session(self._connection, self._prefix, self._rank, self._call)
         self.session = RankSession(keys, self._rank, self._world_size, self._times)
         self._answered_at = time.monotonic()
 
     def _run_once(self) -> None:
-        order = self._orders.get(self.session.pause_s())
+        command = self._commands.get(self.session.pause_s())
         if self._grouped and not dist.is_initialized():
-            # The store may be gone: a call to it would have torch print a warning.
-            self._lost = "the process group has been destroyed"
+            # The store may be gone: a call to it would make torch print a warning.
+            self._lost = "the process group was destroyed"
             return
-        self.session.take_turn(order)
+        self.session.take_turn(command)
         self._answered_at = time.monotonic()
 
     def _leave(self) -> None:
-        # With rank 0 the store often ends: let the others read the last verdict before that.
+        # The store often ends with rank 0: let the others read the last verdict before.
         until, pauses_s = time.monotonic() + LINGER_S, poll_pauses_s(self._world_size)
         while not self.session.all_read() and time.monotonic() < until:
-            time.sleep(min(next(pauses_s), LONGEST_POLL_S))
+            time.sleep(min(next(pauses_s), LONGEST_PAUSE_S))
         step = self.step
         self.session.leave(failed=not step.decided.is_set() or step.failure is not None)
 
@@ -258,10 +260,10 @@ J = TypeVar("J")
 class StoreRanks:
     """Several ranks that agree through a store, over a connection of their own.
 
-    Every rank makes its instances of one ``name`` in the same order, does all steps of an instance
-    from one thread, and closes it before it destroys the process group that the store is of. One
-    that only some ranks have made, and whose steps have failed, is passed by on the others, if they
-    make theirs for another ``call``.
+    Every rank creates its instances of one ``name`` in the same order, does all steps of an
+    instance in one thread, and closes it before it destroys the process group of the store. An
+    instance that only some ranks have created, and whose steps have failed, is skipped on the
+    others if they create theirs for another ``call``.
     """
 
     def __init__(
@@ -271,7 +273,7 @@ class StoreRanks:
         world_size: int,
         *,
         name: str = "elastic-zero",
-        times: Timeouts = Timeouts(),  # noqa: B008 - it is frozen
+        times: Timeouts = Timeouts(),  # noqa: B008 - frozen
         call: str = "",
     ) -> None:
         self.rank = rank
@@ -280,7 +282,7 @@ class StoreRanks:
         self._thread = StoreThread(store, rank, world_size, name, times, call)
         self._thread.serve()
         self._close = weakref.finalize(self, self._thread.close)
-        self._close.atexit = False  # the thread has a hook of its own
+        self._close.atexit = False  # The thread has its own exit hook.
 
     def run_all(self, step: str, work: Callable[[], T]) -> T:
         """Run ``work`` on every rank; see ``Ranks``."""
@@ -302,12 +304,8 @@ class StoreRanks:
         """Return all results; see ``Ranks``."""
         return self._run("all_gather", step, work)
 
-    @property
-    def progress(self) -> Progress:
-        """The progress of long work; see ``Ranks``."""
-        return Progress(self._report_progress)  # not kept: a cycle would delay the finalizer
-
-    def _report_progress(self) -> None:
+    def report_progress(self) -> None:
+        """Show that long work makes progress; see ``Ranks``."""
         step = self._thread.step
         step.work_count += 1
         if not step.reported.is_set():
@@ -316,7 +314,7 @@ class StoreRanks:
             self._thread.check()
 
     def has_failed(self) -> bool:
-        """Whether the step that goes on has failed; see ``Ranks``."""
+        """Whether the current step has failed; see ``Ranks``."""
         step = self._thread.step
         return not step.reported.is_set() and step.failure is not None
 
@@ -326,7 +324,7 @@ class StoreRanks:
 
     def _run(self, kind: str, name: str, work: Callable[[], object] | None) -> list[Any]:
         if not self._running.acquire(blocking=False):
-            msg = f"step {name!r} was begun within another step; a thread needs its own StoreRanks"
+            msg = f"step {name!r} was started within another step; use one StoreRanks per thread"
             raise RanksError(msg)
         step = Step(kind, name)
         try:
@@ -335,18 +333,18 @@ class StoreRanks:
             self._thread.abort_step(step, error)
             raise
         finally:
-            step.reported.set()  # no work goes on that progress() could end
+            step.reported.set()  # No work is left that report_progress() could end.
             self._running.release()
         if step.failure is None:
             return step.values
-        # Where progress() raised it in the midst of work, it is no cause of itself. "from None"
-        # would hide what is being handled, such as the error for which a run saves and ends.
+        # If report_progress() raised the verdict, it is not its own cause. "from None" would hide
+        # an error that is being handled, such as the one after which a run saves and ends.
         if own is None or own is step.failure:
             raise step.failure
         raise step.failure from own
 
     def _do(self, step: Step, work: Callable[[], object] | None) -> Exception | None:
-        """Enter a step, do this rank's part and wait for the verdict; return what was raised."""
+        """Enter a step, run this rank's work and wait for the verdict; return the work's error."""
         self._thread.enter_step(step)
         own = None
         if not (step.decided.is_set() or step.reported.is_set()):
@@ -355,11 +353,10 @@ class StoreRanks:
         return own
 
     def _work(self, step: Step, work: Callable[[], object] | None) -> Exception | None:
-        """Run this rank's work and report how it went; return what it raised."""
         try:
             own, report = run_work(step.kind, work)
         except BaseException as error:
-            self._thread.report(step, pack(failure_report(error)), failed=True)
+            self._thread.report(step, Report.of_error(error).packed(), failed=True)
             step.reported.wait(LINGER_S)
             raise
         self._thread.report(step, report, failed=own is not None)
@@ -367,34 +364,31 @@ class StoreRanks:
 
 
 def run_work(kind: str, work: Callable[[], object] | None) -> tuple[Exception | None, str]:
-    """Run a rank's work for a kind of step; return what it raised, and the report of it."""
+    """Run a rank's work for a kind of step; return its error, and the packed report."""
     if work is None:
         return None, ""
     try:
         result = work()
-        return None, "" if kind == "run_all" else pack({"value": result})
-    except Exception as error:  # noqa: BLE001 - all ranks raise it, after the verdict
-        return error, pack(failure_report(error))
-
-
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun, and others like it, tell each rank."""
+        return None, "" if kind == "run_all" else Report(result).packed()
+    except Exception as error:  # noqa: BLE001 - all ranks raise it after the verdict
+        return error, Report.of_error(error).packed()
 
 
 def launched_world_size() -> int:
-    """Return how many ranks a launcher has started; 0: none has."""
-    if not all(os.environ.get(name) for name in VARIABLES):
+    """Return the number of ranks that torchrun or a similar launcher has started; 0 without one."""
+    variables = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if not all(os.environ.get(name) for name in variables):
         return 0
     return int(os.environ["WORLD_SIZE"])
 
 
 @contextmanager
 def launched_ranks(times: Timeouts, name: str) -> Iterator[StoreRanks]:
-    """Connect to the other ranks in the launcher's store, as long as the context lasts.
+    """Connect the ranks of a launcher through its store, without a process group.
 
     Args:
-        times: how long ranks wait for each other, also in the store.
-        name: ranks that meet by one name agree with each other only.
+        times: timeouts of steps; ``absent_timeout_s`` also applies to the store.
+        name: namespace of these ranks in the store.
     """
     timeout = timedelta(seconds=times.absent_timeout_s)
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))

@@ -1,29 +1,14 @@
-"""A step on all ranks that fails on all ranks: the only place where ranks talk to each other.
+"""Steps on all ranks that fail on all ranks: the only place where ranks communicate.
 
-A collective is no place to agree in: it hangs for half an hour when one rank raised, died or never
-came. Ranks agree through the key-value store of the job instead. One step::
+A collective is the wrong tool: it hangs for half an hour after one rank raised, died or never
+entered it. Ranks agree through the key-value store of the job instead. One step::
 
-    every rank    names the step in the store, works, and reports how its work went
-    rank 0        counts the reports and posts one verdict, also about a rank that is lost
+    every rank    sets the name of the step in the store, works, and reports the outcome
+    rank 0        counts the reports and posts one verdict, also if a rank is lost
     every rank    polls for the verdict, then returns or raises it
 
-One thread per rank makes all calls to the store (``store_thread``), over a connection of its own,
-because a call to a store whose host is stopped never returns. It also beats: a rank without beats
-died or is stopped, one that beats without progress has stalled or is elsewhere. ``rank_session`` is
-what the thread does, ``leader`` what rank 0 makes of it, with ``liveness``: no thread, no sleep and
-no clock of their own, so that whole jobs of them run in one process, in tests.
-
-Whether any rank says yes, by a collective: before each batch, the store is too slow.
-
-The end of a process: not before the threads of torch's process groups hold no tensor any more.
-
-A worker thread of a gloo group keeps the tensors of a collective for an instant after the
-collective has ended, and needs Python's lock to let go of them. On a busy machine that instant may
-last until the interpreter is being finalized. Then CPython ends the thread in the midst of C++,
-which may not be left like that: ``terminate called without an active exception``, and SIGABRT after
-all is done. It is upstream's (torch issue 190489), and happens without this library as well.
-Nothing in torch waits for these threads but the destructor of a group that nobody refers to any
-more, and DeepSpeed's engines refer to theirs. So an exit hook waits, from outside.
+``client`` is the caller's side and the thread that makes all calls to the store. ``session`` is
+what that thread does, and ``liveness`` has timeouts, messages and the detection of lost ranks.
 """
 
 from __future__ import annotations
@@ -43,38 +28,24 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_elastic_zero.coordination.client import StoreRanks
 from lightning_elastic_zero.coordination.liveness import Timeouts
-from lightning_elastic_zero.coordination.store import (
-    check_open_file_limit,
-)
-from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
+from lightning_elastic_zero.coordination.store import check_open_file_limit
 
 
 def any_rank(*, flag: bool, device: torch.device) -> bool:
     """Whether any rank's flag is set; collective over the default process group.
 
+    For use before each batch, where the store is too slow.
+
     Args:
-        flag: this rank's.
-        device: one whose tensors the group's backend can reduce.
+        flag: the flag of this rank.
+        device: a device whose tensors the group's backend can reduce.
 
     Raises:
-        RuntimeError: a rank is gone, or the network.
+        RuntimeError: a rank or the network failed.
     """
     flags = torch.tensor([int(flag)], device=device)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX)
     return bool(flags.item())
-
-
-_WORKER = "pt_gloo_runloop"
-"""How torch names the threads that run a gloo group's collectives."""
-
-_PAUSE_S = 0.02
-"""From one look to the next. A thread that waits for Python's lock wakes up every 5 ms, and each
-time that this hook sleeps."""
-
-_PATIENCE_S = 5.0
-"""A worker that is busy for longer than this is in the midst of a collective."""
-
-_SWITCHES = ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
 
 
 @functools.cache
@@ -84,26 +55,35 @@ def wait_for_gloo_at_exit() -> None:
 
 
 def wait_for_gloo_workers() -> None:
-    """Wait until the workers sleep for good: for a collective, or for other ranks within one."""
-    end = time.monotonic() + _PATIENCE_S
-    before, now = None, _workers()
+    """Wait until the threads of gloo groups have released the tensors of their last collective.
+
+    Such a thread needs Python's lock to release them, shortly after the collective has ended. On a
+    busy machine the interpreter may be finalizing by then: CPython ends the thread inside C++,
+    which aborts the process (``terminate called without an active exception``). This is torch issue
+    190489, and also happens without this library. Only the destructor of an unreferenced group
+    waits for these threads, and DeepSpeed's engines refer to their groups. So this waits from
+    outside, until all of them sleep: for a collective, or for other ranks within one.
+    """
+    end_s = time.monotonic() + 5.0  # A thread that is busy for longer is within a collective.
+    before, now = None, _gloo_workers()
     while now and (now != before or not all(state == "S" for state, *_ in now.values())):
-        if time.monotonic() > end:
+        if time.monotonic() > end_s:
             return
-        time.sleep(_PAUSE_S)  # without Python's lock, so that they can have it
-        before, now = now, _workers()
+        # Releases Python's lock, for which a thread tries every 5 ms.
+        time.sleep(0.02)
+        before, now = now, _gloo_workers()
 
 
-def _workers() -> dict[str, tuple[str, ...]]:
-    """Return the state of each worker of this process, and how often it has gone to sleep."""
+def _gloo_workers() -> dict[str, tuple[str, ...]]:
+    """Return the state and the context switches of each worker thread of this process."""
     found = {}
     for task in Path("/proc/self/task").glob("*"):
-        with suppress(OSError):  # it has ended
-            status = dict(
-                line.split(":\t", 1) for line in (task / "status").read_text().splitlines()
-            )
-            if status["Name"] == _WORKER:
-                found[task.name] = (status["State"][0], *(status[key] for key in _SWITCHES))
+        with suppress(OSError):  # The thread has ended.
+            lines = (task / "status").read_text().splitlines()
+            status = dict(line.split(":\t", 1) for line in lines)
+            if status["Name"] == "pt_gloo_runloop":
+                switches = ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
+                found[task.name] = (status["State"][0], *(status[key] for key in switches))
     return found
 
 
@@ -112,12 +92,12 @@ J = TypeVar("J")
 
 
 class Ranks(Protocol):
-    """The ranks of a job, to do steps together. Every rank makes the same calls in the same order.
+    """Steps on all ranks of a job. Every rank makes the same calls in the same order.
 
-    A step that fails on one rank raises on every rank, as the same class, naming the ranks that
-    failed; after that the next step can be made. The results that ``gather``, ``broadcast`` and
-    ``all_gather`` hand around are plain data, small (8 MiB at most, packed) and come as JSON has
-    them: tuples as lists.
+    A step that fails on one rank raises the same class on every rank, and the message names the
+    failed ranks. The next step can then be made. The results that ``gather``, ``broadcast`` and
+    ``all_gather`` exchange are plain data of at most 8 MiB, and come back as JSON represents them:
+    tuples as lists.
     """
 
     @property
@@ -126,7 +106,7 @@ class Ranks(Protocol):
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
 
     def run_all(self, step: str, work: Callable[[], T]) -> T:
         """Run ``work`` on every rank; return its own result once it has succeeded on all."""
@@ -140,19 +120,18 @@ class Ranks(Protocol):
     def all_gather(self, step: str, work: Callable[[], J]) -> list[J]:
         """Run ``work`` on every rank; return all results, by rank, on every rank."""
 
-    @property
-    def progress(self) -> Progress:
-        """Shows the other ranks that long work goes on; raises a failure of the step elsewhere."""
+    def report_progress(self) -> None:
+        """Show that long work makes progress; raises if the step has failed on another rank."""
 
     def has_failed(self) -> bool:
-        """Whether the step that goes on has failed elsewhere already; asked in any thread."""
+        """Whether the current step has failed on another rank; may be called in any thread."""
 
     def close(self) -> None:
-        """End this rank's part. May be called twice, raises nothing."""
+        """End the session of this rank. May be called twice; never raises."""
 
 
 class OneRank:
-    """A job of one rank: work is just run, and what it raises is raised as it is."""
+    """A job of one rank: it runs the work, and errors pass through unchanged."""
 
     rank = 0
     world_size = 1
@@ -167,7 +146,7 @@ class OneRank:
         return [self.broadcast(step, work)]
 
     def broadcast(self, step: str, work: Callable[[], J]) -> J:  # noqa: ARG002
-        """Run ``work`` and return its result as several ranks would get it."""
+        """Run ``work`` and return its result as JSON represents it."""
         result: J = json.loads(json.dumps(work()))
         return result
 
@@ -175,8 +154,11 @@ class OneRank:
         """Run ``work`` and return its result as the only one."""
         return [self.broadcast(step, work)]
 
+    def report_progress(self) -> None:
+        """Do nothing: no other rank waits."""
+
     def has_failed(self) -> bool:
-        """Return False: there is nobody else."""
+        """Return False: there is no other rank."""
         return False
 
     def close(self) -> None:
@@ -184,24 +166,24 @@ class OneRank:
 
 
 def connect_ranks(
-    times: Timeouts = Timeouts(),  # noqa: B008 - it is frozen
+    times: Timeouts = Timeouts(),  # noqa: B008 - frozen
     name: str = "elastic-zero",
     call: str = "",
 ) -> Ranks:
-    """Return the ranks of the default process group, or the one rank of a job without one.
+    """Return the ranks of the default process group, or the single rank of a job without one.
 
     Args:
         times: how long ranks wait for each other.
-        name: ranks that are made by one name agree with each other only.
-        call: what they are made for, where that may be done on one rank alone by mistake: alike on
-            all ranks in one call, and another one in the next.
+        name: namespace of these ranks in the store.
+        call: identifies a user's call that may be made on one rank only by mistake: equal on all
+            ranks in one call, and different in the next.
     """
     if not dist.is_initialized():
         return OneRank()
     wait_for_gloo_at_exit()
     if dist.get_world_size() == 1:
         return OneRank()
-    # There is no public way to the store that the ranks met in.
+    # There is no public access to the store of the default group.
     store, rank, world_size = _get_default_store(), dist.get_rank(), dist.get_world_size()
     if rank == 0:
         check_open_file_limit(store, world_size)

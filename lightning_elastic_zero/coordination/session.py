@@ -1,25 +1,20 @@
-"""A rank's part in the steps of a job: what it writes to the store, and what it reads.
+"""One rank's part in the steps of a job, and rank 0's verdict on each step.
 
-All calls are made by one thread, which a store that falls silent may hold. After it such a thread
-does in their order all things that it was told to. So these hold, whoever was stopped:
+All calls to the store are made by one thread per rank (``client.StoreThread``), which a silent
+store may block. Afterwards that thread executes its queued commands in order. These rules hold
+whichever rank was suspended:
 
-- Steps are numbered by the session, and each call of the caller's is one, given up or not. Ranks
-  that make the same calls have the same numbers, without asking each other.
-- A step that a rank has given up without a verdict gets one from this rank: it has failed. So it
-  fails on all ranks, whether they have come to it or not, and the next one is the same for all.
-- Where there is a verdict by then, that stands. If it is a success, this rank raised what the
-  others have finished, and is *behind*: they may be waiting for it in steps that it will not come
-  to. Rank 0 ends such a step (``leader``), and this rank passes it by when it comes to its next.
+- The session numbers the steps. Each call of the caller is one step, whether given up or not, so
+  ranks that make the same calls have the same numbers without asking each other.
+- A step that a rank gives up without a verdict gets a verdict from this rank: it has failed. So it
+  fails on all ranks, whether they have entered it or not, and the next step is the same for all.
+- If there is a verdict by then, it stands. If it is a success, this rank raised although the others
+  finished, and is *behind*: they may wait for it in steps that it will not enter. Rank 0 ends such
+  a step, and this rank skips it on its way to its next one.
 
-Nothing here sleeps or starts anything, and the clock is passed in.
-
-Rank 0's verdict on a step: which ranks failed or are lost, and what all ranks are told.
-
-It sees the job through a key-value store only (``messages`` has the keys), and time through a clock
-that is passed in: it starts nothing and never sleeps.
-
-The cost is in proportion to the ranks: two counters are read while the step runs, the beats of all
-ranks once per ``heartbeat_interval_s``.
+Nothing here sleeps or starts anything, and the clock is a parameter, so that tests run whole jobs
+in one process. The cost for rank 0 is in proportion to the ranks: it reads two counters per poll
+while a step runs, and all heartbeats once per ``heartbeat_interval_s``.
 """
 
 from __future__ import annotations
@@ -29,23 +24,21 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_elastic_zero.coordination.liveness import (
-    DECIDED_BY_LEADER,
-    MISMATCH,
     ROLL,
     Clock,
     Heartbeat,
     IdleTimer,
     RankMonitor,
+    Report,
     StateOf,
     Timeouts,
-    lost_ranks_failure,
-    mismatch_report,
+    Verdict,
     pack,
     ranks_on_roll,
     roll_entry,
@@ -58,12 +51,10 @@ from lightning_elastic_zero.errors import ElasticZeroError, error_class
 log = logging.getLogger(__name__)
 
 
-def warn_late(name: str, late: Sequence[int], world_size: int, times: Timeouts) -> None:
-    """Log which ranks have not entered a step that others wait in."""
+def _warn_late(name: str, late: Sequence[int], world_size: int, times: Timeouts) -> None:
     log.warning(
-        "%s of %d: not at step %r after %g s. Saves and loads must be called on every rank, not "
-        "within `if rank == 0:`. Late ranks are waited for up to %g s in all (absent_timeout_s); "
-        "then this fails on all ranks.",
+        "%s of %d: not in step %r after %g s. Call saves and loads on every rank, not within `if "
+        "rank == 0:`. After %g s (absent_timeout_s) the step fails on all ranks.",
         format_ranks(late),
         world_size,
         name,
@@ -73,7 +64,7 @@ def warn_late(name: str, late: Sequence[int], world_size: int, times: Timeouts) 
 
 
 class Leader:
-    """Rank 0's part: one verdict for each step, in their order."""
+    """Rank 0's part: one verdict for each step, in order."""
 
     def __init__(
         self,
@@ -83,14 +74,14 @@ class Leader:
         clock: Clock = time.monotonic,
         state_of: StateOf = ProcessKey.state,
     ) -> None:
-        """Start with the first step."""
         self.values: list[Any] = []
+        """Results of the last step, for rank 0."""
         self._store = store
         self._world_size = world_size
         self._times, self._clock = times, clock
         self._seq = 1
         self._kind, self._name = "", ""
-        self._passed: list[int] = []  # judged, but a rank may still come to read of it
+        self._decided: list[int] = []  # Steps whose verdict a rank may still have to read.
         self._unseen = set(range(world_size))
         self._monitors = [RankMonitor(times, clock, state_of) for _ in range(world_size)]
         self._open = IdleTimer(2 * times.heartbeat_interval_s, clock)
@@ -100,7 +91,7 @@ class Leader:
         self._polled_s = self._clock()
 
     def poll(self) -> None:
-        """Post the verdict on the open step, if it can be given now."""
+        """Post the verdict on the open step, if there can be one now."""
         suspended_s = self._suspended_s()
         self._polled_s = self._clock()
         if not (self._kind or self._is_open()):
@@ -123,21 +114,17 @@ class Leader:
             self._check_liveness(open_s)
 
     def _suspended_s(self) -> float:
-        """Return how long rank 0 was stopped itself, where the others have given it up meanwhile.
+        """Return how long rank 0 was suspended if the others have given it up meanwhile, else 0.
 
-        With rank 0 the store may have been stopped: nobody could post that he has given up.
+        The store may have been suspended with it, so that no rank could post a verdict.
         """
         gap_s = self._clock() - self._polled_s
-        return (
-            gap_s
-            if gap_s > self._times.heartbeat_timeout_s - 2 * self._times.heartbeat_interval_s
-            else 0.0
-        )
+        longest_s = self._times.heartbeat_timeout_s - 2 * self._times.heartbeat_interval_s
+        return gap_s if gap_s > longest_s else 0.0
 
-    def _suspended_failure(self, suspended_s: float) -> dict[str, str]:
-        return lost_ranks_failure(
-            self._name, {0: f"it was stopped for {suspended_s:.0f} s"}, self._world_size
-        )
+    def _suspended_failure(self, suspended_s: float) -> Verdict:
+        reason = f"it was stopped for {suspended_s:.0f} s"
+        return Verdict.lost_ranks(self._name, {0: reason}, self._world_size)
 
     def all_read(self) -> bool:
         """Whether every rank has read the last verdict."""
@@ -158,7 +145,7 @@ class Leader:
         return bool(self._kind)
 
     def _heartbeats(self) -> list[Heartbeat | None]:
-        # To get a key that is not there would wait for it. A beat, once there, is never deleted.
+        # Reading a missing key would wait for it. A heartbeat is never deleted.
         if self._unseen and self._store.check([ROLL]):
             self._unseen -= ranks_on_roll(self._store.get(ROLL))
         seen = [r for r in range(self._world_size) if r not in self._unseen]
@@ -175,9 +162,9 @@ class Leader:
             if why:
                 lost[rank] = why
         if lost:
-            self._post(lost_ranks_failure(self._name, lost, self._world_size))
+            self._post(Verdict.lost_ranks(self._name, lost, self._world_size))
         elif self._store.check([f"{self._seq}/verdict"]):
-            self._advance(all_in=False, by_leader=False)  # another rank has given up rank 0
+            self._advance(all_in=False, by_leader=False)  # Another rank gave up rank 0.
         elif open_s >= self._times.late_warning_s and self._warned_late != self._seq:
             self._warned_late = self._seq
             late = [
@@ -186,93 +173,97 @@ class Leader:
                 if heartbeat is None or heartbeat.seq < self._seq
             ]
             if late:
-                warn_late(self._name, late, self._world_size, self._times)
+                _warn_late(self._name, late, self._world_size, self._times)
 
-    def _success(self) -> dict[str, list[Any]]:
+    def _success(self) -> Verdict:
         ranks = {"run_all": 0, "broadcast": 1}.get(self._kind, self._world_size)
-        held = self._store.multi_get([f"{self._seq}/report/{r}" for r in range(ranks)])
-        self.values = [unpack(text)["value"] for text in held]
-        # What rank 0 gathers for itself need not travel again.
-        return {"values": [] if self._kind == "gather" else self.values}
+        texts = self._store.multi_get([f"{self._seq}/report/{r}" for r in range(ranks)])
+        self.values = [Report.unpacked(text).value for text in texts]
+        # Rank 0 has its gathered results already.
+        return Verdict([] if self._kind == "gather" else self.values)
 
-    def _failure(self) -> dict[str, str]:
+    def _failure(self) -> Verdict:
         keys = {r: f"{self._seq}/report/{r}" for r in range(self._world_size)}
-        held = {r: unpack(self._store.get(k)) for r, k in keys.items() if self._store.check([k])}
-        reports = {r: report for r, report in held.items() if "error" in report}
-        if any(report["type"] == MISMATCH for report in reports.values()):
+        reports = {
+            r: Report.unpacked(self._store.get(key))
+            for r, key in keys.items()
+            if self._store.check([key])
+        }
+        failures = {r: report for r, report in reports.items() if report.error}
+        if any(report.is_mismatch for report in failures.values()):
             return self._mismatch()
-        classes = {report["error"] for report in reports.values()}
+        classes = {report.error for report in failures.values()}
         error = classes.pop() if len(classes) == 1 else "RanksError"
         texts = {
-            r: report["message"]
-            if report["type"] == error
-            else f"{report['type']}: {report['message']}"
-            for r, report in reports.items()
+            r: report.message
+            if report.error_type == error
+            else f"{report.error_type}: {report.message}"
+            for r, report in failures.items()
         }
         where = format_by_rank(texts, self._world_size)
-        return {"error": error, "message": f"step {self._name!r} failed on {where}"}
+        return Verdict([], error, f"step {self._name!r} failed on {where}")
 
-    def _mismatch(self) -> dict[str, str]:
+    def _mismatch(self) -> Verdict:
         places: dict[str, list[int]] = {}
         for rank, heartbeat in enumerate(self._heartbeats()):
             if heartbeat is not None and heartbeat.seq == self._seq:
                 places.setdefault(f"{heartbeat.name!r} ({heartbeat.kind})", []).append(rank)
         found = ", ".join(f"{format_ranks(ranks)} at {place}" for place, ranks in places.items())
         message = f"every rank must make the same calls in the same order, but found {found}"
-        return {"error": "RanksError", "message": message}
+        return Verdict([], "RanksError", message)
 
-    def _post(self, decision: dict[str, Any], *, all_in: bool = False) -> None:
+    def _post(self, verdict: Verdict, *, all_in: bool = False) -> None:
         if suspended_s := self._suspended_s():
-            # In the midst of a look: what it has come to is no longer so.
-            decision, all_in = self._suspended_failure(suspended_s), False
+            # Suspended during this poll: its readings are out of date.
+            verdict, all_in = self._suspended_failure(suspended_s), False
         try:
-            text = pack({**decision, DECIDED_BY_LEADER: True})
-        except ValueError as error:
-            why = {"error": "RanksError", "message": f"step {self._name!r}: {error}"}
-            text = pack({**why, DECIDED_BY_LEADER: True})
-        # Whoever comes first decides, so that no two ranks hear different things.
-        held = self._store.compare_set(f"{self._seq}/verdict", "", text)
-        self._advance(all_in=all_in, by_leader=held == text.encode())
+            text = replace(verdict, by_leader=True).packed()
+        except ValueError as error:  # The results are too long.
+            message = f"step {self._name!r}: {error}"
+            text = Verdict([], "RanksError", message, by_leader=True).packed()
+        # The first verdict stands, so that all ranks read the same one.
+        found = self._store.compare_set(f"{self._seq}/verdict", "", text)
+        self._advance(all_in=all_in, by_leader=found == text.encode())
 
     def _advance(self, *, all_in: bool, by_leader: bool) -> None:
-        if not by_leader:  # ranks have left their reports, which might have been read here
+        if not by_leader:  # The ranks have left their reports, which rank 0 might have read.
             for rank in range(self._world_size):
                 self._store.delete_key(f"{self._seq}/report/{rank}")
-        if all_in:  # so all ranks have read the verdicts before this one
+        if all_in:  # So all ranks have read the verdicts before this one.
             parts = ("step", "done", "failed", "verdict")
-            for seq, part in itertools.product(self._passed, parts):
+            for seq, part in itertools.product(self._decided, parts):
                 self._store.delete_key(f"{seq}/{part}")
-            self._passed = []
-        self._polled_s = self._clock()  # a stop until now is no matter of the next step
-        self._passed.append(self._seq)
+            self._decided = []
+        self._polled_s = self._clock()  # A suspension until now does not concern the next step.
+        self._decided.append(self._seq)
         self._seq += 1
         self._kind, self._name = "", ""
 
 
 CHECK_INTERVAL_S = 1.0
-"""How often a rank at work looks whether the step has failed meanwhile."""
+"""Interval at which a working rank checks whether the step has failed meanwhile."""
 
-_FIRST_POLL_S, LONGEST_POLL_S = 0.001, 0.05
-"""The first and the longest pause between two looks of a rank that waits."""
+_FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.05
+"""First and longest pause between two polls of a waiting rank."""
 
 _MOST_POLLS_PER_S = 5000
-"""What the waiting ranks, however many, may ask of the store together."""
+"""Polls of the store by all waiting ranks together."""
 
 _MOST_FIRST_POLLS_PER_S = 40_000
-"""The same at first. Where nobody is late the answer is there in a fraction of a millisecond, and
-the pauses are most of what a step of few ranks costs. From 40 ranks on they begin as ever."""
-
+"""The same for first polls. If no rank is late, the answer comes within a fraction of a
+millisecond, and the pauses are most of the cost of a step of few ranks. From 40 ranks on, the first
+pause is ``_FIRST_PAUSE_S``."""
 
 _LATE_SHARE = 0.1
-"""How late a rank may see an answer, as a share of the time that it has waited: half of it on the
-average, and as much again where rank 0 waited too. So long as the store can bear it."""
+"""How late a rank may read an answer, as a share of its waiting time: half of it on average, and as
+much again if rank 0 waited too. It applies while the store can bear it."""
 
 
 def poll_pauses_s(world_size: int) -> Iterator[float]:
-    """Yield the pauses between the looks of a rank that waits, without end: short ones first."""
-    pause_s = min(_FIRST_POLL_S, world_size / _MOST_FIRST_POLLS_PER_S)
+    """Yield the pauses between the polls of a waiting rank: infinitely many, short ones first."""
+    pause_s = min(_FIRST_PAUSE_S, world_size / _MOST_FIRST_POLLS_PER_S)
     bearable_s = world_size / _MOST_POLLS_PER_S
-    longest_s = max(LONGEST_POLL_S, bearable_s)
+    longest_s = max(LONGEST_PAUSE_S, bearable_s)
     while True:
         growth = 1.5 if pause_s < bearable_s else 1 / (1 - _LATE_SHARE)
         pause_s = min(growth * pause_s, longest_s)
@@ -281,7 +272,7 @@ def poll_pauses_s(world_size: int) -> Iterator[float]:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """One step as this rank sees it, shared by the caller's thread and the session's."""
+    """One step on this rank, shared by the caller's thread and the session's thread."""
 
     kind: str
     """The method that was called."""
@@ -289,22 +280,22 @@ class Step:
     name: str
 
     seq: int = 0
-    """Counted from 1, alike on all ranks, when the session comes to it."""
+    """Counted from 1, equal on all ranks; set when the session enters the step."""
 
     arrived: threading.Event = field(default_factory=threading.Event)
-    """The store knows that this rank is here; a verdict that is there already has been read."""
+    """The store shows that this rank has entered; an existing verdict has been read."""
 
     reported: threading.Event = field(default_factory=threading.Event)
-    """The store knows how this rank's work went, or nobody needs to know any more."""
+    """The store has this rank's report, or nobody needs it any more."""
 
     decided: threading.Event = field(default_factory=threading.Event)
     """There is a verdict."""
 
     work_count: int = 0
-    """How often the caller has shown progress in it."""
+    """Number of calls of ``report_progress()``."""
 
-    report_held: bool = False
-    """The store holds a report of this rank, to be deleted by it once rank 0 has judged."""
+    has_stored_report: bool = False
+    """The store has a report of this rank, which this rank deletes after rank 0's verdict."""
 
     failed_here: bool = False
     """This rank has reported a failure."""
@@ -313,32 +304,32 @@ class Step:
     """The verdict, if the step has failed."""
 
     values: list[Any] = field(default_factory=list)
-    """The verdict, if it has succeeded and there are results for this rank."""
+    """The verdict, if the step has succeeded and there are results for this rank."""
 
     def end(self, failure: ElasticZeroError | None) -> None:
-        """End the step for the caller, who then returns or raises."""
+        """End the step for the caller, which then returns or raises."""
         self.failure = failure
         self.decided.set()
         self.arrived.set()
 
 
 def join_session(store: Store, name: str, rank: int, call: str) -> Store:
-    """Return the keys of the next session of all ranks, after those that are in vain.
+    """Return the keys of the next session of all ranks; skip abandoned sessions.
 
-    A session that has failed without this rank, and was for another call, was of ranks that made a
-    call which was not made on every rank: nobody is there any more.
+    A session is abandoned if it failed without this rank and was for another call: some ranks made
+    a call that was not made on every rank.
     """
-    made = PrefixStore(name, store)
+    counters = PrefixStore(name, store)
     while True:
-        number = made.add(f"made/{rank}", 1)
+        number = counters.add(f"made/{rank}", 1)
         session = PrefixStore(f"{name}/{number}", store)
-        held = session.compare_set("call", "", f"for {call}").decode()
-        if held == f"for {call}" or not session.check(["failed"]):
+        found = session.compare_set("call", "", f"for {call}").decode()
+        if found == f"for {call}" or not session.check(["failed"]):
             return session
 
 
 class RankSession:
-    """What one rank does with the store, a turn at a time."""
+    """The store operations of one rank, one turn at a time."""
 
     def __init__(
         self,
@@ -349,43 +340,43 @@ class RankSession:
         clock: Clock = time.monotonic,
         state_of: StateOf = ProcessKey.state,
     ) -> None:
-        """Enter the session, and show the others that this rank lives."""
+        """Enter the session, and send the first heartbeat."""
         self.store = store
         self.leader = Leader(store, world_size, times, clock, state_of) if rank == 0 else None
         self.leader_process: ProcessKey | None = None
-        """Where rank 0 runs, as soon as this rank has heard of it."""
+        """The process of rank 0, once this rank has read a heartbeat of it."""
         self._rank, self._world_size, self._times, self._clock = rank, world_size, times, clock
         self._leader_monitor = RankMonitor(times, clock, state_of)
         self._process = ProcessKey.of_this_process()
         self._behind = self._warned_late = False
-        self._at = Step("", "")
-        self._at.end(None)
+        self._step = Step("", "")
+        self._step.end(None)
         self._activity, self._count, self._seq = "done", 0, 0
         self._pauses_s = poll_pauses_s(world_size)
         self._send_heartbeat()
         self.store.append(ROLL, roll_entry(rank))  # type: ignore[attr-defined] # stubs lack it
 
-    def take_turn(self, order: Callable[[], None] | None = None) -> None:
-        """Decide, on rank 0; do what the caller orders; beat, if it is time; look for a verdict."""
+    def take_turn(self, command: Callable[[], None] | None = None) -> None:
+        """Decide (rank 0), execute a command, send a heartbeat if due, look for a verdict."""
         if self.leader is not None:
-            # First: if it was stopped, the step that this rank comes to now has missed nothing.
+            # First: if rank 0 was suspended, a step that it enters now is not affected.
             self.leader.poll()
-        if order is not None:
-            order()
-            if self.leader is not None and self._at.reported.is_set():
-                self.leader.poll()  # this rank may have been the last one that was waited for
-        heartbeat = self._clock() >= self._next_heartbeat_s
-        if heartbeat:
+        if command is not None:
+            command()
+            if self.leader is not None and self._step.reported.is_set():
+                self.leader.poll()  # This rank may have been the last one to report.
+        is_due = self._clock() >= self._next_heartbeat_s
+        if is_due:
             self._send_heartbeat()
-        if not self._at.decided.is_set():
-            self._poll_decision(self._at, heartbeat=heartbeat)
+        if not self._step.decided.is_set():
+            self._poll_verdict(self._step, check_leader=is_due)
 
     def pause_s(self) -> float:
-        """Return for how long the next turn may wait for an order."""
+        """Return how long the next turn may wait for a command."""
         pause_s = max(0.0, self._next_heartbeat_s - self._clock())
-        if self._at.decided.is_set():
+        if self._step.decided.is_set():
             return pause_s
-        if not self._at.reported.is_set():
+        if not self._step.reported.is_set():
             return min(pause_s, CHECK_INTERVAL_S)
         return min(pause_s, next(self._pauses_s))
 
@@ -394,52 +385,52 @@ class RankSession:
         return self.leader is None or self.leader.all_read()
 
     def leave(self, *, failed: bool) -> None:
-        """Record that this rank will do nothing more, and whether its last step has failed."""
+        """Record that this rank has ended the session, and whether its last step failed."""
         if failed:
             self.store.set("failed", "1")
         self._send_heartbeat("closed")
 
     def enter_step(self, step: Step) -> None:
-        """Enter a step: number it, and find out whether it has failed already."""
+        """Number a step, enter it, and find out whether it has failed already."""
         label = pack([step.kind, step.name])
-        held = self._next_step(label)
+        found = self._next_label(label)
         step.seq = self._seq
-        self._at = step
+        self._step = step
         self._send_heartbeat("working")
-        self._poll_decision(step)
-        if held != label.encode():
-            self.report(step, pack(mismatch_report()), failed=True)
+        self._poll_verdict(step)
+        if found != label.encode():
+            self.report(step, Report(error="RanksError", is_mismatch=True).packed(), failed=True)
         step.arrived.set()
 
-    def _next_step(self, label: str) -> bytes:
-        """Name the step that this rank has come to; return the name that it has."""
+    def _next_label(self, label: str) -> bytes:
+        """Advance to the next step, labelled by its first rank; return the label that it has."""
         while True:
             self._seq += 1
-            held = self.store.compare_set(f"{self._seq}/step", "", label)
-            passed = self._behind and held != label.encode()
-            if not (passed and self.store.check([f"{self._seq}/verdict"])):
+            found = self.store.compare_set(f"{self._seq}/step", "", label)
+            is_skipped = self._behind and found != label.encode()
+            if not (is_skipped and self.store.check([f"{self._seq}/verdict"])):
                 self._behind = False
-                return held
+                return found
 
     def abort_step(self, step: Step, why: str) -> None:
-        """Fail a step whose verdict the caller has stopped waiting for."""
+        """Fail a step for whose verdict the caller has stopped waiting."""
         if not (step.decided.is_set() or step.failed_here):
-            failure = lost_ranks_failure(step.name, {self._rank: why}, self._world_size)
-            self.store.compare_set(f"{step.seq}/verdict", "", pack(failure))
-            self._poll_decision(step)
+            failure = Verdict.lost_ranks(step.name, {self._rank: why}, self._world_size)
+            self.store.compare_set(f"{step.seq}/verdict", "", failure.packed())
+            self._poll_verdict(step)
         if step.decided.is_set() and step.failure is None:
             self._behind = True
             self._send_heartbeat("gone")
 
     def report(self, step: Step, text: str, *, failed: bool) -> None:
-        """Report how the work went: a packed result or failure, or nothing."""
+        """Report the outcome of the work: a packed ``Report``, or nothing."""
         step.failed_here = failed
         if step.decided.is_set():
             step.reported.set()
             return
         if text:
             self.store.set(f"{step.seq}/report/{self._rank}", text)
-            step.report_held = True
+            step.has_stored_report = True
         if failed:
             self.store.add(f"{step.seq}/failed", 1)
         self.store.add(f"{step.seq}/done", 1)
@@ -450,52 +441,56 @@ class RankSession:
     def _send_heartbeat(self, activity: str = "") -> None:
         self._activity = activity or self._activity
         self._count += 1
-        at = self._at
+        step = self._step
         heartbeat = Heartbeat(
-            self._count, at.seq, at.kind, at.name, self._activity, at.work_count, self._process
+            self._count,
+            step.seq,
+            step.kind,
+            step.name,
+            self._activity,
+            step.work_count,
+            self._process,
         )
         self.store.set(f"beat/{self._rank}", heartbeat.packed())
         self._next_heartbeat_s = self._clock() + self._times.heartbeat_interval_s
 
-    def _poll_decision(self, step: Step, *, heartbeat: bool = False) -> None:
-        """End the step if there is a verdict, or if rank 0 can give none any more."""
+    def _poll_verdict(self, step: Step, *, check_leader: bool = False) -> None:
+        """End the step if there is a verdict, or if rank 0 is lost and cannot post one."""
         key = f"{step.seq}/verdict"
-        if heartbeat and self.leader is None:
-            leader_heartbeat = self._leader_heartbeat()
-            why = self._leader_monitor.lost_reason(leader_heartbeat)
-            if leader_heartbeat is None:
-                self._warn_late(step)
+        if check_leader and self.leader is None:
+            heartbeat = self._leader_heartbeat()
+            why = self._leader_monitor.lost_reason(heartbeat)
+            if heartbeat is None:
+                self._warn_late_leader(step)
             if why:
-                failure = lost_ranks_failure(step.name, {0: why}, self._world_size)
-                self.store.compare_set(key, "", pack(failure))
+                failure = Verdict.lost_ranks(step.name, {0: why}, self._world_size)
+                self.store.compare_set(key, "", failure.packed())
         if not self.store.check([key]):
             return
-        decision = unpack(self.store.get(key))
-        if step.report_held and DECIDED_BY_LEADER in decision:
+        verdict = Verdict.unpacked(self.store.get(key))
+        if step.has_stored_report and verdict.by_leader:
             self.store.delete_key(f"{step.seq}/report/{self._rank}")
         self._send_heartbeat("done")
         if self.leader is None and self.leader_process is None:
             self._leader_heartbeat()
-        if "error" in decision:
-            step.end(error_class(decision["error"])(decision["message"]))
+        if verdict.error:
+            step.end(error_class(verdict.error)(verdict.message))
         else:
-            step.values = self.leader.values if self.leader else decision["values"]
+            step.values = self.leader.values if self.leader else verdict.values
             step.end(None)
 
     def _leader_heartbeat(self) -> Heartbeat | None:
-        """Return what rank 0 last said, and keep where it runs; None before its first word."""
+        """Return rank 0's last heartbeat, and keep its process; None before its first one."""
         if not self.store.check(["beat/0"]):
             return None
         heartbeat = Heartbeat.unpacked(self.store.get("beat/0"))
         self.leader_process = heartbeat.process
         return heartbeat
 
-    def _warn_late(self, step: Step) -> None:
-        """Log, on one rank, that rank 0 has not come; rank 0 logs the others."""
-        if (
-            self._leader_monitor.heartbeats.idle_s >= self._times.late_warning_s
-            and not self._warned_late
-        ):
+    def _warn_late_leader(self, step: Step) -> None:
+        # On one rank only. Rank 0 itself logs the other late ranks.
+        idle_s = self._leader_monitor.heartbeats.idle_s
+        if idle_s >= self._times.late_warning_s and not self._warned_late:
             self._warned_late = True
             if self.store.add("late", 1) == 1:
-                warn_late(step.name, [0], self._world_size, self._times)
+                _warn_late(step.name, [0], self._world_size, self._times)

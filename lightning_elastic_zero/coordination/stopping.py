@@ -1,17 +1,17 @@
-"""A batch after which all ranks stop, agreed upon beside training.
+"""An agreement of all ranks, in threads next to training, on the batch after which they stop.
 
-A rank that hears that its machine is going to be taken away cannot just stop: the others would wait
-for it in their next collective. Nor can it wait for them where it is, since they may be in one that
-waits for it. So threads agree, one on each rank. Every few seconds they ask each other whether one
-has heard something. Once one has, each keeps its rank from beginning another batch until all have
-said how many batches they have ended, which takes no training thread's help: the ranks stop after
-the next batch that none of them has ended. In the meantime training pays for nothing but a lock.
+A rank whose machine is about to be preempted cannot just stop: the others would wait for it in
+their next collective. Nor can it wait for them, since they may wait for it in a collective. So one
+thread per rank exchanges, every few seconds, whether a rank has a reason to stop. Once one has, the
+threads keep their ranks from starting another batch until all have exchanged their positions, for
+which no training thread is needed: the ranks stop after the next batch that none of them has
+ended. Otherwise training only pays for a lock.
 
-The batches of a validation, which may take longer than a machine is left to the run, count where
-all ranks have said that they validate on the same number of them. Else one may train while another
-still validates, and the ranks stop after a batch of training.
+Validation may take longer than the time left to the machine. So its batches count too if all ranks
+validate on the same known number of them. Otherwise one rank may train while another validates, and
+the ranks stop after a batch of training.
 
-JAX agrees in this way (``PreemptionSyncManager``, tsl/distributed_runtime/preemption).
+JAX uses the same method (``PreemptionSyncManager``, tsl/distributed_runtime/preemption).
 """
 
 from __future__ import annotations
@@ -32,24 +32,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 2.0
-"""How often the ranks ask each other."""
-
-_END_S = 5.0
-"""How long the end waits for the thread."""
+"""Interval of the exchange between ranks."""
 
 
 @dataclass(frozen=True, order=True)
 class _Place:
-    """How far a rank has come: batches of training, and of the validation after the last one."""
+    """The position of a rank: trained batches, and batches of the validation after the last."""
 
     training: int = 0
     validation: int = 0
 
 
 class StopAgreement:
-    """Tells a rank after which batch to stop, so that all ranks stop after the same one.
+    """Makes all ranks stop after the same batch.
 
-    All ranks make one at the same point of their runs, pass the same batches, and close it before
+    All ranks create one at the same point of their runs, pass the same batches, and close it before
     they destroy the process group.
     """
 
@@ -59,15 +56,15 @@ class StopAgreement:
         heard: Callable[[], str],
         interval_s: float = INTERVAL_S,
     ) -> None:
-        """Start to ask.
+        """Start the thread.
 
         Args:
-            ranks: makes the ranks to agree with, which are this agreement's own.
-            heard: what this rank has heard, empty as long as that is nothing; called in a thread.
-            interval_s: seconds between two questions.
+            ranks: creates the ranks, for exclusive use by this agreement.
+            heard: returns this rank's reason to stop, or ""; called in the thread.
+            interval_s: interval of the exchange.
         """
         self.reason = ""
-        """What was heard, and by which rank; empty until all ranks know."""
+        """The reasons and their ranks; empty until all ranks have them."""
         self._heard, self._interval_s = heard, interval_s
         self._place = _Place()
         self._validation_batches: list[int] = []
@@ -77,26 +74,28 @@ class StopAgreement:
         self._closing = threading.Event()
         self._ranks = ranks()
         self._thread = threading.Thread(
-            target=self._ask, name=f"elastic-zero stop rank {self._ranks.rank}", daemon=True
+            target=self._exchange_regularly,
+            name=f"elastic-zero stop rank {self._ranks.rank}",
+            daemon=True,
         )
         self._thread.start()
 
     def pass_batch(self) -> bool:
-        """Count a batch that this rank has trained on; return whether to stop after it."""
+        """Count a trained batch; return whether to stop after it."""
         with self._passing:
             return self._pass(_Place(self._place.training + 1))
 
     def begin_validation(self, batches: Sequence[int]) -> None:
-        """Note on how many batches this rank validates now, and each time from now on.
+        """Set the number of batches of this and the following validations.
 
         Args:
-            batches: of each loader; none where that is not known, or may change.
+            batches: one number per loader; empty if they are unknown or may change.
         """
         with self._passing:
             self._validation_batches = list(batches)
 
     def pass_validation_batch(self) -> bool:
-        """Count a batch that this rank has validated on; return whether to stop after it."""
+        """Count a validated batch; return whether to stop after it."""
         with self._passing:
             return self._pass(_Place(self._place.training, self._place.validation + 1))
 
@@ -105,26 +104,25 @@ class StopAgreement:
         return self._stop_beyond is not None and place > self._stop_beyond
 
     def close(self) -> None:
-        """Ask no more; may be called twice."""
+        """End the exchange; may be called twice."""
         self._closing.set()
         self._ranks.close()
-        self._thread.join(_END_S)
+        self._thread.join(5.0)
 
-    def _ask(self) -> None:
+    def _exchange_regularly(self) -> None:
         while not (self.reason or self._closing.wait(self._interval_s)):
             try:
-                self._ask_once(self._listen())
+                self._exchange(self._own_reason())
             except RanksError as error:
-                # The others end their runs a little earlier, or training itself will fail.
+                # The other ranks have ended their runs a little earlier, or training will fail.
                 if not self._closing.is_set():
-                    self._warn("the ranks could not agree whether to stop; they try again", error)
+                    self._warn("the ranks could not agree whether to stop and will retry", error)
 
-    def _listen(self) -> str:
-        """Return what this rank has heard; whoever fails to listen has heard nothing."""
+    def _own_reason(self) -> str:
         try:
             return self._heard()
-        except Exception as error:  # noqa: BLE001 - a user's function, a disk, a server
-            self._warn("whether this machine is taken away could not be asked", error)
+        except Exception as error:  # noqa: BLE001 - of a user's function, a disk or a server
+            self._warn("could not check whether this machine is being preempted", error)
             return ""
 
     def _warn(self, what: str, error: Exception) -> None:
@@ -132,26 +130,25 @@ class StopAgreement:
         self._warned = True
         log.log(level, "rank %d: %s: %s: %s", self._ranks.rank, what, type(error).__name__, error)
 
-    def _ask_once(self, heard: str) -> None:
-        answers = self._ranks.all_gather("has a rank been told to stop", lambda: heard)
-        told = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer]
-        if not told:
+    def _exchange(self, reason: str) -> None:
+        answers = self._ranks.all_gather("does a rank have a reason to stop", lambda: reason)
+        reasons = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer]
+        if not reasons:
             return
-        with self._passing:  # until all know
+        with self._passing:  # Until all ranks have the positions.
             reports = self._ranks.all_gather("after which batch to stop", self._report)
             places = [_Place(*place) for place, _ in reports]
             self._stop_beyond = _stop_beyond(places, [batches for _, batches in reports])
-            self.reason = "; ".join(told)
+            self.reason = "; ".join(reasons)
         if self._ranks.rank == 0:
-            log.warning("told to stop (%s): all ranks stop after the same batch", self.reason)
+            log.warning("stopping all ranks after the same batch (%s)", self.reason)
 
     def _report(self) -> tuple[tuple[int, int], list[int]]:
-        """Return this rank's place, and on how many batches it validates."""
         return (self._place.training, self._place.validation), self._validation_batches
 
 
 def _stop_beyond(places: Sequence[_Place], validation_batches: Sequence[Sequence[int]]) -> _Place:
-    """Return a place that no rank has gone beyond, after which all come to the same next one."""
+    """Return a position that no rank has passed, and after which all pass the same next one."""
     farthest, known = max(places), validation_batches[0]
     if known and all(known) and all(of_rank == known for of_rank in validation_batches):
         return farthest

@@ -1,20 +1,15 @@
-"""Connections to the job's store: one for each process, and whether its host can hold them all.
+"""Connections to the job's key-value store, and a separate store for each world of torchrun.
 
-The store is one process, and each connection to it is one of its open files, of which many systems
-allow 1,024. torch has one connection for each rank. It is no use here: a call that waits for a key
-holds it, for minutes if need be, and a rank that cannot beat meanwhile would pass for dead. So a
-process has one more, which all of its threads share: none of their calls waits for anything.
+The store is one process, and each connection to it is one of its open files, which many systems
+limit to 1,024. torch opens one connection per rank. It cannot be used here: a call that waits for a
+key occupies it, for minutes if need be, and a rank that cannot send heartbeats meanwhile would be
+considered dead. So a process opens one more, which all of its threads share: none of their calls
+waits for anything.
 
-A store of a world's own, agreed upon in one that may hold what earlier worlds have left.
-
-torchrun's agent hosts one store for all worlds of its workers, one after another. What a killed
-world has written there is taken for the new one's: gloo connects to addresses where nobody listens
-any more, and counters go on where they stood. So the new ranks agree there on a port of rank 0's
-machine, and meet at that.
-
-Each rank but the first leaves a word of its own, and rank 0 answers to each word that it finds,
-also to those of ranks that are long gone: to these nobody listens. It is done when every rank has
-said, below the answer, that it has read it.
+torchrun's agent hosts one store for all successive worlds of its workers. Entries of a killed world
+are mistaken for those of the new one: gloo connects to addresses where no process listens any more,
+and counters continue. So the new ranks agree in that store on a port of rank 0's machine, and use a
+store there.
 """
 
 from __future__ import annotations
@@ -40,39 +35,42 @@ from torch.distributed.distributed_c10d import Store
 from lightning_elastic_zero.core.text import format_ranks
 from lightning_elastic_zero.errors import RanksError
 
+SHARED = "TORCHELASTIC_USE_AGENT_STORE"
+"""torch's variable: whether torchrun's agent hosts the store at ``MASTER_PORT``."""
+
 CONNECTIONS_PER_RANK = 2
 """Connections of each rank: torch's, and this library's."""
 
-_ANSWER_S = 7 * 86400.0
-"""How long a key that is there may take to be read: it is the host that is waited for."""
+_CALL_TIMEOUT_S = 7 * 86400.0
+"""Timeout of reading an existing key: only the store's host can delay it."""
 
 log = logging.getLogger(__name__)
 
 _opening = threading.Lock()
 _open: WeakKeyDictionary[Any, WeakValueDictionary[str, Any]] = WeakKeyDictionary()
-"""The connection of each store that a process group has, as long as a thread holds it."""
+"""This library's connection to each store, as long as a thread refers to it."""
 
 
 def shared_connection(store: Any) -> Any:
-    """Return this process's connection to a store, apart from torch's own; open it if need be."""
+    """Return this library's connection of this process to a store; open it if necessary."""
     with _opening:
         known = _open.setdefault(store, WeakValueDictionary())
         connection = known.get("")
         if connection is None:
             try:
                 connection = store.clone()
-            except AttributeError:  # older ones have one connection only
+            except AttributeError:  # Other kinds of stores have no clone().
                 return store
-            connection.set_timeout(timedelta(seconds=_ANSWER_S))
+            connection.set_timeout(timedelta(seconds=_CALL_TIMEOUT_S))
             known[""] = connection
     return connection
 
 
 def check_open_file_limit(store: Any, world_size: int) -> None:
-    """Warn if the process that hosts the store may not have as many open files as it will need.
+    """Warn if the store's host may not open as many files as its connections will need.
 
-    The warning is logged on rank 0, before the connections are needed: of a rank that cannot
-    connect, nothing is known but that it does not come.
+    Logged on rank 0 before the connections are made: a rank that cannot connect is only reported as
+    absent.
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
@@ -82,11 +80,11 @@ def check_open_file_limit(store: Any, world_size: int) -> None:
 
 @functools.cache
 def _check_open_file_limit(world_size: int) -> None:
-    by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    by_launcher = os.environ.get(SHARED) == str(True)
     pid = os.getppid() if by_launcher else os.getpid()
-    who = "the launcher (torchrun)" if by_launcher else "rank 0"
+    host = "the launcher (torchrun)" if by_launcher else "rank 0"
     limit, open_files = _files_of(pid)
-    text = open_file_limit_warning(world_size, limit, open_files, f"{who}, process {pid},")
+    text = open_file_limit_warning(world_size, limit, open_files, f"{host}, process {pid},")
     if text:
         log.warning("%s", text)
     else:
@@ -98,44 +96,36 @@ def _check_open_file_limit(world_size: int) -> None:
 
 
 def open_file_limit_warning(world_size: int, limit: int, open_files: int, host: str) -> str:
-    """Return what to tell the user of a limit that is too low; empty if it is not.
+    """Return the warning about a limit that is too low; empty if it is high enough.
 
     Args:
-        world_size: ranks of the job.
-        limit: open files that the store's host may have.
-        open_files: those that it has, torch's connections among them or not.
-        host: who it is.
+        world_size: number of ranks.
+        limit: number of files that the store's host may open.
+        open_files: number of its open files, with or without torch's connections.
+        host: the host, for the message.
     """
     needed = CONNECTIONS_PER_RANK * world_size + open_files
     if needed <= limit:
         return ""
     raised = 1 << (2 * needed - 1).bit_length()
     return (
-        f"{world_size} ranks need {CONNECTIONS_PER_RANK} connections each to the job's store, "
-        f"torch's and this "
-        f"library's. {host} hosts it and may have {limit} open files, of which {open_files} are in "
-        f"use; up to {needed} will be needed. Ranks that cannot connect will not be able to save "
-        f"or load. Raise the limit where the job is started: ulimit -n {raised} (SLURM: in the job "
-        "script, before srun; containers: --ulimit nofile)."
+        f"{world_size} ranks need {CONNECTIONS_PER_RANK} connections each to the job's store. "
+        f"{host} hosts it, may open {limit} files, has opened {open_files}, and will need up to "
+        f"{needed}. Ranks without a connection cannot save or load. Raise the limit where the job "
+        f"is started: ulimit -n {raised} (SLURM: in the job script, before srun; containers: "
+        "--ulimit nofile)."
     )
 
 
 def _files_of(pid: int) -> tuple[int, int]:
-    """Return how many open files a process may have, and has."""
+    """Return the limit of open files of a process, and their number."""
     with suppress(OSError):
         limit, _ = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         return limit, sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0], 0
 
 
-_PAUSE_S = 0.05
-"""From one look of rank 0 to its next."""
-
 _PREFIX = "elastic-zero/meeting"
-
-
-SHARED = "TORCHELASTIC_USE_AGENT_STORE"
-"""torch's variable: whether the store at ``MASTER_PORT`` is that of the agent."""
 
 
 def leave_shared_store(timeout_s: float) -> None:
@@ -144,7 +134,7 @@ def leave_shared_store(timeout_s: float) -> None:
     Sets ``MASTER_PORT`` and ``TORCHELASTIC_USE_AGENT_STORE`` as for a store that rank 0 hosts.
 
     Raises:
-        RanksError: ranks did not come, or rank 0 did not answer.
+        RanksError: ranks are missing, or the agent or rank 0 did not answer.
     """
     if os.environ.get(SHARED) != str(True) or dist.is_initialized():
         return
@@ -152,7 +142,7 @@ def leave_shared_store(timeout_s: float) -> None:
     try:
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
-        msg = f"torchrun's store at {host}:{port} does not answer: its agent has ended: {error}"
+        msg = f"torchrun's store at {host}:{port} does not answer, its agent has ended: {error}"
         raise RanksError(msg) from error
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     found = agree_on_port(store, rank, world_size, timeout_s)
@@ -160,21 +150,24 @@ def leave_shared_store(timeout_s: float) -> None:
 
 
 def size_of_process_group() -> int | None:
-    """Return how many ranks the default process group has; None: there is none yet."""
+    """Return the size of the default process group; None if there is none yet."""
     return dist.get_world_size() if dist.is_initialized() else None
 
 
 def agree_on_port(store: Store, rank: int, world_size: int, timeout_s: float) -> int:
     """Return a free port of rank 0's machine; collective.
 
+    Each other rank sets a unique word, and rank 0 answers every word that it finds, also those of
+    ranks of earlier worlds, which nobody reads. Rank 0 is done when every rank has read its answer.
+
     Args:
-        store: that of the agent, in which earlier worlds may have agreed as well.
-        rank: this one.
-        world_size: how many ranks there are.
+        store: the agent's store, which may have entries of earlier worlds.
+        rank: this rank.
+        world_size: the number of ranks.
         timeout_s: how long ranks wait for each other.
 
     Raises:
-        RanksError: ranks did not come, or rank 0 did not answer.
+        RanksError: ranks are missing, or rank 0 did not answer.
     """
     if rank == 0:
         return _invite(store, world_size, timeout_s)
@@ -185,16 +178,19 @@ def agree_on_port(store: Store, rank: int, world_size: int, timeout_s: float) ->
         store.wait([answer], timedelta(seconds=timeout_s))
     except RuntimeError as error:
         msg = (
-            f"rank {rank} of {world_size}: no answer of rank 0 within {timeout_s:g} s in the "
-            "rendezvous of the ranks that torchrun has started. Look for why rank 0 ended. If "
-            "nodes have joined or left before: an agent that shares its store sends ranks to that "
-            "of a node that is gone; start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on "
-            "all nodes."
+            f"rank {rank} of {world_size}: rank 0 did not answer within {timeout_s:g} s in the "
+            f"rendezvous of torchrun's ranks. Check why it ended. {_JOINED_NODES}"
         )
         raise RanksError(msg) from error
     meeting, _, port = store.get(answer).decode().partition(" ")
     store.set(f"{_PREFIX}/{meeting}/{rank}", "read")
     return int(port)
+
+
+_JOINED_NODES = (
+    "If nodes joined or left before, agents that share their store send ranks to the store of a "
+    "node that is gone: start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all nodes."
+)
 
 
 def _invite(store: Store, world_size: int, timeout_s: float) -> int:
@@ -214,18 +210,14 @@ def _invite(store: Store, world_size: int, timeout_s: float) -> int:
                     answered[rank] = word
         if absent and time.monotonic() > end_s:
             msg = (
-                f"{format_ranks(absent)} of {world_size} did not join the rendezvous of the "
-                f"ranks that torchrun has started within {timeout_s:g} s. Look for why they "
-                "ended. If nodes have joined or left before: an agent that shares its store sends "
-                "ranks to that of a node that is gone; start torchrun with "
-                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all nodes."
+                f"{format_ranks(absent)} of {world_size} did not join the rendezvous of torchrun's "
+                f"ranks within {timeout_s:g} s. Check why they ended. {_JOINED_NODES}"
             )
             raise RanksError(msg)
-        time.sleep(_PAUSE_S)
+        time.sleep(0.05)
     return port
 
 
 def _free_port() -> int:
-    """Return a port that nobody listens on."""
     with socket.create_server(("", 0)) as server:
         return int(server.getsockname()[1])

@@ -118,7 +118,7 @@ class Rank:
                 self.orders.append(partial(self.session.report, step, text, failed=failed))
             yield from self._wait(step, step.decided, abort_after_s)
         except (RanksError, KeyboardInterrupt) as error:
-            why = f"it has given this step up ({str(error) or type(error).__name__})"
+            why = f"it gave up this step ({str(error) or type(error).__name__})"
             self.orders.append(partial(self.session.abort_step, step, why))
             found: dict[str, Any] = {"error": type(error).__name__, "message": str(error)}
         else:

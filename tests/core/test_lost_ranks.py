@@ -66,9 +66,9 @@ class TestLostRanks:
 
         found = job.run(program)
         message = failure([first for first, _ in found])[1]
-        assert "without ranks 0, 3 of 4: alive, but not here after" in message
+        assert "without ranks 0, 3 of 4: alive, but it did not enter this step within" in message
         assert "last seen after step 'meet'" in message
-        assert "must be made on every rank: `trainer.save_checkpoint(...)`" in message
+        assert "call `trainer.save_checkpoint(...)` and the like on every rank" in message
         assert failure([other for _, other in found])[1].endswith("rank 1 of 4: OSError: disk")
         assert_in_step(job)
 
@@ -84,8 +84,8 @@ class TestLostRanks:
         job.finish()
         job.stopped = set()
         message = failure(job.finish())[1]
-        assert "without rank 3 of 4: no sign of life for 1.6 s (it died or is stopped)" in message
-        assert "last seen at work in step 'sync files'" in message
+        assert "without rank 3 of 4: no heartbeat for 1.6 s (it died or is stopped)" in message
+        assert "last seen working in step 'sync files'" in message
         assert_in_step(job)
 
     @pytest.mark.parametrize("lost", [0, 2])
@@ -133,8 +133,8 @@ class TestLostRanks:
         job.held = set()
         found = job.finish()
         assert 0 <= found[2]["seconds"] - SHORT.held_up_timeout_s <= CHECK_INTERVAL_S + 1
-        assert found[2]["message"].startswith("this rank's thread that talks to the other ranks")
-        assert "has not come to run for 5 s" in found[2]["message"]
+        assert found[2]["message"].startswith("the coordination thread of this rank")
+        assert "was not scheduled for 5 s" in found[2]["message"]
         assert "rank 2 of 4: " in failure([found[rank] for rank in (0, 1, 3)])[1]
 
     def test_time_in_which_nobody_looked_is_held_against_nobody(self) -> None:
@@ -154,7 +154,7 @@ class TestLostRanks:
         job.stopped = {2}
         found = [outcome for outcome in job.run_step("run_all", "too late") if outcome]
         message = failure(found)[1]
-        assert "rank 2 of 4: it has ended its part, last seen after step 'publish'" in message
+        assert "rank 2 of 4: it has ended its session, last seen after step 'publish'" in message
         assert all(outcome["seconds"] < 4 * SHORT.heartbeat_interval_s for outcome in found)
 
     @pytest.mark.parametrize("lost", [0, 3])
@@ -222,8 +222,8 @@ class TestCallOnOneRank:
             (alone,) = self.on(job, {0}, "save at step 2")
         assert "without ranks 1, 2 of 3: never seen" in alone["message"]
         (told,) = caplog.messages
-        assert told.startswith("ranks 1, 2 of 3: not at step 'look' after 1 s.")
-        for part in ("every rank", "`if rank == 0:`", "2.4 s in all (absent_timeout_s)"):
+        assert told.startswith("ranks 1, 2 of 3: not in step 'look' after 1 s.")
+        for part in ("every rank", "`if rank == 0:`", "2.4 s (absent_timeout_s)"):
             assert part in told
         (interrupted,) = self.on(job, {0}, "save at step 3", abort_after_s=0.5)
         assert interrupted["error"] == "KeyboardInterrupt"
@@ -251,4 +251,4 @@ class TestCallOnOneRank:
             found = self.on(job, {1, 2}, "save at step 9")
         assert "rank 0 of 3: never seen" in failure(found)[1]
         (told,) = caplog.messages
-        assert told.startswith("rank 0 of 3: not at step 'look' after ")
+        assert told.startswith("rank 0 of 3: not in step 'look' after ")

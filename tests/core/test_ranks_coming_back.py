@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from lightning_elastic_zero.coordination.liveness import pack, unpack
+from lightning_elastic_zero.coordination.liveness import Report, Verdict, pack
 from lightning_elastic_zero.coordination.session import Leader, Step
 from tests.core._cluster import SHORT, TICK_S, Cluster, Pauses, Rank
 from tests.core._cluster_steps import (
@@ -115,10 +115,10 @@ class TestComingBack:
         leader = Leader(stopping, 2, SHORT, lambda: now_s[0])
         store.set("1/step", pack(["all_gather", "sizes"]))
         for rank in range(2):
-            store.set(f"1/report/{rank}", pack({"value": rank}))
+            store.set(f"1/report/{rank}", Report(rank).packed())
             store.add("1/done", 1)
         leader.poll()
-        message = unpack(store.get("1/verdict"))["message"]
+        message = Verdict.unpacked(store.get("1/verdict")).message
         assert "rank 0 of 2: it was stopped for 4 s" in message
 
     @pytest.mark.parametrize("with_store", [False, True])
@@ -150,7 +150,9 @@ class TestComingBack:
     def test_a_rank_that_missed_the_end_is_in_the_next_step(self, job: Cluster) -> None:
         """It raises what the others have finished; where no step is left to fail, none does."""
         found = self.finished(job)
-        assert found[3]["message"].startswith("the job's store has not answered for 1.6 s: rank 0")
+        assert found[3]["message"].startswith(
+            "the job's store has not answered for 1.6 s: its host"
+        )
         assert [outcome["value"] for outcome in found[:3]] == [[]] * 3
         assert_in_step(job)
 
@@ -161,7 +163,7 @@ class TestComingBack:
             rank.step("run_all", "write") if rank.rank != 3 else rank.sleep(0)
         )
         message = failure(job.run(program)[:3])[1]
-        assert "rank 3 of 4: alive, but it has given up step 'finished'" in message
+        assert "rank 3 of 4: alive, but it gave up step 'finished'" in message
         assert_in_step(job)
 
     def finished(self, job: Cluster) -> list[Any]:
@@ -205,9 +207,7 @@ class TestComingBack:
         verdicts = {outcome.get("message") for outcome in others}
         assert len(verdicts) == 1
         if verdicts != {None}:
-            assert (
-                "rank 3 of 4: it has given this step up (KeyboardInterrupt)" in failure(others)[1]
-            )
+            assert "rank 3 of 4: it gave up this step (KeyboardInterrupt)" in failure(others)[1]
         assert (verdicts == {None}) or ticks < 8
         assert (verdicts != {None}) or ticks > 5
         assert_in_step(job)

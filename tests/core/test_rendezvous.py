@@ -74,7 +74,7 @@ def test_a_rank_that_was_killed_is_not_taken_for_the_new_one(port: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "named"), [(0, "ranks 1, 2 of 3 did not join"), (2, "no answer of rank 0")]
+    ("rank", "named"), [(0, "ranks 1, 2 of 3 did not join"), (2, "rank 0 did not answer")]
 )
 def test_who_does_not_come_is_named(rank: int, named: str, port: int) -> None:
     """And so is torchrun's setting by which there is nothing to agree on."""

@@ -191,7 +191,7 @@ def test_a_rank_that_ends_earlier_holds_nobody_up(
     other = agreements[1 - earlier]
     while "could not agree" not in caplog.text and time.monotonic() - began < HANG_TIMEOUT_S:
         time.sleep(0.01)
-    assert f"rank {earlier} of 2: it has ended its part" in caplog.text
+    assert f"rank {earlier} of 2: it has ended its session" in caplog.text
     while asked.acquire(blocking=False):
         pass
     assert asked.acquire(timeout=HANG_TIMEOUT_S)
@@ -217,5 +217,5 @@ def test_who_fails_to_listen_has_heard_nothing(caplog: pytest.LogCaptureFixture)
     agreement.close()
     assert agreement.reason == "rank 0: told"
     record, agreed = caplog.records
-    assert "told to stop (rank 0: told)" in agreed.getMessage()
-    assert "could not be asked: OSError: [Errno 116] Stale file handle" in record.getMessage()
+    assert "stopping all ranks after the same batch (rank 0: told)" in agreed.getMessage()
+    assert "is being preempted: OSError: [Errno 116] Stale file handle" in record.getMessage()

@@ -149,7 +149,7 @@ def held_up(job: Job) -> None:
         )
         ranks.run_all("meet", lambda: None)
         if job.rank == rank:
-            ranks._thread._orders.put(lambda: time.sleep(4.0))
+            ranks._thread._commands.put(lambda: time.sleep(4.0))
         note = attempt(lambda: ranks.all_gather("write", lambda: job.rank))  # noqa: B023
         job.note(f"held {rank}", {**note, "log": lines.lines})
         ranks.close()

@@ -82,13 +82,13 @@ def test_what_one_rank_raises_all_ranks_raise(living: list[RankResult]) -> None:
 
 def test_a_step_within_a_step_is_refused(living: list[RankResult]) -> None:
     """It could not end before the outer one."""
-    assert "'b' was begun within another step" in raised(living, "nested")[1]
+    assert "'b' was started within another step" in raised(living, "nested")[1]
 
 
 def test_a_result_that_cannot_travel_fails_on_all_ranks(living: list[RankResult]) -> None:
     """Neither an object nor too many bytes break the store's connection or leave ranks waiting."""
     assert "Object of type object is not JSON serializable" in raised(living, "object")[1]
-    assert "the store takes 8388608 at most" in raised(living, "too long")[1]
+    assert "the store takes at most 8388608" in raised(living, "too long")[1]
     assert [note["value"] for note in notes(living, "long")] == [20_000_000] * WORLD
 
 
@@ -104,7 +104,7 @@ def test_an_interrupted_rank_does_not_leave_the_others_waiting(living: list[Rank
 def test_a_rank_that_is_interrupted_while_it_waits_is_named(living: list[RankResult]) -> None:
     """A signal takes it out of its wait; the others hear of it at once."""
     message = raised(living[:3], "while waiting")[1]
-    assert "rank 3 of 4: it has given this step up (KeyboardInterrupt)" in message
+    assert "rank 3 of 4: it gave up this step (KeyboardInterrupt)" in message
     assert living[3].notes["while waiting"] == {"error": "KeyboardInterrupt"}
 
 
@@ -123,7 +123,7 @@ def test_a_thread_that_is_held_up_is_waited_for(living: list[RankResult]) -> Non
         assert [note.get("value") for note in found] == [list(range(WORLD))] * WORLD, found
         assert min(note["seconds"] for note in found) > 3.0
     (line,) = notes(living, "held 2")[2]["log"]
-    assert "rank 2: the thread that talks to the other ranks has not come to run" in line
+    assert "rank 2: the coordination thread was not scheduled" in line
     assert "time.sleep(4.0)" in line, "it does not say where the thread is"
 
 
@@ -165,7 +165,7 @@ def test_progress_raises_early_when_another_rank_failed(lost: list[RankResult]) 
 def test_a_stopped_rank_is_named_and_goes_on(lost: list[RankResult]) -> None:
     """It does not beat; when it goes on it hears that the others have gone on without it."""
     message = raised(lost, "stopped")[1]
-    assert "without rank 3 of 4: no sign of life for 1.6 s (its process" in message
+    assert "without rank 3 of 4: no heartbeat for 1.6 s (its process" in message
     assert "is stopped), last seen" in message
     assert notes(lost[:3], "after stopped") == [list(range(WORLD))] * 3
 
@@ -175,19 +175,19 @@ def test_a_killed_rank_is_named(lost: list[RankResult]) -> None:
     assert lost[3].returncode == -signal.SIGKILL
     message = raised(lost[:3], "killed")[1]
     assert "step 'publish' cannot be finished without rank 3 of 4: its process" in message
-    assert "has ended, last seen at work in" in message
+    assert "has ended, last seen working in" in message
 
 
 def test_a_closed_rank_is_named_at_once(lost: list[RankResult]) -> None:
     """Who has ended its part will not come; closing twice is fine, use after it an error."""
     message = raised(lost[:2], "closed")[1]
-    assert "rank 2: it has ended its part, last seen after step 'publish'" in message
+    assert "rank 2: it has ended its session, last seen after step 'publish'" in message
     assert "closed" in lost[2].notes["used when closed"]["message"]
 
 
 def test_a_rank_that_ended_is_named(lost: list[RankResult]) -> None:
     """A process that comes to its end without ``close`` says so to the others."""
-    assert "rank 1: it has ended its part" in raised(lost[:1], "left")[1]
+    assert "rank 1: it has ended its session" in raised(lost[:1], "left")[1]
 
 
 def test_a_limit_that_is_too_low_is_told() -> None:
