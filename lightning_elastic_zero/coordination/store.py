@@ -84,7 +84,7 @@ def _check_open_file_limit(world_size: int) -> None:
     pid = os.getppid() if by_launcher else os.getpid()
     host = "the launcher (torchrun)" if by_launcher else "rank 0"
     limit, open_files = _files_of(pid)
-    text = open_file_limit_warning(world_size, limit, open_files, f"{host}, process {pid},")
+    text = open_file_limit_warning(world_size, limit, open_files, f"{host} (process {pid})")
     if text:
         log.warning("%s", text)
     else:
@@ -110,9 +110,9 @@ def open_file_limit_warning(world_size: int, limit: int, open_files: int, host: 
     raised = 1 << (2 * needed - 1).bit_length()
     return (
         f"{world_size} ranks need {CONNECTIONS_PER_RANK} connections each to the job's store. "
-        f"{host} hosts it, may open {limit} files, has opened {open_files}, and will need up to "
-        f"{needed}. Ranks without a connection cannot save or load. Raise the limit where the job "
-        f"is started: ulimit -n {raised} (SLURM: in the job script, before srun; containers: "
+        f"{host} hosts it and may have {limit} open files. It has {open_files}, and will need up "
+        f"to {needed}. Ranks without a connection cannot save or load. Raise the limit where the "
+        f"job is started: ulimit -n {raised} (SLURM: in the job script, before srun; containers: "
         "--ulimit nofile)."
     )
 

@@ -1,16 +1,4 @@
-"""Leftovers of killed saves and deletions: restored, or removed.
-
-Copying a checkpoint so that the copy outlives a power cut.
-
-Not by ``shutil.copytree``: that copies what others put into the folder too, shows no progress
-within a file of many GB, so that the other ranks would take rank 0 for stalled, and syncs nothing.
-
-Links to checkpoints, such as ``last.ckpt``, each changed in one step.
-
-A link is made under a hidden name beside its own, which it then takes by one rename, so that a kill
-at any instant leaves the old link or the new one. What a process that was killed in between has
-left under such a name is removed when that link is made again.
-"""
+"""Leftovers of killed saves and deletions, copies of checkpoints, and links to checkpoints."""
 
 from __future__ import annotations
 
@@ -35,81 +23,82 @@ from lightning_elastic_zero.storage.ownership import (
 )
 from lightning_elastic_zero.storage.paths import NO_ENTRY, sync_directory
 from lightning_elastic_zero.storage.publish import (
+    EXPORT_PREFIX,
     OWNER_PREFIX,
     PREVIOUS_PREFIX,
     SAVE_ID,
     STAGING_PREFIX,
     owner_path,
     put_in_place,
-    remove_dead_exports,
+    remove_export,
     rename_if_free,
 )
 
 LINK_PREFIX = ".zero-link-"
-"""Prefix of a link that is being made; it is gone in an instant, unless a kill came in between."""
+"""Prefix of a link that is being made. It stays only after a kill."""
 
 LEFTOVER_AGE_S = 7 * 24 * 3600.0
-"""What a process of unknown fate left is removed after this time."""
+"""Leftovers of a process whose state is unknown are removed after this time."""
 
 SETTLE_S = 2.0
-"""How long a target may be missing while another machine publishes it: far longer than it takes."""
+"""How long a target may be missing while another machine publishes it, with a large margin."""
 
 
-def remove_leftovers(parent: Path, progress: Progress = NO_PROGRESS) -> list[Path]:
-    """Remove what killed saves and conversions left in a directory; return the paths that are gone.
+def remove_leftovers(parent: Path, on_progress: Callable[[], None] = ignore_progress) -> list[Path]:
+    """Remove the leftovers of killed saves, exports and deletions in a directory.
 
-    That is what belongs to a process that has ended (``ProcessIdentity.is_dead``), or is older than
-    ``LEFTOVER_AGE_S``, and what was being deleted, by whomever: it is no checkpoint any more.
-    Targets that were lost between two renames are restored first. What cannot be removed is left,
-    and so is what holds anything that no save wrote. A link in the making goes by its age: whoever
-    makes that link again removes it before.
+    Targets that were lost between two renames are restored first. Removed are interrupted
+    deletions, directories whose process has ended (``ProcessIdentity.is_dead``) and those that
+    were not touched for ``LEFTOVER_AGE_S``. Links that were being made are removed after that time,
+    or when the link is made again. Entries that cannot be removed stay, and directories with files
+    that this library did not write.
+
+    Returns:
+        The removed paths.
     """
     repair(parent)
-    removed = [*remove_interrupted_deletions(parent, progress), *remove_dead_exports(parent)]
+    removed = remove_interrupted_deletions(parent, on_progress)
     now_s = cache(lambda: filesystem_time_s(owner_path(parent, new_id())))
     for path in sorted(parent.glob(f"{LINK_PREFIX}*")):
         if _untouched_s(path, now_s) > LEFTOVER_AGE_S:
             removed += _discarded(path, None, progress)
     for save_id in sorted({save_id for _, save_id in _ours(parent)}):
-        removed += _remove_save(parent, save_id, now_s, progress)
+        removed += _remove_by_id(parent, save_id, now_s, on_progress)
     return removed
 
 
-def _remove_save(
-    parent: Path, save_id: str, now_s: Callable[[], float], progress: Progress
+def _remove_by_id(
+    parent: Path, save_id: str, now_s: Callable[[], float], on_progress: Callable[[], None]
 ) -> list[Path]:
-    """Remove what one save left, if nobody works on it or needs it; return what is gone."""
-    staging, previous = (
-        parent / f"{STAGING_PREFIX}{save_id}",
-        parent / f"{PREVIOUS_PREFIX}{save_id}",
-    )
-    note = owner_path(parent, save_id)
-    owner = ProcessIdentity.read(note)
+    """Remove the leftovers of one save or export unless they are in use; return removed paths."""
+    prefixes = (STAGING_PREFIX, PREVIOUS_PREFIX, EXPORT_PREFIX)
+    paths = staging, previous, export = [parent / f"{prefix}{save_id}" for prefix in prefixes]
+    owner_file = owner_path(parent, save_id)
+    owner = ProcessIdentity.read(owner_file)
     target = parent / owner.target if owner else None
     if os.path.lexists(previous) and (target is None or not os.path.lexists(target)):
-        return []  # what was set aside is the only one: nothing took its place
+        return []  # It was not replaced.
     if owner is None or not owner.is_dead():
-        untouched_s = _untouched_s(note if os.path.lexists(note) else staging, now_s)
+        existing = filter(os.path.lexists, (owner_file, *paths))
+        untouched_s = _untouched_s(next(existing, staging), now_s)
         is_dead = owner is not None and owner.is_dead(untouched_s)
         if not (is_dead or untouched_s > LEFTOVER_AGE_S):
             return []
     gone = []
     for path in (staging, previous):
-        gone += _discarded(path, target if is_checkpoint(path) else None, progress)
-    if not any(map(os.path.lexists, (staging, previous))):
+        gone += _discarded(path, target if is_checkpoint(path) else None, on_progress)
+    if os.path.lexists(export):
+        remove_export(export)
+        gone += [] if os.path.lexists(export) else [export]
+    if not any(map(os.path.lexists, paths)):
         with suppress(OSError):
-            note.unlink()
-            gone.append(note)
+            owner_file.unlink()
+            gone.append(owner_file)
     return gone
 
 
 def _untouched_s(path: Path, now_s: Callable[[], float]) -> float:
-    """Return for how long a file has not been touched; 0 where there is none.
-
-    Args:
-        path: the file.
-        now_s: the clock of the file system that gave it its time.
-    """
+    """Return the seconds since a file was touched, by its file system's clock; 0 if missing."""
     try:
         return now_s() - path.lstat().st_mtime
     except OSError:
@@ -117,7 +106,7 @@ def _untouched_s(path: Path, now_s: Callable[[], float]) -> float:
 
 
 def repair(parent: Path) -> list[Path]:
-    """Restore every target in a directory that a crash took between two renames."""
+    """Restore all targets in a directory that are missing after a crash between two renames."""
     lost = {
         parent / owner.target
         for kind, save_id in _ours(parent)
@@ -129,16 +118,16 @@ def repair(parent: Path) -> list[Path]:
 
 
 def repair_target(target: Path, settle_s: float = SETTLE_S) -> bool:
-    """Restore the directory that a crash took from the target's place between two renames.
+    """Restore the target if it is missing after a crash between two renames.
 
-    It is called before a checkpoint is looked for, on any rank, and on several at once.
+    Called before a checkpoint is opened, on any rank, and on several at once.
 
     Args:
-        target: the path at which a checkpoint is expected.
-        settle_s: how long to wait for a save that may still be running on another machine.
+        target: the expected path of a checkpoint.
+        settle_s: how long to wait for a save that may still run on another machine.
 
     Returns:
-        Whether this call put it back.
+        Whether this call restored it.
     """
     if os.path.lexists(target):
         return False
@@ -152,7 +141,7 @@ def repair_target(target: Path, settle_s: float = SETTLE_S) -> bool:
             return True
     set_aside = target.parent / f"{LINK_PREFIX}{target.name}.old"
     if is_checkpoint(set_aside):
-        # It gave way to a link, and nothing says by which process.
+        # It was being replaced by a link, by an unknown process.
         time.sleep(settle_s)
         return _put_back(set_aside, target)
     return False
@@ -169,8 +158,8 @@ def _put_back(hidden: Path, target: Path) -> bool:
     return False
 
 
-def _discarded(path: Path, known_as: Path | None, progress: Progress) -> list[Path]:
-    """Discard what lies at a path, if anything does; return what is gone."""
+def _discarded(path: Path, known_as: Path | None, on_progress: Callable[[], None]) -> list[Path]:
+    """Remove a hidden path if it exists; return the removed paths."""
     if not os.path.lexists(path):
         return []
     with suppress(OSError):
@@ -179,7 +168,7 @@ def _discarded(path: Path, known_as: Path | None, progress: Progress) -> list[Pa
 
 
 def _ours(parent: Path) -> Iterator[tuple[str, str]]:
-    """Yield the kind and the save id of each of our hidden names in a directory."""
+    """Yield the prefix and the id of each hidden name of this library in a directory."""
     try:
         entries = os.scandir(parent)
     except OSError as error:
@@ -188,25 +177,25 @@ def _ours(parent: Path) -> Iterator[tuple[str, str]]:
         return
     with entries:
         for entry in entries:
-            for kind in (STAGING_PREFIX, PREVIOUS_PREFIX, OWNER_PREFIX):
+            for kind in (STAGING_PREFIX, PREVIOUS_PREFIX, EXPORT_PREFIX, OWNER_PREFIX):
                 save_id = entry.name.removeprefix(kind).removesuffix(".json")
                 if entry.name.startswith(kind) and SAVE_ID.fullmatch(save_id):
                     yield kind, save_id
 
 
-_BLOCK_BYTES = 1 << 20
+def copy_checkpoint(source: Path, target: Path, on_block: Callable[[], None]) -> None:
+    """Copy the files of a checkpoint that this library wrote, synced to disk.
 
-
-def copy_checkpoint(source: Path, target: Path, progress: Progress) -> None:
-    """Copy a checkpoint of this library's, and nothing that somebody else put into it.
+    ``shutil.copytree`` would copy other files too, report no progress within a file of many GB (the
+    other ranks would consider rank 0 stalled), and sync nothing.
 
     Args:
-        source: what is copied.
-        target: where nothing is yet.
-        progress: checked at least every MiB.
+        source: the checkpoint.
+        target: a path that does not exist.
+        on_block: called at least every MiB.
 
     Raises:
-        OSError: the copy is not whole.
+        OSError: the copy is incomplete.
     """
     contents = classify_files(source)
     if contents.problem:
@@ -221,8 +210,8 @@ def copy_checkpoint(source: Path, target: Path, progress: Progress) -> None:
 
 def _copy_file(source: Path, target: Path, progress: Progress) -> None:
     with source.open("rb") as read, target.open("xb", buffering=0) as written:
-        writeback = Writeback(written.fileno(), progress)
-        while block := read.read(_BLOCK_BYTES):
+        writeback = Writeback(written.fileno(), on_block)
+        while block := read.read(1 << 20):
             rest = memoryview(block)
             while rest:
                 rest = rest[written.write(rest) :]
@@ -232,28 +221,30 @@ def _copy_file(source: Path, target: Path, progress: Progress) -> None:
 
 
 _NO_LINKS = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM}
-"""What a filesystem says that has no links. Any other error would fail a copy too, or worse."""
+"""Errors of a file system without links. After any other error a copy would fail too."""
 
 
-def make_link(target: Path, link: Path, progress: Progress = NO_PROGRESS) -> None:
-    """Make a link to a checkpoint, in one step, in the place of a link or a checkpoint.
+def make_link(target: Path, link: Path, on_progress: Callable[[], None] = ignore_progress) -> None:
+    """Make a link to a checkpoint in one step, replacing a link or a checkpoint of this library.
 
-    What this library did not write is left as it is.
+    The link is made under a hidden name and renamed, so that a kill at any moment leaves the old
+    link or the new one. The next call for the same link removes leftovers of a killed one. Without
+    links in the file system the checkpoint is copied, as Lightning does for files.
 
     Args:
-        target: the checkpoint, which is there.
-        link: beside it or elsewhere; the link's text is relative.
-        progress: checked while a directory is deleted, or copied if links are not supported.
+        target: an existing checkpoint.
+        link: its path; its text is relative.
+        on_progress: called during deletions and copies.
 
     Raises:
-        SaveError: it could not be made, and is what it was.
+        SaveError: it could not be made, and is unchanged.
     """
     if target == link:
         return
     new, old = (link.parent / f"{LINK_PREFIX}{link.name}.{end}" for end in ("new", "old"))
     try:
         if refusal_reason := inspect_target(link).refusal_reason:
-            msg = f"Could not link {link} to {target}, which is published: {link} {refusal_reason}."
+            msg = f"Could not link {link} to the published {target}: {link} {refusal_reason}."
             raise SaveError(msg)
         for hidden in (new, old):
             remove_hidden(hidden, link, progress)
@@ -261,12 +252,12 @@ def make_link(target: Path, link: Path, progress: Progress = NO_PROGRESS) -> Non
         put_in_place(new, link, old)
         sync_directory(link.parent)
     except OSError as error:
-        msg = f"Could not link {link} to {target}, which is published: {error.strerror or error}."
+        msg = f"Could not link {link} to the published {target}: {error.strerror or error}."
         raise SaveError(msg) from error
     finally:
         with suppress(OSError):
-            rename_if_free(old, link)  # where even putting it back was interrupted
-        # The link is changed, or is not: a failure here is a matter of disk space.
+            rename_if_free(old, link)  # Restoring it may have been interrupted.
+        # The link is final: a failure from here on costs disk space only.
         for hidden in (new, old):
             with suppress(OSError):
                 remove_hidden(hidden, link, progress)
@@ -278,5 +269,4 @@ def _make(new: Path, target: Path, progress: Progress) -> None:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        # What Lightning does there too, but for files only.
-        copy_checkpoint(target, new, progress)
+        copy_checkpoint(target, new, on_progress)

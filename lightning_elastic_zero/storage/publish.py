@@ -1,25 +1,16 @@
-"""A directory that is built under a hidden name and appears in one step.
+"""Directories that are written under a hidden name and appear at their target in one step.
 
-Three names lie beside the target while a save runs, all hidden, and none of them made of the
-target's name, nor ending as a checkpoint's does: Lightning takes what looks like ``last*.ckpt`` or
-``hpc_ckpt_*`` for a checkpoint.
+The hidden names are next to the target. None contains the target's name or ends like a
+checkpoint's, because Lightning takes ``last*.ckpt`` and ``hpc_ckpt_*`` for checkpoints::
 
-::
+    .zero-staging-<id>      a checkpoint being written; after an exchange, the one that it replaced
+    .zero-previous-<id>     the replaced checkpoint, where names cannot be exchanged in one step
+    .zero-export-<id>       files for other software that are being written
+    .zero-owner-<id>.json   the process that writes them
 
-    .zero-staging-<save id>      what is being written; after an exchange, what was there before
-    .zero-previous-<save id>     what was there before, where names cannot be exchanged in one step
-    .zero-owner-<save id>.json   the process that works on the two
-
-Where the system cannot exchange two names, the target is missing between two renames, for some
-microseconds. A crash in between is repaired by ``leftovers``, before the next look for it.
-
-Giving a name to something else: in one step where the system can exchange two names.
-
-Files for other software that appear whole, in one step, where nothing was.
-
-An export is no checkpoint of this library's: it is never replaced, and nothing is. While it is
-written it lies in a hidden directory beside its target, and beside that a note says which process
-writes it: what a killed one left is removed by the next one, or by a save in that folder.
+Where the system cannot exchange two names, the target is missing between two renames for some
+microseconds. ``leftovers`` repairs a crash in between, and removes the directories of processes
+that have ended.
 """
 
 from __future__ import annotations
@@ -29,8 +20,7 @@ import errno
 import logging
 import os
 import re
-import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
@@ -39,7 +29,7 @@ from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage.checksums import SUMS_SUFFIX, as_save_error, write_durably
 from lightning_elastic_zero.storage.owners import (
     ProcessIdentity,
-    filesystem_time_s,
+    new_id,
     touch_regularly,
 )
 from lightning_elastic_zero.storage.ownership import (
@@ -51,17 +41,17 @@ from lightning_elastic_zero.storage.paths import real_path, sync_directory
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-_NOT_HERE = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM}
+_NOT_SUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM}
 
 
 def exchange_names(one: Path, other: Path) -> bool:
-    """Exchange two names in one step; links are exchanged, not followed.
+    """Exchange two names in one step, without following links.
 
     Returns:
-        Whether it was done: the C library, the kernel or the filesystem may not be able to.
+        False if the C library, the kernel or the file system does not support it.
 
     Raises:
-        OSError: the system can, but did not.
+        OSError: it is supported, but failed.
     """
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
@@ -77,25 +67,25 @@ def exchange_names(one: Path, other: Path) -> bool:
     if result == 0:
         return True
     number = ctypes.get_errno()
-    if number in _NOT_HERE:
+    if number in _NOT_SUPPORTED:
         return False
     raise OSError(number, os.strerror(number), str(one), None, str(other))
 
 
 def put_in_place(new: Path, target: Path, aside: Path) -> None:
-    """Rename to the target, in one step; what is there is then called ``new`` or ``aside``.
+    """Rename ``new`` to ``target`` in one step; a replaced entry moves to ``new`` or ``aside``.
 
-    Where the system cannot exchange two names, a directory gives way by two renames, and the name
-    is free for some microseconds. If the second one fails, the first is taken back; an interrupt
-    in between ends with the new one in its place, which is whole.
+    Where the system cannot exchange two names, a directory is replaced by two renames, and the name
+    is missing for some microseconds. If the second rename fails, the first one is reverted. After
+    an interrupt in between, the new entry, which is complete, takes the name.
 
     Args:
-        new: a directory or a link, on the disk.
-        target: where it is to be found. A link there is replaced, if the new one is a link too.
-        aside: a free name beside the target.
+        new: a directory or a link, synced to disk.
+        target: the name that it gets. A link there is replaced if ``new`` is a link too.
+        aside: a free name in the same directory.
 
     Raises:
-        OSError: it could not be done, and the target is what it was.
+        OSError: it failed, and the target is unchanged.
     """
     if not os.path.lexists(target) or not (_is_directory(new) or _is_directory(target)):
         new.replace(target)
@@ -112,7 +102,7 @@ def put_in_place(new: Path, target: Path, aside: Path) -> None:
 
 
 def rename_if_free(path: Path, target: Path) -> None:
-    """Rename what is there to the target, if nothing has that name."""
+    """Rename ``path``, if it exists, to ``target``, if that name is free."""
     if os.path.lexists(path) and not os.path.lexists(target):
         path.rename(target)
 
@@ -124,6 +114,7 @@ def _is_directory(path: Path) -> bool:
 _log = logging.getLogger(__name__)
 
 STAGING_PREFIX = ".zero-staging-"
+EXPORT_PREFIX = ".zero-export-"
 PREVIOUS_PREFIX = ".zero-previous-"
 OWNER_PREFIX = ".zero-owner-"
 
@@ -131,121 +122,129 @@ SAVE_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z-]{0,63}")
 
 
 def staging_path(target: Path, save_id: str) -> Path:
-    """Return the directory in which the files of a save are written, before it is published.
+    """Return the directory in which the files of a save are written before it is published.
 
     Raises:
         ValueError: the save id cannot be part of a name.
     """
     if not SAVE_ID.fullmatch(save_id):
-        msg = f"{save_id!r} is no save id: at most 64 letters, digits and hyphens are."
+        msg = f"save_id={save_id!r}, expected at most 64 letters, digits and hyphens"
         raise ValueError(msg)
     return target.parent / f"{STAGING_PREFIX}{save_id}"
 
 
-class StagedDirectory:
-    """A directory in the making: ``create``, write below ``path``, then ``publish`` or ``abandon``.
+def owner_path(parent: Path, save_id: str) -> Path:
+    """Return the path of the file that identifies the process of a save or an export."""
+    return parent / f"{OWNER_PREFIX}{save_id}.json"
 
-    One process does this, on rank 0; the others find the directory by ``staging_path``. Only a
-    checkpoint of this library's is replaced, an empty directory, and a link to a checkpoint:
-    ``existing_target`` says what lies there.
+
+class _HiddenDirectory:
+    """A hidden directory and the file that identifies its process.
 
     Attributes:
-        path: where the files are written.
-        target: where they are to be found once they are published.
+        path: the hidden directory.
+        target: the path at which it, or a file of it, is published.
+    """
+
+    def __init__(self, path: Path, owner: Path, target: Path) -> None:
+        self.path, self.target = path, target
+        self._owner_path = owner
+
+    def _make(self) -> None:
+        """Make the directory, its owner file, and missing parents.
+
+        Raises:
+            SaveError: one cannot be made.
+        """
+        with as_save_error(self.path):
+            make_parents(self.target)
+            # First, so that the directory never exists without an owner.
+            owner = ProcessIdentity.of_this_process(self.target.name)
+            write_durably(self._owner_path, owner.to_json())
+            self.path.mkdir()
+            sync_directory(self.target.parent)
+
+    def touch_regularly(self) -> AbstractContextManager[None]:
+        """Show other machines, within the context, that this process is alive."""
+        return touch_regularly(self._owner_path)
+
+    def _sync_names(self, on_progress: Callable[[], None] = ignore_progress) -> None:
+        for folder, _, _ in os.walk(self.path, topdown=False):
+            sync_directory(Path(folder))
+            on_progress()
+
+
+class StagedDirectory(_HiddenDirectory):
+    """A checkpoint being written: ``create``, write to ``path``, then ``publish`` or ``abandon``.
+
+    Rank 0 does this; the other ranks find the directory with ``staging_path``. It replaces a
+    checkpoint of this library, a link to one, or an empty directory, and nothing else.
+
+    Attributes:
+        path: the directory in which the files are written.
+        target: their path after publication.
     """
 
     def __init__(self, target: Path, save_id: str) -> None:
-        """Name a staged directory; nothing is done on disk."""
-        self.path = staging_path(target, save_id)
-        self.target = target
+        """Choose the names; nothing is done on disk."""
+        super().__init__(staging_path(target, save_id), owner_path(target.parent, save_id), target)
         self._previous = target.parent / f"{PREVIOUS_PREFIX}{save_id}"
-        self._owner_path = owner_path(target.parent, save_id)
 
     @classmethod
     def create(cls, target: Path, save_id: str) -> StagedDirectory:
-        """Make the hidden directory, and those above it that are missing.
+        """Make the hidden directory and missing parents.
 
-        What may lie at the target is decided before (``check_replaceable``): a file that came into
-        a checkpoint there since then is no reason to fail, and is kept by ``publish``.
+        Whether the target may be replaced was checked before (``check_replaceable``): a file that
+        was added to a checkpoint there since then is no reason to fail, and ``publish`` keeps it.
 
         Raises:
-            SaveError: it cannot be made, or the target is something that must not be replaced.
+            SaveError: it cannot be made, or the target must not be replaced.
         """
         staged = cls(target, save_id)
         try:
-            _check_still_ours(target)
-            make_parents(target)
-            # The owner comes first: no directory of ours is ever without one.
-            write_durably(
-                staged._owner_path, ProcessIdentity.of_this_process(target.name).to_json()
-            )
-            staged.path.mkdir()
-            sync_directory(target.parent)
-        except BaseException as error:
+            with as_save_error(target):
+                _check_still_replaceable(target)
+            staged._make()
+        except BaseException:
             staged.abandon()
-            if not isinstance(error, OSError):
-                raise
-            msg = f"Could not make {staged.path} for a checkpoint: {error.strerror}."
-            raise SaveError(msg) from error
+            raise
         return staged
 
-    def touch_regularly(self) -> AbstractContextManager[None]:
-        """Show other machines, in here, that this process still works on it."""
-        return touch_regularly(self._owner_path)
-
-    def sync(self, progress: Progress = NO_PROGRESS) -> None:
-        """Flush the names of all files to the disk, before ``publish``.
+    def sync(self, on_progress: Callable[[], None] = ignore_progress) -> None:
+        """Flush the names of all files to disk, before ``publish``.
 
         Raises:
-            SaveError: the system refused.
+            SaveError: the system failed.
         """
-        with self._publishing(f"The files of the checkpoint are in {self.path}."):
-            for folder, _, _ in os.walk(self.path, topdown=False):
-                sync_directory(Path(folder))
-                progress.check()
+        with self._publishing(f"Its files are in {self.path}."):
+            self._sync_names(on_progress)
 
-    def publish(self, progress: Progress = NO_PROGRESS) -> None:
+    def publish(
+        self,
+        on_progress: Callable[[], None] = ignore_progress,
+        on_published: Callable[[], None] = lambda: None,
+    ) -> None:
         """Rename the directory to the target in one step, and remove what it replaced.
 
+        A link at the target is replaced, and its destination stays. If other files were added to a
+        checkpoint at the target since ``create``, it is kept under another name, with a warning.
+
         Args:
-            progress: checked between removed files; an error that it raises ends the removal.
+            on_progress: called between removed files; an exception from it ends the removal.
+            on_published: called before, as soon as the checkpoint is in its place.
 
         Raises:
-            SaveError: see ``put_in_place``.
+            SaveError: the system failed, or the target must not be replaced any more. The target
+                is unchanged or, if the message says so, the new checkpoint, which a power failure
+                may still undo.
         """
-        self.put_in_place()
-        self.clean(progress)
-
-    def put_in_place(self) -> None:
-        """Rename the directory to the target in one step; ``clean`` has to follow.
-
-        A link in the target's place is replaced; what it points to is left alone. What somebody
-        put into the target since ``create`` is not removed: the old checkpoint is then kept under
-        another name, with a warning.
-
-        Raises:
-            SaveError: the system refused, or the target is now something that must not be replaced.
-                The target is what it was, or, if the message says so, the new checkpoint, which a
-                power cut may still undo.
-        """
-        with self._publishing(f"The files of the checkpoint are in {self.path}."):
-            _check_still_ours(self.target)
+        with self._publishing(f"Its files are in {self.path}."):
+            _check_still_replaceable(self.target)
             put_in_place(self.path, self.target, self._previous)
-        with self._publishing("It is in its place, but may be lost if the power fails."):
+        with self._publishing("It is in its place, but a power failure may undo this."):
             sync_directory(self.target.parent)
-
-    @contextmanager
-    def _publishing(self, state: str) -> Iterator[None]:
-        """Raise what the system refused, with the state in which that leaves the checkpoint."""
-        try:
-            yield
-        except OSError as error:
-            msg = f"Could not publish {self.target}: {error.strerror}. {state}"
-            raise SaveError(msg) from error
-
-    def clean(self, progress: Progress) -> None:
-        """Remove what the published checkpoint replaced; see ``publish``."""
-        # The checkpoint is published: a failure here is a matter of disk space, not of the save.
+        on_published()
+        # A failure from here on costs disk space only.
         try:
             for path in (self.path, self._previous):
                 remove_hidden(path, self.target, progress, unfinished=False)
@@ -253,15 +252,23 @@ class StagedDirectory:
         except OSError as error:
             _log.warning("Could not remove what %s replaced: %s.", self.target, error)
 
-    def abandon(self) -> None:
-        """Remove the directory. What cannot be removed now is left for ``remove_leftovers``.
+    @contextmanager
+    def _publishing(self, state: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            msg = f"Could not publish {self.target}: {error.strerror}. {state}"
+            raise SaveError(msg) from error
 
-        Where an interrupt came between the two renames of ``publish``, the target is missing: the
-        new checkpoint gets its name if it is whole, or else the old one gets it back. The owner
-        stays while anything is left, since without one nobody can put it back.
+    def abandon(self) -> None:
+        """Remove the directory. ``remove_leftovers`` removes what cannot be removed now.
+
+        If an interrupt came between the two renames of ``publish``, the target is missing: the new
+        checkpoint gets its name if it is complete, otherwise the old one gets it back. The owner
+        file stays while anything is left, because it is needed to restore the target.
         """
         with suppress(OSError):
-            # Without something set aside, nothing was published: what is staged is given up.
+            # Without a replaced checkpoint nothing was published.
             if os.path.lexists(self._previous):
                 if is_checkpoint(self.path):
                     rename_if_free(self.path, self.target)
@@ -272,44 +279,34 @@ class StagedDirectory:
             self._remove_owner_file()
 
     def _remove_owner_file(self) -> None:
-        """Remove the owner's file when nothing is left that it could be asked about."""
         if not (os.path.lexists(self.path) or os.path.lexists(self._previous)):
             self._owner_path.unlink(missing_ok=True)
 
 
-def _check_still_ours(target: Path) -> None:
-    """Refuse what took the target's name since the save began.
-
-    A checkpoint into which something was put since then is no reason to lose the new one: it is
-    kept under another name.
-    """
+def _check_still_replaceable(target: Path) -> None:
+    # A checkpoint with added files is accepted: it is kept under another name.
     existing = inspect_target(target)
     if existing.refusal_reason and existing.kind != "checkpoint":
         msg = (
-            f"{target} {existing.refusal_reason}, which it was not when the save began. "
-            "Nothing there was touched. Save under another name."
+            f"{target} {existing.refusal_reason}. It appeared after the save began, and is "
+            "unchanged. Save under another name."
         )
         raise SaveError(msg)
 
 
-def owner_path(parent: Path, save_id: str) -> Path:
-    """Return the path of the file that says who works on a save."""
-    return parent / f"{OWNER_PREFIX}{save_id}.json"
-
-
 def make_parents(target: Path) -> None:
-    """Make the directories above a target that are missing, so that they outlive a power cut.
+    """Make the missing directories above a target, synced to disk.
 
     Raises:
-        SaveError: a file, or a link that leads to nothing, lies above it.
-        OSError: one could not be made.
+        SaveError: a file or a dangling link is above the target.
+        OSError: a directory could not be made.
     """
     directory = target.parent
     above = (directory, *directory.parents)
     if link := next((path for path in above if path.is_symlink() and not path.exists()), None):
         msg = (
-            f"Could not write {target}: {link} is a link to {real_path(link)}, where nothing is. "
-            "Mount that disk, or choose another path."
+            f"Could not write {target}: {link} is a link to {real_path(link)}, which does not "
+            "exist. Mount that disk, or choose another path."
         )
         raise SaveError(msg)
     if file := next((path for path in above if path.exists() and not path.is_dir()), None):
@@ -321,13 +318,7 @@ def make_parents(target: Path) -> None:
         sync_directory(path.parent)
 
 
-EXPORT_PREFIX = ".zero-export-"
-"""Prefix of the hidden directory in which an export is written."""
-
-_NOTE_SUFFIX = ".json"
-_NOTE_NAME = re.compile(f"{re.escape(EXPORT_PREFIX)}[0-9a-f]{{32}}{re.escape(_NOTE_SUFFIX)}")
-
-_FILES = re.compile(
+_EXPORTED = re.compile(
     r"weights|latest_universal|\.metadata(\.tmp)?|.+\.(pt|safetensors|json|sums|distcp)"
 )
 """The names of files that conversions write."""
@@ -336,46 +327,45 @@ _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
 
 def check_free(target: Path) -> None:
-    """Refuse a target that exists: nothing is overwritten.
+    """Refuse a target that exists.
 
     Raises:
-        SaveError: something is there.
+        SaveError: the target exists.
     """
     if os.path.lexists(target):
         msg = (
-            f"{target} is there already, and nothing is overwritten: write to another path, or "
-            "move away what lies there"
+            f"{target} exists already, and is not overwritten: choose another path, or move it away"
         )
         raise SaveError(msg)
 
 
-class StagedExport:
-    """A directory in the making, or one file in such a directory.
+class StagedExport(_HiddenDirectory):
+    """A directory for other software, or a single file in such a directory, being written.
 
-    Attributes:
-        path: the hidden directory.
-        note: the file that says which process writes it.
-        target: where it, or its one file, is to be found.
+    It replaces nothing, and nothing of this library replaces it.
     """
 
     def __init__(self, target: Path) -> None:
-        """Make the hidden directory, and those above it that are missing.
+        """Make the hidden directory and missing parents.
 
         Raises:
-            SaveError: something is at the target, or the directory cannot be made.
+            SaveError: the target exists, or the directory cannot be made.
         """
         check_free(target)
-        self.target = target
-        self.path = target.parent / f"{EXPORT_PREFIX}{uuid.uuid4().hex}"
-        self.note = _note_of(self.path)
-        with as_save_error(target):
-            make_parents(target)
-            # The note comes first: no directory of an export is ever without one.
-            write_durably(self.note, ProcessIdentity.of_this_process(target.name).to_json())
-            self.path.mkdir()
+        export_id = new_id()
+        super().__init__(
+            target.parent / f"{EXPORT_PREFIX}{export_id}",
+            owner_path(target.parent, export_id),
+            target,
+        )
+        try:
+            self._make()
+        except BaseException:
+            self.remove()
+            raise
 
     def drop_sums(self) -> None:
-        """Remove the checksums that were written beside files: other software does not use them."""
+        """Remove the checksums of files, which other software does not use."""
         for path in self.path.rglob(f"*{SUMS_SUFFIX}"):
             path.unlink()
 
@@ -383,69 +373,48 @@ class StagedExport:
         """Rename the directory, or one file in it, to the target.
 
         Raises:
-            SaveError: something has come to the target meanwhile, or the system refused.
+            SaveError: the target exists meanwhile, or the system failed.
         """
         with as_save_error(self.target):
-            for folder, _, _ in os.walk(self.path, topdown=False):
-                sync_directory(Path(folder))
+            self._sync_names()
             if file:
                 _name_file(self.path / file, self.target)
             else:
                 if os.path.lexists(self.target):
-                    raise FileExistsError(errno.EEXIST, "it is there by now", str(self.target))
+                    raise FileExistsError(errno.EEXIST, "it exists meanwhile", str(self.target))
                 self.path.rename(self.target)
             sync_directory(self.target.parent)
 
     def remove(self) -> None:
-        """Remove what is left under the hidden names; this process has written all of it."""
-        _remove(self.path)
+        """Remove what is left under the hidden names, all of which this process has written."""
+        _remove_tree(self.path)
+        if not os.path.lexists(self.path):
+            with suppress(OSError):
+                self._owner_path.unlink()
 
 
-def _note_of(path: Path) -> Path:
-    return path.with_name(path.name + _NOTE_SUFFIX)
-
-
-def _remove(path: Path) -> None:
-    """Remove the directory of an export, and then its note; what cannot be removed stays."""
+def _remove_tree(path: Path) -> None:
     for folder, _, names in os.walk(path, topdown=False):
         for name in names:
             with suppress(OSError):
                 Path(folder, name).unlink()
         with suppress(OSError):
             Path(folder).rmdir()
-    if not os.path.lexists(path):
-        with suppress(OSError):
-            _note_of(path).unlink()
 
 
-def remove_dead_exports(parent: Path) -> list[Path]:
-    """Remove what processes that have ended left of exports into a folder; return their paths.
+def remove_export(path: Path) -> None:
+    """Remove the directory of a killed export, unless a file in it has a name that exports lack.
 
-    One stays that holds a file of a name that no export has: somebody else has put it there.
+    Args:
+        path: the hidden directory; it may be missing. Files that cannot be removed stay.
     """
-    removed = []
-    for note in sorted(parent.glob(f"{EXPORT_PREFIX}*{_NOTE_SUFFIX}")):
-        owner = ProcessIdentity.read(note) if _NOTE_NAME.fullmatch(note.name) else None
-        if owner is None:
-            continue
-        with suppress(OSError):
-            now_s = filesystem_time_s(parent / f"{EXPORT_PREFIX}{uuid.uuid4().hex}")
-            if owner.is_dead(now_s - note.lstat().st_mtime):
-                path = note.with_name(note.name.removesuffix(_NOTE_SUFFIX))
-                if _is_own(path):
-                    _remove(path)
-                    removed.append(path)
-    return removed
-
-
-def _is_own(path: Path) -> bool:
-    """Whether all files in a directory have names of an export's; none is a link."""
     files = [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
-    return all(_FILES.fullmatch(file.name) and not file.is_symlink() for file in files)
+    if all(_EXPORTED.fullmatch(file.name) and not file.is_symlink() for file in files):
+        _remove_tree(path)
 
 
 def _name_file(file: Path, target: Path) -> None:
-    """Rename a file where the name is free: a link fails where it is not, unlike a rename."""
+    # A hard link fails where the name is taken, unlike a rename.
     try:
         target.hardlink_to(file)
     except OSError as error:
@@ -456,14 +425,14 @@ def _name_file(file: Path, target: Path) -> None:
 
 @contextmanager
 def staged_export(target: Path) -> Iterator[StagedExport]:
-    """Make an export; what was not published when this ends is removed.
+    """Make an export; at the end of the context, remove it unless it was published.
 
     Raises:
-        SaveError: something is at the target, or the directory cannot be made.
+        SaveError: the target exists, or the directory cannot be made.
     """
     export = StagedExport(target)
     try:
-        with touch_regularly(export.note):
+        with export.touch_regularly():
             yield export
     finally:
         export.remove()

@@ -237,7 +237,7 @@ class TestMakeLink:
         target, link = checkpoint(tmp_path / "new.ckpt", "new"), tmp_path / "last.ckpt"
         a_link(link)
         refuse_links(errno.ENOSPC, monkeypatch)
-        told = r"Could not link .*last\.ckpt to .*new\.ckpt, which is published: No space left"
+        told = r"Could not link .*last\.ckpt to the published .*new\.ckpt: No space left"
         with pytest.raises(SaveError, match=told):
             make_link(target, link)
         assert said_by(link) == "old"

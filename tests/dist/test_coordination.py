@@ -218,7 +218,7 @@ def test_times_that_would_bury_the_living_are_refused() -> None:
     """A rank must be able to miss some beats."""
     with pytest.raises(ValueError, match="at least 4"):
         Timeouts(heartbeat_interval_s=10)
-    with pytest.raises(ValueError, match="held_up_timeout_s at least"):
+    with pytest.raises(ValueError, match="held_up_timeout_s of at least"):
         Timeouts(held_up_timeout_s=29)
 
 

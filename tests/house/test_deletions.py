@@ -72,9 +72,10 @@ PLACES: dict[tuple[str, str, str], str] = {
     # -- exports: under a hidden name that only the process knows which made it
     ("storage/publish.py", "drop_sums", "path.unlink"): EXPORTS + "nothing_left",
     ("storage/publish.py", "publish", "self.path.rename"): CAME_TO_EXPORT,
-    ("storage/publish.py", "_remove", "Path(folder, name).unlink"): KILLED_EXPORT,
-    ("storage/publish.py", "_remove", "Path(folder).rmdir"): KILLED_EXPORT,
-    ("storage/publish.py", "_remove", "_note_of(path).unlink"): KILLED_EXPORT,
+    ("storage/publish.py", "_remove_tree", "Path(folder, name).unlink"): KILLED_EXPORT,
+    ("storage/publish.py", "_remove_tree", "Path(folder).rmdir"): KILLED_EXPORT,
+    ("storage/publish.py", "remove", "self._owner_path.unlink"): KILLED_EXPORT,
+    ("storage/publish.py", "__init__", "self.remove"): EXPORTS + "nothing_left",
     ("storage/publish.py", "staged_export", "export.remove"): EXPORTS + "nothing_left",
     ("storage/publish.py", "_name_file", "target.hardlink_to"): CAME_TO_EXPORT,
     ("storage/publish.py", "_name_file", "file.rename"): CAME_TO_EXPORT,
@@ -104,7 +105,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("checkpoint/manager.py", "remove", "self._retention.remove"): DELETING
     + "test_retention_leaves_it",
     # -- what kills left
-    ("storage/leftovers.py", "_remove_save", "note.unlink"): (
+    ("storage/leftovers.py", "_remove_by_id", "owner_file.unlink"): (
         LEFT + "test_a_users_file_under_a_hidden_name"
     ),
     ("storage/leftovers.py", "_put_back", "hidden.rename"): (

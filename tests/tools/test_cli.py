@@ -262,7 +262,7 @@ def test_a_conversion_leaves_its_source_alone(tmp_path: Path, run: Run) -> None:
     assert sorted(good.rglob("*")) == before
     (tmp_path / "circle").symlink_to("circle")
     code, _, error = run("convert", str(good), str(tmp_path / "circle"), "--to", "fp32")
-    assert (code, "is there already" in error) == (2, True)
+    assert (code, "exists, and is not overwritten" in error) == (2, True)
 
 
 @pytest.fixture

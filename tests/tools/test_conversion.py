@@ -312,7 +312,7 @@ def test_nothing_is_overwritten_and_nothing_left(to: str, tmp_path: Path) -> Non
     target = tmp_path / "out" / "target"
     target.parent.mkdir()
     target.write_text("mine")
-    with pytest.raises(SaveError, match="there already"):
+    with pytest.raises(SaveError, match="exists, and is not overwritten"):
         convert_checkpoint(source, target, to)
     assert target.read_text() == "mine"
     target.unlink()
@@ -348,7 +348,7 @@ def test_a_checkpoint_of_ours_is_not_overwritten(tmp_path: Path) -> None:
     lean = ConvertOptions(optimizer=False)
     for target in (source, other):
         before = (target / "manifest.json").read_bytes()
-        with pytest.raises(SaveError, match="there already"):
+        with pytest.raises(SaveError, match="exists, and is not overwritten"):
             convert_checkpoint(source, target, "elastic", lean)
         assert (target / "manifest.json").read_bytes() == before
     target = tmp_path / "c.ckpt"
@@ -357,8 +357,8 @@ def test_a_checkpoint_of_ours_is_not_overwritten(tmp_path: Path) -> None:
         if other.exists():
             other.rename(target)
 
-    with pytest.raises(SaveError, match="there already"):
-        convert_checkpoint(source, target, "elastic", lean, progress=Progress(show=come))
+    with pytest.raises(SaveError, match="exists, and is not overwritten"):
+        convert_checkpoint(source, target, "elastic", lean, on_bytes=come)
     assert (target / "manifest.json").read_bytes() == before
     assert names_in(tmp_path) == ["a.ckpt", "c.ckpt"]
 

@@ -92,7 +92,8 @@ def test_somebody_elses_file_stays(tmp_path: Path) -> None:
         assert stranger.read_text() == "mine"
         assert names_in(tmp_path) == before
         stranger.unlink()
-    assert remove_leftovers(tmp_path) == [left]
+    owner = tmp_path / f".zero-owner-{left.name.removeprefix('.zero-export-')}.json"
+    assert remove_leftovers(tmp_path) == [left, owner]
     assert names_in(tmp_path) == ["a.ckpt"]
 
 
@@ -102,7 +103,7 @@ def test_a_save_removes_it_too(tmp_path: Path) -> None:
     with stopped_conversion(source, tmp_path / "target", "safetensors"):
         assert remove_leftovers(tmp_path) == []
     (mine := tmp_path / ".zero-export-mine.json").write_text("{}")
-    (left,) = remove_leftovers(tmp_path)
+    left, _ = remove_leftovers(tmp_path)
     assert left.name.startswith(".zero-export-")
     assert names_in(tmp_path) == sorted([mine.name, "a.ckpt"])
 
