@@ -333,9 +333,7 @@ def check_free(target: Path) -> None:
         SaveError: the target exists.
     """
     if os.path.lexists(target):
-        msg = (
-            f"{target} exists already, and is not overwritten: choose another path, or move it away"
-        )
+        msg = f"{target} exists, and is not overwritten: choose another path, or move it away"
         raise SaveError(msg)
 
 
