@@ -1,7 +1,4 @@
-"""Reading runs of bytes from a file, without mapping it and with bounded memory.
-
-Reading runs of bytes from a file whose checksums were written with it, each verified.
-"""
+"""Reading ranges of bytes from a file without mapping it, verified and with bounded memory."""
 
 from __future__ import annotations
 
@@ -32,54 +29,51 @@ from lightning_elastic_zero.storage.checksums import (
 from lightning_elastic_zero.storage.paths import open_file, read_file
 
 READ_BYTES = 8 << 20
-"""The most that is read, and held, at once; a multiple of ``CHUNK_BYTES``."""
+"""Largest read, and buffer; a multiple of ``CHUNK_BYTES``."""
 
 AHEAD_BLOCKS = 8
-"""How many blocks the system is told of before they are read, where reads are slow: it fetches them
-together, and while those before them are verified. More would only fill memory that others need."""
+"""Blocks announced to the system before they are read, if reads are slow. It fetches them together,
+while earlier ones are verified. More blocks would only use memory."""
 
 SLOW_BYTES_PER_S = 256e6
-"""Reads that are slower wait for each other's latency, as on a network file system whose readahead
-is small. On faster ones telling costs more than it gains: Linux fills its cache by single pages
-then, by large ones on its own (a local disk read 1.9 GB/s with it, and 3.4 without)."""
+"""Slower reads are limited by latency, as on a network file system with a small readahead. Above
+this speed announcements cost more than they gain, because Linux then fills its cache by single
+pages (a local disk read 1.9 GB/s with them, and 3.4 GB/s without)."""
 
 SAMPLE_BYTES = 32 << 20
-"""How much is read before it is said to be slow. Less is no measure: on any disk the first bytes
-wait for the system's readahead."""
+"""Bytes read before the speed counts: the first bytes wait for the readahead on any disk."""
 
 CACHED_BYTES = 1 << 20
-"""What is verified as soon as it has been read, while the processor's cache has it; a multiple of
+"""Bytes that are verified immediately after reading, from the processor's cache; a multiple of
 ``CHUNK_BYTES``."""
 
 PlacedView: TypeAlias = tuple[int, memoryview]
-"""An offset in a file, and writable memory for the bytes from there on."""
+"""An offset in a file, and writable memory for the bytes from there."""
 
 _Block: TypeAlias = tuple[int, int, int, int]
-"""Whole chunks that are read at once, ``[start, stop)``, and their runs, ``[first, last)``."""
-
-_HELP = "Resume from another checkpoint, or copy this file again from where it is whole."
+"""Whole chunks that are read together, ``[start, stop)``, and their runs, ``[first, last)``."""
 
 
 class _BoundedFile(io.FileIO):
-    """A file of which no read is long; whoever wants more goes on reading."""
+    """A file with short reads: at most ``READ_BYTES`` at once."""
 
     def __init__(self, path: Path, progress: Progress) -> None:
         super().__init__(path)
-        self._progress = progress
+        self._on_progress = on_progress
 
     def readinto(self, buffer: Any, /) -> int:
-        """Read, at most ``READ_BYTES``."""
+        """Read at most ``READ_BYTES``."""
         count = super().readinto(memoryview(buffer).cast("B")[:READ_BYTES])
-        self._progress.check()
+        self._on_progress()
         return count
 
     def fileno(self) -> int:
-        """Refuse: who reads by the descriptor passes this by."""
+        """Refuse: reads through the descriptor would not be bounded."""
         raise io.UnsupportedOperation
 
 
-def bounded_stream(path: Path, progress: Progress) -> io.BufferedReader:
-    """Open a file that is read in bounded parts; ``progress`` is called after each.
+def bounded_stream(path: Path, on_progress: Callable[[], None]) -> io.BufferedReader:
+    """Open a file that is read in bounded parts, with ``on_progress`` called after each.
 
     Raises:
         OSError: it cannot be opened.
@@ -88,36 +82,35 @@ def bounded_stream(path: Path, progress: Progress) -> io.BufferedReader:
 
 
 class RangeFile:
-    """A file open for reading by ranges, whose bytes nobody has recorded checksums of.
+    """A file without recorded checksums, open for reading by ranges.
 
-    Pages are never mapped, so a damaged disk or a file that shrinks is an exception, not a signal.
+    Pages are never mapped, so a damaged disk or a shrinking file causes an exception, not a signal.
 
     Attributes:
-        path: where the file is.
+        path: the path of the file.
         size_bytes: its size.
-        bytes_read: how many bytes were read so far.
+        bytes_read: the number of bytes read so far.
     """
 
     def __init__(self, path: Path, progress: Progress = NO_PROGRESS) -> None:
         """Open a file.
 
         Args:
-            path: where it is.
-            progress: checked after every read.
+            path: the path of a regular file.
+            on_progress: called after every read.
 
         Raises:
-            CheckpointCorruptedError: it is missing, cannot be read, or is no file.
+            CheckpointCorruptedError: it is missing, cannot be read, or is not a regular file.
         """
         self.path = path
         self.bytes_read = 0
-        self._progress = progress
+        self._on_progress = on_progress
         self._buffer: mmap.mmap | None = None
         self._speed = _Speed()
         self._descriptor = -1
         self._descriptor, self.size_bytes = self._open()
 
     def _open(self) -> tuple[int, int]:
-        """Open the file; give its descriptor and its size."""
         try:
             descriptor, status = open_file(self.path)
         except FileNotFoundError:
@@ -127,37 +120,37 @@ class RangeFile:
         return descriptor, status.st_size
 
     def _check_block(self, block: memoryview, start: int) -> None:
-        """Accept what was read: there is nothing to compare it with."""
+        """Accept the bytes: this file has no checksums."""
 
     def read_runs(
         self, runs: Sequence[tuple[int, int]], places: Sequence[PlacedView] = ()
     ) -> Iterator[tuple[int, memoryview]]:
         """Read runs of bytes, in pieces of at most ``READ_BYTES``.
 
-        Whole chunks are read, none twice, and none without a wanted byte.
+        Only whole chunks with a requested byte are read, each once.
 
         Args:
-            runs: half-open, sorted by their start, without overlap; empty ones give nothing.
-            places: sorted by their offsets, without overlap, and within the runs. Chunks that lie
-                within one as a whole are read right there, and verified there: whoever gives it
-                must not use it before their piece has come.
+            runs: half-open, sorted by start, without overlap; empty runs yield nothing.
+            places: sorted by offset, without overlap, and within the runs. Chunks that are entirely
+                within a place are read and verified there. The caller must not use this memory
+                before the piece is yielded.
 
         Yields:
-            The offset in the file, and the bytes from there on: writable, and valid until the next
-            piece is asked for. A piece never reaches across a run's border. Of what was read into
-            a place it is that memory itself.
+            The offset in the file, and the bytes from there: writable, and valid until the next
+            piece. A piece never crosses the border of a run. For bytes that were read into a place
+            it is a view of that place.
 
         Raises:
-            CheckpointCorruptedError: the file is cut short, or not what was written.
-            ValueError: the runs are not sorted, overlap, or leave the file.
+            CheckpointCorruptedError: the file is truncated, or its bytes differ from the written
+                ones.
+            ValueError: the runs are not sorted, overlap, or exceed the file.
         """
         wanted = self._check_runs(runs)
         inner = _whole_chunks(places)
-        # Two readers at once, each in the midst of a piece, must not share a buffer.
+        # Two concurrent readers must not share a buffer.
         buffer, self._buffer = self._buffer, None
         if buffer is None:
-            # A mapping begins on a page, so what is aligned in the file is so in memory;
-            # and it takes up only the pages that are used.
+            # A mapping keeps the alignment of the file, and only used pages take up memory.
             buffer = mmap.mmap(-1, READ_BYTES)
         try:
             blocks, announced = list(_blocks(wanted, self.size_bytes)), 0
@@ -176,9 +169,8 @@ class RangeFile:
             self._buffer = buffer
 
     def _announce(self, blocks: Iterable[_Block]) -> None:
-        """Announce to the system what is going to be read."""
         for start, stop, *_ in blocks:
-            with suppress(OSError, AttributeError):  # Then it reads as it always does.
+            with suppress(OSError, AttributeError):  # It is only an optimization.
                 os.posix_fadvise(self._descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
 
     def _check_runs(self, runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -186,25 +178,24 @@ class RangeFile:
         for start, stop in runs:
             if not previous <= start <= stop <= self.size_bytes:
                 msg = (
-                    f"The run [{start}, {stop}) overlaps the one before, is not sorted, or leaves "
-                    f"{self.path} with its {self.size_bytes} bytes."
+                    f"{self.path}: run [{start}, {stop}), expected a sorted run that starts at or "
+                    f"after byte {previous} and stops at or before byte {self.size_bytes}"
                 )
                 raise ValueError(msg)
             previous = stop
         return [run for run in runs if run[0] < run[1]]
 
     def _read_parts(self, parts: Sequence[PlacedView]) -> None:
-        """Fill parts that follow one another in the file, and refuse what was not written."""
+        """Fill and verify parts that follow one another in the file."""
         for at, part in parts:
             for low in range(0, part.nbytes, CACHED_BYTES):
                 cached = part[low : low + CACHED_BYTES]
                 with self._speed.of(cached.nbytes):
                     self._fill(cached, at + low)
                 self._check_block(cached, at + low)
-        self._progress.check()
+        self._on_progress()
 
     def _fill(self, memory: memoryview, start: int) -> None:
-        """Fill memory with the file's bytes from ``start`` on."""
         filled, stop = start, start + memory.nbytes
         while filled < stop:
             try:
@@ -212,16 +203,17 @@ class RangeFile:
             except OSError as error:
                 self._refuse(f"its bytes [{start}, {stop}) cannot be read ({error.strerror})")
             if not count:
-                self._refuse(f"it ends at byte {filled}, recorded are {self.size_bytes} bytes")
+                self._refuse(f"it ends at byte {filled}, expected {self.size_bytes} bytes")
             filled += count
         self.bytes_read += filled - start
 
     def read(self, start: int, stop: int) -> bytearray:
-        """Read the bytes ``[start, stop)`` into memory of their own.
+        """Read the bytes ``[start, stop)`` into new memory.
 
         Raises:
-            CheckpointCorruptedError: they are not what was written, or are cut short.
-            ValueError: they lie outside of the file.
+            CheckpointCorruptedError: the file is truncated, or its bytes differ from the written
+                ones.
+            ValueError: they are not within the file.
         """
         data = bytearray(max(stop - start, 0))
         for offset, view in self.read_runs([(start, stop)]):
@@ -229,11 +221,14 @@ class RangeFile:
         return data
 
     def _refuse(self, reason: str) -> NoReturn:
-        msg = f"{self.path} is damaged: {reason}. {_HELP}"
+        msg = (
+            f"{self.path} is damaged: {reason}. Resume from another checkpoint, or restore this "
+            "file from an intact copy."
+        )
         raise CheckpointCorruptedError(msg)
 
     def close(self) -> None:
-        """Close the file; a second time does nothing."""
+        """Close the file; may be called twice."""
         self._buffer = None
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -249,10 +244,11 @@ class RangeFile:
 
 
 class _Speed:
-    """How fast the reads of a file have been.
+    """The speed of the reads of a file.
 
     Attributes:
-        is_slow: whether to announce those that follow; once and for all, for those come fast.
+        is_slow: whether to announce the following reads. It stays set, because announced reads are
+            fast.
     """
 
     def __init__(self) -> None:
@@ -272,10 +268,7 @@ class _Speed:
 
 
 def _blocks(runs: Sequence[tuple[int, int]], size_bytes: int) -> Iterator[_Block]:
-    """Cut the chunks that runs touch into blocks.
-
-    Runs whose chunks are the same or neighbours are read together.
-    """
+    """Cut the chunks of runs into blocks. Runs in equal or adjacent chunks are read together."""
     first = 0
     done = 0
     while first < len(runs):
@@ -286,7 +279,7 @@ def _blocks(runs: Sequence[tuple[int, int]], size_bytes: int) -> Iterator[_Block
             stop = min(max(stop, -(-runs[last][1] // CHUNK_BYTES) * CHUNK_BYTES), limit)
             last += 1
         yield start, min(stop, size_bytes), first, last
-        # A run that reaches beyond this block goes on in the next one.
+        # A run that exceeds this block continues in the next one.
         first = last if runs[last - 1][1] <= stop else last - 1
         done = stop
 
@@ -307,7 +300,7 @@ def _whole_chunks(places: Iterable[PlacedView]) -> deque[PlacedView]:
 
 
 def _parts(block: PlacedView, inner: Iterable[PlacedView]) -> list[PlacedView]:
-    """Cut a block where its bytes go to a place of their own; the rest stays in its own memory."""
+    """Cut a block into parts that are read into a place, and parts that stay in its memory."""
     reached, (start, own), stop = block[0], block, _stop(block)
     parts: list[PlacedView] = []
     for at, memory in inner:
@@ -324,7 +317,7 @@ def _parts(block: PlacedView, inner: Iterable[PlacedView]) -> list[PlacedView]:
 
 
 def _pieces(runs: Iterable[tuple[int, int]], parts: Sequence[PlacedView]) -> Iterator[PlacedView]:
-    """Yield what parts, one after the other in the file, have of each run."""
+    """Yield the bytes of each run from consecutive parts of the file."""
     first = 0
     for start, stop in runs:
         while first < len(parts) and _stop(parts[first]) <= start:
@@ -336,16 +329,15 @@ def _pieces(runs: Iterable[tuple[int, int]], parts: Sequence[PlacedView]) -> Ite
 
 
 class VerifiedFile(RangeFile):
-    """A file that a manifest names, open for reading; it gives no byte that was not verified.
+    """A file that a manifest names, open for reading; it returns verified bytes only.
 
-    Opening it proves that the file has the recorded size and that its checksums are the recorded
-    ones. Each chunk is proved when it is read. Pages are never mapped, so a damaged disk or a file
-    that shrinks is an exception, not a signal.
+    Opening it verifies the recorded size and the digest of the sidecar. Each chunk is verified when
+    it is read.
 
     Attributes:
-        path: where the file is.
+        path: the path of the file.
         size_bytes: its size.
-        bytes_read: how many bytes were read so far, the sidecar's among them.
+        bytes_read: the number of bytes read so far, including the sidecar.
     """
 
     def __init__(
@@ -359,17 +351,17 @@ class VerifiedFile(RangeFile):
 
         Args:
             directory: the checkpoint's directory.
-            record: what the manifest says of the file.
-            save_id: the save that the file must belong to; None for any.
-            progress: checked after every read.
+            record: the file's record in the manifest.
+            save_id: the save that the file must belong to; None: any.
+            on_progress: called after every read.
 
         Raises:
-            CheckpointCorruptedError: the file or its sidecar is missing, or is another one.
+            CheckpointCorruptedError: the file or its sidecar is missing, or does not match.
         """
         super().__init__(directory / record.name, progress)
         try:
             if self.size_bytes != record.size_bytes:
-                self._refuse(f"it has {self.size_bytes} bytes, recorded are {record.size_bytes}")
+                self._refuse(f"it has {self.size_bytes} bytes, expected {record.size_bytes}")
             self._sums = self._read_sums(record, save_id)
         except BaseException:
             self.close()
@@ -387,8 +379,7 @@ class VerifiedFile(RangeFile):
         digest = xxhash.xxh3_128_hexdigest(data)
         if digest != record.sums_digest:
             self._refuse(
-                f"its checksums, {path.name}, are not those that were written "
-                f"(their digest is {digest}, recorded is {record.sums_digest})"
+                f"its checksums, {path.name}, have digest {digest}, expected {record.sums_digest}"
             )
         return self._check_sums(data, save_id)
 
@@ -397,7 +388,7 @@ class VerifiedFile(RangeFile):
             sidecar = from_json(Sidecar, load_json(data))
             sums = bytes.fromhex(sidecar.sums)
         except (ValueError, TypeError) as error:
-            self._refuse(f"its checksums cannot be understood ({error!r})")
+            self._refuse(f"its checksums are invalid ({error!r})")
         expected = {
             "algorithm": ALGORITHM,
             "chunk_bytes": CHUNK_BYTES,
@@ -405,21 +396,18 @@ class VerifiedFile(RangeFile):
         }
         for key, value in expected.items():
             if (found := getattr(sidecar, key)) != value:
-                self._refuse(f"its checksums have {key} {found!r}, expected is {value!r}")
+                self._refuse(f"its checksums have {key} {found!r}, expected {value!r}")
         if save_id is not None and save_id != sidecar.save_id:
-            self._refuse(
-                f"it belongs to save {sidecar.save_id!r}, the checkpoint to save {save_id!r}"
-            )
+            self._refuse(f"it belongs to save {sidecar.save_id!r}, expected {save_id!r}")
         count = -(-self.size_bytes // CHUNK_BYTES)
         if len(sums) != count * SUM_BYTES:
             self._refuse(f"it has {len(sums) // SUM_BYTES} checksums, expected {count}")
         return sums
 
     def _check_block(self, block: memoryview, start: int) -> None:
-        """Refuse bytes that are not what was written."""
         for low in range(0, block.nbytes, CHUNK_BYTES):
             position = (start + low) // CHUNK_BYTES * SUM_BYTES
             expected = self._sums[position : position + SUM_BYTES]
             if xxhash.xxh3_64_digest(block[low : low + CHUNK_BYTES]) != expected:
                 stop = min(start + low + CHUNK_BYTES, self.size_bytes)
-                self._refuse(f"its bytes [{start + low}, {stop}) are not those that were written")
+                self._refuse(f"its bytes [{start + low}, {stop}) do not match their checksum")

@@ -1,18 +1,12 @@
-"""The process that works on a staged directory, and whether it still does.
+"""The process that owns a staged directory, and the runs that save into a folder.
 
-A process on the same machine is asked of the system. One on another machine keeps its file alive:
-it touches the file while it works, so that a file that has not been touched for long is a dead
-process's. Both times are those of the file system, whose clock need not be this machine's.
+The operating system reports whether a process on this machine runs. A process on another machine
+touches its file while it works, so a file that was not touched for a long time belongs to a dead
+process. Both times are those of the file system, whose clock may differ from this machine's.
 
-A thread that does one thing now and then, such as showing that its process lives.
-
-The runs that save into a folder: each leaves a marker while it lives, and looks for others.
-
-Two runs in one folder number the names that are taken; where both take one at the same time, or go
-on from one ``last.ckpt``, each replaces and deletes the other's. A run that was killed leaves its
-marker behind, and the one that goes on in its place must not be warned of it. So a process of this
-machine is asked of the system; one of another machine is alive when its marker has been touched
-since it was first seen, whatever the clocks say.
+Two runs in one folder number the names that are taken. If both take a name at the same time, or
+resume from one ``last.ckpt``, each replaces and deletes the checkpoints of the other. So each run
+leaves a marker in its folders while it lives, and warns about markers of other living runs.
 """
 
 from __future__ import annotations
@@ -35,20 +29,19 @@ from lightning_elastic_zero.storage.checksums import write_durably
 from lightning_elastic_zero.storage.paths import check_local_path
 
 END_S = 1.0
-"""How long the end waits for the thread: a disk that does not answer must not hold a run's end."""
+"""Longest wait for the thread at the end: a disk that does not answer must not block a run."""
 
 
 class PeriodicThread(threading.Thread):
-    """Calls a function every ``interval_s``, and at once when it is asked to; until ``end``."""
+    """Calls a function every ``interval_s``, and on request, until ``end``; a context manager."""
 
     def __init__(self, call: Callable[[], object], interval_s: float, name: str) -> None:
-        """Describe the thread; as a context, it runs within."""
         super().__init__(name=f"elastic-zero {name}", daemon=True)
         self._call, self._interval_s = call, interval_s
         self._asked, self._over = threading.Event(), False
 
     def run(self) -> None:
-        """Call now and then."""
+        """Call the function regularly."""
         while True:
             self._asked.wait(self._interval_s)
             self._asked.clear()
@@ -57,72 +50,66 @@ class PeriodicThread(threading.Thread):
             self._call()
 
     def call_soon(self) -> None:
-        """Request a call at once, in the thread."""
+        """Request an immediate call in the thread."""
         self._asked.set()
 
     def end(self) -> None:
-        """Call no more."""
+        """Stop the calls."""
         self._over = True
         self._asked.set()
         self.join(END_S)
 
     def __enter__(self) -> None:
-        """Start."""
         self.start()
 
     def __exit__(self, *_: object) -> None:
-        """End."""
         self.end()
 
 
 TOUCH_INTERVAL_S = 10.0
-"""How often a process touches its file while it works."""
+"""Interval at which a working process touches its file."""
 
 DEAD_AFTER_S = 1800.0
-"""A process that has not touched its file for this long is taken for dead: 180 beats.
+"""A process on another machine that has not touched its file for this long is considered dead.
 
-Machines of one job need not agree on the time: on Lustre, times come from the client that sets
-them. This is far more than clocks that are kept at all differ by. If a process that had stood still
-goes on after it, its save fails, and nothing is published."""
+Clocks of a job's machines may differ: on Lustre, times come from the client that sets them. This is
+much more than clocks differ in practice. If a suspended process continues later, its save fails,
+and nothing is published."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """A process, distinguished from every other one that ever ran."""
+    """A unique identity of a process, and the name that it publishes."""
 
     target: str
-    """The name of what it is going to publish."""
+    """The name that it is going to publish."""
 
     machine: str
-    """Its host, the host's current run, and its process namespace: a number counts only there."""
+    """Host, boot and process namespace, in which ``pid`` is valid; see ``processes.machine``."""
 
     pid: int
-    """Its number."""
 
     started: str
-    """When it started, in the system's own count: numbers are given out again. Empty: not known."""
-
-    beats: bool = False
-    """Whether it touches its file while it works; the first release did not."""
+    """Start time in the system's own count, because pids are reused; empty if unknown."""
 
     @classmethod
     def of_this_process(cls, target: str) -> ProcessIdentity:
-        """Describe the process that runs this."""
+        """Return the identity of this process."""
         key = ProcessKey.of_this_process()
-        return cls(target, machine(), key.pid, key.started, beats=True)
+        return cls(target, machine(), key.pid, key.started)
 
     @classmethod
     def read(cls, path: Path) -> ProcessIdentity | None:
-        """Return an owner; None if there is none, or none that can be understood."""
+        """Read an identity; None if the file is missing or invalid."""
         try:
             owner = from_json(cls, load_json(path.read_bytes()))
         except (OSError, ValueError, TypeError):
             return None
-        # A name that leads out of the directory was not written by us.
+        # This library writes no names that lead out of the directory.
         return owner if os.path.basename(owner.target) == owner.target else None  # noqa: PTH119
 
     def to_json(self) -> bytes:
-        """Return what ``read`` reads."""
+        """Return the content of the file that ``read`` reads."""
         return json.dumps(asdict(self)).encode()
 
     @property
@@ -131,19 +118,19 @@ class ProcessIdentity:
         return self.machine.split(" ", maxsplit=1)[0]
 
     def is_on_this_machine(self) -> bool:
-        """Whether it is of this machine, so that the system can be asked for it."""
+        """Whether the operating system here can report its state."""
         return self.machine == machine()
 
     def is_same_process(self, other: ProcessIdentity) -> bool:
-        """Whether both are one process, whatever it publishes."""
+        """Whether both are the same process, regardless of the target."""
         return replace(self, target=other.target) == other
 
     def is_dead(self, untouched_s: float = 0.0) -> bool:
         """Whether the process has ended.
 
         Args:
-            untouched_s: for how long it has not touched its file: all that is known of a process on
-                another machine, or where this one does not tell.
+            untouched_s: seconds since it touched its file. They count only if the operating system
+                cannot report its state.
         """
         if self.is_on_this_machine():
             if not exists(self.pid):
@@ -151,14 +138,11 @@ class ProcessIdentity:
             here = replace(ProcessKey.of_this_process(), pid=self.pid, started=self.started)
             if (state := here.state()) is not ProcessState.UNKNOWN:
                 return state is ProcessState.ENDED
-        return self.beats and untouched_s > DEAD_AFTER_S
+        return untouched_s > DEAD_AFTER_S
 
 
 def touch_regularly(path: Path) -> PeriodicThread:
-    """Touch a file now and then, within: its time is then the file system's of that moment.
-
-    A thread does this, since the work may wait for other ranks. The file may vanish.
-    """
+    """Touch a file regularly within the context, in a thread; the file may be removed meanwhile."""
 
     def touch() -> None:
         with suppress(OSError):
@@ -168,15 +152,15 @@ def touch_regularly(path: Path) -> PeriodicThread:
 
 
 def filesystem_time_s(probe: Path) -> float:
-    """Return the time by the file system's clock: that of a file that is made for it.
+    """Return the time of the file system's clock, from a file that is made and removed.
 
     Args:
-        probe: the name of the file, which must not exist; it is removed.
+        probe: the path of that file, which must not exist.
     """
     try:
         probe.touch(exist_ok=False)
     except OSError:
-        # A disk that is full or read-only: this machine's clock is the best that is left.
+        # The disk is full or read-only: this machine's clock is the next best.
         return time.time()
     try:
         return probe.lstat().st_mtime
@@ -185,24 +169,28 @@ def filesystem_time_s(probe: Path) -> float:
 
 
 def new_id() -> str:
-    """Return an id that no save has."""
+    """Return a unique id for a save."""
     return uuid.uuid4().hex
 
 
 RUN_MARKER_PREFIX = ".zero-run-"
-"""Prefix of the marker that a run leaves in each folder into which it saves."""
+"""Prefix of the marker that a run leaves in each of its folders."""
 
 log = logging.getLogger(__name__)
 
 
 class ConcurrentRunMonitor:
-    """The folders into which a run saves, with its markers in them; on one rank."""
+    """Detects other runs that save into the same folders; used on one rank.
+
+    A process on another machine is alive if its marker was touched since it was first seen,
+    whatever the clocks are.
+    """
 
     def __init__(self, folders: Iterable[object]) -> None:
-        """Watch folders, except those on a remote storage, where nothing can be saved.
+        """Choose the folders; URLs of remote storages are ignored.
 
         Args:
-            folders: paths; None for a callback that has none.
+            folders: paths, or None for callbacks without one.
         """
         self._markers: dict[Path, Path | None] = {}
         for folder in folders:
@@ -215,11 +203,11 @@ class ConcurrentRunMonitor:
         self._thread = PeriodicThread(self.look, TOUCH_INTERVAL_S, "watches its folders")
 
     def __reduce__(self) -> tuple[type[ConcurrentRunMonitor], tuple[tuple[()]]]:
-        """Copy as one that has no folders: a run's markers are its own."""
+        """Copy as a monitor without folders: markers belong to one run."""
         return ConcurrentRunMonitor, ((),)
 
     def begin(self) -> None:
-        """Leave a marker in each folder, and look at the folders now and then until the end."""
+        """Leave a marker in each folder, and check the folders regularly until ``end``."""
         if self._markers:
             self.look()
             self._thread.start()
@@ -239,17 +227,17 @@ class ConcurrentRunMonitor:
                 self._at_work.release()
 
     def look(self) -> None:
-        """Show that this run lives, and warn of others that do."""
+        """Touch the markers of this run, and warn about other living runs."""
         with self._at_work:
             if self._is_over:
                 return
             for folder in self._markers:
-                # It may not be there yet, and what is wrong with a disk is a save's to tell.
+                # The folder may not exist yet. Saves report errors of a disk.
                 with suppress(OSError, SaveError):
                     self._look_at(folder)
 
     def look_soon(self) -> None:
-        """Look in the background at once, as after a save, which may have made a folder."""
+        """Check in the background now, for instance after a save, which may have made a folder."""
         self._thread.call_soon()
 
     def _look_at(self, folder: Path) -> None:
@@ -271,7 +259,7 @@ class ConcurrentRunMonitor:
                 _warn(folder, owner)
 
     def _is_left(self, path: Path, owner: ProcessIdentity, folder: Path) -> bool:
-        """Whether a marker is of a run that has ended."""
+        """Whether the run of a marker has ended."""
         if owner.is_dead():
             return True
         if owner.is_on_this_machine() or path in self._seen:
@@ -280,13 +268,13 @@ class ConcurrentRunMonitor:
         return owner.is_dead(now_s - path.lstat().st_mtime)
 
     def _lives(self, path: Path, owner: ProcessIdentity) -> bool:
-        """Whether a run that has not ended is known to be alive."""
+        """Whether a run that may not have ended is known to be alive."""
         touched_ns = path.lstat().st_mtime_ns
         return owner.is_on_this_machine() or self._seen.setdefault(path, touched_ns) != touched_ns
 
 
 def _remove(marker: Path) -> None:
-    """Remove a marker, if it is one at this instant."""
+    """Remove a file if it is a marker now."""
     with suppress(OSError):
         if ProcessIdentity.read(marker) is not None and not marker.is_symlink():
             marker.unlink()
@@ -294,12 +282,10 @@ def _remove(marker: Path) -> None:
 
 def _warn(folder: Path, owner: ProcessIdentity) -> None:
     log.warning(
-        "Another run saves into %s: process %d on %s is alive. A name that is taken is numbered "
-        "(last-v1.ckpt); but where both take one at the same time, or both were resumed from the "
-        "same last.ckpt, each replaces and deletes the other's checkpoints, save_last=True or "
-        '"link" alike, and ckpt_path="last" takes whichever run\'s is newest. Give each run a '
-        "dirpath of its own, or end one.",
-        folder,
+        "Another run (process %d on %s) saves into %s. The runs may replace and delete each other's "
+        "checkpoints, and ckpt_path='last' takes the newest of both. Give each run its own dirpath, "
+        "or end one.",
         owner.pid,
         owner.host,
+        folder,
     )

@@ -1,4 +1,4 @@
-"""Capabilities of a directory that saves need, tried out and not taken from a list of systems."""
+"""Tests of the capabilities of a directory that saves need, instead of a list of file systems."""
 
 from __future__ import annotations
 
@@ -18,31 +18,30 @@ from lightning_elastic_zero.storage.publish import exchange_names
 RENAME, EXCHANGE, LINKS = "directory: rename", "directory: exchange of names", "directory: links"
 SYNC_FILE, SYNC_NAMES = "directory: sync of files", "directory: sync of names"
 
-_NOT_OFFERED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM}
-"""What a system says that does not have something. Any other error is a failure."""
+_NOT_SUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM}
+"""Errors of a missing feature. Any other error is a failure."""
 
 Outcome = Literal["holds", "does without", "FAILS"]
-"""``does without`` is what saves need less, and have another way for."""
+"""``does without``: the feature is missing, and saves use another method."""
 
 Found = tuple[Outcome, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """One thing that saves need of a directory, and what became of trying it."""
+    """A capability that saves need, and the result of testing it."""
 
     what: str
     outcome: Outcome
     details: str = ""
-    """Of ``FAILS``, what the system said and what that means for a run; of ``does without``, what
-    is done instead."""
+    """For ``FAILS``, the error and its consequence; for ``does without``, the other method."""
 
 
 def probe_capabilities(folder: Path) -> list[Capability]:
-    """Try out a new folder; what is written stays in it.
+    """Test a folder. The written files stay in it.
 
     Args:
-        folder: empty, and of this process alone.
+        folder: empty, and used by this process only.
     """
     probes: dict[str, Callable[[Path], Found]] = {
         RENAME: _rename,
@@ -64,17 +63,17 @@ def probe_capabilities(folder: Path) -> list[Capability]:
 
 
 def _why(what: str, error: Exception) -> str:
-    """Return what the system said, and what that means for a run."""
+    """Return an error and its consequence for a run."""
     cause = error if isinstance(error, OSError) else error.__cause__ or error
-    said = cause.strerror if isinstance(cause, OSError) else ""
-    means = {
-        RENAME: "no checkpoint can be published there",
-        EXCHANGE: "a checkpoint that is there cannot be replaced",
-        LINKS: "last.ckpt cannot name the newest checkpoint",
-        SYNC_FILE: "a power cut can take what was saved",
-        SYNC_NAMES: "a power cut can take what was saved",
+    error_text = cause.strerror if isinstance(cause, OSError) else ""
+    consequence = {
+        RENAME: "checkpoints cannot be published there",
+        EXCHANGE: "existing checkpoints cannot be replaced",
+        LINKS: "last.ckpt cannot link to the newest checkpoint",
+        SYNC_FILE: "a power failure can destroy saved checkpoints",
+        SYNC_NAMES: "a power failure can destroy saved checkpoints",
     }[what]
-    return f"the system says {said or cause}: {means}; save on another file system"
+    return f"{error_text or cause}: {consequence}; save on another file system"
 
 
 def _rename(place: Path) -> Found:
@@ -84,57 +83,57 @@ def _rename(place: Path) -> Found:
     _write_new(hidden / "file", b"1")
     hidden.rename(published)
     if (published / "file").read_bytes() != b"1" or os.path.lexists(hidden):
-        return "FAILS", "a folder that was renamed is not where it should be"
+        return "FAILS", "a renamed folder is not at its new path"
     _write_new(place / "old", b"old")
     _write_new(place / "new", b"new")
     (place / "new").replace(place / "old")
     if (place / "old").read_bytes() != b"new":
-        return "FAILS", "a file that took another one's name has the old one's bytes"
+        return "FAILS", "a replaced file has its old bytes"
     return "holds", ""
 
 
 def _exchange(place: Path) -> Found:
-    """Exchange two folders' names, as when a checkpoint is replaced."""
+    """Exchange the names of two folders, as when a checkpoint is replaced."""
     for name in ("one", "two"):
         (place / name).mkdir()
         _write_new(place / name / "file", name.encode())
     if not exchange_names(place / "one", place / "two"):
-        return "does without", "a checkpoint is replaced by two renames, and missing in between"
+        return "does without", "a checkpoint is replaced by two renames, and is missing in between"
     if (place / "one" / "file").read_bytes() != b"two":
-        return "FAILS", "the system says that it has exchanged two names, and has not"
+        return "FAILS", "two names were not exchanged, without an error"
     return "holds", ""
 
 
 def _links(place: Path) -> Found:
-    """Make a link, and let it name something else, as ``last.ckpt`` does."""
+    """Make a link, and change its destination, as for ``last.ckpt``."""
     try:
         (place / "try").symlink_to("one")
     except OSError as error:
-        if error.errno not in _NOT_OFFERED:
+        if error.errno not in _NOT_SUPPORTED:
             raise
         return "does without", "last.ckpt is a copy of the newest checkpoint, not a link"
     link = place / "last.ckpt"
     for name in ("one", "two"):
         make_link(place / name, link)
         if str(link.readlink()) != name:
-            return "FAILS", f"a link that was to name {name} names {link.readlink()}"
+            return "FAILS", f"a link has the destination {link.readlink()}, expected {name}"
     return "holds", ""
 
 
 def _sync_file(place: Path) -> Found:
-    """Flush a file to the disk (fsync)."""
+    """Flush a file to disk (fsync)."""
     write_durably(place / "file", b"x")
     return "holds", ""
 
 
 def _sync_names(place: Path) -> Found:
-    """Flush a name to the disk (fsync of its directory)."""
+    """Flush a name to disk (fsync of its directory)."""
     descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        sync_directory(place)  # raises what is no refusal
-        return "does without", f"the system says {error.strerror}: names are left to its own ways"
+        sync_directory(place)  # Raises if the error is a failure.
+        return "does without", f"{error.strerror}: names are not synced"
     finally:
         os.close(descriptor)
     return "holds", ""

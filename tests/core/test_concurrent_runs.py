@@ -79,8 +79,8 @@ def test_a_live_run_is_named_once_on_both_sides(
         assert said == "looked\nlooked\n"
     host = os.uname().nodename
     (record,) = caplog.records
-    assert f"into {tmp_path}: process {child.pid} on {host} is alive" in record.getMessage()
-    assert told.count(f"process {os.getpid()} on {host} is alive") == 1
+    assert f"(process {child.pid} on {host}) saves into {tmp_path}." in record.getMessage()
+    assert told.count(f"(process {os.getpid()} on {host})") == 1
     ours.end()
     ours.end()
     assert not list(tmp_path.iterdir())
@@ -170,7 +170,7 @@ def test_another_machines_run_is_alive_when_it_shows_it(
     for _ in range(3):
         ours.look()
     (record,) = caplog.records
-    assert f"into {tmp_path}: process 77 on node7 is alive" in record.getMessage()
+    assert f"(process 77 on node7) saves into {tmp_path}." in record.getMessage()
     ours.end()
     assert markers(tmp_path) == [marker]
 

@@ -47,7 +47,6 @@ def test_a_start_time_that_is_not_known_goes_by_the_file() -> None:
     assert not identity.is_dead()
     assert not identity.is_dead(DEAD_AFTER_S)
     assert identity.is_dead(DEAD_AFTER_S + 1.0)
-    assert not replace(identity, beats=False).is_dead(DEAD_AFTER_S + 1.0)
 
 
 def test_numbers_of_another_namespace_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -411,21 +411,6 @@ class TestLeftovers:
         assert remove_leftovers(tmp_path) == []
         assert staged.path.is_dir()
 
-    def test_of_another_machine(self, tmp_path: Path) -> None:
-        """The first release gave no sign of life: what it left elsewhere goes after seven days."""
-        staged = StagedDirectory.create(tmp_path / "a.ckpt", "5a7e")
-        note = tmp_path / ".zero-owner-5a7e.json"
-        move_elsewhere(note)
-        fields = json.loads(note.read_text())
-        del fields["beats"]
-        note.write_text(json.dumps(fields))
-        assert remove_leftovers(tmp_path) == []
-        week_ago_s = time.time() - 7 * 24 * 3600
-        os.utime(note, (week_ago_s + 3600, week_ago_s + 3600))
-        assert remove_leftovers(tmp_path) == []
-        os.utime(note, (week_ago_s - 3600, week_ago_s - 3600))
-        assert remove_leftovers(tmp_path) == [staged.path, note]
-
     def test_a_number_that_was_given_out_again(self, tmp_path: Path) -> None:
         """A process that has the dead one's number is told apart by when it started."""
         StagedDirectory.create(tmp_path / "a.ckpt", "5a7e")

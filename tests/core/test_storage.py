@@ -122,7 +122,7 @@ class TestChecksummedWriter:
 
     def test_full_disk(self, tmp_path: Path) -> None:
         """Bytes that the system does not take are an error that names the file and what helps."""
-        with room_for(1 << 20), pytest.raises(SaveError, match=r"shard\.pt: .*See that the disk"):
+        with room_for(1 << 20), pytest.raises(SaveError, match=r"shard\.pt: .*Check free space"):
             write_file(tmp_path, bytes(2 << 20))
         assert not list(tmp_path.rglob("*.sums"))
 
@@ -374,7 +374,7 @@ class TestDamage:
                 assert file.read(high, SIZE_BYTES) == data[high:]
                 with pytest.raises(CheckpointCorruptedError) as caught:
                     file.read(low, high)
-        assert f"{path} is damaged: its bytes [{low}, {high}) are not" in str(caught.value)
+        assert f"{path} is damaged: its bytes [{low}, {high}) do not match" in str(caught.value)
         assert "Resume from another checkpoint" in str(caught.value)
 
     def test_zeroed_hole(self, tmp_path: Path, shard: FileEntry) -> None:
@@ -392,7 +392,7 @@ class TestDamage:
     def test_other_size(self, tmp_path: Path, shard: FileEntry, size_bytes: int) -> None:
         """A file that is cut short or has grown is not opened."""
         os.truncate(tmp_path / shard.name, size_bytes)
-        message = f"shard.pt is damaged: it has {size_bytes} bytes, recorded are {SIZE_BYTES}"
+        message = f"shard.pt is damaged: it has {size_bytes} bytes, expected {SIZE_BYTES}"
         with pytest.raises(CheckpointCorruptedError, match=message):
             VerifiedFile(tmp_path, shard)
 
@@ -416,7 +416,7 @@ class TestDamage:
         path = tmp_path / f"{shard.name}{suffix}"
         path.unlink()
         os.mkfifo(path)
-        with pytest.raises(CheckpointCorruptedError, match=r"shard\.pt is damaged: .*no file"):
+        with pytest.raises(CheckpointCorruptedError, match=r"is damaged: .*not a regular file"):
             VerifiedFile(tmp_path, shard)
 
     def test_swapped_sidecar(self, tmp_path: Path, shard: FileEntry) -> None:
@@ -424,19 +424,19 @@ class TestDamage:
         other = write_file(tmp_path, some_bytes(SIZE_BYTES, seed=1), "checkpoint/other.pt")
         for suffix in ("", ".sums"):
             shutil.copy(tmp_path / f"{other.name}{suffix}", tmp_path / f"{shard.name}{suffix}")
-        with pytest.raises(CheckpointCorruptedError, match=r"shard\.pt\.sums, are not those"):
+        with pytest.raises(CheckpointCorruptedError, match=r"shard\.pt\.sums, have digest"):
             VerifiedFile(tmp_path, shard)
 
     @pytest.mark.parametrize(
         ("fields", "reason"),
         [
-            ({"algorithm": "crc32"}, "algorithm 'crc32', expected is 'xxh3_64'"),
-            ({"chunk_bytes": 4096}, "chunk_bytes 4096, expected is 65536"),
-            ({"size_bytes": 1}, f"size_bytes 1, expected is {SIZE_BYTES}"),
-            ({"save_id": "0ther"}, "it belongs to save '0ther', the checkpoint to save '5a7e'"),
+            ({"algorithm": "crc32"}, "algorithm 'crc32', expected 'xxh3_64'"),
+            ({"chunk_bytes": 4096}, "chunk_bytes 4096, expected 65536"),
+            ({"size_bytes": 1}, f"size_bytes 1, expected {SIZE_BYTES}"),
+            ({"save_id": "0ther"}, "it belongs to save '0ther', expected '5a7e'"),
             ({"sums": "00" * 8}, "it has 1 checksums, expected 6"),
-            ({"sums": "no hex"}, "cannot be understood"),
-            ({"sums": None}, "cannot be understood"),
+            ({"sums": "no hex"}, "its checksums are invalid"),
+            ({"sums": None}, "its checksums are invalid"),
         ],
     )
     def test_sidecar_that_does_not_agree(
@@ -521,7 +521,7 @@ class TestSharedDirectory:
         found = iter([False, False, True])
         write_durably(tmp_path / "a", b"it")
         assert await_shared(tmp_path, "a", lambda _: next(found)) == b"it"
-        with pytest.raises(SaveError, match=r"what rank 0 wrote into it \(a\)"):
+        with pytest.raises(SaveError, match="does not see the file a that rank 0 wrote"):
             await_shared(tmp_path, "a", lambda _: False, wait_s=0.2)
 
     @pytest.mark.parametrize("folder", [".", "missing"])
@@ -529,7 +529,7 @@ class TestSharedDirectory:
         """A rank with a directory of its own, or none, says so in bounded time."""
         write_durably(tmp_path / f"{TOKEN_PREFIX}another", b"")
         start_s = time.monotonic()
-        with pytest.raises(SaveError, match=r"does not see the directory .* all machines share"):
+        with pytest.raises(SaveError, match=r"does not see the file .* all machines share"):
             await_shared(tmp_path / folder, TOKEN, wait_s=0.2)
         assert time.monotonic() - start_s < PROMPT_TIMEOUT_S
 

@@ -85,7 +85,7 @@ def watch(root: str) -> bool:
             # It is there before it is written.
             assert wait_for(lambda: any(map(Path.read_text, Path(root).glob(".zero-owner-*"))))
             (note,) = Path(root).glob(".zero-owner-*")
-            assert json.loads(note.read_text())["beats"] is True
+            assert json.loads(note.read_text())["target"]
             os.utime(note, (0, 0))
             if wait_for(lambda: note.stat().st_mtime > 0):
                 touched.set()

@@ -128,7 +128,7 @@ def test_another_run_in_the_folder_is_told(worlds: Pools, tmp_path: Path) -> Non
     assert said[1] == [[], []]
     for of_fit in said[0]:
         assert len(of_fit) == 1
-        assert f"saves into {tmp_path}: process {other.pid} on {owner.host}" in of_fit[0]
+        assert f"(process {other.pid} on {owner.host}) saves into {tmp_path}" in of_fit[0]
     assert listing(str(tmp_path)) == {"last.ckpt": True, "second.ckpt": True, note.name: False} | {
         name: True for name in listing(str(tmp_path)) if name.startswith("epoch")
     }
