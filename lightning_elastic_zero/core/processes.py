@@ -1,8 +1,7 @@
-"""Identity and state of a process, as the system reports them.
+"""Identity and state of a process according to the operating system.
 
-A number says nothing by itself: it counts only on its host, in one run of that and in one process
-namespace, and it is given out again. So a process is told from every other one by all of these and
-by its start time.
+A pid is valid only on its host, during one boot and in one process namespace, and it is reused. So
+a process is identified by all of these and by its start time.
 """
 
 from __future__ import annotations
@@ -17,43 +16,43 @@ from pathlib import Path
 
 
 class ProcessState(enum.Enum):
-    """What is known of a process."""
+    """The state of a process."""
 
     RUNNING = "running"
     STOPPED = "stopped"
-    """By a signal (SIGSTOP, a terminal), or held by a debugger: none of its threads runs."""
+    """By a signal or a debugger: none of its threads runs."""
 
     ENDED = "ended"
-    """Also one that writes its core dump, or whose parent has not taken note yet."""
+    """Also while it dumps core, or as a zombie."""
 
     UNKNOWN = "unknown"
-    """It is another machine's, or this system does not tell."""
+    """It is on another machine, or this system does not report it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessKey:
-    """A process, told from every other one that ever ran, in few bytes."""
+    """A unique identity of a process, in few bytes."""
 
     machine: str
     """Digest of ``machine()``, 16 characters."""
 
     pid: int
     started: str
-    """Start time in the system's own count; empty where it does not tell."""
+    """Start time in the system's own count; empty if unknown."""
 
     @classmethod
     def of_this_process(cls) -> ProcessKey:
-        """Return that of the process that runs this, also of one that was forked."""
+        """Return the identity of this process, also after a fork."""
         pid = os.getpid()
         return cls(_machine_digest(), pid, start_time(pid) or "" if _sees_itself() else "")
 
     @property
     def is_on_this_machine(self) -> bool:
-        """Whether the system here can be asked for it."""
+        """Whether the operating system here can report its state."""
         return self.machine == _machine_digest()
 
     def state(self) -> ProcessState:
-        """Ask the system for it; takes microseconds."""
+        """Return its state; takes microseconds."""
         if not self.is_on_this_machine or not self.started or not _sees_itself():
             return ProcessState.UNKNOWN
         started = start_time(self.pid)
@@ -63,7 +62,7 @@ class ProcessKey:
 
 
 def machine() -> str:
-    """Return a name of this host, the host's current run, and this process's namespace."""
+    """Return this host, its boot, and this process's namespace, as one string."""
     parts = [socket.gethostname()]
     try:
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -74,7 +73,7 @@ def machine() -> str:
 
 
 def _sees_itself() -> bool:
-    """Whether ``/proc`` is that of this process's own namespace: else its numbers are others'."""
+    """Whether ``/proc`` is of this process's namespace, so that its pids are valid here."""
     try:
         return str(Path("/proc/self").readlink()) == str(os.getpid())
     except OSError:
@@ -87,7 +86,7 @@ def _machine_digest() -> str:
 
 
 def exists(pid: int) -> bool:
-    """Whether there is a process of that number."""
+    """Whether a process with this pid exists."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -98,10 +97,10 @@ def exists(pid: int) -> bool:
 
 
 def start_time(pid: int) -> str | None:
-    """Return the start time of a process, or None where the system does not tell.
+    """Return the start time of a process since boot; None if the system does not report it.
 
-    It is the system's own count since boot. psutil's ``create_time()`` is of the wall clock, which
-    may be set between two looks: a living process would then be taken for a dead one.
+    psutil's ``create_time()`` is by the wall clock. If that was set between two calls, a living
+    process would be considered dead.
     """
     fields = _fields(pid)
     return fields[19] if fields else None
@@ -115,12 +114,12 @@ def _state(pid: int) -> ProcessState:
 
 
 def _fields(pid: int) -> list[str]:
-    """Return what follows the program's name in proc_pid_stat(5): state, parent, ..."""
+    """Return the fields after the program's name in proc_pid_stat(5): state, parent, ..."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return []
-    # The second field is the program's name in parentheses, which may hold spaces.
+    # The second field, the program's name in parentheses, may contain spaces.
     return status.rpartition(")")[2].split()
 
 

@@ -187,7 +187,7 @@ class ConcurrentRunMonitor:
     """
 
     def __init__(self, folders: Iterable[object]) -> None:
-        """Choose the folders; URLs of remote storages are ignored.
+        """Choose the folders; URLs of remote storage are ignored.
 
         Args:
             folders: paths, or None for callbacks without one.
@@ -282,9 +282,9 @@ def _remove(marker: Path) -> None:
 
 def _warn(folder: Path, owner: ProcessIdentity) -> None:
     log.warning(
-        "Another run (process %d on %s) saves into %s. The runs may replace and delete each other's "
-        "checkpoints, and ckpt_path='last' takes the newest of both. Give each run its own dirpath, "
-        "or end one.",
+        "Another run (process %d on %s) saves into %s. The runs may replace and delete each "
+        "other's checkpoints, and ckpt_path='last' takes the newest of both. Give each run its "
+        "own dirpath, or end one.",
         owner.pid,
         owner.host,
         folder,

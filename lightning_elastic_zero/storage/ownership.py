@@ -1,15 +1,11 @@
-"""Ownership of the files in a directory: this library's, or others'.
+"""Ownership of files, replaceability of a save's target, and deletion of checkpoints.
 
-This library removes and replaces only what it wrote itself, and recognises that by content. In a
-published checkpoint these are the files that its manifest names, with the sizes that it records,
-their sidecars, and the few files that every save writes beside them. A hidden directory of an
-unfinished save or deletion may have no manifest: there the names of the files decide.
+This library removes and replaces only files that it wrote, which it recognises by content. In a
+published checkpoint these are the files that the manifest names, with the recorded sizes, their
+sidecars, and the few files that every save adds. A hidden directory of an unfinished save or
+deletion may have no manifest: there the names of the files decide.
 
-Inspection of the target of a save: its present content, and whether it may be replaced.
-
-Deleting checkpoints so that none is ever half there under its own name.
-
-Nothing is deleted that this library did not write: see ``file_ownership``.
+A checkpoint is renamed before it is deleted, so that it never exists partially under its own name.
 """
 
 from __future__ import annotations
@@ -36,11 +32,11 @@ from lightning_elastic_zero.storage.paths import open_descriptor, real_path, syn
 from lightning_elastic_zero.storage.shared import TABLE_PREFIX, TOKEN_PREFIX
 
 TAG = "checkpoint"
-"""The folder inside a checkpoint: the tag that Lightning passes to DeepSpeed."""
+"""The folder in a checkpoint: the tag that Lightning passes to DeepSpeed."""
 LATEST = "latest"
 RECOVERY_SCRIPT = "zero_to_fp32.py"
 
-_BESIDE = (MANIFEST_NAME, LATEST, RECOVERY_SCRIPT)
+_FILES_OF_EVERY_SAVE = (MANIFEST_NAME, LATEST, RECOVERY_SCRIPT)
 
 _WRITTEN = re.compile(
     rf"{MANIFEST_NAME}|{LATEST}|{RECOVERY_SCRIPT}|"
@@ -49,40 +45,40 @@ _WRITTEN = re.compile(
     r"(?:zero_pp_rank_\d+_)?mp_rank_00_model_states\.pt|"
     rf"client_objects\.pt)(?:{re.escape(SUMS_SUFFIX)})?"
 )
-"""The names of the files that a save writes, by which an unfinished one is recognised."""
+"""The names of the files that a save writes."""
 
 _IGNORABLE = re.compile(r"(?:.*/)?(?:\.DS_Store|\.nfs[0-9a-f]+|__pycache__/[^/]+\.pyc)")
-"""What systems and interpreters leave behind by themselves and make again by themselves.
+"""Files that systems and interpreters create automatically, which may be removed.
 
-macOS's folder settings, an NFS client's name for a deleted file that is still open, and Python's
-bytecode (of ``zero_to_fp32.py``). Nothing else is taken for a trifle: a user may have made it.
+macOS's folder settings, an NFS client's name for a deleted open file, and Python's bytecode (of
+``zero_to_fp32.py``).
 """
 
-_ENOUGH = 20
-"""After so many foreign entries no more are looked for: a directory may hold a whole data set."""
+_MOST_FOREIGN = 20
+"""Foreign entries after which the search ends: a directory may contain a whole data set."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileOwnership:
-    """The files of a directory, by their paths below it, with forward slashes."""
+    """The files of a directory, by their relative paths with forward slashes."""
 
     ours: tuple[str, ...]
-    """Written by this library; the manifest comes last."""
+    """Written by this library; the manifest is the last one."""
     ignorable: tuple[str, ...]
-    """Of no substance: they may be removed with the directory."""
+    """Created automatically; they may be removed with the directory."""
     foreign: tuple[str, ...]
-    """Everything else: files, links, special files. Folders without files do not count."""
+    """All other files, links and special files. Folders without files do not count."""
     problem: str = ""
-    """Why it is no checkpoint of this library's; empty if it is one."""
+    """Why the directory is not a checkpoint of this library; empty if it is one."""
 
 
 def classify_files(path: Path, *, hidden: bool = False) -> FileOwnership:
-    """Return whose the files of a directory are; no link is followed.
+    """Classify the files of a directory, without following links.
 
     Args:
         path: the directory.
-        hidden: whether its name is one of this library's hidden names, so that it may be an
-            unfinished or a partly deleted checkpoint without a manifest.
+        hidden: it has a hidden name of this library, so it may be an unfinished or partly deleted
+            checkpoint without a manifest.
 
     Raises:
         OSError: the directory itself cannot be read.
@@ -103,22 +99,22 @@ def classify_files(path: Path, *, hidden: bool = False) -> FileOwnership:
             ignorable.append(name)
         else:
             foreign.append(name)
-            if len(foreign) == _ENOUGH:
+            if len(foreign) == _MOST_FOREIGN:
                 break
     ours.sort(key=lambda name: (name == MANIFEST_NAME, name))
     return FileOwnership(tuple(ours), tuple(ignorable), tuple(sorted(foreign)), problem)
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a directory holds a manifest of this library's, whatever else is in it."""
+    """Whether a directory has a manifest of this library; other files do not matter."""
     return not _recorded(path).problem
 
 
 def can_replace(other: Path, path: Path) -> bool:
-    """Whether a run that could go on from the checkpoint ``path`` can go on from ``other``.
+    """Whether a run that could resume from ``path`` can resume from ``other``.
 
-    ``other`` is a checkpoint of this library's. Each file that it names is there in its size, and
-    it has optimizer state if ``path`` has.
+    ``other`` must be a checkpoint of this library with all files in their recorded sizes, and with
+    optimizer state if ``path`` has it.
     """
     there, mine = _recorded(other), _recorded(path)
     if there.problem or (there.weights_only and not mine.weights_only):
@@ -126,15 +122,15 @@ def can_replace(other: Path, path: Path) -> bool:
     sizes = ((other / name, size) for name, size in there.sizes.items() if size is not None)
     try:
         return all(file.is_file() and file.stat().st_size == size for file, size in sizes)
-    except OSError:  # another run deletes it
+    except OSError:  # Another run is deleting it.
         return False
 
 
-def remove_own_files(path: Path, progress: Progress, *, hidden: bool = False) -> None:
-    """Remove what this library wrote in a directory, and the directory if nothing else is left.
+def remove_own_files(path: Path, on_progress: Callable[[], None], *, hidden: bool = False) -> None:
+    """Remove the files of this library in a directory, and the directory if it is empty then.
 
-    The manifest goes last, so that an interrupted removal can still be recognised. What the system
-    refuses to remove stays.
+    The manifest is removed last, so that an interrupted removal is still recognised. Files that
+    cannot be removed stay.
 
     Args:
         path: the directory.
@@ -151,43 +147,43 @@ def remove_own_files(path: Path, progress: Progress, *, hidden: bool = False) ->
             (path / name).unlink()
     for folder, _, _ in os.walk(path, topdown=False):
         with suppress(OSError):
-            # Only an empty one can be removed.
+            # Fails unless it is empty.
             Path(folder).rmdir()
 
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """What a manifest says of the files beside it."""
+    """The files that a manifest names."""
 
     sizes: dict[str, int | None] = field(default_factory=dict)
-    """The names of the files; None where a file may have any size."""
+    """Sizes by name; None: the file may have any size."""
     weights_only: bool = False
     problem: str = ""
-    """What is wrong with the manifest; empty if nothing is."""
+    """What is wrong with the manifest; empty if it is valid."""
 
 
 def _recorded(path: Path) -> _Recorded:
-    """Read a manifest. Its digest is not looked at: a changed name or size fits no file."""
+    """Read a manifest, without verifying it: a changed name or size matches no file."""
     try:
-        # A pipe in its place is not waited for, and is empty.
+        # A pipe is read without waiting, and is empty.
         with open(path / MANIFEST_NAME, "rb", opener=open_descriptor) as file:
             manifest = load_json(file.read())
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-            return _Recorded(problem=f"its {MANIFEST_NAME} is of other software")
+            return _Recorded(problem=f"its {MANIFEST_NAME} was written by other software")
         files = {str(row["name"]): int(row["size_bytes"]) for row in manifest["files"]}
     except (FileNotFoundError, NotADirectoryError):
         return _Recorded(problem=f"it has no {MANIFEST_NAME}")
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return _Recorded(problem=f"its {MANIFEST_NAME} is damaged")
-    sizes: dict[str, int | None] = dict.fromkeys(_BESIDE)
+    sizes: dict[str, int | None] = dict.fromkeys(_FILES_OF_EVERY_SAVE)
     sizes.update(dict.fromkeys(f"{name}{SUMS_SUFFIX}" for name in files))
     return _Recorded({**sizes, **files}, manifest.get("weights_only") is True)
 
 
 def _files(path: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield all that is no folder, and its status; a folder that cannot be listed itself.
+    """Yield all entries but folders, with their status, and folders that cannot be listed.
 
-    The system is asked once for each: a run of many ranks has thousands of files.
+    One system call per entry: a checkpoint of many ranks has thousands of files.
     """
     unread: list[Path] = []
 
@@ -204,7 +200,6 @@ def _files(path: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def _with_status(path: Path, entries: Iterable[Path]) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield those that are there still, by their names below a path."""
     for entry in entries:
         try:
             status = entry.lstat()
@@ -214,27 +209,27 @@ def _with_status(path: Path, entries: Iterable[Path]) -> Iterator[tuple[str, os.
 
 
 MOST_NAMED = 5
-"""How many names a message lists."""
+"""Number of names that a message lists."""
 
-_LISTED = 1000
-"""How many entries of a folder are looked at for a message."""
+_MOST_LISTED = 1000
+"""Number of entries of a folder that are inspected for a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExistingTarget:
-    """What lies at a path."""
+    """What exists at a path."""
 
     kind: Literal["nothing", "link", "empty", "checkpoint", "other"]
-    """A link: to a checkpoint of this library, or to a name in its own folder that is gone."""
+    """A link leads to a checkpoint of this library, or to a missing name in its own folder."""
     refusal_reason: str = ""
-    """Why it must not be replaced, as the predicate of a sentence; empty if it may."""
+    """Why it must not be replaced, as the predicate of a sentence; empty if it may be."""
 
 
 def inspect_target(path: Path) -> ExistingTarget:
-    """Return what lies at a path.
+    """Return what exists at a path.
 
     Raises:
-        OSError: the system does not let it be looked at.
+        OSError: it is not accessible.
     """
     try:
         mode = path.lstat().st_mode
@@ -244,21 +239,21 @@ def inspect_target(path: Path) -> ExistingTarget:
         if is_checkpoint(path) or _names_missing_sibling(path):
             return ExistingTarget("link")
         what = (
-            "which is no checkpoint of this library"
+            "which is not a checkpoint of this library"
             if path.exists()
-            else "where nothing is: perhaps that disk is not mounted"
+            else "which does not exist: its disk may not be mounted"
         )
         return ExistingTarget("other", f"is a link to {real_path(path)}, {what}")
     if not stat.S_ISDIR(mode):
-        return ExistingTarget("other", "is a file, and a checkpoint is a directory")
+        return ExistingTarget("other", "is a file, expected a directory")
     return _directory(path)
 
 
 def _names_missing_sibling(link: Path) -> bool:
-    """Return whether a link names a file of its own folder that is gone.
+    """Whether a link leads to a missing name in its own folder.
 
-    So does a ``last.ckpt`` whose checkpoint was deleted. Only such a link cannot lead to a disk
-    that is not mounted.
+    For instance ``last.ckpt``, after its checkpoint was deleted. Any other dangling link may lead
+    to a disk that is not mounted.
     """
     text = link.readlink()
     return len(text.parts) == 1 and not os.path.lexists(link.parent / text)
@@ -267,44 +262,40 @@ def _names_missing_sibling(link: Path) -> bool:
 def _directory(path: Path) -> ExistingTarget:
     contents = classify_files(path)
     if not contents.problem:
-        if not contents.foreign:
-            return ExistingTarget("checkpoint")
-        more = format_names(contents.foreign, MOST_NAMED)
-        return ExistingTarget("checkpoint", f"holds what no save wrote: {more}")
+        return ExistingTarget("checkpoint", _foreign_files_reason(contents.foreign))
     if not contents.foreign:
         return ExistingTarget("empty")
-    what = f"is no checkpoint of this library ({contents.problem}): {_described(path)}"
+    what = f"is not a checkpoint of this library ({contents.problem}): {_described(path)}"
     return ExistingTarget("other", what)
 
 
 def check_replaceable(target: Path, below: str) -> None:
-    """Refuse to save where something lies that this library did not write.
+    """Refuse a target that contains files of others, or that cannot be replaced.
 
     Args:
         target: the checkpoint's path.
-        below: the name of a folder in the target that the message suggests, where that is one.
+        below: the name in the target that the message suggests if the target is a folder.
 
     Raises:
-        SaveError: a checkpoint must not take this place.
+        SaveError: a checkpoint must not replace it.
     """
     try:
         existing = inspect_target(target)
         why = existing.refusal_reason or _needed(target)
     except OSError as error:
-        msg = f"Could not look at {target}: {error.strerror or error}. Nothing was written."
+        msg = f"{target} is not accessible: {error.strerror or error}. Nothing was written."
         raise SaveError(msg) from error
     if why:
         instead = _instead(target, existing, below)
         msg = (
-            f"{target} {why}. A checkpoint takes the whole place of its directory, so nothing is "
-            f"touched there, and nothing was written. Save to {instead}, or move away what lies "
-            "there."
+            f"{target} {why}. A checkpoint would replace all of it, so nothing was written. Save "
+            f"to {instead}, or move it away."
         )
         raise SaveError(msg)
 
 
 def _needed(target: Path) -> str:
-    """Return why a directory has to stay though nothing of substance is in it; or nothing."""
+    """Return why a directory without files of others must not be replaced, or an empty string."""
     if target.is_symlink() or not target.is_dir():
         return ""
     if os.path.ismount(target):
@@ -317,7 +308,7 @@ def _needed(target: Path) -> str:
 
 
 def _instead(target: Path, existing: ExistingTarget, below: str) -> Path:
-    """Return a path that would do: below a directory of many things, beside a checkpoint."""
+    """Return a path to suggest: in a directory of other files, or next to a checkpoint."""
     paths = (target.with_name(f"{target.stem}-v{n}{target.suffix}") for n in itertools.count(1))
     if target.is_dir() and not target.suffix and existing.kind != "checkpoint":
         numbered = (target / f"{below}-{n}" for n in itertools.count(2))
@@ -326,48 +317,52 @@ def _instead(target: Path, existing: ExistingTarget, below: str) -> Path:
 
 
 def _described(path: Path) -> str:
-    """Return what lies in a directory, by kind where that is known."""
+    """Return a description of the content of a directory."""
     with os.scandir(path) as entries:
-        names = sorted(entry.name for entry in itertools.islice(entries, _LISTED))
+        names = sorted(entry.name for entry in itertools.islice(entries, _MOST_LISTED))
     mine = [name for name in names if is_checkpoint(path / name)]
     tags = [name for name in names if _is_tag(path / name)]
     if mine:
-        return f"it holds checkpoints ({format_names(mine, MOST_NAMED)})"
+        return f"it contains the checkpoints ({format_names(mine, MOST_NAMED)})"
     if tags:
         has_latest = LATEST in names
         saved = [*tags, LATEST] if has_latest else tags
         return f"DeepSpeed saved there ({format_names(saved, MOST_NAMED)})"
-    return f"it holds {format_names(names, MOST_NAMED)}"
+    return f"it contains {format_names(names, MOST_NAMED)}"
 
 
 def _is_tag(path: Path) -> bool:
-    """Whether a folder holds what DeepSpeed saves under one tag."""
+    """Whether DeepSpeed saved into a folder."""
     with suppress(OSError), os.scandir(path) as entries:
-        names = (entry.name for entry in itertools.islice(entries, _LISTED))
+        names = (entry.name for entry in itertools.islice(entries, _MOST_LISTED))
         return any(name.endswith(("_model_states.pt", "_optim_states.pt")) for name in names)
     return False
 
 
 DELETING_PREFIX = ".zero-removed-"
-"""Prefix of a checkpoint that is being deleted: renamed first, so that none is half there."""
+"""Prefix of a checkpoint that is being deleted."""
 
 _DELETING_NAME = re.compile(re.escape(DELETING_PREFIX) + "[0-9a-f]+")
 
 _log = logging.getLogger(__name__)
 
 
-def delete_checkpoint(path: Path, progress: Progress = NO_PROGRESS) -> str:
-    """Delete a checkpoint, which vanishes at once and is then emptied, or a link to one.
+def ignore_progress() -> None:
+    """Do nothing: the default of every ``on_progress``."""
+
+
+def delete_checkpoint(path: Path, on_progress: Callable[[], None] = ignore_progress) -> str:
+    """Delete a checkpoint, or a link to one. Its name disappears first, then its files.
 
     Args:
-        path: what is to be deleted, if it is there.
-        progress: checked between files: large directories take long on some disks.
+        path: the checkpoint; it may be missing.
+        on_progress: called between files.
 
     Returns:
-        Why it is still there, untouched, as the predicate of a sentence; empty if it is gone.
+        Why it was not deleted, as the predicate of a sentence; empty if it does not exist now.
 
     Raises:
-        OSError: it is still there, whole.
+        OSError: it could not be renamed, and is intact.
     """
     existing = inspect_target(path)
     if existing.kind == "link":
@@ -375,11 +370,11 @@ def delete_checkpoint(path: Path, progress: Progress = NO_PROGRESS) -> str:
     if existing.refusal_reason or existing.kind in {"nothing", "link"}:
         return existing.refusal_reason
     if existing.kind == "empty":
-        return "is an empty directory, and no checkpoint"
-    remove_interrupted_deletions(path.parent, progress)
+        return "is an empty directory, not a checkpoint"
+    remove_interrupted_deletions(path.parent, on_progress)
     renamed = rename_for_deletion(path)
     if refusal_reason := _foreign_files_reason(classify_files(renamed).foreign):
-        # It came between the look and the rename.
+        # A file was added between the inspection and the rename.
         renamed.rename(path)
         return refusal_reason
     sync_directory(path.parent)
@@ -388,14 +383,16 @@ def delete_checkpoint(path: Path, progress: Progress = NO_PROGRESS) -> str:
 
 
 def rename_for_deletion(path: Path) -> Path:
-    """Rename what is to be removed, so that nobody takes it for a checkpoint; return its name."""
+    """Rename a directory so that it is not taken for a checkpoint; return its new path."""
     renamed = path.parent / f"{DELETING_PREFIX}{uuid.uuid4().hex}"
     path.rename(renamed)
     return renamed
 
 
-def remove_interrupted_deletions(parent: Path, progress: Progress = NO_PROGRESS) -> list[Path]:
-    """Remove what deletions that were killed left in a directory; return what it was."""
+def remove_interrupted_deletions(
+    parent: Path, on_progress: Callable[[], None] = ignore_progress
+) -> list[Path]:
+    """Remove the leftovers of killed deletions in a directory; return the removed paths."""
     found = [
         path
         for path in parent.glob(f"{DELETING_PREFIX}*")
@@ -417,20 +414,19 @@ def remove_hidden(
     *,
     unfinished: bool = True,
 ) -> None:
-    """Remove a checkpoint that lies under a hidden name, or a link that does.
+    """Remove a checkpoint or a link under a hidden name.
 
-    What somebody else put there in the meantime is not removed: the whole of it is then found
-    beside the name by which it was known.
+    If it contains files of others, it is renamed to ``<known_as>.kept-<hex>`` instead.
 
     Args:
-        path: the hidden name; nothing need be there.
-        known_as: the visible path that it had; None: it never had one, or that is not known.
-        progress: checked between files.
-        unfinished: whether it may be without a manifest. It is then renamed first, so that
-            whoever still works on it cannot publish what is left of it.
+        path: the hidden path; it may be missing.
+        known_as: the visible path that it had; None: none, or unknown.
+        on_progress: called between files.
+        unfinished: it may have no manifest. It is then renamed first, so that a process that still
+            writes it cannot publish the rest.
 
     Raises:
-        OSError: not all of it could be removed.
+        OSError: not everything could be removed.
     """
     if not os.path.lexists(path):
         return
@@ -446,17 +442,20 @@ def remove_hidden(
         last_name = rename_for_deletion(path) if unfinished else path
         remove_own_files(last_name, progress, hidden=unfinished)
         if os.path.lexists(path):
-            raise OSError(errno.ENOTEMPTY, "not all of it can be removed", str(path))
+            raise OSError(errno.ENOTEMPTY, "some files cannot be removed", str(path))
 
 
 def _keep_under_visible_name(path: Path, known_as: Path | None, refusal_reason: str) -> None:
     if known_as is None:
-        _log.warning("%s is not removed: it %s. Move it away.", path, refusal_reason)
+        _log.warning("%s was not removed: it %s. Move it away.", path, refusal_reason)
         return
     kept = known_as.with_name(f"{known_as.name}.kept-{uuid.uuid4().hex[:8]}")
     path.rename(kept)
-    _log.warning("What was %s is kept as %s: it %s.", known_as, kept, refusal_reason)
+    _log.warning("The replaced %s was kept as %s: it %s.", known_as, kept, refusal_reason)
 
 
 def _foreign_files_reason(foreign: tuple[str, ...]) -> str:
-    return f"holds what no save wrote: {format_names(foreign, MOST_NAMED)}" if foreign else ""
+    if not foreign:
+        return ""
+    names = format_names(foreign, MOST_NAMED)
+    return f"contains files that this library did not write: {names}"

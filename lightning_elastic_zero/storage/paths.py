@@ -25,13 +25,13 @@ def check_local_path(path: str | os.PathLike[str]) -> Path:
     """Return the absolute path, without resolving links.
 
     Raises:
-        UnsupportedError: it is the URL of a remote storage.
+        UnsupportedError: it is a URL of remote storage.
     """
     text = os.fspath(path)
     url = _URL.match(text)
     if url is not None and url[1].lower() != "file":
         msg = (
-            f"{text} is on a remote storage, which is not supported yet. Choose a path on a file "
+            f"{text} is remote storage, which is not supported yet. Choose a path on a file "
             "system that all ranks share, and copy checkpoints from there."
         )
         raise UnsupportedError(msg)

@@ -114,8 +114,8 @@ def test_runs_that_begin_together_are_both_told(
         wait_for(lambda: caplog.records)
         _, told = child.communicate()
     (record,) = caplog.records
-    assert f"into {folder}: process {child.pid} on" in record.getMessage()
-    assert "numbered (last-v1.ckpt)" in record.getMessage()
+    assert f"(process {child.pid} on " in record.getMessage()
+    assert "Give each run its own dirpath" in record.getMessage()
     assert told.count(f"process {os.getpid()} on") == 1
     ours.end()
     assert not markers(folder)

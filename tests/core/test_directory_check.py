@@ -78,7 +78,7 @@ def test_one_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
 def test_a_remote_storage_is_refused() -> None:
     """With what to do instead."""
-    with pytest.raises(UnsupportedError, match="copy the checkpoint from there"):
+    with pytest.raises(UnsupportedError, match="copy checkpoints from there"):
         check_directories(["s3://bucket/run"], OneRank())
 
 

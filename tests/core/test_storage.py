@@ -227,7 +227,7 @@ class TestReadRuns:
         path = tmp_path / record.name
         path.write_bytes(content[:100_000] + bytes([content[100_000] ^ 1]) + content[100_001:])
         place = memoryview(bytearray(len(content)))
-        damaged = rf"bytes \[{CHUNK_BYTES}, {2 * CHUNK_BYTES}\) are not those"
+        damaged = rf"bytes \[{CHUNK_BYTES}, {2 * CHUNK_BYTES}\) do not match"
         with (
             VerifiedFile(tmp_path, record, SAVE_ID) as file,
             pytest.raises(CheckpointCorruptedError, match=damaged),
@@ -334,7 +334,7 @@ class TestReadRuns:
         """Runs that are unsorted, overlap, or leave the file are the caller's error."""
         with (
             VerifiedFile(tmp_path, write_file(tmp_path, bytes(100))) as file,
-            pytest.raises(ValueError, match="The run"),
+            pytest.raises(ValueError, match="expected a sorted run"),
         ):
             list(file.read_runs(runs))
 
@@ -452,7 +452,7 @@ class TestPlaces:
     @pytest.mark.parametrize("url", ["s3://bucket/x.ckpt", "gs://b", "memory://m", "s3a+x.y://b"])
     def test_remote_storage_is_refused_by_name(self, url: str) -> None:
         """A remote address is refused, naming it and what to do instead."""
-        with pytest.raises(UnsupportedError, match=f"{url} .*Give a path".replace("+", r"\+")):
+        with pytest.raises(UnsupportedError, match=f"{url} .*Choose a path".replace("+", r"\+")):
             check_local_path(url)
 
     def test_local_paths_become_absolute(self, tmp_path: Path) -> None:

@@ -251,25 +251,25 @@ class TestSaving:
     @pytest.mark.parametrize(
         ("place", "says"),
         [
-            (WITH_FILE, r"last holds what no save wrote: pytorch_model\.bin"),
-            (overwritten_by_stock, rf"holds what no save wrote: {SHARD}"),
-            (a_file, "is a file, and a checkpoint is a directory"),
-            (a_link_to_a_folder, r"is a link to .*disk, which is no checkpoint"),
+            (WITH_FILE, r"last contains files that this library did not write: pytorch_model\.bin"),
+            (overwritten_by_stock, rf"contains files that this library did not write: {SHARD}"),
+            (a_file, "is a file, expected a directory"),
+            (a_link_to_a_folder, r"is a link to .*disk, which is not a"),
             (
                 a_link_to_an_unmounted_disk,
-                r"is a link to .*not-mounted/runs, where nothing is: perhaps that disk is not",
+                r"is a link to .*not-mounted/runs, which does not exist: its disk may not",
             ),
             (deepspeeds, r"DeepSpeed saved there \(global_step10, global_step20, latest\)"),
             (stock_lightnings, r"DeepSpeed saved there \(checkpoint, latest\)"),
-            (damaged, r"no checkpoint of this library \(its manifest\.json is damaged\)"),
-            (nested, r"no checkpoint of this library \(its manifest\.json is damaged\)"),
-            (of_no_size, r"no checkpoint of this library \(its manifest\.json is damaged\)"),
+            (damaged, r"not a checkpoint of this library \(its manifest\.json is damaged\)"),
+            (nested, r"not a checkpoint of this library \(its manifest\.json is damaged\)"),
+            (of_no_size, r"not a checkpoint of this library \(its manifest\.json is damaged\)"),
             (
                 of_other_software,
-                r"no checkpoint of this library \(its manifest\.json is of other software\)",
+                r"not a checkpoint of this library \(its manifest\.json was written by other",
             ),
-            (a_dirpath, r"it holds checkpoints \(step=1\.ckpt, step=2\.ckpt\)"),
-            (a_root, r"\(it has no manifest\.json\): it holds data, lightning_logs, train"),
+            (a_dirpath, r"it contains the checkpoints \(step=1\.ckpt, step=2\.ckpt\)"),
+            (a_root, r"\(it has no manifest\.json\): it contains data, lightning_logs, train"),
         ],
     )
     def test_the_error_names_what_lies_there(self, place: Place, says: str, tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ class TestSaving:
         """A link above the target that leads to nothing is named, and stays."""
         place(tmp_path / "runs")
         before = snapshot(tmp_path)
-        with pytest.raises(SaveError, match=r"runs is a link to .*, does not exist\. Mount"):
+        with pytest.raises(SaveError, match=r"runs is a link to .* does not exist\. Mount"):
             StagedDirectory.create(tmp_path / "runs" / "a" / "b.ckpt", "new")
         assert snapshot(tmp_path) == before
 
@@ -372,7 +372,7 @@ class TestRaces:
         (kept,) = tmp_path.glob("last.ckpt.kept-*")
         assert contents(kept) == {**whole("old"), "pytorch_model.bin": MINE}
         assert names_in(tmp_path) == ["last.ckpt", kept.name]
-        assert f"What was {target} is kept as {kept}: it holds what no save wrote" in caplog.text
+        assert f"The replaced {target} was kept as {kept}: it contains files" in caplog.text
 
     @in_the_way([a_file, a_link_to_a_folder, a_root, stock_lightnings, *DANGLING])
     def test_a_name_that_was_taken_meanwhile(self, place: Place, tmp_path: Path) -> None:
@@ -399,7 +399,8 @@ class TestRaces:
         (staged.path / "mine").write_text(MINE)
         staged.abandon()
         assert contents(staged.path) == {"mine": MINE}
-        assert f"{staged.path} is not removed: it holds what no save wrote: mine" in caplog.text
+        assert f"{staged.path} was not removed: it contains files" in caplog.text
+        assert "this library did not write: mine" in caplog.text
 
     def test_shared_files_are_left_and_removed_by_their_own_names(self, tmp_path: Path) -> None:
         """Nothing that is there is written over, and what has another name stays."""
@@ -496,7 +497,7 @@ class TestLeftovers:
         remove_leftovers(tmp_path)
         assert contents(tmp_path / name) == before
         is_last = name == ".zero-previous-5a7e"  # nothing replaced it, so that it is not looked at
-        assert is_last or f"{name} is not removed: it holds what no save wrote" in caplog.text
+        assert is_last or f"{name} was not removed: it contains files" in caplog.text
 
     @pytest.mark.parametrize("kind", ["file", "link"])
     def test_what_only_has_such_a_name(self, kind: str, tmp_path: Path) -> None:

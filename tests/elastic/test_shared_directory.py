@@ -97,7 +97,7 @@ def test_a_disk_of_its_own(directory: Path) -> None:
 
     first, *others = told_by_ranks(directory, mounts)
     assert first[0] == "SaveError"
-    assert str(first[1]).startswith(f"{directory}/")
+    assert f"{directory}/" in str(first[1])
     assert "that rank 0 wrote there" in str(first[1])
     assert "Save on a file system that all machines share" in str(first[1])
     assert others == [first] * 2

@@ -99,7 +99,7 @@ def test_refused_at_once(pools: Pools, tmp_path: Path, *, async_save: bool) -> N
     run = AsyncSaveSpec(str(tmp_path / "run"), async_save=async_save, actions=actions)
     for errors, last in pools.run(2, partial(fit_and_save, run)):
         assert list(errors) == [2]
-        assert "it holds table.csv" in errors[2]
+        assert "it contains table.csv" in errors[2]
         assert f"Save to {root}/step-2, or" in errors[2]
         assert last == 6
     assert snapshot(root) == {str(root / "table.csv"): MINE.encode()}
@@ -231,10 +231,10 @@ def test_a_file_put_into_the_last_one(worlds: Pools, tmp_path: Path, *, async_sa
     assert (kept[0] / "manifest.json").is_file()
     if kept[0].name == "last.ckpt":
         assert {of_rank["last"] for of_rank in found} == {"last-v1.ckpt"}
-        text = f"{kept[0]} is kept, and the next one has another name: it holds what no save wrote"
+        text = "it contains files that this library did not write"
         assert f"{text}: model.bin" in found[0]["said"]
     else:
-        assert f"last.ckpt is kept as {kept[0]}: it holds what no save" in found[0]["said"]
+        assert f"last.ckpt was kept as {kept[0]}: it contains files that" in found[0]["said"]
 
 
 def test_top_k_leaves_a_users_file(worlds: Pools, tmp_path: Path) -> None:
@@ -243,7 +243,9 @@ def test_top_k_leaves_a_users_file(worlds: Pools, tmp_path: Path) -> None:
     put = Puts(f"{root}/epoch=0.ckpt/pytorch_model.bin", 1)
     found = worlds.run(2, Fit(FitSpec(root, 2, epochs=3, checkpoint=options), (put,)))
     assert found[0]["best"] == "epoch=2.ckpt"
-    assert "epoch=0.ckpt is not deleted, and will not be: it holds what no save" in found[0]["said"]
+    assert (
+        "epoch=0.ckpt is not deleted, and will not be: it contains files that" in found[0]["said"]
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch=0.ckpt", "epoch=2.ckpt"]
     assert (tmp_path / "epoch=0.ckpt" / "pytorch_model.bin").read_text() == MINE
     assert (tmp_path / "epoch=0.ckpt" / "manifest.json").is_file()
