@@ -304,8 +304,12 @@ class StoreRanks:
         """Return all results; see ``Ranks``."""
         return self._run("all_gather", step, work)
 
-    def report_progress(self) -> None:
-        """Show that long work makes progress; see ``Ranks``."""
+    @property
+    def progress(self) -> Progress:
+        """The progress of long work; see ``Ranks``."""
+        return Progress(self._report_progress)  # Not kept: a cycle would delay the finalizer.
+
+    def _report_progress(self) -> None:
         step = self._thread.step
         step.work_count += 1
         if not step.reported.is_set():
@@ -333,11 +337,11 @@ class StoreRanks:
             self._thread.abort_step(step, error)
             raise
         finally:
-            step.reported.set()  # No work is left that report_progress() could end.
+            step.reported.set()  # No work is left that the progress could end.
             self._running.release()
         if step.failure is None:
             return step.values
-        # If report_progress() raised the verdict, it is not its own cause. "from None" would hide
+        # If the progress raised the verdict, it is not its own cause. "from None" would hide
         # an error that is being handled, such as the one after which a run saves and ends.
         if own is None or own is step.failure:
             raise step.failure

@@ -58,7 +58,7 @@ class Timeouts:
     """Heartbeat timeout for a process that runs according to the operating system."""
 
     stall_timeout_s: float = STALL_TIMEOUT_S
-    """A rank that works on a step for this long without ``report_progress()`` has stalled."""
+    """A rank that works on a step for this long without progress has stalled."""
 
     absent_timeout_s: float = ABSENT_TIMEOUT_S
     """A living rank must enter a step within this time after the first one.
@@ -238,7 +238,7 @@ class Heartbeat:
     others finished it, or ``closed``."""
 
     work_count: int
-    """Number of calls of ``report_progress()`` in that step."""
+    """Number of progress reports in that step."""
 
     process: ProcessKey
     """Ranks on the same machine can ask the operating system for this process."""

@@ -29,6 +29,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from lightning_elastic_zero.coordination.client import StoreRanks
 from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.store import check_open_file_limit
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 
 
 def any_rank(*, flag: bool, device: torch.device) -> bool:
@@ -120,8 +121,9 @@ class Ranks(Protocol):
     def all_gather(self, step: str, work: Callable[[], J]) -> list[J]:
         """Run ``work`` on every rank; return all results, by rank, on every rank."""
 
-    def report_progress(self) -> None:
-        """Show that long work makes progress; raises if the step has failed on another rank."""
+    @property
+    def progress(self) -> Progress:
+        """Shows the other ranks long work; raises if the step has failed on another rank."""
 
     def has_failed(self) -> bool:
         """Whether the current step has failed on another rank; may be called in any thread."""
@@ -153,9 +155,6 @@ class OneRank:
     def all_gather(self, step: str, work: Callable[[], J]) -> list[J]:
         """Run ``work`` and return its result as the only one."""
         return [self.broadcast(step, work)]
-
-    def report_progress(self) -> None:
-        """Do nothing: no other rank waits."""
 
     def has_failed(self) -> bool:
         """Return False: there is no other rank."""

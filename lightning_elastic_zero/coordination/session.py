@@ -292,7 +292,7 @@ class Step:
     """There is a verdict."""
 
     work_count: int = 0
-    """Number of calls of ``report_progress()``."""
+    """Number of progress reports."""
 
     has_stored_report: bool = False
     """The store has a report of this rank, which this rank deletes after rank 0's verdict."""

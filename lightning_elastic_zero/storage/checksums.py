@@ -51,15 +51,15 @@ class Writeback:
     short. It measures their duration, because file systems do not report their speed.
     """
 
-    def __init__(self, descriptor: int, on_progress: Callable[[], None]) -> None:
+    def __init__(self, descriptor: int, progress: Progress) -> None:
         """Start with an empty file.
 
         Args:
             descriptor: of the file, open for writing.
-            on_progress: called between the waits.
+            progress: checked between the waits.
         """
         self._descriptor = descriptor
-        self._on_progress = on_progress
+        self._progress = progress
         self._size_bytes = 0
         self._started_bytes = 0
         self._synced_bytes = 0
@@ -81,7 +81,7 @@ class Writeback:
             began = time.monotonic()
             self._wait()
             os.fdatasync(self._descriptor)
-            self._on_progress()
+            self._progress.check()
             self._adapt(time.monotonic() - began)
 
     def finish(self) -> None:
@@ -92,7 +92,7 @@ class Writeback:
         """
         self._wait()
         os.fsync(self._descriptor)
-        self._on_progress()
+        self._progress.check()
 
     def _wait(self) -> None:
         first, self._synced_bytes = self._synced_bytes, self._size_bytes
@@ -101,7 +101,7 @@ class Writeback:
             all_flags = _WAIT_BEFORE | _WRITE | _WAIT_AFTER
             if not _sync_range(self._descriptor, start, size_bytes, all_flags):
                 return
-            self._on_progress()
+            self._progress.check()
 
     def _adapt(self, seconds: float) -> None:
         if seconds > _SYNC_S:
@@ -181,16 +181,13 @@ class ChecksummedWriter:
     buffered, because the callers' are large.
     """
 
-    def __init__(
-        self, directory: Path, name: str, on_bytes: Callable[[int], None] = ignore_bytes
-    ) -> None:
+    def __init__(self, directory: Path, name: str, progress: Progress = NO_PROGRESS) -> None:
         """Create the file, and the folder in its name.
 
         Args:
             directory: the checkpoint's directory.
             name: the file's path in it, with forward slashes.
-            on_bytes: called with the number of bytes written since its last call; with 0 when
-                earlier bytes have reached the disk.
+            progress: receives the number of bytes written.
 
         Raises:
             SaveError: the file exists, or cannot be created.

@@ -59,12 +59,12 @@ class _BoundedFile(io.FileIO):
 
     def __init__(self, path: Path, progress: Progress) -> None:
         super().__init__(path)
-        self._on_progress = on_progress
+        self._progress = progress
 
     def readinto(self, buffer: Any, /) -> int:
         """Read at most ``READ_BYTES``."""
         count = super().readinto(memoryview(buffer).cast("B")[:READ_BYTES])
-        self._on_progress()
+        self._progress.check()
         return count
 
     def fileno(self) -> int:
@@ -72,8 +72,8 @@ class _BoundedFile(io.FileIO):
         raise io.UnsupportedOperation
 
 
-def bounded_stream(path: Path, on_progress: Callable[[], None]) -> io.BufferedReader:
-    """Open a file that is read in bounded parts, with ``on_progress`` called after each.
+def bounded_stream(path: Path, progress: Progress) -> io.BufferedReader:
+    """Open a file that is read in bounded parts, with ``progress`` called after each.
 
     Raises:
         OSError: it cannot be opened.
@@ -97,14 +97,14 @@ class RangeFile:
 
         Args:
             path: the path of a regular file.
-            on_progress: called after every read.
+            progress: checked after every read.
 
         Raises:
             CheckpointCorruptedError: it is missing, cannot be read, or is not a regular file.
         """
         self.path = path
         self.bytes_read = 0
-        self._on_progress = on_progress
+        self._progress = progress
         self._buffer: mmap.mmap | None = None
         self._speed = _Speed()
         self._descriptor = -1
@@ -193,7 +193,7 @@ class RangeFile:
                 with self._speed.of(cached.nbytes):
                     self._fill(cached, at + low)
                 self._check_block(cached, at + low)
-        self._on_progress()
+        self._progress.check()
 
     def _fill(self, memory: memoryview, start: int) -> None:
         filled, stop = start, start + memory.nbytes
@@ -353,7 +353,7 @@ class VerifiedFile(RangeFile):
             directory: the checkpoint's directory.
             record: the file's record in the manifest.
             save_id: the save that the file must belong to; None: any.
-            on_progress: called after every read.
+            progress: checked after every read.
 
         Raises:
             CheckpointCorruptedError: the file or its sidecar is missing, or does not match.

@@ -44,7 +44,7 @@ SETTLE_S = 2.0
 """How long a target may be missing while another machine publishes it, with a large margin."""
 
 
-def remove_leftovers(parent: Path, on_progress: Callable[[], None] = ignore_progress) -> list[Path]:
+def remove_leftovers(parent: Path, progress: Progress = NO_PROGRESS) -> list[Path]:
     """Remove the leftovers of killed saves, exports and deletions in a directory.
 
     Targets that were lost between two renames are restored first. Removed are interrupted
@@ -57,18 +57,18 @@ def remove_leftovers(parent: Path, on_progress: Callable[[], None] = ignore_prog
         The removed paths.
     """
     repair(parent)
-    removed = remove_interrupted_deletions(parent, on_progress)
+    removed = remove_interrupted_deletions(parent, progress)
     now_s = cache(lambda: filesystem_time_s(owner_path(parent, new_id())))
     for path in sorted(parent.glob(f"{LINK_PREFIX}*")):
         if _untouched_s(path, now_s) > LEFTOVER_AGE_S:
             removed += _discarded(path, None, progress)
     for save_id in sorted({save_id for _, save_id in _ours(parent)}):
-        removed += _remove_by_id(parent, save_id, now_s, on_progress)
+        removed += _remove_by_id(parent, save_id, now_s, progress)
     return removed
 
 
 def _remove_by_id(
-    parent: Path, save_id: str, now_s: Callable[[], float], on_progress: Callable[[], None]
+    parent: Path, save_id: str, now_s: Callable[[], float], progress: Progress
 ) -> list[Path]:
     """Remove the leftovers of one save or export unless they are in use; return removed paths."""
     prefixes = (STAGING_PREFIX, PREVIOUS_PREFIX, EXPORT_PREFIX)
@@ -86,7 +86,7 @@ def _remove_by_id(
             return []
     gone = []
     for path in (staging, previous):
-        gone += _discarded(path, target if is_checkpoint(path) else None, on_progress)
+        gone += _discarded(path, target if is_checkpoint(path) else None, progress)
     if os.path.lexists(export):
         remove_export(export)
         gone += [] if os.path.lexists(export) else [export]
@@ -158,7 +158,7 @@ def _put_back(hidden: Path, target: Path) -> bool:
     return False
 
 
-def _discarded(path: Path, known_as: Path | None, on_progress: Callable[[], None]) -> list[Path]:
+def _discarded(path: Path, known_as: Path | None, progress: Progress) -> list[Path]:
     """Remove a hidden path if it exists; return the removed paths."""
     if not os.path.lexists(path):
         return []
@@ -183,7 +183,7 @@ def _ours(parent: Path) -> Iterator[tuple[str, str]]:
                     yield kind, save_id
 
 
-def copy_checkpoint(source: Path, target: Path, on_block: Callable[[], None]) -> None:
+def copy_checkpoint(source: Path, target: Path, progress: Progress) -> None:
     """Copy the files of a checkpoint that this library wrote, synced to disk.
 
     ``shutil.copytree`` would copy other files too, report no progress within a file of many GB (the
@@ -192,7 +192,7 @@ def copy_checkpoint(source: Path, target: Path, on_block: Callable[[], None]) ->
     Args:
         source: the checkpoint.
         target: a path that does not exist.
-        on_block: called at least every MiB.
+        progress: checked at least every MiB.
 
     Raises:
         OSError: the copy is incomplete.
@@ -210,7 +210,7 @@ def copy_checkpoint(source: Path, target: Path, on_block: Callable[[], None]) ->
 
 def _copy_file(source: Path, target: Path, progress: Progress) -> None:
     with source.open("rb") as read, target.open("xb", buffering=0) as written:
-        writeback = Writeback(written.fileno(), on_block)
+        writeback = Writeback(written.fileno(), progress)
         while block := read.read(1 << 20):
             rest = memoryview(block)
             while rest:
@@ -224,7 +224,7 @@ _NO_LINKS = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM}
 """Errors of a file system without links. After any other error a copy would fail too."""
 
 
-def make_link(target: Path, link: Path, on_progress: Callable[[], None] = ignore_progress) -> None:
+def make_link(target: Path, link: Path, progress: Progress = NO_PROGRESS) -> None:
     """Make a link to a checkpoint in one step, replacing a link or a checkpoint of this library.
 
     The link is made under a hidden name and renamed, so that a kill at any moment leaves the old
@@ -234,7 +234,7 @@ def make_link(target: Path, link: Path, on_progress: Callable[[], None] = ignore
     Args:
         target: an existing checkpoint.
         link: its path; its text is relative.
-        on_progress: called during deletions and copies.
+        progress: checked during deletions and copies.
 
     Raises:
         SaveError: it could not be made, and is unchanged.
@@ -269,4 +269,4 @@ def _make(new: Path, target: Path, progress: Progress) -> None:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        copy_checkpoint(target, new, on_progress)
+        copy_checkpoint(target, new, progress)

@@ -126,7 +126,7 @@ def can_replace(other: Path, path: Path) -> bool:
         return False
 
 
-def remove_own_files(path: Path, on_progress: Callable[[], None], *, hidden: bool = False) -> None:
+def remove_own_files(path: Path, progress: Progress, *, hidden: bool = False) -> None:
     """Remove the files of this library in a directory, and the directory if it is empty then.
 
     The manifest is removed last, so that an interrupted removal is still recognised. Files that
@@ -347,16 +347,12 @@ _DELETING_NAME = re.compile(re.escape(DELETING_PREFIX) + "[0-9a-f]+")
 _log = logging.getLogger(__name__)
 
 
-def ignore_progress() -> None:
-    """Do nothing: the default of every ``on_progress``."""
-
-
-def delete_checkpoint(path: Path, on_progress: Callable[[], None] = ignore_progress) -> str:
+def delete_checkpoint(path: Path, progress: Progress = NO_PROGRESS) -> str:
     """Delete a checkpoint, or a link to one. Its name disappears first, then its files.
 
     Args:
         path: the checkpoint; it may be missing.
-        on_progress: called between files.
+        progress: checked between files.
 
     Returns:
         Why it was not deleted, as the predicate of a sentence; empty if it does not exist now.
@@ -371,7 +367,7 @@ def delete_checkpoint(path: Path, on_progress: Callable[[], None] = ignore_progr
         return existing.refusal_reason
     if existing.kind == "empty":
         return "is an empty directory, not a checkpoint"
-    remove_interrupted_deletions(path.parent, on_progress)
+    remove_interrupted_deletions(path.parent, progress)
     renamed = rename_for_deletion(path)
     if refusal_reason := _foreign_files_reason(classify_files(renamed).foreign):
         # A file was added between the inspection and the rename.
@@ -389,9 +385,7 @@ def rename_for_deletion(path: Path) -> Path:
     return renamed
 
 
-def remove_interrupted_deletions(
-    parent: Path, on_progress: Callable[[], None] = ignore_progress
-) -> list[Path]:
+def remove_interrupted_deletions(parent: Path, progress: Progress = NO_PROGRESS) -> list[Path]:
     """Remove the leftovers of killed deletions in a directory; return the removed paths."""
     found = [
         path
@@ -421,7 +415,7 @@ def remove_hidden(
     Args:
         path: the hidden path; it may be missing.
         known_as: the visible path that it had; None: none, or unknown.
-        on_progress: called between files.
+        progress: checked between files.
         unfinished: it may have no manifest. It is then renamed first, so that a process that still
             writes it cannot publish the rest.
 

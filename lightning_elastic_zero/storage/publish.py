@@ -20,7 +20,7 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
@@ -168,10 +168,10 @@ class _HiddenDirectory:
         """Show other machines, within the context, that this process is alive."""
         return touch_regularly(self._owner_path)
 
-    def _sync_names(self, on_progress: Callable[[], None] = ignore_progress) -> None:
+    def _sync_names(self, progress: Progress = NO_PROGRESS) -> None:
         for folder, _, _ in os.walk(self.path, topdown=False):
             sync_directory(Path(folder))
-            on_progress()
+            progress.check()
 
 
 class StagedDirectory(_HiddenDirectory):
@@ -210,28 +210,32 @@ class StagedDirectory(_HiddenDirectory):
             raise
         return staged
 
-    def sync(self, on_progress: Callable[[], None] = ignore_progress) -> None:
+    def sync(self, progress: Progress = NO_PROGRESS) -> None:
         """Flush the names of all files to disk, before ``publish``.
 
         Raises:
             SaveError: the system failed.
         """
         with self._publishing(f"Its files are in {self.path}."):
-            self._sync_names(on_progress)
+            self._sync_names(progress)
 
-    def publish(
-        self,
-        on_progress: Callable[[], None] = ignore_progress,
-        on_published: Callable[[], None] = lambda: None,
-    ) -> None:
+    def publish(self, progress: Progress = NO_PROGRESS) -> None:
         """Rename the directory to the target in one step, and remove what it replaced.
+
+        Args:
+            progress: checked between removed files; an error that it raises ends the removal.
+
+        Raises:
+            SaveError: see ``put_in_place``.
+        """
+        self.put_in_place()
+        self.clean(progress)
+
+    def put_in_place(self) -> None:
+        """Rename the directory to the target in one step; ``clean`` must follow.
 
         A link at the target is replaced, and its destination stays. If other files were added to a
         checkpoint at the target since ``create``, it is kept under another name, with a warning.
-
-        Args:
-            on_progress: called between removed files; an exception from it ends the removal.
-            on_published: called before, as soon as the checkpoint is in its place.
 
         Raises:
             SaveError: the system failed, or the target must not be replaced any more. The target
@@ -243,14 +247,6 @@ class StagedDirectory(_HiddenDirectory):
             put_in_place(self.path, self.target, self._previous)
         with self._publishing("It is in its place, but a power failure may undo this."):
             sync_directory(self.target.parent)
-        on_published()
-        # A failure from here on costs disk space only.
-        try:
-            for path in (self.path, self._previous):
-                remove_hidden(path, self.target, progress, unfinished=False)
-            self._remove_owner_file()
-        except OSError as error:
-            _log.warning("Could not remove what %s replaced: %s.", self.target, error)
 
     @contextmanager
     def _publishing(self, state: str) -> Iterator[None]:
@@ -259,6 +255,16 @@ class StagedDirectory(_HiddenDirectory):
         except OSError as error:
             msg = f"Could not publish {self.target}: {error.strerror}. {state}"
             raise SaveError(msg) from error
+
+    def clean(self, progress: Progress) -> None:
+        """Remove what the published checkpoint replaced; see ``publish``."""
+        # The checkpoint is published: a failure costs disk space only.
+        try:
+            for path in (self.path, self._previous):
+                remove_hidden(path, self.target, progress, unfinished=False)
+            self._remove_owner_file()
+        except OSError as error:
+            _log.warning("Could not remove what %s replaced: %s.", self.target, error)
 
     def abandon(self) -> None:
         """Remove the directory. ``remove_leftovers`` removes what cannot be removed now.

@@ -106,7 +106,7 @@ def scratch_folder(
     Args:
         directory: its parent.
         prefix: prefix of its name, before a random part.
-        on_progress: called during the removal; errors of this library from it are ignored.
+        progress: checked during the removal; errors of this library from it are ignored.
 
     Raises:
         SaveError: it cannot be made.
@@ -137,13 +137,13 @@ def token_name(rank: int) -> str:
     return f"seen-by-{rank}"
 
 
-def _remove(folder: Path, on_progress: Callable[[], None]) -> None:
+def _remove(folder: Path, progress: Progress) -> None:
     # A file that another host has open reappears under another name for a while.
     for left in reversed(range(5)):
         for inner in _folders_in(folder):
             shutil.rmtree(inner, ignore_errors=True)
             with suppress(ElasticZeroError):  # The step has failed: remove the folder all the same.
-                on_progress()
+                progress.check()
         shutil.rmtree(folder, ignore_errors=True)
         if not os.path.lexists(folder):
             return

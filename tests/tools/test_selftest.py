@@ -669,4 +669,4 @@ def test_a_directory_that_is_not_shared(tmp_path: Path) -> None:
     assert found[0] == found[1]
     (row,) = found[0]
     assert (row.what, row.result) == (SEEN, "FAILS")
-    assert "does not see the directory that rank 0 made" in row.details
+    assert "does not see the file seen-by-0 that rank 0 wrote there" in row.details
