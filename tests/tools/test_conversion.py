@@ -358,7 +358,7 @@ def test_a_checkpoint_of_ours_is_not_overwritten(tmp_path: Path) -> None:
             other.rename(target)
 
     with pytest.raises(SaveError, match="exists, and is not overwritten"):
-        convert_checkpoint(source, target, "elastic", lean, on_bytes=come)
+        convert_checkpoint(source, target, "elastic", lean, progress=Progress(show=come))
     assert (target / "manifest.json").read_bytes() == before
     assert names_in(tmp_path) == ["a.ckpt", "c.ckpt"]
 
