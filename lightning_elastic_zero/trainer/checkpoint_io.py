@@ -1,20 +1,9 @@
-"""Saves of a trainer's run: their content, and when they are written.
+"""Saves and loads of a trainer's run.
 
-Costs of saves and loads of a run, kept until a callback has logged them.
-
-Changes that hooks make to the weights in the checkpoint dictionary.
-
-The engine's weights are saved from its masters. Lightning's hooks, and users', look for them in
-the dictionary: ``on_save_checkpoint`` finds them there as with other strategies, takes frozen ones
-out, or puts others in their place, such as an average that validation was done with.
-
-Weights in the checkpoint dictionary beside the engine's: averages, and what hooks put there.
-
-They are saved with the trainer's state, and an evaluation is one of them.
-
-The engine of the last fit, kept for saves after an evaluation has set up its own.
-
-Loads a checkpoint into a trainer's run, or sees that no rank did.
+``CheckpointSaver`` splits Lightning's checkpoint dictionary into weights, which the engine saves
+from its fp32 masters, and the state that is saved with them: loops, callbacks, averages and
+whatever hooks put into ``state_dict``. ``CheckpointLoader`` restores the engine and returns that
+state.
 """
 
 from __future__ import annotations
@@ -78,9 +67,6 @@ from lightning_elastic_zero.trainer.schedulers import (
     with_new_groups,
 )
 
-KEPT = 1000
-"""Events that are kept where nobody takes them: more than ever come between two batches."""
-
 
 @dataclass(frozen=True, slots=True)
 class CheckpointEvent:
@@ -91,24 +77,24 @@ class CheckpointEvent:
 
 
 class CheckpointEvents:
-    """The saves and loads of a trainer since somebody asked; saves may end in any thread."""
+    """Saves and loads of a trainer since the last ``take``. Saves may end in any thread."""
 
     def __init__(self) -> None:
-        """Begin with none."""
-        self._events: deque[CheckpointEvent] = deque(maxlen=KEPT)
+        # Bounded for runs in which nobody calls take(); far more than occur between two batches.
+        self._events: deque[CheckpointEvent] = deque(maxlen=1000)
         self._listeners: list[Callable[[CheckpointStats], None]] = []
 
     def subscribe(self, listener: Callable[[CheckpointStats], None]) -> Callable[[], None]:
-        """Call a function with each save that is published from now on; on rank 0, in any thread.
+        """Call a function with each save published from now on; on rank 0, in any thread.
 
         Returns:
-            What ends that.
+            A function that ends the subscription.
         """
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
     def on_published(self, stats: CheckpointStats) -> None:
-        """Note a save that can be loaded now; on rank 0."""
+        """Record a published save; on rank 0."""
         self._events.append(CheckpointEvent("save", stats))
         for listener in list(self._listeners):
             listener(stats)
@@ -116,42 +102,45 @@ class CheckpointEvents:
             rank_zero_info(f"Saved {stats.path}: fingerprint {stats.fingerprint}")
 
     def on_loaded(self, stats: CheckpointStats) -> None:
-        """Note a load."""
+        """Record a load."""
         self._events.append(CheckpointEvent("load", stats))
 
     def take(self) -> list[CheckpointEvent]:
-        """Return what has ended since this was called last, in order, and forget it."""
+        """Return and forget the events since the last call, in order."""
         return [self._events.popleft() for _ in range(len(self._events))]
 
 
 WEIGHTS = "state_dict"
-"""Where Lightning keeps a module's weights."""
+"""Lightning's entry for the module's weights."""
 
 CURRENT = "current_model_state"
-"""Where ``WeightAveraging`` keeps the weights that are trained, beside their average."""
+"""Entry in which ``WeightAveraging`` saves the trained weights; the average is in ``WEIGHTS``."""
 
 
 class StateDictTracker:
-    """The weights that Lightning was handed for a checkpoint, to see what hooks made of them."""
+    """Remembers the weights handed to Lightning for a checkpoint, to detect changes by hooks.
+
+    ``on_save_checkpoint`` finds the weights in the checkpoint dictionary as with other strategies.
+    It may remove frozen ones or replace them, for example by an average.
+    """
 
     def __init__(self) -> None:
         self._weights: dict[str, Any] = {}
 
     def track(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """Note what is handed out: a dictionary of names, by reference."""
+        """Remember the weights, by reference, and return them."""
         self._weights = dict(weights)
         return weights
 
     def remove_tracked(
         self, checkpoint: Mapping[str, Any]
     ) -> tuple[dict[str, Any], frozenset[str]]:
-        """Split a checkpoint's dictionary: what the trainer saves of it, and what was taken out.
+        """Remove from a checkpoint dictionary what the engine saves.
 
         Returns:
-            The dictionary without the weights that were handed out, and without optimizer states,
-            which the engine saves; and the names of those that a hook has taken out of
-            ``state_dict``. One that has taken out all of them is not believed: a checkpoint without
-            weights is none. Nor is one that may have renamed them.
+            The dictionary without the tracked weights and without optimizer states; and the names
+            of the weights that a hook has removed from ``state_dict``. They are saved all the same
+            if the hook removed all weights or may have renamed them.
         """
         given, self._weights = self._weights, {}
         kept = {
@@ -166,10 +155,10 @@ class StateDictTracker:
 
     @staticmethod
     def _own(value: Any, given: Mapping[str, Any]) -> Any:
-        """Return an entry without the weights in it that were handed out as they are."""
+        """Return an entry without the tracked weights that are unchanged."""
         if not isinstance(value, dict):
             return value
-        # Also under another name. Of what ZeRO-3 has cut up, a copy is as empty as the original.
+        # Also under another name. With ZeRO-3, partitioned weights and their copies are empty.
         handed_out = {id(weight) for weight in given.values()}
         return {
             name: of
@@ -179,24 +168,24 @@ class StateDictTracker:
 
 
 def _taken_out(given: Mapping[str, Any], back: object) -> frozenset[str]:
-    """Return the names that a hook has taken out, and not put in under other names."""
+    """Return the names that a hook has removed and not added under other names."""
     if not isinstance(back, Mapping) or not back.keys() & given.keys():
         return frozenset()
     missing = {name: given[name] for name in given if name not in back}
     added = {name: value for name, value in back.items() if name not in given}
     same = {id(value) for value in added.values()}
     missing = {name: value for name, value in missing.items() if id(value) not in same}
-    # A copy under another name is known by its shape at most.
+    # A copy under another name can only be recognized by its shape.
     shapes = {v.shape: name for name, v in added.items() if isinstance(v, torch.Tensor)}
     tensors = {name: v for name, v in missing.items() if isinstance(v, torch.Tensor)}
     alike = {name: shapes[v.shape] for name, v in tensors.items() if v.shape in shapes}
     if alike:
         name, other = next(iter(alike.items()))
         rank_zero_warn(
-            f"on_save_checkpoint has taken {', '.join(alike)} out of state_dict and put tensors of "
-            f"the same shape into it under new names ({name} may be {other} now): they are saved "
-            "all the same. Put what is new into an entry of the checkpoint beside state_dict, and "
-            "they are left out."
+            f"on_save_checkpoint removed {', '.join(alike)} from state_dict and added tensors of "
+            f"the same shape under new names ({name} may be {other} now): the removed weights are "
+            "saved all the same. To leave them out, put the new tensors into another entry of the "
+            "checkpoint."
         )
     return frozenset(missing.keys() - alike.keys())
 
@@ -206,34 +195,32 @@ def _is_empty(value: object) -> bool:
 
 
 AVERAGING = "averaging_state"
-"""Where it keeps how many weights have been averaged."""
+"""Entry in which ``WeightAveraging`` saves the number of averaged updates."""
 
 
 def _averaging(trainer: pl.Trainer) -> list[Any]:
-    """Return the trainer's callbacks that average weights."""
     cls = WEIGHT_AVERAGING
     return [c for c in callbacks_of(trainer) if cls is not None and isinstance(c, cls)]
 
 
-def check_averaging(trainer: pl.Trainer, *, cut_up: bool) -> None:
-    """Refuse to average weights that ZeRO-3 has cut up.
+def check_averaging(trainer: pl.Trainer, *, partitioned: bool) -> None:
+    """Refuse to average weights that ZeRO-3 has partitioned.
 
     Raises:
-        UnsupportedError: the callback would average empty tensors.
+        UnsupportedError: The callback would average empty tensors.
     """
-    for callback in _averaging(trainer) if cut_up and is_fitting(trainer) else ():
+    for callback in _averaging(trainer) if partitioned and is_fitting(trainer) else ():
         msg = (
-            f"{type(callback).__name__} averages whole weights, and ZeRO-3 leaves each device "
-            "a part: use stage 1 or 2, or keep the average in a module of its own"
+            f"{type(callback).__name__} averages whole weights, but ZeRO-3 partitions them: use "
+            "stage 1 or 2, or keep the average in a separate module"
         )
         raise UnsupportedError(msg)
 
 
 def add_averages(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
-    """Ask callbacks to add their averages to a checkpoint of weights alone.
+    """Let callbacks add their averages to a weights-only checkpoint.
 
-    Lightning asks no callback there, and the average would be lost that the checkpoint was chosen
-    for.
+    Lightning does not call callbacks for these, so the average would be lost.
     """
     for callback in _averaging(trainer):
         if has_average(callback):
@@ -241,7 +228,7 @@ def add_averages(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def extra_weights(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the weights that a loaded trainer's state has beside the engine's."""
+    """Return the weights in a loaded trainer's state: averages, and weights added by hooks."""
     found = state.get(WEIGHTS)
     if not isinstance(found, Mapping):
         return {}
@@ -249,28 +236,27 @@ def extra_weights(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def log_evaluated_averages(taken: list[str], path: str) -> None:
-    """Report that an evaluation is one of other weights than those that were trained."""
+    """Report that an evaluation uses other weights than those that were trained."""
     if taken:
         rank_zero_info(
-            f"{path}: the evaluation uses the weights that callbacks or on_save_checkpoint had put "
-            f"into its state_dict, such as an average ({len(taken)} parameters: {taken[0]}, ...), "
-            "as they were validated, and not those that training goes on with"
+            f"{path}: the evaluation uses the weights that callbacks or on_save_checkpoint put "
+            f"into state_dict, such as an average ({len(taken)} parameters: {taken[0]}, ...), "
+            "instead of the trained weights"
         )
 
 
 def with_module_weights(
     state: Mapping[str, Any], module: pl.LightningModule, *, fitting: bool, strict: bool
 ) -> dict[str, Any]:
-    """Return a state with the loaded weights where hooks look for them.
+    """Return a state with the loaded weights in the entries where hooks look for them.
 
-    They were saved as masters, not in this dictionary, and are in the module by now: what hooks
-    change here changes nothing. ``WeightAveraging`` loads the trained ones once more; its own load
-    is strict, and comes when the engine has been changed. Where no average was saved, it begins one
-    with them; an evaluation averages nothing.
+    The module already has its weights, so changes by hooks have no effect. ``WeightAveraging``
+    loads the trained weights again, strictly, after the engine has changed. If no average was
+    saved, it starts one from them; an evaluation averages nothing.
     """
     live = module.state_dict()
     beside = extra_weights(state)
-    if not strict:  # what the model has no more is averaged no more
+    if not strict:  # drop averages of removed parameters
         beside = {name: value for name, value in beside.items() if name in live}
     found = {**state, WEIGHTS: {**live, **beside}}
     if fitting and AVERAGING in state:
@@ -282,25 +268,24 @@ def with_module_weights(
 
 
 def _warn_average_mismatch(*, is_saved: bool, is_kept: bool) -> None:
-    """Warn where an average ends, or begins anew."""
     if is_saved and not is_kept:
         rank_zero_warn(
-            "The checkpoint holds an average of the weights, and no callback here keeps it: "
-            "training goes on from the trained weights, and saves no average from now on. Add the "
-            "WeightAveraging callback that the saved run had to go on with it."
+            "The checkpoint contains an average of the weights, but this run has no "
+            "WeightAveraging callback: training continues from the trained weights and no longer "
+            "saves an average. Add the callback of the saved run to continue the average."
         )
     elif is_kept and not is_saved:
         rank_zero_warn(
-            "The saved run averaged its weights, and the average is not in the checkpoint: "
-            "Lightning's own DeepSpeedStrategy left it out. A new average begins here, with the "
-            "trained weights."
+            "The saved run averaged its weights, but the average is not in the checkpoint, "
+            "because Lightning's own DeepSpeedStrategy does not save it. A new average starts from "
+            "the trained weights."
         )
 
 
 class LastFit:
-    """The engine of the last fit, for a save after ``test`` or ``validate``.
+    """The engine of the last fit, for a save after ``test`` or ``validate`` has set up its own.
 
-    Lightning's strategy keeps its optimizer, and so the training state, until the next fit anyway.
+    This keeps no additional memory: Lightning's strategy keeps the optimizer until the next fit.
     """
 
     def __init__(self) -> None:
@@ -309,11 +294,11 @@ class LastFit:
         self._shown: dict[str, Any] = {}
 
     def begin(self, engine: Any) -> None:
-        """Begin a fit with its engine."""
+        """Keep the engine of a fit that begins."""
         self._engine = engine
 
     def end(self, trainer: pl.Trainer) -> None:
-        """Note at the end of a fit what an evaluation overwrites."""
+        """Copy at the end of a fit the metrics that an evaluation overwrites."""
         self._metrics = known_callback_metrics(trainer)
         self._shown = displayed_metrics(trainer)
 
@@ -324,45 +309,44 @@ class LastFit:
     def engine(
         self, live: Any, path: str | os.PathLike[str], get_ranks: Callable[[], Ranks]
     ) -> Any:
-        """Return the engine that is to be saved: the one that trained, or else the live one.
+        """Return the engine to save: the one that trained, or else the live one.
 
-        The one that trained is not saved for another module, nor after its module has been given
-        other weights: what was evaluated last would be lost. Collective where there are two.
+        The engine that trained is not used for another module, nor after other weights were loaded
+        into its module. Collective if there are two engines.
         """
         if self._engine not in (None, live) and not self._is_of(live, get_ranks()):
             self.forget()
         if self._engine is not None:
             return self._engine
         rank_zero_warn(
-            f"{os.fspath(path)}: nothing was trained here, or the module has other weights since, "
-            "of a checkpoint that was evaluated or of load_state_dict. The weights are saved as "
-            "the module has them, in its precision, without optimizer state; "
-            "load_optimizer_state=False starts a run on them"
+            f"{os.fspath(path)}: saving weights only, in the module's precision, because nothing "
+            "was trained here or other weights were loaded since (by an evaluation or "
+            "load_state_dict). To train from this checkpoint, pass load_optimizer_state=False."
         )
         return live
 
     def _is_of(self, live: Any, ranks: Ranks) -> bool:
-        """Whether a live engine's module is the one that was trained, with those weights."""
+        """Whether the live engine's module is the one that was trained, with the same weights."""
         if self._engine.module is not live.module:
             return False
-        step = "save: compare the module with what was trained"
+        step = "save: compare the module with the trained weights"
         on_ranks = ranks.gather(step, lambda: LiveEngine(self._engine).weights_match_masters())
         return ranks.broadcast(f"{step}, on all ranks", lambda: all(on_ranks or [False]))
 
     @property
     def is_whole(self) -> bool:
-        """Whether a training state is there."""
+        """Whether there is a training state."""
         return self._engine is not None
 
     def put_back(self, state: dict[str, Any]) -> None:
-        """Restore what was noted at the end of the fit in what is saved of this moment."""
+        """Replace the metrics in a state to be saved by those of the end of the fit."""
         state["metrics"] = {name: value.detach().cpu() for name, value in self._metrics.items()}
         if RESULTS in state:
             state[RESULTS] = {**state[RESULTS], **self._shown}
 
 
 class CheckpointSaver:
-    """Saves a trainer's run, now or in the background, through the manager of its checkpoints."""
+    """Saves a trainer's run, synchronously or in the background."""
 
     def __init__(
         self,
@@ -374,10 +358,10 @@ class CheckpointSaver:
         *,
         save_module_weights: bool,
     ) -> None:
-        """Begin without a run; a save warns of objects where a load will not build any of them.
+        """Prepare for runs.
 
         Raises:
-            ValueError: an option has a value that it cannot have.
+            ValueError: An option has an invalid value.
         """
         self._manager = manager
         self._get_ranks = get_ranks
@@ -385,6 +369,7 @@ class CheckpointSaver:
         self._last_fit = last_fit
         self._fingerprint = load_options.fingerprint
         self._save_module_weights = check_flag("save_module_weights", save_module_weights)
+        # Names of unpicklable objects that were warned of; None: a load will build objects.
         self._warned_objects: set[str] | None = None if load_options.allow_pickle else set()
         self._state_dict_tracker = StateDictTracker()
         self._made_directories: list[str] = []
@@ -398,9 +383,9 @@ class CheckpointSaver:
         """Begin a run; collective.
 
         Raises:
-            UnsupportedError: weights of a rank lie elsewhere in DeepSpeed's buffers than computed.
-            SaveError: a ``ModelCheckpoint`` would replace what this library did not write, or saves
-                where not all ranks can.
+            UnsupportedError: DeepSpeed's buffers have an unknown layout on some rank.
+            SaveError: A ``ModelCheckpoint`` would replace files that this library did not write, or
+                its ``dirpath`` is not writable or not shared by all ranks.
         """
         # The module may belong to another Trainer by the time of a save.
         self._world_size, self._device = trainer.world_size, trainer.strategy.root_device
@@ -408,11 +393,12 @@ class CheckpointSaver:
         dirpaths = [getattr(callback, "dirpath", None) for callback in callbacks]
         used = [] if trainer.fast_dev_run else [c.dirpath for c in callbacks if _saves(c)]  # type: ignore[attr-defined]
         for checked in check_directories(used, self._get_ranks()):
-            _tell(checked)
+            _report_directory(checked)
             self._made_directories += checked.made if rank == 0 else ()
-        # Only one rank's may differ, of a layout that this library does not know.
+        # An unknown layout may occur on one rank only.
         self._get_ranks().run_all(
-            "compare where weights lie", lambda: LiveEngine(engine).verify_addresses(fresh=True)
+            "compare the places of the weights",
+            lambda: LiveEngine(engine).verify_addresses(fresh=True),
         )
         self._manager.start(engine_handle(engine, places_checked=True), rank, dirpaths)
         self._hooks.begin(trainer)
@@ -421,7 +407,7 @@ class CheckpointSaver:
         """End a run; no collective, since ranks may be gone.
 
         Returns:
-            The failure of the last save, where it was not raised or logged so far.
+            The failure of the last save, if it was not raised or logged yet.
         """
         self._hooks.end()
         if is_fitting(trainer):
@@ -430,20 +416,20 @@ class CheckpointSaver:
                 self._resumer.recorder.end(trainer)
         failure = self._manager.stop(interrupted=is_interrupted(trainer))
         for made in reversed(self._made_directories):
-            with suppress(OSError):  # Something was saved there.
+            with suppress(OSError):  # not empty: something was saved
                 Path(made).rmdir()
         self._made_directories = []
         return failure
 
     def track(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """Return the weights that hooks see, and remember them: the engine saves its own."""
+        """Remember the weights that hooks will see, and return them."""
         return self._state_dict_tracker.track(weights)
 
     def wait(self) -> None:
         """Wait until the last save is published; collective.
 
         Raises:
-            ElasticZeroError: it failed; the checkpoint published before is intact.
+            ElasticZeroError: It failed. The checkpoint before it is intact.
         """
         with self._hooks.saving():
             self._manager.wait_until_finished(self._get_ranks())
@@ -457,9 +443,9 @@ class CheckpointSaver:
         *,
         exclude_frozen: bool,
     ) -> None:
-        """Write a directory with what Lightning's trainer passes and the engine holds; collective.
+        """Save the trainer's checkpoint dictionary and the engine's state; collective.
 
-        After an evaluation the live engine is not the one that trained, and that one is written.
+        After an evaluation, the engine that trained is saved instead of the live one.
         """
         trained = self._last_fit.engine(live, path, self._get_ranks)
         engine = engine_handle(trained, places_checked=True)
@@ -489,11 +475,10 @@ class CheckpointSaver:
         options: SaveOptions,
         trainer: pl.Trainer | None,
     ) -> None:
-        """Save at once or in the background, as this moment allows."""
         manager, interrupted = self._manager, is_interrupted(trainer)
         if interrupted or is_slurm_requeue(path):
-            # A rank that failed alone saves alone: the others will not come. SLURM's signal may
-            # come in the midst of another save, and the job ends as soon as this returns.
+            # A rank that failed alone saves alone: the others do not take part. SLURM's signal may
+            # arrive during another save, and the job ends as soon as this returns.
             manager.drain_local()
             with manager.exit_ranks(path, interrupted=interrupted) as ranks:
                 manager.save(engine, path, ranks, client_state, options)
@@ -507,7 +492,7 @@ class CheckpointSaver:
     def _with_progress(
         self, options: SaveOptions, client_state: dict[str, Any], trainer: pl.Trainer, path: str
     ) -> SaveOptions:
-        """Add where the run stands, in samples, and what of this moment only the trainer has."""
+        """Add the position in the data and the state that only the trainer has."""
         if (loops := client_state.get("loops", {}).get("fit_loop")) is None:
             return options
         of = self._resumer.recorder
@@ -522,7 +507,7 @@ class CheckpointSaver:
         return replace(options, sampler=record.to_plain(), module_buffers=buffers)
 
     def _link(self, trainer: pl.Trainer, path: str, link: str) -> None:
-        """Make a link such as ``last.ckpt`` to a checkpoint when it is published; collective."""
+        """Create a link such as ``last.ckpt`` once the checkpoint is published; collective."""
         interrupted = is_interrupted(trainer)
         end = self._manager.exit_ranks(link, interrupted=True) if interrupted else None
         with end or nullcontext(self._get_ranks()) as ranks:
@@ -532,10 +517,10 @@ class CheckpointSaver:
 def make_manager(
     events: CheckpointEvents, times: Timeouts, max_snapshot_bytes: int | None, *, async_save: bool
 ) -> CheckpointManager:
-    """Return the manager of a strategy's checkpoints, by the strategy's options.
+    """Return a checkpoint manager for the strategy's options.
 
     Raises:
-        ValueError: one has a value that it cannot have.
+        ValueError: An option has an invalid value.
     """
     size = check_count("max_snapshot_bytes", max_snapshot_bytes, least=0, unit="bytes")
     return CheckpointManager(
@@ -547,34 +532,33 @@ def make_manager(
 
 
 def is_slurm_requeue(path: str | os.PathLike[str]) -> bool:
-    """Whether SLURM ends the job right after this save, by Lightning's name for it."""
+    """Whether SLURM ends the job right after this save, judging by Lightning's file name."""
     return Path(path).name.startswith("hpc_ckpt_")
 
 
 def _saves(callback: Callback) -> bool:
-    """Whether a callback is known to save through the strategy, into its ``dirpath``."""
+    """Whether a callback saves through the strategy into its ``dirpath``."""
     if isinstance(callback, ModelCheckpoint):
         in_an_exception = getattr(callback, "save_on_exception", False)  # since Lightning 2.6
         return callback.save_top_k != 0 or bool(callback.save_last) or bool(in_an_exception)
     return isinstance(callback, OnExceptionCheckpoint)
 
 
-def _tell(checked: CheckedDirectory) -> None:
-    """Report what was found of a directory on several hosts."""
+def _report_directory(checked: CheckedDirectory) -> None:
     if checked.hosts > 1:
-        text = f"{checked.path} is one directory on all {checked.hosts} hosts"
+        text = f"{checked.path} is the same directory on all {checked.hosts} hosts"
         if checked.write_s:
             size = f"{TRIAL_BYTES >> 20} MiB"
-            text += f"; the slowest wrote and synced {size} there in {checked.write_s:.2g} s"
+            text += f"; the slowest wrote and synced {size} in {checked.write_s:.2g} s"
         rank_zero_info(f"{text}.")
 
 
 VERSION_KEY = "pytorch-lightning_version"
-"""The entry by which Lightning knows its own checkpoints, and demands of every one."""
+"""Entry that Lightning requires in every checkpoint."""
 
 
 class CheckpointLoader:
-    """Restores an engine and what Lightning's trainer restores itself from."""
+    """Restores an engine, and returns the state from which Lightning's trainer restores itself."""
 
     def __init__(
         self,
@@ -585,7 +569,6 @@ class CheckpointLoader:
         events: CheckpointEvents,
         options: LoadOptions,
     ) -> None:
-        """Begin without a run; what a load restores is as the user chose it in the options."""
         self._manager = manager
         self._get_ranks = get_ranks
         self._resumer = resumer
@@ -594,10 +577,10 @@ class CheckpointLoader:
         self._options = options
         self._is_resumed = False
         self.last_load: CheckpointStats | None = None
-        """What the last load cost."""
+        """Cost of the last load."""
 
     def start(self) -> None:
-        """Begin a run, for which nothing is loaded yet."""
+        """Begin a run."""
         self._is_resumed = False
 
     def load(
@@ -606,13 +589,13 @@ class CheckpointLoader:
         """Restore a checkpoint into DeepSpeed's engine; collective.
 
         Returns:
-            What Lightning's loops, callbacks and schedulers restore themselves from.
+            The state from which Lightning restores loops, callbacks and schedulers.
         """
         fitting = is_fitting(trainer)
         options = replace(
             self._options,
             strict=trainer is None or trainer.lightning_module.strict_loading,
-            # An evaluation of another checkpoint than the one that was named is no use to anybody.
+            # An evaluation of another checkpoint than the given one would be useless.
             fallback=self._options.fallback and fitting,
             rank_entry_path=(STATE_KEY, RESULTS) if fitting else (),
         )
@@ -637,14 +620,17 @@ class CheckpointLoader:
             module = trainer.lightning_module
             if is_overridden("load_state_dict", module, nn.Module):
                 rank_zero_warn(
-                    f"{type(module).__name__}.load_state_dict was not called: a load writes into "
-                    "DeepSpeed's buffers. Use the strategy's option rename for layers that had "
-                    "other names, and on_load_checkpoint for everything else"
+                    f"{type(module).__name__}.load_state_dict was not called, because a load "
+                    "writes into DeepSpeed's buffers. Use the strategy's option rename for renamed "
+                    "layers, and on_load_checkpoint for everything else."
                 )
             strict = options.strict and options.strict_optimizer
             state = with_module_weights(state, module, fitting=fitting, strict=strict)
         if VERSION_KEY not in state:
-            rank_zero_info("It is not of Lightning: loops, callbacks and schedulers start anew")
+            rank_zero_info(
+                "The checkpoint was not saved by Lightning: loops, callbacks and schedulers start "
+                "from the beginning"
+            )
             state = {**state, VERSION_KEY: version_of("lightning"), "lr_schedulers": []}
         return self._resume(state, loaded, trainer, configured) if is_fitting(trainer) else state
 
@@ -655,14 +641,18 @@ class CheckpointLoader:
         trainer: pl.Trainer,
         configured: Sequence[Mapping[str, float]] | None,
     ) -> dict[str, Any]:
-        """Return the trainer's part of a checkpoint as a fit goes on from it.
+        """Return the trainer's part of a checkpoint, adapted to this run.
 
-        Schedulers go on as saved where ``configured`` holds the rates of this run's groups; where
-        it is None, as they are configured now.
+        Args:
+            state: The trainer's state as saved.
+            loaded: Result of the load.
+            trainer: The trainer, in a fit.
+            configured: Learning rates of this run's groups: schedulers continue as saved. None:
+                they continue as configured now.
         """
         manifest, path = loaded.manifest, loaded.stats.path
         if manifest.weights_only:
-            rank_zero_info("It holds weights only: a new run starts on them, at step 0")
+            rank_zero_info("The checkpoint contains weights only: a new run starts at step 0")
             return _without_progress(state, trainer)
         state.setdefault(STATE_KEY, {})[RESULTS_BY_RANK] = loaded.rank_entries
         self._resumer.resume_from(state, manifest, trainer, path)
@@ -680,40 +670,39 @@ class CheckpointLoader:
         return state
 
     def check_all_ranks_resumed(self, trainer: pl.Trainer | None) -> None:
-        """Fail at once where one rank found a checkpoint and another did not; collective.
+        """Fail if some ranks loaded a checkpoint and others did not; collective.
 
-        Each rank resolves ``ckpt_path="last"`` by itself, before any hook of a strategy. A rank
-        that found nothing comes here while the others are still loading: their steps differ.
+        Each rank resolves ``ckpt_path="last"`` separately, before any hook of a strategy. A rank
+        that found nothing calls this while the others are still loading: their steps differ.
         """
-        self._get_ranks().run_all("go on without loading a checkpoint (any more)", lambda: None)
+        self._get_ranks().run_all("continue without loading a checkpoint", lambda: None)
         if is_fitting(trainer) and not self._is_resumed:
-            # Training starts at step 0: loudly where there is something to resume.
-            text, loud = format_not_resumed(self._manager.dirpaths)
-            (rank_zero_warn if loud else rank_zero_info)(text)
+            text, has_checkpoints = format_not_resumed(self._manager.dirpaths)
+            (rank_zero_warn if has_checkpoints else rank_zero_info)(text)
 
 
 def _without_progress(state: Mapping[str, Any], trainer: pl.Trainer) -> dict[str, Any]:
-    """Return what a new run takes over beside the weights: what the module itself had saved."""
+    """Return the state for a new run: without loops, callbacks, data module and schedulers."""
     progress = {"loops", "callbacks", type(getattr(trainer, "datamodule", None)).__qualname__}
     kept = {key: value for key, value in state.items() if key not in progress}
     return {**kept, "epoch": 0, "global_step": 0, "lr_schedulers": []}
 
 
 def format_loaded(loaded: LoadResult, world_size: int, *, fitting: bool) -> str:
-    """Return a line on what was loaded, on how many devices, of where in the run, and its cost."""
+    """Return one line: the checkpoint, its origin, the position in the run, and the cost."""
     manifest, stats = loaded.manifest, loaded.stats
     saved, here = (
         f"{count} device{'s' if count > 1 else ''}" for count in (manifest.world_size, world_size)
     )
     found = loaded.source_summary or f"saved on {saved} with ZeRO-{manifest.stage}"
     cost = f"{stats.bytes / 1e6:.1f} MB in {stats.seconds:.2f} s"
-    told = f"; {loaded.fingerprint_result}" if loaded.fingerprint_result else ""
+    fingerprint = f"; {loaded.fingerprint_result}" if loaded.fingerprint_result else ""
     place = _place_of_fit(loaded) if fitting else _place_of_save(loaded)
-    return f"Loaded {stats.path} ({found}) on {here}{place}: {cost}{told}"
+    return f"Loaded {stats.path} ({found}) on {here}{place}: {cost}{fingerprint}"
 
 
 def _place_of_fit(loaded: LoadResult) -> str:
-    """Return at which step and epoch a fit goes on: the step that the trainer has then."""
+    """Return the step and epoch at which a fit continues."""
     manifest, state = loaded.manifest, loaded.client_state
     loops, step = counted_loops(state), _saved_step(loaded)
     if manifest.weights_only or VERSION_KEY not in state or loops is None:
@@ -725,7 +714,7 @@ def _place_of_fit(loaded: LoadResult) -> str:
 
 
 def _place_of_save(loaded: LoadResult) -> str:
-    """Return at which step and epoch it was saved; empty where nothing says."""
+    """Return the step and epoch of the save; empty if unknown."""
     match loaded.manifest.progress.sampler:
         case {"global_step": int(step), "epoch": int(epoch), "epoch_is_over": bool(is_over)}:
             return f" at step {step}, epoch {epoch + is_over}"
@@ -734,27 +723,27 @@ def _place_of_save(loaded: LoadResult) -> str:
 
 
 def _saved_step(loaded: LoadResult) -> int:
-    """Return the step of the save as its trainer counted, or its engine; 0 where nothing says."""
+    """Return the step of the save by its trainer's or engine's count; 0 if unknown."""
     counted = loaded.client_state.get("global_step")
     return counted if type(counted) is int else loaded.stats.step
 
 
 def format_not_resumed(dirpaths: Iterable[object]) -> tuple[str, bool]:
-    """Return that training starts at step 0; and whether to warn, since checkpoints are there.
+    """Return a message that training starts at step 0, and whether there are checkpoints.
 
     Args:
-        dirpaths: the folders into which callbacks save; None for one that has none.
+        dirpaths: Folders into which callbacks save; None if a callback has none.
     """
     folders = sorted({str(place) for place in dirpaths if place})
     found = [p for folder in folders for p in sorted(Path(folder).glob("*.ckpt"))]
     if dangling := [p for p in found if p.is_symlink() and not p.exists()]:
         text = (
-            f"Training starts from step 0: {dangling[0]} is a link to a checkpoint that is "
-            "gone. Pass the checkpoint that you want as ckpt_path."
+            f"Training starts from step 0: {dangling[0]} links to a checkpoint that does not "
+            "exist. Pass the path of another checkpoint as ckpt_path to resume."
         )
     elif found:
         text = (
-            f"Training starts from step 0, although {found[0].parent} holds {len(found)} "
+            f"Training starts from step 0, although {found[0].parent} contains {len(found)} "
             f'checkpoints ({found[-1].name}, ...). Pass ckpt_path="last" or a path to resume.'
         )
     else:
@@ -763,8 +752,8 @@ def format_not_resumed(dirpaths: Iterable[object]) -> tuple[str, bool]:
 
 
 def _unpublished(folders: Iterable[str]) -> str:
-    """Return a sentence on saves in these folders that were never published; empty: none."""
+    """Return a sentence about unfinished saves in these folders; empty if there are none."""
     found = [place for place in folders if any(Path(place).glob(f"{STAGING_PREFIX}*"))]
     if not found:
         return ""
-    return f" In {', '.join(found)} lie saves that were not published."
+    return f" Unfinished saves are in {', '.join(found)}."

@@ -1,18 +1,28 @@
-"""Warnings at the start of a fit: about its data, and changes since the checkpoint."""
+"""Warnings about a fit: its data, changes since the checkpoint, frozen and unfrozen parameters.
+
+Functions named ``*_warnings`` yield texts; the caller decides when to emit them.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from numbers import Real
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import nn
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
 from lightning_elastic_zero.core.manifest import Group
+from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.data_progress.batches import DataProgress, Position
+from lightning_elastic_zero.engine.live import follows_requires_grad, trained_parameters
 from lightning_elastic_zero.trainer.loaders import (
     Stateful,
     describe_loader,
@@ -23,7 +33,7 @@ from lightning_elastic_zero.trainer.loaders import (
 
 REMEDIES = (
     "Give the data set, sampler or loader a method resume_at(epoch, samples); or pass "
-    'ElasticDeepSpeedStrategy(on_unresumable_data="restart_epoch"), and the epoch starts over; '
+    'ElasticDeepSpeedStrategy(on_unresumable_data="restart_epoch") to repeat the epoch; '
     "or save at the end of epochs only"
 )
 
@@ -31,39 +41,37 @@ BATCH_COUNT_SETTINGS = ("val_check_interval", "limit_train_batches")
 """Trainer settings that, as integers, count the batches of one rank."""
 
 _SHUFFLED_ANYWAY = (
-    "is shuffled, although it has no shuffle=True: Lightning shuffles training data for every "
-    "distributed strategy, this one on one device too, and cannot tell sampler=SequentialSampler("
-    "dataset) from a loader without a sampler. To keep the order, make it with "
-    "sampler=range(len(dataset)), or with your own DistributedSampler(dataset, shuffle=False); if "
-    "it may be shuffled, shuffle=True says so"
+    "is shuffled although it was made without shuffle=True: Lightning shuffles training data for "
+    "every distributed strategy, even on one device. To keep the order, pass "
+    "sampler=range(len(dataset)) or your own DistributedSampler(dataset, shuffle=False). To "
+    "silence this warning, pass shuffle=True"
 )
 _OWN_GENERATOR = (
-    "is shuffled by the run's seed (seed_everything) and the epoch, so that every rank has one "
-    "order: Lightning does not draw from the generator of the loader or of its RandomSampler. An "
-    "order of your own is taken from a sampler of a class of your own, which may draw from a "
-    "generator in an attribute"
+    "is shuffled by the run's seed (seed_everything) and the epoch, because Lightning ignores the "
+    "generator of the loader and of its RandomSampler. To use another order, write a sampler "
+    "class; it may draw from a generator that it keeps in an attribute"
 )
 _OTHER_SAMPLES = (
-    "gives every sample once in an epoch: Lightning replaces a RandomSampler, and replacement=True "
-    "and num_samples with it. A sampler of a class of your own, or WeightedRandomSampler, is kept"
+    "yields every sample once per epoch, because Lightning replaces a RandomSampler and ignores "
+    "its replacement=True and num_samples. WeightedRandomSampler and your own sampler classes are "
+    "kept"
 )
 
 
 def overruled_orders(loaders: Any) -> list[str]:
-    """Return what is to be said of each loader where Lightning puts its samples in order.
+    """Return for each loader a warning if Lightning will replace its order; else an empty text.
 
     Args:
-        loaders: what a ``train_dataloader`` hook returns, as the user made them.
+        loaders: Return value of the user's ``train_dataloader`` hook.
     """
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
     return [_overruled(loader_sampler(loader)) for loader in combined.flattened]
 
 
 def _overruled(sampler: object) -> str:
-    """Return what is said of a user's sampler that is not kept; empty: it is, or is shuffled."""
     if isinstance(sampler, SequentialSampler):
         return _SHUFFLED_ANYWAY
-    if type(sampler) is not RandomSampler:  # a user's own need not have the parent's attributes
+    if type(sampler) is not RandomSampler:  # a subclass need not have these attributes
         return ""
     if sampler.replacement or sampler.num_samples != len(sampler.data_source):
         return _OTHER_SAMPLES
@@ -71,7 +79,12 @@ def _overruled(sampler: object) -> str:
 
 
 def shuffle_warnings(overruled: Sequence[str], loaders: Sequence[object]) -> Iterator[str]:
-    """Yield which loaders, as training uses them, are shuffled otherwise than they were made."""
+    """Yield a warning for each loader whose order Lightning has replaced.
+
+    Args:
+        overruled: Result of ``overruled_orders``.
+        loaders: Loaders as training uses them.
+    """
     for text, loader in zip(overruled, loaders, strict=False):
         sampler = loader_sampler(loader)
         own = getattr(elastic_sampler_of(loader), "sampler", None)
@@ -83,7 +96,7 @@ def shuffle_warnings(overruled: Sequence[str], loaders: Sequence[object]) -> Ite
 def unresumable_warnings(
     loaders: Sequence[object], world_size: int, samples_per_step: Sequence[int | None]
 ) -> Iterator[str]:
-    """Yield which loaders cannot be resumed in mid-epoch; a step's samples may not be known."""
+    """Yield a warning for each loader that cannot resume in the middle of an epoch."""
     for loader, size in zip(loaders, samples_per_step, strict=True):
         name = describe_loader(loader)
         if elastic_sampler_of(loader) is not None:
@@ -91,54 +104,54 @@ def unresumable_warnings(
         if resumable_part_of(loader) is not None:
             if size is None:
                 yield (
-                    f"A checkpoint inside an epoch will be refused on resume: the {name} does not "
-                    "tell its batch_size, so it is not known how many samples a step has. Pass "
-                    "global_batch_size and logging_batch_size_per_gpu to the strategy"
+                    f"A checkpoint inside an epoch will be refused on resume: the {name} has no "
+                    "batch_size, so the samples of a step are unknown. Pass global_batch_size and "
+                    "logging_batch_size_per_gpu to the strategy."
                 )
         elif isinstance(loader, Stateful):
             yield (
                 f"A checkpoint inside an epoch will be refused on another number of devices than "
-                f"{world_size}: the {name} has a state for each rank. {REMEDIES}"
+                f"{world_size}: the {name} has one state per rank. {REMEDIES}."
             )
         else:
             yield (
-                f"A checkpoint inside an epoch will be refused on resume: the {name} cannot be "
-                f"told where to begin. {REMEDIES}"
+                f"A checkpoint inside an epoch will be refused on resume: the {name} cannot start "
+                f"at a given sample. {REMEDIES}."
             )
 
 
 def worker_warnings(loaders: Sequence[object], position: Position) -> Iterator[str]:
-    """Yield whose workers draw other random numbers than those of the uninterrupted run.
+    """Yield a warning for each loader whose workers draw different random numbers after a resume.
 
-    Workers of loaders whose order is this library's are seeded for each micro-batch.
+    Workers of loaders with an ``ElasticSampler`` are seeded for each micro-batch.
     """
     for loader in loaders:
         is_seeded = elastic_sampler_of(loader) is not None or isinstance(loader, Stateful)
         if is_seeded or not getattr(loader, "num_workers", 0):
             continue
         if position.steps and not position.is_over:
-            why = "they begin inside the epoch"
+            why = "they start inside the epoch"
         elif getattr(loader, "persistent_workers", False) and position.epoch + position.steps:
-            why = "with persistent_workers=True they draw on from epoch to epoch"
+            why = "with persistent_workers=True their generators continue across epochs"
         else:
             continue
         yield (
             f"The workers of the {describe_loader(loader)} draw other random numbers than in the "
-            f"uninterrupted run: {why}. Random numbers that follow from the sample's index are "
-            "the same in any run"
+            f"uninterrupted run: {why}. Derive random numbers from the sample's index to make them "
+            "reproducible."
         )
 
 
 def change_warnings(
     was: DataProgress, now: DataProgress, *, is_given: bool, foreign_path: str
 ) -> Iterator[str]:
-    """Yield a sentence for all that changed since the save.
+    """Yield a warning for each relevant difference between the saved run and this one.
 
     Args:
-        was: the record of the save.
-        now: that of this run.
-        is_given: the global batch is settled by the strategy's option.
-        foreign_path: the checkpoint's path, where another program wrote it.
+        was: Record of the saved run.
+        now: Record of this run.
+        is_given: ``global_batch_size`` was passed to the strategy.
+        foreign_path: Path of the checkpoint if another program wrote it; else empty.
     """
     yield from _changed_batch(was, now, is_given=is_given)
     if not foreign_path:
@@ -146,37 +159,36 @@ def change_warnings(
     yield from _changed_settings(was, now)
     if foreign_path and was.accumulate > 1:
         yield (
-            f"{foreign_path} was saved by a run that may have divided gradients by its "
-            f"accumulation ({was.accumulate}) twice, as Lightning's DeepSpeedStrategy does; "
-            "here a gradient is the mean over the global batch. Adam's moments take a few "
-            "steps to follow, and gradient_clip_val may need to be larger"
+            f"{foreign_path}: the saved run may have divided gradients by its accumulation "
+            f"({was.accumulate}) twice, as Lightning's DeepSpeedStrategy does. Here a gradient is "
+            "the mean over the global batch. Adam's moments adapt within a few steps; "
+            "gradient_clip_val may need to be larger."
         )
 
 
 def late_loader_warnings(position: Position, every: int) -> Iterator[str]:
-    """Yield that training loaders are made in another epoch than those of the run that saved.
+    """Yield a warning if training loaders were created in another epoch than in the saved run.
 
     Args:
-        position: where the run goes on.
-        every: epochs after which the loaders are made anew; 0: never.
+        position: Position at which the run resumes.
+        every: ``reload_dataloaders_every_n_epochs``; 0: never.
     """
     epoch = position.epoch + position.is_over
     if every and (late := epoch % every):
         yield (
-            f"reload_dataloaders_every_n_epochs={every} made the training loaders of epoch {epoch} "
-            f"in epoch {epoch - late}; this run has called train_dataloader in epoch "
-            f"{position.epoch}. If it depends on the epoch, let it use current_epoch - "
-            f"current_epoch % {every}, or the samples are others than in a run that was not stopped"
+            f"reload_dataloaders_every_n_epochs={every}: the uninterrupted run calls "
+            f"train_dataloader in epoch {epoch - late} for epoch {epoch}; this run called it in "
+            f"epoch {position.epoch}. If train_dataloader depends on the epoch, let it use "
+            f"current_epoch - current_epoch % {every}; otherwise the samples differ."
         )
 
 
 def _changed_batch(was: DataProgress, now: DataProgress, *, is_given: bool) -> Iterator[str]:
-    """Yield that the global batch is another one, and what would keep it."""
     sizes = {was.global_batch_size, now.global_batch_size}
     if len(sizes) == 1 or None in sizes:
         return
     keep = (
-        f"global_batch_size={was.global_batch_size} keeps it"
+        f"Pass global_batch_size={was.global_batch_size} to keep it"
         if is_given
         else f"ElasticDeepSpeedStrategy(global_batch_size={was.global_batch_size}) keeps it on any "
         "number of devices"
@@ -184,8 +196,8 @@ def _changed_batch(was: DataProgress, now: DataProgress, *, is_given: bool) -> I
     yield (
         f"The global batch changes from {was.global_batch_size} samples ({_devices(was)}, "
         f"accumulation {was.accumulate}) to {now.global_batch_size} ({_devices(now)}, "
-        f"accumulation {now.accumulate}): learning rate, schedules and max_steps now mean "
-        f"something else. {keep}."
+        f"accumulation {now.accumulate}), so the learning rate, schedules and max_steps may no "
+        f"longer fit. {keep}."
     )
 
 
@@ -194,19 +206,16 @@ def _devices(run: DataProgress) -> str:
 
 
 def _changed_plan(was: DataProgress, now: DataProgress) -> Iterator[str]:
-    """Yield that the run is planned for another number of optimizer steps."""
     planned = {was.planned_steps, now.planned_steps}
     if len(planned) > 1 and None not in planned:
         yield (
-            f"The run was planned for {was.planned_steps} optimizer steps, and is now for "
-            f"{now.planned_steps}: schedules that were made for a total (OneCycleLR, cosine) go on "
-            f"as saved, for {was.planned_steps}; load_hyperparameters=False lets them follow the "
-            "new one."
+            f"The run was planned for {was.planned_steps} optimizer steps and is now planned for "
+            f"{now.planned_steps}: schedules with a fixed total (OneCycleLR, cosine) continue as "
+            f"saved, for {was.planned_steps}. Pass load_hyperparameters=False to use the new total."
         )
 
 
 def _changed_settings(was: DataProgress, now: DataProgress) -> Iterator[str]:
-    """Yield which trainer settings count other amounts of data than in the saved run."""
     before = was.world_size * was.accumulate
     here = now.world_size * now.accumulate
     if was.accumulate == now.accumulate and was.global_batch_size == now.global_batch_size:
@@ -219,31 +228,32 @@ def _changed_settings(was: DataProgress, now: DataProgress) -> Iterator[str]:
         if then != today:
             yield (
                 f"Trainer({name}={given}) counts batches of one device: {then:g} optimizer steps "
-                f"when this was saved ({before} micro-batches per step), {today:g} now ({here}). "
+                f"in the saved run ({before} micro-batches per step), {today:g} now ({here}). "
                 "With global_batch_size it counts global batches, on any number of devices."
             )
 
 
 _INITIAL, _LIVE = "initial_lr", "lr"
+_MOST = 4  # groups that a message lists
 
 
 def configured_rates(optimizers: Iterable[Any]) -> list[dict[str, float]]:
-    """Return the rates of each parameter group of the engine's optimizer, before a load."""
+    """Return ``lr`` and ``initial_lr`` of each parameter group, before a load."""
     return [_rates(group) for optimizer in optimizers for group in optimizer.param_groups]
 
 
 def replaced_rates_warnings(
     configured: Sequence[Mapping[str, float]], saved: Sequence[Group], *, scheduled: bool
 ) -> Iterator[str]:
-    """Yield what saved rates differ from the configured ones where no scheduler explains it.
+    """Yield a warning if saved learning rates differ from the configured ones.
 
-    With a scheduler the rate at its start is compared. A scheduler that does not keep that
-    (``ReduceLROnPlateau``) may have led to any rate.
+    With a scheduler, ``initial_lr`` is compared. A scheduler that does not keep it
+    (``ReduceLROnPlateau``) can lead to any rate, so nothing is compared then.
 
     Args:
-        configured: the rates of this run's groups.
-        saved: the groups of the checkpoint.
-        scheduled: a scheduler is live, or was saved.
+        configured: Learning rates of this run's groups.
+        saved: Groups of the checkpoint.
+        scheduled: A scheduler is live or was saved.
     """
     changes = []
     for index, (here, group) in enumerate(zip(configured, saved, strict=False)):
@@ -257,23 +267,111 @@ def replaced_rates_warnings(
     if changes:
         more = [f"and {len(changes) - _MOST} more"] if len(changes) > _MOST else []
         yield (
-            f"The run goes on with the saved learning rate{' and schedule' if scheduled else ''}, "
+            f"Continuing with the saved learning rate{' and schedule' if scheduled else ''}, "
             f"not with the configured one ({'; '.join(changes[:_MOST] + more)}). Pass "
             "load_hyperparameters=False to train with the configured one."
         )
 
 
-_MOST = 4
-"""Groups that are named."""
-
-
 def _rates(group: Mapping[str, Any]) -> dict[str, float]:
-    """Return the rates of a live group, or of a saved one, which has a dictionary for a tensor."""
+    """Return the learning rates of a live or saved group. Saved tensors are in a dictionary."""
     values = {key: group[key] for key in (_INITIAL, _LIVE) if key in group}
     plain = {k: v.get("tensor") if isinstance(v, Mapping) else v for k, v in values.items()}
-    # An optimizer that computes its own rate has None there.
+    # An optimizer that computes its own rate has None here.
     return {
         key: float(value)
         for key, value in plain.items()
         if isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
     }
+
+
+class RequiresGradCheck:
+    """Warns of parameters that are frozen or unfrozen during a fit: DeepSpeed does not follow."""
+
+    def __init__(self, engine: Any) -> None:
+        owned = set(trained_parameters(engine))
+        parameters = [] if follows_requires_grad(engine) else list(engine.module.parameters())
+        self._trained = tuple(p for p in parameters if p in owned and p.requires_grad)
+        self._others = tuple(p for p in parameters if p not in owned and not p.requires_grad)
+        self._warned_epoch = -1
+
+    def before_batch(self, trainer: pl.Trainer, _batch_idx: int) -> None:
+        """Warn of changes since the fit began, at most once per epoch."""
+        module, epoch = trainer.lightning_module, trainer.current_epoch
+        if self._warned_epoch == epoch:
+            return
+        thawed = {p for p in self._others if p.requires_grad}
+        frozen = {p for p in self._trained if not p.requires_grad}
+        if not (thawed or frozen):
+            return
+        self._warned_epoch = epoch
+        changes = []
+        if thawed:
+            changes.append(
+                f"unfrozen since the fit began, and not trained: {_names(module, thawed)}. "
+                "DeepSpeed builds its optimizer once, from the parameters that require a gradient "
+                "at that time"
+            )
+        if frozen:
+            changes.append(
+                "frozen since the fit began, and still changed by weight decay and the "
+                f"optimizer's moments: {_names(module, frozen)}"
+            )
+        rank_zero_warn(
+            f"Epoch {epoch}: parameters {'; '.join(changes)}. To train a part of the model later, "
+            "put it into a separate parameter group with lr=0 before the fit and raise its lr when "
+            "it is to be trained. Or start another fit from the checkpoint with "
+            "load_optimizer_state=False."
+        )
+
+
+def _names(module: nn.Module, parameters: Collection[nn.Parameter]) -> str:
+    return format_names((n for n, p in module.named_parameters() if p in parameters), 10)
+
+
+FILTERED_WARNINGS: tuple[tuple[type[Warning], str, str], ...] = (
+    # DeepSpeed (up to 0.19) uses names of collectives that torch 2.13 deprecates.
+    (
+        FutureWarning,
+        r"`torch\.distributed\.\w+` is deprecated",
+        r"torch\.distributed\.c10d_logger",
+    ),
+    # Lightning (up to 2.6) uses a deprecated name of torch to walk trees of loaders.
+    (
+        FutureWarning,
+        r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+        r"lightning\.pytorch\.utilities\._pytree",
+    ),
+    # Lightning only considers loaders with a ``state_dict``. This library refuses data that cannot
+    # resume in the middle of an epoch, or warns that the epoch starts over.
+    (
+        UserWarning,
+        r"You're resuming from a checkpoint that ended before the epoch ended",
+        r"lightning\.pytorch\.loops\.training_epoch_loop",
+    ),
+)
+"""Class, text and module of warnings between libraries, which users cannot change."""
+
+
+class WarningFilters:
+    """Ignores ``FILTERED_WARNINGS`` from ``begin`` to ``end``.
+
+    The filters are appended to the others, so ``python -W default`` still shows these warnings.
+    """
+
+    def __init__(self) -> None:
+        self._added: list[Any] = []
+
+    def begin(self) -> None:
+        """Add the filters in this process."""
+        before = [*warnings.filters]
+        for category, message, module in FILTERED_WARNINGS:
+            warnings.filterwarnings("ignore", message, category, module, append=True)
+        self._added += [added for added in warnings.filters if added not in before]
+
+    def end(self) -> None:
+        """Remove the filters."""
+        filters = vars(warnings)["filters"]
+        while self._added:
+            with suppress(ValueError):  # removed by someone's catch_warnings
+                del filters[filters.index(self._added.pop())]

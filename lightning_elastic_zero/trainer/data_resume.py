@@ -1,9 +1,8 @@
-"""Position dataloaders at the resume point, or explain why that is impossible.
+"""Position training loaders and Lightning's live loops at the resume point.
 
-Lightning's live loops, set to go on at a position.
-
-The counters were written when the checkpoint was loaded. What is set here is what only live loops
-have.
+Loop counters were rewritten when the checkpoint was loaded (``RunResumer.resume_from``). The
+functions here run when training is about to start, once loaders and loops exist: they position the
+loaders, or explain why that is impossible, and set the state that only live loops have.
 """
 
 from __future__ import annotations
@@ -59,51 +58,52 @@ from lightning_elastic_zero.trainer.loaders import (
 from lightning_elastic_zero.trainer.windows import StepIntervals, prefetch_next_batch
 
 UnresumableDataPolicy: TypeAlias = Literal["refuse", "restart_epoch"]
-"""What to do where the data cannot be resumed where it was left."""
+"""What to do if training data cannot resume in the middle of an epoch."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingResume:
-    """What was loaded, and waits for training to begin."""
+    """Loaded state that is restored when training begins."""
 
     where: str
+    """Path of the checkpoint, for messages."""
     record: DataProgress
     position: Position
     """In steps of this run's global batch."""
     is_own_format: bool
-    """Written by this library, so that the data must be that of then."""
+    """Written by this library, so the data must be the same as in the saved run."""
     state: Mapping[str, Any]
-    """What ``state`` gave when it was saved."""
+    """Result of ``RunRecorder.state_dict`` at the save."""
     loader_states: list[Any]
-    """Of loaders that keep their own state; applied on the same number of ranks only."""
+    """States of stateful loaders; applied on the same number of ranks only."""
     validation: Mapping[str, Any]
-    """Lightning's counters of validation, as saved."""
+    """Lightning's validation counters, as saved."""
     world_size: int
     """Data-parallel ranks of this run."""
     reload_every: int
-    """Epochs after which Lightning makes the training loaders anew; 0: never."""
+    """``reload_dataloaders_every_n_epochs``; 0: never."""
     accumulate: int
     """Micro-batches of a rank per optimizer step of this run."""
 
     @property
     def run_seed(self) -> int | None:
-        """The seed that ordered the samples where the user gave none; None: it is not known."""
+        """The run's seed for the sample order in the saved run; None: unknown."""
         of_loaders = [loader.get("seed") for loader in self.record.loaders]
         known = [seed for seed in (self.record.seed, *of_loaders) if type(seed) is int]
         return known[0] if known and self.is_own_format else None
 
     @property
     def makes_loaders(self) -> bool:
-        """Whether the loaders are made anew for the epoch that the run goes on with."""
+        """Whether the loaders are recreated for the epoch in which the run resumes."""
         at = self.record.position
         return bool(self.reload_every and not at.steps and at.epoch % self.reload_every == 0)
 
     def consumed_of(self, index: int, loaders: Sequence[Any]) -> Consumed | None:
-        """Return what the epoch had consumed of one of the training loaders; None: not known."""
+        """Return how much of one training loader the epoch had consumed; None: unknown."""
         return self.record.consumed_of(index, is_only_one=len(loaders) == 1)
 
     def loader_states_at(self, position: Position) -> list[Any]:
-        """Return the states that loaders which keep their own are given at a position."""
+        """Return the states to load into stateful loaders at a position."""
         starts_over = position.steps != self.position.steps
         is_of_others = self.record.world_size != self.world_size
         return [] if starts_over or is_of_others else self.loader_states
@@ -111,11 +111,11 @@ class PendingResume:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a resumed run goes on."""
+    """Position at which a resumed run continues."""
 
     position: Position
     consumed: tuple[Consumed | None, ...] = ()
-    """Of each training loader; None: not known."""
+    """For each training loader; None: unknown."""
 
 
 def position_dataloaders(
@@ -124,19 +124,19 @@ def position_dataloaders(
     samples_per_step: Sequence[int | None],
     on_unresumable_data: UnresumableDataPolicy,
 ) -> Placement:
-    """Set every training loader to the position, or to the epoch's start where that is allowed.
+    """Set every training loader to the position, or to the epoch's start if that is allowed.
 
     Args:
-        pending: what was loaded.
-        combined: the training loaders; None where there are none.
-        samples_per_step: of each of them, in this run; None: not known.
-        on_unresumable_data: what to do where one cannot begin there.
+        pending: The loaded state.
+        combined: The training loaders; None if there are none.
+        samples_per_step: Samples of each loader per optimizer step of this run; None: unknown.
+        on_unresumable_data: What to do if a loader cannot start at the position.
 
     Returns:
-        Where the run goes on.
+        The position at which the run continues.
 
     Raises:
-        CheckpointMismatchError: a loader cannot begin there, and the epoch is not to start over.
+        CheckpointMismatchError: A loader cannot start there, and the policy is ``"refuse"``.
     """
     if combined is None:
         return Placement(pending.position)
@@ -149,8 +149,7 @@ def position_dataloaders(
     if not lost:
         return _position_all(pending, combined, position, samples_per_step)
     rank_zero_warn(
-        f"Epoch {position.epoch} starts over, {position.steps} optimizer steps of it were "
-        f"taken before: {lost}"
+        f"Epoch {position.epoch} starts over after {position.steps} optimizer steps: {lost}."
     )
     return _position_all(pending, combined, Position(position.epoch, 0), samples_per_step)
 
@@ -161,22 +160,21 @@ def _position_all(
     position: Position,
     samples_per_step: Sequence[int | None],
 ) -> Placement:
-    """Set every loader to a position."""
     states = iter(pending.loader_states_at(position))
     placed: list[Consumed | None] = []
     for index, (loader, size) in enumerate(zip(combined.flattened, samples_per_step, strict=True)):
         was = pending.consumed_of(index, combined.flattened) if position.steps else Consumed(0)
-        # Lightning keeps the states of those that have one, in order.
+        # Lightning lists the states of stateful loaders only, in order.
         state = next(states, None) if isinstance(loader, Stateful) else None
         elastic, resumer = elastic_sampler_of(loader), resumable_part_of(loader)
         if elastic is None:
-            drop_iterator(loader)  # persistent workers hold copies of the data from before
+            drop_iterator(loader)  # persistent workers have copies of the previous data
         if elastic is not None:
             _restore_seed(elastic, pending, index)
             was = _place_of(elastic, was, combined, position)
             elastic.start_at(position.epoch, was.samples // elastic.plan.global_batch_size)
         elif resumer is not None and position.is_over:
-            # How many samples it had is not known where its last step had fewer than the others.
+            # The number of its samples is unknown if its last step had fewer than the others.
             resumer.resume_at(position.epoch + 1, 0)
         elif resumer is not None:
             if was is not None and size:
@@ -190,15 +188,15 @@ def _position_all(
 
 
 def _rounded_down(was: Consumed, size: int, accumulate: int, length: int | None) -> Consumed:
-    """Return a place at which a step begins; in a shorter loader, at which a micro-batch does.
+    """Round down to the beginning of a step, or of a micro-batch in a loader that restarted.
 
-    A shorter loader begins again, or ends, within a step where its batches are no multiple of it.
+    A shorter loader can restart or end within a step.
 
     Args:
-        was: the place, as it was recorded.
-        size: samples of a step.
-        accumulate: micro-batches of a step.
-        length: of the loader, in batches; None: it has none.
+        was: The recorded place.
+        size: Samples per step.
+        accumulate: Micro-batches per step.
+        length: Length of the loader in batches; None: it has none.
     """
     unit = size // accumulate
     has_ended = length is not None and was.samples >= length * unit
@@ -207,10 +205,10 @@ def _rounded_down(was: Consumed, size: int, accumulate: int, length: int | None)
 
 
 def finish_placement(placement: Placement, combined: CombinedLoader | None) -> None:
-    """Set what belongs to loaders whose iterators, and workers, have been made in mid-epoch.
+    """Finish after the loaders' iterators and workers were created in the middle of an epoch.
 
-    Each start of workers copies the data set. A copy that was told where to begin forgets it with
-    its first iteration, and the data set of this process has none: it is set to the beginning.
+    Workers copied the data set with its start position. The data set in this process is never
+    iterated, so its start position is reset for workers that start later.
     """
     position = placement.position
     if combined is None or position.is_over or not position.steps:
@@ -227,11 +225,11 @@ def finish_placement(placement: Placement, combined: CombinedLoader | None) -> N
 def _position_stateful(
     loader: Stateful, state: Any, pending: PendingResume, position: Position, *, is_cut: bool
 ) -> None:
-    """Set a loader with a state of its own to a position; a limit may cut its epochs short."""
+    """Set a stateful loader to a position. ``is_cut``: its epochs end before its data."""
     if position.steps and not position.is_over:
         if state is not None:
-            # Again where Lightning has done it: the iterator that it made then took the state, and
-            # the next one, which comes in its place, would begin at the beginning.
+            # Lightning may have loaded it already, but the iterator that consumed the state is
+            # replaced, and the next one would start at the beginning.
             loader.load_state_dict(state)
     elif state is not None:
         load_state_at_epoch_end(loader, state, ends_before_data=is_cut)
@@ -240,7 +238,7 @@ def _position_stateful(
 
 
 def _restore_seed(elastic: ElasticSampler, pending: PendingResume, index: int) -> None:
-    """Restore the order of the run that saved, unless its loader was of an earlier epoch."""
+    """Restore the order of the saved run, unless the loader is recreated for this epoch."""
     record = pending.record
     if not pending.is_own_format or index >= len(record.loaders):
         return
@@ -255,9 +253,9 @@ def _restore_seed(elastic: ElasticSampler, pending: PendingResume, index: int) -
 def _place_of(
     elastic: ElasticSampler, was: Consumed | None, combined: CombinedLoader, position: Position
 ) -> Consumed:
-    """Return the place in its own order that a sampler begins at: a step of this run.
+    """Return the place in the sampler's order at which it starts, at a step of this run.
 
-    Of several loaders the shorter ones begin again within an epoch, or are exhausted.
+    Of several loaders, shorter ones restart within an epoch or are exhausted.
     """
     size, passes = elastic.plan.global_batch_size, 0
     if position.is_over:
@@ -272,7 +270,7 @@ def _place_of(
 
 
 def _unresumable_reason(pending: PendingResume, loaders: Sequence[Any]) -> str:
-    """Return why the data cannot be resumed inside an epoch; empty where it can."""
+    """Return why the data cannot resume inside an epoch; empty if it can."""
     if pending.position.is_over:
         return ""
     for index, loader in enumerate(loaders):
@@ -281,19 +279,19 @@ def _unresumable_reason(pending: PendingResume, loaders: Sequence[Any]) -> str:
             continue
         if pending.is_own_format:
             return lost
-        rank_zero_warn(f"Data begins with its first batch: {lost}")
+        rank_zero_warn(f"Data starts at its first batch: {lost}.")
     if not pending.is_own_format:
         return ""
     if changed := _changed(pending, loaders):
-        return f"the data is not that of the save ({changed})"
+        return f"the data differs from that of the saved run ({changed})"
     return _changed_order(pending, loaders, pending.position.epoch)
 
 
 def _changed(pending: PendingResume, loaders: Sequence[Any]) -> str:
-    """Return in what the data differ from those of the save; empty: in nothing that is known."""
+    """Return known differences between the data and that of the saved run."""
     was, now = pending.record.loaders, [*map(elastic_sampler_of, loaders)]
     if was and len(was) != len(now):
-        return f"{len(was)} training loaders when it was saved, {len(now)} now"
+        return f"{len(was)} training loaders then, {len(now)} now"
     return "; ".join(
         f"{key} was {before[key]!r}, is {here.get(key)!r}"
         for before, sampler in zip(was, now, strict=False)
@@ -304,10 +302,10 @@ def _changed(pending: PendingResume, loaders: Sequence[Any]) -> str:
 
 
 def _warn_of_other_order(pending: PendingResume, loaders: Sequence[Any]) -> None:
-    """Warn of users' samplers that would not give the epoch that has ended as it was.
+    """Warn of users' samplers that do not reproduce the order of the epoch that has ended.
 
-    The next one is then not that of the run that was not stopped. It is no reason to refuse: at the
-    end of an epoch data may change.
+    The next epoch then differs from that of the uninterrupted run. This is not refused, because
+    data may change at the end of an epoch.
     """
     epochs = {was[0] for was in pending.record.orders if was is not None}
     if pending.makes_loaders or len(epochs) != 1 or _changed(pending, loaders):
@@ -319,12 +317,12 @@ def _warn_of_other_order(pending: PendingResume, loaders: Sequence[Any]) -> None
     ]
     if changed := _changed_order(pending, own, epoch):
         rank_zero_warn(
-            "The next epoch may have another order than in a run that was not stopped: " + changed
+            f"The next epoch may have another order than in the uninterrupted run: {changed}."
         )
 
 
 def _changed_order(pending: PendingResume, loaders: Sequence[Any], epoch: int) -> str:
-    """Return whose samplers put an epoch in another order than when it was saved; else empty."""
+    """Return which samplers order an epoch differently than in the saved run; empty: none."""
     names, unknown = [], []
     for index, (loader, was) in enumerate(zip(loaders, pending.record.orders, strict=False)):
         elastic = elastic_sampler_of(loader)
@@ -340,50 +338,50 @@ def _changed_order(pending: PendingResume, loaders: Sequence[Any], epoch: int) -
     if not names:
         return ""
     return (
-        f"{' and '.join(names)} put epoch {epoch} in another order than when it was saved (it may "
-        "count its epochs by itself, draw from a source that cannot be seeded, or depend on what "
-        f"was trained). {REPRODUCIBLE}"
+        f"{' and '.join(names)} put epoch {epoch} in another order than in the saved run (it may "
+        "count epochs, draw from a source that cannot be seeded, or depend on training). "
+        f"{REPRODUCIBLE}"
     )
 
 
 def _loader_unresumable_reason(loader: object, pending: PendingResume, *, is_known: bool) -> str:
-    """Return why a loader whose order is its own cannot begin inside an epoch; empty: it can."""
+    """Return why a loader cannot start inside an epoch; empty if it can."""
     if elastic_sampler_of(loader) is not None:
         return ""
     kind = describe_loader(loader)
     if resumable_part_of(loader) is not None:
         return "" if is_known else _UNKNOWN_SAMPLES.format(kind)
     if not pending.loader_states or not isinstance(loader, Stateful):
-        return f"the {kind} cannot be told where to begin"
+        return f"the {kind} cannot start at a given sample"
     saved, now = pending.record.world_size, pending.world_size
     if saved != now:
-        return f"the {kind} has one state per rank of {saved}; there are {now} now"
+        return f"the {kind} has one state per rank, saved on {saved} ranks; this run has {now}"
     return ""
 
 
 _UNKNOWN_SAMPLES = (
-    "it is not known how many samples the {} had given: either it does not tell its batch_size, "
-    "and global_batch_size and logging_batch_size_per_gpu were not passed; or it has no length, "
-    "and had begun again within the epoch because another training loader is longer"
+    "the number of samples that the {} had yielded is unknown: either it has no batch_size, and "
+    "global_batch_size and logging_batch_size_per_gpu were not passed; or it has no length and "
+    "restarted within the epoch because another training loader is longer"
 )
 
 
 def _refusal(pending: PendingResume, lost: str) -> str:
     position = pending.record.position
     return (
-        f"{pending.where} was saved in epoch {position.epoch}, after {position.steps} optimizer "
-        f"steps of it, and {lost}. Resume from a checkpoint at the end of an epoch; or give the "
-        "data set, sampler or loader a method resume_at(epoch, samples); or pass "
-        'ElasticDeepSpeedStrategy(on_unresumable_data="restart_epoch"), and the epoch starts over'
+        f"{pending.where}: saved in epoch {position.epoch} after {position.steps} of its optimizer "
+        f"steps, and {lost}. Resume from a checkpoint at the end of an epoch; or give the data "
+        "set, sampler or loader a method resume_at(epoch, samples); or pass "
+        'ElasticDeepSpeedStrategy(on_unresumable_data="restart_epoch") to repeat the epoch'
     )
 
 
 SAVES = "saves"
-"""Entry of this library's part of the checkpoint dictionary: each ModelCheckpoint's saves."""
+"""Entry of this library's state in a checkpoint: the last save of each ``ModelCheckpoint``."""
 
 
 class LoopRestorer:
-    """The loops of a fit that is about to take its first batch after a resume."""
+    """Sets the live loops of a fit that is about to take its first batch after a resume."""
 
     def __init__(self, trainer: pl.Trainer, pending: PendingResume) -> None:
         self._trainer = trainer
@@ -393,10 +391,9 @@ class LoopRestorer:
         self._epoch = trainer.fit_loop.epoch_loop
 
     def at_batch_size(self, global_batch_size: int | None) -> PendingResume:
-        """Return what was loaded, at its position in steps of the loaders that there are now.
+        """Return the loaded state with its position in steps of the current loaders.
 
-        It was known as the checkpoint was loaded, unless ``train_dataloader`` gives another batch
-        size in each epoch.
+        This changes it only if ``train_dataloader`` returns another batch size in each epoch.
         """
         pending = self._pending
         position = pending.record.at_batch_size(global_batch_size)
@@ -406,64 +403,65 @@ class LoopRestorer:
         return self._pending
 
     def _count(self, more: int) -> None:
-        """Count more micro-batches of the epoch as done, or fewer."""
         progress = self._epoch.batch_progress
         for counts in (progress.current, progress.total):
             for name in ("ready", "started", "processed", "completed"):
                 setattr(counts, name, getattr(counts, name) + more)
 
     def restart_at(self, position: Position) -> None:
-        """Set the loops to begin there.
+        """Set the loops to start there.
 
-        Three things that Lightning would do otherwise: enter a finished epoch again for one more
-        batch (with ``max_steps``), count the logger's steps by whether it thinks that a batch was
-        interrupted, and leave out the next update of ``ReduceLROnPlateau``.
+        Otherwise Lightning would enter a finished epoch again for one more batch (with
+        ``max_steps``), count the loggers' steps as if a batch had been interrupted, and omit the
+        next update of ``ReduceLROnPlateau``.
         """
         epoch = self._epoch
-        # Also where the loops were told to begin at a step of an epoch that starts over.
+        # Also if the counters are inside an epoch that starts over.
         if position.steps == 0 and not position.is_over:
             epoch.restarting = False
             make_next_iterator(self._trainer)
         end_restart(self._trainer)
         axis: int | None = self._state.get("axis")
         if self._trainer.lightning_module.automatic_optimization:
-            axis = self._trainer.global_step  # the loggers' axis counts optimizer steps then
+            axis = self._trainer.global_step  # the loggers count optimizer steps then
         if axis is not None:
             set_logged_steps(self._trainer, axis - self._will_end_batch())
 
     def within_limit(self, position: Position) -> Position:
-        """Return an epoch as over that is shorter now than what was trained of it."""
+        """Return the position, as the epoch's end if the epoch is shorter now than its progress."""
         reached = position.steps * self._trainer.accumulate_grad_batches
         if position.is_over or not position.steps or reached < self._fit.max_batches:
             return position
         rank_zero_warn(
-            f"{position.steps} optimizer steps of epoch {position.epoch} were taken, and an epoch "
-            "has no more of them now: it ends here"
+            f"Epoch {position.epoch} ends here: {position.steps} of its optimizer steps were "
+            "taken, and an epoch is now shorter than that."
         )
         self._epoch.batch_progress.is_last_batch = True
         return replace(position, is_over=True)
 
     def restore_stop(self) -> None:
-        """Stop as soon as min_epochs and min_steps allow, where a callback had asked for it."""
+        """Stop as soon as min_epochs and min_steps allow, if a callback had requested a stop."""
         if self._state.get("waits_to_stop"):
             self._trainer.should_stop = True
-            rank_zero_info("A callback had asked to stop; training goes on to min_epochs/min_steps")
+            rank_zero_info(
+                "A callback requested a stop before the save: training ends at min_epochs/min_steps"
+            )
 
     def start_progress_bar(self, position: Position) -> None:
-        """Begin the progress bar's epoch in its middle; else it does not know its length.
+        """Start the progress bar in the middle of an epoch, so that it has the epoch's length.
 
-        Lightning does not call ``on_train_epoch_start`` for an epoch that had begun before.
+        Lightning does not call ``on_train_epoch_start`` for an epoch that was entered before.
         """
         bar = self._trainer.progress_bar_callback
         if bar is not None and (position.steps or position.is_over):
             bar.on_train_epoch_start(self._trainer, self._trainer.lightning_module)
 
     def skip_repeated_saves(self) -> None:
-        """Keep each ``ModelCheckpoint`` from saving a step again that it had saved.
+        """Keep each ``ModelCheckpoint`` from saving the same step again.
 
-        It does not keep that step; inside the next window of micro-batches it would write the same
-        state once more, over the checkpoint that the run was resumed from. A save that waited for
-        a validation is made then.
+        Its own state does not contain the step. Inside the next accumulation window it would
+        write the same state over the checkpoint from which the run was resumed. A save that was
+        deferred to a validation is made after that validation.
         """
         step, saves = self._trainer.global_step, self._state.get(SAVES, {})
         for callback in self._trainer.checkpoint_callbacks:
@@ -477,22 +475,19 @@ class LoopRestorer:
                 set_last_saved_step(callback, step)
 
     def complete_counters(self, position: Position) -> None:
-        """Show an epoch that is over as full, where its length is not what it was."""
+        """Count all batches of an epoch that is over, if its length has changed."""
         if not position.is_over or self._fit.max_batches == float("inf"):
             return
         self._count(int(self._fit.max_batches) - self._epoch.batch_progress.current.ready)
 
     def _will_end_batch(self) -> bool:
-        """Whether the loop, restarted, first ends the last batch, with or without validation.
-
-        Then it counts that batch for the loggers itself.
-        """
+        """Whether the restarted loop first ends the last batch, and counts it for the loggers."""
         return bool(self._epoch.restarting and is_validation_due(self._trainer))
 
     def restore_validation_counters(self) -> None:
-        """Count the validation's batches as the run that was not stopped had counted them here.
+        """Set the validation's batch counters to those of the uninterrupted run.
 
-        Lightning has looked at its counters by now, to decide whether to validate first.
+        Lightning has already used its counters to decide whether to validate first.
         """
         loop = self._epoch.val_loop
         counters = validation_counters_at(
@@ -505,23 +500,22 @@ class LoopRestorer:
         loop.restarting = False
 
     def restore_metrics(self) -> None:
-        """Restore what callbacks and plateau schedulers look at."""
+        """Restore the metrics that callbacks and plateau schedulers use."""
         device = self._trainer.strategy.root_device
         saved = self._state.get("metrics", {}).items()
         self._trainer.callback_metrics.update({name: value.to(device) for name, value in saved})
 
     def step_plateaus(self, position: Position, intervals: StepIntervals) -> None:
-        """Make the updates of plateau schedulers that were about to be made, and no other twice."""
+        """Make the pending updates of ``ReduceLROnPlateau`` schedulers, each exactly once."""
         ends_batch, is_pending = self._will_end_batch(), self._state.get("plateau_step_pending")
         if is_pending and not ends_batch:
             self._step_plateaus("step", self._epoch.batch_idx + 1)
         if self._state.get("plateau_epoch_pending"):
             self._step_plateaus("epoch", position.epoch)
-        if ends_batch and is_pending is False:  # Lightning ends a batch that had ended before
+        if ends_batch and is_pending is False:  # already updated for this batch
             intervals.suspend_plateau_steps(self._trainer)
 
     def _step_plateaus(self, interval: str, done: int) -> None:
-        """Update the ``ReduceLROnPlateau`` schedulers that were about to be, when it was saved."""
         trainer = self._trainer
         for config in trainer.lr_scheduler_configs:
             if not config.reduce_on_plateau or config.interval != interval:
@@ -533,7 +527,7 @@ class LoopRestorer:
                 self._epoch.scheduler_progress.increment_completed()
 
     def restart_data(self, position: Position) -> None:
-        """Make the iterator anew: its samplers begin elsewhere now, and are of another epoch."""
+        """Recreate the iterator, because samplers have another start and epoch now."""
         if combined_loader(self._trainer) is None:
             return
         forget_loader_states(self._trainer)
@@ -547,12 +541,11 @@ class LoopRestorer:
         self._make_iterator(position)
 
     def _make_iterator(self, position: Position) -> None:
-        """Make the iterator that is used from here on, and none that nobody would use."""
         if (fetcher := data_fetcher(self._trainer)) is None:
             return
         if position.is_over:
-            # Lightning ends such an epoch by asking for one more batch, which is not to be drawn;
-            # and the iteration after that is the next epoch's, also of data that count them.
+            # Lightning ends such an epoch by requesting one more batch, which must not be drawn.
+            # The next iteration is that of the next epoch, also for data that count iterations.
             fetcher.reset()
             fetcher.iterator, fetcher.done = iter(()), True
         elif self._begins_epoch():
@@ -560,14 +553,14 @@ class LoopRestorer:
         else:
             iter(fetcher)
             if position.steps:
-                prefetch_next_batch(self._trainer)  # as the uninterrupted run did a batch before
+                prefetch_next_batch(self._trainer)  # as the uninterrupted run did one batch earlier
 
     def _begins_epoch(self) -> bool:
-        """Whether Lightning makes the iterator itself, as at each epoch's start but the first."""
+        """Whether Lightning creates the iterator, as at the start of every epoch but the first."""
         return self._trainer.current_epoch > 0 and not self._epoch.restarting
 
 
 def validation_batches(trainer: pl.Trainer) -> int:
-    """Return the batches of a validation on this rank; 0 where that is not known."""
+    """Return the batches of a validation on this rank; 0 if unknown."""
     batches = trainer.fit_loop.epoch_loop.val_loop.max_batches
     return 0 if float("inf") in batches else int(sum(batches))

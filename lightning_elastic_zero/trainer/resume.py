@@ -1,10 +1,9 @@
-"""Resume of a run: numbers rewritten as they are loaded, state restored before training.
+"""Record a run's position for saves, and resume a run from such a record.
 
-Lightning restores its loops from numbers, when the loaders may not exist yet. So this happens at
-two moments: ``resume_from`` rewrites the numbers for this number of devices as they are loaded, and
-``on_train_start`` restores samplers, iterators and random numbers when training is about to begin.
-
-A save's record of a run: its position, and what belongs to that moment.
+Lightning restores its loops from counters, when the loaders may not exist yet. So a resume has two
+parts: ``RunResumer.resume_from`` rewrites the counters for this number of devices when they are
+loaded, and ``RunResumer.on_train_start`` restores samplers, iterators and random states when
+training is about to begin. ``RunRecorder`` keeps the state that a save at any moment needs.
 """
 
 from __future__ import annotations
@@ -92,31 +91,32 @@ from lightning_elastic_zero.trainer.windows import (
 )
 
 STATE_KEY = "lightning_elastic_zero"
-"""Entry of the checkpoint dictionary with what the manifest has no place for."""
+"""Entry of the checkpoint dictionary for this library's state."""
 
 VALIDATED_IN_WINDOW = "validated_in_window"
-"""Entry of the same: micro-batches after the step whose validations the callbacks have counted."""
+"""Entry of that state: micro-batches since the last step up to the last completed validation."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """What belongs to the last optimizer step, while a window of micro-batches is under way.
+    """Copies made at the last optimizer step, for saves inside an accumulation window.
 
-    Weights change at optimizer steps; buffers, random numbers and loaders at every micro-batch. A
-    checkpoint taken inside a window goes back to the last step, so it needs theirs of that moment.
+    Weights change at optimizer steps; buffers, random states and loaders at every micro-batch. A
+    checkpoint taken inside a window goes back to the last step, so it needs their state at that
+    step.
     """
 
     random: Mapping[str, Any]
     buffers: Mapping[str, torch.Tensor]
-    """Copies, by the names that the module's ``named_buffers`` gives."""
+    """By the names of the module's ``named_buffers``."""
     loaders: list[Any]
-    """States of the training loaders that keep their own."""
+    """States of stateful training loaders."""
     generators: list[Any]
-    """States of the generators that the training loaders draw from."""
+    """States of the generators from which the training loaders draw."""
 
     @classmethod
     def of(cls, trainer: pl.Trainer, loaders: list[Any], device: torch.device) -> StepState:
-        """Copy what is there now."""
+        """Copy the current state."""
         module: nn.Module = trainer.lightning_module
         buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
         generators = [*map(generator_states, training_loaders(trainer))]
@@ -124,49 +124,48 @@ class StepState:
 
 
 class RunRecorder:
-    """Notes during training what a save at any moment has to record."""
+    """Keeps during training what a save at any moment has to record."""
 
     def __init__(self, batches: BatchSettings | None = None) -> None:
-        """Begin a fit whose steps are made of these batches; without them there is none."""
         self._batches = batches
         self._step_state: StepState | None = None
         self._random_before_validation: dict[str, Any] | None = None
         self._states_of_loaders = LoaderStates()
         self._validated_at = -1
         self.seed = run_seed()
-        """That orders the samples where the user gives none; a resume restores it."""
+        """Seed of the sample order if the user gives none; restored by a resume."""
         self._placement: Placement | None = None
         self._at_end: tuple[DataProgress, list[Any]] | None = None
         self.epoch_metrics = EpochMetrics()
-        """What an epoch has summed up."""
+        """Metrics accumulated in the epoch."""
 
     def begin_training(self, trainer: pl.Trainer, given: list[Any], device: torch.device) -> None:
-        """Note what is there before the first batch; loaders were given these states."""
+        """Record the state before the first batch; ``given``: states loaded into loaders."""
         self._states_of_loaders.begin(trainer, given)
         self.after_optimizer_step(trainer, device)
 
     def after_optimizer_step(self, trainer: pl.Trainer, device: torch.device) -> None:
-        """Keep what belongs to this moment, right after an optimizer step."""
+        """Copy the state of this moment, right after an optimizer step."""
         if trainer.accumulate_grad_batches > 1:
             self._step_state = StepState.of(trainer, self._states_of_loaders.now(trainer), device)
 
     def before_batch(self, trainer: pl.Trainer, batch_idx: int) -> None:
-        """Note what loaders keep, when a batch was fetched and is about to be trained on."""
-        self.epoch_metrics.note(trainer)  # of steps that take their batches themselves
+        """Record loader states; a batch was fetched and is about to be trained on."""
+        self.epoch_metrics.note(trainer)  # for training steps that fetch their own batches
         self._states_of_loaders.before_batch(trainer, is_first=batch_idx == 0)
         if prefetch_next_batch(trainer):
             self._states_of_loaders.before_batch(trainer, is_first=False)
 
     def on_validation_start(self, device: torch.device) -> None:
-        """Set the streams of random numbers aside: what a validation draws is not training's.
+        """Copy the random states, so that a validation does not change those of training.
 
-        A run that is resumed inside or after a validation may do it again, or not.
+        A run that is resumed inside or after a validation may or may not repeat it.
         """
         self._random_before_validation = collect_rng_states(device)
         self.epoch_metrics.validating()
 
     def on_validation_end(self, trainer: pl.Trainer, device: torch.device) -> None:
-        """Note that the validation that was due here is over."""
+        """Record that the validation is over, and restore the random states."""
         self.mark_validated(trainer)
         self.epoch_metrics.validated(trainer)
         if self._random_before_validation is not None:
@@ -174,13 +173,13 @@ class RunRecorder:
             self._random_before_validation = None
 
     def mark_validated(self, trainer: pl.Trainer, ahead: int = 0) -> None:
-        """Note that the validations up to this batch, or so many batches ahead, are over."""
+        """Record that the validations up to this batch, or ``ahead`` batches later, are over."""
         self._validated_at = _batches_done(trainer) + ahead
 
     def record(
         self, trainer: pl.Trainer, loops: Mapping[str, Any], world_size: int
     ) -> DataProgress:
-        """Return where the run stands."""
+        """Return the current position of the run."""
         batches = self._batches
         accumulate = trainer.accumulate_grad_batches
         position = read_position(
@@ -189,13 +188,13 @@ class RunRecorder:
             batches=trainer.num_training_batches,
             validating=is_fitting(trainer) and trainer.validating,
         )
-        # Inside a window the place is that of the step before, after which validation may have run.
+        # Inside a window, the position is the last step; a validation may have run since.
         if self._validated_in_window(trainer) >= 0:
             position = replace(position, is_validated=True)
         elastic = [elastic_sampler_of(loader) for loader in training_loaders(trainer)]
         size = None
         if batches is not None:
-            # As the loaders are now: train_dataloader may give another batch size in each epoch.
+            # train_dataloader may return another batch size in each epoch.
             live = batch_size_of(training_loaders(trainer)) or batches.loader_batch_size
             size = replace(batches, loader_batch_size=live).global_batch_size
         if size is None:
@@ -223,7 +222,7 @@ class RunRecorder:
         return replace(found, loaders=kept.loaders, consumed=kept.consumed, orders=kept.orders)
 
     def end(self, trainer: pl.Trainer) -> None:
-        """Note what a fit has recorded of its loaders, which an evaluation after it removes."""
+        """Keep the record of the loaders, which a following evaluation removes."""
         if loaders := training_loaders(trainer):
             loops = trainer.fit_loop.state_dict()
             record = self.record(trainer, loops, trainer.world_size)
@@ -236,11 +235,11 @@ class RunRecorder:
         return [*map(generator_states, loaders)]
 
     def begin_at(self, placement: Placement) -> None:
-        """Note where a resumed run goes on."""
+        """Set the position at which a resumed run continues."""
         self._placement = placement
 
     def _consumed(self, trainer: pl.Trainer, position: Position) -> tuple[Consumed | None, ...]:
-        """Return what this epoch has consumed of each training loader, up to a position."""
+        """Return how much of each training loader this epoch has consumed up to a position."""
         combined = combined_loader(trainer)
         if combined is None:
             return ()
@@ -267,9 +266,9 @@ class RunRecorder:
     def state_dict(
         self, trainer: pl.Trainer, record: DataProgress, device: torch.device, path: str
     ) -> dict[str, Any]:
-        """Return what else of this moment belongs to a checkpoint at a path, this rank's own."""
+        """Return this rank's state of this moment for a checkpoint at a path."""
         step_state = self._step_state_of(trainer)
-        # As known by now: to ask for more may be to talk to ranks that are gone, or do not save.
+        # Only known values: computing more could communicate with ranks that do not save.
         metrics = known_callback_metrics(trainer)
         began = is_fitting(trainer) and trainer.validating
         validated, inside = began and _is_validation_over(trainer), _is_mid_accumulation(trainer)
@@ -294,20 +293,20 @@ class RunRecorder:
         }
 
     def buffers(self, trainer: pl.Trainer) -> Mapping[str, torch.Tensor] | None:
-        """Return the buffers of the last optimizer step, if they are not the live ones."""
+        """Return the buffers of the last optimizer step; None if the live ones are equal."""
         step_state = self._step_state_of(trainer)
         return step_state.buffers if step_state else None
 
     def loader_states(self, trainer: pl.Trainer) -> list[Any]:
-        """Return the states of loaders that keep their own, as of the last optimizer step."""
+        """Return the states of stateful loaders at the last optimizer step."""
         step_state = self._step_state_of(trainer)
         return step_state.loaders if step_state else self._states_of_loaders.now(trainer)
 
     def _validated_in_window(self, trainer: pl.Trainer) -> int:
-        """Return the micro-batches since the last step up to the last validation that is over.
+        """Return the micro-batches since the last step up to the last completed validation.
 
-        It is negative where that validation was before the step. Hooks of the validation that runs
-        count it once its batches are done, since callbacks count it then.
+        Negative if that validation was before the step. A running validation counts as completed
+        once its batches are done, because callbacks count it then.
         """
         done = _batches_done(trainer)
         over = is_fitting(trainer) and trainer.validating and _is_validation_over(trainer)
@@ -315,12 +314,12 @@ class RunRecorder:
         return validated_at - (done - pending_micro_batches(trainer))
 
     def _step_state_of(self, trainer: pl.Trainer) -> StepState | None:
-        """Return what was kept at the last step, inside a window of micro-batches."""
+        """Return the copies of the last step if the run is inside an accumulation window."""
         return self._step_state if _is_mid_accumulation(trainer) else None
 
 
 def _samples_of_pass(loader: object, size: int | None, accumulate: int) -> int | None:
-    """Return the samples of a whole pass through a loader; None where it has no length."""
+    """Return the samples of a complete pass through a loader; None if unknown."""
     if (elastic := elastic_sampler_of(loader)) is not None:
         return elastic.total_size
     length = length_of(loader)
@@ -328,7 +327,7 @@ def _samples_of_pass(loader: object, size: int | None, accumulate: int) -> int |
 
 
 def _after(part: Consumed, samples: int, whole: int | None, *, repeats: bool) -> Consumed:
-    """Return what is consumed of a loader after so many samples more."""
+    """Return the place in a loader after a number of further samples."""
     samples += part.samples
     if not whole:
         return Consumed(samples, part.passes)
@@ -339,13 +338,12 @@ def _after(part: Consumed, samples: int, whole: int | None, *, repeats: bool) ->
 
 
 def _is_mid_accumulation(trainer: pl.Trainer) -> bool:
-    """Whether a window of micro-batches is under way."""
     current = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["current"]
     return bool(current["ready"] != current["processed"] or pending_micro_batches(trainer))
 
 
 def _is_validation_over(trainer: pl.Trainer) -> bool:
-    """Whether all batches of the validation that is under way are done."""
+    """Whether all batches of the running validation are done."""
     progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
     current = progress.current
     return bool(progress.is_last_batch and current.completed == current.ready > 0)
@@ -357,9 +355,9 @@ def _batches_done(trainer: pl.Trainer) -> int:
 
 
 def _saves(trainer: pl.Trainer, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each ``ModelCheckpoint``'s key, the step that it saved last, and whether a save waits.
+    """Yield the key of each ``ModelCheckpoint``, its last saved step, and if a save is deferred.
 
-    Its own state has neither. The callback that saves now notes its step afterwards.
+    Its own state contains neither. The callback that saves now updates its step afterwards.
     """
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
@@ -370,19 +368,19 @@ def _saves(trainer: pl.Trainer, path: str) -> Iterator[tuple[str, dict[str, Any]
 
 
 def _is_ending(progress: Any) -> bool:
-    """Whether a batch or epoch is done, and the hooks at its end are not."""
+    """Whether a batch or epoch is done, but the hooks at its end are not."""
     return bool(progress.current.completed < progress.current.processed)
 
 
 def _logger_step(trainer: pl.Trainer) -> int:
-    """Return the loggers' step for the next batch, which is counted when a batch has ended."""
+    """Return the loggers' step for the next batch. Lightning counts a batch when it has ended."""
     current = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["current"]
     ending = current["completed"] < current["processed"] or trainer.validating
     return logged_steps(trainer) + ending
 
 
 def _batch_counts(trainer: pl.Trainer, batches: BatchSettings | None) -> dict[str, Any]:
-    """Return the settings that count batches; integers in micro-batches of one rank."""
+    """Return the settings that count batches, with integers in micro-batches of one rank."""
     found = {name: getattr(trainer, name, None) for name in BATCH_COUNT_SETTINGS}
     counts = {name: float(v) if isinstance(v, float) else v for name, v in found.items()}
     interval = counts["val_check_interval"]
@@ -392,7 +390,7 @@ def _batch_counts(trainer: pl.Trainer, batches: BatchSettings | None) -> dict[st
 
 
 def _planned_steps(trainer: pl.Trainer) -> int | None:
-    """Return the optimizer steps that the whole run is to take, where that is known."""
+    """Return the planned optimizer steps of the whole run; None: unknown."""
     batches, epochs, most = trainer.num_training_batches, trainer.max_epochs, trainer.max_steps
     by_epochs = (
         None
@@ -405,32 +403,31 @@ def _planned_steps(trainer: pl.Trainer) -> int | None:
 
 
 class RunResumer:
-    """The part of the strategy that makes a resumed run take the steps of an uninterrupted one."""
+    """Makes a resumed run take the same steps as an uninterrupted one."""
 
     def __init__(self, on_unresumable_data: UnresumableDataPolicy) -> None:
-        """Begin without a fit.
+        """Prepare for fits.
 
         Raises:
-            ValueError: ``on_unresumable_data`` is no word that is known.
+            ValueError: ``on_unresumable_data`` is not a known policy.
         """
         self._on_unresumable_data: UnresumableDataPolicy = check_choice(
             "on_unresumable_data", on_unresumable_data, get_args(UnresumableDataPolicy)
         )
         self.settings = UserSettings()
-        """The trainer's settings as the user has them."""
+        """The user's values of trainer settings that this library changes."""
         self.recorder = RunRecorder()
-        """Where the run stands, and what belongs to that moment."""
         self._step_intervals = StepIntervals()
         self.batches: BatchSettings | None = None
-        """How steps are made of samples."""
+        """How an optimizer step is made of samples; None before the first fit."""
         self._pending: PendingResume | None = None
         self.overruled_orders: list[str] | None = None
-        """What is said of each training loader's order; None where they were not asked for."""
+        """Result of ``overruled_orders`` for the user's loaders; None: not determined yet."""
         self._loaders_made = 0
         self._new_generators: list[dict[str, list[torch.Tensor]]] = []
 
     def set_batches(self, batches: BatchSettings) -> None:
-        """Begin a fit whose steps are made of these batches."""
+        """Begin a fit with these batch settings."""
         self.batches = batches
         self._pending = None
         self.recorder = RunRecorder(batches)
@@ -439,17 +436,16 @@ class RunResumer:
 
     @property
     def _is_planned(self) -> bool:
-        """Whether there is a global batch."""
         return self.batches is not None and self.batches.plan is not None
 
     def process_loader(self, loader: object, trainer: pl.Trainer, rank: int) -> object:
-        """Make a loader one that can be resumed; Lightning prepared it before."""
+        """Return a resumable version of a loader that Lightning has prepared."""
         if self.batches is None:
             return loader
         if not trainer.training:
             return with_own_generator(loader, run_seed(), rank)
         if self._loaders_made and self._loaders_made >= len(training_loaders(trainer)) > 0:
-            self._loaders_made, self._new_generators = 0, []  # they are made anew
+            self._loaders_made, self._new_generators = 0, []  # the loaders are recreated
         loader = elastic_loader(loader, self.batches, rank, run_seed(), trainer.current_epoch)
         if (elastic := elastic_sampler_of(loader)) is None:
             self.batches.check_fixed_batches(loader)
@@ -462,35 +458,35 @@ class RunResumer:
         return loader
 
     def _check_first(self, elastic: ElasticSampler, loader: object) -> None:
-        """Refuse a first loader that is not cut as was settled by the batch size that it had."""
+        """Refuse a first loader whose batch size has changed since the batches were resolved."""
         plan = self.batches.plan if self.batches is not None else None
         if batch_size_of(loader) is None:
-            return  # its items are batches, and are not cut
+            return  # its items are batches
         if plan is not None and not self._loaders_made and elastic.plan != plan:
             msg = (
-                f"global_batch_size={plan.global_batch_size} was cut for another batch_size than "
-                f"the training loader has, which would make it {elastic.plan.global_batch_size}: "
-                "let train_dataloader give the same batch_size each time that it is called"
+                f"global_batch_size={plan.global_batch_size}: train_dataloader now returns another "
+                f"batch_size, which would make it {elastic.plan.global_batch_size}. Return the "
+                "same batch_size in every call"
             )
             raise UnsupportedError(msg)
 
     def weight(self, trainer: pl.Trainer, rank: int) -> float:
-        """Return the weight of the running micro-batch's loss, beside 1 / accumulation."""
+        """Return the weight of the current micro-batch's loss, in addition to 1 / accumulation."""
         plan = self.batches.plan if self.batches is not None else None
         if plan is None or plan.is_even:
             return 1.0
         return plan.loss_weight(rank, trainer.fit_loop.batch_idx % plan.accumulate)
 
     def before_batch_transfer(self, trainer: pl.Trainer) -> None:
-        """Note what has been summed up, when a batch has come and its hooks are still to run."""
+        """Record metrics; a batch was fetched and its hooks have not run yet."""
         self._step_intervals.restore(trainer)
         self.recorder.epoch_metrics.note(trainer)
 
     def before_batch(self, trainer: pl.Trainer, batch_idx: int) -> None:
-        """Compute what is due after a batch that was fetched and is about to be trained on.
+        """Determine what is due after a batch that is about to be trained on.
 
         Raises:
-            UnsupportedError: the accumulation was changed since the fit began.
+            UnsupportedError: The accumulation has changed since the fit began.
         """
         if self.batches is not None:
             self.batches.check_accumulation(trainer)
@@ -512,7 +508,7 @@ class RunResumer:
         )
         size = self.batches.global_batch_size if self.batches is not None else None
         if (every := reload_interval(trainer)) and not self._is_planned:
-            size = None  # the loaders of that epoch may have another one than those so far
+            size = None  # the loaders of that epoch may have another batch size
         position = record.at_batch_size(size)
         states = loops.get("state_dict", {}).get(LOADER_STATES, [])
         held = (own, list(states), loops.get(VALIDATION, {}))
@@ -529,8 +525,8 @@ class RunResumer:
         """Restore everything before the first batch.
 
         Raises:
-            CheckpointMismatchError: the data cannot be resumed where it was left, and the user did
-                not allow the epoch to be restarted.
+            CheckpointMismatchError: The data cannot resume at the saved position, and the policy
+                is ``"refuse"``.
         """
         self._step_intervals.begin_fit(trainer, is_planned=self._is_planned)
         self.recorder.epoch_metrics.begin(trainer)
@@ -544,7 +540,7 @@ class RunResumer:
     def _resume(
         self, pending: PendingResume, trainer: pl.Trainer, device: torch.device
     ) -> list[Any]:
-        """Restore what was loaded; return the states that loaders were given."""
+        """Restore the loaded state; return the states that were loaded into loaders."""
         rank, world_size = trainer.global_rank, trainer.world_size
         now = self.recorder.record(trainer, trainer.fit_loop.state_dict(), world_size)
         self._warn_about_changes(pending, now, has_schedule=bool(trainer.lr_scheduler_configs))
@@ -576,7 +572,7 @@ class RunResumer:
         self.recorder.epoch_metrics.resume_from(source, trainer, position)
         live.step_plateaus(position, self._step_intervals)
         loaders = training_loaders(trainer)
-        if not position.epoch:  # its iterator is made anew, here
+        if not position.epoch:  # its iterator is recreated here
             for loader, states in zip(loaders, self._new_generators, strict=False):
                 set_generator_states(loader, states, "workers", "order")
         live.restart_data(position)
@@ -599,14 +595,14 @@ class RunResumer:
         else:
             seed_rng_streams(run_seed(), trainer.global_step, rank)
             rank_zero_info(
-                f"Random numbers: saved on another number of devices "
-                f"({pending.record.world_size}), so each rank of {world_size} starts a stream of "
-                f"its own (seed {run_seed()}, step {trainer.global_step}, rank)"
+                f"Random numbers: saved on {pending.record.world_size} devices, so each of the "
+                f"{world_size} ranks starts a new stream from seed {run_seed()}, step "
+                f"{trainer.global_step} and its rank"
             )
         return given
 
     def _warn_about_data(self, trainer: pl.Trainer) -> None:
-        """Warn of what becomes of the training data that the user may not expect."""
+        """Warn of reordered and unresumable training data."""
         loaders = training_loaders(trainer)
         texts = [*shuffle_warnings(self.overruled_orders or (), loaders)]
         self.overruled_orders = None
@@ -619,7 +615,6 @@ class RunResumer:
     def _warn_about_changes(
         self, pending: PendingResume, now: DataProgress, *, has_schedule: bool
     ) -> None:
-        """Warn of what changed since the save."""
         made = now if has_schedule else replace(now, planned_steps=None)
         for text in change_warnings(
             pending.record,
@@ -631,10 +626,10 @@ class RunResumer:
 
 
 def _validated_ahead(pending: PendingResume, position: Position, now: DataProgress) -> int:
-    """Return how many of the next micro-batches validations have followed before the save.
+    """Return for how many of the next micro-batches validation had already run before the save.
 
-    A save inside a window goes back to the step before; callbacks, whose states are of the save,
-    do not. As many samples are meant as in the run that saved.
+    A save inside a window goes back to the last step, but the callbacks' states do not. The count
+    is converted to the micro-batches of this run that have the same number of samples.
     """
     inside = int(pending.state.get(VALIDATED_IN_WINDOW, 0))
     if not inside or position.steps != pending.position.steps:
@@ -649,9 +644,6 @@ def _validated_ahead(pending: PendingResume, position: Position, now: DataProgre
 
 
 def counted_loops(state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the fit loop's counters of Lightning's checkpoint; None where it has none.
-
-    Without them the trainer begins at step 0.
-    """
+    """Return the fit loop's counters in Lightning's checkpoint; None: start at step 0."""
     loops: dict[str, Any] | None = state.get("loops", {}).get("fit_loop")
     return loops if loops is not None and EPOCHS in loops else None

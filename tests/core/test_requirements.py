@@ -18,7 +18,7 @@ from lightning_elastic_zero.core.requirements import (
 )
 from lightning_elastic_zero.engine.deepspeed import check_builder, check_ops
 from lightning_elastic_zero.errors import UnsupportedError
-from lightning_elastic_zero.trainer.strategy import LossScalingCheck
+from lightning_elastic_zero.trainer.accumulation import LossScalingCheck
 
 ROOT = Path(__file__).resolve().parents[2]
 

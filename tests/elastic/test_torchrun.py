@@ -97,7 +97,7 @@ def test_a_worker_killed_in_the_first_save(undisturbed: Undisturbed, tmp_path: P
         nodes.finish()
         first, second = re.findall("No checkpoint was loaded: .*", nodes.log_of(FIRST))
         assert first == "No checkpoint was loaded: training starts from step 0."
-        lies = f" In {nodes.checkpoints} lie saves that were not published."
+        lies = f" Unfinished saves are in {nodes.checkpoints}."
         assert second == first + lies
         named = "--nnodes=1:4 lets nodes join and leave, but torchrun's agents share one store"
         assert nodes.log_of(FIRST).count(named) == 2

@@ -154,7 +154,7 @@ NOT_ON_DISK = {
     ("cli.py", "_convert", "args.rename"),
     ("tools/conversion.py", "convert_checkpoint", "options.rename"),
     ("trainer/loaders.py", "_copy_of", "copy.copy"),
-    ("trainer/strategy.py", "watch", "handle.remove"),
+    ("trainer/accumulation.py", "watch", "handle.remove"),
     (
         "formats/pickles.py",
         "array_over",

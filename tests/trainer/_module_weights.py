@@ -85,7 +85,7 @@ def save_after_a_change(plan: FitSpec, how: str, path: str) -> dict[str, Any]:
         net.load_state_dict({name: value + 1 for name, value in net.state_dict().items()})
     else:
         _, net, data, _ = replace(plan, seed=17).make()
-    with warnings_heard(about="has other weights since") as said:
+    with warnings_heard(about="saving weights only") as said:
         trainer.test(net, data, verbose=False)
         trainer.save_checkpoint(path)
     tested = digests(net)

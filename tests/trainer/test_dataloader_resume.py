@@ -41,8 +41,8 @@ def test_what_cannot_be_placed_is_refused(
         resumed = replace(resumed, batch_size=12 // world)
     for message in worlds.run(world, partial(error_of, resumed)):
         assert message.startswith("CheckpointMismatchError")
-        assert "was saved in epoch 0, after 3 optimizer steps of it" in message
-        assert "cannot be told where to begin" in message
+        assert "saved in epoch 0 after 3 of its optimizer steps" in message
+        assert "cannot start at a given sample" in message
         assert "resume_at(epoch, samples)" in message
         assert 'on_unresumable_data="restart_epoch"' in message
 
@@ -190,7 +190,7 @@ def test_a_stream_that_has_begun_again_is_refused(worlds: Pools, tmp_path: Path)
     assert seen.steps == from_step(whole.steps, 2)
     for message in worlds.run(2, partial(error_of, saving.resumed("step 0.6"))):
         assert message.startswith("CheckpointMismatchError")
-        assert "how many samples the DataLoader of SeekableStream had given" in message
+        assert "samples that the DataLoader of SeekableStream had yielded" in message
 
 
 @pytest.mark.long
@@ -202,7 +202,7 @@ def test_a_loaders_own_state_serves_the_same_world_only(worlds: Pools, tmp_path:
         assert seen.steps == from_step(whole.steps, 3)
     assert len(whole.steps) == 10
     for message in worlds.run(3, partial(error_of, resumed)):
-        assert "has one state per rank of 2; there are 3 now" in message
+        assert "one state per rank, saved on 2 ranks; this run has 3" in message
 
 
 @pytest.mark.parametrize("point", ["step 0.1", "inside 0.2", "step 0.4", "inside 1.1"])
@@ -232,7 +232,7 @@ def test_other_data_is_refused_in_mid_epoch(worlds: Pools, tmp_path: Path) -> No
     run = RunSpec(save=("epoch 0",))
     _, resumed = saved(run, worlds, tmp_path)
     for message in worlds.run(2, partial(error_of, replace(resumed, length=70))):
-        assert "the data is not that of the save (dataset_length was 53, is 70)" in message
+        assert "the data differs from that of the saved run (dataset_length was 53, is 70)" in message
     ended = replace(run, save=("epoch 0",), root=str(tmp_path), epochs=1)
     worlds.run(2, partial(fit, ended))
     longer = ended.resumed("epoch 0", epochs=2, length=70)
@@ -266,7 +266,7 @@ def test_a_sampler_that_counts_its_epochs_is_refused(worlds: Pools, tmp_path: Pa
     assert seen.steps == from_step(whole.steps, 3)  # it counts alike until here
     for message in worlds.run(2, partial(error_of, run.resumed(SAVE_LATER))):
         assert message.startswith("CheckpointMismatchError")
-        assert "OwnGenerator put epoch 1 in another order than when it was saved" in message
+        assert "OwnGenerator put epoch 1 in another order than in the saved run" in message
         assert "set_epoch(epoch)" in message
     allowed = run.resumed(SAVE_LATER, strategy={"on_unresumable_data": "restart_epoch"})
     seen = worlds.run(2, partial(fit, allowed))[0]
@@ -286,7 +286,7 @@ def test_an_order_of_other_indices_is_compared_as_well(worlds: Pools, tmp_path: 
     worlds.run(1, partial(fit, run))
     for world in (1, 2):
         for message in worlds.run(world, partial(error_of, run.resumed(SAVE))):
-            assert "NumPyIndices put epoch 0 in another order than when it was saved" in message
+            assert "NumPyIndices put epoch 0 in another order than in the saved run" in message
 
 
 def test_an_order_that_cannot_be_compared_is_refused(worlds: Pools, tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_an_order_that_cannot_be_compared_is_refused(worlds: Pools, tmp_path: Pa
     said = "will be refused on resume: NumPyIndices names samples by objects without content"
     assert sum(said in text for text in seen.messages) == 1
     (message,) = worlds.run(1, partial(error_of, run.resumed(SAVE)))
-    assert "3 optimizer steps of it, and NumPyIndices names samples by objects without" in message
+    assert "3 of its optimizer steps, and NumPyIndices names samples by objects without" in message
 
 
 @pytest.mark.long
@@ -360,8 +360,8 @@ def test_an_order_that_is_to_be_kept(kind: str, worlds: Pools, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        ("iterable", "will be refused on resume: the DataLoader of Stream cannot be told where"),
-        ("stateful", "on another number of devices than 2: the StatefulLoader of Stream has a"),
+        ("iterable", "will be refused on resume: the DataLoader of Stream cannot start at"),
+        ("stateful", "on another number of devices than 2: the StatefulLoader of Stream has one"),
         ("seeks", ""),
         ("plain", ""),
     ],
@@ -411,8 +411,8 @@ def test_the_order_is_that_of_the_run_not_of_a_new_seed(
             {"global_batch": None, "batch_size": 6},
             "from 12 samples (2 devices, accumulation 1) to 18 (3 devices, accumulation 1)",
         ),
-        (2, {"global_batch": 18, "batch_size": 9}, "global_batch_size=12 keeps it"),
-        (2, {"epochs": 3}, "planned for 10 optimizer steps, and is now for 15"),
+        (2, {"global_batch": 18, "batch_size": 9}, "Pass global_batch_size=12 to keep it"),
+        (2, {"epochs": 3}, "planned for 10 optimizer steps and is now planned for 15"),
     ],
 )
 def test_what_changed_is_said(
@@ -439,7 +439,7 @@ def test_counts_of_batches_that_mean_something_else_are_said(worlds: Pools, tmp_
     _, resumed = saved(run, worlds, tmp_path)
     trainer = {"val_check_interval": 2, "accumulate_grad_batches": 2}
     seen = worlds.run(1, partial(fit, replace(resumed, trainer=trainer)))[0]
-    said = "Trainer(val_check_interval=2) counts batches of one device: 2 optimizer steps when"
+    said = "Trainer(val_check_interval=2) counts batches of one device: 2 optimizer steps in"
     assert any(said in text for text in seen.messages), seen.messages
     assert not any("global batch changes" in text for text in seen.messages)
 
@@ -451,7 +451,7 @@ def test_random_numbers_of_another_world_are_said_once(worlds: Pools, tmp_path: 
     counts = []
     for world in (2, 3):
         messages = worlds.run(world, partial(fit, resumed))[0].messages
-        counts.append(sum("starts a stream of its own" in text for text in messages))
+        counts.append(sum("starts a new stream" in text for text in messages))
     assert counts == [0, 1]
 
 

@@ -98,9 +98,9 @@ def test_an_epoch_that_is_ended_within_a_window(stage: int, worlds: Pools, tmp_p
     seen = worlds.run(2, partial(fit, run.resumed("epoch 0")))[0]
     assert seen.buffer == whole.buffer
     assert seen.losses[3] == whole.losses[3]  # by the weights of step 2, the epoch's first
-    said = [m for m in whole.messages if "ended within a window of micro-batches" in m]
+    said = [m for m in whole.messages if "ended within an accumulation window" in m]
     assert len(said) == 1
-    assert "with its last 1, and their gradients are dropped" in said[0]
+    assert "gradients of its last 1 micro-batches are dropped" in said[0]
 
 
 UNCUT = RunSpec(length=48, batch_size=4, global_batch=8, epochs=3, noise=0.1)

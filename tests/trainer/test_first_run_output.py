@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_elastic_zero.trainer.strategy import FILTERED_WARNINGS, WarningFilters
+from lightning_elastic_zero.trainer.checks import FILTERED_WARNINGS, WarningFilters
 from tests.engine._worker_pool import environment
 from tests.ports import free_port
 from tests.timeouts import HANG_TIMEOUT_S

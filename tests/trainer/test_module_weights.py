@@ -126,7 +126,7 @@ def test_what_is_unfrozen_or_frozen_later_is_said(
         for n, text in zip((1, 2), first["said"], strict=True)
     ] == [True, True]
     assert all("last.weight, last.bias" in text and "lr=0" in text for text in first["said"])
-    assert "first" not in first["said"][0].partition("Or end")[0].partition("To train")[0]
+    assert "first" not in first["said"][0].partition("Or start")[0].partition("To train")[0]
     assert not second["said"]
     changes = len(set(first["weights"]))
     assert changes == (1 if thaw else len(first["weights"])), first["weights"]

@@ -31,7 +31,7 @@ from tests.trainer._recorded_runs import (
 
 pytestmark = pytest.mark.engine
 
-REPLACED = "The run goes on with the saved learning rate"
+REPLACED = "Continuing with the saved learning rate"
 
 
 def said(seen: RunRecord, text: str) -> list[str]:
@@ -145,9 +145,9 @@ def test_where_a_fit_goes_on_is_said_of_every_kind(worlds: Pools, tmp_path: Path
 def test_an_order_that_lightning_overrules_is_said(worlds: Pools) -> None:
     """A generator, drawing with replacement, and an explicit SequentialSampler; once each."""
     expected = {
-        "own generator": "does not draw from the generator of the loader",
-        "replacement": "gives every sample once in an epoch",
-        "explicit SequentialSampler": "cannot tell sampler=SequentialSampler(dataset)",
+        "own generator": "ignores the generator of the loader",
+        "replacement": "yields every sample once per epoch",
+        "explicit SequentialSampler": "sampler=range(len(dataset))",
         "plain": "",
     }
     runs = [RunSpec(kind=kind, epochs=1) for kind in expected]
