@@ -337,7 +337,7 @@ def test_an_unshuffled_loader_that_is_shuffled_is_said(world: int, worlds: Pools
     seen = worlds.run(world, partial(fits, [RunSpec(kind="in order"), RunSpec()]))[0]
     said = [[text for text in of.messages if "shuffled" in text] for of in seen]
     assert [len(texts) for texts in said] == [1, 0]
-    assert said[0][0].startswith("The training DataLoader of IndexedSamples is shuffled, although")
+    assert said[0][0].startswith("The training DataLoader of IndexedSamples is shuffled although")
     assert "sampler=range(len(dataset))" in said[0][0]
     assert seen[0].steps == seen[1].steps
 
