@@ -1,8 +1,8 @@
 """Training loaders that resume an epoch at any sample.
 
-Loaders that keep their own state: which state a save holds, and where it is restored.
-
-Check that ranks have one order of the samples, where a user's own sampler makes it.
+A loader whose order Lightning's sampler determines gets an ``ElasticSampler``. Other loaders resume
+by a ``resume_at`` method or by a state of their own. ``SampleOrderCheck`` compares the order of
+users' samplers between ranks.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ResumesAtSample(Protocol):
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A loader that keeps a state of its own, which Lightning saves and restores."""
+    """A loader with its own state, which Lightning saves and restores."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
@@ -70,17 +70,17 @@ class Stateful(Protocol):
 def elastic_loader(
     loader: object, batches: BatchSettings, rank: int, seed: int, epoch: int = 0
 ) -> object:
-    """Return a loader with an ``ElasticSampler`` in the place of a distributed one.
+    """Return a loader with an ``ElasticSampler`` in place of its distributed sampler.
 
     Args:
-        loader: as Lightning prepared it for training; of any kind.
-        batches: how a step is made of micro-batches.
-        rank: this rank.
-        seed: of the run, for what the loader's workers draw.
-        epoch: for which the loader was made.
+        loader: A loader of any kind, as Lightning prepared it for training.
+        batches: The batch settings.
+        rank: This rank.
+        seed: Seed of the run, for the loader's workers.
+        epoch: Epoch for which the loader was created.
 
     Returns:
-        A copy with the sampler, or the loader as it was where its order is not ours to say.
+        A copy with the sampler, or the loader with its own sampler if that cannot be replaced.
     """
     if not isinstance(loader, DataLoader):
         return loader
@@ -104,7 +104,7 @@ def elastic_loader(
 
 
 def _is_ours_to_order(loader: DataLoader[Any]) -> bool:
-    """Whether a loader's samples come in the order of a sampler that can be replaced."""
+    """Whether the order of a loader's samples comes from a sampler that can be replaced."""
     if isinstance(loader.dataset, IterableDataset) or resumable_part_of(loader) is not None:
         return False
     if not _cuts_plainly(loader.batch_sampler):
@@ -116,20 +116,20 @@ def _is_ours_to_order(loader: DataLoader[Any]) -> bool:
 
 
 def _cuts_plainly(batch_sampler: Any) -> bool:
-    """Whether batches are just so many samples in a row; torchdata has a class of its own."""
+    """Whether batches are consecutive samples. torchdata has its own class for that."""
     cls = type(batch_sampler)
     is_torchdatas = cls.__module__.startswith("torchdata.") and cls.__name__ == "BatchSampler"
     return batch_sampler is None or cls is BatchSampler or is_torchdatas
 
 
 def loader_sampler(loader: object) -> Any:
-    """Return the sampler that a loader's batches are made of; None where it has none."""
+    """Return the sampler of a loader's batches; None if it has none."""
     own = getattr(loader, "sampler", None)
     return getattr(getattr(loader, "batch_sampler", None), "sampler", own)
 
 
 def _wrapped(sampler: Any) -> Sampler[Any] | None:
-    """Return the user's own sampler, where Lightning has wrapped it to share it out."""
+    """Return the user's sampler if Lightning has wrapped it."""
     if type(sampler) is ElasticSampler:
         return sampler.sampler
     if type(sampler) is DistributedSamplerWrapper:
@@ -141,8 +141,8 @@ def _wrapped(sampler: Any) -> Sampler[Any] | None:
 def _with_sampler(loader: DataLoader[Any], elastic: ElasticSampler) -> DataLoader[Any]:
     """Return a copy of a loader with a sampler.
 
-    torch forbids to assign these once a loader is made, so that they do not contradict each other.
-    They do not here; and to make the loader anew would need what its class was made with.
+    ``DataLoader`` forbids assigning these attributes after construction, to keep them consistent.
+    They are consistent here, and recreating the loader would need its constructor's arguments.
     """
     loader = _copy_of(loader)
     new: dict[str, Any] = {"sampler": elastic, "drop_last": False}
@@ -153,7 +153,7 @@ def _with_sampler(loader: DataLoader[Any], elastic: ElasticSampler) -> DataLoade
         new["batch_size"] = size
     for name, value in new.items():
         object.__setattr__(loader, name, value)
-    # By these two Lightning knows a loader that can be resumed in the middle of an epoch.
+    # Lightning requires these two of a loader that resumes in the middle of an epoch.
     loader.state_dict = elastic.state_dict
     loader.load_state_dict = elastic.load_state_dict
     return loader
@@ -163,17 +163,16 @@ L = TypeVar("L")
 
 
 def _copy_of(loader: L) -> L:
-    """Return a copy of a user's loader, which is to stay as it is."""
     own = copy.copy(loader)
-    drop_iterator(own)  # of persistent workers, which belong to the original
+    drop_iterator(own)  # persistent workers belong to the original
     return own
 
 
 def with_own_generator(loader: L, *seeds: int) -> L:
-    """Return a copy of a loader that draws its workers' seeds from a generator of its own.
+    """Return a copy of a loader that draws its workers' seeds from a separate generator.
 
-    Else each start of an iteration draws from torch's global stream, and a resumed run, which
-    starts iterations at other places, would draw other numbers from then on.
+    Otherwise each start of an iteration draws from torch's global generator, and a resumed run,
+    which starts iterations at other places, would draw other numbers from then on.
     """
     if not isinstance(loader, DataLoader) or loader.generator is not None:
         return loader
@@ -183,10 +182,10 @@ def with_own_generator(loader: L, *seeds: int) -> L:
 
 
 def generator_states(loader: object) -> dict[str, list[torch.Tensor]]:
-    """Return the states of the generators that each start of a loader's iteration draws from.
+    """Return the states of the generators that a loader uses when an iteration starts.
 
     Returns:
-        ``"workers"``: those of the seeds of a rank's workers; ``"order"``: those of a sampler that
+        ``"workers"``: generators of the workers' seeds; ``"order"``: generators of a sampler that
         is not replaced.
     """
     found = _generators_of(loader).items()
@@ -196,7 +195,7 @@ def generator_states(loader: object) -> dict[str, list[torch.Tensor]]:
 def set_generator_states(
     loader: object, states: Mapping[str, Sequence[torch.Tensor]], *kinds: str
 ) -> None:
-    """Restore what ``generator_states`` returned, of these kinds, where there are as many."""
+    """Restore states from ``generator_states`` of these kinds, if their number is the same."""
     for kind, generators in _generators_of(loader).items():
         saved = states.get(kind, ())
         if kind in kinds and len(saved) == len(generators):
@@ -214,17 +213,17 @@ def _generators_of(loader: object) -> dict[str, list[torch.Generator]]:
 
 
 def elastic_sampler_of(loader: object) -> ElasticSampler | None:
-    """Return the ``ElasticSampler`` of a loader, if it has one."""
+    """Return the ``ElasticSampler`` of a loader; None if it has none."""
     sampler = getattr(loader, "sampler", None)
     return sampler if isinstance(sampler, ElasticSampler) else None
 
 
 def samples_per_step(batches: BatchSettings | None, loaders: Sequence[object]) -> list[int | None]:
-    """Return how many samples of each training loader a step consumes; None: not known.
+    """Return the samples of each training loader per optimizer step; None: unknown.
 
     Args:
-        batches: how a step is made of micro-batches; None where there is no fit.
-        loaders: all of them, as they are trained on.
+        batches: The batch settings; None outside a fit.
+        loaders: All training loaders.
     """
     return [_samples_of(loader, batches, loaders) for loader in loaders]
 
@@ -238,19 +237,19 @@ def _samples_of(
         return None
     if (size := batch_size_of(loader)) is not None:
         return size * batches.world_size * batches.accumulate
-    # A loader that says nothing is taken at the word of the user.
+    # A loader without a batch size has the one that the user has declared.
     is_given = batches.plan is not None or all(batch_size_of(other) is None for other in loaders)
     return batches.global_batch_size if is_given else None
 
 
 def describe_loader(loader: object) -> str:
-    """Name a loader of any kind, by its class and its data set's."""
+    """Return the class names of a loader and its data set."""
     data = getattr(loader, "dataset", None)
     return type(loader).__name__ + ("" if data is None else f" of {type(data).__name__}")
 
 
 def length_of(loader: object) -> int | None:
-    """Return a loader's batches; those of iterable data sets raise when they are asked."""
+    """Return the number of a loader's batches; None if it has no length."""
     if not isinstance(loader, Sized):
         return None
     try:
@@ -260,16 +259,16 @@ def length_of(loader: object) -> int | None:
 
 
 def resumable_part_of(loader: object) -> ResumesAtSample | None:
-    """Return the part of a loader that can be told where to go on, if it has one."""
+    """Return the part of a loader that has a ``resume_at`` method; None if there is none."""
     parts = (getattr(loader, name, None) for name in ("batch_sampler", "sampler", "dataset"))
     return next((part for part in (loader, *parts) if isinstance(part, ResumesAtSample)), None)
 
 
 class LoaderStates:
-    """The states of loaders that keep their own, as of the batches that were trained on.
+    """States of stateful loaders after the batches that were trained on.
 
-    Of data without a length Lightning fetches a batch ahead, to know the last one; the loader's
-    state is ahead then too, and a run that went on from it would never see that batch.
+    For data without a length, Lightning fetches one batch ahead to detect the last one. The
+    loader's state is then also ahead, and a run resumed from it would never see that batch.
     """
 
     def __init__(self) -> None:
@@ -278,29 +277,30 @@ class LoaderStates:
         self._is_new = False
 
     def begin(self, trainer: pl.Trainer, given: list[Any]) -> None:
-        """Begin a fit whose loaders were given these states, and may be a batch ahead already."""
+        """Begin a fit. ``given``: states loaded into the loaders, which may be a batch ahead."""
         self._before = copy.deepcopy(given)
-        self._latest = copy.deepcopy(loader_state_dicts(trainer)) if _keeping(trainer) else None
+        self._latest = (
+            copy.deepcopy(loader_state_dicts(trainer)) if _has_stateful_loader(trainer) else None
+        )
         self._is_new = True
 
     def before_batch(self, trainer: pl.Trainer, *, is_first: bool) -> None:
-        """Note the states, after a batch was fetched and before it is trained on."""
-        if _keeping(trainer):
-            # In later epochs nobody saw the state before the batch that is fetched ahead.
+        """Record the states after a batch was fetched and before it is trained on."""
+        if _has_stateful_loader(trainer):
+            # In later epochs, the state before the batch that is fetched ahead is unknown.
             self._before = None if is_first and not self._is_new else self._latest
             self._is_new = False
             self._latest = copy.deepcopy(loader_state_dicts(trainer))
 
     def now(self, trainer: pl.Trainer) -> list[Any]:
-        """Return the states for the batches so far; none where they are not known."""
-        if not _keeping(trainer):
+        """Return the states after the batches trained on so far; empty if unknown."""
+        if not _has_stateful_loader(trainer):
             return []
         ahead = getattr(data_fetcher(trainer), "batches", [])
         return (self._before or []) if ahead else copy.deepcopy(loader_state_dicts(trainer))
 
 
-def _keeping(trainer: pl.Trainer) -> bool:
-    """Whether a training loader keeps a state of its own."""
+def _has_stateful_loader(trainer: pl.Trainer) -> bool:
     return any(
         isinstance(loader, Stateful) and elastic_sampler_of(loader) is None
         for loader in training_loaders(trainer)
@@ -310,26 +310,26 @@ def _keeping(trainer: pl.Trainer) -> bool:
 def load_state_at_epoch_end(
     loader: Stateful, state: Mapping[str, Any], *, ends_before_data: bool
 ) -> None:
-    """Move a loader's next iteration to the epoch after the one that its state ends.
+    """Load a state saved at an epoch's end, so that the next iteration is the next epoch.
 
-    The state at an epoch's end is that end with some loaders, from which the next iteration gives
-    nothing more, and the next epoch's beginning with others. Lightning makes one iterator from here
-    on: the next epoch's.
+    For some loaders such a state is the end of the epoch, and the next iteration yields nothing;
+    for others it is the beginning of the next epoch. Lightning will create one iterator from here
+    on, for the next epoch.
 
     Args:
-        loader: one that keeps its own state.
-        state: as saved at an epoch's end.
-        ends_before_data: a limit or another loader ended the epoch, before this one's data did.
+        loader: A stateful loader.
+        state: State saved at an epoch's end.
+        ends_before_data: A limit or another loader ended the epoch before this loader's data.
     """
     loader.load_state_dict(dict(state))
     iterator = iter(loader)  # type: ignore[call-overload]
     if ends_before_data:
-        # As in the run that was not stopped: an iterator was under way, and another one is made.
+        # As in the uninterrupted run: an unfinished iterator exists, and another one is created.
         if not type(loader).__module__.startswith("torchdata."):
             rank_zero_warn(
-                f"A limit ended the epoch before the data of the {describe_loader(loader)} did. "
-                "Its next epoch is what its second iterator after load_state_dict gives, which may "
-                "differ from that of a run that was not stopped"
+                f"A limit ended the epoch before the data of the {describe_loader(loader)}. Its "
+                "next epoch comes from its second iterator after load_state_dict and may differ "
+                "from that of the uninterrupted run."
             )
         return
     try:
@@ -341,12 +341,12 @@ def load_state_at_epoch_end(
 
 
 def ends_before_data(combined: CombinedLoader, index: int, state: Mapping[str, Any] | None) -> bool:
-    """Whether a limit, or another loader, ends an epoch before the data of a loader do.
+    """Whether a limit or another loader ends an epoch before the data of a loader.
 
     Args:
-        combined: the training loaders.
-        index: of the loader.
-        state: as it was at an epoch's end; that of torchdata's loader says whether the data ended.
+        combined: The training loaders.
+        index: Index of the loader.
+        state: Its state at an epoch's end. torchdata's contains whether the data had ended.
     """
     limit = (combined.limits or [])[index : index + 1]
     length = length_of(combined.flattened[index])
@@ -356,49 +356,48 @@ def ends_before_data(combined: CombinedLoader, index: int, state: Mapping[str, A
 
 
 def warn_state_not_restored(loader: object, saved: int, world_size: int) -> None:
-    """Warn of a loader that begins as a new one, though it may count its epochs."""
+    """Warn of a stateful loader that starts from the beginning, because it may count epochs."""
     why = (
-        f"it has one state per rank of {saved}, and there are {world_size} now"
+        f"it has one state per rank, saved on {saved} ranks, and this run has {world_size}"
         if saved != world_size
-        else "the checkpoint holds no state of it"
+        else "the checkpoint contains no state of it"
     )
     rank_zero_warn(
-        f"The {describe_loader(loader)} begins as a new one, and the next epoch may be another "
-        f"than in a run that was not stopped: {why}"
+        f"The {describe_loader(loader)} starts without its saved state, so the next epoch may "
+        f"differ from that of the uninterrupted run: {why}."
     )
 
 
 REPRODUCIBLE = (
-    "Let the order follow from set_epoch(epoch), which is called before it is asked for, or from a "
+    "Derive the order from set_epoch(epoch), which is called before each epoch, or from a "
     "torch.Generator, random.Random or NumPy generator that the sampler keeps in an attribute"
 )
-"""What makes a sampler's order that of every rank, and of a restart."""
+"""How to make a sampler's order the same on all ranks and after a restart."""
 
 NO_DIGEST = (
-    "names samples by objects without content that could be compared between processes, so that "
-    "another order would go unnoticed. Name them by numbers, texts, or tuples or objects of these"
+    "yields objects that cannot be compared between processes, so a different order would go "
+    "unnoticed. Yield numbers, strings, or tuples or objects of these"
 )
-"""Why the order of a sampler has no digest, and what helps."""
+"""Why the order of a sampler has no digest, and the remedy."""
 
 
 class SampleOrderCheck:
-    """Compares the order of samples between ranks, once in each epoch.
+    """Compares the order of users' samplers between ranks, before the first batch of each epoch.
 
-    Not before its first batch: hooks of the epoch's start may change what a sampler draws. In each
-    epoch: a sampler may differ between ranks from the second one on.
+    Not earlier, because hooks at the epoch's start may affect samplers. In each epoch, because a
+    sampler may differ between ranks only from the second epoch on.
     """
 
     def __init__(self, get_ranks: Callable[[], Ranks]) -> None:
-        """Begin a fit."""
         self._get_ranks = get_ranks
         self._is_done = False
 
     def before_batch(self, trainer: pl.Trainer, batch_idx: int) -> None:
-        """Compare, before the first batch of an epoch that is trained on; collective.
+        """Compare the orders before the first batch of an epoch; collective.
 
         Raises:
-            UnsupportedError: ranks would train on the same sample twice, and never on others; or
-                it cannot be seen whether they would.
+            UnsupportedError: The orders differ, so ranks would repeat some samples and miss others;
+                or the orders cannot be compared.
         """
         if batch_idx and self._is_done:
             return
@@ -420,7 +419,7 @@ class SampleOrderCheck:
                 rank_zero_warn(f"A checkpoint inside an epoch will be refused on resume: {msg}")
             elif len({*digests}) > 1:
                 msg = (
-                    f"{name} gives each rank another order of the "
-                    f"samples: ranks would share out different epochs. {REPRODUCIBLE}"
+                    f"{name} gives each rank another order of the samples, so some samples would "
+                    f"be repeated and others missed. {REPRODUCIBLE}"
                 )
                 raise UnsupportedError(msg)

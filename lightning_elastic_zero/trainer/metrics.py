@@ -1,12 +1,8 @@
-"""Metrics that an epoch has accumulated, as of the instant that a checkpoint is of.
+"""Metrics accumulated within an epoch: saved with a checkpoint and continued after a resume.
 
-Lightning's running results of an epoch: kept with a checkpoint, and continued from there.
-
-``self.log(..., on_epoch=True)`` adds to a running result, which Lightning does not save. A run that
-is resumed in mid-epoch goes on from the saved one, so that the epoch's value, and what schedulers
-and callbacks decide by it, are those of the run that was not stopped.
-
-The states of the module's torchmetrics, which neither Lightning nor ``state_dict`` keeps.
+``self.log(..., on_epoch=True)`` adds to a running result, and torchmetrics in the module accumulate
+states. Lightning saves neither. A run resumed in the middle of an epoch continues both, so that the
+epoch's values, and decisions by schedulers and callbacks, equal those of the uninterrupted run.
 """
 
 from __future__ import annotations
@@ -54,17 +50,18 @@ _SAID = (
     *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph"),
     *("add_dataloader_idx", "dataloader_idx", "metric_attribute"),
 )
-"""Of how a value is logged: plain data, by the names of Lightning's metadata."""
+"""Fields of Lightning's metadata about how a value is logged; plain data."""
 
 SavedResult = Mapping[str, Any]
 """A running result as plain data; see ``_plain``."""
 
 
 class ResumableResults(ResultCollection):
-    """Lightning's running results, which can go on from saved ones.
+    """Lightning's running results, which can continue from saved ones.
 
-    How a value is logged may be another way than when it was saved (on the progress bar, say).
-    Within a run Lightning refuses that, so what was saved gives way to what is logged first.
+    A value may be logged with other options than in the saved run, for example ``prog_bar``.
+    Lightning refuses such a change within a run, so the first call of ``log`` recreates a restored
+    result with the new options.
     """
 
     def __init__(self) -> None:
@@ -72,11 +69,11 @@ class ResumableResults(ResultCollection):
         self._given: dict[str, SavedResult] = {}
         self._at_end: dict[str, SavedResult] = {}
         self.on_end: Callable[[], None] = lambda: None
-        """Called at an epoch's end, before Lightning looks at its values and resets them."""
+        """Called at an epoch's end, before Lightning computes its values and resets them."""
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> ResumableResults:
-        """Return the training loop's results, which are of this class from now on."""
+        """Return the training loop's results, replaced by an object of this class."""
         loop = trainer.fit_loop.epoch_loop
         results = results_of(loop)
         if not isinstance(results, cls):
@@ -86,19 +83,19 @@ class ResumableResults(ResultCollection):
         return results
 
     def begin_batch(self) -> None:
-        """Discard what was at the end of the epoch before."""
+        """Discard the results of the previous epoch's end."""
         self._at_end = {}
 
     def to_plain(self) -> dict[str, SavedResult]:
-        """Return what is summed up so far, also where the epoch's end has reset it already.
+        """Return the running results, or those of the epoch's end if they are already reset.
 
-        Lightning puts new tensors into the places of these: they are not changed later.
+        Lightning replaces these tensors instead of changing them, so they are not copied.
         """
         running = {key: _plain(result) for key, result in self.items() if not result.has_reset}
         return {**running, **self._at_end}
 
     def load_saved(self, saved: Mapping[str, SavedResult], trainer: pl.Trainer) -> None:
-        """Go on from what was saved; metrics that are not in the module are left out."""
+        """Continue from saved results, except metrics that are not in the module."""
         modules = dict(trainer.lightning_module.named_modules())
         for key, of_key in saved.items():
             metric = modules.get(of_key["metadata"]["metric_attribute"] or "")
@@ -106,7 +103,7 @@ class ResumableResults(ResultCollection):
                 continue
             self._given[key] = of_key
             if of_key["is_grouped"]:
-                continue  # the group is known when it is logged next
+                continue  # its group of ranks is unknown until it is logged again
             result = ResultMetric(_metadata(of_key, trainer), not of_key["is_metric"])
             if of_key["is_metric"]:
                 result.value = metric
@@ -117,7 +114,7 @@ class ResumableResults(ResultCollection):
     @torch.compiler.disable  # type: ignore[untyped-decorator] # torch does not say
     def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if (key := f"{fx}.{name}") in self._given:
-            self.pop(key, None)  # made anew, as it is logged now
+            self.pop(key, None)  # recreated with the current options
         super().log(fx, name, value, *args, **kwargs)
 
     @override
@@ -130,16 +127,16 @@ class ResumableResults(ResultCollection):
                 _fill(result, saved, value.device)
             else:
                 rank_zero_warn(
-                    f"{result.meta.name} is logged by {_reduction(result)} now, and was by "
-                    f"{saved['by']} when the checkpoint was saved: this epoch's value covers the "
-                    "batches after the resume only"
+                    f"{result.meta.name} is now reduced by {_reduction(result)} and was reduced by "
+                    f"{saved['by']} in the saved run: this epoch's value covers only the batches "
+                    "after the resume."
                 )
         super().update_metrics(key, value, batch_size)
 
     @override
     def metrics(self, on_step: bool) -> Any:
         if not on_step:
-            # To compute values over all ranks changes their weights in place.
+            # Computing values over all ranks changes their weights in place.
             new = {k: r for k, r in self.items() if not r.has_reset and k not in self._at_end}
             if new and not self._at_end:
                 self.on_end()
@@ -152,11 +149,11 @@ class ResumableResults(ResultCollection):
         if metrics is None and fx is None:
             if lost := [key for key, saved in self._given.items() if saved["is_grouped"]]:
                 rank_zero_warn(
-                    f"{', '.join(lost)}: logged over a group of ranks before the resume and not "
-                    "after it, so that the epoch has no value of it"
+                    f"{', '.join(lost)}: logged over a group of ranks before the resume but not "
+                    "after it, so this epoch has no value of it."
                 )
             for key in self._given:
-                self.pop(key, None)  # the next epoch may log it another way
+                self.pop(key, None)  # the next epoch may use other options
             self._given = {}
 
 
@@ -186,7 +183,7 @@ def _copied(saved: SavedResult) -> dict[str, Any]:
 
 
 def _metadata(saved: SavedResult, trainer: pl.Trainer) -> Metadata:
-    """Return how a value was logged, in this run's terms."""
+    """Return Lightning's metadata for a saved result."""
     by = "mean" if saved["is_metric"] else saved["by"]
     meta = Metadata(**saved["metadata"], reduce_fx=getattr(torch, by))
     meta.sync = Sync(
@@ -208,27 +205,27 @@ def _fill(result: ResultMetric, saved: SavedResult, device: torch.device) -> Non
 
 
 States = Mapping[str, Mapping[str, Any]]
-"""Of each metric, by its name in the module: ``updates``, ``states`` and ``others``."""
+"""By a metric's name in the module: its ``updates``, ``states`` and ``others`` (attributes)."""
 
 _NUMBERS = (bool, int, float)
 
 _OF_HOOKS = ("ds_", "applied_pre_backward_ref_cnt")
-"""Beginnings of attributes in which hooks of ZeRO-3 count, on modules whose forward is called."""
+"""Prefixes of attributes that DeepSpeed's ZeRO-3 hooks add to modules."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """How ranks share what other ranks had, where another number of them saved."""
+    """How ranks share the states of other ranks, if another number of ranks saved them."""
 
     part: int
-    """Which part of it is this rank's; the first one takes what cannot be divided."""
+    """Index of this rank's part; part 0 receives what cannot be divided."""
     parts: int
     is_even: bool
-    """All ranks share as much."""
+    """All ranks have the same number of parts."""
 
 
 class MetricStates:
-    """The metrics of a module, and what they have seen."""
+    """The torchmetrics of a module, and their states."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -237,19 +234,19 @@ class MetricStates:
         self.find_new_metrics()
 
     def find_new_metrics(self) -> None:
-        """Look for metrics that were added."""
+        """Find metrics that were added to the module."""
         for name, metric in self._module.named_modules():
             if isinstance(metric, Metric) and name not in self._metrics:
                 self._metrics[name] = metric
                 self._first[name] = _others(metric)
 
     def names(self, metrics: Iterable[object]) -> set[str]:
-        """Return the names of some metrics."""
+        """Return the names of metrics."""
         wanted = {id(metric) for metric in metrics}
         return {name for name, metric in self._metrics.items() if id(metric) in wanted}
 
     def now(self) -> dict[str, dict[str, Any]]:
-        """Return copies of what the metrics hold."""
+        """Return copies of the metrics' states and attributes."""
         return {
             name: {
                 "updates": update_count(metric),
@@ -260,10 +257,10 @@ class MetricStates:
         }
 
     def to_plain(self, states: States) -> tuple[dict[str, Any], list[str]]:
-        """Return what has to be saved of the metrics, and the names of those that cannot be.
+        """Return the states to save, and the names of metrics that cannot be saved.
 
-        Beside its states a metric may count in attributes; those that have changed since training
-        began are told from its settings by that.
+        A metric may also count in plain attributes. Those that have changed since training began
+        are saved; the others are settings.
         """
         plain, lacking = {}, []
         for name, held in states.items():
@@ -279,11 +276,11 @@ class MetricStates:
         return plain, lacking
 
     def load_saved(self, sources: Sequence[States], shared: RankShare | None) -> list[str]:
-        """Restore metrics from their saved states; return the names of those that cannot.
+        """Restore metrics from saved states; return the names of those that do not fit.
 
         Args:
-            sources: what the ranks had whose part this rank takes over.
-            shared: how; None for what this rank had itself.
+            sources: States of the saving ranks whose states this rank takes over.
+            shared: How they are shared; None: these are this rank's own states.
         """
         self.find_new_metrics()
         lost = []
@@ -302,7 +299,7 @@ class MetricStates:
 
 @cache
 def _of_all_metrics() -> frozenset[str]:
-    """Return the attributes that every metric has: they hold for a moment, or are settings."""
+    """Return the attributes that every metric has: settings and temporary values."""
     plain = MeanMetric()
     return frozenset(vars(plain)) - frozenset(default_states(plain))
 
@@ -322,7 +319,7 @@ def _others(metric: Metric) -> dict[str, Any]:
 def _copy(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
-    # What is in a list stays as it is: a metric adds to it.
+    # Metrics append to lists and do not change their elements.
     return list(value) if isinstance(value, list) else value
 
 
@@ -339,7 +336,7 @@ def _equal(value: object, other: object) -> bool:
 
 
 def _fits(metric: Metric, held: Mapping[str, Any]) -> bool:
-    """Whether saved states are those of such a metric."""
+    """Whether saved states fit a metric."""
     defaults = default_states(metric)
     return defaults.keys() == held["states"].keys() and all(
         isinstance(default, list)
@@ -351,7 +348,6 @@ def _fits(metric: Metric, held: Mapping[str, Any]) -> bool:
 
 
 def _put(metric: Metric, held: Mapping[str, Any]) -> None:
-    """Restore a metric to what it was."""
     device = torch.device("cpu") if metric.compute_on_cpu else metric.device
     states = {
         key: _at(value, device if isinstance(value, list) else metric.device)
@@ -370,7 +366,7 @@ def _at(value: Any, device: torch.device) -> Any:
 def _shared(
     metric: Metric, sources: Sequence[Mapping[str, Any]], shared: RankShare
 ) -> dict[str, Any] | None:
-    """Return this rank's part of what other ranks' metrics held; None if it cannot be parted."""
+    """Return this rank's part of other ranks' states; None if they cannot be divided."""
     if any(source["others"] for source in sources):
         return None
     states = {}
@@ -392,10 +388,10 @@ def _shared(
 
 
 def _nothing_of(joined: Any, default: Any) -> Any:
-    """Return a state that adds nothing to a joined one, of the same type and dimensions.
+    """Return a neutral state of the same type and dimensions as a joined one.
 
-    torchmetrics gathers what the ranks have, and hangs or crashes where dimensions differ. A list
-    of a single scalar is gathered as a scalar, so an empty list is not enough.
+    torchmetrics gathers the ranks' states, and hangs or crashes if their dimensions differ. A list
+    of a single scalar is gathered as a scalar, so an empty list is not sufficient.
     """
     if isinstance(joined, list):
         return [joined[0].new_empty((0, *joined[0].shape[1:]))] if joined else []
@@ -417,36 +413,33 @@ _JOINED: dict[Any, Callable[[Sequence[Any]], Any]] = {
     dim_zero_mean: lambda values: torch.stack(list(values)).mean(0),
     dim_zero_cat: _lists,
 }
-"""How a metric's state is made of those of ranks, by torchmetrics' own reductions."""
+"""How the ranks' states are combined, by torchmetrics' reductions."""
 
 
 RESULTS = "results"
-"""Entry of this library's part of the checkpoint dictionary."""
+"""Entry of this library's state in a checkpoint: the metrics of a rank."""
 
 RESULTS_BY_RANK = "results_of_ranks"
-"""Entry of the same, once loaded on another number of ranks: the results by saving rank."""
+"""The same after a load on another number of ranks: by rank of the saved run."""
 
 ENDING = "plateau_epoch_pending"
-"""Entry of the same: the epoch had ended, and its values were about to be looked at."""
-
-NOT_SHARED = "have other states, or states that cannot be parted among other devices"
-ONLY_AFTER = "cover the batches after the resume only"
+"""Entry of the same: the epoch had ended, but the hooks at its end had not all run."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedMetrics:
-    """What the ranks had whose part this rank takes over."""
+    """Metrics of the saving ranks whose states this rank takes over."""
 
     of_ranks: Mapping[int, Mapping[str, Any]]
-    """By rank of the run that saved: what ``EpochMetrics.state`` gave there."""
+    """Results of ``EpochMetrics.state``, by rank of the saved run."""
     shared: RankShare | None
-    """How they are shared; None on the number of ranks that saved."""
+    """How they are shared; None if the number of ranks is the same."""
     ending: bool
-    """The epoch had ended, and its values were about to be looked at."""
+    """The epoch had ended, but the hooks at its end had not all run."""
 
     @classmethod
     def of(cls, pending: PendingResume, rank: int) -> SavedMetrics:
-        """Make one of what was loaded on this rank; another number of them may have saved it."""
+        """Select the metrics for this rank from the loaded state."""
         state, world_size, saved = pending.state, pending.world_size, pending.record.world_size
         ending = bool(state.get(ENDING))
         if saved == world_size:
@@ -467,7 +460,7 @@ class SavedMetrics:
 
 
 def _part(sources: list[SavedResult], shared: RankShare | None) -> SavedResult | None:
-    """Return a rank's part of running results: sums and weights in equal shares."""
+    """Return this rank's part of running results: sums and weights are divided equally."""
     first = sources[0]
     if shared is None:
         return first
@@ -494,7 +487,7 @@ def _part(sources: list[SavedResult], shared: RankShare | None) -> SavedResult |
 
 
 def _logged_metrics(logged: Mapping[str, SavedResult]) -> set[str]:
-    """Return the names of the module's metrics that were logged as such."""
+    """Return the names of the module's metrics that were logged as objects."""
     return {s["metadata"]["metric_attribute"] for s in logged.values() if s["is_metric"]}
 
 
@@ -508,7 +501,7 @@ class EpochMetrics:
         self._before_validation: dict[str, Any] | None = None
         self._at_end: dict[str, Any] = {}
         self._of_epoch: set[str] = set()
-        """Metrics that began with the epoch, and that no validation has changed since."""
+        """Metrics that were empty at the epoch's start and unchanged by validations."""
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Begin a fit."""
@@ -522,7 +515,7 @@ class EpochMetrics:
         ResumableResults.of(trainer).on_end = at_end
 
     def note(self, trainer: pl.Trainer) -> None:
-        """Keep what there is before the first micro-batch of a window, and before its hooks."""
+        """Copy the metrics before the first micro-batch of a window and before its hooks."""
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress
         done, total = progress.current.processed, progress.total.processed
         if self._metrics is None or self._noted_at == total:
@@ -538,11 +531,11 @@ class EpochMetrics:
             self._noted_at = total
 
     def validating(self) -> None:
-        """Set the metrics aside: a run that is resumed inside a validation begins it anew."""
+        """Copy the metrics, because a run resumed inside a validation repeats it."""
         self._before_validation = self._metrics.now() if self._metrics is not None else None
 
     def validated(self, trainer: pl.Trainer) -> None:
-        """Note that the validation is over."""
+        """Update the copies at the end of a validation."""
         if self._noted is not None:
             self._noted["metrics"] |= self._validated_metrics(trainer)
         if self._metrics is not None and (before := self._before_validation) is not None:
@@ -552,9 +545,9 @@ class EpochMetrics:
         self._before_validation = None
 
     def _validated_metrics(self, trainer: pl.Trainer) -> dict[str, Any]:
-        """Return the metrics after a validation that the open window has not changed itself.
+        """Return the metrics after a validation, except those that the open window has changed.
 
-        A run that goes back to the step before the window does not validate there again.
+        A run that goes back to the step before the window does not repeat the validation.
         """
         if self._metrics is None or self._noted is None or self._before_validation is None:
             return {}
@@ -568,7 +561,7 @@ class EpochMetrics:
         }
 
     def _reset_after_validation(self, trainer: pl.Trainer) -> set[str]:
-        """Return the metrics that Lightning resets right after the hooks that save."""
+        """Return the metrics that Lightning will reset right after the hooks that save."""
         if self._metrics is None:
             return set()
         results = results_of(trainer.fit_loop.epoch_loop.val_loop).values()
@@ -577,13 +570,13 @@ class EpochMetrics:
     def state(
         self, trainer: pl.Trainer, *, inside: bool, validated: bool, ending: bool
     ) -> dict[str, Any]:
-        """Return what a checkpoint keeps of this rank, as plain data; nothing outside of a fit.
+        """Return this rank's metrics for a checkpoint, as plain data; empty outside a fit.
 
         Args:
-            trainer: the trainer.
-            inside: the checkpoint is of the step before the window that is under way.
-            validated: the validation that is under way, if one is, is over.
-            ending: the epoch has ended, and the hooks at its end run.
+            trainer: The trainer.
+            inside: The run is inside a window, and the checkpoint is of the step before it.
+            validated: All batches of the running validation are done.
+            ending: The epoch has ended, and the hooks at its end run.
         """
         if self._metrics is None:
             return {}
@@ -602,7 +595,7 @@ class EpochMetrics:
                 reset = self._reset_after_validation(trainer)
                 metrics = {name: held for name, held in metrics.items() if name not in reset}
             elif ending:
-                # The module's own hook, which comes after those of callbacks, resets them.
+                # The module's own hook, which runs after those of callbacks, resets them.
                 over = self._of_epoch - _logged_metrics(logged)
                 metrics = {name: held for name, held in metrics.items() if name not in over}
         plain, lacking = self._metrics.to_plain(metrics)
@@ -617,22 +610,22 @@ class EpochMetrics:
         }
 
     def resume_from(self, source: SavedMetrics, trainer: pl.Trainer, position: Position) -> None:
-        """Go on from what was saved, at a position."""
+        """Restore saved metrics at a position."""
         if self._metrics is None:
             return
         inside = position.steps > 0 or position.is_over
         if not source.of_ranks:
             if inside:
                 rank_zero_info(
-                    "The checkpoint holds no running results: values that are logged with "
-                    f"on_epoch=True {ONLY_AFTER}, for this epoch"
+                    "The checkpoint contains no running results: this epoch's values logged with "
+                    "on_epoch=True cover only the batches after the resume"
                 )
             return
         first = next(iter(source.of_ranks.values()))
         trainer.logged_metrics.update(first.get("log", {}))
         trainer.progress_bar_metrics.update(first.get("bar", {}))
         logged = source.logged()
-        # Of an epoch that is over or starts anew, Lightning resets them.
+        # Lightning resets them at the end and at the start of an epoch.
         keeps_all = inside or source.ending
         over = _logged_metrics(logged)
         wanted = [
@@ -643,7 +636,7 @@ class EpochMetrics:
         if inside:
             kept = {k: s for k, s in logged.items() if s["metadata"]["fx"] != EPOCH_END}
             ResumableResults.of(trainer).load_saved(kept, trainer)
-            # Else the first value that is logged resets what was there.
+            # Otherwise the first logged value resets the restored ones.
             continue_epoch(trainer)
             self._of_epoch = set(first.get("of_epoch", ()))
             _show(trainer, ResumableResults.of(trainer), on_step=True)
@@ -654,18 +647,19 @@ class EpochMetrics:
             ended.reset()
 
     def _warn_metrics_reset(self, source: SavedMetrics, lost: list[str]) -> None:
-        """Warn of metrics that begin anew."""
+        """Warn of metrics that could not be saved or restored."""
         lacking = {name for of in source.of_ranks.values() for name in of.get("lacking", ())}
         for names, why in (
-            (sorted(lacking), "their states are not tensors, and were not saved"),
-            (lost, f"they are not in the module here, {NOT_SHARED}"),
+            (sorted(lacking), "their states are not tensors and were not saved"),
+            (lost, "missing in the module, with other states, or not divisible among the devices"),
         ):
             if names:
-                rank_zero_warn(f"The metrics {', '.join(names)} {ONLY_AFTER}: {why}")
+                text = f"The metrics {', '.join(names)} cover only the batches after the resume"
+                rank_zero_warn(f"{text}: {why}.")
 
 
 def _show(trainer: pl.Trainer, results: ResumableResults, *, on_step: bool) -> None:
-    """Show values to callbacks, loggers and the progress bar, as at the end of a batch or epoch."""
+    """Publish values to callbacks, loggers and the progress bar, as Lightning does."""
     values = results.metrics(on_step=on_step)
     trainer.callback_metrics.update(values["callback"])
     trainer.logged_metrics.update(values["log"])

@@ -48,38 +48,37 @@ class CheckpointMonitor(Callback):
         if not isinstance(trainer.strategy, ElasticDeepSpeedStrategy):
             found = type(trainer.strategy).__name__
             rank_zero_warn(
-                f"CheckpointMonitor logs nothing: the strategy is {found}, and its figures come "
-                "from ElasticDeepSpeedStrategy; see docs/getting-started.md."
+                f"CheckpointMonitor logs nothing: the strategy is {found}, expected "
+                "ElasticDeepSpeedStrategy; see docs/getting-started.md."
             )
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log the load that the run goes on from."""
+        """Log the load from which the run was resumed."""
         _log_events(trainer)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        """Log what has been published since the batch before."""
+        """Log the saves that were published since the last batch."""
         _log_events(trainer)
 
     @override
     def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Log what was published before a run failed."""
+        """Log the saves that were published before a failure."""
         _log_events(trainer)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Log the last save, which is published by now, or the load of an evaluation."""
+        """Log the last save, or the load of an evaluation."""
         _log_events(trainer)
 
 
 def _log_events(trainer: pl.Trainer) -> None:
-    """Log what saves and loads have cost that ended since the last call."""
     if not isinstance(trainer.strategy, ElasticDeepSpeedStrategy):
         return
     for event in trainer.strategy.checkpoint_events.take():
         of_fit = event.kind == "load" and is_fitting(trainer)
-        # A new run on weights alone begins at step 0, whatever the step of those.
+        # A new run on saved weights starts at step 0.
         step = trainer.global_step if of_fit else event.stats.step
         if trainer.is_global_zero:
             for logger in trainer.loggers:
@@ -87,7 +86,6 @@ def _log_events(trainer: pl.Trainer) -> None:
 
 
 def _log(logger: Logger, kind: Literal["save", "load"], stats: CheckpointStats, step: int) -> None:
-    """Log one save or load."""
     metrics: dict[str, Any] = {
         f"checkpoint/{name}": value for name, value in figures(kind, stats).items()
     }
@@ -99,9 +97,10 @@ def _log(logger: Logger, kind: Literal["save", "load"], stats: CheckpointStats, 
 
 
 def _peak_bytes() -> float:
-    """Return the most memory that this process has had resident, in bytes.
+    """Return the peak resident memory of this process.
 
-    Linux's ``ru_maxrss`` also counts what the process had that was forked from; both are in KiB.
+    ``VmHWM`` is preferred, because ``ru_maxrss`` includes the peak of the parent before a fork.
+    Both are in KiB.
     """
     with suppress(OSError), Path("/proc/self/status").open(encoding="utf-8") as status:
         for line in status:
@@ -111,7 +110,7 @@ def _peak_bytes() -> float:
 
 
 def figures(kind: Literal["save", "load"], stats: CheckpointStats) -> dict[str, float]:
-    """Return what is logged of a save or load, by names without their common beginning."""
+    """Return the metrics of a save or load, by name without the prefix ``checkpoint/``."""
     memory = {"host_memory_peak_bytes": _peak_bytes()}
     size = float(stats.bytes)
     if kind == "load":

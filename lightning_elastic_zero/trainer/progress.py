@@ -1,7 +1,7 @@
-"""A bar for a save or load that takes long, of the kind that the Trainer's own bar is.
+"""A progress bar for long saves and loads, of the same kind as the Trainer's own bar.
 
-None for work that is over within two seconds, where standard error is no terminal, on other ranks
-than the first, nor where the Trainer shows no bar or one of another kind.
+It is shown on rank 0 if the Trainer shows a tqdm or rich bar, standard error is a terminal, and the
+work takes longer than two seconds.
 """
 
 from __future__ import annotations

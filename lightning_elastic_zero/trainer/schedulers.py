@@ -1,11 +1,8 @@
-"""Resumed schedulers: as they were saved, or as they are configured now.
+"""Resume learning-rate schedulers as saved, or as they are configured now.
 
-A schedule is at a place, and its rates follow from that place and from how it is configured.
-Torch's own schedulers step from the last rate, or to a rate of their place, and which one does what
-is their affair: so they are run through, from their configured start to the saved place. Their
-rates are then those of a run that was configured like this from its start, bit for bit. Of any
-other scheduler it is not known what its steps do, or ask for: its rates are scaled by what the base
-rate has become.
+With the new configuration, torch's own schedulers are stepped from their start to the saved number
+of steps, so the rates equal those of a run with this configuration from its start, bit for bit.
+The steps of other schedulers are unknown: their rates are scaled by the change of the base rate.
 """
 
 from __future__ import annotations
@@ -33,18 +30,18 @@ CONFIGURATION_KEYS = frozenset(
         *("mode", "mode_worse", "patience", "cooldown", "threshold", "threshold_mode", "eps"),
     }
 )
-"""What torch's schedulers are configured with: rates, and the shape of their course."""
+"""State of torch's schedulers that is configuration: rates and the shape of the schedule."""
 
-_AS_SAVED = ", or leave out load_hyperparameters=False to go on as saved"
+_AS_SAVED = ", or omit load_hyperparameters=False to continue as saved"
 
 _DEEPSPEEDS = {"last_batch_iteration"}
-"""All that DeepSpeed's own schedulers keep; told a place, they set the rates of it."""
+"""Complete state of DeepSpeed's schedulers, which compute their rates from it."""
 
 
 def resume_as_saved(
     schedulers: Sequence[Any], states: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the states to load, their numbers of the types that the live schedulers have."""
+    """Return the states to load, with numbers converted to the types of the live schedulers."""
     kept = [cast_like(s, live.state_dict()) for live, s in zip(schedulers, states, strict=False)]
     return [*kept, *map(dict, states[len(kept) :])]
 
@@ -55,19 +52,19 @@ def with_new_groups(
     origins: Sequence[int | None],
     saved_groups: int,
 ) -> list[dict[str, Any]]:
-    """Return saved states for other parameter groups than were saved.
+    """Return saved states adapted to other parameter groups than in the saved run.
 
-    Groups that are new come to the rates that the schedule has for them at the saved place, where
-    that follows from how it is configured (``resume_as_configured``); else they keep theirs.
+    New groups get the rates that their schedule has at the saved step, if it is one of torch's
+    schedulers; otherwise they keep the configured ones.
 
     Args:
-        schedulers: the live ones, as they were made.
-        states: what was saved of each; left as they are.
-        origins: for each live parameter group the saved one; None: it is new.
-        saved_groups: how many there were.
+        schedulers: The live schedulers, newly created.
+        states: The saved state of each; not changed.
+        origins: For each live parameter group, the saved one; None: it is new.
+        saved_groups: Number of saved parameter groups.
 
     Raises:
-        CheckpointMismatchError: a schedule ends before the saved place.
+        CheckpointMismatchError: A schedule ends before the saved step.
     """
     if list(origins) == list(range(saved_groups)):
         return [dict(state) for state in states]
@@ -82,7 +79,7 @@ def with_new_groups(
 
 
 def _advance_new_groups(scheduler: Any, place: int, origins: Sequence[int | None]) -> None:
-    """Run a scheduler that was just made to a place, for the groups that are new."""
+    """Step a newly created scheduler to a place, for the new groups only."""
     if completed_steps(scheduler.state_dict()) != 0:
         return
     groups = zip(scheduler.optimizer.param_groups, origins, strict=True)
@@ -102,18 +99,18 @@ def resume_as_configured(
     states: Sequence[Mapping[str, Any]],
     saved_groups: Sequence[Group],
 ) -> list[dict[str, Any]]:
-    """Advance schedulers and their rates to the saved places, as they are configured now.
+    """Advance schedulers and their rates to the saved steps, as they are configured now.
 
     Args:
-        schedulers: the live ones, as they were made.
-        states: what was saved of each; left as they are.
-        saved_groups: the parameter groups that were saved.
+        schedulers: The live schedulers, newly created.
+        states: The saved state of each; not changed.
+        saved_groups: The saved parameter groups.
 
     Returns:
-        The states to load: what else of the saved ones is to be restored.
+        The states to load.
 
     Raises:
-        CheckpointMismatchError: a schedule ends before the saved place, or is of another kind.
+        CheckpointMismatchError: A schedule ends before the saved step, or has another structure.
     """
     kept = [_resumed_state(*pair, saved_groups) for pair in zip(schedulers, states, strict=False)]
     return [*kept, *map(dict, states[len(kept) :])]
@@ -154,7 +151,7 @@ def completed_steps(state: Mapping[str, Any]) -> int | None:
 
 
 def _can_be_run(scheduler: object) -> bool:
-    """Whether a scheduler's rates follow from its place: it is torch's, and asks no metric."""
+    """Whether a scheduler is torch's and its rates depend only on the number of steps."""
     return (
         type(scheduler).__module__ == torch_schedulers.__name__
         and not isinstance(scheduler, torch_schedulers.ReduceLROnPlateau)
@@ -163,28 +160,27 @@ def _can_be_run(scheduler: object) -> bool:
 
 
 def _fast_forward(scheduler: Any, place: int, *, otherwise: str) -> None:
-    """Make a scheduler's steps from its start to a place.
+    """Step a newly created scheduler to a place.
 
     Args:
-        scheduler: as it was made.
-        place: how many steps.
-        otherwise: what else helps where it does not have so many.
+        scheduler: The scheduler.
+        place: Number of steps.
+        otherwise: Alternative remedy for the error message.
 
     Raises:
-        CheckpointMismatchError: it has no step of that number.
+        CheckpointMismatchError: The schedule is shorter.
     """
     with warnings.catch_warnings():
-        # That the optimizer has not stepped, and, in some releases, that inner ones are told steps.
+        # Warnings that the optimizer has not stepped, and about arguments of inner schedulers.
         warnings.simplefilter("ignore", UserWarning)
         try:
             for _ in range(place):
                 scheduler.step()
         except ValueError as error:  # OneCycleLR's
             msg = (
-                f"the checkpoint was saved after {place} steps of its learning-rate schedule, and "
-                f"{type(scheduler).__name__} as it is configured now does not have so many: "
-                f"{error}. Configure it for the whole run, the steps before the checkpoint among "
-                f"them{otherwise}."
+                f"{type(scheduler).__name__} as configured now is shorter than the {place} steps "
+                f"that the saved schedule has taken: {error}. Configure it for the whole run, "
+                f"including the steps before the checkpoint{otherwise}."
             )
             raise CheckpointMismatchError(msg) from error
 
@@ -192,26 +188,26 @@ def _fast_forward(scheduler: Any, place: int, *, otherwise: str) -> None:
 def _check_same_structure(
     scheduler: object, own: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> None:
-    """Refuse a state of other schedulers within one.
+    """Refuse a state with another number of inner schedulers.
 
     Raises:
-        CheckpointMismatchError: there are more or fewer of them, which no load could restore.
+        CheckpointMismatchError: The numbers differ.
     """
     here, there = (len(state.get("_schedulers", ())) for state in (own, saved))
     if here != there:
         msg = (
-            f"the learning-rate scheduler that was saved is made of {there or 'no'} others, and "
-            f"{type(scheduler).__name__}, which this run has, of {here or 'no'}: configure the "
-            "scheduler that was saved, or make one of torch's own schedulers only, which can be "
-            "run through to the saved place."
+            f"the saved learning-rate scheduler contains {there or 'no'} other schedulers, and "
+            f"{type(scheduler).__name__} of this run contains {here or 'no'}. Configure the saved "
+            "scheduler, or use only torch's own schedulers, which can be stepped to the saved "
+            "place."
         )
         raise CheckpointMismatchError(msg)
 
 
 def _scale_rates(groups: Sequence[dict[str, Any]], saved_groups: Sequence[Group]) -> None:
-    """Scale each group's saved rate by what its initial rate has become, where both are known.
+    """Scale each group's saved rate by the change of its initial rate.
 
-    Otherwise the configured rate stays; so it does where the saved one started from 0.
+    The configured rate stays if a rate is unknown or the saved initial rate is 0.
     """
     if len(groups) != len(saved_groups):
         return
@@ -231,7 +227,7 @@ def _scale_rates(groups: Sequence[dict[str, Any]], saved_groups: Sequence[Group]
 
 
 def _number(value: Any) -> Any:
-    """Return the number of a saved or live rate: a manifest has a dictionary for a tensor."""
+    """Return a saved or live rate. The manifest has a dictionary for a tensor."""
     return value["tensor"] if isinstance(value, Mapping) else value
 
 
@@ -240,10 +236,10 @@ def _copied(rate: Any) -> Any:
 
 
 def _without_configured(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state, and those inside it, without what is configured; the place is left.
+    """Return a state, and those inside it, without configuration; the place stays.
 
-    ``LRScheduler.load_state_dict`` updates the fields that it is given and keeps the others. So
-    what a scheduler of the user's own keeps under other names is restored as it was saved.
+    ``LRScheduler.load_state_dict`` updates only the given fields. Other fields of a user's own
+    scheduler are restored as saved.
     """
     return {
         key: [_without_configured(inner) for inner in value] if key == "_schedulers" else value

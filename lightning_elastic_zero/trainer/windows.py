@@ -1,8 +1,7 @@
-"""Windows of micro-batches that are short, at the end of an epoch, and what is counted by windows.
+"""Short accumulation windows at the end of an epoch, and events that are due by optimizer steps.
 
-An epoch ends with an optimizer step. Of data without a length, or with fewer batches than the
-accumulation, that step may be of fewer micro-batches than the others. Lightning counts by
-micro-batches when schedulers and validation are due, and would pass over such a step.
+An epoch ends with an optimizer step, which can have fewer micro-batches than the others. Lightning
+decides by micro-batches whether schedulers and validation are due, and would miss such a step.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from lightning_elastic_zero.trainer.loaders import length_of
 
 
 def optimizer_steps_in(batches: float, accumulate: int) -> int:
-    """Return the optimizer steps that so many micro-batches of an epoch make, to its end."""
+    """Return the optimizer steps of a complete epoch with a number of micro-batches."""
     return ceil_div(int(batches), accumulate)
 
 
 def pending_micro_batches(trainer: pl.Trainer) -> int:
-    """Return how many micro-batches were trained on since the last optimizer step."""
+    """Return the number of micro-batches since the last optimizer step."""
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
     done = progress.current.processed
     ends = progress.is_last_batch or done == trainer.num_training_batches
@@ -37,15 +36,14 @@ def pending_micro_batches(trainer: pl.Trainer) -> int:
 
 
 def prefetch_next_batch(trainer: pl.Trainer) -> bool:
-    """Fetch the next batch before this one is trained on, as of data without a limit.
+    """Fetch the next batch before this one is trained on, if data have a limit but no length.
 
-    Of data that have a limit and no length, Lightning takes ``limit_train_batches`` for the length,
-    and learns of data that end before it when it asks for one batch more: too late to take a step
-    of the window that is open, or to validate. No batch beyond the limit is fetched: it would be
-    lost to a stream that goes on.
+    Lightning takes ``limit_train_batches`` for the length, and notices data that end earlier only
+    when it requests one more batch: too late to take the step of the open window, or to validate.
+    No batch beyond the limit is fetched, because a continuing stream would lose it.
 
     Returns:
-        Whether a batch was fetched, or tried to be, just now: the first time in an epoch.
+        Whether this was the first attempt in the epoch.
     """
     fit: Any = trainer.fit_loop
     fetcher, limit = data_fetcher(trainer), fit.max_batches
@@ -68,15 +66,15 @@ def prefetch_next_batch(trainer: pl.Trainer) -> bool:
 
 
 def _set_validation_interval(trainer: pl.Trainer, *, is_planned: bool) -> None:
-    """Set after how many micro-batches to validate, where Lightning has set it for its own units.
+    """Set the number of micro-batches between validations.
 
-    A fraction of an epoch is aligned with an optimizer step; with a global batch an integer counts
-    such batches. ``trainer.val_check_interval`` stays as it is: callbacks decide by it.
+    A fraction of an epoch is aligned with an optimizer step. With a global batch, an integer counts
+    global batches. ``trainer.val_check_interval`` is not changed, because callbacks use it.
 
     Raises:
-        ValueError: an epoch has fewer steps.
+        ValueError: An epoch has fewer steps.
     """
-    # Where validation is a matter of time, there is no such attribute.
+    # The attribute is missing if the interval is a time.
     interval = getattr(trainer, "val_check_interval", None)
     accumulate, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
     is_endless = batches == float("inf")
@@ -85,9 +83,9 @@ def _set_validation_interval(trainer: pl.Trainer, *, is_planned: bool) -> None:
         if is_by_epoch and not is_endless and interval > optimizer_steps_in(batches, accumulate):
             msg = (
                 f"`val_check_interval` ({interval}) must be less than or equal to the number of "
-                f"the optimizer steps of an epoch ({optimizer_steps_in(batches, accumulate)}). If "
-                "you want to disable validation set `limit_val_batches` to 0.0 instead. If you "
-                "want to validate based on all optimizer steps, set `check_val_every_n_epoch=None`."
+                f"optimizer steps of an epoch ({optimizer_steps_in(batches, accumulate)}). To "
+                "disable validation, set `limit_val_batches=0.0`. To count steps across epochs, "
+                "set `check_val_every_n_epoch=None`."
             )
             raise ValueError(msg)
         trainer.val_check_batch = interval * accumulate
@@ -97,9 +95,10 @@ def _set_validation_interval(trainer: pl.Trainer, *, is_planned: bool) -> None:
 
 
 class StepIntervals:
-    """Lets schedulers and validation be due at optimizer steps, also where a window is short.
+    """Makes schedulers and validation due at optimizer steps, even after a short window.
 
-    What Lightning compares with its count of micro-batches is another number then, for that batch.
+    For one batch at a time, this replaces the numbers that Lightning compares with its count of
+    micro-batches.
     """
 
     def __init__(self) -> None:
@@ -107,25 +106,25 @@ class StepIntervals:
         self._frequencies: list[tuple[Any, int]] = []
         self._interval: int | float | None = None
         self._validated = range(0)
-        """Micro-batches of the run, counted from 1, whose validations are not to take place."""
+        """Micro-batches of the run, counted from 1, after which no validation may run."""
 
     def begin_fit(self, trainer: pl.Trainer, *, is_planned: bool) -> None:
-        """Begin a fit whose loaders are made; of a planned global batch integers count batches."""
+        """Begin a fit whose loaders exist. ``is_planned``: there is a ``global_batch_size``."""
         self._is_planned = is_planned
         self._frequencies, self._interval, self._validated = [], None, range(0)
         _set_validation_interval(trainer, is_planned=is_planned)
 
     def begin_batch(self, trainer: pl.Trainer) -> None:
-        """Compute what is due after the batch that is about to be trained on."""
+        """Set what is due after the batch that is about to be trained on."""
         self.restore(trainer)
         progress = trainer.fit_loop.epoch_loop.batch_progress
         if progress.current.ready == 1:
-            # Lightning sets it anew where it makes loaders anew.
+            # Lightning resets it when it recreates loaders.
             _set_validation_interval(trainer, is_planned=self._is_planned)
         self._apply(trainer, is_last=progress.is_last_batch, steps=trainer.global_step + 1)
 
     def resume_at(self, trainer: pl.Trainer, *, is_last: bool) -> None:
-        """Compute what is due after the batch that was the last one when the run was saved."""
+        """Set what is due after the last batch before the save."""
         self.restore(trainer)
         self._apply(trainer, is_last=is_last, steps=trainer.global_step)
 
@@ -135,10 +134,10 @@ class StepIntervals:
         self._validated = range(done + 1, done + batches + 1)
 
     def suspend_plateau_steps(self, trainer: pl.Trainer) -> None:
-        """Keep plateau schedulers from being due when Lightning ends the last batch again."""
+        """Keep ``ReduceLROnPlateau`` from being due when Lightning ends the last batch again."""
         for config in trainer.lr_scheduler_configs:
             if config.reduce_on_plateau and config.interval == "step":
-                # Does not divide the batches so far.
+                # does not divide the number of batches so far
                 self._set_frequency(config, trainer.fit_loop.epoch_loop.batch_idx + 2)
 
     def _set_frequency(self, config: Any, frequency: int) -> None:
@@ -146,7 +145,7 @@ class StepIntervals:
         config.frequency = frequency
 
     def restore(self, trainer: pl.Trainer) -> None:
-        """Restore what had another number for the batch before, also where the next one is None."""
+        """Restore the numbers that were replaced for the last batch."""
         while self._frequencies:
             config, frequency = self._frequencies.pop()
             config.frequency = frequency
@@ -154,12 +153,12 @@ class StepIntervals:
             trainer.val_check_batch, self._interval = self._interval, None
 
     def _apply(self, trainer: pl.Trainer, *, is_last: bool, steps: int) -> None:
-        """Compute what is due after a batch.
+        """Set what is due after a batch.
 
         Args:
-            trainer: its counters include the batch.
-            is_last: the data ends with it.
-            steps: of the whole run, where a window ends with it.
+            trainer: The trainer, whose counters include the batch.
+            is_last: The data ends with it.
+            steps: Optimizer steps of the whole run, if a window ends with it.
         """
         ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         is_last = is_last or ready == trainer.num_training_batches
@@ -168,7 +167,7 @@ class StepIntervals:
         self._settle_validation(trainer, ready, steps, is_last=is_last)
 
     def _settle_schedulers(self, trainer: pl.Trainer, ready: int) -> None:
-        """Make those schedulers step that are due at the end of a short window."""
+        """Make schedulers due, or not, at the end of a short window."""
         accumulate = trainer.accumulate_grad_batches
         for config in trainer.lr_scheduler_configs:
             if config.interval != "step":
@@ -180,14 +179,14 @@ class StepIntervals:
     def _settle_validation(
         self, trainer: pl.Trainer, ready: int, steps: int, *, is_last: bool
     ) -> None:
-        """Make validation due where it is by steps; where Lightning's number does so, it stays.
+        """Make validation due, or not, if Lightning's own number would decide otherwise.
 
-        An integer without a global batch counts micro-batches, as in Lightning.
+        Without a global batch, an integer interval counts micro-batches, as in Lightning.
         """
         interval = getattr(trainer, "val_check_interval", None)
         live = trainer.val_check_batch
         if not isinstance(live, int) or interval is None:
-            return  # by the clock, or at the end of data of which nothing is known
+            return  # by time, or at the end of data without a known length
         accumulate, counted = trainer.accumulate_grad_batches, ready
         total = trainer.fit_loop.epoch_loop.batch_progress.total.ready
         is_end = is_last or ready % accumulate == 0
@@ -199,7 +198,7 @@ class StepIntervals:
             at_steps = optimizer_steps_in(ready, accumulate) % max(1, every) == 0
             is_due = is_last if interval == 1.0 else is_end and at_steps
         elif not self._is_planned or not trainer.lightning_module.automatic_optimization:
-            return  # a module that optimizes by itself has no windows
+            return  # manual optimization has no windows
         elif trainer.check_val_every_n_epoch is None:
             counted = total
             is_due = is_end and steps % interval == 0
@@ -211,5 +210,4 @@ class StepIntervals:
 
 
 def _interval_for(count: int, *, divides: bool) -> int:
-    """Return a number that divides a count, or one that divides none that can be reached."""
     return count if divides else sys.maxsize

@@ -120,7 +120,7 @@ def test_items_in_a_global_batch_need_their_size(worlds: Pools, tmp_path: Path) 
     for message in worlds.run(3, partial(error_of, replace(sized, global_batch=6))):
         assert message.startswith("UnsupportedError")
         assert "global_batch_size=6" in message
-        assert "batch_size=None gives items of 4 samples" in message
+        assert "batch_size=None yields items of 4 samples" in message
 
 
 def test_a_batch_sampler_as_sampler_has_a_size(worlds: Pools, tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_batch_sampler_as_sampler_has_a_size(worlds: Pools, tmp_path: Path) ->
     run = RunSpec(kind="batch sampler as sampler", length=48, global_batch=12, epochs=1)
     for message in worlds.run(2, partial(error_of, run)):
         assert message.startswith("UnsupportedError: global_batch_size=12 on 2 devices")
-        assert "gives items of 4 samples, which are not cut: make" in message
+        assert "yields items of 4 samples. Make" in message
         assert "a multiple of devices x 4" in message
     whole, resumed = saved(replace(run, global_batch=8), worlds, tmp_path)
     for world in (1, 2):
@@ -232,7 +232,7 @@ def test_other_data_is_refused_in_mid_epoch(worlds: Pools, tmp_path: Path) -> No
     run = RunSpec(save=("epoch 0",))
     _, resumed = saved(run, worlds, tmp_path)
     for message in worlds.run(2, partial(error_of, replace(resumed, length=70))):
-        assert "the data differs from that of the saved run (dataset_length was 53, is 70)" in message
+        assert "that of the saved run (dataset_length was 53, is 70)" in message
     ended = replace(run, save=("epoch 0",), root=str(tmp_path), epochs=1)
     worlds.run(2, partial(fit, ended))
     longer = ended.resumed("epoch 0", epochs=2, length=70)
@@ -293,12 +293,12 @@ def test_an_order_that_cannot_be_compared_is_refused(worlds: Pools, tmp_path: Pa
     """Between ranks at the start, and on resume; on one device a warning says so before."""
     run = RunSpec(kind="anonymous", epochs=1, save=(SAVE,), root=str(tmp_path))
     for message in worlds.run(2, partial(error_of, run)):
-        assert message.startswith("UnsupportedError: NumPyIndices names samples by objects without")
+        assert message.startswith("UnsupportedError: NumPyIndices yields objects that cannot be")
     seen = worlds.run(1, partial(fit, run))[0]
-    said = "will be refused on resume: NumPyIndices names samples by objects without content"
+    said = "will be refused on resume: NumPyIndices yields objects that cannot be compared"
     assert sum(said in text for text in seen.messages) == 1
     (message,) = worlds.run(1, partial(error_of, run.resumed(SAVE)))
-    assert "3 of its optimizer steps, and NumPyIndices names samples by objects without" in message
+    assert "3 of its optimizer steps, and NumPyIndices yields objects that cannot be" in message
 
 
 @pytest.mark.long
@@ -465,15 +465,15 @@ def test_random_numbers_of_another_world_are_said_once(worlds: Pools, tmp_path: 
         ),
         (
             RunSpec(kind="seeks", batch_size=3, global_batch=6),
-            "needs micro-batches of 2 samples, and the DataLoader, whose order is its own, gives 3",
+            "needs micro-batches of 2 samples, and the DataLoader with its own order yields 3",
         ),
         (
             RunSpec(kind="two, one uncut"),
-            "needs micro-batches of 2 samples, and the DataLoader, whose order is its own, gives 3",
+            "needs micro-batches of 2 samples, and the DataLoader with its own order yields 3",
         ),
         (
             RunSpec(kind="no length"),
-            "global_batch_size=12 needs a training loader that tells its batch_size",
+            "global_batch_size=12 needs a training loader with a batch_size",
         ),
         (
             RunSpec(length=7, loader={"drop_last": True}),

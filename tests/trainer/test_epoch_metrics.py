@@ -126,7 +126,7 @@ def test_another_world_sums_up_the_same(
     for moment, seen in zip(runs, of_rank, strict=True):
         assert all(whole.rates[step] == rate for step, rate in seen.rates.items()), moment
         assert seen.stopped == whole.stopped, moment
-        told = "correlation cover the batches after the resume only"
+        told = "correlation cover only the batches after the resume"
         assert any(told in text for text in seen.said) == (moment != "epoch 0"), moment
         for epoch in seen.epochs.keys() - {"0"}:
             for name in whole.epochs[epoch].keys() - OTHERS:
