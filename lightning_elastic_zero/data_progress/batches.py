@@ -1,19 +1,12 @@
-"""A run's position for the manifest, in units that no number of devices changes.
+"""A run's position in its data, the split of a global batch, and Lightning's loop counters.
 
-The split of a global batch into ranks and their micro-batches. Pure arithmetic.
-
-With ``G`` samples per optimizer step on ``W`` ranks, rank ``r`` takes samples ``r``, ``r + W``,
-``r + 2W``, ... of the step's block, in ``A`` micro-batches. DeepSpeed gives the mean of the ranks'
-gradients, and each rank's gradient is a sum over its micro-batches. So a micro-batch of ``n``
-samples, whose loss is the mean over them, counts with ``n * W / G``, and the gradient is the mean
-over the global batch, whatever the split.
-
-Lightning's loop counters, read as a position, and written for a position on other devices.
-
-Lightning counts each rank's micro-batches, and tells from small differences between the counters
-where it was stopped. Which numbers make it go on rightly was read in its ``fit_loop``,
-``training_epoch_loop`` and ``evaluation_loop`` (2.6); the names below are theirs. All the counters
-are dicts of ``ready``, ``started``, ``processed`` and ``completed``.
+``DataProgress`` counts samples and optimizer steps, which do not depend on the number of devices.
+``BatchPlan`` divides the ``G`` samples of a step among ``W`` ranks: rank ``r`` takes samples ``r``,
+``r + W``, ``r + 2W``, ... in ``A`` micro-batches. DeepSpeed averages the ranks' gradients, so a
+micro-batch of ``n`` samples with a mean loss has the weight ``n * W / G``.
+``read_position`` and ``fit_loop_at`` convert between a position and Lightning's counters: dicts of
+``ready``, ``started``, ``processed`` and ``completed`` micro-batches of one rank. Their meaning was
+derived from Lightning 2.6's ``fit_loop``, ``training_epoch_loop`` and ``evaluation_loop``.
 """
 
 from __future__ import annotations
@@ -32,72 +25,72 @@ class Position:
     """A place between two optimizer steps of a run."""
 
     epoch: int
-    """Index of the epoch that the next step belongs to, or that is about to end."""
+    """Index of the epoch of the next step, or of the epoch that is about to end."""
     steps: int
     """Optimizer steps taken in that epoch."""
     is_over: bool = False
-    """All steps of the epoch are taken, and what belongs to its end is still to come."""
+    """All steps of the epoch are taken, but the hooks at its end have not run."""
     is_validated: bool = False
-    """The validation that was due here is over."""
+    """The validation that is due here has run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Consumed:
-    """How much of a loader's data an epoch has consumed, on all ranks together."""
+    """How much of a loader's data an epoch has consumed, over all ranks."""
 
     samples: int
-    """Of its current pass; items where each item is a batch (``batch_size=None``)."""
+    """In the current pass; items, if each item is a batch (``batch_size=None``)."""
     passes: int = 0
-    """Whole passes before: of several loaders the shorter ones begin again."""
+    """Completed passes before: of several loaders, the shorter ones restart."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataProgress:
-    """What a checkpoint says of the data, and of how far the run is in it."""
+    """Position of a run in its data, as recorded in a checkpoint."""
 
     position: Position
     global_step: int
     """Optimizer steps of the whole run."""
     global_batch_size: int | None
-    """Samples per optimizer step; None where the loader does not say its batch size."""
+    """Samples per optimizer step; None: the loader's batch size is unknown."""
     accumulate: int
-    """Micro-batches of a rank per optimizer step, in the run that saved."""
+    """Micro-batches of a rank per optimizer step in the saved run."""
     world_size: int
-    """Of the run that saved."""
+    """Data-parallel ranks of the saved run."""
     steps_per_epoch: int | None = None
     """None: the data has no length."""
     planned_steps: int | None = None
-    """Optimizer steps of the whole run as it was planned: what schedules were made for."""
+    """Planned optimizer steps of the whole run, for which schedules were created."""
     loaders: tuple[Mapping[str, Plain], ...] = ()
-    """A fingerprint of each training loader's sampler: seed, order, dataset length, ..."""
+    """``ElasticSampler.describe`` of each training loader: seed, order, dataset length, ..."""
     orders: tuple[tuple[int, str] | None, ...] = ()
-    """For each training loader, the epoch that its order was made for last and the order's digest;
-    None where its order is its own."""
+    """For each training loader, the epoch of its latest order and the order's digest; None: it has
+    no ``ElasticSampler``."""
     consumed: tuple[Consumed | None, ...] = ()
-    """For each training loader, what the epoch has consumed of it; None: not known."""
+    """For each training loader, how much of it the epoch has consumed; None: unknown."""
     gradient: str = "mean"
-    """Of a step: the mean over its samples, whatever the accumulation."""
+    """Gradient of a step: the mean over its samples, independent of the accumulation."""
     settings: Mapping[str, Plain] | None = None
-    """Trainer settings that count batches, as they were given."""
+    """Trainer settings that count batches, as given."""
     seed: int | None = None
-    """The seed that orders the samples where the user gives none: that of ``seed_everything`` in
-    the run's first fit; None in checkpoints of before it was recorded."""
+    """Seed of the sample order if the user gives none: that of ``seed_everything`` in the run's
+    first fit; None: not recorded."""
 
     @property
     def samples(self) -> int | None:
-        """Samples of the epoch that all ranks together have consumed."""
+        """Samples that the epoch has consumed over all ranks; None: unknown."""
         if self.global_batch_size is None:
             return None
         return self.position.steps * self.global_batch_size
 
     def consumed_of(self, loader: int, *, is_only_one: bool) -> Consumed | None:
-        """Return what the epoch has consumed of a training loader; None: not known."""
+        """Return how much of a training loader the epoch has consumed; None: unknown."""
         if self.consumed or not is_only_one:
             return self.consumed[loader] if loader < len(self.consumed) else None
         return None if self.samples is None else Consumed(self.samples)
 
     def to_plain(self) -> dict[str, Plain]:
-        """Return what the manifest holds."""
+        """Return plain data for the manifest."""
         position = self.position
         return {
             "epoch": position.epoch,
@@ -127,10 +120,10 @@ class DataProgress:
 
     @classmethod
     def from_plain(cls, content: Mapping[str, Any], where: str) -> DataProgress:
-        """Read what ``to_plain`` gave.
+        """Read the result of ``to_plain``.
 
         Raises:
-            CheckpointFormatError: a field is missing or no number.
+            CheckpointFormatError: A field is missing or invalid.
         """
         try:
             counts = [int(content[name]) for name in ("epoch", "epoch_steps", "global_step")]
@@ -158,18 +151,21 @@ class DataProgress:
             )
         except (KeyError, TypeError, ValueError) as error:
             msg = (
-                f"{where}: a field of progress.sampler is missing or invalid ({error!r}): the file "
-                "is damaged; resume from another checkpoint"
+                f"{where}: a field of progress.sampler is missing or invalid ({error!r}). The file "
+                "is damaged: resume from another checkpoint"
             )
             raise CheckpointFormatError(msg) from error
         parts = [n for part in record.consumed if part for n in (part.samples, part.passes)]
         if min(*counts, *parts, *(number - 1 for number in shape)) < 0:
-            msg = f"{where} has a negative count in progress.sampler: the file is damaged"
+            msg = (
+                f"{where}: negative count in progress.sampler. The file is damaged: resume from "
+                "another checkpoint"
+            )
             raise CheckpointFormatError(msg)
         return record
 
     def at_batch_size(self, global_batch_size: int | None) -> Position:
-        """Return the position in steps of another global batch, rounded down: none is skipped."""
+        """Return the position in steps of another global batch, rounded down to skip no sample."""
         samples = self.samples
         if not samples or not global_batch_size:
             return self.position
@@ -193,20 +189,20 @@ def _optional(value: Any) -> int | None:
 
 
 MOST_SMALLER = 2
-"""Equal micro-batches may be so many times smaller than what fits; then unequal ones are meant."""
+"""Equal micro-batches may need up to this factor more micro-batches than fit into memory."""
 
 LISTED_COUNTS = 12
-"""How many device counts an error message names."""
+"""Number of device counts listed in an error message."""
 
 
 def ceil_div(count: int, size: int) -> int:
-    """Return how many parts of at most ``size`` make up ``count``."""
+    """Return ``count / size``, rounded up."""
     return -(-count // size)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """How the samples of one optimizer step are spread."""
+    """How the samples of one optimizer step are divided among ranks and micro-batches."""
 
     global_batch_size: int
     """Samples per optimizer step, over all ranks: ``G``."""
@@ -217,7 +213,7 @@ class BatchPlan:
 
     @property
     def is_even(self) -> bool:
-        """Whether all micro-batches of all ranks have one size."""
+        """Whether all micro-batches of all ranks have the same size."""
         return self.global_batch_size % (self.world_size * self.accumulate) == 0
 
     @property
@@ -230,14 +226,14 @@ class BatchPlan:
         return len(range(rank, self.global_batch_size, self.world_size))
 
     def micro_batches_of(self, rank: int) -> tuple[int, ...]:
-        """Return the sizes of a rank's micro-batches, in order: they differ by one at most."""
+        """Return the sizes of a rank's micro-batches, in order; they differ by at most one."""
         size, larger = divmod(self.samples_of(rank), self.accumulate)
         return (size + 1,) * larger + (size,) * (self.accumulate - larger)
 
     def loss_weight(self, rank: int, micro_batch: int) -> float:
-        """Return what a micro-batch's mean loss counts with, beside Lightning's ``1 / A``.
+        """Return the weight of a micro-batch's mean loss, in addition to Lightning's ``1 / A``.
 
-        1 where all micro-batches are equal, and exactly so.
+        Exactly 1.0 if all micro-batches are equal.
         """
         if self.is_even:
             return 1.0
@@ -248,16 +244,16 @@ class BatchPlan:
 def plan_batches(
     global_batch_size: int, most_samples: int, world_size: int, *, allow_uneven: bool = False
 ) -> BatchPlan:
-    """Cut a global batch into micro-batches that fit.
+    """Divide a global batch into micro-batches.
 
     Args:
-        global_batch_size: samples per optimizer step, over all ranks.
-        most_samples: of a micro-batch: the loader's ``batch_size``, which is what fits into memory.
-        world_size: data-parallel ranks.
-        allow_uneven: micro-batches may differ by one sample where equal ones do not come out.
+        global_batch_size: Samples per optimizer step, over all ranks.
+        most_samples: Largest micro-batch: the loader's ``batch_size``.
+        world_size: Data-parallel ranks.
+        allow_uneven: Micro-batches may differ by one sample if equal ones are impossible.
 
     Raises:
-        UnsupportedError: it cannot be cut so; the message names device counts that fit.
+        UnsupportedError: It cannot be divided; the message names device counts that fit.
     """
     plan = _even_plan(global_batch_size, most_samples, world_size)
     if plan is None and allow_uneven and global_batch_size >= world_size:
@@ -272,7 +268,7 @@ def plan_batches(
 
 
 def _even_plan(global_batch_size: int, most_samples: int, world_size: int) -> BatchPlan | None:
-    """Return the plan of the fewest equal micro-batches, if one is not too wasteful."""
+    """Return the plan with the fewest equal micro-batches; None if they would be too small."""
     of_rank, rest = divmod(global_batch_size, world_size)
     if rest or not of_rank:
         return None
@@ -286,16 +282,15 @@ def _even_plan(global_batch_size: int, most_samples: int, world_size: int) -> Ba
 def _refusal(
     global_batch_size: int, most_samples: int, world_size: int, *, allow_uneven: bool
 ) -> str:
-    """Return why a global batch cannot be cut, and what helps."""
     counts = [
         count
         for count in range(1, global_batch_size + 1)
         if _even_plan(global_batch_size, most_samples, count)
     ]
-    # The nearest ones: nobody on 64 devices wants to hear of 1.
+    # The nearest ones: on 64 devices, 1 is not a useful alternative.
     near = sorted(sorted(counts, key=lambda count: abs(count - world_size))[:LISTED_COUNTS])
     listed = ", ".join(map(str, near)) or "none"
-    # Otherwise no batch_size helps.
+    # Otherwise changing the batch_size does not help.
     divides = global_batch_size % world_size == 0
     change = ", or change the loader's batch_size" if divides else ""
     hint = "" if allow_uneven else "; or pass allow_uneven_batches=True"
@@ -319,13 +314,13 @@ Counters = dict[str, Any]
 def read_position(
     fit_loop: Mapping[str, Any], accumulate: int, *, batches: float, validating: bool
 ) -> Position:
-    """Read where a run stands, floored to the last optimizer step.
+    """Read the position of a run, rounded down to the last optimizer step.
 
     Args:
         fit_loop: Lightning's counters.
-        accumulate: micro-batches per optimizer step.
-        batches: micro-batches of one rank per epoch; infinite if unknown.
-        validating: the save happens inside the fit's validation.
+        accumulate: Micro-batches per optimizer step.
+        batches: Micro-batches of one rank per epoch; infinite if unknown.
+        validating: The save happens inside the fit's validation.
     """
     epochs, batch = fit_loop[EPOCHS]["current"], fit_loop[BATCHES]["current"]
     done = batch["processed"]
@@ -333,9 +328,9 @@ def read_position(
     last = fit_loop[BATCHES]["is_last_batch"] and done == batch["ready"]
     is_over = done > 0 and (last or done >= batches)
     if is_over and batch["started"] == done:
-        steps = ceil_div(done, accumulate)  # the last one may be of fewer micro-batches
+        steps = ceil_div(done, accumulate)  # the last one may have fewer micro-batches
     if epochs["processed"] == epochs["ready"]:
-        # The epoch's end has been reached. max_steps and early stopping get here in mid-epoch too.
+        # At the epoch's end. max_steps and early stopping also get here in the middle of an epoch.
         if done and not is_over:
             return Position(max(epochs["processed"] - 1, 0), steps, is_validated=True)
         return Position(epochs["processed"], 0)
@@ -356,8 +351,8 @@ def _is_finished(progress: Mapping[str, Any]) -> bool:
 def infer_progress(
     fit_loop: Mapping[str, Any], progress: TrainingProgress, world_size: int, global_step: int
 ) -> DataProgress:
-    """Infer how far a run is that another program saved, from what it counted."""
-    # DeepSpeed's own config says it; counters cannot where epochs end within a window.
+    """Infer the progress of a run that another program saved from Lightning's counters."""
+    # DeepSpeed's config has the accumulation; counters are ambiguous if epochs end within a window.
     accumulate = max(1, progress.gradient_accumulation_steps)
     taken = fit_loop[STEPS]["optimizer"]["step"]["total"]["completed"]
     if accumulate == 1 and taken:
@@ -373,17 +368,17 @@ def infer_progress(
 
 
 def fit_loop_at(fit_loop: Mapping[str, Any], position: Position, *, was: int, now: int) -> Counters:
-    """Write Lightning's counters for a position.
+    """Return Lightning's counters for a position.
 
-    The epoch is shown as finished, or as one that was left right after a batch whose hooks have all
-    run ("restarted on last"): of all states this is the one from which Lightning does nothing twice
-    and skips nothing, once ``RunResumer`` has set what only live loops have.
+    They describe a finished epoch, or one that was left right after a batch and all its hooks
+    ("restarted on last"). From this state Lightning repeats and skips nothing, once ``RunResumer``
+    has set the state that only live loops have.
 
     Args:
-        fit_loop: the counters as saved.
-        position: where to go on.
-        was: micro-batches of a rank per optimizer step when it was saved.
-        now: the same, here.
+        fit_loop: The saved counters.
+        position: Position at which the run resumes.
+        was: Micro-batches of a rank per optimizer step in the saved run.
+        now: The same in this run.
     """
     loops = copy.deepcopy(dict(fit_loop))
     batch, epochs = loops[BATCHES], loops[EPOCHS]
@@ -399,13 +394,13 @@ def fit_loop_at(fit_loop: Mapping[str, Any], position: Position, *, was: int, no
     batch["is_last_batch"] = position.is_over
     _set_validation(loops[VALIDATION], pending=in_epoch and not position.is_validated)
     _drop_begun_window(loops[STEPS]["optimizer"])
-    # Per rank and worker, and of another number of them: never to be applied by position in a list.
+    # One state per rank and worker: not applicable on another number of ranks.
     loops["state_dict"] = {k: v for k, v in loops["state_dict"].items() if k != LOADER_STATES}
     return loops
 
 
 def with_loader_states(loops: Mapping[str, Any], states: list[Any]) -> dict[str, Any]:
-    """Return all loops' counters with these states of the training loaders, and no others."""
+    """Return all loops' counters with the given states of training loaders instead of others."""
     fit = loops["fit_loop"]
     own = {key: value for key, value in fit["state_dict"].items() if key != LOADER_STATES}
     if states:
@@ -416,13 +411,12 @@ def with_loader_states(loops: Mapping[str, Any], states: list[Any]) -> dict[str,
 def _batches_at(
     fit_loop: Mapping[str, Any], position: Position, was: int, now: int
 ) -> tuple[int, int]:
-    """Return a rank's micro-batches of the epochs before a position's, and of its own.
+    """Return a rank's micro-batches in the epochs before a position, and in its epoch.
 
-    An epoch's last window may have fewer than the others: how many of another accumulation there
-    would have been is not known, and it counts as a whole one.
+    With another accumulation, a short last window of an epoch counts as a complete one.
     """
     batch, epochs = fit_loop[BATCHES], fit_loop[EPOCHS]["current"]
-    # Before an epoch's first step its window may have begun; before that, these are the last one's.
+    # Before an epoch has begun, these counters are those of the previous epoch.
     has_begun = epochs["started"] == epochs["ready"] > epochs["processed"]
     in_epoch = position.steps > 0 or position.is_over or has_begun
     done = int(batch["current"]["processed"]) if in_epoch else 0
@@ -438,7 +432,7 @@ def _set(counts: dict[str, int], number: int) -> None:
 
 
 def _drop_begun_window(optimizer: dict[str, Any]) -> None:
-    """Count gradients as cleared for the windows whose step was taken: the others begin anew."""
+    """Count gradients as cleared only for completed windows: an open window is repeated."""
     for part in ("total", "current"):
         cleared, taken = optimizer["zero_grad"][part], optimizer["step"][part]["completed"]
         cleared.update({name: min(number, taken) for name, number in cleared.items()})
@@ -447,13 +441,13 @@ def _drop_begun_window(optimizer: dict[str, Any]) -> None:
 def validation_counters_at(
     progress: Mapping[str, Any], *, began: bool, was: int, now: int
 ) -> Counters:
-    """Write the counters of validation's batches as they are where a run goes on.
+    """Return the validation's batch counters for a resumed run.
 
     Args:
-        progress: them as saved.
-        began: the validation that is counted last had begun and is made anew.
-        was: batches of a validation on a rank of the run that saved; 0 where it is not known.
-        now: the same, here.
+        progress: The saved counters.
+        began: The last counted validation was unfinished and is repeated.
+        was: Batches of a validation on a rank of the saved run; 0: unknown.
+        now: The same in this run.
     """
     made = copy.deepcopy(dict(progress))
     if began:
@@ -465,10 +459,10 @@ def validation_counters_at(
 
 
 def _set_validation(progress: dict[str, Any], *, pending: bool) -> None:
-    """Show a validation as begun, so that it runs if one is due here; or as not begun.
+    """Mark a validation as begun, so that it runs if one is due here; or as not begun.
 
-    Nothing of it counts as done: it starts at its first batch, since its metrics were not saved.
-    ``validation_counters_at`` says what is counted once Lightning has decided by this.
+    None of its batches count as done, since its metrics were not saved. Once Lightning has decided
+    by these counters, ``validation_counters_at`` provides the final ones.
     """
     for counts in (progress["current"], progress["total"]):
         _set(counts, 0)

@@ -1,21 +1,11 @@
-"""Samplers that resume an epoch at any optimizer step, on any number of ranks.
+"""Samplers that resume an epoch at any optimizer step on any number of ranks, and random states.
 
-Step ``k`` of an epoch consumes samples ``[k * G, (k + 1) * G)`` of the epoch's order, whatever the
-number of ranks: only who takes which of them depends on it. The order is that of torch's
-``DistributedSampler``, ``randperm`` seeded by seed plus epoch, so that runs which began with
-Lightning's own sampler go on in it.
-
-The streams of random numbers: kept, put back, and derived where there is none to put back.
-
-What is drawn in this process is kept as the generators' states. A rank that was not there when a
-checkpoint was saved has none; it starts a stream that depends on the seed, the optimizer step and
-the rank, so that the same resume draws the same numbers.
-
-The order that a user's own sampler puts an epoch in: asked for reproducibly, and fingerprinted.
-
-A sampler may draw from generators of its own, or count its epochs by itself. Then a new process, or
-another rank, would be given another order without a word. So generators that can be seeded are,
-from the run's seed and the epoch; and a digest of the order shows where that was not enough.
+Step ``k`` of an epoch consumes samples ``[k * G, (k + 1) * G)`` of the epoch's order; the number of
+ranks only affects which rank takes which sample. The order is that of torch's
+``DistributedSampler``, so runs that began with Lightning's sampler continue in the same order.
+A user's sampler may draw from its own generators or count epochs. Its generators are seeded from
+the run's seed and the epoch, and a digest of the order reveals remaining differences.
+Ranks without saved random states start streams derived from seed, optimizer step and rank.
 """
 
 from __future__ import annotations
@@ -40,7 +30,7 @@ def collect_rng_states(device: torch.device | None = None) -> dict[str, Any]:
     """Return the states of Python's, NumPy's, torch's and the device's generators, as plain data.
 
     Args:
-        device: this rank's; its generator is kept too if it has one of its own.
+        device: This rank's device; its generator is included if it is not the CPU.
     """
     name, keys, place, has_gauss, gauss = np.random.get_state()  # noqa: NPY002 (the global one)
     state: dict[str, Any] = {
@@ -60,7 +50,7 @@ def collect_rng_states(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def set_rng_states(state: Mapping[str, Any], device: torch.device | None = None) -> None:
-    """Restore what ``collect_rng_states`` returned; what is missing in it stays as it is."""
+    """Restore states from ``collect_rng_states``; generators missing in it are not changed."""
     if "python" in state:
         version, internal, gauss = state["python"]
         random.setstate((version, tuple(internal), gauss))
@@ -70,20 +60,20 @@ def set_rng_states(state: Mapping[str, Any], device: torch.device | None = None)
         np.random.set_state((name, words, place, has_gauss, gauss))  # noqa: NPY002 (see above)
     if "torch" in state:
         torch.set_rng_state(state["torch"].cpu())
-    # By the device's type, not its index: a rank may have another one than when it saved.
+    # By the device's type, not its index, which may differ from that of the save.
     if device is not None and device.type != "cpu" and device.type in state:
         torch.get_device_module(device).set_rng_state(state[device.type].cpu(), device)
 
 
 def seed_host_rng(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's CPU random numbers."""
+    """Seed Python's, NumPy's and torch's CPU generators."""
     random.seed(seed)
-    np.random.seed(seed % (1 << 32))  # noqa: NPY002 (the global one is what users draw from)
+    np.random.seed(seed % (1 << 32))  # noqa: NPY002 (users draw from the global one)
     torch.default_generator.manual_seed(seed)
 
 
 def seed_rng_streams(seed: int, step: int, rank: int) -> None:
-    """Start streams that depend on the run's seed, the optimizer step and the rank alone."""
+    """Seed all generators from the run's seed, the optimizer step and the rank."""
     number = derive_seed(seed, step, rank)
     seed_host_rng(number)
     torch.manual_seed(number)  # devices too
@@ -91,7 +81,7 @@ def seed_rng_streams(seed: int, step: int, rank: int) -> None:
 
 @contextmanager
 def isolate_rng() -> Iterator[None]:
-    """Leave the host's streams as they were, whatever is drawn inside."""
+    """Restore the host's random states at the end of the context."""
     state = collect_rng_states()
     try:
         yield
@@ -100,48 +90,48 @@ def isolate_rng() -> Iterator[None]:
 
 
 def derive_seed(*numbers: int) -> int:
-    """Mix numbers into a seed of 63 bits: near numbers give seeds that have nothing in common."""
+    """Hash numbers to a seed of 63 bits, so that similar numbers give unrelated seeds."""
     text = ",".join(map(str, numbers)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 _DEPTH = 4
-"""How far into samplers that wrap samplers, and into containers, generators are looked for."""
+"""Depth of the search for generators in nested samplers and containers."""
 
 
 def epoch_order(sampler: Sampler[Any], seed: int, epoch: int, length: int) -> list[Any]:
-    """Return a sampler's order of an epoch: the same on all ranks and after a restart.
+    """Return a user's sampler's order of an epoch, the same on all ranks and after a restart.
 
     Args:
-        sampler: the user's; its ``set_epoch`` is called if it has one.
-        seed: of the run's data order.
-        epoch: index of the epoch.
-        length: the number of samples that the sampler has said it gives.
+        sampler: The user's sampler; its ``set_epoch`` is called if it has one.
+        seed: Seed of the run's data order.
+        epoch: Index of the epoch.
+        length: Length of the sampler.
 
     Raises:
-        UnsupportedError: it gives another number of samples.
+        UnsupportedError: The sampler yields another number of samples than its length.
     """
     if callable(set_epoch := getattr(sampler, "set_epoch", None)):
         set_epoch(epoch)
     with isolate_rng():
-        # In here: a generator that a sampler holds may be NumPy's or torch's global one.
+        # Inside the context, because a sampler's generator may be NumPy's or torch's global one.
         _seed_generators(sampler, seed, epoch)
         seed_host_rng(derive_seed(seed, epoch))
         order = list(sampler)
     if len(order) != length:
         msg = (
-            f"{type(sampler).__name__} gave {len(order)} samples, and its length is "
-            f"{length}: the steps of an epoch cannot be counted"
+            f"{type(sampler).__name__} yielded {len(order)} samples, expected its length, "
+            f"{length}. Make __len__ return the number of samples of every epoch"
         )
         raise UnsupportedError(msg)
     return order
 
 
 def digest_of(order: Sequence[Any] | torch.Tensor) -> str:
-    """Return a digest of an order, in hexadecimal; empty if a sample's name has no content.
+    """Return a hexadecimal digest of an order; empty if some index cannot be compared.
 
-    Python's, NumPy's and torch's numbers give the same digest, and so do lists, tuples, arrays and
-    tensors of them. Objects are described by what a pickle of them holds.
+    Numbers of Python, NumPy and torch give the same digest, and so do lists, tuples, arrays and
+    tensors of them. Objects are described by the content of their pickle.
     """
     if isinstance(order, torch.Tensor):
         return xxhash.xxh3_128_hexdigest(order.contiguous().numpy().tobytes())
@@ -159,11 +149,11 @@ def digest_of(order: Sequence[Any] | torch.Tensor) -> str:
 
 
 class _NoContentError(Exception):
-    """A sample is named by an object that is the same in no other process."""
+    """A sampler yielded an object without content that other processes could compare."""
 
 
 def _plain(item: Any) -> Any:
-    """Describe the name of a sample so that its ``repr`` is the same in every process."""
+    """Convert an index to plain data with the same ``repr`` in every process."""
     if item is None or type(item) in (int, float, complex, str, bytes):
         return item
     for number in (int, float):
@@ -185,7 +175,7 @@ def _plain_repr(item: object) -> str:
 
 
 def _pickled_parts(item: object) -> object:
-    """Describe an object by its class, and by what it is made of when it is unpickled."""
+    """Describe an object by the parts of its pickle."""
     if isinstance(item, type) or hasattr(item, "__qualname__"):
         return f"{item.__module__}.{item.__qualname__}"
     try:
@@ -202,10 +192,10 @@ def _pickled_parts(item: object) -> object:
 
 
 def _seed_generators(sampler: object, seed: int, epoch: int) -> None:
-    """Seed every generator that a sampler holds, each in its own way."""
+    """Seed every generator in a sampler."""
     for path, generator in _generators_in(sampler, "", _DEPTH):
         if path == ".generator":
-            number = derive_seed(seed, epoch)  # as torch's own samplers have it
+            number = derive_seed(seed, epoch)  # the attribute of torch's own samplers
         else:
             number = derive_seed(seed, epoch, xxhash.xxh3_64_intdigest(path.encode()))
         if isinstance(generator, torch.Generator):
@@ -220,7 +210,7 @@ def _seed_generators(sampler: object, seed: int, epoch: int) -> None:
 
 
 def torch_generators_in(sampler: object) -> list[torch.Generator]:
-    """Return torch's generators that a sampler, or a batch sampler, draws from."""
+    """Return torch's generators in a sampler or batch sampler."""
     found = (generator for _, generator in _generators_in(sampler, "", _DEPTH))
     return [generator for generator in found if isinstance(generator, torch.Generator)]
 
@@ -229,7 +219,7 @@ _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.Ra
 
 
 def _generators_in(holder: object, path: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """Yield the generators in an object, by the path of attributes and keys that leads to each."""
+    """Yield the generators in an object with their path of attributes and keys."""
     if isinstance(holder, _GENERATORS):
         yield path, holder
     elif depth:
@@ -238,21 +228,21 @@ def _generators_in(holder: object, path: str, depth: int) -> Iterator[tuple[str,
 
 
 def _parts(holder: object) -> Iterator[tuple[str, object]]:
-    """Yield what a sampler, or a container in one, is made of; data sets are left alone."""
-    if isinstance(holder, dict):  # another mapping may be a data set, read with every look
+    """Yield the parts of a sampler or of a container in one, but not those of data sets."""
+    if isinstance(holder, dict):  # other mappings may be data sets that read files
         yield from ((str(key), value) for key, value in holder.items())
     elif isinstance(holder, (list, tuple)):
-        # A list of generators is short; a list of indices holds none.
+        # A list of generators is short; a list of indices contains none.
         yield from ((str(i), v) for i, v in enumerate(holder[:64]) if not isinstance(v, int))
     elif isinstance(holder, Sampler):
         yield from vars(holder).items()
 
 
 class ElasticSampler(DistributedSampler[Any]):
-    """A ``DistributedSampler`` whose steps are the same on every number of ranks.
+    """A ``DistributedSampler`` with the same optimizer steps on every number of ranks.
 
-    An epoch is padded to a multiple of the global batch, from its own beginning, or, with
-    ``drop_last``, cut to one.
+    An epoch is padded to a multiple of the global batch with its first samples, or truncated to
+    one with ``drop_last``.
     """
 
     def __init__(
@@ -270,19 +260,19 @@ class ElasticSampler(DistributedSampler[Any]):
         """Plan the epochs.
 
         Args:
-            dataset: what is sampled from; it has a length.
-            plan: how a global batch is cut.
-            rank: this rank.
-            shuffle: a new order in each epoch; else as they come.
-            seed: of the order.
-            drop_last: leave out what does not fill a global batch; else fill it up.
-            sampler: gives the order instead, if there is one; called under a seed of the epoch, so
-                that it gives all ranks the same.
-            seed_workers: seed the loader's workers anew for each micro-batch. Then what they draw
-                depends on the place in the run, and on nothing that a restart would change.
+            dataset: The data set, which has a length.
+            plan: How a global batch is divided.
+            rank: This rank.
+            shuffle: Use a new order in each epoch, instead of the data set's order.
+            seed: Seed of the order.
+            drop_last: Omit an incomplete global batch at the end, instead of padding it.
+            sampler: A user's sampler that determines the order instead. It is called with seeded
+                generators, so that it yields the same order on all ranks.
+            seed_workers: Seed the loader's workers for each micro-batch, so that their random
+                numbers only depend on the position in the run.
 
         Raises:
-            UnsupportedError: an epoch would have no step.
+            UnsupportedError: An epoch would have no optimizer step.
         """
         super().__init__(
             dataset,  # type: ignore[arg-type]
@@ -302,7 +292,8 @@ class ElasticSampler(DistributedSampler[Any]):
         if not self.steps and self.length:
             msg = (
                 f"{self.length} samples do not fill one global batch of {plan.global_batch_size}, "
-                "and the loader has drop_last=True: there is nothing to train on"
+                "so an epoch has no step. Pass drop_last=False to the loader or use a smaller "
+                "global batch"
             )
             raise UnsupportedError(msg)
         self.total_size = self.steps * plan.global_batch_size
@@ -312,12 +303,12 @@ class ElasticSampler(DistributedSampler[Any]):
         self._latest_digest: str | None = None
 
     def start_at(self, epoch: int, step: int) -> None:
-        """Begin the next iteration, if it is of that epoch, at that optimizer step of it."""
+        """Start the next iteration at an optimizer step, if it is of that epoch."""
         self.epoch = epoch
         self._start = (epoch, step)
 
     def describe(self) -> dict[str, Any]:
-        """Return the fingerprint: two samplers with the same one give the same epochs."""
+        """Return a description; samplers with equal descriptions yield the same epochs."""
         return {
             "order": "sequential" if not self.shuffle else "torch.randperm",
             "sampler": "" if self.sampler is None else type(self.sampler).__name__,
@@ -328,7 +319,7 @@ class ElasticSampler(DistributedSampler[Any]):
 
     @override
     def __len__(self) -> int:
-        """Return this rank's samples in a whole epoch, wherever the next one begins."""
+        """Return this rank's samples in a complete epoch, regardless of ``start_at``."""
         return self.num_samples
 
     @override
@@ -337,7 +328,7 @@ class ElasticSampler(DistributedSampler[Any]):
             yield from batch
 
     def micro_batches(self) -> Iterator[list[Any]]:
-        """Yield this rank's micro-batches, from the step on that was asked for; once only."""
+        """Yield this rank's micro-batches; the first time from the step set by ``start_at``."""
         start, self._start = self._start, None
         epoch = self.epoch
         first = start[1] if start is not None and start[0] == epoch else 0
@@ -366,14 +357,14 @@ class ElasticSampler(DistributedSampler[Any]):
         return [order[place % self.length] for place in places]
 
     def order_digest(self, epoch: int) -> str:
-        """Return a digest of an epoch's order; empty where it has none."""
+        """Return a digest of an epoch's order; empty if it cannot be compared."""
         order = self._order(epoch)
-        if self._latest_digest is None:  # once for each order: every save records it
+        if self._latest_digest is None:  # cached, because every save records it
             self._latest_digest = digest_of(order)
         return self._latest_digest
 
     def latest_order(self) -> tuple[int, str] | None:
-        """Return the epoch whose order was asked for last, and its digest; asks for none itself."""
+        """Return the epoch of the latest order and its digest; None if there is no order yet."""
         if self._latest is None:
             return None
         epoch, seed, _ = self._latest
@@ -382,7 +373,7 @@ class ElasticSampler(DistributedSampler[Any]):
     def _order(self, epoch: int) -> Sequence[Any] | torch.Tensor:
         """Return all samples of an epoch in order, shape ``(dataset length,)``.
 
-        A user's sampler is asked once per epoch: one that counts its own epochs goes on by one.
+        A user's sampler is iterated once per epoch, because it may count its iterations.
         """
         if self._latest is None or self._latest[:2] != (epoch, self.seed):
             self._latest = (epoch, self.seed, self._make_order(epoch))
@@ -399,7 +390,7 @@ class ElasticSampler(DistributedSampler[Any]):
         return torch.randperm(self.length, generator=generator)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return no position: that is the run's, and is saved with it."""
+        """Return the description; the position is saved with the run."""
         return self.describe()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -407,7 +398,7 @@ class ElasticSampler(DistributedSampler[Any]):
 
 
 class ElasticBatchSampler(BatchSampler):
-    """Micro-batches that differ by a sample, so that their sum is the global batch."""
+    """Yields the micro-batches of an uneven plan, whose sizes differ by one sample."""
 
     def __init__(self, sampler: ElasticSampler) -> None:
         super().__init__(sampler, sampler.plan.largest_micro_batch, drop_last=False)
@@ -423,11 +414,11 @@ class ElasticBatchSampler(BatchSampler):
 
 
 class _SeedingName:
-    """The first sample's name in a micro-batch, which seeds the worker process that it arrives in.
+    """The first index of a micro-batch, which seeds the worker process that unpickles it.
 
-    A loader sends its workers pickled lists of names. This one, when it is unpickled, seeds the
-    worker's random numbers and becomes what the sampler gave: the samples that are fetched next are
-    drawn alike after any restart, with any number of workers, persistent or not.
+    A loader sends pickled lists of indices to its workers. When this object is unpickled, it seeds
+    the worker's generators and becomes the sampler's index. So random transforms are reproducible
+    after a restart, with any number of workers, persistent or not.
     """
 
     item: Any
@@ -438,7 +429,7 @@ class _SeedingName:
 
 
 class _SeedingIndex(_SeedingName, int):
-    """One that is an index in this process too, for loaders that look at it."""
+    """The same for integer indices: it is also an integer in this process."""
 
 
 def _seeding(item: Any, seed: int) -> _SeedingName:
@@ -448,6 +439,6 @@ def _seeding(item: Any, seed: int) -> _SeedingName:
 
 
 def _seed_on_unpickle(item: Any, seed: int) -> Any:
-    """Seed the process that unpickles a sample's name; return the name."""
+    """Seed the process that unpickles an index; return the index."""
     seed_host_rng(seed)
     return item

@@ -35,16 +35,15 @@ class RayCheckpointReport(Callback):
     """
 
     def __init__(self) -> None:
-        """Look for Ray, which is an extra."""
-        _ray_train()
+        _ray_train()  # raises if Ray is not installed
         self._metrics: dict[int, dict[str, float]] = {}
-        """Of each save that is not reported yet, by step."""
+        """Metrics of saves that are not reported yet, by step."""
         self._published: list[CheckpointStats] = []
-        """Those that are not reported yet; on rank 0, appended to in any thread."""
+        """Published saves that are not reported yet; on rank 0, appended to in any thread."""
         self._known: set[str] = set()
-        """Paths that Ray knows, as it knows them; on rank 0."""
+        """Paths that were reported to Ray; on rank 0."""
         self._is_due = False
-        """Whether a save was called since this was last looked for; the same on all ranks."""
+        """Whether a save was called since the last report; the same on all ranks."""
         self._unsubscribe: Callable[[], None] | None = None
 
     @override
@@ -66,10 +65,10 @@ class RayCheckpointReport(Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Check where checkpoints go, which is known by now.
+        """Check the folders of checkpoints, which are known now.
 
         Raises:
-            UnsupportedError: Ray could not find or keep them.
+            UnsupportedError: Ray could not find or keep the checkpoints.
         """
         run = _run_folder()
         for callback in trainer.checkpoint_callbacks:
@@ -78,7 +77,7 @@ class RayCheckpointReport(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Report the checkpoint that the run goes on from, if its report was lost."""
+        """Report the checkpoint from which the run was resumed, if its report was lost."""
         strategy = _strategy(trainer)
         if trainer.is_global_zero:
             reported = _ray_train().get_all_reported_checkpoints()
@@ -99,28 +98,28 @@ class RayCheckpointReport(Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        """Report what was saved after this batch."""
+        """Report saves after this batch."""
         self._report_if_due(trainer)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Report what was saved after the validation."""
+        """Report saves after the validation."""
         self._report_if_due(trainer)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Report what was saved after the epoch."""
+        """Report saves after the epoch."""
         self._report_if_due(trainer)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Report what was saved at the end, and what was still being saved."""
+        """Wait for the last save and report it."""
         _strategy(trainer).wait_for_save()
         self._report(trainer)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Listen no more."""
+        """End the subscription to saves."""
         if self._unsubscribe is not None:
             self._unsubscribe()
             self._unsubscribe = None
@@ -130,7 +129,7 @@ class RayCheckpointReport(Callback):
             self._report(trainer)
 
     def _report(self, trainer: pl.Trainer) -> None:
-        """Report what rank 0 knows to be published; collective, as Ray's report is."""
+        """Report published saves; collective."""
         self._is_due = False
         new = self._take_new() if trainer.is_global_zero else []
         ray_train = _ray_train()
@@ -146,7 +145,7 @@ class RayCheckpointReport(Callback):
             )
 
     def _take_new(self) -> list[tuple[str, int]]:
-        """Return path and step of what Ray does not know yet, and forget it."""
+        """Return path and step of saves that Ray does not know yet, and forget them."""
         run = _run_folder()
         found = []
         for stats in [self._published.pop(0) for _ in range(len(self._published))]:
@@ -158,7 +157,7 @@ class RayCheckpointReport(Callback):
 
 
 def _path_in(run: Path, path: str) -> str | None:
-    """Return a checkpoint's path as Ray wants it, below the run's folder; None: not Ray's."""
+    """Return a checkpoint's path below the run's folder; None: not to be reported."""
     found, folder = real_path(path), real_path(run)
     if found.name.startswith(ModelCheckpoint.CHECKPOINT_NAME_LAST) or folder not in found.parents:
         return None
@@ -166,24 +165,24 @@ def _path_in(run: Path, path: str) -> str | None:
 
 
 def _check_model_checkpoint(callback: ModelCheckpoint, run: Path) -> None:
-    """Check that Ray can find and keep what is saved.
+    """Check that Ray can find and keep a callback's checkpoints.
 
     Raises:
-        UnsupportedError: it cannot.
+        UnsupportedError: It cannot.
     """
     folder = real_path(str(callback.dirpath))
     if real_path(run) not in folder.parents:
         msg = (
-            f"ModelCheckpoint saves to {folder}, and Ray Train keeps checkpoints below {run} only, "
-            'the folder of this run in its storage. Pass dirpath=f"{run}/checkpoints", with '
+            f"ModelCheckpoint saves to {folder}, but Ray Train keeps checkpoints below {run} only. "
+            'Pass dirpath=f"{run}/checkpoints", with '
             "run = ray.train.get_context().get_storage().experiment_fs_path"
         )
         raise UnsupportedError(msg)
     if callback.save_top_k != -1:
         msg = (
             f"ModelCheckpoint(save_top_k={callback.save_top_k}) would delete checkpoints that Ray "
-            "Train has in its list; Ray then refuses to start this run again. Pass save_top_k=-1, "
-            "and let Ray delete: RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=2))"
+            "Train has registered, and Ray could not restart this run. Pass save_top_k=-1 and let "
+            "Ray delete: RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=2))"
         )
         raise UnsupportedError(msg)
 
@@ -192,29 +191,27 @@ def _run_folder() -> Path:
     """Return the folder of this run in Ray's storage.
 
     Raises:
-        UnsupportedError: it is not on a disk.
+        UnsupportedError: It is not on a disk.
     """
     storage = _ray_train().get_context().get_storage()
     if storage.storage_filesystem.type_name != "local":
         msg = (
-            f"Ray's storage is of type {storage.storage_filesystem.type_name!r}; checkpoints are "
-            "written by all ranks to a disk that they share: RunConfig(storage_path=...) has to be "
-            "a path on one"
+            f"Ray's storage has type {storage.storage_filesystem.type_name!r}, expected 'local'. "
+            "Pass RunConfig(storage_path=...) with a path on a disk that all ranks share"
         )
         raise UnsupportedError(msg)
     return Path(storage.experiment_fs_path)
 
 
 def _strategy(trainer: pl.Trainer) -> ElasticDeepSpeedStrategy:
-    """Return the strategy, at which ``setup`` has looked."""
     return cast("ElasticDeepSpeedStrategy", trainer.strategy)
 
 
 def _ray_train() -> Any:
-    """Return Ray Train.
+    """Import Ray Train.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: It is not installed.
     """
     try:
         return importlib.import_module("ray.train")

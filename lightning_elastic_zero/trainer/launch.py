@@ -1,23 +1,12 @@
-"""The nodes and ranks that torchrun or Ray Train has started, whatever the Trainer was told.
+"""Ranks started by torchrun or Ray Train, and SIGTERM.
 
-An elastic launcher starts the ranks anew when nodes are lost or come back, with another number of
-them. Lightning would refuse every world but the one of ``devices`` and ``num_nodes``, which a
-script cannot know. The variables are those of torch's ``elastic/agent/server/api.py``; of them Ray
-sets ``LOCAL_WORLD_SIZE`` and tells the rest by its own cluster environment, which numbers ranks
-itself: its nodes may have different numbers of them.
+An elastic launcher restarts the ranks with another number of nodes when nodes leave or join, so
+``devices`` and ``num_nodes`` of the Trainer are replaced by the launcher's numbers.
 
-SIGTERM, where no callback answers it: all ranks of a fit stop before the same batch.
-
-Lightning answers the signal with a broadcast within the signal handler (since 2.5.2). Ranks get it
-at different places, so that the handler of one meets another collective of the others, and they
-wait for each other until somebody kills them: torchrun's agent after 30 s, at each node that joins.
-Here the handler notes the signal, and no more. Before each batch there is a collective already, by
-which Lightning tells the ranks of rank 0's signal: it tells of any rank's now, and Lightning hears
-of the signal then only. So no rank leaves a step, a validation or the check before the first batch
-alone; what begins no batch any more, as the end of a fit, asks once more.
-
-Where that collective fails, training ends. Lightning goes on: after a rank has died, rank 0 then is
-in its next collective, while ranks without a connection to the dead one still wait for the flag.
+SIGTERM: all ranks of a fit stop before the same batch. Lightning (since 2.5.2) broadcasts within
+the signal handler, which can deadlock with other collectives. Here the handler only records the
+signal, and the collective that Lightning performs before each batch reports it to all ranks. If
+that collective fails, training ends, because ranks could otherwise wait in different collectives.
 """
 
 from __future__ import annotations
@@ -50,20 +39,19 @@ from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.trainer.lightning import is_fitting, note_sigterm, replace_sigterm_steps
 
 RANKS, RANKS_OF_NODE, NODES = "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"
-"""Environment variables that torchrun sets for each rank; Ray sets the second one."""
+"""Environment variables set by torchrun for each rank; Ray sets the second one only."""
 
 _RAYS = "ray.train.lightning"
-"""Where Ray has its cluster environment; who uses it has imported it."""
+"""Module of Ray's cluster environment, imported by its users."""
 
 JOB = "TORCHELASTIC_RUN_ID"
-"""The one by which torch and Lightning know that torchrun has started a process."""
+"""Environment variable by which torch and Lightning recognize torchrun."""
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
-"""How long ranks that torchrun has started wait in a collective, unless the user says otherwise.
+"""Default timeout of collectives under torchrun.
 
-The workers of a node that falls silent (stopped, or cut off) do not end, and its agent neither: the
-other agents hear of it when their own workers give up. Lightning's half an hour is longer than an
-agent waits for anything: 10 minutes for others to join, 5 for them to end.
+If a node hangs or is disconnected, the other agents notice only when their own workers time out.
+Lightning's default of 30 minutes exceeds the agents' timeouts: 10 minutes to join, 5 to exit.
 """
 
 _TOLD = "nodes_told"
@@ -73,13 +61,13 @@ _CONFIGURED = "_parallel_devices"
 
 
 class NodesOfJob:
-    """The number of nodes: those that torchrun has started, or what the Trainer was told."""
+    """Descriptor of the number of nodes: that of torchrun, or else of the Trainer."""
 
     def __get__(self, strategy: DeepSpeedStrategy | None, owner: type) -> Any:
-        """Return it; of the class, this descriptor.
+        """Return the number of nodes.
 
         Raises:
-            UnsupportedError: nodes have different numbers of ranks, which Lightning cannot number.
+            UnsupportedError: Nodes have different numbers of ranks.
         """
         if strategy is None:
             return self
@@ -88,8 +76,8 @@ class NodesOfJob:
         ranks, here, nodes = (int(os.environ[name]) for name in (RANKS, RANKS_OF_NODE, NODES))
         if here * nodes != ranks:
             msg = (
-                f"torchrun has started {ranks} ranks on {nodes} nodes, {here} of them on this one: "
-                "give every node the same --nproc-per-node"
+                f"torchrun has started {ranks} ranks on {nodes} nodes, {here} of them on this one. "
+                "Give every node the same --nproc-per-node"
             )
             raise UnsupportedError(msg)
         return nodes
@@ -100,9 +88,9 @@ class NodesOfJob:
 
 
 class DevicesOfNode:
-    """This node's devices: as many as torchrun or Ray has started ranks on it, or as configured.
+    """Descriptor of this node's devices: one per rank started by torchrun or Ray, or as configured.
 
-    CPUs are numbered too: DeepSpeed wants each device's index.
+    CPUs are numbered too, because DeepSpeed needs each device's index.
     """
 
     def __get__(self, strategy: DeepSpeedStrategy | None, owner: type) -> Any:
@@ -125,10 +113,9 @@ class DevicesOfNode:
 
 
 def limit_waiting(options: dict[str, Any]) -> dict[str, Any]:
-    """Set the timeout of collectives among a strategy's options, where torchrun has started it.
+    """Set the default timeout of collectives in a strategy's options, under torchrun.
 
-    LightningCLI hands every option over, also those that nobody has set: Lightning's default is
-    taken for not set.
+    LightningCLI also passes options that are not set, so Lightning's default counts as not set.
     """
     default = inspect.signature(DeepSpeedStrategy.__init__).parameters["timeout"].default
     if JOB in os.environ and options.get("timeout", default) == default:
@@ -156,8 +143,8 @@ def prepare_to_meet(strategy: DeepSpeedStrategy, timeout: timedelta | None) -> N
     if timeout == COLLECTIVE_TIMEOUT:
         minutes = timeout.total_seconds() / 60
         rank_zero_info(
-            f"Under torchrun ranks wait {minutes:g} minutes for each other in a collective: give "
-            "the strategy a `timeout` if one of them works alone for longer."
+            f"Under torchrun, collectives time out after {minutes:g} minutes. Pass `timeout` to "
+            "the strategy if one rank can work alone for longer."
         )
     agent = Path(f"/proc/{os.getppid()}/cmdline")
     arguments = agent.read_text(errors="replace").split("\0") if agent.exists() else []
@@ -206,9 +193,9 @@ def _check_rays_world(strategy: DeepSpeedStrategy) -> None:
     ranks = size_of_process_group() if _RAYS.rpartition(".")[0] in sys.modules else None
     if ranks is not None and ranks != strategy.world_size:
         msg = (
-            f"Ray Train has started {ranks} workers, and the Trainer knows of "
-            f"{strategy.world_size}: pass Trainer(plugins=[RayLightningEnvironment()]), from "
-            "ray.train.lightning, and leave `devices` and `num_nodes` out"
+            f"Ray Train has started {ranks} workers, but the Trainer's world size is "
+            f"{strategy.world_size}. Pass Trainer(plugins=[RayLightningEnvironment()]) from "
+            "ray.train.lightning, and omit `devices` and `num_nodes`"
         )
         raise UnsupportedError(msg)
 

@@ -1,12 +1,7 @@
-"""Each private name of Lightning's that is relied upon: what for, and one function to reach it by.
+"""The private names of Lightning and torchmetrics that this library uses, each behind a function.
 
-Read in 2.5.0, 2.5.6 and 2.6.6. What only some of them have is asked for here. The names of running
-results and of metrics are reached in ``metric_internals``; ``tests/house/test_private_names.py``
-finds any that is used elsewhere.
-
-The private names of Lightning's running results and of torchmetrics, each behind a function.
-
-``lightning_internals`` lists them with the others, and checks at setup that they are there.
+Derived from Lightning 2.5.0, 2.5.6 and 2.6.6. ``check_lightning_release`` checks at setup that they
+exist. ``tests/house/test_private_names.py`` finds uses elsewhere.
 """
 
 from __future__ import annotations
@@ -113,8 +108,7 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
     "a WeightAveraging": {"_average_model": "save and evaluate the average"},
     "a wrapped sampler": {"_sampler": "put the user's own sampler in order"},
 }
-"""By owner, each with what this library needs it for; all since 2.5 or before, but for
-``WeightAveraging``, which came with 2.6.0."""
+"""By owner, each with its purpose. All exist since 2.5.0, except ``WeightAveraging`` (2.6.0)."""
 
 NOT_CHECKED = {
     "_defer_save_until_validation": "a ModelCheckpoint's, in releases that defer saves",
@@ -125,7 +119,7 @@ NOT_CHECKED = {
     "_iterator_finished": "torchdata's, in a loader's state: a batch is drawn where it is absent",
     "_iterator": "torch's DataLoader: the next iteration is to start workers; written only",
 }
-"""Private names of others that nothing depends on."""
+"""Optional private names: the library works without them."""
 
 WEIGHT_AVERAGING: type[Any] | None = getattr(callbacks, "WeightAveraging", None)
 """Lightning's callback that averages weights, which came with 2.6.0; None before."""
@@ -135,10 +129,10 @@ EXCLUDE_FROZEN = "exclude_frozen_parameters"
 
 
 def check_lightning_release(trainer: pl.Trainer) -> None:
-    """Refuse a release of Lightning that this library does not work with.
+    """Refuse an unsupported release of Lightning.
 
     Raises:
-        UnsupportedError: it is outside the range that is wanted, or lacks a private name.
+        UnsupportedError: It is outside the supported range, or a private name is missing.
     """
     found = version_of(LIGHTNING.package)
     reason = LIGHTNING.incompatibility(found) or "\n".join(filter(None, _missing(trainer, found)))

@@ -1,15 +1,12 @@
-"""``ModelCheckpoint``'s methods about files, answered in its place while a run lasts.
+"""Replaces three methods of ``ModelCheckpoint`` instances during a run.
 
-It knows nothing of a checkpoint that is being written in the background: it would take its name for
-free and give it to another one, and with ``save_last="link"`` it removes its link and makes it
-anew, to what is not there yet, as soon as the save has returned; killed in between, there is none.
-Nor does it know that nothing is replaced which this library did not write: a checkpoint of another
-strategy's from which a run was resumed, say, or one into which a user put a file. Such a name is
-taken, also where it is the callback's own, and the callback goes on to the next one.
-And with ``save_last="link"`` it links the last checkpoint that the best k kept, which can be epochs
-old: where a save was due and the best k kept nothing of this step, the last one is saved.
-Nothing else of Lightning's stands between, so that these three methods are answered here: on the
-instance, from the strategy's setup to its teardown.
+- A name is also in use if a background save is writing it, or if this library must not replace what
+  is there, such as another strategy's checkpoint or one that contains a user's file.
+- A link (``save_last="link"``) is replaced in one step, once its checkpoint is published.
+- If a save was due but the best k kept nothing of this step, the last checkpoint is saved instead
+  of linking one that can be epochs old.
+
+The replacements last from the strategy's setup to its teardown.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ from lightning_elastic_zero.trainer.lightning import (
 
 
 class ModelCheckpointHooks:
-    """Answers the trainer's ``ModelCheckpoint`` callbacks."""
+    """Replaces file methods of the trainer's ``ModelCheckpoint`` callbacks."""
 
     def __init__(
         self,
@@ -49,15 +46,13 @@ class ModelCheckpointHooks:
         is_being_written: Callable[[str], bool],
         refusal_reason: Callable[[str], str],
     ) -> None:
-        """Begin without a run.
+        """Prepare for runs.
 
         Args:
-            link: makes a link to a checkpoint: called on all ranks, with the trainer, the
-                checkpoint's path and the link's.
-            is_being_written: whether, on the first rank, a checkpoint of that path is being
-                written.
-            refusal_reason: why, on the first rank, what lies at a path must not be replaced;
-                empty: it may.
+            link: Creates a link; called on all ranks with the trainer, the checkpoint's path and
+                the link's path.
+            is_being_written: On rank 0: whether a checkpoint with this path is being written.
+            refusal_reason: On rank 0: why a path must not be replaced; empty if it may.
         """
         self._link = link
         self._is_written = is_being_written
@@ -65,10 +60,10 @@ class ModelCheckpointHooks:
         self._given: list[tuple[ModelCheckpoint, str]] = []
 
     def begin(self, trainer: pl.Trainer) -> None:
-        """Answer the trainer's callbacks; whoever has a way of his own keeps it. Collective.
+        """Replace the methods that the user has not overridden; collective.
 
         Raises:
-            SaveError: a callback would replace what this library did not write.
+            SaveError: A callback would replace files that this library did not write.
         """
         self.end()
         for callback in trainer.checkpoint_callbacks:
@@ -87,7 +82,7 @@ class ModelCheckpointHooks:
     def _link_checkpoint(
         self, callback: ModelCheckpoint, trainer: pl.Trainer, filepath: str, linkpath: str
     ) -> None:
-        """Link the last checkpoint; or save it there, where the best k did not."""
+        """Link the last checkpoint, or save it if the best k did not keep it."""
         if _is_missing(callback, trainer):
             save_now(callback, trainer, linkpath)
             return
@@ -95,13 +90,13 @@ class ModelCheckpointHooks:
         trainer.strategy.barrier()
 
     def _file_exists(self, callback: ModelCheckpoint, filepath: str, trainer: pl.Trainer) -> bool:
-        # In this order, since it may be published just now; and on one rank only.
+        # In this order, because it may be published in between; on one rank only.
         there = trainer.is_global_zero and (self._is_written(filepath) or _is_there(filepath))
         why = self._keeps(filepath) if there else ""
         there, why = trainer.strategy.broadcast((there, why))
         if why and filepath == callback.last_model_path:
-            # The callback takes its own last one for free to overwrite.
-            rank_zero_warn(f"{filepath} is kept, and the next one has another name: it {why}")
+            # The callback assumes that it may overwrite its own last checkpoint.
+            rank_zero_warn(f"{filepath} is kept and the next one gets another name: it {why}")
             callback.last_model_path = ""
         return bool(there)
 
@@ -112,16 +107,13 @@ class ModelCheckpointHooks:
         trainer: pl.Trainer,
         del_filepath: str | None = None,
     ) -> str:
-        """Name a checkpoint; not as the one that it is to replace, if that one has to stay."""
+        """Name a checkpoint, but not like the one to be replaced if that must be kept."""
         why = self._keeps(del_filepath) if trainer.is_global_zero and del_filepath else ""
         replaced = None if trainer.strategy.broadcast(why) else del_filepath
         return name_checkpoint(callback, monitor_candidates, trainer, replaced)
 
     def _refuse_overwriting(self, trainer: pl.Trainer, callback: ModelCheckpoint) -> None:
-        """Refuse at the start what would fail at a save, where names are not to be numbered.
-
-        With ``enable_version_counter=False`` a callback overwrites whatever has a name of its own.
-        """
+        """Refuse names in use at the start if ``enable_version_counter=False`` would overwrite."""
         if numbers_names(callback) or not callback.dirpath or not is_fitting(trainer):
             return
         wrong: dict[str, str] = {}
@@ -134,15 +126,15 @@ class ModelCheckpointHooks:
             path, why = min(wrong.items())
             msg = (
                 f"ModelCheckpoint(enable_version_counter=False) would replace {path}, which {why}. "
-                "This library replaces only what it wrote: move that away, or give the callback "
-                "another dirpath (to resume from here, pass ckpt_path as a full path), or leave "
-                "enable_version_counter as it is by default: names in use are then numbered."
+                "Move it away, or pass another dirpath to the callback (and a full path as "
+                "ckpt_path to resume from here), or omit enable_version_counter so that names in "
+                "use are numbered."
             )
             raise SaveError(msg)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Keep callbacks from naming a checkpoint that could not be saved."""
+        """Remove a checkpoint that could not be saved from the callbacks' records."""
         try:
             yield
         except ElasticZeroError:
@@ -151,14 +143,14 @@ class ModelCheckpointHooks:
             raise
 
     def end(self) -> None:
-        """Leave the callbacks as they were."""
+        """Restore the callbacks' methods."""
         for callback, name in self._given:
             vars(callback).pop(name, None)
         self._given = []
 
 
 def _forget_what_is_not_there(callback: ModelCheckpoint) -> None:
-    """Go back to the best of what is there."""
+    """Reset the best and last checkpoint to those that exist."""
     scores = {path: s for path, s in callback.best_k_models.items() if _is_there(path)}
     callback.best_k_models = scores
     if not _is_there(callback.last_model_path):
@@ -170,9 +162,9 @@ def _forget_what_is_not_there(callback: ModelCheckpoint) -> None:
 
 
 def _is_missing(callback: ModelCheckpoint, trainer: pl.Trainer) -> bool:
-    """Whether a save was due at this moment, and nothing of this step was kept.
+    """Whether a save was due and nothing of this step was kept.
 
-    Lightning asks for a link at the end of each epoch or validation, also where none was due.
+    Lightning creates a link at the end of each epoch or validation, even if no save was due.
     """
     if last_saved_step(callback) == trainer.global_step:
         return False
@@ -186,14 +178,14 @@ def _is_there(path: str) -> bool:
 
 
 def _is_lightnings_own(callback: ModelCheckpoint, name: str) -> bool:
-    """Whether a callback does something the way that Lightning does."""
+    """Whether a callback's method is Lightning's own."""
     lightnings = getattr(ModelCheckpoint, name, None)
     of_its_class = getattr(type(callback), name, None)
     return lightnings is not None and of_its_class is lightnings and name not in vars(callback)
 
 
 def _names(callback: ModelCheckpoint) -> list[str]:
-    """Return patterns of the names that a callback may use, in its folder."""
+    """Return patterns of the names that a callback may use in its folder."""
     given = [callback.filename or "{epoch}-{step}"] if callback.save_top_k else []
     if callback.save_last:
         given.append(callback.CHECKPOINT_NAME_LAST)
@@ -205,7 +197,7 @@ def _names(callback: ModelCheckpoint) -> list[str]:
 
 
 def _pattern(part: str, callback: ModelCheckpoint) -> str:
-    """Return what matches a part of a template: a metric in braces, or a text."""
+    """Return the pattern for a part of a template: a metric in braces, or text."""
     if not part.startswith("{"):
         return glob.escape(part)
     named = f"{part[1:-1].split(':', maxsplit=1)[0]}{callback.CHECKPOINT_EQUALS_CHAR}"

@@ -1,9 +1,7 @@
-"""A callback that saves and ends the run when its machine is going to be taken away.
+"""A callback that saves and ends the run when a machine is about to be preempted.
 
-Notices, beside a signal, that a machine is going to be taken away.
-
-Each notice is a function without arguments that says whether there is one yet. What cannot be
-asked has no notice: a metadata server that does not answer must not end a run.
+Besides signals, it polls a notice: a function without arguments that returns whether the machine
+will be taken away. A source that does not answer counts as no notice, so that it cannot end a run.
 """
 
 from __future__ import annotations
@@ -180,9 +178,7 @@ class PreemptionCheckpoint(Callback):
             msg = f"signals={list(signals)!r}: there is no signal {unknown[0]!r} on this system"
             raise ValueError(msg)
         if not 1 <= exit_code <= _HIGHEST_CODE:
-            msg = (
-                f"exit_code={exit_code!r}: it is from 1 to 255, since 0 says that the run has ended"
-            )
+            msg = f"exit_code={exit_code!r}: expected 1 to 255, because 0 means a complete run"
             raise ValueError(msg)
         self._notice: Notice | None = notice_of(notice) if isinstance(notice, str) else notice
         self._signals = tuple(signals)
@@ -214,12 +210,12 @@ class PreemptionCheckpoint(Callback):
             raise UnsupportedError(msg)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if sum(isinstance(callback, PreemptionCheckpoint) for callback in callbacks) > 1:
-            msg = "PreemptionCheckpoint is given twice (in a configuration and by `callbacks+=`?)"
+            msg = "PreemptionCheckpoint was passed twice. Remove one from the callbacks"
             raise ValueError(msg)
         if not self._dirpath and not any(isinstance(c, ModelCheckpoint) for c in callbacks):
             rank_zero_warn(
-                "PreemptionCheckpoint: there is no ModelCheckpoint in whose folder "
-                'ckpt_path="last" would look; resume from the path that the run tells when it ends.'
+                'PreemptionCheckpoint: ckpt_path="last" needs a ModelCheckpoint to find the folder. '
+                "Without one, resume from the path in the message at the end of the run."
             )
         # A new list: Lightning walks over the old one now. It keeps checkpoint callbacks last.
         others = [callback for callback in callbacks if callback is not self]
@@ -236,7 +232,9 @@ class PreemptionCheckpoint(Callback):
         self._heard, self._ending = "", False
         self._fits += 1
         if threading.current_thread() is not threading.main_thread():
-            rank_zero_warn("PreemptionCheckpoint hears no signals: fit() runs in another thread.")
+            rank_zero_warn(
+                "PreemptionCheckpoint cannot handle signals: fit() does not run in the main thread."
+            )
         else:
             for name in self._signals:
                 number = signal.Signals[name]
@@ -309,11 +307,11 @@ class PreemptionCheckpoint(Callback):
         self._ending = True  # signals from now on change nothing: the handlers stay
         strategy = cast("ElasticDeepSpeedStrategy", trainer.strategy)  # setup() has looked
         path = self._path(trainer)
-        rank_zero_info(f"This run is going to be preempted ({reason}): saving to {path}.")
+        rank_zero_info(f"This run will be preempted ({reason}): saving to {path}.")
         try:
             strategy.wait_for_save()
         except ElasticZeroError as error:
-            rank_zero_warn(f"An earlier save in the background has failed: {error}")
+            rank_zero_warn(f"An earlier save in the background failed: {error}")
         trainer.save_checkpoint(path, weights_only=False)
         strategy.wait_for_save()
         if self._heard:

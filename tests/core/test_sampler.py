@@ -165,7 +165,7 @@ def test_lengths_that_cannot_be_are_refused() -> None:
             return 9
 
     sampler = sampler_of(9, BatchPlan(3, 1, 1), 0, sampler=Short(range(8)))
-    with pytest.raises(UnsupportedError, match="Short gave 8 samples, and its length is 9"):
+    with pytest.raises(UnsupportedError, match="Short yielded 8 samples, expected its length, 9"):
         list(sampler)
 
 

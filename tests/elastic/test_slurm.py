@@ -73,7 +73,7 @@ def test_a_preempted_job_goes_on_on_other_nodes(undisturbed: Undisturbed, tmp_pa
         cluster.wait_until(lambda: cluster.state(job)["JobState"] == "COMPLETED", "end", job)
         assert cluster.state(urgent)["JobState"] == "RUNNING"
         printed = cluster.output(job)
-    assert "This run is going to be preempted (rank 0: SIGTERM on" in printed
+    assert "This run will be preempted (rank 0: SIGTERM on" in printed
     assert "last-preempted.ckpt (saved on 3 devices with ZeRO-3) on 2 devices" in printed
     lines = read_lines(run)
     check_steps(lines, undisturbed)

@@ -402,8 +402,8 @@ def test_a_run_that_hears_nothing_is_as_without(worlds: Pools, tmp_path: Path) -
     ("options", "message"),
     [
         ({"signals": ("SIGTREM",)}, "there is no signal 'SIGTREM'"),
-        ({"exit_code": 0}, "exit_code=0: it is from 1 to 255"),
-        ({"exit_code": 256}, "exit_code=256: it is from 1 to 255"),
+        ({"exit_code": 0}, "exit_code=0: expected 1 to 255"),
+        ({"exit_code": 256}, "exit_code=256: expected 1 to 255"),
     ],
 )
 def test_options_are_checked_where_they_are_given(options: dict[str, Any], message: str) -> None:
