@@ -214,7 +214,7 @@ class PreemptionCheckpoint(Callback):
             raise ValueError(msg)
         if not self._dirpath and not any(isinstance(c, ModelCheckpoint) for c in callbacks):
             rank_zero_warn(
-                'PreemptionCheckpoint: ckpt_path="last" needs a ModelCheckpoint to find the folder. '
+                'PreemptionCheckpoint: ckpt_path="last" finds the folder by a ModelCheckpoint. '
                 "Without one, resume from the path in the message at the end of the run."
             )
         # A new list: Lightning walks over the old one now. It keeps checkpoint callbacks last.
