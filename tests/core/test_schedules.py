@@ -231,7 +231,7 @@ def test_a_cycle_that_is_too_short_is_refused() -> None:
     """OneCycleLR has no rate after its end: the error says how many steps there were."""
     saved = after(lambda o: lrs.OneCycleLR(o, 1.0, total_steps=20), SGD([weight()], 1.0, 0.9), 9)
     live = lrs.OneCycleLR(SGD([weight()], 1.0, 0.9), 1.0, total_steps=5)
-    with pytest.raises(CheckpointMismatchError, match=r"saved after 9 steps .* OneCycleLR"):
+    with pytest.raises(CheckpointMismatchError, match=r"OneCycleLR .* shorter than the 9 steps"):
         resume(saved, live)
 
 
@@ -252,7 +252,7 @@ def test_another_kind_around_a_users_own_is_refused() -> None:
     saved = after(PAIRS["StepLR"][0], OPTIMIZERS["one group"](SAVED_RATE), 3)
     optimizer = OPTIMIZERS["one group"](RATE)
     live = lrs.SequentialLR(optimizer, [Own(optimizer), lrs.StepLR(optimizer, 2)], [2])
-    with pytest.raises(CheckpointMismatchError, match="made of no others, and SequentialLR"):
+    with pytest.raises(CheckpointMismatchError, match="contains no other schedulers, and SequentialLR"):
         resume(saved, live)
     assert optimizer.param_groups[0]["lr"] == RATE
 
