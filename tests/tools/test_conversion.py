@@ -244,8 +244,8 @@ def test_names_are_changed_by_patterns(tmp_path: Path, run: Run) -> None:
     assert moments == {names.get(name, name) for name in state.masters}
     for wrong, says in (
         (("layers.*.*=x.*",), "both sides need the same number of"),
-        (("layers.*.weight=same*", "layers.*.bias=same*"), "makes 'same0' of both"),
-        (("*.gamma=*.weight",), "no name in the checkpoint is like that"),
+        (("layers.*.weight=same*", "layers.*.bias=same*"), "to 'same0'"),
+        (("*.gamma=*.weight",), "matches no name in the checkpoint"),
         (("scale=",), "turns 'scale' into an empty name"),
         (("scale=a", "scale=b"), "two values for 'scale'"),
     ):
