@@ -129,7 +129,7 @@ def test_paths_that_ranks_spell_differently(which: str, pools: Pools, tmp_path: 
         assert load.startswith("the state is the one that was saved")
     else:
         assert save.startswith("SaveError")
-        assert "give all ranks the same path" in save
+        assert "Pass the same path on all ranks" in save
 
 
 @pytest.mark.long
