@@ -129,8 +129,8 @@ def test_a_change_that_fails_on_one_rank(
     [
         (expand_frozen, "frozen weights that cannot be"),
         (leave_buffer_on_meta, "buffers that cannot be"),
-        (reassign_frozen, "neither changed nor trained: frozen.bias;"),
-        (reassign_trained, "neither changed nor trained: b.bias;"),
+        (reassign_frozen, "neither changed nor trained: frozen.bias."),
+        (reassign_trained, "neither changed nor trained: b.bias."),
     ],
 )
 def test_what_cannot_be_written_on_one_rank(
