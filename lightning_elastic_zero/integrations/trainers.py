@@ -81,9 +81,10 @@ class ResumeCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         if isinstance(trainer.train_dataset, IterableDataset):
             yield "an iterable dataset is read again up to the resumed batch"
             return
-        grouping = getattr(args, "train_sampling_strategy", "") == "group_by_length"
-        if grouping or getattr(args, "group_by_length", False):
-            yield "group_by_length orders samples by batch size and accumulation"
+        grouped = "group_by_length" if getattr(args, "group_by_length", False) else "random"
+        sampling = getattr(args, "train_sampling_strategy", grouped)  # transformers 5
+        if sampling not in ("random", "sequential"):
+            yield f"{sampling} orders samples by batch size and accumulation"
         if not trainer.accelerator.dataloader_config.use_seedable_sampler:
             yield (
                 "the shuffled order has no seed of its own: leave use_seedable_sampler=True in "
