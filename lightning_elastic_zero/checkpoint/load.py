@@ -681,7 +681,7 @@ class _Load:
     def _values(self, scope: RestoreScope, shared: SharedState, saved: Manifest) -> RestoreValues:
         """Return what is restored beside the buffers; weights alone begin a new run."""
         source, here = self.source, self.live.describe()
-        resumes = bool(here.groups) and not saved.weights_only
+        resumes = bool(here.groups) and not saved.weights_only and self.options.counters
         return RestoreValues(
             scalars=scalars_by_buffer(source, here, saved.groups)
             if scope.optimizer_state

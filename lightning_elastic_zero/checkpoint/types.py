@@ -120,6 +120,8 @@ class LoadOptions:
     """False: the optimizer starts fresh on the saved weights."""
     hyperparameters: bool = True
     """False: learning rate, weight decay, ... keep their configured values."""
+    counters: bool = True
+    """False: step counters and loss scale stay as they are in the engine."""
     lr_scheduler: bool = True
     """False: the engine's scheduler stays as it is, even if hyperparameters are restored."""
     strict: bool = True

@@ -32,7 +32,11 @@ from lightning_elastic_zero.core.manifest import MANIFEST_NAME, Manifest
 from lightning_elastic_zero.core.options import check_client_state, check_count, check_flag
 from lightning_elastic_zero.data_progress.batches import plan_batches
 from lightning_elastic_zero.engine.support import recovery_script
-from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
+from lightning_elastic_zero.errors import (
+    CheckpointFormatError,
+    CheckpointMismatchError,
+    UnsupportedError,
+)
 from lightning_elastic_zero.formats.deepspeed_tags import LATEST_UNIVERSAL, is_deepspeed
 from lightning_elastic_zero.storage.checksums import replace_durably, write_durably
 from lightning_elastic_zero.storage.ownership import LATEST, RECOVERY_SCRIPT, TAG, is_checkpoint
@@ -286,6 +290,7 @@ class EngineCheckpoints:
             UnsupportedError: ``custom_load_fn`` is given.
             CheckpointMismatchError: the checkpoint does not fit the model, or another number of
                 samples per optimizer step.
+            CheckpointFormatError: DeepSpeed has written into a checkpoint of this library.
             ElasticZeroError: as ``load_checkpoint`` of this package.
         """
         if custom_load_fn is not None:
@@ -301,16 +306,18 @@ class EngineCheckpoints:
             self._options.load,
             optimizer_state=optimizer,
             hyperparameters=optimizer or (load_lr_scheduler_states and not load_module_only),
+            counters=not load_module_only,
             lr_scheduler=load_lr_scheduler_states,
             strict=load_module_strict,
             check=self._check_global_batch if optimizer else self._options.load.check,
         )
         tag = None if tag is None else str(tag)
+        self.wait()  # what is loaded may be what is being written
         with self._ranks("load", folder / (tag or LATEST)) as ranks:
             step = f"load {folder}: find the checkpoint"
             found: str | None = str(folder)
             if not self._whole_folder:
-                found = ranks.broadcast(step, lambda: find_checkpoint(folder, tag))
+                found = ranks.broadcast(step, lambda: _unmixed(find_checkpoint(folder, tag)))
             if found is None:
                 log.warning(
                     "%s has no file %r and no checkpoint: nothing was loaded. Pass the folder that "
@@ -405,6 +412,23 @@ def _free_name(folder: Path, tag: str) -> str:
         )
         return f"{tag}{_OWN_SUFFIX}"
     return tag
+
+
+def _unmixed(found: str | None) -> str | None:
+    """Return a path that was found, if DeepSpeed has not saved into a checkpoint of this library.
+
+    Raises:
+        CheckpointFormatError: it has; either of the two may be meant.
+    """
+    path = Path(found or "")
+    if found and is_checkpoint(path) and (files := sorted(file.name for file in path.glob("*.pt"))):
+        msg = (
+            f"{path} has a checkpoint of this library and files that DeepSpeed saved there "
+            f"({files[0]}): a script without elastic() has saved into the same folder. To load "
+            f"DeepSpeed's, move {MANIFEST_NAME} and {TAG} away; to load this library's, move *.pt"
+        )
+        raise CheckpointFormatError(msg)
+    return found
 
 
 def find_checkpoint(folder: Path, tag: str | None) -> str | None:

@@ -84,3 +84,42 @@ def refusals(folder: str) -> list[str]:
             found.append(f"{type(error).__name__}: {error}")
         engine.destroy()
     return found
+
+
+def load_while_saving(folder: str) -> list[tuple[Any, int]]:
+    """Load the tag that is being written in the background."""
+    engine = elastic(initialize(2), async_save=True)
+    found = []
+    for step in (1, 2):
+        train_steps(engine, 1)
+        engine.save_checkpoint(folder, "best", client_state={"step": step})
+    _, state = engine.load_checkpoint(folder, "best")
+    found.append((state, engine.global_steps))
+    engine.destroy()
+    return found
+
+
+def load_module_only(folder: str) -> tuple[int, int]:
+    """Return the counters of an engine that has loaded weights only."""
+    engine = elastic(initialize(2))
+    engine.load_checkpoint(folder, load_module_only=True)
+    counters = (engine.global_steps, engine.global_samples)
+    engine.destroy()
+    return counters
+
+
+def save_stock_over(folder: str) -> list[str]:
+    """Save without the line over a tag of this library; return how loads are refused."""
+    engine = initialize(2)
+    train_steps(engine, 1)
+    engine.save_checkpoint(folder, "global_step2")
+    engine.destroy()
+    found = []
+    for tag in ("global_step2", None):
+        engine = elastic(initialize(2))
+        try:
+            engine.load_checkpoint(folder, tag)
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            found.append(f"{type(error).__name__}: {error}")
+        engine.destroy()
+    return found

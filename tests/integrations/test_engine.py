@@ -49,6 +49,29 @@ def test_what_cannot_be_meant_is_refused(hf_ranks: Pools, tmp_path: Path) -> Non
     assert tag.startswith("CheckpointNotFoundError")
 
 
+@pytest.mark.engine
+def test_a_load_waits_for_the_save_in_the_background(hf_ranks: Pools, tmp_path: Path) -> None:
+    """What is loaded is the last save, not the one that it replaces."""
+    found = hf_ranks.run(2, partial(programs.load_while_saving, str(tmp_path)))[0]
+    assert found == [({"step": 2}, 2)]
+
+
+@pytest.mark.engine
+def test_weights_alone_leave_the_counters(hf_ranks: Pools, tmp_path: Path) -> None:
+    """As DeepSpeed's ``load_module_only``."""
+    hf_ranks.run(2, partial(programs.save, str(tmp_path), 2))
+    assert hf_ranks.run(3, partial(programs.load_module_only, str(tmp_path)))[0] == (0, 0)
+
+
+@pytest.mark.engine
+def test_a_folder_of_two_checkpoints_is_refused(hf_ranks: Pools, tmp_path: Path) -> None:
+    """DeepSpeed has saved later into a folder of this library: neither is taken silently."""
+    hf_ranks.run(2, partial(programs.save, str(tmp_path), 2))
+    found = hf_ranks.run(2, partial(programs.save_stock_over, str(tmp_path)))[0]
+    assert len(found) == 2
+    assert all("CheckpointFormatError" in text and "move *.pt" in text for text in found)
+
+
 def test_other_objects_are_refused() -> None:
     """The message names what is taken."""
     with pytest.raises(TypeError, match="elastic\\(\\) was given a dict: it takes"):
