@@ -237,13 +237,36 @@ def _convert(scheduler: AcceleratedScheduler, saved: Units, now: int, accumulate
     if isinstance(inner, _InOldUnits):
         inner = vars(inner)["_inner"]
         scheduler.scheduler = inner
+    _scale_nested(inner, now, now)
     if not saved.applies_to(scheduler):
         return
     if _has_functions_of_this_run(inner):
         if saved.steps != now:
             inner.last_epoch = inner.last_epoch * now // saved.steps
     elif (saved.steps, saved.extra_counts) != (now, accumulate - 1):
+        _scale_nested(inner, saved.steps, now)
         scheduler.scheduler = _InOldUnits(inner, saved, now)
+
+
+def _scale_nested(scheduler: Any, saved: int, now: int) -> None:
+    """Make functions in a ``SequentialLR`` or ``ChainedScheduler`` take steps of the old run."""
+    for nested in getattr(scheduler, "_schedulers", ()):
+        _scale_nested(nested, saved, now)
+        if _has_functions_of_this_run(nested):
+            nested.lr_lambdas = [_scaled(function, saved, now) for function in nested.lr_lambdas]
+
+
+def _scaled(function: Callable[[int], float], saved: int, now: int) -> Callable[[int], float]:
+    """Return a function of the old run's steps; the original if both count alike."""
+    original: Callable[[int], float] = getattr(function, "__wrapped__", function)
+    if saved == now:
+        return original
+
+    @functools.wraps(original, assigned=(), updated=())  # a second load finds the original
+    def scaled(step: int) -> float:
+        return original(step * now // saved)
+
+    return scaled
 
 
 def _has_functions_of_this_run(scheduler: Any) -> bool:
@@ -272,16 +295,18 @@ class _InOldUnits:
         inner, units, first = own["_inner"], own["_units"], own["_call"] == 0
         own["_call"] = (own["_call"] + 1) % own["_calls"]
         if first:
-            inner._step_count += units.extra_counts  # noqa: SLF001 (accelerate's own count)
+            if hasattr(inner, "_step_count"):  # SequentialLR and ReduceLROnPlateau have none
+                inner._step_count += units.extra_counts  # noqa: SLF001 (accelerate's own count)
             total = getattr(inner, "total_steps", None)
             for _ in range(units.steps):
                 if total is None or inner._step_count <= total:  # noqa: SLF001 (likewise)
                     inner.step(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_step_count" and vars(self)["_call"]:
+        inner = vars(self)["_inner"]
+        if name == "_step_count" and (vars(self)["_call"] or not hasattr(inner, name)):
             return 0  # accelerate asks before each call whether the schedule is over
-        return getattr(vars(self)["_inner"], name)
+        return getattr(inner, name)
 
     def __setattr__(self, name: str, value: object) -> None:
         if name != "_step_count":

@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin
 from accelerate.state import AcceleratorState
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LambdaLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 from torch.utils.data import DataLoader
 
 from lightning_elastic_zero import elastic
@@ -53,6 +59,13 @@ class LoopCase:
     dropout: float = 0.0
 
 
+class Plateau(ReduceLROnPlateau):
+    """A loss that never falls."""
+
+    def step(self, metrics: Any = 1.0) -> None:
+        super().step(metrics)
+
+
 def scheduler_of(kind: str, optimizer: Any, steps: int, times: int) -> Any:
     """Return a schedule as users of accelerate make it: in steps of all ranks."""
     total = steps * times
@@ -60,6 +73,13 @@ def scheduler_of(kind: str, optimizer: Any, steps: int, times: int) -> Any:
         return LambdaLR(optimizer, lambda step: max(0.0, 1.0 - step / total))
     if kind == "cosine":
         return CosineAnnealingLR(optimizer, T_max=total)
+    if kind == "sequential":
+        warm = LambdaLR(optimizer, lambda step: (step + times) / (11 * times))
+        return SequentialLR(
+            optimizer, [warm, CosineAnnealingLR(optimizer, 2 * times)], [10 * times]
+        )
+    if kind == "plateau":
+        return Plateau(optimizer, patience=3 * times)
     return OneCycleLR(optimizer, max_lr=0.02, total_steps=total)
 
 
