@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from lightning_elastic_zero.coordination.liveness import ABSENT_TIMEOUT_S, STALL
 from lightning_elastic_zero.engine.support import use_accelerator
 from lightning_elastic_zero.integrations.engines import EngineCheckpoints, Options, is_engine
 from lightning_elastic_zero.registry import register_names
+
+log = logging.getLogger(__name__)
 
 
 class ElasticDeepSpeedFabricStrategy(DeepSpeedStrategy):
@@ -143,6 +146,10 @@ class ElasticDeepSpeedFabricStrategy(DeepSpeedStrategy):
             load_lr_scheduler_states=False,  # the scheduler is an entry of the state
             load_module_strict=strict,
         )
+        known = {id(engine), *map(id, optimizers)}
+        missing = [repr(k) for k, v in state.items() if id(v) not in known and k not in saved]
+        if missing and self.is_global_zero:
+            log.warning("%s has no entry %s: the state keeps its own", path, ", ".join(missing))
         rest = {}
         for key, value in saved.items():
             if key not in state:

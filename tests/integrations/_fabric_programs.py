@@ -9,7 +9,14 @@ import torch
 from lightning.fabric import Fabric
 
 from lightning_elastic_zero import ElasticDeepSpeedFabricStrategy
-from tests.integrations._hf_programs import Run, State, Tokens, state_of, tiny_model
+from tests.integrations._hf_programs import (
+    Run,
+    State,
+    Tokens,
+    state_of,
+    tiny_model,
+    warnings_of,
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,9 @@ def run_fabric(case: FabricCase) -> tuple[Run, dict[str, Any], dict[str, Any]]:
         state["optimizer"] = optimizer
     run, left = Run(), {}
     if case.load:
-        left = fabric.load(case.load, state)
+        state["unsaved"] = 0
+        with warnings_of(run):
+            left = fabric.load(case.load, state)
         run.first_state = _state(model)
     data = Tokens()
     for step in range(int(state["step"]), case.steps):

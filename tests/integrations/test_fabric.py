@@ -34,5 +34,6 @@ def test_a_loop_goes_on_on_other_counts(
         assert torch.equal(run.first_state[name], tensor), name
     assert kept == {"step": 5, "last_epoch": 5}
     assert left == {"extra": {"note": "mine"}}
+    assert ["no entry 'unsaved'" in warning for warning in run.warnings] == [True]
     for step in (4, 5):
         assert abs(run.losses[step] - longer.losses[step]) < 2e-6
