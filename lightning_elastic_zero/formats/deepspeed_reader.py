@@ -1,13 +1,9 @@
-"""Shared parts of the readers of a tag's folder: the model files of all ranks.
+"""Reader of stock DeepSpeed checkpoints: ZeRO-1, 2, 3, BF16_Optimizer, and elastic variants.
 
-Inside a model file of stock DeepSpeed: shapes, buffers, frozen weights, counters, user state.
-
-Reads what stock DeepSpeed writes: ZeRO-1, 2, 3 and BF16_Optimizer, and its elastic variants.
-
-The shapes and the order of the parameters are in the model file (``param_shapes``); masters and
-optimizer state are flat buffers in the optimizer shards (``zero_shard_set``). Which files there are
-is told by ``tag_folder``. ``param_slice_mappings`` is not used: it is wrong on disk where
-``round_robin_gradients`` was on.
+Shapes and order of the parameters are in the model files (``param_shapes``), with buffers, frozen
+weights, counters and the trainer's state. Masters and optimizer state are flat buffers in the
+optimizer shards (``deepspeed_shards``). ``param_slice_mappings`` is not used: its offsets are wrong
+with ``round_robin_gradients``. ``TagReader`` is shared with the reader of universal checkpoints.
 """
 
 from __future__ import annotations
@@ -38,7 +34,7 @@ from lightning_elastic_zero.errors import (
     UnsupportedError,
 )
 from lightning_elastic_zero.formats.deepspeed_files import OPTIMIZER, OURS, stub_fields
-from lightning_elastic_zero.formats.deepspeed_shards import ZeroShardSet
+from lightning_elastic_zero.formats.deepspeed_shards import RESUME_FROM_ANOTHER, ZeroShardSet
 from lightning_elastic_zero.formats.deepspeed_tags import TagFolder
 from lightning_elastic_zero.formats.open_files import ForeignFiles
 from lightning_elastic_zero.formats.reader import (
@@ -80,18 +76,18 @@ ENGINE_KEYS = frozenset(
         "universal_checkpoint_info",
     }
 )
-"""What DeepSpeed itself writes; all else is the user's, merged on top."""
+"""The entries that DeepSpeed writes; all other entries are the user's."""
 
 
 class ModelFile:
     """One rank's ``*_model_states.pt``."""
 
     def __init__(self, files: ForeignFiles, name: str) -> None:
-        """Parse a file, without reading its tensors.
+        """Parse a file without reading its tensors.
 
         Raises:
-            CheckpointCorruptedError: it is missing, or cut short.
-            CheckpointFormatError: it is no model file of a ZeRO run.
+            CheckpointCorruptedError: it is missing or truncated.
+            CheckpointFormatError: it is not a model file of a ZeRO run.
             UnsupportedError: it was written with tensor parallelism.
         """
         self.name = name
@@ -100,19 +96,19 @@ class ModelFile:
         where = files.folder / name
         if isinstance(tree, Mapping) and OURS in tree:
             msg = (
-                f"{where} was written by this library, but its manifest.json is missing: the "
-                "checkpoint was never finished, or copied without it. Resume from another one, or "
-                "copy the whole directory again"
+                f"{where} was written by this library, but manifest.json is missing: the save did "
+                "not finish, or the copy is incomplete. Copy the whole directory again, or resume "
+                "from another checkpoint"
             )
             raise CheckpointFormatError(msg)
         if not isinstance(tree, Mapping) or not tree.get("param_shapes"):
             msg = (
-                f"{where} names no parameters of a ZeRO optimizer (`param_shapes`): it was saved "
-                "without ZeRO, or without an optimizer, and cannot be resumed as a training run"
+                f"{where} has no `param_shapes`: it was saved without ZeRO or without an "
+                "optimizer, and cannot be resumed"
             )
             raise CheckpointFormatError(msg)
         if int(tree.get("mp_world_size") or 1) != 1:
-            msg = f"{where} was written with tensor parallelism: only ZeRO runs are resumed"
+            msg = f"{where} was written with tensor parallelism, which is not supported"
             raise UnsupportedError(msg)
         module = _weights_and_buffers(tree)
         self.world_size = int(tree["dp_world_size"])
@@ -122,7 +118,7 @@ class ModelFile:
         self.lightning = str(tree.get("pytorch-lightning_version") or "")
         self.progress = _progress(tree)
         pieces: Mapping[str, Any] = tree.get("frozen_param_fragments") or {}
-        # What is read of a frozen weight, ahead of what stands for it in the module.
+        # ZeRO-3's pieces of frozen weights take precedence over the placeholders in the module.
         weights = {**module, **pieces}
         self._dtypes = {n: t.dtype for n, t in weights.items() if isinstance(t, torch.Tensor)}
         self._shared = {**duplicate_names(module), **(tree.get("shared_params") or {})}
@@ -131,13 +127,13 @@ class ModelFile:
     def _frozen_shapes(
         self, tree: Mapping[str, Any], module: Mapping[str, Any]
     ) -> dict[str, tuple[int, ...]]:
-        """Return the weights that no optimizer owns, with their shapes.
+        """Return the shapes of the frozen weights.
 
-        ZeRO-1 does not list them; but in ZeRO-1/2 the module holds every weight whole.
+        ZeRO-1 does not list them, but in ZeRO-1/2 the module contains every weight whole.
         """
         owned = {name for shapes in self.shapes for name in shapes}
         if listed := tree.get("frozen_param_shapes"):
-            # What was frozen after the optimizer was made is listed too, and is the optimizer's.
+            # Weights that were frozen after the optimizer was created are listed too.
             return {n: tuple(map(int, shape)) for n, shape in listed.items() if n not in owned}
         known = owned | set(self.buffers)
         if self._is_placeholders(module):
@@ -147,12 +143,12 @@ class ModelFile:
             for name, tensor in module.items()
             if isinstance(tensor, torch.Tensor)
             and name not in known
-            # DeepSpeed takes parameters without elements for tied: they share no memory at all.
+            # DeepSpeed lists empty parameters as tied, although they share no memory.
             and (name not in self._shared or not tensor.numel())
         }
 
     def _is_placeholders(self, module: Mapping[str, Any]) -> bool:
-        """Whether the module's weights are cut away, as in ZeRO-3."""
+        """Whether the module has empty placeholders for its weights, as in ZeRO-3."""
         return any(
             isinstance(module.get(name), torch.Tensor)
             and not module[name].numel()
@@ -163,7 +159,7 @@ class ModelFile:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the trained weights."""
+        """The low-precision dtype of the trained weights."""
         return self.dtype_of(next(name for shapes in self.shapes for name in shapes))
 
     def dtype_of(self, name: str) -> torch.dtype:
@@ -175,7 +171,7 @@ class ModelFile:
         return tuple(alias for alias, first in self._shared.items() if first == name)
 
     def frozen_tensor(self, tree: Mapping[str, Any], name: str) -> torch.Tensor:
-        """Return a frozen weight in a model file's tree: whole, or in ZeRO-3 the rank's piece."""
+        """Return a frozen weight of a model file: whole, or in ZeRO-3 the rank's piece."""
         pieces = tree.get("frozen_param_fragments") or {}
         found: torch.Tensor = pieces[name] if name in pieces else tree["module"][name]
         return found
@@ -184,7 +180,7 @@ class ModelFile:
         """Compare with another rank's file.
 
         Raises:
-            CheckpointFormatError: it is of another run, or of another step.
+            CheckpointFormatError: it is of another run or step.
         """
         for what, mine, theirs in (
             ("number of ranks", self.world_size, other.world_size),
@@ -196,18 +192,17 @@ class ModelFile:
                 shown = "" if what == "parameters" else f" ({mine} and {theirs})"
                 msg = (
                     f"{self._files.folder}: {self.name} and {other.name} differ in their "
-                    f"{what}{shown}: they are not of one save. Resume from another checkpoint, "
-                    "or put the files of one save back, those of all ranks"
+                    f"{what}{shown}: they are not of one save. {RESUME_FROM_ANOTHER}"
                 )
                 raise CheckpointFormatError(msg)
 
     def load_shared(self, loss_scaler: Mapping[str, Plain]) -> SharedState:
-        """Return buffers, and what the user, or Lightning, had saved with it."""
+        """Return buffers, and the state that Lightning or the user saved."""
         tree = self._files.tree(self.name)
         held = {
             "buffers": {name: tree["module"][name] for name in self.buffers},
             "client_state": {k: value for k, value in tree.items() if k not in ENGINE_KEYS},
-            # Of the scheduler that the engine itself stepped.
+            # Only of a scheduler that the engine steps.
             "lr_scheduler": tree.get("lr_scheduler") or None,
             "extra_states": {n: s for n, s in _module_of(tree).items() if is_extra_state(n)},
         }
@@ -215,13 +210,12 @@ class ModelFile:
 
 
 def _module_of(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a module's state dict, which some writers leave out."""
     module: Mapping[str, Any] = tree.get("module") or {}
     return module
 
 
 def _weights_and_buffers(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a module's state dict without its extra states, some of which are tensors too."""
+    """Return the module's state dict without extra states, which may be tensors too."""
     return {n: value for n, value in _module_of(tree).items() if not is_extra_state(n)}
 
 
@@ -232,7 +226,7 @@ def _table(
 
 
 def _progress(tree: Mapping[str, Any]) -> TrainingProgress:
-    """Return the counters; DeepSpeed does not save how many backward passes there were."""
+    """Return the counters; micro steps are computed, as DeepSpeed does not save them."""
     config: Mapping[str, Any] = tree.get("ds_config") or {}
     accumulation = config.get("gradient_accumulation_steps")
     accumulation = accumulation if type(accumulation) is int else 1
@@ -251,13 +245,13 @@ def _progress(tree: Mapping[str, Any]) -> TrainingProgress:
 OTHERS_BUFFERS = "buffers of ranks other than 0"
 
 NAME_IN_ZERO_1_2 = "mp_rank_00_model_states.pt"
-"""The one model file below ZeRO-3."""
+"""The name of the only model file in ZeRO-1/2."""
 
 
 class TagReader(CheckpointReader):
-    """A tag's folder: what of it is held beside masters and states.
+    """The model files of a tag's folder.
 
-    There is one ``mp_rank_00_model_states.pt`` in ZeRO-1/2, and one file for each rank in ZeRO-3.
+    There is one ``mp_rank_00_model_states.pt`` in ZeRO-1/2, and one file per rank in ZeRO-3.
     """
 
     def __init__(self, folder: TagFolder, files: ForeignFiles) -> None:
@@ -274,15 +268,15 @@ class TagReader(CheckpointReader):
         self._first = ModelFile(self.files, self._model_name(0))
         buffers = () if self._partitioned or not self._first.buffers else (OTHERS_BUFFERS,)
         self._lacks = ("RNG states", *buffers)
-        """What these files do not hold of a run."""
+        """Parts of a run's state that these files do not contain."""
 
     # -- which files -----------------------------------------------------------------------------
 
     def _check_beginning(self) -> None:
-        """Check, before a model file is opened, what other files tell of them.
+        """Check the other files before a model file is opened.
 
         Raises:
-            CheckpointCorruptedError: some are missing.
+            CheckpointCorruptedError: files are missing.
         """
 
     def _model_name(self, rank: int) -> str:
@@ -293,7 +287,7 @@ class TagReader(CheckpointReader):
         """
         if self._folder.model:
             return self._folder.model
-        if not self._folder.models:  # Nothing here tells of which stage it was.
+        if not self._folder.models:  # The stage is unknown.
             either = f"{NAME_IN_ZERO_1_2} (of ZeRO-1/2) or {_name_in_zero_3(rank)} (of ZeRO-3)"
             self._refuse_missing([either])
         if rank not in self._folder.models:
@@ -301,7 +295,7 @@ class TagReader(CheckpointReader):
         return self._folder.models[rank]
 
     def _model_names(self) -> list[str]:
-        """Return the files of the ranks that wrote the checkpoint, missing ones too."""
+        """Return the names of all ranks' files, including missing ones."""
         if self._folder.model:
             return [self._folder.model]
         return [_name_in_zero_3(rank) for rank in range(self._first.world_size)]
@@ -315,11 +309,11 @@ class TagReader(CheckpointReader):
         raise CheckpointCorruptedError(msg)
 
     def _check_model_files(self, others: Sequence[str] = ()) -> None:
-        """Compare the ranks' files; refuse where one is missing, or ``others`` are.
+        """Compare the ranks' files; report missing ones together with ``others``.
 
         Raises:
-            CheckpointCorruptedError: some are missing; all of them are named.
-            CheckpointFormatError: one is of another run, or of another step.
+            CheckpointCorruptedError: files are missing; the message lists all of them.
+            CheckpointFormatError: a file is of another run or step.
         """
         names = self._model_names()
         there = {self._folder.model, *self._folder.models.values()}
@@ -328,7 +322,7 @@ class TagReader(CheckpointReader):
         for name in names[1:]:
             self._first.check_same(ModelFile(self.files, name))
 
-    # -- what is in them -------------------------------------------------------------------------
+    # -- content ---------------------------------------------------------------------------------
 
     def _describe(
         self,
@@ -364,7 +358,7 @@ class TagReader(CheckpointReader):
         )
 
     def _locate_frozen(self, transfer: Transfer) -> Location:
-        """Return where a run of a weight that no optimizer owns lies."""
+        """Return the location of a run of a frozen weight."""
         rank, start = transfer.source_rank, transfer.start
         file = self.files.get(self._model_name(rank))
         tensor = self._first.frozen_tensor(file.tree, transfer.name)
@@ -374,7 +368,7 @@ class TagReader(CheckpointReader):
         return file, StoredRun(tensor, start, start + transfer.stop - transfer.start)
 
     def locate_rounded(self, transfer: Transfer) -> Location | None:
-        """Return where low-precision weights lie: ZeRO-1/2 writes them whole, ZeRO-3 does not."""
+        """Return the location of low-precision weights, which only ZeRO-1/2 writes."""
         if self._partitioned or transfer.name in self._first.frozen:
             return None
         file = self.files.get(self._first.name)
@@ -384,7 +378,7 @@ class TagReader(CheckpointReader):
         return file, StoredRun(tensor, transfer.start, transfer.stop)
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
-        """Return buffers and the trainer's state; each rank its own where ranks match (ZeRO-3)."""
+        """Return buffers and the trainer's state; in ZeRO-3 this rank's, if ranks match."""
         same = self._partitioned and world_size == self._first.world_size
         model = ModelFile(self.files, self._model_name(rank)) if same else self._first
         return model.load_shared(self._loss_scaler())
@@ -396,13 +390,13 @@ class TagReader(CheckpointReader):
         return self.files.load(name, {n: module[n] for n in self._first.buffers})  # type: ignore[no-any-return]
 
     def trainer_entry(self, name: str) -> object:
-        """Return an entry beside DeepSpeed's own, as Lightning has its epoch there."""
+        """Return a top-level entry of rank 0's file, where Lightning stores its epoch."""
         found: object = self.files.tree(self._first.name).get(name)
         return found
 
     @abstractmethod
     def _loss_scaler(self) -> Mapping[str, Plain]:
-        """Return the loss scale and what it follows."""
+        """Return the fields of the loss scaler."""
 
 
 def _name_in_zero_3(rank: int) -> str:
@@ -410,7 +404,7 @@ def _name_in_zero_3(rank: int) -> str:
 
 
 class ZeroReader(TagReader):
-    """A tag's folder of stock DeepSpeed."""
+    """The folder of one tag of stock DeepSpeed."""
 
     def __init__(self, folder: TagFolder, files: ForeignFiles) -> None:
         """Parse the folder from rank 0's files.
@@ -418,7 +412,7 @@ class ZeroReader(TagReader):
         Raises:
             CheckpointCorruptedError: files are missing.
             CheckpointFormatError: they are not of one save.
-            UnsupportedError: the engine that wrote them cannot be resumed by this library.
+            UnsupportedError: the engine that wrote them is not supported.
         """
         super().__init__(folder, files)
         first = self._first
@@ -446,7 +440,7 @@ class ZeroReader(TagReader):
     # -- which files -----------------------------------------------------------------------------
 
     def _choose_shards(self) -> Mapping[int, str]:
-        """Return the optimizer shards by rank: of the precision that the model file has.
+        """Return the optimizer shards by rank, for the model file's precision.
 
         Raises:
             CheckpointCorruptedError: there are none.
@@ -470,77 +464,76 @@ class ZeroReader(TagReader):
         return name.replace(f"rank_{known}_", f"rank_{rank}_", 1)
 
     def names(self) -> Sequence[str]:
-        """Return the files of all ranks; those of a larger, older world are not among them."""
+        """Return the files of all ranks, without leftovers of an older save on more ranks."""
         ranks = range(self._first.world_size)
         shards = [self._shard_names.get(rank) or self._absent(rank) for rank in ranks]
         return [*self._model_names(), *shards]
 
     def check_files(self) -> None:
-        """Check that every rank's files are there and of one save.
+        """Check that the files of all ranks exist and are of one save.
 
         Raises:
-            CheckpointCorruptedError: some are missing; all of them are named.
-            CheckpointFormatError: some are of another run.
+            CheckpointCorruptedError: files are missing; the message lists all of them.
+            CheckpointFormatError: files are of another run.
         """
         ranks = range(self._first.world_size)
         missing = [self._absent(rank) for rank in ranks if rank not in self._shard_names]
         self._check_model_files(missing)
         self._shards.check_all()
 
-    # -- what is in them -------------------------------------------------------------------------
+    # -- content ---------------------------------------------------------------------------------
 
     def _check_stage(self) -> None:
         if (self._shards.stage == STAGE_WEIGHTS) != self._partitioned:
             msg = (
-                f"{self._folder.path}: {self._first.name} and {self._shard_name(0)} are not "
-                "of one run: one is of ZeRO-3, the other of ZeRO-1/2. Remove the files of the run "
-                "that you do not want"
+                f"{self._folder.path}: {self._first.name} and {self._shard_name(0)} are not of one "
+                "run: one is from ZeRO-3, the other from ZeRO-1/2. Remove the files of one run"
             )
             raise CheckpointFormatError(msg)
 
     def _mixed(self) -> str:
-        """Describe why shards and model files seem to be of two saves; nothing where they do not.
+        """Describe why shards and model files seem to be of two saves; else empty.
 
-        Only in ZeRO-3, whose model files have no weights that masters would have to round to.
-        Sub-groups may have been started anew one by one: one that fits is enough.
+        Only for ZeRO-3: below, masters are compared with the weights in the model file. The state
+        of single sub-groups may have been reset, so one matching step counter is enough.
         """
         steps, progress = self._shards.steps(), self._first.progress
         counted = progress.global_steps - progress.skipped_steps
         if self._shards.stage != STAGE_WEIGHTS or not steps or counted in steps:
             return ""
         return (
-            f"its model files are of step {counted} (global_steps {progress.global_steps}, of "
-            f"which {progress.skipped_steps} skipped), as {self._first.name} says, and Adam "
-            f"in its optimizer shards has taken {max(steps)} steps, as {self._shard_name(0)} says: "
-            "the files are of two saves, as where a save was killed while it overwrote a tag. "
-            "Resume from another checkpoint. Where the optimizer was started anew "
-            "in the midst of the run, so that its steps lag behind, pass load_optimizer_state=False"
+            f"its model files are of step {counted} ({self._first.name}: global_steps "
+            f"{progress.global_steps}, of which {progress.skipped_steps} skipped), but Adam in its "
+            f"optimizer shards has taken {max(steps)} steps ({self._shard_name(0)}): the files are "
+            "of two saves, for example because a save was killed while it overwrote a tag. Resume "
+            "from another checkpoint. If the optimizer was reset during the run, pass "
+            "load_optimizer_state=False"
         )
 
     def _unmatched(self) -> str:
-        """Describe whose optimizer state the shards lack; nothing where they lack none."""
+        """Describe why the optimizer state cannot be restored; else empty."""
         if self._shards.counts_in_groups():
             return (
-                "its optimizer counts steps in the parameter groups and not in its states, and "
-                "elastic shards hold no parameter groups, so that the steps would begin anew; "
-                f"{FRESH_OPTIMIZER_HINT}"
+                "its optimizer counts steps in the parameter groups, which elastic shards do not "
+                f"contain, so the step counters would restart at zero; {FRESH_OPTIMIZER_HINT}"
             )
         if self._shards.keeps_whole_momenta():
             return (
-                "ZeRO-1/2 keeps Muon's momentum of whole parameters, in places that the file does "
-                f"not record: {FRESH_OPTIMIZER_HINT}"
+                "ZeRO-1/2 keeps Muon's momentum of whole parameters, at offsets that the file does "
+                f"not record; {FRESH_OPTIMIZER_HINT}"
             )
         if surplus := self._shards.of_no_parameter():
             return (
-                f"its optimizer keeps state of no parameter, under the keys {', '.join(surplus)}, "
-                f"which only checkpoints of this library restore; {FRESH_OPTIMIZER_HINT}"
+                f"its optimizer has state that belongs to no parameter (keys {', '.join(surplus)}),"
+                " which is only restored from checkpoints of this library; "
+                f"{FRESH_OPTIMIZER_HINT}"
             )
         if not (lacking := self._shards.without_state()):
             return ""
         return (
-            f"it holds no optimizer state for {format_names(lacking)}, and some for others of the "
-            "same parameter group: a stock checkpoint of partial offload (offload_optimizer's "
-            f"ratio) lacks what was on the GPU; {FRESH_OPTIMIZER_HINT}"
+            f"it has no optimizer state for {format_names(lacking)}, but for other parameters of "
+            "the same group: with partial offload (offload_optimizer's ratio), DeepSpeed does not "
+            f"save the state on the GPU; {FRESH_OPTIMIZER_HINT}"
         )
 
     def _kind(self) -> str:
@@ -554,21 +547,21 @@ class ZeroReader(TagReader):
         )
 
     def bind(self, live: Manifest) -> None:
-        """Use the live parameter groups, where the shards do not say which there were."""
+        """Use the live parameter groups if the shards do not record them."""
         unknown = self._shards.stage == STAGE_WEIGHTS and not self.info.hyperparameters
         if unknown and live.groups:
             self._shards.regroup({n: i for i, g in enumerate(live.groups) for n in g.names})
             self.manifest = self._manifest()
 
     def locate(self, key: str, transfer: Transfer) -> Location:
-        """Return where a run of masters, of a state or of a frozen weight lies."""
+        """Return the location of a run of masters, a state or a frozen weight."""
         if key == WEIGHT and transfer.name in self._first.frozen:
             return self._locate_frozen(transfer)
         file = self.files.get(self._shard_name(transfer.source_rank))
         return file, self._shards.locate(key, transfer)
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
-        """Return the scalar optimizer states of the flat buffer that holds ``at``."""
+        """Return the scalar optimizer states of the flat buffer that contains ``at``."""
         return self._shards.scalars(at)
 
     def _loss_scaler(self) -> Mapping[str, Plain]:

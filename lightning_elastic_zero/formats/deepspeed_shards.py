@@ -1,6 +1,6 @@
-"""Inside the optimizer shards of stock DeepSpeed: ``optimizer.state_dict()`` of each rank.
+"""The optimizer shards of stock DeepSpeed: the ``optimizer.state_dict()`` of each rank.
 
-Four kinds of them are known, and told apart by what is in them (DeepSpeed 0.16 to 0.19,
+There are four kinds, detected by content (DeepSpeed 0.16 to 0.19,
 ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py``, ``runtime/bf16_optimizer.py``):
 
 ==============  ===================================  =========================================
@@ -15,16 +15,12 @@ ZeRO-3 elastic  ``fp32_flat_groups``, padded         a dictionary per sub-group,
                                                      hyperparameters
 ==============  ===================================  =========================================
 
-The last is DeepSpeed pull request 8031. Its lean tensors have no padding on the last rank only: if
-the padding of a parameter reaches further, some are longer than the rank's part of it, so that the
-sizes of the parts are computed and not taken from the tensors.
+The last is DeepSpeed pull request 8031. It strips the padding of its lean tensors on the last rank
+only. If the padding of a parameter spans several ranks, some tensors are longer than the rank's
+part, so the sizes of the parts are computed and not taken from the tensors.
 
-The shards hold no names, so the order of the parameters comes from elsewhere; everything about
-places is taken from the sizes and paddings that were recorded, and checked against them.
-
-Inside one rank's optimizer shard of stock DeepSpeed: what ``optimizer.state_dict()`` gives.
-
-Hyperparameters that differ between the shards of one save: ranks that drifted apart.
+The shards contain no names: the caller passes the order of the parameters. Offsets follow from the
+recorded sizes and paddings, and are checked against them.
 """
 
 from __future__ import annotations
@@ -60,37 +56,37 @@ from lightning_elastic_zero.formats.torch_optimizer import plain_hyperparameters
 from lightning_elastic_zero.formats.torch_read import StoredRun
 
 Shard: TypeAlias = "Mapping[str, Any]"
-"""What one rank's ``optimizer.state_dict()`` gave."""
+"""The ``optimizer.state_dict()`` of one rank."""
 
 BASE = "optimizer_state_dict"
 
 BF16 = "BF16_Optimizer"
-"""DeepSpeed's wrapper for bf16 with fp32 gradients; its files do not say a stage."""
+"""DeepSpeed's wrapper for bf16 with fp32 gradients. Its files do not record a stage."""
 
 
 def stage_of(shard: Shard, where: str) -> int:
-    """Return the ZeRO stage; 1 for BF16_Optimizer, whose shards do not say one.
+    """Return the ZeRO stage; 1 for BF16_Optimizer, which does not record it.
 
     Raises:
-        UnsupportedError: it is no shard of ZeRO-1, 2 or 3.
+        UnsupportedError: the shard is not from ZeRO-1, 2 or 3.
     """
     if FP32_STAGE_3 in shard:
         return STAGE_WEIGHTS
     if FP32_STAGE_1_2 in shard:
         return int(shard.get("zero_stage", 1))
-    msg = f"{where}: an optimizer shard without ZeRO's master weights: it is not of ZeRO-1, 2 or 3"
+    msg = f"{where}: the optimizer shard has no master weights, so it is not from ZeRO-1, 2 or 3"
     raise UnsupportedError(msg)
 
 
 def engine_of(shard: Shard, stage: int) -> str:
-    """Return the name of DeepSpeed's wrapper that wrote it."""
+    """Return the name of the DeepSpeed optimizer wrapper that wrote a shard."""
     if stage == STAGE_WEIGHTS:
         return "DeepSpeedZeroOptimizer_Stage3"
     return "DeepSpeedZeroOptimizer" if "zero_stage" in shard else BF16
 
 
 def flats_of(shard: Shard) -> Sequence[torch.Tensor]:
-    """Return the masters' flat buffers."""
+    """Return the flat buffers of the master weights."""
     found: Sequence[torch.Tensor] = (
         shard[FP32_STAGE_3] if FP32_STAGE_3 in shard else shard[FP32_STAGE_1_2]
     )
@@ -98,7 +94,7 @@ def flats_of(shard: Shard) -> Sequence[torch.Tensor]:
 
 
 def param_groups_of(shard: Shard) -> Sequence[Mapping[str, Any]]:
-    """Return the torch parameter groups of a shard; none where it does not hold them."""
+    """Return the torch parameter groups of a shard; empty if it has none."""
     for key in (BASE, STATES):
         if isinstance(states := shard.get(key), Mapping) and "param_groups" in states:
             found: Sequence[Mapping[str, Any]] = states["param_groups"]
@@ -107,12 +103,12 @@ def param_groups_of(shard: Shard) -> Sequence[Mapping[str, Any]]:
 
 
 def hyperparameters_of(shard: Shard) -> list[dict[str, Any]]:
-    """Return each parameter group's hyperparameters; none where the shard does not hold them."""
+    """Return the hyperparameters of each parameter group; empty if the shard has none."""
     return [{k: v for k, v in g.items() if k != "params"} for g in param_groups_of(shard)]
 
 
 def ranks_of(shard: Shard) -> int:
-    """Return the number of ranks that a shard says it was written on."""
+    """Return the world size that a shard records."""
     count = shard["partition_count"]
     return int(max(count) if isinstance(count, (list, tuple)) else count)
 
@@ -123,10 +119,10 @@ def group_of_flats(groups: Sequence[Mapping[str, Any]], stage: int, count: int) 
     Args:
         groups: torch's parameter groups; in ZeRO-3 their ``params`` are the sub-groups in order.
         stage: the ZeRO stage; below 3 each group has one flat buffer.
-        count: how many flat buffers there are.
+        count: the number of flat buffers.
 
     Raises:
-        CheckpointFormatError: several groups share the sub-groups, and nothing says which.
+        CheckpointFormatError: it is not recorded which group each sub-group belongs to.
     """
     if stage != STAGE_WEIGHTS:
         return tuple(range(count))
@@ -136,7 +132,7 @@ def group_of_flats(groups: Sequence[Mapping[str, Any]], stage: int, count: int) 
     if len(groups) <= 1:
         return (0,) * count
     msg = (
-        f"the shard has {len(groups)} parameter groups and {count} sub-groups, and does not say "
+        f"the shard has {len(groups)} parameter groups and {count} sub-groups, but does not record "
         "which sub-group belongs to which group"
     )
     raise CheckpointFormatError(msg)
@@ -148,46 +144,46 @@ def is_vector(value: object) -> bool:
 
 
 def is_lean(value: object) -> TypeGuard[list[torch.Tensor]]:
-    """Whether a state is a list with one tensor per parameter, as elastic ZeRO-3 writes it."""
+    """Whether a state is a list of one tensor per parameter, as elastic ZeRO-3 writes it."""
     tensors = isinstance(value, list) and all(isinstance(v, torch.Tensor) for v in value)
     return tensors and bool(value)
 
 
 def numel_of(shape: Sequence[int]) -> int:
-    """Return the elements of a shape."""
+    """Return the number of elements of a shape."""
     return math.prod(map(int, shape))
 
 
 @dataclass(frozen=True, slots=True)
 class ShardMetadata:
-    """What a shard says by itself, before anybody has named its parameters."""
+    """The properties of a shard that do not depend on parameter names."""
 
     stage: int
     engine: str
     world_size: int
     flats: Sequence[torch.Tensor]
-    """The masters' flat buffers."""
+    """The flat buffers of the master weights."""
     groups: tuple[int, ...]
-    """Each flat buffer's parameter group."""
+    """The parameter group of each flat buffer."""
     tail_paddings: tuple[int, ...]
-    """ZeRO-1/2: elements of padding at the end of each of this rank's partitions; the masters may
-    lie there without them."""
+    """ZeRO-1/2: elements of padding at the end of each of this rank's partitions; the stored
+    masters may omit them."""
     paddings: tuple[tuple[int, ...], ...]
-    """ZeRO-1/2: recorded padding after each parameter of each flat buffer; empty where none is."""
+    """ZeRO-1/2: padding after each parameter of each flat buffer; empty if not recorded."""
     names: tuple[tuple[str, ...], ...]
-    """ZeRO-1/2: the parameters of each group that reach into this rank's partition, as DeepSpeed
-    lists them with their places. The places are wrong where ``round_robin_gradients`` was on."""
+    """ZeRO-1/2: the parameters of each group with elements in this rank's partition, from
+    DeepSpeed's list of names and offsets. The offsets are wrong with ``round_robin_gradients``."""
 
 
 def shard_metadata(shard: Shard, where: str) -> ShardMetadata:
-    """Return what a shard says by itself.
+    """Return the properties of a shard that do not depend on parameter names.
 
     Raises:
-        CheckpointFormatError: it does not say which sub-group is of which parameter group.
-        UnsupportedError: it is no shard of ZeRO-1, 2 or 3.
+        CheckpointFormatError: it is not recorded which group each sub-group belongs to.
+        UnsupportedError: the shard is not from ZeRO-1, 2 or 3.
     """
     stage, flats = stage_of(shard, where), flats_of(shard)
-    # Elastic ZeRO-3 records one padding per parameter here, and does not cut the masters.
+    # Elastic ZeRO-3 records one padding per parameter here, and does not strip the masters.
     recorded = () if stage == STAGE_WEIGHTS else shard.get("group_paddings")
     tail_paddings = recorded or (0,) * len(flats)
     return ShardMetadata(
@@ -203,7 +199,7 @@ def shard_metadata(shard: Shard, where: str) -> ShardMetadata:
 
 
 MAX_SHOWN = 4
-"""Hyperparameters in a message; the rest is counted."""
+"""Hyperparameters listed in a message; the others are counted."""
 
 log = logging.getLogger(__name__)
 
@@ -211,19 +207,21 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 class HyperparameterDifferences:
-    """Each rank's hyperparameters beside the first one's."""
+    """Compares the hyperparameters of each rank with those of rank 0."""
 
     def __init__(self, first: Groups, where: str) -> None:
-        """Keep the first rank's; ``where`` is for messages."""
+        """Take rank 0's parameter groups; ``where`` is for messages."""
         self._where = where
         self._first = self._texts(0, first)
         self._values: dict[tuple[int, str], dict[str, list[int]]] = {}
 
     def compare(self, rank: int, groups: Groups) -> tuple[str, str]:
-        """Note which values differ; give the names of both sides' hyperparameters, which may not.
+        """Record the values that differ; return the names of this rank's and rank 0's parameters.
+
+        Values may differ, names must not: the caller compares them.
 
         Args:
-            rank: whose they are.
+            rank: the rank of ``groups``.
             groups: the hyperparameters of each of its parameter groups.
         """
         mine = self._texts(rank, groups)
@@ -237,7 +235,7 @@ class HyperparameterDifferences:
         return names[0], names[1]
 
     def summary(self) -> str:
-        """Describe group, name and values of what differs; nothing where all is alike."""
+        """Describe the differences by group, name and values; empty if there are none."""
         differences = []
         for (group, key), of_value in sorted(self._values.items()):
             values = [f"{value} on {format_ranks(ranks)}" for value, ranks in of_value.items()]
@@ -249,13 +247,13 @@ class HyperparameterDifferences:
         return "; ".join(differences[:MAX_SHOWN] + more)
 
     def warn(self) -> None:
-        """Warn of which values differ, and what a resume makes of it."""
+        """Warn about the differences and their consequences."""
         if summary := self.summary():
             log.warning(
-                "%s: the ranks did not train with the same hyperparameters when this was saved: "
-                "%s. Each stepped its part of the weights with its own. A resume gives rank 0's "
-                "to every rank. A scheduler that steps on a metric needs the same value on all "
-                "ranks: self.log(..., sync_dist=True).",
+                "%s: the ranks trained with different hyperparameters: %s. Each rank updated its "
+                "part of the weights with its own values. A resume uses rank 0's values on every "
+                "rank. A scheduler that steps on a metric needs the same value on all ranks: "
+                "self.log(..., sync_dist=True).",
                 self._where,
                 summary,
             )
@@ -266,21 +264,20 @@ class HyperparameterDifferences:
 
 
 Shapes = Sequence[Mapping[str, Sequence[int]]]
-"""Per flat buffer: each parameter's shape, in flat order."""
+"""Per flat buffer: the shape of each parameter, in flat order."""
 
 
 def _scaler(shard: Shard) -> str:
-    """Return the loss scale and what it follows, to compare."""
     return repr(sorted(stub_fields(shard.get("loss_scaler")).items()))
 
 
 RESUME_FROM_ANOTHER = (
-    "Resume from another checkpoint, or put the files of one save back, those of all ranks"
+    "Resume from another checkpoint, or restore the files of all ranks from one save"
 )
 
 
 class ZeroShardSet:
-    """The shards of all ranks of one save, understood from the first one."""
+    """The shards of all ranks of one save."""
 
     def __init__(
         self,
@@ -290,18 +287,19 @@ class ZeroShardSet:
         world_size: int,
         entry: str = "",
     ) -> None:
-        """Parse the shards from the first one.
+        """Parse rank 0's shard; ``check_all`` compares the others with it.
 
         Args:
-            files: the folder's.
+            files: the files of the folder.
             name: returns the name of a rank's file.
             shapes: the parameters of each flat buffer.
-            world_size: how many ranks wrote one.
-            entry: the file's entry that is the shard; empty where the file is.
+            world_size: the number of shards.
+            entry: the entry of the file that is the shard; empty if it is the whole file.
 
         Raises:
-            CheckpointFormatError: the first shard is none, or does not fit the shapes.
-            UnsupportedError: it holds state that has no rule, or none at all (NVMe offload).
+            CheckpointFormatError: rank 0's shard does not match the shapes.
+            UnsupportedError: the stage or a kind of state is not supported, or the state was
+                offloaded to NVMe.
         """
         self._files = files
         self._name = name
@@ -317,8 +315,8 @@ class ZeroShardSet:
         flats = flats_of(first)
         if len(flats) != len(shapes):
             msg = (
-                f"{where}: rank 0's shard has {len(flats)} flat buffers, the model file names the "
-                f"parameters of {len(shapes)}: they are not of one save"
+                f"{where}: rank 0's shard has {len(flats)} flat buffers, but the model file lists "
+                f"the parameters of {len(shapes)}: they are not of one save. {RESUME_FROM_ANOTHER}"
             )
             raise CheckpointFormatError(msg)
         self.master_dtype = flats[0].dtype if flats else torch.float32
@@ -328,7 +326,7 @@ class ZeroShardSet:
             else group_of_flats(param_groups_of(first), self.stage, len(flats))
         )
         self.buffers = tuple(self._buffer(first, index) for index in range(len(flats)))
-        zero_layout(self.stage, self.buffers, world_size)  # refuses what cannot lie there
+        zero_layout(self.stage, self.buffers, world_size)  # raises if the sizes are inconsistent
         self.groups = self._groups(first)
         self._stateless = {
             i for i, b in enumerate(self.buffers) if b.names and not self._state(first, i)
@@ -338,15 +336,14 @@ class ZeroShardSet:
         )
 
     def _shard(self, rank: int) -> Shard:
-        """Return a rank's shard; its tensors have no values."""
+        """Return a rank's shard. Its tensors have no values: see ``_load``."""
         tree: Shard = self._files.tree(self._name(rank))
         return tree[self._entry] if self._entry else tree
 
     def _load(self, rank: int, part: Any) -> Any:
-        """Return a part of a rank's shard with the tensors' values."""
         return self._files.load(self._name(rank), part)
 
-    # -- what the first shard says ---------------------------------------------------------------
+    # -- parsing rank 0's shard ------------------------------------------------------------------
 
     def _buffer(self, first: Shard, index: int) -> FlatBuffer:
         names = tuple(self._shapes[index])
@@ -355,8 +352,8 @@ class ZeroShardSet:
         flat = flats_of(first)[index].numel()
         if sum(numels) and not flat:
             msg = (
-                f"{self._where}: rank 0's shard has no master weights in it: they were offloaded "
-                "to NVMe, whose files are not read. Resume from a checkpoint without NVMe offload"
+                f"{self._where}: rank 0's shard contains no master weights: they were offloaded to "
+                "NVMe, which is not supported. Resume from a checkpoint without NVMe offload"
             )
             raise UnsupportedError(msg)
         if self.stage == STAGE_WEIGHTS:
@@ -376,7 +373,6 @@ class ZeroShardSet:
         return buffer
 
     def _groups(self, first: Shard) -> tuple[Group, ...]:
-        """Return the parameter groups: members, hyperparameters, and the table of states."""
         hyperparameters = plain_hyperparameters(
             self._load(0, hyperparameters_of(first)), ("params",)
         )
@@ -408,18 +404,17 @@ class ZeroShardSet:
         if elementwise or not isinstance(value, torch.Tensor) or value.ndim == 0:
             return state_key(key, value, elementwise=elementwise)
         msg = (
-            f"{self._where}: the optimizer's state {key!r} of flat buffer {index} has the shape "
-            f"{tuple(value.shape)}, neither one value per element nor one for all: it cannot be "
-            "cut for another number of devices. Pass load_optimizer_state=False to resume with a "
-            "fresh optimizer"
+            f"{self._where}: the optimizer state {key!r} of flat buffer {index} has the shape "
+            f"{tuple(value.shape)}, expected one value per element or a scalar: it cannot be "
+            "resharded. Pass load_optimizer_state=False to start with a fresh optimizer"
         )
         raise UnsupportedError(msg)
 
     def _state(self, shard: Shard, index: int) -> Mapping[str, Any]:
         """Return a flat buffer's states.
 
-        A step counter of one element is a scalar: DeepSpeed's elastic loader for ZeRO-1/2 gives
-        torch's a dimension, with which the run's later saves have it.
+        A step counter of one element is a scalar: DeepSpeed's elastic loader for ZeRO-1/2 adds a
+        dimension to torch's counter, and later saves of that run have it too.
         """
         if self.elastic:
             step = (states := shard[STATES][index]).get("step")
@@ -428,7 +423,7 @@ class ZeroShardSet:
             return states  # type: ignore[no-any-return]
         states = shard[BASE] if self.stage == STAGE_WEIGHTS else shard[STATES]
         in_order = [i for group in states["param_groups"] for i in group["params"]]
-        # One flat tensor a group in ZeRO-1/2; in ZeRO-3 the sub-groups in order.
+        # One flat tensor per group in ZeRO-1/2; in ZeRO-3 the sub-groups in order.
         return states["state"].get(in_order[index] if in_order else index, {})  # type: ignore[no-any-return]
 
     @property
@@ -437,7 +432,7 @@ class ZeroShardSet:
         return self.elastic and self.stage == STAGE_WEIGHTS
 
     def _groups_by_state(self, first: Shard) -> tuple[int, ...]:
-        """Return a group for each sub-group, one for each set of states.
+        """Return the group of each sub-group: sub-groups with the same state keys share one.
 
         Elastic ZeRO-3 shards do not record the parameter groups: ``regroup`` uses the live ones.
         """
@@ -445,17 +440,17 @@ class ZeroShardSet:
         return tuple(list(dict.fromkeys(kept)).index(states) for states in kept)
 
     def regroup(self, group_of: Mapping[str, int]) -> None:
-        """Use the live model's groups, where the shards do not say which there were.
+        """Use the live model's groups if the shards do not record them.
 
         Raises:
-            CheckpointMismatchError: parameters that share a flat buffer are in two groups.
+            CheckpointMismatchError: parameters of one flat buffer are in two groups.
         """
         groups = [{group_of.get(n, 0) for n in shapes} or {0} for shapes in self._shapes]
         if mixed := [i for i, found in enumerate(groups) if len(found) > 1]:
             msg = (
                 f"{self._where}: sub-group {mixed[0]} has parameters of the groups "
                 f"{sorted(groups[mixed[0]])} of this model: it was saved with other parameter "
-                "groups. Configure those, or pass load_optimizer_state=False"
+                "groups. Configure the saved groups, or pass load_optimizer_state=False"
             )
             raise CheckpointMismatchError(msg)
         self.group_of = tuple(found.pop() for found in groups)
@@ -478,19 +473,19 @@ class ZeroShardSet:
             if states != kept:
                 msg = (
                     f"{self._where}: sub-groups {other} and {index} have parameters of group "
-                    f"{group} of this model, and keep the states {kept} and {states}: it was saved "
-                    "with other parameter groups. Configure those, or pass "
+                    f"{group} of this model, but the states {kept} and {states}: it was saved "
+                    "with other parameter groups. Configure the saved groups, or pass "
                     "load_optimizer_state=False"
                 )
                 raise CheckpointMismatchError(msg)
 
-    # -- where things lie ------------------------------------------------------------------------
+    # -- locating state --------------------------------------------------------------------------
 
     def locate(self, key: str, transfer: Transfer) -> StoredRun:
-        """Return where a run lies in the source rank's shard.
+        """Return the location of a run in the source rank's shard.
 
         Raises:
-            CheckpointFormatError: the shard holds fewer elements than the first one makes believe.
+            CheckpointFormatError: the shard has fewer elements than expected.
         """
         shard = self._shard(transfer.source_rank)
         start = transfer.source_offset
@@ -509,7 +504,7 @@ class ZeroShardSet:
         return StoredRun(tensor, start, stop)
 
     def scalars(self, at: Fragment) -> dict[str, Scalar]:
-        """Return the scalar states of the flat buffer that holds ``at``, as the shard has them."""
+        """Return the scalar states of the flat buffer that contains ``at``."""
         shard = self._shard(at.rank)
         state = self._state(shard, at.buffer)
         keys = [k.name for k in self.groups[self.group_of[at.buffer]].state if k.kind == "scalar"]
@@ -517,20 +512,21 @@ class ZeroShardSet:
         return found
 
     def without_state(self) -> list[str]:
-        """Return the parameters without optimizer state in groups that have some."""
+        """Return the parameters without optimizer state in groups with state."""
         lacking = [i for i in sorted(self._stateless) if self.groups[self.group_of[i]].state]
         return [name for index in lacking for name in self.buffers[index].names]
 
     def counts_in_groups(self) -> bool:
-        """Whether an elastic shard's optimizer counts its steps in the parameter groups alone."""
+        """Whether the optimizer of elastic shards counts steps only in the parameter groups."""
         counted = self._shard(0).get(GROUP_STEP)
         in_states = any(key.name == "step" for group in self.groups for key in group.state)
         return self.elastic and bool(counted) and not in_states
 
     def keeps_whole_momenta(self) -> bool:
-        """Whether states of ZeRO-1/2 do not lie as the masters do: those of Muon.
+        """Whether ZeRO-1/2 states have another layout than the masters: those of Muon.
 
-        Elastic shards do not name Muon's groups, but its state is not of the partition's size.
+        Elastic shards do not record Muon's groups, but the size of its state is not that of the
+        partition.
         """
         if self.stage == STAGE_WEIGHTS:
             return False
@@ -551,22 +547,23 @@ class ZeroShardSet:
         return [repr(key) for key in held if not isinstance(key, int)]
 
     def steps(self) -> list[int]:
-        """Return how many steps Adam has taken, by the first shard: for each of its flat buffers.
+        """Return Adam's step counters in rank 0's shard, one for each flat buffer.
 
-        Other optimizers begin to count elsewhere, or do not count.
+        Other optimizers do not start at zero, or do not count.
         """
         states = [self._state(self._shard(0), i) for i, b in enumerate(self.buffers) if b.names]
         held = [state["step"] for state in states if {"step", "exp_avg"} <= state.keys()]
         return [int(step) for step in self._load(0, held)]
 
-    # -- do the shards belong together -----------------------------------------------------------
+    # -- consistency of the shards ---------------------------------------------------------------
 
     def check_all(self) -> None:
-        """Compare the shards of all ranks with the first one; say what drifted apart.
+        """Compare the shards of all ranks with rank 0's; warn if hyperparameters differ.
 
         Raises:
-            CheckpointFormatError: one is of another run, step, stage or world size, or is cut; or
-                hyperparameters differ, and nothing says that the shards are of one step.
+            CheckpointFormatError: a shard is of another run, step, stage or world size, or
+                truncated; or hyperparameters differ and there are no step counters to show that
+                the shards are of one step.
         """
         for rank in range(self.world_size):
             self.check(rank)
@@ -578,18 +575,17 @@ class ZeroShardSet:
             and not counted
         ):
             msg = (
-                f"{self._where}: {summary}; and the optimizer counts no steps, so that nothing "
-                "tells ranks that drifted apart from shards of different saves. Resume from "
-                "another checkpoint"
+                f"{self._where}: {summary}; the optimizer has no step counters, so the shards may "
+                "be of different saves. Resume from another checkpoint"
             )
             raise CheckpointFormatError(msg)
         self._hyperparameter_differences.warn()
 
     def check(self, rank: int) -> None:
-        """Compare a rank's shard with the first one.
+        """Compare a rank's shard with rank 0's.
 
         Raises:
-            CheckpointFormatError: it is of another run, stage or world size, or is cut.
+            CheckpointFormatError: it is of another run, stage or world size, or truncated.
         """
         shard, first = self._shard(rank), self._shard(0)
         for what, mine, theirs in (
@@ -612,22 +608,18 @@ class ZeroShardSet:
             wanted = {key.name for key in table}
             if set(state) != wanted:
                 msg = (
-                    f"{self._where}: {self._name(rank)} keeps the states {sorted(state)}, "
-                    f"{self._name(0)} {sorted(wanted)}: they are not of one save. "
+                    f"{self._where}: {self._name(rank)} has the states {sorted(state)}, "
+                    f"{self._name(0)} has {sorted(wanted)}: they are not of one save. "
                     f"{RESUME_FROM_ANOTHER}"
                 )
                 raise CheckpointFormatError(msg)
             self._check_lean(rank, index, state)
             self._check_scalars(rank, index)
-        # Ranks agree on overflows; told last, as what differs beside it says more.
+        # Ranks agree on overflows. Checked last: the other differences are more informative.
         self._check_same(rank, "loss scaler", _scaler(shard), _scaler(first))
 
     def _check_lean(self, rank: int, index: int, state: Mapping[str, Any]) -> None:
-        """Compare the lists of lean tensors with the parameters and the rank's parts of them.
-
-        Raises:
-            CheckpointFormatError: one has not a tensor per parameter, or a tensor is too short.
-        """
+        """Check that each lean state has one tensor per parameter, none too short."""
         numels = self.buffers[index].numels
         for key, value in state.items() if self._is_by_parameter else ():
             if not is_lean(value):
@@ -644,31 +636,27 @@ class ZeroShardSet:
                 h < part for h, part in zip(held, parts, strict=True)
             ):
                 msg = (
-                    f"{self._where}: {self._name(rank)} holds tensors of {held} elements for the "
-                    f"state {key!r} of sub-group {index}, expected {parts}: the files are of two "
-                    "runs, or one is damaged"
+                    f"{self._where}: {self._name(rank)} has tensors of {held} elements for the "
+                    f"state {key!r} of sub-group {index}, expected {parts}: the files are of "
+                    f"different runs, or damaged. {RESUME_FROM_ANOTHER}"
                 )
                 raise CheckpointFormatError(msg)
 
     def _check_same(self, rank: int, what: str, mine: object, theirs: object) -> None:
         if mine != theirs:
             msg = (
-                f"{self._where}: {self._name(rank)} has the {what} {mine}, {self._name(0)} "
+                f"{self._where}: {self._name(rank)} has the {what} {mine}, {self._name(0)} has "
                 f"{theirs}: they are not of one save. {RESUME_FROM_ANOTHER}"
             )
             raise CheckpointFormatError(msg)
 
     def _check_scalars(self, rank: int, index: int) -> None:
-        """Compare a rank's step counters with the first one's: a save has all at one step.
-
-        Raises:
-            CheckpointFormatError: they differ.
-        """
         mine, theirs = self._counters(rank, index), self._counters(0, index)
         if canonical_repr(mine) != canonical_repr(theirs):
             msg = (
                 f"{self._where}: {self._name(rank)} has {mine} for flat buffer {index}, "
-                f"{self._name(0)} {theirs}: they were saved at other steps. {RESUME_FROM_ANOTHER}"
+                f"{self._name(0)} has {theirs}: they were saved at other steps. "
+                f"{RESUME_FROM_ANOTHER}"
             )
             raise CheckpointFormatError(msg)
 
@@ -684,7 +672,7 @@ class ZeroShardSet:
         return found
 
     def _possible(self, rank: int, index: int) -> tuple[int, ...]:
-        """Return the sizes that a rank's flat buffer may have: with and without its padding."""
+        """Return the possible sizes of a rank's flat buffer: with and without padding."""
         buffer = self.buffers[index]
         if self.stage == STAGE_WEIGHTS:
             return (sum(piece_numel(n, self.world_size) for n in buffer.numels),)
@@ -696,7 +684,7 @@ class ZeroShardSet:
         whole = sum(map(numel_of, self._shapes[index].values()))
         msg = (
             f"{self._where}: flat buffer {index} of rank {rank}'s shard has {numel} elements, "
-            f"which is not rank {rank}'s part of {whole} on {self.world_size} ranks: the files "
-            "are of two runs, or one is damaged"
+            f"expected rank {rank}'s part of {whole} on {self.world_size} ranks: the files are of "
+            f"different runs, or damaged. {RESUME_FROM_ANOTHER}"
         )
         raise CheckpointFormatError(msg)

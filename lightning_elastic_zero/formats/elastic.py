@@ -1,10 +1,9 @@
-"""Reads our own format: each rank just the byte ranges that it needs, verified, into place.
+"""Reader and writer of this library's format (docs/format.md).
 
-Writes one rank's files of our own format.
-
-The names and the entries are those of DeepSpeed's elastic checkpoints (``elastic_checkpoint`` of
-ZeRO-1/2, and pull request 8031 for ZeRO-3), so that its own loaders restore them. Every tensor is
-written from its place in memory, piece by piece: no copy of the state is made.
+``ElasticReader`` reads only the byte ranges that a rank needs, and verifies them. ``RankWriter``
+writes one rank's files from memory in pieces, without copying the state. File names and entries are
+those of DeepSpeed's elastic checkpoints (``elastic_checkpoint`` in ZeRO-1/2, pull request 8031 for
+ZeRO-3), so DeepSpeed's own loaders can restore them.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ from lightning_elastic_zero.storage.files import VerifiedFile
 
 
 class ElasticReader(CheckpointReader):
-    """A published checkpoint of our own format."""
+    """A published checkpoint of this library's format."""
 
     def __init__(
         self,
@@ -83,12 +82,12 @@ class ElasticReader(CheckpointReader):
         allow_pickle: bool = False,
         progress: Progress = NO_PROGRESS,
     ) -> None:
-        """Keep a checkpoint's directory and its manifest.
+        """Open a checkpoint.
 
         Args:
-            directory: where ``manifest.json`` lies.
-            manifest: what it says.
-            allow_pickle: read client objects of any class.
+            directory: the directory that contains ``manifest.json``.
+            manifest: the parsed manifest.
+            allow_pickle: unpickle client objects of any class.
             progress: checked after every read and every file status.
         """
         self.info = SourceInfo(f"{FORMAT} checkpoint")
@@ -103,18 +102,18 @@ class ElasticReader(CheckpointReader):
         self._read_first: int | None = None
 
     def verify(self, rank: int, world_size: int, progress: Progress) -> None:
-        """Do nothing: every byte is verified when it is read."""
+        """Do nothing: bytes are verified when they are read."""
 
     def verify_whole(self, rank: int, world_size: int, progress: Progress) -> None:
-        """Read this rank's share of the files, and compare all checksums."""
+        """Read this rank's share of the files and verify all checksums."""
         verify_files(self.files.folder, self.manifest, rank, world_size, progress)
 
     def names(self) -> Sequence[str]:
-        """Return the files that the manifest names, each with its checksums."""
+        """Return the files that the manifest lists, each with its checksum file."""
         return tuple(n for name in self._entries for n in (name, name + SUMS_SUFFIX))
 
     def recorded_bytes(self, name: str) -> int | None:
-        """Return the size of a file as it was written; that of checksums follows from it."""
+        """Return the recorded size of a file, or the size of a checksum file, which follows."""
         entry = self._entries.get(name.removesuffix(SUMS_SUFFIX))
         if entry is None:
             return None
@@ -125,19 +124,19 @@ class ElasticReader(CheckpointReader):
     # -- checks before the first byte is read ------------------------------------------------
 
     def check(self, masters: Sequence[int], frozen: Sequence[int]) -> None:
-        """Check that every file of these source ranks is there, with its size.
+        """Check that every file of these source ranks exists, with the recorded size.
 
         Raises:
-            CheckpointCorruptedError: one is missing or has another size; all of them are named.
+            CheckpointCorruptedError: files are missing or differ in size; all of them are listed.
         """
         self._read_first = min(masters, default=None)
         names = [optimizer_file(rank, self.manifest.precision) for rank in masters]
-        models = sorted({0, *frozen})  # rank 0's has what is held once
+        models = sorted({0, *frozen})  # rank 0's has the shared state
         names += [model_file(rank, self.manifest.stage) for rank in models]
         self._check_sizes(names)
 
     def check_files(self) -> None:
-        """Check every file that the manifest names.
+        """Check every file that the manifest lists.
 
         Raises:
             CheckpointCorruptedError: as ``check``.
@@ -149,15 +148,14 @@ class ElasticReader(CheckpointReader):
         if wrong := differing_sizes(self.files.folder, sizes, self.files.progress):
             msg = (
                 f"{self.files.folder} is damaged: {'; '.join(wrong)}. "
-                "Resume from another checkpoint, or copy these files again from where they are "
-                "whole"
+                "Resume from another checkpoint, or copy these files again from an intact copy"
             )
             raise CheckpointCorruptedError(msg)
 
     # -- runs of elements --------------------------------------------------------------------
 
     def locate(self, key: str, transfer: Transfer) -> Location:
-        """Return where a run of masters, of a state or of a frozen weight lies."""
+        """Return the location of a run of masters, a state or a frozen weight."""
         if transfer.name not in self._optimized:
             file = self.files.get(model_file(transfer.source_rank, self.manifest.stage))
             stored = file.tree[FROZEN][transfer.name].view(-1)
@@ -180,26 +178,26 @@ class ElasticReader(CheckpointReader):
     def _run(
         self, file: TorchFile, stored: torch.Tensor, base: int, transfer: Transfer
     ) -> StoredRun:
-        """Return the part of a stored tensor, whose first element is the parameter's ``base``-th.
+        """Return the run of a stored tensor that starts at element ``base`` of the parameter.
 
         Raises:
-            CheckpointFormatError: it has fewer elements than the manifest says.
+            CheckpointFormatError: the tensor has fewer elements than the manifest records.
         """
         start, stop = transfer.start - base, transfer.stop - base
         if not 0 <= start <= stop <= stored.numel():
             msg = (
-                f"{file.path} holds {stored.numel()} elements of {transfer.name} from {base} on, "
-                f"the manifest wants [{transfer.start}, {transfer.stop}) of it: they are not of "
-                "one save"
+                f"{file.path} contains the elements [{base}, {base + stored.numel()}) of "
+                f"{transfer.name}, the manifest expects [{transfer.start}, {transfer.stop}): they "
+                "are not of one save. Resume from another checkpoint"
             )
             raise CheckpointFormatError(msg)
         return StoredRun(stored, start, stop)
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
-        """Return the scalar optimizer states of the held flat buffer that holds ``at``.
+        """Return the scalar optimizer states of the flat buffer that contains ``at``.
 
-        They are alike on all ranks of a save, or it would have failed: so a rank takes them from
-        the file that it reads first. Else all of them would open one file more, the same one.
+        They are equal on all ranks of a save (a save checks this), so each rank takes them from the
+        first file that it reads anyway. Otherwise all ranks would open the same additional file.
         """
         rank = at.rank if self._read_first is None else self._read_first
         file = self.files.get(optimizer_file(rank, self.manifest.precision))
@@ -209,10 +207,10 @@ class ElasticReader(CheckpointReader):
         found: dict[str, Scalar] = file.load_tree({key: states[key] for key in keys})
         return found
 
-    # -- what is held once -------------------------------------------------------------------
+    # -- shared state ------------------------------------------------------------------------
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
-        """Return what is held once, with what this rank had of its own where ranks match."""
+        """Return the shared state, with this rank's own values if the world size is unchanged."""
         file = self.files.get(model_file(0, self.manifest.stage))
         ours = file.tree[OURS]
         module = file.load_tree({n: file.tree["module"][n] for n in self.manifest.module_buffers})
@@ -229,12 +227,12 @@ class ElasticReader(CheckpointReader):
             if "objects" in own:
                 where = f"rank {rank}'s own objects in {self.files.folder}"
                 client = join_objects(client, self._build(own["objects"], where))
-        extra = client.pop(EXTRA_STATES, {})  # Both are of this call: nobody else sees it.
+        extra = client.pop(EXTRA_STATES, {})
         client.pop(OPTIMIZER_STATE, None)
         return SharedState(module, client, loss_scaler, lr_scheduler, self._entry_of, extra)
 
     def optimizer_state(self) -> Mapping[Any, Any]:
-        """Return what the optimizer kept under keys that are not parameters."""
+        """Return the optimizer state under keys that are not parameters."""
         file = self.files.get(model_file(0, self.manifest.stage))
         held = file.tree[OURS]["client_state"].get(OPTIMIZER_STATE, {})
         return file.load_tree(held)  # type: ignore[no-any-return]
@@ -246,16 +244,16 @@ class ElasticReader(CheckpointReader):
         return file.load_tree(held)  # type: ignore[no-any-return]
 
     def recorded_fingerprint(self) -> str:
-        """Return what the save recorded of its state, beside it; most saves record nothing."""
+        """Return the recorded fingerprint; empty for most saves."""
         found = self.files.get(model_file(0, self.manifest.stage)).tree[OURS].get("fingerprint")
         return found if isinstance(found, str) else ""
 
     def trainer_entry(self, name: str) -> object:
-        """Return what the manifest records of the data: the epoch."""
+        """Return an entry of the trainer's state that the manifest records: the epoch."""
         return self.manifest.progress.sampler.get(name)
 
     def _entry_of(self, rank: int, path: tuple[str, ...]) -> object:
-        """Return an entry of the client state as a rank had it; None where it had none."""
+        """Return a rank's entry of the client state; None if it had none."""
         file = self.files.get(model_file(0, self.manifest.stage))
         holder: Any = file.load_tree(_entry(file.tree[OURS]["client_state"], path))
         for key in reversed(path):
@@ -271,15 +269,14 @@ class ElasticReader(CheckpointReader):
         return _entry(holder, path)
 
     def _objects(self) -> Objects:
-        """Return the client objects, if they are harmless or allowed."""
         file = self.files.get(CLIENT_OBJECTS)
-        # What is refused is named by itself; what fails in Python's own unpickler is one of these.
+        # Errors of Python's own unpickler do not name the object: list all of them.
         these = f" ({', '.join(self.manifest.client_objects)})" if self._allow_pickle else ""
         where = f"{file.path}{these}"
         return self._build(file.load_tree(file.tree["pickle"]), where)
 
     def _build(self, data: torch.Tensor, where: str) -> Objects:
-        """Unpickle objects, if they are harmless or allowed."""
+        """Unpickle objects of safe classes, or of any class if allowed."""
         pickled = data.numpy().tobytes()
         objects: Any = load_objects(pickled, where, allow_pickle=self._allow_pickle)
         return tuple(objects)
@@ -287,21 +284,24 @@ class ElasticReader(CheckpointReader):
     # -- files -------------------------------------------------------------------------------
 
     def _entry(self, name: str) -> FileEntry:
-        """Return what the manifest says of a file.
+        """Return the manifest's entry of a file.
 
         Raises:
-            CheckpointFormatError: it names no such file.
+            CheckpointFormatError: there is none.
         """
         if name not in self._entries:
-            msg = f"{self.files.folder}: the manifest names no {name}: it was not written whole"
+            msg = (
+                f"{self.files.folder}: the manifest does not list {name}, so it is incomplete. "
+                "Resume from another checkpoint"
+            )
             raise CheckpointFormatError(msg)
         return self._entries[name]
 
     def _open(self, name: str) -> TorchFile:
-        """Open a file, if it is of this save.
+        """Open a file.
 
         Raises:
-            CheckpointCorruptedError: it is not what was written, or of another save.
+            CheckpointCorruptedError: it is damaged or of another save.
         """
         folder, save_id = self.files.folder, self.manifest.save_id
         file = TorchFile(VerifiedFile(folder, self._entry(name), save_id, self.files.progress))
@@ -313,44 +313,44 @@ class ElasticReader(CheckpointReader):
         return file
 
     def _check_save(self, file: TorchFile, name: str) -> None:
-        """Compare what a file says of itself with the manifest.
+        """Compare a file's stamp with the manifest.
 
         Raises:
-            CheckpointCorruptedError: they are of two saves, or one of them was changed.
+            CheckpointCorruptedError: they are of two saves, or one of them was modified.
         """
         stamp = file.tree.get(OURS, {}) if isinstance(file.tree, dict) else {}
         wanted = self.manifest.save_id, self.manifest.progress.global_steps
-        # Files from before the first release do not name the step.
+        # Files from before the first release do not record the step.
         held = stamp.get("save_id"), stamp.get("global_steps", wanted[1])
         if held != wanted:
             msg = (
                 f"{self.files.folder / name} belongs to save {held[0]!r} of step {held[1]}, the "
                 f"manifest to save {wanted[0]!r} of step {wanted[1]}: files of two checkpoints "
-                "were mixed; resume from another checkpoint"
+                "were mixed. Resume from another checkpoint"
             )
             raise CheckpointCorruptedError(msg)
         if OPTIMIZER in file.tree:
             self._check_fragments(file, stamp)
 
     def _check_fragments(self, file: TorchFile, stamp: Mapping[str, Any]) -> None:
-        """Compare what a shard says it holds with what the manifest's layout says.
+        """Compare the fragments that a shard records with the manifest's layout.
 
         Raises:
-            CheckpointCorruptedError: they differ, so that one of them is not what was written.
+            CheckpointCorruptedError: they differ.
         """
         held: list[dict[str, list[int]]] = [{} for _ in self.manifest.buffers]
         for fragment in self._layout.on_rank(stamp["rank"]):
             held[fragment.buffer][fragment.name] = [fragment.start, fragment.stop]
         if stamp["fragments"] != held:
             msg = (
-                f"{file.path} holds other elements than the manifest says of rank "
-                f"{stamp['rank']}: one of them was changed; resume from another checkpoint"
+                f"{file.path} contains other elements than the manifest lists for rank "
+                f"{stamp['rank']}: one of them was modified. Resume from another checkpoint"
             )
             raise CheckpointCorruptedError(msg)
 
 
 def _entry(tree: Any, path: tuple[str, ...]) -> Any:
-    """Return what is at a path of nested dicts; None where nothing is."""
+    """Return the entry at a path of nested dicts; None if there is none."""
     for key in path:
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree
@@ -359,10 +359,10 @@ def _entry(tree: Any, path: tuple[str, ...]) -> Any:
 def verify_files(
     directory: Path, manifest: Manifest, rank: int, world_size: int, progress: Progress
 ) -> None:
-    """Read this rank's share of the files, and compare all checksums.
+    """Read this rank's share of the files and verify all checksums.
 
     Raises:
-        CheckpointCorruptedError: bytes are not those that were written.
+        CheckpointCorruptedError: a checksum does not match.
     """
     for entry in manifest.files[rank::world_size]:
         with VerifiedFile(directory, entry, manifest.save_id) as file:
@@ -371,56 +371,57 @@ def verify_files(
 
 
 SourceOf: TypeAlias = "Callable[[torch.Tensor], torch.Tensor | ChunkedSource]"
-"""Returns what a piece of a master, state or frozen weight is written from."""
+"""Returns the source from which a piece of a master, state or frozen weight is written."""
 
 
 def as_it_is(piece: torch.Tensor) -> torch.Tensor:
-    """Return the piece: it is written from where it is."""
+    """Write a piece from its own memory."""
     return piece
 
 
 @dataclass(frozen=True, slots=True)
 class ClientPart:
-    """What of the trainer's state a rank writes."""
+    """The part of the trainer's state that a rank writes."""
 
     plain: Mapping[str, Any]
-    """Rank 0: the whole tree of plain data. Other ranks: empty, or all of theirs, for DeepSpeed."""
+    """Rank 0: the whole tree of plain data. Other ranks: empty, or their whole tree if DeepSpeed's
+    loader needs it."""
     objects: Objects = ()
-    """Rank 0: what is not plain data, and where it belongs."""
+    """Rank 0: the objects that are not plain data, with their paths."""
     own: tuple[tuple[TreePath, Any], ...] = ()
     """Other ranks: plain leaves that differ from rank 0's."""
     own_objects: Objects = ()
-    """Other ranks: all objects, where they are not rank 0's."""
+    """Other ranks: all objects, if they differ from rank 0's."""
 
 
 def writes_weights(manifest: Manifest, rank: int) -> bool:
-    """Whether a rank writes frozen and low-precision weights; under ZeRO-3, its part."""
+    """Whether a rank writes frozen and low-precision weights; in ZeRO-3 it writes its part."""
     return rank == 0 or manifest.stage == STAGE_WEIGHTS
 
 
 @dataclass(frozen=True, slots=True)
 class RankWriter:
-    """One rank's writing of one save."""
+    """Writes one rank's files of one save."""
 
     directory: Path
-    """The staged checkpoint; its ``checkpoint`` folder is there."""
+    """The staged checkpoint, with an existing ``checkpoint`` folder."""
     manifest: Manifest
-    """What the engine said of itself, with the save's id."""
+    """The engine's manifest, with the id of the save."""
     rank: int
     progress: Progress
-    """Told of every stretch of bytes written."""
+    """Receives the number of bytes written."""
     fingerprint: str = ""
-    """The number of the whole state, to be recorded beside it; empty: none is."""
+    """The fingerprint of the whole state to record; empty to record none."""
     source_of: SourceOf = as_it_is
-    """Asked for each piece before any is written: masters first, then states, flat by flat."""
+    """Called for each piece before any is written: masters first, then states, buffer by buffer."""
 
     def write(self, state: RankState, client: ClientPart) -> list[FileEntry]:
-        """Write the rank's files, synced to disk; return what the manifest says of each.
+        """Write the rank's files, synced to disk; return their entries for the manifest.
 
         Args:
-            state: what the rank holds. On ranks other than 0, ``module_buffers`` are those that
-                differ.
-            client: its part of the trainer's state.
+            state: the rank's state. On ranks other than 0, ``module_buffers`` contains only
+                buffers that differ from rank 0's.
+            client: the rank's part of the trainer's state.
 
         Raises:
             SaveError: a file could not be written.
@@ -442,7 +443,7 @@ class RankWriter:
             "overflow": False,
             "partition_count": manifest.world_size
             if zero_3
-            # A number where there are no flat buffers: DeepSpeed's script takes the largest one.
+            # A number if there are no flat buffers: DeepSpeed's script takes the maximum of a list.
             else [manifest.world_size] * len(manifest.buffers) or manifest.world_size,
             fp32_key(manifest.stage): [
                 self._in_place(builder, index, flat, flat.master)
@@ -451,14 +452,14 @@ class RankWriter:
             or [torch.empty(0)],
         }
         if zero_3:
-            # As a dictionary: DeepSpeed's class would not load with weights_only=True. The entry
-            # is there because the loader of pull request 8031 fails without it.
+            # As a dictionary: DeepSpeed's class would not load with weights_only=True. The loader
+            # of pull request 8031 needs the entry.
             inner["loss_scaler"] = dict(state.loss_scaler)
             inner["group_paddings"] = [
                 [self._piece_padding(numel) for numel in b.numels] for b in manifest.buffers
             ]
         else:
-            # No loss scaler: DeepSpeed's loader then keeps the one that it has.
+            # Without an entry, DeepSpeed's loader keeps its current loss scaler.
             inner["ds_version"] = manifest.writer.deepspeed
             inner["group_paddings"] = [
                 b.partition_numel - self._lean_numel(b) for b in manifest.buffers
@@ -477,7 +478,7 @@ class RankWriter:
             own["objects"] = _as_tensor(client.own_objects)
         if self.rank != 0:
             own["buffers"] = _copies(state.module_buffers)
-        # Which run of each parameter a flat buffer holds.
+        # The run of each parameter in each flat buffer.
         fragments = [{f.name: [f.start, f.stop] for f in flat.fragments} for flat in state.flats]
         tree = {
             OPTIMIZER: inner,
@@ -493,14 +494,14 @@ class RankWriter:
         frozen = {p.name: p for p in manifest.frozen}
         shapes = {name: torch.Size(p.shape) for name, p in frozen.items()}
         tree: dict[str, Any] = {
-            # The trainer's keys stand beside DeepSpeed's own, as DeepSpeed has it: converters
-            # look for them there. DeepSpeed's entries win; ours below holds all of them.
+            # As DeepSpeed does: converters look for the trainer's keys here. DeepSpeed's own
+            # entries take precedence; the complete client state is in OURS below.
             **client.plain,
             "module": OrderedDict({**_copies(state.module_weights), **buffers}),
             "buffer_names": list(buffers),
             "optimizer": None,
             "param_shapes": [_shapes(manifest, b.names) for b in manifest.buffers],
-            # None where there are none: DeepSpeed's loaders then leave the module's as they are.
+            # None if there are none: DeepSpeed's loaders then leave the module unchanged.
             "frozen_param_shapes": shapes or None,
             FROZEN: {n: self._frozen(builder, state.frozen[n], p) for n, p in frozen.items()}
             or None,
@@ -524,9 +525,9 @@ class RankWriter:
     def _in_place(
         self, builder: TorchFileWriter, index: int, flat: FlatState, values: torch.Tensor
     ) -> torch.Tensor:
-        """Add masters or a state with each element at its offset in the flat buffer.
+        """Add masters or a state, with each element at its offset in the flat buffer.
 
-        Padding is zero. In ZeRO-1/2, the padding at the end of the whole buffer is left out.
+        Padding is zero. In ZeRO-1/2, the padding at the end of the whole buffer is omitted.
         """
         pieces: list[torch.Tensor | ChunkedSource | int] = []
         reached = 0
@@ -539,10 +540,10 @@ class RankWriter:
         return builder.add(PiecewiseSource([*pieces, end - reached], values.dtype))
 
     def _lean_states(self, builder: TorchFileWriter, index: int, flat: FlatState) -> dict[str, Any]:
-        """Add a flat buffer's optimizer states; return them as DeepSpeed's elastic code has them.
+        """Add a flat buffer's optimizer states; return them in DeepSpeed's elastic format.
 
-        An element-wise state is one tensor like the masters in ZeRO-1/2. In ZeRO-3 it is a list
-        with one tensor for each parameter, without padding: views of one storage.
+        In ZeRO-1/2, an element-wise state is one tensor, like the masters. In ZeRO-3 it is a list
+        of one tensor per parameter, without padding: views of one storage.
         """
         zero_3 = self.manifest.stage == STAGE_WEIGHTS
         add = self._pieces if zero_3 else self._in_place
@@ -570,13 +571,13 @@ class RankWriter:
         ]
 
     def _lean_numel(self, buffer: FlatBuffer) -> int:
-        """ZeRO-1/2: elements of this rank's partition, without the padding at the buffer's end."""
+        """Return the elements of this rank's partition without final padding (ZeRO-1/2)."""
         end = sum((*buffer.numels, *buffer.paddings[:-1]))
         start, stop = buffer.partition_range(self.rank)
         return max(0, min(end, stop) - start)
 
     def _piece_padding(self, numel: int) -> int:
-        """ZeRO-3: elements of padding after this rank's piece of a parameter, as DeepSpeed says."""
+        """Return the padding of a parameter as DeepSpeed records it (ZeRO-3)."""
         world_size = self.manifest.world_size
         is_last = self.rank == world_size - 1
         return piece_numel(numel, world_size) * world_size - numel if is_last else 0
@@ -584,7 +585,7 @@ class RankWriter:
     def _frozen(
         self, builder: TorchFileWriter, piece: torch.Tensor, parameter: Parameter
     ) -> torch.Tensor:
-        """Add a frozen weight: whole with its shape, or ZeRO-3's 1-D piece of it, padded."""
+        """Add a frozen weight: whole with its shape, or in ZeRO-3 a padded 1-D piece."""
         zero_3 = self.manifest.stage == STAGE_WEIGHTS
         numel = piece_numel(parameter.numel, self.manifest.world_size) if zero_3 else piece.numel()
         pieces = [self.source_of(piece), numel - piece.numel()]
@@ -592,12 +593,12 @@ class RankWriter:
         return placed if zero_3 else placed.view(parameter.shape)
 
     def client_objects(self, client: ClientPart) -> FileEntry:
-        """Write what is no plain data: a pickle, itself as plain bytes."""
+        """Write the objects that are not plain data: a pickle, stored as a tensor of bytes."""
         tree = {"pickle": _as_tensor(client.objects), OURS: self._stamp()}
         return self._save(CLIENT_OBJECTS, tree, TorchFileWriter())
 
     def _stamp(self) -> dict[str, Any]:
-        """Describe of which save and step a file is: those of two saves never pass for one."""
+        """Return the entries by which a reader detects files of different saves."""
         return {
             "format_version": FORMAT_VERSION,
             "save_id": self.manifest.save_id,
@@ -617,10 +618,10 @@ class RankWriter:
 
 
 def pickle_objects(objects: Objects) -> tuple[bytes, Objects]:
-    """Pickle objects, and read them again as a load would; what they share stays shared.
+    """Pickle objects together, and unpickle them to check that a load can.
 
     Raises:
-        SaveError: one cannot be pickled, or not be made of its pickle; the message names it.
+        SaveError: an object cannot be pickled or unpickled; the message names it.
     """
     try:
         data = host_pickle(list(objects))
@@ -632,15 +633,14 @@ def pickle_objects(objects: Objects) -> tuple[bytes, Objects]:
 
 
 def _as_tensor(objects: Objects) -> torch.Tensor:
-    """Pickle objects into plain bytes."""
     return torch.frombuffer(bytearray(pickle_objects(objects)[0]), dtype=torch.uint8)
 
 
 def _optimizer_step(manifest: Manifest) -> int | float | None:
-    """Return the entry ``step`` of the parameter groups, where all have the same one.
+    """Return the ``step`` of the parameter groups if all have the same one.
 
-    DeepSpeed's loader for ZeRO-1/2 fails without it, also for optimizers whose groups have none and
-    that never read it: it is then the number of their steps.
+    DeepSpeed's loader for ZeRO-1/2 requires it, also for optimizers that do not use it: these get
+    the number of optimizer steps.
     """
     steps = [group.hyperparameters.get("step") for group in manifest.groups]
     for step in steps[:1]:

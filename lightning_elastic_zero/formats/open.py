@@ -1,8 +1,7 @@
-"""One module per on-disk format; ``open_checkpoint`` recognises them by content.
+"""Open a checkpoint of any supported format.
 
-Checkpoints near a path that is none, as suggestions in an error.
-
-A checkpoint whose layers have other names in the model: any format, under the model's names.
+``open_checkpoint`` detects the format from the files. Its errors suggest checkpoints near the given
+path. ``RenamedReader`` presents a checkpoint under other parameter names.
 """
 
 from __future__ import annotations
@@ -51,24 +50,27 @@ from lightning_elastic_zero.storage.ownership import LATEST, TAG
 from lightning_elastic_zero.storage.paths import NO_ENTRY, read_file
 
 MARKS = (MANIFEST_NAME, LATEST, LATEST_UNIVERSAL, METADATA_NAME, TABLE_NAME)
-"""Files by which a directory shows what it is."""
+"""Files that identify the format of a directory."""
 
 SUFFIX = ".ckpt"
-"""Of Lightning's single files."""
+"""The suffix of Lightning's single-file checkpoints."""
 
 MAX_ENTRIES = 1000
+"""Directory entries that are searched for suggestions."""
+
 MAX_NAMES = 5
+"""Names in an error message."""
 
 
 def describe_checkpoints_in(folder: Path) -> str:
-    """Describe which checkpoints a folder holds; nothing where it holds none."""
+    """Describe the checkpoints in a folder; empty if there are none."""
     if not (names := _checkpoints(folder)):
         return ""
-    return f"it holds the checkpoints {format_names(names, MAX_NAMES)}. Pass one of them"
+    return f"it contains the checkpoints {format_names(names, MAX_NAMES)}. Pass one of them"
 
 
 def describe_content(folder: Path) -> str:
-    """Describe what lies in a folder that is no checkpoint."""
+    """Describe the content of a folder that is not a checkpoint."""
     try:
         entries = list(itertools.islice(folder.iterdir(), MAX_ENTRIES))
     except OSError as error:
@@ -76,23 +78,23 @@ def describe_content(folder: Path) -> str:
     if not entries:
         return "it is empty"
     names = sorted(entry.name for entry in entries)
-    return f"there are {format_names(names, MAX_NAMES)} in it"
+    return f"it contains {format_names(names, MAX_NAMES)}"
 
 
 def describe_similar_paths(path: Path) -> str:
-    """Describe what there is of a path that leads nowhere: its folder, and names like its own."""
+    """Suggest existing checkpoints for a path that does not exist."""
     folder = path.parent
     if not folder.is_dir():
-        return f", nor is there a folder {folder}"
+        return f". The folder {folder} does not exist either"
     names = _checkpoints(folder)
-    # By what is before the suffix, which all of Lightning's files share.
+    # Compare without the suffix, which all of Lightning's files share.
     stems = {name: name.removesuffix(SUFFIX) for name in names}
     close = difflib.get_close_matches(path.name.removesuffix(SUFFIX), stems.values(), n=MAX_NAMES)
     if like := [name for stem in dict.fromkeys(close) for name in names if stems[name] == stem]:
-        return f". Of a like name there is {', '.join(like)}"
+        return f". Did you mean {' or '.join(like)}?"
     if names:
-        return f". {folder} holds {', '.join(names[-MAX_NAMES:])}"
-    return f". {folder} holds none"
+        return f". {folder} contains the checkpoints {', '.join(names[-MAX_NAMES:])}"
+    return f". {folder} contains no checkpoints"
 
 
 def _checkpoints(folder: Path) -> list[str]:
@@ -100,12 +102,12 @@ def _checkpoints(folder: Path) -> list[str]:
         entries = list(itertools.islice(folder.iterdir(), MAX_ENTRIES))
         return sorted(e.name for e in entries if e.name[0] != "." and looks_like_checkpoint(e))
     except OSError:
-        return []  # A folder that cannot be read has nothing to offer.
+        return []  # These are only suggestions.
 
 
 def looks_like_checkpoint(entry: Path) -> bool:
-    """Whether a directory has a mark of some kind, or a file the suffix of Lightning's."""
-    if not os.path.isdir(entry):  # noqa: PTH112 (no error where it cannot be looked into)
+    """Whether a directory has a file that marks a format, or a file has Lightning's suffix."""
+    if not os.path.isdir(entry):  # noqa: PTH112 (returns False if access is denied)
         return entry.suffix == SUFFIX
     marks = (entry / mark for mark in MARKS)
     return any(map(os.path.isfile, marks)) or is_deepspeed(entry)
@@ -115,13 +117,13 @@ Named = TypeVar("Named", Fragment, Transfer)
 
 
 class RenamedReader(CheckpointReader):
-    """An open checkpoint that speaks the model's names."""
+    """An open checkpoint, presented under the model's parameter names."""
 
     def __init__(self, source: CheckpointReader, renaming: KeyMapping, where: str) -> None:
-        """Keep an open checkpoint.
+        """Rename the parameters of ``source``; ``where`` identifies it in messages.
 
         Raises:
-            CheckpointMismatchError: two of its names would become one, or some name is not there.
+            CheckpointMismatchError: two names would become equal, or a name does not exist.
         """
         self.files = source.files
         self._source = source
@@ -132,7 +134,7 @@ class RenamedReader(CheckpointReader):
 
     @property
     def changes_names(self) -> bool:
-        """Whether any name of the checkpoint is another one in the model."""
+        """Whether the mapping changes any name of the checkpoint."""
         return any(saved != here for saved, here in self._here.items())
 
     def _describe(self) -> None:
@@ -143,34 +145,34 @@ class RenamedReader(CheckpointReader):
         return self._here.get(saved) or self._renaming.here(saved)
 
     def _saved_name(self, here: str) -> str:
-        """Return a name as it was saved; one that was not is none of the checkpoint's."""
         if here in self._saved:
             return self._saved[here]
+        # Must not be mistaken for the saved parameter of that name, which is renamed.
         return f"{here} (here)" if here in self._here else here
 
     def _as_saved(self, at: Named) -> Named:
         return replace(at, name=self._saved_name(at.name))
 
     def check_files(self) -> None:
-        """Check that every file is there."""
+        """Check the files of the source."""
         self._source.check_files()
 
     def bind(self, live: Manifest) -> None:
-        """Bind the checkpoint to the model, under the names that it knows."""
+        """Match the source with the model, under the saved names."""
         self._source.bind(_with_names(live, self._saved_name))
         self._describe()
 
     def bind_alone(self) -> None:
-        """Bind the checkpoint to what it says itself."""
+        """Match the source without a model."""
         self._source.bind_alone()
         self._describe()
 
     def names(self) -> Sequence[str]:
-        """Return the files that belong to it."""
+        """Return the names of its files."""
         return self._source.names()
 
     def recorded_bytes(self, name: str) -> int | None:
-        """Return the size that one of its files had when it was written; None: nothing says."""
+        """Return the recorded size of a file; None if it was not recorded."""
         return self._source.recorded_bytes(name)
 
     def verify_whole(self, rank: int, world_size: int, progress: Progress) -> None:
@@ -178,11 +180,11 @@ class RenamedReader(CheckpointReader):
         self._source.verify_whole(rank, world_size, progress)
 
     def recorded_fingerprint(self) -> str:
-        """Return the fingerprint that was recorded, under the names of the save."""
+        """Return the recorded fingerprint, which covers the saved names."""
         return self._source.recorded_fingerprint()
 
     def trainer_entry(self, name: str) -> object:
-        """Return an entry at the top of the trainer's state."""
+        """Return a top-level entry of the trainer's state."""
         return self._source.trainer_entry(name)
 
     def verify(self, rank: int, world_size: int, progress: Progress) -> None:
@@ -190,31 +192,31 @@ class RenamedReader(CheckpointReader):
         self._source.verify(rank, world_size, progress)
 
     def layout_of(self, manifest: Manifest) -> Layout:
-        """Return which files hold which elements of masters and optimizer state."""
+        """Return the layout of masters and optimizer state."""
         return self._source.layout_of(manifest)
 
     def frozen_layout_of(self, manifest: Manifest) -> Layout:
-        """Return which files hold which elements of the frozen weights."""
+        """Return the layout of the frozen weights."""
         return self._source.frozen_layout_of(manifest)
 
     def check(self, masters: Sequence[int], frozen: Sequence[int]) -> None:
-        """Check the files that are going to be read."""
+        """Check the files that will be read."""
         self._source.check(masters, frozen)
 
     def locate(self, key: str, transfer: Transfer) -> Location:
-        """Return where a run lies."""
+        """Return the location of a run."""
         return self._source.locate(key, self._as_saved(transfer))
 
     def locate_rounded(self, transfer: Transfer) -> Location | None:
-        """Return where the low-precision weights of a run lie."""
+        """Return the location of a run's low-precision weights."""
         return self._source.locate_rounded(self._as_saved(transfer))
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
-        """Return the scalar optimizer states of the held flat buffer that holds ``at``."""
+        """Return the scalar optimizer states of the flat buffer that contains ``at``."""
         return self._source.scalars(self._as_saved(at))
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
-        """Return what is held once; of the trainer's state, weights that lie in it are renamed."""
+        """Return the shared state; weights in the trainer's state are renamed too."""
         state = self._source.module_state(rank, world_size)
         client = dict(state.client_state)
         if isinstance(weights := client.get(WEIGHTS), dict):
@@ -227,7 +229,7 @@ class RenamedReader(CheckpointReader):
         )
 
     def optimizer_state(self) -> Mapping[Any, Any] | None:
-        """Return what the optimizer kept under keys that are not parameters."""
+        """Return the optimizer state under keys that are not parameters."""
         return self._source.optimizer_state()
 
     def module_buffers(self) -> Mapping[str, torch.Tensor]:
@@ -239,7 +241,6 @@ class RenamedReader(CheckpointReader):
 
 
 def _with_names(manifest: Manifest, named: Callable[[str], str]) -> Manifest:
-    """Return a manifest whose parameters and buffers have other names."""
 
     def all_of(names: Sequence[str]) -> tuple[str, ...]:
         return tuple(map(named, names))
@@ -259,38 +260,39 @@ def _with_names(manifest: Manifest, named: Callable[[str], str]) -> Manifest:
 def open_checkpoint(
     path: Path, *, allow_pickle: bool = False, progress: Progress = NO_PROGRESS
 ) -> CheckpointReader:
-    """Open the checkpoint at a path, whatever kind it is: recognised by what is in it.
+    """Open the checkpoint at a path. The format is detected from the files.
 
     Args:
-        path: a checkpoint's directory, or file.
-        allow_pickle: read objects of any class from it; that can run code.
-        progress: checked after every read, also of later calls: thousands of files take minutes.
+        path: the checkpoint's directory or file.
+        allow_pickle: unpickle objects of any class; this can run code.
+        progress: checked after every read, also in later calls: thousands of files take minutes.
 
     Raises:
-        CheckpointNotFoundError: nothing is there, or the system does not let it be looked into.
-        CheckpointFormatError: something is there, but no checkpoint that can be read.
-        CheckpointCorruptedError: a checkpoint is there that is not whole.
-        UnsupportedError: a checkpoint is there of a run that cannot be resumed.
+        CheckpointNotFoundError: the path does not exist, or access is denied.
+        CheckpointFormatError: the path is not a checkpoint that can be read.
+        CheckpointCorruptedError: the checkpoint is incomplete or damaged.
+        UnsupportedError: the checkpoint is of a run that cannot be resumed.
     """
     try:
         return _opened(path, allow_pickle=allow_pickle, progress=progress)
     except OSError as error:
         if error.errno not in NO_ENTRY:
-            raise  # It may pass: no older checkpoint is to take the place of this one.
+            raise  # It may be temporary: do not fall back to an older checkpoint.
         msg = (
-            f"{path} cannot be read: the system says {error.strerror or error} of "
-            f"{error.filename or path}. See the permissions of it and of the folders above it, and "
-            "whether its disk is there"
+            f"{path} cannot be read: {error.filename or path}: {error.strerror or error}. Check "
+            "its permissions, those of the folders above it, and that its file system is mounted"
         )
         raise CheckpointNotFoundError(msg) from error
 
 
 def _opened(path: Path, *, allow_pickle: bool, progress: Progress) -> CheckpointReader:
     if not path.exists():
-        dangling = (
-            f" (a link to {path.readlink()}, which leads nowhere)" if path.is_symlink() else ""
+        hint = (
+            f": it links to {path.readlink()}, which does not exist"
+            if path.is_symlink()
+            else describe_similar_paths(path)
         )
-        msg = f"there is no checkpoint at {path}{dangling or describe_similar_paths(path)}"
+        msg = f"there is no checkpoint at {path}{hint}"
         raise CheckpointNotFoundError(msg)
     manifest = _own_manifest(path)
     progress.check()
@@ -300,36 +302,36 @@ def _opened(path: Path, *, allow_pickle: bool, progress: Progress) -> Checkpoint
 
 
 def _own_manifest(path: Path) -> Manifest | None:
-    """Return the manifest of a checkpoint of this library's; None where there is none."""
+    """Return the manifest of a checkpoint of this library; None if there is none."""
     manifest = path / MANIFEST_NAME
     try:
-        # Bytes, and line ends left as they are: the digest is of all of them.
+        # As bytes, so that line ends stay unchanged: the digest covers them.
         text = read_file(manifest).decode()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
-        msg = f"{manifest} cannot be read ({error}): resume from another checkpoint"
+        msg = f"{manifest} cannot be read ({error}). Resume from another checkpoint"
         raise CheckpointFormatError(msg) from error
     _check_latest(path)
     return manifest_from_json(text, str(manifest))
 
 
 def _check_latest(path: Path) -> None:
-    """Refuse a checkpoint of ours into which DeepSpeed has saved a tag since.
+    """Refuse a checkpoint of this library into which DeepSpeed saved a tag later.
 
     Raises:
-        CheckpointFormatError: ``latest`` names that tag, so that it is unclear which one is meant.
+        CheckpointFormatError: ``latest`` names that tag, so it is ambiguous which one is meant.
     """
     try:
         named = read_file(path / LATEST).decode(errors="replace").strip()
     except OSError:
-        return  # It stands for nothing else: the manifest says what is here.
+        return  # Only the manifest identifies the checkpoint.
     if named == TAG or not is_deepspeed(path / named):
         return
     msg = (
-        f"{path} holds a checkpoint of this library, and one that DeepSpeed saved there later: "
-        f"`{LATEST}` names the tag {named!r}. Pass {path / named} for that one; to load the other, "
-        f"move {named} elsewhere and write {TAG} into {path / LATEST}"
+        f"{path} contains a checkpoint of this library and one that DeepSpeed saved there later: "
+        f"`{LATEST}` names the tag {named!r}. Pass {path / named} to load the latter. To load the "
+        f"former, move {named} elsewhere and write {TAG} into {path / LATEST}"
     )
     raise CheckpointFormatError(msg)
 
@@ -338,13 +340,13 @@ def _foreign(path: Path, policy: PicklePolicy, progress: Progress) -> Checkpoint
     """Open a checkpoint that other software wrote.
 
     Raises:
-        CheckpointFormatError: it is of no kind that is known.
+        CheckpointFormatError: the format is unknown.
     """
     files = partial(foreign_files, policy=policy, progress=progress)
     if path.is_dir():
-        # DeepSpeed may have saved another tag into a checkpoint of ours: that is one by itself.
+        # Another tag there, which DeepSpeed saved, is a checkpoint itself.
         if path.name == TAG and (path.parent / MANIFEST_NAME).is_file():
-            msg = f"{path} is the inside of a checkpoint: pass {path.parent}"
+            msg = f"{path} is inside a checkpoint. Pass {path.parent}"
             raise CheckpointFormatError(msg)
         if (path / TABLE_NAME).is_file():
             with as_format_error(path), closed_on_error(files(path)) as opened:
@@ -356,7 +358,7 @@ def _foreign(path: Path, policy: PicklePolicy, progress: Progress) -> Checkpoint
                 with closed_on_error(files(folder, check_saved_name=check_saved_name)) as opened:
                     return kind(tag, opened)
         if is_dcp(path):
-            # Imported here, as that takes a second.
+            # Imported here because the import takes a second.
             from lightning_elastic_zero.formats.dcp_read import DcpReader  # noqa: PLC0415
 
             with as_format_error(path), closed_on_error(files(path)) as opened:
@@ -365,11 +367,11 @@ def _foreign(path: Path, policy: PicklePolicy, progress: Progress) -> Checkpoint
         with as_format_error(path), closed_on_error(files(path.parent)) as opened:
             return SingleFileReader(path, opened)
     why = (
-        f"{describe_content(path)}. It is no checkpoint, or one that was never finished. A folder "
-        "with dumps of optimizer.state_dict() becomes one by describe_dumps"
+        f"{describe_content(path)}. It is not a checkpoint, or its save did not finish. For a "
+        "folder with dumps of optimizer.state_dict(), call describe_dumps first"
     )
     msg = (
-        f"{path} has no {MANIFEST_NAME}, and is no checkpoint of another kind that is known: "
+        f"{path} has no {MANIFEST_NAME} and is not a checkpoint of another supported format: "
         f"{describe_checkpoints_in(path) or why}"
     )
     raise CheckpointFormatError(msg)

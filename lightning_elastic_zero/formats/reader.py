@@ -1,8 +1,7 @@
-"""The interface of every on-disk format: manifest, layout, and runs of elements.
+"""The interface of the readers of all formats: ``CheckpointReader``.
 
-Refuses numbers that the type they are read into cannot hold: a cast makes them infinite.
-
-One tensor under several names, told by where it lies in its file.
+A format locates runs of elements in its files. Reading them, refusing values that overflow the
+target's type, and comparing master weights with low-precision ones is the same for all formats.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ from lightning_elastic_zero.formats.open_files import OpenFiles
 from lightning_elastic_zero.formats.torch_read import StoredRun
 
 _CHECKED_ELEMENTS = 1 << 20
-"""Elements that are looked at, and where one is not finite read again, at a time."""
+"""Elements that are checked for overflow at a time."""
 
 ReadInto: TypeAlias = Callable[[Iterable[tuple[torch.Tensor, StoredRun]]], int]
-"""``read_into`` of an open file: fills 1-D tensors, returns the bytes read from disk."""
+"""``read_into`` of an open file: fills 1-D tensors and returns the bytes read from disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,32 +48,31 @@ class ReadRun:
     """A run of elements that has been read."""
 
     found: torch.Tensor
-    """What it filled, shape ``(elements of the run,)``, of any floating-point type."""
+    """The values, shape ``(elements of the run,)``, of any floating-point type."""
     run: StoredRun
-    """Where it lies."""
+    """Their location in the file."""
     name: str
-    """The parameter's."""
+    """The name of the parameter."""
     state: str
-    """The optimizer state's; empty for the weight itself."""
+    """The key of the optimizer state; empty for the weight itself."""
 
 
 def check_no_overflow(read: ReadRun, path: Path, read_into: ReadInto) -> int:
-    """Refuse finite numbers of a file that became infinite when they were read.
+    """Refuse finite values of a file that became infinite because of the cast on reading.
 
-    Nothing is done where the type was not a narrower one. Elsewhere what was read is looked at
-    once, and read again, in the file's own type, where it is not finite: that may have been so in
-    the file, and stays what it is.
+    Only casts to narrower types are checked. Chunks with values that are not finite are read again
+    in the file's type: infinite values of the file are valid.
 
     Args:
-        read: what was read.
-        path: the file, or directory, that it was read from.
-        read_into: reads there once more.
+        read: the run that was read.
+        path: the file or directory that it was read from, for messages.
+        read_into: reads from that file again.
 
     Returns:
-        The bytes that were read once more.
+        The number of bytes that were read again.
 
     Raises:
-        CheckpointMismatchError: a number is too large for the type that it was read into.
+        CheckpointMismatchError: a value is too large for the type that it was read into.
     """
     found, run, bytes_read = read.found, read.run, 0
     saved = run.tensor.dtype
@@ -93,95 +91,95 @@ def check_no_overflow(read: ReadRun, path: Path, read_into: ReadInto) -> int:
 
 
 def _refusal(read: ReadRun, path: Path, value: complex) -> str:
-    """Return what is wrong with a number, and what helps."""
     saved, here = read.run.tensor.dtype, read.found.dtype
     what = f"the optimizer state {read.state} of {read.name}" if read.state else read.name
     ways = ["Resume from another checkpoint"]
     if here.itemsize < torch.float32.itemsize:
-        ways.append("run in a precision whose type holds such numbers")
+        ways.append("use a precision with a larger range")
     if read.state:
-        ways.append("go on from the weights with a fresh optimizer (load_optimizer_state=False)")
+        ways.append("pass load_optimizer_state=False to start with a fresh optimizer")
     return (
-        f"{path}: {what} has the value {value:.9g}, saved as {dtype_name(saved)}, and is kept as "
-        f"{dtype_name(here)} here, which holds numbers up to {torch.finfo(here).max:.9g}: it would "
-        "become infinite. Numbers of that size are mostly those of a training that had diverged, "
-        f"or of a file that was written wrongly. {', or '.join(ways)}"
+        f"{path}: {what} has the {dtype_name(saved)} value {value:.9g}, which overflows "
+        f"{dtype_name(here)} (at most {torch.finfo(here).max:.9g}), its type in this run. Usually "
+        f"the training had diverged, or the file is wrong. {', or '.join(ways)}"
     )
 
 
 WEIGHT = ""
-"""The key of the weights themselves, masters or frozen, beside the names of optimizer states."""
+"""The key of the weights themselves (masters or frozen) among the keys of optimizer states."""
 
 FRESH_OPTIMIZER_HINT = (
-    "pass load_optimizer_state=False to go on from the saved weights with a fresh optimizer"
+    "pass load_optimizer_state=False to resume from the saved weights with a fresh optimizer"
 )
 
 COMPARED_ELEMENTS = 1 << 20
-"""Elements of two copies of a weight that are compared at a time."""
+"""Elements of masters and low-precision weights that are compared at a time."""
 
 
 Targets: TypeAlias = Sequence[Mapping[str, torch.Tensor]]
-"""What transfers fill: ``Transfer.target_buffer`` counts in it, and ``Transfer.target_offset`` in
-its 1-D tensors, which are named by what is read into them: ``WEIGHT``, or an element-wise state."""
+"""The tensors that transfers fill. ``Transfer.target_buffer`` is an index into the sequence,
+``Transfer.target_offset`` an index into its 1-D tensors. Their keys are ``WEIGHT`` or the key of an
+element-wise optimizer state."""
 
 
 EXTRA_STATES = "lightning_elastic_zero.extra_states"
-"""The entry of our own format's client state that holds ``SharedState.extra_states``."""
+"""The client-state entry of this library's format that stores ``SharedState.extra_states``."""
 
 OPTIMIZER_STATE = "lightning_elastic_zero.optimizer_state"
-"""Likewise, what the optimizer keeps under keys that are not parameters."""
+"""The client-state entry with the optimizer state under keys that are not parameters."""
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether an entry of a state dict is what a module's ``get_extra_state`` returned."""
+    """Whether an entry of a state dict is the result of a module's ``get_extra_state``."""
     return name.rpartition(".")[2] == EXTRA_STATE
 
 
 @dataclass(frozen=True, slots=True)
 class SharedState:
-    """What a checkpoint holds once, for all ranks, and what it kept for this one."""
+    """The state that a checkpoint stores once for all ranks, with this rank's own values."""
 
     buffers: Mapping[str, torch.Tensor]
     """Persistent module buffers, with their shapes."""
     client_state: Mapping[str, Any]
-    """What the trainer, module, datamodule and callbacks saved."""
+    """The state of the trainer, module, datamodule and callbacks."""
     loss_scaler: Mapping[str, Plain]
     lr_scheduler: Mapping[str, Any] | None
     read_client_entry: Callable[[int, tuple[str, ...]], Any] | None = None
-    """Gives an entry of the client state, by its path, as a rank of the save had it; None where it
-    had none. Only formats that keep what ranks have of their own have it."""
+    """Returns the client-state entry at a path as a given rank saved it; None if that rank had
+    none. Only for formats that store the client state per rank."""
     extra_states: Mapping[str, Any] = field(default_factory=dict)
-    """What modules' ``get_extra_state`` returned, by the names that ``state_dict`` has for it."""
+    """The results of modules' ``get_extra_state``, by their keys in ``state_dict``."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceInfo:
-    """What a checkpoint turned out to be: for the log, and for what a load can ask of it."""
+    """The kind of a checkpoint, and the state that it does not contain."""
 
     kind: str
-    """Such as ``"stock DeepSpeed checkpoint"``."""
+    """For example ``"stock DeepSpeed checkpoint"``."""
     lacks: tuple[str, ...] = ()
-    """What a run has and this checkpoint does not hold, in words."""
+    """Parts of a run's state that this checkpoint does not contain, for messages."""
     hyperparameters: bool = True
-    """False: it holds no hyperparameters of the parameter groups; those configured now stay."""
+    """Whether it contains the hyperparameters of the parameter groups. If not, a load keeps the
+    configured ones."""
     has_counters: bool = True
-    """False: it holds no step counters of DeepSpeed's."""
+    """Whether it contains DeepSpeed's step counters."""
     mixed: str = ""
-    """Why its optimizer state seems to be of another step than the rest, and what helps; told where
-    the state is wanted, and else a warning. Empty where it does not."""
+    """Why the optimizer state seems to be of another step than the rest, with a remedy; else empty.
+    An error if a load restores the optimizer state, otherwise a warning."""
     unmatched: str = ""
-    """Why its optimizer state does not belong to the live model's parameters, and what helps; told
-    where the state is wanted. Empty where it does, or before the two have met."""
+    """Why the optimizer state cannot be matched with the parameters, with a remedy; else empty. An
+    error if a load restores the optimizer state."""
     incomplete: str = ""
-    """Which file it seems to lack that a load can do without, and why; empty where it does not."""
+    """Which optional file seems to be missing, and why; else empty."""
 
 
 class StoredTensors(Protocol):
-    """An open file, or directory, whose tensors are read by runs."""
+    """An open file or directory from which runs of tensors are read."""
 
     @property
     def path(self) -> Path:
-        """Where it is."""
+        """The path, for messages."""
         ...
 
     def read_into(
@@ -193,7 +191,7 @@ class StoredTensors(Protocol):
         ...
 
     def load_tree(self, subtree: Any) -> Any:
-        """Return a part of what was saved with the values of its tensors."""
+        """Return a part of the saved object with the values of its tensors."""
         ...
 
 
@@ -204,18 +202,18 @@ Location: TypeAlias = "tuple[StoredTensors, StoredRun]"
 class CheckpointReader(ABC):
     """An open checkpoint of some format, read by one rank.
 
-    A format understands its files, and says where in them a run of elements lies; how runs are
-    read, and compared with what lies beside them, is the same for all.
+    The manifest and the layouts are available at once, from small files. Then, in this order:
 
-    Used in this order: the manifest and the layouts are there at once, from small files;
-    ``check_all`` on one rank; ``bind`` and ``verify`` on all; ``check`` touches the files that this
-    rank will read, without reading data; ``read`` is called for the runs of one source rank after
-    the other; ``close`` at the end.
+    1. ``check_all`` (one rank);
+    2. ``bind`` and ``verify`` (all ranks);
+    3. ``check`` (all ranks): checks the files that this rank will read, without reading data;
+    4. ``read`` (all ranks): once per source rank;
+    5. ``close`` (all ranks).
 
     Attributes:
-        files: the checkpoint's, a few of them open.
-        info: what kind of checkpoint it is, and what it does not hold.
-        manifest: what it says of itself; of what other software wrote, what could be found out.
+        files: the checkpoint's files; a few are open at a time.
+        info: the kind of checkpoint, and the state that it lacks.
+        manifest: its manifest; for other software's formats, inferred from the files.
     """
 
     files: OpenFiles[Any]
@@ -225,84 +223,83 @@ class CheckpointReader(ABC):
     # -- checks before anything is changed -------------------------------------------------------
 
     def check_all(self) -> None:
-        """Check, on one rank, that every file is there and belongs to the others.
+        """Check on one rank that every file exists and belongs to the same save.
 
         Raises:
-            CheckpointCorruptedError: one is missing, cut short, or of another save.
-            CheckpointFormatError: one cannot be understood.
+            CheckpointCorruptedError: a file is missing, truncated or of another save.
+            CheckpointFormatError: a file cannot be parsed.
         """
         with as_format_error(self.files.folder):
             self.check_files()
 
-    def check_files(self) -> None:  # noqa: B027 (a format may have nothing to do)
-        """Check what was not checked when the checkpoint was opened (for ``check_all``)."""
+    def check_files(self) -> None:  # noqa: B027 (optional for a format)
+        """Do the checks of ``check_all`` that were not done on opening."""
 
     def bind(self, live: Manifest) -> None:  # noqa: B027 (as above)
-        """Match the checkpoint with a live model: some formats tell positions, not names.
+        """Match the checkpoint with a live model: some formats store positions, not names.
 
         Raises:
-            CheckpointMismatchError: the positions cannot be those of this model.
+            CheckpointMismatchError: the positions do not match this model.
         """
 
     def bind_alone(self) -> None:  # noqa: B027 (as above)
-        """Match the checkpoint with no model but what it says itself: for tools, which have none.
+        """Match optimizer state and parameters without a live model, for tools.
 
-        Where nothing says whose an optimizer's state is, ``info.unmatched`` tells why, and the
-        manifest has none.
+        If that is ambiguous, ``info.unmatched`` gives the reason and the manifest has no states.
         """
 
     def names(self) -> Sequence[str]:
-        """Return the files that belong to it, relative to its folder."""
+        """Return the names of its files, relative to its folder."""
         return ()
 
-    def recorded_bytes(self, name: str) -> int | None:  # noqa: ARG002 (as a format has it)
-        """Return the size that one of its files had when it was written; None: nothing says."""
+    def recorded_bytes(self, name: str) -> int | None:  # noqa: ARG002 (used by some formats)
+        """Return the recorded size of a file; None if it was not recorded."""
         return None
 
     def verify(self, rank: int, world_size: int, progress: Progress) -> None:
-        """Verify this rank's share of what is not verified while it is read.
+        """Verify this rank's share of the bytes that ``read`` does not verify.
 
         Raises:
-            CheckpointCorruptedError: bytes are not those that were written.
+            CheckpointCorruptedError: a checksum does not match.
         """
         for name in self.names()[rank::world_size]:
             self.files.get(name).verify(progress)
 
     def verify_whole(self, rank: int, world_size: int, progress: Progress) -> None:
-        """Verify this rank's share of all bytes, those too that a load verifies as it reads them.
+        """Verify this rank's share of all bytes, including those that ``read`` verifies.
 
         Raises:
-            CheckpointCorruptedError: bytes are not those that were written.
+            CheckpointCorruptedError: a checksum does not match.
         """
         self.verify(rank, world_size, progress)
 
     def check(self, masters: Sequence[int], frozen: Sequence[int]) -> None:  # noqa: B027 (as above)
-        """Check size and identity of every file that is going to be read, if they were recorded.
+        """Check size and identity of every file that will be read, if they were recorded.
 
         Args:
-            masters: the source ranks whose masters and optimizer states are wanted.
-            frozen: the source ranks whose frozen weights are wanted.
+            masters: the source ranks from which masters and optimizer states are read.
+            frozen: the source ranks from which frozen weights are read.
 
         Raises:
-            CheckpointCorruptedError: one is missing, cut short, or of another save.
+            CheckpointCorruptedError: a file is missing, truncated or of another save.
         """
 
     # -- runs of elements ------------------------------------------------------------------------
 
     def layout(self) -> Layout:
-        """Return which files hold which elements of masters and optimizer state."""
+        """Return the layout of masters and optimizer state."""
         return self.layout_of(self.manifest)
 
     def frozen_layout(self) -> Layout:
-        """Return which files hold which elements of the weights that no optimizer owns."""
+        """Return the layout of the weights that have no optimizer."""
         return self.frozen_layout_of(self.manifest)
 
     def layout_of(self, manifest: Manifest) -> Layout:
-        """Return ``layout``, with the names of a manifest that is this one but for names."""
+        """Return ``layout`` for a manifest that differs from this one only in names."""
         return manifest.layout()
 
     def frozen_layout_of(self, manifest: Manifest) -> Layout:
-        """Return ``frozen_layout`` in the same way."""
+        """Return ``frozen_layout`` for a manifest that differs from this one only in names."""
         return manifest.frozen_layout()
 
     @cached_property
@@ -311,30 +308,29 @@ class CheckpointReader(ABC):
 
     @abstractmethod
     def locate(self, key: str, transfer: Transfer) -> Location:
-        """Return where a run of a state lies, or with ``WEIGHT`` of the weights."""
+        """Return the location of a run of an optimizer state, or with ``WEIGHT`` of the weights."""
 
     def locate_rounded(self, transfer: Transfer) -> Location | None:
-        """Return where the low-precision weights of a run of masters lie, if the files do."""
+        """Return the location of the low-precision weights of a run of masters, if stored."""
         del transfer
         return None
 
     def read(self, transfers: Sequence[Transfer], targets: Targets, progress: Progress) -> int:
-        """Read runs of all that their targets hold, file by file; return the bytes read from disk.
+        """Read runs into all tensors of their targets, file by file; return the bytes read.
 
         Raises:
-            CheckpointCorruptedError: what is on disk is not what was written; or masters do not
-                round to the low-precision weights that lie beside them: files of two checkpoints
-                were mixed, or an order is not what it says.
-            CheckpointMismatchError: elements would be cast from or to integers, or a number is
-                too large for its target's type.
+            CheckpointCorruptedError: a checksum does not match; or masters do not round to the
+                stored low-precision weights, so that files of two checkpoints were mixed, or
+                elements are in another order than recorded.
+            CheckpointMismatchError: elements would be cast from or to integers, or a value is too
+                large for its target's type.
         """
         keys = dict.fromkeys(key for t in transfers for key in targets[t.target_buffer])
         wanted = [(t, key) for key in keys for t in transfers if key in targets[t.target_buffer]]
-        # In this order the runs of a file come one after the other in every format, so that few
-        # files are open at once.
+        # In this order the runs of one file are adjacent in every format, so few files are open.
         wanted.sort(key=lambda each: (each[0].source_rank, each[0].name in self._frozen))
         bytes_read = 0
-        # Located one by one: the tensors of a file that was closed meanwhile are useless.
+        # Located lazily: the tensors of a file are invalid once it is closed.
         located = (
             (*self.locate(key, t), _filled(targets, t, key), t.name, key) for t, key in wanted
         )
@@ -369,39 +365,39 @@ class CheckpointReader(ABC):
             master = masters[start - run.start : stop - run.start].cpu()
             if not same_rounded(master, low):
                 msg = (
-                    f"{self.files.folder}: the master weights of {name} do not "
-                    f"round to the {dtype} weights in {file.path.relative_to(self.files.folder)}: "
-                    "the files are of two runs or steps, or a conversion has cut them in the wrong "
-                    "places, as ds_to_universal does with round_robin_gradients. Resume from "
-                    "another checkpoint"
+                    f"{self.files.folder}: the master weights of {name} do not round to the "
+                    f"{dtype} weights in {file.path.relative_to(self.files.folder)}: the files "
+                    "are of different runs or steps, or a conversion split them at wrong offsets, "
+                    "as ds_to_universal does with round_robin_gradients. Resume from another "
+                    "checkpoint"
                 )
                 raise CheckpointCorruptedError(msg)
         return bytes_read
 
     @abstractmethod
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
-        """Return the scalar optimizer states of the held flat buffer that holds ``at``."""
+        """Return the scalar optimizer states of the flat buffer that contains ``at``."""
 
-    # -- what is held once -----------------------------------------------------------------------
+    # -- shared state ----------------------------------------------------------------------------
 
     def optimizer_state(self) -> Mapping[Any, Any] | None:
-        """Return what the optimizer kept under keys that are not parameters; None: unknown."""
+        """Return the optimizer state under keys that are not parameters; None if unknown."""
         return None
 
     @abstractmethod
     def module_state(self, rank: int, world_size: int) -> SharedState:
-        """Return what is held once, and what was kept for this rank where ranks match."""
+        """Return the shared state, with this rank's own values if the world size is unchanged."""
 
     def module_buffers(self) -> Mapping[str, torch.Tensor]:
-        """Return the persistent module buffers, and read nothing else of what is held once."""
+        """Return the persistent module buffers, without reading the rest of the shared state."""
         return self.module_state(0, 1).buffers
 
     def recorded_fingerprint(self) -> str:
-        """Return the state's fingerprint as the save recorded it; empty where it did not."""
+        """Return the fingerprint of the state that the save recorded; empty if it did not."""
         return ""
 
     def trainer_entry(self, name: str) -> object:
-        """Return an entry at the top of the trainer's state, if small files tell it; else None."""
+        """Return a top-level entry of the trainer's state if small files store it, else None."""
         del name
         return None
 
@@ -418,15 +414,15 @@ def _filled(targets: Targets, transfer: Transfer, key: str) -> torch.Tensor:
 
 
 def _comparable(target: torch.dtype, low: torch.dtype) -> bool:
-    """Whether masters that were read into a type can be compared with weights of another.
+    """Whether masters that were read into one type can be compared with weights of another.
 
-    fp16 and bf16 cannot: masters that were rounded to one do not round to the other as they were.
+    fp16 and bf16 cannot: a value rounded to one of them is rounded once more in the other.
     """
     return target == low or target.itemsize != low.itemsize
 
 
 def same_rounded(master: torch.Tensor, low: torch.Tensor) -> bool:
-    """Whether two tensors are alike in the narrower one's type; NaN equals NaN."""
+    """Whether two tensors are equal in the narrower one's type; NaN equals NaN."""
     narrow = low.dtype if low.dtype.itemsize <= master.dtype.itemsize else master.dtype
     return torch.equal(
         torch.nan_to_num(master.to(narrow), nan=0.5), torch.nan_to_num(low.to(narrow), nan=0.5)
@@ -435,23 +431,23 @@ def same_rounded(master: torch.Tensor, low: torch.Tensor) -> bool:
 
 @contextmanager
 def as_format_error(path: Path) -> Iterator[None]:
-    """Turn errors from unexpected content of a file into an error that names the file.
+    """Convert errors from unexpected content of a file into an error that names the file.
 
     Raises:
-        CheckpointFormatError: an entry is missing, or of another type.
+        CheckpointFormatError: an entry is missing or has an unexpected type.
     """
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         msg = (
             f"{path} cannot be read: an entry is missing or invalid ({error!r}). It was written "
-            "by a release that is not known, or is damaged; resume from another checkpoint"
+            "by an unknown release, or is damaged. Resume from another checkpoint"
         )
         raise CheckpointFormatError(msg) from error
 
 
 def file_list_digest(folder: Path, names: Iterable[str], progress: Progress = NO_PROGRESS) -> str:
-    """Return a digest of which files there are and how large: ranks must see the same ones."""
+    """Return a digest of names and sizes of files, to check that all ranks see the same ones."""
     digest = xxhash.xxh3_128()
     for name in names:
         path = folder / name
@@ -465,13 +461,7 @@ def differing_sizes(
     recorded: Iterable[tuple[str, int]],
     progress: Progress = NO_PROGRESS,
 ) -> list[str]:
-    """Describe the files that are missing, or have another size than was recorded.
-
-    Args:
-        folder: what names are relative to.
-        recorded: each file's name, and its bytes.
-        progress: checked after every file.
-    """
+    """Describe the files in ``folder`` that are missing or differ from their recorded bytes."""
     wrong = []
     for name, size_bytes in recorded:
         progress.check()
@@ -481,7 +471,7 @@ def differing_sizes(
             wrong.append(f"{name} cannot be read ({error.strerror})")
         else:
             if found != size_bytes:
-                wrong.append(f"{name} has {found} bytes, recorded are {size_bytes}")
+                wrong.append(f"{name} has {found} bytes, expected {size_bytes}")
     return wrong
 
 
@@ -489,17 +479,17 @@ StorageLocation: TypeAlias = "tuple[object, ...]"
 
 
 def storage_location(tensor: torch.Tensor) -> StorageLocation:
-    """Return what two tensors have in common that are one."""
+    """Return a key that is equal for two tensors that are the same view of one storage."""
     storage = tensor.untyped_storage()
-    where = storage._cdata, tensor.storage_offset()  # noqa: SLF001 (which storage)
+    where = storage._cdata, tensor.storage_offset()  # noqa: SLF001 (identifies the storage)
     return *where, tensor.shape, tensor.stride(), tensor.dtype
 
 
 def duplicate_names(tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Return the first name of each tensor that has several; what has no place is left out.
+    """Map each further name of a tensor to its first name; empty tensors are left out.
 
-    A module that is registered twice under one parent has two names in a state dict, and one in
-    DeepSpeed's lists of buffers and of tied weights.
+    A module that is registered twice under one parent has two names in a state dict, but one in
+    DeepSpeed's lists of buffers and tied weights.
     """
     first: dict[StorageLocation, str] = {}
     again: dict[str, str] = {}

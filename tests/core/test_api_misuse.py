@@ -60,4 +60,4 @@ def test_that_tag_is_looked_at_by_itself(tmp_path: Path) -> None:
     for tag, inside in (("step9", False), ("checkpoint", True)):
         with pytest.raises(Exception, match=r".") as refused:
             open_checkpoint(tmp_path / "run" / tag)
-        assert ("is the inside of a checkpoint" in str(refused.value)) is inside
+        assert ("is inside a checkpoint" in str(refused.value)) is inside

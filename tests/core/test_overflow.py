@@ -98,7 +98,7 @@ def test_a_number_that_is_too_large_is_refused(
     weight = torch.arange(NUMEL, dtype=torch.float32).remainder(7).to(saved)
     weight[0], weight[-3] = math.inf, number
     path = write(weight, tmp_path)
-    told = f"w has the value {weight[-3].item():.9g}, saved as {saved}, and is kept as {here} here"
+    told = f"w has the {saved} value {weight[-3].item():.9g}, which overflows {here}"
     with pytest.raises(CheckpointMismatchError, match=re.escape(told.replace("torch.", ""))):
         read(path, here, 0, NUMEL)
     assert torch.equal(read(path, here, 0, NUMEL - 3), weight[:-3].to(here))
@@ -168,7 +168,7 @@ def test_an_optimizer_state_is_named_with_what_helps() -> None:
     with pytest.raises(CheckpointMismatchError) as refusal:
         check_no_overflow(read_run, Path("folder/file"), read_into)
     told = str(refusal.value)
-    assert "folder/file: the optimizer state exp_avg of layer.w has the value 1e+39" in told
-    assert "bfloat16 here, which holds numbers up to 3.38953139e+38" in told
+    assert "folder/file: the optimizer state exp_avg of layer.w has the float64 value 1e+39" in told
+    assert "bfloat16 (at most 3.38953139e+38)" in told
     assert "load_optimizer_state=False" in told
     assert "precision" in told

@@ -62,7 +62,7 @@ def test_state_of_no_parameter_comes_back(
         assert resumed == went_on
         assert ("sums" in went_on[0]) == bool(steps)
         if setup.stage:  # DeepSpeed's own files of stage 0 are not read for training.
-            assert "state of no parameter, under the keys 'global'" in stock
+            assert "state that belongs to no parameter (keys 'global')" in stock
 
 
 def test_what_no_load_could_read_is_not_saved(pools: Pools, tmp_path: Path) -> None:

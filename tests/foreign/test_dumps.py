@@ -335,7 +335,7 @@ def cut_short(fixture: Fixture) -> None:
             CheckpointFormatError,
             "optimizer.01.pt has .*optimizer.00.pt .*saved at other steps",
         ),
-        (no_moments, CheckpointFormatError, "optimizer.01.pt keeps the states ..,"),
+        (no_moments, CheckpointFormatError, "optimizer.01.pt has the states ..,"),
         (no_masters, UnsupportedError, "optimizer.00.pt lacks the master weights: offload to NVMe"),
         (no_zero, UnsupportedError, "not of ZeRO-1, 2 or 3"),
         (no_dumps, CheckpointNotFoundError, r"contains no files optimizer.\*.pt"),
@@ -439,7 +439,7 @@ def test_a_wrong_order_within_a_group_is_refused(copy: Copy) -> None:
     ("harm", "text"),
     [
         (missing_dump, "optimizer.01.pt cannot be read"),
-        (cut_short, r"optimizer.01.pt has \d+ bytes, recorded are \d+"),
+        (cut_short, r"optimizer.01.pt has \d+ bytes, expected \d+"),
         (no_model_file, "model.pt cannot be read"),
     ],
 )

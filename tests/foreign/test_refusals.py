@@ -353,33 +353,35 @@ class TestOtherRuns:
             read_whole(tmp_path / "last.ckpt")
 
     def test_a_folder_of_checkpoints(self, tmp_path: Path) -> None:
-        """The checkpoints in it are named, and so are those of a like name."""
+        """The error lists the checkpoints in a folder, and those with similar names."""
         names = ["epoch=0-step=4.ckpt", "epoch=1-step=8.ckpt"]
         (tmp_path / "run").mkdir()
         for name in names:
             unpack("lightning2", tmp_path / name).checkpoint.rename(tmp_path / "run" / name)
         with pytest.raises(
-            CheckpointFormatError, match="known: it holds the checkpoints " + ", ".join(names)
+            CheckpointFormatError, match="format: it contains the checkpoints " + ", ".join(names)
         ):
             read_whole(tmp_path / "run")
-        with pytest.raises(CheckpointNotFoundError, match=r"like name there is .*step=8"):
+        with pytest.raises(CheckpointNotFoundError, match=r"Did you mean .*step=8"):
             read_whole(tmp_path / "run" / "epoch=1-step=9.ckpt")
-        with pytest.raises(CheckpointNotFoundError, match="run holds epoch") as caught:
+        with pytest.raises(
+            CheckpointNotFoundError, match="contains the checkpoints epoch"
+        ) as caught:
             read_whole(tmp_path / "run" / "best.ckpt")
-        assert "like name" not in str(caught.value)
-        with pytest.raises(CheckpointNotFoundError, match="nor is there a folder"):
+        assert "Did you mean" not in str(caught.value)
+        with pytest.raises(CheckpointNotFoundError, match="does not exist either"):
             read_whole(tmp_path / "runs" / "last.ckpt")
         (tmp_path / "none").mkdir()
-        with pytest.raises(CheckpointNotFoundError, match="none holds none"):
+        with pytest.raises(CheckpointNotFoundError, match="none contains no checkpoints"):
             read_whole(tmp_path / "none" / "last.ckpt")
 
     @pytest.mark.parametrize("content", [b"", b"{}", b"PK\x03\x04"])
     def test_something_else(self, content: bytes, tmp_path: Path) -> None:
         """A folder of something else is no checkpoint."""
-        with pytest.raises(CheckpointFormatError, match="known: it is empty"):
+        with pytest.raises(CheckpointFormatError, match="format: it is empty"):
             read_whole(tmp_path)
         (tmp_path / "some.pt").write_bytes(content)
-        with pytest.raises(CheckpointFormatError, match=r"known: there are some\.pt in it"):
+        with pytest.raises(CheckpointFormatError, match=r"format: it contains some\.pt"):
             read_whole(tmp_path)
 
 

@@ -244,5 +244,5 @@ STRANGERS = [
     Stranger("text", _text, "is no file of torch.save"),
     Stranger("empty file", _empty_file, "is empty", code=1),
     Stranger("safetensors file", _safetensors_file, "is no file of torch.save"),
-    Stranger("safetensors", partial(_converted, "safetensors", None), "is no checkpoint of"),
+    Stranger("safetensors", partial(_converted, "safetensors", None), "is not a checkpoint of"),
 ]
