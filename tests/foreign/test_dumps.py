@@ -337,7 +337,7 @@ def cut_short(fixture: Fixture) -> None:
         ),
         (no_moments, CheckpointFormatError, "optimizer.01.pt has the states ..,"),
         (no_masters, UnsupportedError, "optimizer.00.pt lacks the master weights: offload to NVMe"),
-        (no_zero, UnsupportedError, "not of ZeRO-1, 2 or 3"),
+        (no_zero, UnsupportedError, "not from ZeRO-1, 2 or 3"),
         (no_dumps, CheckpointNotFoundError, r"contains no files optimizer.\*.pt"),
         (no_model_file, CheckpointCorruptedError, "model.pt cannot be read"),
         (no_weights, CheckpointFormatError, "model.pt contains no state dict"),
