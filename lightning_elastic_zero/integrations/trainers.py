@@ -200,6 +200,13 @@ def bind_trainer(trainer: Any, options: Options) -> None:
             "set: set it to False, and give an output_dir on a shared filesystem"
         )
         raise UnsupportedError(msg)
+    if trainer.accelerator.dataloader_config.split_batches:
+        msg = (
+            "accelerator_config sets split_batches=True: DeepSpeed then counts more samples per "
+            "step than the Trainer reads, and the global batch cannot be checked. Set it to False, "
+            "and divide per_device_train_batch_size by the number of ranks"
+        )
+        raise UnsupportedError(msg)
     if options.async_save and args.save_total_limit == 1:
         msg = (
             "async_save=True with save_total_limit=1: the Trainer would delete the only checkpoint "

@@ -339,3 +339,11 @@ def test_what_cannot_be_exact_is_warned_of(
     folder, _ = reference(stage=2, samples=samples, args=args)
     run, *_ = resumed(folder, 3, stage=2, samples=samples, args=args)
     assert [words in warning for warning in run.warnings] == [True]
+
+
+@pytest.mark.engine
+def test_split_batches_are_refused(hf_ranks: Pools, tmp_path: Path) -> None:
+    """DeepSpeed would count twice the samples of a step."""
+    case = TrainerCase(str(tmp_path), args={"accelerator_config": {"split_batches": True}})
+    failures = hf_ranks.run(2, partial(failure_of, case))
+    assert all("UnsupportedError" in text and "split_batches=True" in text for text in failures)
