@@ -46,7 +46,7 @@ from lightning_elastic_zero.formats.reader import (
 )
 from lightning_elastic_zero.formats.single_file import WEIGHTS, SingleFileReader
 from lightning_elastic_zero.formats.universal import UniversalReader
-from lightning_elastic_zero.storage.ownership import LATEST, TAG
+from lightning_elastic_zero.storage.ownership import LATEST, TAG, is_checkpoint
 from lightning_elastic_zero.storage.paths import NO_ENTRY, read_file
 
 MARKS = (MANIFEST_NAME, LATEST, LATEST_UNIVERSAL, METADATA_NAME, TABLE_NAME)
@@ -257,13 +257,29 @@ def _with_names(manifest: Manifest, named: Callable[[str], str]) -> Manifest:
     )
 
 
+def resolve_latest(path: Path) -> Path:
+    """Return the checkpoint of this library that ``latest`` in a folder names, else the path.
+
+    Hugging Face's ``checkpoint-10`` is such a folder: ``latest`` in it names
+    ``global_step10/checkpoint``, the files in the checkpoint ``global_step10``.
+    """
+    if (path / MANIFEST_NAME).exists():
+        return path
+    try:
+        name = read_file(path / LATEST).decode(errors="replace").strip()
+    except OSError:
+        return path
+    tag = name.removesuffix(f"/{TAG}")
+    return path / tag if tag != name and is_checkpoint(path / tag) else path
+
+
 def open_checkpoint(
     path: Path, *, allow_pickle: bool = False, progress: Progress = NO_PROGRESS
 ) -> CheckpointReader:
     """Open the checkpoint at a path. The format is detected from the files.
 
     Args:
-        path: the checkpoint's directory or file.
+        path: the checkpoint's directory or file, or the folder that a loop saved it into.
         allow_pickle: unpickle objects of any class; this can run code.
         progress: checked after every read, also in later calls: thousands of files take minutes.
 
@@ -274,7 +290,7 @@ def open_checkpoint(
         UnsupportedError: the checkpoint is of a run that cannot be resumed.
     """
     try:
-        return _opened(path, allow_pickle=allow_pickle, progress=progress)
+        return _opened(resolve_latest(path), allow_pickle=allow_pickle, progress=progress)
     except OSError as error:
         if error.errno not in NO_ENTRY:
             raise  # It may be temporary: do not fall back to an older checkpoint.

@@ -38,6 +38,7 @@ from lightning_elastic_zero.errors import (
     UnsupportedError,
 )
 from lightning_elastic_zero.formats.deepspeed_tags import LATEST_UNIVERSAL, is_deepspeed
+from lightning_elastic_zero.formats.open import resolve_latest
 from lightning_elastic_zero.storage.checksums import replace_durably, write_durably
 from lightning_elastic_zero.storage.ownership import LATEST, RECOVERY_SCRIPT, TAG, is_checkpoint
 from lightning_elastic_zero.storage.paths import check_local_path
@@ -441,14 +442,9 @@ def find_checkpoint(folder: Path, tag: str | None) -> str | None:
         if is_checkpoint(own) and _written(own) >= _written(stock):
             return str(own)
         return str(stock)
-    try:
-        name = (folder / LATEST).read_text(encoding="utf-8", errors="replace").strip()
-    except (FileNotFoundError, NotADirectoryError):
-        marks = (MANIFEST_NAME, LATEST_UNIVERSAL, ".metadata")
-        known = folder.is_file() or any((folder / mark).exists() for mark in marks)
-        return str(folder) if known else None
-    inner = folder / name.removesuffix(f"/{TAG}")
-    return str(inner if is_checkpoint(inner) else folder)
+    marks = (LATEST, MANIFEST_NAME, LATEST_UNIVERSAL, ".metadata")
+    known = folder.is_file() or any((folder / mark).exists() for mark in marks)
+    return str(resolve_latest(folder)) if known else None
 
 
 def _written(folder: Path) -> float:

@@ -22,7 +22,7 @@ from lightning_elastic_zero.core.names import KeyMapping
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import Scalar, host_chunk
 from lightning_elastic_zero.errors import CheckpointFormatError, CheckpointNotFoundError
-from lightning_elastic_zero.formats.open import RenamedReader, open_checkpoint
+from lightning_elastic_zero.formats.open import RenamedReader, open_checkpoint, resolve_latest
 from lightning_elastic_zero.formats.reader import WEIGHT, CheckpointReader
 from lightning_elastic_zero.storage.paths import check_local_path, existing_path
 
@@ -345,7 +345,7 @@ def open_view(
     """Open a checkpoint of any kind for reading.
 
     Args:
-        path: checkpoint directory or file.
+        path: checkpoint directory or file; or the folder that a loop saved it into.
         allow_pickle: build objects of any class; this can run code.
         renamed: prefixes or patterns of names, with their replacements.
         progress: receives the number of bytes read.
@@ -359,7 +359,7 @@ def open_view(
     if not os.fspath(path):
         msg = "the path is empty, perhaps from an unset variable: pass a checkpoint"
         raise CheckpointNotFoundError(msg)
-    real = existing_path(check_local_path(path))
+    real = resolve_latest(existing_path(check_local_path(path)))
     with closing(open_checkpoint(real, allow_pickle=allow_pickle)) as source:
         reader = RenamedReader(source, KeyMapping(renamed), str(real)) if renamed else source
         reader.bind_alone()

@@ -308,3 +308,39 @@ def test_a_file_of_a_checkpoint_is_no_checkpoint(name: str, tmp_path: Path, run:
     code, _, err = run("verify", path)
     assert code == 1
     assert own or "is cut short or damaged" in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect", "{folder}"],
+        ["verify", "{folder}"],
+        ["fingerprint", "{folder}"],
+        ["diff", "{folder}", "{folder}/global_step10"],
+        ["convert", "{folder}", "{folder}/weights", "--to", "safetensors"],
+        ["plan", "{folder}", "--devices", "3", "--stage", "2"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_the_folder_of_a_trainer_is_taken(arguments: list[str], run: Run, tmp_path: Path) -> None:
+    """``checkpoint-10`` is the checkpoint that ``latest`` in it names."""
+    folder = tmp_path / "checkpoint-10"
+    folder.mkdir()
+    write_elastic(folder / "global_step10", make_state(), 2, 2)
+    (folder / "latest").write_text("global_step10/checkpoint")
+    code, _, err = run(*(argument.format(folder=folder) for argument in arguments))
+    assert (code, err) == (0, ""), err
+
+
+def test_the_newest_folder_of_a_trainer_is_found(run: Run, tmp_path: Path) -> None:
+    """``verify --newest-sound`` looks into each ``checkpoint-N`` of an output directory."""
+    for step in (5, 10):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        write_elastic(folder / f"global_step{step}", make_state(), 2, 2)
+        (folder / "latest").write_text(f"global_step{step}/checkpoint")
+    newest = tmp_path / "checkpoint-10"
+    shard = max((newest / "global_step10" / "checkpoint").glob("*optim_states.pt"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    code, out, _ = run("verify", "--newest-sound", str(tmp_path))
+    assert (code, out.strip()) == (0, str(tmp_path / "checkpoint-5"))
