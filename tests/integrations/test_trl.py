@@ -1,0 +1,36 @@
+"""TRL's SFTTrainer goes on, on another number of ranks, where it was."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine._worker_pool import Pools
+
+pytest.importorskip("trl")
+pytest.importorskip("datasets")
+
+from tests.integrations import _trl_programs as programs
+from tests.integrations._hf_programs import TrainerCase
+
+
+@pytest.mark.engine
+@pytest.mark.long
+def test_fine_tuning_goes_on_on_another_count(hf_ranks: Pools, tmp_path: Path) -> None:
+    """Stopped on 2 ranks, resumed on 3: state bit for bit, rates and losses of the whole run."""
+    whole, *_ = hf_ranks.run(
+        2, partial(programs.train, TrainerCase(str(tmp_path / "whole"), state_at=(10,)))
+    )
+    folder = str(tmp_path / "run")
+    hf_ranks.run(2, partial(programs.train, TrainerCase(folder, stop_at=12)))
+    run, *_ = hf_ranks.run(3, partial(programs.train, TrainerCase(folder, resume=True)))
+    assert run.first_state.keys() == whole.states[10].keys()
+    for name, tensor in whole.states[10].items():
+        assert torch.equal(run.first_state[name], tensor), name
+    assert sorted(run.losses) == [*range(11, 17)]
+    for step, loss in run.losses.items():
+        assert run.rates[step] == whole.rates[step]
+        assert abs(loss - whole.losses[step]) < 2e-6, step
