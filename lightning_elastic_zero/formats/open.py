@@ -263,7 +263,7 @@ def resolve_latest(path: Path) -> Path:
     Hugging Face's ``checkpoint-10`` is such a folder: ``latest`` in it names
     ``global_step10/checkpoint``, the files in the checkpoint ``global_step10``.
     """
-    if (path / MANIFEST_NAME).exists():
+    if os.path.exists(path / MANIFEST_NAME):  # noqa: PTH110 (never raises)
         return path
     try:
         name = read_file(path / LATEST).decode(errors="replace").strip()
