@@ -58,7 +58,9 @@ def test_loaders_with_a_state_of_their_own(kind: str, worlds: Pools, tmp_path: P
     others = [replace(of, batch_size=4) for of in runs[1:]]
     others = [replace(of, strategy={"logging_batch_size_per_gpu": 4}) for of in others]
     for seen in worlds.run(3, partial(fits, others))[0]:
-        assert any("has one state per rank of 2, and there are 3" in m for m in seen.messages)
+        assert any(
+            "one state per rank, saved on 2 ranks, and this run has 3" in m for m in seen.messages
+        )
 
 
 @pytest.mark.long

@@ -97,7 +97,7 @@ def test_objects_need_leave(worlds: Pools, tmp_path: Path) -> None:
     """Objects of unknown classes come back with allow_pickle=True only, each rank's own too."""
     root = str(tmp_path)
     first = said_by(worlds, 2, _failure_cases.save_objects, root)
-    assert first[0].startswith(f"saved; {root}/x.ckpt: deep.0.odd holds a Python object of")
+    assert first[0].startswith(f"saved; {root}/x.ckpt: deep.0.odd contains a Python object of")
     assert "Odd, which is not plain data: loading this checkpoint needs allow_pickle" in first[0]
     assert first[1] == "saved"
     for message in said_by(worlds, 1, _failure_cases.load_objects, root, False):

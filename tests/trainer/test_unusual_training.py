@@ -146,7 +146,7 @@ def _counted(seen: RunRecord) -> dict[str, object]:
 def test_own_optimization_cannot_accumulate(worlds: Pools) -> None:
     """Each batch is a step then: a global batch of several is refused, with what would do."""
     for message in worlds.run(2, partial(error_of, RunSpec(manual=True))):
-        assert message.startswith("UnsupportedError: the module optimizes by itself")
+        assert message.startswith("UnsupportedError: global_batch_size=12 with manual")
         assert "batch_size=6" in message
 
 
