@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import transformers
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
@@ -81,6 +82,11 @@ class ResumeCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         if isinstance(trainer.train_dataset, IterableDataset):
             yield "an iterable dataset is read again up to the resumed batch"
             return
+        if int(transformers.__version__.partition(".")[0]) < 5:
+            yield (
+                f"transformers {transformers.__version__} is installed, with which samples after a "
+                "resume were seen to differ; install 5.23 or newer"
+            )
         grouped = "group_by_length" if getattr(args, "group_by_length", False) else "random"
         sampling = getattr(args, "train_sampling_strategy", grouped)  # transformers 5
         if sampling not in ("random", "sequential"):
