@@ -152,7 +152,7 @@ def test_a_link_that_cannot_be_made(pools: Pools, tmp_path: Path, *, async_save:
     for seen in pools.run(2, partial(fill_before_the_second, run)):
         assert seen["error"].startswith("SaveError"), seen
         assert "Could not link " in seen["error"]
-        assert "step=4.ckpt, which is published: No space left on device" in seen["error"]
+        assert "step=4.ckpt: No space left on device" in seen["error"]
         assert "rank 0" in seen["error"]
         assert seen["left"] == {name: name for name in ("step=2.ckpt", "step=4.ckpt")} | {
             "last.ckpt": "step=2.ckpt"
