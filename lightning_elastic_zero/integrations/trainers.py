@@ -42,6 +42,9 @@ log = logging.getLogger(__name__)
 BATCH_NAMES = ("per_device_train_batch_size", "gradient_accumulation_steps")
 """What ``TrainingArguments`` calls the two settings that make up the global batch."""
 
+_OLDEST_MAJOR = 5
+"""Major release of transformers from which samples after a resume were seen to be the same."""
+
 
 class ResumeCallback(TrainerCallback):  # type: ignore[misc]  # transformers is untyped
     """Completes a resume of one Trainer: random states, and a warning of what cannot be exact."""
@@ -82,7 +85,7 @@ class ResumeCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         if isinstance(trainer.train_dataset, IterableDataset):
             yield "an iterable dataset is read again up to the resumed batch"
             return
-        if int(transformers.__version__.partition(".")[0]) < 5:
+        if int(transformers.__version__.partition(".")[0]) < _OLDEST_MAJOR:
             yield (
                 f"transformers {transformers.__version__} is installed, with which samples after a "
                 "resume were seen to differ; install 5.23 or newer"

@@ -62,8 +62,8 @@ class LoopCase:
 class Plateau(ReduceLROnPlateau):
     """A loss that never falls."""
 
-    def step(self, metrics: Any = 1.0) -> None:
-        super().step(metrics)
+    def step(self, metrics: Any = 1.0, epoch: Any = None) -> None:
+        super().step(metrics, epoch)
 
 
 def scheduler_of(kind: str, optimizer: Any, steps: int, times: int) -> Any:
