@@ -62,8 +62,8 @@ class LoopCase:
 class Plateau(ReduceLROnPlateau):
     """A loss that never falls."""
 
-    def step(self, metrics: Any = 1.0, epoch: Any = None) -> None:
-        super().step(metrics, epoch)
+    def step(self, metrics: Any = 1.0) -> None:  # type: ignore[override] - torch's own differs too
+        super().step(metrics)
 
 
 def scheduler_of(kind: str, optimizer: Any, steps: int, times: int) -> Any:
