@@ -62,7 +62,7 @@ class LoopCase:
 class Plateau(ReduceLROnPlateau):
     """A loss that never falls."""
 
-    def step(self, metrics: Any = 1.0) -> None:  # type: ignore[override] - torch's own differs too
+    def step(self, metrics: Any = 1.0) -> None:  # type: ignore[override]  # as torch's
         super().step(metrics)
 
 
