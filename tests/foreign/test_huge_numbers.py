@@ -65,7 +65,7 @@ def chunks(number: float, model: Net, optimizer: torch.optim.Optimizer) -> dict[
     return tree
 
 
-WEIGHT, MOMENT = "a.weight has the value", "the optimizer state exp_avg_sq of "
+WEIGHT, MOMENT = "a.weight has the float64 value", "the optimizer state exp_avg_sq of "
 
 WRITERS: dict[str, tuple[Callable[[Run], None], str]] = {
     "weight": (partial(writers.save_alone, change=partial(with_weight, HUGE)), WEIGHT),

@@ -232,7 +232,7 @@ def check_without_each(kind: Kind, folder: Path, run: Run) -> None:
             assert f"there is no checkpoint at {path}" in err
         elif file.name == "elastic_dumps.json":
             assert (code, out) == (2, "")  # Dumps that nobody has described are no checkpoint.
-            assert "becomes one by describe_dumps" in err
+            assert "call describe_dumps first" in err
         else:
             assert (code, out) == (1, ""), (below, err)
             assert "DAMAGED" in err
