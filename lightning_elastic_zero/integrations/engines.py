@@ -12,7 +12,7 @@ import logging
 import os
 import types
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from lightning_elastic_zero.formats.deepspeed_tags import LATEST_UNIVERSAL, is_d
 from lightning_elastic_zero.formats.open import resolve_latest
 from lightning_elastic_zero.storage.checksums import replace_durably, write_durably
 from lightning_elastic_zero.storage.ownership import LATEST, RECOVERY_SCRIPT, TAG, is_checkpoint
-from lightning_elastic_zero.storage.paths import check_local_path
+from lightning_elastic_zero.storage.paths import check_local_path, read_file
 
 log = logging.getLogger(__name__)
 
@@ -444,7 +444,13 @@ def find_checkpoint(folder: Path, tag: str | None) -> str | None:
         return str(stock)
     marks = (LATEST, MANIFEST_NAME, LATEST_UNIVERSAL, ".metadata")
     known = folder.is_file() or any((folder / mark).exists() for mark in marks)
-    return str(resolve_latest(folder)) if known else None
+    if not known:
+        return None
+    with suppress(OSError):
+        named = folder / read_file(folder / LATEST).decode(errors="replace").strip()
+        if is_checkpoint(named):
+            return str(named)  # DeepSpeed saved into it later, which ``_unmixed`` refuses.
+    return str(resolve_latest(folder))
 
 
 def _written(folder: Path) -> float:
