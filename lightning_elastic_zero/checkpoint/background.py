@@ -1,27 +1,18 @@
-"""Asynchronous saving: a snapshot is taken, training goes on, a thread writes and publishes.
+"""Background saves: the state is copied, training continues, a thread writes and publishes.
 
-A thread, no process: summing and writing happen outside of Python's lock, and a process would need
-the state in shared memory. Beside 800 MB being written, the smallest operators took 1.31 times as
-long with a thread and 2.14 times with a process (5 rounds, 2 busy cores); with ``NICE`` 1.07 and
-0.92 times. So what counts is that the writer stands back for training.
+A thread and not a process: checksums and writes release Python's lock, and a process would need the
+state in shared memory. While 800 MB were written, the smallest operators took 1.31 times as long
+with a thread and 2.14 times with a process (5 rounds, 2 busy cores); with ``NICE`` 1.07 and 0.92.
 
-The writers of all ranks agree over a line of their own, and take no part in the collectives of
-training. What fails one of them fails all of them; training hears of it at its next ``save`` or
-``wait_until_finished``, which are collective. Each failure is raised once: where the ranks could
-not even wait for a save together, because one was stopped, that has told them, and the next save is
-a new one.
-``stop`` is not collective: it is for a run that has ended by an exception.
+State that changes in forward or in hooks is copied at once: buffers, frozen weights, counters and
+the trainer's state. Masters and optimizer states change only in the optimizer step: they are copied
+during forward and backward, and the step waits for the copies. If memory is limited, the tensors
+that are written first are not copied, and the step waits until they have been written.
 
-Memory on the host that a state is copied to: allocated once, and used again by every save.
-
-Tensors of training that are written from where they are, since there is no room for a copy.
-
-A copy of the state to be written, which training does not change any more.
-
-What changes in forward and in hooks is copied at once: buffers, frozen weights, counters, and what
-the trainer handed over. Masters and optimizer states change in the optimizer step only: they are
-copied during forward and backward, and the step waits for it (``Snapshot.wait``). Where memory is
-limited, those that are written first are not copied: the step waits until they have been written.
+The writer threads of all ranks agree over their own connection and take no part in the collectives
+of training. A failure of one rank fails the save on all ranks; the next ``save`` or
+``wait_until_finished``, which are collective, raises it once. ``stop`` is not collective, because
+it is called when a run ends with an exception.
 """
 
 from __future__ import annotations
@@ -124,11 +115,11 @@ class HostBuffer:
         What was given before is given up: it is the same memory.
 
         Args:
-            tensors: what is to be copied.
+            tensors: the tensors to copy.
             progress: checked regularly: allocating and pinning hundreds of GB takes minutes.
 
         Raises:
-            SaveError: there is no memory.
+            SaveError: host memory is exhausted.
         """
         sizes = [tensor.nbytes for tensor in tensors]
         starts = [0, *itertools.accumulate(map(aligned_bytes, tensors))]
@@ -244,7 +235,7 @@ class UncopiedTensors:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Read in this thread, beside what the devices compute; afterwards, nothing is read."""
+        """Read in this thread while devices compute; nothing is read after the context ends."""
         try:
             with ExitStack() as streams:
                 for stream in self._streams:
@@ -255,9 +246,9 @@ class UncopiedTensors:
             self._look()
 
     def source_of(self, piece: torch.Tensor) -> torch.Tensor | ChunkedSource:
-        """Return what a contiguous piece is written from: one of these counts what is read of it.
+        """Return the source of a contiguous piece; a source without a copy counts what is read.
 
-        Each element is to be asked for once.
+        Each element may be requested once.
         """
         if piece.untyped_storage().data_ptr() not in self._memory:
             return piece
@@ -552,7 +543,7 @@ def _devices_of_small_copies(state: RankState) -> set[torch.device]:
 
 
 def _copy_on_side_streams(pairs: _Pairs, others: set[torch.device]) -> tuple[Event, ...]:
-    """Start copies that run beside what the devices compute; return when each will be done.
+    """Start copies that run while devices compute; return the event that ends each.
 
     Also where there is nothing large to copy: a device's event tells that small copies, which the
     writer reads in a thread whose streams wait for nothing, are there too.

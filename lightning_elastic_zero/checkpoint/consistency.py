@@ -1,13 +1,12 @@
-"""Comparison of tables between ranks before a save: which must be equal, and which may differ.
+"""Comparison of ranks before a save: which tables must be equal, and which may differ.
 
-The tables of a run grow with its parameters, and a thousand ranks ask one store. So rank 0 sends a
-digest of each table, and writes the tables themselves into the directory that it has just made on
-the disk that all ranks share: a rank reads one of them where its own is another.
+Tables grow with the number of parameters, and all ranks share one store. So rank 0 sends a digest
+of each table and writes the tables into the new directory; a rank reads a table only if its own
+digest differs.
 
-Hyperparameters may drift apart: a scheduler that steps on a metric that each rank has for itself
-lowers the rate on one rank and not on another. Each rank then steps its part of the weights with a
-rate of its own, which no checkpoint that fits any number of ranks can keep. That is no reason to
-end a run: rank 0's are saved, which a load gives to every rank, and the difference is told.
+Hyperparameters may differ between ranks: a scheduler that steps on a metric of one rank lowers the
+learning rate of that rank only. A checkpoint for any number of ranks cannot keep that, and it is no
+reason to end a run: rank 0's values are saved, and a warning names the difference.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""The fingerprint of a running engine: each rank adds up what it holds, and the sums are added.
+"""Fingerprints of live state: computed from all ranks, and compared after a load.
 
-Comparison, by fingerprints, of the state that is live after a load with the saved one.
-
-A fingerprint counts names, shapes and types beside the elements. What a load makes live on purpose
-under other names, in other types, or not at all, has another number and is no damage: it is not
-compared, and it is said why. What can be compared must be equal, to the last bit.
+A fingerprint covers names, shapes and dtypes as well as elements. State that a load restores under
+other names, in other dtypes or not at all cannot be compared; the result states why. All other
+state must be equal bit for bit.
 """
 
 from __future__ import annotations

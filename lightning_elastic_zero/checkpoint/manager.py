@@ -1,17 +1,13 @@
-"""A run's checkpoints: saves, deletions and links, in an order that is safe.
+"""The checkpoints of a run: saves, links and deletions, in a safe order.
 
-A checkpoint that is saved while training waits is there when ``save`` returns. One that is saved in
-the background is there later: what ``ModelCheckpoint`` deletes and links meanwhile waits for it,
-and stays as it was if the save fails.
+During a background save, links and deletions that ``ModelCheckpoint`` requests wait until the
+checkpoint is published, and are dropped if the save fails. Links such as ``last.ckpt`` name only
+published checkpoints.
 
-Links such as ``last.ckpt`` name only what is published.
-
-Deletion of published checkpoints, each once nothing needs it any more.
-
-``ModelCheckpoint`` decides what is superfluous; it compares paths without resolving links, deletes
-before it moves ``last.ckpt`` to the new checkpoint, and knows nothing of the checkpoint that a run
-was resumed from through a link. So a deletion waits here while something still needs it. What this
-library did not write is never deleted, and nor is a checkpoint in which there is more.
+``ModelCheckpoint`` compares paths without resolving links, deletes before it moves ``last.ckpt``,
+and does not know the checkpoint that a run was resumed from through a link. So a deletion waits
+while something still needs the checkpoint. Files that this library did not write are never deleted,
+and neither are checkpoints that contain such files.
 """
 
 from __future__ import annotations

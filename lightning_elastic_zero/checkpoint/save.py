@@ -1,13 +1,7 @@
-"""Saving: every rank writes its shards into a hidden directory; rank 0 publishes it.
+"""Saving: every rank writes its shards into a hidden directory, and rank 0 publishes it.
 
-Check, before publication, that ``torch.load(weights_only=True)`` can read what is saved.
-
-What modules keep beside parameters and buffers: ``get_extra_state``, ``set_extra_state``.
-
-torch has it in ``state_dict``: scales of fp8 layers, counters, tables, any object. It is saved with
-the trainer's state, whose rules it needs: plain data or objects, alike on all ranks or not.
-
-Whether a save that runs beside training is given up or published.
+Before publication, the save checks that ``torch.load(weights_only=True)`` can read the files.
+Results of ``get_extra_state`` (scales of fp8 layers, counters) are saved with the trainer's state.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A number for a state that does not depend on how it is cut: each rank adds up its own part.
+"""A checksum of a state that does not depend on the sharding: each rank adds its own part.
 
-An element counts by its bits and its place in the flattened tensor, wherever it lies. Think of all
-tensors as one message of 2**64 bytes, zeros but for them: the digest of a tensor's name, state key,
-type and shape says how many bytes follow its last one. The number of a part of the state (weights;
+An element counts by its bits and its position in the flattened tensor. Think of all tensors as one
+message of 2**64 bytes, otherwise zero: the digest of a tensor's name, state key, dtype and shape
+determines how many bytes follow its last one. The number of a part of the state (weights;
 optimizer) is
 
     F = CRC(message) + sum over tensors of N + sum over scalar states of N'         in GF(2)**64
@@ -14,10 +14,9 @@ zeros add nothing. Sums are XOR. ``N`` is the xxh3_128 of the tensor's name, key
 folded to 64 bits, ``N'`` that of a scalar's name, key and value.
 
 Two states with the same tensors have the same number only if the CRC of their difference is zero.
-It never is where all that differs lies within 64 bits, or is one bit or two of a tensor (``x`` has
-the order 2**64 - 1 modulo the polynomial); of other differences one in 2**64 is missed. It is made
-for accidents: damage, elements that changed places, runs of zeros. It is no cryptographic digest:
-who wants to can make two states with one fingerprint.
+It never is zero if all differing bits are within 64 bits, or if one or two bits of a tensor differ
+(``x`` has the order 2**64 - 1 modulo the polynomial); of other differences one in 2**64 is missed.
+It detects accidents: damage, exchanged elements, runs of zeros. It is not a cryptographic digest.
 """
 
 from __future__ import annotations

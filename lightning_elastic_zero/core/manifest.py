@@ -1,18 +1,12 @@
 """The manifest, ``manifest.json``: its schema and checks, to and from frozen dataclasses.
 
-The manifest is written last and is the commit mark: a directory without one was never published
-by this library. It is small, whatever the size of the state: tables of names and numbers, and for
-each file its size and a digest of its checksums. Nothing that it does not name is ever read.
+The manifest is written last and commits the checkpoint. It is small at every size of the state:
+names and numbers, and the size and the digest of the checksums of each file. Files that it does not
+name are never read. ``docs/format.md`` describes every field. Readers refuse a newer
+``format_version`` and ignore unknown fields of the same version.
 
-The format is described field by field in ``docs/format.md``. Readers refuse a newer
-``format_version``; unknown fields of the same version are ignored, so that fields can be added.
-
-Dataclasses from JSON, and a JSON text that vouches for itself.
-
-JSON has no types of its own to trust: ``from_json`` takes a value for a field only where it is of
-the field's type. The field ``digest`` of a sealed text is that of all its other bytes: everything
-else in a checkpoint has its checksum in the manifest, and nothing but the manifest itself can say
-whether one of its own numbers was changed.
+``from_json`` accepts a value only if it has the type of its field. The field ``digest`` is the
+digest of all other bytes of the text, because no other file can vouch for the manifest.
 """
 
 from __future__ import annotations

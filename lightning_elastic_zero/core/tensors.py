@@ -1,9 +1,8 @@
 """The state of a rank and the targets of a restore, as tensors between engine and formats.
 
-``RankState`` is what one rank of a live engine holds, by reference. ``RestoreTargets`` is a restore
-that has begun: buffers to fill, before anything live is changed.
-
-Fresh memory on the host for whole states: large pages, which nothing fills before its owner.
+``RankState`` refers to the state of one rank of a live engine. ``RestoreTargets`` are the buffers
+that a restore fills before live state changes. Host memory for whole states is allocated in large
+pages.
 """
 
 from __future__ import annotations

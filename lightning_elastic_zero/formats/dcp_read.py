@@ -1,23 +1,13 @@
-"""The reader of a directory of ``torch.distributed.checkpoint``.
+"""Reads directories of ``torch.distributed.checkpoint`` (FSDP, ModelParallel, plain torch).
 
-Compares the checksums that ``torch.save`` has written into each entry: torch does not.
+``.metadata`` is a pickle. Only its own classes are built, by exact name (``SafeUnpickler``),
+because ``FileSystemReader.read_metadata`` would run any code. Model and optimizer are recognised by
+content: a subtree with ``param_groups`` is an optimizer, one with tensors directly below it may be
+the model, and the live model decides between several.
 
-What a directory says of itself: the pickle ``.metadata``, read without running code of anyone's.
-
-``FileSystemReader.read_metadata`` would unpickle whatever there is. Here only the classes of the
-metadata are built, by exact name, and each step is checked (``SafeUnpickler``).
-
-The model and the optimizer in a directory's tree: recognised by content, not by names.
-
-The metadata lists leaves with their paths. A subtree with ``param_groups`` is an optimizer; one
-with tensors right below it may be a model. Which of several is the model, the live one tells.
-
-Reads runs of elements from saved chunks, by torch's own reader: each once, one at a time.
-
-A chunk is a box of a tensor: rows, where FSDP has cut it; columns too, with tensor parallelism.
-torch's reader loads a chunk whole; of it the rows are kept that hold a wanted run.
-
-A directory's optimizer as a torch state dict: hyperparameters with values, states without.
+Chunks are boxes of a tensor: rows under FSDP, also columns with tensor parallelism. torch's reader
+loads a chunk as a whole, so chunks are read one at a time and each once. Each entry's checksums,
+which ``torch.save`` writes and torch does not verify, are compared first.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
-"""The names of DeepSpeed's checkpoint files and of the entries inside them, where we share them.
+"""Names of DeepSpeed's checkpoint files and entries, and stand-ins for its pickled classes.
 
-They are those of DeepSpeed 0.19.8 (``runtime/engine.py``, ``checkpoint/constants.py``), so that
-``zero_to_fp32.py`` and Lightning's ``convert_zero_checkpoint_to_fp32_state_dict`` find what they
-expect.
-
-Stand-ins for the few classes of DeepSpeed's that its checkpoints pickle.
-
-With them those files are read as plain data, without importing DeepSpeed and without running code
-of anyone's: a stand-in takes the fields that were saved and does nothing else.
+The names are those of DeepSpeed 0.19.8 (``runtime/engine.py``, ``checkpoint/constants.py``), so
+that ``zero_to_fp32.py`` and Lightning's converter find the files that they expect. The stand-ins
+keep the saved fields and do nothing else, so that files are read without importing DeepSpeed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""The reader that single files and directories of chunks share: one holder of whole tensors.
+"""The reader of checkpoints of whole tensors: single files and directories of chunks.
 
-Checkpoints without partitions: whole tensors by name, and a torch optimizer's state.
-
-One holder has everything, each parameter in a flat buffer of its own. Whether a tensor is a weight
-or a buffer, which names mean one tied weight, and which group a parameter belongs to is known to
-the live model only: the manifest is built when it is met.
+One holder has all parameters, each in its own flat buffer. Only the live model determines which
+tensors are weights or buffers, which names are tied, and which group a parameter belongs to. So the
+manifest is built when the checkpoint is opened for a model.
 """
 
 from __future__ import annotations

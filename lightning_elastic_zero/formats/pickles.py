@@ -1,27 +1,12 @@
-"""The unpickler of what is not plain data, and the objects of the trainer's state that it reads.
+"""Restricted unpicklers for the trainer's objects, ``.metadata`` and trees of ``torch.save``.
 
-What it builds is a closed list of names, and of what each is called with (``policy``). It is not
-enough to look at what a pickle asks for by name: one can also change a class that everybody uses,
-set an array's state a second time while somebody uses the first, or have a few bytes copied a
-million times. So each step of the unpickler that builds or changes something is checked.
+A list of allowed names is not enough: a pickle could also change a shared class, set the state of
+an array that is in use, or copy a few bytes a million times. ``list(range(10**12))`` uses all
+memory, and a dtype can claim that it contains no objects. So each call, state and key is checked,
+and arrays and tensors are built by functions here that own their memory.
 
-The policy of unpickling: names that a pickle may use, and the refusal of others.
-
-Arrays and tensors from pickles: made by functions that check what they are given, and own it.
-
-What NumPy and torch call for it trusts its arguments: an array takes the memory that it is handed,
-a dtype can be told that it holds no objects, and a tensor enlarges a storage that is too small.
-
-Calls that a pickle may make to build a value: exact names, and checked arguments.
-
-A class that is harmless by itself is not so with any argument: ``list(range(10**12))`` takes all
-memory, an array over someone else's bytes writes into them, and a dtype that lies about itself lets
-bytes be taken for pointers. So each name stands beside what its own pickles call it with; arrays
-and tensors are made by ``array_builders``, which own what they return.
-
-Python's own unpickler, for checkpoints that are trusted.
-
-Trees of ``torch.save``: read by torch's own restricted unpickler, unless the file is trusted.
+Trees of ``torch.save`` are read by torch's ``weights_only`` unpickler. With ``allow_pickle``,
+Python's own unpickler is used.
 """
 
 from __future__ import annotations

@@ -1,20 +1,15 @@
-"""torch's optimizer state dict, with the names of a live model's parameters for its positions.
+"""torch's optimizer state dict, matched to the parameters of a live model.
 
-``{"state": {id: {...}}, "param_groups": [{"params": [ids], ...}]}``. What an id means depends on
-who wrote it, and nothing in the dict says who that was:
+``{"state": {id: {...}}, "param_groups": [{"params": [ids], ...}]}``. The meaning of an id depends
+on the software that wrote it:
 
-- ``torch.optim`` counts what it was given, group after group, frozen parameters too;
-- Lightning's FSDP and ModelParallel strategies, for one full file, count ``model.parameters()``;
-- with ``param_names``, and in state dicts that are keyed by name, names say it.
+- ``torch.optim`` numbers the parameters that it was given, by group, with frozen ones;
+- Lightning's FSDP and ModelParallel strategies number ``model.parameters()`` in a full file;
+- ``param_names`` and state dicts keyed by name contain the names.
 
-So each meaning is tried against the live model: groups of the same members, and states of the
-parameters' shapes. Exactly one has to fit.
-
-The description of a checkpoint of whole tensors without a live model, for tools.
-
-Weights have names. An optimizer's state has them too, or positions, which a model's order and
-shapes explain where there is only one way to. Weights that no optimizer owns may be frozen ones or
-buffers: nothing tells, and both are called weights.
+Each meaning is compared with the live model: members of groups and shapes of states. Exactly one
+must fit. Without a live model (for tools), positions are used if only one order fits the shapes;
+weights that no optimizer owns may be frozen weights or buffers and are reported as weights.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""Reading: the elements that are wanted, verified, to where they are wanted.
+"""Reads selected elements of files of ``torch.save``, verified, into their target buffers.
 
-The byte range of each tensor in a file, from the file's directory and not its data.
+The byte range of each tensor is found from the zip directory without reading data. Files from
+before torch wrote zips have no index and are read as a whole.
 
-Tensors whose elements lie without gaps, but not in logical order: ``channels_last``, for one.
-
-Such a tensor is read in blocks: its elements ``[k * block, (k + 1) * block)`` are the same ones in
-logical order and in the file, so that a run is read from the blocks that it touches. In
-``channels_last`` a block is all channels of one output channel; of a transposed matrix it is all.
-
-Files of ``torch.save`` from before it wrote zips: read whole, because they have no index.
+Tensors without gaps in another memory order (``channels_last``, transposed) are read in blocks:
+elements ``[k * block, (k + 1) * block)`` are the same set in logical order and in the file. In
+``channels_last`` a block is one output channel; in a transposed matrix it is the whole tensor.
 """
 
 from __future__ import annotations
