@@ -1,0 +1,111 @@
+"""Emulators of object stores on this machine, each a process group of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from urllib.request import urlopen
+
+from tests.ports import free_port
+from tests.timeouts import HANG_TIMEOUT_S
+
+AZURITE_FOLDER = Path(__file__).parents[2] / ".cache" / "azurite"
+"""Where ``npm install --prefix`` puts azurite; ``$PATH`` is searched first."""
+
+AZURITE_ACCOUNT = "devstoreaccount1"
+AZURITE_KEY = (
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+)
+"""The account that azurite documents; it is the same everywhere."""
+
+
+@contextmanager
+def moto_server(log: Path) -> Iterator[int]:
+    """Yield the port of an S3 server that holds its objects in memory."""
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(port)]
+    with _running(command, port, log):
+        yield port
+
+
+def azurite_command() -> str | None:
+    """Return the program that serves Azure blobs; None if it is not installed."""
+    folders = os.pathsep.join(
+        [os.environ.get("PATH", ""), str(AZURITE_FOLDER / "node_modules/.bin")]
+    )
+    return shutil.which("azurite-blob", path=folders)
+
+
+@contextmanager
+def azurite_server(program: str, log: Path) -> Iterator[int]:
+    """Yield the port of an Azure blob server that holds its objects in memory."""
+    port = free_port()
+    command = [program, "--blobHost", "127.0.0.1", "--blobPort", str(port)]
+    command += ["--inMemoryPersistence", "--skipApiVersionCheck", "--silent"]
+    with _running(command, port, log):
+        yield port
+
+
+def s3_environment(endpoint: str) -> Mapping[str, str]:
+    """Return what an S3 client reads from its environment to use a server on this machine."""
+    return {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_REGION": "us-east-1",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ALLOW_HTTP": "true",
+    }
+
+
+def make_bucket(port: int, name: str) -> None:
+    """Create a bucket on moto."""
+    import boto3
+
+    boto3.client(
+        "s3",
+        endpoint_url=f"http://127.0.0.1:{port}",
+        aws_access_key_id="test",
+        aws_secret_access_key="test",  # noqa: S106 - moto does not check it
+        region_name="us-east-1",
+    ).create_bucket(Bucket=name)
+
+
+@contextmanager
+def _running(command: list[str], port: int, log: Path) -> Iterator[None]:
+    """Run a server until the context is left; wait until it answers."""
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        end = time.monotonic() + HANG_TIMEOUT_S
+        while not _answers(port):
+            assert server.poll() is None, log.read_text(errors="replace")[-3000:]
+            assert time.monotonic() < end, f"port {port} does not answer"
+            time.sleep(0.05)
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def _answers(port: int) -> bool:
+    try:
+        with urlopen(f"http://127.0.0.1:{port}/", timeout=5):
+            return True
+    except OSError as error:
+        # Azurite refuses unsigned requests: an HTTP status is an answer.
+        return hasattr(error, "code")

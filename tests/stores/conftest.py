@@ -1,0 +1,37 @@
+"""Servers and proxies for the tests of object stores; without their packages, tests are skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.stores._fault_proxy import FaultProxy
+from tests.stores._servers import azurite_command, azurite_server, moto_server
+
+
+@pytest.fixture(scope="session")
+def moto_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Yield the port of an S3 server for this session."""
+    pytest.importorskip("obstore")
+    pytest.importorskip("moto.server")
+    with moto_server(tmp_path_factory.mktemp("moto") / "log") as port:
+        yield port
+
+
+@pytest.fixture(scope="session")
+def azurite_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Yield the port of an Azure blob server for this session."""
+    pytest.importorskip("obstore")
+    program = azurite_command()
+    if program is None:
+        pytest.skip("azurite is not installed: npm install --prefix .cache/azurite azurite@3.37")
+    with azurite_server(program, tmp_path_factory.mktemp("azurite") / "log") as port:
+        yield port
+
+
+@pytest.fixture
+def proxy(moto_port: int) -> Iterator[FaultProxy]:
+    """Yield a proxy in front of the S3 server."""
+    with FaultProxy(moto_port) as proxy:
+        yield proxy
