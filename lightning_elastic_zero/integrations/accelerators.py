@@ -6,7 +6,7 @@ import functools
 import logging
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from accelerate.checkpointing import load_accelerator_state
@@ -42,8 +42,12 @@ class AcceleratorBinding:
     batch_names: tuple[str, str] = BATCH_NAMES
     on_load: Callable[[Loaded], None] = lambda _: None
     """Called after each load of an engine."""
+    on_engine: Callable[[Any], None] = lambda _: None
+    """Called with each engine before it is bound."""
     skip_repeated: bool = False
     """See ``EngineCheckpoints``."""
+    bound: list[EngineCheckpoints] = field(default_factory=list)
+    """The engines that the Accelerator has prepared, and has not freed."""
     loaded: Loaded | None = None
     """The first engine's load within ``load_state``."""
 
@@ -62,7 +66,7 @@ class AcceleratorBinding:
             )
             raise UnsupportedError(msg)
         prepare, load_state = accelerator.prepare, accelerator.load_state
-        save_state = accelerator.save_state
+        save_state, free_memory = accelerator.save_state, accelerator.free_memory
 
         @functools.wraps(type(accelerator).prepare)
         def elastic_prepare(_accelerator: object, *args: Any, **kwargs: Any) -> Any:
@@ -82,30 +86,39 @@ class AcceleratorBinding:
             self.wait()  # accelerate deletes old checkpoints before it saves a new one
             return save_state(*args, **kwargs)
 
+        @functools.wraps(type(accelerator).free_memory)
+        def elastic_free_memory(_accelerator: object, *args: Any, **kwargs: Any) -> Any:
+            while self.bound:
+                self.bound.pop().stop()
+            return free_memory(*args, **kwargs)
+
         accelerator.prepare = types.MethodType(elastic_prepare, accelerator)
         accelerator.load_state = types.MethodType(elastic_load_state, accelerator)
         accelerator.save_state = types.MethodType(elastic_save_state, accelerator)
+        accelerator.free_memory = types.MethodType(elastic_free_memory, accelerator)
         accelerator.wait_for_save = self.wait
         self._bind_engines(accelerator._models)  # noqa: SLF001 (there is no public list)
 
     def wait(self) -> None:
         """Wait until the last save of each engine is published; collective."""
-        for engine in self.accelerator._models:  # noqa: SLF001 (there is no public list)
-            if is_elastic(engine):
-                engine.wait_for_save()
+        for engine in self.bound:
+            engine.wait()
 
     def _bind_engines(self, prepared: Any) -> None:
         for engine in prepared:
             if not is_engine(engine) or is_elastic(engine):
                 continue
-            EngineCheckpoints(
+            self.on_engine(engine)
+            checkpoints = EngineCheckpoints(
                 engine,
                 self.options,
                 batch_names=self.batch_names,
                 record=lambda: {_SCHEDULERS: [_units_of(s) for s in self._schedulers()]},
                 on_load=self._on_load,
                 skip_repeated=self.skip_repeated,
-            ).bind()
+            )
+            checkpoints.bind()
+            self.bound.append(checkpoints)
 
     def _on_load(self, loaded: Loaded) -> None:
         if self.loaded is None:

@@ -269,6 +269,15 @@ class EngineCheckpoints:
             with self._ranks("wait for", "the last save") as ranks:
                 self._manager.wait_until_finished(ranks)
 
+    def stop(self) -> None:
+        """Wait for the last save without the other ranks, and release its memory.
+
+        Raises:
+            ElasticZeroError: as ``wait``.
+        """
+        if (failure := self._manager.stop(interrupted=False)) is not None:
+            raise failure
+
     # -- loading ---------------------------------------------------------------------------------
 
     def load(

@@ -226,6 +226,10 @@ def bind_trainer(trainer: Any, options: Options) -> None:
         return
     callback = ResumeCallback(trainer)
 
+    def set_micro_batch(engine: Any) -> None:
+        if args.auto_find_batch_size:  # the configuration keeps the size that was tried first
+            engine.set_train_micro_batch_size(trainer._train_batch_size)  # noqa: SLF001 (no other)
+
     def bind_accelerator() -> None:
         if not is_elastic(trainer.accelerator):
             AcceleratorBinding(
@@ -233,6 +237,7 @@ def bind_trainer(trainer: Any, options: Options) -> None:
                 options,
                 batch_names=BATCH_NAMES,
                 on_load=callback.on_load,
+                on_engine=set_micro_batch,
                 skip_repeated=True,
             ).bind()
 

@@ -90,6 +90,16 @@ def tiny_model(dropout: float = 0.0) -> TinyModel:
     )
 
 
+def partitioned_model(folder: str, source: str) -> TinyModel:
+    """Return a model as transformers makes it where ZeRO-3 is configured."""
+    make = TinyModel.from_pretrained if source == "pretrained" else TinyModel._from_config
+    model: TinyModel = make(
+        folder if source == "pretrained" else GPT2Config.from_pretrained(folder)
+    )
+    assert all(hasattr(parameter, "ds_id") for parameter in model.parameters())
+    return model
+
+
 def state_of(engine: Any) -> State:
     """Return all masters and moments, whole, on rank 0. Collective."""
     found: State = {}
@@ -164,6 +174,10 @@ class TrainerCase:
     dropout: float = 0.0
     lora: bool = False
     evaluate: bool = False
+    model_init: bool = False
+    """Whether the Trainer makes the model, as sweeps require."""
+    zero3_init: str = ""
+    """``pretrained`` or ``config``: what the model is made from, partitioned from the start."""
 
 
 def ds_config(stage: int, more: dict[str, Any]) -> dict[str, Any]:
@@ -257,6 +271,10 @@ def make_trainer(case: TrainerCase, run: Run) -> Any:
         "weight_decay": 0.01,
         **case.args,
     }
+    pretrained = f"{case.output_dir}-pretrained"
+    if case.zero3_init:  # before the arguments, which configure ZeRO-3
+        tiny_model().save_pretrained(pretrained, is_main_process=dist.get_rank() == 0)
+        dist.barrier()
     arguments = TrainingArguments(
         output_dir=case.output_dir,
         per_device_train_batch_size=micro,
@@ -264,7 +282,11 @@ def make_trainer(case: TrainerCase, run: Run) -> Any:
         deepspeed=ds_config(case.stage, case.config),
         **args,
     )
-    model: Any = tiny_model(case.dropout)
+    model: Any = (
+        partitioned_model(pretrained, case.zero3_init)
+        if case.zero3_init
+        else tiny_model(case.dropout)
+    )
     if case.lora:
         from peft import LoraConfig, get_peft_model
 
@@ -273,7 +295,8 @@ def make_trainer(case: TrainerCase, run: Run) -> Any:
     data = Tokens(case.samples)
     watch = Watch(run, case)
     trainer = Trainer(
-        model=model,
+        model=None if case.model_init else model,
+        model_init=(lambda: tiny_model(case.dropout)) if case.model_init else None,
         args=arguments,
         train_dataset=data,
         eval_dataset=Tokens(12) if case.evaluate else None,
@@ -300,6 +323,55 @@ def train(case: TrainerCase) -> Run:
                 trainer.wait_for_save()
             close(trainer)
     return run
+
+
+def train_twice(case: TrainerCase) -> tuple[Run, Run]:
+    """Call ``train()`` twice on one Trainer; return what each call did."""
+    first, second = Run(), Run()
+    trainer = make_trainer(case, first)
+    trainer.train(resume_from_checkpoint=case.resume)
+    watch_of(trainer).run = second
+    trainer.train(resume_from_checkpoint=case.resume)
+    close(trainer)
+    return first, second
+
+
+def search(case: TrainerCase) -> Run:
+    """Run a sweep of two equal trials by Optuna; return what the second one did."""
+    run = Run()
+    trainer = make_trainer(case, run)
+    trainer.hyperparameter_search(
+        hp_space=lambda trial: {"learning_rate": trial.suggest_categorical("rate", [0.01])},
+        backend="optuna",
+        n_trials=2,
+        direction="minimize",
+    )
+    close(trainer)
+    return run
+
+
+def train_out_of_memory(case: TrainerCase, limit: int) -> Run:
+    """Train a model for which micro-batches above a limit are too large."""
+    run = Run()
+    trainer = make_trainer(case, run)
+    forward = trainer.model.forward
+
+    def limited(input_ids: Any = None, labels: Any = None, index: Any = None) -> Any:
+        if len(input_ids) > limit:
+            _seen.clear()
+            msg = "CUDA out of memory."
+            raise RuntimeError(msg)
+        return forward(input_ids=input_ids, labels=labels, index=index)
+
+    trainer.model.forward = limited
+    trainer.train(resume_from_checkpoint=case.resume)
+    run.log.append({"engine": trainer.deepspeed.train_batch_size()})
+    close(trainer)
+    return run
+
+
+def watch_of(trainer: Any) -> Watch:
+    return next(c for c in trainer.callback_handler.callbacks if isinstance(c, Watch))
 
 
 def failure_of(case: TrainerCase) -> str:

@@ -18,7 +18,16 @@ from tests.engine._worker_pool import Pools
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from tests.integrations._hf_programs import Run, State, TrainerCase, failure_of, train
+from tests.integrations._hf_programs import (
+    Run,
+    State,
+    TrainerCase,
+    failure_of,
+    search,
+    train,
+    train_out_of_memory,
+    train_twice,
+)
 
 STEPS = range(11, 17)
 """After checkpoint-10, to the end of the second epoch."""
@@ -347,3 +356,87 @@ def test_split_batches_are_refused(hf_ranks: Pools, tmp_path: Path) -> None:
     case = TrainerCase(str(tmp_path), args={"accelerator_config": {"split_batches": True}})
     failures = hf_ranks.run(2, partial(failure_of, case))
     assert all("UnsupportedError" in text and "split_batches=True" in text for text in failures)
+
+
+@pytest.mark.engine
+@pytest.mark.long
+@pytest.mark.parametrize(("source", "world"), [("pretrained", 3), ("config", 1)])
+def test_models_partitioned_from_the_start_go_on(
+    source: str, world: int, reference: Reference, resumed: Callable[..., list[Run]]
+) -> None:
+    """Where ZeRO-3 is configured, transformers makes partitioned parameters (zero3_init)."""
+    folder, (whole, *_) = reference(stage=3, zero3_init=source)
+    run, *_ = resumed(folder, world, stage=3, zero3_init=source)
+    assert_equal(run.first_state, whole.states[10])
+    assert_continues(run, whole)
+
+
+@pytest.mark.engine
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_trainer_trains_twice(
+    stage: int, reference: Reference, hf_ranks: Pools, tmp_path: Path
+) -> None:
+    """A second ``train()`` on one Trainer resumes as the first, with its background saves."""
+    folder, (whole, *_) = reference(stage=stage, model_init=True)
+    resume = tmp_path / "run" / "checkpoint-10"
+    shutil.copytree(folder / "checkpoint-10", resume)
+    case = TrainerCase(
+        str(tmp_path / "run"),
+        stage=stage,
+        resume=str(resume),
+        model_init=True,
+        options={"async_save": True},
+    )
+    for run in hf_ranks.run(3, partial(train_twice, case))[0]:
+        assert_equal(run.first_state, whole.states[10])
+        assert_continues(run, whole)
+
+
+@pytest.mark.engine
+@pytest.mark.long
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_trainer_trains_twice_only_with_model_init(
+    bound: bool, hf_ranks: Pools, tmp_path: Path
+) -> None:
+    """Without it, transformers itself looks for an engine that it has freed."""
+    case = TrainerCase(str(tmp_path), stage=2, bound=bound, args={"max_steps": 1})
+    with pytest.raises(AssertionError, match="'NoneType' object has no attribute 'backward'"):
+        hf_ranks.run(2, partial(train_twice, case))
+
+
+@pytest.mark.engine
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_trials_of_a_sweep_are_elastic(
+    stage: int, reference: Reference, hf_ranks: Pools, tmp_path: Path
+) -> None:
+    """Each trial has an Accelerator and an engine of its own; its folder resumes on 3 ranks."""
+    pytest.importorskip("optuna")
+    _, (whole, *_) = reference(stage=stage, model_init=True)
+    case = TrainerCase(str(tmp_path), stage=stage, model_init=True, evaluate=True, state_at=(10,))
+    second, *_ = hf_ranks.run(2, partial(search, case))
+    assert_equal(second.states[10], whole.states[10])
+    for number in (0, 1):
+        trial = tmp_path / f"run-{number}"
+        resume = str(trial / "checkpoint-10")
+        case = TrainerCase(str(trial), stage=stage, resume=resume, model_init=True)
+        run, *_ = hf_ranks.run(3, partial(train, case))
+        assert_equal(run.first_state, whole.states[10])
+        assert_continues(run, whole)
+
+
+@pytest.mark.engine
+@pytest.mark.long
+def test_a_run_with_a_batch_size_that_was_found_goes_on(hf_ranks: Pools, tmp_path: Path) -> None:
+    """``auto_find_batch_size`` makes an engine for each size; the checkpoint has the one found."""
+    args = {"auto_find_batch_size": True}
+    case = TrainerCase(str(tmp_path), micro=(4, 3), stage=2, args=args, state_at=(10,))
+    whole, *_ = hf_ranks.run(2, partial(train_out_of_memory, case, 2))
+    assert whole.log[-1] == {"engine": 12}
+    resume = str(tmp_path / "checkpoint-10")
+    for args in ({}, {"auto_find_batch_size": True}):
+        case = TrainerCase(str(tmp_path / "again"), stage=2, resume=resume, args=args)
+        run, *_ = hf_ranks.run(3, partial(train, case))
+        assert_equal(run.first_state, whole.states[10])
+        assert_continues(run, whole)
