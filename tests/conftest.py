@@ -14,10 +14,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.devices._device_ranks import DEVICE, KINDS, chosen_device
-from tests.engine._worker_pool import ForkServer, Pools
-from tests.ports import remove_shared_memory
-from tests.tables import TABLES
+from tests.support.devices import DEVICE, KINDS, chosen_device
+from tests.support.processes import remove_shared_memory
+from tests.support.ranks import ForkServer, Pools
+from tests.support.tables import TABLES
 
 ASKED_FOR = ("essential", "long", "gpu", "releases")
 """Markers of cases that are not counted among those of which only some run."""

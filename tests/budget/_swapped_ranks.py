@@ -12,7 +12,7 @@ import torch
 from torch import distributed, nn
 
 from tests.budget._budget_ranks import PeakMemory
-from tests.engine._offload import swap_folder
+from tests.support.engines import swap_folder
 
 WIDTH = 1024
 SUB_GROUP_BYTES = WIDTH * WIDTH * 12
@@ -29,7 +29,7 @@ def swapped_engine(layers: int) -> Iterator[Any]:
     """Make an engine all of whose sub-groups are in files, and leave no file of them."""
     import deepspeed
 
-    # Which fills all memory that is asked for, as if it were used: see tests/engine/_fork_server.
+    # Which fills all memory that is asked for, as if it were used: see tests/support/fork_server.py.
     torch.use_deterministic_algorithms(mode=False)
     config = {
         "train_micro_batch_size_per_gpu": 1,

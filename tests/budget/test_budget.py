@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.budget._budget_ranks import STATE_BYTES, evaluate, load, operations, reload, save
-from tests.engine._worker_pool import ForkServer, Pools
+from tests.support.ranks import ForkServer, Pools
 
 EXTRA_BYTES = 64e6
 """Memory above own state: one bounded chunk, and what Python and torch need besides."""

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.budget._swapped_ranks import SUB_GROUP_BYTES, load, save
-from tests.engine._skips import skip_without
-from tests.engine._worker_pool import ForkServer, Pools
+from tests.support.ranks import ForkServer, Pools, skip_without
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

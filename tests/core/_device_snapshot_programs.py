@@ -35,7 +35,7 @@ from lightning_elastic_zero.data_progress.sampler import collect_rng_states, set
 from lightning_elastic_zero.engine.optimizer import split_state
 from tests.core import _late_device
 from tests.core._device_restore import restore
-from tests.tools._checkpoints import make_state, manifest_of, rank_state
+from tests.support.plain_checkpoints import make_state, manifest_of, rank_state
 
 NUMEL = 1000
 

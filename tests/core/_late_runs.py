@@ -22,7 +22,7 @@ from lightning_elastic_zero.core.tensors import FlatState, RankState
 from lightning_elastic_zero.formats.torch_write import PiecewiseSource
 from tests.core._copy_engine import CopyEngine
 from tests.core._late_tensor import large_on_devices, small_on_devices
-from tests.timeouts import HANG_TIMEOUT_S
+from tests.support.processes import HANG_TIMEOUT_S
 
 NUMEL = 600
 NAMES = ("a", "b", "c")

@@ -13,7 +13,7 @@ from lightning_elastic_zero.engine.live import live_engine
 from lightning_elastic_zero.engine.support import check_config
 from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
 from lightning_elastic_zero.formats.open import open_checkpoint
-from tests.core._checkpoints import fill
+from tests.support.small_checkpoints import fill
 
 
 @pytest.mark.parametrize("wrong", ["step5", [1, 2], 5])

@@ -32,8 +32,8 @@ from lightning_elastic_zero.formats.client_state import (
     rank_differences,
     split_objects,
 )
-from tests.core.bitwise_repr import bitwise_repr
-from tests.core.strategies import plain_leaves, trees
+from tests.support.bits import bitwise_repr
+from tests.support.strategies import plain_leaves, trees
 
 
 def name_of_case(value: object) -> str:

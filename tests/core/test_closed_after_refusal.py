@@ -13,7 +13,7 @@ from lightning_elastic_zero.errors import ElasticZeroError
 from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.tools.conversion import convert_checkpoint
 from tests.foreign._fixtures import unpack
-from tests.tools._checkpoints import make_state, write_elastic
+from tests.support.plain_checkpoints import make_state, write_elastic
 
 _DAMAGED = b"This is no file of torch.save."
 

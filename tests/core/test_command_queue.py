@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from lightning_elastic_zero.coordination.client import CommandQueue
-from tests.timeouts import PROMPT_TIMEOUT_S
+from tests.support.processes import PROMPT_TIMEOUT_S
 
 THREADS, EACH = 4, 500
 

@@ -23,7 +23,7 @@ from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter, Pla
 from lightning_elastic_zero.core.partition import FlatBuffer
 from lightning_elastic_zero.core.tensors import dtype_name, is_lossy_cast, is_writable, overflows
 from lightning_elastic_zero.errors import CheckpointMismatchError
-from tests.core.strategies import manifests
+from tests.support.strategies import manifests
 
 EVERYTHING = RestoreScope(optimizer_state=True)
 NO_STATE = (

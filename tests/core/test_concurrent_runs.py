@@ -22,7 +22,7 @@ from lightning_elastic_zero.storage.owners import (
     ConcurrentRunMonitor,
     ProcessIdentity,
 )
-from tests.timeouts import HANG_TIMEOUT_S
+from tests.support.processes import HANG_TIMEOUT_S
 
 CHILD = """
 import sys

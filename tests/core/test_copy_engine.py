@@ -27,9 +27,9 @@ from lightning_elastic_zero.storage.checksums import CHUNK_BYTES
 from tests.core._copy_engine import DEVICES, KIND, CopyEngine
 from tests.core._late_runs import NAMES, SMALL_MEMORY, STEP_ALONE, LateRun, writing
 from tests.core._late_tensor import on_device
-from tests.core._saved_files import differing_files
-from tests.core._torch_files import open_verified, write_tree
-from tests.timeouts import HANG_TIMEOUT_S
+from tests.support.bits import open_verified, write_tree
+from tests.support.checkpoints import differing_files
+from tests.support.processes import HANG_TIMEOUT_S
 
 SEEDS = range(3)
 

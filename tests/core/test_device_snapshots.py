@@ -16,8 +16,8 @@ from lightning_elastic_zero.checkpoint import streams as device_streams
 from lightning_elastic_zero.checkpoint.save import ShardContents
 from lightning_elastic_zero.core.tensors import is_on_device
 from tests.core import _late_device
-from tests.engine._worker_pool import ROOT, environment
-from tests.tools._checkpoints import make_state, manifest_of, rank_state
+from tests.support.plain_checkpoints import make_state, manifest_of, rank_state
+from tests.support.ranks import ROOT, environment
 
 TIMEOUT_S = 250
 

@@ -19,8 +19,8 @@ from lightning_elastic_zero.checkpoint.background import HostBuffer, copy_plain_
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.errors import SaveError
 from tests.core._memory import MB, zeros
-from tests.engine._worker_pool import ROOT, environment
-from tests.timeouts import HANG_TIMEOUT_S
+from tests.support.processes import HANG_TIMEOUT_S
+from tests.support.ranks import ROOT, environment
 
 STATE = [
     torch.zeros(1000),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lightning_elastic_zero.core.layout import Fragment, Layout, Transfer, TransferPlan, spans
 from lightning_elastic_zero.core.partition import FlatBuffer, PerParameterPartition
 from lightning_elastic_zero.errors import CheckpointFormatError
-from tests.core.strategies import Cut, cut_to, pairs_of_cuts
+from tests.support.strategies import Cut, cut_to, pairs_of_cuts
 
 EMPTY = ("", -1)
 """What is in a buffer where nothing was written."""

@@ -22,8 +22,15 @@ from lightning_elastic_zero.storage.leftovers import (
     remove_leftovers,
     repair_target,
 )
-from tests.core._checkpoints import SHARD, contents, fill, names_in, whole
-from tests.core._syscall_hooks import InterruptAtCall, before_each_syscall
+from tests.support.small_checkpoints import (
+    SHARD,
+    InterruptAtCall,
+    before_each_syscall,
+    contents,
+    fill,
+    names_in,
+    whole,
+)
 
 NO_EXCHANGE = "lightning_elastic_zero.storage.publish.exchange_names"
 

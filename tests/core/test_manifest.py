@@ -23,8 +23,8 @@ from lightning_elastic_zero.core.manifest import (
 )
 from lightning_elastic_zero.core.partition import FlatBuffer
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
-from tests.core.bitwise_repr import bitwise_repr
-from tests.core.strategies import manifests, plain_values
+from tests.support.bits import bitwise_repr
+from tests.support.strategies import manifests, plain_values
 
 WHERE = "runs/a.ckpt/manifest.json"
 

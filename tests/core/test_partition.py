@@ -18,7 +18,7 @@ from lightning_elastic_zero.core.partition import (
     zero_layout,
 )
 from lightning_elastic_zero.errors import CheckpointFormatError
-from tests.core.strategies import Cut, contiguous_cuts, cut_to, cuts, per_parameter_cuts, tables
+from tests.support.strategies import Cut, contiguous_cuts, cut_to, cuts, per_parameter_cuts, tables
 
 Element = tuple[str, int]
 PADDING: Element = ("", -1)

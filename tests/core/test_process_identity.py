@@ -15,7 +15,7 @@ import pytest
 from lightning_elastic_zero.core import processes
 from lightning_elastic_zero.core.processes import start_time
 from lightning_elastic_zero.storage.owners import DEAD_AFTER_S, ProcessIdentity
-from tests.timeouts import PROMPT_TIMEOUT_S
+from tests.support.processes import PROMPT_TIMEOUT_S
 
 pytestmark = pytest.mark.skipif(
     start_time(os.getpid()) is None, reason="this system does not tell when a process has started"

@@ -15,7 +15,7 @@ from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.formats.torch_write import ChunkedSource
 from lightning_elastic_zero.storage.leftovers import make_link, remove_leftovers
 from lightning_elastic_zero.storage.publish import StagedDirectory
-from tests.core._checkpoints import manifest_of
+from tests.support.small_checkpoints import manifest_of
 
 FILES = 7
 

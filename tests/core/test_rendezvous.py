@@ -12,8 +12,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_elastic_zero.coordination.store import agree_on_port
 from lightning_elastic_zero.errors import RanksError
-from tests.ports import free_port
-from tests.timeouts import HANG_TIMEOUT_S, PROMPT_TIMEOUT_S
+from tests.support.processes import HANG_TIMEOUT_S, PROMPT_TIMEOUT_S, free_port
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.storage import ownership as deleting
 from lightning_elastic_zero.storage.leftovers import LINK_PREFIX
 from lightning_elastic_zero.storage.ownership import DELETING_PREFIX
-from tests.core._checkpoints import SHARD, fill, names_in
+from tests.support.small_checkpoints import SHARD, fill, names_in
 
 
 def checkpoint(parent: Path, name: str, *, published: bool = True) -> Path:

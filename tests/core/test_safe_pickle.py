@@ -19,7 +19,7 @@ import torch
 from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
 from lightning_elastic_zero.formats.client_state import host_pickle
 from lightning_elastic_zero.formats.pickles import find_refused, load_objects
-from tests.core.bitwise_repr import bitwise_repr
+from tests.support.bits import bitwise_repr
 
 WHERE = "a.ckpt/checkpoint/client_objects.pt (hyper_parameters.x)"
 

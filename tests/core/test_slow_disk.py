@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.core._slow_disk import SlowDisk
-from tests.timeouts import HANG_TIMEOUT_S
+from tests.support.processes import HANG_TIMEOUT_S
+from tests.support.slow_disk import SlowDisk
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +23,7 @@ from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.storage import leftovers as copying
 from lightning_elastic_zero.storage.checksums import ChecksummedWriter
 
-from tests.timeouts import HANG_TIMEOUT_S
+from tests.support.processes import HANG_TIMEOUT_S
 
 way, folder, size = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 signs = 0

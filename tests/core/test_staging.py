@@ -23,8 +23,11 @@ from lightning_elastic_zero.storage.leftovers import (
 from lightning_elastic_zero.storage.owners import DEAD_AFTER_S, PeriodicThread
 from lightning_elastic_zero.storage.ownership import DELETING_PREFIX
 from lightning_elastic_zero.storage.publish import StagedDirectory, staging_path
-from tests.core._checkpoints import (
+from tests.support.processes import HANG_TIMEOUT_S
+from tests.support.small_checkpoints import (
     SHARD,
+    InterruptAtCall,
+    before_each_syscall,
     contents,
     fill,
     manifest_of,
@@ -33,8 +36,6 @@ from tests.core._checkpoints import (
     publish_staged,
     whole,
 )
-from tests.core._syscall_hooks import InterruptAtCall, before_each_syscall
-from tests.timeouts import HANG_TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +43,7 @@ SAVE = """
 import os, signal, sys
 from pathlib import Path
 from lightning_elastic_zero.storage.publish import StagedDirectory
-from tests.core._checkpoints import fill, publish_staged
+from tests.support.small_checkpoints import fill, publish_staged
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_elastic_zero.trainer.checkpoint_io import StateDictTracker
-from tests.outcome import warnings_heard
+from tests.support.outcome import warnings_heard
 
 Weights = dict[str, Any]
 

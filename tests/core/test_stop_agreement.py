@@ -14,7 +14,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from lightning_elastic_zero.coordination.client import StoreRanks
 from lightning_elastic_zero.coordination.ranks import OneRank
 from lightning_elastic_zero.coordination.stopping import StopAgreement, _Place, _stop_beyond
-from tests.timeouts import HANG_TIMEOUT_S, PROMPT_TIMEOUT_S
+from tests.support.processes import HANG_TIMEOUT_S, PROMPT_TIMEOUT_S
 
 BATCHES = 400
 

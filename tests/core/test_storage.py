@@ -44,7 +44,7 @@ from lightning_elastic_zero.storage.shared import (
     await_shared,
     remove_shared,
 )
-from tests.timeouts import PROMPT_TIMEOUT_S
+from tests.support.processes import PROMPT_TIMEOUT_S
 
 SAVE_ID = "5a7e"
 TOKEN = f"{TOKEN_PREFIX}{SAVE_ID}"

@@ -29,8 +29,15 @@ from lightning_elastic_zero.formats.torch_write import PiecewiseSource, TorchFil
 from lightning_elastic_zero.storage import files as range_file
 from lightning_elastic_zero.storage.checksums import CHUNK_BYTES, ChecksummedWriter
 from lightning_elastic_zero.storage.files import RangeFile
-from tests.core._torch_files import NAME, SAVE_ID, any_bits, bits, open_verified, write_tree
-from tests.core.bitwise_repr import bitwise_repr
+from tests.support.bits import (
+    NAME,
+    SAVE_ID,
+    any_bits,
+    bits,
+    bitwise_repr,
+    open_verified,
+    write_tree,
+)
 
 
 def open_unverified(path: Path) -> TorchFile | LegacyFile:

@@ -19,7 +19,7 @@ from lightning_elastic_zero.formats.torch_write import (
     PiecewiseSource,
     TorchFileWriter,
 )
-from tests.core._torch_files import NAME, SAVE_ID, any_bits, bits, open_verified, write_tree
+from tests.support.bits import NAME, SAVE_ID, any_bits, bits, open_verified, write_tree
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,7 +17,13 @@ from lightning_elastic_zero.core.progress import NO_PROGRESS
 from lightning_elastic_zero.core.tensors import RestoreTargets
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.formats.open import open_checkpoint
-from tests.tools._checkpoints import STATES, WholeState, make_state, manifest_of, write_elastic
+from tests.support.plain_checkpoints import (
+    STATES,
+    WholeState,
+    make_state,
+    manifest_of,
+    write_elastic,
+)
 
 SHAPES = {"a": (5, 3), "b": (4,), "c": (7,)}
 

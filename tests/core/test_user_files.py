@@ -37,7 +37,7 @@ from lightning_elastic_zero.storage.owners import filesystem_time_s
 from lightning_elastic_zero.storage.ownership import check_replaceable, classify_files
 from lightning_elastic_zero.storage.publish import StagedDirectory
 from lightning_elastic_zero.storage.shared import leave_shared, remove_shared
-from tests.core._checkpoints import (
+from tests.support.small_checkpoints import (
     SHARD,
     contents,
     fill,

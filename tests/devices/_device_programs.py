@@ -15,9 +15,9 @@ from lightning_elastic_zero.checkpoint.types import SaveOptions
 from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.engine import selftest_engine
-from tests.engine._oracle import dump
-from tests.engine._save_load_programs import STEPS, Saved
-from tests.engine._setup import Engine, engine_of, train
+from tests.support.checkpoints import STEPS, Saved
+from tests.support.engines import Engine, engine_of, train
+from tests.support.oracle import dump
 
 ROUNDS, MEASURED_BYTES = 4, 64 << 20
 

@@ -7,8 +7,8 @@ from typing import TypeAlias, TypeVar
 
 import pytest
 
-from tests.devices._device_ranks import DEVICE, DeviceRanks, skip_without_devices
-from tests.engine._worker_pool import Pools
+from tests.support.devices import DEVICE, DeviceRanks, skip_without_devices
+from tests.support.ranks import Pools
 
 T = TypeVar("T")
 OnDevice: TypeAlias = Callable[[int, Callable[[], T]], list[T]]

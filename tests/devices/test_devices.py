@@ -17,15 +17,20 @@ from tests.devices._device_programs import (
     stall_beside_copy,
 )
 from tests.devices.conftest import OnDevice
-from tests.engine._oracle import differences, expected_in
-from tests.engine._save_load_programs import Saved, StateComparison, load, train_and_save
-from tests.engine._setup import DEEPSPEEDS, Setup
-from tests.engine._skips import skip_without
-from tests.engine._uninterrupted import Continued, same_world
-from tests.engine._worker_pool import Pools
-from tests.tables import STALLS
+from tests.support.checkpoints import (
+    Continued,
+    Saved,
+    StateComparison,
+    load,
+    same_world,
+    train_and_save,
+)
+from tests.support.engines import DEEPSPEEDS, Setup
+from tests.support.fits import FitSpec
+from tests.support.oracle import differences, expected_in
+from tests.support.ranks import Pools, skip_without
+from tests.support.tables import STALLS
 from tests.trainer._fingerprints import FingerprintResult, fit
-from tests.trainer._fits import FitSpec
 from tests.trainer._half_precision import HalfFit, Held, differing, wanted_of
 from tests.trainer._half_precision import fit as half_precision_fit
 

@@ -24,7 +24,7 @@ from lightning_elastic_zero.coordination.client import StoreRanks
 from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import connect_ranks
 from lightning_elastic_zero.errors import RanksError
-from tests.ports import free_port
+from tests.support.processes import free_port
 
 WORLD = 2
 SPIN_S = 0.2

@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_elastic_zero.coordination.client import StoreRanks
 from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
-from tests.dist._launch import Job
+from tests.support.launch import Job
 
 WORLD = 4
 LINES = 3

@@ -35,8 +35,8 @@ from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.tensors import FlatState, RankState
 from lightning_elastic_zero.errors import RanksError
 from lightning_elastic_zero.storage import leftovers as copying
-from tests.dist._launch import Job
 from tests.dist._rank_programs import SHORT, attempt
+from tests.support.launch import Job
 from tests.trainer._failure_cases import engine
 
 WORLD = 3

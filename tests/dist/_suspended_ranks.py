@@ -16,8 +16,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_elastic_zero.coordination.client import StoreRanks
 from lightning_elastic_zero.errors import RanksError, SaveError
-from tests.dist._launch import Job
 from tests.dist._rank_programs import SHORT, attempt, open_ranks, raising
+from tests.support.launch import Job
 
 STOP_S = 4.5
 """Longer than it takes the others to give up a step."""

@@ -18,15 +18,15 @@ from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[a
 from lightning_elastic_zero.coordination.liveness import STALL_TIMEOUT_S, Timeouts
 from lightning_elastic_zero.coordination.ranks import OneRank, connect_ranks
 from lightning_elastic_zero.coordination.store import check_open_file_limit, open_file_limit_warning
-from tests.dist._launch import RankResult, run_ranks
 from tests.dist._rank_programs import (
     WORLD,
     raising,
     ranks_are_lost,
     steps_of_living_ranks,
 )
-from tests.engine._worker_pool import ForkServer
-from tests.timeouts import PROMPT_TIMEOUT_S
+from tests.support.launch import RankResult, run_ranks
+from tests.support.processes import PROMPT_TIMEOUT_S
+from tests.support.ranks import ForkServer
 
 
 @pytest.fixture(scope="module")

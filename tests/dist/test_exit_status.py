@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from tests.engine._worker_pool import ROOT, environment
+from tests.support.ranks import ROOT, environment
 
 WORLD = 2
 STATUS = {

@@ -6,14 +6,14 @@ import signal
 
 import pytest
 
-from tests.dist._launch import run_ranks
 from tests.dist._save_programs import (
     WORLD,
     link_of_one_lost_after_publication,
     lost_after_publication,
     slow_link,
 )
-from tests.engine._worker_pool import ForkServer
+from tests.support.launch import run_ranks
+from tests.support.ranks import ForkServer
 
 
 @pytest.mark.long

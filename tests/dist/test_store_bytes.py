@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.dist._launch import RankResult, run_ranks
 from tests.dist._save_programs import FEW, MANY, WORLD, saves
-from tests.engine._worker_pool import ForkServer
+from tests.support.launch import RankResult, run_ranks
+from tests.support.ranks import ForkServer
 
 NUMBERS_BYTES = 200
 """By how much what is sent may differ: sizes and seconds have more or fewer digits."""

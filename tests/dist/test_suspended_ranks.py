@@ -10,12 +10,12 @@ import signal
 
 import pytest
 
-from tests.dist._launch import RankResult, run_ranks
 from tests.dist._rank_programs import WORLD
 from tests.dist._suspended_ranks import first_rank_is_lost, store_host_is_suspended
 from tests.dist.test_coordination import notes
-from tests.engine._worker_pool import ForkServer
-from tests.timeouts import PROMPT_TIMEOUT_S
+from tests.support.launch import RankResult, run_ranks
+from tests.support.processes import PROMPT_TIMEOUT_S
+from tests.support.ranks import ForkServer
 
 
 @pytest.fixture(scope="module")

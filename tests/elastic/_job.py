@@ -15,9 +15,8 @@ from pathlib import Path
 import psutil
 
 from tests.elastic._steps import StepRecord, read_lines
-from tests.engine._worker_pool import ROOT, environment
-from tests.ports import free_port
-from tests.timeouts import HANG_TIMEOUT_S
+from tests.support.processes import HANG_TIMEOUT_S, free_port
+from tests.support.ranks import ROOT, environment
 
 EXAMPLE = ROOT / "examples" / "torchrun"
 

@@ -16,7 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from typing_extensions import override
 
 from tests.elastic._job import Job
-from tests.ports import free_port
+from tests.support.processes import free_port
 
 SUBNET = f"10.{os.getpid() % 200 + 20}.77"
 """Of this process's own."""

@@ -18,9 +18,8 @@ import psutil
 from typing_extensions import override
 
 from tests.elastic._job import Job
-from tests.engine._worker_pool import ROOT, environment
-from tests.ports import free_port
-from tests.timeouts import HANG_TIMEOUT_S
+from tests.support.processes import HANG_TIMEOUT_S, free_port
+from tests.support.ranks import ROOT, environment
 
 HEAD = 0
 """The node that hosts the cluster and the driver, beside its worker."""

@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.engine._worker_pool import ROOT
-from tests.ports import free_port
-from tests.timeouts import HANG_TIMEOUT_S
+from tests.support.processes import HANG_TIMEOUT_S, free_port
+from tests.support.ranks import ROOT
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from tests.elastic.recorder import Recorder
 from tests.faults._deterministic_training import DeterministicModel, state_digests
-from tests.trainer._quiet_trainer import elastic
+from tests.support.fits import elastic
 
 SAVE_EVERY = 5
 """Optimizer steps between two saves: the most that an event may cost."""

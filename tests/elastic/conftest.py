@@ -9,10 +9,9 @@ import pytest
 
 from tests.elastic._job import EXAMPLE, arguments
 from tests.elastic._steps import Undisturbed, read_lines, steps_of
-from tests.engine._worker_pool import ForkServer
 from tests.examples._cli_programs import run_cli
-from tests.ports import free_port
-from tests.timeouts import HANG_TIMEOUT_S
+from tests.support.processes import HANG_TIMEOUT_S, free_port
+from tests.support.ranks import ForkServer
 
 
 @pytest.fixture(scope="session")

@@ -29,8 +29,8 @@ from typing_extensions import override
 from tests.elastic._job import RENDEZVOUS, Job, job
 from tests.elastic._soak_run import SAVE_EVERY, SoakRun
 from tests.elastic._steps import StepRecord
-from tests.engine._worker_pool import ROOT, environment
-from tests.timeouts import HANG_TIMEOUT_S
+from tests.support.processes import HANG_TIMEOUT_S
+from tests.support.ranks import ROOT, environment
 
 MOST_NODES = 4
 SCRIPT = Path(__file__).with_name("_soak_run.py")

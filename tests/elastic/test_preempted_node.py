@@ -17,8 +17,8 @@ from tests.elastic._steps import (
     steps_taken_again,
 )
 from tests.elastic.test_preempted_script import AGREED
-from tests.tables import ELASTIC
-from tests.timeouts import HANG_TIMEOUT_S
+from tests.support.processes import HANG_TIMEOUT_S
+from tests.support.tables import ELASTIC
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

@@ -14,9 +14,8 @@ import pytest
 
 from tests.elastic._job import EXAMPLE, STEPS, arguments
 from tests.elastic._steps import Undisturbed, check_steps, read_lines, steps_taken_again
-from tests.engine._worker_pool import ROOT, environment
-from tests.ports import free_port
-from tests.timeouts import HANG_TIMEOUT_S
+from tests.support.processes import HANG_TIMEOUT_S, free_port
+from tests.support.ranks import ROOT, environment
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

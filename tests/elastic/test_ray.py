@@ -17,7 +17,7 @@ from tests.elastic._steps import (
     seconds_to_next_step,
     steps_taken_again,
 )
-from tests.tables import ELASTIC
+from tests.support.tables import ELASTIC
 
 pytestmark = [
     pytest.mark.engine,

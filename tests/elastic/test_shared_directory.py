@@ -17,9 +17,8 @@ from tests.elastic._job import SAVE_EVERY
 from tests.elastic._mounts import cached, caches_end, can_mount, in_own_mounts, job_with_caches
 from tests.elastic._steps import Undisturbed
 from tests.elastic.test_torchrun import AT, FIRST, LATER, SECOND, check_job
-from tests.engine._worker_pool import ROOT, environment
-from tests.ports import free_port
-from tests.timeouts import HANG_TIMEOUT_S
+from tests.support.processes import HANG_TIMEOUT_S, free_port
+from tests.support.ranks import ROOT, environment
 
 CHECK = """
 import json, sys

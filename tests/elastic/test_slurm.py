@@ -17,8 +17,8 @@ from tests.elastic._steps import (
     seconds_to_next_step,
     steps_taken_again,
 )
-from tests.engine._worker_pool import ROOT, environment
-from tests.tables import ELASTIC
+from tests.support.ranks import ROOT, environment
+from tests.support.tables import ELASTIC
 
 pytestmark = [
     pytest.mark.engine,

@@ -23,11 +23,10 @@ from tests.elastic._steps import (
     seconds_to_next_step,
     steps_taken_again,
 )
-from tests.engine._worker_pool import ForkServer
 from tests.examples._cli_programs import run_cli
-from tests.ports import free_port
-from tests.tables import ELASTIC
-from tests.timeouts import HANG_TIMEOUT_S
+from tests.support.processes import HANG_TIMEOUT_S, free_port
+from tests.support.ranks import ForkServer
+from tests.support.tables import ELASTIC
 
 pytestmark = pytest.mark.engine
 

@@ -11,8 +11,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.utils import parametrizations
 
-from tests.engine._model import GLOBAL_BATCH
-from tests.engine._setup import Engine, Setup
+from tests.support.engines import GLOBAL_BATCH, Engine, Setup
 
 TOKENS, LENGTH = 40, 6
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.engine._oracle import flat_buffers
-from tests.engine._save_load_programs import STEPS, Saved
-from tests.engine._setup import Setup, engine_of, inner_of, train
+from tests.support.checkpoints import STEPS, Saved
+from tests.support.engines import Setup, engine_of, inner_of, train
+from tests.support.oracle import flat_buffers
 
 OPTIONS = ("capturable", "foreach", "fused")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import distributed
 
-from tests.engine._setup import Setup, engine_of, train
+from tests.support.engines import Setup, engine_of, train
 
 
 @dataclass(frozen=True)

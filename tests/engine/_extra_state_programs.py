@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from tests.engine._setup import Engine, Setup, engine_of, train
+from tests.support.engines import Engine, Setup, engine_of, train
 
 STEPS = 2
 

@@ -22,10 +22,9 @@ from lightning_elastic_zero.core.manifest import Manifest
 from lightning_elastic_zero.core.tensors import RankState, RestoreTargets, RestoreValues
 from tests.core._copy_engine import DEVICES, CopyEngine
 from tests.core._late_tensor import large_on_devices, on_device, small_on_devices, some_place
-from tests.core._saved_files import differing_files
-from tests.engine._oracle import differences, dump
-from tests.engine._save_load_programs import STEPS, Saved
-from tests.engine._setup import Engine, engine_of, train
+from tests.support.checkpoints import STEPS, Saved, differing_files
+from tests.support.engines import Engine, engine_of, train
+from tests.support.oracle import differences, dump
 
 
 class _LateState:

@@ -11,7 +11,7 @@ from lightning_elastic_zero.core.requirements import version_of
 from lightning_elastic_zero.engine.deepspeed import asked_names, check_names
 from lightning_elastic_zero.engine.support import optimizer_wrapper
 from tests.engine._name_tables import TABLES
-from tests.engine._setup import Engine, Setup, engine_of, train
+from tests.support.engines import Engine, Setup, engine_of, train
 
 
 @dataclass(frozen=True)

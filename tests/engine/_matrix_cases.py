@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tests.engine._pairwise import Case, pairwise
-from tests.engine._setup import Setup
+from tests.support.engines import Setup
 
 ZEROS = ("0", "1", "2", "3", "B")
 WORLDS = (1, 2, 3, 4)

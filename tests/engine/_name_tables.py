@@ -25,7 +25,7 @@ from lightning_elastic_zero.engine.deepspeed import (
     RESIDENT_NAMES,
     SWAPPER_NAMES,
 )
-from tests.engine._setup import Setup
+from tests.support.engines import Setup
 
 TABLES: dict[str, dict[str, str]] = {
     "the engine": ENGINE_NAMES,

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.engine._offload import swap_folder
-from tests.engine._setup import Engine, Setup, engine_of, train
+from tests.support.engines import Engine, Setup, engine_of, swap_folder, train
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,9 @@ from typing import TypeAlias
 import torch
 from torch import distributed
 
-from tests.engine._model import trained
-from tests.engine._oracle import PADDING, differences, dump, flat_buffers, positions, unrounded
-from tests.engine._save_load_programs import STEPS
-from tests.engine._setup import Engine, Setup, engine_of, train
+from tests.support.checkpoints import STEPS
+from tests.support.engines import Engine, Setup, engine_of, train, trained
+from tests.support.oracle import PADDING, differences, dump, flat_buffers, positions, unrounded
 
 
 def flipped_bits_found(setup: Setup) -> dict[str, tuple[dict[str, int], list[str]]] | None:

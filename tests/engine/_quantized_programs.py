@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.engine._setup import Setup, engine_of, train
+from tests.support.engines import Setup, engine_of, train
 
 
 def refused_by_deepspeed(setup: Setup) -> tuple[bool, str]:

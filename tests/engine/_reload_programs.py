@@ -18,14 +18,19 @@ import torch
 from torch import distributed
 
 from lightning_elastic_zero.errors import ElasticZeroError
-from tests.core._saved_files import differing_files
-from tests.engine._model import batch
-from tests.engine._oracle import differences, dump, same_bits
-from tests.engine._save_load_programs import Saved, assert_whole_windows, save
-from tests.engine._setup import Engine, Setup, engine_of, inner_of, reset_secondary_partition, train
-from tests.engine._uninterrupted import Continued
-from tests.outcome import error_text
-from tests.timeouts import HANG_TIMEOUT_S
+from tests.support.checkpoints import Continued, Saved, assert_whole_windows, differing_files, save
+from tests.support.engines import (
+    Engine,
+    Setup,
+    batch,
+    engine_of,
+    inner_of,
+    reset_secondary_partition,
+    train,
+)
+from tests.support.oracle import differences, dump, same_bits
+from tests.support.outcome import error_text
+from tests.support.processes import HANG_TIMEOUT_S
 
 Change = Callable[[Engine, str], None]
 """Changes the state of an engine, or loads a checkpoint."""

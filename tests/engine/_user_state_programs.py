@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.engine._oracle import differences, dump
-from tests.engine._setup import Engine, Setup, engine_of, inner_of, train
+from tests.support.engines import Engine, Setup, engine_of, inner_of, train
+from tests.support.oracle import differences, dump
 
 STEPS = 3
 

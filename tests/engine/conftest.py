@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.engine._late_saves import train_and_save_late
-from tests.engine._save_load_programs import Saved, train_and_save
-from tests.engine._setup import Setup
-from tests.engine._worker_pool import ForkServer, Pools
+from tests.support.checkpoints import Saved, train_and_save
+from tests.support.engines import Setup
+from tests.support.ranks import ForkServer, Pools
 
 
 @pytest.fixture(scope="session")

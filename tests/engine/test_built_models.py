@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from tests.engine._built_models import ModelSetup, in_channels_last, train_model
-from tests.engine._oracle import Dump, differences, dump, expected_in
-from tests.engine._save_load_programs import compare_states
-from tests.engine._setup import engine_of
-from tests.engine._worker_pool import Pools
+from tests.support.checkpoints import compare_states
+from tests.support.engines import engine_of
+from tests.support.oracle import Dump, differences, dump, expected_in
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 

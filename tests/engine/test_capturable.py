@@ -19,10 +19,9 @@ from tests.engine._capturable_programs import (
     first_step,
     steps_after_load,
 )
-from tests.engine._save_load_programs import Saved, load
-from tests.engine._setup import CAPTURABLE, Setup
-from tests.engine._uninterrupted import same_world
-from tests.engine._worker_pool import Pools
+from tests.support.checkpoints import Saved, load, same_world
+from tests.support.engines import CAPTURABLE, Setup
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 

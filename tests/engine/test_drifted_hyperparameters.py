@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.engine._drifted_ranks import resume_drifted, save_drifted
-from tests.engine._setup import Setup
-from tests.engine._worker_pool import Pools
+from tests.support.engines import Setup
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 

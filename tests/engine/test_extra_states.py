@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.engine._extra_state_programs import load_extra_states, save_extra_states
-from tests.engine._setup import Setup
-from tests.engine._worker_pool import Pools
+from tests.support.engines import Setup
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 

@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.engine._worker_pool import ROOT
-from tests.timeouts import HANG_TIMEOUT_S
+from tests.support.processes import HANG_TIMEOUT_S
+from tests.support.ranks import ROOT
 
 REUSED = """
 import os, signal, sys, time
-from tests.engine import _fork_server as server
+from tests.support import fork_server as server
 signal.signal(signal.SIGCHLD, server._reap)
 if not (probe := os.fork()):
     os._exit(7)

@@ -10,8 +10,8 @@ import pytest
 
 from lightning_elastic_zero.engine import support as installation
 from lightning_elastic_zero.errors import UnsupportedError
-from tests.dist._launch import Job, run_ranks
-from tests.engine._worker_pool import ForkServer
+from tests.support.launch import Job, run_ranks
+from tests.support.ranks import ForkServer
 
 SHARED_MEMORY, FILES = "deepspeed_shm_comm", "async_io"
 NVME = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}}}

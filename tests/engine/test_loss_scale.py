@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.engine._oracle import scaler_of
-from tests.engine._save_load_programs import Saved
-from tests.engine._setup import Engine, Setup, engine_of, train
-from tests.engine._worker_pool import Pools
-from tests.outcome import log_heard
+from tests.support.checkpoints import Saved
+from tests.support.engines import Engine, Setup, engine_of, train
+from tests.support.oracle import scaler_of
+from tests.support.outcome import log_heard
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 

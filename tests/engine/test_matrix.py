@@ -18,11 +18,11 @@ from tests.engine._matrix_cases import (
     full_targets,
     small_matrix,
 )
-from tests.engine._oracle import differences, expected_in
-from tests.engine._save_load_programs import Saved, StateComparison, load
-from tests.engine._setup import Setup
-from tests.engine._worker_pool import Pools
-from tests.tables import MATRIX
+from tests.support.checkpoints import Saved, StateComparison, load
+from tests.support.engines import Setup
+from tests.support.oracle import differences, expected_in
+from tests.support.ranks import Pools
+from tests.support.tables import MATRIX
 
 pytestmark = pytest.mark.engine
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.engine import _damaged_checkpoints
-from tests.engine._save_load_programs import (
+from tests.support.checkpoints import (
     Loading,
     LoadingBesideSchedule,
     Saved,
@@ -20,9 +20,9 @@ from tests.engine._save_load_programs import (
     Scheduler,
     refusal,
 )
-from tests.engine._setup import Setup, engine_of
-from tests.engine._worker_pool import Pools
-from tests.timeouts import PROMPT_TIMEOUT_S
+from tests.support.engines import Setup, engine_of
+from tests.support.processes import PROMPT_TIMEOUT_S
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 

@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
-from tests.engine._model import Net
-from tests.engine._save_load_programs import Loading, Saved, refusal, save_unlike
-from tests.engine._setup import Setup
-from tests.engine._worker_pool import Pools
 from tests.foreign._fixtures import unpack
 from tests.foreign._load_assertions import refused_all
+from tests.support.checkpoints import Loading, Saved, refusal, save_unlike
+from tests.support.engines import Net, Setup
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 

@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine._save_load_programs import Saved, load
-from tests.engine._setup import QUICK_SCALER, Setup, engine_of
-from tests.engine._skips import skip_without
-from tests.engine._uninterrupted import same_world
-from tests.engine._worker_pool import Pools
-from tests.outcome import log_heard
+from tests.support.checkpoints import Saved, load, same_world
+from tests.support.engines import QUICK_SCALER, Setup, engine_of
+from tests.support.outcome import log_heard
+from tests.support.ranks import Pools, skip_without
 
 pytestmark = pytest.mark.engine
 

@@ -18,11 +18,9 @@ from tests.engine._offload_programs import (
     save_without_swap_files,
     tensors_of,
 )
-from tests.engine._save_load_programs import Saved, StateComparison, load, refusal
-from tests.engine._setup import Setup
-from tests.engine._skips import skip_without
-from tests.engine._uninterrupted import same_world
-from tests.engine._worker_pool import Pools
+from tests.support.checkpoints import Saved, StateComparison, load, refusal, same_world
+from tests.support.engines import Setup
+from tests.support.ranks import Pools, skip_without
 
 pytestmark = pytest.mark.engine
 

@@ -10,17 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.engine._save_load_programs import (
-    Saved,
-    Saving,
-    found_after_load,
-    load,
-    refusal,
-)
-from tests.engine._setup import DEEPSPEEDS, ODD_SHAPES, Setup
-from tests.engine._skips import skip_without
-from tests.engine._worker_pool import Pools
-from tests.timeouts import PROMPT_TIMEOUT_S
+from tests.support.checkpoints import Saved, Saving, found_after_load, load, refusal
+from tests.support.engines import DEEPSPEEDS, ODD_SHAPES, Setup
+from tests.support.processes import PROMPT_TIMEOUT_S
+from tests.support.ranks import Pools, skip_without
 
 pytestmark = pytest.mark.engine
 

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine._save_load_programs import Loading, Saved, load, refusal
-from tests.engine._setup import Setup
-from tests.engine._uninterrupted import same_world
-from tests.engine._worker_pool import Pools
 from tests.engine.test_optimizers import RUNS, state_kinds
+from tests.support.checkpoints import Loading, Saved, load, refusal, same_world
+from tests.support.engines import Setup
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 

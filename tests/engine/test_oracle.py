@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine import _model, _oracle, _setup
-from tests.engine._model import UNTRAINED
-from tests.engine._oracle import Dump
 from tests.engine._oracle_programs import flipped_bits_found, public_values
-from tests.engine._save_load_programs import Saved, fresh
-from tests.engine._setup import Setup
-from tests.engine._worker_pool import Pools
+from tests.support import engines, oracle
+from tests.support.checkpoints import Saved, fresh
+from tests.support.engines import UNTRAINED, Setup
+from tests.support.oracle import Dump
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 
@@ -70,7 +69,7 @@ def test_deepspeed_says_the_same(setup: Setup, pools: Pools) -> None:
 
 def test_the_oracle_owes_nothing_to_the_library() -> None:
     """Neither the oracle nor the runs that it looks at import the library."""
-    for module in (_oracle, _model, _setup):
+    for module in (oracle, engines, engines):
         tree = ast.parse(Path(module.__file__ or "").read_text())
         imported = [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
         imported += [str(n.module) for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]

@@ -19,17 +19,17 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 
-from tests.engine._oracle import Dump, differences, expected_in
-from tests.engine._save_load_programs import (
+from tests.foreign._fixtures import unpack
+from tests.support.checkpoints import (
     Saved,
     found_after_load,
     found_by_deepspeed,
     saved_after_deepspeed,
     train_and_save,
 )
-from tests.engine._setup import Setup
-from tests.engine._worker_pool import Pools
-from tests.foreign._fixtures import unpack
+from tests.support.engines import Setup
+from tests.support.oracle import Dump, differences, expected_in
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine._oracle import Dump, differences, expected_in
-from tests.engine._save_load_programs import Loading, Saved, refusal
-from tests.engine._setup import Setup, engine_of, train
-from tests.engine._worker_pool import Pools
+from tests.support.checkpoints import Loading, Saved, refusal
+from tests.support.engines import Setup, engine_of, train
+from tests.support.oracle import Dump, differences, expected_in
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 
@@ -48,7 +48,7 @@ class Listed(logging.Handler):
 def loaded(setup: Setup, saved: Saved, steps_before: int) -> tuple[Any, ...] | None:
     """Load leniently; return what was held before, after, and a step later, and the warnings."""
     from lightning_elastic_zero.api import load_checkpoint
-    from tests.engine._oracle import dump
+    from tests.support.oracle import dump
 
     log, listed = logging.getLogger("lightning_elastic_zero"), Listed()
     with engine_of(setup, 7, tilt=3.0) as engine:

@@ -16,10 +16,9 @@ from lightning_elastic_zero.core.partition import (
     zero_layout,
 )
 from lightning_elastic_zero.errors import UnsupportedError
-from tests.engine._model import group_members, trained
-from tests.engine._oracle import PADDING, positions
-from tests.engine._setup import Engine, Setup, engine_of
-from tests.engine._worker_pool import Pools
+from tests.support.engines import Engine, Setup, engine_of, group_members, trained
+from tests.support.oracle import PADDING, positions
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 

@@ -12,9 +12,9 @@ from functools import partial
 import pytest
 
 from tests.engine._quantized_programs import refused_by_deepspeed
-from tests.engine._save_load_programs import Saved, load
-from tests.engine._setup import Setup
-from tests.engine._worker_pool import Pools
+from tests.support.checkpoints import Saved, load
+from tests.support.engines import Setup
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 

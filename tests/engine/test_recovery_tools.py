@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine._model import BUFFERS
-from tests.engine._oracle import same_bits
-from tests.engine._save_load_programs import Saved
-from tests.engine._setup import Setup
-from tests.engine._worker_pool import Pools, environment
-from tests.timeouts import HANG_TIMEOUT_S
+from tests.support.checkpoints import Saved
+from tests.support.engines import BUFFERS, Setup
+from tests.support.oracle import same_bits
+from tests.support.processes import HANG_TIMEOUT_S
+from tests.support.ranks import Pools, environment
 
 pytestmark = pytest.mark.engine
 

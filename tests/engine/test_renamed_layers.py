@@ -8,16 +8,10 @@ from functools import partial
 
 import pytest
 
-from tests.engine._oracle import Dump, differences, expected_in
-from tests.engine._save_load_programs import (
-    Loading,
-    Saved,
-    compare_states,
-    found_after_load,
-    refusal,
-)
-from tests.engine._setup import Setup
-from tests.engine._worker_pool import Pools
+from tests.support.checkpoints import Loading, Saved, compare_states, found_after_load, refusal
+from tests.support.engines import Setup
+from tests.support.oracle import Dump, differences, expected_in
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 

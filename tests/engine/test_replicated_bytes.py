@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine._model import trained
-from tests.engine._setup import Setup, engine_of, train
-from tests.engine._worker_pool import Pools
+from tests.support.engines import Setup, engine_of, train, trained
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 

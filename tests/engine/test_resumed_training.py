@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine._save_load_programs import Saved
-from tests.engine._setup import Setup
-from tests.engine._uninterrupted import resumed_masters, same_world, uninterrupted_masters
-from tests.engine._worker_pool import Pools
+from tests.support.checkpoints import Saved, resumed_masters, same_world, uninterrupted_masters
+from tests.support.engines import Setup
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine._oracle import Dump, differences, expected_in
-from tests.engine._save_load_programs import (
+from tests.support.checkpoints import (
     Loading,
     Saved,
     comparable,
@@ -21,8 +20,9 @@ from tests.engine._save_load_programs import (
     load,
     refusal,
 )
-from tests.engine._setup import Setup
-from tests.engine._worker_pool import Pools
+from tests.support.engines import Setup
+from tests.support.oracle import Dump, differences, expected_in
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 

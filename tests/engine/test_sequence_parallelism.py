@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from tests.engine._model import GLOBAL_BATCH
-from tests.engine._oracle import Dump, dump, expected_in
-from tests.engine._save_load_programs import compare_states
-from tests.engine._setup import Engine, Setup, make_optimizer
-from tests.engine._worker_pool import Pools
+from tests.support.checkpoints import compare_states
+from tests.support.engines import GLOBAL_BATCH, Engine, Setup, make_optimizer
+from tests.support.oracle import Dump, dump, expected_in
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine._setup import Engine, Setup, engine_of, train
-from tests.engine._worker_pool import Pools
+from tests.support.engines import Engine, Setup, engine_of, train
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 

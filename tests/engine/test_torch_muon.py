@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine._model import Net
-from tests.engine._save_load_programs import Saved, load
-from tests.engine._setup import Setup
-from tests.engine._uninterrupted import same_world
-from tests.engine._worker_pool import Pools
+from tests.support.checkpoints import Saved, load, same_world
+from tests.support.engines import Net, Setup
+from tests.support.ranks import Pools
 
 pytestmark = [
     pytest.mark.engine,

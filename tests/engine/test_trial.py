@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from tests.engine._trial_programs import wrong_weights_of_a_changed_weight
-from tests.engine._worker_pool import Pools
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 

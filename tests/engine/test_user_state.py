@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine._save_load_programs import Saved, refusal
-from tests.engine._setup import Engine, Setup
 from tests.engine._user_state_programs import (
     ANNEALED,
     LoadingAfter,
@@ -27,8 +25,10 @@ from tests.engine._user_state_programs import (
     refuse_hyperparameters,
     refused_saves,
 )
-from tests.engine._worker_pool import Pools
-from tests.timeouts import PROMPT_TIMEOUT_S
+from tests.support.checkpoints import Saved, refusal
+from tests.support.engines import Engine, Setup
+from tests.support.processes import PROMPT_TIMEOUT_S
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 

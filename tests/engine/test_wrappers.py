@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.engine._save_load_programs import Saved, load
-from tests.engine._setup import Setup
-from tests.engine._skips import skip_without
-from tests.engine._uninterrupted import same_world
-from tests.engine._worker_pool import Pools
+from tests.support.checkpoints import Saved, load, same_world
+from tests.support.engines import Setup
+from tests.support.ranks import Pools, skip_without
 
 pytestmark = pytest.mark.engine
 

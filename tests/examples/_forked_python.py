@@ -20,7 +20,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from tests.engine._worker_pool import ForkServer, Program
+from tests.support.ranks import ForkServer, Program
 
 POLL_S = 0.02
 """Between two looks at which processes have ended."""

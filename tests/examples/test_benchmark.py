@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.timeouts import HANG_TIMEOUT_S
+from tests.support.processes import HANG_TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
 WAYS_TO_LOAD = {

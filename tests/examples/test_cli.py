@@ -13,12 +13,10 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from lightning_elastic_zero.tools.fingerprint import recorded_fingerprint
-from tests.engine._worker_pool import ForkServer, environment
 from tests.examples._cli_programs import CLI, print_configs, run_cli
 from tests.examples._event_files import checkpoint_scalars, logged_fingerprints
-from tests.examples._process import output_of
-from tests.ports import free_port
-from tests.timeouts import HANG_TIMEOUT_S
+from tests.support.processes import HANG_TIMEOUT_S, free_port, output_of
+from tests.support.ranks import ForkServer, environment
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

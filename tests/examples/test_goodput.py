@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.examples._process import output_of
+from tests.support.processes import output_of
 
 BENCHMARKS = Path(__file__).parents[2] / "examples/benchmarks"
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine._worker_pool import ROOT, environment
 from tests.examples import _check_manifests
-from tests.examples._process import output_of
+from tests.support.processes import output_of
+from tests.support.ranks import ROOT, environment
 
 EXAMPLES = ROOT / "examples" / "kubernetes"
 SCHEMAS = ("kubernetes-validate", "kubeflow-trainer-api", "pyyaml")

@@ -19,9 +19,9 @@ import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import load_file
 
-from tests.engine._worker_pool import ForkServer, environment
 from tests.examples._forked_python import forked_programs
-from tests.examples._process import output_of
+from tests.support.processes import output_of
+from tests.support.ranks import ForkServer, environment
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.DOTALL | re.MULTILINE)

@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.examples._process import output_of
+from tests.support.processes import output_of
 
 ROOT = Path(__file__).parents[2]
 NAME = "lightning-elastic-zero"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from tests.engine._oracle import differences, dump
-from tests.engine._setup import Setup, engine_of, train
-from tests.outcome import NOTHING, error_text
-from tests.trainer._fits import FitSpec, error_of, fit
+from tests.support.engines import Setup, engine_of, train
+from tests.support.fits import FitSpec, error_of, fit
+from tests.support.oracle import differences, dump
+from tests.support.outcome import NOTHING, error_text
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from pathlib import Path
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
-from tests.dist._launch import Job
 from tests.faults._deterministic_training import DeterministicModel
-from tests.trainer._quiet_trainer import elastic, quiet_trainer
+from tests.support.fits import elastic, quiet_trainer
+from tests.support.launch import Job
 
 
 class KillAfterStep(Callback):

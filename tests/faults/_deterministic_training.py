@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.faults._save_steps import KillPoint, SaveStepTracer
 from tests.faults._state_digests import bits_of, digest
-from tests.trainer._quiet_trainer import elastic, quiet_trainer
+from tests.support.fits import elastic, quiet_trainer
 
 SIZES = (30_000, 5, 50_001)
 GLOBAL_BATCH, STEPS_PER_EPOCH = 12, 1000

@@ -17,11 +17,11 @@ from lightning.pytorch.callbacks import Callback
 from lightning_elastic_zero.checkpoint import background as async_save
 from lightning_elastic_zero.checkpoint import manager
 from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
-from tests.dist._launch import Job
 from tests.faults._deterministic_training import DeterministicModel, state_digests
 from tests.faults._fault_injection import on_nth_write
-from tests.timeouts import PROMPT_TIMEOUT_S
-from tests.trainer._quiet_trainer import SMALL_BUCKETS
+from tests.support.fits import SMALL_BUCKETS
+from tests.support.launch import Job
+from tests.support.processes import PROMPT_TIMEOUT_S
 
 
 @dataclass(frozen=True)

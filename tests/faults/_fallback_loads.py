@@ -6,10 +6,10 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from tests.engine._oracle import differences, dump
-from tests.engine._save_load_programs import Saved
-from tests.engine._setup import Setup, engine_of
-from tests.trainer._fits import FitSpec
+from tests.support.checkpoints import Saved
+from tests.support.engines import Setup, engine_of
+from tests.support.fits import FitSpec
+from tests.support.oracle import differences, dump
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def fit_and_test(root: str, path: str) -> tuple[int, str]:
 
     To evaluate another checkpoint than the one that was named is no use to anybody.
     """
-    from tests.trainer._fits import error_of, fit
+    from tests.support.fits import error_of, fit
 
     plan = FitSpec(f"{root}/out", 2, epochs=2, ckpt_path=path, strategy={"fallback": True})
     return int(fit(plan)["step"]), error_of(plan, "test")

@@ -23,12 +23,12 @@ from typing import Any
 from lightning_elastic_zero.errors import ElasticZeroError
 from lightning_elastic_zero.storage.leftovers import repair
 from lightning_elastic_zero.storage.owners import ProcessIdentity
-from tests.engine._worker_pool import Pools, World
 from tests.faults._deterministic_training import Table, Training, published, train
 from tests.faults._save_steps import KillPoint
 from tests.faults._state_digests import read_digests
-from tests.tables import KILLS
-from tests.timeouts import PROMPT_TIMEOUT_S
+from tests.support.processes import PROMPT_TIMEOUT_S
+from tests.support.ranks import Pools, World
+from tests.support.tables import KILLS
 
 PATIENCE_S = 0.3
 """How long the ranks that were not killed may go on, before a launcher would kill them too."""

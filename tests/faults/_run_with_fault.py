@@ -24,7 +24,7 @@ from tests.faults._deterministic_training import DeterministicModel, Table, stat
 from tests.faults._fault_injection import Fault, hang_marker, inject_fault
 from tests.faults._save_modes import wait_for_published
 from tests.faults._state_digests import read_digests
-from tests.trainer._quiet_trainer import elastic, quiet_trainer
+from tests.support.fits import elastic, quiet_trainer
 
 STEPS = 3
 SHORT = Timeouts(

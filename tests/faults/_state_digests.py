@@ -16,7 +16,7 @@ from lightning_elastic_zero.core.manifest import Manifest
 from lightning_elastic_zero.core.progress import NO_PROGRESS
 from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.formats.reader import WEIGHT, CheckpointReader
-from tests.core.bitwise_repr import bitwise_repr
+from tests.support.bits import bitwise_repr
 
 
 def bits_of(tensor: torch.Tensor) -> bytes:

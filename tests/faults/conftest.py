@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine._save_load_programs import Saved, train_and_save
-from tests.engine._setup import Setup
-from tests.engine._worker_pool import Pools
 from tests.faults._deterministic_training import Table, Training, train
 from tests.faults._kill_sequence import KillSequence, MakeChain
 from tests.faults._save_modes import MODES
+from tests.support.checkpoints import Saved, train_and_save
+from tests.support.engines import Setup
+from tests.support.ranks import Pools
 
 
 @pytest.fixture(scope="session")

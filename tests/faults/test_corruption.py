@@ -13,7 +13,7 @@ import pytest
 from lightning_elastic_zero.errors import ElasticZeroError
 from tests.faults._corruptions import KINDS, MANIFEST, Corruption, Damage
 from tests.faults._state_digests import read_digests
-from tests.tables import CORRUPTIONS
+from tests.support.tables import CORRUPTIONS
 
 pytestmark = pytest.mark.engine
 

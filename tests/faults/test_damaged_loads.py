@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine._setup import Setup
-from tests.engine._worker_pool import Pools
 from tests.faults._corruptions import KINDS, Damage
 from tests.faults._damaged_loads import fit_from_each, load_each, save_two
-from tests.outcome import NOTHING
-from tests.tables import LOADS
+from tests.support.engines import Setup
+from tests.support.outcome import NOTHING
+from tests.support.ranks import Pools
+from tests.support.tables import LOADS
 
 pytestmark = pytest.mark.engine
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist._launch import run_ranks
-from tests.engine._worker_pool import ForkServer
 from tests.faults._death_between_steps import lose_a_rank
-from tests.timeouts import PROMPT_TIMEOUT_S
+from tests.support.launch import run_ranks
+from tests.support.processes import PROMPT_TIMEOUT_S
+from tests.support.ranks import ForkServer
 
 pytestmark = pytest.mark.engine
 

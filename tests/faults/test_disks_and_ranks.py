@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from tests.engine._worker_pool import Pools
 from tests.faults._deterministic_training import Table, Training, train
 from tests.faults._fault_injection import ON_TMPFS, Fault, tmpfs
 from tests.faults._run_with_fault import (
@@ -25,8 +24,9 @@ from tests.faults._run_with_fault import (
 )
 from tests.faults._save_modes import MODES
 from tests.faults._state_digests import read_digests
-from tests.tables import FAULTS
-from tests.timeouts import HANG_TIMEOUT_S, PROMPT_TIMEOUT_S
+from tests.support.processes import HANG_TIMEOUT_S, PROMPT_TIMEOUT_S
+from tests.support.ranks import Pools
+from tests.support.tables import FAULTS
 
 pytestmark = pytest.mark.engine
 

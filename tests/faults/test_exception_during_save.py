@@ -10,11 +10,11 @@ import pytest
 
 from lightning_elastic_zero.checkpoint.background import DRAIN_TIMEOUT_S
 from lightning_elastic_zero.storage.leftovers import remove_leftovers
-from tests.dist._launch import run_ranks
-from tests.engine._worker_pool import ForkServer
 from tests.faults._exception_during_save import ExceptionRun, raise_while_saving
 from tests.faults._state_digests import read_digests
-from tests.timeouts import PROMPT_TIMEOUT_S
+from tests.support.launch import run_ranks
+from tests.support.processes import PROMPT_TIMEOUT_S
+from tests.support.ranks import ForkServer
 
 pytestmark = pytest.mark.engine
 

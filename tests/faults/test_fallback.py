@@ -15,11 +15,11 @@ from lightning_elastic_zero.checkpoint.load import find_fallback
 from lightning_elastic_zero.coordination.ranks import OneRank
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME, Manifest, manifest_from_json
 from tests.engine import _damaged_checkpoints
-from tests.engine._save_load_programs import Saved, train_and_save
-from tests.engine._setup import Setup
-from tests.engine._worker_pool import Pools
 from tests.faults._damaged_loads import save_two
 from tests.faults._fallback_loads import FallbackResult, fit_and_test, load_from
+from tests.support.checkpoints import Saved, train_and_save
+from tests.support.engines import Setup
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 

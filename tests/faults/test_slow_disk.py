@@ -19,9 +19,9 @@ from torch import distributed
 
 from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 from lightning_elastic_zero.errors import RanksError
-from tests.core._slow_disk import SlowDisk
-from tests.engine._setup import Engine, Setup, engine_of, train
-from tests.engine._worker_pool import Pools
+from tests.support.engines import Engine, Setup, engine_of, train
+from tests.support.ranks import Pools
+from tests.support.slow_disk import SlowDisk
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

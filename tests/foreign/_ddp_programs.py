@@ -9,11 +9,11 @@ import lightning.pytorch as pl
 import torch
 from typing_extensions import override
 
-from tests.engine._oracle import Dump
-from tests.engine._setup import Setup
 from tests.foreign._resume_programs import Look, ResumingModel
 from tests.foreign._torch_writers import Run, held, keep
 from tests.foreign._trainer_writers import LitNet, Watch
+from tests.support.engines import Setup
+from tests.support.oracle import Dump
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",

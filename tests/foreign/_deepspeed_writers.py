@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import distributed
 
-from tests.engine._oracle import dump
-from tests.engine._setup import Engine, engine_of, train
 from tests.foreign._fixture_table import FixtureRow
+from tests.support.engines import Engine, engine_of, train
+from tests.support.oracle import dump
 
 CLIENT_STATE = {"epoch": 3}
 MORE = 2

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.formats.deepspeed_files import CLASS_STUBS
-from tests.engine._oracle import Dump
 from tests.foreign._fixtures import Fixture
+from tests.support.oracle import Dump
 
 NAMES = "param_slice_mappings"
 """Where DeepSpeed's ZeRO-1/2 leaves names in its state, beside their places."""

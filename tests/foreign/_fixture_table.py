@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.engine._setup import Setup
+from tests.support.engines import Setup
 
 NEWEST = "0.19"
 RELEASES = ("0.16", "0.17", "0.18", NEWEST)

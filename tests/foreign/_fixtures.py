@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from tests.engine._oracle import Dump
-from tests.engine._setup import Setup
+from tests.support.engines import Setup
+from tests.support.oracle import Dump
 
 DATA = Path(__file__).parent / "data"
 

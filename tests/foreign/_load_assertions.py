@@ -6,14 +6,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.engine._oracle import differences, dump
-from tests.engine._save_load_programs import Loading, Refusal, refusal
-from tests.engine._setup import Setup, engine_of, train
-from tests.engine._worker_pool import Pools
 from tests.foreign._fixtures import Fixture
 from tests.foreign._restore_programs import Case, restore
 from tests.foreign._torch_writers import Run
-from tests.timeouts import PROMPT_TIMEOUT_S
+from tests.support.checkpoints import Loading, Refusal, refusal
+from tests.support.engines import Setup, engine_of, train
+from tests.support.oracle import differences, dump
+from tests.support.processes import PROMPT_TIMEOUT_S
+from tests.support.ranks import Pools
 
 TARGETS = (
     Setup(1, "2", bucket=5000),

@@ -10,12 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.engine._model import BUFFERS
-from tests.engine._oracle import Dump, dump, expected_in
-from tests.engine._reference_run import MORE, ReferenceComparison, compare_with_reference
-from tests.engine._save_load_programs import Scheduler, StateComparison, compare_states
-from tests.engine._setup import Engine, Setup, engine_of, train
 from tests.foreign._fixtures import Fixture
+from tests.support.checkpoints import Scheduler, StateComparison, compare_states
+from tests.support.engines import BUFFERS, Engine, Setup, engine_of, train
+from tests.support.oracle import (
+    MORE,
+    Dump,
+    ReferenceComparison,
+    compare_with_reference,
+    dump,
+    expected_in,
+)
 
 
 @dataclass(frozen=True)

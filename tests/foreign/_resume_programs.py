@@ -15,14 +15,12 @@ from torch import distributed
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from tests.engine._model import batch
-from tests.engine._oracle import Dump, dump
-from tests.engine._reference_run import MORE, ReferenceComparison, compare_with_reference
-from tests.engine._save_load_programs import compare_states
-from tests.engine._setup import Engine, Setup
 from tests.foreign._fixtures import Fixture
 from tests.foreign._restore_programs import wanted_of
 from tests.foreign._trainer_writers import DECAY, LitNet, Steps, Watch
+from tests.support.checkpoints import compare_states
+from tests.support.engines import Engine, Setup, batch
+from tests.support.oracle import MORE, Dump, ReferenceComparison, compare_with_reference, dump
 
 
 @dataclass(frozen=True)

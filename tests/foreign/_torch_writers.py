@@ -15,9 +15,16 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from tests.engine._model import BUFFERS, Net, batch, group_members, trained
-from tests.engine._oracle import Dump
-from tests.engine._setup import Engine, make_optimizer
+from tests.support.engines import (
+    BUFFERS,
+    Engine,
+    Net,
+    batch,
+    group_members,
+    make_optimizer,
+    trained,
+)
+from tests.support.oracle import Dump
 
 STEPS = 3
 

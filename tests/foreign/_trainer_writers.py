@@ -18,11 +18,10 @@ from torch import distributed
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
-from tests.engine._model import Net, batch, group_members
-from tests.engine._oracle import dump
-from tests.engine._setup import Setup, make_optimizer
 from tests.foreign._deepspeed_writers import MORE, keep, wait_for_gathers
 from tests.foreign._fixture_table import FixtureRow
+from tests.support.engines import Net, Setup, batch, group_members, make_optimizer
+from tests.support.oracle import dump
 
 DECAY = 0.75
 """Of the learning rate, each step."""

@@ -13,10 +13,10 @@ import transformers
 from accelerate import PartialState
 from torch.utils.data import Dataset, SequentialSampler
 
-from tests.engine._model import GLOBAL_BATCH, Net, batch
-from tests.engine._oracle import dump
 from tests.foreign._deepspeed_writers import MORE, keep, wait_for_gathers
 from tests.foreign._fixture_table import FixtureRow
+from tests.support.engines import GLOBAL_BATCH, Net, batch
+from tests.support.oracle import dump
 
 
 class Samples(Dataset[Any]):

@@ -25,12 +25,12 @@ from functools import partial
 from importlib import metadata, util
 from pathlib import Path
 
-from tests.engine._worker_pool import ROOT, Pools, environment
 from tests.foreign._deepspeed_writers import write, write_larger
 from tests.foreign._fixture_table import PR_8031, ROWS, FixtureRow
 from tests.foreign._fixtures import DATA
 from tests.foreign._packing import pack
 from tests.foreign._trainer_writers import accelerate, fit
+from tests.support.ranks import ROOT, Pools, environment
 
 TIMEOUT_S = 300.0
 COPIED = ("zero_to_fp32.py", "zero_to_torch.py")

@@ -31,12 +31,11 @@ from lightning_elastic_zero.core.manifest import (
 from lightning_elastic_zero.core.progress import NO_PROGRESS
 from lightning_elastic_zero.formats.dcp_read import knows_order, leaves_of, read_metadata
 from lightning_elastic_zero.formats.open import open_checkpoint
-from tests.engine._model import Net
-from tests.engine._setup import Setup
-from tests.engine._worker_pool import Pools
 from tests.foreign import _torch_writers as writers
 from tests.foreign._load_assertions import TARGETS, assert_restored, refused, refused_all
 from tests.foreign._torch_writers import Run
+from tests.support.engines import Net, Setup
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 

@@ -14,8 +14,6 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from tests.engine._setup import Setup
-from tests.engine._worker_pool import Pools
 from tests.foreign._fixtures import Fixture, names, unpack
 from tests.foreign._restore_programs import (
     Case,
@@ -25,6 +23,8 @@ from tests.foreign._restore_programs import (
     resumed_with_scheduler,
     saved_with_scheduler,
 )
+from tests.support.engines import Setup
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 

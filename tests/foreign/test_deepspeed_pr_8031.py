@@ -28,15 +28,15 @@ from lightning_elastic_zero.errors import CheckpointFormatError
 from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.tools.conversion import convert_checkpoint
 from lightning_elastic_zero.tools.view import open_view
-from tests.engine._oracle import dump, same_bits
-from tests.engine._setup import Engine, Setup, engine_of
-from tests.engine._worker_pool import Pools, environment
 from tests.foreign._fixture_table import small
 from tests.foreign._fixtures import DATA, unpack
 from tests.foreign._load_assertions import refused
 from tests.foreign._read_whole import read_whole
 from tests.foreign._restore_programs import Case, another, restore
-from tests.outcome import log_heard
+from tests.support.engines import Engine, Setup, engine_of
+from tests.support.oracle import dump, same_bits
+from tests.support.outcome import log_heard
+from tests.support.ranks import Pools, environment
 
 OF_OTHERS = ("groups-on-4", "plain-on-2")
 ROWS = ("elastic3-pr8031", "elastic3x4-pr8031", "elastic3-momentum-pr8031")

@@ -27,12 +27,12 @@ from lightning_elastic_zero.errors import (
 )
 from lightning_elastic_zero.formats.dumps import describe_dumps
 from lightning_elastic_zero.formats.open import open_checkpoint
-from tests.engine._model import group_members
-from tests.engine._save_load_programs import Loading, refusal
-from tests.engine._worker_pool import Pools
 from tests.foreign._dump_folders import change, dumps_in, forget_names, from_stock, load, model_file
 from tests.foreign._fixtures import Fixture, names, unpack
 from tests.foreign._restore_programs import Case, restore
+from tests.support.checkpoints import Loading, refusal
+from tests.support.engines import group_members
+from tests.support.ranks import Pools
 
 DUMPS = [name for name in names() if name.startswith("dumps")]
 OTHER = ("dumps", "universal", "lightning", "two-tags", "stale")

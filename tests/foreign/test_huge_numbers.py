@@ -17,21 +17,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine._model import Net
-from tests.engine._save_load_programs import (
-    Loading,
-    Saved,
-    evaluated_weights,
-    found_after_load,
-    refusal,
-)
-from tests.engine._setup import Engine, Setup, engine_of, inner_of, train
-from tests.engine._skips import skip_without
-from tests.engine._worker_pool import Pools
 from tests.foreign import _torch_writers as writers
 from tests.foreign._load_assertions import TARGETS, refused
 from tests.foreign._torch_writers import Run
-from tests.outcome import log_heard
+from tests.support.checkpoints import Loading, Saved, evaluated_weights, found_after_load, refusal
+from tests.support.engines import Engine, Net, Setup, engine_of, inner_of, train
+from tests.support.outcome import log_heard
+from tests.support.ranks import Pools, skip_without
 
 pytestmark = pytest.mark.engine
 

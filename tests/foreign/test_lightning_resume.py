@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine._oracle import same_bits
-from tests.engine._worker_pool import Pools
 from tests.foreign._fixtures import names, unpack
 from tests.foreign._resume_programs import Resumed, resume, validate
 from tests.foreign._trainer_writers import DECAY
+from tests.support.oracle import same_bits
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 

@@ -15,16 +15,16 @@ import torch
 
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
 from lightning_elastic_zero.formats.open import open_checkpoint
-from tests.engine._oracle import same_bits
-from tests.engine._save_load_programs import Saved, found_after_load
-from tests.engine._setup import Setup
-from tests.engine._worker_pool import Pools
 from tests.foreign._deepspeed_writers import write
 from tests.foreign._fixture_table import FixtureRow, small
 from tests.foreign._fixtures import Fixture, unpack
 from tests.foreign._load_assertions import refused_all
 from tests.foreign._read_whole import read_whole
 from tests.foreign._restore_programs import Case, restore
+from tests.support.checkpoints import Saved, found_after_load
+from tests.support.engines import Setup
+from tests.support.oracle import same_bits
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 

@@ -11,9 +11,9 @@ import torch
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.formats.dumps import describe_dumps
 from lightning_elastic_zero.formats.open import open_checkpoint
-from tests.engine._oracle import same_bits
 from tests.foreign._fixtures import names, unpack
 from tests.foreign._read_whole import read_whole
+from tests.support.oracle import same_bits
 
 DIRECTORIES = [n for n in names() if not n.startswith(("dumps", "universal-corrupt"))]
 

@@ -30,7 +30,7 @@ from lightning_elastic_zero.errors import (
 from lightning_elastic_zero.formats.open import open_checkpoint
 from tests.foreign._fixtures import unpack
 from tests.foreign._read_whole import read_whole
-from tests.timeouts import HANG_TIMEOUT_S
+from tests.support.processes import HANG_TIMEOUT_S
 
 MODEL = "mp_rank_00_model_states.pt"
 SEED = 20261121

@@ -17,20 +17,19 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine._model import group_members
-from tests.engine._oracle import Dump, differences, expected_in
-from tests.engine._save_load_programs import (
+from tests.foreign import _torch_writers as writers
+from tests.foreign._load_assertions import TARGETS, assert_restored, refused, refused_all
+from tests.foreign._torch_writers import Run
+from tests.support.checkpoints import (
     Saved,
     compare_states,
     evaluated_weights,
     found_after_load,
     train_and_save,
 )
-from tests.engine._setup import Setup, engine_of
-from tests.engine._worker_pool import Pools
-from tests.foreign import _torch_writers as writers
-from tests.foreign._load_assertions import TARGETS, assert_restored, refused, refused_all
-from tests.foreign._torch_writers import Run
+from tests.support.engines import Setup, engine_of, group_members
+from tests.support.oracle import Dump, differences, expected_in
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 

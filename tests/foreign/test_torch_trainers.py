@@ -8,10 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine._model import Net
-from tests.engine._oracle import Dump, differences, same_bits
-from tests.engine._setup import Setup
-from tests.engine._worker_pool import Pools
 from tests.foreign import _torch_writers as writers
 from tests.foreign._ddp_programs import fit_ddp, start
 from tests.foreign._fixtures import Fixture
@@ -19,6 +15,9 @@ from tests.foreign._load_assertions import as_fixture
 from tests.foreign._resume_programs import Resumed, resume, validate
 from tests.foreign._torch_writers import Run
 from tests.foreign._trainer_writers import DECAY
+from tests.support.engines import Net, Setup
+from tests.support.oracle import Dump, differences, same_bits
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 

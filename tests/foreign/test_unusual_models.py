@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from tests.engine._oracle import same_bits
-from tests.engine._setup import Engine, Setup
-from tests.engine._worker_pool import Pools
+from tests.support.engines import Engine, Setup
+from tests.support.oracle import same_bits
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 

@@ -18,14 +18,14 @@ from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
-from tests.engine._oracle import dump, same_bits
-from tests.engine._setup import Setup
-from tests.engine._worker_pool import Pools
 from tests.foreign._fixture_table import FixtureRow, small
 from tests.foreign._fixtures import Fixture
 from tests.foreign._resume_programs import ResumingModel, validate
 from tests.foreign._trainer_writers import LitNet, OnCPU
-from tests.outcome import warnings_heard
+from tests.support.engines import Setup
+from tests.support.oracle import dump, same_bits
+from tests.support.outcome import warnings_heard
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 

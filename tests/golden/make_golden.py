@@ -24,7 +24,7 @@ from pathlib import Path
 
 from tests.foreign._packing import pack
 from tests.golden._golden_run import STEPS, GoldenRun, fit
-from tests.ports import free_port
+from tests.support.processes import free_port
 
 TIMEOUT_S = 900.0
 RUNS = {

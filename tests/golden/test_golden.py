@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from lightning_elastic_zero.core.manifest import manifest_from_json
-from tests.engine._oracle import same_bits
-from tests.engine._worker_pool import Pools
 from tests.golden._golden_run import CALLBACK, SAMPLES, GoldenRun, Held, fit
 from tests.golden.make_golden import RUNS
+from tests.support.oracle import same_bits
+from tests.support.ranks import Pools
 
 DATA = Path(__file__).parent / "data"
 NAMES = sorted(RUNS)

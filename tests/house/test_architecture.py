@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
-from tests.timeouts import HANG_TIMEOUT_S
+from tests.support.processes import HANG_TIMEOUT_S
 
 PACKAGE = "lightning_elastic_zero"
 ROOT = Path(__file__).parents[2] / PACKAGE

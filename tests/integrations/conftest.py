@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.engine._worker_pool import ForkServer, Pools
+from tests.support.ranks import ForkServer, Pools
 
 
 @pytest.fixture(scope="session")

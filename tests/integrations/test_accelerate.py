@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine._worker_pool import Pools
+from tests.support.ranks import Pools
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_elastic_zero import elastic
-from tests.engine._worker_pool import Pools
+from tests.support.ranks import Pools
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

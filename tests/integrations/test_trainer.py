@@ -13,7 +13,7 @@ import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from tests.engine._worker_pool import Pools
+from tests.support.ranks import Pools
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine._worker_pool import Pools
+from tests.support.ranks import Pools
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")

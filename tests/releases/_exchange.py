@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.engine._save_load_programs import Saved, StateComparison, fresh, train_and_save
-from tests.engine._setup import Setup
-from tests.engine._worker_pool import Pools
 from tests.releases._exchange_ranks import load_of_another_release
-from tests.trainer._fits import FitSpec, fit
+from tests.support.checkpoints import Saved, StateComparison, fresh, train_and_save
+from tests.support.engines import Setup
+from tests.support.fits import FitSpec, fit
+from tests.support.ranks import Pools
 
 PAIRS = (
     (Setup(2, "2", "bf16", round_robin=True), Setup(3, "3", "bf16", sub_group=700)),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from tests.engine._oracle import Dump, dump, expected_in
-from tests.engine._save_load_programs import Saved, StateComparison, compare_states
-from tests.engine._setup import Setup, engine_of
+from tests.support.checkpoints import Saved, StateComparison, compare_states
+from tests.support.engines import Setup, engine_of
+from tests.support.oracle import Dump, dump, expected_in
 
 
 def load_of_another_release(setup: Setup, saved: Saved) -> StateComparison | None:

@@ -15,7 +15,7 @@ from lightning_elastic_zero.core.requirements import DEEPSPEED
 from tests.releases._cells import CELLS, EXCHANGES, REFUSED, Cell
 from tests.releases._core_matrix import TESTS, left_out
 from tests.releases._install import ROOT, EnvironmentUnavailableError, environment
-from tests.tables import RELEASES
+from tests.support.tables import RELEASES
 
 pytestmark = [pytest.mark.engine, pytest.mark.releases, pytest.mark.timeout(10_800)]
 

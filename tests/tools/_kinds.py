@@ -18,7 +18,7 @@ from lightning_elastic_zero.formats.dumps import describe_dumps
 from lightning_elastic_zero.tools.conversion import convert_checkpoint
 from lightning_elastic_zero.tools.weight_files import ConvertOptions
 from tests.foreign._fixtures import names, unpack
-from tests.tools._checkpoints import make_state, write_elastic
+from tests.support.plain_checkpoints import make_state, write_elastic
 from tests.tools._other_software import trained
 
 Make = Callable[[Path], Path]

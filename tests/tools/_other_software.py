@@ -15,10 +15,9 @@ from lightning_elastic_zero.coordination.ranks import OneRank
 from lightning_elastic_zero.tools.conversion import convert_checkpoint
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
 from lightning_elastic_zero.tools.weight_files import ConvertOptions
-from tests.engine._model import group_members
-from tests.engine._oracle import dump
-from tests.engine._setup import Setup, engine_of, make_optimizer, train
-from tests.tools._checkpoints import WholeState, write_elastic
+from tests.support.engines import Setup, engine_of, group_members, make_optimizer, train
+from tests.support.oracle import dump
+from tests.support.plain_checkpoints import WholeState, write_elastic
 
 
 def trained(model: nn.Module, steps: int = 2) -> torch.optim.AdamW:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tests.tools._checkpoints import STATES, WholeState
+from tests.support.plain_checkpoints import STATES, WholeState
 
 ABOUT = {"ds_version": "0.19.8", "mp_world_size": 1}
 

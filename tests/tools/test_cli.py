@@ -18,8 +18,8 @@ import lightning_elastic_zero
 from lightning_elastic_zero.cli import main
 from lightning_elastic_zero.tools import report
 from tests.foreign._fixtures import unpack
-from tests.timeouts import HANG_TIMEOUT_S
-from tests.tools._checkpoints import make_state, write_elastic
+from tests.support.plain_checkpoints import make_state, write_elastic
+from tests.support.processes import HANG_TIMEOUT_S
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -38,12 +38,12 @@ from lightning_elastic_zero.tools.inspection import inspect_checkpoint
 from lightning_elastic_zero.tools.verification import verify_checkpoint
 from lightning_elastic_zero.tools.view import open_view
 from lightning_elastic_zero.tools.weight_files import ConvertOptions, adapter_key
-from tests.core._checkpoints import names_in
-from tests.core.bitwise_repr import bitwise_repr
-from tests.engine._worker_pool import Pools
 from tests.foreign._fixtures import unpack
+from tests.support.bits import bitwise_repr
+from tests.support.plain_checkpoints import WholeState, make_state, write_elastic
+from tests.support.ranks import Pools
+from tests.support.small_checkpoints import names_in
 from tests.tools import _other_software
-from tests.tools._checkpoints import WholeState, make_state, write_elastic
 from tests.tools._other_software import trained
 
 Run = Callable[..., tuple[int, str, str]]

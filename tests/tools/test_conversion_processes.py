@@ -14,9 +14,9 @@ from lightning_elastic_zero.storage.leftovers import remove_leftovers
 from lightning_elastic_zero.tools.conversion import TARGETS, convert_checkpoint
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
 from lightning_elastic_zero.tools.weight_files import ConvertOptions
-from tests.core._checkpoints import names_in
-from tests.timeouts import HANG_TIMEOUT_S
-from tests.tools._checkpoints import WholeState, make_state, write_elastic
+from tests.support.plain_checkpoints import WholeState, make_state, write_elastic
+from tests.support.processes import HANG_TIMEOUT_S
+from tests.support.small_checkpoints import names_in
 from tests.tools._stock_deepspeed import write_stock
 
 CONVERT = """

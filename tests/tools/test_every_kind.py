@@ -15,7 +15,7 @@ from lightning_elastic_zero.formats.reader import WEIGHT
 from lightning_elastic_zero.tools.conversion import TARGETS
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
 from lightning_elastic_zero.tools.view import OpenCheckpoint, open_view
-from tests.tools._checkpoints import make_state, write_elastic
+from tests.support.plain_checkpoints import make_state, write_elastic
 from tests.tools._kinds import FOREIGN, KINDS, STRANGERS, Kind, Stranger
 
 Run = Callable[..., tuple[int, str, str]]

@@ -29,7 +29,7 @@ from lightning_elastic_zero.tools.fingerprint import (
     tensor_fingerprints,
 )
 from tests.foreign._fixtures import unpack
-from tests.tools._checkpoints import make_state, manifest_of, rank_state, write_elastic
+from tests.support.plain_checkpoints import make_state, manifest_of, rank_state, write_elastic
 
 Run = Callable[..., tuple[int, str, str]]
 

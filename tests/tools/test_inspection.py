@@ -18,10 +18,10 @@ from lightning_elastic_zero.tools.inspection import (
     inspect_checkpoint,
     plan_resume,
 )
-from tests.engine._setup import Setup, engine_of, inner_of, train
-from tests.engine._worker_pool import Pools
 from tests.foreign._fixtures import unpack
-from tests.tools._checkpoints import make_state, manifest_of, rank_state, write_elastic
+from tests.support.engines import Setup, engine_of, inner_of, train
+from tests.support.plain_checkpoints import make_state, manifest_of, rank_state, write_elastic
+from tests.support.ranks import Pools
 
 Run = Callable[..., tuple[int, str, str]]
 

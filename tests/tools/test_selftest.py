@@ -57,10 +57,9 @@ from lightning_elastic_zero.storage.probe import (
     SYNC_NAMES,
 )
 from lightning_elastic_zero.storage.shared import scratch_folder
-from tests.core._slow_disk import SlowDisk
-from tests.engine._worker_pool import environment
-from tests.ports import free_port
-from tests.timeouts import HANG_TIMEOUT_S
+from tests.support.processes import HANG_TIMEOUT_S, free_port
+from tests.support.ranks import environment
+from tests.support.slow_disk import SlowDisk
 from tests.tools._bad_disk import bad_disk, bad_disk_library, compiled
 from tests.tools._selftest_worker import broken_rank
 

@@ -37,8 +37,8 @@ from lightning_elastic_zero.tools.verification import (
     verify_checkpoint,
 )
 from tests.foreign._fixtures import unpack
-from tests.timeouts import PROMPT_TIMEOUT_S
-from tests.tools._checkpoints import make_state, write_elastic
+from tests.support.plain_checkpoints import make_state, write_elastic
+from tests.support.processes import PROMPT_TIMEOUT_S
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -21,9 +21,8 @@ from typing_extensions import override
 from lightning_elastic_zero.checkpoint import background as async_save
 from lightning_elastic_zero.checkpoint import manager
 from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
-from tests.timeouts import PROMPT_TIMEOUT_S
-from tests.trainer._fits import Data, RegressionNet
-from tests.trainer._quiet_trainer import elastic, quiet_trainer
+from tests.support.fits import Data, RegressionNet, elastic, quiet_trainer
+from tests.support.processes import PROMPT_TIMEOUT_S
 
 HELD_S = PROMPT_TIMEOUT_S
 

@@ -15,8 +15,9 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_elastic_zero.checkpoint import save as saving
 from lightning_elastic_zero.storage.checksums import write_durably
-from tests.core._saved_files import files_of
-from tests.engine._worker_pool import Pools
+from tests.support.checkpoints import files_of
+from tests.support.fits import RegressionNet
+from tests.support.ranks import Pools
 from tests.trainer._async_save import (
     HELD_S,
     AsyncSaveSpec,
@@ -26,7 +27,6 @@ from tests.trainer._async_save import (
     is_published,
     open_later,
 )
-from tests.trainer._fits import RegressionNet
 
 
 class Clipping(RegressionNet):

@@ -15,7 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from torchmetrics.wrappers import MinMaxMetric
 from typing_extensions import override
 
-from tests.outcome import warnings_heard
+from tests.support.outcome import warnings_heard
 from tests.trainer._recorded_data import IndexedSamples
 from tests.trainer._recorded_runs import EventRecorder, RecordingNet, RunSpec, trainer_of
 

@@ -21,9 +21,8 @@ from lightning_elastic_zero.checkpoint.save import save_engine
 from lightning_elastic_zero.checkpoint.types import SaveOptions
 from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import connect_ranks
-from tests.outcome import NOTHING, error_text, log_heard
-from tests.trainer._fits import FitSpec, error_of, fit
-from tests.trainer._quiet_trainer import SMALL_BUCKETS
+from tests.support.fits import SMALL_BUCKETS, FitSpec, error_of, fit
+from tests.support.outcome import NOTHING, error_text, log_heard
 
 IN_EXCEPTION_ABSENT_S = 4 * Timeouts().heartbeat_interval_s
 """The shortest time that ranks may wait for others to come."""

@@ -18,9 +18,9 @@ from lightning_elastic_zero.checkpoint import load as loading
 from lightning_elastic_zero.checkpoint.fingerprint import check_loaded
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
-from tests.outcome import error_text
+from tests.support.fits import FitSpec
+from tests.support.outcome import error_text
 from tests.trainer._failure_cases import engine as plain_engine
-from tests.trainer._fits import FitSpec
 
 
 @dataclass(frozen=True)

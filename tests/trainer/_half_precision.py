@@ -14,10 +14,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.engine._precision import fp16_on_cpu
-from tests.engine._setup import OVERFLOW
-from tests.trainer._fits import WIDTH, RegressionNet
-from tests.trainer._quiet_trainer import elastic, quiet_trainer
+from tests.support.engines import OVERFLOW, fp16_on_cpu
+from tests.support.fits import WIDTH, RegressionNet, elastic, quiet_trainer
 
 SCALER = {"initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 2}
 """Options of the strategy: a scale that grows after two steps, and shrinks by overflows."""

@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheck
 from typing_extensions import override
 
 from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
-from tests.outcome import warnings_heard
-from tests.trainer._fits import FitSpec, RegressionNet, digests, fit
+from tests.support.fits import FitSpec, RegressionNet, digests, fit
+from tests.support.outcome import warnings_heard
 
 
 def trainer_with(plan: FitSpec, *callbacks: Callback) -> tuple[pl.Trainer, RegressionNet, Any, Any]:

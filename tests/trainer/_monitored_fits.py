@@ -14,8 +14,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_elastic_zero.trainer.monitor import CheckpointMonitor
-from tests.trainer._fits import Data, RegressionNet
-from tests.trainer._quiet_trainer import elastic, quiet_trainer
+from tests.support.fits import Data, RegressionNet, elastic, quiet_trainer
 
 
 class FailsAt(Callback):

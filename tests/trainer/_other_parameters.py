@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelCheckpoin
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.outcome import error_text, log_heard
-from tests.trainer._quiet_trainer import elastic, quiet_trainer
+from tests.support.fits import elastic, quiet_trainer
+from tests.support.outcome import error_text, log_heard
 
 KEYS = ("master", "exp_avg", "exp_avg_sq")
 

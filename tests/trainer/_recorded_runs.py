@@ -23,10 +23,10 @@ from torch import distributed, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from tests.outcome import error_text, log_heard, warnings_heard
+from tests.support.fits import elastic, quiet_trainer
+from tests.support.outcome import error_text, log_heard, warnings_heard
 from tests.trainer import _recorded_data
 from tests.trainer._epoch_counting_data import WIDTH
-from tests.trainer._quiet_trainer import elastic, quiet_trainer
 from tests.trainer._recorded_data import IndexedSamples
 
 V = TypeVar("V")

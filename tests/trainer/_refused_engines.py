@@ -10,8 +10,8 @@ import torch
 from torch import distributed, nn
 
 from lightning_elastic_zero.api import save_checkpoint
-from tests.outcome import error_text
-from tests.trainer._quiet_trainer import SMALL_BUCKETS
+from tests.support.fits import SMALL_BUCKETS
+from tests.support.outcome import error_text
 from tests.trainer._refused_setups import BY_TRAINER, ON_CPU, STRANGER, UNTESTED, WIDTH, ltd
 
 TENSOR = (

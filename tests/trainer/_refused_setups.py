@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.engine._optimizer_classes import class_of
-from tests.outcome import error_text
-from tests.trainer._quiet_trainer import SMALL_BUCKETS, elastic, quiet_trainer
+from tests.support.engines import class_of
+from tests.support.fits import SMALL_BUCKETS, elastic, quiet_trainer
+from tests.support.outcome import error_text
 
 HEADING = "UnsupportedError: lightning_elastic_zero cannot save and resume this run:\n"
 EVALUATION_HEADING = (

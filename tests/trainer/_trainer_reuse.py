@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
-from tests.trainer._quiet_trainer import elastic, quiet_trainer
+from tests.support.fits import elastic, quiet_trainer
 from tests.trainer._recorded_data import IndexedSamples
 from tests.trainer._recorded_runs import (
     EventRecorder,

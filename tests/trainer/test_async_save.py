@@ -14,9 +14,9 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from tests.core._saved_files import files_of
-from tests.engine._worker_pool import Pools
-from tests.outcome import error_text
+from tests.support.checkpoints import files_of
+from tests.support.outcome import error_text
+from tests.support.ranks import Pools
 from tests.trainer._async_save import (
     OTHER,
     AsyncSaveSpec,

@@ -18,8 +18,8 @@ import pytest
 from deepspeed import comm
 
 from lightning_elastic_zero.errors import ElasticZeroError
-from tests.engine._worker_pool import Pools
-from tests.timeouts import PROMPT_TIMEOUT_S
+from tests.support.processes import PROMPT_TIMEOUT_S
+from tests.support.ranks import Pools
 from tests.trainer._async_save import (
     OTHER,
     AsyncSaveSpec,

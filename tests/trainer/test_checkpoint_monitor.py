@@ -13,7 +13,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint, recorded_fingerprint
 from lightning_elastic_zero.trainer.monitor import CheckpointMonitor
-from tests.engine._worker_pool import Pools
+from tests.support.ranks import Pools
 from tests.trainer._monitored_fits import MonitoredFit
 
 OF_A_SAVE = {"stall_s", "s", "write_s", "publish_s", "bytes", "gb_per_s"}

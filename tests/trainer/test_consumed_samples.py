@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine._worker_pool import Pools
+from tests.support.ranks import Pools
 from tests.trainer._recorded_runs import RunRecord, RunSpec, fit, fits, from_step
 
 pytestmark = pytest.mark.engine

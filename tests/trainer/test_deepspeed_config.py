@@ -11,8 +11,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from tests.engine._worker_pool import Pools
-from tests.trainer._fits import FitSpec, fit
+from tests.support.fits import FitSpec, fit
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 

@@ -12,10 +12,9 @@ from torch import distributed
 
 from lightning_elastic_zero.errors import CheckpointNotFoundError
 from lightning_elastic_zero.trainer.checkpoint_io import _saves
-from tests.engine._worker_pool import Pools
-from tests.outcome import error_text
-from tests.trainer._fits import Data, RegressionNet
-from tests.trainer._quiet_trainer import elastic, quiet_trainer
+from tests.support.fits import Data, RegressionNet, elastic, quiet_trainer
+from tests.support.outcome import error_text
+from tests.support.ranks import Pools
 
 
 class Exporting(Checkpoint):

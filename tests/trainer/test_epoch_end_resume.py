@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine._worker_pool import Pools
+from tests.support.ranks import Pools
 from tests.trainer._recorded_runs import RunSpec, fit, fits, from_step
 
 pytestmark = pytest.mark.engine

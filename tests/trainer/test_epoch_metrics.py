@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine._worker_pool import Pools
+from tests.support.ranks import Pools
 from tests.trainer._epoch_metrics import LoggedValues, all_values, values_of
 from tests.trainer._recorded_runs import RunSpec, from_step
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine._worker_pool import Pools
-from tests.trainer._fits import FitSpec, error_of, evaluate, fit
+from tests.support.fits import FitSpec, error_of, evaluate, fit
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 

@@ -10,8 +10,8 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.engine._worker_pool import Pools
-from tests.outcome import error_text
+from tests.support.outcome import error_text
+from tests.support.ranks import Pools
 from tests.trainer._async_save import AsyncSaveSpec, StepActor
 
 pytestmark = pytest.mark.engine

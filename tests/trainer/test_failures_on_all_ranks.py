@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from lightning_elastic_zero.storage.owners import RUN_MARKER_PREFIX
-from tests.engine._worker_pool import Pools
-from tests.timeouts import PROMPT_TIMEOUT_S
+from tests.support.fits import FitSpec, fit, listing
+from tests.support.processes import PROMPT_TIMEOUT_S
+from tests.support.ranks import Pools
 from tests.trainer import _failure_cases
-from tests.trainer._fits import FitSpec, fit, listing
 
 pytestmark = pytest.mark.engine
 

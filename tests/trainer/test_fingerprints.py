@@ -12,15 +12,15 @@ import pytest
 from lightning_elastic_zero.checkpoint.fingerprint import SavedState, check_loaded
 from lightning_elastic_zero.coordination.ranks import OneRank
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint, recorded_fingerprint
-from tests.engine._worker_pool import Pools
-from tests.tools._checkpoints import make_state, manifest_of
+from tests.support.fits import FitSpec
+from tests.support.plain_checkpoints import make_state, manifest_of
+from tests.support.ranks import Pools
 from tests.trainer._fingerprints import (
     FingerprintResult,
     fit,
     resume_with_a_flipped_bit,
     with_own_paths,
 )
-from tests.trainer._fits import FitSpec
 
 pytestmark = pytest.mark.engine
 

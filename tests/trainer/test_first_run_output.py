@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from lightning_elastic_zero.trainer.checks import FILTERED_WARNINGS, WarningFilters
-from tests.engine._worker_pool import environment
-from tests.ports import free_port
-from tests.timeouts import HANG_TIMEOUT_S
+from tests.support.processes import HANG_TIMEOUT_S, free_port
+from tests.support.ranks import environment
 
 FIRST_RUN = """
 import torch

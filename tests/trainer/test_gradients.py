@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from typing_extensions import override
 
-from tests.engine._worker_pool import Pools
-from tests.trainer._quiet_trainer import elastic, quiet_trainer
+from tests.support.fits import elastic, quiet_trainer
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 

@@ -20,8 +20,8 @@ from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 from lightning_elastic_zero.checkpoint import save as saving
 from lightning_elastic_zero.storage import owners as process_identity
 from lightning_elastic_zero.storage import publish as atomic
-from tests.core._syscall_hooks import before_each_syscall
-from tests.engine._worker_pool import Pools
+from tests.support.ranks import Pools
+from tests.support.small_checkpoints import before_each_syscall
 from tests.trainer import _failure_cases
 
 pytestmark = pytest.mark.engine

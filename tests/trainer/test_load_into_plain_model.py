@@ -12,8 +12,8 @@ import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 
-from tests.engine._worker_pool import Pools
-from tests.trainer._fits import Data, FitSpec, RegressionNet, evaluate, fit
+from tests.support.fits import Data, FitSpec, RegressionNet, evaluate, fit
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 

@@ -16,10 +16,10 @@ from typing_extensions import override
 
 from lightning_elastic_zero.storage import owners as concurrent_runs
 from lightning_elastic_zero.storage.owners import RUN_MARKER_PREFIX, ProcessIdentity
-from tests.engine._worker_pool import Pools
-from tests.outcome import log_heard
-from tests.timeouts import HANG_TIMEOUT_S
-from tests.trainer._fits import FitSpec, error_of, fit, listing
+from tests.support.fits import FitSpec, error_of, fit, listing
+from tests.support.outcome import log_heard
+from tests.support.processes import HANG_TIMEOUT_S
+from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 

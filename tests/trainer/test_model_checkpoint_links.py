@@ -24,8 +24,8 @@ from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveOptions
 from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import OneRank
 from lightning_elastic_zero.errors import UnsupportedError
-from tests.core._syscall_hooks import before_each_syscall
-from tests.engine._worker_pool import Pools
+from tests.support.ranks import Pools
+from tests.support.small_checkpoints import before_each_syscall
 from tests.trainer._async_save import AsyncSaveSpec, elastic_strategy_of, is_published, kept
 
 pytestmark = pytest.mark.engine

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine._worker_pool import Pools
+from tests.support.fits import FitSpec, RegressionNet, error_of, fit
+from tests.support.ranks import Pools
 from tests.trainer import _module_weights
-from tests.trainer._fits import FitSpec, RegressionNet, error_of, fit
 
 pytestmark = pytest.mark.engine
 

@@ -9,15 +9,15 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from tests.engine._setup import Engine, Setup, engine_of, train
-from tests.engine._worker_pool import Pools
+from tests.support.engines import Engine, Setup, engine_of, train
+from tests.support.fits import RegressionNet
+from tests.support.ranks import Pools
 from tests.trainer._async_save_edge_cases import (
     AfterBatch,
     BeforeStep,
     SaveOnce,
     check_same_as_blocking_save,
 )
-from tests.trainer._fits import RegressionNet
 
 pytestmark = pytest.mark.engine
 

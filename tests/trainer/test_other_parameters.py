@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine._worker_pool import Pools
+from tests.support.ranks import Pools
 from tests.trainer._other_parameters import (
     KEYS,
     MiddleFit,

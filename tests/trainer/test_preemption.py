@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from lightning_elastic_zero.tools.verification import verify_checkpoint
 from lightning_elastic_zero.trainer.preemption import EXIT_CODE, NAME, PreemptionCheckpoint
-from tests.engine._worker_pool import Pools
+from tests.support.ranks import Pools
 from tests.trainer._recorded_data import IndexedSamples
 from tests.trainer._recorded_runs import (
     EventRecorder,

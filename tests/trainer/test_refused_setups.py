@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine._worker_pool import ForkServer, Pools
-from tests.timeouts import HANG_TIMEOUT_S
+from tests.support.processes import HANG_TIMEOUT_S
+from tests.support.ranks import ForkServer, Pools
 from tests.trainer._refused_engines import BY_SAVE, said_by_save
 from tests.trainer._refused_setups import (
     BY_TRAINER,

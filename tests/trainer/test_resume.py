@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.engine._worker_pool import Pools
+from tests.support.fits import FitSpec, error_of, evaluate, fit, listing
+from tests.support.ranks import Pools
 from tests.trainer import _failure_cases
-from tests.trainer._fits import FitSpec, error_of, evaluate, fit, listing
 
 pytestmark = pytest.mark.engine
 

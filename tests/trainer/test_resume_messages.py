@@ -15,8 +15,8 @@ from typing_extensions import override
 
 from lightning_elastic_zero.tools.conversion import convert_checkpoint
 from lightning_elastic_zero.tools.weight_files import ConvertOptions
-from tests.engine._worker_pool import Pools
-from tests.outcome import warnings_heard
+from tests.support.outcome import warnings_heard
+from tests.support.ranks import Pools
 from tests.trainer._recorded_data import IndexedSamples
 from tests.trainer._recorded_runs import (
     RecordingNet,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine._worker_pool import Pools
+from tests.support.ranks import Pools
 from tests.trainer._recorded_runs import RunRecord, from_step
 from tests.trainer._setup_hooks import EPOCHS, GLOBAL_BATCH, LENGTH, fit_asking
 

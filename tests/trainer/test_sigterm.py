@@ -16,9 +16,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from tests.engine._worker_pool import Pools
-from tests.timeouts import PROMPT_TIMEOUT_S
-from tests.trainer._quiet_trainer import elastic
+from tests.support.fits import elastic
+from tests.support.processes import PROMPT_TIMEOUT_S
+from tests.support.ranks import Pools
 from tests.trainer._recorded_data import IndexedSamples
 from tests.trainer._recorded_runs import RecordingNet, RunSpec
 from tests.trainer._trainer_reuse import LENGTH, make_trainer

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.engine._worker_pool import Pools
+from tests.support.ranks import Pools
 from tests.trainer._recorded_runs import RunSpec, error_of, fit, fits, from_step
 
 pytestmark = pytest.mark.engine

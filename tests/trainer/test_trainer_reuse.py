@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine._worker_pool import Pools
+from tests.support.ranks import Pools
 from tests.trainer._recorded_runs import from_step
 from tests.trainer._trainer_reuse import fit_copied, make_strategy, settings_after
 

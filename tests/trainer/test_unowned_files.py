@@ -18,12 +18,11 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from typing_extensions import override
 
 from lightning_elastic_zero.api import save_checkpoint
-from tests.engine._worker_pool import Pools
-from tests.outcome import NOTHING, error_text, log_heard, warnings_heard
+from tests.support.fits import SMALL_BUCKETS, Data, FitSpec, RegressionNet, error_of, quiet_trainer
+from tests.support.outcome import NOTHING, error_text, log_heard, warnings_heard
+from tests.support.ranks import Pools
 from tests.trainer._async_save import AsyncSaveSpec
 from tests.trainer._failure_cases import engine as engine_with_a_step
-from tests.trainer._fits import Data, FitSpec, RegressionNet, error_of
-from tests.trainer._quiet_trainer import SMALL_BUCKETS, quiet_trainer
 
 pytestmark = pytest.mark.engine
 

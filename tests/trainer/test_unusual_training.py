@@ -11,9 +11,9 @@ import pytest
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from tests.engine._worker_pool import Pools
-from tests.outcome import warnings_heard
-from tests.trainer._quiet_trainer import elastic, quiet_trainer
+from tests.support.fits import elastic, quiet_trainer
+from tests.support.outcome import warnings_heard
+from tests.support.ranks import Pools
 from tests.trainer._recorded_data import IndexedSamples
 from tests.trainer._recorded_runs import (
     RecordingNet,

@@ -1,20 +1,311 @@
-"""One configuration of a run, and the engine that it makes."""
+"""The small model, one configuration of a run (`Setup`), and the engine built from it."""
 
 from __future__ import annotations
 
 import gc
+import importlib
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import distributed, nn
 
-from tests.engine._model import BUFFERS, GLOBAL_BATCH, HIDDEN, Net, batch, group_members
-from tests.engine._offload import AIO, offload_options, step_some_on_device, surroundings
-from tests.engine._optimizer_classes import class_of, optimizer_of_class
-from tests.engine._precision import forget_autocast, fp16_on_cpu
+VOCABULARY, WIDTH, HIDDEN = 50, 33, 65
+GLOBAL_BATCH = 24  # Divides by 1, 2, 3, 4 and 8 ranks.
+
+UNTRAINED = "never"
+BUFFERS = (
+    "bn.running_mean",
+    "bn.running_var",
+    "bn.num_batches_tracked",
+    "average",
+    "seen",
+)
+"""The persistent ones; ``scratch`` is not."""
+
+ODD_BUFFERS = {
+    "reshaped": (torch.full((1,), 0.1), torch.full((2, 2), 300)),
+    "narrow": (torch.full((HIDDEN,), 0.1, dtype=torch.float16), torch.tensor(3, dtype=torch.uint8)),
+    "integer": (torch.full((HIDDEN,), 3), torch.tensor(data=True)),
+}
+"""Kinds of ``average`` and ``seen`` that do not fit those that a model has otherwise."""
+
+
+class Norm(nn.BatchNorm1d):
+    """BatchNorm in fp32: DeepSpeed casts parameters to bf16; buffers too, before release 0.19."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        """Normalise, and count the batch."""
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        mean, var = self.running_mean.float(), self.running_var.float()
+        found = nn.functional.batch_norm(
+            input.float(),
+            mean,
+            var,
+            self.weight.float(),
+            self.bias.float(),
+            training=self.training,
+        )
+        if self.training and mean is not self.running_mean:
+            self.running_mean.copy_(mean)
+            self.running_var.copy_(var)
+        return found.to(input.dtype)
+
+
+class Net(nn.Module):
+    """Tied, frozen, buffered, one-element, never used and, where asked for, empty parameters.
+
+    Args:
+        seed: everything is drawn from it.
+        empty: with a parameter of no elements.
+        renamed: ``b`` is called ``c``.
+        hidden: size of the inner layer.
+        buffers: a key of ``ODD_BUFFERS``: two buffers of other shapes or types, which stay.
+        thawed: the layer ``frozen`` is trained, and ``a`` is frozen.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        empty: bool = False,
+        renamed: bool = False,
+        hidden: int = HIDDEN,
+        buffers: str = "",
+        thawed: bool = False,
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.a = nn.Linear(WIDTH, hidden)
+        self.bn = Norm(hidden)
+        self.frozen = nn.Linear(hidden, hidden)
+        self.output = "c" if renamed else "b"
+        self.add_module(self.output, nn.Linear(hidden, WIDTH))
+        self.one = nn.Parameter(torch.randn(1))
+        self.never = nn.Parameter(torch.randn(7))
+        if empty:
+            self.empty = nn.Parameter(torch.empty(0))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.average: torch.Tensor
+        self.seen: torch.Tensor
+        self.buffers_are = buffers
+        average, seen = ODD_BUFFERS.get(buffers, (torch.randn(hidden), torch.tensor(seed)))
+        self.register_buffer("average", average.clone())
+        self.register_buffer("seen", seen.clone())
+        self.register_buffer("scratch", torch.full((3,), float(seed)), persistent=False)
+        self.frozen.requires_grad_(thawed)
+        self.a.requires_grad_(not thawed)
+        for tensor in (self.bn.weight, self.bn.bias, self.bn.running_mean):
+            nn.init.normal_(tensor)  # type: ignore[arg-type]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return one row of scores per token."""
+        h = self.bn(torch.relu(self.a(self.embedding(x))))
+        if self.training and not self.buffers_are:
+            with torch.no_grad():
+                self.average.lerp_(h.detach().float().mean(0).to(self.average.dtype), 0.25)
+                self.seen.add_(x.numel())
+        h = self.get_submodule(self.output)(h + self.frozen(h))
+        scores: torch.Tensor = self.head(h) * self.one
+        return scores
+
+
+def batch(step: int, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a rank's part of a step's global batch, which is the same for any world."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    x = torch.randint(0, VOCABULARY, (GLOBAL_BATCH,), generator=generator)
+    y = torch.randn(GLOBAL_BATCH, VOCABULARY, generator=generator)
+    size = GLOBAL_BATCH // world
+    return x[rank * size : (rank + 1) * size], y[rank * size : (rank + 1) * size]
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that an optimizer is given, by name, in the module's order."""
+    return {n: p for n, p in model.named_parameters() if p.requires_grad}
+
+
+def group_members(model: nn.Module, grouping: str) -> list[list[nn.Parameter]]:
+    """Return the members of each parameter group; those of "every" have the frozen ones too."""
+    parameters = list(trained(model).values())
+    matrices = [p for p in parameters if p.ndim > 1]
+    vectors = [p for p in parameters if p.ndim <= 1]
+    new = [p for name, p in trained(model).items() if name.startswith(("c.", "frozen."))]
+    old = [[p for p in ps if all(p is not n for n in new)] for ps in (matrices, vectors)]
+    biases = [p for name, p in trained(model).items() if name.endswith("bias")]
+    others = [p for name, p in trained(model).items() if not name.endswith("bias")]
+    return {
+        "one": [parameters],
+        "two": [matrices, vectors],
+        "swapped": [vectors, matrices],
+        "reversed": [matrices[::-1], vectors[::-1]],
+        "every": [list(model.parameters())],
+        "every two": [list(model.parameters())[:4], list(model.parameters())[4:]],
+        "three": [matrices, vectors[:3], vectors[3:]],
+        "biases": [others, biases],
+        "new apart": [*old, new],
+    }[grouping]
+
+
+@contextmanager
+def fp16_on_cpu() -> Iterator[None]:
+    """Make DeepSpeed build engines in fp16 on processors that have no instructions for it.
+
+    It asks whether oneDNN has some, and refuses; torch computes in fp16 all the same.
+    """
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    before = get_accelerator()
+    if before.device_name() != "cpu" or before.is_fp16_supported():
+        yield
+        return
+    half_on_cpu = CPU_Accelerator()
+    half_on_cpu.is_fp16_supported = lambda: True
+    set_accelerator(half_on_cpu)
+    try:
+        yield
+    finally:
+        set_accelerator(before)
+
+
+def forget_autocast() -> None:
+    """Undo ``torch_autocast``, which DeepSpeed keeps for the process, for all later engines."""
+    from deepspeed.runtime import torch_autocast
+
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
+    torch_autocast.TORCH_AUTOCAST_DTYPE = None
+
+
+@contextmanager
+def wrapper_of_0_18_4() -> Iterator[None]:
+    """Make DeepSpeed take stage 0's wrapper for ZeRO-1 in bf16 with fp32 gradients, as 0.18.4 does.
+
+    It has one name for two kinds, by which it chooses: nothing is partitioned then.
+    """
+    from deepspeed.runtime import engine
+
+    if engine.DDP_BFLOAT16 == engine.BFLOAT16:  # So it is, or another such engine is alive.
+        yield
+        return
+    before, kind = engine.DDP_BFLOAT16, engine.FP16_UnfusedOptimizer
+    engine.DDP_BFLOAT16 = engine.BFLOAT16
+    # Later releases call it where windows end.
+    kind.set_gradient_accumulation_boundary = lambda _, __: None
+    try:
+        yield
+    finally:
+        engine.DDP_BFLOAT16 = before
+        del kind.set_gradient_accumulation_boundary
+
+
+OTHERS = {
+    "bitsandbytes.optim.SGD": {"lr": 0.01, "momentum": 0.9},
+    "bitsandbytes.optim.PytorchLARS": {"lr": 0.01, "momentum": 0.9},
+}
+"""What they have to be told beside the groups' own hyperparameters."""
+
+
+def optimizer_of_class(name: str, groups: list[dict[str, Any]]) -> Any:
+    """Make an optimizer.
+
+    Args:
+        name: its class with its module; of torch's, by itself, one that takes a single group.
+        groups: the parameter groups.
+    """
+    if "." in name:
+        return class_of(name)(groups, **OTHERS.get(name, {"lr": 1e-3}))
+    return class_of(f"torch.optim.{name}")([p for group in groups for p in group["params"]])
+
+
+def class_of(name: str) -> Any:
+    """Import a class by its full name."""
+    package, _, kind = name.rpartition(".")
+    return getattr(importlib.import_module(package), kind)
+
+
+SMALLEST_BYTES = 1024
+"""The smallest tensor that DeepSpeed swaps here; usually it is a MiB."""
+
+AIO = {"block_size": SMALLEST_BYTES}
+"""How DeepSpeed reads and writes what it swaps."""
+
+
+def swap_folder() -> Path:
+    """Return where this process swaps to: a folder of its own."""
+    return Path(tempfile.gettempdir()) / f"elastic-zero-swap-{os.getpid()}"
+
+
+def offload_options(setup: Setup) -> dict[str, Any]:
+    """Return what of a DeepSpeed config says where optimizer and weights are."""
+    options: dict[str, Any] = {}
+    if setup.offload:
+        options["offload_optimizer"] = {
+            "device": "cpu",
+            "pin_memory": setup.pinned,
+            "ratio": setup.ratio,
+        }
+    if setup.nvme:
+        pipelined = setup.nvme == "pipelined"
+        options["offload_optimizer"] = {
+            "device": "nvme",
+            "nvme_path": str(swap_folder()),
+            "pin_memory": False,
+            "buffer_count": 16 if pipelined else 5,
+            "pipeline_read": pipelined,
+            "pipeline_write": pipelined,
+        }
+    if setup.offloaded_weights:
+        options["offload_param"] = {"device": "cpu", "pin_memory": setup.pinned}
+    return options
+
+
+@contextmanager
+def surroundings(setup: Setup) -> Iterator[None]:
+    """What a setup needs around its engine."""
+    with ExitStack() as stack:
+        if setup.nvme:
+            stack.enter_context(_small_tensors_swapped())
+        if setup.unpartitioned:
+            stack.enter_context(wrapper_of_0_18_4())
+        if setup.optimizer == "Muon":  # It is compiled else, which takes each process a minute.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+@contextmanager
+def _small_tensors_swapped() -> Iterator[None]:
+    """Make DeepSpeed swap what is smaller than a MiB, and clear up what it leaves."""
+    from deepspeed.runtime.swap_tensor import optimizer_utils
+
+    least, optimizer_utils.MIN_AIO_BYTES = optimizer_utils.MIN_AIO_BYTES, SMALLEST_BYTES
+    try:
+        yield
+    finally:
+        optimizer_utils.MIN_AIO_BYTES = least
+        shutil.rmtree(swap_folder(), ignore_errors=True)
+
+
+def step_some_on_device(engine: Any, setup: Setup) -> None:
+    """Make partial offload's second optimizer step what it would step on a device.
+
+    On a CPU DeepSpeed cannot tell its devices apart: this is the same one by another name. On a
+    card it does so by itself.
+    """
+    if setup.ratio < 1 and engine.device.type == "cpu":
+        devices = engine.optimizer.subgroup_to_device
+        devices.update(dict.fromkeys(range(int((1 - setup.ratio) * len(devices))), "cpu:0"))
+
 
 Engine: TypeAlias = Any
 """DeepSpeed is untyped."""

@@ -1,24 +1,39 @@
-"""What a run holds, found out without the library and without any arithmetic of offsets.
+"""The state of a run, found without the library and without arithmetic on offsets.
 
-A twin engine of the same configuration is built on parameters in which each element has a value
-of its own. Reading the twin's raw flat buffers tells which element lies where, on which rank; the
-same places of a real engine's buffers are then that element's master weight and states. The
-values are bf16 numbers, so that bf16 weights and fp32 masters hold them exactly; padding is NaN,
+A twin engine of the same configuration is built on parameters whose elements all have different
+values. The twin's raw flat buffers then show which element is stored where, on which rank; the
+same places of a real engine's buffers contain that element's master weight and optimizer states.
+The values are bf16 numbers, which bf16 weights and fp32 masters represent exactly; padding is NaN,
 because ranks run with torch's filling of uninitialised memory.
+
+`write_state` is the inverse: it writes a dump into an engine's raw buffers through the same map.
+`compare_with_reference` trains such an engine next to a resumed run. Processors sum in different
+orders, so a continuation can only be compared with one computed on the same machine.
 
 Nothing here may import ``lightning_elastic_zero``.
 """
 
 from __future__ import annotations
 
+import ast
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import distributed
 
-from tests.engine._model import trained
-from tests.engine._setup import Engine, Setup, engine_of, grad_scaler_of, inner_of
+from tests.support.engines import (
+    BUFFERS,
+    Engine,
+    Setup,
+    engine_of,
+    grad_scaler_of,
+    inner_of,
+    train,
+    trained,
+)
 
 Dump: TypeAlias = "dict[str, Any]"
 """``kind/...`` to a tensor, or to the ``repr`` of anything else."""
@@ -404,3 +419,198 @@ def differences(wanted: Dump, found: Dump) -> dict[str, int]:
 def tensors_in(found: Dump) -> int:
     """Count the tensors of a dump."""
     return sum(isinstance(value, torch.Tensor) for value in found.values())
+
+
+KERNEL_OPTIONS = ("foreach", "fused")
+"""Hyperparameters that are the live run's own: they choose kernels, and are not restored."""
+
+NO_STATES = {"master", "weight", "frozen", "buffer", "group", "counter", "scaler", "scalar"}
+"""Kinds of entries that are not element-wise states of the optimizer."""
+
+
+def write_state(engine: Engine, setup: Setup, held: Dump, *, states: bool = True) -> None:
+    """Make an engine hold what a dump says. Collective; each rank has the whole dump.
+
+    Args:
+        engine: any that was made of ``setup``.
+        setup: of the engine.
+        held: as the oracle gives it.
+        states: with the optimizer's states; without them they stay what they are.
+    """
+    names = list(trained(setup.model(0)))
+    with torch.no_grad():
+        _write_flats(engine, setup, held, names, states=states)
+        _write_weights(engine, setup, held)
+        buffers = dict(engine.module.named_buffers())
+        for name in BUFFERS:
+            # With its dtype: Lightning casts buffers to bf16, DeepSpeed does not.
+            buffers[name].data = held[f"buffer/{distributed.get_rank()}/{name}"].clone()
+    for key, value in held.items():
+        kind, _, rest = key.partition("/")
+        if kind == "group":
+            _write_hyperparameter(engine, rest, value)
+        elif kind == "counter":
+            setattr(engine, rest, parsed(value))
+
+
+def parsed(text: str) -> Any:
+    """Return what a ``repr`` in a dump stands for."""
+    if text.startswith("tensor("):
+        return torch.tensor(ast.literal_eval(text.removeprefix("tensor(").removesuffix(")")))
+    return ast.literal_eval(text)
+
+
+def _write_flats(
+    engine: Engine, setup: Setup, held: Dump, names: list[str], *, states: bool
+) -> None:
+    """Write masters and the optimizer's states into this rank's flat buffers."""
+    inner = inner_of(engine)
+    masters = _whole(held, "master", setup)
+    kinds = {key.partition("/")[0] for key in held} - NO_STATES
+    vectors = {kind: _whole(held, kind, setup) for kind in sorted(kinds)} if states else {}
+    scalars = _writable_scalars(held, names) if states else {}
+    for flat, places in zip(flat_buffers(engine, setup), positions(setup), strict=True):
+        here = places != PADDING
+        flat.data.view(-1)[here] = masters[places[here]].to(flat.dtype)
+        if states:
+            inner.state[flat].clear()  # An optimizer that has not stepped has none.
+        for kind, vector in vectors.items():
+            tensor = torch.zeros_like(flat.data, dtype=vector.dtype)
+            tensor.view(-1)[here] = vector[places[here]]
+            inner.state[flat][kind] = tensor
+        for name, value in scalars.items():
+            inner.state[flat][name] = value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _whole(held: Dump, kind: str, setup: Setup) -> torch.Tensor:
+    """Return all elements of a kind in the order of their numbers."""
+    pieces = []
+    for name, parameter in trained(setup.model(0)).items():
+        found = held.get(f"{kind}/{name}", torch.zeros(parameter.shape))
+        pieces.append(found.flatten())
+    return torch.cat(pieces)
+
+
+def _writable_scalars(held: Dump, names: list[str]) -> dict[str, Any]:
+    """Return the scalar states, of which each parameter must have the same."""
+    found: dict[str, str] = {}
+    for key, value in held.items():
+        kind, _, rest = key.partition("/")
+        if kind == "scalar":
+            name, _, parameter = rest.partition("/")
+            require(parameter in names, f"{parameter} is not trained")
+            require(found.setdefault(name, value) == value, f"{name} differs between parameters")
+    return {name: parsed(value) for name, value in found.items()}
+
+
+def _write_weights(engine: Engine, setup: Setup, held: Dump) -> None:
+    """Write the weights that forward uses, frozen ones too."""
+    parameters = dict(engine.module.named_parameters())
+    trainable = trained(setup.model(0))
+    wanted = {n: held[f"{'weight' if n in trainable else 'frozen'}/{n}"] for n in parameters}
+    if setup.zero != "3":
+        for name, parameter in parameters.items():
+            parameter.data.copy_(wanted[name])
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(parameters.values()), modifier_rank=0):
+        for name, parameter in parameters.items():
+            parameter.data.copy_(wanted[name])
+
+
+def _write_hyperparameter(engine: Engine, path: str, value: str) -> None:
+    index, _, key = path.partition("/")
+    if key not in KERNEL_OPTIONS:
+        inner_of(engine).param_groups[int(index)][key] = parsed(value)
+
+
+MORE = 2
+"""Steps that both runs train where nothing else is said."""
+
+Losses = list[list[float]]
+"""Of each rank."""
+
+TrainOn = Callable[[Engine, Setup, int, int], list[float]]
+"""Trains steps ``[first, last)``, and returns this rank's losses."""
+
+
+@dataclass(frozen=True)
+class ReferenceComparison:
+    """How a resumed run went on, and how one did that was made to hold the writer's state."""
+
+    lacking: dict[str, int]
+    """What the other run did not hold although it was put there: must be empty."""
+    losses: tuple[Losses, Losses]
+    """The resumed run's, and the other's."""
+    differing: dict[str, int]
+    """What differs at the end, in how many bits."""
+    unlike: dict[str, int]
+    """What differs at the end if the writer's weights have a fresh optimizer."""
+
+    def assert_same(self, *, stateless: bool = False) -> None:
+        """Fail unless both runs went on bit for bit alike.
+
+        Args:
+            stateless: the writer's optimizer had no state yet, and was as good as a fresh one.
+        """
+        assert not self.lacking
+        resumed, other = self.losses
+        assert all(resumed)
+        assert resumed == other
+        assert not self.differing
+        masters = [key for key in self.unlike if key.startswith("master/")]
+        assert bool(masters) != stateless, "the negative control"
+
+
+def compare_with_reference(
+    setup: Setup,
+    first: int,
+    wanted: Dump | None,
+    resumed: tuple[list[float], Dump | None],
+    train_on: TrainOn = train,
+    *,
+    steps: int = MORE,
+) -> ReferenceComparison | None:
+    """Train a run that is made to hold the writer's state, and compare. Collective.
+
+    Args:
+        setup: of both runs.
+        first: the step that the writer's run was at.
+        wanted: what it held, on rank 0.
+        resumed: this rank's losses of the resumed run, and what it held at the end, on rank 0.
+        train_on: trains an engine as the resumed run was trained.
+        steps: how many that run was trained on.
+    """
+    shared = [wanted]
+    distributed.broadcast_object_list(shared, 0)
+    held = shared[0]
+    assert held is not None
+    ends: list[Dump | None] = []
+    with engine_of(setup, 11, tilt=3.0) as engine:
+        for states in (False, True):  # First with the optimizer that it has, which is fresh.
+            write_state(engine, setup, held, states=states)
+            found = dump(engine, setup)
+            losses = train_on(engine, setup, first, first + steps)
+            ends.append(dump(engine, setup))
+    everyone: list[Any] = [None] * setup.world
+    distributed.all_gather_object(everyone, (resumed[0], losses))
+    without, other = ends
+    if wanted is None or found is None or without is None or other is None or resumed[1] is None:
+        return None
+    return ReferenceComparison(
+        lacking=restored_differences(wanted, found),
+        losses=([own for own, _ in everyone], [own for _, own in everyone]),
+        differing=differences(resumed[1], other),
+        unlike=differences(without, other),
+    )
+
+
+def restored_differences(wanted: Dump, found: Dump) -> dict[str, int]:
+    """Return what differs of all that is restored."""
+    return {
+        key: bits
+        for key, bits in differences(wanted, found).items()
+        if not (key.startswith("group/") and key.endswith(KERNEL_OPTIONS))
+        and not key.startswith("scaler/")  # BF16_Optimizer alone has none; no run's differs.
+    }

@@ -1,4 +1,4 @@
-"""How a call ended, as text that ranks can send: what it raised, warned and logged."""
+"""The result of a call as text that ranks can send: errors, warnings and log messages."""
 
 from __future__ import annotations
 

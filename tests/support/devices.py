@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine._worker_pool import ROOT, World, environment, joined_world, listening
-from tests.ports import free_port
-from tests.timeouts import HANG_TIMEOUT_S
+from tests.support.processes import HANG_TIMEOUT_S, free_port
+from tests.support.ranks import ROOT, World, environment, joined_world, listening
 
 KINDS = ("cpu", "cuda")
 DEVICE = pytest.StashKey[str]()
@@ -66,7 +65,7 @@ class DeviceRanks:
         self._worlds += 1
         path = Path(self._folder.name) / f"{self._worlds}-of-{world}"
         logs = tuple(path.with_name(f"{path.name}.{rank}.log") for rank in range(world))
-        command = [sys.executable, "-m", "tests.devices._device_rank", str(path)]
+        command = [sys.executable, "-m", "tests.support.device_rank", str(path)]
         port = free_port()
         with ExitStack() as stack:
             listener = stack.enter_context(listening(path))

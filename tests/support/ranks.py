@@ -1,7 +1,7 @@
-"""Worlds of ranks that stay for the whole session: a call is run on all ranks of a world.
+"""Worlds of ranks that are reused for the whole session; each call runs on all ranks of one.
 
-A process that has destroyed its process group cannot make DeepSpeed another one, so each world
-size has processes of its own. They are forked from one that has imported everything.
+A process that has destroyed its process group cannot create another one for DeepSpeed, so each
+world size has its own processes. They are forked from one process that has imported everything.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from subprocess import SubprocessError
 from typing import Any, Protocol, TypeVar, cast
 
-from tests.engine import _fork_server
-from tests.ports import free_port
-from tests.timeouts import HANG_TIMEOUT_S
+import pytest
+
+from tests.support import fork_server
+from tests.support.processes import HANG_TIMEOUT_S, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE_S = 60.0
@@ -97,7 +100,7 @@ class Program:
 
     def poll(self) -> int | None:
         """Return its exit status; None while it runs."""
-        self.server.send(_fork_server.StatusRequest(self.pid))
+        self.server.send(fork_server.StatusRequest(self.pid))
         status = self.server.recv()
         return None if status is None else int(status)
 
@@ -127,7 +130,7 @@ class ForkServer:
         name = f"{self._worlds}-of-{world}"
         logs = tuple(folder / f"{name}.{rank}.log" for rank in range(world))
         with listening(folder / name) as listener:
-            connection.send(_fork_server.WorldRequest(name, world, free_port()))
+            connection.send(fork_server.WorldRequest(name, world, free_port()))
             pids = tuple(connection.recv())
             return joined_world(listener, pids, logs)
 
@@ -136,14 +139,14 @@ class ForkServer:
         connection = self._connection or self._start_process()
         stdout, stderr = folder / f"{name}.out", folder / f"{name}.err"
         connection.send(
-            _fork_server.ProgramRequest(pickle.dumps(call), str(ROOT), str(stdout), str(stderr))
+            fork_server.ProgramRequest(pickle.dumps(call), str(ROOT), str(stdout), str(stderr))
         )
         return Program(connection, int(connection.recv()), stdout, stderr)
 
     def import_modules(self, *modules: str) -> None:
         """Import modules once, for all ranks and programs that are started from now on."""
         connection = self._connection or self._start_process()
-        connection.send(_fork_server.ImportRequest(modules))
+        connection.send(fork_server.ImportRequest(modules))
         connection.recv()
 
     def close(self) -> None:
@@ -164,7 +167,7 @@ class ForkServer:
             variables["TORCH_EXTENSIONS_DIR"] = str(self._deepspeed / "torch_extensions")
         with listening(folder / "nursery") as listener, (folder / "nursery.log").open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, _fork_server.__file__, str(folder)],
+                [sys.executable, fork_server.__file__, str(folder)],
                 env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -283,3 +286,20 @@ def _accept(listener: socket.socket) -> Connection:
     accepted, _ = listener.accept()
     accepted.setblocking(True)
     return Connection(accepted.detach())
+
+
+def missing_operator(name: str) -> str:
+    """Return why an operator of DeepSpeed's cannot be had; nothing, where it can."""
+    from deepspeed.ops import op_builder
+
+    try:
+        getattr(op_builder, name)().load()
+    except (ImportError, OSError, RuntimeError, SubprocessError) as error:
+        return f"{name} does not build here: {error}"
+    return ""
+
+
+def skip_without(name: str, pools: Pools) -> None:
+    """Skip a test where an operator cannot be had; one process compiles it for all ranks."""
+    if missing := pools.run(1, partial(missing_operator, name))[0]:
+        pytest.skip(missing)

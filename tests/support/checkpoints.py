@@ -1,19 +1,23 @@
-"""What ranks do: each function is run by all ranks of a world and gives plain data back."""
+"""Checkpoints of real engines: functions that ranks run to save, load and compare."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.engine._model import BUFFERS
-from tests.engine._oracle import (
+from tests.support.engines import BUFFERS, Engine, Setup, engine_of, inner_of, train
+from tests.support.oracle import (
     PADDING,
     Dump,
+    ReferenceComparison,
+    compare_with_reference,
     differences,
     dump,
     expected_in,
@@ -22,7 +26,6 @@ from tests.engine._oracle import (
     tensors_in,
     unrounded,
 )
-from tests.engine._setup import Engine, Setup, engine_of, inner_of, train
 
 STEPS = 3
 """Trained before a save."""
@@ -400,3 +403,101 @@ class Scheduler:
             engine.lr_scheduler = WarmupLR(inner, warmup_num_steps=10)
         else:
             engine.lr_scheduler = torch.optim.lr_scheduler.StepLR(inner, 1)
+
+
+LAST = 2 * STEPS + 1
+"""Where all runs end."""
+
+
+@dataclass(frozen=True)
+class Continued:
+    """A resumed run beside one that was never stopped, on one rank."""
+
+    losses: tuple[list[float], list[float]]
+    differing: dict[str, int]
+
+
+def same_world(setup: Setup, saved: Saved) -> Continued:
+    """Train on after a save, and train on after a load, from the same step."""
+    from lightning_elastic_zero.api import load_checkpoint
+
+    with engine_of(setup, 0) as engine:
+        train(engine, setup, 0, STEPS)
+        save(engine, saved)
+        uninterrupted = train(engine, setup, STEPS, LAST)
+        wanted = dump(engine, setup)
+    with engine_of(setup, 7, tilt=3.0) as engine:
+        load_checkpoint(engine, saved.path)
+        resumed = train(engine, setup, STEPS, LAST)
+        found = dump(engine, setup)
+    differing = differences(wanted, found) if wanted and found else {}
+    return Continued((uninterrupted, resumed), differing)
+
+
+def uninterrupted_masters(setup: Setup, path: str) -> None:
+    """Train a run that is never stopped, and leave its masters there."""
+    with engine_of(setup, 0) as engine:
+        train(engine, setup, 0, LAST)
+        _leave_masters(dump(engine, setup), path)
+
+
+def resumed_masters(setup: Setup, saved: Saved, path: str) -> ReferenceComparison | None:
+    """Resume a run on another world, leave its masters there, and train another beside it.
+
+    The other one is made to hold the saved state by hand.
+    """
+    from lightning_elastic_zero.api import load_checkpoint
+
+    with engine_of(setup, 7, tilt=3.0) as engine:
+        load_checkpoint(engine, saved.path)
+        losses = train(engine, setup, STEPS, LAST)
+        found = dump(engine, setup)
+    _leave_masters(found, path)
+    wanted = expected_in(saved.dump(), saved.setup, setup) if found is not None else None
+    return compare_with_reference(setup, STEPS, wanted, (losses, found), steps=LAST - STEPS)
+
+
+def _leave_masters(found: Dump | None, path: str) -> None:
+    if found is not None:
+        torch.save({k: v for k, v in found.items() if k.startswith("master/")}, path)
+
+
+def differing_files(one: Path, other: Path) -> list[str]:
+    """Return the places, in files or the manifest, in which two checkpoints differ."""
+    return [*_differing(files_of(one), files_of(other), "")]
+
+
+def files_of(checkpoint: Path) -> dict[str, Any]:
+    """Read all that was written, but for what tells one save from another."""
+    found: dict[str, Any] = {}
+    for file in sorted(checkpoint.rglob("*.pt")):
+        found[file.name] = _without_ids(torch.load(file, weights_only=True))
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    return found | {
+        "manifest": {k: v for k, v in manifest.items() if k not in ("save_id", "files", "digest")}
+    }
+
+
+def _without_ids(tree: Any) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return (
+            str(tree.dtype),
+            tuple(tree.shape),
+            tree.contiguous().view(-1).view(torch.uint8).tolist(),
+        )
+    if isinstance(tree, dict):
+        return {k: _without_ids(v) for k, v in tree.items() if k not in ("save_id", "pickle")}
+    if isinstance(tree, (list, tuple)):
+        return [_without_ids(v) for v in tree]
+    return tree
+
+
+def _differing(one: Any, other: Any, where: str) -> Iterator[str]:
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in {**one, **other}:
+            yield from _differing(one.get(key), other.get(key), f"{where}/{key}")
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for place, pair in enumerate(zip(one, other, strict=True)):
+            yield from _differing(*pair, f"{where}/{place}")
+    elif one != other:
+        yield where

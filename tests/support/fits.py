@@ -1,4 +1,4 @@
-"""Fits, tests and saves with real Trainers inside a rank that is there already."""
+"""Fits, tests and saves with real, quiet Trainers inside ranks that already run."""
 
 from __future__ import annotations
 
@@ -10,14 +10,43 @@ from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from deepspeed import comm, zero
+from deepspeed.accelerator import get_accelerator
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
-from tests.outcome import error_text
-from tests.trainer._quiet_trainer import SMALL_BUCKETS, elastic, quiet_trainer
+from tests.support.outcome import error_text
+
+SMALL_BUCKETS = {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
+"""Options of a strategy; by default each bucket has a gigabyte."""
+
+
+def elastic(**options: Any) -> ElasticDeepSpeedStrategy:
+    """Return a strategy with small buckets, of stage 2 unless told otherwise."""
+    return ElasticDeepSpeedStrategy(**{"stage": 2, **SMALL_BUCKETS, **options})
+
+
+def quiet_trainer(strategy: Any, *callbacks: Callback, **options: Any) -> pl.Trainer:
+    """Return a Trainer on this world's ranks; it saves checkpoints where a callback does."""
+    saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": saves,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
+    return pl.Trainer(
+        accelerator=get_accelerator().device_name(),
+        devices=dist.get_world_size(),
+        strategy=strategy,
+        callbacks=[*callbacks],
+        **{**quiet, **options},
+    )
+
 
 SAMPLES, GLOBAL_BATCH, WIDTH = 24, 12, 13
 

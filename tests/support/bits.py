@@ -1,13 +1,20 @@
-"""Values as text, down to their bits: what two values have to share to be the same one."""
+"""Values compared by their bits, and small files of tensors with any bit pattern."""
 
 from __future__ import annotations
 
 import struct
 from collections import OrderedDict
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+from lightning_elastic_zero.core.manifest import FileEntry
+from lightning_elastic_zero.formats.torch_read import TorchFile
+from lightning_elastic_zero.formats.torch_write import TorchFileWriter
+from lightning_elastic_zero.storage.files import VerifiedFile
 
 
 def bitwise_repr(value: object) -> str:
@@ -40,3 +47,31 @@ def _spelled_array(value: torch.Tensor | np.ndarray[Any, Any]) -> str:
     data = bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
     what = f"{value.dtype} {tuple(value.shape)} {value.requires_grad} {data.hex()}"
     return f"{what} {bitwise_repr(vars(value))}"
+
+
+SAVE_ID = "5a7e"
+NAME = "checkpoint/shard.pt"
+
+
+def any_bits(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Make elements of every bit pattern: NaN with payloads, infinities, denormals among them."""
+    generator = torch.Generator().manual_seed(seed)
+    size = (numel * dtype.itemsize,)
+    return torch.randint(0, 256, size, dtype=torch.uint8, generator=generator).view(dtype)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """Return a tensor's bytes: NaN equals itself only so."""
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def write_tree(directory: Path, tree: object, builder: TorchFileWriter | None = None) -> FileEntry:
+    """Write a file of a tree, and of what its stand-ins stand for."""
+    return (builder or TorchFileWriter()).write(tree, directory, NAME, save_id=SAVE_ID)
+
+
+def open_verified(
+    directory: Path, record: FileEntry, save_id: str | None = None
+) -> closing[TorchFile]:
+    """Open a file that was written with its checksums; it is closed at the end of a ``with``."""
+    return closing(TorchFile(VerifiedFile(directory, record, save_id)))

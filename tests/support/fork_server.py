@@ -1,6 +1,6 @@
-"""The process that imports torch and DeepSpeed once and forks the ranks of every world from it.
+"""A process that imports torch and DeepSpeed once and forks every rank.
 
-It forks programs too: processes that end as any does, whose exit status can be asked for.
+It also forks programs: processes that run one call and whose exit status can be queried.
 """
 
 from __future__ import annotations
@@ -213,4 +213,4 @@ if __name__ == "__main__":
     # What is pickled by reference is found from the repository's root, not from this folder.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
     # Requests are of the classes in the module of that name, which this one, by its own, is not.
-    importlib.import_module("tests.engine._fork_server").main(*sys.argv[1:])
+    importlib.import_module("tests.support.fork_server").main(*sys.argv[1:])

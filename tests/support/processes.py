@@ -1,12 +1,19 @@
-"""Ports that nobody else takes meanwhile, also where several processes run tests side by side."""
+"""Time limits, free ports and shared memory of the processes that tests start.
+
+Tests do not judge by time: they wait for an event or for the end of a process. The limits here
+only tell a hang from an answer on a machine with twenty times its load.
+"""
 
 from __future__ import annotations
 
 import os
 import random
 import re
+import signal
 import socket
+import subprocess
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -60,3 +67,33 @@ def _mapped() -> set[str]:
         with suppress(OSError):
             found.update(_NAME.findall(maps.read_text(encoding="utf-8", errors="replace")))
     return found
+
+
+HANG_TIMEOUT_S = 900.0
+"""What takes longer than this hangs: a call on ranks, a process."""
+
+PROMPT_TIMEOUT_S = 300.0
+"""Far below the half hour for which torch's collectives wait, and rule 3 forbids to wait.
+
+That the times that ranks have by default keep its 10 s and 60 s is a sum, and tested as one.
+"""
+
+
+def output_of(command: Sequence[str | Path], folder: Path, environment: Mapping[str, str]) -> str:
+    """Run a command that has to succeed; return all that it printed."""
+    process = subprocess.Popen(
+        [str(word) for word in command],
+        cwd=folder,
+        env=dict(environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        printed, _ = process.communicate(timeout=HANG_TIMEOUT_S)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, printed[-4000:]
+    return printed

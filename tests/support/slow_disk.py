@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.timeouts import HANG_TIMEOUT_S
+from tests.support.processes import HANG_TIMEOUT_S
 
 SOURCE = Path(__file__).with_name("slow_disk.c")
 

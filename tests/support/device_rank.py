@@ -9,7 +9,7 @@ import sys
 
 
 def main(path: str, rank: str, world: str, port: str, device: str) -> None:
-    """Set torch up as the ranks of ``_fork_server`` have it, and serve the session."""
+    """Set torch up as the ranks of ``fork_server`` have it, and serve the session."""
     faulthandler.register(signal.SIGUSR1)
     # Without it cuBLAS does not compute the same twice; it is read when cuBLAS starts.
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
@@ -19,9 +19,9 @@ def main(path: str, rank: str, world: str, port: str, device: str) -> None:
     # Uninitialised memory is NaN. What has no deterministic kernel on a card warns there.
     torch.use_deterministic_algorithms(mode=True, warn_only=device == "cuda")
 
-    from tests.engine import _fork_server
+    from tests.support import fork_server
 
-    _fork_server.serve(path, int(rank), int(world), int(port), device)
+    fork_server.serve(path, int(rank), int(world), int(port), device)
 
 
 if __name__ == "__main__":
