@@ -105,7 +105,7 @@ def make_engine(stage: int, width: int = WIDTH) -> Any:
     """Build an engine with Adam."""
     import deepspeed
 
-    # Which fills all memory that is asked for, as if it were used: see tests/support/fork_server.py.
+    # Which fills all memory that is asked for, as if it were used: see support/fork_server.py.
     torch.use_deterministic_algorithms(mode=False)
     config = {
         "train_micro_batch_size_per_gpu": 1,

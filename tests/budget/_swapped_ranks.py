@@ -29,7 +29,7 @@ def swapped_engine(layers: int) -> Iterator[Any]:
     """Make an engine all of whose sub-groups are in files, and leave no file of them."""
     import deepspeed
 
-    # Which fills all memory that is asked for, as if it were used: see tests/support/fork_server.py.
+    # Which fills all memory that is asked for, as if it were used: see support/fork_server.py.
     torch.use_deterministic_algorithms(mode=False)
     config = {
         "train_micro_batch_size_per_gpu": 1,
