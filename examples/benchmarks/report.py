@@ -1,4 +1,4 @@
-"""What a run of the benchmark has found, as a table and a picture."""
+"""The result of a benchmark as a table and a plot of ratios."""
 
 from __future__ import annotations
 
@@ -12,24 +12,18 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
-BASELINES = {
-    ": the call": "copy in memory",
-    "cold": "cold read into memory",
-    "load": "warm read into memory",
-    "save": "raw write and sync",
-}
-"""What a way is compared with, by words in its name, or by what it does; the first that fits."""
-
+BASELINES = {"load": "raw read", "save": "raw write and sync"}
+STALL = ": the call"
 OURS, OTHERS, MB = "this library", ("stock DeepSpeed", "torch.distributed.checkpoint"), 1e6
-COLORS = {OURS: "#0b6e99", OTHERS[0]: "#d9730d", OTHERS[1]: "#4f7f3b"}
-OTHER_COLOR = "#9b9b9b"
+COLORS = {OTHERS[0]: "#d9730d", OTHERS[1]: "#4f7f3b"}
 
 Costs = Mapping[str, Sequence[Mapping[str, float]]]
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Return what the figures hold for."""
+    """Return the hardware, the system and the releases of a measurement."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     releases = ("torch", "deepspeed", "lightning")
     return {
@@ -44,15 +38,14 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def ratios(costs: Costs, way: str, base: str) -> list[float]:
-    """Return how much longer a way took than another, round by round."""
+    """Return the time of one way divided by that of another, round by round."""
     pairs = zip(costs[way], costs[base], strict=True)
     return [one["seconds"] / other["seconds"] for one, other in pairs]
 
 
 def _base_of(way: str, verb: str) -> str | None:
-    words = (base for word, base in BASELINES.items() if word in way or word == verb)
-    base = next(words)
-    return None if way in BASELINES.values() else base
+    base = "copy in memory" if STALL in way else BASELINES[verb]
+    return base if way not in {base, BASELINES[verb]} else None
 
 
 def _range(values: Sequence[float]) -> str:
@@ -72,14 +65,14 @@ def _row(way: str, costs: Costs, verb: str, state_bytes: float) -> list[str]:
         f"{middle['memory'] / MB:.1f}",
         f"{middle['temporary_disk'] / state_bytes:.3f}" if "temporary_disk" in middle else "",
         _range(ratios(costs, way, base)) if base else "",
-        *(_beside(other, way, costs) for other in OTHERS),
+        *(_range(r) if (r := _compared(way, other, costs)) else "" for other in OTHERS),
     ]
 
 
-def _beside(other: str, way: str, costs: Costs) -> str:
-    """Return how much longer this library took than other software for the same thing."""
+def _compared(way: str, other: str, costs: Costs) -> list[float]:
+    """Return this library's time divided by that of other software, if both were measured."""
     same = way.replace(OURS, other)
-    return _range(ratios(costs, way, same)) if same != way and same in costs else ""
+    return ratios(costs, way, same) if same != way and same in costs else []
 
 
 _TITLES = (
@@ -87,17 +80,17 @@ _TITLES = (
     "seconds",
     "read / state",
     "written / state",
-    "from disk / state",
-    "memory of a rank, MB",
+    "read from disk / state",
+    "memory of one rank, MB",
     "temporary disk / state",
-    "times the machine's limit",
-    "times stock's",
-    "times torch's",
+    "/ raw",
+    "/ stock DeepSpeed",
+    "/ DCP",
 )
 
 
 def _sections(result: Mapping[str, Any]) -> Iterator[tuple[str, str, Costs]]:
-    """Yield verb, what it is done with, and its costs."""
+    """Yield the verb, the engine and the ranks, and the costs of each way."""
     for verb in ("save", "load"):
         for name, costs in result["figures"][verb].items():
             yield verb, name, costs
@@ -108,10 +101,10 @@ def table(result: Mapping[str, Any]) -> str:
     here = result["machine"]
     heading = (
         f"{result['state_bytes'] / MB:.0f} MB of state (fp32 masters, Adam's two moments), "
-        f"{result['rounds']} rounds, medians; ratios round by round with least and greatest. "
-        "Bytes are summed over ranks, without those of a process that torch starts; memory is the "
-        "most that one rank held above what it held before, temporary disk what a save over its "
-        f"last one takes above what is there before and after. The machine: {here['cores']} cores, "
+        f"{result['rounds']} rounds; medians, and ratios round by round with minimum and maximum. "
+        "Bytes are sums over ranks, without processes that torch starts; memory is the maximum "
+        "that a rank allocated; temporary disk is what a save needs beyond the last checkpoint. "
+        f"DCP: torch.distributed.checkpoint. Machine: {here['cores']} cores, "
         f"load {here['load_average']:.1f}, {here['memory_bytes'] / 1e9:.0f} GB, {here['device']}, "
         f"{here['system']}; torch {here['torch']}, DeepSpeed {here['deepspeed']}, Python "
         f"{here['python']}."
@@ -133,25 +126,36 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def write_plot(result: Mapping[str, Any], path: Path) -> None:
-    """Draw the seconds of all saves and loads, each way beside the others."""
-    sections = list(_sections(result))
-    # So that each bar is as thick, whichever ways are in its section.
-    bars = [len(costs) + 2 for _, _, costs in sections]
-    figure = Figure(figsize=(9, 0.5 + 0.16 * sum(bars)), layout="constrained")
-    all_axes = figure.subplots(len(sections), 1, squeeze=False, height_ratios=bars)[:, 0]
-    for axes, (verb, name, costs) in zip(all_axes, sections, strict=True):
-        ways = list(costs)
-        seconds = [[cost["seconds"] for cost in costs[way]] for way in ways]
-        middle = [statistics.median(of_way) for of_way in seconds]
-        lows = [m - min(s) for m, s in zip(middle, seconds, strict=True)]
-        highs = [max(s) - m for m, s in zip(middle, seconds, strict=True)]
-        colors = [
-            next((color for word, color in COLORS.items() if word in way), OTHER_COLOR)
-            for way in ways
-        ]
-        axes.barh(ways, middle, color=colors, xerr=(lows, highs), error_kw={"lw": 0.8})
-        axes.invert_yaxis()
-        axes.set_title(f"{verb}, {name}", fontsize=8, loc="left")
-        axes.tick_params(labelsize=6)
-    all_axes[-1].set_xlabel("seconds: median, least and greatest", fontsize=7)
+    """Draw this library's time relative to other software: saves, loads on equal and other counts.
+
+    Points are medians, lines reach from the minimum to the maximum of all rounds.
+    """
+    panels: dict[str, list[tuple[str, str, list[float]]]] = {}
+    for verb, name, costs in _sections(result):
+        engine, ranks = name.split(", ")
+        equal = len(set(ranks.removesuffix(" ranks").split(" to "))) == 1
+        kind = "save" if verb == "save" else f"load, {'same' if equal else 'other'} device count"
+        for way in (OURS, f"{OURS}, background{STALL}"):
+            for other in OTHERS:
+                if found := _compared(way, other, costs):
+                    stall = ", stall of a background save" if STALL in way else ""
+                    label = f"{engine}, {ranks}{stall}"
+                    panels.setdefault(kind, []).append((label, other, found))
+    heights = [len(rows) + 1.5 for rows in panels.values()]
+    figure = Figure(figsize=(8, 0.8 + 0.26 * sum(heights)), layout="constrained")
+    axes_of = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)
+    for axes, (kind, rows) in zip(axes_of[:, 0], panels.items(), strict=True):
+        for y, (_, other, found) in enumerate(rows):
+            axes.plot([min(found), max(found)], [y, y], color=COLORS[other], lw=2)
+            axes.plot(statistics.median(found), y, "o", color=COLORS[other], ms=7)
+        axes.axvline(1, color="black", lw=0.8)
+        axes.set_yticks(range(len(rows)), [label for label, *_ in rows], fontsize=8)
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.set_title(kind, fontsize=10, loc="left")
+        axes.set_xscale("log")
+        axes.set_xticks([0.1, 0.25, 0.5, 1, 2, 4], ["0.1", "0.25", "0.5", "1", "2", "4"])
+        axes.minorticks_off()
+    figure.supxlabel("time of this library / time of the other; left of 1: faster", fontsize=9)
+    marks = [Line2D([], [], color=c, marker="o", label=f"/ {o}") for o, c in COLORS.items()]
+    figure.legend(handles=marks, loc="outside upper right", ncols=2, fontsize=8, frameon=False)
     figure.savefig(path, dpi=110)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
 import socket
 import sys
@@ -19,7 +20,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 BYTES_PER_PARAMETER = 12  # fp32 master and Adam's two moments
 LAYERS = 8
@@ -82,17 +83,18 @@ def rank_tensors(engine: Any) -> list[torch.Tensor]:
     return [t for f in state.flats for t in (f.master, *f.elementwise.values())]
 
 
-def make_fsdp(width: int, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Build the same model under FSDP2, with the state of one step."""
+def make_fsdp(width: int, device: str, *, trained: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Build the same model under FSDP2; ``trained``: with the optimizer state of one step."""
     mesh = init_device_mesh(device, (distributed.get_world_size(),))
     model = Mlp(width).to(device)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model(torch.randn(1, width, device=device)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    if trained:
+        model(torch.randn(1, width, device=device)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
     return model, optimizer
 
 
@@ -143,8 +145,15 @@ def run_ranks(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     out = folder / "rank-0.json"
-    arguments = (ranks, port, device, out, work)
-    context = spawn(_be_rank, arguments, nprocs=ranks, join=False)  # type: ignore[no-untyped-call]
+    # Forked from one process that has imported everything, which saves the time of imports.
+    multiprocessing.set_forkserver_preload(["deepspeed", "lightning_elastic_zero.api"])
+    context: Any = start_processes(  # type: ignore[no-untyped-call]
+        _be_rank,
+        (ranks, port, device, out, work),
+        nprocs=ranks,
+        join=False,
+        start_method="forkserver" if device == "cpu" else "spawn",
+    )
     deadline = time.monotonic() + timeout_s
     try:
         while not context.join(timeout=max(deadline - time.monotonic(), 0)):

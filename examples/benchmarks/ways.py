@@ -111,8 +111,9 @@ def add_temporary_disk(
 class _Fsdp:
     """The same model under FSDP2, which ``torch.distributed.checkpoint`` saves and loads."""
 
-    def __init__(self, setting: Setting, source: int) -> None:
-        self._parts = make_fsdp(width_of(setting.parameters), setting.device)
+    def __init__(self, setting: Setting, source: int, *, trained: bool) -> None:
+        width = width_of(setting.parameters)
+        self._parts = make_fsdp(width, setting.device, trained=trained)
         self._path = setting.folder / f"dcp-{source}"
         # Of its own: what a thread saves meets the ranks' other collectives in no fixed order.
         self._behind = distributed.new_group(backend="gloo")
@@ -238,7 +239,7 @@ def _saves_of(setting: Setting, case: Case, width: int) -> Costs:
         "this library, background: the wait after it": background.wait,
     }
     if case.like_fsdp:
-        ways |= _Fsdp(setting, ranks).ways_to_save()
+        ways |= _Fsdp(setting, ranks, trained=True).ways_to_save()
     costs = in_turn(ways, setting.rounds)
     add_temporary_disk(costs, ways, setting.folder)
     background.close()
@@ -249,35 +250,31 @@ def _saves_of(setting: Setting, case: Case, width: int) -> Costs:
 # -- loading --------------------------------------------------------------------------------
 
 
-def measure_loads(setting: Setting, ranks: int, sources: tuple[int, ...]) -> dict[str, Costs]:
-    """Measure all ways to load what worlds of other sizes have saved, for each case."""
-    width = width_of(setting.parameters)
-    return {
-        f"{case.name}, {source} to {ranks}": _loads_of(setting, case, width, source)
-        for case in setting.cases
-        for source in sources
-    }
+def ways_to_load(setting: Setting, case: Case, source: int, ranks: int) -> list[str]:
+    """Return what can load a checkpoint of ``source`` ranks on ``ranks``; raw reads come first."""
+    ways = ["raw read", "this library"]
+    if source == ranks:
+        ways.append("stock DeepSpeed")
+    if case.like_fsdp:
+        ways.append("torch.distributed.checkpoint")
+    if (case.file(setting.folder, "stock", source) / UNIVERSAL).is_dir():
+        ways.append("Universal Checkpoint")
+    return ways
 
 
-def _loads_of(setting: Setting, case: Case, width: int, source: int) -> Costs:
+def load_once(setting: Setting, case: Case, source: int, way: str) -> Cost:
+    """Load as a resume does: in new processes, whose optimizer has no state yet."""
     from lightning_elastic_zero.api import load_checkpoint  # noqa: PLC0415
 
     ours, stock = (case.file(setting.folder, what, source) for what in ("ours", "stock"))
-    with_universal = (stock / UNIVERSAL).is_dir()
-    engine = make_engine(case.stage, width, case.precision)
-    train_step(engine, width)
-    raw = RawRead(ours)
-    ways: dict[str, Callable[[], object]] = {
-        "warm read into memory": raw.read,
-        "this library": lambda: load_checkpoint(engine, ours),
-    }
-    if source == distributed.get_world_size():
-        ways["stock DeepSpeed"] = lambda: engine.load_checkpoint(str(stock), tag=TAG)
-    if case.like_fsdp:
-        ways["torch.distributed.checkpoint"] = _Fsdp(setting, source).load
-    if with_universal:
-        other = make_engine(case.stage, width, case.precision, universal=True)
-        ways["Universal Checkpoint"] = lambda: other.load_checkpoint(str(stock), tag=UNIVERSAL)
-    costs = in_turn(ways, setting.rounds)
-    cold = {"cold read into memory": raw.read, "this library, cold": ways["this library"]}
-    return {**costs, **in_turn(cold, setting.rounds, before=raw.forget)}
+    if way == "raw read":
+        return cost_of(RawRead(ours).read)
+    if way == "torch.distributed.checkpoint":
+        return cost_of(_Fsdp(setting, source, trained=False).load)
+    universal = way == "Universal Checkpoint"
+    width = width_of(setting.parameters)
+    engine = make_engine(case.stage, width, case.precision, universal=universal)
+    if way == "this library":
+        return cost_of(lambda: load_checkpoint(engine, ours))
+    tag = UNIVERSAL if universal else TAG
+    return cost_of(lambda: engine.load_checkpoint(str(stock), tag=tag))
