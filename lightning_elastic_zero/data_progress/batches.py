@@ -126,42 +126,44 @@ class DataProgress:
             CheckpointFormatError: A field is missing or invalid.
         """
         try:
-            counts = [int(content[name]) for name in ("epoch", "epoch_steps", "global_step")]
-            shape = [int(content[name]) for name in ("accumulate", "world_size")]
+            position = Position(
+                int(content["epoch"]),
+                int(content["epoch_steps"]),
+                is_over=bool(content["epoch_is_over"]),
+                is_validated=bool(content["is_validated"]),
+            )
             record = cls(
-                Position(
-                    counts[0],
-                    counts[1],
-                    is_over=bool(content["epoch_is_over"]),
-                    is_validated=bool(content["is_validated"]),
-                ),
-                global_step=counts[2],
+                position,
+                global_step=int(content["global_step"]),
                 global_batch_size=_optional(content["global_batch_size"]),
-                accumulate=shape[0],
-                world_size=shape[1],
+                accumulate=int(content["accumulate"]),
+                world_size=int(content["world_size"]),
                 steps_per_epoch=_optional(content["steps_per_epoch"]),
                 planned_steps=_optional(content["planned_steps"]),
                 loaders=tuple(dict(loader) for loader in content["loaders"]),
-                # Checkpoints of before this was recorded lack it.
-                orders=tuple(_order(order) for order in content.get("orders", ())),
-                consumed=tuple(_consumed(part) for part in content.get("consumed", ())),
+                orders=tuple(
+                    None if order is None else (int(order["epoch"]), str(order["digest"]))
+                    for order in content.get("orders", ())
+                ),
+                consumed=tuple(
+                    None if part is None else Consumed(int(part["samples"]), int(part["passes"]))
+                    for part in content.get("consumed", ())
+                ),
                 gradient=str(content["gradient"]),
                 settings=dict(content["settings"]),
                 seed=_optional(content.get("seed")),
             )
+            counts = [position.epoch, position.steps, record.global_step]
+            counts += [n for part in record.consumed if part for n in (part.samples, part.passes)]
+            if min(*counts, record.accumulate - 1, record.world_size - 1) < 0:
+                msg = "negative count"
+                raise ValueError(msg)  # noqa: TRY301 (the file is as damaged as without the field)
         except (KeyError, TypeError, ValueError) as error:
             msg = (
                 f"{where}: a field of progress.sampler is missing or invalid ({error!r}). The file "
                 "is damaged: resume from another checkpoint"
             )
             raise CheckpointFormatError(msg) from error
-        parts = [n for part in record.consumed if part for n in (part.samples, part.passes)]
-        if min(*counts, *parts, *(number - 1 for number in shape)) < 0:
-            msg = (
-                f"{where}: negative count in progress.sampler. The file is damaged: resume from "
-                "another checkpoint"
-            )
-            raise CheckpointFormatError(msg)
         return record
 
     def at_batch_size(self, global_batch_size: int | None) -> Position:
@@ -174,14 +176,6 @@ class DataProgress:
         return replace(
             self.position, steps=steps, is_validated=self.position.is_validated and exact
         )
-
-
-def _order(content: Any) -> tuple[int, str] | None:
-    return None if content is None else (int(content["epoch"]), str(content["digest"]))
-
-
-def _consumed(content: Any) -> Consumed | None:
-    return None if content is None else Consumed(int(content["samples"]), int(content["passes"]))
 
 
 def _optional(value: Any) -> int | None:
@@ -260,28 +254,8 @@ def plan_batches(
         accumulate = ceil_div(ceil_div(global_batch_size, world_size), most_samples)
         uneven = BatchPlan(global_batch_size, world_size, accumulate)
         plan = uneven if uneven.samples_of(world_size - 1) >= accumulate else None
-    if plan is None:
-        raise UnsupportedError(
-            _refusal(global_batch_size, most_samples, world_size, allow_uneven=allow_uneven)
-        )
-    return plan
-
-
-def _even_plan(global_batch_size: int, most_samples: int, world_size: int) -> BatchPlan | None:
-    """Return the plan with the fewest equal micro-batches; None if they would be too small."""
-    of_rank, rest = divmod(global_batch_size, world_size)
-    if rest or not of_rank:
-        return None
-    fewest = ceil_div(of_rank, most_samples)
-    for accumulate in range(fewest, min(MOST_SMALLER * fewest, of_rank) + 1):
-        if of_rank % accumulate == 0:
-            return BatchPlan(global_batch_size, world_size, accumulate)
-    return None
-
-
-def _refusal(
-    global_batch_size: int, most_samples: int, world_size: int, *, allow_uneven: bool
-) -> str:
+    if plan is not None:
+        return plan
     counts = [
         count
         for count in range(1, global_batch_size + 1)
@@ -294,11 +268,24 @@ def _refusal(
     divides = global_batch_size % world_size == 0
     change = ", or change the loader's batch_size" if divides else ""
     hint = "" if allow_uneven else "; or pass allow_uneven_batches=True"
-    return (
+    msg = (
         f"global_batch_size={global_batch_size} cannot be shared by {world_size} devices in equal "
         f"micro-batches of at most {most_samples} samples (the loader's batch_size). Device counts "
         f"that fit: {listed}. Use one of them{change}{hint}"
     )
+    raise UnsupportedError(msg)
+
+
+def _even_plan(global_batch_size: int, most_samples: int, world_size: int) -> BatchPlan | None:
+    """Return the plan with the fewest equal micro-batches; None if they would be too small."""
+    of_rank, rest = divmod(global_batch_size, world_size)
+    if rest or not of_rank:
+        return None
+    fewest = ceil_div(of_rank, most_samples)
+    for accumulate in range(fewest, min(MOST_SMALLER * fewest, of_rank) + 1):
+        if of_rank % accumulate == 0:
+            return BatchPlan(global_batch_size, world_size, accumulate)
+    return None
 
 
 EPOCHS = "epoch_progress"
@@ -314,13 +301,10 @@ Counters = dict[str, Any]
 def read_position(
     fit_loop: Mapping[str, Any], accumulate: int, *, batches: float, validating: bool
 ) -> Position:
-    """Read the position of a run, rounded down to the last optimizer step.
+    """Read the position of a run from Lightning's counters, rounded down to an optimizer step.
 
-    Args:
-        fit_loop: Lightning's counters.
-        accumulate: Micro-batches per optimizer step.
-        batches: Micro-batches of one rank per epoch; infinite if unknown.
-        validating: The save happens inside the fit's validation.
+    ``batches``: micro-batches of one rank per epoch, infinite if unknown. ``validating``: the save
+    happens inside the fit's validation.
     """
     epochs, batch = fit_loop[EPOCHS]["current"], fit_loop[BATCHES]["current"]
     done = batch["processed"]
@@ -338,14 +322,10 @@ def read_position(
         # In on_train_epoch_start: the batch counters are still those of the epoch before.
         return Position(epochs["processed"], 0)
     whole = is_over or steps * accumulate == done
-    validated = validating and _is_finished(fit_loop[VALIDATION]) and whole
-    return Position(epochs["processed"], steps, is_over=is_over, is_validated=validated)
-
-
-def _is_finished(progress: Mapping[str, Any]) -> bool:
-    """Whether a validation has run all its batches."""
-    current = progress["current"]
-    return bool(progress["is_last_batch"] and current["completed"] == current["ready"] > 0)
+    validation = fit_loop[VALIDATION]["current"]
+    is_finished = validation["completed"] == validation["ready"] > 0
+    validated = validating and whole and is_finished and fit_loop[VALIDATION]["is_last_batch"]
+    return Position(epochs["processed"], steps, is_over=is_over, is_validated=bool(validated))
 
 
 def infer_progress(
@@ -372,13 +352,8 @@ def fit_loop_at(fit_loop: Mapping[str, Any], position: Position, *, was: int, no
 
     They describe a finished epoch, or one that was left right after a batch and all its hooks
     ("restarted on last"). From this state Lightning repeats and skips nothing, once ``RunResumer``
-    has set the state that only live loops have.
-
-    Args:
-        fit_loop: The saved counters.
-        position: Position at which the run resumes.
-        was: Micro-batches of a rank per optimizer step in the saved run.
-        now: The same in this run.
+    has set the state that only live loops have. ``was`` and ``now``: micro-batches of a rank per
+    optimizer step in the saved run and in this run.
     """
     loops = copy.deepcopy(dict(fit_loop))
     batch, epochs = loops[BATCHES], loops[EPOCHS]
@@ -392,8 +367,18 @@ def fit_loop_at(fit_loop: Mapping[str, Any], position: Position, *, was: int, no
     _set(batch["current"], current)
     _set(batch["total"], before + current)
     batch["is_last_batch"] = position.is_over
-    _set_validation(loops[VALIDATION], pending=in_epoch and not position.is_validated)
-    _drop_begun_window(loops[STEPS]["optimizer"])
+    # A validation that may be due here has begun, with none of its batches, because its metrics
+    # were not saved. Once Lightning has decided by these counters, ``validation_counters_at``
+    # provides the final ones.
+    validation, pending = loops[VALIDATION], int(in_epoch and not position.is_validated)
+    for counts in (validation["current"], validation["total"]):
+        counts.update(ready=pending, started=pending, processed=0, completed=0)
+    validation["is_last_batch"] = False
+    # Gradients are cleared again for an open window, which is repeated.
+    optimizer = loops[STEPS]["optimizer"]
+    for part in ("total", "current"):
+        cleared, taken = optimizer["zero_grad"][part], optimizer["step"][part]["completed"]
+        cleared.update({name: min(number, taken) for name, number in cleared.items()})
     # One state per rank and worker: not applicable on another number of ranks.
     loops["state_dict"] = {k: v for k, v in loops["state_dict"].items() if k != LOADER_STATES}
     return loops
@@ -431,23 +416,13 @@ def _set(counts: dict[str, int], number: int) -> None:
     counts.update(dict.fromkeys(("ready", "started", "processed", "completed"), number))
 
 
-def _drop_begun_window(optimizer: dict[str, Any]) -> None:
-    """Count gradients as cleared only for completed windows: an open window is repeated."""
-    for part in ("total", "current"):
-        cleared, taken = optimizer["zero_grad"][part], optimizer["step"][part]["completed"]
-        cleared.update({name: min(number, taken) for name, number in cleared.items()})
-
-
 def validation_counters_at(
     progress: Mapping[str, Any], *, began: bool, was: int, now: int
 ) -> Counters:
     """Return the validation's batch counters for a resumed run.
 
-    Args:
-        progress: The saved counters.
-        began: The last counted validation was unfinished and is repeated.
-        was: Batches of a validation on a rank of the saved run; 0: unknown.
-        now: The same in this run.
+    ``began``: the last counted validation was unfinished and is repeated. ``was`` and ``now``:
+    batches of a validation on a rank of the saved run and of this run; 0: unknown.
     """
     made = copy.deepcopy(dict(progress))
     if began:
@@ -456,15 +431,3 @@ def validation_counters_at(
     for counts in (made["total"], made["current"]) if was and now and was != now else ():
         counts.update({name: number * now // was for name, number in counts.items()})
     return made
-
-
-def _set_validation(progress: dict[str, Any], *, pending: bool) -> None:
-    """Mark a validation as begun, so that it runs if one is due here; or as not begun.
-
-    None of its batches count as done, since its metrics were not saved. Once Lightning has decided
-    by these counters, ``validation_counters_at`` provides the final ones.
-    """
-    for counts in (progress["current"], progress["total"]):
-        _set(counts, 0)
-        counts.update(ready=int(pending), started=int(pending))
-    progress["is_last_batch"] = False

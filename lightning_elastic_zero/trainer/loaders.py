@@ -28,11 +28,9 @@ from lightning_elastic_zero.data_progress.sampler import (
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.trainer.batches import BatchSettings, batch_size_of
 from lightning_elastic_zero.trainer.lightning import (
-    data_fetcher,
     drop_iterator,
     ends_by_one_loader,
     is_mid_pass,
-    loader_state_dicts,
     training_loaders,
     wrapped_sampler,
 )
@@ -264,43 +262,8 @@ def resumable_part_of(loader: object) -> ResumesAtSample | None:
     return next((part for part in (loader, *parts) if isinstance(part, ResumesAtSample)), None)
 
 
-class LoaderStates:
-    """States of stateful loaders after the batches that were trained on.
-
-    For data without a length, Lightning fetches one batch ahead to detect the last one. The
-    loader's state is then also ahead, and a run resumed from it would never see that batch.
-    """
-
-    def __init__(self) -> None:
-        self._latest: list[Any] | None = None
-        self._before: list[Any] | None = None
-        self._is_new = False
-
-    def begin(self, trainer: pl.Trainer, given: list[Any]) -> None:
-        """Begin a fit. ``given``: states loaded into the loaders, which may be a batch ahead."""
-        self._before = copy.deepcopy(given)
-        self._latest = (
-            copy.deepcopy(loader_state_dicts(trainer)) if _has_stateful_loader(trainer) else None
-        )
-        self._is_new = True
-
-    def before_batch(self, trainer: pl.Trainer, *, is_first: bool) -> None:
-        """Record the states after a batch was fetched and before it is trained on."""
-        if _has_stateful_loader(trainer):
-            # In later epochs, the state before the batch that is fetched ahead is unknown.
-            self._before = None if is_first and not self._is_new else self._latest
-            self._is_new = False
-            self._latest = copy.deepcopy(loader_state_dicts(trainer))
-
-    def now(self, trainer: pl.Trainer) -> list[Any]:
-        """Return the states after the batches trained on so far; empty if unknown."""
-        if not _has_stateful_loader(trainer):
-            return []
-        ahead = getattr(data_fetcher(trainer), "batches", [])
-        return (self._before or []) if ahead else copy.deepcopy(loader_state_dicts(trainer))
-
-
-def _has_stateful_loader(trainer: pl.Trainer) -> bool:
+def has_stateful_loader(trainer: pl.Trainer) -> bool:
+    """Whether a training loader has its own state instead of an ``ElasticSampler``."""
     return any(
         isinstance(loader, Stateful) and elastic_sampler_of(loader) is None
         for loader in training_loaders(trainer)

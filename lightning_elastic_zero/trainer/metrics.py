@@ -27,7 +27,6 @@ from torchmetrics.utilities import (
 from typing_extensions import override
 
 from lightning_elastic_zero.data_progress.batches import Position
-from lightning_elastic_zero.trainer.data_resume import PendingResume
 from lightning_elastic_zero.trainer.lightning import (
     FORWARD_CACHE,
     Metadata,
@@ -54,6 +53,15 @@ _SAID = (
 
 SavedResult = Mapping[str, Any]
 """A running result as plain data; see ``_plain``."""
+
+RESULTS = "results"
+"""Entry of this library's state in a checkpoint: the metrics of a rank."""
+
+RESULTS_BY_RANK = "results_of_ranks"
+"""The same after a load on another number of ranks: by rank of the saved run."""
+
+ENDING = "plateau_epoch_pending"
+"""Entry of the same: the epoch had ended, but the hooks at its end had not all run."""
 
 
 class ResumableResults(ResultCollection):
@@ -214,14 +222,125 @@ _OF_HOOKS = ("ds_", "applied_pre_backward_ref_cnt")
 
 
 @dataclass(frozen=True, slots=True)
-class RankShare:
-    """How ranks share the states of other ranks, if another number of ranks saved them."""
+class SavedMetrics:
+    """Metrics of the saving ranks whose states this rank takes over."""
 
-    part: int
-    """Index of this rank's part; part 0 receives what cannot be divided."""
-    parts: int
-    is_even: bool
+    of_ranks: Mapping[int, Mapping[str, Any]]
+    """Results of ``EpochMetrics.state``, by rank of the saved run."""
+    ending: bool
+    """The epoch had ended, but the hooks at its end had not all run."""
+    is_own: bool = True
+    """The number of ranks is the same, and these are this rank's own states."""
+    part: int = 0
+    """Index of this rank's part of the states; part 0 receives what cannot be divided."""
+    parts: int = 1
+    is_even: bool = True
     """All ranks have the same number of parts."""
+
+    @classmethod
+    def of(
+        cls, state: Mapping[str, Any], saved_world_size: int, world_size: int, rank: int
+    ) -> SavedMetrics:
+        """Select the metrics for this rank from the result of ``RunRecorder.state_dict``."""
+        ending, saved = bool(state.get(ENDING)), saved_world_size
+        if saved == world_size:
+            return cls({rank: state[RESULTS]} if RESULTS in state else {}, ending)
+        return cls(
+            state.get(RESULTS_BY_RANK, {}),
+            ending,
+            is_own=False,
+            part=rank // saved,
+            parts=len(range(rank % saved, world_size, saved)),
+            is_even=saved % world_size == 0 or world_size % saved == 0,
+        )
+
+    def logged(self) -> dict[str, SavedResult]:
+        """Return this rank's running results."""
+        of_key: dict[str, list[SavedResult]] = {}
+        for held in self.of_ranks.values():
+            for key, result in held["logged"].items():
+                of_key.setdefault(key, []).append(result)
+        parts = {key: self._part(results) for key, results in of_key.items()}
+        return {key: part for key, part in parts.items() if part is not None}
+
+    def _part(self, sources: list[SavedResult]) -> SavedResult | None:
+        """Return this rank's part of a running result: sums and weights are divided equally."""
+        first = sources[0]
+        if self.is_own:
+            return first
+        if first["rank_zero_only"] and self.part:
+            return None
+        if first["is_metric"] or any(other["by"] != first["by"] for other in sources):
+            return first
+        values = torch.stack([source["value"] for source in sources])
+        joined = {**first, "updates": sum(source["updates"] for source in sources)}
+        parts = 1 if first["rank_zero_only"] else self.parts
+        match first["by"]:
+            case "max":
+                return {**joined, "value": values.amax(0)}
+            case "min":
+                return {**joined, "value": values.amin(0)}
+            case "sum":
+                return {**joined, "value": values.sum(0) / parts}
+        weight = torch.stack([source["weight"] for source in sources]).sum(0)
+        mine = weight / parts
+        if not weight.is_floating_point():
+            mine = weight // parts + (self.part < weight % parts).to(weight.dtype)
+        value = values.sum(0)
+        if parts > 1:
+            value = torch.where(weight == 0, value, value * mine / weight)
+        return {**joined, "value": value, "weight": mine}
+
+    def metric_states(
+        self, metric: Metric, sources: Sequence[Mapping[str, Any]]
+    ) -> Mapping[str, Any] | None:
+        """Return this rank's part of a metric's states; None if they cannot be divided."""
+        if self.is_own:
+            return sources[0]
+        if any(source["others"] for source in sources):
+            return None
+        states = {}
+        for key, by in reductions(metric).items():
+            values = [source["states"][key] for source in sources]
+            if by in (dim_zero_sum, dim_zero_cat):
+                joined = _JOINED[by](values)
+                empty = _nothing_of(joined, default_states(metric)[key])
+                states[key] = joined if self.part == 0 else empty
+            elif by in (dim_zero_max, dim_zero_min) or (by is dim_zero_mean and self.is_even):
+                states[key] = _JOINED[by](values)
+            else:
+                return None
+        updates = sum(source["updates"] for source in sources)
+        return {"updates": updates, "states": states, "others": {}}
+
+
+def _nothing_of(joined: Any, default: Any) -> Any:
+    """Return a neutral state of the same type and dimensions as a joined one.
+
+    torchmetrics gathers the ranks' states, and hangs or crashes if their dimensions differ. A list
+    of a single scalar is gathered as a scalar, so an empty list is not sufficient.
+    """
+    if isinstance(joined, list):
+        return [joined[0].new_empty((0, *joined[0].shape[1:]))] if joined else []
+    if default.shape != joined.shape:
+        return torch.zeros_like(joined)
+    return default.to(joined, copy=True)  # a metric may add to it in place
+
+
+def _lists(values: Sequence[Any]) -> Any:
+    if isinstance(values[0], torch.Tensor):
+        return torch.cat(list(values))
+    return [each.reshape(each.shape or (1,)) for value in values for each in value]
+
+
+_JOINED: dict[Any, Callable[[Sequence[Any]], Any]] = {
+    dim_zero_sum: lambda values: reduce(torch.add, values),
+    dim_zero_max: lambda values: reduce(torch.maximum, values),
+    dim_zero_min: lambda values: reduce(torch.minimum, values),
+    dim_zero_mean: lambda values: torch.stack(list(values)).mean(0),
+    dim_zero_cat: _lists,
+}
+"""How the ranks' states are combined, by torchmetrics' reductions."""
 
 
 class MetricStates:
@@ -275,12 +394,10 @@ class MetricStates:
                 plain[name] = {**held, "others": others}
         return plain, lacking
 
-    def load_saved(self, sources: Sequence[States], shared: RankShare | None) -> list[str]:
-        """Restore metrics from saved states; return the names of those that do not fit.
+    def load_saved(self, sources: Sequence[States], saved: SavedMetrics) -> list[str]:
+        """Restore metrics from the saving ranks' states; return the names of those that do not fit.
 
-        Args:
-            sources: States of the saving ranks whose states this rank takes over.
-            shared: How they are shared; None: these are this rank's own states.
+        ``saved`` determines this rank's part of them.
         """
         self.find_new_metrics()
         lost = []
@@ -289,7 +406,7 @@ class MetricStates:
             of_metric = [source[name] for source in sources if name in source]
             held = None
             if metric is not None and all(_fits(metric, each) for each in of_metric):
-                held = of_metric[0] if shared is None else _shared(metric, of_metric, shared)
+                held = saved.metric_states(metric, of_metric)
             if metric is None or held is None:
                 lost.append(name)
             else:
@@ -361,129 +478,6 @@ def _at(value: Any, device: torch.device) -> Any:
     if isinstance(value, list):
         return [each.to(device) for each in value]
     return value.to(device) if isinstance(value, torch.Tensor) else value
-
-
-def _shared(
-    metric: Metric, sources: Sequence[Mapping[str, Any]], shared: RankShare
-) -> dict[str, Any] | None:
-    """Return this rank's part of other ranks' states; None if they cannot be divided."""
-    if any(source["others"] for source in sources):
-        return None
-    states = {}
-    for key, by in reductions(metric).items():
-        values = [source["states"][key] for source in sources]
-        if by in (dim_zero_sum, dim_zero_cat):
-            joined = _JOINED[by](values)
-            default = default_states(metric)[key]
-            states[key] = joined if shared.part == 0 else _nothing_of(joined, default)
-        elif by in (dim_zero_max, dim_zero_min) or (by is dim_zero_mean and shared.is_even):
-            states[key] = _JOINED[by](values)
-        else:
-            return None
-    return {
-        "updates": sum(source["updates"] for source in sources),
-        "states": states,
-        "others": {},
-    }
-
-
-def _nothing_of(joined: Any, default: Any) -> Any:
-    """Return a neutral state of the same type and dimensions as a joined one.
-
-    torchmetrics gathers the ranks' states, and hangs or crashes if their dimensions differ. A list
-    of a single scalar is gathered as a scalar, so an empty list is not sufficient.
-    """
-    if isinstance(joined, list):
-        return [joined[0].new_empty((0, *joined[0].shape[1:]))] if joined else []
-    if default.shape != joined.shape:
-        return torch.zeros_like(joined)
-    return default.to(joined, copy=True)  # a metric may add to it in place
-
-
-def _lists(values: Sequence[Any]) -> Any:
-    if isinstance(values[0], torch.Tensor):
-        return torch.cat(list(values))
-    return [each.reshape(each.shape or (1,)) for value in values for each in value]
-
-
-_JOINED: dict[Any, Callable[[Sequence[Any]], Any]] = {
-    dim_zero_sum: lambda values: reduce(torch.add, values),
-    dim_zero_max: lambda values: reduce(torch.maximum, values),
-    dim_zero_min: lambda values: reduce(torch.minimum, values),
-    dim_zero_mean: lambda values: torch.stack(list(values)).mean(0),
-    dim_zero_cat: _lists,
-}
-"""How the ranks' states are combined, by torchmetrics' reductions."""
-
-
-RESULTS = "results"
-"""Entry of this library's state in a checkpoint: the metrics of a rank."""
-
-RESULTS_BY_RANK = "results_of_ranks"
-"""The same after a load on another number of ranks: by rank of the saved run."""
-
-ENDING = "plateau_epoch_pending"
-"""Entry of the same: the epoch had ended, but the hooks at its end had not all run."""
-
-
-@dataclass(frozen=True, slots=True)
-class SavedMetrics:
-    """Metrics of the saving ranks whose states this rank takes over."""
-
-    of_ranks: Mapping[int, Mapping[str, Any]]
-    """Results of ``EpochMetrics.state``, by rank of the saved run."""
-    shared: RankShare | None
-    """How they are shared; None if the number of ranks is the same."""
-    ending: bool
-    """The epoch had ended, but the hooks at its end had not all run."""
-
-    @classmethod
-    def of(cls, pending: PendingResume, rank: int) -> SavedMetrics:
-        """Select the metrics for this rank from the loaded state."""
-        state, world_size, saved = pending.state, pending.world_size, pending.record.world_size
-        ending = bool(state.get(ENDING))
-        if saved == world_size:
-            return cls({rank: state[RESULTS]} if RESULTS in state else {}, None, ending)
-        of_ranks = state.get(RESULTS_BY_RANK, {})
-        parts = len(range(rank % saved, world_size, saved))
-        even = saved % world_size == 0 or world_size % saved == 0
-        return cls(of_ranks, RankShare(rank // saved, parts, even), ending)
-
-    def logged(self) -> dict[str, SavedResult]:
-        """Return this rank's running results."""
-        of_key: dict[str, list[SavedResult]] = {}
-        for held in self.of_ranks.values():
-            for key, result in held["logged"].items():
-                of_key.setdefault(key, []).append(result)
-        parts = {key: _part(results, self.shared) for key, results in of_key.items()}
-        return {key: part for key, part in parts.items() if part is not None}
-
-
-def _part(sources: list[SavedResult], shared: RankShare | None) -> SavedResult | None:
-    """Return this rank's part of running results: sums and weights are divided equally."""
-    first = sources[0]
-    if shared is None:
-        return first
-    if first["rank_zero_only"] and shared.part:
-        return None
-    if first["is_metric"] or any(other["by"] != first["by"] for other in sources):
-        return first
-    values = torch.stack([source["value"] for source in sources])
-    joined = {**first, "updates": sum(source["updates"] for source in sources)}
-    parts = 1 if first["rank_zero_only"] else shared.parts
-    match first["by"]:
-        case "max" | "min":
-            return {**joined, "value": values.amax(0) if first["by"] == "max" else values.amin(0)}
-        case "sum":
-            return {**joined, "value": values.sum(0) / parts}
-    weight = torch.stack([source["weight"] for source in sources]).sum(0)
-    mine = weight / parts
-    if not weight.is_floating_point():
-        mine = weight // parts + (shared.part < weight % parts).to(weight.dtype)
-    value = values.sum(0)
-    if parts > 1:
-        value = torch.where(weight == 0, value, value * mine / weight)
-    return {**joined, "value": value, "weight": mine}
 
 
 def _logged_metrics(logged: Mapping[str, SavedResult]) -> set[str]:
@@ -632,7 +626,7 @@ class EpochMetrics:
             {name: held for name, held in of["metrics"].items() if keeps_all or name not in over}
             for of in source.of_ranks.values()
         ]
-        self._warn_metrics_reset(source, self._metrics.load_saved(wanted, source.shared))
+        self._warn_metrics_reset(source, self._metrics.load_saved(wanted, source))
         if inside:
             kept = {k: s for k, s in logged.items() if s["metadata"]["fx"] != EPOCH_END}
             ResumableResults.of(trainer).load_saved(kept, trainer)

@@ -13,10 +13,11 @@ import socket
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias, cast
 
 import lightning.pytorch as pl
@@ -35,81 +36,56 @@ from lightning_elastic_zero.trainer.lightning import callbacks_of, has_average
 from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
 Notice: TypeAlias = Callable[[], bool]
-"""Whether the machine is going to be taken away."""
+"""Returns whether the machine will be taken away."""
 
 AWS = "http://169.254.169.254"
-"""Of the instance metadata service, version 2 (Amazon EC2 User Guide, "Spot Instance interruption
-notices"): 404 until two minutes before, then a document."""
+"""Instance metadata service, version 2 (Amazon EC2 User Guide, "Spot Instance interruption
+notices"): 404 until two minutes before the interruption, then a document."""
 
 GCP = "http://metadata.google.internal"
-"""Of the metadata server (Compute Engine, "Preemptible and Spot VMs"): FALSE until 30 s before."""
+"""Metadata server (Compute Engine, "Preemptible and Spot VMs"): FALSE until 30 s before."""
 
 _ANSWER_S = 2.0
-"""How long an answer may take; metadata servers answer within milliseconds."""
-
-_TOKEN_S = 21600
+"""Timeout of a request; metadata servers answer within milliseconds."""
 
 
-@dataclass(frozen=True)
-class FileNotice:
-    """A file that is there, as a host's daemon or a scheduler's script puts it."""
-
-    path: str
-
-    def __call__(self) -> bool:
-        """Whether it is there."""
-        return Path(self.path).exists()
-
-
-@dataclass(frozen=True)
-class UrlNotice:
-    """A URL that answers with success, and not with ``FALSE`` or ``NONE``."""
-
-    url: str
-    headers: tuple[tuple[str, str], ...] = ()
-
-    def __call__(self) -> bool:
-        """Whether it answers so."""
-        answer = _answer(self.url, dict(self.headers))
-        return answer is not None and answer.strip().upper() not in {"FALSE", "NONE"}
+def aws_notice(server: str = AWS) -> bool:
+    """Return whether AWS will interrupt this spot instance; the request needs a token."""
+    token = _answer(
+        f"{server}/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "21600"}, "PUT"
+    )
+    if token is None:
+        return False
+    headers = {"X-aws-ec2-metadata-token": token}
+    return _answer(f"{server}/latest/meta-data/spot/instance-action", headers) is not None
 
 
-@dataclass(frozen=True)
-class AwsNotice:
-    """What AWS says of a spot instance, to who has asked for a token."""
-
-    server: str = AWS
-
-    def __call__(self) -> bool:
-        """Whether the machine is going to be taken away."""
-        seconds = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_S)}
-        token = _answer(f"{self.server}/latest/api/token", seconds, "PUT")
-        if token is None:
-            return False
-        headers = {"X-aws-ec2-metadata-token": token}
-        return _answer(f"{self.server}/latest/meta-data/spot/instance-action", headers) is not None
-
-
-def gcp_notice(server: str = GCP) -> UrlNotice:
-    """Return what Google Cloud says of a machine."""
+def gcp_notice(server: str = GCP) -> bool:
+    """Return whether Google Cloud will preempt this machine."""
     url = f"{server}/computeMetadata/v1/instance/preempted"
-    return UrlNotice(url, (("Metadata-Flavor", "Google"),))
+    return url_notice(url, {"Metadata-Flavor": "Google"})
+
+
+def url_notice(url: str, headers: Mapping[str, str] = MappingProxyType({})) -> bool:
+    """Return whether a URL answers with success, and with neither ``FALSE`` nor ``NONE``."""
+    answer = _answer(url, headers)
+    return answer is not None and answer.strip().upper() not in {"FALSE", "NONE"}
 
 
 def notice_of(source: str) -> Notice:
-    """Return the notice that an option names: ``aws``, ``gcp``, a URL or a file's path."""
+    """Return the notice for an option: ``aws``, ``gcp``, a URL, or the path of a file."""
     if source == "aws":
-        return AwsNotice()
+        return aws_notice
     if source == "gcp":
-        return gcp_notice()
+        return gcp_notice
     if source.startswith(("http://", "https://")):
-        return UrlNotice(source)
-    return FileNotice(source)
+        return partial(url_notice, source)
+    return Path(source).exists
 
 
-def _answer(url: str, headers: dict[str, str], method: str = "GET") -> str | None:
-    """Return what a server answers with success, None if it does not."""
-    request = urllib.request.Request(url, headers=headers, method=method)  # noqa: S310 - the user's
+def _answer(url: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
+    """Return the body of a successful response; None without one."""
+    request = urllib.request.Request(url, headers=dict(headers), method=method)  # noqa: S310 - the user's
     # No proxy: a link-local address is this machine's own.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
@@ -120,16 +96,13 @@ def _answer(url: str, headers: dict[str, str], method: str = "GET") -> str | Non
 
 
 NAME = "last-preempted.ckpt"
-"""Where the state goes, beside the other checkpoints: Lightning's ``ckpt_path="last"`` takes the
-newest whose name begins with ``last``."""
-
-_HIGHEST_CODE = 255
+"""Name of the checkpoint: ``ckpt_path="last"`` takes the newest name that begins with ``last``."""
 
 EXIT_CODE = 75
-"""EX_TEMPFAIL of sysexits.h: a temporary failure, to be tried again."""
+"""EX_TEMPFAIL of sysexits.h: a temporary failure; try again."""
 
 _KNOWN_PACKAGES = {"torch", "torchdata", "lightning", "lightning_elastic_zero"}
-"""Whose loaders and samplers yield as many batches as they say, alike on all ranks."""
+"""Their loaders and samplers yield as many batches as their length, the same on all ranks."""
 
 log = logging.getLogger(__name__)
 
@@ -172,12 +145,11 @@ class PreemptionCheckpoint(Callback):
         *,
         in_validation: bool = False,
     ) -> None:
-        """Look for nothing yet."""
         unknown = [name for name in signals if name not in signal.Signals.__members__]
         if unknown:
             msg = f"signals={list(signals)!r}: there is no signal {unknown[0]!r} on this system"
             raise ValueError(msg)
-        if not 1 <= exit_code <= _HIGHEST_CODE:
+        if exit_code not in range(1, 256):
             msg = f"exit_code={exit_code!r}: expected 1 to 255, because 0 means a complete run"
             raise ValueError(msg)
         self._notice: Notice | None = notice_of(notice) if isinstance(notice, str) else notice
@@ -191,16 +163,16 @@ class PreemptionCheckpoint(Callback):
         self._fits, self._ending = 0, False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return it as it is between two fits, to be copied or sent to another process."""
+        """Return the state between two fits, to be copied or sent to another process."""
         return {**vars(self), "_agreement": None, "_handlers": {}}
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check where it stands, and come after the callbacks whose work belongs to a batch.
+        """Check the Trainer, and move behind the callbacks whose work belongs to a batch.
 
         Raises:
-            UnsupportedError: the strategy is another one.
-            ValueError: it is given twice.
+            UnsupportedError: The strategy is not ``ElasticDeepSpeedStrategy``.
+            ValueError: The callback was passed twice.
         """
         if stage != "fit":
             return
@@ -217,7 +189,7 @@ class PreemptionCheckpoint(Callback):
                 'PreemptionCheckpoint: ckpt_path="last" finds the folder by a ModelCheckpoint. '
                 "Without one, resume from the path in the message at the end of the run."
             )
-        # A new list: Lightning walks over the old one now. It keeps checkpoint callbacks last.
+        # A new list, because Lightning iterates over the old one now and keeps Checkpoints last.
         others = [callback for callback in callbacks if callback is not self]
         first_last = next(
             (i for i, c in enumerate(others) if isinstance(c, Checkpoint)), len(others)
@@ -227,7 +199,7 @@ class PreemptionCheckpoint(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Listen, on all ranks."""
+        """Install the signal handlers and start to poll, on all ranks."""
         self._close()
         self._heard, self._ending = "", False
         self._fits += 1
@@ -245,55 +217,54 @@ class PreemptionCheckpoint(Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        """Save and end the run, if all ranks have agreed on this batch.
+        """Save and end the run if all ranks have agreed on this batch.
 
         Raises:
-            SIGTERMException: a ``SystemExit`` with the exit code, once the state is on disk.
+            SIGTERMException: A ``SystemExit`` with the exit code, after the state was saved.
         """
         if self._agreement is not None and self._agreement.pass_batch():
             self._save_and_end(trainer, self._agreement.reason)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note how many batches there will be, for the other ranks to hear of."""
+        """Report the number of validation batches to the other ranks."""
         if self._agreement is not None and self._in_validation:
             self._agreement.begin_validation(_validation_batches(trainer))
 
     @override
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        """Save and end the run in the midst of a validation, if all ranks have agreed so.
+        """Save and end the run inside a validation if all ranks have agreed on this batch.
 
         Raises:
-            SIGTERMException: a ``SystemExit`` with the exit code, once the state is on disk.
+            SIGTERMException: A ``SystemExit`` with the exit code, after the state was saved.
         """
         if self._agreement is not None and self._agreement.pass_validation_batch():
             self._save_and_end(trainer, self._agreement.reason)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Listen no more."""
+        """Restore the signal handlers."""
         self._close()
 
     @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Listen no more; a SIGTERM before training started says "again" by the exit code too."""
+        """Restore the signal handlers. SIGTERM before training also gets the exit code."""
         if isinstance(exception, SIGTERMException) and exception.code is None:
             exception.code = self._code_of(trainer)
         self._close()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Listen no more."""
+        """Restore the signal handlers."""
         self._close()
 
     def _on_signal(self, number: int, _: object) -> None:
-        """Note it; a second one changes nothing, whoever sends it will send SIGKILL in the end."""
         self._note(signal.Signals(number).name)
 
     def _listen(self) -> str:
-        """Return what this rank has heard."""
+        """Return which notice this rank has received; empty: none."""
         if not self._heard and self._notice is not None and self._notice():
             self._note("the notice of its machine")
         return self._heard
@@ -304,8 +275,8 @@ class PreemptionCheckpoint(Callback):
             self._heard = f"{what} on {socket.gethostname()}"
 
     def _save_and_end(self, trainer: pl.Trainer, reason: str) -> None:
-        self._ending = True  # signals from now on change nothing: the handlers stay
-        strategy = cast("ElasticDeepSpeedStrategy", trainer.strategy)  # setup() has looked
+        self._ending = True  # the handlers stay: further signals change nothing
+        strategy = cast("ElasticDeepSpeedStrategy", trainer.strategy)  # checked in setup()
         path = self._path(trainer)
         rank_zero_info(f"This run will be preempted ({reason}): saving to {path}.")
         try:
@@ -326,15 +297,15 @@ class PreemptionCheckpoint(Callback):
     def _code_of(self, trainer: pl.Trainer) -> int:
         """Return the exit code of this rank's process.
 
-        Lightning kills all ranks of a node with SIGKILL as soon as one that it has started ends
-        with another code than 0 (``_ChildProcessObserver``), the first one, too.
+        Lightning kills all ranks of a node as soon as one that it has started exits with another
+        code than 0 (``_ChildProcessObserver``).
         """
         environment = getattr(trainer.strategy, "cluster_environment", None)
         by_lightning = isinstance(environment, LightningEnvironment)
         return 0 if by_lightning and trainer.local_rank else self._exit_code
 
     def _path(self, trainer: pl.Trainer) -> str:
-        """Return where to save: where ``ckpt_path="last"`` looks."""
+        """Return the path of the checkpoint, where ``ckpt_path="last"`` finds it."""
         saving = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
         folders = [str(c.dirpath) for c in saving if c.dirpath]
         return os.fspath(Path(self._dirpath or (folders or [trainer.default_root_dir])[0]) / NAME)
@@ -352,10 +323,10 @@ class PreemptionCheckpoint(Callback):
 
 
 def _validation_batches(trainer: pl.Trainer) -> list[int]:
-    """Return on how many batches of each loader a rank validates each time.
+    """Return the batches of each loader in a validation on this rank.
 
-    Empty where a rank cannot know (a stream may end earlier than it says), where it may differ
-    from validation to validation, or where the module holds other weights meanwhile.
+    Empty if their number is unknown (a stream may end early) or may change between validations,
+    or if the module has other weights during a validation.
     """
     is_by_time = not isinstance(getattr(trainer, "val_check_interval", None), (int, float))
     swaps_weights = any(has_average(callback) for callback in callbacks_of(trainer))
@@ -368,7 +339,7 @@ def _validation_batches(trainer: pl.Trainer) -> list[int]:
 
 
 def _has_exact_length(loader: object) -> bool:
-    """Whether it yields as many batches as it says: no stream, nothing of a user's own."""
+    """Whether a loader is certain to yield as many batches as its length."""
     return (
         isinstance(loader, DataLoader)
         and not isinstance(loader.dataset, IterableDataset)
@@ -378,6 +349,5 @@ def _has_exact_length(loader: object) -> bool:
 
 
 def _iterates_as_known(part: object) -> bool:
-    """Whether a loader or a sampler iterates by a method of a package that is known."""
     method = getattr(type(part), "__iter__", None)
     return getattr(method, "__module__", "").partition(".")[0] in _KNOWN_PACKAGES

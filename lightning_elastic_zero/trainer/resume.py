@@ -1,22 +1,22 @@
-"""Record a run's position for saves, and resume a run from such a record.
+"""Resume a run from a recorded position.
 
 Lightning restores its loops from counters, when the loaders may not exist yet. So a resume has two
 parts: ``RunResumer.resume_from`` rewrites the counters for this number of devices when they are
-loaded, and ``RunResumer.on_train_start`` restores samplers, iterators and random states when
-training is about to begin. ``RunRecorder`` keeps the state that a save at any moment needs.
+loaded, and ``RunResumer.on_train_start`` restores samplers, iterators, random states and what only
+live loops have, when training is about to begin.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import nn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_elastic_zero.core.manifest import Manifest
 from lightning_elastic_zero.core.options import check_choice
@@ -29,377 +29,117 @@ from lightning_elastic_zero.data_progress.batches import (
     Position,
     fit_loop_at,
     infer_progress,
-    read_position,
+    validation_counters_at,
 )
 from lightning_elastic_zero.data_progress.sampler import (
     ElasticSampler,
-    collect_rng_states,
     seed_rng_streams,
     set_rng_states,
 )
-from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
 from lightning_elastic_zero.trainer.batches import BatchSettings, UserSettings, batch_size_of
 from lightning_elastic_zero.trainer.checks import (
-    BATCH_COUNT_SETTINGS,
     change_warnings,
     late_loader_warnings,
     shuffle_warnings,
     unresumable_warnings,
     worker_warnings,
 )
-from lightning_elastic_zero.trainer.data_resume import (
-    SAVES,
-    LoopRestorer,
-    PendingResume,
-    Placement,
-    UnresumableDataPolicy,
-    finish_placement,
-    position_dataloaders,
-    validation_batches,
-)
 from lightning_elastic_zero.trainer.lightning import (
     combined_loader,
-    exhausted_loaders,
-    is_fitting,
-    is_save_deferred,
-    known_callback_metrics,
-    last_saved_step,
-    logged_steps,
+    data_fetcher,
+    defer_save,
+    drop_iterator,
+    end_restart,
+    forget_loader_states,
+    is_validation_due,
+    make_next_iterator,
+    mark_exhausted,
     reload_interval,
     repeats_shorter_loaders,
     run_seed,
+    save_intervals,
     set_last_reload,
+    set_last_saved_step,
+    set_logged_steps,
+    step_scheduler,
     training_loaders,
-    waits_to_stop,
 )
 from lightning_elastic_zero.trainer.loaders import (
-    LoaderStates,
+    NO_DIGEST,
+    REPRODUCIBLE,
+    ResumesAtSample,
+    Stateful,
+    describe_loader,
     elastic_loader,
     elastic_sampler_of,
+    ends_before_data,
     generator_states,
     length_of,
+    load_state_at_epoch_end,
+    resumable_part_of,
     samples_per_step,
     set_generator_states,
+    warn_state_not_restored,
     with_own_generator,
 )
-from lightning_elastic_zero.trainer.metrics import EpochMetrics, SavedMetrics
-from lightning_elastic_zero.trainer.windows import (
-    StepIntervals,
-    optimizer_steps_in,
-    pending_micro_batches,
-    prefetch_next_batch,
+from lightning_elastic_zero.trainer.metrics import SavedMetrics
+from lightning_elastic_zero.trainer.recorder import (
+    SAVES,
+    VALIDATED_IN_WINDOW,
+    RunRecorder,
+    validation_batches,
 )
+from lightning_elastic_zero.trainer.windows import StepIntervals, prefetch_next_batch
 
 STATE_KEY = "lightning_elastic_zero"
 """Entry of the checkpoint dictionary for this library's state."""
 
-VALIDATED_IN_WINDOW = "validated_in_window"
-"""Entry of that state: micro-batches since the last step up to the last completed validation."""
+UnresumableDataPolicy: TypeAlias = Literal["refuse", "restart_epoch"]
+"""What to do if training data cannot resume in the middle of an epoch."""
 
 
 @dataclass(frozen=True, slots=True)
-class StepState:
-    """Copies made at the last optimizer step, for saves inside an accumulation window.
+class PendingResume:
+    """Loaded state that is restored when training begins."""
 
-    Weights change at optimizer steps; buffers, random states and loaders at every micro-batch. A
-    checkpoint taken inside a window goes back to the last step, so it needs their state at that
-    step.
-    """
+    trainer: pl.Trainer
+    where: str
+    """Path of the checkpoint, for messages."""
+    record: DataProgress
+    position: Position
+    """In steps of this run's global batch."""
+    is_own_format: bool
+    """Written by this library, so the data must be the same as in the saved run."""
+    state: Mapping[str, Any]
+    """Result of ``RunRecorder.state_dict`` at the save."""
+    loader_states: list[Any]
+    """States of stateful loaders; applied on the same number of ranks only."""
+    validation: Mapping[str, Any]
+    """Lightning's validation counters, as saved."""
 
-    random: Mapping[str, Any]
-    buffers: Mapping[str, torch.Tensor]
-    """By the names of the module's ``named_buffers``."""
-    loaders: list[Any]
-    """States of stateful training loaders."""
-    generators: list[Any]
-    """States of the generators from which the training loaders draw."""
+    @property
+    def is_same_world(self) -> bool:
+        """Whether the saved run had the same number of ranks."""
+        return self.record.world_size == self.trainer.world_size
 
-    @classmethod
-    def of(cls, trainer: pl.Trainer, loaders: list[Any], device: torch.device) -> StepState:
-        """Copy the current state."""
-        module: nn.Module = trainer.lightning_module
-        buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
-        generators = [*map(generator_states, training_loaders(trainer))]
-        return cls(collect_rng_states(device), buffers, loaders, generators)
+    @property
+    def run_seed(self) -> int | None:
+        """The run's seed for the sample order in the saved run; None: unknown."""
+        of_loaders = [loader.get("seed") for loader in self.record.loaders]
+        known = [seed for seed in (self.record.seed, *of_loaders) if type(seed) is int]
+        return known[0] if known and self.is_own_format else None
 
+    @property
+    def makes_loaders(self) -> bool:
+        """Whether the loaders are recreated for the epoch in which the run resumes."""
+        every, at = reload_interval(self.trainer), self.record.position
+        return bool(every and not at.steps and at.epoch % every == 0)
 
-class RunRecorder:
-    """Keeps during training what a save at any moment has to record."""
-
-    def __init__(self, batches: BatchSettings | None = None) -> None:
-        self._batches = batches
-        self._step_state: StepState | None = None
-        self._random_before_validation: dict[str, Any] | None = None
-        self._states_of_loaders = LoaderStates()
-        self._validated_at = -1
-        self.seed = run_seed()
-        """Seed of the sample order if the user gives none; restored by a resume."""
-        self._placement: Placement | None = None
-        self._at_end: tuple[DataProgress, list[Any]] | None = None
-        self.epoch_metrics = EpochMetrics()
-        """Metrics accumulated in the epoch."""
-
-    def begin_training(self, trainer: pl.Trainer, given: list[Any], device: torch.device) -> None:
-        """Record the state before the first batch; ``given``: states loaded into loaders."""
-        self._states_of_loaders.begin(trainer, given)
-        self.after_optimizer_step(trainer, device)
-
-    def after_optimizer_step(self, trainer: pl.Trainer, device: torch.device) -> None:
-        """Copy the state of this moment, right after an optimizer step."""
-        if trainer.accumulate_grad_batches > 1:
-            self._step_state = StepState.of(trainer, self._states_of_loaders.now(trainer), device)
-
-    def before_batch(self, trainer: pl.Trainer, batch_idx: int) -> None:
-        """Record loader states; a batch was fetched and is about to be trained on."""
-        self.epoch_metrics.note(trainer)  # for training steps that fetch their own batches
-        self._states_of_loaders.before_batch(trainer, is_first=batch_idx == 0)
-        if prefetch_next_batch(trainer):
-            self._states_of_loaders.before_batch(trainer, is_first=False)
-
-    def on_validation_start(self, device: torch.device) -> None:
-        """Copy the random states, so that a validation does not change those of training.
-
-        A run that is resumed inside or after a validation may or may not repeat it.
-        """
-        self._random_before_validation = collect_rng_states(device)
-        self.epoch_metrics.validating()
-
-    def on_validation_end(self, trainer: pl.Trainer, device: torch.device) -> None:
-        """Record that the validation is over, and restore the random states."""
-        self.mark_validated(trainer)
-        self.epoch_metrics.validated(trainer)
-        if self._random_before_validation is not None:
-            set_rng_states(self._random_before_validation, device)
-            self._random_before_validation = None
-
-    def mark_validated(self, trainer: pl.Trainer, ahead: int = 0) -> None:
-        """Record that the validations up to this batch, or ``ahead`` batches later, are over."""
-        self._validated_at = _batches_done(trainer) + ahead
-
-    def record(
-        self, trainer: pl.Trainer, loops: Mapping[str, Any], world_size: int
-    ) -> DataProgress:
-        """Return the current position of the run."""
-        batches = self._batches
-        accumulate = trainer.accumulate_grad_batches
-        position = read_position(
-            loops,
-            accumulate,
-            batches=trainer.num_training_batches,
-            validating=is_fitting(trainer) and trainer.validating,
-        )
-        # Inside a window, the position is the last step; a validation may have run since.
-        if self._validated_in_window(trainer) >= 0:
-            position = replace(position, is_validated=True)
-        elastic = [elastic_sampler_of(loader) for loader in training_loaders(trainer)]
-        size = None
-        if batches is not None:
-            # train_dataloader may return another batch size in each epoch.
-            live = batch_size_of(training_loaders(trainer)) or batches.loader_batch_size
-            size = replace(batches, loader_batch_size=live).global_batch_size
-        if size is None:
-            size = next((s.plan.global_batch_size for s in elastic if s is not None), None)
-        total = trainer.num_training_batches
-        found = DataProgress(
-            position,
-            global_step=trainer.global_step,
-            global_batch_size=size,
-            accumulate=accumulate,
-            world_size=world_size,
-            steps_per_epoch=optimizer_steps_in(total, accumulate)
-            if total != float("inf")
-            else None,
-            planned_steps=_planned_steps(trainer),
-            loaders=tuple(s.describe() if s is not None else {} for s in elastic),
-            consumed=self._consumed(trainer, position),
-            orders=tuple(s.latest_order() if s is not None else None for s in elastic),
-            settings=_batch_counts(trainer, batches),
-            seed=self.seed,
-        )
-        if elastic or self._at_end is None:
-            return found
-        kept = self._at_end[0]
-        return replace(found, loaders=kept.loaders, consumed=kept.consumed, orders=kept.orders)
-
-    def end(self, trainer: pl.Trainer) -> None:
-        """Keep the record of the loaders, which a following evaluation removes."""
-        if loaders := training_loaders(trainer):
-            loops = trainer.fit_loop.state_dict()
-            record = self.record(trainer, loops, trainer.world_size)
-            self._at_end = record, [*map(generator_states, loaders)]
-
-    def _generators(self, trainer: pl.Trainer) -> list[Any]:
-        loaders = training_loaders(trainer)
-        if not loaders and self._at_end is not None:
-            return self._at_end[1]
-        return [*map(generator_states, loaders)]
-
-    def begin_at(self, placement: Placement) -> None:
-        """Set the position at which a resumed run continues."""
-        self._placement = placement
-
-    def _consumed(self, trainer: pl.Trainer, position: Position) -> tuple[Consumed | None, ...]:
-        """Return how much of each training loader this epoch has consumed up to a position."""
-        combined = combined_loader(trainer)
-        if combined is None:
-            return ()
-        loaders, begun = combined.flattened, self._placement
-        is_of_epoch = begun is not None and begun.position.epoch == position.epoch
-        if begun is None or not is_of_epoch or len(begun.consumed) != len(loaders):
-            begun = Placement(Position(position.epoch, 0), (Consumed(0),) * len(loaders))
-        steps = position.steps - begun.position.steps
-        repeats = len(loaders) > 1 and repeats_shorter_loaders(combined)
-        ended = exhausted_loaders(combined) if repeats else []
-        sizes = samples_per_step(self._batches, loaders)
-        parts: list[Consumed | None] = []
-        for index, (loader, size, part) in enumerate(
-            zip(loaders, sizes, begun.consumed, strict=True)
-        ):
-            whole = _samples_of_pass(loader, size, trainer.accumulate_grad_batches)
-            is_lost = whole is None and ended[index : index + 1] == [True]
-            if size is None or part is None or is_lost:
-                parts.append(None)
-            else:
-                parts.append(_after(part, steps * size, whole, repeats=repeats))
-        return tuple(parts)
-
-    def state_dict(
-        self, trainer: pl.Trainer, record: DataProgress, device: torch.device, path: str
-    ) -> dict[str, Any]:
-        """Return this rank's state of this moment for a checkpoint at a path."""
-        step_state = self._step_state_of(trainer)
-        # Only known values: computing more could communicate with ranks that do not save.
-        metrics = known_callback_metrics(trainer)
-        began = is_fitting(trainer) and trainer.validating
-        validated, inside = began and _is_validation_over(trainer), _is_mid_accumulation(trainer)
-        ending = record.position.steps == 0 and _is_ending(trainer.fit_loop.epoch_progress)
-        kept = self.epoch_metrics.state(trainer, inside=inside, validated=validated, ending=ending)
-        return {
-            **kept,
-            "validation_began": began and not validated,
-            VALIDATED_IN_WINDOW: max(0, self._validated_in_window(trainer)) if inside else 0,
-            "validation_batches": validation_batches(trainer),
-            "random": dict(step_state.random)
-            if step_state
-            else self._random_before_validation or collect_rng_states(device),
-            "generators": step_state.generators if step_state else self._generators(trainer),
-            "metrics": {name: value.detach().cpu() for name, value in metrics.items()},
-            "plateau_epoch_pending": ending,
-            "axis": _logger_step(trainer),
-            "waits_to_stop": is_fitting(trainer) and waits_to_stop(trainer),
-            SAVES: dict(_saves(trainer, path)),
-            "plateau_step_pending": not step_state
-            and (trainer.validating or _is_ending(trainer.fit_loop.epoch_loop.batch_progress)),
-        }
-
-    def buffers(self, trainer: pl.Trainer) -> Mapping[str, torch.Tensor] | None:
-        """Return the buffers of the last optimizer step; None if the live ones are equal."""
-        step_state = self._step_state_of(trainer)
-        return step_state.buffers if step_state else None
-
-    def loader_states(self, trainer: pl.Trainer) -> list[Any]:
-        """Return the states of stateful loaders at the last optimizer step."""
-        step_state = self._step_state_of(trainer)
-        return step_state.loaders if step_state else self._states_of_loaders.now(trainer)
-
-    def _validated_in_window(self, trainer: pl.Trainer) -> int:
-        """Return the micro-batches since the last step up to the last completed validation.
-
-        Negative if that validation was before the step. A running validation counts as completed
-        once its batches are done, because callbacks count it then.
-        """
-        done = _batches_done(trainer)
-        over = is_fitting(trainer) and trainer.validating and _is_validation_over(trainer)
-        validated_at = done if over else self._validated_at
-        return validated_at - (done - pending_micro_batches(trainer))
-
-    def _step_state_of(self, trainer: pl.Trainer) -> StepState | None:
-        """Return the copies of the last step if the run is inside an accumulation window."""
-        return self._step_state if _is_mid_accumulation(trainer) else None
-
-
-def _samples_of_pass(loader: object, size: int | None, accumulate: int) -> int | None:
-    """Return the samples of a complete pass through a loader; None if unknown."""
-    if (elastic := elastic_sampler_of(loader)) is not None:
-        return elastic.total_size
-    length = length_of(loader)
-    return None if length is None or size is None else length * size // accumulate
-
-
-def _after(part: Consumed, samples: int, whole: int | None, *, repeats: bool) -> Consumed:
-    """Return the place in a loader after a number of further samples."""
-    samples += part.samples
-    if not whole:
-        return Consumed(samples, part.passes)
-    if not repeats:
-        return Consumed(min(samples, whole), part.passes)
-    passes, samples = divmod(samples, whole)
-    return Consumed(samples, part.passes + passes)
-
-
-def _is_mid_accumulation(trainer: pl.Trainer) -> bool:
-    current = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["current"]
-    return bool(current["ready"] != current["processed"] or pending_micro_batches(trainer))
-
-
-def _is_validation_over(trainer: pl.Trainer) -> bool:
-    """Whether all batches of the running validation are done."""
-    progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
-    current = progress.current
-    return bool(progress.is_last_batch and current.completed == current.ready > 0)
-
-
-def _batches_done(trainer: pl.Trainer) -> int:
-    done: int = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["total"]["processed"]
-    return done
-
-
-def _saves(trainer: pl.Trainer, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the key of each ``ModelCheckpoint``, its last saved step, and if a save is deferred.
-
-    Its own state contains neither. The callback that saves now updates its step afterwards.
-    """
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint):
-            own = {*callback.best_k_models, callback.best_model_path, callback.last_model_path}
-            step = trainer.global_step if path in own else last_saved_step(callback)
-            deferred = path not in own and is_save_deferred(callback)
-            yield callback.state_key, {"step": step, "deferred": deferred}
-
-
-def _is_ending(progress: Any) -> bool:
-    """Whether a batch or epoch is done, but the hooks at its end are not."""
-    return bool(progress.current.completed < progress.current.processed)
-
-
-def _logger_step(trainer: pl.Trainer) -> int:
-    """Return the loggers' step for the next batch. Lightning counts a batch when it has ended."""
-    current = trainer.fit_loop.epoch_loop.batch_progress.state_dict()["current"]
-    ending = current["completed"] < current["processed"] or trainer.validating
-    return logged_steps(trainer) + ending
-
-
-def _batch_counts(trainer: pl.Trainer, batches: BatchSettings | None) -> dict[str, Any]:
-    """Return the settings that count batches, with integers in micro-batches of one rank."""
-    found = {name: getattr(trainer, name, None) for name in BATCH_COUNT_SETTINGS}
-    counts = {name: float(v) if isinstance(v, float) else v for name, v in found.items()}
-    interval = counts["val_check_interval"]
-    if type(interval) is int and batches is not None and batches.plan is not None:
-        counts["val_check_interval"] = interval * batches.accumulate
-    return counts
-
-
-def _planned_steps(trainer: pl.Trainer) -> int | None:
-    """Return the planned optimizer steps of the whole run; None: unknown."""
-    batches, epochs, most = trainer.num_training_batches, trainer.max_epochs, trainer.max_steps
-    by_epochs = (
-        None
-        if batches == float("inf") or epochs is None or epochs < 0
-        else optimizer_steps_in(batches, trainer.accumulate_grad_batches) * epochs
-    )
-    if most < 0:
-        return by_epochs
-    return most if by_epochs is None else min(most, by_epochs)
+    def loader_states_at(self, position: Position) -> list[Any]:
+        """Return the states to load into stateful loaders at a position."""
+        starts_over = position.steps != self.position.steps
+        return self.loader_states if self.is_same_world and not starts_over else []
 
 
 class RunResumer:
@@ -439,7 +179,11 @@ class RunResumer:
         return self.batches is not None and self.batches.plan is not None
 
     def process_loader(self, loader: object, trainer: pl.Trainer, rank: int) -> object:
-        """Return a resumable version of a loader that Lightning has prepared."""
+        """Return a resumable version of a loader that Lightning has prepared.
+
+        Raises:
+            UnsupportedError: Its batches do not add up to ``global_batch_size``.
+        """
         if self.batches is None:
             return loader
         if not trainer.training:
@@ -447,28 +191,24 @@ class RunResumer:
         if self._loaders_made and self._loaders_made >= len(training_loaders(trainer)) > 0:
             self._loaders_made, self._new_generators = 0, []  # the loaders are recreated
         loader = elastic_loader(loader, self.batches, rank, run_seed(), trainer.current_epoch)
-        if (elastic := elastic_sampler_of(loader)) is None:
+        plan, elastic = self.batches.plan, elastic_sampler_of(loader)
+        if elastic is None:
             self.batches.check_fixed_batches(loader)
         else:
-            self._check_first(elastic, loader)
+            has_changed = plan is not None and elastic.plan != plan
+            # A loader without a batch size has batches for items.
+            if plan and has_changed and not self._loaders_made and batch_size_of(loader):
+                msg = (
+                    f"global_batch_size={plan.global_batch_size}: train_dataloader now returns "
+                    "another batch_size, which would make it "
+                    f"{elastic.plan.global_batch_size}. Return the same batch_size in every call"
+                )
+                raise UnsupportedError(msg)
             if elastic.seed == run_seed():
                 elastic.seed = self.recorder.seed
         self._loaders_made += 1
         self._new_generators.append(generator_states(loader))
         return loader
-
-    def _check_first(self, elastic: ElasticSampler, loader: object) -> None:
-        """Refuse a first loader whose batch size has changed since the batches were resolved."""
-        plan = self.batches.plan if self.batches is not None else None
-        if batch_size_of(loader) is None:
-            return  # its items are batches
-        if plan is not None and not self._loaders_made and elastic.plan != plan:
-            msg = (
-                f"global_batch_size={plan.global_batch_size}: train_dataloader now returns another "
-                f"batch_size, which would make it {elastic.plan.global_batch_size}. Return the "
-                "same batch_size in every call"
-            )
-            raise UnsupportedError(msg)
 
     def weight(self, trainer: pl.Trainer, rank: int) -> float:
         """Return the weight of the current micro-batch's loss, in addition to 1 / accumulation."""
@@ -507,16 +247,24 @@ class RunResumer:
             else infer_progress(loops, manifest.progress, manifest.world_size, steps)
         )
         size = self.batches.global_batch_size if self.batches is not None else None
-        if (every := reload_interval(trainer)) and not self._is_planned:
+        if reload_interval(trainer) and not self._is_planned:
             size = None  # the loaders of that epoch may have another batch size
         position = record.at_batch_size(size)
-        states = loops.get("state_dict", {}).get(LOADER_STATES, [])
-        held = (own, list(states), loops.get(VALIDATION, {}))
+        states = list(loops.get("state_dict", {}).get(LOADER_STATES, []))
+        pending = PendingResume(
+            trainer,
+            where,
+            record,
+            position,
+            is_own_format=bool(sampler),
+            state=own,
+            loader_states=states,
+            validation=loops.get(VALIDATION, {}),
+        )
+        self._pending = pending
         now = trainer.accumulate_grad_batches
-        of_this = (trainer.world_size, every, now)
-        self._pending = PendingResume(where, record, position, bool(sampler), *held, *of_this)
         rewritten = fit_loop_at(loops, position, was=record.accumulate, now=now)
-        if states and record.world_size == trainer.world_size:
+        if states and pending.is_same_world:
             rewritten["state_dict"][LOADER_STATES] = states
         state["loops"]["fit_loop"] = rewritten
         state["epoch"] = position.epoch
@@ -541,65 +289,90 @@ class RunResumer:
         self, pending: PendingResume, trainer: pl.Trainer, device: torch.device
     ) -> list[Any]:
         """Restore the loaded state; return the states that were loaded into loaders."""
-        rank, world_size = trainer.global_rank, trainer.world_size
-        now = self.recorder.record(trainer, trainer.fit_loop.state_dict(), world_size)
-        self._warn_about_changes(pending, now, has_schedule=bool(trainer.lr_scheduler_configs))
-        live = LoopRestorer(trainer, pending)
-        pending = live.at_batch_size(now.global_batch_size)
+        record, state, rank = pending.record, pending.state, trainer.global_rank
+        now = self.recorder.record(trainer, trainer.fit_loop.state_dict(), trainer.world_size)
+        foreign_path = "" if pending.is_own_format else pending.where
+        planned = now if trainer.lr_scheduler_configs else replace(now, planned_steps=None)
+        for text in change_warnings(
+            record, planned, is_given=self._is_planned, foreign_path=foreign_path
+        ):
+            rank_zero_warn(text)
+        # Another position than at the load if train_dataloader now returns another batch size.
+        position = record.at_batch_size(now.global_batch_size)
+        _count_batches(trainer, (position.steps - pending.position.steps) * now.accumulate)
+        pending = replace(pending, position=position)
         if (seed := pending.run_seed) is not None:
             self.recorder.seed = seed
-        combined = combined_loader(trainer)
-        sizes = samples_per_step(self.batches, training_loaders(trainer))
-        of_this = (combined, sizes, self._on_unresumable_data)
-        placed = position_dataloaders(pending, *of_this)
-        if (position := live.within_limit(placed.position)) != placed.position:
-            placed = position_dataloaders(replace(pending, position=position), *of_this)
-        self.recorder.begin_at(placed)
-        if position != pending.position or now.accumulate != pending.record.accumulate:
-            live.complete_counters(position)
+        combined, loaders = combined_loader(trainer), training_loaders(trainer)
+        position = _resumable_position(pending, loaders, self._on_unresumable_data)
+        if is_shortened := _is_epoch_shortened(trainer, position):
+            position = replace(position, is_over=True)
+            pending = replace(pending, position=position)
+        consumed: list[Consumed | None] = []
+        if combined is not None:
+            sizes = samples_per_step(self.batches, loaders)
+            consumed = _position_loaders(pending, combined, position, sizes)
+        self.recorder.begin_at(position, tuple(consumed))
+        # Count all batches of an epoch that is over, if its length has changed.
+        length = trainer.fit_loop.max_batches
+        has_changed = is_shortened or now.accumulate != record.accumulate
+        if position.is_over and has_changed and length != float("inf"):
+            done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+            _count_batches(trainer, int(length) - done)
         self._step_intervals.resume_at(trainer, is_last=position.is_over)
-        live.restart_at(position)
+        _restart_loops(trainer, position, state.get("axis"))
         set_last_reload(trainer, position.epoch)
-        for text in late_loader_warnings(position, pending.reload_every):
+        for text in late_loader_warnings(position, reload_interval(trainer)):
             rank_zero_warn(text)
         ahead = _validated_ahead(pending, position, now)
         if position.is_validated or ahead:
             self.recorder.mark_validated(trainer, ahead)
             self._step_intervals.skip_validations(trainer, ahead)
-        live.restore_validation_counters()
-        live.restore_metrics()
-        source = SavedMetrics.of(pending, rank)
+        _restore_validation_counters(pending)
+        metrics = state.get("metrics", {}).items()
+        trainer.callback_metrics.update({name: value.to(device) for name, value in metrics})
+        source = SavedMetrics.of(state, record.world_size, trainer.world_size, rank)
         self.recorder.epoch_metrics.resume_from(source, trainer, position)
-        live.step_plateaus(position, self._step_intervals)
-        loaders = training_loaders(trainer)
+        _step_pending_plateaus(trainer, state, position, self._step_intervals)
         if not position.epoch:  # its iterator is recreated here
             for loader, states in zip(loaders, self._new_generators, strict=False):
                 set_generator_states(loader, states, "workers", "order")
-        live.restart_data(position)
-        finish_placement(placed, combined)
-        live.start_progress_bar(position)
-        live.skip_repeated_saves()
-        live.restore_stop()
-        given = pending.loader_states_at(position)
-        if "random" not in pending.state:
-            return given
-        is_same_world = pending.record.world_size == world_size
-        kinds = ("workers", "order") if is_same_world else ("order",)
-        saved = () if pending.makes_loaders else pending.state.get("generators", ())
+        if combined is not None:
+            _restart_data(trainer, position)
+            _finish_loaders(combined, position, consumed)
+        bar = trainer.progress_bar_callback
+        if bar is not None and (position.steps or position.is_over):
+            # Lightning does not call this for an epoch that was entered before.
+            bar.on_train_epoch_start(trainer, trainer.lightning_module)
+        _skip_repeated_saves(trainer, state.get(SAVES, {}))
+        if state.get("waits_to_stop"):
+            trainer.should_stop = True
+            rank_zero_info(
+                "A callback requested a stop before the save: training ends at min_epochs/min_steps"
+            )
+        if "random" in state:
+            self._restore_random(pending, position, device)
+        return pending.loader_states_at(position)
+
+    @staticmethod
+    def _restore_random(pending: PendingResume, position: Position, device: torch.device) -> None:
+        trainer, state = pending.trainer, pending.state
+        loaders = training_loaders(trainer)
+        kinds = ("workers", "order") if pending.is_same_world else ("order",)
+        saved = () if pending.makes_loaders else state.get("generators", ())
         for loader, states in zip(loaders, saved, strict=False):
             set_generator_states(loader, states, *kinds)
-        if is_same_world:
+        if pending.is_same_world:
             for text in worker_warnings(loaders, position):
                 rank_zero_warn(text)
-            set_rng_states(pending.state["random"], device)
-        else:
-            seed_rng_streams(run_seed(), trainer.global_step, rank)
-            rank_zero_info(
-                f"Random numbers: saved on {pending.record.world_size} devices, so each of the "
-                f"{world_size} ranks starts a new stream from seed {run_seed()}, step "
-                f"{trainer.global_step} and its rank"
-            )
-        return given
+            set_rng_states(state["random"], device)
+            return
+        seed_rng_streams(run_seed(), trainer.global_step, trainer.global_rank)
+        rank_zero_info(
+            f"Random numbers: saved on {pending.record.world_size} devices, so each of the "
+            f"{trainer.world_size} ranks starts a new stream from seed {run_seed()}, step "
+            f"{trainer.global_step} and its rank"
+        )
 
     def _warn_about_data(self, trainer: pl.Trainer) -> None:
         """Warn of reordered and unresumable training data."""
@@ -612,17 +385,296 @@ class RunResumer:
         for text in texts:
             rank_zero_warn(text)
 
-    def _warn_about_changes(
-        self, pending: PendingResume, now: DataProgress, *, has_schedule: bool
-    ) -> None:
-        made = now if has_schedule else replace(now, planned_steps=None)
-        for text in change_warnings(
-            pending.record,
-            made,
-            is_given=self._is_planned,
-            foreign_path="" if pending.is_own_format else pending.where,
-        ):
-            rank_zero_warn(text)
+
+def counted_loops(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the fit loop's counters in Lightning's checkpoint; None: start at step 0."""
+    loops: dict[str, Any] | None = state.get("loops", {}).get("fit_loop")
+    return loops if loops is not None and EPOCHS in loops else None
+
+
+def _resumable_position(
+    pending: PendingResume, loaders: Sequence[Any], policy: UnresumableDataPolicy
+) -> Position:
+    """Return the saved position, or the epoch's start if the data cannot resume there.
+
+    Raises:
+        CheckpointMismatchError: The data cannot resume there, and the policy is ``"refuse"``.
+    """
+    position = pending.position
+    if not loaders:
+        return position
+    if pending.is_own_format and (position.is_over or not position.steps):
+        _warn_of_other_order(pending, loaders)
+    reason = ""
+    if position.steps and not position.is_over:
+        reason = _unresumable_reason(pending, loaders)
+    if not reason:
+        return position
+    if policy == "refuse":
+        was = pending.record.position
+        msg = (
+            f"{pending.where}: saved in epoch {was.epoch} after {was.steps} of its optimizer "
+            f"steps, and {reason}. Resume from a checkpoint at the end of an epoch; or give the "
+            "data set, sampler or loader a method resume_at(epoch, samples); or pass "
+            'ElasticDeepSpeedStrategy(on_unresumable_data="restart_epoch") to repeat the epoch'
+        )
+        raise CheckpointMismatchError(msg)
+    rank_zero_warn(
+        f"Epoch {position.epoch} starts over after {position.steps} optimizer steps: {reason}."
+    )
+    return Position(position.epoch, 0)
+
+
+def _unresumable_reason(pending: PendingResume, loaders: Sequence[Any]) -> str:
+    """Return why the data cannot resume inside an epoch; empty if it can."""
+    for index, loader in enumerate(loaders):
+        is_known = pending.record.consumed_of(index, is_only_one=len(loaders) == 1) is not None
+        reason = _loader_unresumable_reason(loader, pending, is_known=is_known)
+        if reason and pending.is_own_format:
+            return reason
+        if reason:
+            rank_zero_warn(f"Data starts at its first batch: {reason}.")
+    if not pending.is_own_format:
+        return ""
+    if changed := _changed_data(pending, loaders):
+        return f"the data differs from that of the saved run ({changed})"
+    return _changed_order(pending, loaders, pending.position.epoch)
+
+
+def _loader_unresumable_reason(loader: object, pending: PendingResume, *, is_known: bool) -> str:
+    if elastic_sampler_of(loader) is not None:
+        return ""
+    kind = describe_loader(loader)
+    if resumable_part_of(loader) is not None:
+        unknown = (
+            f"the number of samples that the {kind} had yielded is unknown: either it has no "
+            "batch_size, and global_batch_size and logging_batch_size_per_gpu were not passed; or "
+            "it has no length and restarted within the epoch because another training loader is "
+            "longer"
+        )
+        return "" if is_known else unknown
+    if not pending.loader_states or not isinstance(loader, Stateful):
+        return f"the {kind} cannot start at a given sample"
+    if pending.is_same_world:
+        return ""
+    return (
+        f"the {kind} has one state per rank, saved on {pending.record.world_size} ranks; this run "
+        f"has {pending.trainer.world_size}"
+    )
+
+
+def _changed_data(pending: PendingResume, loaders: Sequence[Any]) -> str:
+    """Return known differences between the data and that of the saved run."""
+    was, now = pending.record.loaders, [*map(elastic_sampler_of, loaders)]
+    if was and len(was) != len(now):
+        return f"{len(was)} training loaders then, {len(now)} now"
+    return "; ".join(
+        f"{key} was {before[key]!r}, is {here.get(key)!r}"
+        for before, sampler in zip(was, now, strict=False)
+        for here in [sampler.describe() if sampler is not None else {}]
+        for key in sorted(before.keys() - {"seed"})
+        if before[key] != here.get(key)
+    )
+
+
+def _warn_of_other_order(pending: PendingResume, loaders: Sequence[Any]) -> None:
+    """Warn of users' samplers that do not reproduce the order of the epoch that has ended.
+
+    The next epoch then differs from that of the uninterrupted run. This is not refused, because
+    data may change at the end of an epoch.
+    """
+    epochs = {was[0] for was in pending.record.orders if was is not None}
+    if pending.makes_loaders or len(epochs) != 1 or _changed_data(pending, loaders):
+        return
+    own = [
+        loader if (s := elastic_sampler_of(loader)) is not None and s.sampler is not None else None
+        for loader in loaders
+    ]
+    if changed := _changed_order(pending, own, epochs.pop()):
+        rank_zero_warn(
+            f"The next epoch may have another order than in the uninterrupted run: {changed}."
+        )
+
+
+def _changed_order(pending: PendingResume, loaders: Sequence[Any], epoch: int) -> str:
+    """Return which samplers order an epoch differently than in the saved run; empty: none."""
+    names, unknown = [], []
+    for index, (loader, was) in enumerate(zip(loaders, pending.record.orders, strict=False)):
+        elastic = elastic_sampler_of(loader)
+        if elastic is None or was is None or was[0] != epoch:
+            continue
+        _restore_seed(elastic, pending, index)
+        if not was[1]:
+            unknown.append(type(elastic.sampler or elastic).__name__)
+        elif elastic.order_digest(epoch) != was[1]:
+            names.append(type(elastic.sampler or elastic).__name__)
+    if unknown:
+        return f"{' and '.join(unknown)} {NO_DIGEST}"
+    if not names:
+        return ""
+    return (
+        f"{' and '.join(names)} put epoch {epoch} in another order than in the saved run (it may "
+        "count epochs, draw from a source that cannot be seeded, or depend on training). "
+        f"{REPRODUCIBLE}"
+    )
+
+
+def _position_loaders(
+    pending: PendingResume,
+    combined: CombinedLoader,
+    position: Position,
+    samples_per_step: Sequence[int | None],
+) -> list[Consumed | None]:
+    """Set every training loader to a position; return how much of each the epoch has consumed."""
+    states = iter(pending.loader_states_at(position))
+    is_only_one = len(combined.flattened) == 1
+    places: list[Consumed | None] = []
+    for index, (loader, size) in enumerate(zip(combined.flattened, samples_per_step, strict=True)):
+        was = pending.record.consumed_of(index, is_only_one=is_only_one)
+        was = was if position.steps else Consumed(0)
+        # Lightning lists the states of stateful loaders only, in order.
+        state = next(states, None) if isinstance(loader, Stateful) else None
+        elastic, resumer = elastic_sampler_of(loader), resumable_part_of(loader)
+        if elastic is None:
+            drop_iterator(loader)  # persistent workers have copies of the previous data
+        if elastic is not None:
+            _restore_seed(elastic, pending, index)
+            was = _place_of(elastic, was, combined, position)
+            elastic.start_at(position.epoch, was.samples // elastic.plan.global_batch_size)
+        elif resumer is not None and position.is_over:
+            # The number of its samples is unknown if its last step had fewer than the others.
+            resumer.resume_at(position.epoch + 1, 0)
+        elif resumer is not None:
+            if was is not None and size:
+                was = _rounded_down(was, size, pending.trainer, length_of(loader))
+            resumer.resume_at(position.epoch, 0 if was is None else was.samples)
+        elif isinstance(loader, Stateful):
+            is_cut = ends_before_data(combined, index, state)
+            _position_stateful(loader, state, pending, position, is_cut=is_cut)
+        places.append(was)
+    return places
+
+
+def _rounded_down(was: Consumed, size: int, trainer: pl.Trainer, length: int | None) -> Consumed:
+    """Round down to the beginning of a step, or of a micro-batch in a loader that restarted.
+
+    A shorter loader can restart or end within a step. ``size``: samples per step; ``length``: of
+    the loader, in batches.
+    """
+    unit = size // trainer.accumulate_grad_batches
+    has_ended = length is not None and was.samples >= length * unit
+    unit = unit if was.passes or has_ended else size
+    return replace(was, samples=was.samples // unit * unit)
+
+
+def _position_stateful(
+    loader: Stateful, state: Any, pending: PendingResume, position: Position, *, is_cut: bool
+) -> None:
+    """Set a stateful loader to a position. ``is_cut``: its epochs end before its data."""
+    if position.steps and not position.is_over:
+        if state is not None:
+            # Lightning may have loaded it already, but the iterator that consumed the state is
+            # replaced, and the next one would start at the beginning.
+            loader.load_state_dict(state)
+    elif state is not None:
+        load_state_at_epoch_end(loader, state, ends_before_data=is_cut)
+    elif position == pending.position and (position.epoch or position.is_over):
+        warn_state_not_restored(loader, pending.record.world_size, pending.trainer.world_size)
+
+
+def _restore_seed(elastic: ElasticSampler, pending: PendingResume, index: int) -> None:
+    """Restore the order of the saved run, unless the loader is recreated for this epoch."""
+    record = pending.record
+    if not pending.is_own_format or index >= len(record.loaders):
+        return
+    if pending.makes_loaders:
+        if elastic.seed == run_seed() and pending.run_seed is not None:
+            elastic.seed = pending.run_seed
+        return
+    seed = record.loaders[index].get("seed")
+    elastic.seed = seed if type(seed) is int else elastic.seed
+
+
+def _place_of(
+    elastic: ElasticSampler, was: Consumed | None, combined: CombinedLoader, position: Position
+) -> Consumed:
+    """Return the place in the sampler's order at which it starts, at a step of this run.
+
+    Of several loaders, shorter ones restart within an epoch or are exhausted.
+    """
+    size, passes = elastic.plan.global_batch_size, 0
+    if position.is_over:
+        step = elastic.steps
+    elif was is not None:
+        step, passes = min(was.samples // size, elastic.steps), was.passes
+    elif repeats_shorter_loaders(combined):
+        passes, step = divmod(position.steps, max(elastic.steps, 1))
+    else:
+        step = min(position.steps, elastic.steps)
+    return Consumed(step * size, passes)
+
+
+def _finish_loaders(
+    combined: CombinedLoader, position: Position, consumed: Sequence[Consumed | None]
+) -> None:
+    """Finish after the loaders' iterators and workers were created in the middle of an epoch.
+
+    Workers copied the data set with its start position. The data set in this process is never
+    iterated, so its start position is reset for workers that start later.
+    """
+    if position.is_over or not position.steps:
+        return
+    mark_exhausted(combined, [part is not None and part.passes > 0 for part in consumed])
+    for loader in combined.flattened:
+        data = getattr(loader, "dataset", None)
+        if not isinstance(data, ResumesAtSample) or resumable_part_of(loader) is not data:
+            continue
+        if getattr(loader, "num_workers", 0) > 0:
+            data.resume_at(position.epoch, 0)
+
+
+def _count_batches(trainer: pl.Trainer, more: int) -> None:
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    for counts in (progress.current, progress.total):
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(counts, name, getattr(counts, name) + more)
+
+
+def _is_epoch_shortened(trainer: pl.Trainer, position: Position) -> bool:
+    """Whether an epoch is now shorter than its progress, so that it ends at this position."""
+    fit = trainer.fit_loop
+    reached = position.steps * trainer.accumulate_grad_batches
+    if position.is_over or not position.steps or reached < fit.max_batches:
+        return False
+    rank_zero_warn(
+        f"Epoch {position.epoch} ends here: {position.steps} of its optimizer steps were "
+        "taken, and an epoch is now shorter than that."
+    )
+    fit.epoch_loop.batch_progress.is_last_batch = True
+    return True
+
+
+def _restart_loops(trainer: pl.Trainer, position: Position, axis: int | None) -> None:
+    """Set the loops to start at a position. ``axis``: the loggers' step at the save.
+
+    Otherwise Lightning would enter a finished epoch again for one more batch (with ``max_steps``),
+    count the loggers' steps as if a batch had been interrupted, and omit the next update of
+    ``ReduceLROnPlateau``.
+    """
+    # Also if the counters are inside an epoch that starts over.
+    if position.steps == 0 and not position.is_over:
+        trainer.fit_loop.epoch_loop.restarting = False
+        make_next_iterator(trainer)
+    end_restart(trainer)
+    if trainer.lightning_module.automatic_optimization:
+        axis = trainer.global_step  # the loggers count optimizer steps then
+    if axis is not None:
+        set_logged_steps(trainer, axis - _will_end_batch(trainer))
+
+
+def _will_end_batch(trainer: pl.Trainer) -> bool:
+    """Whether the restarted loop first ends the last batch, and counts it for the loggers."""
+    return bool(trainer.fit_loop.epoch_loop.restarting and is_validation_due(trainer))
 
 
 def _validated_ahead(pending: PendingResume, position: Position, now: DataProgress) -> int:
@@ -643,7 +695,86 @@ def _validated_ahead(pending: PendingResume, position: Position, now: DataProgre
     return max(0, batches - position.steps * now.accumulate)
 
 
-def counted_loops(state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the fit loop's counters in Lightning's checkpoint; None: start at step 0."""
-    loops: dict[str, Any] | None = state.get("loops", {}).get("fit_loop")
-    return loops if loops is not None and EPOCHS in loops else None
+def _restore_validation_counters(pending: PendingResume) -> None:
+    """Set the validation's batch counters to those of the uninterrupted run.
+
+    Lightning has already used its counters to decide whether to validate first.
+    """
+    loop = pending.trainer.fit_loop.epoch_loop.val_loop
+    counters = validation_counters_at(
+        pending.validation,
+        began=bool(pending.state.get("validation_began")),
+        was=int(pending.state.get("validation_batches", 0)),
+        now=validation_batches(pending.trainer),
+    )
+    loop.batch_progress.load_state_dict(counters)
+    loop.restarting = False
+
+
+def _step_pending_plateaus(
+    trainer: pl.Trainer, state: Mapping[str, Any], position: Position, intervals: StepIntervals
+) -> None:
+    """Make the pending updates of ``ReduceLROnPlateau`` schedulers, each exactly once."""
+    ends_batch, is_pending = _will_end_batch(trainer), state.get("plateau_step_pending")
+    if is_pending and not ends_batch:
+        _step_plateaus(trainer, "step", trainer.fit_loop.epoch_loop.batch_idx + 1)
+    if state.get("plateau_epoch_pending"):
+        _step_plateaus(trainer, "epoch", position.epoch)
+    if ends_batch and is_pending is False:  # already updated for this batch
+        intervals.suspend_plateau_steps(trainer)
+
+
+def _step_plateaus(trainer: pl.Trainer, interval: str, done: int) -> None:
+    progress = trainer.fit_loop.epoch_loop.scheduler_progress
+    for config in trainer.lr_scheduler_configs:
+        if not config.reduce_on_plateau or config.interval != interval:
+            continue
+        metric = trainer.callback_metrics.get(config.monitor or "")
+        if done % config.frequency == 0 and metric is not None:
+            progress.increment_ready()
+            step_scheduler(trainer, config.scheduler, metric)
+            progress.increment_completed()
+
+
+def _restart_data(trainer: pl.Trainer, position: Position) -> None:
+    """Recreate the iterator, because samplers have another start and epoch now."""
+    forget_loader_states(trainer)
+    for loader in training_loaders(trainer):
+        for sampler in (
+            getattr(loader, "sampler", None),
+            getattr(getattr(loader, "batch_sampler", None), "sampler", None),
+        ):
+            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                set_epoch(position.epoch)
+    if (fetcher := data_fetcher(trainer)) is None:
+        return
+    if position.is_over:
+        # Lightning ends such an epoch by requesting one more batch, which must not be drawn.
+        # The next iteration is that of the next epoch, also for data that count iterations.
+        fetcher.reset()
+        fetcher.iterator, fetcher.done = iter(()), True
+    elif trainer.current_epoch > 0 and not trainer.fit_loop.epoch_loop.restarting:
+        fetcher.reset()  # Lightning creates the iterator, as at the start of later epochs
+    else:
+        iter(fetcher)
+        if position.steps:
+            prefetch_next_batch(trainer)  # as the uninterrupted run did one batch earlier
+
+
+def _skip_repeated_saves(trainer: pl.Trainer, saves: Mapping[str, Any]) -> None:
+    """Keep each ``ModelCheckpoint`` from saving the same step again.
+
+    Its own state does not contain the step. Inside the next accumulation window it would write the
+    same state over the checkpoint from which the run was resumed. A save that was deferred to a
+    validation is made after that validation.
+    """
+    step = trainer.global_step
+    for callback in trainer.checkpoint_callbacks:
+        if not isinstance(callback, ModelCheckpoint):
+            continue
+        saved = saves.get(callback.state_key, {"step": -1, "deferred": False})
+        every, _ = save_intervals(callback)
+        if saved["deferred"]:
+            defer_save(callback)
+        elif saved["step"] == step or (every >= 1 and step % every == 0):
+            set_last_saved_step(callback, step)

@@ -35,7 +35,6 @@ from lightning_elastic_zero.trainer.checkpoint_io import (
     make_manager,
 )
 from lightning_elastic_zero.trainer.checks import RequiresGradCheck, WarningFilters
-from lightning_elastic_zero.trainer.data_resume import UnresumableDataPolicy
 from lightning_elastic_zero.trainer.launch import (
     DevicesOfNode,
     NodesOfJob,
@@ -52,7 +51,7 @@ from lightning_elastic_zero.trainer.lightning import (
     split_parent_options,
 )
 from lightning_elastic_zero.trainer.loaders import SampleOrderCheck
-from lightning_elastic_zero.trainer.resume import RunResumer
+from lightning_elastic_zero.trainer.resume import RunResumer, UnresumableDataPolicy
 
 
 class ElasticDeepSpeedStrategy(DeepSpeedStrategy):

@@ -1,0 +1,352 @@
+"""Records the state of a run that a save at any moment needs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_elastic_zero.data_progress.batches import (
+    Consumed,
+    DataProgress,
+    Position,
+    ceil_div,
+    read_position,
+)
+from lightning_elastic_zero.data_progress.sampler import collect_rng_states, set_rng_states
+from lightning_elastic_zero.trainer.batches import BatchSettings, batch_size_of
+from lightning_elastic_zero.trainer.checks import BATCH_COUNT_SETTINGS
+from lightning_elastic_zero.trainer.lightning import (
+    combined_loader,
+    data_fetcher,
+    exhausted_loaders,
+    is_fitting,
+    is_save_deferred,
+    known_callback_metrics,
+    last_saved_step,
+    loader_state_dicts,
+    logged_steps,
+    repeats_shorter_loaders,
+    run_seed,
+    training_loaders,
+    waits_to_stop,
+)
+from lightning_elastic_zero.trainer.loaders import (
+    elastic_sampler_of,
+    generator_states,
+    has_stateful_loader,
+    length_of,
+    samples_per_step,
+)
+from lightning_elastic_zero.trainer.metrics import EpochMetrics
+from lightning_elastic_zero.trainer.windows import pending_micro_batches, prefetch_next_batch
+
+VALIDATED_IN_WINDOW = "validated_in_window"
+"""Entry of a rank's state: micro-batches since the last step up to the last completed validation"""
+
+SAVES = "saves"
+"""Entry of a rank's state: the last save of each ``ModelCheckpoint``."""
+
+
+class RunRecorder:
+    """Keeps during training what a save at any moment has to record.
+
+    Weights change at optimizer steps; buffers, random states and loaders at every micro-batch. A
+    checkpoint taken inside an accumulation window goes back to the last step, so it needs copies
+    of their state at that step.
+
+    For data without a length, Lightning fetches one batch ahead to detect the last one. A stateful
+    loader is then also ahead, and a run resumed from its state would never see that batch. So its
+    state is recorded before each batch.
+    """
+
+    def __init__(self, batches: BatchSettings | None = None) -> None:
+        self._batches = batches
+        self.seed = run_seed()
+        """Seed of the sample order if the user gives none; restored by a resume."""
+        self.epoch_metrics = EpochMetrics()
+        """Metrics accumulated in the epoch."""
+        self._begun: Position | None = None
+        self._consumed_before: tuple[Consumed | None, ...] = ()
+        self._at_step: dict[str, Any] = {}
+        self._random_before_validation: dict[str, Any] | None = None
+        self._validated_at = -1
+        self._at_end: tuple[DataProgress, list[Any]] | None = None
+        self._latest_loaders: list[Any] | None = None
+        self._loaders_before: list[Any] | None = None
+        self._is_new_fit = False
+
+    def begin_at(self, position: Position, consumed: tuple[Consumed | None, ...]) -> None:
+        """Set where a resumed run continues, and what the epoch has consumed of each loader."""
+        self._begun, self._consumed_before = position, consumed
+
+    def begin_training(self, trainer: pl.Trainer, given: list[Any], device: torch.device) -> None:
+        """Record the state before the first batch.
+
+        ``given``: states loaded into stateful loaders, which may be a batch ahead by now.
+        """
+        self._loaders_before = copy.deepcopy(given)
+        self._latest_loaders = (
+            copy.deepcopy(loader_state_dicts(trainer)) if has_stateful_loader(trainer) else None
+        )
+        self._is_new_fit = True
+        self.after_optimizer_step(trainer, device)
+
+    def after_optimizer_step(self, trainer: pl.Trainer, device: torch.device) -> None:
+        """Copy the state of this moment, right after an optimizer step."""
+        if trainer.accumulate_grad_batches > 1:
+            buffers = trainer.lightning_module.named_buffers()
+            self._at_step = {
+                "random": collect_rng_states(device),
+                "buffers": {name: b.detach().clone() for name, b in buffers},
+                "loaders": self._loaders_now(trainer),
+                "generators": [*map(generator_states, training_loaders(trainer))],
+            }
+
+    def before_batch(self, trainer: pl.Trainer, batch_idx: int) -> None:
+        """Record loader states; a batch was fetched and is about to be trained on."""
+        self.epoch_metrics.note(trainer)  # for training steps that fetch their own batches
+        self._record_loaders(trainer, is_first=batch_idx == 0)
+        if prefetch_next_batch(trainer):
+            self._record_loaders(trainer, is_first=False)
+
+    def on_validation_start(self, device: torch.device) -> None:
+        """Copy the random states, so that a validation does not change those of training.
+
+        A run that is resumed inside or after a validation may or may not repeat it.
+        """
+        self._random_before_validation = collect_rng_states(device)
+        self.epoch_metrics.validating()
+
+    def on_validation_end(self, trainer: pl.Trainer, device: torch.device) -> None:
+        """Record that the validation is over, and restore the random states."""
+        self.mark_validated(trainer)
+        self.epoch_metrics.validated(trainer)
+        if self._random_before_validation is not None:
+            set_rng_states(self._random_before_validation, device)
+            self._random_before_validation = None
+
+    def mark_validated(self, trainer: pl.Trainer, ahead: int = 0) -> None:
+        """Record that the validations up to this batch, or ``ahead`` batches later, are over."""
+        self._validated_at = _batches_done(trainer) + ahead
+
+    def end(self, trainer: pl.Trainer) -> None:
+        """Keep the record of the loaders, which a following evaluation removes."""
+        if loaders := training_loaders(trainer):
+            loops = trainer.fit_loop.state_dict()
+            record = self.record(trainer, loops, trainer.world_size)
+            self._at_end = record, [*map(generator_states, loaders)]
+
+    def record(
+        self, trainer: pl.Trainer, loops: Mapping[str, Any], world_size: int
+    ) -> DataProgress:
+        """Return the current position of the run."""
+        batches, accumulate = self._batches, trainer.accumulate_grad_batches
+        validating = is_fitting(trainer) and trainer.validating
+        total = trainer.num_training_batches
+        position = read_position(loops, accumulate, batches=total, validating=validating)
+        # Inside a window, the position is the last step; a validation may have run since.
+        if self._validated_in_window(trainer) >= 0:
+            position = replace(position, is_validated=True)
+        loaders = training_loaders(trainer)
+        elastic = [elastic_sampler_of(loader) for loader in loaders]
+        size = None
+        if batches is not None:
+            # train_dataloader may return another batch size in each epoch.
+            live = batch_size_of(loaders) or batches.loader_batch_size
+            size = replace(batches, loader_batch_size=live).global_batch_size
+        if size is None:
+            size = next((s.plan.global_batch_size for s in elastic if s is not None), None)
+        steps_per_epoch = None if total == float("inf") else ceil_div(int(total), accumulate)
+        found = DataProgress(
+            position,
+            global_step=trainer.global_step,
+            global_batch_size=size,
+            accumulate=accumulate,
+            world_size=world_size,
+            steps_per_epoch=steps_per_epoch,
+            planned_steps=_planned_steps(trainer, steps_per_epoch),
+            loaders=tuple(s.describe() if s is not None else {} for s in elastic),
+            consumed=self._consumed(trainer, position),
+            orders=tuple(s.latest_order() if s is not None else None for s in elastic),
+            settings=_batch_counts(trainer, batches),
+            seed=self.seed,
+        )
+        if elastic or self._at_end is None:
+            return found
+        kept = self._at_end[0]
+        return replace(found, loaders=kept.loaders, consumed=kept.consumed, orders=kept.orders)
+
+    def state_dict(
+        self, trainer: pl.Trainer, record: DataProgress, device: torch.device, path: str
+    ) -> dict[str, Any]:
+        """Return this rank's state of this moment for a checkpoint at a path."""
+        copies = self._copies(trainer)
+        # Only known values: computing more could communicate with ranks that do not save.
+        metrics = known_callback_metrics(trainer)
+        validating = is_fitting(trainer) and trainer.validating
+        validated, inside = validating and _is_validation_over(trainer), _is_inside_window(trainer)
+        loop = trainer.fit_loop
+        ending = record.position.steps == 0 and _is_ending(loop.epoch_progress)
+        batch_ending = _is_ending(loop.epoch_loop.batch_progress) or trainer.validating
+        kept = self.epoch_metrics.state(trainer, inside=inside, validated=validated, ending=ending)
+        random = copies.get("random") or self._random_before_validation
+        return {
+            **kept,
+            "validation_began": validating and not validated,
+            VALIDATED_IN_WINDOW: max(0, self._validated_in_window(trainer)) if inside else 0,
+            "validation_batches": validation_batches(trainer),
+            "random": random or collect_rng_states(device),
+            "generators": copies["generators"] if copies else self._generators(trainer),
+            "metrics": {name: value.detach().cpu() for name, value in metrics.items()},
+            "plateau_epoch_pending": ending,
+            # Lightning counts a batch for the loggers when it has ended.
+            "axis": logged_steps(trainer) + batch_ending,
+            "waits_to_stop": is_fitting(trainer) and waits_to_stop(trainer),
+            SAVES: dict(_saves(trainer, path)),
+            "plateau_step_pending": not copies and batch_ending,
+        }
+
+    def buffers(self, trainer: pl.Trainer) -> Mapping[str, torch.Tensor] | None:
+        """Return the buffers of the last optimizer step; None if the live ones are equal."""
+        return self._copies(trainer).get("buffers")
+
+    def loader_states(self, trainer: pl.Trainer) -> list[Any]:
+        """Return the states of stateful loaders at the last optimizer step."""
+        copies = self._copies(trainer)
+        return copies["loaders"] if copies else self._loaders_now(trainer)
+
+    def _copies(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """Return the copies of the last step if the run is inside an accumulation window."""
+        return self._at_step if _is_inside_window(trainer) else {}
+
+    def _generators(self, trainer: pl.Trainer) -> list[Any]:
+        loaders = training_loaders(trainer)
+        if not loaders and self._at_end is not None:
+            return self._at_end[1]
+        return [*map(generator_states, loaders)]
+
+    def _record_loaders(self, trainer: pl.Trainer, *, is_first: bool) -> None:
+        if has_stateful_loader(trainer):
+            # In later epochs, the state before the batch that is fetched ahead is unknown.
+            is_known = self._is_new_fit or not is_first
+            self._loaders_before = self._latest_loaders if is_known else None
+            self._is_new_fit = False
+            self._latest_loaders = copy.deepcopy(loader_state_dicts(trainer))
+
+    def _loaders_now(self, trainer: pl.Trainer) -> list[Any]:
+        """Return the loaders' states after the batches trained on so far; empty if unknown."""
+        if not has_stateful_loader(trainer):
+            return []
+        if getattr(data_fetcher(trainer), "batches", []):
+            return self._loaders_before or []
+        return copy.deepcopy(loader_state_dicts(trainer))
+
+    def _validated_in_window(self, trainer: pl.Trainer) -> int:
+        """Return the micro-batches since the last step up to the last completed validation.
+
+        Negative if that validation was before the step. A running validation counts as completed
+        once its batches are done, because callbacks count it then.
+        """
+        done = _batches_done(trainer)
+        over = is_fitting(trainer) and trainer.validating and _is_validation_over(trainer)
+        validated_at = done if over else self._validated_at
+        return validated_at - (done - pending_micro_batches(trainer))
+
+    def _consumed(self, trainer: pl.Trainer, position: Position) -> tuple[Consumed | None, ...]:
+        """Return how much of each training loader this epoch has consumed up to a position."""
+        if (combined := combined_loader(trainer)) is None:
+            return ()
+        loaders, before, steps = combined.flattened, self._consumed_before, position.steps
+        is_of_epoch = self._begun is not None and self._begun.epoch == position.epoch
+        if self._begun is not None and is_of_epoch and len(before) == len(loaders):
+            steps -= self._begun.steps
+        else:
+            before = (Consumed(0),) * len(loaders)
+        repeats = len(loaders) > 1 and repeats_shorter_loaders(combined)
+        ended = exhausted_loaders(combined) if repeats else []
+        sizes = samples_per_step(self._batches, loaders)
+        parts: list[Consumed | None] = []
+        for index, (loader, size, part) in enumerate(zip(loaders, sizes, before, strict=True)):
+            whole = _samples_of_pass(loader, size, trainer.accumulate_grad_batches)
+            is_lost = whole is None and ended[index : index + 1] == [True]
+            if size is None or part is None or is_lost:
+                parts.append(None)
+                continue
+            passes, samples = part.passes, part.samples + steps * size
+            if whole and repeats:
+                passes, samples = passes + samples // whole, samples % whole
+            parts.append(Consumed(min(samples, whole or samples), passes))
+        return tuple(parts)
+
+
+def validation_batches(trainer: pl.Trainer) -> int:
+    """Return the batches of a validation on this rank; 0 if unknown."""
+    batches = trainer.fit_loop.epoch_loop.val_loop.max_batches
+    return 0 if float("inf") in batches else int(sum(batches))
+
+
+def _samples_of_pass(loader: object, size: int | None, accumulate: int) -> int | None:
+    """Return the samples of a complete pass through a loader; None if unknown."""
+    if (elastic := elastic_sampler_of(loader)) is not None:
+        return elastic.total_size
+    length = length_of(loader)
+    return None if length is None or size is None else length * size // accumulate
+
+
+def _is_inside_window(trainer: pl.Trainer) -> bool:
+    current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return current.ready != current.processed or pending_micro_batches(trainer) > 0
+
+
+def _is_validation_over(trainer: pl.Trainer) -> bool:
+    """Whether all batches of the running validation are done."""
+    progress: Any = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+    return bool(progress.is_last_batch and progress.current.completed == progress.current.ready > 0)
+
+
+def _batches_done(trainer: pl.Trainer) -> int:
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+    return int(progress.total.processed)
+
+
+def _is_ending(progress: Any) -> bool:
+    """Whether a batch or epoch is done, but the hooks at its end are not."""
+    return bool(progress.current.completed < progress.current.processed)
+
+
+def _saves(trainer: pl.Trainer, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the key of each ``ModelCheckpoint``, its last saved step, and if a save is deferred.
+
+    Its own state contains neither. The callback that saves now updates its step afterwards.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            own = {*callback.best_k_models, callback.best_model_path, callback.last_model_path}
+            step = trainer.global_step if path in own else last_saved_step(callback)
+            deferred = path not in own and is_save_deferred(callback)
+            yield callback.state_key, {"step": step, "deferred": deferred}
+
+
+def _batch_counts(trainer: pl.Trainer, batches: BatchSettings | None) -> dict[str, Any]:
+    """Return the settings that count batches, with integers in micro-batches of one rank."""
+    found = {name: getattr(trainer, name, None) for name in BATCH_COUNT_SETTINGS}
+    counts = {name: float(v) if isinstance(v, float) else v for name, v in found.items()}
+    interval = counts["val_check_interval"]
+    if type(interval) is int and batches is not None and batches.plan is not None:
+        counts["val_check_interval"] = interval * batches.accumulate
+    return counts
+
+
+def _planned_steps(trainer: pl.Trainer, steps_per_epoch: int | None) -> int | None:
+    """Return the planned optimizer steps of the whole run; None: unknown."""
+    epochs, most = trainer.max_epochs, trainer.max_steps
+    limits = [most] if most >= 0 else []
+    if steps_per_epoch is not None and epochs is not None and epochs >= 0:
+        limits.append(steps_per_epoch * epochs)
+    return min(limits, default=None)
