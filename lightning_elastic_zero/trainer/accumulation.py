@@ -60,15 +60,15 @@ class LossScalingCheck:
     def watch(self, loss: torch.Tensor, factor: float, accumulate: int) -> Iterator[None]:
         """Check the first backward pass that runs inside this context.
 
-        Args:
-            loss: The module's loss, divided by the accumulation.
-            factor: Product of this library's weight and DeepSpeed's fp16 loss scale.
-            accumulate: Micro-batches per step.
+        ``loss`` is the module's loss divided by the accumulation; ``factor`` is the product of this
+        library's weight and DeepSpeed's fp16 loss scale.
 
         Raises:
             UnsupportedError: The gradient of the module's loss is wrong.
         """
-        returned = _before_division(loss)
+        # The graph node of the module's own loss, before Lightning's division.
+        division: Any = loss.grad_fn
+        returned = division.next_functions[0][0] if division and division.next_functions else None
         if self.is_done or accumulate == 1 or factor == 0.0 or returned is None:
             yield
             return
@@ -80,29 +80,18 @@ class LossScalingCheck:
             yield
         finally:
             handle.remove()
-        if seen:
-            self.is_done = True
-            _check(float(seen[0]) * accumulate / factor, accumulate)
-
-
-def _before_division(loss: torch.Tensor) -> torch.autograd.graph.Node | None:
-    """Return the graph node of the module's own loss, before Lightning's division."""
-    division = loss.grad_fn
-    if division is None or not division.next_functions:
-        return None
-    return division.next_functions[0][0]
-
-
-def _check(factor: float, accumulate: int) -> None:
-    """Refuse a factor other than one. An fp16 overflow is inconclusive."""
-    if not math.isfinite(factor) or abs(factor - 1.0) <= TOLERANCE:
-        return
-    msg = (
-        f"accumulate_grad_batches={accumulate}: gradients are {factor:g} times their correct "
-        "value, because the installed DeepSpeed scales the loss in spite of scale_wrt_gas=False "
-        f"(as 0.18.3 does). Install {DEEPSPEED} (newest tested: {DEEPSPEED.newest_tested})"
-    )
-    raise UnsupportedError(msg)
+        if not seen:
+            return
+        self.is_done = True
+        found = float(seen[0]) * accumulate / factor
+        if math.isfinite(found) and abs(found - 1.0) > TOLERANCE:  # fp16 may overflow
+            msg = (
+                f"accumulate_grad_batches={accumulate}: gradients are {found:g} times their "
+                "correct value, because the installed DeepSpeed scales the loss in spite of "
+                f"scale_wrt_gas=False (as 0.18.3 does). Install {DEEPSPEED} (newest tested: "
+                f"{DEEPSPEED.newest_tested})"
+            )
+            raise UnsupportedError(msg)
 
 
 class GradientAccumulation:
@@ -125,10 +114,7 @@ class GradientAccumulation:
     ) -> Iterator[torch.Tensor]:
         """Yield the weighted loss for a backward pass inside this context.
 
-        Args:
-            loss: The module's loss, divided by the accumulation.
-            weight: Weight of the micro-batch, in addition to 1 / accumulation.
-            trainer: The trainer that runs.
+        ``weight``: that of the micro-batch, in addition to the division by the accumulation.
 
         Raises:
             UnsupportedError: The gradient of the module's loss is wrong (first call only).

@@ -68,72 +68,50 @@ class Stateful(Protocol):
 def elastic_loader(
     loader: object, batches: BatchSettings, rank: int, seed: int, epoch: int = 0
 ) -> object:
-    """Return a loader with an ``ElasticSampler`` in place of its distributed sampler.
+    """Return a copy of a loader with an ``ElasticSampler`` in place of its distributed sampler.
 
-    Args:
-        loader: A loader of any kind, as Lightning prepared it for training.
-        batches: The batch settings.
-        rank: This rank.
-        seed: Seed of the run, for the loader's workers.
-        epoch: Epoch for which the loader was created.
-
-    Returns:
-        A copy with the sampler, or the loader with its own sampler if that cannot be replaced.
+    ``loader`` is of any kind, as Lightning prepared it for training in ``epoch``. It keeps its own
+    sampler if that cannot be replaced. ``seed``: of the run, for the loader's workers.
     """
     if not isinstance(loader, DataLoader):
         return loader
     own = with_own_generator(loader, seed, rank, epoch)
-    sampler = loader_sampler(own)
-    if not _is_ours_to_order(own) or not isinstance(sampler, DistributedSampler):
+    sampler, batch_sampler = loader_sampler(own), own.batch_sampler
+    cls = type(batch_sampler)
+    # torchdata has its own class for batches of consecutive samples.
+    is_torchdatas = cls.__module__.startswith("torchdata.") and cls.__name__ == "BatchSampler"
+    if not (batch_sampler is None or cls is BatchSampler or is_torchdatas):
+        return own
+    if isinstance(own.dataset, IterableDataset) or resumable_part_of(own) is not None:
+        return own
+    user_sampler: Sampler[Any] | None = None
+    if type(sampler) is DistributedSamplerWrapper:
+        user_sampler = wrapped_sampler(sampler)
+        if not hasattr(user_sampler, "__len__"):
+            return own
+    elif type(sampler) is ElasticSampler:
+        user_sampler = sampler.sampler
+    elif type(sampler) is not DistributedSampler:
         return own
     if (sampler.rank, sampler.num_replicas) != (rank, batches.world_size):
         return own
     elastic = ElasticSampler(
         own.dataset,
-        batches.plan_for(getattr(own.batch_sampler, "batch_size", None)),
+        batches.plan_for(getattr(batch_sampler, "batch_size", None)),
         rank,
         shuffle=sampler.shuffle,
         seed=sampler.seed,
-        drop_last=getattr(own.batch_sampler, "drop_last", own.drop_last) or sampler.drop_last,
-        sampler=_wrapped(sampler),
+        drop_last=getattr(batch_sampler, "drop_last", own.drop_last) or sampler.drop_last,
+        sampler=user_sampler,
         seed_workers=own.num_workers > 0,
     )
     return _with_sampler(own, elastic)
-
-
-def _is_ours_to_order(loader: DataLoader[Any]) -> bool:
-    """Whether the order of a loader's samples comes from a sampler that can be replaced."""
-    if isinstance(loader.dataset, IterableDataset) or resumable_part_of(loader) is not None:
-        return False
-    if not _cuts_plainly(loader.batch_sampler):
-        return False
-    sampler = loader_sampler(loader)
-    if type(sampler) is DistributedSamplerWrapper:
-        return hasattr(_wrapped(sampler), "__len__")
-    return type(sampler) in (DistributedSampler, ElasticSampler)
-
-
-def _cuts_plainly(batch_sampler: Any) -> bool:
-    """Whether batches are consecutive samples. torchdata has its own class for that."""
-    cls = type(batch_sampler)
-    is_torchdatas = cls.__module__.startswith("torchdata.") and cls.__name__ == "BatchSampler"
-    return batch_sampler is None or cls is BatchSampler or is_torchdatas
 
 
 def loader_sampler(loader: object) -> Any:
     """Return the sampler of a loader's batches; None if it has none."""
     own = getattr(loader, "sampler", None)
     return getattr(getattr(loader, "batch_sampler", None), "sampler", own)
-
-
-def _wrapped(sampler: Any) -> Sampler[Any] | None:
-    """Return the user's sampler if Lightning has wrapped it."""
-    if type(sampler) is ElasticSampler:
-        return sampler.sampler
-    if type(sampler) is DistributedSamplerWrapper:
-        own: Sampler[Any] = wrapped_sampler(sampler)
-        return own
-    return None
 
 
 def _with_sampler(loader: DataLoader[Any], elastic: ElasticSampler) -> DataLoader[Any]:
@@ -182,9 +160,7 @@ def with_own_generator(loader: L, *seeds: int) -> L:
 def generator_states(loader: object) -> dict[str, list[torch.Tensor]]:
     """Return the states of the generators that a loader uses when an iteration starts.
 
-    Returns:
-        ``"workers"``: generators of the workers' seeds; ``"order"``: generators of a sampler that
-        is not replaced.
+    ``"workers"``: of the workers' seeds; ``"order"``: of a sampler that is not replaced.
     """
     found = _generators_of(loader).items()
     return {kind: [each.get_state() for each in generators] for kind, generators in found}
@@ -217,27 +193,21 @@ def elastic_sampler_of(loader: object) -> ElasticSampler | None:
 
 
 def samples_per_step(batches: BatchSettings | None, loaders: Sequence[object]) -> list[int | None]:
-    """Return the samples of each training loader per optimizer step; None: unknown.
-
-    Args:
-        batches: The batch settings; None outside a fit.
-        loaders: All training loaders.
-    """
-    return [_samples_of(loader, batches, loaders) for loader in loaders]
-
-
-def _samples_of(
-    loader: object, batches: BatchSettings | None, loaders: Sequence[object]
-) -> int | None:
-    if (elastic := elastic_sampler_of(loader)) is not None:
-        return elastic.plan.global_batch_size
-    if batches is None:
-        return None
-    if (size := batch_size_of(loader)) is not None:
-        return size * batches.world_size * batches.accumulate
+    """Return the samples of each of all training loaders per optimizer step; None: unknown."""
+    sizes = [batch_size_of(loader) for loader in loaders]
     # A loader without a batch size has the one that the user has declared.
-    is_given = batches.plan is not None or all(batch_size_of(other) is None for other in loaders)
-    return batches.global_batch_size if is_given else None
+    declared = None
+    if batches is not None and (batches.plan is not None or not any(sizes)):
+        declared = batches.global_batch_size
+    found: list[int | None] = []
+    for loader, size in zip(loaders, sizes, strict=True):
+        if (elastic := elastic_sampler_of(loader)) is not None:
+            found.append(elastic.plan.global_batch_size)
+        elif batches is None or size is None:
+            found.append(declared)
+        else:
+            found.append(size * batches.world_size * batches.accumulate)
+    return found
 
 
 def describe_loader(loader: object) -> str:
@@ -277,12 +247,8 @@ def load_state_at_epoch_end(
 
     For some loaders such a state is the end of the epoch, and the next iteration yields nothing;
     for others it is the beginning of the next epoch. Lightning will create one iterator from here
-    on, for the next epoch.
-
-    Args:
-        loader: A stateful loader.
-        state: State saved at an epoch's end.
-        ends_before_data: A limit or another loader ended the epoch before this loader's data.
+    on, for the next epoch. ``ends_before_data``: a limit or another loader ended the epoch before
+    this loader's data.
     """
     loader.load_state_dict(dict(state))
     iterator = iter(loader)  # type: ignore[call-overload]
@@ -306,10 +272,7 @@ def load_state_at_epoch_end(
 def ends_before_data(combined: CombinedLoader, index: int, state: Mapping[str, Any] | None) -> bool:
     """Whether a limit or another loader ends an epoch before the data of a loader.
 
-    Args:
-        combined: The training loaders.
-        index: Index of the loader.
-        state: Its state at an epoch's end. torchdata's contains whether the data had ended.
+    ``state``: of the loader at an epoch's end. torchdata's contains whether the data had ended.
     """
     limit = (combined.limits or [])[index : index + 1]
     length = length_of(combined.flattened[index])
