@@ -13,8 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.request import urlopen
 
-from tests.ports import free_port
-from tests.timeouts import HANG_TIMEOUT_S
+from tests.support.processes import HANG_TIMEOUT_S, free_port
 
 AZURITE_FOLDER = Path(__file__).parents[2] / ".cache" / "azurite"
 """Where ``npm install --prefix`` puts azurite; ``$PATH`` is searched first."""
