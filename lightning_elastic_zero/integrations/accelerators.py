@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from accelerate.checkpointing import load_accelerator_state
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import DeepSpeedSchedulerWrapper, DistributedType
+from accelerate.utils import MODEL_NAME, DeepSpeedSchedulerWrapper, DistributedType
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.core.manifest import Manifest, load_json
+from lightning_elastic_zero.errors import CheckpointCorruptedError, UnsupportedError
 from lightning_elastic_zero.integrations.engines import (
     EngineCheckpoints,
     Loaded,
@@ -22,11 +25,17 @@ from lightning_elastic_zero.integrations.engines import (
     is_elastic,
     is_engine,
 )
+from lightning_elastic_zero.storage.checksums import replace_durably
+from lightning_elastic_zero.storage.ownership import is_checkpoint
+from lightning_elastic_zero.storage.paths import read_file
 
 log = logging.getLogger(__name__)
 
 _SCHEDULERS = "schedulers"
 """Entry of an engine's record: how each of accelerate's schedulers is stepped."""
+
+_STEPS = "lightning_elastic_zero.json"
+"""File next to accelerate's own: the step of each engine at which they were written."""
 
 BATCH_NAMES = ("the DataLoader's batch_size", "gradient_accumulation_steps")
 """What a user of accelerate calls the two settings that make up the global batch."""
@@ -44,6 +53,9 @@ class AcceleratorBinding:
     """Called after each load of an engine."""
     on_engine: Callable[[Any], None] = lambda _: None
     """Called with each engine before it is bound."""
+    foreground: Callable[[Path], bool] = is_checkpoint
+    """Whether training waits for a save in spite of ``async_save``: by default, where accelerate's
+    own files next to an earlier save are about to be replaced."""
     skip_repeated: bool = False
     """See ``EngineCheckpoints``."""
     bound: list[EngineCheckpoints] = field(default_factory=list)
@@ -84,7 +96,11 @@ class AcceleratorBinding:
         @functools.wraps(type(accelerator).save_state)
         def elastic_save_state(_accelerator: object, *args: Any, **kwargs: Any) -> Any:
             self.wait()  # accelerate deletes old checkpoints before it saves a new one
-            return save_state(*args, **kwargs)
+            folder = save_state(*args, **kwargs)
+            accelerator.wait_for_everyone()
+            if accelerator.is_main_process:
+                self._write_steps(Path(folder))
+            return folder
 
         @functools.wraps(type(accelerator).free_memory)
         def elastic_free_memory(_accelerator: object, *args: Any, **kwargs: Any) -> Any:
@@ -104,6 +120,12 @@ class AcceleratorBinding:
         for engine in self.bound:
             engine.wait()
 
+    def _write_steps(self, folder: Path) -> None:
+        """Record that accelerate has written its own files, and at which step of each engine."""
+        models = enumerate(self.accelerator._models)  # noqa: SLF001 (there is no public list)
+        steps = {MODEL_NAME + (f"_{i}" if i else ""): int(m.global_steps) for i, m in models}
+        replace_durably(folder / _STEPS, json.dumps(steps).encode())
+
     def _bind_engines(self, prepared: Any) -> None:
         for engine in prepared:
             if not is_engine(engine) or is_elastic(engine):
@@ -115,6 +137,8 @@ class AcceleratorBinding:
                 batch_names=self.batch_names,
                 record=lambda: {_SCHEDULERS: [_units_of(s) for s in self._schedulers()]},
                 on_load=self._on_load,
+                check=_check_steps,
+                foreground=self.foreground,
                 skip_repeated=self.skip_repeated,
             )
             checkpoints.bind()
@@ -195,6 +219,24 @@ class AcceleratorBinding:
                     f"{count} samples are not a multiple of the {samples} of a step: "
                     "the last step of an epoch is filled up with other samples"
                 )
+
+
+def _check_steps(path: Path, manifest: Manifest) -> None:
+    """Refuse an engine's checkpoint next to files of accelerate from another step.
+
+    Raises:
+        CheckpointCorruptedError: a save into a folder that had a checkpoint was interrupted.
+    """
+    if not (path.parent / _STEPS).is_file():
+        return  # DeepSpeed's, or the Trainer's
+    others = load_json(read_file(path.parent / _STEPS)).get(path.name)
+    if (step := manifest.progress.global_steps) != others:
+        msg = (
+            f"{path} is of step {step}, and accelerate's files in {path.parent} are of step "
+            f"{others}: a save into this folder was interrupted. Load another folder, and save "
+            "each state into a new one"
+        )
+        raise CheckpointCorruptedError(msg)
 
 
 def _sampler_of(loader: Any) -> object:

@@ -147,6 +147,8 @@ class EngineCheckpoints:
         batch_names: tuple[str, str] = BATCH_NAMES,
         record: Callable[[], Mapping[str, Any]] = dict,
         on_load: Callable[[Loaded], None] = lambda _: None,
+        check: Callable[[Path, Manifest], None] = lambda *_: None,
+        foreground: Callable[[Path], bool] = lambda _: False,
         skip_repeated: bool = False,
         whole_folder: bool = False,
     ) -> None:
@@ -158,6 +160,9 @@ class EngineCheckpoints:
             batch_names: the user's names of micro-batch size and accumulation, for messages.
             record: called at each save; what it returns comes back in ``Loaded.record``.
             on_load: called on every rank after each load.
+            check: called on every rank before state changes, with ``load_dir/tag``; raises where
+                the loop's own files in ``load_dir`` do not belong to the checkpoint.
+            foreground: whether training waits for a save to a path although ``async_save`` is set.
             skip_repeated: whether a save that repeats the last one (same folder, step and options)
                 is skipped: the Trainer saves twice where ZeRO-3 weights are not gathered.
             whole_folder: whether ``save_dir`` itself is the checkpoint, and the tag is ignored.
@@ -167,6 +172,8 @@ class EngineCheckpoints:
         self._batch_names = batch_names
         self._record = record
         self._on_load = on_load
+        self._check = check
+        self._foreground = foreground
         self._skip_repeated = skip_repeated
         self._whole_folder = whole_folder
         self._last_save: tuple[object, ...] | None = None
@@ -236,21 +243,28 @@ class EngineCheckpoints:
             warned_objects=self._warned_objects,
         )
         with self._ranks("save", folder / tag) as ranks:
-            path, name = folder, ""
+            path, name, waits = folder, "", True
             if not self._whole_folder:
                 step = f"save {tag}: choose a folder"
-                name = ranks.broadcast(step, lambda: _free_name(folder, tag))
+                name, waits = ranks.broadcast(step, lambda: self._choose(folder, tag))
                 path = folder / name
-            if self._options.async_save:
-                self._manager.start(handle, ranks.rank)
-                if save_latest:
-                    self._names_tag.add(path)
-            if not self._manager.save_async(handle, path, ranks, state, options):
+            if waits:
+                self._manager.wait_until_finished(ranks)
                 self._manager.save(handle, path, ranks, state, options)
                 if save_latest:
                     ranks.broadcast(f"save {tag}: latest", lambda: write_latest(folder, name))
+            else:
+                self._manager.start(handle, ranks.rank)
+                if save_latest:
+                    self._names_tag.add(path)
+                self._manager.save_async(handle, path, ranks, state, options)
         self._last_save = this_save
         return True
+
+    def _choose(self, folder: Path, tag: str) -> tuple[str, bool]:
+        """Return the name of the folder for a tag, and whether training waits for the save."""
+        name = _free_name(folder, tag)
+        return name, not self._options.async_save or self._foreground(folder / name)
 
     def _on_published(self, stats: CheckpointStats) -> None:
         """Name a checkpoint that was written in the background; on rank 0, in its thread."""
@@ -319,9 +333,14 @@ class EngineCheckpoints:
             counters=not load_module_only,
             lr_scheduler=load_lr_scheduler_states,
             strict=load_module_strict,
-            check=self._check_global_batch if optimizer else self._options.load.check,
         )
         tag = None if tag is None else str(tag)
+
+        def check(manifest: Manifest) -> None:
+            self._check(folder / (tag or ""), manifest)
+            if optimizer:
+                self._check_global_batch(manifest)
+
         self.wait()  # what is loaded may be what is being written
         with self._ranks("load", folder / (tag or LATEST)) as ranks:
             step = f"load {folder}: find the checkpoint"
@@ -336,7 +355,7 @@ class EngineCheckpoints:
                     LATEST,
                 )
                 return None, None
-            result = load_engine(handle, found, ranks, options)
+            result = load_engine(handle, found, ranks, replace(options, check=check))
         self._last_save = None
         record = result.client_state.pop(RECORD, {})
         self._log(result)

@@ -155,9 +155,8 @@ class ResumeCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         _set_rng(states, args.device)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Wait for a save in the background."""
+        """Forget the load: a second ``train()`` may begin without one."""
         self._loaded, self._rng_due = None, False
-        self._trainer.wait_for_save()
 
 
 def _rng_file(folder: Path, rank: int, world_size: int) -> Path:
@@ -238,6 +237,7 @@ def bind_trainer(trainer: Any, options: Options) -> None:
                 batch_names=BATCH_NAMES,
                 on_load=callback.on_load,
                 on_engine=set_micro_batch,
+                foreground=lambda _: not trainer.is_in_train,  # nothing would wait for it
                 skip_repeated=True,
             ).bind()
 
@@ -259,17 +259,18 @@ def bind_trainer(trainer: Any, options: Options) -> None:
             resume_from_checkpoint = newest_sound_folder(
                 Path(args.output_dir), resume_from_checkpoint, options
             )
-        return train(resume_from_checkpoint, *more, **kwargs)
+        result = train(resume_from_checkpoint, *more, **kwargs)
+        wait_for_save()
+        return result
+
+    def wait_for_save() -> None:
+        trainer.accelerator.wait_for_save()  # a trial has its own
 
     trainer.create_accelerator_and_postprocess = types.MethodType(elastic_create, trainer)
     trainer.train = types.MethodType(elastic_train, trainer)
-    trainer.wait_for_save = lambda: _wait(trainer)
+    trainer.wait_for_save = wait_for_save
     trainer.add_callback(callback)
     bind_accelerator()
-
-
-def _wait(trainer: Any) -> None:
-    trainer.accelerator.wait_for_save()
 
 
 def newest_sound_folder(output_dir: Path, asked: str | Literal[True], options: Options) -> str:

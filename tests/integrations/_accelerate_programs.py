@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +45,8 @@ class LoopCase:
     stage: int = 2
     save_at: tuple[int, ...] = ()
     folder: str = ""
+    name: str = ""
+    """The folder of all saves; empty: one for each step."""
     load: str = ""
     start: int = 0
     """Optimizer steps that are done when the run begins."""
@@ -142,7 +145,10 @@ def _loop(case: LoopCase, run: Run) -> None:
             if step in case.state_at:
                 run.states[step] = state_of(model)
             if step in case.save_at:
-                accelerator.save_state(f"{case.folder}/step_{step}")
+                target = f"{case.folder}/{case.name or f'step_{step}'}"
+                accelerator.save_state(target)
+                if case.name and accelerator.is_main_process:  # as a kill would leave it now
+                    shutil.copytree(target, f"{case.folder}/killed_at_{step}")
             if step == case.steps:
                 break
     if case.bound:

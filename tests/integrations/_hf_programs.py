@@ -5,12 +5,15 @@ State is read by DeepSpeed's own functions, which share no code with this librar
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -368,6 +371,31 @@ def train_out_of_memory(case: TrainerCase, limit: int) -> Run:
     run.log.append({"engine": trainer.deepspeed.train_batch_size()})
     close(trainer)
     return run
+
+
+_saved_in: list[str] = []
+
+
+def saves(case: TrainerCase) -> tuple[list[str], list[str]]:
+    """Train and save the model; return the folder of each save, and what the last one has."""
+    _watch_saves()
+    _saved_in.clear()
+    trainer = make_trainer(case, Run())
+    trainer.train()
+    trainer.save_model(f"{case.output_dir}/final")
+    found = [path.name for path in Path(case.output_dir, "final").glob("*")]
+    close(trainer)
+    return _saved_in, found
+
+
+@functools.cache
+def _watch_saves() -> None:
+    sys.addaudithook(_note_save)  # for as long as the process lives
+
+
+def _note_save(event: str, args: tuple[Any, ...]) -> None:
+    if event == "os.mkdir" and Path(args[0]).name.startswith(".zero-staging"):
+        _saved_in.append(Path(args[0]).parent.name)
 
 
 def watch_of(trainer: Any) -> Watch:

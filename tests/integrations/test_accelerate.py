@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -139,3 +140,27 @@ def test_what_cannot_be_exact_is_warned_of(
     folder, _ = whole_loop(**case)
     run, *_ = hf_ranks.run(3, partial(loop, LoopCase(load=f"{folder}/step_8", start=8, **case)))
     assert [words in warning for warning in run.warnings] == [True]
+
+
+@pytest.mark.engine
+@pytest.mark.long
+def test_saves_into_one_folder_are_not_mixed(
+    whole_loop: Reference, hf_ranks: Pools, tmp_path: Path
+) -> None:
+    """A kill during the second save leaves one step, or a folder that is refused."""
+    _, (whole, *_) = whole_loop()
+    case = LoopCase(
+        folder=str(tmp_path), name="last", save_at=(4, 8), options={"async_save": True}, steps=8
+    )
+    hf_ranks.run(2, partial(loop, case))
+    first, second = tmp_path / "killed_at_4", tmp_path / "killed_at_8"
+    resume = LoopCase(load=str(second), start=8)
+    run, *_ = hf_ranks.run(3, partial(loop, resume))
+    for name, tensor in whole.states[8].items():
+        assert torch.equal(run.first_state[name], tensor), name
+    assert_continues(run, whole, range(9, 13))
+    shutil.rmtree(first / "pytorch_model", ignore_errors=True)  # is not complete, if it is there
+    shutil.copytree(second / "pytorch_model", first / "pytorch_model")
+    for failure in hf_ranks.run(3, partial(stock_failure, LoopCase(load=str(first), start=8))):
+        assert "CheckpointCorruptedError" in failure
+        assert "is of step 8, and accelerate's files" in failure

@@ -23,6 +23,7 @@ from tests.integrations._hf_programs import (
     State,
     TrainerCase,
     failure_of,
+    saves,
     search,
     train,
     train_out_of_memory,
@@ -440,3 +441,21 @@ def test_a_run_with_a_batch_size_that_was_found_goes_on(hf_ranks: Pools, tmp_pat
         run, *_ = hf_ranks.run(3, partial(train, case))
         assert_equal(run.first_state, whole.states[10])
         assert_continues(run, whole)
+
+
+@pytest.mark.engine
+@pytest.mark.long
+@pytest.mark.parametrize("gather", [False, True])
+def test_a_model_is_saved_once_and_is_there(gather: bool, hf_ranks: Pools, tmp_path: Path) -> None:
+    """Also by ``save_model()`` after ``train()``, for which nothing would wait."""
+    zero = {"stage3_gather_16bit_weights_on_model_save": gather}
+    case = TrainerCase(
+        str(tmp_path),
+        args={"max_steps": 5},
+        config={"zero_optimization": zero},
+        options={"async_save": True},
+    )
+    saved_in, final = hf_ranks.run(2, partial(saves, case))[0]
+    assert saved_in == (["checkpoint-5"] if gather else ["checkpoint-5", "final"])
+    assert ("model.safetensors" in final) == gather
+    assert ("latest" in final) != gather
