@@ -16,8 +16,8 @@ from lightning_elastic_zero.core.manifest import Manifest, Plain
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.tensors import RankState, RestoreTargets
 from lightning_elastic_zero.core.text import format_tree_path
+from lightning_elastic_zero.formats.client_objects import find_unknown
 from lightning_elastic_zero.formats.client_state import Objects
-from lightning_elastic_zero.formats.pickles import find_refused
 
 REPORT_EVERY_S = 10.0
 """Interval between log messages during long reads and writes."""
@@ -288,11 +288,12 @@ def warn_of_objects(path: Path, objects: Objects, warned: set[str] | None) -> No
         return
     new = [(at, value) for at, value in objects if format_tree_path(at) not in warned]
     warned.update(format_tree_path(at) for at, _ in new)
-    for where, what in find_refused(new).items():
+    for where, name in find_unknown(tuple(new)).items():
         log.warning(
-            "%s: %s contains %s, which is not plain data: loading this checkpoint needs "
-            "allow_pickle=True. Save numbers, strings, lists, dicts or tensors instead.",
+            "%s: %s contains a Python object of %s, which is not plain data: loading this "
+            "checkpoint needs allow_pickle=True. Save numbers, strings, lists, dicts or tensors "
+            "instead.",
             path,
             where,
-            what,
+            name,
         )

@@ -1,13 +1,13 @@
 """Reads directories of ``torch.distributed.checkpoint`` (FSDP, ModelParallel, plain torch).
 
-``.metadata`` is a pickle. Only its own classes are built, by exact name (``SafeUnpickler``),
-because ``FileSystemReader.read_metadata`` would run any code. Model and optimizer are recognised by
-content: a subtree with ``param_groups`` is an optimizer, one with tensors directly below it may be
-the model, and the live model decides between several.
+``.metadata`` is a pickle, which torch's own reader would let run any code. Here only the fields of
+its objects are read. Model and optimizer are recognised by content: a subtree with ``param_groups``
+is an optimizer, one with tensors directly below it may be the model, and the live model decides
+between several.
 
-Chunks are boxes of a tensor: rows under FSDP, also columns with tensor parallelism. torch's reader
-loads a chunk as a whole, so chunks are read one at a time and each once. Each entry's checksums,
-which ``torch.save`` writes and torch does not verify, are compared first.
+A chunk is a box of a tensor: rows under FSDP, also columns with tensor parallelism. Each chunk and
+each object is a file of ``torch.save`` within a ``.distcp`` file. Its CRC-32, which torch does not
+verify, is compared before the load.
 """
 
 from __future__ import annotations
@@ -15,30 +15,19 @@ from __future__ import annotations
 import io
 import itertools
 import math
-import os
+import pickle
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from types import MappingProxyType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
+from lightning_elastic_zero.core.layout import spans
 from lightning_elastic_zero.core.manifest import Manifest
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
-from lightning_elastic_zero.core.tensors import canonical_repr, check_cast, tensors_of
+from lightning_elastic_zero.core.tensors import canonical_repr, tensors_of
 from lightning_elastic_zero.core.text import TreePath, format_tree_path
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
@@ -47,18 +36,9 @@ from lightning_elastic_zero.errors import (
     ElasticZeroError,
     UnsupportedError,
 )
-from lightning_elastic_zero.formats.dcp_detect import METADATA_NAME
 from lightning_elastic_zero.formats.full_state import AVERAGING, FullState, FullStateReader
 from lightning_elastic_zero.formats.open_files import ForeignFiles
-from lightning_elastic_zero.formats.pickles import (
-    DAMAGED,
-    PicklePolicy,
-    SafeUnpickler,
-    load_stream,
-    require,
-    takes_nothing,
-    takes_sizes,
-)
+from lightning_elastic_zero.formats.pickles import PicklePolicy
 from lightning_elastic_zero.formats.reader import FRESH_OPTIMIZER_HINT, file_list_digest
 from lightning_elastic_zero.formats.torch_optimizer import (
     MEMBERS,
@@ -66,181 +46,49 @@ from lightning_elastic_zero.formats.torch_optimizer import (
     describe_alone,
     members_of,
 )
-from lightning_elastic_zero.formats.torch_read import StoredRun, with_copies
-from lightning_elastic_zero.storage.files import bounded_stream
+from lightning_elastic_zero.formats.torch_read import StoredRun, TorchFile, as_stream, with_copies
+from lightning_elastic_zero.storage.files import READ_BYTES, bounded_stream
 from lightning_elastic_zero.storage.paths import read_file
 
-READ_BYTES = 1 << 20
-"""What is read, and held, at a time."""
+METADATA_NAME = ".metadata"
 
-ZIP_MARK = b"PK"
+_VERIFIED_BYTES = 1 << 20
+"""Bytes that are read at a time to compare a CRC-32."""
 
 
-def verify_entries(path: Path, places: Iterable[tuple[int, int]], progress: Progress) -> None:
-    """Compare the CRC-32 of each record of entries of a file.
-
-    Args:
-        path: the file.
-        places: where each entry begins, and its bytes.
-        progress: receives the number of bytes read.
+def is_dcp(path: Path) -> bool:
+    """Whether a directory has the metadata of ``torch.distributed.checkpoint``.
 
     Raises:
-        CheckpointCorruptedError: bytes are not those that were written.
+        CheckpointCorruptedError: it has chunks, but no metadata.
     """
-    with path.open("rb") as file:
-        for start, size_bytes in places:
-            try:
-                _verify(_FileSection(file, start, size_bytes), progress)
-            except (zipfile.BadZipFile, OSError, ValueError, EOFError) as error:
-                msg = (
-                    f"{path} is damaged at bytes {start} to {start + size_bytes} ({error}): resume "
-                    "from another checkpoint, or copy this file again from where it is whole"
-                )
-                raise CheckpointCorruptedError(msg) from error
-
-
-def _verify(part: _FileSection, progress: Progress) -> None:
-    """Read an entry's records, whose CRC-32 the standard library compares."""
-    if part.read(len(ZIP_MARK)) != ZIP_MARK:
-        return  # Saved by an older way, without checksums.
-    with zipfile.ZipFile(part) as archive:
-        for info in archive.infolist():
-            if not info.CRC:
-                continue  # Checksums were switched off.
-            with archive.open(info) as record:
-                while data := record.read(READ_BYTES):
-                    progress.advance(len(data))
-
-
-class _FileSection(io.RawIOBase):
-    """A part of a file, as a file."""
-
-    def __init__(self, file: BinaryIO, start: int, size_bytes: int) -> None:
-        super().__init__()
-        self._file = file
-        self._start = start
-        self._size_bytes = size_bytes
-        self._position = 0
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """Read on, to the end of the part at most."""
-        self._file.seek(self._start + self._position)
-        count = max(min(len(buffer), self._size_bytes - self._position), 0)
-        data = self._file.read(count)
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a place in the part."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size_bytes}
-        self._position = max(base[whence] + offset, 0)
-        return self._position
-
-    def tell(self) -> int:
-        """Return the place in the part."""
-        return self._position
-
-    def readable(self) -> bool:
-        """Return True."""
+    if (path / METADATA_NAME).is_file():
         return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-
-_MODULE = "torch.distributed.checkpoint.metadata"
-
-
-def _strided(name: object) -> torch.layout:
-    """Return the one layout whose chunks are plain."""
-    require(name == "torch.strided", f"a tensor of layout {name!r}")
-    return torch.strided
+    if chunks := sorted(path.glob("*.distcp")):
+        msg = (
+            f"{path} has {len(chunks)} files of torch.distributed.checkpoint ({chunks[0].name}, "
+            f"...) and no {METADATA_NAME}: the save did not finish, or the copy is incomplete. "
+            "Resume from another checkpoint"
+        )
+        raise CheckpointCorruptedError(msg)
+    return False
 
 
-def _set_state(instance: Any, state: object) -> None:
-    """Set the fields of an instance, as its own class would."""
-    if "__setstate__" in vars(type(instance)):
-        instance.__setstate__(state)
-    else:
-        require(type(state) is dict and all(type(key) is str for key in state), "no fields")
-        vars(instance).update(state)
+# -- metadata ------------------------------------------------------------------------------------
 
 
-def _unknown(where: str, what: str, _: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{where} holds {what}, which is no metadata of a checkpoint: it was written by a "
-        "storage or planner that is not known here, or by someone who means harm"
-    )
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor, or an object, and its place in the directory."""
 
-
-_CLASSES = (
-    metadata.BytesStorageMetadata,
-    metadata.ChunkStorageMetadata,
-    metadata.Metadata,
-    metadata.MetadataIndex,
-    metadata.StorageMeta,
-    metadata.TensorProperties,
-    metadata.TensorStorageMetadata,
-    filesystem._StorageInfo,  # noqa: SLF001 (what metadata holds)
-)
-
-_FORMATS = metadata._MEM_FORMAT_ENCODING  # noqa: SLF001 (what metadata holds)
-
-_POLICY = PicklePolicy(
-    {
-        **{f"{cls.__module__}.{cls.__name__}": (cls, takes_nothing) for cls in _CLASSES},
-        f"{_MODULE}._MEM_FORMAT_ENCODING": (_FORMATS, lambda args: [*map(type, args)] == [int]),
-        "collections.OrderedDict": (dict, takes_nothing),
-        "torch.Size": (torch.Size, takes_sizes),
-        "torch.serialization._get_layout": (_strided, lambda args: len(args) == 1),
-        # Where it was saved: of no use to a reader.
-        **{
-            f"pathlib.{name}": (PurePosixPath, lambda args: all(type(part) is str for part in args))
-            for name in ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
-        },
-    },
-    dict.fromkeys(_CLASSES, _set_state),
-    hashed=(metadata.MetadataIndex,),
-    refuse=_unknown,
-)
-"""What metadata is made of."""
-
-
-def read_metadata(folder: Path) -> metadata.Metadata:
-    """Read what a directory says of itself.
-
-    Raises:
-        CheckpointCorruptedError: it cannot be read, or is damaged.
-        CheckpointFormatError: it is not of ``torch.distributed.checkpoint``, or points elsewhere.
-        UnsupportedError: it asks for classes that are no metadata.
-    """
-    path = folder / METADATA_NAME
-    try:
-        found = SafeUnpickler(read_file(path), _POLICY, str(path)).load()
-    except UnsupportedError:
-        raise
-    except Exception as error:
-        msg = f"{path} is damaged ({error!r}): resume from another checkpoint"
-        raise CheckpointCorruptedError(msg) from error
-    if not isinstance(found, metadata.Metadata) or not isinstance(found.storage_data, dict):
-        msg = f"{path} is no metadata of torch.distributed.checkpoint's file system storage"
-        raise CheckpointFormatError(msg)
-    for info in found.storage_data.values():
-        _check_place(info, path)
-    return found
-
-
-def _check_place(info: Any, path: Path) -> None:
-    """Refuse a place that is outside of the directory."""
-    name = PurePosixPath(info.relative_path)
-    if name.is_absolute() or ".." in name.parts or info.offset < 0 or info.length < 0:
-        msg = f"{path} places data at {info.relative_path!r}: outside of its own directory"
-        raise CheckpointFormatError(msg)
-
-
-GROUPS, STATE = "param_groups", "state"
+    offsets: tuple[int, ...]
+    """The first element of the box, in each dimension; empty for an object."""
+    sizes: tuple[int, ...]
+    file: str
+    """The file's name, relative to the directory."""
+    start: int
+    """The first byte in the file."""
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,9 +98,163 @@ class Leaf:
     key: str
     """Its name in the metadata."""
     path: TreePath
-    """Where it was in the tree that was saved."""
+    """Its path in the saved tree."""
     tensor: torch.Tensor | None
-    """Shape and type, without values; None: it is an object."""
+    """Shape and type, on the meta device; None for an object. Names that share their bytes, as
+    those of a tied weight do in directories that ``convert`` wrote, share a tensor."""
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """The content of ``.metadata``."""
+
+    leaves: tuple[Leaf, ...]
+    """In the order of the saved tree if ``ordered``, otherwise in the order of writing, which ranks
+    share by load."""
+    ordered: bool
+
+
+class _Fields:
+    """An object of a pickle: its fields, without its class."""
+
+    state: Any = None
+
+    def __init__(self, *args: object) -> None:
+        """Ignore the arguments, which are of enumerations and paths."""
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+
+_MODULES = {
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.filesystem",
+    "torch.serialization",
+    "pathlib",
+    "pathlib._local",
+}
+"""Modules whose classes and functions are replaced by ``_Fields``."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Builds plain data, dtypes and fields; imports nothing and calls nothing else."""
+
+    def __init__(self, data: bytes, where: Path) -> None:
+        super().__init__(io.BytesIO(data))
+        self._where = where
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
+            return dtype
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if module in _MODULES:
+            # A new class each time: a pickle can set attributes of the classes that it gets.
+            return type(name, (_Fields,), {})
+        msg = (
+            f"{self._where} contains a Python object of {module}.{name}, expected only metadata "
+            "of torch's FileSystemWriter: another storage or planner wrote it, or it is malicious"
+        )
+        raise UnsupportedError(msg)
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Read the metadata of a directory.
+
+    Raises:
+        CheckpointCorruptedError: it is damaged, or was written by another storage.
+        CheckpointFormatError: it refers to files outside the directory.
+        UnsupportedError: it contains other classes, or compressed chunks.
+    """
+    path = folder / METADATA_NAME
+    try:
+        return _parsed(_MetadataUnpickler(read_file(path), path).load().state, path)
+    except ElasticZeroError:
+        raise
+    except Exception as error:
+        msg = (
+            f"{path} is damaged, or not of torch's FileSystemWriter ({error!r}): resume from "
+            "another checkpoint"
+        )
+        raise CheckpointCorruptedError(msg) from error
+
+
+def _parsed(found: Mapping[str, Any], path: Path) -> Metadata:
+    places = {
+        (index.state["fqn"], tuple(index.state.get("offset") or ())): _place(info.state, path)
+        for index, info in found["storage_data"].items()
+    }
+    entries: Mapping[str, _Fields] = found["state_dict_metadata"]
+    paths: Mapping[str, TreePath] = found.get("planner_data") or {}
+    ordered = [key for key in paths if key in entries]
+    known: dict[object, torch.Tensor] = {}
+    leaves = []
+    for key in (*ordered, *(key for key in entries if key not in paths)):
+        tree_path = tuple(paths.get(key, (key,)))
+        entry = entries[key].state or {}
+        if "chunks" not in entry:
+            leaves.append(Leaf(key, tree_path, None, (Chunk((), (), *places[key, ()]),)))
+            continue
+        boxes = [(tuple(c.state["offsets"]), tuple(c.state["sizes"])) for c in entry["chunks"]]
+        chunks = tuple(
+            Chunk(offsets, sizes, *places[key, offsets])
+            for offsets, sizes in boxes
+            if math.prod(sizes)
+        )
+        shape, dtype = tuple(entry["size"]), entry["properties"].state[0]
+        if not _is_tiled(shape, chunks):
+            msg = (
+                f"{path}: the chunks of {key} do not contain each of its elements once: the "
+                "checkpoint is damaged, or ranks overlap. Resume from another checkpoint"
+            )
+            raise CheckpointCorruptedError(msg)
+        empty = torch.empty(shape, dtype=dtype, device="meta")
+        tensor = known.setdefault((shape, dtype, chunks) if chunks else key, empty)
+        leaves.append(Leaf(key, tree_path, tensor, chunks))
+    return Metadata(tuple(leaves), len(ordered) == len(entries))
+
+
+def _place(info: Mapping[str, Any], path: Path) -> tuple[str, int, int]:
+    name = PurePosixPath(info["relative_path"])
+    if name.is_absolute() or ".." in name.parts or info["offset"] < 0 or info["length"] < 0:
+        msg = f"{path} places data at {str(name)!r}: outside of its own directory"
+        raise CheckpointFormatError(msg)
+    if info.get("transform_descriptors"):
+        msg = f"{path}: {name} is compressed. Save the checkpoint again without extensions"
+        raise UnsupportedError(msg)
+    return str(name), info["offset"], info["length"]
+
+
+def _is_tiled(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:
+    """Whether chunks contain each element once: none overlap, and their sizes add up."""
+    boxes = [
+        tuple((start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        for chunk in chunks
+    ]
+    if any(stop > size for box in boxes for (_, stop), size in zip(box, shape, strict=True)):
+        return False
+    if sum(math.prod(stop - start for start, stop in box) for box in boxes) != math.prod(shape):
+        return False
+    reached: list[tuple[tuple[int, int], ...]] = []
+    for box in sorted(boxes):
+        # Only those that reach into its rows can overlap it: of chunks of rows, none.
+        reached = [other for other in reached if not box or other[0][1] > box[0][0]]
+        if any(_overlap(box, other) for other in reached):
+            return False
+        reached.append(box)
+    return True
+
+
+def _overlap(one: tuple[tuple[int, int], ...], other: tuple[tuple[int, int], ...]) -> bool:
+    return all(a < d and c < b for (a, b), (c, d) in zip(one, other, strict=True))
+
+
+# -- the tree ------------------------------------------------------------------------------------
+
+GROUPS, STATE = "param_groups", "state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,24 +277,6 @@ class Tree:
     optimizers: Mapping[TreePath, OptimizerLeaves]
     rest: tuple[Leaf, ...]
     """All that is in no optimizer: the models' leaves too."""
-
-
-def leaves_of(metadata: Metadata, tensors: Mapping[str, torch.Tensor]) -> list[Leaf]:
-    """List the leaves, in the order in which they were saved where that is known.
-
-    The entries themselves are in the order of writing, which ranks share out by load. What the
-    planner noted is in the order of the tree.
-    """
-    paths: Mapping[str, Any] = metadata.planner_data or {}
-    entries = metadata.state_dict_metadata
-    keys = [key for key in paths if key in entries]
-    keys += [key for key in entries if key not in paths]
-    return [Leaf(key, tuple(paths.get(key, (key,))), tensors.get(key)) for key in keys]
-
-
-def knows_order(metadata: Metadata) -> bool:
-    """Whether the order in which the leaves were saved is known."""
-    return set(metadata.state_dict_metadata) <= set(metadata.planner_data or {})
 
 
 def sort_leaves(leaves: Iterable[Leaf]) -> Tree:
@@ -376,53 +360,7 @@ def largest_model(tree: Tree) -> TreePath:
     return max(tree.models, key=lambda path: len(tree.models[path]), default=())
 
 
-_UNREADABLE = (*DAMAGED, OSError, zipfile.BadZipFile)
-"""What damaged data can raise in torch's reader."""
-
-
-@dataclass(slots=True)
-class _ChunkRead:
-    """What is wanted of one chunk."""
-
-    index: MetadataIndex
-    chunk: ChunkStorageMetadata
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    runs: list[tuple[torch.Tensor, StoredRun]] = field(default_factory=list)
-    """Each with the 1-D tensor that it fills."""
-
-    def rows(self) -> tuple[int, int]:
-        """Return the first and the last row of the chunk that runs touch, half-open."""
-        row = math.prod(self.shape[1:])
-        first = min(run.start for _, run in self.runs) // row - self.chunk.offsets[0]
-        last = -(-max(run.stop for _, run in self.runs) // row) - self.chunk.offsets[0]
-        return max(first, 0), min(last, self.chunk.sizes[0])
-
-    def item(self) -> ReadItem:
-        """Return the box to be read."""
-        first, last = self.rows() if self.shape else (0, 0)
-        starts = [first, *[0] * (len(self.shape) - 1)] if self.shape else []
-        sizes = [last - first, *self.chunk.sizes[1:]] if self.shape else []
-        return _item(self.index, LoadItemType.TENSOR, starts, sizes)
-
-    def take(self, box: torch.Tensor) -> int:
-        """Copy what runs want of a box; return the bytes."""
-        offsets = list(self.chunk.offsets)
-        if self.shape:
-            offsets[0] += self.rows()[0]
-        flat, copied = box.reshape(-1), 0
-        for slot, run in self.runs:
-            for at, start, stop in overlaps(run, self.shape, offsets, tuple(box.shape)):
-                slot[start - run.start : stop - run.start].copy_(flat[at : at + stop - start])
-                copied += (stop - start) * box.element_size()
-        return copied
-
-
-def _item(
-    index: MetadataIndex, kind: LoadItemType, starts: Sequence[int], sizes: Sequence[int]
-) -> ReadItem:
-    offsets = torch.Size(starts)
-    return ReadItem(kind, index, offsets, index, offsets, torch.Size(sizes))
+# -- data ----------------------------------------------------------------------------------------
 
 
 def overlaps(
@@ -452,13 +390,55 @@ def overlaps(
             yield number * length + low - start, low, high
 
 
-class Chunks:
-    """The data of a directory.
+class _Section:
+    """A part of a file, as a file that ``TorchFile`` reads."""
 
-    Attributes:
-        tensors: each tensor by its name in the metadata: shape and type, without values. Names that
-            share their bytes, as those of a tied weight do where ``convert`` wrote it, have one.
-    """
+    def __init__(self, file: BinaryIO, path: Path, start: int, size_bytes: int) -> None:
+        self.path = path
+        self.size_bytes = size_bytes
+        self.bytes_read = 0
+        self._file = file
+        self._start = start
+
+    def read(self, start: int, stop: int) -> bytearray:
+        data = bytearray(stop - start)
+        try:
+            self._file.seek(self._start + start)
+            count = self._file.readinto(data)  # type: ignore[attr-defined] # typeshed lacks it
+        except OSError as error:
+            self._refuse(start, stop, str(error.strerror))
+        if count < len(data):
+            self._refuse(start, stop, f"it ends after {count} bytes")
+        self.bytes_read += count
+        return data
+
+    def _refuse(self, start: int, stop: int, why: str) -> NoReturn:
+        msg = (
+            f"{self.path}: bytes {self._start + start} to {self._start + stop} cannot be read "
+            f"({why}). Resume from another checkpoint, or copy this file again"
+        )
+        raise CheckpointCorruptedError(msg)
+
+    def read_runs(
+        self, runs: Sequence[tuple[int, int]], _: object = ()
+    ) -> Iterator[tuple[int, memoryview]]:
+        # Elements are aligned to the section, not to the file: cut at multiples of their sizes.
+        for start, stop in runs:
+            for low, high in spans(start, stop, READ_BYTES):
+                yield low, memoryview(self.read(low, high))
+
+    def close(self) -> None:
+        """Leave the file open: other sections follow."""
+
+
+def _verify_record(archive: zipfile.ZipFile, info: zipfile.ZipInfo, progress: Progress) -> None:
+    with archive.open(info) as record:
+        while data := record.read(_VERIFIED_BYTES):
+            progress.advance(len(data))
+
+
+class Chunks:
+    """The data of a directory (``StoredTensors``)."""
 
     def __init__(
         self,
@@ -467,35 +447,30 @@ class Chunks:
         policy: PicklePolicy,
         progress: Progress = NO_PROGRESS,
     ) -> None:
-        """Prepare reading by what ``read_metadata`` returned; every read calls ``progress``."""
+        """Open nothing yet; every read calls ``progress``."""
         self.path = path
-        self.tensors = _tensors_in(metadata)
-        self._key_of = {id(tensor): key for key, tensor in self.tensors.items()}
-        self._progress = progress
-        self._metadata = metadata
         self._policy = policy
-        self._reader = FileSystemReader(path)
-        self._reader.fs = _BoundedReadFileSystem(progress)
-        self._reader.set_up_storage_reader(metadata, is_coordinator=False)
-        self._ends: dict[str, int] = {}
-        for info in metadata.storage_data.values():
-            end = max(self._ends.get(info.relative_path, 0), info.offset + info.length)
-            self._ends[info.relative_path] = end
+        self._progress = progress
+        self._chunks = {id(leaf.tensor): leaf.chunks for leaf in metadata.leaves}
+        self._all = sorted(
+            {chunk for leaf in metadata.leaves for chunk in leaf.chunks},
+            key=lambda chunk: (chunk.file, chunk.start),
+        )
 
     @property
     def names(self) -> list[str]:
-        """The files that hold data."""
-        return sorted(self._ends)
+        """The files that contain data."""
+        return list(dict.fromkeys(chunk.file for chunk in self._all))
 
     def check_files(self) -> None:
-        """Check that every file is there, as long as what is said to be in it, and tensors tiled.
+        """Check that every file exists and is long enough.
 
         Raises:
-            CheckpointCorruptedError: some files are not, and all of them are named; or elements of
-                a tensor are in two chunks, or in none.
+            CheckpointCorruptedError: lists all files that are not.
         """
         wrong = []
-        for name, end in sorted(self._ends.items()):
+        for name, chunks in itertools.groupby(self._all, key=lambda chunk: chunk.file):
+            end = max(chunk.start + chunk.size_bytes for chunk in chunks)
             path = self.path / name
             size = path.stat().st_size if path.is_file() else None
             self._progress.check()
@@ -507,230 +482,100 @@ class Chunks:
                 "checkpoint again, or resume from another one"
             )
             raise CheckpointCorruptedError(msg)
-        for key, entry in self._metadata.state_dict_metadata.items():
-            if isinstance(entry, TensorStorageMetadata) and not _is_tiled(entry):
-                msg = (
-                    f"{self.path}: the chunks of {key} do not hold each of its elements once: the "
-                    "checkpoint is damaged, or of ranks that overlap. Resume from another one"
-                )
-                raise CheckpointCorruptedError(msg)
 
-    # -- tensors ---------------------------------------------------------------------------------
+    def _sections(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, _Section]]:
+        """Yield the sections of chunks in the order of the files, with one file open at a time."""
+        in_order = sorted(chunks, key=lambda chunk: (chunk.file, chunk.start))
+        for name, of_file in itertools.groupby(in_order, key=lambda chunk: chunk.file):
+            path = self.path / name
+            with bounded_stream(path, self._progress) as file:
+                for chunk in of_file:
+                    yield chunk, _Section(file, path, chunk.start, chunk.size_bytes)
 
     def read_into(
         self,
         wanted: Iterable[tuple[torch.Tensor, StoredRun]],
         progress: Progress = NO_PROGRESS,
     ) -> int:
-        """Fill 1-D tensors with runs of ``tensors``; return the bytes of the chunks read for it.
+        """Fill 1-D tensors with runs of the leaves' tensors; return the bytes read from disk.
 
         Raises:
-            CheckpointCorruptedError: chunks are damaged, or do not hold each element once.
+            CheckpointCorruptedError: a chunk is damaged.
             CheckpointMismatchError: elements would be cast from or to integers.
         """
-        jobs = self._plan(wanted)
-        self._read([job.item() for job in jobs.values()], jobs, progress)
-        return sum(int(self._metadata.storage_data[index].length) for index in jobs)
-
-    def _plan(
-        self, wanted: Iterable[tuple[torch.Tensor, StoredRun]]
-    ) -> dict[MetadataIndex, _ChunkRead]:
-        """Find the chunks that hold the runs, in the order in which they lie in the files."""
-        jobs: dict[MetadataIndex, _ChunkRead] = {}
-        for slot, run in wanted:
-            key = self._key_of[id(run.tensor)]
-            entry = self._metadata.state_dict_metadata[key]
-            assert isinstance(entry, TensorStorageMetadata)  # noqa: S101 (for the type checker)
-            dtype = entry.properties.dtype
-            check_cast(dtype, slot.dtype, f"{self.path}: {key}")
-            shape, held = tuple(entry.size), 0
-            for chunk in entry.chunks:
-                found = overlaps(run, shape, chunk.offsets, chunk.sizes)
-                count = sum(stop - start for _, start, stop in found)
-                if count:
-                    index = MetadataIndex(key, chunk.offsets)
-                    job = _ChunkRead(index, chunk, shape, dtype)
-                    jobs.setdefault(index, job).runs.append((slot, run))
-                held += count
-            if held != run.stop - run.start:
+        parts: dict[Chunk, list[tuple[torch.Tensor, int, torch.Tensor]]] = {}
+        for target, run in wanted:
+            run.check_fills(target, self.path)
+            for chunk in self._chunks[id(run.tensor)]:
+                shape = tuple(run.tensor.shape)
+                for at, start, stop in overlaps(run, shape, chunk.offsets, chunk.sizes):
+                    part = target.detach()[start - run.start : stop - run.start]
+                    parts.setdefault(chunk, []).append((part, at, run.tensor))
+        bytes_read = 0
+        for chunk, section in self._sections(parts):
+            file = TorchFile(section, self._policy)
+            stored = file.tree
+            kind = (tuple(stored.shape), stored.dtype)
+            if kind != (chunk.sizes, parts[chunk][0][2].dtype):
                 msg = (
-                    f"{self.path}: the chunks of {key} hold {held} of the elements "
-                    f"[{run.start}, {run.stop}): the checkpoint is damaged, or of ranks that "
-                    "overlap. Resume from another one"
+                    f"{section.path} has a tensor of {kind} at byte {chunk.start}, expected "
+                    f"{chunk.sizes}: the files are of different checkpoints. Resume from another"
                 )
                 raise CheckpointCorruptedError(msg)
-        if lost := [index for index in jobs if index not in self._metadata.storage_data]:
-            msg = f"{self.path}: no file holds {lost[0].fqn} at {tuple(lost[0].offset or ())}"
-            raise CheckpointCorruptedError(msg)
-        return dict(sorted(jobs.items(), key=lambda job: self._place(job[0])))
-
-    def _place(self, index: MetadataIndex) -> tuple[str, int]:
-        info = self._metadata.storage_data[index]
-        return info.relative_path, info.offset
+            runs = [(part, StoredRun(stored, at, at + len(part))) for part, at, _ in parts[chunk]]
+            file.read_into(runs, progress)
+            bytes_read += section.bytes_read
+        return bytes_read
 
     def load_tree(self, subtree: Any) -> Any:
-        """Return a tree with values in the place of ``tensors``; all else stays what it is."""
-        copies = {
-            id(tensor): torch.empty_like(tensor, device="cpu")
-            for tensor in tensors_of(subtree)
-            if id(tensor) in self._key_of
-        }
+        """Return a tree with values instead of the leaves' tensors; all else stays the same."""
+        held = {id(t): t for t in tensors_of(subtree) if id(t) in self._chunks}
+        copies = {key: torch.empty_like(tensor, device="cpu") for key, tensor in held.items()}
         self.read_into(
-            (copy.view(-1), StoredRun(self.tensors[self._key_of[held]], 0, copy.numel()))
-            for held, copy in copies.items()
-            if copy.numel()
+            (copies[key].view(-1), StoredRun(tensor, 0, tensor.numel()))
+            for key, tensor in held.items()
+            if tensor.numel()
         )
         return with_copies(subtree, copies)
 
     def values_of(self, leaves: Iterable[Leaf]) -> dict[str, Any]:
-        """Return what leaves hold, by their names.
+        """Return the values of leaves by their keys.
 
         Raises:
-            CheckpointCorruptedError: it is damaged.
-            UnsupportedError: it needs a class that is not allowed.
+            CheckpointCorruptedError: a chunk is damaged.
+            UnsupportedError: an object needs a class that is not allowed.
         """
-        tensors = {leaf.key: leaf.tensor for leaf in leaves}
-        items = [
-            _item(MetadataIndex(key), LoadItemType.BYTE_IO, [0], [0])
-            for key, tensor in tensors.items()
-            if tensor is None
-        ]
-        objects = self._read(sorted(items, key=lambda item: self._place(item.storage_index)))
-        return {**self.load_tree(tensors), **objects}
-
-    def _read(
-        self,
-        items: list[ReadItem],
-        jobs: Mapping[MetadataIndex, _ChunkRead] = MappingProxyType({}),
-        progress: Progress = NO_PROGRESS,
-    ) -> dict[str, Any]:
-        """Fill what jobs want, and return the objects."""
-        planner = _Planner(self.path, self._policy, jobs, progress)
-        try:
-            self._reader.read_data(LoadPlan(items), planner).wait()
-        except ElasticZeroError:
-            raise
-        except _UNREADABLE as error:
-            msg = (
-                f"{self.path} is damaged: its files cannot be read ({error!r}). Resume from "
-                "another checkpoint, or copy this one again from where it is whole"
-            )
-            raise CheckpointCorruptedError(msg) from error
-        return planner.objects
-
-    # -- checksums -------------------------------------------------------------------------------
+        leaves = list(leaves)
+        found: dict[str, Any] = {leaf.key: leaf.tensor for leaf in leaves}
+        objects = {leaf.chunks[0]: leaf.key for leaf in leaves if leaf.tensor is None}
+        values: dict[str, Any] = self.load_tree(found)
+        for chunk, section in self._sections(objects):
+            file = TorchFile(section, self._policy)
+            values[objects[chunk]] = file.load_tree(file.tree)
+        return values
 
     def verify(self, part: int, parts: int, progress: Progress) -> None:
-        """Compare the CRC-32 in every ``parts``-th entry.
+        """Compare the CRC-32 of every ``parts``-th chunk, where one was written.
 
         Raises:
-            CheckpointCorruptedError: bytes are not those that were written.
+            CheckpointCorruptedError: bytes are damaged.
         """
-        # What is compressed or otherwise transformed checks itself.
-        places = sorted(
-            {
-                (info.relative_path, info.offset, info.length)
-                for info in self._metadata.storage_data.values()
-                if not getattr(info, "transform_descriptors", None)
-            }
-        )
-        for name, of_file in itertools.groupby(places[part::parts], key=lambda place: place[0]):
-            verify_entries(self.path / name, [place[1:] for place in of_file], progress)
+        for chunk, section in self._sections(self._all[part::parts]):
+            try:
+                with zipfile.ZipFile(as_stream(section)) as archive:
+                    for info in archive.infolist():
+                        if info.CRC:  # 0: checksums were switched off
+                            _verify_record(archive, info, progress)
+            except (zipfile.BadZipFile, OSError, ValueError, EOFError) as error:
+                msg = (
+                    f"{section.path} is damaged at bytes {chunk.start} to "
+                    f"{chunk.start + chunk.size_bytes} ({error}): resume from another checkpoint, "
+                    "or copy this file again from an intact copy"
+                )
+                raise CheckpointCorruptedError(msg) from error
 
 
-def _tensors_in(metadata: Metadata) -> dict[str, torch.Tensor]:
-    """Return the tensors by name, on the meta device; names of the same bytes have the same one."""
-    known: dict[object, torch.Tensor] = {}
-    return {
-        key: known.setdefault(
-            _place_of(key, entry, metadata),
-            torch.empty(entry.size, dtype=entry.properties.dtype, device="meta"),
-        )
-        for key, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-
-
-def _place_of(key: str, entry: TensorStorageMetadata, metadata: Metadata) -> object:
-    """Return what two names have in common that mean the same bytes; no two others have it."""
-    held = [metadata.storage_data.get(MetadataIndex(key, chunk.offsets)) for chunk in entry.chunks]
-    if not held or None in held:
-        return key
-    places = [(info.relative_path, info.offset, info.length) for info in held]
-    boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
-    return tuple(entry.size), entry.properties.dtype, tuple(boxes), tuple(places)
-
-
-def _is_tiled(entry: TensorStorageMetadata) -> bool:
-    """Whether the chunks of a tensor hold each element once: none overlap, and they are as many."""
-    shape = tuple(entry.size)
-    boxes = [
-        tuple((start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-        for chunk in entry.chunks
-        if math.prod(chunk.sizes)
-    ]
-    if any(stop > size for box in boxes for (_, stop), size in zip(box, shape, strict=True)):
-        return False
-    if sum(math.prod(stop - start for start, stop in box) for box in boxes) != math.prod(shape):
-        return False
-    reached: list[tuple[tuple[int, int], ...]] = []
-    for box in sorted(boxes):
-        # Only those that reach into its rows can overlap it: of chunks of rows, none.
-        reached = [other for other in reached if not box or other[0][1] > box[0][0]]
-        if any(_overlap(box, other) for other in reached):
-            return False
-        reached.append(box)
-    return True
-
-
-def _overlap(one: tuple[tuple[int, int], ...], other: tuple[tuple[int, int], ...]) -> bool:
-    return all(a < d and c < b for (a, b), (c, d) in zip(one, other, strict=True))
-
-
-class _BoundedReadFileSystem(FileSystem):
-    """Opens files so that a chunk, which torch reads at once, is read in parts."""
-
-    def __init__(self, progress: Progress) -> None:
-        super().__init__()
-        self._progress = progress
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """Open a file for reading."""
-        del mode
-        with bounded_stream(Path(path), self._progress) as stream:
-            yield stream
-
-
-class _Planner(DefaultLoadPlanner):
-    """What torch's reader asks while it reads; what is read is planned elsewhere."""
-
-    def __init__(
-        self,
-        path: Path,
-        policy: PicklePolicy,
-        jobs: Mapping[MetadataIndex, _ChunkRead],
-        progress: Progress,
-    ) -> None:
-        super().__init__()
-        self._path = path
-        self._policy = policy
-        self._jobs = jobs
-        self._progress = progress
-        self.objects: dict[str, Any] = {}
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Return an empty box to be read into."""
-        return torch.empty(read_item.lengths, dtype=self._jobs[read_item.storage_index].dtype)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Copy a box's runs to where they are wanted."""
-        self._progress.advance(self._jobs[read_item.storage_index].take(tensor))
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Unpickle an object by the policy."""
-        key = read_item.storage_index.fqn
-        self.objects[key] = load_stream(value, self._policy, f"{self._path}: {key}")
+# -- optimizers ----------------------------------------------------------------------------------
 
 
 StateDict = dict[str, Any]
@@ -872,7 +717,7 @@ class DcpReader(FullStateReader):
         self._chunks = Chunks(path, metadata, policy, files.progress)
         self._chunks.check_files()
         super().__init__(path, files, self._chunks)
-        self._tree = sort_leaves(leaves_of(metadata, self._chunks.tensors))
+        self._tree = sort_leaves(metadata.leaves)
         trainer = self._trainer_state()
         self._names = [METADATA_NAME, *self._chunks.names, *([TRAINER_STATE] if trainer else [])]
         self._full_state = FullState(
@@ -880,7 +725,7 @@ class DcpReader(FullStateReader):
             optimizers=(),
             save_id=file_list_digest(path, self._names, files.progress),
             trainer=trainer,
-            ordered=knows_order(metadata),
+            ordered=metadata.ordered,
             kind="directory of torch.distributed.checkpoint",
             incomplete="" if trainer else self._without_trainer_state(),
         )

@@ -8,7 +8,6 @@ ZeRO-3), so DeepSpeed's own loaders can restore them.
 
 from __future__ import annotations
 
-import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,13 +31,8 @@ from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import FlatState, RankState, Scalar
 from lightning_elastic_zero.core.text import TreePath
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
-from lightning_elastic_zero.formats.client_state import (
-    Objects,
-    check_pickle,
-    host_pickle,
-    join_objects,
-    to_host,
-)
+from lightning_elastic_zero.formats.client_objects import load_objects, store_objects
+from lightning_elastic_zero.formats.client_state import Objects, join_objects, to_host
 from lightning_elastic_zero.formats.deepspeed_files import (
     CLIENT_OBJECTS,
     FROZEN,
@@ -50,7 +44,6 @@ from lightning_elastic_zero.formats.deepspeed_files import (
     optimizer_file,
 )
 from lightning_elastic_zero.formats.open_files import OpenFiles
-from lightning_elastic_zero.formats.pickles import load_objects
 from lightning_elastic_zero.formats.reader import (
     EXTRA_STATES,
     OPTIMIZER_STATE,
@@ -226,7 +219,8 @@ class ElasticReader(CheckpointReader):
             client = join_objects(client, tuple((tuple(p), v) for p, v in own["client_state"]))
             if "objects" in own:
                 where = f"rank {rank}'s own objects in {self.files.folder}"
-                client = join_objects(client, self._build(own["objects"], where))
+                objects = load_objects(own["objects"], where, allow_pickle=self._allow_pickle)
+                client = join_objects(client, objects)
         extra = client.pop(EXTRA_STATES, {})
         client.pop(OPTIMIZER_STATE, None)
         return SharedState(module, client, loss_scaler, lr_scheduler, self._entry_of, extra)
@@ -272,14 +266,8 @@ class ElasticReader(CheckpointReader):
         file = self.files.get(CLIENT_OBJECTS)
         # Errors of Python's own unpickler do not name the object: list all of them.
         these = f" ({', '.join(self.manifest.client_objects)})" if self._allow_pickle else ""
-        where = f"{file.path}{these}"
-        return self._build(file.load_tree(file.tree["pickle"]), where)
-
-    def _build(self, data: torch.Tensor, where: str) -> Objects:
-        """Unpickle objects of safe classes, or of any class if allowed."""
-        pickled = data.numpy().tobytes()
-        objects: Any = load_objects(pickled, where, allow_pickle=self._allow_pickle)
-        return tuple(objects)
+        stored = file.load_tree({key: v for key, v in file.tree.items() if key != OURS})
+        return load_objects(stored, f"{file.path}{these}", allow_pickle=self._allow_pickle)
 
     # -- files -------------------------------------------------------------------------------
 
@@ -475,7 +463,7 @@ class RankWriter:
                 inner["base_optimizer_state_step"] = step
         own: dict[str, Any] = {"client_state": [list(item) for item in client.own]}
         if client.own_objects:
-            own["objects"] = _as_tensor(client.own_objects)
+            own["objects"] = store_objects(client.own_objects)
         if self.rank != 0:
             own["buffers"] = _copies(state.module_buffers)
         # The run of each parameter in each flat buffer.
@@ -593,8 +581,8 @@ class RankWriter:
         return placed if zero_3 else placed.view(parameter.shape)
 
     def client_objects(self, client: ClientPart) -> FileEntry:
-        """Write the objects that are not plain data: a pickle, stored as a tensor of bytes."""
-        tree = {"pickle": _as_tensor(client.objects), OURS: self._stamp()}
+        """Write the objects of the trainer's state."""
+        tree = {**store_objects(client.objects), OURS: self._stamp()}
         return self._save(CLIENT_OBJECTS, tree, TorchFileWriter())
 
     def _stamp(self) -> dict[str, Any]:
@@ -615,25 +603,6 @@ class RankWriter:
             save_id=self.manifest.save_id,
             progress=self.progress,
         )
-
-
-def pickle_objects(objects: Objects) -> tuple[bytes, Objects]:
-    """Pickle objects together, and unpickle them to check that a load can.
-
-    Raises:
-        SaveError: an object cannot be pickled or unpickled; the message names it.
-    """
-    try:
-        data = host_pickle(list(objects))
-        return data, tuple(pickle.loads(data))  # noqa: S301 - just pickled
-    except Exception:
-        for path, value in objects:
-            check_pickle(value, path)
-        raise
-
-
-def _as_tensor(objects: Objects) -> torch.Tensor:
-    return torch.frombuffer(bytearray(pickle_objects(objects)[0]), dtype=torch.uint8)
 
 
 def _optimizer_step(manifest: Manifest) -> int | float | None:

@@ -24,7 +24,7 @@ from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import Scalar
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import CheckpointFormatError, CheckpointNotFoundError
-from lightning_elastic_zero.formats.dcp_detect import METADATA_NAME, is_dcp
+from lightning_elastic_zero.formats.dcp_read import METADATA_NAME, DcpReader, is_dcp
 from lightning_elastic_zero.formats.deepspeed_reader import ZeroReader
 from lightning_elastic_zero.formats.deepspeed_tags import (
     LATEST_UNIVERSAL,
@@ -374,9 +374,6 @@ def _foreign(path: Path, policy: PicklePolicy, progress: Progress) -> Checkpoint
                 with closed_on_error(files(folder, check_saved_name=check_saved_name)) as opened:
                     return kind(tag, opened)
         if is_dcp(path):
-            # Imported here because the import takes a second.
-            from lightning_elastic_zero.formats.dcp_read import DcpReader  # noqa: PLC0415
-
             with as_format_error(path), closed_on_error(files(path)) as opened:
                 return DcpReader(opened, policy)
     else:

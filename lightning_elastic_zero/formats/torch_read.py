@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -44,7 +44,7 @@ from lightning_elastic_zero.formats.pickles import (
     unpickle,
 )
 from lightning_elastic_zero.storage.checksums import CHUNK_BYTES
-from lightning_elastic_zero.storage.files import RangeFile, bounded_stream
+from lightning_elastic_zero.storage.files import PlacedView, bounded_stream
 from lightning_elastic_zero.storage.paths import open_file
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
@@ -54,6 +54,28 @@ _KEPT_CHUNKS = 8
 
 _UNREADABLE = (*DAMAGED, MemoryError)
 """What damaged or foreign data can raise in a pickle reader."""
+
+
+class RangeSource(Protocol):
+    """Bytes that are read by ranges: a ``RangeFile``, or a part of a file."""
+
+    path: Path
+    size_bytes: int
+    bytes_read: int
+
+    def read(self, start: int, stop: int) -> bytearray:
+        """Return the bytes ``[start, stop)``."""
+        ...
+
+    def read_runs(
+        self, runs: Sequence[tuple[int, int]], places: Sequence[PlacedView] = ()
+    ) -> Iterator[tuple[int, memoryview]]:
+        """Yield the bytes of runs in pieces that cut no element, as ``RangeFile`` does."""
+        ...
+
+    def close(self) -> None:
+        """Close the file."""
+        ...
 
 
 class TorchIndex:
@@ -68,7 +90,7 @@ class TorchIndex:
     read by the same restricted unpickler, with the classes that ``torch.serialization`` allows.
     """
 
-    def __init__(self, file: RangeFile, policy: PicklePolicy = PLAIN_DATA) -> None:
+    def __init__(self, file: RangeSource, policy: PicklePolicy = PLAIN_DATA) -> None:
         """Read the index of a file.
 
         Args:
@@ -206,9 +228,9 @@ class TorchIndex:
 
 
 class _RangeStream(io.RawIOBase):
-    """A file as the standard library's readers want it; it keeps the last few chunks."""
+    """A binary stream over a source, which keeps the last few chunks."""
 
-    def __init__(self, file: RangeFile) -> None:
+    def __init__(self, file: RangeSource) -> None:
         super().__init__()
         self._file = file
         self._chunk = lru_cache(_KEPT_CHUNKS)(partial(_read_chunk, file))
@@ -249,7 +271,12 @@ class _RangeStream(io.RawIOBase):
         return True
 
 
-def _read_chunk(file: RangeFile, low: int) -> bytearray:
+def as_stream(file: RangeSource) -> io.BufferedReader:
+    """Return a binary stream over a source, for readers of the standard library."""
+    return io.BufferedReader(_RangeStream(file), CHUNK_BYTES)
+
+
+def _read_chunk(file: RangeSource, low: int) -> bytearray:
     return file.read(low, min(low + CHUNK_BYTES, file.size_bytes))
 
 
@@ -360,7 +387,7 @@ class TorchFile:
         saved_as: what ``torch.save`` called it, without suffix: ``archive`` where it was not told.
     """
 
-    def __init__(self, file: RangeFile, policy: PicklePolicy = PLAIN_DATA) -> None:
+    def __init__(self, file: RangeSource, policy: PicklePolicy = PLAIN_DATA) -> None:
         """Read the index of an open file, which is closed where that fails.
 
         Args:

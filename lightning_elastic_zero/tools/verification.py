@@ -17,7 +17,7 @@ from lightning_elastic_zero.errors import (
     CheckpointNotFoundError,
     ElasticZeroError,
 )
-from lightning_elastic_zero.formats.dcp_detect import is_dcp
+from lightning_elastic_zero.formats.dcp_read import is_dcp
 from lightning_elastic_zero.formats.deepspeed_tags import describe_missing_latest, is_deepspeed
 from lightning_elastic_zero.formats.open import MARKS, looks_like_checkpoint
 from lightning_elastic_zero.formats.open_files import foreign_files

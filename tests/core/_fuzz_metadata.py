@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import pickletools
+import struct
 import tempfile
 from pathlib import Path
 
@@ -22,8 +24,64 @@ from torch.distributed.checkpoint.metadata import (
 
 from lightning_elastic_zero.errors import ElasticZeroError
 from lightning_elastic_zero.formats.open import open_checkpoint
-from tests.core._fuzz_pickles import SINGLE, blob, called, numbers, parts_of, text
 from tests.core._fuzz_runner import refuse_much_memory
+
+
+def parts_of(data: bytes) -> list[bytes]:
+    """Cut a pickle into its opcodes, each with its argument; frames are left out."""
+    starts = [at for _, _, at in pickletools.genops(data) if at is not None]
+    parts = [data[a:b] for a, b in zip(starts, [*starts[1:], len(data)], strict=True)]
+    left_out = (pickle.PROTO, pickle.FRAME, pickle.STOP)
+    return [part for part in parts if part[:1] not in left_out]
+
+
+def called(name: str, *arguments: bytes) -> list[bytes]:
+    """Make the parts of a call."""
+    module, _, attribute = name.rpartition(".")
+    return [
+        b"c" + module.encode() + b"\n" + attribute.encode() + b"\n",
+        pickle.MARK,
+        *arguments,
+        pickle.TUPLE,
+        pickle.REDUCE,
+    ]
+
+
+SINGLE = [
+    *(pickle.DUP, pickle.POP, pickle.MARK, pickle.MEMOIZE, pickle.REDUCE, pickle.BUILD),
+    *(pickle.NEWOBJ, pickle.APPENDS, pickle.SETITEM, pickle.TUPLE1, pickle.TUPLE2),
+    pickle.EMPTY_LIST,
+]
+NUMBERS = [
+    0,
+    1,
+    -1,
+    2,
+    3,
+    7,
+    8,
+    16,
+    255,
+    1 << 31,
+    (1 << 31) - 1,
+    1 << 33,
+    1 << 40,
+    1 << 62,
+    1 << 63,
+]
+
+
+def text(value: bytes) -> bytes:
+    """Push a text."""
+    return pickle.BINUNICODE + struct.pack("<I", len(value)) + value
+
+
+def blob(value: bytes) -> bytes:
+    """Push bytes."""
+    return pickle.BINBYTES + struct.pack("<I", len(value)) + value
+
+
+numbers = st.sampled_from(NUMBERS).map(lambda n: b"I%d\n" % n)
 
 MODULE = "torch.distributed.checkpoint.metadata"
 

@@ -1,72 +1,64 @@
-"""What a directory of chunks says of itself is read as it was written, and changes nothing else."""
+"""The metadata of a directory of chunks is read as it was written, and changes nothing else."""
 
 from __future__ import annotations
 
 import pickle
-import struct
 from pathlib import Path
 
 import pytest
-from torch.distributed.checkpoint import metadata
+import torch
 
 from lightning_elastic_zero.errors import CheckpointCorruptedError, UnsupportedError
-from lightning_elastic_zero.formats.dcp_read import read_metadata
-from tests.core._fuzz_metadata import MEMBERS, sound
+from lightning_elastic_zero.formats.dcp_read import Chunk, Metadata, read_metadata
+from tests.core._fuzz_metadata import BEFORE, CLASSES, MEMBERS, sound
 
 MODULE = b"ctorch.distributed.checkpoint.metadata\n"
+FILE = "__0_0.distcp"
 
 
-def _read(data: bytes, folder: Path) -> metadata.Metadata:
+def _read(data: bytes, folder: Path) -> Metadata:
     (folder / ".metadata").write_bytes(data)
     return read_metadata(folder)
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_what_was_written_is_read(protocol: int, tmp_path: Path) -> None:
-    """Every field comes back, in each protocol; where it was saved stays a path."""
-    wanted = sound(3)
-    found = _read(pickle.dumps(wanted, protocol), tmp_path)
-    assert found.storage_meta is not None
-    assert str(found.storage_meta.checkpoint_id) == "/saved/here"
-    found.storage_meta = wanted.storage_meta
-    assert found == wanted
+    """Names, shapes, types and places come back, in each protocol."""
+    found = _read(pickle.dumps(sound(3), protocol), tmp_path)
+    weight, epoch = found.leaves
+    assert found.ordered
+    assert (weight.path, epoch.path) == (("model", "weight"), ("epoch",))
+    assert weight.tensor is not None
+    assert (weight.tensor.shape, weight.tensor.dtype) == (torch.Size([3, 3]), torch.float32)
+    assert weight.chunks == tuple(Chunk((row, 0), (1, 3), FILE, row, 1) for row in range(3))
+    assert epoch.tensor is None
+    assert epoch.chunks == (Chunk((), (), FILE, 3, 1),)
 
 
-def test_members_of_an_enumeration_belong_to_everybody(tmp_path: Path) -> None:
-    """A state is given to instances that the pickle made: a member is this process's own."""
-    member = MODULE + b"_MEM_FORMAT_ENCODING\nK\x00\x85R"
-    changes = pickle.EMPTY_DICT + b"X\x07\x00\x00\x00_value_K\x07s" + pickle.BUILD
-    with pytest.raises(UnsupportedError, match="a pickle that changes <_MEM_FORMAT_ENCODING"):
-        _read(b"\x80\x02" + member + changes + pickle.STOP, tmp_path)
-    assert [one.value for one in MEMBERS] == [0, 1, 2]
+def test_chunks_have_each_element_once(tmp_path: Path) -> None:
+    """A directory whose chunks overlap, or leave elements out, is refused."""
+    for change in ("offsets", "sizes"):
+        metadata = sound(3)
+        chunk = metadata.state_dict_metadata["model.weight"].chunks[2]  # type: ignore[union-attr]
+        places = metadata.storage_data
+        setattr(chunk, change, torch.Size([1, 0] if change == "offsets" else [1, 2]))
+        metadata.storage_data = {**places}
+        with pytest.raises(CheckpointCorruptedError, match="each of its elements once"):
+            _read(pickle.dumps(metadata), tmp_path)
 
 
-def _pairs(depth: int) -> bytes:
-    """Make a tuple of which hashing takes two to the depth."""
-    return b"K\x01" + (pickle.DUP + pickle.TUPLE2) * depth
+@pytest.mark.parametrize("name", [b"Metadata", b"_MEM_FORMAT_ENCODING"])
+def test_classes_of_this_process_do_not_change(name: bytes, tmp_path: Path) -> None:
+    """A pickle sets attributes only of the stand-ins that were made for it."""
+    state = b"(N}X\x07\x00\x00\x00changedK\x07st"
+    for target in (MODULE + name + b"\n", MODULE + name + b"\n)\x81"):
+        with pytest.raises(CheckpointCorruptedError, match="is damaged, or not of torch's"):
+            _read(b"\x80\x02" + target + state + pickle.BUILD + pickle.STOP, tmp_path)
+    assert [*(dict(vars(shared)) for shared in (*CLASSES, *MEMBERS))] == BEFORE
 
 
-_INDEX = MODULE + b"MetadataIndex\n)\x81"
-_NAMED = pickle.EMPTY_DICT + b"X\x03\x00\x00\x00fqn%s" + b"s" + pickle.BUILD
-
-
-@pytest.mark.parametrize(
-    ("opcodes", "reason"),
-    [
-        (pickle.EMPTY_DICT + _pairs(90) + b"K\x01s", "a key nested too deep"),
-        (
-            pickle.EMPTY_DICT + _INDEX + _NAMED % _pairs(90) + b"K\x01s",
-            "a key nested too deep",
-        ),
-        (_INDEX + _NAMED % b"K\x01" + _NAMED % b"K\x02", "a second state of one object"),
-        (MODULE + b"Metadata\nK\x01\x85R", "that it does not take"),
-        (MODULE + b"Metadata\n)\x81K\x01K\x02s", "a Metadata that is filled"),
-        (pickle.BYTEARRAY8 + struct.pack("<Q", 1 << 40) + b"x", "fewer bytes than it says"),
-    ],
-)
-def test_what_no_metadata_is_made_of_is_refused(
-    opcodes: bytes, reason: str, tmp_path: Path
-) -> None:
-    """Time, memory and classes of this process are not the file's to take."""
-    with pytest.raises(CheckpointCorruptedError, match=reason):
-        _read(b"\x80\x05" + opcodes + pickle.STOP, tmp_path)
+@pytest.mark.parametrize("name", [b"os\nsystem", b"torch\nload", b"builtins\neval", b"torch\nhub"])
+def test_other_classes_are_refused(name: bytes, tmp_path: Path) -> None:
+    """Nothing is imported for a pickle."""
+    with pytest.raises(UnsupportedError, match=rf"object of {name.decode().replace(chr(10), '.')}"):
+        _read(b"\x80\x02c" + name + b"\n)R.", tmp_path)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.core._fuzz_runner import fuzz
 
-PROGRAMS = ["_fuzz_pickles", "_fuzz_files", "_fuzz_metadata"]
+PROGRAMS = ["_fuzz_files", "_fuzz_metadata"]
 
 
 @pytest.mark.cases(1)

@@ -29,7 +29,7 @@ from lightning_elastic_zero.core.manifest import (
     Writer,
 )
 from lightning_elastic_zero.core.progress import NO_PROGRESS
-from lightning_elastic_zero.formats.dcp_read import knows_order, leaves_of, read_metadata
+from lightning_elastic_zero.formats.dcp_read import read_metadata
 from lightning_elastic_zero.formats.open import open_checkpoint
 from tests.foreign import _torch_writers as writers
 from tests.foreign._load_assertions import TARGETS, assert_restored, refused, refused_all
@@ -224,9 +224,9 @@ def test_an_order_that_nothing_tells_is_not_guessed(pools: Pools, tmp_path: Path
         "model.layers.0.weight"
     )
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    leaves = leaves_of(read_metadata(path), {})
-    assert {leaf.key for leaf in leaves} == set(metadata.state_dict_metadata)
-    assert not knows_order(read_metadata(path))
+    found = read_metadata(path)
+    assert {leaf.key for leaf in found.leaves} == set(metadata.state_dict_metadata)
+    assert not found.ordered
 
 
 # -- refusals --------------------------------------------------------------------------------------
