@@ -27,7 +27,7 @@ from lightning_elastic_zero.formats.client_objects import (
     load_objects,
     store_objects,
 )
-from tests.core.bitwise_repr import bitwise_repr
+from tests.support.bits import bitwise_repr
 
 WHERE = "a.ckpt/checkpoint/client_objects.pt"
 
