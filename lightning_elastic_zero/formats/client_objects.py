@@ -91,7 +91,9 @@ def _array(parts: Any) -> np.ndarray[Any, Any]:
         flat = data.numpy() != 0  # NumPy relies on truth values being 0 or 1.
     else:
         flat = (
-            np.frombuffer(data.numpy().tobytes(), dtype).copy() if len(data) else np.empty(0, dtype)
+            np.array(np.frombuffer(data.numpy().tobytes(), dtype))
+            if len(data)
+            else np.empty(0, dtype)
         )
     shaped: np.ndarray[Any, Any] = (
         flat.reshape(shape[::-1]).T if is_fortran else flat.reshape(shape)
@@ -102,7 +104,7 @@ def _array(parts: Any) -> np.ndarray[Any, Any]:
 def _scalar(parts: Any) -> Any:
     dtype, data = np.dtype(parts[0]), parts[1]
     values = np.frombuffer(data, dtype) if dtype.itemsize else np.zeros(1, dtype)
-    return values.copy()[0]
+    return np.array(values)[0]
 
 
 def _class_of(name: str) -> type:
