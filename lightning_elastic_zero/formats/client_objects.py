@@ -84,21 +84,15 @@ def _array_parts(value: np.ndarray[Any, Any]) -> list[Any]:
 def _array(parts: Any) -> np.ndarray[Any, Any]:
     name, shape, is_fortran, data = parts
     dtype = np.dtype(name)
+    flat: np.ndarray[Any, Any] = np.empty(len(data) if dtype.hasobject else 0, dtype)
     if dtype.hasobject:
-        flat: np.ndarray[Any, Any] = np.empty(len(data), dtype)
         flat[:] = data
     elif dtype.kind == "b":
         flat = data.numpy() != 0  # NumPy relies on truth values being 0 or 1.
-    else:
-        flat = (
-            np.array(np.frombuffer(data.numpy().tobytes(), dtype))
-            if len(data)
-            else np.empty(0, dtype)
-        )
-    shaped: np.ndarray[Any, Any] = (
-        flat.reshape(shape[::-1]).T if is_fortran else flat.reshape(shape)
-    )
-    return shaped
+    elif len(data):
+        flat = np.array(np.frombuffer(data.numpy().tobytes(), dtype))
+    made: np.ndarray[Any, Any] = flat.reshape(shape[::-1]).T if is_fortran else flat.reshape(shape)
+    return made
 
 
 def _scalar(parts: Any) -> Any:

@@ -155,12 +155,6 @@ NOT_ON_DISK = {
     ("tools/conversion.py", "convert_checkpoint", "options.rename"),
     ("trainer/loaders.py", "_copy_of", "copy.copy"),
     ("trainer/accumulation.py", "watch", "handle.remove"),
-    (
-        "formats/pickles.py",
-        "array_over",
-        "np.frombuffer(of_bytes, dtype=wanted).copy",
-    ),
-    ("formats/pickles.py", "scalar", "values.copy"),
     ("registry.py", "find_spec", "sys.meta_path.remove"),
     ("core/tensors.py", "numpy_to_python", "copy.copy"),
     ("trainer/checkpoint_io.py", "subscribe", "self._listeners.remove"),
