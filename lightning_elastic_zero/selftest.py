@@ -138,7 +138,8 @@ class SelftestReport:
 def _table(head: tuple[str, ...], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     cells = [[_cell(text) for text in row] for row in (head, *rows)]
     # The last column is not padded: one long message would widen all rows.
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)][:-1] + [1]
+    *widths, _ = (max(map(len, column)) for column in zip(*cells, strict=True))
+    widths.append(1)
     cells.insert(1, ["-" * width for width in widths])
     for row in cells:
         yield f"| {' | '.join(text.ljust(w) for text, w in zip(row, widths, strict=True))} |"
@@ -551,9 +552,7 @@ def meeting_point(launchers: int, held: ExitStack) -> tuple[str, int]:
     return host, int(kept.getsockname()[1])
 
 
-def _run_rank(
-    index: int, first: int, job: Job, address: tuple[str, int], timeout_s: float
-) -> None:
+def _run_rank(index: int, first: int, job: Job, address: tuple[str, int], timeout_s: float) -> None:
     """Be one rank of a world: the main function of a worker."""
     rank = first + index
     log = os.open(job.folder / f"{job.task}-{rank}.log", os.O_CREAT | os.O_WRONLY)

@@ -42,9 +42,7 @@ def unlink_states(
 ) -> None:
     """Make a wrapper recreate its links from parameters to optimizer states.
 
-    Args:
-        optimizer: A wrapper that ``links_states``.
-        parameters: Parameters whose links are removed, because they would keep old states alive.
+    The links of the given parameters are removed, because they would keep old states alive.
     """
     optimizer._hp_optimizer_states_linked = False
     for parameter in parameters:
@@ -448,45 +446,25 @@ ZERO_3 = "DeepSpeedZeroOptimizer_Stage3"
 
 
 def check_names(engine: Any, wrapper: str, found: str) -> Iterator[str]:
-    """Yield a sentence for each object that lacks names in the installed release.
-
-    Args:
-        engine: A live engine.
-        wrapper: Class name of its optimizer wrapper; empty without one.
-        found: The installed release.
-    """
+    """Yield a sentence for each object that lacks names in the installed release."""
     for owner, live, names in asked_names(engine, wrapper, found):
         if sentence := _missing(owner, live, names, found):
             yield sentence
 
 
 def check_ops(ops: object, accelerator: object, found: str) -> None:
-    """Refuse a release in which operators that do not compile cannot be disabled.
-
-    Raises:
-        UnsupportedError: A name is missing.
-    """
+    """Refuse a release in which operators that do not compile cannot be disabled."""
     _refuse("deepspeed.ops", ops, OPS_NAMES, found)
     _refuse(type(accelerator).__name__, accelerator, ACCELERATOR_NAMES, found)
 
 
 def check_builder(builder: object, found: str) -> None:
-    """Refuse a release whose operator builder lacks a name.
-
-    Raises:
-        UnsupportedError: A name is missing.
-    """
+    """Refuse a release whose operator builder lacks a name."""
     _refuse(type(builder).__name__, builder, BUILDER_NAMES, found)
 
 
 def asked_names(engine: Any, wrapper: str, found: str) -> Iterator[tuple[str, Any, Purposes]]:
-    """Yield each checked object: its description, the live object, and its required names.
-
-    Args:
-        engine: A live engine.
-        wrapper: Class name of its optimizer wrapper; empty without one.
-        found: The installed release.
-    """
+    """Yield each checked object: its description, the live object, and its required names."""
     optimizer = getattr(engine, "optimizer", None)
     yield type(engine).__name__, engine, ENGINE_NAMES
     yield from _later(engine, "DeepSpeedEngine", found)
