@@ -33,10 +33,9 @@ from lightning_elastic_zero.engine.buffers import (
     live_flat_buffers,
 )
 from lightning_elastic_zero.engine.deepspeed import (
-    check_builder,
     check_names,
-    check_ops,
     compatible_operators,
+    missing,
     updates_offloaded_momentum,
 )
 from lightning_elastic_zero.engine.optimizer import BITSANDBYTES, package_of
@@ -582,11 +581,12 @@ def _do_without_shared_memory_op(accelerator: Any, *, tries: bool) -> None:
     from deepspeed import ops  # noqa: PLC0415 (DeepSpeed takes seconds to import)
 
     found = version_of(DEEPSPEED.package)
-    check_ops(ops, accelerator, found)
+    lost = [*missing("deepspeed.ops", ops, found), *missing("the accelerator", accelerator, found)]
+    _refuse(lost)
     builder = accelerator.create_op_builder("ShareMemCommBuilder")
     if builder is None:
         return
-    check_builder(builder, found)
+    _refuse([*missing("an operator's builder", builder, found)])
     table = compatible_operators(ops)
     if not table.get(builder.NAME, False):
         return
