@@ -10,7 +10,7 @@ import torch
 from lightning_elastic_zero.core.requirements import DEEPSPEED, version_of
 from lightning_elastic_zero.engine.deepspeed import NAMES, check_names, live_objects
 from lightning_elastic_zero.engine.support import optimizer_wrapper
-from tests.engine._setup import Engine, Setup, engine_of, train
+from tests.support.engines import Engine, Setup, engine_of, train
 
 
 @dataclass(frozen=True)

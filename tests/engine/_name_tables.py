@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from packaging.version import Version
 
-from tests.engine._setup import Setup
+from tests.support.engines import Setup
 
 ENGINE = {"DeepSpeedEngine"}
 LINKED = {"a parameter of ZeRO-1/2", "a parameter's link to its master"}

@@ -9,9 +9,8 @@ import pytest
 from lightning_elastic_zero.core.requirements import DEEPSPEED, version_of
 from tests.engine._lost_name_programs import missed_later, refusals, refusals_without_optimizer
 from tests.engine._name_tables import CHECKED, CHECKED_WITHOUT_OPTIMIZER, checked_in
-from tests.engine._setup import DEEPSPEEDS, Setup
-from tests.engine._skips import skip_without
-from tests.engine._worker_pool import Pools
+from tests.support.engines import DEEPSPEEDS, Setup
+from tests.support.ranks import Pools, skip_without
 
 pytestmark = pytest.mark.engine
 
