@@ -381,7 +381,7 @@ def file_system(path: Path) -> str:
     with suppress(OSError):
         for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
             _, mount, found, *_ = line.split(" ")
-            mount = mount.replace("\\040", " ")
+            mount = " ".join(mount.split("\\040"))
             if real.is_relative_to(mount) and len(mount) >= longest:
                 kind, longest = found, len(mount)
     return kind
