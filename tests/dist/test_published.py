@@ -29,6 +29,7 @@ def test_a_rank_that_is_lost_hides_no_checkpoint(fork_server: ForkServer) -> Non
         assert result.notes["whole"]
 
 
+@pytest.mark.long
 def test_its_link_follows_though_a_rank_is_lost(fork_server: ForkServer) -> None:
     """A run's manager makes the link then, not when all ranks have agreed that the save ended."""
     first, second, dead = run_ranks(link_of_one_lost_after_publication, WORLD, fork_server)

@@ -174,15 +174,15 @@ def row_case(name: str, folder: Path, target: Setup, **changes: Any) -> Case:
 
 
 @pytest.mark.engine
-def test_any_number_of_ranks_and_stage(pools: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("turn", "name"), list(enumerate(ROWS)), ids=ROWS)
+def test_any_number_of_ranks_and_stage(turn: int, name: str, pools: Pools, tmp_path: Path) -> None:
     """Several groups and sub-groups, bf16, padding that was saved, momentum: all bit for bit."""
-    for turn, name in enumerate(ROWS):
-        base = another(unpack(name, tmp_path / f"setup {turn}").setup, 0)
-        target = replace(base, world=1 + turn, zero="012"[turn])
-        case = row_case(name, tmp_path / name, target)
-        outcome = pools.run(target.world, partial(restore, case))[0]
-        assert outcome is not None
-        outcome.verdict.assert_same()
+    base = another(unpack(name, tmp_path / "setup").setup, 0)
+    target = replace(base, world=1 + turn, zero="012"[turn])
+    case = row_case(name, tmp_path / name, target)
+    outcome = pools.run(target.world, partial(restore, case))[0]
+    assert outcome is not None
+    outcome.verdict.assert_same()
 
 
 def held_without_optimizer(target: Setup, path: str, keep_fp32: bool) -> Any:

@@ -120,6 +120,7 @@ def test_what_is_not_of_one_save_or_lacks_state(
         assert not [key for key in pair[1] if key.startswith("exp_avg")]
 
 
+@pytest.mark.long
 def test_partial_offload(pools: Pools, tmp_path: Path) -> None:
     """DeepSpeed itself saves no states of what was not offloaded: refused by name."""
     setup = small(2, "3", sub_group=15, offload=True, ratio=0.5, optimizer="CPUAdam")

@@ -254,6 +254,7 @@ def test_every_pair_of_worlds(source: int, target: int, worlds: Pools, tmp_path:
         assert all(len(samples) == 12 for samples in seen.steps.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [2, 3])
 def test_twice_in_a_row(stage: int, worlds: Pools, tmp_path: Path) -> None:
     """Four ranks, then two, then three: one run; and its losses are those of a whole one."""
