@@ -1,19 +1,23 @@
-"""What ranks that save and load a large state count of what that costs."""
+"""Calls, bytes and memory that a save or load costs ranks, also with the optimizer in files."""
 
 from __future__ import annotations
 
 import os
 import resource
+import shutil
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.engines import swap_folder
 
 WIDTH = 1536
 LAYERS = 9
@@ -252,3 +256,99 @@ def operations(stage: int, path: str) -> dict[str, Any]:
         "save": counted.of(lambda: save_checkpoint(engine, path)),
         "load": counted.of(lambda: load_checkpoint(engine, path)),
     }
+
+
+SWAPPED_WIDTH = 1024
+SUB_GROUP_BYTES = SWAPPED_WIDTH * SWAPPED_WIDTH * 12
+"""fp32 masters and Adam's two moments of one layer, which is a sub-group: 12.6 MB."""
+
+
+def with_sub_groups(layers: int) -> nn.Module:
+    """Make a model of square layers without biases, each of which fills a sub-group."""
+    return nn.Sequential(
+        *(nn.Linear(SWAPPED_WIDTH, SWAPPED_WIDTH, bias=False) for _ in range(layers))
+    )
+
+
+@contextmanager
+def swapped_engine(layers: int) -> Iterator[Any]:
+    """Make an engine all of whose sub-groups are in files, and leave no file of them."""
+    import deepspeed
+
+    # Which fills all memory that is asked for, as if it were used: see support/fork_server.py.
+    torch.use_deterministic_algorithms(mode=False)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {
+            "stage": 3,
+            "sub_group_size": SWAPPED_WIDTH * SWAPPED_WIDTH // distributed.get_world_size(),
+            "offload_optimizer": {
+                "device": "nvme",
+                "nvme_path": str(swap_folder()),
+                "pin_memory": False,
+                "buffer_count": 4,
+            },
+        },
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    module = with_sub_groups(layers)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    try:
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+        yield engine
+    finally:
+        shutil.rmtree(swap_folder(), ignore_errors=True)
+
+
+def step(engine: Any) -> None:
+    """Take a step, after which all that was trained is in files."""
+    engine.backward(engine(torch.randn(1, SWAPPED_WIDTH)).pow(2).mean())
+    engine.step()
+    flats = engine.optimizer.fp32_partitioned_groups_flat
+    assert len(flats) == len(list(engine.module.parameters()))
+    assert not any(flat.numel() for flat in flats)
+
+
+def resident_bytes(name: str) -> int:
+    """Return a line of what the operating system says of this process's memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (found,) = (line for line in lines if line.startswith(f"{name}:"))
+    return int(found.split()[1]) * 1024
+
+
+def measured(work: Callable[[], object]) -> dict[str, int]:
+    """Do work; return its peaks in bytes: of anonymous memory, and of all that is resident.
+
+    The second has the pages of mapped files, too, which the system takes back when it wants to.
+    """
+    Path("/proc/self/clear_refs").write_text("5")  # The high-water mark begins anew.
+    resident = resident_bytes("VmRSS")
+    with PeakMemory() as peak:
+        work()
+    return {
+        "anonymous": peak.highest - peak.before,
+        "resident": resident_bytes("VmHWM") - resident,
+    }
+
+
+def save_swapped(layers: int, path: str) -> dict[str, int]:
+    """Train a step and save, twice; return what the second save took of memory."""
+    from lightning_elastic_zero.api import save_checkpoint
+
+    with swapped_engine(layers) as engine:
+        step(engine)
+        save_checkpoint(engine, path)
+        return measured(lambda: save_checkpoint(engine, path))
+
+
+def load_swapped(layers: int, path: str, *, steps_before: int) -> dict[str, int]:
+    """Load into a fresh engine, or one that has trained; return what that took of memory."""
+    from lightning_elastic_zero.api import load_checkpoint
+
+    with swapped_engine(layers) as engine:
+        for _ in range(steps_before):
+            step(engine)
+        found = measured(lambda: load_checkpoint(engine, path))
+        step(engine)
+    return found

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.budget._swapped_ranks import SUB_GROUP_BYTES, load, save
+from tests.budget._budget_ranks import SUB_GROUP_BYTES, load_swapped, save_swapped
 from tests.support.ranks import ForkServer, Pools, skip_without
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
@@ -34,9 +34,9 @@ def test_memory_does_not_grow_with_the_sub_groups(
     for sub_groups in SUB_GROUPS:
         path = tmp_path / f"{sub_groups}.ckpt"
         for call in (
-            partial(save, sub_groups, str(path)),
-            partial(load, sub_groups, str(path), steps_before=0),
-            partial(load, sub_groups, str(path), steps_before=1),
+            partial(save_swapped, sub_groups, str(path)),
+            partial(load_swapped, sub_groups, str(path), steps_before=0),
+            partial(load_swapped, sub_groups, str(path), steps_before=1),
         ):
             own = Pools(fork_server)  # New ranks, whose memory no other test has grown.
             try:

@@ -1,14 +1,10 @@
-"""Jobs of any number of ranks in one process, with a clock that is turned by hand.
-
-Each rank is a real session over torch's own in-memory store, and a program: a generator that does
-steps and pauses wherever a caller would wait.
-"""
+"""A job of ranks on a simulated clock: every message, delay and death is chosen by the test."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
@@ -217,3 +213,48 @@ class Cluster:
     ) -> list[dict[str, Any]]:
         """Do a step on every rank, with other work on some."""
         return self.run(lambda rank: rank.step(kind, name, (works or {}).get(rank.rank)))
+
+
+WORLD = 4
+EVERYONE = list(range(WORLD))
+STOP_S = 4.5
+"""Longer than it takes the others to give up a step."""
+LATE_S = STOP_S + 1
+KINDS = ("run_all", "gather", "broadcast", "all_gather")
+
+
+def failure(found: Sequence[dict[str, Any]]) -> tuple[str, str]:
+    """Return the class and the message that every one of these ranks raised."""
+    (same,) = {(outcome.get("error", ""), outcome.get("message", "")) for outcome in found}
+    assert same[0], found
+    return same
+
+
+def assert_in_step(job: Cluster) -> None:
+    """Check that the very next step succeeds on all ranks, and each after it."""
+    assert {tuple(tries) for tries in job.run(meet)} == {()}
+    for number in range(3):
+        for kind in KINDS:
+            found = [outcome["value"] for outcome in job.run_step(kind, f"{kind} {number}")]
+            everyone = list(range(job.world_size))
+            assert found[0] == {"run_all": [], "broadcast": [0]}.get(kind, everyone)
+            assert found[1:] == [[] if kind in {"run_all", "gather"} else found[0]] * (
+                job.world_size - 1
+            )
+
+
+def meet(rank: Rank) -> Pauses[list[str]]:
+    """Try a step until it works; return what failed before."""
+    failed: list[str] = []
+    while "error" in (found := (yield from rank.step("run_all", "meet"))):
+        failed.append(found["message"])
+        assert len(failed) < 50
+    return failed
+
+
+def at_work(step: Step, rank: Rank, seconds: float, *, progress: bool = True) -> Pauses[None]:
+    """Be at work until the step has been decided, for so long at most."""
+    until = rank.cluster.now_s + seconds
+    while rank.cluster.now_s < until and not (progress and step.decided.is_set()):
+        step.work_count += progress
+        yield

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.core._cluster import Cluster
-from tests.core._cluster_steps import WORLD
+from tests.core._cluster import WORLD, Cluster
 
 # What the benchmark of the planner prints is what its test holds.
 sys.path.append(str(Path(__file__).parents[2] / "examples"))

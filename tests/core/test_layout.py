@@ -1,15 +1,281 @@
+"""Partitions and layouts: every element has one place, and transfer plans stay small."""
+
 from __future__ import annotations
 
+import gc
+import itertools
+import tracemalloc
 from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import pairwise
 
 import pytest
+from benchmarks.plan import (
+    CASES,
+    FEW,
+    GROWTH,
+    RESUMED_ON,
+    SAVED_ON,
+    WIDE,
+    Plan,
+    flat_buffers,
+    manifest_text,
+    measured,
+    parameters,
+    wide_parameters,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_elastic_zero.core.layout import Fragment, Layout, Transfer, TransferPlan, spans
-from lightning_elastic_zero.core.partition import FlatBuffer, PerParameterPartition
+from lightning_elastic_zero.core.manifest import Parameter, manifest_from_json
+from lightning_elastic_zero.core.partition import (
+    ContiguousPartition,
+    FlatBuffer,
+    PerParameterPartition,
+    frozen_partition,
+    piece_numel,
+    piece_start,
+    round_robin_order,
+    zero_layout,
+)
 from lightning_elastic_zero.errors import CheckpointFormatError
-from tests.support.strategies import Cut, cut_to, pairs_of_cuts
+from tests.support.strategies import (
+    Cut,
+    contiguous_cuts,
+    cut_to,
+    cuts,
+    pairs_of_cuts,
+    per_parameter_cuts,
+    tables,
+)
+
+Element = tuple[str, int]
+PADDING: Element = ("", -1)
+
+
+def elements(name: str, numel: int) -> list[Element]:
+    """Return a parameter whose elements say what they are."""
+    return [(name, i) for i in range(numel)]
+
+
+def zero_1_2(cut: Cut, rank: int) -> list[list[Element]]:
+    """Do what ZeRO-1/2 does: concatenate a group, pad it, and give each rank its share."""
+    held = []
+    for buffer in cut.buffers:
+        flat: list[Element] = []
+        for i, name in enumerate(buffer.names):
+            flat += elements(name, buffer.numels[i])
+            flat += [PADDING] * (buffer.paddings[i] if buffer.paddings else 0)
+        whole = buffer.partition_numel * cut.world_size
+        # Padding after the last parameter may reach beyond what the ranks share.
+        flat = (flat + [PADDING] * whole)[:whole]
+        held.append(flat[rank * buffer.partition_numel :][: buffer.partition_numel])
+    return held
+
+
+def zero_3(cut: Cut, rank: int) -> list[list[Element]]:
+    """Do what ZeRO-3 does: pad each parameter, cut it, and concatenate a rank's pieces."""
+    held = []
+    for buffer in cut.buffers:
+        flat: list[Element] = []
+        for name, numel in zip(buffer.names, buffer.numels, strict=True):
+            padded = elements(name, numel)
+            while len(padded) % cut.world_size:
+                padded.append(PADDING)
+            piece = len(padded) // cut.world_size
+            flat += padded[rank * piece : (rank + 1) * piece]
+        held.append(flat)
+    return held
+
+
+def expanded(fragments: list[Fragment], held: list[list[Element]]) -> list[list[Element]]:
+    """Write fragments into empty buffers of the reference's sizes."""
+    buffers = [[PADDING] * len(buffer) for buffer in held]
+    for f in fragments:
+        for i in range(f.start, f.stop):
+            assert buffers[f.buffer][f.offset + i - f.start] == PADDING
+            buffers[f.buffer][f.offset + i - f.start] = (f.name, i)
+    return buffers
+
+
+class TestAgainstBruteForce:
+    @given(st.data())
+    def test_zero_1_2_concatenates_and_cuts(self, data: st.DataObject) -> None:
+        """Each rank holds what it gets when the buffer is really built and really cut."""
+        cut = data.draw(contiguous_cuts(data.draw(tables(min_numel=0))))
+        layout = zero_layout(cut.stage, cut.buffers, cut.world_size)
+        assert isinstance(layout, ContiguousPartition)
+        for rank in range(cut.world_size):
+            expected = zero_1_2(cut, rank)
+            assert expanded(list(layout.on_rank(rank)), expected) == expected
+
+    @given(st.data())
+    def test_zero_3_cuts_each_parameter(self, data: st.DataObject) -> None:
+        """Each rank holds what it gets when each parameter is really padded and really cut."""
+        cut = data.draw(per_parameter_cuts(data.draw(tables(min_numel=0))))
+        layout = zero_layout(cut.stage, cut.buffers, cut.world_size)
+        assert isinstance(layout, PerParameterPartition)
+        for rank in range(cut.world_size):
+            expected = zero_3(cut, rank)
+            assert expanded(list(layout.on_rank(rank)), expected) == expected
+
+
+class TestLayouts:
+    @given(st.data())
+    def test_both_questions_have_one_answer(self, data: st.DataObject) -> None:
+        """What covers a whole parameter is exactly what all ranks hold of it, in order."""
+        table = data.draw(tables(min_numel=0))
+        cut = data.draw(cuts(table))
+        layout = cut.layout()
+        on_ranks = [f for rank in range(cut.world_size) for f in layout.on_rank(rank)]
+        assert all(f.rank < cut.world_size for f in on_ranks)
+        for name, numel in table.items():
+            held = sorted((f for f in on_ranks if f.name == name), key=lambda f: f.start)
+            assert list(layout.covering(name, 0, numel)) == held
+            assert [i for f in held for i in range(f.start, f.stop)] == list(range(numel))
+
+    @given(st.data())
+    def test_a_part_is_covered_by_parts(self, data: st.DataObject) -> None:
+        """What covers a run is what covers the whole, cut to the run."""
+        table = data.draw(tables())
+        layout = data.draw(cuts(table)).layout()
+        name = data.draw(st.sampled_from(sorted(table)))
+        start = data.draw(st.integers(0, table[name] - 1))
+        stop = data.draw(st.integers(start + 1, table[name]))
+        whole = layout.covering(name, 0, table[name])
+        parts = [cut_to(f, start, stop) for f in whole if f.start < stop and start < f.stop]
+        assert list(layout.covering(name, start, stop)) == parts
+
+    @given(st.data())
+    def test_a_rank_holds_in_order(self, data: st.DataObject) -> None:
+        """A rank's fragments come by buffer and offset, and none overlaps the next."""
+        cut = data.draw(cuts(data.draw(tables())))
+        for rank in range(cut.world_size):
+            fragments = cut.layout().on_rank(rank)
+            for one, other in pairwise(fragments):
+                if one.buffer == other.buffer:
+                    assert one.offset + one.stop - one.start <= other.offset
+                else:
+                    assert one.buffer < other.buffer
+
+    def test_more_ranks_than_elements(self) -> None:
+        """Ranks without an element hold nothing, at either kind of stage."""
+        buffer = FlatBuffer(0, ("one", "three"), (1, 3), (), 2)
+        per_parameter = PerParameterPartition([buffer], 4)
+        assert [list(per_parameter.on_rank(rank)) for rank in range(4)] == [
+            [Fragment("one", 0, 1, 0, 0, 0), Fragment("three", 0, 1, 0, 0, 1)],
+            [Fragment("three", 1, 2, 1, 0, 1)],
+            [Fragment("three", 2, 3, 2, 0, 1)],
+            [],
+        ]
+        contiguous = ContiguousPartition([buffer], 4)
+        assert [list(contiguous.on_rank(rank)) for rank in range(4)] == [
+            [Fragment("one", 0, 1, 0, 0, 0), Fragment("three", 0, 1, 0, 0, 1)],
+            [Fragment("three", 1, 3, 1, 0, 0)],
+            [],
+            [],
+        ]
+
+    def test_frozen_weights_are_cut_by_themselves(self) -> None:
+        """ZeRO-3 cuts frozen weights as it cuts all; ZeRO-1/2 keeps them whole, on one rank."""
+        shapes = [("a", 3), ("b", 1)]
+        assert frozen_partition(shapes, 1).on_rank(0) == [
+            Fragment("a", 0, 3, 0, 0, 0),
+            Fragment("b", 0, 1, 0, 0, 3),
+        ]
+        assert frozen_partition(iter(shapes), 2).on_rank(1) == [Fragment("a", 2, 3, 1, 0, 0)]
+        assert frozen_partition([], 2).on_rank(1) == []
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("rule", [ContiguousPartition, PerParameterPartition])
+    def test_a_parameter_in_two_buffers(
+        self, rule: type[ContiguousPartition | PerParameterPartition]
+    ) -> None:
+        """A parameter lies in one place: a second one is refused by its name."""
+        buffers = [FlatBuffer(0, ("w",), (3,), (), 4), FlatBuffer(1, ("v", "w"), (3, 3), (), 8)]
+        with pytest.raises(CheckpointFormatError, match="in two flat buffers: w"):
+            rule(buffers, 2)
+
+    @pytest.mark.parametrize("rule", [ContiguousPartition, PerParameterPartition])
+    def test_no_ranks(self, rule: type[ContiguousPartition | PerParameterPartition]) -> None:
+        """A layout is over at least one rank."""
+        with pytest.raises(CheckpointFormatError, match="over 0 ranks"):
+            rule([FlatBuffer(0, ("w",), (3,), (), 4)], 0)
+
+    def test_a_group_without_parameters_is_none(self) -> None:
+        """It holds nothing, and needs no room."""
+        assert zero_layout(1, [FlatBuffer(0, (), ())], 2).on_rank(0) == []
+
+    def test_partitions_of_no_size(self) -> None:
+        """Where nothing says how large the partitions are, there is no guess."""
+        with pytest.raises(CheckpointFormatError, match="1 partitions of 0"):
+            zero_layout(1, [FlatBuffer(0, ("w",), (1,))], 1)
+
+    def test_partitions_that_are_too_small(self) -> None:
+        """Parameters that reach beyond all ranks' partitions are refused, with the numbers."""
+        with pytest.raises(
+            CheckpointFormatError, match="group 3: 9 elements do not fit into 2 partitions of 4"
+        ):
+            ContiguousPartition([FlatBuffer(3, ("w",), (9,), (), 4)], 2)
+
+    @pytest.mark.parametrize(
+        ("names", "sizes", "paddings", "partition"),
+        [
+            (("w", "w"), (1, 2), (), 0),
+            (("w", "v"), (1,), (), 0),
+            (("w", "v"), (1, 2), (3,), 0),
+            (("w",), (-1,), (), 0),
+            (("w", "v"), (4, 4), (-2, 0), 8),
+            (("w",), (1,), (), -1),
+        ],
+        ids=["twice", "no size", "paddings", "negative", "overlap", "negative partition"],
+    )
+    def test_tables_that_do_not_fit(
+        self,
+        names: tuple[str, ...],
+        sizes: tuple[int, ...],
+        paddings: tuple[int, ...],
+        partition: int,
+    ) -> None:
+        """A flat buffer's columns fit together, or there is no such buffer."""
+        with pytest.raises(CheckpointFormatError):
+            FlatBuffer(0, names, sizes, paddings, partition)
+
+
+class TestRules:
+    @given(st.integers(0, 200), st.integers(1, 64))
+    def test_round_robin_deals_parameters_like_cards(self, count: int, world_size: int) -> None:
+        """Rank 0's come first, then rank 1's; within a rank they keep their order."""
+        dealt: list[list[int]] = [[] for _ in range(world_size)]
+        for index in range(count):
+            dealt[index % world_size].append(index)
+        assert list(round_robin_order(count, world_size)) == [i for hand in dealt for i in hand]
+
+    @given(st.integers(0, 10**15), st.integers(1, 10**6))
+    def test_pieces_are_the_smallest_that_suffice(self, numel: int, world_size: int) -> None:
+        """A piece is ``ceil(numel / world_size)``, exact for numbers that a float cannot hold."""
+        piece = piece_numel(numel, world_size)
+        assert (piece - 1) * world_size < numel <= piece * world_size or numel == piece == 0
+
+
+@given(
+    st.integers(min_value=0, max_value=99),
+    st.integers(min_value=1, max_value=9),
+    st.integers(min_value=0, max_value=20),
+)
+def test_where_pieces_and_partitions_begin(numel: int, world_size: int, part: int) -> None:
+    """Those of all ranks follow one another, without a gap, from the first element on."""
+    starts = [piece_start(numel, world_size, rank) for rank in range(world_size + 1)]
+    assert starts[0] == 0
+    assert {stop - start for start, stop in pairwise(starts)} == {piece_numel(numel, world_size)}
+    buffer = FlatBuffer(0, ("a",), (numel,), partition_numel=part)
+    ranges = [buffer.partition_range(rank) for rank in range(world_size)]
+    assert ranges[0][0] == 0
+    assert all(before[1] == after[0] for before, after in pairwise(ranges))
+    assert {stop - start for start, stop in ranges} == {part}
+
 
 EMPTY = ("", -1)
 """What is in a buffer where nothing was written."""
@@ -248,3 +514,164 @@ def test_spans_are_whole_but_for_the_last(start: int, numel: int, size: int) -> 
     ]
     assert all(stop - first == size for first, stop in parts[:-1])
     assert all(0 < stop - first <= size for first, stop in parts)
+
+
+RANKS = [0, 1, RESUMED_ON // 2, RESUMED_ON - 1]
+
+PEAK_BYTES = 200_000_000
+WIDE_PEAK_BYTES = 500_000_000
+
+
+@cache
+def planned_for_cluster(saved_stage: int, stage: int, rank: int) -> Plan:
+    """Plan what the benchmark plans, once."""
+    return measured(manifest_text(saved_stage, SAVED_ON, parameters()), stage, RESUMED_ON, rank)
+
+
+def test_the_table_is_that_of_a_70_billion_parameter_model() -> None:
+    """What is planned below has the size that is claimed: tensors, elements, ranks, files."""
+    table = parameters()
+    assert len(table) == 723
+    assert 70e9 < sum(p.numel for p in table) < 71e9
+    manifest = manifest_from_json(manifest_text(3, SAVED_ON, table), "manifest.json")
+    assert manifest.parameters == table
+    assert (manifest.world_size, len(manifest.files)) == (1024, 3072)
+    assert len(manifest.buffers) > 2
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize(("ranks", "layers", "hidden"), GROWTH)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_plan_does_not_grow_with_the_cluster(
+    stage: int, ranks: int, layers: int, hidden: int
+) -> None:
+    """Up to a trillion parameters on 4,096 ranks: files of three source ranks, few transfers."""
+    table = parameters(layers, hidden)
+    assert 0.9 < sum(p.numel for p in table) / ranks / 250e6 < 1.2
+    text, to = manifest_text(stage, ranks, table), ranks * 3 // 4
+    plan = measured(text, stage, to, to // 2)
+    assert plan.peak_bytes < PEAK_BYTES
+    assert len(plan.files) <= 3
+    assert len(plan.transfers) <= (2 * len(table) if stage == 3 else 60)
+
+
+@pytest.mark.cases(1)
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize(("saved_stage", "stage"), CASES)
+def test_one_rank_plans_within_200_mb(saved_stage: int, stage: int, rank: int) -> None:
+    """Parsing, laying out and planning stay below 200 MB at their peak, and tile what is wanted.
+
+    Seconds depend on the machine: ``examples/benchmarks/plan.py`` prints them.
+    """
+    plan = planned_for_cluster(saved_stage, stage, rank)
+    assert plan.peak_bytes < PEAK_BYTES
+    wanted = zero_layout(stage, flat_buffers(parameters(), stage, RESUMED_ON), RESUMED_ON)
+    numel = sum(f.stop - f.start for f in wanted.on_rank(rank))
+    assert sum(t.stop - t.start for t in plan.transfers) == numel
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("rank", RANKS)
+def test_zero_2_touches_the_few_ranks_that_its_partitions_overlap(rank: int) -> None:
+    """A partition of 1/768 overlaps at most three of 1/1024, in each of the two groups."""
+    plan = planned_for_cluster(2, 2, rank)
+    assert len(plan.files) <= 6
+    # One run for each parameter in the partition, and one more at each border of ranks.
+    assert len(plan.transfers) <= 8
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("rank", RANKS)
+def test_zero_3_touches_the_few_ranks_that_hold_the_same_part(rank: int) -> None:
+    """A rank's pieces of all 723 parameters lie in the shards of the same few ranks."""
+    plan = planned_for_cluster(3, 3, rank)
+    assert len(plan.transfers) <= 3 * 723
+    # Matrices are cut at r / N of themselves; norms of 8192 elements a little beside that.
+    assert len(plan.files) <= 6
+
+
+@pytest.mark.cases(1)
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("rank", RANKS)
+def test_across_stages_a_plan_is_no_longer_than_it_must_be(rank: int) -> None:
+    """From ZeRO-2 to 3 a piece is one run, or two; from 3 to 2 a parameter one per saved rank."""
+    to_3 = planned_for_cluster(2, 3, rank)
+    assert len(to_3.transfers) <= 2 * 723
+    to_2 = planned_for_cluster(3, 2, rank)
+    parts = {t.name: 0 for t in to_2.transfers}
+    for transfer in to_2.transfers:
+        parts[transfer.name] += 1
+    assert max(parts.values()) <= SAVED_ON
+
+
+class Counted:
+    """A layout that counts what it is asked for."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self.runs = 0
+
+    def on_rank(self, rank: int) -> Sequence[Fragment]:
+        return self._layout.on_rank(rank)
+
+    def covering(self, name: str, start: int, stop: int) -> Iterator[Fragment]:
+        for fragment in self._layout.covering(name, start, stop):
+            self.runs += 1
+            yield fragment
+
+
+def laid_out(stage: int, ranks: int, table: tuple[Parameter, ...]) -> Layout:
+    """Partition a model over ranks."""
+    return zero_layout(stage, flat_buffers(table, stage, ranks), ranks)
+
+
+class TestManyParameters:
+    """50,000 parameters from 1,024 ranks to 8: up to 6.4 million transfers for one rank."""
+
+    @pytest.mark.parametrize(("saved_stage", "stage"), CASES)
+    def test_planning_costs_what_is_wanted_not_what_will_be_moved(
+        self, saved_stage: int, stage: int
+    ) -> None:
+        """A fragment costs at most two runs to plan, however many ranks it lies on.
+
+        Rank by rank, all parts of it are computed once, and only those of one or two ranks exist.
+        """
+        table = wide_parameters(WIDE // 250)
+        layout = laid_out(saved_stage, SAVED_ON, table)
+        held = Counted(layout)
+        wanted = laid_out(stage, FEW, table).on_rank(FEW // 2)
+        plan = TransferPlan(wanted, held)
+        assert held.runs <= 2 * len(wanted)
+        ranks, held.runs, moved = [], 0, 0
+        for rank, transfers in plan.by_rank():
+            moved += len(transfers)
+            assert held.runs <= moved + len(wanted)
+            ranks.append(rank)
+        runs = sum(len([*layout.covering(f.name, f.start, f.stop)]) for f in wanted)
+        assert held.runs == moved == runs
+        assert ranks == plan.ranks
+
+    @pytest.mark.cases(1)
+    @pytest.mark.parametrize("count", [WIDE // 10, pytest.param(WIDE, marks=pytest.mark.long)])
+    @pytest.mark.parametrize(("saved_stage", "stage"), CASES)
+    def test_one_rank_plans_within_500_mb(self, saved_stage: int, stage: int, count: int) -> None:
+        """So do both layouts, the plan, and the runs from two source ranks; a tenth takes a tenth.
+
+        Seconds depend on the machine: ``examples/benchmarks/plan.py`` prints them.
+        """
+        table = wide_parameters(count)
+        gc.collect()
+        tracemalloc.start()
+        try:
+            held = Counted(laid_out(saved_stage, SAVED_ON, table))
+            wanted = laid_out(stage, FEW, table).on_rank(FEW // 2)
+            plan = TransferPlan(wanted, held)
+            planned_for_cluster = held.runs
+            moved = [len(runs) for _, runs in itertools.islice(plan.by_rank(), 2)]
+            _, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert planned_for_cluster <= 2 * len(wanted)
+        assert 0 < max(moved) <= count
+        assert peak_bytes < WIDE_PEAK_BYTES * count // WIDE

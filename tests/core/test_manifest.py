@@ -1,16 +1,23 @@
+"""Manifests: round trips, validation, and the examples of the format page."""
+
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_elastic_zero.core.manifest import (
+    DIGEST_FIELD,
+    FORMAT_VERSION,
     FileEntry,
     Group,
     Manifest,
@@ -22,7 +29,12 @@ from lightning_elastic_zero.core.manifest import (
     manifest_from_json,
 )
 from lightning_elastic_zero.core.partition import FlatBuffer
+from lightning_elastic_zero.core.tensors import same_bits
+from lightning_elastic_zero.data_progress.batches import BatchPlan, DataProgress, Position
+from lightning_elastic_zero.data_progress.sampler import ElasticSampler
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
+from lightning_elastic_zero.formats import deepspeed_files as constants
+from lightning_elastic_zero.storage.checksums import CHUNK_BYTES
 from tests.support.bits import bitwise_repr
 from tests.support.strategies import manifests, plain_values
 
@@ -451,3 +463,82 @@ class TestFileEntry:
         with pytest.raises(CheckpointFormatError, match="makes no sense"):
             FileEntry("a/b..c", size, digest)
         assert FileEntry("a/b..c", 0, "09afbc" + "0" * 26).size_bytes == 0
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
+
+TABLES = [Manifest, Parameter, StateKey, Group, FlatBuffer, FileEntry, TrainingProgress, Writer]
+
+
+def examples() -> list[str]:
+    """Return the page's examples of JSON."""
+    return re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.__name__)
+def test_every_field_is_on_the_page(table: type) -> None:
+    """Nothing is written into a manifest that the page does not tell of."""
+    lacking = [field.name for field in fields(table) if f"`{field.name}`" not in PAGE]
+    assert not lacking
+
+
+def test_every_field_of_the_place_in_the_data_is_on_the_page() -> None:
+    """What ``progress.sampler`` holds is told, and so is the fingerprint of a loader."""
+    record = DataProgress(
+        Position(0, 0), global_step=0, global_batch_size=None, accumulate=1, world_size=1
+    )
+    fingerprint = ElasticSampler(range(1), BatchPlan(1, 1, 1), rank=0).describe()
+    section = PAGE.partition("(`progress.sampler`)")[2].partition("**Writer**")[0]
+    lacking = [name for name in (*record.to_plain(), *fingerprint) if f"`{name}`" not in section]
+    assert not lacking
+
+
+def test_the_example_is_a_manifest() -> None:
+    """The page's manifest, its white space as it was, is read and says what the page says."""
+    content = json.loads(examples()[0])
+    manifest = manifest_from_json(dump_with_digest(content), "docs/format.md")
+    assert (manifest.stage, manifest.world_size) == (3, 2)
+    assert json.loads(manifest.to_json()) == content
+    for entry in manifest.files:
+        assert f"| `{DIGEST_FIELD}` |" in PAGE
+        assert Path(entry.name).name in PAGE.partition("## manifest.json")[0]
+
+
+def test_the_pages_numbers_and_names_are_those_of_the_code() -> None:
+    """Version, chunk size, and the names of files and entries."""
+    assert f"| `format_version` | {FORMAT_VERSION} |" in PAGE
+    assert json.loads(examples()[1])["chunk_bytes"] == CHUNK_BYTES
+    entries = (constants.OURS, constants.OPTIMIZER, constants.STATES, constants.FROZEN)
+    for name in (
+        *entries,
+        constants.FP32_STAGE_3,
+        constants.FP32_STAGE_1_2,
+        constants.CLIENT_OBJECTS,
+    ):
+        assert name in PAGE
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.bool)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@given(numel=st.integers(0, 40), changed=st.integers(0, 39), seed=st.integers(0, 9))
+def test_one_element_makes_a_difference(
+    dtype: torch.dtype, numel: int, changed: int, seed: int
+) -> None:
+    """Wherever it is, and of any type; what is the same in another place is the same."""
+    torch.manual_seed(seed)
+    one = torch.randint(0, 2, (numel,)).to(dtype)
+    other = one.clone()
+    assert same_bits(one, other)
+    if numel:
+        other[changed % numel] = 1 - other[changed % numel].to(torch.uint8)
+        assert not same_bits(one, other)
+
+
+def test_bits_are_compared_and_not_numbers() -> None:
+    """Zeros of two signs differ, NaN is itself: weights that diverged are no other weights."""
+    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert same_bits(torch.tensor([float("nan")]), torch.tensor([float("nan")]))
+    weight = torch.nn.Parameter(torch.ones(3, 2))
+    assert same_bits(weight[1:], torch.ones(2, 2))

@@ -1,4 +1,4 @@
-"""What the system says of a process."""
+"""Process identities: a process is not mistaken for another with the same id."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from lightning_elastic_zero.core import processes
 from lightning_elastic_zero.core.processes import ProcessKey, ProcessState, machine, start_time
+from lightning_elastic_zero.storage.owners import DEAD_AFTER_S, ProcessIdentity
+from tests.support.processes import PROMPT_TIMEOUT_S
 
 WAIT_S = 20.0
 
@@ -71,3 +75,46 @@ def test_nothing_is_known_of_other_machines(change: dict[str, str]) -> None:
     """Nor of a process whose machine did not tell when it has started."""
     state = replace(ProcessKey.of_this_process(), **change).state()  # type: ignore[arg-type]
     assert state is ProcessState.UNKNOWN
+
+
+def test_one_whose_parent_has_not_taken_note_is_dead() -> None:
+    """It has ended, although the system still has its number."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        started = start_time(child.pid)
+        assert started is not None
+        mine = ProcessIdentity.of_this_process("a")
+        identity = replace(mine, pid=child.pid, started=started)
+        assert not identity.is_dead()
+        child.send_signal(signal.SIGKILL)
+        end = time.monotonic() + PROMPT_TIMEOUT_S
+        while not identity.is_dead():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    finally:
+        child.kill()
+        child.wait(PROMPT_TIMEOUT_S)
+
+
+def test_a_start_time_that_is_not_known_goes_by_the_file() -> None:
+    """A process of that number runs; whether it is that one, only the file's time tells."""
+    identity = replace(ProcessIdentity.of_this_process("a"), started="")
+    assert not identity.is_dead()
+    assert not identity.is_dead(DEAD_AFTER_S)
+    assert identity.is_dead(DEAD_AFTER_S + 1.0)
+
+
+def test_numbers_of_another_namespace_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process namespace without a ``/proc`` of its own, the numbers there are others'."""
+    monkeypatch.setattr(processes, "_sees_itself", lambda: False)
+    identity = ProcessIdentity.of_this_process("a")
+    assert identity.started == ""
+    assert not identity.is_dead()
+    assert not replace(identity, started="1").is_dead()
+
+
+@pytest.mark.parametrize("text", [b"[" * 200_000, b"{}", b'{"target": "../a"}', b"\xff", b""])
+def test_what_is_no_identity(text: bytes, tmp_path: Path) -> None:
+    """Nothing is read from it, and nothing raised."""
+    (path := tmp_path / "owner.json").write_bytes(text)
+    assert ProcessIdentity.read(path) is None

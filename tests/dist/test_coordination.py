@@ -1,6 +1,6 @@
 """Ranks are real processes over gloo; one launch runs many cases, a test looks at one of them.
 
-What a job does that needs no process is in ``tests/core/test_coordination``, in far more cases.
+What a job does that needs no process is in ``tests/core/test_session``, in far more cases.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ from functools import partial
 
 import pytest
 
-from tests.elastic._job import EXAMPLE, arguments
-from tests.elastic._steps import Undisturbed, read_lines, steps_of
+from tests.elastic._job import EXAMPLE, Undisturbed, arguments, read_lines, steps_of
 from tests.examples._cli_programs import run_cli
 from tests.support.processes import HANG_TIMEOUT_S, free_port
 from tests.support.ranks import ForkServer

@@ -26,9 +26,8 @@ from statistics import median
 
 from typing_extensions import override
 
-from tests.elastic._job import RENDEZVOUS, Job, job
+from tests.elastic._job import RENDEZVOUS, Job, StepRecord, job
 from tests.elastic._soak_run import SAVE_EVERY, SoakRun
-from tests.elastic._steps import StepRecord
 from tests.support.processes import HANG_TIMEOUT_S
 from tests.support.ranks import ROOT, environment
 

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.elastic._job import STEPS, Job, job
-from tests.elastic._steps import (
+from tests.elastic._job import (
+    STEPS,
+    Job,
     Undisturbed,
     check_steps,
+    job,
     seconds_to_next_step,
     steps_taken_again,
 )

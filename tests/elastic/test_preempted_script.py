@@ -12,8 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.elastic._job import EXAMPLE, STEPS, arguments
-from tests.elastic._steps import Undisturbed, check_steps, read_lines, steps_taken_again
+from tests.elastic._job import (
+    EXAMPLE,
+    STEPS,
+    Undisturbed,
+    arguments,
+    check_steps,
+    read_lines,
+    steps_taken_again,
+)
 from tests.support.processes import HANG_TIMEOUT_S, free_port
 from tests.support.ranks import ROOT, environment
 

@@ -3,21 +3,186 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import pytest
+from typing_extensions import override
 
 from lightning_elastic_zero.tools.verification import verify_checkpoint
-from tests.elastic._job import SAVE_EVERY, STEPS
-from tests.elastic._ray import HEAD, RayJob, is_ray_installed, ray_job
-from tests.elastic._steps import (
+from tests.elastic._job import (
+    SAVE_EVERY,
+    STEPS,
+    Job,
     Undisturbed,
     check_steps,
     seconds_to_next_step,
     steps_taken_again,
 )
+from tests.support.processes import HANG_TIMEOUT_S, free_port
+from tests.support.ranks import ROOT, environment
 from tests.support.tables import ELASTIC
+
+HEAD = 0
+"""The node that hosts the cluster and the driver, beside its worker."""
+
+DRIVER = -1
+"""Its place among the processes of a job."""
+
+PORTS = (
+    "dashboard-agent-listen",
+    "dashboard-agent-grpc",
+    "runtime-env-agent",
+    "metrics-export",
+    "node-manager",
+    "object-manager",
+)
+"""Ports that a node is told: it waits 15 s for agents that find their own, and then ends."""
+
+STARTED = "runtime started"
+"""What a node prints when it has joined."""
+
+SETTINGS = {
+    "RAY_AUTH_MODE": "disabled",  # or a token is written to the home directory
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    # Ray may still count a node that is gone: after this time it looks again.
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+
+
+def is_ray_installed() -> bool:
+    """Whether Ray Train is here, which is an extra."""
+    return find_spec("ray") is not None and find_spec("ray.train.v2") is not None
+
+
+@dataclass
+class RayJob(Job):
+    """A cluster's nodes, each with an address and a CPU of its own: room for one worker."""
+
+    session: str = ""
+    """Where Ray has its files: a short path, since it has sockets there."""
+
+    @override
+    def start(self, *nodes: int) -> None:
+        """Start nodes, the head first; again where Ray's own 15 and 30 s were not enough."""
+        for node in nodes:
+            self.killed.discard(node)
+            until = time.monotonic() + HANG_TIMEOUT_S
+            while not self._starts(node):
+                if time.monotonic() > until:
+                    msg = f"node {node} does not start\n{self.output_tail()}"
+                    raise TimeoutError(msg)
+
+    def _starts(self, node: int) -> bool:
+        """Start a node; return whether it is there."""
+        meeting = (
+            [
+                *("--head", f"--port={self.port}", f"--temp-dir={self.session}"),
+                *("--include-dashboard=false", f"--ray-client-server-port={free_port()}"),
+            ]
+            if node == HEAD
+            else [f"--address={self._address}"]
+        )
+        self._run(
+            node,
+            [
+                *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *meeting),
+                f"--node-ip-address=127.0.0.{node + 2}",
+                *("--num-cpus=1", "--num-gpus=0", "--object-store-memory=80000000"),
+                *("--min-worker-port=0", "--max-worker-port=0", "--log-style=record"),
+                *(f"--{name}-port={free_port()}" for name in PORTS),
+            ],
+        )
+        known = self.log_of(node).count(STARTED)
+        while self.agents[node].poll() is None:
+            if self.log_of(node).count(STARTED) > known:
+                return True
+            time.sleep(0.1)
+        return False
+
+    def drive(self) -> None:
+        """Start the run."""
+        script = str(Path(__file__).with_name("_ray_driver.py"))
+        self._run(DRIVER, [sys.executable, script, self._address, str(self.folder)])
+
+    @property
+    def _address(self) -> str:
+        return f"127.0.0.2:{self.port}"  # it takes 127.0.0.1 for the machine's own
+
+    def _run(self, node: int, command: list[str]) -> None:
+        path = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
+        with (self.folder / f"node-{node}.log").open("ab") as log:
+            self.agents[node] = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**environment(), **SETTINGS, "PYTHONPATH": path},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def kill_worker(self, rank: int, world: int) -> float:
+        """Kill the process of a worker's actor, and nothing else; return when."""
+        of_rank = [line for line in self.lines() if (line.rank, line.world) == (rank, world)]
+        now = time.time()
+        os.kill(of_rank[-1].pid, signal.SIGKILL)
+        return now
+
+    @property
+    @override
+    def checkpoints(self) -> Path:
+        """Where the example saves: below the run's folder in Ray's storage."""
+        return self.folder / "run" / "checkpoints"
+
+    @override
+    def finish(self) -> None:
+        """Wait for the driver, which has to end well."""
+        status = self.agents[DRIVER].wait(HANG_TIMEOUT_S)
+        assert status == 0, f"the driver ended with {status}\n{self.output_tail()}"
+
+    @override
+    def end(self) -> None:
+        """Kill whoever is left, the workers too: each is its own process group."""
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if self.session in " ".join(process.cmdline()):
+                    process.kill()
+        for line in self.lines():  # workers rename themselves
+            with suppress(psutil.Error, ProcessLookupError):
+                if psutil.Process(line.pid).create_time() < line.time:
+                    os.kill(line.pid, signal.SIGKILL)
+        for node, agent in self.agents.items():
+            self.signal(node, signal.SIGKILL)
+            agent.wait(HANG_TIMEOUT_S)
+
+
+@contextmanager
+def ray_job(folder: Path) -> Iterator[RayJob]:
+    """Yield a cluster that has no nodes yet."""
+    folder.mkdir(parents=True)
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as session:
+        nodes = RayJob(folder, free_port(), session=session)
+        try:
+            yield nodes
+        finally:
+            nodes.end()
+
 
 pytestmark = [
     pytest.mark.engine,

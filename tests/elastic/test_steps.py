@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.elastic._steps import (
+from tests.elastic._job import (
     Step,
     StepRecord,
     check_steps,

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from typing_extensions import override
 
-from tests.elastic._job import EPOCHS, SAVE_EVERY, STEPS, Job, job
-from tests.elastic._namespaces import can_make_namespaces, job_in_namespaces
-from tests.elastic._steps import (
+from tests.elastic._job import (
+    EPOCHS,
+    SAVE_EVERY,
+    STEPS,
+    Job,
     Undisturbed,
     check_steps,
+    job,
     seconds_to_next_step,
     steps_taken_again,
 )
@@ -27,6 +37,84 @@ from tests.examples._cli_programs import run_cli
 from tests.support.processes import HANG_TIMEOUT_S, free_port
 from tests.support.ranks import ForkServer
 from tests.support.tables import ELASTIC
+
+SUBNET = f"10.{os.getpid() % 200 + 20}.77"
+"""Of this process's own."""
+
+NAME = f"ez{os.getpid() % 100_000}"
+"""Begins the names of devices, which may have 15 characters."""
+
+
+def ip(*words: str) -> None:
+    """Run ``ip``."""
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def can_make_namespaces() -> bool:
+    """Whether this process may make networks."""
+    if shutil.which("ip") is None:
+        return False
+    made = subprocess.run(["ip", "netns", "add", f"{NAME}t"], check=False, capture_output=True)
+    if made.returncode == 0:
+        ip("netns", "del", f"{NAME}t")
+    return made.returncode == 0
+
+
+@dataclass
+class JobInNamespaces(Job):
+    """A job's nodes, each with a network namespace, at a bridge of this process's."""
+
+    @override
+    def entered(self, node: int) -> tuple[str, ...]:
+        return ("ip", "netns", "exec", f"{NAME}n{node}")
+
+    @override
+    def settings(self, node: int) -> dict[str, str]:
+        return {
+            **super().settings(node),
+            "STORE": f"{SUBNET}.1:{self.port}",
+            "ADDRESS": f"{SUBNET}.{node + 2}",
+            "GLOO_SOCKET_IFNAME": "eth0",
+        }
+
+    def cut_off(self, node: int) -> float:
+        """Take a node's network away for good; return when. How its agent ends, nobody asks."""
+        self.killed.add(node)
+        ip("-n", f"{NAME}n{node}", "link", "set", "eth0", "down")
+        return time.time()
+
+
+@contextmanager
+def job_in_namespaces(folder: Path, nodes: Sequence[int], *more: str) -> Iterator[JobInNamespaces]:
+    """Yield a job that has no agents yet, but a network for each node."""
+    folder.mkdir(parents=True)
+    with ExitStack() as stack:
+        ip("link", "add", f"{NAME}b", "type", "bridge")
+        stack.callback(ip, "link", "del", f"{NAME}b")
+        ip("addr", "add", f"{SUBNET}.1/24", "dev", f"{NAME}b")
+        ip("link", "set", f"{NAME}b", "up")
+        for node in nodes:
+            space, here = f"{NAME}n{node}", f"{NAME}v{node}"
+            ip("netns", "add", space)
+            stack.callback(ip, "netns", "del", space)
+            ip("link", "add", here, "type", "veth", "peer", "name", "eth0", "netns", space)
+            ip("link", "set", here, "master", f"{NAME}b", "up")
+            ip("-n", space, "addr", "add", f"{SUBNET}.{node + 2}/24", "dev", "eth0")
+            ip("-n", space, "link", "set", "lo", "up")
+            ip("-n", space, "link", "set", "eth0", "up")
+        port = free_port()
+        store = TCPStore(
+            f"{SUBNET}.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(minutes=15),
+        )
+        job = JobInNamespaces(folder, port, more)
+        stack.callback(job.end)
+        yield job
+        del store
+
 
 pytestmark = pytest.mark.engine
 

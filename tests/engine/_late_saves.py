@@ -20,9 +20,15 @@ from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
 from lightning_elastic_zero.core.manifest import Manifest
 from lightning_elastic_zero.core.tensors import RankState, RestoreTargets, RestoreValues
-from tests.core._copy_engine import DEVICES, CopyEngine
-from tests.core._late_tensor import large_on_devices, on_device, small_on_devices, some_place
 from tests.support.checkpoints import STEPS, Saved, differing_files
+from tests.support.copy_engine import (
+    DEVICES,
+    CopyEngine,
+    large_on_devices,
+    on_device,
+    small_on_devices,
+    some_place,
+)
 from tests.support.engines import Engine, engine_of, train
 from tests.support.oracle import differences, dump
 

@@ -11,10 +11,22 @@ from functools import partial
 
 import pytest
 
-from tests.engine._quantized_programs import refused_by_deepspeed
 from tests.support.checkpoints import Saved, load
-from tests.support.engines import Setup
+from tests.support.engines import Setup, engine_of, train
 from tests.support.ranks import Pools
+
+
+def refused_by_deepspeed(setup: Setup) -> tuple[bool, str]:
+    """Make an engine and train a step; return whether there was an engine, and what was raised."""
+    made = False
+    try:
+        with engine_of(setup, 0) as engine:
+            made = True
+            train(engine, setup, 0, 1)
+    except ValueError as error:
+        return made, str(error)
+    return made, ""
+
 
 pytestmark = pytest.mark.engine
 

@@ -2,29 +2,339 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import errno
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import distributed
 
+from lightning_elastic_zero.errors import ElasticZeroError
 from tests.engine._damaged_checkpoints import copied
-from tests.engine._reload_programs import (
-    Change,
-    change_nothing,
-    changed_during_save,
-    copy_last_state,
-    evaluated,
-    interrupted_load,
-    load_public,
-    loaded_over,
-    set_local_states,
-    set_masters,
-    within_window,
+from tests.support.checkpoints import (
+    Continued,
+    Saved,
+    assert_whole_windows,
+    differing_files,
+    same_world,
+    save,
 )
-from tests.support.checkpoints import Saved, same_world
-from tests.support.engines import Setup
+from tests.support.engines import (
+    Engine,
+    Setup,
+    batch,
+    engine_of,
+    inner_of,
+    reset_secondary_partition,
+    train,
+)
+from tests.support.oracle import differences, dump, same_bits
+from tests.support.outcome import error_text
+from tests.support.processes import HANG_TIMEOUT_S
 from tests.support.ranks import Pools, skip_without
+
+Change = Callable[[Engine, str], None]
+"""Changes the state of an engine, or loads a checkpoint."""
+
+
+def load_public(engine: Engine, path: str) -> None:
+    """Load by the public function, which knows nothing of the save."""
+    from lightning_elastic_zero.api import load_checkpoint
+
+    load_checkpoint(engine, path)
+
+
+def set_masters(engine: Engine, _: str) -> None:
+    """Set masters by DeepSpeed's own functions."""
+    from deepspeed import utils
+
+    # Under ZeRO-3 the function for whole parameters fails where ranks hold unequal parts.
+    part = "local" if engine.zero_optimization_partition_weights() else "full"
+    get, put = (getattr(utils, f"safe_{verb}_{part}_fp32_param") for verb in ("get", "set"))
+    for parameter in filter(lambda p: p.requires_grad, engine.module.parameters()):
+        if (held := get(parameter)) is not None and held.numel():
+            put(parameter, held * 2 + 1)
+
+
+def set_local_states(engine: Engine, _: str) -> None:
+    """Set a ZeRO-3 rank's own parts of states by DeepSpeed's own functions."""
+    from deepspeed import utils
+
+    found = 0
+    for parameter in filter(lambda p: p.requires_grad, engine.module.parameters()):
+        # With partial offload, DeepSpeed does not find states of its second optimizer.
+        with contextlib.suppress(KeyError):
+            held = utils.safe_get_local_optimizer_state(parameter, "exp_avg_sq")
+            if held is not None and held.numel():
+                utils.safe_set_local_optimizer_state(parameter, held * 2 + 1, "exp_avg_sq")
+                found += 1
+    assert found
+
+
+def change_nothing(_: Engine, __: str) -> None:
+    """Leave the state as it is."""
+
+
+def copy_last_state(engine: Engine, _: str) -> None:
+    """Change one element of what is written last, in place."""
+    *_, state = inner_of(engine).state.values()
+    with torch.no_grad():
+        state["exp_avg_sq"].view(-1)[-1:].copy_(torch.ones(1))
+
+
+def changed_during_save(
+    setup: Setup, folder: str, change: Change, most: int | None
+) -> tuple[str, bool]:
+    """Change the state while a save in the background has read nothing yet.
+
+    Returns:
+        The error of the save, and whether it was published; then it is as one without a change.
+    """
+    from lightning_elastic_zero.api import engine_handle
+    from lightning_elastic_zero.checkpoint.manager import CheckpointManager
+    from lightning_elastic_zero.checkpoint.types import SaveOptions
+    from lightning_elastic_zero.coordination.liveness import Timeouts
+    from lightning_elastic_zero.formats.elastic import RankWriter
+
+    released, write = threading.Event(), RankWriter.optimizer_shard
+
+    def write_when_released(self: RankWriter, *args: Any) -> Any:
+        assert released.wait(HANG_TIMEOUT_S)
+        return write(self, *args)
+
+    first, path, error = f"{folder}/first.ckpt", f"{folder}/later.ckpt", ""
+    with engine_of(setup, 0) as engine, pytest.MonkeyPatch.context() as patch:
+        train(engine, setup, 0, 1)
+        handle = engine_handle(engine)
+        manager = CheckpointManager(Timeouts(), background=True, max_snapshot_bytes=most)
+        manager.start(handle, engine.global_rank, [folder])
+        with contextlib.closing(manager.training_ranks()) as ranks:
+            manager.save(handle, f"{folder}/older.ckpt", ranks, {}, SaveOptions())
+            train(engine, setup, 1, 2)
+            manager.save(handle, first, ranks, {}, SaveOptions())
+            patch.setattr(RankWriter, "optimizer_shard", write_when_released)
+            manager.save_async(handle, path, ranks, {}, SaveOptions())
+            # What waits for the save has begun to wait by then; nothing depends on it.
+            release = threading.Timer(0.5, released.set)
+            release.start()
+            change(engine, f"{folder}/older.ckpt")
+            release.join()
+            try:
+                manager.wait_until_finished(ranks)
+            except ElasticZeroError as raised:
+                error = str(raised)
+        manager.stop(interrupted=False)
+    published = Path(path).exists()
+    if published:
+        assert not differing_files(Path(first), Path(path)), "torn"
+    return error, published
+
+
+WINDOWS = 2
+"""Accumulation windows before and after the save."""
+
+
+def within_window(setup: Setup, saved: Saved) -> Continued:
+    """Train on after a save, and after a load that interrupts another run's window."""
+    from lightning_elastic_zero.api import load_checkpoint
+
+    middle, end = (n * WINDOWS * setup.accumulation for n in (1, 2))
+    with engine_of(setup, 0) as engine:
+        train(engine, setup, 0, middle)
+        save(engine, saved)
+        uninterrupted = train(engine, setup, middle, end)
+        wanted = dump(engine, setup)
+    with engine_of(setup, 7, tilt=3.0) as engine:
+        train(engine, setup, 100, 100 + 2 * setup.accumulation - 1)
+        load_checkpoint(engine, saved.path)
+        assert_whole_windows(engine)
+        resumed = train(engine, setup, middle, end)
+        found = dump(engine, setup)
+    differing = differences(wanted, found) if wanted and found else {}
+    return Continued((uninterrupted, resumed), differing)
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """Losses of one batch: of an untrained run, at the save, and after the load."""
+
+    untrained: float
+    saved: float
+    loaded: float
+
+
+def evaluated(source: Setup, target: Setup, saved: Saved) -> Evaluations:
+    """Evaluate a run at its save, and an engine without an optimizer that has loaded it."""
+    import deepspeed
+    from deepspeed.utils import groups
+
+    from lightning_elastic_zero.api import load_checkpoint
+
+    with engine_of(source, 0) as engine:
+        train(engine, source, 0, 2)
+        for buffer in engine.module.buffers():  # An evaluation takes rank 0's everywhere.
+            distributed.broadcast(buffer, 0)
+        save(engine, saved)
+        at_save = loss_of(engine, source)
+    if target.hpz > 1:  # DeepSpeed's engine without an optimizer calls a method that is not there.
+        groups._create_zero_param_parallel_group(target.hpz)
+    engine, *_ = deepspeed.initialize(
+        model=target.model(7), config=target.config(), dist_init_required=False
+    )
+    untrained = loss_of(engine, target)
+    load_checkpoint(engine, saved.path)
+    loaded = loss_of(engine, target)
+    engine.destroy()
+    reset_secondary_partition(target)
+    return Evaluations(untrained, at_save, loaded)
+
+
+def loss_of(engine: Engine, setup: Setup) -> float:
+    """Evaluate a batch."""
+    engine.eval()
+    x, y = batch(500, distributed.get_rank(), setup.world)
+    with torch.no_grad():
+        loss = float((engine(x).float() - y).pow(2).mean())
+    engine.train()
+    return loss
+
+
+@dataclass(frozen=True)
+class InterruptedLoad:
+    """How a load ended whose last read failed, and what it left changed."""
+
+    error: str
+    differing: dict[str, int]
+
+
+def interrupted_load(setup: Setup, path: str) -> InterruptedLoad:
+    """Load into a run, where the disk fails rank 0 once all else has been received.
+
+    Before, the run is restored from there and trained a step, without weight decay for vectors:
+    ``never``, which has no gradient, keeps masters that bf16 can hold, and no other one does.
+    """
+    from lightning_elastic_zero.api import load_checkpoint
+
+    with engine_of(setup, 7, tilt=3.0) as engine:
+        reads = 0
+
+        def count() -> None:
+            nonlocal reads
+            reads += 1
+
+        def fail_at_last() -> None:
+            nonlocal reads
+            reads -= 1
+            if not reads and distributed.get_rank() == 0:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        with _at_each_read(count):
+            load_checkpoint(engine, path)
+        for group in inner_of(engine).param_groups[1:]:
+            group["weight_decay"] = 0.0
+        train(engine, setup, 100, 101)
+        before = dump(engine, setup)
+        with _at_each_read(fail_at_last):
+            error = error_text(lambda: load_checkpoint(engine, path))
+        after = dump(engine, setup)
+    return InterruptedLoad(error, differences(before, after) if before and after else {})
+
+
+@contextlib.contextmanager
+def _at_each_read(act: Callable[[], None]) -> Iterator[None]:
+    """Do something whenever a range of a file is read."""
+    real = os.preadv
+
+    def preadv(*arguments: Any) -> int:
+        act()
+        return real(*arguments)
+
+    os.preadv = preadv
+    try:
+        yield
+    finally:
+        os.preadv = real
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a run's memory held before and after loads over its own state."""
+
+    tensor_bytes: tuple[int, ...]
+    """Of all tensors in the process: before, and after each load."""
+    state_bytes: int
+    """Of the element-wise states before the loads."""
+    replaced: tuple[str, ...]
+    """States that are another tensor than before: who held the old one would go on with it."""
+    narrow: tuple[str, ...]
+    """States that differ where the live ones were bf16 before the load."""
+
+
+def loaded_over(setup: Setup, saved: Saved, loads: int) -> Held:
+    """Load several times over live state."""
+    from lightning_elastic_zero.api import load_checkpoint
+
+    with engine_of(setup, 7, tilt=3.0) as engine:
+        train(engine, setup, 100, 102)
+        before = {key: weakref.ref(state) for key, state in _states(engine).items()}
+        state_bytes = sum(state.nbytes for state in _states(engine).values())
+        held = [tensor_bytes()]
+        for _ in range(loads):
+            load_checkpoint(engine, saved.path)
+            assert_whole_windows(engine)
+            held.append(tensor_bytes())
+        after = _states(engine)
+        replaced = tuple(key for key, state in before.items() if after.get(key) is not state())
+        del after
+        narrow = _differing_over_narrow(engine, saved)
+    return Held(tuple(held), state_bytes, replaced, narrow)
+
+
+def _differing_over_narrow(engine: Engine, saved: Saved) -> tuple[str, ...]:
+    """Load over states of a narrower type; return those that are not what they were."""
+    from lightning_elastic_zero.api import load_checkpoint
+
+    wanted = {key: state.clone() for key, state in _states(engine).items()}
+    for state in inner_of(engine).state.values():
+        state.update({k: v.bfloat16() for k, v in state.items() if torch.is_tensor(v) and v.ndim})
+    load_checkpoint(engine, saved.path)
+    found = _states(engine)
+    return tuple(key for key in wanted if not same_bits(wanted[key], found[key]))
+
+
+def _states(engine: Engine) -> dict[str, torch.Tensor]:
+    return {
+        f"{index}/{key}": value
+        for index, state in enumerate(inner_of(engine).state.values())
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and value.ndim
+    }
+
+
+def tensor_bytes() -> int:
+    """Add up the memory of all tensors that this process can reach."""
+    gc.collect()
+    storages: dict[int, int] = {}
+    for found in gc.get_objects():
+        with contextlib.suppress(Exception):
+            if isinstance(found, torch.Tensor):
+                _count(found, storages)
+    return sum(storages.values())
+
+
+def _count(tensor: Any, storages: dict[int, int]) -> None:
+    storage = tensor.untyped_storage()
+    storages[storage.data_ptr()] = storage.nbytes()
+
 
 pytestmark = pytest.mark.engine
 

@@ -3,32 +3,306 @@
 from __future__ import annotations
 
 import contextlib
+import fractions
+import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from tests.engine._user_state_programs import (
-    ANNEALED,
-    LoadingAfter,
-    expand_frozen,
-    global_state,
-    leave,
-    leave_buffer_on_meta,
-    load_after,
-    numbers_of_numpy,
-    reassign_average,
-    reassign_frozen,
-    reassign_trained,
-    refuse_hyperparameters,
-    refused_saves,
-)
 from tests.support.checkpoints import Saved, refusal
-from tests.support.engines import Engine, Setup
+from tests.support.engines import Engine, Setup, engine_of, inner_of, train
+from tests.support.oracle import differences, dump
 from tests.support.processes import PROMPT_TIMEOUT_S
 from tests.support.ranks import Pools
+
+STEPS = 3
+
+
+def cosine(epoch: int) -> Any:
+    """Return a factor as NumPy has it."""
+    return np.cos(epoch / 10)
+
+
+class Ratio:
+    """A callable whose fields a scheduler keeps, one of them no plain data."""
+
+    def __init__(self) -> None:
+        self.ratio = fractions.Fraction(1, 3)
+
+    def __call__(self, epoch: int) -> float:
+        return float(self.ratio)
+
+
+class Annealed(torch.optim.SGD):
+    """An optimizer with state under a key that is no parameter: each step is smaller."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step, and count."""
+        begin = {"scale": 1.0, "seen": 0, "sums": torch.zeros(2), "last": (None, True)}
+        kept: Any = self.state.setdefault("global", begin)  # type: ignore[call-overload]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] * kept["scale"])
+        kept.update(scale=kept["scale"] * 0.75, seen=kept["seen"] + 1, last=(kept["seen"], False))
+        kept["sums"] += kept["seen"]
+
+
+ANNEALED = f"{Annealed.__module__}.{Annealed.__name__}"
+
+
+def global_state(setup: Setup, folder: str, steps: int) -> tuple[Any, Any, str]:
+    """Save after some steps; give the state, and how it goes on, of this and of a resumed run."""
+    from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
+    from lightning_elastic_zero.errors import ElasticZeroError
+
+    def go_on(engine: Engine) -> tuple[list[float], str]:
+        losses = train(engine, setup, STEPS, 2 * STEPS)
+        return losses, repr(dict(inner_of(engine).state["global"]))
+
+    def held_by(engine: Engine) -> str:
+        state = inner_of(engine).state
+        return repr({key: value for key, value in state.items() if isinstance(key, str)})
+
+    with engine_of(setup, 0) as engine:
+        train(engine, setup, 0, steps)
+        save_checkpoint(engine, f"{folder}/global.ckpt")
+        engine.save_checkpoint(f"{folder}/stock", tag="tag")
+        saved = held_by(engine)
+        went_on = go_on(engine)
+    with engine_of(setup, 1) as engine:
+        train(engine, setup, 0, 1)
+        load_checkpoint(engine, f"{folder}/global.ckpt")
+        restored = held_by(engine)
+        resumed = go_on(engine)
+        try:
+            load_checkpoint(engine, f"{folder}/stock")
+        except ElasticZeroError as error:
+            stock = str(error)
+        else:
+            stock = held_by(engine)
+    return (saved, *went_on), (restored, *resumed), stock
+
+
+class FailsToUnpickle(Exception):  # noqa: N818 (it is a value here)
+    """An object that can be pickled, and not be made of its pickle."""
+
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"{one} {other}")
+
+
+def _schedule(engine: Engine, factor: Any) -> None:
+    engine.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer.optimizer, factor)
+
+
+def _found(engine: Engine, losses: list[float]) -> dict[str, Any]:
+    """Return what depends on the scheduler and on the scalar states."""
+    inner = engine.optimizer.optimizer
+    states = [{k: s[k] for k in ("scale", "count", "flag")} for s in inner.state.values()]
+    return {
+        "rates": [float(group["lr"]).hex() for group in inner.param_groups],
+        "scheduler": json.loads(json.dumps(engine.lr_scheduler.state_dict(), default=float)),
+        "states": json.loads(json.dumps(states, default=lambda value: value.item())),
+        "scale": float(engine.optimizer.loss_scaler.cur_scale),
+        "losses": [loss.hex() for loss in losses],
+    }
+
+
+def numbers_of_numpy(setup: Setup, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Save a run with numbers of NumPy wherever it can; give how it and a resumed one go on."""
+    from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
+
+    path = f"{folder}/numbers.ckpt"
+    client = {"best": np.float32(0.1), "rates": [np.float64(1) / 3], "seen": {"n": np.int64(3)}}
+    client["learned"] = torch.nn.Parameter(torch.tensor(2.0))
+    client["leaf"] = [torch.ones(2, requires_grad=True)]
+    with engine_of(setup, 0) as engine:
+        _schedule(engine, cosine)
+        train(engine, setup, 0, STEPS)
+        for state in engine.optimizer.optimizer.state.values():
+            state.update(scale=np.float32(0.1), count=np.int64(7), flag=np.bool_(True))
+        engine.optimizer.loss_scaler.cur_scale = np.float64(2)
+        save_checkpoint(engine, path, client)
+        went_on = _found(engine, train(engine, setup, STEPS, 2 * STEPS))
+    with engine_of(setup, 1) as engine:
+        _schedule(engine, cosine)
+        engine.optimizer.loss_scaler.cur_scale = 8.0  # A fixed one too.
+        read = load_checkpoint(engine, path).client_state
+        assert repr(read) == repr(client), read
+        resumed = _found(engine, train(engine, setup, STEPS, 2 * STEPS))
+        _load_beside_another_scaler(engine, path)
+    return went_on, resumed
+
+
+def _load_beside_another_scaler(engine: Engine, path: str) -> None:
+    """Fail unless a scaler of another class, as a run in fp16 has, stays as it is."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    from lightning_elastic_zero.api import load_checkpoint
+
+    engine.optimizer.loss_scaler = DynamicLossScaler(
+        4.0, 1000, 1.0, 1, consecutive_hysteresis=False
+    )
+    before = dict(vars(engine.optimizer.loss_scaler))
+    load_checkpoint(engine, path)
+    assert vars(engine.optimizer.loss_scaler) == before
+
+
+def refused_saves(setup: Setup, folder: str) -> dict[str, str]:
+    """Save what no load could read; give the errors, and what else is in the folder then."""
+    from lightning_elastic_zero.api import save_checkpoint
+    from lightning_elastic_zero.errors import ElasticZeroError
+
+    found: dict[str, str] = {}
+    within: dict[str, Any] = {}
+    within["within"] = within
+
+    def attempt(name: str, engine: Engine, client: dict[str, Any]) -> None:
+        try:
+            save_checkpoint(engine, f"{folder}/{name}.ckpt", client)
+        except ElasticZeroError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    with engine_of(setup, 0) as engine:
+        attempt("within", engine, {"mine": within})
+        attempt("unmade", engine, {"callbacks": {"Mine": [FailsToUnpickle(1, 2)]}})
+        _schedule(engine, Ratio())
+        attempt("scheduler", engine, {})
+        engine.lr_scheduler = None
+        engine.module.bn.register_buffer("sparse", torch.eye(2).to_sparse())
+        attempt("buffer", engine, {})
+        del engine.module.bn.sparse
+        train(engine, setup, 0, 1)
+        state = inner_of(engine).state
+        state["global"] = {"a": [1, FailsToUnpickle(1, 2)]}
+        attempt("object", engine, {})
+        state["global"] = {"a": [1, engine.global_rank]}
+        attempt("differing", engine, {})
+        del state["global"]
+        name, parameter = next(iter(engine.module.named_parameters()))
+        state[parameter] = {"mine": torch.zeros(3)}
+        attempt("parameter", engine, {})
+        found["parameter"] = found["parameter"].replace(name, "NAME")
+        del state[parameter]
+        save_checkpoint(engine, f"{folder}/numbers.ckpt")
+    left = sorted(path.name for path in Path(folder).iterdir() if path.name != "numbers.ckpt")
+    return {**found, "left": ", ".join(left)}
+
+
+def reassign_average(engine: Engine) -> None:
+    """Reassign buffers under inference mode, as an evaluation may, on the last rank."""
+    if engine.global_rank:
+        module = engine.module
+        with torch.inference_mode():
+            module.average = module.average * 2
+            module.bn.running_mean = torch.zeros_like(module.bn.running_mean)
+
+
+def load_after(
+    setup: Setup,
+    folder: str,
+    change: Callable[[Engine], None],
+    mode: Callable[[], contextlib.AbstractContextManager[Any]],
+) -> tuple[dict[str, int], list[float], list[float]]:
+    """Load into an engine that was changed; return what differs two steps later, and all losses.
+
+    Args:
+        setup: of both runs.
+        folder: where the checkpoint is written.
+        change: done to the second engine before it loads.
+        mode: makes the context in which both the save and the load are called.
+    """
+    from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
+
+    path = f"{folder}/{setup}.ckpt"
+    with engine_of(setup, 0) as engine:
+        train(engine, setup, 0, STEPS)
+        with mode():
+            save_checkpoint(engine, path)
+        went_on = train(engine, setup, STEPS, STEPS + 2)
+        wanted = dump(engine, setup)
+    with engine_of(setup, 7) as engine:
+        train(engine, setup, 100, 101)
+        change(engine)
+        with mode():
+            load_checkpoint(engine, path)
+        resumed = train(engine, setup, STEPS, STEPS + 2)
+        found = dump(engine, setup)
+    return differences(wanted or {}, found or {}), went_on, resumed
+
+
+def leave(_: Engine) -> None:
+    """Change nothing."""
+
+
+@dataclass(frozen=True)
+class LoadingAfter:
+    """A load into an engine that was changed; to be pickled."""
+
+    path: str
+    change: Callable[[Engine], None]
+    unchanged: bool = True
+
+    def __call__(self, engine: Engine) -> None:
+        """Change the engine, and load; fail if that changes a weight and must not."""
+        from lightning_elastic_zero.api import load_checkpoint
+
+        self.change(engine)
+        before = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+        try:
+            load_checkpoint(engine, self.path)
+        finally:
+            for name, parameter in engine.module.named_parameters() if self.unchanged else ():
+                assert torch.equal(parameter, before[name]), name
+
+
+def reassign_frozen(engine: Engine) -> None:
+    """Assign a frozen weight of the last rank under inference mode."""
+    if engine.global_rank:
+        with torch.inference_mode():
+            engine.module.frozen.bias.data = engine.module.frozen.bias * 2
+
+
+def reassign_trained(engine: Engine) -> None:
+    """Assign a trained weight of the last rank under inference mode."""
+    if engine.global_rank:
+        with torch.inference_mode():
+            engine.module.b.bias.data = engine.module.b.bias * 2
+
+
+def expand_frozen(engine: Engine) -> None:
+    """Give a frozen weight of the last rank one number for all of its elements."""
+    if engine.global_rank:
+        bias = engine.module.frozen.bias
+        bias.data = torch.ones(1).expand(bias.shape)
+
+
+class Stubborn(dict[str, Any]):
+    """A parameter group that takes no other values."""
+
+    def __setitem__(self, key: str, value: object) -> None:
+        raise TypeError(key)
+
+
+def refuse_hyperparameters(engine: Engine) -> None:
+    """Let the last rank's optimizer take no hyperparameters."""
+    if engine.global_rank:
+        groups = engine.optimizer.optimizer.param_groups
+        groups[0] = Stubborn(groups[0])
+
+
+def leave_buffer_on_meta(engine: Engine) -> None:
+    """Move a buffer of the last rank to the meta device."""
+    if engine.global_rank:
+        engine.module.average = engine.module.average.to("meta")
+
 
 pytestmark = pytest.mark.engine
 

@@ -1,22 +1,47 @@
-"""The command line and its YAML."""
+"""The examples' command line: configs, resume on other devices, logged events."""
 
 from __future__ import annotations
 
 import re
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml  # type: ignore[import-untyped]
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_elastic_zero.tools.fingerprint import recorded_fingerprint
 from tests.examples._cli_programs import CLI, print_configs, run_cli
-from tests.examples._event_files import checkpoint_scalars, logged_fingerprints
 from tests.support.processes import HANG_TIMEOUT_S, free_port, output_of
 from tests.support.ranks import ForkServer, environment
+
+TEXT = "checkpoint/fingerprint/text_summary"
+
+
+def checkpoint_scalars(folder: Path) -> dict[str, dict[int, float]]:
+    """Return what all runs of a folder have logged of checkpoints: values by step, by name."""
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {
+        tag.removeprefix("checkpoint/"): {e.step: e.value for e in events.Scalars(tag)}
+        for tag in events.Tags()["scalars"]
+        if tag.startswith("checkpoint/")
+    }
+
+
+def logged_fingerprints(folder: Path) -> dict[int, list[str]]:
+    """Return the fingerprints that were logged, by step: of saves, and of loads."""
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    found = defaultdict(list)
+    for event in events.Tensors(TEXT):
+        found[event.step].append(event.tensor_proto.string_val[0].decode())
+    return dict(found)
+
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

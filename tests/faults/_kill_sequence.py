@@ -1,8 +1,4 @@
-"""Runs that are killed while they save, what is looked at after each, and what goes on from there.
-
-Each run goes on from what the one before left, on another number of devices and another ZeRO
-stage, and is itself the next to be killed: a restart is never a dry one.
-"""
+"""A run that is killed and restarted in one folder, with each mode of saving."""
 
 from __future__ import annotations
 
@@ -19,6 +15,8 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+import lightning.pytorch as pl
 
 from lightning_elastic_zero.errors import ElasticZeroError
 from lightning_elastic_zero.storage.leftovers import repair
@@ -222,3 +220,21 @@ def _wait_for(path: Path, world: World) -> None:
     while not path.exists():
         assert time.monotonic() < end, world.output_tail()
         time.sleep(0.005)
+
+
+MODES: dict[str, Mapping[str, Any]] = {
+    "blocking": {},
+    "background": {"async_save": True},
+}
+"""Options of the strategy, by the name that the tables have."""
+
+
+def wait_for_published(trainer: pl.Trainer) -> None:
+    """Wait until what was saved is published, where that goes on behind training.
+
+    Raises:
+        ElasticZeroError: it could not be.
+    """
+    wait_for_save = getattr(trainer.strategy, "wait_for_save", None)
+    if wait_for_save is not None:
+        wait_for_save()

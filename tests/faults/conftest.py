@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults._deterministic_training import Table, Training, train
-from tests.faults._kill_sequence import KillSequence, MakeChain
-from tests.faults._save_modes import MODES
+from tests.faults._kill_sequence import MODES, KillSequence, MakeChain
 from tests.support.checkpoints import Saved, train_and_save
 from tests.support.engines import Setup
 from tests.support.ranks import Pools

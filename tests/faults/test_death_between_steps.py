@@ -2,16 +2,66 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
+import warnings
 from functools import partial
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.callbacks import Callback
 
-from tests.faults._death_between_steps import lose_a_rank
-from tests.support.launch import run_ranks
+from tests.faults._deterministic_training import DeterministicModel
+from tests.support.fits import elastic, quiet_trainer
+from tests.support.launch import Job, run_ranks
 from tests.support.processes import PROMPT_TIMEOUT_S
 from tests.support.ranks import ForkServer
+
+
+class KillAfterStep(Callback):
+    """Kills a rank after the first step; the others go on once it is gone."""
+
+    def __init__(self, folder: str, job: Job, dies: int) -> None:
+        self.pid, self.job, self.dies = Path(folder) / "pid", job, dies
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
+        """Kill, or wait for it."""
+        if self.job.rank == self.dies:
+            self.pid.write_text(str(os.getpid()))
+        trainer.strategy.barrier()
+        if self.job.rank == self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while not _is_gone(self.pid.read_text()):
+            time.sleep(0.01)
+        # By then gloo has seen its sockets close. Rank 0 is the first to go on: what it broadcasts
+        # is not on its way yet when that fails, and nobody will ever receive it.
+        time.sleep(0.5 if self.job.rank == 0 else 1.5)
+
+
+def _is_gone(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def lose_a_rank(folder: str, dies: int, stage: int, job: Job) -> None:
+    """Be one rank of it; note what ended it."""
+    warnings.simplefilter("ignore")
+    rank = {"RANK": job.rank, "LOCAL_RANK": job.rank, "WORLD_SIZE": job.world_size}
+    os.environ.update({key: str(value) for key, value in rank.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    callback = KillAfterStep(folder, job, dies)
+    strategy = elastic(stage=stage, async_save=True)
+    trainer = quiet_trainer(strategy, callback, max_steps=3)
+    try:
+        trainer.fit(DeterministicModel())
+    except RuntimeError as error:
+        job.note("raised", str(error))
+        raise
+
 
 pytestmark = pytest.mark.engine
 

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from tests.faults._kill_sequence import MakeChain
-from tests.faults._save_modes import MODES
+from tests.faults._kill_sequence import MODES, MakeChain
 from tests.faults._save_steps import BY_EACH_RANK, STEPS, KillPoint
 
 pytestmark = pytest.mark.engine

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults._kill_sequence import MakeChain
-from tests.faults._save_modes import MODES
+from tests.faults._kill_sequence import MODES, MakeChain
 from tests.faults._save_steps import STEPS, KillPoint
 
 pytestmark = pytest.mark.engine

@@ -20,7 +20,7 @@ TESTS = (
     "tests/trainer/test_preemption.py",
     "tests/trainer/test_async_save.py::test_it_equals_a_blocking_save",
     "tests/core/test_device_snapshots.py::test_without_an_accelerator_nothing_is_started",
-    "tests/core/test_host_buffer.py",
+    "tests/core/test_background.py",
 )
 """Any stage, world and precision to any other; Trainers that resume, keep and evaluate; gradients
 that are means; and what asks for more of a release: each name that is checked at setup, signals,

@@ -1,4 +1,4 @@
-"""Ranks that train in step stop after the same batch, whoever hears of it, and whenever."""
+"""The coordination thread, the rendezvous and the agreement to stop, with real stores."""
 
 from __future__ import annotations
 
@@ -6,15 +6,147 @@ import random
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import (
+    HashStore,  # type: ignore[attr-defined]
+    TCPStore,  # type: ignore[attr-defined]
+)
 
-from lightning_elastic_zero.coordination.client import StoreRanks
+from lightning_elastic_zero.coordination.client import CommandQueue, StoreRanks
 from lightning_elastic_zero.coordination.ranks import OneRank
 from lightning_elastic_zero.coordination.stopping import StopAgreement, _Place, _stop_beyond
-from tests.support.processes import HANG_TIMEOUT_S, PROMPT_TIMEOUT_S
+from lightning_elastic_zero.coordination.store import agree_on_port
+from lightning_elastic_zero.errors import RanksError
+from tests.support.processes import HANG_TIMEOUT_S, PROMPT_TIMEOUT_S, free_port
+
+THREADS, EACH = 4, 500
+
+
+def ends(work: Callable[[], object]) -> bool:
+    """Whether work comes to its end."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(PROMPT_TIMEOUT_S)
+    return not thread.is_alive()
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 1e-9, 1e-6, 1e-4])
+def test_a_wait_ends_however_short_it_is(timeout_s: float) -> None:
+    """Also the first one after an order, which holds up ``queue.SimpleQueue`` for good."""
+    queue = CommandQueue()
+    found: list[bool] = []
+
+    def wait() -> None:
+        for _ in range(2000):
+            queue.put(lambda: None)
+            found.extend(queue.get(timeout_s) is not None for _ in range(2))
+
+    assert ends(wait)
+    assert found == [True, False] * 2000
+
+
+def test_no_order_is_lost_and_each_threads_come_in_order() -> None:
+    """However many give them at once, and however long the one waits."""
+    queue = CommandQueue()
+    done: list[tuple[int, int]] = []
+
+    def give(thread: int) -> None:
+        for number in range(EACH):
+            queue.put(partial(done.append, (thread, number)))
+
+    threads = [threading.Thread(target=give, args=(t,), daemon=True) for t in range(THREADS)]
+    for thread in threads:
+        thread.start()
+
+    def take() -> None:
+        while len(done) < THREADS * EACH:
+            order = queue.get(1.0)
+            if order is not None:
+                order()
+
+    assert ends(take)
+    for thread_number in range(THREADS):
+        assert [n for t, n in done if t == thread_number] == list(range(EACH))
+
+
+def test_an_order_wakes_who_waits() -> None:
+    """It does not wait for the end of its time."""
+    queue = CommandQueue()
+    threading.Timer(0.05, lambda: queue.put(lambda: None)).start()
+    assert ends(lambda: queue.get(10 * PROMPT_TIMEOUT_S))
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Yield the port of a store like that of torchrun's agent."""
+    port = free_port()
+    store = connect(port, hosts=True)
+    yield port
+    del store
+
+
+def connect(port: int, *, hosts: bool = False) -> TCPStore:
+    """Return a rank's connection."""
+    return TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=hosts,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=HANG_TIMEOUT_S),
+    )
+
+
+def meet(port: int, ranks: range) -> list[int]:
+    """Start the ranks of a world, the last ones first; return what each has agreed on."""
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        calls = [
+            threads.submit(agree_on_port, connect(port), rank, len(ranks), HANG_TIMEOUT_S)
+            for rank in reversed(ranks)
+        ]
+        return [call.result() for call in calls]
+
+
+def test_worlds_one_after_another_agree_each_for_itself(port: int) -> None:
+    """All ranks have one port, and never that of a world before, also of another size."""
+    found = [meet(port, range(world)) for world in (3, 3, 2, 4, 1, 3)]
+    assert all(len(set(of_world)) == 1 for of_world in found)
+    assert len({of_world[0] for of_world in found}) == len(found)
+
+
+def test_a_rank_that_was_killed_is_not_taken_for_the_new_one(port: int) -> None:
+    """What it asked is answered, but rank 0 waits until the one that lives has heard it."""
+    connect(port).set("elastic-zero/meeting/word/1", "of a rank that is dead")
+    done = threading.Event()
+    found: list[int] = []
+
+    def first() -> None:
+        found.append(agree_on_port(connect(port), 0, 2, HANG_TIMEOUT_S))
+        done.set()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    store = connect(port)
+    store.wait(["elastic-zero/meeting/answer/of a rank that is dead"])
+    assert not done.is_set()
+    found.append(agree_on_port(store, 1, 2, PROMPT_TIMEOUT_S))
+    thread.join()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("rank", "named"), [(0, "ranks 1, 2 of 3 did not join"), (2, "rank 0 did not answer")]
+)
+def test_who_does_not_come_is_named(rank: int, named: str, port: int) -> None:
+    """And so is torchrun's setting by which there is nothing to agree on."""
+    with pytest.raises(RanksError, match=f"(?s){named}.*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        agree_on_port(connect(port), rank, 3, 0.2)
+
 
 BATCHES = 400
 

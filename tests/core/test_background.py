@@ -1,0 +1,694 @@
+"""Saves in the background: copy streams, host buffers and progress reports."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_elastic_zero.checkpoint import background as async_save
+from lightning_elastic_zero.checkpoint import background as host_buffer
+from lightning_elastic_zero.checkpoint import streams as device_streams
+from lightning_elastic_zero.checkpoint.background import (
+    AsyncCheckpointer,
+    HostBuffer,
+    Snapshot,
+    Snapshotter,
+    UncopiedTensors,
+    copy_plain_data,
+)
+from lightning_elastic_zero.checkpoint.save import ShardContents, save_engine
+from lightning_elastic_zero.checkpoint.streams import (
+    current_device,
+    on_stream,
+    record_event,
+    side_stream,
+    use_device,
+)
+from lightning_elastic_zero.checkpoint.types import CheckpointStats, EngineHandle, SaveOptions
+from lightning_elastic_zero.coordination.ranks import OneRank
+from lightning_elastic_zero.core.layout import Fragment
+from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter, StateKey
+from lightning_elastic_zero.core.partition import FlatBuffer
+from lightning_elastic_zero.core.progress import Progress
+from lightning_elastic_zero.core.tensors import FlatState, RankState
+from lightning_elastic_zero.errors import SaveError
+from lightning_elastic_zero.formats.torch_read import StoredRun
+from lightning_elastic_zero.formats.torch_write import ChunkedSource, PiecewiseSource
+from lightning_elastic_zero.storage.checksums import CHUNK_BYTES
+from lightning_elastic_zero.storage.leftovers import make_link, remove_leftovers
+from lightning_elastic_zero.storage.publish import StagedDirectory
+from tests.core._memory import MB, zeros
+from tests.support.bits import open_verified, write_tree
+from tests.support.checkpoints import differing_files
+from tests.support.copy_engine import (
+    DEVICES,
+    KIND,
+    CopyEngine,
+    large_on_devices,
+    on_device,
+    small_on_devices,
+)
+from tests.support.processes import HANG_TIMEOUT_S
+from tests.support.ranks import ROOT, environment
+from tests.support.small_checkpoints import manifest_of
+
+NUMEL = 600
+NAMES = ("a", "b", "c")
+STATE_BYTES = 2 * len(NAMES) * NUMEL * 4
+SMALL_MEMORY = (None, 0, STATE_BYTES // 2)
+"""All is copied, nothing, and a part."""
+
+_ADAM = (StateKey("exp_avg", "elementwise", "float32"), StateKey("step", "scalar", "float32"))
+STEP_ALONE = _ADAM[1:]
+"""Of an optimizer that keeps no moments."""
+
+Values = dict[str, list[float]]
+
+
+@dataclass
+class LateRun:
+    """Masters, moments, steps and a buffer of three parameters, each in a group of its own."""
+
+    late: CopyEngine
+    first: int = 0
+    """Where the first tensor lies; see ``some_place``."""
+    in_module: tuple[str, ...] = NAMES[-1:]
+    """Whose masters are the module's own weights, which forward changes too."""
+    keys: tuple[StateKey, ...] = _ADAM
+    masters: dict[str, torch.Tensor] = field(init=False)
+    moments: dict[str, torch.Tensor] = field(init=False)
+    steps: dict[str, torch.Tensor] = field(init=False)
+    average: torch.Tensor = field(init=False)
+    hooks: list[Callable[[], None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.masters = {n: torch.arange(float(NUMEL)) + 1000 * i for i, n in enumerate(NAMES)}
+        keeps = self.keys is not STEP_ALONE
+        self.moments = {name: self.masters[name] * 0.5 for name in NAMES if keeps}
+        self.steps = {name: torch.tensor(3.0) for name in NAMES}
+        self.average = torch.arange(5.0)
+
+    def values(self) -> Values:
+        """Return all that a save has to hold."""
+        found = {f"master {n}": t.tolist() for n, t in self.masters.items()}
+        found |= {f"exp_avg {n}": t.tolist() for n, t in self.moments.items()}
+        found |= {f"step {n}": [t.item()] for n, t in self.steps.items()}
+        return found | {"average": self.average.tolist()}
+
+    def describe(self) -> Manifest:
+        """Return what an engine says of itself."""
+        return Manifest(
+            save_id="",
+            stage=1,
+            world_size=1,
+            precision="fp32",
+            master_dtype="float32",
+            parameters=tuple(Parameter(n, (NUMEL,), "float32", i) for i, n in enumerate(NAMES)),
+            groups=tuple(Group((name,), {"lr": 0.1}, self.keys) for name in NAMES),
+            buffers=tuple(FlatBuffer(i, (n,), (NUMEL,), (), NUMEL) for i, n in enumerate(NAMES)),
+            module_buffers=("average",),
+            files=(),
+        )
+
+    def rank_state(self, **_: bool) -> RankState:
+        """Return what a rank of it holds."""
+        state = RankState(
+            tuple(
+                FlatState(
+                    (Fragment(name, 0, NUMEL, 0, i, 0),),
+                    self.masters[name],
+                    {"exp_avg": self.moments[name]} if self.moments else {},
+                    {"step": self.steps[name]},
+                    in_module=name in self.in_module,
+                )
+                for i, name in enumerate(NAMES)
+            ),
+            {},
+            {"average": self.average},
+            {},
+            {},
+        )
+        return large_on_devices(state, self.late, self.first)
+
+    def module(self) -> torch.nn.Module:
+        """Return a module that keeps nothing else."""
+        return torch.nn.Module()
+
+    def contents(self) -> ShardContents:
+        """Return what a rank of it writes, with small tensors on devices too."""
+        state = small_on_devices(self.rank_state(), self.late, self.first)
+        return ShardContents(Path(), self.describe(), state, {})
+
+    def handle(self) -> EngineHandle:
+        """Return it as the engine that a save opens."""
+        live: Any = self
+        return EngineHandle(
+            open=lambda: live,
+            global_step=lambda: 0,
+            add_step_pre_hook=self._add_hook,
+            updates_state_before_step=lambda: False,
+            recovery_script=lambda: None,
+        )
+
+    def _add_hook(self, call: Callable[[], None]) -> Callable[[], None]:
+        self.hooks.append(call)
+        return lambda: self.hooks.remove(call)
+
+    def step_on(self) -> None:
+        """Change everything in place as an optimizer does, once its hooks let it."""
+        for tensor in (self.average, *(self.masters[name] for name in self.in_module)):
+            tensor.add_(1)  # in forward
+        for call in self.hooks:
+            self.late.while_waiting(call)()
+        for tensor in self._tensors():
+            tensor.add_(4096)
+
+    def step_back(self) -> None:
+        """Take two steps back."""
+        for tensor in self._tensors():
+            tensor.sub_(2 * 4096)
+        for tensor in (self.average, *(self.masters[name] for name in self.in_module)):
+            tensor.sub_(2)
+
+    def _tensors(self) -> tuple[torch.Tensor, ...]:
+        states = (self.masters, self.moments, self.steps)
+        return *(tensor for of_all in states for tensor in of_all.values()), self.average
+
+    def give_back(self) -> None:
+        """Free the memory of masters and moments, as DeepSpeed's ``offload_states`` does."""
+        for tensors in (self.masters, self.moments):
+            for tensor in tensors.values():
+                tensor.data = tensor.data.clone()
+
+
+@contextmanager
+def writing(snapshot: Snapshot, late: CopyEngine) -> Iterator[Values]:
+    """Read all of a snapshot in another thread, as the writer does; it has ended after this."""
+    found: Values = {}
+    failed: list[BaseException] = []
+
+    device = current_device()
+
+    def write() -> None:
+        try:
+            use_device(device)
+            with snapshot.reading():
+                found.update(_read(snapshot.contents))
+        except BaseException as error:  # noqa: BLE001 (the test fails by it)
+            failed.append(error)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    yield found
+    with late.waiting():
+        thread.join(HANG_TIMEOUT_S)
+    assert not thread.is_alive()
+    assert not failed, failed
+
+
+def _read(contents: ShardContents) -> Values:
+    found: Values = {"average": contents.state.module_buffers["average"].tolist()}
+    for name, flat in zip(NAMES, contents.state.flats, strict=True):
+        kept = {"master": flat.master, **flat.elementwise}
+        for kind, tensor in kept.items():
+            source = PiecewiseSource([contents.source_of(tensor)], tensor.dtype)
+            found[f"{kind} {name}"] = [x for chunk in source.chunks() for x in chunk.tolist()]
+        step = flat.scalars["step"]
+        assert isinstance(step, torch.Tensor)
+        found[f"step {name}"] = [step.cpu().item()]
+    return found
+
+
+SEEDS = range(3)
+
+
+@pytest.fixture(params=SEEDS)
+def late(request: pytest.FixtureRequest) -> Iterator[CopyEngine]:
+    """Yield a copy engine in torch's place, of another order each."""
+    with CopyEngine(request.param).in_place_of_torch() as engine:
+        yield engine
+    assert engine.contexts <= set(DEVICES), "a thread has asked another device"
+
+
+def test_a_copy_is_nan_until_it_is_waited_for(late: CopyEngine) -> None:
+    """It then holds what is there by then; the engine itself would else show nothing."""
+    source, device = torch.zeros(4), torch.device(KIND, 1)
+    to, seen = torch.ones(4), on_device(source, late, device)
+    with on_stream(side_stream(device)):
+        to.copy_(seen, non_blocking=True)
+        event = record_event(device)
+    source += 7
+    assert to.isnan().all()
+    event.synchronize()
+    assert to.tolist() == [7.0] * 4
+
+
+def test_what_is_read_out_of_order_is_nan(late: CopyEngine) -> None:
+    """A stream that waits for nothing finds nothing."""
+    device = torch.device(KIND, 1)
+    seen = on_device(torch.zeros(4), late, device)
+    with on_stream(late.new_stream(device)):  # type: ignore[arg-type]
+        assert seen.cpu().isnan().all()
+    assert not seen.cpu().isnan().any()
+
+
+def test_no_host_reads_a_devices_memory(late: CopyEngine) -> None:
+    """It is copied first."""
+    seen = on_device(torch.zeros(4), late, torch.device(KIND, 1))
+    with pytest.raises(TypeError, match="no host reads"):
+        seen.numpy()
+
+
+def test_work_goes_to_a_stream_of_its_device_and_back(late: CopyEngine) -> None:
+    """Device and stream are those from before; the stream is behind what training has given."""
+    other, before = torch.device(KIND, 2), late.current_stream()
+    training = late.current_stream(other)
+    seen = on_device(torch.zeros(4), late, other)
+    stream: Any = side_stream(other)
+    with on_stream(stream):
+        assert current_device() == other
+        assert late.current_stream() is stream
+        assert not seen.cpu().isnan().any()
+    assert late.current_stream() is before
+    assert late.current_stream(other) is training
+
+
+@pytest.mark.parametrize("memory_bytes", SMALL_MEMORY)
+def test_a_snapshot_holds_what_was_there(memory_bytes: int | None, late: CopyEngine) -> None:
+    """Whatever training does after its hook, and whether there is memory for copies or not.
+
+    Each of them takes the same memory, and lies elsewhere.
+    """
+    camera = Snapshotter(memory_bytes)
+    for first in range(3):
+        run = LateRun(late, first)
+        wanted = run.values()
+        snapshot = camera.take(run.contents(), 0)
+        run.hooks = [lambda taken=snapshot: taken.wait(lambda: False)]  # type: ignore[misc]
+        with writing(snapshot, late) as found:
+            run.step_on()
+            run.step_on()
+        assert found == wanted
+    camera.close()
+    assert not any(stream.immediate for stream in late.copied_on), "training's stream copies"
+
+
+@pytest.mark.parametrize("first", range(3))
+def test_small_copies_alone_are_waited_for(first: int, late: CopyEngine) -> None:
+    """Steps on devices from which nothing large is copied, or all of it at once."""
+    run = LateRun(late, first, in_module=NAMES, keys=STEP_ALONE)
+    camera, wanted = Snapshotter(), run.values()
+    snapshot = camera.take(run.contents(), 0)
+    with writing(snapshot, late) as found:
+        run.step_on()
+    assert found == wanted
+    camera.close()
+
+
+def test_another_snapshot_in_the_same_memory(late: CopyEngine) -> None:
+    """Copies of one that nobody waits for, because its save failed, never come into the next."""
+    camera, run, other = Snapshotter(), LateRun(late), LateRun(late)
+    other.step_on()
+    wanted = other.values()
+    camera.take(run.contents(), 0)
+    with late.waiting():
+        snapshot = camera.take(other.contents(), 0)
+    for _ in range(2):
+        with writing(snapshot, late) as found:
+            pass
+        assert found == wanted
+        late.finish_all()
+    camera.close()
+
+
+def test_what_nobody_waits_for_is_over_when_the_memory_is_released(late: CopyEngine) -> None:
+    """A run ends with a snapshot whose save has failed: no copy comes after that."""
+    camera = Snapshotter()
+    with late.waiting():
+        camera.take(LateRun(late).contents(), 0)
+        camera.close()
+    assert not late.pending_copies()
+
+
+@pytest.mark.parametrize("memory_bytes", SMALL_MEMORY)
+def test_memory_that_is_given_back_is_read_before(
+    memory_bytes: int | None, late: CopyEngine
+) -> None:
+    """As DeepSpeed's ``offload_states`` does it behind a save, before anything is copied."""
+    camera, run = Snapshotter(memory_bytes), LateRun(late)
+    wanted = run.values()
+    snapshot = camera.take(run.contents(), 0)
+    run.give_back()
+    with writing(snapshot, late) as found:
+        pass
+    assert found == wanted
+    camera.close()
+
+
+@pytest.mark.parametrize("memory_bytes", SMALL_MEMORY)
+def test_a_save_behind_training_equals_a_blocking_one(
+    memory_bytes: int | None, late: CopyEngine, tmp_path: Path
+) -> None:
+    """As the strategy saves, with its step hook: file by file, but for the save's number."""
+    run, ranks, ended = LateRun(late), OneRank(), _Ended()
+    save_engine(run.handle(), tmp_path / "blocking", ranks, {"epoch": 1}, SaveOptions())
+    writer = AsyncCheckpointer(OneRank(), _nothing, _nothing, ended, memory_bytes)
+    end_hook = run.handle().add_step_pre_hook(writer.wait_for_copies)
+    for turn in range(2):  # The second one takes the same memory.
+        # The memory of the first one is filled by threads that are not in inference mode.
+        with torch.inference_mode(mode=not turn):
+            path = tmp_path / f"behind{turn}"
+            writer.save(run.handle(), path, ranks, {"epoch": 1}, SaveOptions())
+        run.step_on()
+        run.step_on()
+        with late.waiting():
+            writer.wait_until_finished(ranks)
+        assert ended.stats[-1] is not None
+        run.step_back()
+    end_hook()
+    with late.waiting():
+        assert writer.stop() is None
+    for turn in range(2):
+        assert not differing_files(tmp_path / f"behind{turn}", tmp_path / "blocking")
+
+
+def test_a_save_waits_for_the_one_before(
+    late: CopyEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its snapshot takes the memory from which that one is written, which is held until it waits.
+
+    One that does not wait has taken it by then.
+    """
+    monkeypatch.setattr(async_save, "_GLANCE_S", 0.01)
+    line = _HeldLine()
+    run, ranks = LateRun(late), _OpensWhileWaiting(line)
+    save_engine(run.handle(), tmp_path / "blocking", OneRank(), {"epoch": 1}, SaveOptions())
+    writer = AsyncCheckpointer(line, _nothing, _nothing, _Ended())
+    run.hooks = [writer.wait_for_copies]
+    writer.save(run.handle(), tmp_path / "behind", ranks, {"epoch": 1}, SaveOptions())
+    run.step_on()
+    ranks.waits = True
+    with late.waiting():
+        writer.save(run.handle(), tmp_path / "next", ranks, {"epoch": 1}, SaveOptions())
+        line.opened.set()
+        writer.wait_until_finished(ranks)
+        assert writer.stop() is None
+    assert not differing_files(tmp_path / "behind", tmp_path / "blocking")
+
+
+def test_a_load_reads_no_buffer_late(late: CopyEngine, tmp_path: Path) -> None:
+    """What is read of a file goes through one buffer, and no host writes to a device's memory."""
+    numel, device = CHUNK_BYTES // 2, torch.device(KIND, 1)
+    values = torch.arange(4.0 * numel)
+    targets = [torch.zeros(numel), torch.zeros(2 * numel)]
+    starts = (0, 2 * numel)
+    with open_verified(tmp_path, write_tree(tmp_path, {"a": values})) as file:
+        for target, start in zip(targets, starts, strict=True):
+            run = StoredRun(file.tree["a"], start, start + target.numel())
+            file.read_into([(on_device(target, late, device), run)])
+            assert target.isnan().all(), "there before it may be"
+    late.finish_all()
+    for target, start in zip(targets, starts, strict=True):
+        assert torch.equal(target, values[start : start + target.numel()])
+
+
+class _HeldLine(OneRank):
+    """A line of the writer's that is held before it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened = threading.Event()
+
+    def broadcast(self, step: str, work: Callable[[], Any]) -> Any:
+        """Wait, and do it."""
+        assert self.opened.wait(HANG_TIMEOUT_S)
+        return super().broadcast(step, work)
+
+
+class _OpensWhileWaiting(OneRank):
+    """Training's line, by which it shows that it waits."""
+
+    def __init__(self, line: _HeldLine) -> None:
+        super().__init__()
+        self.progress = Progress(self._open)
+        self.waits = False
+        self._line = line
+
+    def _open(self) -> None:
+        if self.waits:
+            self._line.opened.set()
+
+
+class _Ended:
+    def __init__(self) -> None:
+        self.stats: list[CheckpointStats | None] = []
+
+    def __call__(self, _: Path, stats: CheckpointStats | None) -> None:
+        self.stats.append(stats)
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing."""
+
+
+STATE = [
+    torch.zeros(1000),
+    torch.zeros(7, 3, dtype=torch.bfloat16),
+    torch.zeros(0),
+    torch.zeros((), dtype=torch.int64),
+    torch.zeros(5, dtype=torch.uint8),
+]
+
+
+def test_what_is_given_is_alike_and_apart() -> None:
+    """Each tensor has its source's shape and type, and no two share a byte."""
+    given = HostBuffer().allocate_like(STATE)
+    for value, (tensor, source) in enumerate(zip(given, STATE, strict=True)):
+        assert (tensor.shape, tensor.dtype) == (source.shape, source.dtype)
+        tensor.fill_(value)
+    assert [bool((tensor == value).all()) for value, tensor in enumerate(given)] == [True] * 5
+
+
+def test_memory_is_used_again() -> None:
+    """A second save of no larger state takes no new memory; a larger one takes what it needs."""
+    memory = HostBuffer()
+    first = memory.allocate_like(STATE)[0].data_ptr()
+    size_bytes = memory.size_bytes
+    state_bytes = sum(t.numel() * t.element_size() for t in STATE)
+    assert state_bytes <= size_bytes <= state_bytes + 64 * len(STATE)
+    assert memory.allocate_like(STATE[:2])[0].data_ptr() == first
+    assert memory.size_bytes == size_bytes
+    memory.allocate_like([torch.zeros(5000)])
+    assert memory.size_bytes == 20032
+    memory.release()
+    assert memory.size_bytes == 0
+
+
+def measured(program: str) -> int:
+    """Return the bytes that a program of ``_memory`` counts, in a process of its own."""
+    command = [sys.executable, "-m", "tests.core._memory", program]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        timeout=HANG_TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts pages as Linux tells them")
+def test_forked_children_cost_nothing() -> None:
+    """While a loader's worker lives, the next save does not take the block's memory once more."""
+    assert measured("fork") < 16 * MB
+
+
+@pytest.mark.cases(1)
+@pytest.mark.skipif(sys.platform != "linux", reason="counts pages as Linux tells them")
+@pytest.mark.parametrize("when", ["at once", "behind"])
+def test_a_block_that_grows_is_not_held_twice(when: str) -> None:
+    """Where a state has outgrown the block, the old one is given back before there is a new one."""
+    assert 0.9 <= measured(f"grow {when}") / (192 * MB) <= 1.1
+
+
+def test_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says how much was wanted, and both ways in which a save needs less."""
+
+    def refuse(*_: object, **__: object) -> mmap.mmap:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    with pytest.raises(SaveError, match=r"\b2\.0 GB\b") as raised:
+        HostBuffer().allocate_like([zeros(2000 * MB)])
+    assert "max_snapshot_bytes" in str(raised.value)
+    assert "async_save" in str(raised.value)
+
+
+def test_a_system_without_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the kernel takes no advice on pages, memory is given all the same."""
+
+    class Unadvised(mmap.mmap):
+        def madvise(self, *_: object) -> None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Unadvised)
+    (given,) = HostBuffer().allocate_like([torch.zeros(1000)])
+    assert given.fill_(2.0).sum() == 2000
+
+
+class Driver:
+    """A CUDA driver that takes its time to pin memory."""
+
+    def __init__(self, pins: threading.Event) -> None:
+        self._pins = pins
+
+    def cudaHostRegister(self, *_: int) -> int:  # noqa: N802 (as the driver has it)
+        """Pin, at last."""
+        return 0 if self._pins.wait(60) else 1
+
+    def cudaHostUnregister(self, _: int) -> int:  # noqa: N802 (as the driver has it)
+        """Unpin."""
+        return 0
+
+
+def test_pinning_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages are made in parts, each a sign of life; so is every second of the driver's one call.
+
+    A driver that does not return is given up after a time in proportion to the memory.
+    """
+    pins, seen = threading.Event(), []
+
+    def note() -> None:
+        seen.append(time.monotonic())
+        if len(seen) == 8:
+            pins.set()
+
+    monkeypatch.setattr(device_streams, "_cudart", lambda: Driver(pins))
+    monkeypatch.setattr(host_buffer, "_TOUCHED_BYTES", MB)
+    monkeypatch.setattr(host_buffer, "_SHOWN_EVERY_S", 0.01)
+    memory = HostBuffer()
+    memory._of(5 * MB, Progress(note), pinned=True)
+    assert pins.is_set()
+    assert len(seen) >= 8
+    memory.release()
+
+    pins.clear()
+    monkeypatch.setattr(host_buffer, "_PIN_S", 0.05)
+    threading.Timer(1.0, pins.set).start()
+    before = len(seen)
+    memory._of(5 * MB, Progress(lambda: seen.append(0.0)), pinned=True)
+    assert len(seen) - before <= 5 + 10
+    memory.release()
+
+
+@pytest.mark.gpu
+def test_pinned_memory_takes_copies_behind() -> None:
+    """What a side stream copies into it is what the device held."""
+    source = torch.randn(1 << 20, device="cuda")
+    memory = HostBuffer()
+    (target,) = memory.allocate_like([source])
+    target.copy_(source, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(target, source.cpu())
+    memory.release()
+
+
+def test_a_copy_of_plain_data_is_nobody_elses() -> None:
+    """Changing what was copied, however deep, changes nothing in the copy."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    tree: dict[str, Any] = {
+        "a": [1, {"t": torch.ones(2)}, (torch.ones(1),)],
+        "w": weight,
+        "same": weight,
+    }
+    copied = copy_plain_data(tree)
+    tree["a"][1]["t"].zero_()
+    tree["a"][2][0].zero_()
+    tree["a"].append(2)
+    weight.data.zero_()
+    assert len(copied["a"]) == 3
+    assert copied["a"][1]["t"].tolist() == [1.0, 1.0]
+    assert copied["a"][2][0].item() == 1.0
+    assert type(copied["w"]) is torch.nn.Parameter
+    assert copied["w"].tolist() == [1.0, 1.0]
+    assert copied["same"] is copied["w"]
+
+
+FILES = 7
+
+
+def fill(directory: Path) -> Path:
+    """Make a checkpoint of some files."""
+    names = [f"checkpoint/zero_pp_rank_{n}_mp_rank_00_model_states.pt" for n in range(FILES)]
+    (directory / "checkpoint").mkdir(parents=True)
+    for name in names:
+        (directory / name).touch()
+    (directory / "manifest.json").write_text(manifest_of(dict.fromkeys(names, "")))
+    return directory
+
+
+def put_link(root: Path, progress: Progress) -> None:
+    """Make a link take the place of a directory."""
+    fill(root / "a.ckpt")
+    make_link(root / "a.ckpt", fill(root / "last.ckpt"), progress)
+
+
+def publish(root: Path, progress: Progress) -> None:
+    """Publish over another directory."""
+    fill(root / "a.ckpt")
+    StagedDirectory.create(root / "a.ckpt", "5a7e").publish(progress)
+
+
+def sweep(root: Path, progress: Progress) -> None:
+    """Remove what a kill has left."""
+    fill(root / ".zero-removed-1")
+    remove_leftovers(root, progress)
+
+
+@pytest.mark.parametrize("work", [put_link, publish, sweep], ids=lambda work: work.__name__)
+def test_removing_shows_each_file(work: Callable[[Path, Progress], None], tmp_path: Path) -> None:
+    """Whatever is removed on the way is said file by file, and is gone."""
+    seen = []
+    work(tmp_path, Progress(lambda: seen.append(time.monotonic())))
+    assert len(seen) >= FILES
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_nobody_waits_for_what_is_read_in_vain() -> None:
+    """The wait ends when all is read, when reading ends early, or when it is for nothing."""
+    tensors, other = [torch.zeros(3), torch.zeros(4)], torch.zeros(3)
+    live = UncopiedTensors(tensors, numel=6)  # the last element is padding
+    assert live.source_of(other) is other
+    sources = [live.source_of(piece) for piece in (tensors[0][:1], tensors[0][1:], tensors[1][:3])]
+    for source in sources[:-1]:
+        assert isinstance(source, ChunkedSource)
+        list(source.chunks())
+    assert isinstance(sources[-1], ChunkedSource)
+    chunks = sources[-1].chunks()
+    next(chunks)  # it is being written
+    failed = threading.Event()
+    threading.Timer(0.2, failed.set).start()
+    live.wait(failed.is_set)
+    assert failed.is_set()
+    assert next(chunks, None) is None
+    live.wait(lambda: False)
+
+    given_up = UncopiedTensors(tensors, numel=6)
+    with pytest.raises(ZeroDivisionError), given_up.reading():
+        raise ZeroDivisionError
+    given_up.wait(lambda: False)
+    UncopiedTensors([], 0).wait(lambda: False)

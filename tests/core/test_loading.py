@@ -1,0 +1,340 @@
+"""Transfers into live state: every element once, and casts without silent overflow."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from lightning_elastic_zero.checkpoint.load import (
+    infinite_weights,
+    plans,
+    read_targets,
+    scalars_by_buffer,
+)
+from lightning_elastic_zero.core.layout import Fragment, Layout, TransferPlan
+from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter
+from lightning_elastic_zero.core.partition import FlatBuffer
+from lightning_elastic_zero.core.progress import NO_PROGRESS
+from lightning_elastic_zero.core.tensors import RestoreTargets
+from lightning_elastic_zero.errors import CheckpointMismatchError
+from lightning_elastic_zero.formats.open import open_checkpoint
+from lightning_elastic_zero.formats.reader import (
+    WEIGHT,
+    CheckpointReader,
+    ReadRun,
+    check_no_overflow,
+)
+from lightning_elastic_zero.formats.torch_read import StoredRun
+from tests.support.plain_checkpoints import (
+    STATES,
+    WholeState,
+    make_state,
+    manifest_of,
+    write_elastic,
+)
+
+SHAPES = {"a": (5, 3), "b": (4,), "c": (7,)}
+
+
+def one_group(steps: Sequence[float]) -> WholeState:
+    """Return a state of one parameter group in two sub-groups, which have taken these steps."""
+    state = make_state(SHAPES)
+    return replace(state, groups=(tuple(SHAPES),), rates=(1e-3,), steps=tuple(steps))
+
+
+def sub_groups(*names: Sequence[str]) -> tuple[FlatBuffer, ...]:
+    """Return ZeRO-3's sub-groups of one parameter group."""
+    numel = {"a": 15, "b": 4, "c": 7, "new": 2}
+    return tuple(FlatBuffer(0, tuple(n), tuple(numel[name] for name in n)) for n in names)
+
+
+def steps_of(path: Path, steps: Sequence[float], live: tuple[FlatBuffer, ...]) -> list[float]:
+    """Save with these steps in the sub-groups ``a, b`` and ``c``; return those of live ones."""
+    state = one_group(steps)
+    write_elastic(path, state, 3, 2, buffers=sub_groups("ab", "c"))
+    here = replace(manifest_of(state, 3, 2), buffers=live)
+    with closing(open_checkpoint(path)) as source:
+        found = scalars_by_buffer(source, here, source.manifest.groups)
+    return [float(scalars["step"]) for scalars in found]  # type: ignore[arg-type]
+
+
+def test_a_sub_group_goes_on_with_its_own_steps(tmp_path: Path) -> None:
+    """Sub-groups of one group may have taken different steps."""
+    assert steps_of(tmp_path, (3.0, 5.0), sub_groups("ab", "c")) == [3.0, 5.0]
+    assert steps_of(tmp_path / "cut", (3.0, 5.0), sub_groups("a", "c", "b")) == [3.0, 5.0, 3.0]
+
+
+def test_sub_groups_that_become_one_agree(tmp_path: Path) -> None:
+    """One flat buffer has one value of each: those that differ are refused, and both are named."""
+    assert steps_of(tmp_path, (4.0, 4.0), sub_groups("abc")) == [4.0]
+    with pytest.raises(CheckpointMismatchError, match=r"3\..*5\..*sub_group_size"):
+        steps_of(tmp_path / "differ", (3.0, 5.0), sub_groups("abc"))
+
+
+def test_a_new_parameter_counts_as_its_group_does(tmp_path: Path) -> None:
+    """What was not saved takes the steps of the others in its group, alone in a buffer or not."""
+    assert steps_of(tmp_path, (4.0, 4.0), sub_groups("abc", ["new"])) == [4.0, 4.0]
+    assert steps_of(tmp_path / "beside", (3.0, 5.0), sub_groups("ab", ["c", "new"])) == [3.0, 5.0]
+
+
+def test_states_are_read_where_they_are_wanted(tmp_path: Path) -> None:
+    """Of a parameter with fresh states the weights are read, and its states stay what they are."""
+    state = make_state(SHAPES)
+    write_elastic(tmp_path, state, 1, 2)
+    wanted = (Fragment("a", 0, 15, 0, 0, 0), Fragment("b", 1, 4, 0, 0, 15))
+    frozen = Fragment("frozen.weight", 0, 12, 0, 1, 0)
+    weights = (torch.full((18,), -1.0), torch.full((12,), -1.0, dtype=torch.bfloat16))
+    states: tuple[dict[str, torch.Tensor], ...] = (
+        {key: torch.full((18,), -1.0) for key in STATES},
+        {},
+    )
+    targets = RestoreTargets((*wanted, frozen), weights, states, lambda _: None, lambda: None)
+    with closing(open_checkpoint(tmp_path)) as source:
+        for plan in plans(source, targets, with_state={"a"}):
+            for _, transfers in plan.by_rank():
+                source.read(transfers, read_targets(targets), NO_PROGRESS)
+    masters = torch.cat([state.masters["a"].view(-1), state.masters["b"][1:]])
+    assert torch.equal(weights[0], masters)
+    assert torch.equal(weights[1], state.frozen["frozen.weight"].view(-1))
+    for key in STATES:
+        assert torch.equal(states[0][key][:15], state.states["a"][key].view(-1))
+        assert torch.equal(states[0][key][15:], torch.full((3,), -1.0))
+
+
+NUMEL = (1 << 20) + 3
+"""More elements than are looked at at a time."""
+
+
+def manifest(dtype: str, *names: str, frozen: tuple[str, ...] = ()) -> Manifest:
+    """Describe a run of these parameters."""
+    parameters = [Parameter(n, (NUMEL,), dtype, None if n in frozen else 0) for n in names]
+    return Manifest(
+        "", 0, 1, "any", "float32", tuple(parameters), (Group(names, {}, ()),), (), (), ()
+    )
+
+
+def targets(*held: tuple[str, torch.Tensor]) -> RestoreTargets:
+    """Return what a rank received: each tensor between two elements that are no parameter's."""
+    huge = torch.full((1,), 3e38)
+    return RestoreTargets(
+        tuple(Fragment(n, 0, v.numel(), 0, i, 1) for i, (n, v) in enumerate(held)),
+        tuple(torch.cat([huge, v, huge]) for _, v in held),
+        tuple({} for _ in held),
+        lambda _: None,
+        lambda: None,
+    )
+
+
+def with_last(number: float) -> torch.Tensor:
+    """Return masters whose last one is a number."""
+    values = torch.zeros(NUMEL)
+    values[-1] = number
+    return values
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "number", "named"),
+    [
+        ("float32", "float16", 65504.0, False),
+        ("float32", "float16", -65520.0, True),
+        ("bfloat16", "float16", 7e4, True),
+        ("float64", "float16", 7e4, True),
+        ("float16", "float16", 7e4, False),
+        ("float32", "bfloat16", 7e4, False),
+        ("float32", "bfloat16", 3.4e38, True),
+        ("bfloat16", "bfloat16", 3.4e38, False),
+        ("float16", "bfloat16", 3.4e38, False),
+        ("float32", "float32", 3.4e38, False),
+        ("float32", "float16", math.inf, False),
+        ("float32", "float16", math.nan, False),
+    ],
+)
+def test_a_weight_is_named_if_this_load_makes_it_infinite(
+    saved: str, here: str, number: float, named: bool
+) -> None:
+    """Its own elements are looked at, all of them; what was infinite stays so without a word."""
+    held = targets(("a", with_last(0.0)), ("b", with_last(number)), ("b", with_last(number)))
+    found = infinite_weights(held, manifest(saved, "a", "b", "gone"), manifest(here, "a", "b"))
+    assert found == (["b"] if named else [])
+
+
+def test_other_parameters_are_not_looked_at() -> None:
+    """Frozen ones have no masters; one that is not in the checkpoint was never cast."""
+    held = targets(("frozen", with_last(7e4)), ("new", with_last(7e4)))
+    here = manifest("float16", "frozen", "new", frozen=("frozen",))
+    assert infinite_weights(held, manifest("float32", "frozen"), here) == []
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "number", "named"),
+    [
+        ("float16", "float16", 7e4, True),
+        ("bfloat16", "bfloat16", 3.4e38, True),
+        ("float16", "bfloat16", 3.4e38, True),
+        ("float16", "float16", 65504.0, False),
+        ("float32", "float32", 3.4e38, False),
+        ("float16", "float16", math.inf, False),
+    ],
+)
+def test_masters_that_will_be_rounded_are_looked_at_whatever_was_saved(
+    saved: str, here: str, number: float, named: bool
+) -> None:
+    """They were finite in a run that did not round them."""
+    held = targets(("a", with_last(number)))
+    wanted = manifest(saved, "a"), manifest(here, "a")
+    assert infinite_weights(held, *wanted, rounds_masters=True) == (["a"] if named else [])
+
+
+HUGE_NUMEL = (1 << 20) + 12
+"""More elements than are looked at at a time."""
+
+
+def zip_file(weight: torch.Tensor, folder: Path) -> Path:
+    """Write a single file."""
+    torch.save({"state_dict": {"w": weight}}, folder / "model.ckpt")
+    return folder / "model.ckpt"
+
+
+def legacy_file(weight: torch.Tensor, folder: Path) -> Path:
+    """Write a single file that is no zip."""
+    path = folder / "model.ckpt"
+    torch.save({"state_dict": {"w": weight}}, path, _use_new_zipfile_serialization=False)
+    return path
+
+
+def transposed(weight: torch.Tensor, folder: Path) -> Path:
+    """Write a single file whose elements lie in another order."""
+    return zip_file(weight.view(4, -1).t().contiguous().t(), folder)
+
+
+def directory(weight: torch.Tensor, folder: Path) -> Path:
+    """Write a directory of ``torch.distributed.checkpoint``, without a process group."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # It says that there is no process group.
+        save({"model": {"w": weight}}, checkpoint_id=folder / "model.distcp", no_dist=True)
+    return folder / "model.distcp"
+
+
+KINDS = [zip_file, legacy_file, transposed, directory]
+
+CASTS = [
+    (torch.float64, torch.float32, 1e300),
+    (torch.float64, torch.float32, -1e39),
+    (torch.float32, torch.float16, 65520.0),
+    (torch.float32, torch.bfloat16, 3.4e38),
+    (torch.bfloat16, torch.float16, 1e30),
+]
+"""The type in the file, the one here, and a number that only the former can hold."""
+
+
+def read(path: Path, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
+    """Read elements of the one weight as a load does."""
+    with closing(open_checkpoint(path)) as source:
+        target = torch.zeros(stop - start, dtype=dtype)
+        wanted = Fragment("w", start, stop, rank=0, buffer=0, offset=0)
+        for _, transfers in TransferPlan([wanted], layout_of(source)).by_rank():
+            source.read(transfers, [{WEIGHT: target}], NO_PROGRESS)
+        return target
+
+
+def layout_of(source: CheckpointReader) -> Layout:
+    """Return where the weight lies, whether an optimizer owns it or not."""
+    return source.layout() if source.manifest.optimized else source.frozen_layout()
+
+
+@pytest.mark.parametrize("write", KINDS)
+@pytest.mark.parametrize(("saved", "here", "number"), CASTS, ids=str)
+def test_a_number_that_is_too_large_is_refused(
+    write: Callable[..., Path],
+    saved: torch.dtype,
+    here: torch.dtype,
+    number: float,
+    tmp_path: Path,
+) -> None:
+    """By parameter, number and type; a run that does not hold it is read."""
+    weight = torch.arange(HUGE_NUMEL, dtype=torch.float32).remainder(7).to(saved)
+    weight[0], weight[-3] = math.inf, number
+    path = write(weight, tmp_path)
+    told = f"w has the {saved} value {weight[-3].item():.9g}, which overflows {here}"
+    with pytest.raises(CheckpointMismatchError, match=re.escape(told.replace("torch.", ""))):
+        read(path, here, 0, HUGE_NUMEL)
+    assert torch.equal(read(path, here, 0, HUGE_NUMEL - 3), weight[:-3].to(here))
+
+
+@pytest.mark.parametrize("write", KINDS)
+@pytest.mark.parametrize(("saved", "here", "number"), CASTS, ids=str)
+def test_what_is_not_finite_in_the_file_stays_so(
+    write: Callable[..., Path],
+    saved: torch.dtype,
+    here: torch.dtype,
+    number: float,
+    tmp_path: Path,
+) -> None:
+    """Infinities and NaN; and a number that is too large is no error in its own type."""
+    weight = torch.ones(HUGE_NUMEL, dtype=saved)
+    weight[::1000], weight[1], weight[-1] = math.inf, -math.inf, math.nan
+    found = read(write(weight, tmp_path), here, 0, HUGE_NUMEL)
+    torch.testing.assert_close(found, weight.to(here), rtol=0, atol=0, equal_nan=True)
+    weight[5] = number
+    found = read(write(weight, tmp_path), saved, 0, HUGE_NUMEL)
+    torch.testing.assert_close(found, weight, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "reads"),
+    [
+        (torch.float32, torch.float32, 0),
+        (torch.bfloat16, torch.float32, 0),
+        (torch.float16, torch.bfloat16, 0),
+        (torch.int64, torch.int64, 0),
+        (torch.float64, torch.float32, 1),
+    ],
+)
+def test_nothing_is_read_again_where_nothing_can_become_infinite(
+    saved: torch.dtype, here: torch.dtype, reads: int
+) -> None:
+    """Only what was read into a narrower type and is not finite, in parts around it."""
+    numel = 2 * HUGE_NUMEL
+    stored = torch.ones(numel, dtype=saved)
+    if saved.is_floating_point:
+        stored[-1] = math.inf
+    wanted: list[StoredRun] = []
+
+    def read_into(pairs: Iterable[tuple[torch.Tensor, StoredRun]]) -> int:
+        for target, run in pairs:
+            wanted.append(run)
+            target.copy_(stored[run.start : run.stop])
+        return 8
+
+    read_run = ReadRun(stored.to(here), StoredRun(stored, 0, numel), "w", "")
+    assert check_no_overflow(read_run, Path("file"), read_into) == 8 * reads
+    assert len(wanted) == reads
+    assert sum(run.stop - run.start for run in wanted) < HUGE_NUMEL
+
+
+def test_an_optimizer_state_is_named_with_what_helps() -> None:
+    """The state, the parameter, and that a load without it is possible."""
+    stored = torch.full((3,), 1e39, dtype=torch.float64)
+
+    def read_into(pairs: Iterable[tuple[torch.Tensor, StoredRun]]) -> int:
+        for target, run in pairs:
+            target.copy_(stored[run.start : run.stop])
+        return 0
+
+    read_run = ReadRun(stored.to(torch.bfloat16), StoredRun(stored, 0, 3), "layer.w", "exp_avg")
+    with pytest.raises(CheckpointMismatchError) as refusal:
+        check_no_overflow(read_run, Path("folder/file"), read_into)
+    told = str(refusal.value)
+    assert "folder/file: the optimizer state exp_avg of layer.w has the float64 value 1e+39" in told
+    assert "bfloat16 (at most 3.38953139e+38)" in told
+    assert "load_optimizer_state=False" in told
+    assert "precision" in told

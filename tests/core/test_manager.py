@@ -1,0 +1,679 @@
+"""Links to checkpoints and the deletion of old ones."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from lightning_elastic_zero.checkpoint.manager import CheckpointLinks, Retention
+from lightning_elastic_zero.core.manifest import MANIFEST_NAME
+from lightning_elastic_zero.core.progress import Progress
+from lightning_elastic_zero.errors import SaveError, UnsupportedError
+from lightning_elastic_zero.storage import ownership as deleting
+from lightning_elastic_zero.storage.leftovers import (
+    LINK_PREFIX,
+    make_link,
+    remove_leftovers,
+    repair_target,
+)
+from lightning_elastic_zero.storage.ownership import DELETING_PREFIX
+from tests.support.small_checkpoints import (
+    SHARD,
+    InterruptAtCall,
+    before_each_syscall,
+    contents,
+    fill,
+    names_in,
+    whole,
+)
+
+NO_EXCHANGE = "lightning_elastic_zero.storage.publish.exchange_names"
+
+
+checkpoint = fill
+
+
+def said_by(path: Path) -> str:
+    """Return which checkpoint is found at a path, whole; "" if none is."""
+    found = contents(path)
+    return next((text for text in ("old", "new") if found == whole(text)), "a part" * bool(found))
+
+
+def nothing(_: Path) -> None:
+    """Leave nothing in the link's place."""
+
+
+def a_link(link: Path) -> None:
+    """Leave a link to an older checkpoint."""
+    checkpoint(link.parent / "old.ckpt", "old")
+    link.symlink_to("old.ckpt")
+
+
+def a_dangling_link(link: Path) -> None:
+    """Leave a link to a checkpoint that is gone."""
+    link.symlink_to("gone.ckpt")
+
+
+def a_directory(link: Path) -> None:
+    """Leave a checkpoint in the link's place, as save_last=True does."""
+    checkpoint(link, "old")
+
+
+def refuse_links(number: int, patch: pytest.MonkeyPatch) -> None:
+    """Make the file system have no links, or no room for one."""
+
+    def symlink_to(self: Path, *_: object) -> None:
+        raise OSError(number, os.strerror(number), str(self))
+
+    patch.setattr(Path, "symlink_to", symlink_to)
+
+
+PLACES = [nothing, a_link, a_dangling_link, a_directory]
+IN_PLACE = pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
+WITH_LINKS = pytest.mark.parametrize("has_links", [True, False], ids=["linked", "copied"])
+
+
+class TestMakeLink:
+    @IN_PLACE
+    @WITH_LINKS
+    def test_what_was_there_gives_way(
+        self,
+        place: Callable[[Path], None],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        has_links: bool,
+    ) -> None:
+        """The link leads to the checkpoint, and nothing hidden is left."""
+        target, link = checkpoint(tmp_path / "new.ckpt", "new"), tmp_path / "last.ckpt"
+        place(link)
+        if not has_links:
+            refuse_links(errno.EPERM, monkeypatch)
+        make_link(target, link)
+        assert link.is_symlink() == has_links
+        assert said_by(link) == said_by(target) == "new"
+        assert not [name for name in names_in(tmp_path) if name.startswith(".")]
+
+    @pytest.mark.parametrize("place", [a_link, a_directory], ids=lambda place: place.__name__)
+    @WITH_LINKS
+    def test_a_kill_leaves_the_old_or_the_new_one(
+        self,
+        place: Callable[[Path], None],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        has_links: bool,
+    ) -> None:
+        """At no instant is there none; and what a kill leaves is gone when it is made again."""
+        folder, snapshots = tmp_path / "run", tmp_path / "snapshots"
+        folder.mkdir()
+        snapshots.mkdir()
+        target, link = checkpoint(folder / "new.ckpt", "new"), folder / "last.ckpt"
+        place(link)
+        if not has_links:
+            refuse_links(errno.ENOTSUP, monkeypatch)
+        seen: list[str] = []
+
+        def look() -> None:
+            seen.append(said_by(link))
+            shutil.copytree(folder, snapshots / str(len(seen)), symlinks=True)
+
+        with before_each_syscall(look):
+            make_link(target, link)
+        monkeypatch.undo()
+        assert sorted(set(seen)) == ["new", "old"]
+        assert seen == sorted(seen, reverse=True)
+        assert any(names[0].startswith(LINK_PREFIX) for names in map(names_in, snapshots.iterdir()))
+        for left in snapshots.iterdir():
+            make_link(left / "new.ckpt", left / "last.ckpt")
+            assert said_by(left / "last.ckpt") == "new"
+            # A directory that was being deleted goes with the next save.
+            assert not [name for name in names_in(left) if name.startswith(LINK_PREFIX)]
+
+    @WITH_LINKS
+    def test_an_interrupt_leaves_the_old_or_the_new_one(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_links: bool
+    ) -> None:
+        """Ctrl-C before any system call, where a directory gives way by two renames."""
+        monkeypatch.setattr(NO_EXCHANGE, lambda *_: False)
+        if not has_links:
+            refuse_links(errno.ENOSYS, monkeypatch)
+        came, call = True, 0
+        while came:
+            folder = tmp_path / str(call)
+            target, link = checkpoint(folder / "new.ckpt", "new"), folder / "last.ckpt"
+            a_directory(link)
+            interrupted = InterruptAtCall(call)
+            with before_each_syscall(interrupted):
+                with suppress(KeyboardInterrupt):
+                    make_link(target, link)
+                came, interrupted.calls = not interrupted.calls, []
+            assert said_by(link) in {"old", "new"}, call
+            make_link(target, link)
+            assert said_by(link) == "new"
+            remove_leftovers(folder)
+            assert names_in(folder) == ["last.ckpt", "new.ckpt"], call
+            call += 1
+        assert call > 10
+
+    def test_a_kill_between_two_renames_is_repaired(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What gave way to the link is put back before the next look for it."""
+        target, link = checkpoint(tmp_path / "new.ckpt", "new"), tmp_path / "last.ckpt"
+        a_directory(link)
+        monkeypatch.setattr(NO_EXCHANGE, lambda *_: False)
+        copies = tmp_path.parent / f"{tmp_path.name}-copies"
+        copies.mkdir()
+        missing = 0
+
+        def look() -> None:
+            nonlocal missing
+            if not os.path.lexists(link):
+                missing += 1
+                shutil.copytree(tmp_path, copies / str(missing), symlinks=True)
+
+        with before_each_syscall(look):
+            make_link(target, link)
+        assert missing
+        for left in copies.iterdir():
+            assert repair_target(left / "last.ckpt", settle_s=0.0)
+            assert said_by(left / "last.ckpt") == "old"
+
+    @WITH_LINKS
+    def test_where_names_cannot_be_exchanged(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_links: bool
+    ) -> None:
+        """A directory gives way by two renames."""
+        target, link = checkpoint(tmp_path / "new.ckpt", "new"), tmp_path / "last.ckpt"
+        a_directory(link)
+        monkeypatch.setattr(NO_EXCHANGE, lambda *_: False)
+        if not has_links:
+            refuse_links(errno.ENOSYS, monkeypatch)
+        make_link(target, link)
+        assert said_by(link) == "new"
+        assert names_in(tmp_path) == ["last.ckpt", "new.ckpt"]
+
+    def test_the_second_rename_fails(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What was there is put back."""
+        target, link = checkpoint(tmp_path / "new.ckpt", "new"), tmp_path / "last.ckpt"
+        a_directory(link)
+        rename = Path.rename
+
+        def only_the_first(self: Path, other: Path) -> Path:
+            if self.name.endswith(".new"):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return rename(self, other)
+
+        monkeypatch.setattr(NO_EXCHANGE, lambda *_: False)
+        monkeypatch.setattr(Path, "rename", only_the_first)
+        with pytest.raises(SaveError, match="Input/output error"):
+            make_link(target, link)
+        assert said_by(link) == "old"
+        assert names_in(tmp_path) == ["last.ckpt", "new.ckpt"]
+
+    @pytest.mark.parametrize(
+        ("target", "text"),
+        [("a.ckpt", "a.ckpt"), ("deep/a.ckpt", "deep/a.ckpt"), ("../a.ckpt", "../a.ckpt")],
+    )
+    def test_its_text_is_relative(self, target: str, text: str, tmp_path: Path) -> None:
+        """A folder that is moved keeps its links."""
+        folder = tmp_path / "run"
+        folder.mkdir()
+        there = Path(os.path.normpath(folder / target))
+        checkpoint(there, "new")
+        make_link(there, folder / "last.ckpt")
+        assert str((folder / "last.ckpt").readlink()) == text
+
+    def test_a_checkpoint_is_no_link_to_itself(self, tmp_path: Path) -> None:
+        """Where both are one path, nothing is done."""
+        target = checkpoint(tmp_path / "last.ckpt", "new")
+        make_link(target, target)
+        assert said_by(target) == "new"
+        assert not target.is_symlink()
+
+    def test_a_full_disk_is_no_reason_to_copy(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The error names both, and the link stays."""
+        target, link = checkpoint(tmp_path / "new.ckpt", "new"), tmp_path / "last.ckpt"
+        a_link(link)
+        refuse_links(errno.ENOSPC, monkeypatch)
+        told = r"Could not link .*last\.ckpt to the published .*new\.ckpt: No space left"
+        with pytest.raises(SaveError, match=told):
+            make_link(target, link)
+        assert said_by(link) == "old"
+        assert names_in(tmp_path) == ["last.ckpt", "new.ckpt", "old.ckpt"]
+
+    def test_a_copy_that_fails_leaves_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Half a copy is removed, and the link stays."""
+        target, link = checkpoint(tmp_path / "new.ckpt", "new"), tmp_path / "last.ckpt"
+        a_link(link)
+        refuse_links(errno.EPERM, monkeypatch)
+
+        def full(descriptor: int) -> None:
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(SaveError, match="No space left"):
+            make_link(target, link)
+        assert said_by(link) == "old"
+        assert names_in(tmp_path) == ["last.ckpt", "new.ckpt", "old.ckpt"]
+
+    def test_a_copy_shows_that_it_goes_on(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Ranks that wait for a large copy hear of every block."""
+        target = checkpoint(tmp_path / "new.ckpt", "new")
+        with (target / SHARD).open("wb") as file:
+            file.truncate(40 << 20)
+        sizes = {"name": SHARD, "size_bytes": 40 << 20}
+        manifest = json.dumps({"format": "lightning_elastic_zero", "files": [sizes]})
+        (target / "manifest.json").write_text(manifest)
+        refuse_links(errno.EPERM, monkeypatch)
+        heard: list[int] = []
+        make_link(target, tmp_path / "last.ckpt", Progress(lambda: heard.append(1)))
+        assert len(heard) >= 40
+        assert (tmp_path / "last.ckpt" / SHARD).stat().st_size == 40 << 20
+
+
+class TestLinks:
+    @pytest.fixture
+    def link(self, tmp_path: Path) -> Path:
+        """Return a link to an older checkpoint."""
+        a_link(tmp_path / "last.ckpt")
+        return tmp_path / "last.ckpt"
+
+    def test_it_waits_for_what_is_being_written(self, link: Path) -> None:
+        """It leads to the old one until the new one is published; also where one is overwritten."""
+        target = link.parent / "new.ckpt"
+        links = CheckpointLinks()
+        links.on_save_started(target)
+        links.make(target, link)
+        assert said_by(link) == "old"
+        checkpoint(target, "new")
+        links.make(target, link)
+        assert said_by(link) == "old"
+        links.on_save_ended(target, published=True)
+        assert said_by(link) == "new"
+
+    def test_after_a_failure_it_stays(self, link: Path) -> None:
+        """What could not be written is never linked to: not then, and not later."""
+        target = link.parent / "new.ckpt"
+        links = CheckpointLinks()
+        links.on_save_started(target)
+        links.make(target, link)
+        links.on_save_ended(target, published=False)
+        assert said_by(link) == "old"
+        links.make(target, link)
+        assert said_by(link) == "old"
+
+    def test_others_do_not_wait(self, link: Path) -> None:
+        """While one is being written, a link to another one is made at once."""
+        links = CheckpointLinks()
+        links.on_save_started(link.parent / "being_written.ckpt")
+        links.make(checkpoint(link.parent / "new.ckpt", "new"), link)
+        assert said_by(link) == "new"
+
+    def test_nothing_waits_for_what_is_published(self, link: Path) -> None:
+        """After the release a link is made at once."""
+        target = checkpoint(link.parent / "new.ckpt", "new")
+        links = CheckpointLinks()
+        links.on_save_started(target)
+        links.on_save_ended(target, published=True)
+        assert said_by(link) == "old"
+        links.make(target, link)
+        assert said_by(link) == "new"
+
+    def test_an_older_save_releases_nothing(self, link: Path) -> None:
+        """What was given up and ends late does not speak for what is written now."""
+        target = link.parent / "new.ckpt"
+        links = CheckpointLinks()
+        links.on_save_started(target)
+        links.make(target, link)
+        links.on_save_ended(link.parent / "given_up.ckpt", published=True)
+        assert said_by(link) == "old"
+        checkpoint(target, "new")
+        links.on_save_ended(target, published=True)
+        assert said_by(link) == "new"
+
+
+def retained_checkpoint(parent: Path, name: str, *, published: bool = True) -> Path:
+    """Make a checkpoint's directory, with or without the mark that it is whole."""
+    return fill(parent / name, "data", published=published)
+
+
+def link(path: Path, target: str) -> None:
+    """Point a link at a checkpoint, as ModelCheckpoint does: anew, and relative."""
+    path.unlink(missing_ok=True)
+    path.symlink_to(target)
+
+
+def of_other_software(path: Path) -> None:
+    """Leave a manifest as web applications have it."""
+    (path / MANIFEST_NAME).write_text('{"name": "app", "icons": []}')
+
+
+def without_its_manifest_whole(path: Path) -> None:
+    """Leave half a manifest."""
+    text = (path / MANIFEST_NAME).read_text()
+    (path / MANIFEST_NAME).write_text(text[: len(text) // 2])
+
+
+def without_a_file(path: Path) -> None:
+    """Leave out a file that the manifest names."""
+    (path / SHARD).unlink()
+
+
+def with_a_short_file(path: Path) -> None:
+    """Cut a file that the manifest names."""
+    (path / SHARD).write_text("d")
+
+
+def of_weights_alone(path: Path) -> None:
+    """Make the manifest say that there is no optimizer state."""
+    fields = json.loads((path / MANIFEST_NAME).read_text())
+    (path / MANIFEST_NAME).write_text(json.dumps({**fields, "weights_only": True}))
+
+
+SPOILED = [
+    of_other_software,
+    without_its_manifest_whole,
+    without_a_file,
+    with_a_short_file,
+    of_weights_alone,
+]
+
+
+class TestRemove:
+    def test_what_nobody_needs_is_deleted_at_once(self, tmp_path: Path) -> None:
+        """With another good checkpoint beside it, one goes away, and leaves nothing."""
+        retained_checkpoint(tmp_path, "new.ckpt")
+        Retention().remove(retained_checkpoint(tmp_path, "old.ckpt"))
+        assert names_in(tmp_path) == ["new.ckpt"]
+
+    def test_what_is_gone_already_is_no_error(self, tmp_path: Path) -> None:
+        """Nothing is where a checkpoint was: there is nothing to do."""
+        Retention().remove(tmp_path / "old.ckpt")
+
+    def test_a_link_is_deleted_and_not_what_it_names(self, tmp_path: Path) -> None:
+        """To remove ``last.ckpt`` is to remove the link."""
+        retained_checkpoint(tmp_path, "a.ckpt")
+        link(tmp_path / "last.ckpt", "a.ckpt")
+        Retention().remove(tmp_path / "last.ckpt")
+        assert names_in(tmp_path) == ["a.ckpt"]
+
+    def test_a_directory_vanishes_in_one_step(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A run that is killed while it deletes leaves no half checkpoint, and no rest for long."""
+        retained_checkpoint(tmp_path, "new.ckpt")
+        seen = []
+
+        def killed(path: Path, _: object, **__: object) -> None:
+            seen.append((path.name, names_in(path)))
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(deleting, "remove_own_files", killed)
+            with pytest.raises(KeyboardInterrupt):
+                Retention().remove(retained_checkpoint(tmp_path, "old.ckpt"))
+        ((hidden, content),) = seen
+        assert names_in(tmp_path) == [hidden, "new.ckpt"]
+        assert hidden.startswith(DELETING_PREFIX)
+        assert not hidden.endswith(".ckpt")
+        assert content == ["checkpoint", MANIFEST_NAME]
+        Retention().remove(retained_checkpoint(tmp_path, "older.ckpt"))
+        assert names_in(tmp_path) == ["new.ckpt"]
+
+    def test_a_run_does_not_end_because_a_deletion_fails(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        """What cannot be deleted takes up room; the run is told, and goes on."""
+        retained_checkpoint(tmp_path, "new.ckpt")
+        old, retention = retained_checkpoint(tmp_path, "old.ckpt"), Retention()
+
+        def refused(path: Path, target: Path) -> Path:
+            raise PermissionError(13, "Permission denied", str(path), None, str(target))
+
+        with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+            patch.setattr(Path, "rename", refused)
+            retention.remove(old)
+        assert f"{old} could not be deleted" in caplog.text
+        assert names_in(tmp_path) == ["new.ckpt", "old.ckpt"]
+        retention.delete_pending()
+        assert names_in(tmp_path) == ["new.ckpt", "old.ckpt"]
+
+    def test_remote_addresses_are_refused(self) -> None:
+        """Nothing is deleted at an address that nothing was saved to."""
+        with pytest.raises(UnsupportedError, match="remote storage"):
+            Retention().remove("s3://bucket/a.ckpt")
+
+
+class TestResumedFrom:
+    def test_it_is_never_deleted(self, tmp_path: Path) -> None:
+        """What a run was resumed from outlives the run, whatever else is saved."""
+        retained_checkpoint(tmp_path, "new.ckpt")
+        old, retention = retained_checkpoint(tmp_path, "old.ckpt"), Retention()
+        retention.protect(old)
+        retention.remove(old)
+        retention.delete_pending()
+        assert names_in(tmp_path) == ["new.ckpt", "old.ckpt"]
+
+    def test_nor_through_a_link(self, tmp_path: Path) -> None:
+        """Resumed from ``last.ckpt``, what the link named then is what is kept."""
+        old, retention = retained_checkpoint(tmp_path, "old.ckpt"), Retention()
+        link(tmp_path / "last.ckpt", "old.ckpt")
+        retention.protect(tmp_path / "last.ckpt")
+        retained_checkpoint(tmp_path, "new.ckpt")
+        link(tmp_path / "last.ckpt", "new.ckpt")
+        retention.remove(old)
+        retention.remove(tmp_path / "elsewhere" / ".." / "old.ckpt")
+        assert names_in(tmp_path) == ["last.ckpt", "new.ckpt", "old.ckpt"]
+
+    def test_nor_by_another_way_to_it(self, tmp_path: Path) -> None:
+        """A directory that is reached through a link is the same directory."""
+        retained_checkpoint(tmp_path / "runs", "new.ckpt")
+        old, retention = retained_checkpoint(tmp_path / "runs", "old.ckpt"), Retention()
+        (tmp_path / "here").symlink_to("runs")
+        retention.protect(tmp_path / "here" / "old.ckpt")
+        retention.remove(old)
+        assert names_in(tmp_path / "runs") == ["new.ckpt", "old.ckpt"]
+
+    def test_others_are(self, tmp_path: Path) -> None:
+        """One checkpoint is protected, not all that look like it."""
+        old, retention = retained_checkpoint(tmp_path, "old.ckpt"), Retention()
+        retention.protect(old)
+        retention.remove(retained_checkpoint(tmp_path, "old-v1.ckpt"))
+        assert names_in(tmp_path) == ["old.ckpt"]
+
+
+class TestWaiting:
+    def test_a_deletion_waits_while_a_link_names_it(self, tmp_path: Path) -> None:
+        """ModelCheckpoint deletes before it moves ``last.ckpt``: the link never dangles."""
+        old, retention = retained_checkpoint(tmp_path, "old.ckpt"), Retention()
+        link(tmp_path / "last.ckpt", "old.ckpt")
+        retained_checkpoint(tmp_path, "new.ckpt")
+        retention.remove(old)
+        assert (tmp_path / "last.ckpt").exists()
+        retention.delete_pending()
+        assert old.exists()
+        link(tmp_path / "last.ckpt", "new.ckpt")
+        retention.delete_pending()
+        assert names_in(tmp_path) == ["last.ckpt", "new.ckpt"]
+
+    def test_the_last_good_one_stays_until_there_is_another(self, tmp_path: Path) -> None:
+        """Whatever is asked for, one published checkpoint remains."""
+        old, retention = retained_checkpoint(tmp_path, "old.ckpt"), Retention()
+        retention.remove(old)
+        retained_checkpoint(tmp_path, "torn.ckpt", published=False)
+        retention.delete_pending()
+        assert old.exists()
+        retained_checkpoint(tmp_path, "new.ckpt")
+        retention.delete_pending()
+        assert names_in(tmp_path) == ["new.ckpt", "torn.ckpt"]
+
+    def test_a_link_that_was_being_made_needs_nothing(self, tmp_path: Path) -> None:
+        """What a killed process has left of it does not keep a checkpoint."""
+        old = retained_checkpoint(tmp_path, "old.ckpt")
+        retained_checkpoint(tmp_path, "new.ckpt")
+        link(tmp_path / f"{LINK_PREFIX}last.ckpt.new", "old.ckpt")
+        Retention().remove(old)
+        assert not old.exists()
+
+    @pytest.mark.parametrize(
+        "hidden",
+        [
+            ".zero-staging-5a7e",
+            ".zero-previous-5a7e",
+            DELETING_PREFIX + "0",
+            LINK_PREFIX + "last.ckpt.old",
+        ],
+    )
+    def test_what_is_hidden_is_no_other_good_one(self, tmp_path: Path, hidden: str) -> None:
+        """A save in the making, or the rest of a deletion, may have a manifest."""
+        retained_checkpoint(tmp_path, hidden)
+        old = retained_checkpoint(tmp_path, "old.ckpt")
+        Retention().remove(old)
+        assert old.exists()
+
+    @pytest.mark.parametrize("spoil", SPOILED, ids=lambda spoil: spoil.__name__)
+    def test_what_no_run_can_go_on_from_is_no_other_good_one(
+        self, spoil: Callable[[Path], None], tmp_path: Path
+    ) -> None:
+        """Many programs write a ``manifest.json``; and a checkpoint may have lost what it names."""
+        spoil(retained_checkpoint(tmp_path, "other.ckpt"))
+        old, retention = retained_checkpoint(tmp_path, "old.ckpt"), Retention()
+        retention.remove(old)
+        assert old.exists()
+        retained_checkpoint(tmp_path, "new.ckpt")
+        retention.delete_pending()
+        assert names_in(tmp_path) == ["new.ckpt", "other.ckpt"]
+
+    def test_of_weights_alone_one_takes_the_place_of_another(self, tmp_path: Path) -> None:
+        """Where a run saves nothing else, its top-k goes on as ever."""
+        old = retained_checkpoint(tmp_path, "old.ckpt")
+        for path in (old, retained_checkpoint(tmp_path, "new.ckpt")):
+            of_weights_alone(path)
+        Retention().remove(old)
+        assert names_in(tmp_path) == ["new.ckpt"]
+
+    def test_a_link_to_itself_is_no_other_good_one(self, tmp_path: Path) -> None:
+        """``last.ckpt`` that names a checkpoint does not make two of it."""
+        old, retention = retained_checkpoint(tmp_path, "old.ckpt"), Retention()
+        link(tmp_path / "last.ckpt", "old.ckpt")
+        retention.remove(old)
+        (tmp_path / "last.ckpt").unlink()
+        retention.delete_pending()
+        assert old.exists()
+
+    def test_two_are_never_both_deleted(self, tmp_path: Path) -> None:
+        """Asked to delete all there are, it keeps one."""
+        retention = Retention()
+        for path in [
+            retained_checkpoint(tmp_path, "a.ckpt"),
+            retained_checkpoint(tmp_path, "b.ckpt"),
+        ]:
+            retention.remove(path)
+        assert names_in(tmp_path) == ["b.ckpt"]
+
+    def test_a_new_checkpoint_under_the_old_name_is_not_deleted(self, tmp_path: Path) -> None:
+        """A deletion that waits is for what was there then, not for what is saved there later."""
+        best, retention = retained_checkpoint(tmp_path, "best.ckpt"), Retention()
+        retention.remove(best)
+        again = retained_checkpoint(tmp_path, "staged")
+        best.rename(tmp_path / "gone")
+        again.rename(best)
+        retained_checkpoint(tmp_path, "other.ckpt")
+        retention.delete_pending()
+        assert best.exists()
+
+
+class TestSavedAnew:
+    """A save to a path that is doomed: what was said before is of what was there before."""
+
+    def scheduled_deletion(self, folder: Path, retention: Retention) -> Path:
+        """Leave one that is doomed and waits for a link, with another good one beside it."""
+        old = retained_checkpoint(folder, "best.ckpt")
+        link(folder / "last.ckpt", "best.ckpt")
+        retained_checkpoint(folder, "other.ckpt")
+        retention.remove(old)
+        assert old.exists()
+        return old
+
+    def publish(self, path: Path) -> None:
+        """Put a new checkpoint in a path's place."""
+        again = retained_checkpoint(path.parent, "staged")
+        path.rename(path.parent / ".gone")
+        again.rename(path)
+
+    def test_an_old_doom_is_forgotten(self, tmp_path: Path) -> None:
+        """What is published anew stays when the link that the old one waited for moves on."""
+        retention = Retention()
+        best = self.scheduled_deletion(tmp_path, retention)
+        retention.on_save_started(best)
+        self.publish(best)
+        link(tmp_path / "last.ckpt", "other.ckpt")
+        retention.on_published(best)
+        retention.delete_pending()
+        assert (best / MANIFEST_NAME).exists()
+
+    def test_even_where_the_save_fails(self, tmp_path: Path) -> None:
+        """The callback counts on a checkpoint at that path again: the old one is better than none.
+
+        Nothing is deleted while the new one is being written either.
+        """
+        retention = Retention()
+        best = self.scheduled_deletion(tmp_path, retention)
+        retention.on_save_started(best)
+        link(tmp_path / "last.ckpt", "other.ckpt")
+        retention.delete_pending()
+        assert (best / MANIFEST_NAME).exists()
+
+    def test_a_failure_deletes_nothing(self, tmp_path: Path) -> None:
+        """What was doomed stays until a later save has succeeded."""
+        retention, other = Retention(), retained_checkpoint(tmp_path, "other.ckpt")
+        new = retained_checkpoint(tmp_path, "new.ckpt")
+        retention.on_save_started(new)
+        retention.remove(other)
+        assert other.exists()
+        retention.on_save_started(new)
+        retention.on_published(new)
+        assert not other.exists()
+
+    def test_a_later_doom_counts(self, tmp_path: Path) -> None:
+        """Doomed while it is being written, it is deleted as soon as nothing needs it."""
+        retention = Retention()
+        best = self.scheduled_deletion(tmp_path, retention)
+        retention.on_save_started(best)
+        retention.remove(best)
+        self.publish(best)
+        retention.on_published(best)
+        assert (best / MANIFEST_NAME).exists()
+        link(tmp_path / "last.ckpt", "other.ckpt")
+        retention.delete_pending()
+        assert not best.exists()
+
+    def test_others_stay_doomed(self, tmp_path: Path) -> None:
+        """A save forgets the doom of its own path only; there need not be any."""
+        retention = Retention()
+        best = self.scheduled_deletion(tmp_path, retention)
+        retention.on_save_started(tmp_path / "new.ckpt")
+        link(tmp_path / "last.ckpt", "other.ckpt")
+        retention.on_published(retained_checkpoint(tmp_path, "new.ckpt"))
+        assert not best.exists()

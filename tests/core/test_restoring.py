@@ -1,0 +1,557 @@
+"""Optimizer state restored into flat buffers, replicated state, unnamed and unknown state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_elastic_zero.checkpoint.background import CopyPlan
+from lightning_elastic_zero.checkpoint.save import ShardContents
+from lightning_elastic_zero.core.layout import Fragment
+from lightning_elastic_zero.core.manifest import (
+    Group,
+    Manifest,
+    Plain,
+    StateKey,
+    TrainingProgress,
+    Writer,
+)
+from lightning_elastic_zero.core.tensors import (
+    FlatState,
+    RankState,
+    RestoreValues,
+    bit_sums,
+    dtype_name,
+    state_key,
+)
+from lightning_elastic_zero.engine import restore as initial_state
+from lightning_elastic_zero.engine.addresses import flat_buffer_row, own_slices, rank_fragments
+from lightning_elastic_zero.engine.buffers import PLAIN, LiveFlatBuffer, live_flat_buffers
+from lightning_elastic_zero.engine.optimizer import (
+    check_configured_state,
+    check_unnamed_hyperparameters,
+    check_unnamed_state,
+    package_of,
+    place_scalar,
+    split_state,
+    weight_decay_change,
+)
+from lightning_elastic_zero.engine.restore import (
+    FlatTarget,
+    allocate_states,
+    commit_groups,
+    commit_masters,
+    commit_state,
+    flat_target,
+)
+from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
+
+FRAGMENTS = (
+    Fragment("known", 0, 4, rank=0, buffer=0, offset=1),
+    Fragment("new", 2, 5, rank=0, buffer=0, offset=5),
+    Fragment("also known", 0, 3, rank=0, buffer=0, offset=9),
+)
+"""With an element of padding before the first and the third one, and two behind."""
+NUMEL = 14
+PADDING = [0, 8, 12, 13]
+RATE = 0.25
+
+
+def buffer_of(master: torch.Tensor) -> LiveFlatBuffer:
+    """Return a flat buffer of one rank."""
+    return LiveFlatBuffer(0, (), (), nn.Parameter(master), master.bfloat16())
+
+
+def stepped_engine(buffer: LiveFlatBuffer) -> tuple[torch.optim.Optimizer, Manifest]:
+    """Return an optimizer whose states do not begin with zeros, and what it saved without "new"."""
+    inner = torch.optim.Rprop([buffer.master], lr=RATE)
+    buffer.master.grad = torch.ones(NUMEL)
+    inner.step()
+    elementwise = split_state(inner, buffer.key, inner.state[buffer.key])[0]
+    keys = tuple(state_key(name, value, elementwise=True) for name, value in elementwise.items())
+    names = tuple(f.name for f in FRAGMENTS if f.name != "new")
+    fields = {k: v for k, v in inner.param_groups[0].items() if k != "params"}
+    group = Group(names, fields, keys)
+    return inner, Manifest("", 0, 1, "fp32", "float32", (), (group,), (), (), ())
+
+
+def test_what_is_new_begins_as_a_fresh_state_does() -> None:
+    """In its own elements; all others, which are read or are padding, begin with zeros."""
+    buffer = buffer_of(torch.randn(NUMEL))
+    inner, saved = stepped_engine(buffer)
+    states = allocate_states(inner, buffer, FRAGMENTS, saved)
+    assert {*states} == {key.name for key in saved.groups[0].state}
+    wanted = torch.zeros(NUMEL)
+    wanted[5:8] = RATE
+    assert torch.equal(states["step_size"], wanted)
+    assert torch.equal(states["prev"], torch.zeros(NUMEL))
+
+
+def test_nothing_is_asked_of_an_optimizer_where_nothing_is_new(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What cannot be found out refuses only those who need it."""
+    buffer = buffer_of(torch.randn(NUMEL))
+    inner, saved = stepped_engine(buffer)
+    everything = replace(saved.groups[0], names=tuple(f.name for f in FRAGMENTS))
+    monkeypatch.setattr(initial_state, "probe_after_a_step", None)
+    states = allocate_states(inner, buffer, FRAGMENTS, replace(saved, groups=(everything,)))
+    assert not any(state.any() for state in states.values())
+    without = replace(saved, groups=(replace(saved.groups[0], state=()),))
+    assert allocate_states(inner, buffer, FRAGMENTS, without) == {}
+
+
+@pytest.mark.parametrize(
+    ("says_fp32", "masters_then", "expected"),
+    [
+        (True, torch.float32, torch.float32),
+        (False, torch.bfloat16, torch.bfloat16),
+        (None, torch.float32, torch.bfloat16),
+        (None, torch.bfloat16, torch.float32),
+    ],
+)
+def test_states_have_the_type_that_the_optimizer_keeps(
+    says_fp32: bool | None, masters_then: torch.dtype, expected: torch.dtype
+) -> None:
+    """DeepSpeed's for the host say it; else states that had the masters' type follow the masters.
+
+    Here the masters are bf16, and the states were saved in fp32.
+    """
+    inner, saved = stepped_engine(buffer_of(torch.randn(NUMEL)))
+    if says_fp32 is not None:
+        inner.fp32_optimizer_states = says_fp32  # type: ignore[attr-defined]
+    saved = replace(saved, master_dtype=dtype_name(masters_then))
+    buffer = buffer_of(torch.randn(NUMEL).bfloat16())
+    states = allocate_states(inner, buffer, FRAGMENTS[:1], saved)
+    assert {state.dtype for state in states.values()} == {expected}
+
+
+def test_states_of_adam_have_the_type_of_the_masters() -> None:
+    """Whatever saved them: torch's makes them like the weights that it steps."""
+    saved = replace(stepped_engine(buffer_of(torch.randn(NUMEL)))[1], master_dtype="bfloat16")
+    buffer = buffer_of(torch.randn(NUMEL).bfloat16())
+    states = allocate_states(torch.optim.AdamW([buffer.master]), buffer, FRAGMENTS[:1], saved)
+    assert {state.dtype for state in states.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_padding_becomes_zero(in_place: bool) -> None:
+    """Before, between and behind the fragments, whatever uninitialised memory held."""
+    buffer = buffer_of(torch.full((NUMEL,), float("nan")))
+    received = torch.arange(1.0, NUMEL + 1)
+    if in_place:
+        buffer.master.data.copy_(received)
+        received = buffer.master.data
+    wanted = received.clone()
+    wanted[PADDING] = 0.0
+    target = FlatTarget(buffer, FRAGMENTS, received, in_place, {})
+    commit_masters(target, keep_fp32=True)
+    assert torch.equal(buffer.master.data, wanted)
+
+
+def _own(values: torch.Tensor) -> torch.Tensor:
+    return values.clone()
+
+
+def _view(values: torch.Tensor) -> torch.Tensor:
+    return torch.cat((values, values))[: values.numel()]
+
+
+def _shared(values: torch.Tensor) -> torch.Tensor:
+    shared = values.clone()
+    shared.share_memory_()  # type: ignore[no-untyped-call]
+    return shared
+
+
+@pytest.mark.parametrize(
+    ("live_of", "copied"),
+    [(_own, False), (_view, True), (_shared, True)],
+    ids=["own", "view", "shared"],
+)
+def test_a_live_state_takes_what_was_received(
+    live_of: Callable[[torch.Tensor], torch.Tensor], copied: bool
+) -> None:
+    """It stays the tensor that it is, and has the memory that was filled: nothing is copied.
+
+    But where others have its memory too: a larger tensor, or another process.
+    """
+    buffer = buffer_of(torch.randn(NUMEL))
+    inner, _ = stepped_engine(buffer)
+    held = inner.state[buffer.key]
+    live = held["prev"] = live_of(held["prev"])
+    there = live.data_ptr()
+    received = {"prev": torch.randn(NUMEL), "step_size": torch.randn(NUMEL)}
+    wanted = {key: value.clone() for key, value in received.items()}
+    target = FlatTarget(buffer, FRAGMENTS, buffer.master.data, in_place=True, states=received)
+    commit_state(inner, target, {"step": 3})
+    committed = inner.state[buffer.key]
+    assert committed["prev"] is live
+    assert all(torch.equal(committed[key], value) for key, value in wanted.items())
+    assert live.data_ptr() == (there if copied else received["prev"].data_ptr())
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("value", [1003, 1003.0, 2**24 + 1, 246913578], ids=str)
+def test_a_step_does_not_take_the_default_type(value: float, default: torch.dtype) -> None:
+    """A Python step that torch's Adam takes over is the same number, fp32 where that holds it."""
+    inner = torch.optim.AdamW([nn.Parameter(torch.ones(1))])
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        placed = place_scalar("step", value, inner, inner.param_groups[0], torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(before)
+    assert isinstance(placed, torch.Tensor)
+    assert placed.item() == value
+    assert placed.dtype == (torch.float32 if value < 2**24 else torch.float64)
+
+
+class Odd(nn.Module):
+    """Weights that lie in another order than that of their elements, and one without dimensions."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.conv = nn.Conv2d(3, 5, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.scale = nn.Parameter(torch.randn(()))
+        self.unused = nn.Parameter(torch.empty(0))
+
+    def step(self, optimizer: torch.optim.Optimizer, count: int) -> None:
+        """Train."""
+        for index in range(count):
+            torch.manual_seed(index)
+            loss = self.conv(torch.randn(2, 3, 4, 4)).mul(self.scale).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+def held_by(
+    module: Odd, optimizer: torch.optim.Optimizer, world_size: int
+) -> tuple[Manifest, list[tuple[FlatState, ...]]]:
+    """Return what ranks write of it, as many as are asked for, and a table of its states."""
+    buffers = live_flat_buffers(optimizer, PLAIN)
+    names = {p: name for name, p in module.named_parameters()}
+    rows = [flat_buffer_row(b, names, 0, world_size) for b in buffers]
+    states = [split_state(optimizer, b.key, optimizer.state.get(b.key, {})) for b in buffers]
+    wholes = rank_fragments(0, rows, world_size, 0)
+    flats = [
+        FlatState(fragments, buffer.master, *held, in_module=True)
+        for buffer, fragments, held in zip(buffers, wholes, states, strict=True)
+    ]
+    keys = tuple(state_key(k, v, elementwise=True) for k, v in states[0][0].items())
+    manifest = Manifest(
+        "", 0, world_size, "fp32", "float32", (), (Group((), {}, keys),), tuple(rows), (), ()
+    )
+    return manifest, [own_slices(flats, rows, world_size, r) for r in range(world_size)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 7, 64])
+def test_slices_make_the_whole_again(world_size: int) -> None:
+    """Each element is in one slice; put back into another run, it goes on as this one does."""
+    module, other = Odd(0), Odd(1)
+    optimizer, fresh = (torch.optim.NAdam(m.parameters(), lr=0.1) for m in (module, other))
+    module.step(optimizer, 3)
+    manifest, slices = held_by(module, optimizer, world_size)
+    buffers = live_flat_buffers(fresh, PLAIN)
+    rows = manifest.buffers
+    for index, buffer in enumerate(buffers):
+        whole = rank_fragments(0, rows, world_size, 0)[index]
+        targets = allocate_states(fresh, buffer, whole, manifest)
+        target = flat_target(buffer, whole, targets, whole=True)
+        assert not target.in_place  # Nothing could rebuild them.
+        filled = 0
+        for of_rank in slices:
+            for fragment in of_rank[index].fragments:
+                part = slice(fragment.offset, fragment.offset + fragment.stop - fragment.start)
+                target.master[fragment.start : fragment.stop] = of_rank[index].master[part]
+                for key, values in of_rank[index].elementwise.items():
+                    targets[key][fragment.start : fragment.stop] = values[part]
+                filled += fragment.stop - fragment.start
+        assert filled == buffer.master.numel()
+        commit_masters(target, keep_fp32=True)
+        commit_state(fresh, target, slices[0][index].scalars)
+    assert {len(state) for state in fresh.state.values()} == {4}
+    for m, o in ((module, optimizer), (other, fresh)):
+        m.step(o, 2)
+    for name, weight in module.named_parameters():
+        assert torch.equal(other.get_parameter(name), weight), name
+    assert other.conv.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_state_of_a_weight_without_dimensions_alone_is_not_guessed() -> None:
+    """Whether one value is of the weight or of all, other weights tell; without them, nothing."""
+    scale = nn.Parameter(torch.randn(()))
+    optimizer = torch.optim.AdamW([scale])
+    scale.grad = torch.ones(())
+    optimizer.step()
+    with pytest.raises(UnsupportedError, match="0-dimensional"):
+        split_state(optimizer, scale, optimizer.state[scale])
+
+
+def test_weights_of_the_module_are_copied_at_once() -> None:
+    """What is swapped in for a validation, behind a save, must not get into its copy."""
+    module = Odd(0)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module.step(optimizer, 1)
+    manifest, (flats,) = held_by(module, optimizer, 1)
+    state = RankState(flats, {}, {}, {}, {})
+    plan = CopyPlan.of(ShardContents(None, manifest, state, {}), 0, 1 << 30)  # type: ignore[arg-type]
+    masters = [flat.master for flat in flats]
+    assert all(any(t is m for t in plan.at_once) for m in masters)
+    assert not any(t is m for t in plan.behind for m in masters)
+    assert plan.behind
+
+
+def test_sums_of_bits_tell_tensors_apart() -> None:
+    """In every type; a bit is enough."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        one = torch.randn(100).to(dtype)
+        other = one.clone()
+        assert bit_sums([one, one[:0]]) == bit_sums([other, one[:0]])
+        other[7] = torch.nextafter(other[7], torch.tensor(9, dtype=dtype))
+        assert bit_sums([one]) != bit_sums([other])
+
+
+Kind: TypeAlias = "type[torch.optim.Optimizer]"
+
+FUSED_LAMB: dict[str, Plain] = {
+    "lr": 0.1,
+    "bias_correction": True,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "max_grad_norm": 0.0,
+    "max_coeff": 10.0,
+    "min_coeff": 0.01,
+}
+"""DeepSpeed's; its states are called as Adam's are."""
+
+FUSED_ADAM = {k: FUSED_LAMB[k] for k in ("lr", "bias_correction", "betas", "eps", "weight_decay")}
+
+
+def optimizer(kind: Kind, **options: Any) -> torch.optim.Optimizer:
+    """Make an optimizer of one parameter, of torch's."""
+    return kind([torch.nn.Parameter(torch.zeros(2))], **options)
+
+
+def own(inner: torch.optim.Optimizer, **changes: Any) -> Group:
+    """Describe an optimizer's group, with states as Adam's."""
+    fields = {k: v for k, v in inner.param_groups[0].items() if k != "params"}
+    return Group(("a",), {**fields, **changes}, ())
+
+
+def manifest(group: Group, saved_by: str = "") -> Manifest:
+    """Describe a checkpoint."""
+    return Manifest(
+        save_id="",
+        stage=2,
+        world_size=2,
+        precision="fp32",
+        master_dtype="float32",
+        parameters=(),
+        groups=(group,),
+        buffers=(),
+        module_buffers=(),
+        files=(),
+        writer=Writer(optimizer=saved_by),
+    )
+
+
+@pytest.mark.parametrize(
+    ("held", "kind", "said"),
+    [
+        (FUSED_LAMB, torch.optim.AdamW, "max_coeff"),
+        (own(optimizer(torch.optim.SGD, lr=0.7)).hyperparameters, torch.optim.AdamW, "momentum"),
+        (own(optimizer(torch.optim.NAdam)).hyperparameters, torch.optim.AdamW, "momentum_decay"),
+        (own(optimizer(torch.optim.AdamW)).hyperparameters, torch.optim.SGD, "amsgrad"),
+    ],
+)
+def test_another_optimizers_are_refused(held: Mapping[str, Plain], kind: Kind, said: str) -> None:
+    """Whether it kept state or not, and with what helps."""
+    inner = optimizer(kind)
+    with pytest.raises(CheckpointMismatchError, match=said) as raised:
+        check_unnamed_hyperparameters([Group(("a",), held, ())], [own(inner)], inner)
+    assert "load_hyperparameters=False" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("held", "kind"),
+    [
+        ({**FUSED_ADAM, "step": 3, "initial_lr": 0.1}, torch.optim.AdamW),
+        ({**FUSED_ADAM, "amsgrad": False, "name": "decay"}, torch.optim.Adam),
+        (own(optimizer(torch.optim.Adam)).hyperparameters, torch.optim.AdamW),
+        (
+            own(optimizer(torch.optim.SGD), param_names=["a"]).hyperparameters,
+            torch.optim.SGD,
+        ),
+        ({}, torch.optim.SGD),
+    ],
+)
+def test_its_own_are_taken(held: Mapping[str, Plain], kind: Kind) -> None:
+    """Kinds of Adam are one; names of members, and labels, say nothing of an algorithm."""
+    inner = optimizer(kind)
+    check_unnamed_hyperparameters([Group(("a",), held, ())], [own(inner)], inner)
+
+
+@pytest.mark.parametrize(
+    ("momentum", "stepped", "refused"), [(0.9, True, True), (0.9, False, False), (0.0, True, False)]
+)
+def test_a_group_without_state(momentum: float, stepped: bool, refused: bool) -> None:
+    """It is refused where the optimizer keeps some, as its saved hyperparameters have it."""
+    inner = optimizer(torch.optim.SGD, momentum=0.9)
+    groups = [own(inner, momentum=momentum)]
+    if not refused:
+        check_unnamed_state(groups, inner, stepped=stepped)
+        return
+    with pytest.raises(CheckpointMismatchError, match=r"group 0 .a., but SGD keeps some"):
+        check_unnamed_state(groups, inner, stepped=stepped)
+    other = replace(groups[0], state=(StateKey("momentum_buffer", "elementwise", "float32"),))
+    inner.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+    with pytest.raises(CheckpointMismatchError, match=r"group 1 .a., but SGD keeps some"):
+        check_unnamed_state([other, groups[0]], inner, stepped=False)
+
+
+class DeepSpeedCPUAdam(torch.optim.Adam):
+    """Stands for DeepSpeed's: its kind of weight decay is an attribute."""
+
+    adam_w_mode = True
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "said"),
+    [
+        (torch.optim.Adam, torch.optim.AdamW, "stays in the gradient"),
+        (torch.optim.AdamW, torch.optim.Adam, "stays decoupled"),
+        (torch.optim.Adam, torch.optim.Adam, ""),
+        (torch.optim.AdamW, torch.optim.AdamW, ""),
+        (torch.optim.SGD, torch.optim.SGD, ""),
+    ],
+)
+def test_another_kind_of_weight_decay_is_said(saved: Kind, here: Kind, said: str) -> None:
+    """Adam's and AdamW's states are alike, and their weight decay is not."""
+    group = own(optimizer(saved, weight_decay=0.1))
+    for name in ("", saved.__name__):
+        found = weight_decay_change(manifest(group, name), optimizer(here, weight_decay=0.1))
+        assert (said in found) if said else not found
+        assert not said or found.startswith("Weight decay of parameter group 0 ")
+        assert not said or found.endswith("load_hyperparameters=False to use the configured one.")
+    none = own(optimizer(saved, weight_decay=0.0))
+    assert not weight_decay_change(manifest(none), optimizer(here, weight_decay=0.1))
+
+
+def test_deepspeeds_kind_of_weight_decay() -> None:
+    """It is no hyperparameter, so that it stays as configured: steps are other ones."""
+    inner = DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(2))])
+    del inner.param_groups[0]["decoupled_weight_decay"]
+    saved = own(optimizer(torch.optim.Adam, weight_decay=0.1))
+    found = weight_decay_change(manifest(saved), inner)
+    assert "was in the gradient (Adam's) in the checkpoint" in found
+    assert "so steps will differ" in found
+    assert found[0] + found[-1] == "W."
+    assert not weight_decay_change(
+        manifest(own(optimizer(torch.optim.AdamW, weight_decay=0.1))), inner
+    )
+
+
+@pytest.mark.parametrize(("saved_by", "mine"), [("Adam", 3), ("AdamW", None)])
+def test_what_a_group_takes_over(saved_by: str, mine: int | None) -> None:
+    """What only another class has is left out; how a step is computed, and of whom, is this run's.
+
+    What a scheduler keeps is taken from each class, though a live group has it not yet.
+    """
+    inner = optimizer(torch.optim.Adam, lr=1.0, foreach=False)
+    (group,) = inner.param_groups
+    before = dict(group)
+    theirs: dict[str, Plain] = {"foreach": True, "fused": True, "param_names": ["a"], "params": [0]}
+    saved: dict[str, Plain] = {**theirs, "lr": 0.5, "initial_lr": 0.25, "mine": 3}
+    commit_groups(inner, RestoreValues((), (saved,), {}, TrainingProgress(), optimizer=saved_by))
+    assert inner.param_groups == [group]
+    assert inner.param_groups[0] is group
+    taken = {"lr": 0.5, "initial_lr": 0.25} | ({} if mine is None else {"mine": mine})
+    assert group == before | taken
+
+
+SETTINGS: list[tuple[Kind, dict[str, Any], dict[str, Any], str]] = [
+    (torch.optim.Adam, {}, {"amsgrad": True}, "max_exp_avg_sq"),
+    (torch.optim.AdamW, {}, {"amsgrad": True}, "max_exp_avg_sq"),
+    (torch.optim.SGD, {}, {"momentum": 0.9}, ""),
+    (torch.optim.RMSprop, {}, {"momentum": 0.9}, "momentum_buffer"),
+    (torch.optim.RMSprop, {}, {"centered": True}, "grad_avg"),
+    (torch.optim.RMSprop, {"centered": True}, {"momentum": 0.9}, "momentum_buffer"),
+    (torch.optim.NAdam, {}, {"momentum_decay": 0.1}, ""),
+    (torch.optim.Adagrad, {}, {"lr_decay": 0.1}, ""),
+    (torch.optim.Rprop, {}, {"etas": (0.4, 1.1)}, ""),
+    (torch.optim.ASGD, {}, {"alpha": 0.5}, ""),
+]
+
+
+@pytest.mark.parametrize(("kind", "saved", "here", "lacking"), SETTINGS)
+@pytest.mark.parametrize("restored", [False, True])
+def test_state_fits_the_settings(
+    kind: Kind, saved: dict[str, Any], here: dict[str, Any], lacking: str, restored: bool
+) -> None:
+    """Refused is exactly what torch itself could not step with; state that is unused is told."""
+    for settings, other in ((saved, here), (here, saved)):
+        trained, live = (optimizer(kind, **{"lr": 0.1, **o}) for o in (settings, other))
+        state = stepped(trained)
+        live.state[live.param_groups[0]["params"][0]].update(state)
+        keys = [state_key(k, v, elementwise=v.ndim > 0) for k, v in state.items()]
+        held = replace(own(trained), state=tuple(keys))
+        if restored:  # The live settings become the saved ones: nothing is missing.
+            assert not check_configured_state([held], live, hyperparameters=True)
+            continue
+        try:
+            stepped(live)
+        except KeyError:
+            with pytest.raises(CheckpointMismatchError, match=lacking) as refused:
+                check_configured_state([held], live, hyperparameters=False)
+            assert lacking
+            assert " was " in str(refused.value)
+        else:
+            told = check_configured_state([held], live, hyperparameters=False)
+            unused = state.keys() - stepped(optimizer(kind, **{"lr": 0.1, **other})).keys()
+            assert all(name in told for name in unused)
+            assert bool(told) == bool(unused)
+
+
+def stepped(inner: torch.optim.Optimizer) -> dict[str, Any]:
+    """Step an optimizer once; return the states of its parameter."""
+    (parameter,) = inner.param_groups[0]["params"]
+    parameter.grad = torch.ones_like(parameter)
+    inner.step()
+    return dict(inner.state[parameter])
+
+
+def test_state_of_an_adam_without_a_setting() -> None:
+    """DeepSpeed's kinds of Adam have no ``amsgrad``, which torch's then has as configured."""
+    inner = optimizer(torch.optim.AdamW, amsgrad=True)
+    keys = [StateKey(name, "elementwise", "float32") for name in ("exp_avg", "exp_avg_sq")]
+    step = StateKey("step", "scalar", "int")
+    held = Group(("a",), FUSED_ADAM, (*keys, step))
+    for restored in (True, False):
+        with pytest.raises(CheckpointMismatchError, match="max_exp_avg_sq"):
+            check_configured_state([held], inner, hyperparameters=restored)
+        plain = optimizer(torch.optim.AdamW)
+        assert not check_configured_state([held], plain, hyperparameters=restored)
+
+
+def instance_of(name: str, module: str, base: type) -> Any:
+    """Return an optimizer of a class that seems to stand in a module, without having made it."""
+    kind: Any = type(name, (base,), {"__module__": module})
+    return kind.__new__(kind)
+
+
+def test_a_users_subclass_is_of_the_package_that_it_derives_from() -> None:
+    """Its states are that one's; torch's base class alone says nothing of them."""
+    theirs = instance_of("AdamW", "bitsandbytes.optim.adamw", torch.optim.Optimizer)
+    assert package_of(theirs) == "bitsandbytes"
+    assert package_of(instance_of("AdamW", "project.optim", type(theirs))) == "bitsandbytes"
+    assert package_of(instance_of("AdamW", "project.optim", torch.optim.AdamW)) == "torch"
+    assert package_of(instance_of("Muon", "project.optim", torch.optim.Optimizer)) == "project"
+    assert package_of(torch.optim.SGD([torch.zeros(1)])) == "torch"

@@ -1,0 +1,132 @@
+"""Test helpers: the fork server, shared memory and the slow disk."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support import processes
+from tests.support.processes import HANG_TIMEOUT_S
+from tests.support.ranks import ROOT
+from tests.support.slow_disk import SlowDisk
+
+
+def test_what_nobody_uses_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher's, once it is old and no process has mapped it; one of a port of ours at once."""
+    monkeypatch.setattr(processes, "SHARED_MEMORY", tmp_path)
+    mine = processes.free_port()
+    name = "deepspeed_allreduce_buffer_0_10.0.0.1_{}_0"
+    old, used, new, own = (tmp_path / name.format(p) for p in (40000, 40001, 40002, mine))
+    other = tmp_path / "somebody_elses_40003_0"
+    for path in (old, used, new, own, other):
+        path.write_bytes(bytes(mmap.PAGESIZE))
+    for path in (old, used, other):
+        os.utime(path, (time.time() - 100.0,) * 2)
+    with used.open("r+b") as file, mmap.mmap(file.fileno(), mmap.PAGESIZE):
+        processes.remove_shared_memory()
+        assert {*tmp_path.iterdir()} == {used, new, other}
+    processes.remove_shared_memory()
+    assert not used.exists()
+
+
+REPOSITORY = Path(__file__).parents[2]
+
+MB = 1 << 20
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from lightning_elastic_zero.core.progress import Progress
+from lightning_elastic_zero.storage import leftovers as copying
+from lightning_elastic_zero.storage.checksums import ChecksummedWriter
+
+from tests.support.processes import HANG_TIMEOUT_S
+
+way, folder, size = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+signs = 0
+def note():
+    global signs
+    signs += 1
+progress = Progress(note)
+if way == "write":
+    with ChecksummedWriter(folder, "shard.pt", progress) as file:
+        for _ in range(4):
+            file.write(bytes(size // 4))
+        file.finish("5a7e")
+else:
+    copying._copy_file(folder.parent / "source", folder / "shard.pt", progress)
+print(signs)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="stands in front of glibc's calls")
+@pytest.mark.parametrize("way", ["write", "copy"])
+def test_no_call_waits_for_much_of_a_slow_disk(way: str, tmp_path: Path) -> None:
+    """Of 24 MiB, however they are written, no call waits for more than one; each gives a sign.
+
+    A disk of 20 kB/s is then no stall for users, who wait for 50 s.
+    """
+    disk = SlowDisk(tmp_path, 32 * MB)
+    (tmp_path / "source").write_bytes(bytes(24 * MB))
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, way, str(disk.folder), str(24 * MB)],
+        env={**os.environ, **disk.environment, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    waits = disk.waits()
+    assert sum(waits) >= 24 * MB
+    assert max(waits) <= MB
+    assert int(done.stdout) >= len([wait for wait in waits if wait == MB])
+
+
+REUSED = """
+import os, signal, sys, time
+from tests.support import fork_server as server
+signal.signal(signal.SIGCHLD, server._reap)
+if not (probe := os.fork()):
+    os._exit(7)
+# As left by processes that ended: the next ids, and those after the largest one.
+ids = [*range(probe, probe + 20_000), *range(2, 20_000)]
+server._STATUSES.update(dict.fromkeys(ids, 7))
+read, write = os.pipe()
+pid = server._fork_program(server.ProgramRequest(b"", ".", os.devnull, os.devnull))
+if not pid:
+    os.close(write)
+    os.read(read, 1)
+    os._exit(3)
+print(server._STATUSES.get(pid))
+os.close(write)
+while server._STATUSES.get(pid) is None:
+    time.sleep(0.01)
+print(server._STATUSES[pid])
+pid = server._fork_program(server.ProgramRequest(b"", ".", os.devnull, os.devnull))
+if not pid:
+    os._exit(4)
+while server._STATUSES.get(pid) is None:
+    time.sleep(0.01)
+print(server._STATUSES[pid])
+"""
+
+
+def test_a_process_id_that_was_anothers_has_no_status_yet(tmp_path: Path) -> None:
+    """Ids come again, after 32,768 processes of a whole machine; one that ends at once is told."""
+    done = subprocess.run(
+        [sys.executable, "-c", REUSED],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_TIMEOUT_S,
+    )
+    assert (done.returncode, done.stdout) == (0, "None\n3\n4\n"), done.stderr
