@@ -13,10 +13,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from torch.distributed import (
-    HashStore,  # type: ignore[attr-defined]
-    TCPStore,  # type: ignore[attr-defined]
-)
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from lightning_elastic_zero.coordination.client import CommandQueue, StoreRanks
 from lightning_elastic_zero.coordination.ranks import OneRank
