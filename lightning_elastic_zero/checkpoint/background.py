@@ -35,7 +35,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,6 +75,7 @@ from lightning_elastic_zero.formats.client_objects import pickle_objects
 from lightning_elastic_zero.formats.elastic import writes_weights
 from lightning_elastic_zero.formats.torch_write import ChunkedSource, PiecewiseSource
 from lightning_elastic_zero.storage.owners import PeriodicThread
+from lightning_elastic_zero.storage.stores import AnyPath
 
 _ALIGNED_BYTES = 64
 """Where tensors begin, so that copies are not slowed down."""
@@ -626,9 +626,9 @@ class AsyncCheckpointer:
     def __init__(
         self,
         ranks: Ranks,
-        on_start: Callable[[Path], None],
-        on_published: Callable[[Path, Progress], None],
-        on_end: Callable[[Path, CheckpointStats | None], None],
+        on_start: Callable[[AnyPath], None],
+        on_published: Callable[[AnyPath, Progress], None],
+        on_end: Callable[[AnyPath, CheckpointStats | None], None],
         memory_bytes: int | None = None,
     ) -> None:
         """Create a checkpointer without a save in flight.
@@ -777,8 +777,8 @@ class _Job(threading.Thread):
         self,
         snapshot: Snapshot,
         ranks: Ranks,
-        on_published: Callable[[Path, Progress], None],
-        on_end: Callable[[Path, CheckpointStats | None], None],
+        on_published: Callable[[AnyPath, Progress], None],
+        on_end: Callable[[AnyPath, CheckpointStats | None], None],
         began: float,
     ) -> None:
         self.target = snapshot.contents.target
@@ -853,7 +853,7 @@ class _Job(threading.Thread):
         )
 
 
-def _with_target(target: Path, error: BaseException, what: str) -> ElasticZeroError:
+def _with_target(target: AnyPath, error: BaseException, what: str) -> ElasticZeroError:
     """Return the error to raise later in training's thread, with its cause."""
     made = type(error) if isinstance(error, ElasticZeroError) else SaveError
     traceback.clear_frames(error.__traceback__)  # they hold the snapshot

@@ -15,7 +15,6 @@ import itertools
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -25,6 +24,7 @@ from lightning_elastic_zero.core.tensors import RankState, canonical_repr
 from lightning_elastic_zero.core.text import format_names, format_ranks
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.storage.shared import TABLE_PREFIX, await_shared, leave_shared
+from lightning_elastic_zero.storage.stores import AnyPath
 
 SCHEDULERS = "lr_schedulers"
 """The client state's entry for schedulers' states, which belong to the rates: Lightning's name."""
@@ -62,7 +62,7 @@ def table_digests(tables: Tables) -> dict[str, str]:
     return {name: xxhash.xxh3_128_hexdigest(_table_text(table)) for name, table in tables.items()}
 
 
-def write_tables(directory: Path, tables: Tables) -> None:
+def write_tables(directory: AnyPath, tables: Tables) -> None:
     """Write rank 0's tables into a directory, until ``remove_shared``.
 
     Raises:
@@ -75,7 +75,7 @@ def write_tables(directory: Path, tables: Tables) -> None:
 class RankZeroTables:
     """Rank 0's tables, to a rank that has its own: read where those differ, and only then."""
 
-    def __init__(self, sent: Mapping[str, str], own: Tables, directory: Path) -> None:
+    def __init__(self, sent: Mapping[str, str], own: Tables, directory: AnyPath) -> None:
         """Hold what is needed to compare.
 
         Args:

@@ -70,12 +70,19 @@ from lightning_elastic_zero.errors import (
     ElasticZeroError,
     RanksError,
 )
-from lightning_elastic_zero.formats.elastic import verify_files
 from lightning_elastic_zero.formats.open import RenamedReader, open_checkpoint
 from lightning_elastic_zero.formats.reader import WEIGHT, CheckpointReader, SharedState, Targets
+from lightning_elastic_zero.storage.checkpoints import (
+    has_entry,
+    published_ns,
+    repair_target,
+    resolved,
+    resolved_if_exists,
+    siblings,
+)
 from lightning_elastic_zero.storage.checksums import SUMS_SUFFIX
-from lightning_elastic_zero.storage.leftovers import repair_target
-from lightning_elastic_zero.storage.paths import check_local_path, existing_path, real_path
+from lightning_elastic_zero.storage.paths import parse_path
+from lightning_elastic_zero.storage.stores import AnyPath, StorePath
 
 
 def plans(
@@ -199,35 +206,36 @@ def _beside(
     fits_model: Callable[[Manifest], bool],
 ) -> list[tuple[str, int]]:
     """Rank 0: return the published checkpoints in the same folder, the newest first."""
-    damaged = check_local_path(asked)
-    if not os.path.lexists(damaged):
+    damaged = parse_path(asked)
+    if not has_entry(damaged):
         # A path that is misspelt: another checkpoint is not what is meant.
         return []
-    real = real_path(damaged)
+    real = resolved(damaged)
     if _is_foreign(real):
         return []
     mine = _manifest_of(real)
     rows: set[tuple[int, int, str]] = set()
     # What a link leads to may be in another folder.
-    folders = (damaged.parent, real.parent)
-    for manifest_path in {p for folder in folders for p in folder.glob(f"*/{MANIFEST_NAME}")}:
-        path = real_path(manifest_path.parent)
-        manifest = _manifest_of(path)
+    found = {path for place in {damaged, real} for path in (place, *siblings(place))}
+    for path in {resolved(path) for path in found}:
+        manifest = None if path == real else _manifest_of(path)
         progress.check()
-        if path == real or path.name.startswith(".") or manifest is None:
+        if manifest is None:
             continue
         if mine:
             usable = _can_replace(manifest, mine)
         else:  # The damaged one can no longer say what it was: by the clock.
-            before = _published_at(path) <= _published_at(real, damaged)
+            before = published_ns(path) <= published_ns(real, damaged)
             usable = fits_model(manifest) and before and not manifest.weights_only
         if usable:
-            rows.add((_published_at(path), manifest.progress.global_steps, str(path)))
+            rows.add((published_ns(path), manifest.progress.global_steps, str(path)))
     return [(path, step) for _, step, path in sorted(rows, reverse=True)]
 
 
-def _is_foreign(path: Path) -> bool:
+def _is_foreign(path: AnyPath) -> bool:
     """Whether other software wrote what is there: no trace of a save of this library."""
+    if isinstance(path, StorePath):
+        return False  # It was refused by its format.
     if not path.is_dir():
         return path.exists()
     traces = (MANIFEST_NAME, f"*{SUMS_SUFFIX}")
@@ -238,10 +246,12 @@ def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
     return {p.name: p.shape for p in manifest.parameters}
 
 
-def _manifest_of(path: Path) -> Manifest | None:
+def _manifest_of(path: AnyPath) -> Manifest | None:
+    """Return the manifest of a checkpoint of this library; None if it is another or none."""
+    if isinstance(path, Path) and not (path / MANIFEST_NAME).exists():
+        return None
     with suppress(ElasticZeroError), closing(open_checkpoint(path)) as source:
-        # Of other software's checkpoints it cannot be told what a load would find.
-        return source.manifest if (path / MANIFEST_NAME).exists() else None
+        return source.manifest
     return None
 
 
@@ -252,21 +262,13 @@ def _can_replace(other: Manifest, damaged: Manifest) -> bool:
     return _shapes(other) == _shapes(damaged) and older and whole
 
 
-def _published_at(*paths: Path) -> int:
-    """Return when a manifest, or else a folder or link, was written, in nanoseconds."""
-    for there in (paths[0] / MANIFEST_NAME, *paths):
-        with suppress(OSError):
-            return there.lstat().st_mtime_ns
-    return 0
-
-
 def _problem(path: str, ranks: Ranks) -> str:
     """Verify this rank's share; return what is wrong with it."""
     try:
-        with closing(open_checkpoint(Path(path), progress=ranks.progress)) as source:
+        with closing(open_checkpoint(parse_path(path), progress=ranks.progress)) as source:
             source.check_all()
             progress = io_progress("verifying", ranks)
-            verify_files(Path(path), source.manifest, ranks.rank, ranks.world_size, progress)
+            source.verify_whole(ranks.rank, ranks.world_size, progress)
     except DAMAGE_ERRORS as error:
         return str(error)
     return ""
@@ -403,7 +405,7 @@ def load(
     except DAMAGE_ERRORS as error:
         fallback = find_fallback(path, ranks, partial(_has_same_shapes, live, options))
         if fallback is None:
-            if not options.fallback or not os.path.lexists(check_local_path(path)):
+            if not options.fallback or not has_entry(parse_path(path)):
                 raise
             msg = f"{error}\n{_NOTHING_TO_TAKE}"
             raise type(error)(msg) from error
@@ -512,9 +514,9 @@ def _raise(failure: Exception | None) -> None:
 
 def _find(path: str | os.PathLike[str], options: LoadOptions, progress: Progress) -> dict[str, str]:
     """Rank 0: find the checkpoint, behind links, so that all ranks open the same one."""
-    found = check_local_path(path)
+    found = parse_path(path)
     repair_target(found)
-    directory = existing_path(found)
+    directory = resolved_if_exists(found)
     opened = open_checkpoint(directory, allow_pickle=options.allow_pickle, progress=progress)
     with closing(opened) as source:
         source.check_all()
@@ -529,8 +531,8 @@ def _open(
     progress: Progress,
 ) -> CheckpointReader:
     """Open the checkpoint that rank 0 found."""
-    directory = Path(first["path"])
-    mine = real_path(check_local_path(path))
+    directory = parse_path(first["path"])
+    mine = resolved(parse_path(path))
     if mine != directory:
         log.warning("this rank requested %s; all ranks load rank 0's path %s", mine, directory)
     source = open_checkpoint(directory, allow_pickle=options.allow_pickle, progress=progress)

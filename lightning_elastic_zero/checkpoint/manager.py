@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from lightning_elastic_zero.checkpoint.background import DRAIN_TIMEOUT_S, AsyncCheckpointer
 from lightning_elastic_zero.checkpoint.save import save_engine
@@ -29,15 +28,22 @@ from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import ElasticZeroError
-from lightning_elastic_zero.storage.leftovers import LINK_PREFIX, make_link
-from lightning_elastic_zero.storage.owners import ConcurrentRunMonitor
-from lightning_elastic_zero.storage.ownership import (
+from lightning_elastic_zero.storage.checkpoints import (
     can_replace,
     delete_checkpoint,
+    exists,
+    has_link,
+    identity,
     inspect_target,
     is_checkpoint,
+    is_link,
+    make_link,
+    resolved,
+    siblings,
 )
-from lightning_elastic_zero.storage.paths import check_local_path, real_path
+from lightning_elastic_zero.storage.owners import ConcurrentRunMonitor
+from lightning_elastic_zero.storage.paths import parse_path
+from lightning_elastic_zero.storage.stores import AnyPath
 
 log = logging.getLogger(__name__)
 
@@ -47,24 +53,24 @@ class CheckpointLinks:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._target: Path | None = None
-        self._waiting: list[Path] = []
+        self._target: AnyPath | None = None
+        self._waiting: list[AnyPath] = []
 
     def __reduce__(self) -> tuple[type[CheckpointLinks], tuple[()]]:
         """Copy as a new one: the links that wait here are made by this one only."""
         return CheckpointLinks, ()
 
-    def on_save_started(self, target: Path) -> None:
+    def on_save_started(self, target: AnyPath) -> None:
         """Defer links to this checkpoint: it is about to be written in the background."""
         with self._lock:
             self._target, self._waiting = target, []
 
-    def is_deferred(self, target: Path) -> bool:
+    def is_deferred(self, target: AnyPath) -> bool:
         """Whether this checkpoint is being written."""
         with self._lock:
             return target == self._target
 
-    def make(self, target: Path, link: Path, progress: Progress = NO_PROGRESS) -> None:
+    def make(self, target: AnyPath, link: AnyPath, progress: Progress = NO_PROGRESS) -> None:
         """Make a link to a checkpoint, now or when it is published.
 
         Where nothing is, because its save has failed, the link stays what it was.
@@ -75,14 +81,14 @@ class CheckpointLinks:
         with self._lock:
             if target == self._target:
                 self._waiting.append(link)
-            elif target.exists():
+            elif exists(target):
                 make_link(target, link, progress)
             else:
                 log.warning("%s is not linked to %s, which does not exist", link, target)
 
     def on_save_ended(
         self,
-        target: Path,
+        target: AnyPath,
         progress: Progress = NO_PROGRESS,
         *,
         published: bool,
@@ -111,9 +117,9 @@ class Retention:
     """Deletes checkpoints, unless they are still needed. Used on one rank, by any thread."""
 
     def __init__(self) -> None:
-        self._resumed_from: Path | None = None
-        self._waiting: dict[Path, _Identity] = {}
-        self._held_for: Path | None = None
+        self._resumed_from: AnyPath | None = None
+        self._waiting: dict[AnyPath, object] = {}
+        self._held_for: AnyPath | None = None
         """The last checkpoint that was to be written, while it is not there: nothing is deleted."""
         self._lock = threading.RLock()
 
@@ -123,22 +129,22 @@ class Retention:
 
     def protect(self, path: str | os.PathLike[str]) -> None:
         """Keep the checkpoint that the run was resumed from, behind whatever link."""
-        self._resumed_from = real_path(path)
+        self._resumed_from = resolved(parse_path(path))
 
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Delete a checkpoint, now or as soon as nothing needs it: no save, and no link."""
-        local = check_local_path(path)
+        doomed = parse_path(path)
         with self._lock:
-            self._waiting[local] = _identity(local)
+            self._waiting[doomed] = identity(doomed)
         self.delete_pending()
 
-    def on_save_started(self, path: Path) -> None:
+    def on_save_started(self, path: AnyPath) -> None:
         """Cancel the deletion of a path, and delay all others until its new save is published."""
         with self._lock:
             self._waiting.pop(path, None)
             self._held_for = path
 
-    def on_published(self, path: Path) -> None:
+    def on_published(self, path: AnyPath) -> None:
         """Delete what waited for a new checkpoint.
 
         If it is doomed itself, that was said while it was being written: it is meant, and not what
@@ -148,7 +154,7 @@ class Retention:
             if path == self._held_for:
                 self._held_for = None
             if path in self._waiting:
-                self._waiting[path] = _identity(path)
+                self._waiting[path] = identity(path)
         self.delete_pending()
 
     def delete_pending(self) -> None:
@@ -157,27 +163,27 @@ class Retention:
         What cannot be deleted is left where it is: it takes up room, but a run does not end for it.
         """
         with self._lock:
-            for path, identity in [] if self._held_for else list(self._waiting.items()):
+            for path, doomed in [] if self._held_for else list(self._waiting.items()):
                 try:
-                    waits = _identity(path) == identity and not self._try(path)
+                    waits = identity(path) == doomed and not self._try(path)
                 except OSError as error:
                     log.warning("%s could not be deleted: %s", path, error)
                     waits = False
                 if not waits:
                     del self._waiting[path]
 
-    def _try(self, path: Path) -> bool:
+    def _try(self, path: AnyPath) -> bool:
         """Delete a checkpoint; False: it has to wait."""
-        if not path.is_symlink():
-            if not path.exists():
+        if not is_link(path):
+            if not exists(path):
                 return True
-            if real_path(path) == self._resumed_from:
+            if resolved(path) == self._resumed_from:
                 log.info("%s is kept: this run was resumed from it", path)
                 return True
             if _is_only_checkpoint(path):
                 log.info("%s is kept: no other checkpoint is there yet", path)
                 return False
-            if _has_link(path):
+            if has_link(path):
                 return False
         if refusal_reason := delete_checkpoint(path):
             log.warning(
@@ -189,37 +195,11 @@ class Retention:
         return True
 
 
-_Identity: TypeAlias = "tuple[int, int] | None"
-"""Device and inode of a directory: a checkpoint that is saved under its name is another one."""
-
-
-def _identity(path: Path) -> _Identity:
-    try:
-        status = path.lstat()
-    except FileNotFoundError:
-        return None
-    return status.st_dev, status.st_ino
-
-
-def _is_only_checkpoint(path: Path) -> bool:
+def _is_only_checkpoint(path: AnyPath) -> bool:
     """Whether a path is a checkpoint, and no other one beside it can take its place."""
-    real = real_path(path)
-    others = (
-        entry
-        for entry in path.parent.iterdir()
-        # A hidden one is being written, or deleted.
-        if not entry.name.startswith(".") and real_path(entry) != real
-    )
+    real = resolved(path)
+    others = (entry for entry in siblings(path) if resolved(entry) != real)
     return is_checkpoint(path) and not any(can_replace(other, path) for other in others)
-
-
-def _has_link(path: Path) -> bool:
-    """Whether a link beside a checkpoint still names it."""
-    real = real_path(path)
-    links = (entry for entry in path.parent.iterdir() if entry.is_symlink())
-    # What a killed process has left of one that it was making is nobody's.
-    mine = (link for link in links if not link.name.startswith(LINK_PREFIX))
-    return any(real_path(link) == real for link in mine)
 
 
 _WRITERS_ABSENT_S = 60.0
@@ -306,8 +286,8 @@ class CheckpointManager:
         self._retention.delete_pending()
         stats = save_engine(engine, path, ranks, client_state, options)
         if self._is_rank_zero:
-            self._retention.on_save_started(Path(stats.path))
-        self._on_save_ended(self._links, Path(stats.path), stats)
+            self._retention.on_save_started(parse_path(stats.path))
+        self._on_save_ended(self._links, parse_path(stats.path), stats)
 
     def save_async(
         self,
@@ -339,14 +319,14 @@ class CheckpointManager:
         times = times if interrupted else self._times
         return closing(connect_ranks(times, "elastic-zero at the end", str(call)))
 
-    def _on_save_started(self, target: Path) -> None:
+    def _on_save_started(self, target: AnyPath) -> None:
         """Defer links and deletions until a checkpoint is written."""
         if self._is_rank_zero:
             self._links.on_save_started(target)
             self._retention.on_save_started(target)
 
     def _on_save_ended(
-        self, links: CheckpointLinks, target: Path, stats: CheckpointStats | None
+        self, links: CheckpointLinks, target: AnyPath, stats: CheckpointStats | None
     ) -> None:
         """Make deferred links and deletions; in the writer's thread, if there is one."""
         if stats is not None:
@@ -368,13 +348,13 @@ class CheckpointManager:
 
     def is_being_written(self, path: str) -> bool:
         """Whether a checkpoint is being written in the background; on the first rank."""
-        return self._links.is_deferred(check_local_path(path))
+        return self._links.is_deferred(parse_path(path))
 
     @staticmethod
     def refusal_reason(path: str) -> str:
         """Return why the path must not be replaced; empty if it may."""
         try:
-            return inspect_target(check_local_path(path)).refusal_reason
+            return inspect_target(parse_path(path)).refusal_reason
         except OSError as error:
             return f"cannot be inspected ({error.strerror or error})"
 
@@ -386,7 +366,7 @@ class CheckpointManager:
         """
 
         def make() -> None:
-            self._links.make(check_local_path(path), check_local_path(link), ranks.progress)
+            self._links.make(parse_path(path), parse_path(link), ranks.progress)
 
         ranks.broadcast("link a checkpoint", make)
 

@@ -11,7 +11,6 @@ import io
 import logging
 import os
 import pickle
-import shutil
 import threading
 import time
 import uuid
@@ -51,7 +50,7 @@ from lightning_elastic_zero.checkpoint.types import (
     warn_of_objects,
 )
 from lightning_elastic_zero.coordination.ranks import Ranks
-from lightning_elastic_zero.core.manifest import EXTRA_STATE, MANIFEST_NAME, FileEntry, Manifest
+from lightning_elastic_zero.core.manifest import EXTRA_STATE, FileEntry, Manifest
 from lightning_elastic_zero.core.names import unwrapped
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.tensors import RankState
@@ -74,11 +73,15 @@ from lightning_elastic_zero.formats.elastic import (
 )
 from lightning_elastic_zero.formats.pickles import PLAIN_DATA, unpickle
 from lightning_elastic_zero.formats.reader import EXTRA_STATES, OPTIMIZER_STATE
+from lightning_elastic_zero.storage.checkpoints import (
+    Staged,
+    prepare_target,
+    stage,
+    staged_folder,
+)
 from lightning_elastic_zero.storage.checksums import as_save_error, write_durably
-from lightning_elastic_zero.storage.leftovers import remove_leftovers, repair_target
-from lightning_elastic_zero.storage.ownership import LATEST, RECOVERY_SCRIPT, TAG, check_replaceable
-from lightning_elastic_zero.storage.paths import check_local_path
-from lightning_elastic_zero.storage.publish import StagedDirectory, staging_path
+from lightning_elastic_zero.storage.ownership import LATEST, RECOVERY_SCRIPT, TAG
+from lightning_elastic_zero.storage.paths import parse_path
 from lightning_elastic_zero.storage.shared import (
     TABLE_PREFIX,
     TOKEN_PREFIX,
@@ -86,6 +89,7 @@ from lightning_elastic_zero.storage.shared import (
     leave_shared,
     remove_shared,
 )
+from lightning_elastic_zero.storage.stores import AnyPath
 
 _PROTOCOL = 2
 """Of ``torch.save``."""
@@ -291,7 +295,7 @@ def save_engine(
 class ShardContents:
     """The state that one rank writes, and the target."""
 
-    target: Path
+    target: AnyPath
     """The checkpoint's directory."""
     manifest: Manifest
     state: RankState
@@ -336,7 +340,7 @@ def collect(
         SaveError: on rank 0, the path must not be replaced.
         UnsupportedError: part of the state cannot be saved.
     """
-    target, live = check_local_path(path), engine.open()
+    target, live = parse_path(path), engine.open()
     manifest = manifest_to_save(live.describe(), options)
     state = live.rank_state(
         exclude_frozen=options.exclude_frozen, keep_module_weights=options.module_weights
@@ -356,8 +360,7 @@ def collect(
         client[OPTIMIZER_STATE] = dict(state.optimizer_state)
     split = split_objects(client)
     if rank == 0:
-        repair_target(target)
-        check_replaceable(target, f"step-{manifest.progress.global_steps}")
+        prepare_target(target, f"step-{manifest.progress.global_steps}")
     return ShardContents(
         target,
         manifest,
@@ -388,7 +391,7 @@ def write_shards(
             the other ranks after that; must not raise.
     """
     began, cancellation = time.monotonic(), cancellation or Cancellation()
-    staged: list[StagedDirectory] = []  # on rank 0: removed if the save fails
+    staged: list[Staged] = []  # on rank 0: removed if the save fails
     tables, progress = cache(contents.tables), _progress(contents, ranks, cancellation)
 
     def write_files() -> dict[str, Any]:
@@ -402,7 +405,7 @@ def write_shards(
         write_s = time.monotonic() - began
         warn_of_drift(contents.manifest, [of_rank["drifted"] for of_rank in written or []])
         warn_of_replicas(contents.manifest, [of_rank["replicas"] for of_rank in written or []])
-        files = _complete(staged[0].path, contents, first, written or [])
+        files = _complete(staged[0], contents, first, written or [])
         staged[0].sync(ranks.progress)
         cancellation.commit()
         staged[0].put_in_place()
@@ -414,7 +417,7 @@ def write_shards(
         first = ranks.broadcast(
             "save: make a directory", lambda: _stage(contents, tables(), ranks, staged)
         )
-        target = Path(first["path"])
+        target = first["path"]
         with staged[0].touch_regularly() if staged else nullcontext():
             number = _fingerprint(contents, target, ranks, progress)
             written = ranks.gather(f"save {target}: write", write_files)
@@ -423,20 +426,17 @@ def write_shards(
         for directory in staged:
             directory.abandon()
         raise
-    return CheckpointStats(str(target), step=contents.step, fingerprint=number, **published)
+    return CheckpointStats(target, step=contents.step, fingerprint=number, **published)
 
 
 def _stage(
-    contents: ShardContents, tables: Tables, ranks: Ranks, staged: list[StagedDirectory]
+    contents: ShardContents, tables: Tables, ranks: Ranks, staged: list[Staged]
 ) -> dict[str, Any]:
-    """Rank 0: make the hidden directory next to the target; return its description."""
+    """Rank 0: make the folder in which all ranks write; return its description."""
     target, save_id = contents.target, uuid.uuid4().hex
     warn_of_objects(target, contents.objects, contents.warned_objects)
     with as_save_error(target):
-        if target.parent.is_dir():
-            remove_leftovers(target.parent, ranks.progress)
-        staged.append(StagedDirectory.create(target, save_id))
-        (staged[0].path / TAG).mkdir()
+        staged.append(stage(target, save_id, ranks.progress))
         write_tables(staged[0].path, tables)
         leave_shared(staged[0].path, f"{TOKEN_PREFIX}{save_id}")
     return {"path": str(target), "save_id": save_id, DIGESTS: table_digests(tables)}
@@ -458,7 +458,7 @@ def _cost(files: tuple[FileEntry, ...], seconds: float, write_s: float) -> dict[
     return {**of_both, "write_s": write_s, "bytes": sum(entry.size_bytes for entry in files)}
 
 
-def _fingerprint(contents: ShardContents, target: Path, ranks: Ranks, progress: Progress) -> str:
+def _fingerprint(contents: ShardContents, target: str, ranks: Ranks, progress: Progress) -> str:
     """Return the fingerprint of the state to write, empty if not requested; collective."""
     if not contents.fingerprint:
         return ""
@@ -466,11 +466,11 @@ def _fingerprint(contents: ShardContents, target: Path, ranks: Ranks, progress: 
     return str(live_fingerprint(contents.manifest, contents.state, ranks, step, progress))
 
 
-def _await_staging(first: Mapping[str, Any], target: Path) -> Path:
-    """Wait until the directory made by rank 0 is visible on this rank, and return it.
+def _await_staging(first: Mapping[str, Any], target: AnyPath) -> AnyPath:
+    """Wait until this rank sees what rank 0 has written, and return the folder for this save.
 
     Raises:
-        SaveError: this rank has another path, or the directory does not become visible.
+        SaveError: this rank has another path, or does not see it.
     """
     if str(target) != first["path"]:
         msg = (
@@ -478,7 +478,7 @@ def _await_staging(first: Mapping[str, Any], target: Path) -> Path:
             "ranks (ModelCheckpoint does)."
         )
         raise SaveError(msg)
-    staging = staging_path(target, first["save_id"])
+    staging = staged_folder(target, first["save_id"])
     await_shared(staging, f"{TOKEN_PREFIX}{first['save_id']}")
     return staging
 
@@ -540,21 +540,27 @@ def _own_part(
 
 
 def _complete(
-    folder: Path, contents: ShardContents, first: Mapping[str, Any], written: list[dict[str, Any]]
+    staged: Staged, contents: ShardContents, first: Mapping[str, Any], written: list[dict[str, Any]]
 ) -> tuple[FileEntry, ...]:
     """Rank 0: write the files for DeepSpeed's tools, and the manifest last; return its files."""
+    folder = staged.path
     write_durably(folder / LATEST, TAG.encode())
     if contents.recovery_script is not None:
         with as_save_error(contents.target):
-            shutil.copyfile(contents.recovery_script, folder / RECOVERY_SCRIPT)
+            script = contents.recovery_script.read_bytes()
+        write_durably(folder / RECOVERY_SCRIPT, script)
     manifest = replace(
         contents.manifest,
         save_id=first["save_id"],
-        files=tuple(FileEntry(**entry) for of_rank in written for entry in of_rank["files"]),
+        files=tuple(
+            FileEntry(**{**entry, "name": f"{staged.prefix}{entry['name']}"})
+            for of_rank in written
+            for entry in of_rank["files"]
+        ),
         rank_state=tuple(sorted({kept for of_rank in written for kept in of_rank["kept"]})),
         client_objects=tuple(format_tree_path(path) for path, _ in contents.objects),
     )
     tables = (f"{TABLE_PREFIX}{name}" for name in first[DIGESTS])
     remove_shared(folder, *tables, f"{TOKEN_PREFIX}{first['save_id']}")
-    write_durably(folder / MANIFEST_NAME, manifest.to_json().encode())
+    staged.seal(manifest.to_json().encode())
     return manifest.files

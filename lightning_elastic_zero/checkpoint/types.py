@@ -18,6 +18,7 @@ from lightning_elastic_zero.core.tensors import RankState, RestoreTargets
 from lightning_elastic_zero.core.text import format_tree_path
 from lightning_elastic_zero.formats.client_objects import find_unknown
 from lightning_elastic_zero.formats.client_state import Objects
+from lightning_elastic_zero.storage.stores import AnyPath
 
 REPORT_EVERY_S = 10.0
 """Interval between log messages during long reads and writes."""
@@ -282,7 +283,7 @@ def state_to_save(state: RankState, manifest: Manifest, options: SaveOptions) ->
     )
 
 
-def warn_of_objects(path: Path, objects: Objects, warned: set[str] | None) -> None:
+def warn_of_objects(path: AnyPath, objects: Objects, warned: set[str] | None) -> None:
     """Rank 0: warn once of each object that a load without ``allow_pickle`` refuses."""
     if warned is None:
         return

@@ -60,8 +60,13 @@ def partitioned_momentum(
 ) -> dict[str, torch.Tensor]:
     """Return a copy of the momentum of whole parameters in the layout of the masters.
 
-    ``stepped``: whether the run has taken a step. A rank with only padding has no momentum but
-    must report the same state keys as the others.
+    Args:
+        optimizer: ZeRO-1/2's wrapper.
+        buffer: The flat buffer of a Muon group.
+        row: Its layout.
+        fragments: Its fragments on this rank.
+        stepped: Whether the run has taken a step. A rank with only padding has no momentum but must
+            report the same state keys as the others.
     """
     whole = inner_optimizer(optimizer).state.get(buffer.key, {}).get(MOMENTUM_KEY)
     if whole is None:
@@ -155,8 +160,11 @@ def _copy_overlaps(
 ) -> None:
     """Copy the overlap of a run of the group's flat elements with some parameters.
 
-    ``wanted`` has the first element in the flat group, the size, and the offset in ``whole`` of
-    each parameter; ``at`` is the first element of ``values`` in the flat group.
+    Args:
+        whole: The parameters' elements, concatenated.
+        wanted: First element in the flat group, size, and offset in ``whole`` of each parameter.
+        values: The run.
+        at: Its first element in the flat group.
     """
     for first, numel, place in wanted:
         start, stop = max(first, at), min(first + numel, at + values.numel())

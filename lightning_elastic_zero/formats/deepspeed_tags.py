@@ -12,6 +12,7 @@ from pathlib import Path
 
 from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
 from lightning_elastic_zero.storage.ownership import LATEST
+from lightning_elastic_zero.storage.stores import AnyPath, StorePath
 
 _OPTIMIZER = re.compile(r"((?:bf16_|fp16_)?)zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
@@ -156,7 +157,7 @@ def read_tag_folder(path: Path) -> TagFolder:
     return TagFolder(path, optimizer, model, models)
 
 
-def describe_missing_latest(path: Path) -> str:
+def describe_missing_latest(path: AnyPath) -> str:
     """Describe what DeepSpeed does with a checkpoint whose one tag no file names.
 
     This library takes a tag that is the only one, and of its own checkpoints it needs none;
@@ -169,7 +170,7 @@ def describe_missing_latest(path: Path) -> str:
         A sentence; empty where a file names the tag, or where the path is a tag's folder or no
         folder of DeepSpeed's.
     """
-    if not path.is_dir() or is_deepspeed(path):
+    if isinstance(path, StorePath) or not path.is_dir() or is_deepspeed(path):
         return ""
     tags = tags_in(path)
     if len(tags) != 1:

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -62,6 +61,7 @@ from lightning_elastic_zero.formats.torch_write import (
 )
 from lightning_elastic_zero.storage.checksums import SUMS_SUFFIX, sidecar_bytes
 from lightning_elastic_zero.storage.files import VerifiedFile
+from lightning_elastic_zero.storage.stores import AnyPath
 
 
 class ElasticReader(CheckpointReader):
@@ -69,7 +69,7 @@ class ElasticReader(CheckpointReader):
 
     def __init__(
         self,
-        directory: Path,
+        directory: AnyPath,
         manifest: Manifest,
         *,
         allow_pickle: bool = False,
@@ -84,6 +84,8 @@ class ElasticReader(CheckpointReader):
             progress: checked after every read and every file status.
         """
         self.info = SourceInfo(f"{FORMAT} checkpoint")
+        prefix, manifest = _without_prefix(manifest)
+        directory = directory / prefix if prefix else directory
         self.manifest = manifest
         self.files = OpenFiles(directory, self._open, progress=progress)
         self._allow_pickle = allow_pickle
@@ -344,8 +346,20 @@ def _entry(tree: Any, path: tuple[str, ...]) -> Any:
     return tree
 
 
+def _without_prefix(manifest: Manifest) -> tuple[str, Manifest]:
+    """Return the folder of the files, and the manifest with their names in it.
+
+    In an object store each save has its own folder, called as its id.
+    """
+    prefix = f"{manifest.save_id}/"
+    if not manifest.files or not all(entry.name.startswith(prefix) for entry in manifest.files):
+        return "", manifest
+    files = (replace(entry, name=entry.name.removeprefix(prefix)) for entry in manifest.files)
+    return manifest.save_id, replace(manifest, files=tuple(files))
+
+
 def verify_files(
-    directory: Path, manifest: Manifest, rank: int, world_size: int, progress: Progress
+    directory: AnyPath, manifest: Manifest, rank: int, world_size: int, progress: Progress
 ) -> None:
     """Read this rank's share of the files and verify all checksums.
 
@@ -391,8 +405,8 @@ def writes_weights(manifest: Manifest, rank: int) -> bool:
 class RankWriter:
     """Writes one rank's files of one save."""
 
-    directory: Path
-    """The staged checkpoint, with an existing ``checkpoint`` folder."""
+    directory: AnyPath
+    """The folder of this save: the staged checkpoint."""
     manifest: Manifest
     """The engine's manifest, with the id of the save."""
     rank: int

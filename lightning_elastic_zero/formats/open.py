@@ -46,8 +46,10 @@ from lightning_elastic_zero.formats.reader import (
 )
 from lightning_elastic_zero.formats.single_file import WEIGHTS, SingleFileReader
 from lightning_elastic_zero.formats.universal import UniversalReader
-from lightning_elastic_zero.storage.ownership import LATEST, TAG, is_checkpoint
+from lightning_elastic_zero.storage.checkpoints import inspect_target, is_checkpoint, siblings
+from lightning_elastic_zero.storage.ownership import LATEST, TAG
 from lightning_elastic_zero.storage.paths import NO_ENTRY, read_file
+from lightning_elastic_zero.storage.stores import AnyPath, StorePath
 
 MARKS = (MANIFEST_NAME, LATEST, LATEST_UNIVERSAL, METADATA_NAME, TABLE_NAME)
 """Files that identify the format of a directory."""
@@ -257,13 +259,13 @@ def _with_names(manifest: Manifest, named: Callable[[str], str]) -> Manifest:
     )
 
 
-def resolve_latest(path: Path) -> Path:
+def resolve_latest(path: AnyPath) -> AnyPath:
     """Return the checkpoint of this library that ``latest`` in a folder names, else the path.
 
     Hugging Face's ``checkpoint-10`` is such a folder: ``latest`` in it names
     ``global_step10/checkpoint``, the files in the checkpoint ``global_step10``.
     """
-    if os.path.exists(path / MANIFEST_NAME):  # noqa: PTH110 (never raises)
+    if isinstance(path, StorePath) or os.path.exists(path / MANIFEST_NAME):  # noqa: PTH110 (never raises)
         return path
     try:
         name = read_file(path / LATEST).decode(errors="replace").strip()
@@ -274,7 +276,7 @@ def resolve_latest(path: Path) -> Path:
 
 
 def open_checkpoint(
-    path: Path, *, allow_pickle: bool = False, progress: Progress = NO_PROGRESS
+    path: AnyPath, *, allow_pickle: bool = False, progress: Progress = NO_PROGRESS
 ) -> CheckpointReader:
     """Open the checkpoint at a path. The format is detected from the files.
 
@@ -301,7 +303,9 @@ def open_checkpoint(
         raise CheckpointNotFoundError(msg) from error
 
 
-def _opened(path: Path, *, allow_pickle: bool, progress: Progress) -> CheckpointReader:
+def _opened(path: AnyPath, *, allow_pickle: bool, progress: Progress) -> CheckpointReader:
+    if isinstance(path, StorePath):
+        return _opened_in_store(path, allow_pickle=allow_pickle, progress=progress)
     if not path.exists():
         hint = (
             f": it links to {path.readlink()}, which does not exist"
@@ -317,7 +321,33 @@ def _opened(path: Path, *, allow_pickle: bool, progress: Progress) -> Checkpoint
     return _foreign(path, FOREIGN_TREE.with_any_class(allow_pickle), progress)
 
 
-def _own_manifest(path: Path) -> Manifest | None:
+def _opened_in_store(
+    path: StorePath, *, allow_pickle: bool, progress: Progress
+) -> CheckpointReader:
+    """Open a checkpoint of this library in an object store.
+
+    Raises:
+        CheckpointNotFoundError: nothing is at the path.
+        CheckpointFormatError: it is of another format.
+    """
+    manifest = _own_manifest(path)
+    progress.check()
+    if manifest is not None:
+        return ElasticReader(path, manifest, allow_pickle=allow_pickle, progress=progress)
+    existing = inspect_target(path)
+    if existing.kind == "other":
+        msg = (
+            f"{path} {existing.refusal_reason}. Checkpoints of other software, and folders of "
+            "checkpoints, are not read from an object store: copy it to a local disk first"
+        )
+        raise CheckpointFormatError(msg)
+    names = [each.name for each in siblings(path) if is_checkpoint(each)]
+    hint = f". {path.parent} contains {format_names(names, MAX_NAMES)}" if names else ""
+    msg = f"there is no checkpoint at {path}{hint}"
+    raise CheckpointNotFoundError(msg)
+
+
+def _own_manifest(path: AnyPath) -> Manifest | None:
     """Return the manifest of a checkpoint of this library; None if there is none."""
     manifest = path / MANIFEST_NAME
     try:
@@ -328,7 +358,8 @@ def _own_manifest(path: Path) -> Manifest | None:
     except (OSError, UnicodeDecodeError) as error:
         msg = f"{manifest} cannot be read ({error}). Resume from another checkpoint"
         raise CheckpointFormatError(msg) from error
-    _check_latest(path)
+    if not isinstance(path, StorePath):
+        _check_latest(path)
     return manifest_from_json(text, str(manifest))
 
 

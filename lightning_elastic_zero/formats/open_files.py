@@ -12,6 +12,7 @@ from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.formats.pickles import FOREIGN_TREE, PicklePolicy
 from lightning_elastic_zero.formats.torch_read import LegacyFile, TorchFile, is_legacy
 from lightning_elastic_zero.storage.files import RangeFile
+from lightning_elastic_zero.storage.stores import AnyPath
 
 MAX_OPEN = 4
 """Files kept open at once: a rank's runs of most parameters lie in the same two or three."""
@@ -20,9 +21,10 @@ MAX_WHOLE = 2
 """The same where one is held in memory whole: those must not pile up."""
 
 F = TypeVar("F", TorchFile, "TorchFile | LegacyFile")
+P = TypeVar("P", bound=AnyPath)
 
 
-class OpenFiles(Generic[F]):
+class OpenFiles(Generic[F, P]):
     """Files by their names; the one that was used longest ago is closed.
 
     Attributes:
@@ -32,7 +34,7 @@ class OpenFiles(Generic[F]):
 
     def __init__(
         self,
-        folder: Path,
+        folder: P,
         open_file: Callable[[str], F],
         *,
         limit: int = MAX_OPEN,
@@ -46,7 +48,7 @@ class OpenFiles(Generic[F]):
             limit: how many are kept open at once.
             progress: checked after every read.
         """
-        self.folder = folder
+        self.folder: P = folder
         self.progress = progress
         self._open_file: Callable[[str], F] = open_file
         self._limit = limit
@@ -86,7 +88,7 @@ class OpenFiles(Generic[F]):
             self._open.popitem()[1].close()
 
 
-ForeignFiles = OpenFiles["TorchFile | LegacyFile"]
+ForeignFiles = OpenFiles["TorchFile | LegacyFile", Path]
 """Files of ``torch.save`` that other software wrote."""
 
 

@@ -35,6 +35,8 @@ from lightning_elastic_zero.errors import (
 )
 from lightning_elastic_zero.formats.open_files import OpenFiles
 from lightning_elastic_zero.formats.torch_read import StoredRun
+from lightning_elastic_zero.storage.checkpoints import file_sizes
+from lightning_elastic_zero.storage.stores import AnyPath
 
 _CHECKED_ELEMENTS = 1 << 20
 """Elements that are checked for overflow at a time."""
@@ -178,7 +180,7 @@ class StoredTensors(Protocol):
     """An open file or directory from which runs of tensors are read."""
 
     @property
-    def path(self) -> Path:
+    def path(self) -> AnyPath:
         """The path, for messages."""
         ...
 
@@ -216,7 +218,7 @@ class CheckpointReader(ABC):
         manifest: its manifest; for other software's formats, inferred from the files.
     """
 
-    files: OpenFiles[Any]
+    files: OpenFiles[Any, Any]
     info: SourceInfo
     manifest: Manifest
 
@@ -457,21 +459,18 @@ def file_list_digest(folder: Path, names: Iterable[str], progress: Progress = NO
 
 
 def differing_sizes(
-    folder: Path,
+    folder: AnyPath,
     recorded: Iterable[tuple[str, int]],
     progress: Progress = NO_PROGRESS,
 ) -> list[str]:
     """Describe the files in ``folder`` that are missing or differ from their recorded bytes."""
-    wrong = []
-    for name, size_bytes in recorded:
+    wrong, expected = [], dict(recorded)
+    for name, found in file_sizes(folder, expected):
         progress.check()
-        try:
-            found = (folder / name).stat().st_size
-        except OSError as error:
-            wrong.append(f"{name} cannot be read ({error.strerror})")
-        else:
-            if found != size_bytes:
-                wrong.append(f"{name} has {found} bytes, expected {size_bytes}")
+        if isinstance(found, OSError):
+            wrong.append(f"{name} cannot be read ({found.strerror})")
+        elif found != expected[name]:
+            wrong.append(f"{name} has {found} bytes, expected {expected[name]}")
     return wrong
 
 

@@ -46,6 +46,7 @@ from lightning_elastic_zero.formats.pickles import (
 from lightning_elastic_zero.storage.checksums import CHUNK_BYTES
 from lightning_elastic_zero.storage.files import PlacedView, bounded_stream
 from lightning_elastic_zero.storage.paths import open_file
+from lightning_elastic_zero.storage.stores import AnyPath
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 """What comes before a record's data: a mark, and last the lengths of two fields that follow."""
@@ -59,9 +60,13 @@ _UNREADABLE = (*DAMAGED, MemoryError)
 class RangeSource(Protocol):
     """Bytes that are read by ranges: a ``RangeFile``, or a part of a file."""
 
-    path: Path
     size_bytes: int
     bytes_read: int
+
+    @property
+    def path(self) -> AnyPath:
+        """The path, for messages."""
+        ...
 
     def read(self, start: int, stop: int) -> bytearray:
         """Return the bytes ``[start, stop)``."""
@@ -357,7 +362,7 @@ class StoredRun:
     stop: int
     """The element after the last one."""
 
-    def check_fills(self, target: torch.Tensor, where: Path) -> None:
+    def check_fills(self, target: torch.Tensor, where: AnyPath) -> None:
         """Refuse a target that the run does not fill.
 
         Raises:
@@ -711,7 +716,7 @@ class LegacyFile:
             CheckpointFormatError: it is not of ``torch.save``, or damaged.
             UnsupportedError: it needs a class that the policy does not allow.
         """
-        self.path = path
+        self.path: AnyPath = path
         self.bytes_read = path.stat().st_size
         try:
             with bounded_stream(path, progress) as stream:

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Protocol, cast
 
 import numpy as np
@@ -22,6 +21,7 @@ from lightning_elastic_zero.core.manifest import FileEntry
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import host_chunk, in_order
 from lightning_elastic_zero.storage.checksums import ChecksummedWriter
+from lightning_elastic_zero.storage.stores import AnyPath
 
 COPY_BYTES = 16 << 20
 """The most that is brought to the host at once."""
@@ -151,7 +151,7 @@ class TorchFileWriter:
     def write(
         self,
         tree: object,
-        directory: Path,
+        directory: AnyPath,
         name: str,
         *,
         save_id: str,
@@ -173,7 +173,8 @@ class TorchFileWriter:
             SaveError: the system did not take the bytes.
             ValueError: a source did not give what it promised, or its stand-in is not in the tree.
         """
-        with ChecksummedWriter(directory, name, progress) as file:
+        size_bytes = sum(feed.stop - feed.start for feed in self._feeds)
+        with ChecksummedWriter(directory, name, progress, size_bytes) as file:
             no_crc32 = ExitStack()
             # torch.save looks at the setting before it writes: it is put back at the first byte,
             # for a file that is written in the background may take minutes.

@@ -26,6 +26,7 @@ from lightning_elastic_zero.core.manifest import FileEntry
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage.paths import sync_directory
+from lightning_elastic_zero.storage.stores import AnyPath, StorePath
 
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 """Flags of ``sync_file_range``."""
@@ -174,37 +175,69 @@ def _sidecar_data(sidecar: Sidecar) -> bytes:
     return json.dumps(asdict(sidecar)).encode()
 
 
+class _LocalFile:
+    """A new file on a disk."""
+
+    def __init__(self, path: Path, progress: Progress) -> None:
+        path.parent.mkdir(exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._descriptor = os.open(path, flags, 0o666)
+        self._writeback = Writeback(self._descriptor, progress)
+
+    def write(self, part: memoryview) -> None:
+        while part.nbytes:
+            written_bytes = os.write(self._descriptor, part)
+            part = part[written_bytes:]
+            self._writeback.wrote(written_bytes)
+
+    def finish(self) -> None:
+        self._writeback.finish()
+        self.close()
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
 class ChecksummedWriter:
-    """A new binary file that computes the checksums of its chunks while it is written.
+    """A new binary file or object that computes the checksums of its chunks while it is written.
 
     Memory: one checksum per chunk. It has the methods that ``torch.save`` needs. Writes are not
     buffered, because the callers' are large.
     """
 
-    def __init__(self, directory: Path, name: str, progress: Progress = NO_PROGRESS) -> None:
+    def __init__(
+        self,
+        directory: AnyPath,
+        name: str,
+        progress: Progress = NO_PROGRESS,
+        size_bytes: int = 0,
+    ) -> None:
         """Create the file, and the folder in its name.
 
         Args:
             directory: the checkpoint's directory.
             name: the file's path in it, with forward slashes.
             progress: receives the number of bytes written.
+            size_bytes: approximate size. Object stores limit the number of parts of an upload.
 
         Raises:
             SaveError: the file exists, or cannot be created.
         """
         self.name = name
-        self.path = directory / name
+        self.path: AnyPath = directory / name
         self.size_bytes = 0
         self._progress = progress
         self._sums = bytearray()
         self._open_chunk = xxhash.xxh3_64()
         self._open_bytes = 0
-        self._descriptor = -1
         with as_save_error(self.path):
-            self.path.parent.mkdir(exist_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            self._descriptor = os.open(self.path, flags, 0o666)
-        self._writeback = Writeback(self._descriptor, progress)
+            self._file = (
+                self.path.store.writer(self.path.key, size_bytes, progress)
+                if isinstance(self.path, StorePath)
+                else _LocalFile(self.path, progress)
+            )
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Append all bytes, and return their number.
@@ -219,17 +252,11 @@ class ChecksummedWriter:
         for start in range(0, whole.nbytes, _WRITE_BYTES):
             part = flat[start : start + _WRITE_BYTES]
             self._add_sums(part)
-            self._write_all(part)
+            with as_save_error(self.path):
+                self._file.write(part)
             self.size_bytes += part.nbytes
             self._progress.advance(part.nbytes)
         return whole.nbytes
-
-    def _write_all(self, part: memoryview) -> None:
-        with as_save_error(self.path):
-            while part.nbytes:
-                written_bytes = os.write(self._descriptor, part)
-                part = part[written_bytes:]
-                self._writeback.wrote(written_bytes)
 
     def _add_sums(self, part: memoryview) -> None:
         start = 0
@@ -265,8 +292,7 @@ class ChecksummedWriter:
         if self._open_bytes:
             self._close_chunk()
         with as_save_error(self.path):
-            self._writeback.finish()
-        self.close()
+            self._file.finish()
         sidecar = Sidecar(ALGORITHM, CHUNK_BYTES, self.size_bytes, save_id, self._sums.hex())
         data = _sidecar_data(sidecar)
         write_durably(self.path.with_name(self.path.name + SUMS_SUFFIX), data)
@@ -278,9 +304,7 @@ class ChecksummedWriter:
 
     def close(self) -> None:
         """Close the file; may be called twice."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._file.close()
 
     def __enter__(self) -> ChecksummedWriter:
         """Return the writer itself."""
@@ -291,12 +315,16 @@ class ChecksummedWriter:
         self.close()
 
 
-def write_durably(path: Path, data: bytes) -> None:
-    """Create a small file, synced to disk.
+def write_durably(path: AnyPath, data: bytes) -> None:
+    """Create a small file, synced to disk, or write a small object.
 
     Raises:
-        SaveError: the file exists, or cannot be written.
+        SaveError: the file exists, or it cannot be written.
     """
+    if isinstance(path, StorePath):
+        with as_save_error(path):
+            path.store.put(path.key, data)
+        return
     with as_save_error(path), path.open("xb") as file:
         file.write(data)
         file.flush()
@@ -321,7 +349,7 @@ def replace_durably(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def as_save_error(path: Path) -> Iterator[None]:
+def as_save_error(path: AnyPath) -> Iterator[None]:
     """Raise an ``OSError`` of writing to ``path`` as a ``SaveError``.
 
     Raises:
@@ -339,6 +367,8 @@ def as_save_error(path: Path) -> Iterator[None]:
             errno.ENAMETOOLONG,
         }
         advice = "Choose another path." if is_impossible else "Check free space and permissions."
+        if isinstance(path, StorePath):
+            advice = "Check the store's credentials, endpoint and region."
         msg = (
             f"Could not write {path}: {error.strerror or error}{at}. Published checkpoints are "
             f"intact. {advice}"

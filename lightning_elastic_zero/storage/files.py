@@ -27,6 +27,7 @@ from lightning_elastic_zero.storage.checksums import (
     Sidecar,
 )
 from lightning_elastic_zero.storage.paths import open_file, read_file
+from lightning_elastic_zero.storage.stores import AnyPath, Read, StorePath
 
 READ_BYTES = 8 << 20
 """Largest read, and buffer; a multiple of ``CHUNK_BYTES``."""
@@ -46,6 +47,16 @@ SAMPLE_BYTES = 32 << 20
 CACHED_BYTES = 1 << 20
 """Bytes that are verified immediately after reading, from the processor's cache; a multiple of
 ``CHUNK_BYTES``."""
+
+MOST_REQUESTS = 32
+"""Requests to an object store under way at once for one file, of ``AHEAD_BLOCKS`` blocks."""
+
+GAP_BYTES = 4 * CHUNK_BYTES
+"""Largest gap between runs that one request to a store reads too. With ``MOST_REQUESTS`` under way
+it costs what another request costs."""
+
+SMALL_RUN_BYTES = 20 * CHUNK_BYTES
+"""Longer runs are read without the gaps around them, so that ranks read at most 5 % too much."""
 
 PlacedView: TypeAlias = tuple[int, memoryview]
 """An offset in a file, and writable memory for the bytes from there."""
@@ -81,6 +92,83 @@ def bounded_stream(path: Path, progress: Progress) -> io.BufferedReader:
     return io.BufferedReader(_BoundedFile(path, progress), CHUNK_BYTES)
 
 
+class _LocalSource:
+    """The bytes of a file on a disk."""
+
+    is_remote = False
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor, status = open_file(path)
+        self.size_bytes = status.st_size
+
+    def announce(self, blocks: Iterable[_Block]) -> None:
+        """Announce reads to the system."""
+        for start, stop, *_ in blocks:
+            with suppress(OSError, AttributeError):  # It is only an optimization.
+                os.posix_fadvise(self._descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
+
+    def read_into(self, memory: memoryview, start: int) -> int:
+        return os.preadv(self._descriptor, [memory], start)
+
+    def forget(self, blocks: Iterable[_Block]) -> None:
+        """Do nothing: the system forgets by itself."""
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class _StoreSource:
+    """The bytes of an object. Announced reads are requests under way."""
+
+    is_remote = True
+
+    def __init__(self, path: StorePath, size_bytes: int | None, progress: Progress) -> None:
+        self._path, self._progress = path, progress
+        self.size_bytes = path.store.size(path.key, progress) if size_bytes is None else size_bytes
+        self._reads: dict[int, Read] = {}
+        # The index of a file of torch.save is at its end, the pickle at its beginning.
+        tail = max(self.size_bytes - CHUNK_BYTES, 0) // CHUNK_BYTES * CHUNK_BYTES
+        ends = [(0, CHUNK_BYTES), (tail, self.size_bytes)]
+        if self.size_bytes <= GAP_BYTES:
+            ends = [(0, self.size_bytes)] if self.size_bytes else []
+        self._ends = [self._request(start, stop) for start, stop in ends]
+
+    def announce(self, blocks: Iterable[_Block]) -> None:
+        for start, stop, *_ in blocks:
+            if start not in self._reads and self._under_way(start, stop) is None:
+                self._reads[start] = self._request(start, stop)
+
+    def read_into(self, memory: memoryview, start: int) -> int:
+        read = self._under_way(start, start + 1)
+        if read is None:
+            read = self._reads[start] = self._request(start, start + memory.nbytes)
+        # Fewer bytes if the object is shorter than recorded, then none.
+        data = read.result(self._progress)[start - read.start :][: memory.nbytes]
+        memory[: data.nbytes] = data
+        if start + data.nbytes >= read.stop:
+            self._reads.pop(read.start, None)
+        return data.nbytes
+
+    def _under_way(self, start: int, stop: int) -> Read | None:
+        reads = (*self._ends, *self._reads.values())
+        return next((read for read in reads if read.start <= start and stop <= read.stop), None)
+
+    def _request(self, start: int, stop: int) -> Read:
+        return self._path.store.begin_read(self._path.key, start, stop)
+
+    def forget(self, blocks: Iterable[_Block]) -> None:
+        for start, *_ in blocks:
+            if read := self._reads.pop(start, None):
+                read.cancel()
+
+    def close(self) -> None:
+        for read in (*self._ends, *self._reads.values()):
+            read.cancel()
+        self._ends, self._reads = [], {}
+
+
 class RangeFile:
     """A file without recorded checksums, open for reading by ranges.
 
@@ -92,12 +180,15 @@ class RangeFile:
         bytes_read: the number of bytes read so far.
     """
 
-    def __init__(self, path: Path, progress: Progress = NO_PROGRESS) -> None:
+    def __init__(
+        self, path: AnyPath, progress: Progress = NO_PROGRESS, size_bytes: int | None = None
+    ) -> None:
         """Open a file.
 
         Args:
-            path: the path of a regular file.
+            path: the path of a regular file or an object.
             progress: checked after every read.
+            size_bytes: the size of an object, if it is known.
 
         Raises:
             CheckpointCorruptedError: it is missing, cannot be read, or is not a regular file.
@@ -106,18 +197,19 @@ class RangeFile:
         self.bytes_read = 0
         self._progress = progress
         self._buffer: mmap.mmap | None = None
-        self._speed = _Speed()
-        self._descriptor = -1
-        self._descriptor, self.size_bytes = self._open()
+        self._source = self._open(size_bytes)
+        self.size_bytes = self._source.size_bytes
+        self._speed = _Speed(is_slow=self._source.is_remote)
 
-    def _open(self) -> tuple[int, int]:
+    def _open(self, size_bytes: int | None) -> _LocalSource | _StoreSource:
         try:
-            descriptor, status = open_file(self.path)
+            if isinstance(self.path, StorePath):
+                return _StoreSource(self.path, size_bytes, self._progress)
+            return _LocalSource(self.path)
         except FileNotFoundError:
             self._refuse("it is missing")
         except OSError as error:
             self._refuse(f"it cannot be opened ({error.strerror})")
-        return descriptor, status.st_size
 
     def _check_block(self, block: memoryview, start: int) -> None:
         """Accept the bytes: this file has no checksums."""
@@ -152,12 +244,14 @@ class RangeFile:
         if buffer is None:
             # A mapping keeps the alignment of the file, and only used pages take up memory.
             buffer = mmap.mmap(-1, READ_BYTES)
+        gap_bytes = GAP_BYTES if self._source.is_remote else 0
+        blocks = list(_blocks(wanted, self.size_bytes, gap_bytes))
+        announced = 0
         try:
-            blocks, announced = list(_blocks(wanted, self.size_bytes)), 0
             for number, (block_start, block_stop, first, last) in enumerate(blocks):
                 if self._speed.is_slow:
-                    ahead = number + 1 + AHEAD_BLOCKS
-                    self._announce(blocks[max(number, announced) : ahead])
+                    ahead = number + self._ahead(blocks[number:])
+                    self._source.announce(blocks[max(number, announced) : ahead])
                     announced = ahead
                 while inner and _stop(inner[0]) <= block_start:
                     inner.popleft()
@@ -167,11 +261,15 @@ class RangeFile:
                 yield from _pieces(wanted[first:last], parts)
         finally:
             self._buffer = buffer
+            self._source.forget(blocks)
 
-    def _announce(self, blocks: Iterable[_Block]) -> None:
-        for start, stop, *_ in blocks:
-            with suppress(OSError, AttributeError):  # It is only an optimization.
-                os.posix_fadvise(self._descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
+    def _ahead(self, blocks: Sequence[_Block]) -> int:
+        """Return how many of the next blocks are announced, the current one included."""
+        if not self._source.is_remote:
+            return 1 + AHEAD_BLOCKS
+        sizes = (stop - start for start, stop, *_ in blocks[:MOST_REQUESTS])
+        sums = itertools.accumulate(sizes)
+        return max(sum(size <= AHEAD_BLOCKS * READ_BYTES for size in sums), 1)
 
     def _check_runs(self, runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         previous = 0
@@ -199,7 +297,9 @@ class RangeFile:
         filled, stop = start, start + memory.nbytes
         while filled < stop:
             try:
-                count = os.preadv(self._descriptor, [memory[filled - start :]], filled)
+                count = self._source.read_into(memory[filled - start :], filled)
+            except FileNotFoundError:
+                self._refuse("it is missing")
             except OSError as error:
                 self._refuse(f"its bytes [{start}, {stop}) cannot be read ({error.strerror})")
             if not count:
@@ -230,9 +330,7 @@ class RangeFile:
     def close(self) -> None:
         """Close the file; may be called twice."""
         self._buffer = None
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._source.close()
 
     def __enter__(self) -> Self:
         """Return the file itself."""
@@ -251,8 +349,8 @@ class _Speed:
             fast.
     """
 
-    def __init__(self) -> None:
-        self.is_slow = False
+    def __init__(self, *, is_slow: bool) -> None:
+        self.is_slow = is_slow
         self._size_bytes = 0
         self._seconds = 0.0
 
@@ -267,21 +365,32 @@ class _Speed:
             self.is_slow |= self._size_bytes < self._seconds * SLOW_BYTES_PER_S
 
 
-def _blocks(runs: Sequence[tuple[int, int]], size_bytes: int) -> Iterator[_Block]:
-    """Cut the chunks of runs into blocks. Runs in equal or adjacent chunks are read together."""
+def _blocks(runs: Sequence[tuple[int, int]], size_bytes: int, gap_bytes: int) -> Iterator[_Block]:
+    """Cut the chunks of runs into blocks. Runs in equal or adjacent chunks are read together.
+
+    Args:
+        runs: sorted, not empty.
+        size_bytes: size of the file.
+        gap_bytes: largest gap of unwanted bytes between short runs that a block may contain.
+    """
     first = 0
     done = 0
     while first < len(runs):
         start = max(runs[first][0] // CHUNK_BYTES * CHUNK_BYTES, done)
         limit = start + READ_BYTES
-        stop, last = start, first
-        while last < len(runs) and runs[last][0] < min(stop + CHUNK_BYTES, limit):
+        stop, last, gap = start, first, 0
+        while last < len(runs) and runs[last][0] < min(stop + gap + CHUNK_BYTES, limit):
             stop = min(max(stop, -(-runs[last][1] // CHUNK_BYTES) * CHUNK_BYTES), limit)
             last += 1
+            gap = gap_bytes if all(map(_is_short, runs[last - 1 : last + 1])) else 0
         yield start, min(stop, size_bytes), first, last
         # A run that exceeds this block continues in the next one.
         first = last if runs[last - 1][1] <= stop else last - 1
         done = stop
+
+
+def _is_short(run: tuple[int, int]) -> bool:
+    return run[1] - run[0] < SMALL_RUN_BYTES
 
 
 def _stop(place: PlacedView) -> int:
@@ -342,7 +451,7 @@ class VerifiedFile(RangeFile):
 
     def __init__(
         self,
-        directory: Path,
+        directory: AnyPath,
         record: FileEntry,
         save_id: str | None = None,
         progress: Progress = NO_PROGRESS,
@@ -358,7 +467,7 @@ class VerifiedFile(RangeFile):
         Raises:
             CheckpointCorruptedError: the file or its sidecar is missing, or does not match.
         """
-        super().__init__(directory / record.name, progress)
+        super().__init__(directory / record.name, progress, record.size_bytes)
         try:
             if self.size_bytes != record.size_bytes:
                 self._refuse(f"it has {self.size_bytes} bytes, expected {record.size_bytes}")

@@ -102,8 +102,16 @@ class ProcessIdentity:
     def read(cls, path: Path) -> ProcessIdentity | None:
         """Read an identity; None if the file is missing or invalid."""
         try:
-            owner = from_json(cls, load_json(path.read_bytes()))
-        except (OSError, ValueError, TypeError):
+            return cls.from_bytes(path.read_bytes())
+        except OSError:
+            return None
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> ProcessIdentity | None:
+        """Return the identity in the content of a file; None if it is invalid."""
+        try:
+            owner = from_json(cls, load_json(data))
+        except (ValueError, TypeError):
             return None
         # This library writes no names that lead out of the directory.
         return owner if os.path.basename(owner.target) == owner.target else None  # noqa: PTH119

@@ -38,7 +38,7 @@ RECOVERY_SCRIPT = "zero_to_fp32.py"
 
 _FILES_OF_EVERY_SAVE = (MANIFEST_NAME, LATEST, RECOVERY_SCRIPT)
 
-_WRITTEN = re.compile(
+WRITTEN = re.compile(
     rf"{MANIFEST_NAME}|{LATEST}|{RECOVERY_SCRIPT}|"
     rf"{re.escape(TOKEN_PREFIX)}[0-9A-Za-z-]+|{re.escape(TABLE_PREFIX)}[a-z]+|{TAG}/(?:"
     r"(?:bf16_)?zero_pp_rank_\d+_mp_rank_00_optim_states\.pt|"
@@ -86,7 +86,7 @@ def classify_files(path: Path, *, hidden: bool = False) -> FileOwnership:
     recorded = _recorded(path)
     sizes, problem = recorded.sizes, recorded.problem
     ours, ignorable, foreign = [], [], []
-    is_written = _WRITTEN.fullmatch if hidden and problem else None
+    is_written = WRITTEN.fullmatch if hidden and problem else None
     for name, status in _files(path):
         is_file = stat.S_ISREG(status.st_mode)
         if is_file and (
@@ -152,7 +152,7 @@ def remove_own_files(path: Path, progress: Progress, *, hidden: bool = False) ->
 
 
 @dataclass(frozen=True, slots=True)
-class _Recorded:
+class RecordedFiles:
     """The files that a manifest names."""
 
     sizes: dict[str, int | None] = field(default_factory=dict)
@@ -162,22 +162,30 @@ class _Recorded:
     """What is wrong with the manifest; empty if it is valid."""
 
 
-def _recorded(path: Path) -> _Recorded:
+def _recorded(path: Path) -> RecordedFiles:
     """Read a manifest, without verifying it: a changed name or size matches no file."""
     try:
         # A pipe is read without waiting, and is empty.
         with open(path / MANIFEST_NAME, "rb", opener=open_descriptor) as file:
-            manifest = load_json(file.read())
-        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-            return _Recorded(problem=f"its {MANIFEST_NAME} was written by other software")
-        files = {str(row["name"]): int(row["size_bytes"]) for row in manifest["files"]}
+            return recorded_files(file.read())
     except (FileNotFoundError, NotADirectoryError):
-        return _Recorded(problem=f"it has no {MANIFEST_NAME}")
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
-        return _Recorded(problem=f"its {MANIFEST_NAME} is damaged")
+        return RecordedFiles(problem=f"it has no {MANIFEST_NAME}")
+    except OSError:
+        return RecordedFiles(problem=f"its {MANIFEST_NAME} is damaged")
+
+
+def recorded_files(data: bytes) -> RecordedFiles:
+    """Return the files that the text of a manifest names, without verifying it."""
+    try:
+        manifest = load_json(data)
+        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+            return RecordedFiles(problem=f"its {MANIFEST_NAME} was written by other software")
+        files = {str(row["name"]): int(row["size_bytes"]) for row in manifest["files"]}
+    except (ValueError, KeyError, TypeError, OverflowError):
+        return RecordedFiles(problem=f"its {MANIFEST_NAME} is damaged")
     sizes: dict[str, int | None] = dict.fromkeys(_FILES_OF_EVERY_SAVE)
     sizes.update(dict.fromkeys(f"{name}{SUMS_SUFFIX}" for name in files))
-    return _Recorded({**sizes, **files}, manifest.get("weights_only") is True)
+    return RecordedFiles({**sizes, **files}, manifest.get("weights_only") is True)
 
 
 def _files(path: Path) -> Iterator[tuple[str, os.stat_result]]:
@@ -262,7 +270,7 @@ def _names_missing_sibling(link: Path) -> bool:
 def _directory(path: Path) -> ExistingTarget:
     contents = classify_files(path)
     if not contents.problem:
-        return ExistingTarget("checkpoint", _foreign_files_reason(contents.foreign))
+        return ExistingTarget("checkpoint", foreign_files_reason(contents.foreign))
     if not contents.foreign:
         return ExistingTarget("empty")
     what = f"is not a checkpoint of this library ({contents.problem}): {_described(path)}"
@@ -369,7 +377,7 @@ def delete_checkpoint(path: Path, progress: Progress = NO_PROGRESS) -> str:
         return "is an empty directory, not a checkpoint"
     remove_interrupted_deletions(path.parent, progress)
     renamed = rename_for_deletion(path)
-    if refusal_reason := _foreign_files_reason(classify_files(renamed).foreign):
+    if refusal_reason := foreign_files_reason(classify_files(renamed).foreign):
         # A file was added between the inspection and the rename.
         renamed.rename(path)
         return refusal_reason
@@ -394,7 +402,7 @@ def remove_interrupted_deletions(parent: Path, progress: Progress = NO_PROGRESS)
     ]
     for path in found:
         with suppress(OSError):
-            if refusal_reason := _foreign_files_reason(classify_files(path, hidden=True).foreign):
+            if refusal_reason := foreign_files_reason(classify_files(path, hidden=True).foreign):
                 _keep_under_visible_name(path, None, refusal_reason)
             else:
                 remove_own_files(path, progress, hidden=True)
@@ -427,7 +435,7 @@ def remove_hidden(
     if path.is_symlink() or not path.is_dir():
         refusal_reason = inspect_target(path).refusal_reason
     else:
-        refusal_reason = _foreign_files_reason(classify_files(path, hidden=unfinished).foreign)
+        refusal_reason = foreign_files_reason(classify_files(path, hidden=unfinished).foreign)
     if refusal_reason:
         _keep_under_visible_name(path, known_as, refusal_reason)
     elif path.is_symlink():
@@ -448,7 +456,8 @@ def _keep_under_visible_name(path: Path, known_as: Path | None, refusal_reason: 
     _log.warning("The replaced %s was kept as %s: it %s.", known_as, kept, refusal_reason)
 
 
-def _foreign_files_reason(foreign: tuple[str, ...]) -> str:
+def foreign_files_reason(foreign: tuple[str, ...]) -> str:
+    """Return why files of others prevent a replacement or deletion; empty without files."""
     if not foreign:
         return ""
     names = format_names(foreign, MOST_NAMED)

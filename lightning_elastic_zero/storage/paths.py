@@ -9,6 +9,7 @@ import stat
 from pathlib import Path
 
 from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.storage.stores import SCHEMES, AnyPath, StorePath
 
 _URL = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+)://")
 
@@ -21,22 +22,42 @@ NO_ENTRY = {
 _NOT_FOR_DIRECTORIES = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES}
 
 
-def check_local_path(path: str | os.PathLike[str]) -> Path:
+def parse_path(path: str | os.PathLike[str] | StorePath) -> AnyPath:
+    """Return the path that a URL or an absolute or relative path names; links are not resolved.
+
+    Raises:
+        UnsupportedError: it is a URL of an unsupported kind, or without a bucket.
+    """
+    if isinstance(path, StorePath):
+        return path
+    text = os.fspath(path)
+    url = _URL.match(text)
+    if url is None or url[1].lower() == "file":
+        local = text[url.end() :] if url is not None else text
+        return Path(os.path.abspath(local))  # noqa: PTH100 - Path.absolute() would keep ".."
+    scheme = url[1].lower()
+    parts = [part for part in text[url.end() :].split("/") if part not in {"", "."}]
+    if scheme not in SCHEMES or not parts or ".." in parts:
+        known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+        msg = (
+            f"{text} is not supported. Choose a path on a file system that all ranks share, or a "
+            f"URL that begins with {known} and a bucket, without '..'"
+        )
+        raise UnsupportedError(msg)
+    return StorePath(f"{scheme}://{parts[0]}", "/".join(parts[1:]))
+
+
+def check_local_path(path: str | os.PathLike[str] | StorePath) -> Path:
     """Return the absolute path, without resolving links.
 
     Raises:
-        UnsupportedError: it is a URL of remote storage.
+        UnsupportedError: it is a URL of an object store.
     """
-    text = os.fspath(path)
-    url = _URL.match(text)
-    if url is not None and url[1].lower() != "file":
-        msg = (
-            f"{text} is remote storage, which is not supported yet. Choose a path on a file "
-            "system that all ranks share, and copy checkpoints from there."
-        )
+    location = parse_path(path)
+    if isinstance(location, StorePath):
+        msg = f"{location} is in an object store. Choose a path on a file system"
         raise UnsupportedError(msg)
-    local = text[url.end() :] if url is not None else text
-    return Path(os.path.abspath(local))  # noqa: PTH100 - Path.absolute() would keep ".."
+    return location
 
 
 def real_path(path: str | os.PathLike[str]) -> Path:
@@ -98,11 +119,13 @@ def open_file(path: Path) -> tuple[int, os.stat_result]:
     return descriptor, status
 
 
-def read_file(path: Path) -> bytes:
-    """Read a small file.
+def read_file(path: AnyPath) -> bytes:
+    """Read a small file or object.
 
     Raises:
         OSError: it cannot be read, or is not a regular file.
     """
+    if isinstance(path, StorePath):
+        return path.store.get(path.key)[0]
     with os.fdopen(open_file(path)[0], "rb") as file:
         return file.read()

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
+from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage.checksums import SUMS_SUFFIX, as_save_error, write_durably
@@ -33,6 +34,7 @@ from lightning_elastic_zero.storage.owners import (
     touch_regularly,
 )
 from lightning_elastic_zero.storage.ownership import (
+    TAG,
     inspect_target,
     is_checkpoint,
     remove_hidden,
@@ -183,7 +185,10 @@ class StagedDirectory(_HiddenDirectory):
     Attributes:
         path: the directory in which the files are written.
         target: their path after publication.
+        prefix: what the names of files in the manifest begin with.
     """
+
+    prefix = ""
 
     def __init__(self, target: Path, save_id: str) -> None:
         """Choose the names; nothing is done on disk."""
@@ -205,10 +210,20 @@ class StagedDirectory(_HiddenDirectory):
             with as_save_error(target):
                 _check_still_replaceable(target)
             staged._make()
+            with as_save_error(target):
+                (staged.path / TAG).mkdir()
         except BaseException:
             staged.abandon()
             raise
         return staged
+
+    def seal(self, manifest: bytes) -> None:
+        """Write the manifest, after all other files.
+
+        Raises:
+            SaveError: it cannot be written.
+        """
+        write_durably(self.path / MANIFEST_NAME, manifest)
 
     def sync(self, progress: Progress = NO_PROGRESS) -> None:
         """Flush the names of all files to disk, before ``publish``.

@@ -20,6 +20,7 @@ from pathlib import Path
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import ElasticZeroError, SaveError
 from lightning_elastic_zero.storage.checksums import as_save_error
+from lightning_elastic_zero.storage.stores import AnyPath, StorePath
 
 TOKEN_PREFIX, TABLE_PREFIX = ".seen-", ".compared-"
 """Prefixes of the names of tokens and tables, in directories of this library."""
@@ -28,7 +29,7 @@ _POLL_S = 0.1
 
 
 def await_shared(
-    directory: Path,
+    directory: AnyPath,
     name: str,
     is_whole: Callable[[bytes], bool] = lambda _: True,
     wait_s: float = 10.0,
@@ -55,30 +56,37 @@ def await_shared(
             msg = (
                 f"{directory}: {socket.gethostname()} does not see the file {name} that rank "
                 f"{writer} wrote there, after {wait_s:g} s. Save on a file system that all "
-                "machines share, under the same path on each."
+                "machines share, under the same path on each, or to an object store."
             )
             raise SaveError(msg)
         time.sleep(_POLL_S)
 
 
-def leave_shared(directory: Path, name: str, data: bytes = b"") -> None:
+def leave_shared(directory: AnyPath, name: str, data: bytes = b"") -> None:
     """Write a file for the other ranks, until ``remove_shared``.
 
     Raises:
         SaveError: the file exists, or cannot be written.
     """
     path = directory / name
-    with as_save_error(path), path.open("xb") as file:
-        file.write(data)
+    with as_save_error(path):
+        if isinstance(path, StorePath):
+            path.store.put(path.key, data)
+            return
+        with path.open("xb") as file:
+            file.write(data)
 
 
-def remove_shared(directory: Path, *names: str) -> None:
+def remove_shared(directory: AnyPath, *names: str) -> None:
     """Remove files of ``leave_shared``, where they exist.
 
     Raises:
         SaveError: one cannot be removed.
     """
     try:
+        if isinstance(directory, StorePath):
+            directory.store.delete([(directory / name).key for name in names])
+            return
         for name in names:
             (directory / name).unlink(missing_ok=True)
     except OSError as error:
@@ -86,7 +94,9 @@ def remove_shared(directory: Path, *names: str) -> None:
         raise SaveError(msg) from error
 
 
-def _read(path: Path) -> bytes | None:
+def _read(path: AnyPath) -> bytes | None:
+    if isinstance(path, StorePath):
+        return path.store.get(path.key)[0]
     # Opening a directory makes a network file system ask its server. A lookup of the name may be
     # answered from a cache for up to a minute.
     with os.scandir(path.parent.parent), os.scandir(path.parent) as entries:

@@ -137,7 +137,11 @@ def convert_checkpoint(
 
 
 def _check_options(to: str, options: ConvertOptions) -> None:
-    """Refuse a ``dtype`` or ``optimizer`` that contradicts the target."""
+    """Refuse a ``dtype`` or ``optimizer`` that contradicts the target.
+
+    Raises:
+        UnsupportedError: one does.
+    """
     msg = ""
     if to in DTYPES and options.dtype not in {None, to}:
         other = options.dtype if options.dtype in TARGETS else "safetensors"
@@ -198,8 +202,9 @@ def write_universal(
 ) -> None:
     """Write a folder for ``engine.load_checkpoint`` with ``load_universal``.
 
-    Raises UnsupportedError if a parameter's name cannot name a folder, or a group has several
-    steps.
+    Raises:
+        CheckpointFormatError: a step count is not finite.
+        UnsupportedError: a parameter's name cannot name a folder, or a group has several steps.
     """
     options.check_whole("a Universal Checkpoint")
     check_optimizer(checkpoint, options)
@@ -509,7 +514,11 @@ def _elastic_manifest(
 
 
 def _elastic_progress(checkpoint: OpenCheckpoint) -> TrainingProgress:
-    """Return the run's progress; without counters, the optimizer's step count."""
+    """Return the run's progress; without counters, the optimizer's step count.
+
+    Raises:
+        CheckpointFormatError: a step count is not finite.
+    """
     found = checkpoint.manifest.progress
     if checkpoint.reader.info.has_counters:
         return found

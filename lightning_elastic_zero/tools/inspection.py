@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from lightning_elastic_zero.core.manifest import (
@@ -25,6 +24,7 @@ from lightning_elastic_zero.errors import (
     UnsupportedError,
 )
 from lightning_elastic_zero.formats.deepspeed_tags import describe_missing_latest
+from lightning_elastic_zero.storage.checkpoints import file_sizes
 from lightning_elastic_zero.tools.view import OpenCheckpoint, holds_whole_tensors, open_view
 
 MAX_DEVICES = 4096
@@ -233,15 +233,9 @@ def _state_itemsize(group: Group | None) -> int:
 
 def _files(checkpoint: OpenCheckpoint) -> Iterator[FileReport]:
     reader = checkpoint.reader
-    for name in reader.names():
-        yield FileReport(name, _size(reader.files.folder / name), reader.recorded_bytes(name))
-
-
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None
+    for name, size_bytes in file_sizes(reader.files.folder, reader.names()):
+        found = None if isinstance(size_bytes, OSError) else size_bytes
+        yield FileReport(name, found, reader.recorded_bytes(name))
 
 
 def device_counts(global_batch_size: int) -> list[int]:

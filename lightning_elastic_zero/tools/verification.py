@@ -21,8 +21,15 @@ from lightning_elastic_zero.formats.dcp_read import is_dcp
 from lightning_elastic_zero.formats.deepspeed_tags import describe_missing_latest, is_deepspeed
 from lightning_elastic_zero.formats.open import MARKS, looks_like_checkpoint
 from lightning_elastic_zero.formats.open_files import foreign_files
+from lightning_elastic_zero.storage.checkpoints import exists
 from lightning_elastic_zero.storage.ownership import TAG
-from lightning_elastic_zero.storage.paths import check_local_path, open_file, real_path
+from lightning_elastic_zero.storage.paths import (
+    check_local_path,
+    open_file,
+    parse_path,
+    real_path,
+)
+from lightning_elastic_zero.storage.stores import AnyPath, StorePath
 from lightning_elastic_zero.tools.view import open_view, run_parts
 
 DAMAGE = (CheckpointCorruptedError, CheckpointFormatError)
@@ -94,15 +101,17 @@ def verify_checkpoint(
             if rounded:
                 run_parts(_masters_of(path, count), threads)
     except DAMAGE as error:
-        if not kind and not _may_be_checkpoint(Path(path)):
+        if not kind and not _may_be_checkpoint(parse_path(path)):
             raise
         problem = str(error)
     seconds = time.monotonic() - began
     return Verification(str(path), kind, steps, problem, rounded, count.total(), seconds, note)
 
 
-def _may_be_checkpoint(path: Path) -> bool:
+def _may_be_checkpoint(path: AnyPath) -> bool:
     """Whether the path may be a damaged checkpoint, as opposed to a mistyped path."""
+    if isinstance(path, StorePath):
+        return exists(path)
     if path.is_dir():
         if path.name == TAG and (path.parent / MANIFEST_NAME).is_file():
             return False  # The inside of a checkpoint.
@@ -194,7 +203,11 @@ def newest_sound_checkpoint(
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the possible checkpoints in a folder, newest first, each once under its real path."""
+    """Return the possible checkpoints in a folder, newest first, each once under its real path.
+
+    Raises:
+        CheckpointNotFoundError: the folder does not exist.
+    """
     try:
         entries = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
     except OSError as error:

@@ -37,13 +37,19 @@ from lightning_elastic_zero.storage.checksums import (
 )
 from lightning_elastic_zero.storage.files import READ_BYTES, VerifiedFile
 from lightning_elastic_zero.storage.leftovers import repair_target
-from lightning_elastic_zero.storage.paths import check_local_path, existing_path, real_path
+from lightning_elastic_zero.storage.paths import (
+    check_local_path,
+    existing_path,
+    parse_path,
+    real_path,
+)
 from lightning_elastic_zero.storage.shared import (
     TABLE_PREFIX,
     TOKEN_PREFIX,
     await_shared,
     remove_shared,
 )
+from lightning_elastic_zero.storage.stores import StorePath
 from tests.support.processes import PROMPT_TIMEOUT_S
 
 SAVE_ID = "5a7e"
@@ -451,9 +457,25 @@ class TestDamage:
 class TestPlaces:
     @pytest.mark.parametrize("url", ["s3://bucket/x.ckpt", "gs://b", "memory://m", "s3a+x.y://b"])
     def test_remote_storage_is_refused_by_name(self, url: str) -> None:
-        """A remote address is refused, naming it and what to do instead."""
+        """Where only a local path will do, a URL is refused by name."""
         with pytest.raises(UnsupportedError, match=f"{url} .*Choose a path".replace("+", r"\+")):
             check_local_path(url)
+
+    def test_urls_are_normalized(self) -> None:
+        """A URL becomes its bucket and its key; it is not a local path."""
+        path = parse_path("S3://bucket//run/./step=1.ckpt/")
+        assert path == StorePath("s3://bucket", "run/step=1.ckpt")
+        assert str(path / "manifest.json") == "s3://bucket/run/step=1.ckpt/manifest.json"
+        assert (path.name, path.stem, path.suffix) == ("step=1.ckpt", "step=1", ".ckpt")
+        assert path.with_name("last.ckpt").parent == path.parent == StorePath("s3://bucket", "run")
+        with pytest.raises(TypeError):
+            os.fspath(path)  # type: ignore[call-overload]
+
+    @pytest.mark.parametrize("url", ["http://host/x", "hdfs://a/b", "s3://", "s3://bucket/../x"])
+    def test_other_urls_are_refused(self, url: str) -> None:
+        """The message lists the supported schemes."""
+        with pytest.raises(UnsupportedError, match=r"is not supported.*s3://, gs://, az://"):
+            parse_path(url)
 
     def test_local_paths_become_absolute(self, tmp_path: Path) -> None:
         """A local path, as text or as a file address, becomes absolute; links stay."""

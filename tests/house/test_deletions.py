@@ -65,10 +65,6 @@ PLACES: dict[tuple[str, str, str], str] = {
     # `latest`, a pointer by DeepSpeed's convention; what it names stays.
     ("storage/checksums.py", "replace_durably", "new.replace"): LATEST_FILE,
     ("storage/checksums.py", "replace_durably", "new.unlink"): LATEST_FILE,
-    # Into the staging directory, which this process has just made.
-    ("checkpoint/save.py", "_complete", "shutil.copyfile"): (
-        RACES + "test_abandoning_leaves_what_is_not_of_the_save"
-    ),
     # -- exports: under a hidden name that only the process knows which made it
     ("storage/publish.py", "drop_sums", "path.unlink"): EXPORTS + "nothing_left",
     ("storage/publish.py", "publish", "self.path.rename"): CAME_TO_EXPORT,

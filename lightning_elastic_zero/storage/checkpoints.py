@@ -1,0 +1,213 @@
+"""Checkpoints at any location: the one place that selects between a disk and an object store."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+from lightning_elastic_zero.core.manifest import MANIFEST_NAME
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
+from lightning_elastic_zero.storage import leftovers, ownership, store_checkpoints
+from lightning_elastic_zero.storage.ownership import ExistingTarget
+from lightning_elastic_zero.storage.paths import existing_path, real_path
+from lightning_elastic_zero.storage.publish import StagedDirectory, staging_path
+from lightning_elastic_zero.storage.store_checkpoints import StagedObjects
+from lightning_elastic_zero.storage.stores import AnyPath, StorePath
+
+Staged: TypeAlias = "StagedDirectory | StagedObjects"
+"""A checkpoint being written, on rank 0."""
+
+
+# -- paths ---------------------------------------------------------------------------------------
+
+
+def resolved(path: AnyPath) -> AnyPath:
+    """Return the path behind links; of a missing one, the path as far as it can be resolved."""
+    return store_checkpoints.follow_links(path) if isinstance(path, StorePath) else real_path(path)
+
+
+def resolved_if_exists(path: AnyPath) -> AnyPath:
+    """Return the path behind links. A missing one is unchanged, so that errors name it."""
+    if isinstance(path, StorePath):
+        return store_checkpoints.follow_links(path)
+    return existing_path(path)
+
+
+def exists(path: AnyPath) -> bool:
+    """Whether something is at a path; links are followed."""
+    if isinstance(path, StorePath):
+        return store_checkpoints.read_commit(store_checkpoints.follow_links(path)) is not None
+    return path.exists()
+
+
+def has_entry(path: AnyPath) -> bool:
+    """Whether a path has an entry, which may be a link to something missing."""
+    if isinstance(path, StorePath):
+        return store_checkpoints.inspect_target(path).kind != "nothing"
+    return os.path.lexists(path)
+
+
+def is_link(path: AnyPath) -> bool:
+    """Whether a path is a link."""
+    if isinstance(path, StorePath):
+        commit = store_checkpoints.read_commit(path)
+        return commit is not None and bool(commit.linked_to)
+    return path.is_symlink()
+
+
+def siblings(path: AnyPath) -> Iterator[AnyPath]:
+    """Yield the other visible entries of a path's folder."""
+    if isinstance(path, StorePath):
+        yield from (each for each in store_checkpoints.siblings(path) if each.name[0] != ".")
+    else:
+        entries = path.parent.iterdir()
+        # A hidden one is being written or deleted.
+        yield from (each for each in entries if each != path and each.name[0] != ".")
+
+
+def file_sizes(folder: AnyPath, names: Iterable[str]) -> Iterator[tuple[str, int | OSError]]:
+    """Yield the name of each file in a folder with its size, or the error of looking at it."""
+    if isinstance(folder, StorePath):
+        found = store_checkpoints.file_sizes(folder)
+        missing = FileNotFoundError(errno.ENOENT, "there is no such object")
+        yield from ((name, found.get(name, missing)) for name in names)
+    else:
+        yield from ((name, _size(folder / name)) for name in names)
+
+
+def _size(path: Path) -> int | OSError:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        return error
+
+
+# -- checkpoints ---------------------------------------------------------------------------------
+
+
+def is_checkpoint(path: AnyPath) -> bool:
+    """Whether a checkpoint of this library is at a path; other files do not matter."""
+    if isinstance(path, StorePath):
+        return store_checkpoints.is_checkpoint(path)
+    return ownership.is_checkpoint(path)
+
+
+def can_replace(other: AnyPath, path: AnyPath) -> bool:
+    """See ``ownership.can_replace``."""
+    if isinstance(other, StorePath) and isinstance(path, StorePath):
+        return store_checkpoints.can_replace(other, path)
+    if isinstance(other, StorePath) or isinstance(path, StorePath):
+        return False
+    return ownership.can_replace(other, path)
+
+
+def has_link(path: AnyPath) -> bool:
+    """Whether a link next to a checkpoint leads to it."""
+    real = resolved(path)
+    # Of a hidden one, a killed process may have left it: siblings leaves those out.
+    return any(is_link(entry) and resolved(entry) == real for entry in siblings(path))
+
+
+def identity(path: AnyPath) -> object:
+    """Return what distinguishes a checkpoint from a later one at its path; None if it is missing.
+
+    Raises:
+        OSError: it is not accessible.
+    """
+    if isinstance(path, StorePath):
+        commit = store_checkpoints.read_commit(path)
+        return commit and commit.identity
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def published_ns(*paths: AnyPath) -> int:
+    """Return when the manifest of a checkpoint, or else a folder or link, was written."""
+    first = paths[0]
+    if isinstance(first, StorePath):
+        commit = store_checkpoints.read_commit(first)
+        return int(commit.modified.timestamp() * 1e9) if commit else 0
+    for there in (first / MANIFEST_NAME, *paths):
+        try:
+            return there.lstat().st_mtime_ns  # type: ignore[union-attr] # all of one kind
+        except OSError:
+            continue
+    return 0
+
+
+def inspect_target(path: AnyPath) -> ExistingTarget:
+    """Return what exists at a path.
+
+    Raises:
+        OSError: it is not accessible.
+    """
+    if isinstance(path, StorePath):
+        return store_checkpoints.inspect_target(path)
+    return ownership.inspect_target(path)
+
+
+def delete_checkpoint(path: AnyPath, progress: Progress = NO_PROGRESS) -> str:
+    """See ``ownership.delete_checkpoint``."""
+    if isinstance(path, StorePath):
+        return store_checkpoints.delete_checkpoint(path, progress)
+    return ownership.delete_checkpoint(path, progress)
+
+
+def make_link(target: AnyPath, link: AnyPath, progress: Progress = NO_PROGRESS) -> None:
+    """Make a link to a checkpoint in one step.
+
+    Raises:
+        SaveError: it could not be made, and is unchanged.
+    """
+    if isinstance(target, StorePath) and isinstance(link, StorePath):
+        store_checkpoints.make_link(target, link, progress)
+    elif isinstance(target, Path) and isinstance(link, Path):
+        leftovers.make_link(target, link, progress)
+
+
+# -- saving --------------------------------------------------------------------------------------
+
+
+def prepare_target(target: AnyPath, below: str) -> None:
+    """Restore a target that a crash left missing, and refuse one that must not be replaced.
+
+    Raises:
+        SaveError: see ``ownership.check_replaceable``.
+    """
+    if isinstance(target, StorePath):
+        store_checkpoints.check_replaceable(target)
+        return
+    leftovers.repair_target(target)
+    ownership.check_replaceable(target, below)
+
+
+def repair_target(target: AnyPath) -> None:
+    """Restore a target that a crash between two renames left missing."""
+    if isinstance(target, Path):
+        leftovers.repair_target(target)
+
+
+def stage(target: AnyPath, save_id: str, progress: Progress = NO_PROGRESS) -> Staged:
+    """Remove leftovers of killed saves, and begin to write a checkpoint; on rank 0.
+
+    Raises:
+        SaveError: it cannot be written, or the target must not be replaced.
+    """
+    if isinstance(target, StorePath):
+        return StagedObjects.create(target, save_id)
+    if target.parent.is_dir():
+        leftovers.remove_leftovers(target.parent, progress)
+    return StagedDirectory.create(target, save_id)
+
+
+def staged_folder(target: AnyPath, save_id: str) -> AnyPath:
+    """Return the folder or prefix in which the files of a save are written."""
+    if isinstance(target, StorePath):
+        return target / save_id
+    return staging_path(target, save_id)

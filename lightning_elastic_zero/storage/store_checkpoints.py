@@ -1,0 +1,458 @@
+"""Checkpoints in an object store.
+
+::
+
+    <parent>/<name>/manifest.json           the commit: a manifest, or a link to another name
+    <parent>/<name>/<save id>/...           the files of a save
+    <parent>/.zero-owner-<save id>.json     the process that writes it; touched every minute
+
+A save writes its files first. Then one conditional write of ``manifest.json`` publishes it: it
+succeeds only if the object is still what it was when the save began. So readers see the old
+checkpoint or the new one, of two saves to one name only one succeeds, and a killed save leaves
+objects that no manifest names.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from lightning_elastic_zero.core.manifest import FORMAT, MANIFEST_NAME, load_json
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
+from lightning_elastic_zero.core.text import format_names
+from lightning_elastic_zero.errors import SaveError
+from lightning_elastic_zero.storage.checksums import as_save_error
+from lightning_elastic_zero.storage.owners import PeriodicThread, ProcessIdentity, new_id
+from lightning_elastic_zero.storage.ownership import (
+    MOST_NAMED,
+    WRITTEN,
+    ExistingTarget,
+    foreign_files_reason,
+    recorded_files,
+)
+from lightning_elastic_zero.storage.publish import OWNER_PREFIX
+from lightning_elastic_zero.storage.stores import Store, StoredObject, StorePath, Version
+
+LINK_FORMAT = "lightning_elastic_zero.link"
+"""``format`` of a ``manifest.json`` that is a link."""
+
+TOUCH_INTERVAL_S = 60.0
+"""Interval at which a working process writes its owner object again."""
+
+_MOST_LINKS = 8
+"""Links that are followed from one to the next."""
+
+_SAVE_ID = re.compile("[0-9a-f]{32}")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The content of ``manifest.json``."""
+
+    data: bytes
+    version: Version
+    modified: datetime
+    save_id: str = ""
+    """Of a checkpoint."""
+    linked_to: str = ""
+    """Of a link: a name in the same folder, or a URL."""
+    problem: str = ""
+    """Why it is neither; empty if it is one."""
+
+    @property
+    def identity(self) -> str:
+        """Differs from that of any other save or link under the same name."""
+        return self.save_id or self.linked_to or "other"
+
+
+def read_commit(path: StorePath, progress: Progress = NO_PROGRESS) -> Commit | None:
+    """Return the commit of a name; None if there is none.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        found = path.store.get((path / MANIFEST_NAME).key, progress)
+    except FileNotFoundError:
+        return None
+    try:
+        content: Any = load_json(found[0])
+    except ValueError:
+        return Commit(*found, problem=f"its {MANIFEST_NAME} is damaged")
+    kind = content.get("format") if isinstance(content, dict) else None
+    if kind == LINK_FORMAT and isinstance(content.get("target"), str):
+        return Commit(*found, linked_to=content["target"])
+    if kind == FORMAT and isinstance(content.get("save_id"), str):
+        return Commit(*found, save_id=content["save_id"])
+    return Commit(*found, problem=f"its {MANIFEST_NAME} was written by other software")
+
+
+def follow_links(path: StorePath) -> StorePath:
+    """Follow links; a name that is none is returned as it is.
+
+    Raises:
+        OSError: the store cannot be read.
+    """
+    for _ in range(_MOST_LINKS):
+        commit = read_commit(path)
+        if commit is None or not commit.linked_to:
+            return path
+        path = _target_of(path, commit.linked_to)
+    return path
+
+
+def _target_of(link: StorePath, text: str) -> StorePath:
+    root, _, key = text.rpartition("://")[2].partition("/")
+    if "://" in text:
+        return StorePath(f"{text.partition('://')[0]}://{root}", key)
+    return link.with_name(text)
+
+
+def is_checkpoint(path: StorePath) -> bool:
+    """Whether a name, or what it links to, is a checkpoint of this library."""
+    with suppress(OSError):
+        commit = read_commit(follow_links(path))
+        return commit is not None and bool(commit.save_id)
+    return False
+
+
+def can_replace(other: StorePath, path: StorePath) -> bool:
+    """See ``ownership.can_replace``."""
+    theirs, mine = read_commit(other), read_commit(path)
+    if theirs is None or not theirs.save_id:
+        return False
+    there = recorded_files(theirs.data)
+    if there.problem or (
+        there.weights_only and not (mine and recorded_files(mine.data).weights_only)
+    ):
+        return False
+    sizes = file_sizes(other)
+    return all(sizes.get(name) == size for name, size in there.sizes.items() if size is not None)
+
+
+def file_sizes(path: StorePath) -> dict[str, int]:
+    """Return the sizes of all objects below a path, by their names relative to it."""
+    return {_below(path, found): found.size_bytes for found in path.store.objects_below(path.key)}
+
+
+def _below(path: StorePath, found: StoredObject) -> str:
+    return found.key.removeprefix(f"{path.key}/" if path.key else "")
+
+
+def siblings(path: StorePath) -> list[StorePath]:
+    """Return the other names in a path's folder that have objects below them."""
+    names, _ = path.store.entries(path.parent.key)
+    return [path.with_name(name) for name in names if name != path.name]
+
+
+# -- replacement and deletion --------------------------------------------------------------------
+
+
+def inspect_target(path: StorePath) -> ExistingTarget:
+    """Return what exists under a name.
+
+    Raises:
+        OSError: the store cannot be read.
+    """
+    if not path.key:
+        return ExistingTarget("other", "is a bucket, expected a path in it")
+    commit = read_commit(path)
+    if commit is not None and commit.problem:
+        return ExistingTarget("other", f"is not a checkpoint of this library ({commit.problem})")
+    if commit is not None and commit.linked_to:
+        return ExistingTarget("link")
+    foreign = [name for name in file_sizes(path) if not _is_ours(name)]
+    if commit is not None:
+        return ExistingTarget("checkpoint", foreign_files_reason(tuple(foreign)))
+    with suppress(FileNotFoundError):
+        path.store.size(path.key)
+        return ExistingTarget("other", "is an object that this library did not write")
+    if foreign:
+        names = format_names(sorted(foreign), MOST_NAMED)
+        what = f"is not a checkpoint of this library (it has no {MANIFEST_NAME}): it contains"
+        return ExistingTarget("other", f"{what} {names}")
+    return ExistingTarget("nothing")
+
+
+def check_replaceable(target: StorePath) -> None:
+    """Refuse a target that contains objects of others.
+
+    Raises:
+        SaveError: a checkpoint must not replace it.
+    """
+    try:
+        why = inspect_target(target).refusal_reason
+    except OSError as error:
+        msg = f"{target} is not accessible: {error.strerror or error}. Nothing was written."
+        raise SaveError(msg) from error
+    if why:
+        msg = f"{target} {why}. Nothing was written. Save under another name."
+        raise SaveError(msg)
+
+
+def _is_ours(name: str) -> bool:
+    save_id, _, file = name.partition("/")
+    if not file:
+        return name == MANIFEST_NAME
+    return bool(_SAVE_ID.fullmatch(save_id) and WRITTEN.fullmatch(file))
+
+
+def delete_checkpoint(path: StorePath, progress: Progress = NO_PROGRESS) -> str:
+    """Delete a checkpoint or a link; see ``ownership.delete_checkpoint``."""
+    existing, commit = inspect_target(path), read_commit(path)
+    if existing.refusal_reason or commit is None:
+        return existing.refusal_reason
+    # First, so that it is never taken for a whole one.
+    path.store.delete([(path / MANIFEST_NAME).key], progress)
+    if commit.save_id:
+        _delete_files(path, commit.save_id, progress)
+    return ""
+
+
+def _delete_files(path: StorePath, save_id: str, progress: Progress) -> None:
+    """Delete the objects of one save, and nothing else."""
+    if not _SAVE_ID.fullmatch(save_id):
+        return
+    found = path.store.objects_below((path / save_id).key, progress)
+    ours = [each.key for each in found if _is_ours(_below(path, each))]
+    path.store.delete(ours, progress)
+    if others := sorted({each.key for each in found}.difference(ours)):
+        names = format_names(others, MOST_NAMED)
+        _log.warning("%s was removed, but not objects of others below it: %s", path, names)
+
+
+def make_link(target: StorePath, link: StorePath, progress: Progress = NO_PROGRESS) -> None:
+    """Make a link to a checkpoint in one step, replacing a link or a checkpoint of this library.
+
+    Raises:
+        SaveError: it could not be made, and is unchanged.
+    """
+    if target == link:
+        return
+    text = target.name if target.parent == link.parent else str(target)
+    content = {"format": LINK_FORMAT, "format_version": 1, "id": new_id(), "target": text}
+    data = (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()
+    try:
+        if refusal_reason := inspect_target(link).refusal_reason:
+            msg = f"Could not link {link} to the published {target}: {link} {refusal_reason}."
+            raise SaveError(msg)
+        replaced = read_commit(link, progress)
+        expected = replaced.version if replaced else None
+        link.store.swap((link / MANIFEST_NAME).key, data, expected, progress)
+    except OSError as error:
+        msg = f"Could not link {link} to the published {target}: {error.strerror or error}."
+        raise SaveError(msg) from error
+    if replaced is not None and replaced.save_id:
+        with suppress(OSError):
+            _delete_files(link, replaced.save_id, progress)
+
+
+# -- leftovers -----------------------------------------------------------------------------------
+
+
+def remove_leftovers(parent: StorePath, progress: Progress = NO_PROGRESS) -> list[StorePath]:
+    """Remove the objects of killed saves in a folder; return the removed prefixes.
+
+    A save is killed if its process has ended, or if its owner object was not written for a long
+    time by the store's clock. The newest owner object tells the time: ``StagedObjects.create``
+    has just written one.
+    """
+    _, objects = parent.store.entries(parent.key, progress)
+    owners = {
+        _below(parent, found).removeprefix(OWNER_PREFIX).removesuffix(".json"): found
+        for found in objects
+        if _below(parent, found).startswith(OWNER_PREFIX)
+    }
+    now = max((found.modified for found in owners.values()), default=None)
+    removed = []
+    for save_id, found in owners.items():
+        owner = _owner_of(parent, found)
+        if owner is None or now is None or not _SAVE_ID.fullmatch(save_id):
+            continue
+        if owner.is_dead((now - found.modified).total_seconds()):
+            # First: a process that was only suspended must not publish what is removed here.
+            parent.store.delete([found.key], progress)
+            removed += _remove_unpublished(parent / owner.target, owners, save_id, progress)
+    return removed
+
+
+def _owner_of(parent: StorePath, found: StoredObject) -> ProcessIdentity | None:
+    try:
+        return ProcessIdentity.from_bytes(parent.store.get(found.key)[0])
+    except FileNotFoundError:
+        return None
+
+
+def _remove_unpublished(
+    target: StorePath, owners: Iterable[str], dead: str, progress: Progress
+) -> list[StorePath]:
+    """Remove the saves under a name that its manifest does not name and nobody else writes."""
+    commit = read_commit(target, progress)
+    kept = {*owners, commit.save_id if commit else ""} - {dead}
+    if commit is not None and commit.save_id == dead:
+        kept.add(dead)
+    saves, _ = target.store.entries(target.key, progress)
+    gone = [save_id for save_id in saves if _SAVE_ID.fullmatch(save_id) and save_id not in kept]
+    for save_id in gone:
+        _delete_files(target, save_id, progress)
+    return [target / save_id for save_id in gone]
+
+
+# -- saving --------------------------------------------------------------------------------------
+
+
+class StagedObjects:
+    """A checkpoint being written; see ``publish.StagedDirectory``, which this equals.
+
+    Attributes:
+        path: the prefix below which the files are written.
+        target: the name under which they are published.
+        prefix: what the names of files in the manifest begin with.
+    """
+
+    def __init__(self, target: StorePath, save_id: str) -> None:
+        """Choose the names; no request is made."""
+        self.path, self.target, self.prefix = target / save_id, target, f"{save_id}/"
+        self._owner = target.parent / f"{OWNER_PREFIX}{save_id}.json"
+        self._owner_data = ProcessIdentity.of_this_process(target.name).to_json()
+        self._save_id = save_id
+        self._replaced: Commit | None = None
+        self._manifest = b""
+        self._is_committing = False
+
+    @classmethod
+    def create(cls, target: StorePath, save_id: str) -> StagedObjects:
+        """Show that this process writes the target.
+
+        Raises:
+            SaveError: the store cannot be written or has no conditional writes, or the target must
+                not be replaced.
+        """
+        staged = cls(target, save_id)
+        with as_save_error(target):
+            check_conditional_writes(target.store, target.parent)
+            check_replaceable(target)
+            staged._replaced = read_commit(target)
+            target.store.put(staged._owner.key, staged._owner_data)
+            remove_leftovers(target.parent)
+        return staged
+
+    def touch_regularly(self) -> PeriodicThread:
+        """Show other machines, within the context, that this process is alive."""
+
+        def touch() -> None:
+            with suppress(OSError):
+                self.target.store.put(self._owner.key, self._owner_data)
+
+        return PeriodicThread(touch, TOUCH_INTERVAL_S, "owns a save")
+
+    def seal(self, manifest: bytes) -> None:
+        """Set the manifest, which ``put_in_place`` writes."""
+        self._manifest = manifest
+
+    def sync(self, progress: Progress = NO_PROGRESS) -> None:
+        """Do nothing: objects are durable when they appear."""
+
+    def put_in_place(self) -> None:
+        """Publish the checkpoint in one step; ``clean`` must follow.
+
+        Raises:
+            SaveError: another process has published under this name, or removed the files because
+                this process seemed to be dead, or the store failed.
+        """
+        store, key = self.target.store, (self.target / MANIFEST_NAME).key
+        expected = self._replaced.version if self._replaced else None
+        try:
+            store.size(self._owner.key)
+            self._is_committing = True
+            # Without progress checks: an interrupted request may still be carried out.
+            store.swap(key, self._manifest, expected)
+        except FileNotFoundError as error:
+            msg = (
+                f"Could not publish {self.target}: this process was considered dead, and its files "
+                "were removed."
+            )
+            raise SaveError(msg) from error
+        except FileExistsError as error:
+            self._is_committing = False
+            msg = (
+                f"Could not publish {self.target}: another process saved, linked or deleted it "
+                "after this save began. Give each run its own folder."
+            )
+            raise SaveError(msg) from error
+        except OSError as error:
+            msg = f"Could not publish {self.target}: {error.strerror}. Its files: {self.path}."
+            raise SaveError(msg) from error
+        self._is_committing = False
+
+    def clean(self, progress: Progress) -> None:
+        """Remove the replaced checkpoint."""
+        # The checkpoint is published: a failure costs space only.
+        try:
+            if self._replaced is not None and self._replaced.save_id:
+                _delete_files(self.target, self._replaced.save_id, progress)
+            self.target.store.delete([self._owner.key], progress)
+        except OSError as error:
+            _log.warning("Could not remove what %s replaced: %s.", self.target, error)
+
+    def abandon(self) -> None:
+        """Remove the files, unless the checkpoint may have been published.
+
+        ``remove_leftovers`` removes what cannot be removed now.
+        """
+        with suppress(OSError):
+            commit = read_commit(self.target)
+            is_published = commit is not None and commit.save_id == self._save_id
+            if is_published or not self._is_committing:
+                if not is_published:
+                    _delete_files(self.target, self._save_id, NO_PROGRESS)
+                self.target.store.delete([self._owner.key])
+
+
+_probed: set[str] = set()
+"""Buckets of which this process knows that they have conditional writes."""
+
+
+def check_conditional_writes(store: Store, folder: StorePath) -> None:
+    """Check once per bucket that the store refuses to create an object twice.
+
+    Raises:
+        SaveError: it does not, or cannot replace an object of a given version.
+        OSError: the store cannot be written.
+    """
+    if store.root in _probed:
+        return
+    key = (folder / f".zero-probe-{new_id()}").key
+    try:
+        version = store.swap(key, b"1", None)
+        second = _refuses(store, key, b"2", None)
+        try:
+            store.swap(key, b"3", version)
+        except FileExistsError:
+            second = False
+        if not (second and _refuses(store, key, b"4", version)):
+            msg = (
+                f"{store.root} does not support conditional writes, without which a checkpoint "
+                "could be torn or replaced silently. Save to another store, or to a disk."
+            )
+            raise SaveError(msg)
+    finally:
+        with suppress(OSError):
+            store.delete([key])
+    _probed.add(store.root)
+
+
+def _refuses(store: Store, key: str, data: bytes, expected: Version | None) -> bool:
+    try:
+        store.swap(key, data, expected)
+    except FileExistsError:
+        return True
+    return False

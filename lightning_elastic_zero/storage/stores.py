@@ -1,0 +1,519 @@
+"""Object stores: paths in them, and the requests that checkpoints need.
+
+``Store`` is the whole interface: ranged reads, streamed and small writes, a write that succeeds
+only if the object is unchanged (``swap``), lists and deletions. It stands on obstore, which is
+imported when the first URL is used. Errors are ``OSError``, as those of a disk.
+
+obstore repeats requests that failed for a reason that may pass. ``Store`` adds what it cannot
+decide: an answer that was cut short, and a conditional write whose answer was lost or that met
+another one, where the object is read back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import errno
+import importlib
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from functools import cache
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeAlias, TypeVar
+
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
+from lightning_elastic_zero.errors import UnsupportedError
+
+T = TypeVar("T")
+
+SCHEMES = ("s3", "gs", "az", "memory")
+"""URL schemes of supported stores. ``memory`` is for tests: one process only."""
+
+MISSING_EXTRA = (
+    "needs obstore, which is not installed: pip install 'lightning-elastic-zero[stores]'"
+)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StorePath:
+    """The path of an object, or of the objects below it.
+
+    It has the methods of ``pathlib.PurePath`` that checkpoints need and, on purpose, no
+    ``__fspath__``: functions for local files refuse it.
+    """
+
+    root: str
+    """URL of the bucket, such as ``"s3://bucket"``."""
+    key: str
+    """Path in the bucket, with forward slashes; empty for the bucket itself."""
+
+    def __str__(self) -> str:
+        """Return the URL."""
+        return f"{self.root}/{self.key}" if self.key else self.root
+
+    def __truediv__(self, name: str) -> StorePath:
+        """Return the path of an object below this one."""
+        return StorePath(self.root, f"{self.key}/{name}" if self.key else name)
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return PurePosixPath(self.key).name
+
+    @property
+    def stem(self) -> str:
+        """The name without its suffix."""
+        return PurePosixPath(self.key).stem
+
+    @property
+    def suffix(self) -> str:
+        """The last suffix of the name."""
+        return PurePosixPath(self.key).suffix
+
+    @property
+    def parent(self) -> StorePath:
+        """The path above."""
+        return StorePath(self.root, self.key.rpartition("/")[0])
+
+    def with_name(self, name: str) -> StorePath:
+        """Return the path of another name next to this one."""
+        return self.parent / name
+
+    def relative_to(self, other: StorePath | Path) -> PurePosixPath:
+        """Return the path below ``other``."""
+        above = other.key if isinstance(other, StorePath) else ""
+        return PurePosixPath(self.key).relative_to(above)
+
+    @property
+    def store(self) -> Store:
+        """The store, with one connection pool per process."""
+        return _store(self.root, os.getpid())
+
+
+AnyPath: TypeAlias = "Path | StorePath"
+"""A path on a disk or in an object store."""
+
+
+Version: TypeAlias = "Mapping[str, str]"
+"""Identifies one content of an object: its ``e_tag``, and ``version`` where the store has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """An object in a list."""
+
+    key: str
+    size_bytes: int
+    modified: datetime
+    """By the store's clock."""
+
+
+RETRY_S = 60.0
+"""How long a request that fails for a reason that may pass is repeated."""
+
+_REQUEST_S = 30.0
+"""Longest duration of one request, such as the upload of one part."""
+
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
+"""Waits between repetitions: twice as long each time, times a random factor."""
+
+_CHECK_S = 1.0
+"""Interval between progress checks while a request runs."""
+
+_LAST_DROP_S = 0.1
+"""Time for obstore's threads at the end of the process."""
+
+PART_BYTES = 16 << 20
+"""Smallest part of a streamed write. Stores allow 10,000 parts."""
+
+_MOST_PARTS = 9000
+_PARTS_IN_FLIGHT = 4
+
+
+class Store:
+    """One bucket. Methods raise ``OSError`` and may be called in any thread.
+
+    Attributes:
+        requests: requests so far, without repetitions.
+        bytes_read: bytes of objects received so far.
+    """
+
+    def __init__(self, root: str) -> None:
+        """Connect when the first request is made.
+
+        Args:
+            root: URL of the bucket. Credentials, endpoint and region come from the environment.
+
+        Raises:
+            UnsupportedError: obstore is not installed.
+        """
+        self.root = root
+        self.requests = 0
+        self.bytes_read = 0
+        self._obstore = _import_obstore(root)
+        self._errors = importlib.import_module("obstore.exceptions")
+        self._handle = _handle(root)
+
+    # -- reads -------------------------------------------------------------------------------
+
+    def get(self, key: str, progress: Progress = NO_PROGRESS) -> tuple[bytes, Version, datetime]:
+        """Return a small object, its version, and when it was written."""
+
+        async def call() -> tuple[bytes, Version, datetime]:
+            result = await self._obstore.get_async(self._handle, key)
+            data = bytes(await result.bytes_async())
+            if len(data) != result.meta["size"]:
+                msg = f"{len(data)} bytes, expected {result.meta['size']}"
+                raise self._errors.GenericError(msg)
+            return data, _version(result.meta), result.meta["last_modified"]
+
+        return self._wait(self._repeated(key, call), key, progress)
+
+    def size(self, key: str, progress: Progress = NO_PROGRESS) -> int:
+        """Return the size of an object."""
+
+        async def call() -> int:
+            return int((await self._obstore.head_async(self._handle, key))["size"])
+
+        return self._wait(self._repeated(key, call), key, progress)
+
+    def begin_read(self, key: str, start: int, stop: int) -> Read:
+        """Request the bytes ``[start, stop)`` of an object; several requests may be under way."""
+
+        async def call() -> memoryview:
+            options = {"range": (start, stop)}
+            try:
+                result = await self._obstore.get_async(self._handle, key, options=options)
+                data = memoryview(await result.bytes_async())
+            except self._errors.GenericError:
+                if (await self._obstore.head_async(self._handle, key))["size"] > start:
+                    raise
+                return memoryview(b"")
+            expected = min(stop, result.meta["size"]) - start
+            if data.nbytes != expected or result.range[0] != start:
+                msg = f"{data.nbytes} bytes, expected {expected}"
+                raise self._errors.GenericError(msg)
+            self.bytes_read += data.nbytes
+            return data
+
+        future = asyncio.run_coroutine_threadsafe(self._repeated(key, call), _loop(os.getpid()))
+        return Read(start, stop, future, lambda progress: self._result(future, key, progress))
+
+    def objects_below(self, prefix: str, progress: Progress = NO_PROGRESS) -> list[StoredObject]:
+        """Return all objects below a path, sorted."""
+
+        async def call() -> list[StoredObject]:
+            found = await self._obstore.list(self._handle, prefix or None).collect_async()
+            self.requests += len(found) // 1000
+            return sorted(map(_stored, found), key=lambda each: each.key)
+
+        return self._wait(self._repeated(prefix, call), prefix, progress)
+
+    def entries(
+        self, prefix: str, progress: Progress = NO_PROGRESS
+    ) -> tuple[list[str], list[StoredObject]]:
+        """Return the sorted names of the paths directly below a path that have objects below them.
+
+        Returns:
+            The names, and the objects directly below the path.
+        """
+
+        async def call() -> tuple[list[str], list[StoredObject]]:
+            found = await self._obstore.list_with_delimiter_async(self._handle, prefix or None)
+            names = sorted(PurePosixPath(path).name for path in found["common_prefixes"])
+            return names, sorted(map(_stored, found["objects"]), key=lambda each: each.key)
+
+        return self._wait(self._repeated(prefix, call), prefix, progress)
+
+    # -- writes ------------------------------------------------------------------------------
+
+    def put(self, key: str, data: bytes, progress: Progress = NO_PROGRESS) -> None:
+        """Write a small object, whatever is there."""
+
+        async def call() -> None:
+            await self._obstore.put_async(self._handle, key, data, use_multipart=False)
+
+        self._wait(self._repeated(key, call), key, progress)
+
+    def swap(
+        self, key: str, data: bytes, expected: Version | None, progress: Progress = NO_PROGRESS
+    ) -> Version:
+        """Write a small object if it has the expected version; None: if it does not exist.
+
+        A failed request may have been carried out all the same, and S3 also refuses it while
+        another write is under way. So the object is read back. ``data`` must be unique to this
+        call.
+
+        Raises:
+            FileExistsError: the object has another version.
+        """
+        mode: Any = "create" if expected is None else dict(expected)
+
+        async def call() -> Version:
+            return _version(await self._obstore.put_async(self._handle, key, data, mode=mode))
+
+        waits = _Waits()
+        while True:
+            self.requests += 1
+            try:
+                return self._wait(call(), key, progress)
+            except PermissionError:
+                raise
+            except OSError as error:
+                found, version = self._current(key, progress)
+                if found == data:
+                    return version or {}
+                if version != expected:
+                    msg = "it was written by another process meanwhile"
+                    raise FileExistsError(errno.EEXIST, msg, f"{self.root}/{key}") from error
+                if (wait_s := waits.next_s()) is None:
+                    raise
+                _log.warning("%s; the request is repeated", error)
+            _sleep(wait_s, progress)
+
+    def _current(self, key: str, progress: Progress) -> tuple[bytes, Version | None]:
+        try:
+            return self.get(key, progress)[:2]
+        except FileNotFoundError:
+            return b"", None
+
+    def writer(self, key: str, size_bytes: int, progress: Progress = NO_PROGRESS) -> StoreWriter:
+        """Begin an object of about ``size_bytes``, which appears when it is complete."""
+        part_bytes = max(PART_BYTES, -(-size_bytes // _MOST_PARTS))
+
+        async def call() -> Any:
+            return self._obstore.open_writer_async(
+                self._handle, key, buffer_size=part_bytes, max_concurrency=_PARTS_IN_FLIGHT
+            )
+
+        file = self._wait(call(), key, progress)
+        return StoreWriter(self, key, file, part_bytes, progress)
+
+    def delete(self, keys: Collection[str], progress: Progress = NO_PROGRESS) -> None:
+        """Delete objects; those that do not exist count as deleted."""
+
+        async def call(batch: Sequence[str]) -> None:
+            try:
+                await self._obstore.delete_async(self._handle, batch)
+            except FileNotFoundError:
+                # Some stores stop at the first object that is missing.
+                for key in batch if len(batch) > 1 else ():
+                    await call([key])
+
+        in_order = sorted(keys)
+        for start in range(0, len(in_order), 1000):
+            batch = in_order[start : start + 1000]
+            self._wait(self._repeated(batch[0], lambda: call(batch)), batch[0], progress)  # noqa: B023 (runs before the next one)
+
+    # -- requests ----------------------------------------------------------------------------
+
+    async def _repeated(self, key: str, call: Callable[[], Awaitable[T]]) -> T:
+        """Repeat a request whose result is the same when it is carried out twice."""
+        waits = _Waits()
+        while True:
+            self.requests += 1
+            try:
+                return await call()
+            except self._errors.GenericError as error:
+                if (wait_s := waits.next_s()) is None:
+                    raise
+                _log.warning(
+                    "%s/%s: %s; the request is repeated", self.root, key, _first_line(error)
+                )
+            await asyncio.sleep(wait_s)
+
+    def _wait(self, call: Coroutine[Any, Any, T], key: str, progress: Progress) -> T:
+        future = asyncio.run_coroutine_threadsafe(call, _loop(os.getpid()))
+        return self._result(future, key, progress)
+
+    def _result(self, future: concurrent.futures.Future[T], key: str, progress: Progress) -> T:
+        """Return the result of a request; check progress while it is under way."""
+        try:
+            while not concurrent.futures.wait([future], _CHECK_S).done:
+                progress.check()
+        except BaseException:
+            future.cancel()
+            raise
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError as error:
+            msg = "the request was cancelled"
+            raise OSError(errno.ECANCELED, msg, f"{self.root}/{key}") from error
+        except Exception as error:
+            raise self._os_error(error, key) from error
+
+    def _os_error(self, error: Exception, key: str) -> OSError:
+        url, text = f"{self.root}/{key}", _first_line(error)
+        known = self._errors
+        if isinstance(error, FileNotFoundError):
+            return FileNotFoundError(errno.ENOENT, "there is no such object", url)
+        if isinstance(error, (known.PermissionDeniedError, known.UnauthenticatedError)):
+            return PermissionError(errno.EACCES, f"access denied ({text})", url)
+        if isinstance(error, (known.AlreadyExistsError, known.PreconditionError)):
+            return FileExistsError(errno.EEXIST, text, url)
+        return OSError(errno.EIO, text, url)
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A ranged read under way."""
+
+    start: int
+    stop: int
+    _future: concurrent.futures.Future[memoryview]
+    _result: Callable[[Progress], memoryview]
+
+    def result(self, progress: Progress) -> memoryview:
+        """Wait for the bytes; fewer if the object is shorter.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        return self._result(progress)
+
+    def cancel(self) -> None:
+        """Give up the read, if it is still under way."""
+        self._future.cancel()
+
+
+class StoreWriter:
+    """A new object, written as a stream: ``write``, then ``finish``. Otherwise it never appears."""
+
+    def __init__(
+        self, store: Store, key: str, file: Any, part_bytes: int, progress: Progress
+    ) -> None:
+        """Take over a writer of obstore."""
+        self._store, self._key, self._file = store, key, file
+        self._part_bytes, self._progress = part_bytes, progress
+        self._size_bytes = 0
+
+    def write(self, part: memoryview) -> None:
+        """Append bytes; waits while too many parts are being sent.
+
+        Raises:
+            OSError: a part could not be sent.
+        """
+        # A copy: obstore keeps the memory until the part is sent, and the caller uses it again.
+        call = self._call("write", bytes(part))
+        self._store._wait(call, self._key, self._progress)  # noqa: SLF001 (one unit)
+        self._size_bytes += part.nbytes
+
+    async def _call(self, name: str, *args: Any) -> None:
+        await getattr(self._file, name)(*args)
+
+    def finish(self) -> None:
+        """Make the object appear.
+
+        Raises:
+            OSError: it could not be sent.
+        """
+        parts = self._size_bytes // self._part_bytes
+        self._store.requests += parts + 3 if parts else 1
+        try:
+            self._store._wait(self._call("close"), self._key, self._progress)  # noqa: SLF001 (one unit)
+        except PermissionError:
+            raise
+        except OSError:
+            # The answer may have been lost. An upload appears as a whole, or not at all.
+            if not self._is_there():
+                raise
+        self.close()
+
+    def _is_there(self) -> bool:
+        try:
+            return self._store.size(self._key, self._progress) == self._size_bytes
+        except FileNotFoundError:
+            return False
+
+    def close(self) -> None:
+        """Forget the writer."""
+        self._file = None
+
+
+class _Waits:
+    """Waits between repetitions of one request."""
+
+    def __init__(self) -> None:
+        self._next_s = _FIRST_WAIT_S
+        self._end = time.monotonic() + RETRY_S
+
+    def next_s(self) -> float | None:
+        """Return the next wait; None: too long since the first request."""
+        wait_s = self._next_s * random.uniform(0.5, 1.0)  # noqa: S311 (no secret)
+        self._next_s = min(2 * self._next_s, _LONGEST_WAIT_S)
+        return wait_s if time.monotonic() + wait_s < self._end else None
+
+
+def _sleep(seconds: float, progress: Progress) -> None:
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        progress.check()
+        time.sleep(min(left, _CHECK_S))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _version(of: Mapping[str, Any]) -> Version:
+    return {key: of[key] for key in ("e_tag", "version") if of.get(key) is not None}
+
+
+def _stored(row: Mapping[str, Any]) -> StoredObject:
+    return StoredObject(row["path"], row["size"], row["last_modified"])
+
+
+def _import_obstore(root: str) -> Any:
+    try:
+        return importlib.import_module("obstore")
+    except ImportError as error:
+        msg = f"{root} {MISSING_EXTRA}"
+        raise UnsupportedError(msg) from error
+
+
+@cache
+def _store(root: str, _pid: int) -> Store:
+    # By process: neither threads nor connections survive a fork.
+    return Store(root)
+
+
+@cache
+def _loop(_pid: int) -> asyncio.AbstractEventLoop:
+    """Return the loop in which this process waits for requests."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="elastic-zero requests", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(_CHECK_S)
+        # obstore's threads drop the objects of the last request a moment after its result is
+        # there. If the interpreter ends first, the process aborts.
+        time.sleep(_LAST_DROP_S)
+
+    atexit.register(end)
+    return loop
+
+
+def _handle(root: str) -> Any:
+    """Return obstore's object for a bucket."""
+    stores = importlib.import_module("obstore.store")
+    if root.startswith("memory://"):
+        return stores.MemoryStore()
+    options: dict[str, Any] = {
+        "client_options": {"timeout": timedelta(seconds=_REQUEST_S)},
+        "retry_config": {"retry_timeout": timedelta(seconds=RETRY_S)},
+    }
+    if root.startswith("s3://"):
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
+        options["client_options"]["allow_http"] = endpoint.startswith("http://")
+    return stores.from_url(root, **options)

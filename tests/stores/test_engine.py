@@ -1,0 +1,83 @@
+"""Engines saved to an object store and loaded from it on other numbers of ranks, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+from uuid import uuid4
+
+import pytest
+
+from tests.stores._servers import make_bucket, s3_environment
+from tests.support.checkpoints import Saved, load, train_and_save
+from tests.support.engines import Setup
+from tests.support.ranks import Pools
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SavedInStore(Saved):
+    """A checkpoint in a store; the oracle's dump is on the disk."""
+
+    dumped: str = ""
+
+    @property
+    def dump_path(self) -> str:
+        """Where the oracle's dump lies."""
+        return self.dumped
+
+
+def with_environment(environment: Mapping[str, str], call: Callable[[], T]) -> T:
+    """Make a call in a rank that finds a store in its environment."""
+    os.environ.update(environment)
+    return call()
+
+
+@pytest.fixture(scope="session")
+def s3(moto_port: int) -> tuple[str, Mapping[str, str]]:
+    """Return the URL of a bucket and the environment of its clients."""
+    make_bucket(moto_port, "engines")
+    return "s3://engines", s3_environment(f"http://127.0.0.1:{moto_port}")
+
+
+@pytest.mark.parametrize(
+    ("zero", "precision", "worlds"),
+    [
+        pytest.param("3", "bf16", (2, 3, 1), marks=pytest.mark.essential),
+        *(
+            pytest.param(zero, precision, worlds, marks=pytest.mark.long)
+            for zero in "0123"
+            for precision in ("fp32", "bf16")
+            for worlds in ((2, 3, 1), (3, 2, 2))
+        ),
+    ],
+)
+def test_state_survives(
+    zero: str,
+    precision: str,
+    worlds: tuple[int, ...],
+    pools: Pools,
+    s3: tuple[str, Mapping[str, str]],
+    tmp_path: Path,
+) -> None:
+    """Each world loads what the one before saved, and saves it again."""
+    bucket, environment = s3
+    run = partial(with_environment, environment)
+    places = [
+        SavedInStore(
+            Setup(world, zero, precision), f"{bucket}/{uuid4()}/a.ckpt", {}, f"{tmp_path}/{n}"
+        )
+        for n, world in enumerate(worlds)
+    ]
+    pools.run(worlds[0], partial(run, partial(train_and_save, places[0])))
+    for source, target in itertools.pairwise(places):
+        call = partial(load, target.setup, source, copy_to=target)
+        verdict = pools.run(target.setup.world, partial(run, call))[0]
+        assert verdict is not None
+        verdict.assert_same()
