@@ -77,11 +77,13 @@ INTACT = "kill: the last checkpoint stays intact"
 NEXT_SAVE = "kill: the next save succeeds"
 SPEED = "speed"
 
+_DYING, _STATE = "about to be killed", "state to be saved"
+"""Records of a rank that are not results of checks."""
+
 _NEXT_STAGE = {0: 0, 1: 2, 2: 3, 3: 1}
 """Stage 0 trains in another precision than the others, and is loaded at stage 0."""
 _CLIENT = {"epoch": 3, "samples": [1, 2, 3], "name": "selftest"}
 """Stands for a trainer's state."""
-_DYING, _SAVED_STATE = "about to be killed", "state saved as "
 _COLLECTIVE_TIMEOUT_S, _MEET_S, _KILL_S, _BUDGET_S = 120.0, 120.0, 10.0, 20.0
 _ROUNDS, _BLOCK_BYTES = 4, 1 << 20
 
@@ -138,10 +140,9 @@ def _table(head: tuple[str, ...], rows: Sequence[Sequence[str]]) -> Iterator[str
     # The last column is not padded: one long message would widen all rows.
     *widths, _ = (max(map(len, column)) for column in zip(*cells, strict=True))
     widths.append(1)
-    for index, row in enumerate(cells):
+    cells.insert(1, ["-" * width for width in widths])
+    for row in cells:
         yield f"| {' | '.join(text.ljust(w) for text, w in zip(row, widths, strict=True))} |"
-        if not index:
-            yield f"|{'|'.join('-' * (width + 2) for width in widths)}|"
 
 
 def _cell(text: str) -> str:
@@ -151,7 +152,7 @@ def _cell(text: str) -> str:
     return re.sub(r"([\\|])", r"\\\1", line)
 
 
-# -- the story -------------------------------------------------------------------------------------
+# -- start and end ---------------------------------------------------------------------------------
 
 
 def run_selftest(
@@ -234,13 +235,13 @@ def _interruptible() -> Iterator[Callable[[], None]]:
     Yields:
         A function that makes the signals ignored until the context ends.
     """
-    earlier: dict[signal.Signals, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        earlier = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-        if earlier[signal.SIGHUP] == signal.SIG_IGN:  # nohup
-            del earlier[signal.SIGHUP]
-        # None: a handler that Python did not install, and cannot restore.
-        earlier = {number: handler for number, handler in earlier.items() if handler is not None}
+    in_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if in_main else ()
+    earlier = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        # Ignored, as by nohup, or a handler that Python did not install and cannot restore.
+        if earlier[number] in {signal.SIG_IGN, None}:
+            del earlier[number]
 
     def ignore() -> None:
         for number in earlier:
@@ -263,12 +264,7 @@ def _interruptible() -> Iterator[Callable[[], None]]:
 
 
 def usable(directory: str | os.PathLike[str]) -> Path:
-    """Return the absolute path of a directory; links are not resolved.
-
-    Raises:
-        SaveError: it is not a directory.
-        UnsupportedError: it is a remote address.
-    """
+    """Return the absolute path of a directory, or raise; links are not resolved."""
     path = check_local_path(directory)
     if not path.is_dir():
         link = f", which links to {path.readlink()}," if path.is_symlink() else ""
@@ -323,19 +319,18 @@ class Setting:
             "selftest: find devices", lambda: (socket.gethostname(), device_name(device, local))
         )
         hosts = len({host for host, _ in found})
-        sizes = world_sizes(launched, gpus if device == "cuda" else 0)
+        saves, loads = sizes = world_sizes(launched, gpus if device == "cuda" else 0)
         packages = ("lightning-elastic-zero", "deepspeed", "lightning")
-        real = real_path(path)
+        real, started_by = real_path(path), "a launcher" if launched else "one process"
+        free = format_bytes(shutil.disk_usage(path).free)
         about = {
             **{name: version_of(name) or "not installed" for name in packages},
             "torch": f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}",
             "Python": f"{platform.python_version()} on {platform.platform()}",
             "devices": f"{device}: {'; '.join(sorted({name for _, name in found})[:4])}",
-            "ranks": f"{sizes[0]} save, {sizes[1]} load, on {hosts} hosts, started by "
-            f"{'a launcher' if launched else 'one process'}",
+            "ranks": f"{saves} save, {loads} load, on {hosts} hosts, started by {started_by}",
             "directory": f"{path}" + (f" -> {real}" if real != path else ""),
-            "file system": f"{file_system(path)}, "
-            f"{format_bytes(shutil.disk_usage(path).free)} free",
+            "file system": f"{file_system(path)}, {free} free",
         }
         return cls(device, hosts, sizes, about)
 
@@ -370,10 +365,10 @@ def device_name(device: str, index: int) -> str:
     if device == "cpu":
         return f"{os.cpu_count()} processors"
     if index >= _gpu_count():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "(not set)")
         msg = (
             f"LOCAL_RANK={index}, but torch finds {_gpu_count()} GPUs on {platform.node()}: start "
-            "one rank per GPU; CUDA_VISIBLE_DEVICES="
-            f"{os.environ.get('CUDA_VISIBLE_DEVICES', '(not set)')} may hide some"
+            f"one rank per GPU; CUDA_VISIBLE_DEVICES={visible} may hide some"
         )
         raise UnsupportedError(msg)
     module = torch.get_device_module(torch.accelerator.current_accelerator())
@@ -402,10 +397,7 @@ def directory_rows(ranks: Ranks, folder: Path, setting: Setting) -> list[Row]:
 
     def probe() -> list[tuple[str, Result, str]]:
         own = folder / f"probe-{ranks.rank}"
-        try:
-            own.mkdir()
-        except OSError as error:
-            return [("directory: write", "FAILS", f"{own.name}: {error.strerror or error}")]
+        own.mkdir()
         return [(found.what, found.outcome, found.details) for found in probe_capabilities(own)]
 
     worst_first, kind = ["FAILS", "does without", "holds"], file_system(folder)
@@ -415,7 +407,7 @@ def directory_rows(ranks: Ranks, folder: Path, setting: Setting) -> list[Row]:
             other = found.get(row.what, row)
             found[row.what] = min(other, row, key=lambda r: worst_first.index(r.result))
     for what in (SYNC_FILE, SYNC_NAMES):
-        if kind in {"tmpfs", "ramfs"} and what in found and found[what].result == "holds":
+        if kind in {"tmpfs", "ramfs"} and found[what].result == "holds":
             found[what] = Row(what, "not checked", f"{kind} is memory, and lost with the machine")
     return rows + list(found.values())
 
@@ -424,7 +416,7 @@ def directory_rows(ranks: Ranks, folder: Path, setting: Setting) -> list[Row]:
 
 
 class Record(NamedTuple):
-    """What one rank recorded about a check."""
+    """An entry that one rank recorded about a check."""
 
     rank: int
     check: str
@@ -453,6 +445,11 @@ class Job:
         """Return the path of the checkpoint of a check."""
         return self.folder / f"{re.sub('[^A-Za-z0-9-]+', '-', check)}.ckpt"
 
+    @property
+    def finished(self) -> str:
+        """Name of the check that all processes finish."""
+        return f"processes: {self.task} on {self.size}"
+
 
 def _run_worlds(
     ranks: Ranks,
@@ -465,39 +462,16 @@ def _run_worlds(
     saves, loads = setting.sizes
     on_phase(f"saving, measuring and killing a rank on {saves}")
     job = Job("save", saves, folder, setting, {})
-    records, codes = _run_world(ranks, job, timeout_s)
-    states = {r.check: r.value for r in records if isinstance(r.value, dict)}
-    states = {check.removeprefix(_SAVED_STATE): state for check, state in states.items()}
-    victim = saves - 1
-    killed = (victim, _DYING) in {(r.rank, r.check) for r in records} and codes[
-        victim
-    ] == -signal.SIGKILL
-    if not killed:
-        records.append(Record(victim, OTHERS_RAISE, "it was not killed while it saved"))
+    records = _run_world(ranks, job, timeout_s)
+    states = dict(r.value for r in records if r.check == _STATE)
+    if not any(r.check == _DYING for r in records):
+        records.append(Record(saves - 1, OTHERS_RAISE, "it was not killed while it saved"))
     elif INTACT in states:
         step = "selftest: check the files after the kill"
         if problem := ranks.broadcast(step, lambda: _after_kill(job)):
             records.append(Record(0, INTACT, problem))
-    records += _ended_early(job, {r: c for r, c in codes.items() if not (killed and r == victim)})
     on_phase(f"loading on {loads}")
-    job = Job("load", loads, folder, setting, states)
-    loaded, codes = _run_world(ranks, job, timeout_s)
-    return records + loaded + _ended_early(job, codes)
-
-
-def _ended_early(job: Job, codes: Mapping[int, int | None]) -> list[Record]:
-    """Return records of whether the processes of a world finished."""
-    records = []
-    for rank, code in codes.items():
-        problem = f"its process ended with exit code {code}" if code else ""
-        if code is None:
-            problem = "its process did not finish in time, and was killed"
-        records.append(Record(rank, _processes(job.task, job.size), problem))
-    return records
-
-
-def _processes(task: str, size: int) -> str:
-    return f"processes: {task} on {size}"
+    return records + _run_world(ranks, Job("load", loads, folder, setting, states), timeout_s)
 
 
 def _after_kill(job: Job) -> str:
@@ -515,23 +489,16 @@ def _after_kill(job: Job) -> str:
     return problem
 
 
-def _run_world(
-    ranks: Ranks, job: Job, timeout_s: float
-) -> tuple[list[Record], dict[int, int | None]]:
-    """Start one process per rank and wait for all. Collective.
-
-    Returns:
-        The records of all ranks, and the exit code of each process; None: it was killed for time.
-    """
+def _run_world(ranks: Ranks, job: Job, timeout_s: float) -> list[Record]:
+    """Start one process per rank and wait for all; return the records of all. Collective."""
     name = f"selftest: {job.task} on {job.size}"
-    local = os.environ.get("LOCAL_RANK", "0"), os.environ.get("LOCAL_WORLD_SIZE", "1")
     alone = ranks.world_size == 1
     own = range(job.size) if alone else range(ranks.rank, min(ranks.rank + 1, job.size))
     with ExitStack() as held:
         address = ranks.broadcast(f"{name}: meet", lambda: meeting_point(ranks.world_size, held))
 
-        def work() -> list[tuple[int, int | None, list[Record]]]:
-            given = (own.start, job, address, None if alone else local, timeout_s)
+        def work() -> list[Record]:
+            given = (own.start, job, address, timeout_s)
             context = start_processes(  # type: ignore[no-untyped-call]  # torch has no types here
                 _run_rank, given, nprocs=len(own), join=False, start_method="spawn"
             )
@@ -546,11 +513,30 @@ def _run_world(
                     process.kill()
                 for process in context.processes:
                     process.join(_KILL_S)
-            return [(r, c, _read(job, r)) for r, c in zip(own, codes, strict=True)]
+            found = zip(own, codes, strict=True)
+            return [record for rank, code in found for record in _read(job, rank, code)]
 
-        found = [each for of_rank in ranks.all_gather(name, work) for each in of_rank]
-    records = [Record(*record) for _, _, of_rank in found for record in of_rank]
-    return records, {rank: code for rank, code, _ in found}
+        # The other ranks get lists: JSON has no tuples.
+        return [Record(*values) for of_rank in ranks.all_gather(name, work) for values in of_rank]
+
+
+def _read(job: Job, rank: int, code: int | None) -> list[Record]:
+    """Return a rank's records; the last tells how its process ended, unless it had to be killed.
+
+    Args:
+        job: the task of its world.
+        rank: its number.
+        code: the exit code of its process; None: it was killed for time.
+    """
+    file = job.results_file(rank)
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    records = [Record(rank, *json.loads(line)) for line in lines]
+    if not any(record.check == _DYING for record in records):
+        problem = f"its process ended with exit code {code}" if code else ""
+        if code is None:
+            problem = "its process did not finish in time, and was killed"
+        records.append(Record(rank, job.finished, problem))
+    return records
 
 
 def meeting_point(launchers: int, held: ExitStack) -> tuple[str, int]:
@@ -566,20 +552,7 @@ def meeting_point(launchers: int, held: ExitStack) -> tuple[str, int]:
     return host, int(kept.getsockname()[1])
 
 
-def _read(job: Job, rank: int) -> list[Record]:
-    file = job.results_file(rank)
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    return [Record(rank, *json.loads(line)) for line in lines]
-
-
-def _run_rank(
-    index: int,
-    first: int,
-    job: Job,
-    address: tuple[str, int],
-    local: tuple[str, str] | None,
-    timeout_s: float,
-) -> None:
+def _run_rank(index: int, first: int, job: Job, address: tuple[str, int], timeout_s: float) -> None:
     """Be one rank of a world: the main function of a worker."""
     rank = first + index
     log = os.open(job.folder / f"{job.task}-{rank}.log", os.O_CREAT | os.O_WRONLY)
@@ -587,14 +560,14 @@ def _run_rank(
     os.dup2(log, 2)
     # torch lets the end of the parent send SIGINT, which must also end a waiting collective.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    local_rank, local_size = local or (str(rank), str(job.size))
+    if launched_world_size() <= 1:
+        os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(job.size))
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # The launcher's store.
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(job.size),
-        LOCAL_RANK=local_rank,
-        LOCAL_WORLD_SIZE=local_size,
-        LOCAL_SIZE=local_size,  # Without it DeepSpeed starts numactl again and again.
+        # Without it DeepSpeed starts numactl again and again.
+        LOCAL_SIZE=os.environ.get("LOCAL_WORLD_SIZE", "1"),
         MASTER_ADDR=address[0],
         MASTER_PORT=str(address[1]),
         DS_ACCELERATOR=job.setting.device,
@@ -607,7 +580,7 @@ def _run_rank(
         status = 0
     except BaseException as error:  # noqa: BLE001 (all of them are recorded)
         traceback.print_exc()
-        results.put(_processes(job.task, job.size), f"{type(error).__name__}: {error}")
+        results.put(job.finished, f"{type(error).__name__}: {error}")
     os._exit(status)  # A process group that lost a rank need not end by itself.
 
 
@@ -634,6 +607,36 @@ class Results:
             if last:
                 self.put(name)
 
+    def read_state(self, engine: Any, check: str) -> dict[str, str]:
+        """Return everything an engine holds, with digests of tensors. Collective.
+
+        Low-precision weights that differ from their masters are recorded as a problem.
+        """
+        state, wrong = gather_full_state(engine)
+        if wrong:
+            self.put(check, f"weights differ from their rounded masters: {format_names(wrong)}")
+        return {k: _digest(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+
+    def put_state(self, engine: Any, check: str) -> State:
+        """Record the state to be saved, on rank 0: others differ in their buffers. Collective."""
+        state = self.read_state(engine, check)
+        if self.rank == 0:
+            self.put(_STATE, value=(check, state))
+        return state
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    number = hashlib.blake2b(data, digest_size=16).hexdigest()
+    return f"{tensor.dtype} {tuple(tensor.shape)} {number}"
+
+
+def _require_same(wanted: State, found: State, what: str) -> None:
+    names = sorted(wanted.keys() | found.keys())
+    if differing := [n for n in names if wanted.get(n) != found.get(n)]:
+        msg = f"{what}: {len(differing)} of {len(names)} differ: {format_names(differing)}"
+        raise ElasticZeroError(msg)
+
 
 # -- tasks of a rank -------------------------------------------------------------------------------
 
@@ -647,7 +650,7 @@ def _save_all(job: Job, results: Results) -> None:
             train(engine, 2, 3)
             check = _background(stage, job.setting)
             with results.check(check, last=False):
-                _put_state(engine, results, check)
+                results.put_state(engine, check)
                 with _manager(engine, job.folder) as (manager, ranks):
                     handle = engine_handle(engine)
                     manager.save_async(handle, job.checkpoint(check), ranks, _CLIENT, SaveOptions())
@@ -683,16 +686,16 @@ TASKS: Mapping[str, Callable[[Job, Results], None]] = {"save": _save_all, "load"
 
 def _save(job: Job, results: Results, engine: Any, check: str) -> None:
     with results.check(check, last=False):
-        before = _put_state(engine, results, check)
+        before = results.put_state(engine, check)
         save_checkpoint(engine, job.checkpoint(check), _CLIENT)
-        after = read_state(engine, results, check)
+        after = results.read_state(engine, check)
         _require_same(before, after, "saving changed the engine")
 
 
 def _load(job: Job, results: Results, engine: Any, check: str) -> None:
     with results.check(check):
         loaded = load_checkpoint(engine, job.checkpoint(check)).client_state
-        found = read_state(engine, results, check)
+        found = results.read_state(engine, check)
         _require_same(job.expected[check], found, "the loaded state differs from the saved one")
         if {key: loaded.get(key) for key in _CLIENT} != _CLIENT:
             msg = f"the trainer's state was loaded as {loaded}, expected {_CLIENT}"
@@ -709,38 +712,6 @@ def _manager(engine: Any, folder: Path) -> Iterator[tuple[CheckpointManager, Ran
             yield manager, ranks
     finally:
         manager.stop(interrupted=False)
-
-
-def read_state(engine: Any, results: Results, check: str) -> dict[str, str]:
-    """Return everything an engine holds, with digests of tensors. Collective.
-
-    Low-precision weights that differ from their masters are recorded as a problem of the check.
-    """
-    held, wrong = gather_full_state(engine)
-    if wrong:
-        results.put(check, f"weights differ from their rounded masters: {format_names(wrong)}")
-    return {k: _digest(v) if isinstance(v, torch.Tensor) else v for k, v in held.items()}
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    number = hashlib.blake2b(data, digest_size=16).hexdigest()
-    return f"{tensor.dtype} {tuple(tensor.shape)} {number}"
-
-
-def _put_state(engine: Any, results: Results, check: str) -> State:
-    """Record the state to be saved, on rank 0: others differ in their buffers."""
-    state = read_state(engine, results, check)
-    if results.rank == 0:
-        results.put(f"{_SAVED_STATE}{check}", value=state)
-    return state
-
-
-def _require_same(wanted: State, found: State, what: str) -> None:
-    names = sorted(wanted.keys() | found.keys())
-    if differing := [n for n in names if wanted.get(n) != found.get(n)]:
-        msg = f"{what}: {len(differing)} of {len(names)} differ: {format_names(differing)}"
-        raise ElasticZeroError(msg)
 
 
 def _lose_a_rank(job: Job, results: Results, engine: Any) -> None:
@@ -817,18 +788,20 @@ def _background(stage: int, setting: Setting) -> str:
 
 
 def rows_of(records: Sequence[Record], setting: Setting) -> list[Row]:
-    """Return the rows of the worlds, and of what cannot be checked here."""
+    """Return the rows of the worlds, and of checks that are not possible here."""
     saves, loads = setting.sizes
-    rows = [
-        _row(_processes("save", saves), records, range(saves - 1)),
-        _row(_processes("load", loads), records, range(loads)),
-        *(_row(_blocking(stage, setting), records, range(loads)) for stage in STAGES),
-        *(_row(_background(stage, setting), records, range(loads)) for stage in STAGES),
-        _row(OTHERS_RAISE, records, range(saves - 1)),
-        _row(INTACT, records, range(loads)),
-        _row(NEXT_SAVE, records, range(loads)),
-        _speed_row(records, setting),
+    survivors, loaders = range(saves - 1), range(loads)
+    checks = [
+        (f"processes: save on {saves}", survivors),
+        (f"processes: load on {loads}", loaders),
+        *((_blocking(stage, setting), loaders) for stage in STAGES),
+        *((_background(stage, setting), loaders) for stage in STAGES),
+        (OTHERS_RAISE, survivors),
+        (INTACT, loaders),
+        (NEXT_SAVE, loaders),
     ]
+    rows = [_row(check, records, needed) for check, needed in checks]
+    rows.append(_speed_row(records, setting))
     if saves == 1:
         why = "there is one device: start more ranks with torchrun"
         rows.append(Row("another number of devices", "not checked", why))
@@ -853,17 +826,17 @@ def _row(check: str, records: Sequence[Record], needed: range) -> Row:
 
 
 def _speed_row(records: Sequence[Record], setting: Setting) -> Row:
-    found = [r.value for r in records if r.check == SPEED and r.value]
     row = _row(SPEED, records, range(setting.sizes[0]))
     if row.result != "holds":
         return row
+    found = [record.value for record in records if record.check == SPEED]
     raw_s, publish_s, stall_s = zip(*found, strict=True)
     size_bytes = setting.measured_bytes
-    each = [format_bytes(size_bytes / seconds) for seconds in (max(raw_s), min(raw_s))]
+    slow, fast = (format_bytes(size_bytes / seconds) for seconds in (max(raw_s), min(raw_s)))
     total = format_bytes(size_bytes * len(found) / max(raw_s))
     details = (
-        f"{format_bytes(size_bytes)} per rank; write and sync: {each[0]}/s to {each[1]}/s per "
-        f"rank, {total}/s in total; background save: published after {max(publish_s):.2f} s "
+        f"{format_bytes(size_bytes)} per rank; write and sync: {slow}/s to {fast}/s per rank, "
+        f"{total}/s in total; background save: published after {max(publish_s):.2f} s "
         f"({max(publish_s) / max(raw_s):.1f} times a write), training stalled for "
         f"{max(stall_s):.3f} s"
     )

@@ -100,15 +100,8 @@ def check_compatible(
 ) -> None:
     """Compare a checkpoint with a live engine before any state changes.
 
-    Args:
-        saved: The checkpoint's manifest.
-        live: Description of the engine.
-        wanted: What is to be restored.
-        where: The checkpoint's path, for the message.
-        buffers: The module buffers that both have.
-
-    Raises:
-        CheckpointMismatchError: Lists all differences by name.
+    ``buffers`` are the module buffers that both have. Raises CheckpointMismatchError with all
+    differences by name.
     """
     differences = [
         *_differences(saved, live, wanted),

@@ -141,11 +141,7 @@ class TransferPlan:
 
 
 def _extent(wanted: Fragment, held: Layout) -> tuple[int, int]:
-    """Return the first and the last source rank of a wanted fragment.
-
-    Raises:
-        CheckpointFormatError: no rank holds the parameter, or the fragment's first or last element.
-    """
+    """Return the first and the last source rank of a wanted fragment."""
     whole, end = (wanted.start, wanted.stop), (wanted.stop - 1, wanted.stop)
     try:
         first, last = (next(held.covering(wanted.name, *part), None) for part in (whole, end))

@@ -108,9 +108,8 @@ def unwrapped(name: str) -> str:
 def mapping_to(live: Iterable[str], of: Mapping[str, str]) -> KeyMapping:
     """Return the mapping of a checkpoint's names to a model's.
 
-    Args:
-        live: The model's names. Of two that differ only by wrappers, the first is preferred.
-        of: The user's ``rename`` option.
+    Of two live names that differ only by wrappers, the first is preferred. ``of`` is the user's
+    ``rename`` option.
     """
     names, wrapped = list(live), dict[str, str]()
     for name in names:
@@ -157,10 +156,8 @@ def guess_key_mapping(
 ) -> dict[str, str]:
     """Guess a ``rename`` that explains missing and unexpected names, for an error message.
 
-    Args:
-        unexpected: Names that only the checkpoint has, each with its shape, or all with None.
-        missing: Names that only the model has.
-        common: Names that both have, which must not be renamed.
+    ``unexpected`` has the names that only the checkpoint has, each with its shape, or all with
+    None. ``common`` names must not be renamed.
     """
     kept = set(common)
     left, free = (dict(islice(side.items(), _MOST_COMPARED)) for side in (unexpected, missing))
@@ -275,11 +272,7 @@ def group_conflicts(
 ) -> Iterator[str]:
     """Yield the reasons why a live group cannot take the state of its members' saved groups.
 
-    Args:
-        saved: The checkpoint's manifest.
-        live: Description of the engine.
-        state: Whether the optimizer's state is restored.
-        hyperparameters: Whether the groups' hyperparameters are restored.
+    ``state`` and ``hyperparameters`` tell what is restored.
     """
     for index, group in enumerate(match_groups(saved, live)):
         origins = [saved.groups[origin] for origin in group.origins]
@@ -347,9 +340,7 @@ def _first_updates(hyperparameters: Mapping[str, Any]) -> str:
 def largest_uncorrected_update(first: float, second: float) -> float:
     """Return the largest ratio of Adam's updates without bias correction to those of a new run.
 
-    Args:
-        first: Coefficient of the first moment (``betas[0]``).
-        second: Coefficient of the second moment (``betas[1]``).
+    ``first`` and ``second`` are Adam's ``betas``.
     """
     reached = range(1, _STEPS_LOOKED_AT)
     return max((1 - first**k) / math.sqrt(1 - second**k) for k in reached)
@@ -360,11 +351,8 @@ def regrouped(
 ) -> dict[str, Any]:
     """Return a scheduler's state with its per-group values rearranged for the live groups.
 
-    Args:
-        saved: The saved state.
-        live: State of the live scheduler, which provides the values of new groups.
-        origins: For each live group the saved one, or None if it is new.
-        count: Number of saved groups.
+    ``origins`` has the saved group of each live group, or None for a new one, whose values come
+    from ``live``; ``count`` is the number of saved groups.
     """
     if list(origins) == list(range(count)):
         return dict(saved)

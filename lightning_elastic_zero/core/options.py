@@ -16,8 +16,7 @@ _NOT_OPTIONS = {"self", "args", "kwargs"}
 def check_flag(name: str, value: object) -> bool:
     """Return an option that is True or False.
 
-    Raises:
-        ValueError: it is something else. Strings and numbers too: ``"false"`` would count as True.
+    Strings and numbers are refused: ``"false"`` would count as True.
     """
     if isinstance(value, bool):
         return value
@@ -27,14 +26,8 @@ def check_flag(name: str, value: object) -> bool:
 def check_count(name: str, value: object, *, least: int, unit: str) -> int | None:
     """Return an option that is a whole number, or None where it is not used.
 
-    Args:
-        name: of the option.
-        value: as passed; what counts as an index for Python (NumPy's integers) is one.
-        least: the smallest number that makes sense.
-        unit: what it counts, for the message.
-
-    Raises:
-        ValueError: it is something else, or too small.
+    Integers of NumPy count as whole numbers; ``least`` is the smallest valid number, ``unit`` what
+    it counts.
     """
     if value is None:
         return None
@@ -45,11 +38,7 @@ def check_count(name: str, value: object, *, least: int, unit: str) -> int | Non
 
 
 def check_choice(name: str, value: object, choices: Sequence[T]) -> T:
-    """Return an option that is one of some words.
-
-    Raises:
-        ValueError: it is none of them.
-    """
+    """Return an option that is one of some words."""
     for known in choices:
         if isinstance(value, str) and value == known:
             return known
@@ -57,11 +46,7 @@ def check_choice(name: str, value: object, choices: Sequence[T]) -> T:
 
 
 def check_rename(value: object) -> dict[str, str]:
-    """Return which layers of a checkpoint have other names in the model; None: none.
-
-    Raises:
-        ValueError: it is no mapping of names to names.
-    """
+    """Return which layers of a checkpoint have other names in the model; None: none."""
     if value is None:
         return {}
     if isinstance(value, Mapping) and all(type(n) is str for pair in value.items() for n in pair):
@@ -74,13 +59,7 @@ def check_rename(value: object) -> dict[str, str]:
 def check_known_options(of: type, given: Iterable[str], known: Iterable[str]) -> None:
     """Refuse options that there are not, with the one that was probably meant.
 
-    Args:
-        of: the class that they were passed to.
-        given: names that its constructor does not take itself.
-        known: names that it passes on to its parents.
-
-    Raises:
-        TypeError: one is unknown to all of them.
+    ``known`` has the options that the constructor of ``of`` passes on to its parents.
     """
     parents = set(known)
     if not (strange := [name for name in given if name not in parents]):
@@ -98,8 +77,7 @@ def check_known_options(of: type, given: Iterable[str], known: Iterable[str]) ->
 def check_client_state(value: object) -> Mapping[str, Any]:
     """Return what a user wants to have back, as a dictionary; None is an empty one.
 
-    Raises:
-        ValueError: it is something else, such as the tag that ``engine.save_checkpoint`` takes.
+    Refuses other types, such as the tag that ``engine.save_checkpoint`` takes.
     """
     if value is None:
         return {}

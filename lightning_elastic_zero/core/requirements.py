@@ -36,8 +36,7 @@ class Requirement:
     def incompatibility(self, found: str) -> str | None:
         """Return why the installed release cannot be used; None where it can.
 
-        Args:
-            found: the installed release; empty where it is not known, which refuses nothing.
+        An unknown release is not refused.
         """
         try:
             release = Version(found)
@@ -62,10 +61,7 @@ class Requirement:
     def missing_names_message(self, found: str, owner: str, missing: Iterable[str]) -> str | None:
         """Return which names the installed release has no more; None where none is missing.
 
-        Args:
-            found: the installed release.
-            owner: the class whose names they are.
-            missing: the names that are not there.
+        ``owner`` describes the object that lacks them.
         """
         names = ", ".join(missing)
         if not names:

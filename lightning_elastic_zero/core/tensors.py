@@ -366,13 +366,7 @@ def host_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return zeros on the host, which the system makes when they are first used.
 
     Other than with ``torch.zeros`` nothing writes them: who overwrites all of it pays for it once.
-
-    Args:
-        shape: of the tensor.
-        dtype: of its elements.
-
-    Raises:
-        OSError: the system has no memory.
+    Raises OSError if the system has no memory.
     """
     size_bytes = math.prod(shape) * dtype.itemsize
     if size_bytes < _LARGE_BYTES:
@@ -384,14 +378,8 @@ def host_chunk(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Return memory on the host for a part of a tensor, to be filled; nobody keeps it when it ends.
 
     Not ``torch.empty``: of many chunks one after the other, malloc may reuse none, where something
-    small was allocated behind each. A process then grows as if it held the whole tensor.
-
-    Args:
-        numel: elements of the 1-D tensor that is returned.
-        dtype: of each.
-
-    Raises:
-        OSError: the system has no memory.
+    small was allocated behind each. A process then grows as if it held the whole tensor. Raises
+    OSError if the system has no memory.
     """
     size_bytes = numel * dtype.itemsize
     if size_bytes < _CHUNK_BYTES:
@@ -403,14 +391,8 @@ def map_pages(size_bytes: int, advice: Sequence[str]) -> torch.Tensor:
     """Map fresh memory, zeros: a 1-D tensor of ``torch.uint8`` that it ends with.
 
     Not ``torch.empty``: where deterministic algorithms are asked for, that fills what it returns.
-
-    Args:
-        size_bytes: at least one.
-        advice: names of what the system is told of it, as ``mmap`` has them; those that this
-            system does not know are left out, since they are for speed.
-
-    Raises:
-        OSError: the system has no memory.
+    ``advice`` has names of ``mmap`` advice; those that this system does not know are ignored, since
+    they only affect speed. Raises OSError if the system has no memory.
     """
     pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for name in advice:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from os import fspath
 from typing import Any
 
 import numpy as np
@@ -131,29 +132,27 @@ def digest_of(order: Sequence[Any] | torch.Tensor) -> str:
     """Return a hexadecimal digest of an order; empty if some index cannot be compared.
 
     Numbers of Python, NumPy and torch give the same digest, and so do lists, tuples, arrays and
-    tensors of them. Objects are described by the content of their pickle.
+    tensors of them.
     """
     if isinstance(order, torch.Tensor):
         return xxhash.xxh3_128_hexdigest(order.contiguous().numpy().tobytes())
     if not all(isinstance(item, (int, np.integer)) for item in order):
         try:
             order = [_plain(item) for item in order]
-        except (_NoContentError, RecursionError):
+        except (TypeError, RecursionError):
             return ""
     if all(isinstance(item, (int, np.integer)) for item in order):
-        try:
+        with suppress(OverflowError):
             return xxhash.xxh3_128_hexdigest(np.asarray(order, dtype=np.int64).tobytes())
-        except OverflowError:
-            pass
     return xxhash.xxh3_128_hexdigest(repr(order).encode())
 
 
-class _NoContentError(Exception):
-    """A sampler yielded an object without content that other processes could compare."""
-
-
 def _plain(item: Any) -> Any:
-    """Convert an index to plain data with the same ``repr`` in every process."""
+    """Convert an index to plain data with the same ``repr`` in every process.
+
+    Raises:
+        TypeError: It is of another type than numbers, texts, paths and containers of these.
+    """
     if item is None or type(item) in (int, float, complex, str, bytes):
         return item
     for number in (int, float):
@@ -164,31 +163,8 @@ def _plain(item: Any) -> Any:
     if isinstance(item, (list, tuple)):
         return [_plain(part) for part in item]
     if isinstance(item, dict):
-        return "dict", sorted((repr(_plain(key)), _plain_repr(item[key])) for key in item)
-    if isinstance(item, (set, frozenset)):
-        return "set", sorted(map(_plain_repr, item))
-    return _pickled_parts(item)
-
-
-def _plain_repr(item: object) -> str:
-    return repr(_plain(item))
-
-
-def _pickled_parts(item: object) -> object:
-    """Describe an object by the parts of its pickle."""
-    if isinstance(item, type) or hasattr(item, "__qualname__"):
-        return f"{item.__module__}.{item.__qualname__}"
-    try:
-        reduced = item.__reduce_ex__(4)
-    except Exception as error:  # users' objects may raise anything
-        raise _NoContentError from error
-    if isinstance(reduced, str):
-        return reduced
-    make, args, *state = reduced
-    parts = [list(part) if isinstance(part, Iterator) else part for part in state]
-    if list(args) == [type(item)] and not any(part for part in parts):
-        raise _NoContentError
-    return [_plain(make), _plain(args), _plain(parts)]
+        return "dict", sorted((repr(_plain(key)), repr(_plain(item[key]))) for key in item)
+    return fspath(item)
 
 
 def _seed_generators(sampler: object, seed: int, epoch: int) -> None:

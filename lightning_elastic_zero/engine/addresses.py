@@ -45,9 +45,7 @@ def parameter_table(
 ) -> tuple[Parameter, ...]:
     """Return the manifest's parameter table, in the module's order.
 
-    Args:
-        module: The engine's module.
-        groups: The optimizer group of each parameter that the optimizer owns.
+    ``groups`` maps each parameter that the optimizer owns to its group.
     """
     return tuple(
         Parameter(
@@ -93,11 +91,7 @@ def write_piece(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
 def check_not_inference(weights: Mapping[str, torch.Tensor]) -> None:
     """Refuse weights that can be neither changed nor trained.
 
-    Args:
-        weights: Weights by name, or the memory of trained ones.
-
-    Raises:
-        CheckpointMismatchError: Some were assigned under ``torch.inference_mode``.
+    Raises CheckpointMismatchError if some were assigned under ``torch.inference_mode``.
     """
     if unfit := [name for name, weight in weights.items() if weight.is_inference()]:
         msg = (
@@ -112,14 +106,8 @@ def allocate_pieces(
 ) -> dict[Fragment, torch.Tensor]:
     """Allocate a host tensor for this rank's piece of each weight that a checkpoint contains.
 
-    Args:
-        parameters: Partitioned parameters, by name.
-        held: Names of the weights in the checkpoint.
-        rank: This rank.
-        first: ``Fragment.buffer`` of the first tensor.
-
-    Raises:
-        CheckpointMismatchError: A weight cannot be written.
+    ``held`` names the weights in the checkpoint, ``first`` is ``Fragment.buffer`` of the first
+    tensor. Raises CheckpointMismatchError if a weight cannot be written.
     """
     wanted = {name: p for name, p in parameters.items() if name in held}
     check_not_inference({name: getattr(p, "ds_tensor", p) for name, p in wanted.items()})
@@ -232,8 +220,7 @@ def rank_fragments(
 ) -> tuple[tuple[Fragment, ...], ...]:
     """Return a rank's fragments by flat buffer; in stage 0, all of them.
 
-    Raises:
-        UnsupportedError: The flat buffers cannot hold their parameters.
+    Raises UnsupportedError if the flat buffers cannot hold their parameters.
     """
     try:
         if stage:
@@ -254,14 +241,7 @@ def fragments_by_buffer(layout: Layout, rank: int, count: int) -> tuple[tuple[Fr
 def own_slices(
     flats: Sequence[FlatState], rows: Sequence[FlatBuffer], world_size: int, rank: int
 ) -> tuple[FlatState, ...]:
-    """Return the part of the replicated state (stage 0) that a rank writes.
-
-    Args:
-        flats: The whole state.
-        rows: Layout of the flat buffers in a save.
-        world_size: Number of ranks.
-        rank: This rank.
-    """
+    """Return the part of the replicated state (stage 0) that a rank writes."""
     held = fragments_by_buffer(zero_layout(0, rows, world_size), rank, len(rows))
     slices = [slice(*row.partition_range(rank)) for row in rows]
     return tuple(
@@ -281,16 +261,9 @@ def verify_addresses(
 ) -> None:
     """Refuse a flat buffer in which DeepSpeed's weights have other offsets than computed.
 
-    Args:
-        buffer: A live flat buffer.
-        row: Its layout.
-        fragments: Its computed fragments on this rank.
-        fresh: Whether only DeepSpeed has touched the module. If so, a weight that is not a view of
-            the flat buffer is refused in ZeRO-1/2. Later, a user may have replaced its tensor,
-            which does not affect the masters.
-
-    Raises:
-        UnsupportedError: An offset differs.
+    ``fresh``: only DeepSpeed has touched the module: then a weight that is not a view of
+    the flat buffer is refused in ZeRO-1/2. Later, a user may have replaced its tensor, which does
+    not affect the masters.
     """
     if buffer.low.shape != buffer.values.shape:
         shapes = f"{tuple(buffer.values.shape)} masters for {tuple(buffer.low.shape)} weights"
@@ -317,11 +290,7 @@ def verify_addresses(
 
 
 def verify_pieces(parameters: Iterable[Any], rank: int, world_size: int) -> None:
-    """Refuse parameters that ZeRO-3 has partitioned otherwise than ``core.partition``.
-
-    Raises:
-        UnsupportedError: A parameter's piece differs.
-    """
+    """Refuse parameters that ZeRO-3 has partitioned otherwise than ``core.partition``."""
     for parameter in parameters:
         if not hasattr(parameter, "ds_tensor"):
             continue

@@ -71,8 +71,7 @@ class SwappedSubGroup:
     def states(self, held: Mapping[str, Any]) -> dict[str, Any]:
         """Return the optimizer's states; those in files are mapped read-only.
 
-        Args:
-            held: State of the wrapped optimizer, with an empty tensor for each file.
+        ``held`` is the state of the wrapped optimizer, with an empty tensor for each file.
         """
         files = {id(file.compute_tensor): file for file in self._files()}
         return {
@@ -83,8 +82,7 @@ class SwappedSubGroup:
     def empty(self, dtype: torch.dtype) -> torch.Tensor:
         """Return zeros in an unnamed file in the same folder; the tensor owns the file.
 
-        Raises:
-            OSError: The disk is full. Space is reserved here, not when the file is filled.
+        Raises OSError if the disk is full: space is reserved here, not when the file is filled.
         """
         size_bytes = self.numel * dtype.itemsize
         with tempfile.TemporaryFile(dir=self.optimizer.optimizer_swapper.swap_folder) as file:
@@ -99,11 +97,7 @@ class SwappedSubGroup:
         return tensors
 
     def _mapped(self, file: Any) -> torch.Tensor:
-        """Map a file that DeepSpeed has written.
-
-        Raises:
-            UnsupportedError: The file is missing or too short.
-        """
+        """Map a file that DeepSpeed has written."""
         path = Path(file.swap_path)
         found = path.stat().st_size if path.exists() else 0
         if found < (wanted := self.numel * self.dtype.itemsize):
@@ -153,11 +147,7 @@ def swapped_in(sub_group: SwappedSubGroup | None) -> Iterator[None]:
 
 
 def refuse_offloaded(optimizer: Any) -> None:
-    """Refuse to load while states are offloaded.
-
-    Raises:
-        UnsupportedError: States are on the host.
-    """
+    """Refuse to load while states are offloaded."""
     if found := getattr(optimizer, "offloaded_states", None):
         names = ", ".join(sorted(state.value for state in found))
         msg = (
@@ -180,10 +170,7 @@ def weight_partitions(
 ) -> tuple[torch.Tensor, ...]:
     """Return the low-precision weights of all ranks of a ZeRO-1/2 group, offloaded or not.
 
-    Args:
-        optimizer: DeepSpeed's wrapper.
-        group: Index of the group.
-        partitions: DeepSpeed's views of the partitions; empty while they are offloaded.
+    ``partitions`` are DeepSpeed's views of them, empty while they are offloaded.
     """
     if partitions or not weights_are_offloaded(optimizer):
         return tuple(partitions)
@@ -363,11 +350,8 @@ def group_parameters(optimizer: Any, wrapper: str) -> list[list[torch.nn.Paramet
 def refresh_low_precision(optimizer: Any, wrapper: str, *, has_state: bool) -> None:
     """Write the masters into the low-precision weights of all ranks. Collective except in stage 0.
 
-    Args:
-        optimizer: DeepSpeed's wrapper, with restored masters. ZeRO-3's parameters must be
-            partitioned (``checkpoint_event_prologue``) and gathered again afterwards.
-        wrapper: Its class name.
-        has_state: Whether the optimizer has state, for DeepSpeed's own links to it.
+    ZeRO-3's parameters must be partitioned (``checkpoint_event_prologue``) and gathered again
+    afterwards. ``has_state`` is needed for DeepSpeed's own links to the states.
     """
     if wrapper == "DeepSpeedZeroOptimizer_Stage3":
         for sub_group in range(len(optimizer.fp16_groups)):

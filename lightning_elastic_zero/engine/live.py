@@ -112,15 +112,7 @@ def flat_buffer_state(
 ) -> Mapping[str, Any]:
     """Return the states of a flat buffer by name, in the layout of the masters.
 
-    States in files are read-only.
-
-    Args:
-        optimizer: DeepSpeed's wrapper.
-        wrapper: Its class name.
-        buffer: The flat buffer.
-        row: Its layout over all ranks.
-        fragments: Its fragments on this rank.
-        stepped: Whether the run has taken a step.
+    States in files are read-only. ``stepped``: whether the run has taken a step.
     """
     if keeps_whole_momenta(optimizer, wrapper, buffer.group):
         return partitioned_momentum(optimizer, buffer, row, fragments, stepped=stepped)
@@ -191,13 +183,8 @@ class LiveEngine:
     def verify_addresses(self, *, fresh: bool) -> None:
         """Compare the computed offsets with DeepSpeed's weights in the flat buffers.
 
-        The result may differ between ranks: call it within a step of all ranks.
-
-        Args:
-            fresh: Whether only DeepSpeed has touched the module; see ``addresses``.
-
-        Raises:
-            UnsupportedError: An offset differs on this rank.
+        The result may differ between ranks: call it within a step of all ranks. Raises
+        UnsupportedError on a rank where an offset differs.
         """
         if not self._wrapper or weights_are_offloaded(self._optimizer):
             return
@@ -220,8 +207,7 @@ class LiveEngine:
     def describe(self) -> Manifest:
         """Return a description of the engine: a manifest without files.
 
-        Raises:
-            UnsupportedError: An optimizer state or a hyperparameter cannot be saved.
+        Raises UnsupportedError if an optimizer state or a hyperparameter cannot be saved.
         """
         engine = self._engine
         groups_of = {p: b.group for b in self._buffers for p in b.parameters}
@@ -288,10 +274,8 @@ class LiveEngine:
     def rank_state(self, *, exclude_frozen: bool, keep_module_weights: bool) -> RankState:
         """Return this rank's state by reference, without collectives or changes.
 
-        Args:
-            exclude_frozen: Omit the weights that the optimizer does not own. Without an optimizer,
-                all weights are included.
-            keep_module_weights: Add the module's low-precision weights.
+        ``exclude_frozen`` omits the weights that the optimizer does not own (none without an
+        optimizer), ``keep_module_weights`` adds the module's low-precision weights.
         """
         module, scheduler = self._engine.module, self._engine.lr_scheduler
         left_out = exclude_frozen and self._wrapper
@@ -349,8 +333,7 @@ class LiveEngine:
     ) -> None:
         """Refuse state and hyperparameters of another optimizer.
 
-        Raises:
-            CheckpointMismatchError: They belong to another class, or a group lacks its state.
+        Raises CheckpointMismatchError if they belong to another class, or a group lacks its state.
         """
         if saved := source.writer.optimizer:
             states = {key.name for group in source.groups for key in group.state if state}
@@ -369,11 +352,7 @@ class LiveEngine:
                 log.warning("%s", warning)
 
     def check_scheduler(self, saved: Mapping[str, object]) -> None:
-        """Refuse state of another kind of scheduler.
-
-        Raises:
-            CheckpointMismatchError: It lacks entries of the live one.
-        """
+        """Refuse state of another kind of scheduler."""
         check_scheduler(self._engine.lr_scheduler, saved)
 
     def _partition(self) -> None:
@@ -438,11 +417,8 @@ class LiveEngine:
     def copy_full_weights(self, weights: Mapping[str, torch.Tensor]) -> list[str]:
         """Write whole weights and buffers to an engine without optimizer. Collective (ZeRO-3).
 
-        Args:
-            weights: By the module's names. Unknown names and other shapes are ignored.
-
-        Returns:
-            The names of the parameters that were written.
+        Unknown names and other shapes are ignored. Returns the names of the parameters that were
+        written.
         """
         if not weights:
             return []
@@ -488,13 +464,9 @@ def follows_requires_grad(engine: Any) -> bool:
 def live_engine(engine: Any, *, places_checked: bool = False) -> LiveEngine:
     """Return the state of a supported engine, with or without an optimizer.
 
-    Args:
-        engine: DeepSpeed's.
-        places_checked: Whether ``LiveEngine.verify_addresses`` has already passed. Later, only a
-            user can have replaced weights, which does not affect the masters.
-
-    Raises:
-        UnsupportedError: The engine, or an option of it, is not supported.
+    ``places_checked``: ``LiveEngine.verify_addresses`` has already passed. Later, only a
+    user can have replaced weights, which does not affect the masters. Raises UnsupportedError for
+    an engine or an option that is not supported.
     """
     check_supported(engine)
     live = LiveEngine(engine)

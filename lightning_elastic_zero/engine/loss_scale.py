@@ -49,10 +49,6 @@ def ensure_scaled(engine: Any, loss: torch.Tensor) -> Iterator[None]:
 
     The hook is active for one backward pass, inside the context: the graph may be kept for another
     pass after a change of the scale, or the loss may be a part of another loss.
-
-    Args:
-        engine: DeepSpeed's.
-        loss: The scalar passed to the engine's ``backward``.
     """
     replicated = type(engine.optimizer).__name__ in REPLICATED and loss.requires_grad
     scale = loss_scale(engine) if replicated else 1.0
@@ -84,13 +80,8 @@ def restore_loss_scaler(engine: Any, saved: Mapping[str, Any], *, settings: bool
     """Continue with a saved scale, converted between kinds of scalers where possible.
 
     A fixed scale does not become dynamic or the reverse, and a run without scaling provides none. A
-    warning lists settings that differ from the configured ones.
-
-    Args:
-        engine: DeepSpeed's.
-        saved: ``loss_scaler_fields`` of the saved run.
-        settings: Restore the saved settings too, including a fixed scale. The state of torch's
-            scaler contains its settings.
+    warning lists settings that differ from the configured ones. ``settings`` restores the saved
+    settings too, including a fixed scale. The state of torch's scaler contains its settings.
     """
     scaler = loss_scaler(engine.optimizer)
     if scaler and _kind(_numbers(scaler)) == _kind(saved):
@@ -112,10 +103,6 @@ def warn_of_momentum_scale(engine: Any, saved: Mapping[str, Any]) -> None:
 
     DeepSpeed lets Muon average scaled gradients in ZeRO, and unscaled ones with offload and in
     stage 0. Mixed averages are wrong by the factor of the scale.
-
-    Args:
-        engine: DeepSpeed's, its scale restored.
-        saved: ``loss_scaler_fields`` of the saved run.
     """
     was, now = saved.get(MOMENTUM_SCALE), _momentum_scale(engine)
     if was is None or now is None or was == now or engine.global_rank != 0:

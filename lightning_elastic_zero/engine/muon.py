@@ -60,13 +60,8 @@ def partitioned_momentum(
 ) -> dict[str, torch.Tensor]:
     """Return a copy of the momentum of whole parameters in the layout of the masters.
 
-    Args:
-        optimizer: ZeRO-1/2's wrapper.
-        buffer: The flat buffer of a Muon group.
-        row: Its layout.
-        fragments: Its fragments on this rank.
-        stepped: Whether the run has taken a step. A rank with only padding has no momentum but must
-            report the same state keys as the others.
+    ``stepped``: whether the run has taken a step. A rank with only padding has no momentum but
+    must report the same state keys as the others.
     """
     whole = inner_optimizer(optimizer).state.get(buffer.key, {}).get(MOMENTUM_KEY)
     if whole is None:
@@ -160,11 +155,8 @@ def _copy_overlaps(
 ) -> None:
     """Copy the overlap of a run of the group's flat elements with some parameters.
 
-    Args:
-        whole: The parameters' elements, concatenated.
-        wanted: First element in the flat group, size, and offset in ``whole`` of each parameter.
-        values: The run.
-        at: Its first element in the flat group.
+    ``wanted`` has the first element in the flat group, the size, and the offset in ``whole`` of
+    each parameter; ``at`` is the first element of ``values`` in the flat group.
     """
     for first, numel, place in wanted:
         start, stop = max(first, at), min(first + numel, at + values.numel())

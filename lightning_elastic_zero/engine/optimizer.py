@@ -60,13 +60,8 @@ def split_state(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
     """Split the states of one flat buffer into 1-D element-wise tensors and scalars.
 
-    Args:
-        optimizer: Their optimizer.
-        flat: The masters: 1-D, or in stage 0 a weight in its shape.
-        held: The states, by name.
-
-    Raises:
-        UnsupportedError: A state is neither, so it cannot be partitioned.
+    ``flat`` is 1-D, or in stage 0 a weight in its shape. Raises UnsupportedError for a state that
+    is neither, because it cannot be partitioned.
     """
     elementwise: dict[str, torch.Tensor] = {}
     scalars: dict[str, Scalar] = {}
@@ -103,10 +98,7 @@ def _is_elementwise(optimizer: Any, flat: torch.Tensor, key: str, value: object)
     """Whether a state has one value per element.
 
     For a weight without dimensions (stage 0), both kinds are one value, so the states of the other
-    weights decide.
-
-    Raises:
-        UnsupportedError: There are no other weights.
+    weights decide. Raises UnsupportedError if there are no other weights.
     """
     if not isinstance(value, torch.Tensor) or value.shape != flat.shape:
         return False
@@ -139,13 +131,8 @@ def shared_state(
 ) -> dict[Any, Any]:
     """Return the optimizer state under keys that are not tensors, which all ranks share.
 
-    Args:
-        optimizer: The optimizer.
-        stepped: The tensors that it steps, whose states are saved separately.
-        names: Names of the module's parameters.
-
-    Raises:
-        UnsupportedError: There is state of a tensor that the optimizer does not step.
+    ``stepped`` are the tensors that it steps, whose states are saved separately. Raises
+    UnsupportedError for the state of another tensor.
     """
     found, known = dict[Any, Any](), set(stepped)
     # Optimizers that create state in their constructor (Adagrad) leave that of the parameters that
@@ -175,12 +162,8 @@ def with_group_steps(
 
     DeepSpeed's FusedAdam steps a whole group and counts on its last parameter with a gradient
     (``deepspeed/ops/adam/fused_adam.py``). The counts of the others keep their initial value.
-
-    Args:
-        optimizer: Their optimizer.
-        states: Element-wise states and scalars of each parameter.
-        groups: Group index of each parameter.
-        trained: Whether each parameter requires a gradient; DeepSpeed gives one to all that do.
+    ``trained``: whether each parameter requires a gradient; DeepSpeed gives one to all that
+    do.
     """
     if type(optimizer).__name__ != "FusedAdam":
         return tuple(states)
@@ -228,14 +211,8 @@ def check_same_optimizer(
 ) -> None:
     """Refuse to restore one optimizer's state or hyperparameters into another.
 
-    Args:
-        saved: Class name of the saved optimizer; empty if unknown.
-        inner: The live optimizer.
-        states: Names of the states to restore.
-
-    Raises:
-        CheckpointMismatchError: The classes differ and are not both of Adam's family, or only the
-            class names are equal.
+    ``saved`` is empty if unknown. Raises CheckpointMismatchError if the classes differ and are not
+    both of Adam's family, or if only the class names are equal.
     """
     live, package = type(inner).__name__, package_of(inner)
     if hasattr(torch.optim, live) and states and ("state1" in states) != (package == BITSANDBYTES):
@@ -260,15 +237,7 @@ def place_scalar(
     group: Mapping[str, Any],
     device: torch.device,
 ) -> Scalar:
-    """Return a scalar in the form and on the device that the live optimizer uses.
-
-    Args:
-        key: Name of the state.
-        value: The saved value.
-        inner: The live optimizer.
-        group: Its parameter group.
-        device: Device of the flat buffer.
-    """
+    """Return a scalar in the form and on the device that the live optimizer uses."""
     if key == "step" and value is not None:
         live = type(inner).__name__
         if live in INT_STEPS or package_of(inner) == BITSANDBYTES:
@@ -287,11 +256,7 @@ def place_scalar(
 
 
 def check_states_alike(group: int, keys: Sequence[StateKey], others: Sequence[StateKey]) -> None:
-    """Refuse two flat buffers of one group with different states.
-
-    Raises:
-        UnsupportedError: They differ.
-    """
+    """Refuse two flat buffers of one group with different states."""
     if keys != others:
         have, first = ([k.name for k in table] for table in (keys, others))
         msg = (
@@ -312,13 +277,8 @@ def probe_after_a_step(
 ) -> dict[str, Any]:
     """Return the states of a parameter of two elements after a step with gradients of zero.
 
-    Args:
-        inner: The live optimizer, which is not changed.
-        index: Index of its parameter group.
-        saved: Saved hyperparameters, some of which (amsgrad) determine the states.
-
-    Raises:
-        Exception: Any error of the optimizer's constructor or step.
+    The live optimizer is not changed. Some saved hyperparameters (amsgrad) determine the states.
+    Raises whatever the optimizer's constructor or step raises.
     """
     group = inner.param_groups[index]
     settings = {k: unplain(saved[k], v) if k in saved else v for k, v in group.items()}
@@ -355,14 +315,9 @@ def check_unnamed_state(
 ) -> None:
     """Refuse another optimizer's state if the checkpoint does not name the optimizer's class.
 
-    Args:
-        saved: The checkpoint's parameter groups.
-        inner: The live optimizer.
-        stepped: Whether the saved run may have taken a step. Before the first one, there is no
-            state.
-
-    Raises:
-        CheckpointMismatchError: The names of the states differ, or a group lacks its state.
+    ``stepped``: whether the saved run may have taken a step; before the first one, there is no
+    state. Raises CheckpointMismatchError if the names of the states differ, or a group lacks its
+    state.
     """
     name = type(inner).__name__
     others = any(group.state for group in saved)
@@ -386,18 +341,9 @@ def check_configured_state(
     """Refuse saved state that the optimizer, as it will be configured, cannot step with.
 
     Optimizers create their states only at a parameter's first step. With ``amsgrad=True``, the next
-    step fails on states that were saved without it.
-
-    Args:
-        saved: The checkpoint's parameter groups, in the order of the live ones.
-        inner: The live optimizer.
-        hyperparameters: Whether the saved ones are restored.
-
-    Returns:
-        A warning that lists the restored states that the optimizer will not use; empty if none.
-
-    Raises:
-        CheckpointMismatchError: States are missing.
+    step fails on states that were saved without it. Returns a warning that lists the restored
+    states that the optimizer will not use; empty if none. Raises CheckpointMismatchError if states
+    are missing.
     """
     unused = []
     for index, held in enumerate(saved[: len(inner.param_groups)]):
@@ -441,11 +387,7 @@ def check_unnamed_hyperparameters(
     live: Sequence[Group],
     inner: Any,
 ) -> None:
-    """Refuse another optimizer's hyperparameters; see ``check_unnamed_state``.
-
-    Raises:
-        CheckpointMismatchError: The names differ.
-    """
+    """Refuse another optimizer's hyperparameters; see ``check_unnamed_state``."""
     name = type(inner).__name__
     for index, (held, here) in enumerate(zip(saved, live, strict=False)):
         theirs, ours = _own_keys(held), _own_keys(here)
@@ -517,12 +459,7 @@ NAMED = {True: "decoupled (AdamW's)", False: "in the gradient (Adam's)"}
 
 
 def weight_decay_change(source: Manifest, inner: Any) -> str:
-    """Return a warning if the kind of weight decay changes, else "".
-
-    Args:
-        source: The checkpoint, whose hyperparameters are restored.
-        inner: The live optimizer. One of Adam's family was saved.
-    """
+    """Return a warning if the kind of weight decay changes, else ""."""
     name = type(inner).__name__
     if name not in ADAM_FAMILY:
         return ""
@@ -581,12 +518,7 @@ def restore_backup_hyperparameters(
     optimizer: Any,
     saved: Sequence[Mapping[str, Any]] | None,
 ) -> None:
-    """Copy the first optimizer's restored hyperparameters to the second, then its own saved ones.
-
-    Args:
-        optimizer: DeepSpeed's wrapper.
-        saved: The hyperparameters of each group; None keeps the live ones.
-    """
+    """Copy the first optimizer's hyperparameters to the second, then restore its own saved ones."""
     for group, held in enumerate(saved or ()):
         main, other = _groups(optimizer, group)
         if other is main:  # No second optimizer here, or it shares the dict.
@@ -612,14 +544,8 @@ def describe_groups(
 ) -> tuple[Group, ...]:
     """Describe the parameter groups of an optimizer.
 
-    Args:
-        optimizer: DeepSpeed's wrapper, or an unwrapped optimizer.
-        wrapper: The wrapper's class name.
-        names: Names of the parameters.
-        states: The group and the states of each flat buffer.
-
-    Raises:
-        UnsupportedError: The states within a group differ, or a hyperparameter is not plain data.
+    Raises UnsupportedError if the states within a group differ, or a hyperparameter is not plain
+    data.
     """
     tables: dict[int, tuple[StateKey, ...]] = {}
     for index, held in states:

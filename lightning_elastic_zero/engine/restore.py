@@ -51,13 +51,7 @@ def initial_values(
 ) -> dict[str, float]:
     """Return each element-wise state's value for a parameter whose gradients were all zero.
 
-    Args:
-        inner: The live optimizer.
-        index: Index of its parameter group.
-        held: The saved group that provides its state.
-
-    Raises:
-        CheckpointMismatchError: It depends on the weights, or cannot be determined.
+    Raises CheckpointMismatchError if a value depends on the weights or cannot be determined.
     """
     name = type(inner).__name__
     # Weights that are not zero would decay.
@@ -117,13 +111,8 @@ def flat_target(
     """Choose where a flat buffer's masters are received.
 
     They are received in place if the low-precision weights can rebuild them, as in a fresh engine
-    or one that trains in fp32. This saves a copy of the masters.
-
-    Args:
-        buffer: The live buffer.
-        fragments: Its fragments on this rank.
-        states: Where its states are received.
-        whole: Whether all of it is received; if not, the rest keeps its values.
+    or one that trains in fp32. This saves a copy of the masters. ``whole``: whether all of it
+    is received; if not, the rest keeps its values.
     """
     live, low = buffer.values, buffer.low.data
     if not (buffer.swapped or buffer.low is buffer.master) and all(
@@ -157,15 +146,8 @@ def allocate_states(
 
     The states are on the host if the live ones can take the values in their own memory, so that the
     device never holds them twice. Otherwise they are on the device, so that a full device is
-    detected before ``commit``. Swapped states are received in files.
-
-    Args:
-        inner: The optimizer that steps the buffer.
-        buffer: The live buffer.
-        fragments: Its fragments on this rank.
-        source: The checkpoint, its groups in the order of the live ones.
-        momentum_dtype: Type of Muon's momentum (``muon.momentum_dtype``). Values that overflow in
-            it are refused before anything changes.
+    detected before ``commit``. Swapped states are received in files. Values that overflow in the
+    type of Muon's momentum are refused before anything changes.
     """
     master, live = buffer.values, inner.state.get(buffer.key, {})
     targets: dict[str, torch.Tensor] = {}
@@ -230,10 +212,8 @@ def _has_place(live: object, stepped: torch.Tensor, dtype: torch.dtype) -> bool:
 def commit_masters(target: FlatTarget, *, keep_fp32: bool) -> None:
     """Commit masters and zero the padding, which is uninitialised memory in a live engine.
 
-    Args:
-        target: Where they were received.
-        keep_fp32: False (DeepSpeed's ``load_from_fp32_weights: false``) rounds the masters to the
-            type of the low-precision weights.
+    ``keep_fp32=False`` (DeepSpeed's ``load_from_fp32_weights: false``) rounds the masters to the
+    type of the low-precision weights.
     """
     master = target.buffer.master.data
     if not target.in_place:
@@ -372,12 +352,7 @@ _START_NEW_SCHEDULER = (
 def check_scheduler(live: Any, saved: Mapping[str, Any]) -> None:
     """Refuse the state of another kind of scheduler before anything is restored.
 
-    Args:
-        live: The scheduler that the engine steps, or None.
-        saved: The saved scheduler's state.
-
-    Raises:
-        CheckpointMismatchError: It lacks entries of the live one.
+    Raises CheckpointMismatchError if it lacks entries of the live one.
     """
     if live is None:
         return
@@ -426,11 +401,7 @@ def commit_optimizer(
 ) -> None:
     """Commit masters, states, groups and counters. Collective; call after all ranks agreed.
 
-    Args:
-        engine: A live engine, its parameters partitioned (ZeRO-3).
-        wrapper: Class name of its optimizer wrapper.
-        flats: Each flat buffer with its received values.
-        values: All other received values.
+    ZeRO-3's parameters must be partitioned.
     """
     optimizer = engine.optimizer
     keep_fp32 = bool(engine.zero_load_from_fp32_weights())

@@ -73,12 +73,7 @@ class TrialModel(nn.Module):
 def join_ranks(device: str, timeout_s: float) -> None:
     """Initialize DeepSpeed's process group from the environment variables.
 
-    Args:
-        device: ``"cpu"`` or ``"cuda"``.
-        timeout_s: timeout of collectives.
-
-    Raises:
-        UnsupportedError: DeepSpeed has chosen another accelerator.
+    Raises UnsupportedError if DeepSpeed has chosen another accelerator.
     """
     use_accelerator(device, compiles=False)
     import deepspeed  # noqa: PLC0415 (after the accelerator is chosen)
@@ -99,11 +94,7 @@ def trial_engine(model: TrialModel, stage: int, *, tilt: float = 1.0) -> Iterato
     """Make an engine with AdamW and two parameter groups for the context. Collective.
 
     Stages 1 to 3 train in bf16 if the device supports it; stage 0 in fp32 with torch's optimizer.
-
-    Args:
-        model: the model to train.
-        stage: ZeRO stage.
-        tilt: factor on rates and decays, so that they differ from another engine's.
+    ``tilt`` is a factor on rates and decays, so that they differ from another engine's.
     """
     import deepspeed  # noqa: PLC0415 (DeepSpeed takes seconds to import)
     from deepspeed.accelerator import get_accelerator  # noqa: PLC0415 (likewise)

@@ -87,13 +87,9 @@ def add_step_pre_hook(engine: Any, call: Callable[[], None]) -> Callable[[], Non
     """Run a callback right before the optimizer changes its state.
 
     DeepSpeed's wrappers call ``step`` of the wrapped optimizer, ZeRO-3 once per sub-group, only at
-    the end of a window of micro-batches and without a gradient overflow.
-
-    Returns:
-        A function that removes the hook.
-
-    Raises:
-        UnsupportedError: The wrapped optimizer is not a ``torch.optim.Optimizer``.
+    the end of a window of micro-batches and without a gradient overflow. Returns a function that
+    removes the hook. Raises UnsupportedError if the wrapped optimizer is not a
+    ``torch.optim.Optimizer``.
     """
     if not optimizer_wrapper(engine):  # nothing steps
         return lambda: None

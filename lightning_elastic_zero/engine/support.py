@@ -33,10 +33,9 @@ from lightning_elastic_zero.engine.buffers import (
     live_flat_buffers,
 )
 from lightning_elastic_zero.engine.deepspeed import (
-    check_builder,
     check_names,
-    check_ops,
     compatible_operators,
+    missing,
     updates_offloaded_momentum,
 )
 from lightning_elastic_zero.engine.optimizer import BITSANDBYTES, package_of
@@ -99,9 +98,7 @@ def _cut(name: str) -> str:
 def unfit_class(inner: torch.optim.Optimizer, *, in_zero: bool) -> Iterator[str]:
     """Yield the reasons to refuse a live optimizer's class.
 
-    Args:
-        inner: The optimizer that steps.
-        in_zero: Whether it steps partitioned flat buffers instead of whole parameters.
+    ``in_zero``: whether it steps partitioned flat buffers instead of whole parameters.
     """
     name = type(inner).__name__
     if name in RANK_LOCAL_OPTIMIZERS:
@@ -245,8 +242,7 @@ def optimizer_wrapper(engine: Any) -> str:
 def check_supported(engine: Any) -> None:
     """Refuse an engine that the library cannot save and resume.
 
-    Raises:
-        UnsupportedError: Lists every reason.
+    Raises UnsupportedError with every reason.
     """
     if not hasattr(engine, "optimizer"):
         found = f"{type(engine).__module__}.{type(engine).__qualname__}"
@@ -259,14 +255,10 @@ def check_supported(engine: Any) -> None:
 def check_config(config: Mapping[str, Any], *, trains: bool = True) -> None:
     """Refuse an unsupported DeepSpeed config before an engine is built with it.
 
-    Args:
-        config: The DeepSpeed config. ``check_supported`` checks what only a live engine shows.
-        trains: Whether an optimizer will be created. For an evaluation, Lightning builds its engine
-            from the precision and the ZeRO-3 section only: each rank has the whole model, whatever
-            else the config contains, and reads only weights.
-
-    Raises:
-        UnsupportedError: Lists every reason.
+    ``check_supported`` checks what only a live engine shows. For an evaluation (``trains=False``),
+    Lightning builds its engine from the precision and the ZeRO-3 section only: each rank has the
+    whole model, whatever else the config contains, and reads only weights. Raises UnsupportedError
+    with every reason.
     """
     if reason := DEEPSPEED.incompatibility(version_of(DEEPSPEED.package)):
         _refuse([reason])
@@ -287,15 +279,8 @@ def check_optimizer(
 ) -> None:
     """Refuse a user's optimizer for ZeRO before DeepSpeed asks for an option to accept it.
 
-    Stage 0 depends on DeepSpeed's release and is left to ``check_supported``.
-
-    Args:
-        optimizer: The user's.
-        config: The DeepSpeed config.
-        module: The module that it trains.
-
-    Raises:
-        UnsupportedError: Lists every reason.
+    Stage 0 depends on DeepSpeed's release and is left to ``check_supported``. Raises
+    UnsupportedError with every reason.
     """
     groups = enumerate(group["params"] for group in optimizer.param_groups)
     reasons = [*_not_in_module(((i, p) for i, held in groups for p in held), module)]
@@ -503,14 +488,9 @@ _LOOK_AGAIN_S = 0.5
 def use_accelerator(name: str, *, compiles: bool = True) -> None:
     """Set DeepSpeed's accelerator to the trainer's: ``"cpu"`` or ``"cuda"``.
 
-    DeepSpeed decides once per process, by ``DS_ACCELERATOR`` or by detection.
-
-    Args:
-        name: The accelerator.
-        compiles: Whether to wait, if necessary, while DeepSpeed compiles its gloo extension.
-
-    Raises:
-        UnsupportedError: DeepSpeed already uses another one.
+    DeepSpeed decides once per process, by ``DS_ACCELERATOR`` or by detection. ``compiles`` tells
+    whether to wait, if necessary, while DeepSpeed compiles its gloo extension. Raises
+    UnsupportedError if DeepSpeed already uses another accelerator.
     """
     os.environ.setdefault("DS_ACCELERATOR", name)
     from deepspeed.accelerator import get_accelerator  # noqa: PLC0415 (after the variable is set)
@@ -529,11 +509,7 @@ def use_accelerator(name: str, *, compiles: bool = True) -> None:
 def report_abandoned_builds(config: Mapping[str, Any]) -> None:
     """Warn about abandoned locks that block the loading of an operator, on one rank per node.
 
-    Args:
-        config: The DeepSpeed config, which determines whether an operator is required.
-
-    Raises:
-        UnsupportedError: An old lock blocks an operator that has no replacement.
+    Raises UnsupportedError if an old lock blocks an operator that the config requires.
     """
     offload = (config.get("zero_optimization") or {}).get("offload_optimizer") or {}
     for name, lock in abandoned_builds().items():
@@ -599,20 +575,18 @@ def _do_without_shared_memory_op(accelerator: Any, *, tries: bool) -> None:
     """Let DeepSpeed start on a machine that cannot compile its shared-memory collectives.
 
     They only speed up gloo, but ``init_distributed`` raises if they do not build. DeepSpeed checks
-    its table of compatible operators first, so they are removed from it.
-
-    Args:
-        accelerator: DeepSpeed's.
-        tries: Whether to build them at all.
+    its table of compatible operators first, so they are removed from it. ``tries``: whether to
+    build them at all.
     """
     from deepspeed import ops  # noqa: PLC0415 (DeepSpeed takes seconds to import)
 
     found = version_of(DEEPSPEED.package)
-    check_ops(ops, accelerator, found)
+    lost = [*missing("deepspeed.ops", ops, found), *missing("the accelerator", accelerator, found)]
+    _refuse(lost)
     builder = accelerator.create_op_builder("ShareMemCommBuilder")
     if builder is None:
         return
-    check_builder(builder, found)
+    _refuse([*missing("an operator's builder", builder, found)])
     table = compatible_operators(ops)
     if not table.get(builder.NAME, False):
         return
@@ -641,11 +615,7 @@ def recovery_script() -> Path | None:
 def replace_initialize(wrap: Callable[[Any], Any]) -> Callable[[], None]:
     """Make ``deepspeed.initialize`` pass each engine through a function, until it is undone.
 
-    Args:
-        wrap: called with each engine; returns it.
-
-    Returns:
-        A function that restores ``deepspeed.initialize``.
+    Returns a function that restores it.
     """
     import deepspeed  # noqa: PLC0415 (takes seconds)
 

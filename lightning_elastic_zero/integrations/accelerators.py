@@ -6,7 +6,7 @@ import functools
 import json
 import logging
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from accelerate.checkpointing import load_accelerator_state
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import MODEL_NAME, DeepSpeedSchedulerWrapper, DistributedType
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from lightning_elastic_zero.core.manifest import Manifest, load_json
 from lightning_elastic_zero.errors import CheckpointCorruptedError, UnsupportedError
@@ -186,39 +186,85 @@ class AcceleratorBinding:
                 )
         source = accelerator.process_index % was
         load_accelerator_state(loaded.load_dir, [], [], [], [], process_index=source, scaler=None)
-        if (differences := list(self._data_differences())) and accelerator.is_main_process:
-            log.warning(
-                "This run has %d ranks, the one that saved %s had %d: %s",
-                now,
-                loaded.load_dir,
-                was,
-                "; ".join(differences),
-            )
+        self._warn_at_first_step(loaded)
 
-    def _data_differences(self) -> Iterator[str]:
-        """Yield why samples of the steps to come may differ from those of the old run."""
-        accelerator = self.accelerator
-        if accelerator.dataloader_config.use_stateful_dataloader:
-            yield "use_stateful_dataloader keeps one rank's position, which no other rank can use"
-        for loader in accelerator._dataloaders:  # noqa: SLF001 (there is no public list)
-            if not isinstance(loader, DataLoader):
-                continue
-            if isinstance(loader.dataset, IterableDataset):
-                yield "an iterable dataset is read again up to the resumed batch"
-                continue
-            sampler = type(_sampler_of(loader)).__name__
-            if not accelerator.use_seedable_sampler and "Random" in sampler:
-                yield (
-                    "the shuffled order has no seed of its own: pass "
-                    "DataLoaderConfiguration(use_seedable_sampler=True) to the run that saves too"
-                )
-            count = len(loader.dataset)  # type: ignore[arg-type]  # it has a sampler
-            samples = _samples_of_batch(loader) * accelerator.gradient_accumulation_steps
-            if count % samples:
-                yield (
-                    f"{count} samples are not a multiple of the {samples} of a step: "
-                    "the last step of an epoch is filled up with other samples"
-                )
+    def _warn_at_first_step(self, loaded: Loaded) -> None:
+        """Name differences in the data once the first loss shows which loader is trained on."""
+        accelerator, backward = self.accelerator, self.accelerator.backward
+
+        @functools.wraps(backward)
+        def first_backward(*args: Any, **kwargs: Any) -> Any:
+            accelerator.backward = backward
+            warn_of_data(loaded, accelerator, accelerator.gradient_state.active_dataloader)
+            return backward(*args, **kwargs)
+
+        accelerator.backward = first_backward
+
+
+def warn_of_data(
+    loaded: Loaded, accelerator: Any, loader: object, differences: Iterable[str] = ()
+) -> None:
+    """Warn, on one rank, why samples of the steps to come may differ from those of the old run.
+
+    Args:
+        loaded: the load.
+        accelerator: accelerate's, of this run.
+        loader: the training DataLoader, as accelerate has prepared it; None: it reads as before.
+        differences: others that the caller knows of.
+    """
+    found = [*differences]
+    if loader is not None and accelerator.dataloader_config.use_stateful_dataloader:
+        found.append("use_stateful_dataloader keeps one rank's position, which no other can use")
+    found += _data_differences(loader, loaded.result.manifest.progress.global_batch_size)
+    if found and accelerator.is_main_process:
+        log.warning(
+            "This run has %d ranks, the one that saved %s had %d: %s",
+            accelerator.num_processes,
+            loaded.load_dir,
+            loaded.world_size,
+            "; ".join(found),
+        )
+
+
+def _data_differences(loader: object, samples: int | None) -> Iterator[str]:
+    if not isinstance(loader, DataLoader):
+        return
+    if isinstance(loader.dataset, IterableDataset):
+        yield "an iterable dataset is read again up to the resumed batch"
+        return
+    batches, sampler = samplers_of(loader)
+    if isinstance(sampler, RandomSampler) and not hasattr(sampler, "set_epoch"):
+        yield (
+            "the shuffled order has no seed of its own: set use_seedable_sampler=True "
+            "(DataLoaderConfiguration, accelerator_config) in the run that saves too"
+        )
+    elif not isinstance(sampler, SequentialSampler) and not hasattr(sampler, "set_epoch"):
+        yield (
+            f"the order of {type(sampler).__name__} cannot be repeated, and a resumed epoch has "
+            "other samples: use a sampler whose set_epoch(epoch) seeds the order"
+        )
+    count = len(sampler) if isinstance(sampler, Sized) else 0
+    if not samples or not count or not (rest := count % samples):
+        return
+    if getattr(batches, "drop_last", False):
+        yield (
+            f"{count} samples are not a multiple of the {samples} of a step, and drop_last makes "
+            "the steps of an epoch depend on the number of ranks: epochs may end at another step. "
+            f"Leave out {rest} samples"
+        )
+    else:
+        yield (
+            f"{count} samples are not a multiple of the {samples} of a step: the last step of an "
+            "epoch is filled up with other samples"
+        )
+
+
+def samplers_of(loader: Any) -> tuple[Any, Any]:
+    """Return the batch sampler and the sampler of a loader that accelerate has prepared."""
+    batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    while hasattr(batches, "batch_sampler"):  # shards, and skipped batches
+        batches = batches.batch_sampler
+    return batches, getattr(batches, "sampler", batches)
 
 
 def _check_steps(path: Path, manifest: Manifest) -> None:
@@ -237,16 +283,6 @@ def _check_steps(path: Path, manifest: Manifest) -> None:
             "each state into a new one"
         )
         raise CheckpointCorruptedError(msg)
-
-
-def _sampler_of(loader: Any) -> object:
-    """Return the sampler of a loader, under the batch sampler that accelerate wraps."""
-    batches = loader.batch_sampler
-    return getattr(getattr(batches, "batch_sampler", batches), "sampler", None)
-
-
-def _samples_of_batch(loader: Any) -> int:
-    return int(loader.total_batch_size)
 
 
 @dataclass(frozen=True, slots=True)

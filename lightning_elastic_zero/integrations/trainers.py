@@ -7,7 +7,7 @@ import logging
 import random
 import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import transformers
-from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
 from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
@@ -28,7 +27,11 @@ from lightning_elastic_zero.errors import (
     UnsupportedError,
 )
 from lightning_elastic_zero.formats.open import open_checkpoint
-from lightning_elastic_zero.integrations.accelerators import AcceleratorBinding
+from lightning_elastic_zero.integrations.accelerators import (
+    AcceleratorBinding,
+    samplers_of,
+    warn_of_data,
+)
 from lightning_elastic_zero.integrations.engines import (
     Loaded,
     Options,
@@ -61,63 +64,35 @@ class ResumeCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Warn of data that another number of ranks reads in another order."""
-        loaded, args = self._loaded, self._trainer.args
-        if loaded is None or not args.should_log:
+        loaded, trainer, args = self._loaded, self._trainer, self._trainer.args
+        if loaded is None:
             return
-        progress = loaded.result.manifest.progress
         same = loaded.world_size == args.world_size and (
             loaded.accumulate == args.gradient_accumulation_steps
         )
+        differences = []
         if args.ignore_data_skip:
-            log.warning("ignore_data_skip=True: the resumed epoch begins again at its first sample")
-        if not same and (differences := list(self._data_differences(progress.global_batch_size))):
-            log.warning(
-                "This run has %d ranks, the one that saved %s had %d: %s",
-                args.world_size,
-                loaded.load_dir,
-                loaded.world_size,
-                "; ".join(differences),
-            )
-
-    def _data_differences(self, samples: int | None) -> Iterator[str]:
-        """Yield why samples of the steps to come may differ from those of the old run."""
-        trainer, args = self._trainer, self._trainer.args
-        if isinstance(trainer.train_dataset, IterableDataset):
-            yield "an iterable dataset is read again up to the resumed batch"
-            return
-        if int(transformers.__version__.partition(".")[0]) < _OLDEST_MAJOR:
-            yield (
+            differences.append("ignore_data_skip=True: the epoch begins again at its first sample")
+        if not same and int(transformers.__version__.partition(".")[0]) < _OLDEST_MAJOR:
+            differences.append(
                 f"transformers {transformers.__version__} is installed, with which samples after a "
                 "resume were seen to differ; install 5.23 or newer"
             )
-        grouped = "group_by_length" if getattr(args, "group_by_length", False) else "random"
-        sampling = getattr(args, "train_sampling_strategy", grouped)  # transformers 5
-        if sampling not in ("random", "sequential"):
-            yield f"{sampling} orders samples by batch size and accumulation"
-        if not trainer.accelerator.dataloader_config.use_seedable_sampler:
-            yield (
-                "the shuffled order has no seed of its own: leave use_seedable_sampler=True in "
-                "accelerator_config"
-            )
-        if trainer.accelerator.dataloader_config.use_stateful_dataloader:
-            yield "use_stateful_dataloader keeps one rank's position, which no other rank can use"
-        count = _length(trainer.train_dataset)
-        if not samples or not count or not (rest := count % samples):
-            return
-        if args.dataloader_drop_last:
-            yield (
-                f"{count} samples are not a multiple of the {samples} of a step, and "
-                "dataloader_drop_last makes the steps of an epoch depend on the number of ranks: "
-                f"epochs may end at another step. Leave out {rest} samples"
-            )
-        else:
-            yield (
-                f"{count} samples are not a multiple of the {samples} of a step: the last step of "
-                "an epoch is filled up with other samples"
-            )
+        if not same and getattr(args, "train_sampling_strategy", "") == "batch_rebalance":
+            differences.append("batch_rebalance orders samples by the number of ranks")
+        loader = None if same else trainer.callback_handler.train_dataloader
+        warn_of_data(loaded, trainer.accelerator, loader, differences)
 
     def on_epoch_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-        """Restore random states where the Trainer does: before an epoch that begins anew."""
+        """Restore random states where the Trainer does: before an epoch that begins anew.
+
+        The epoch is set here for a sampler of the user's: accelerate does not pass it on through
+        the batches that are skipped.
+        """
+        if self._loaded is not None:
+            _, sampler = samplers_of(self._trainer.callback_handler.train_dataloader)
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(int(state.epoch or 0))
         if self._rng_due and (args.ignore_data_skip or not self._in_epoch(args, state)):
             self._restore_rng()
 

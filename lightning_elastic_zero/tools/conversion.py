@@ -137,11 +137,7 @@ def convert_checkpoint(
 
 
 def _check_options(to: str, options: ConvertOptions) -> None:
-    """Refuse a ``dtype`` or ``optimizer`` that contradicts the target.
-
-    Raises:
-        UnsupportedError: one does.
-    """
+    """Refuse a ``dtype`` or ``optimizer`` that contradicts the target."""
     msg = ""
     if to in DTYPES and options.dtype not in {None, to}:
         other = options.dtype if options.dtype in TARGETS else "safetensors"
@@ -202,9 +198,8 @@ def write_universal(
 ) -> None:
     """Write a folder for ``engine.load_checkpoint`` with ``load_universal``.
 
-    Raises:
-        CheckpointFormatError: a step count is not finite.
-        UnsupportedError: a parameter's name cannot name a folder, or a group has several steps.
+    Raises UnsupportedError if a parameter's name cannot name a folder, or a group has several
+    steps.
     """
     options.check_whole("a Universal Checkpoint")
     check_optimizer(checkpoint, options)
@@ -514,11 +509,7 @@ def _elastic_manifest(
 
 
 def _elastic_progress(checkpoint: OpenCheckpoint) -> TrainingProgress:
-    """Return the run's progress; without counters, the optimizer's step count.
-
-    Raises:
-        CheckpointFormatError: a step count is not finite.
-    """
+    """Return the run's progress; without counters, the optimizer's step count."""
     found = checkpoint.manifest.progress
     if checkpoint.reader.info.has_counters:
         return found

@@ -142,66 +142,29 @@ def compare_values(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float, 
     bits = [in_order(tensor).view(torch.uint8) for tensor in (one, other)]
     if one.dtype == other.dtype and torch.equal(*bits):
         return 0, 0.0, 0.0
-    if any(t.is_complex() or t.is_floating_point() for t in (one, other)):
-        return _compare_floats(one, other)
-    return _compare_integers(one, other)
-
-
-def _compare_floats(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float, float]:
-    """Compare in float64, the parts of complex numbers separately."""
     is_complex = one.is_complex() or other.is_complex()
-    a, b = (
-        torch.view_as_real(t.to(torch.complex128)) if is_complex else t.double().unsqueeze(-1)
-        for t in (one, other)
-    )
-    unlike = (a != b) & ~(a.isnan() & b.isnan())
-    differ = unlike.any(-1)
-    a, b, unlike = a[differ], b[differ], unlike[differ]
-    distance = _magnitude(torch.where(unlike, a - b, 0.0))
-    return _largest(distance, _magnitude(a), _magnitude(b))
-
-
-def _magnitude(parts: torch.Tensor) -> torch.Tensor:
-    return parts[:, 0].abs() if parts.shape[1] == 1 else torch.hypot(parts[:, 0], parts[:, 1])
-
-
-def _compare_integers(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float, float]:
-    """Compare as 64-bit integers, which float64 cannot represent exactly."""
-    bits, other_bits = _bits(one), _bits(other)
-    unsigned, other_unsigned = one.dtype == torch.uint64, other.dtype == torch.uint64
-    differ = bits != other_bits
-    if unsigned != other_unsigned:
-        differ |= bits < 0  # Equal bits, but negative on one side and 2^63 or more on the other.
-    bits, other_bits = bits[differ], other_bits[differ]
-    a, b = _value(bits, unsigned=unsigned), _value(other_bits, unsigned=other_unsigned)
-    far = (a - b).abs()
-    # Exact if the difference fits into 64 bits, for any pair of dtypes.
-    near = (bits - other_bits).double().abs()
-    return _largest(torch.where(far < _FAR, near, far), a.abs(), b.abs())
+    a, b = (t.to(torch.complex128 if is_complex else torch.float64) for t in (one, other))
+    # NaN or infinity in one part of a complex number must not hide a difference of the other.
+    x, y = (torch.view_as_real(t) if is_complex else t for t in (a, b))
+    unlike = (x != y) & ~(x.isnan() & y.isnan())
+    distance = torch.where(unlike, x - y, 0.0)
+    if is_complex:
+        unlike, distance = unlike.any(-1), torch.view_as_complex(distance)
+    distance = distance.abs()
+    if not (is_complex or one.is_floating_point() or other.is_floating_point()):
+        # float64 cannot represent all 64-bit integers. int64 can represent small distances.
+        i, j = one.to(torch.int64), other.to(torch.int64)
+        unlike |= i != j
+        distance = torch.where(distance < _FAR, (i - j).double().abs(), distance)
+    if not unlike.any():
+        return 0, 0.0, 0.0
+    distance = distance[unlike]
+    relative = distance / torch.maximum(a.abs(), b.abs())[unlike]
+    return distance.numel(), float(distance.max()), float(relative.max())
 
 
 _FAR = 2.0**62
-"""From here on the distance is computed in float64, well before int64 overflows."""
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.int64) if tensor.dtype == torch.uint64 else tensor.to(torch.int64)
-
-
-def _value(bits: torch.Tensor, *, unsigned: bool) -> torch.Tensor:
-    """Return 64-bit integers as float64."""
-    value = bits.double()
-    return torch.where(bits < 0, value + 2.0**64, value) if unsigned else value
-
-
-def _largest(
-    distance: torch.Tensor, one: torch.Tensor, other: torch.Tensor
-) -> tuple[int, float, float]:
-    """Return the count, the largest distance, and the largest relative to both magnitudes."""
-    if not distance.numel():
-        return 0, 0.0, 0.0
-    relative = distance / torch.maximum(one, other)
-    return distance.numel(), float(distance.max()), float(relative.max())
+"""From here on the distance of integers is computed in float64, well before int64 overflows."""
 
 
 # -- values ----------------------------------------------------------------------------------------

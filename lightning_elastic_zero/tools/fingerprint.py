@@ -57,13 +57,7 @@ def fingerprint_checkpoint(
 
 
 def recorded_fingerprint(path: str | os.PathLike[str]) -> str:
-    """Return the fingerprint that the save recorded; empty: none.
-
-    Raises:
-        CheckpointNotFoundError: nothing is at the path.
-        CheckpointFormatError: it is not a checkpoint that can be read.
-        CheckpointCorruptedError: a checksum does not match.
-    """
+    """Return the fingerprint that the save recorded; empty: none."""
     with open_view(path) as checkpoint:
         return checkpoint.reader.recorded_fingerprint()
 

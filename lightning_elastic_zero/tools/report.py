@@ -25,10 +25,7 @@ QUIET_S = 2.0
 def show(line: str, stream: TextIO, *, error: str = "") -> None:
     """Print a line; on a terminal, the words that carry the verdict are coloured.
 
-    Args:
-        line: the text, without line break.
-        stream: stdout or stderr.
-        error: prefix of the line to show as an error.
+    ``error`` is a prefix of the line to show as an error.
     """
     # https://no-color.org
     if not stream.isatty() or os.environ.get("NO_COLOR") or _is_dumb():
@@ -54,13 +51,8 @@ def _is_dumb() -> bool:
 def show_progress(action: str) -> Iterator[Progress]:
     """Show the bytes processed and the throughput on stderr while the context lasts.
 
-    Nothing is shown for short work, or if stderr is not a terminal.
-
-    Args:
-        action: such as ``"verifying"``.
-
-    Yields:
-        The object to report to, from any thread.
+    Nothing is shown for short work, or if stderr is not a terminal. Yields an object that any
+    thread can report to.
     """
     if not sys.stderr.isatty() or _is_dumb():
         yield NO_PROGRESS
@@ -98,9 +90,7 @@ def format_bytes(size_bytes: float) -> str:
 def table_lines(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Iterator[str]:
     """Yield rows with aligned columns.
 
-    Args:
-        rows: cells as text, all rows of the same length.
-        right: indices of the columns to align to the right.
+    ``right`` has the indices of the columns to align to the right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -116,10 +106,7 @@ def select(
 ) -> list[ParameterReport]:
     """Return the parameters whose names match a pattern (``*.bias``), sorted.
 
-    Args:
-        parameters: in the model's order.
-        pattern: as in ``fnmatch``.
-        sort: ``"model"`` (unchanged), ``"name"``, ``"size"`` (largest first) or ``"dtype"``.
+    ``sort`` is ``"model"`` (unchanged), ``"name"``, ``"size"`` (largest first) or ``"dtype"``.
     """
     found = [p for p in parameters if fnmatch.fnmatchcase(p.name, pattern)]
     if sort == "name":

@@ -203,11 +203,7 @@ def newest_sound_checkpoint(
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the possible checkpoints in a folder, newest first, each once under its real path.
-
-    Raises:
-        CheckpointNotFoundError: the folder does not exist.
-    """
+    """Return the possible checkpoints in a folder, newest first, each once under its real path."""
     try:
         entries = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
     except OSError as error:

@@ -146,8 +146,7 @@ class OpenCheckpoint:
     def step(self, name: str) -> Scalar:
         """Return a parameter's step count; some optimizers keep it in the parameter group.
 
-        Raises:
-            CheckpointFormatError: it is NaN or infinite.
+        Raises CheckpointFormatError if it is NaN or infinite.
         """
         group = self.manifest.groups[self.parameters[name].group or 0]
         of_group = group.hyperparameters.get(STEP)
@@ -214,9 +213,7 @@ class OpenCheckpoint:
     def chunks(self, entry: TensorEntry) -> Iterator[torch.Tensor]:
         """Yield all elements of a tensor in order, in new 1-D tensors of bounded size.
 
-        Raises:
-            CheckpointCorruptedError: a checksum does not match.
-            CheckpointFormatError: an element is stored not exactly once.
+        Raises CheckpointFormatError if an element is not stored exactly once.
         """
         flat = self.buffers[entry.name].reshape(-1) if entry.role == "buffer" else None
         for start, stop in spans(0, entry.numel, CHUNK_ELEMENTS):
@@ -234,12 +231,9 @@ class OpenCheckpoint:
     ) -> Iterator[StateRun]:
         """Yield every element of weights and states once, in the order of the files.
 
-        As in a load, masters are compared with low-precision weights while they are read.
-
-        Args:
-            part: index of the share to read; the shares of all parts together are complete.
-            parts: number of shares. Buffers belong to the first.
-            masters_only: skip states, frozen weights and buffers.
+        As in a load, masters are compared with low-precision weights while they are read. Reads one
+        of ``parts`` shares; buffers belong to the first. ``masters_only`` skips states, frozen
+        weights and buffers.
         """
         if part == 0 and not masters_only:
             for name, tensor in self.buffers.items():
@@ -300,8 +294,7 @@ class OpenCheckpoint:
     def check_tiling(self) -> None:
         """Check that every element of every tensor is stored exactly once.
 
-        Raises:
-            CheckpointFormatError: one is missing or stored twice, or a tensor is too short.
+        Raises CheckpointFormatError if one is missing or stored twice, or a tensor is too short.
         """
         for entry in itertools.chain(self.weights(), self.states()):
             if entry.role != "buffer" and entry.numel:
@@ -345,17 +338,10 @@ def open_view(
 ) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint of any kind for reading.
 
-    Args:
-        path: checkpoint directory or file; or the folder that a loop saved it into.
-        allow_pickle: build objects of any class; this can run code.
-        renamed: prefixes or patterns of names, with their replacements.
-        progress: receives the number of bytes read.
-
-    Raises:
-        CheckpointNotFoundError: nothing is at the path.
-        CheckpointFormatError: it is not a checkpoint that can be read.
-        CheckpointCorruptedError: the checkpoint is incomplete.
-        UnsupportedError: the run that wrote it cannot be resumed.
+    ``path`` is a checkpoint, or the folder that a training loop saved it into. ``allow_pickle``
+    builds objects of any class, which can run code. Raises CheckpointNotFoundError,
+    CheckpointFormatError, CheckpointCorruptedError (it is incomplete) or UnsupportedError (the run
+    cannot be resumed).
     """
     if not os.fspath(path):
         msg = "the path is empty, perhaps from an unset variable: pass a checkpoint"
@@ -371,14 +357,8 @@ def open_view(
 def run_parts(work: Callable[[int, int], T], threads: int = 0) -> list[T]:
     """Run ``work(part, parts)`` for each part in its own thread; return the results in order.
 
-    Reading and checksums release the GIL.
-
-    Args:
-        work: does one part; parts share no state.
-        threads: number of parts; 0: one per processor, at most ``MAX_THREADS``.
-
-    Raises:
-        Exception: the first that a part raised, after all parts have ended.
+    Reading and checksums release the GIL. ``threads=0`` uses one per processor, at most
+    ``MAX_THREADS``. Raises the first error of a part, after all parts have ended.
     """
     parts = threads or min(_processors(), MAX_THREADS)
     if parts == 1:

@@ -86,11 +86,7 @@ class ConvertOptions:
         return unmarked and any(fnmatch.fnmatchcase(entry.name, p) for p in self.buffers)
 
     def check_whole(self, target: str) -> None:
-        """Refuse options that would leave out a part of the state.
-
-        Raises:
-            UnsupportedError: there is one.
-        """
+        """Refuse options that would leave out a part of the state."""
         if self.include or self.exclude or self.dtype:
             msg = (
                 f"{target} contains the whole state for a resume: remove include, exclude and "
@@ -104,13 +100,8 @@ def selected_weights(
 ) -> Iterator[tuple[TensorEntry, ChunkedSource]]:
     """Yield the selected weights and buffers with their contents.
 
-    Args:
-        checkpoint: source.
-        options: selection.
-        dtype: cast floating-point weights to it, except buffers; None: as the options say.
-
-    Raises:
-        CheckpointMismatchError: nothing is selected.
+    ``dtype`` casts floating-point weights, except buffers; None: as the options say. Raises
+    CheckpointMismatchError if nothing is selected.
     """
     dtype = dtype or (None if options.dtype is None else DTYPES[options.dtype])
     empty = True
@@ -144,8 +135,7 @@ def cast_weight(
 ) -> torch.Tensor:
     """Return elements of a tensor rounded to a dtype.
 
-    Raises:
-        UnsupportedError: a finite value would become infinite.
+    Raises UnsupportedError if a finite value would become infinite.
     """
     if values.dtype == dtype:
         return values
@@ -173,9 +163,8 @@ def _check_range(
 def check_optimizer(checkpoint: OpenCheckpoint, options: ConvertOptions) -> None:
     """Check that the optimizer state can be converted.
 
-    Raises:
-        CheckpointMismatchError: it is missing, or its assignment to parameters is unknown.
-        UnsupportedError: patterns select some of the weights.
+    Raises CheckpointMismatchError if it is missing or not assigned to parameters, UnsupportedError
+    if patterns select some of the weights.
     """
     if options.include or options.exclude:
         msg = (
@@ -398,9 +387,8 @@ def write_adapter_folder(
 ) -> None:
     """Write PEFT's ``adapter_model.safetensors`` and ``adapter_config.json``.
 
-    Raises:
-        CheckpointMismatchError: the adapter or its configuration is missing, or weights were
-            trained that belong to no adapter.
+    Raises CheckpointMismatchError if the adapter or its configuration is missing, or if weights
+    were trained that belong to no adapter.
     """
     config = _adapter_config(checkpoint, options)
     weights = [

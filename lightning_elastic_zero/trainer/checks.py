@@ -61,29 +61,27 @@ _OTHER_SAMPLES = (
 def overruled_orders(loaders: Any) -> list[str]:
     """Return for each loader a warning if Lightning will replace its order; else an empty text.
 
-    Args:
-        loaders: Return value of the user's ``train_dataloader`` hook.
+    ``loaders``: return value of the user's ``train_dataloader`` hook.
     """
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
-    return [_overruled(loader_sampler(loader)) for loader in combined.flattened]
-
-
-def _overruled(sampler: object) -> str:
-    if isinstance(sampler, SequentialSampler):
-        return _SHUFFLED_ANYWAY
-    if type(sampler) is not RandomSampler:  # a subclass need not have these attributes
-        return ""
-    if sampler.replacement or sampler.num_samples != len(sampler.data_source):
-        return _OTHER_SAMPLES
-    return "" if sampler.generator is None else _OWN_GENERATOR
+    texts = []
+    for sampler in map(loader_sampler, combined.flattened):
+        text = ""
+        if isinstance(sampler, SequentialSampler):
+            text = _SHUFFLED_ANYWAY
+        elif type(sampler) is RandomSampler:  # a subclass need not have these attributes
+            if sampler.replacement or sampler.num_samples != len(sampler.data_source):
+                text = _OTHER_SAMPLES
+            elif sampler.generator is not None:
+                text = _OWN_GENERATOR
+        texts.append(text)
+    return texts
 
 
 def shuffle_warnings(overruled: Sequence[str], loaders: Sequence[object]) -> Iterator[str]:
-    """Yield a warning for each loader whose order Lightning has replaced.
+    """Yield a warning for each training loader whose order Lightning has replaced.
 
-    Args:
-        overruled: Result of ``overruled_orders``.
-        loaders: Loaders as training uses them.
+    ``overruled``: result of ``overruled_orders``.
     """
     for text, loader in zip(overruled, loaders, strict=False):
         sampler = loader_sampler(loader)
@@ -153,10 +151,29 @@ def change_warnings(
         is_given: ``global_batch_size`` was passed to the strategy.
         foreign_path: Path of the checkpoint if another program wrote it; else empty.
     """
-    yield from _changed_batch(was, now, is_given=is_given)
-    if not foreign_path:
-        yield from _changed_plan(was, now)
-    yield from _changed_settings(was, now)
+    sizes = {was.global_batch_size, now.global_batch_size}
+    if len(sizes) > 1 and None not in sizes:
+        keep = (
+            f"Pass global_batch_size={was.global_batch_size} to keep it"
+            if is_given
+            else f"ElasticDeepSpeedStrategy(global_batch_size={was.global_batch_size}) keeps it on "
+            "any number of devices"
+        )
+        yield (
+            f"The global batch changes from {was.global_batch_size} samples ({_devices(was)}, "
+            f"accumulation {was.accumulate}) to {now.global_batch_size} ({_devices(now)}, "
+            f"accumulation {now.accumulate}), so the learning rate, schedules and max_steps may no "
+            f"longer fit. {keep}."
+        )
+    planned = {was.planned_steps, now.planned_steps}
+    if not foreign_path and len(planned) > 1 and None not in planned:
+        yield (
+            f"The run was planned for {was.planned_steps} optimizer steps and is now planned for "
+            f"{now.planned_steps}: schedules with a fixed total (OneCycleLR, cosine) continue as "
+            f"saved, for {was.planned_steps}. Pass load_hyperparameters=False to use the new total."
+        )
+    if was.accumulate != now.accumulate or len(sizes) > 1:
+        yield from _changed_settings(was, now)
     if foreign_path and was.accumulate > 1:
         yield (
             f"{foreign_path}: the saved run may have divided gradients by its accumulation "
@@ -166,12 +183,29 @@ def change_warnings(
         )
 
 
+def _devices(run: DataProgress) -> str:
+    return f"{run.world_size} device{'s' if run.world_size > 1 else ''}"
+
+
+def _changed_settings(was: DataProgress, now: DataProgress) -> Iterator[str]:
+    for name in BATCH_COUNT_SETTINGS:
+        value, given = ((run.settings or {}).get(name) for run in (was, now))
+        if type(value) is not int or type(given) is not int:
+            continue
+        then, today = value / was.accumulate, given / now.accumulate
+        if then != today:
+            yield (
+                f"Trainer({name}={given}) counts batches of one device: {then:g} optimizer steps "
+                f"in the saved run ({was.world_size * was.accumulate} micro-batches per step), "
+                f"{today:g} now ({now.world_size * now.accumulate}). With global_batch_size it "
+                "counts global batches, on any number of devices."
+            )
+
+
 def late_loader_warnings(position: Position, every: int) -> Iterator[str]:
     """Yield a warning if training loaders were created in another epoch than in the saved run.
 
-    Args:
-        position: Position at which the run resumes.
-        every: ``reload_dataloaders_every_n_epochs``; 0: never.
+    ``every``: ``reload_dataloaders_every_n_epochs``; 0: never.
     """
     epoch = position.epoch + position.is_over
     if every and (late := epoch % every):
@@ -181,56 +215,6 @@ def late_loader_warnings(position: Position, every: int) -> Iterator[str]:
             f"epoch {position.epoch}. If train_dataloader depends on the epoch, let it use "
             f"current_epoch - current_epoch % {every}; otherwise the samples differ."
         )
-
-
-def _changed_batch(was: DataProgress, now: DataProgress, *, is_given: bool) -> Iterator[str]:
-    sizes = {was.global_batch_size, now.global_batch_size}
-    if len(sizes) == 1 or None in sizes:
-        return
-    keep = (
-        f"Pass global_batch_size={was.global_batch_size} to keep it"
-        if is_given
-        else f"ElasticDeepSpeedStrategy(global_batch_size={was.global_batch_size}) keeps it on any "
-        "number of devices"
-    )
-    yield (
-        f"The global batch changes from {was.global_batch_size} samples ({_devices(was)}, "
-        f"accumulation {was.accumulate}) to {now.global_batch_size} ({_devices(now)}, "
-        f"accumulation {now.accumulate}), so the learning rate, schedules and max_steps may no "
-        f"longer fit. {keep}."
-    )
-
-
-def _devices(run: DataProgress) -> str:
-    return f"{run.world_size} device{'s' if run.world_size > 1 else ''}"
-
-
-def _changed_plan(was: DataProgress, now: DataProgress) -> Iterator[str]:
-    planned = {was.planned_steps, now.planned_steps}
-    if len(planned) > 1 and None not in planned:
-        yield (
-            f"The run was planned for {was.planned_steps} optimizer steps and is now planned for "
-            f"{now.planned_steps}: schedules with a fixed total (OneCycleLR, cosine) continue as "
-            f"saved, for {was.planned_steps}. Pass load_hyperparameters=False to use the new total."
-        )
-
-
-def _changed_settings(was: DataProgress, now: DataProgress) -> Iterator[str]:
-    before = was.world_size * was.accumulate
-    here = now.world_size * now.accumulate
-    if was.accumulate == now.accumulate and was.global_batch_size == now.global_batch_size:
-        return
-    for name in BATCH_COUNT_SETTINGS:
-        value, given = (dict(run.settings or {}).get(name) for run in (was, now))
-        if type(value) is not int or type(given) is not int:
-            continue
-        then, today = value / was.accumulate, given / now.accumulate
-        if then != today:
-            yield (
-                f"Trainer({name}={given}) counts batches of one device: {then:g} optimizer steps "
-                f"in the saved run ({before} micro-batches per step), {today:g} now ({here}). "
-                "With global_batch_size it counts global batches, on any number of devices."
-            )
 
 
 _INITIAL, _LIVE = "initial_lr", "lr"
@@ -248,12 +232,8 @@ def replaced_rates_warnings(
     """Yield a warning if saved learning rates differ from the configured ones.
 
     With a scheduler, ``initial_lr`` is compared. A scheduler that does not keep it
-    (``ReduceLROnPlateau``) can lead to any rate, so nothing is compared then.
-
-    Args:
-        configured: Learning rates of this run's groups.
-        saved: Groups of the checkpoint.
-        scheduled: A scheduler is live or was saved.
+    (``ReduceLROnPlateau``) can lead to any rate, so nothing is compared then. ``scheduled``: a
+    scheduler is live or was saved.
     """
     changes = []
     for index, (here, group) in enumerate(zip(configured, saved, strict=False)):

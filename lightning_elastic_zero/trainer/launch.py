@@ -54,10 +54,9 @@ If a node hangs or is disconnected, the other agents notice only when their own 
 Lightning's default of 30 minutes exceeds the agents' timeouts: 10 minutes to join, 5 to exit.
 """
 
-_TOLD = "nodes_told"
-
-_CONFIGURED = "_parallel_devices"
-"""Lightning's own name."""
+_NODES = "configured_nodes"
+_DEVICES = "_parallel_devices"
+"""Attributes with the Trainer's values; the second name is Lightning's."""
 
 
 class NodesOfJob:
@@ -72,7 +71,7 @@ class NodesOfJob:
         if strategy is None:
             return self
         if not _is_launched(strategy):
-            return int(vars(strategy).get(_TOLD, 1))
+            return int(vars(strategy).get(_NODES, 1))
         ranks, here, nodes = (int(os.environ[name]) for name in (RANKS, RANKS_OF_NODE, NODES))
         if here * nodes != ranks:
             msg = (
@@ -82,9 +81,9 @@ class NodesOfJob:
             raise UnsupportedError(msg)
         return nodes
 
-    def __set__(self, strategy: DeepSpeedStrategy, told: int) -> None:
-        """Take the Trainer's, for when nobody has started ranks."""
-        vars(strategy)[_TOLD] = told
+    def __set__(self, strategy: DeepSpeedStrategy, configured: int) -> None:
+        """Keep the Trainer's value for runs without torchrun."""
+        vars(strategy)[_NODES] = configured
 
 
 class DevicesOfNode:
@@ -94,22 +93,22 @@ class DevicesOfNode:
     """
 
     def __get__(self, strategy: DeepSpeedStrategy | None, owner: type) -> Any:
-        """Return them, None before there are any; of the class, this descriptor."""
+        """Return the devices; None before they are known."""
         if strategy is None:
             return self
-        told: list[torch.device] | None = vars(strategy)[_CONFIGURED]
+        devices: list[torch.device] | None = vars(strategy)[_DEVICES]
         accelerator = strategy.accelerator
-        if told and accelerator is not None and (_is_launched(strategy) or _is_rays(strategy)):
+        if devices and accelerator is not None and (_is_launched(strategy) or _is_rays(strategy)):
             here = int(os.environ[RANKS_OF_NODE])
-            if here != len(told):
-                told = accelerator.get_parallel_devices(accelerator.parse_devices(here))
-        if told and told[0].type == "cpu":
-            return [torch.device("cpu", index) for index in range(len(told))]
-        return told
+            if here != len(devices):
+                devices = accelerator.get_parallel_devices(accelerator.parse_devices(here))
+        if devices and devices[0].type == "cpu":
+            return [torch.device("cpu", index) for index in range(len(devices))]
+        return devices
 
-    def __set__(self, strategy: DeepSpeedStrategy, told: list[torch.device] | None) -> None:
-        """Take the Trainer's, for when nobody has started ranks."""
-        vars(strategy)[_CONFIGURED] = told
+    def __set__(self, strategy: DeepSpeedStrategy, configured: list[torch.device] | None) -> None:
+        """Keep the Trainer's devices for runs without a launcher."""
+        vars(strategy)[_DEVICES] = configured
 
 
 def limit_waiting(options: dict[str, Any]) -> dict[str, Any]:
@@ -124,20 +123,25 @@ def limit_waiting(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def prepare_to_meet(strategy: DeepSpeedStrategy, timeout: timedelta | None) -> None:
-    """Check Ray's world; under torchrun, agree on a new store. Collective, before ranks connect.
+    """Prepare the connection of ranks under torchrun or Ray; collective, before ranks connect.
 
-    A warning names the variable that torchrun needs where nodes may join: without it the agent of
-    one that joins waits for an address that is not there, and no worker can help it.
-
-    Args:
-        strategy: one that has its cluster environment.
-        timeout: of its collectives; None: torch's.
+    Under torchrun, ranks agree on a new store. A warning names the variable that torchrun needs if
+    nodes may join: without it, the agent of a joining node waits for an address that no longer
+    exists, and no worker can help it. ``timeout``: of the collectives; None: torch's default.
 
     Raises:
-        RanksError: ranks did not come.
-        UnsupportedError: Ray has started ranks of which the Trainer does not know.
+        RanksError: Some ranks did not connect.
+        UnsupportedError: Ray has started ranks that the Trainer does not have, so that each rank
+            would train alone.
     """
-    _check_rays_world(strategy)
+    workers = size_of_process_group() if _RAYS.rpartition(".")[0] in sys.modules else None
+    if workers is not None and workers != strategy.world_size:
+        msg = (
+            f"Ray Train has started {workers} workers, but the Trainer's world size is "
+            f"{strategy.world_size}. Pass Trainer(plugins=[RayLightningEnvironment()]) from "
+            "ray.train.lightning, and omit `devices` and `num_nodes`"
+        )
+        raise UnsupportedError(msg)
     if not _is_launched(strategy):
         return
     if timeout == COLLECTIVE_TIMEOUT:
@@ -159,14 +163,12 @@ def prepare_to_meet(strategy: DeepSpeedStrategy, timeout: timedelta | None) -> N
 
 
 def changing_nodes(arguments: list[str], variable: str | None) -> str:
-    """Return the range of nodes that torchrun was given; nothing where their number is fixed.
+    """Return the range of nodes given to torchrun; empty if their number is fixed.
 
-    Args:
-        arguments: the command line of its agent.
-        variable: the environment's ``PET_NNODES``, which torchrun takes where that has none.
+    ``arguments``: command line of its agent. ``variable``: ``PET_NNODES``, torchrun's default.
     """
-    told = re.search(r"\n--nnodes[=\n](\S*)", "\n".join(["", *arguments]))
-    nodes = told[1] if told else variable or ""
+    given = re.search(r"\n--nnodes[=\n](\S*)", "\n".join(["", *arguments]))
+    nodes = given[1] if given else variable or ""
     least, _, most = nodes.partition(":")
     return nodes if most and most != least else ""
 
@@ -184,65 +186,49 @@ def _is_rays(strategy: DeepSpeedStrategy) -> bool:
     return chosen and RANKS_OF_NODE in os.environ
 
 
-def _check_rays_world(strategy: DeepSpeedStrategy) -> None:
-    """Check that the Trainer has the ranks that Ray Train has started, and connected already.
-
-    Raises:
-        UnsupportedError: it has not; each rank would train by itself.
-    """
-    ranks = size_of_process_group() if _RAYS.rpartition(".")[0] in sys.modules else None
-    if ranks is not None and ranks != strategy.world_size:
-        msg = (
-            f"Ray Train has started {ranks} workers, but the Trainer's world size is "
-            f"{strategy.world_size}. Pass Trainer(plugins=[RayLightningEnvironment()]) from "
-            "ray.train.lightning, and omit `devices` and `num_nodes`"
-        )
-        raise UnsupportedError(msg)
-
-
 _SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
-"""What a shell tells of a process that SIGTERM has ended."""
+"""Exit code that shells report for a process ended by SIGTERM."""
 
 
 class SigtermAgreement:
-    """Whether any rank of a fit was sent a SIGTERM."""
+    """Agreement of all ranks of a fit that one of them received SIGTERM."""
 
     def __init__(self) -> None:
-        self._heard = False
+        self._received = False
 
     def begin(self, trainer: pl.Trainer) -> None:
-        """Take the place of Lightning's handler and broadcast, for a fit or an evaluation."""
-        self._heard = False
+        """Replace Lightning's handler and broadcast, for a fit or an evaluation."""
+        self._received = False
         replace_sigterm_steps(
             trainer, partial(self._on_signal, trainer), partial(self.stop_together, trainer)
         )
 
     def _on_signal(self, trainer: pl.Trainer, number: int, _: object) -> None:
-        """Note it, and pass it on to ranks that Lightning has started.
+        """Record the signal, and forward it to ranks that Lightning has started.
 
-        One device, and each rank of an evaluation, which has no collective before a batch, ends by
-        itself.
+        A single device ends alone, as does each rank of an evaluation, which has no collective
+        before a batch.
         """
         launcher = trainer.strategy.launcher
-        if not self._heard and launcher is not None:
+        if not self._received and launcher is not None:
             launcher.kill(number)
-        self._heard = True
+        self._received = True
         if trainer.world_size == 1 or not is_fitting(trainer):
             note_sigterm(trainer)
 
     def stop_together(self, trainer: pl.Trainer) -> None:
-        """Raise on all ranks where any was sent a SIGTERM; collective, where there are several.
+        """Raise on all ranks if any rank received SIGTERM; collective.
 
         Raises:
-            SIGTERMException: one was.
-            RuntimeError: a rank is gone, or the network.
+            SIGTERMException: A rank received it.
+            RuntimeError: A rank or the network failed.
         """
         if trainer.world_size == 1:
-            return  # Lightning asks for itself.
-        heard = self._heard or trainer.received_sigterm
-        if any_rank(flag=heard, device=trainer.strategy.root_device):
+            return  # Lightning checks it.
+        received = self._received or trainer.received_sigterm
+        if any_rank(flag=received, device=trainer.strategy.root_device):
             note_sigterm(trainer)
-            with suppress(RuntimeError):  # Who is gone already has no part in it.
+            with suppress(RuntimeError):  # some ranks may have ended already
                 trainer.strategy.barrier()
             raise SIGTERMException
 
@@ -250,8 +236,8 @@ class SigtermAgreement:
 def set_exit_code(exception: BaseException) -> None:
     """Set the exit code of a process that SIGTERM ends, under torchrun.
 
-    By Lightning it ends with 0. The agent of a rank that has heard of another one's signal would
-    take that for the end of the job, and end the whole rendezvous.
+    Lightning's is 0. The agent of a rank that ends because of another rank's signal would take 0
+    for the end of the job, and close the rendezvous.
     """
     if isinstance(exception, SIGTERMException) and exception.code is None and JOB in os.environ:
         exception.code = _SIGTERM_EXIT_CODE

@@ -122,10 +122,10 @@ NOT_CHECKED = {
 """Optional private names: the library works without them."""
 
 WEIGHT_AVERAGING: type[Any] | None = getattr(callbacks, "WeightAveraging", None)
-"""Lightning's callback that averages weights, which came with 2.6.0; None before."""
+"""Lightning's callback that averages weights; None before Lightning 2.6."""
 
 EXCLUDE_FROZEN = "exclude_frozen_parameters"
-"""An argument of ``DeepSpeedStrategy`` since 2.5.5; before it, this library takes it itself."""
+"""Argument of ``DeepSpeedStrategy`` since 2.5.5; this library also takes it in older releases."""
 
 
 def check_lightning_release(trainer: pl.Trainer) -> None:
@@ -141,7 +141,7 @@ def check_lightning_release(trainer: pl.Trainer) -> None:
 
 
 def _missing(trainer: pl.Trainer, found: str) -> Iterator[str | None]:
-    """Yield a sentence on the names that are not there for each owner; None where all are."""
+    """Yield for each owner a sentence about missing names; None if all exist."""
     for owner, live in _owners(trainer).items():
         names = PRIVATE_NAMES[owner]
         lost = [f"{name} (to {names[name]})" for name in missing_names(live, names)]
@@ -153,7 +153,7 @@ def _missing(trainer: pl.Trainer, found: str) -> Iterator[str | None]:
 
 
 def _owners(trainer: pl.Trainer) -> dict[str, object]:
-    """Return what has the names, by the owners that ``PRIVATE_NAMES`` speaks of."""
+    """Return the objects that have the names, by the owners in ``PRIVATE_NAMES``."""
     fit = trainer.fit_loop
     return {
         "the fit loop": fit,
@@ -175,23 +175,16 @@ def _owners(trainer: pl.Trainer) -> dict[str, object]:
 
 
 def _says(function: object, text: str) -> bool:
-    """Whether a function has a text among its constants."""
+    """Whether a text is among the constants of a function."""
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
     return text in getattr(code, "co_consts", ())
 
 
 def split_parent_options(strategy: type, options: dict[str, Any]) -> dict[str, Any]:
-    """Check what a strategy passes on to its parent, and remove what that does not know yet.
-
-    Args:
-        strategy: the class.
-        options: by name; those that remain are known to ``DeepSpeedStrategy``.
-
-    Returns:
-        Options of newer releases, with their values.
+    """Check the options for a strategy's parent; remove and return those of newer releases.
 
     Raises:
-        TypeError: an option is known to neither class.
+        TypeError: An option is known to neither class.
     """
     known = inspect.signature(DeepSpeedStrategy.__init__).parameters
     later = {name: options.pop(name, False) for name in {EXCLUDE_FROZEN} - known.keys()}
@@ -205,24 +198,24 @@ def run_seed() -> int:
 
 
 def reload_interval(trainer: pl.Trainer) -> int:
-    """Return the epochs after which training loaders are made anew; 0: never."""
+    """Return the number of epochs after which training loaders are recreated; 0: never."""
     return int(getattr(trainer, "reload_dataloaders_every_n_epochs", 0))
 
 
 def set_last_reload(trainer: pl.Trainer, epoch: int) -> None:
-    """Set the epoch for which the training loaders of an epoch were made."""
+    """Set the epoch for which the training loaders of an epoch were created."""
     if every := reload_interval(trainer):
         trainer.fit_loop._last_train_dl_reload_epoch = epoch - epoch % every
 
 
 def combined_loader(trainer: pl.Trainer) -> CombinedLoader | None:
-    """Return the training loaders as Lightning combined them; None before they are made."""
+    """Return the training loaders as Lightning combined them; None before they exist."""
     combined: CombinedLoader | None = trainer.fit_loop._combined_loader
     return combined
 
 
 def training_loaders(trainer: pl.Trainer) -> list[Any]:
-    """Return the training loaders, flat; none before they are made."""
+    """Return the training loaders as a flat list; empty before they exist."""
     combined = combined_loader(trainer)
     return [] if combined is None else list(combined.flattened)
 
@@ -234,44 +227,44 @@ def loader_state_dicts(trainer: pl.Trainer) -> list[Any]:
 
 
 def forget_loader_states(trainer: pl.Trainer) -> None:
-    """Load no saved states into the training loaders: they are loaded by now."""
+    """Keep Lightning from loading saved states into the training loaders a second time."""
     trainer.fit_loop._combined_loader_states_to_load = []
 
 
 def repeats_shorter_loaders(combined: CombinedLoader) -> bool:
-    """Whether shorter loaders begin again until the longest one ends."""
+    """Whether shorter loaders restart until the longest one ends."""
     return combined._mode == "max_size_cycle"
 
 
 def ends_by_one_loader(combined: CombinedLoader) -> bool:
-    """Whether one of several loaders ends an epoch, while others are in the midst of their data."""
+    """Whether one of several loaders ends an epoch while others still have data."""
     return len(combined.flattened) > 1 and combined._mode in ("min_size", "max_size_cycle")
 
 
 def is_mid_pass(state: Mapping[str, Any] | None) -> bool:
-    """Whether a loader's state says that its data had not ended; only torchdata's loader does."""
+    """Whether a loader's data had not ended, by its state; only torchdata's loader records it."""
     return (state or {}).get("_iterator_finished") is False
 
 
 def exhausted_loaders(combined: CombinedLoader) -> list[bool]:
-    """Return which loaders have ended in this epoch, and begun again; empty where none does so."""
+    """Return which loaders have restarted in this epoch; empty if loaders do not restart."""
     return list(getattr(combined._iterator, "_consumed", ()))  # other modes have none
 
 
 def mark_exhausted(combined: CombinedLoader, ended: list[bool]) -> None:
-    """Mark loaders that had ended before in this epoch: once all have, the epoch ends."""
+    """Mark loaders that have restarted in this epoch: once all have, the epoch ends."""
     if exhausted_loaders(combined):
         iterator: Any = combined._iterator
         iterator._consumed = ended
 
 
 def data_source(trainer: pl.Trainer) -> Any:
-    """Return where the training loaders come from."""
+    """Return the source of the training loaders."""
     return trainer.fit_loop._data_source
 
 
 def data_fetcher(trainer: pl.Trainer) -> Any:
-    """Return what fetches training batches; None before an epoch."""
+    """Return the fetcher of training batches; None before an epoch."""
     return trainer.fit_loop._data_fetcher
 
 
@@ -281,55 +274,54 @@ def prefetches(fetcher: object) -> bool:
 
 
 def fetch(fetcher: Any) -> Any:
-    """Fetch one batch, and none ahead of it."""
+    """Fetch one batch without prefetching."""
     return fetchers._DataFetcher.__next__(fetcher)
 
 
 def wrapped_sampler(sampler: Any) -> Any:
-    """Return the sampler that a ``DistributedSamplerWrapper`` shares out."""
+    """Return the sampler that a ``DistributedSamplerWrapper`` wraps."""
     return sampler.dataset._sampler
 
 
 def drop_iterator(loader: Any) -> None:
-    """Remove the iterator of persistent workers from a loader, so that it starts others."""
+    """Remove the iterator of persistent workers from a loader, so that it starts new workers."""
     if isinstance(loader, DataLoader):
         loader._iterator = None
 
 
 def should_accumulate(trainer: pl.Trainer) -> bool:
-    """Whether the window of micro-batches goes on after the next one."""
+    """Whether the accumulation window continues after this micro-batch."""
     return trainer.fit_loop._should_accumulate()
 
 
-def end_restart(trainer: pl.Trainer) -> None:
-    """Mark the fit loop as one that is not restarting."""
+def end_restart(trainer: pl.Trainer, *, begins_epoch: bool) -> None:
+    """Mark the fit loop as one that is not restarting.
+
+    ``begins_epoch``: Lightning creates the iterator, as in a run that is not resumed, after the
+    random states were restored. What the iterator draws on creation is then the same.
+    """
+    if begins_epoch:
+        trainer.fit_loop.epoch_loop.restarting = False
+        trainer.fit_loop._resuming_from_checkpoint = False
     trainer.fit_loop._restarting = False
 
 
-def make_next_iterator(trainer: pl.Trainer) -> None:
-    """Let Lightning make the iterator of the epoch that begins, as in a run that is not resumed.
-
-    What the iterator draws as it is made is then drawn after the random numbers were restored.
-    """
-    trainer.fit_loop._resuming_from_checkpoint = False
-
-
 def logged_steps(trainer: pl.Trainer) -> int:
-    """Return the batches that the loggers' axis has counted."""
+    """Return the number of batches counted for the loggers."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def set_logged_steps(trainer: pl.Trainer, steps: int) -> None:
-    """Set the batches that the loggers' axis has counted."""
+    """Set the number of batches counted for the loggers."""
     trainer.fit_loop.epoch_loop._batches_that_stepped = steps
 
 
 def replace_sigterm_steps(
     trainer: pl.Trainer, handler: Callable[[int, object], None], before_batch: Callable[[], None]
 ) -> None:
-    """Replace what a trainer does at a SIGTERM, and to hear of another rank's before each batch.
+    """Replace a trainer's SIGTERM handler and its broadcast before each batch.
 
-    Before 2.5.2 nothing is replaced: there each rank ends by itself, without collectives.
+    Not before Lightning 2.5.2, where each rank ends alone, without collectives.
     """
     loop: Any = trainer.fit_loop.epoch_loop
     connector = getattr(trainer, "_signal_connector", None)
@@ -339,7 +331,7 @@ def replace_sigterm_steps(
 
 
 def note_sigterm(trainer: pl.Trainer) -> None:
-    """Set what ``trainer.received_sigterm`` says: Lightning's loops end by it."""
+    """Set ``trainer.received_sigterm``, which ends Lightning's loops."""
     trainer._signal_connector.received_sigterm = True
 
 
@@ -355,18 +347,18 @@ def step_scheduler(trainer: pl.Trainer, scheduler: Any, metric: Any) -> None:
 
 
 def known_callback_metrics(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return what callbacks look at, as known by now: the public name may compute more."""
+    """Return the known callback metrics; the public property may compute more."""
     return dict(trainer._logger_connector._callback_metrics)
 
 
 LINK_HOOK = "_link_checkpoint"
-"""Method by which ``ModelCheckpoint`` makes its link."""
+"""Method with which ``ModelCheckpoint`` creates its link."""
 
 EXISTS_HOOK = "file_exists"
-"""Method by which it asks whether a name is taken; the only public one."""
+"""Its method that checks whether a name is in use; the only public one."""
 
 NAME_HOOK = "_get_metric_interpolated_filepath_name"
-"""Method by which it names a checkpoint."""
+"""Its method that names a checkpoint."""
 
 
 def name_checkpoint(
@@ -384,17 +376,17 @@ def save_now(callback: ModelCheckpoint, trainer: pl.Trainer, path: str) -> None:
 
 
 def last_saved_step(callback: ModelCheckpoint) -> int:
-    """Return the step that a callback saved last."""
+    """Return the step of a callback's last save."""
     return callback._last_global_step_saved
 
 
 def set_last_saved_step(callback: ModelCheckpoint, step: int) -> None:
-    """Set the step that a callback saved last, so that it does not save it once more."""
+    """Set the step of a callback's last save, so that it does not save that step again."""
     callback._last_global_step_saved = step
 
 
 def is_save_deferred(callback: ModelCheckpoint) -> bool:
-    """Whether a callback's next save waits for a validation, which gives its metric."""
+    """Whether a callback's next save waits for a validation, which provides its metric."""
     return bool(getattr(callback, "_defer_save_until_validation", False))
 
 
@@ -404,17 +396,17 @@ def defer_save(callback: ModelCheckpoint) -> None:
 
 
 def waits_to_stop(trainer: pl.Trainer) -> bool:
-    """Whether the trainer was told to stop, and goes on until min_epochs and min_steps."""
+    """Whether a stop was requested that waits for min_epochs or min_steps."""
     return trainer.should_stop and not trainer.fit_loop._can_stop_early
 
 
 def save_intervals(callback: ModelCheckpoint) -> tuple[int, int]:
-    """Return after how many steps, and after how many epochs, a callback saves; 0: not by these."""
+    """Return a callback's interval of saves in steps and in epochs; 0: not by these."""
     return callback._every_n_train_steps, callback._every_n_epochs
 
 
 def numbers_names(callback: ModelCheckpoint) -> bool:
-    """Whether a callback numbers its names where they are in use."""
+    """Whether a callback adds a number to a name that is in use."""
     return bool(getattr(callback, "_enable_version_counter", True))
 
 
@@ -464,12 +456,12 @@ def set_results(loop: Any, results: ResultCollection) -> None:
 
 
 def default_states(metric: Metric) -> dict[str, Any]:
-    """Return a metric's states as they are before it has seen anything."""
+    """Return a metric's initial states."""
     return metric._defaults
 
 
 def reductions(metric: Metric) -> Mapping[str, Any]:
-    """Return how each of a metric's states is put together over ranks."""
+    """Return the reduction over ranks of each of a metric's states."""
     return metric._reductions
 
 
@@ -479,14 +471,14 @@ def update_count(metric: Metric) -> int:
 
 
 def restore_metric(metric: Metric, attributes: Mapping[str, Any], updates: int) -> None:
-    """Set a metric's states and other attributes, of which it has computed nothing yet."""
+    """Set a metric's states and other attributes, and drop its computed value."""
     for name, value in attributes.items():
         setattr(metric, name, value)
     metric._update_count, metric._computed = updates, None
 
 
 def displayed_metrics(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return what loggers and the progress bar show, as plain data; the public names compute it."""
+    """Return the known values of loggers and progress bar; the public properties compute more."""
     connector = trainer._logger_connector
     log, bar = connector._logged_metrics, connector._progress_bar_metrics
     return {
@@ -496,5 +488,5 @@ def displayed_metrics(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def continue_epoch(trainer: pl.Trainer) -> None:
-    """Keep the first value that is logged from resetting those of the epoch so far."""
+    """Keep the first logged value from resetting those of the epoch so far."""
     trainer._logger_connector._first_loop_iter = False

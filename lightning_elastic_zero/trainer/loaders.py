@@ -302,7 +302,7 @@ REPRODUCIBLE = (
 
 NO_DIGEST = (
     "yields objects that cannot be compared between processes, so a different order would go "
-    "unnoticed. Yield numbers, strings, or tuples or objects of these"
+    "unnoticed. Yield numbers, strings, or tuples, lists or dictionaries of these"
 )
 """Why the order of a sampler has no digest, and the remedy."""
 

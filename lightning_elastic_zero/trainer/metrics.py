@@ -45,7 +45,7 @@ from lightning_elastic_zero.trainer.lightning import (
 
 EPOCH_END = "on_train_epoch_end"
 
-_SAID = (
+_OPTIONS = (
     *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph"),
     *("add_dataloader_idx", "dataloader_idx", "metric_attribute"),
 )
@@ -112,7 +112,14 @@ class ResumableResults(ResultCollection):
             self._given[key] = of_key
             if of_key["is_grouped"]:
                 continue  # its group of ranks is unknown until it is logged again
-            result = ResultMetric(_metadata(of_key, trainer), not of_key["is_metric"])
+            by = "mean" if of_key["is_metric"] else of_key["by"]
+            meta = Metadata(**of_key["metadata"], reduce_fx=getattr(torch, by))
+            meta.sync = Sync(
+                _should=of_key["is_synced"],
+                fn=trainer.strategy.reduce,
+                rank_zero_only=of_key["rank_zero_only"],
+            )
+            result = ResultMetric(meta, not of_key["is_metric"])
             if of_key["is_metric"]:
                 result.value = metric
             _fill(result, of_key, trainer.strategy.root_device)
@@ -148,7 +155,8 @@ class ResumableResults(ResultCollection):
             new = {k: r for k, r in self.items() if not r.has_reset and k not in self._at_end}
             if new and not self._at_end:
                 self.on_end()
-            self._at_end |= {key: _copied(_plain(result)) for key, result in new.items()}
+            for key, result in new.items():
+                self._at_end[key] = {name: _copy(v) for name, v in _plain(result).items()}
         return super().metrics(on_step)
 
     @override
@@ -173,7 +181,7 @@ def _plain(result: ResultMetric) -> dict[str, Any]:
     """Return a running result as plain data."""
     meta, latest = result.meta, getattr(result, FORWARD_CACHE)
     return {
-        "metadata": {name: getattr(meta, name) for name in _SAID},
+        "metadata": {name: getattr(meta, name) for name in _OPTIONS},
         "by": _reduction(result),
         "is_metric": not result.is_tensor,
         "is_synced": bool(meta.sync.should),
@@ -184,22 +192,6 @@ def _plain(result: ResultMetric) -> dict[str, Any]:
         "latest": latest.detach() if isinstance(latest, torch.Tensor) else None,
         "updates": update_count(result),
     }
-
-
-def _copied(saved: SavedResult) -> dict[str, Any]:
-    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in saved.items()}
-
-
-def _metadata(saved: SavedResult, trainer: pl.Trainer) -> Metadata:
-    """Return Lightning's metadata for a saved result."""
-    by = "mean" if saved["is_metric"] else saved["by"]
-    meta = Metadata(**saved["metadata"], reduce_fx=getattr(torch, by))
-    meta.sync = Sync(
-        _should=saved["is_synced"],
-        fn=trainer.strategy.reduce,
-        rank_zero_only=saved["rank_zero_only"],
-    )
-    return meta
 
 
 def _fill(result: ResultMetric, saved: SavedResult, device: torch.device) -> None:
@@ -440,10 +432,8 @@ def _copy(value: Any) -> Any:
     return list(value) if isinstance(value, list) else value
 
 
-def _is_plain(value: object) -> bool:
-    if type(value) is list:
-        return all(type(each) is torch.Tensor for each in value)
-    return type(value) is torch.Tensor
+def _is_plain(value: Any) -> bool:
+    return all(type(each) is torch.Tensor for each in (value if type(value) is list else [value]))
 
 
 def _equal(value: object, other: object) -> bool:

@@ -53,7 +53,6 @@ from lightning_elastic_zero.trainer.lightning import (
     end_restart,
     forget_loader_states,
     is_validation_due,
-    make_next_iterator,
     mark_exhausted,
     reload_interval,
     repeats_shorter_loaders,
@@ -662,10 +661,7 @@ def _restart_loops(trainer: pl.Trainer, position: Position, axis: int | None) ->
     ``ReduceLROnPlateau``.
     """
     # Also if the counters are inside an epoch that starts over.
-    if position.steps == 0 and not position.is_over:
-        trainer.fit_loop.epoch_loop.restarting = False
-        make_next_iterator(trainer)
-    end_restart(trainer)
+    end_restart(trainer, begins_epoch=position.steps == 0 and not position.is_over)
     if trainer.lightning_module.automatic_optimization:
         axis = trainer.global_step  # the loggers count optimizer steps then
     if axis is not None:

@@ -55,11 +55,12 @@ def with_new_groups(
     """Return saved states adapted to other parameter groups than in the saved run.
 
     New groups get the rates that their schedule has at the saved step, if it is one of torch's
-    schedulers; otherwise they keep the configured ones.
+    schedulers; otherwise they keep the configured ones. ``schedulers`` are newly created;
+    ``states`` are not changed.
 
     Args:
-        schedulers: The live schedulers, newly created.
-        states: The saved state of each; not changed.
+        schedulers: The live schedulers.
+        states: The saved state of each.
         origins: For each live parameter group, the saved one; None: it is new.
         saved_groups: Number of saved parameter groups.
 
@@ -99,15 +100,10 @@ def resume_as_configured(
     states: Sequence[Mapping[str, Any]],
     saved_groups: Sequence[Group],
 ) -> list[dict[str, Any]]:
-    """Advance schedulers and their rates to the saved steps, as they are configured now.
-
-    Args:
-        schedulers: The live schedulers, newly created.
-        states: The saved state of each; not changed.
-        saved_groups: The saved parameter groups.
+    """Advance newly created schedulers and their rates to the saved steps, as configured now.
 
     Returns:
-        The states to load.
+        The states to load. The saved ``states`` are not changed.
 
     Raises:
         CheckpointMismatchError: A schedule ends before the saved step, or has another structure.
@@ -130,7 +126,15 @@ def _resumed_state(
         if saved["last_batch_iteration"] >= 0:
             scheduler.step(saved["last_batch_iteration"])
         return dict(saved)
-    _check_same_structure(scheduler, own, saved)
+    here, there = (len(state.get("_schedulers", ())) for state in (own, saved))
+    if here != there:
+        msg = (
+            f"the saved learning-rate scheduler contains {there or 'no'} other schedulers, and "
+            f"{type(scheduler).__name__} of this run contains {here or 'no'}. Configure the saved "
+            "scheduler, or use only torch's own schedulers, which can be stepped to the saved "
+            "place."
+        )
+        raise CheckpointMismatchError(msg)
     kept = _without_configured(saved)
     optimizer = getattr(scheduler, "optimizer", None)
     if optimizer is not None:
@@ -141,8 +145,8 @@ def _resumed_state(
 
 
 def completed_steps(state: Mapping[str, Any]) -> int | None:
-    """Return how many steps a scheduler had made, by its state; None where that does not say it."""
-    if float(state.get("T_cur", 0)) % 1:  # it was told where it is, between two steps
+    """Return the number of steps that a scheduler had made, by its state; None: unknown."""
+    if float(state.get("T_cur", 0)) % 1:  # was set between two steps, by step(epoch)
         return None
     if "last_epoch" in state:
         return int(state["last_epoch"])
@@ -160,12 +164,7 @@ def _can_be_run(scheduler: object) -> bool:
 
 
 def _fast_forward(scheduler: Any, place: int, *, otherwise: str) -> None:
-    """Step a newly created scheduler to a place.
-
-    Args:
-        scheduler: The scheduler.
-        place: Number of steps.
-        otherwise: Alternative remedy for the error message.
+    """Make a number of steps; ``otherwise``: an alternative remedy for the error message.
 
     Raises:
         CheckpointMismatchError: The schedule is shorter.
@@ -185,25 +184,6 @@ def _fast_forward(scheduler: Any, place: int, *, otherwise: str) -> None:
             raise CheckpointMismatchError(msg) from error
 
 
-def _check_same_structure(
-    scheduler: object, own: Mapping[str, Any], saved: Mapping[str, Any]
-) -> None:
-    """Refuse a state with another number of inner schedulers.
-
-    Raises:
-        CheckpointMismatchError: The numbers differ.
-    """
-    here, there = (len(state.get("_schedulers", ())) for state in (own, saved))
-    if here != there:
-        msg = (
-            f"the saved learning-rate scheduler contains {there or 'no'} other schedulers, and "
-            f"{type(scheduler).__name__} of this run contains {here or 'no'}. Configure the saved "
-            "scheduler, or use only torch's own schedulers, which can be stepped to the saved "
-            "place."
-        )
-        raise CheckpointMismatchError(msg)
-
-
 def _scale_rates(groups: Sequence[dict[str, Any]], saved_groups: Sequence[Group]) -> None:
     """Scale each group's saved rate by the change of its initial rate.
 
@@ -215,8 +195,9 @@ def _scale_rates(groups: Sequence[dict[str, Any]], saved_groups: Sequence[Group]
         saved = of_saved.hyperparameters
         if not {"lr", "initial_lr"} <= group.keys() & saved.keys():
             continue
-        rates = (group["initial_lr"], saved["initial_lr"], saved["lr"])
-        now, then, rate = (float(_number(value)) for value in rates)
+        rates: tuple[Any, ...] = (group["initial_lr"], saved["initial_lr"], saved["lr"])
+        # The manifest has a dictionary for a tensor.
+        now, then, rate = (float(r["tensor"] if isinstance(r, Mapping) else r) for r in rates)
         if not then:
             continue
         scaled = rate if now == then else rate * now / then
@@ -224,11 +205,6 @@ def _scale_rates(groups: Sequence[dict[str, Any]], saved_groups: Sequence[Group]
             group["lr"].fill_(scaled)  # a compiled step may hold on to it
         else:
             group["lr"] = scaled
-
-
-def _number(value: Any) -> Any:
-    """Return a saved or live rate. The manifest has a dictionary for a tensor."""
-    return value["tensor"] if isinstance(value, Mapping) else value
 
 
 def _copied(rate: Any) -> Any:

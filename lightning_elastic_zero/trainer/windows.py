@@ -21,11 +21,6 @@ from lightning_elastic_zero.trainer.lightning import (
 from lightning_elastic_zero.trainer.loaders import length_of
 
 
-def optimizer_steps_in(batches: float, accumulate: int) -> int:
-    """Return the optimizer steps of a complete epoch with a number of micro-batches."""
-    return ceil_div(int(batches), accumulate)
-
-
 def pending_micro_batches(trainer: pl.Trainer) -> int:
     """Return the number of micro-batches since the last optimizer step."""
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
@@ -80,17 +75,17 @@ def _set_validation_interval(trainer: pl.Trainer, *, is_planned: bool) -> None:
     is_endless = batches == float("inf")
     if isinstance(interval, int) and is_planned:
         is_by_epoch = trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches > 0
-        if is_by_epoch and not is_endless and interval > optimizer_steps_in(batches, accumulate):
+        if is_by_epoch and not is_endless and interval > ceil_div(int(batches), accumulate):
             msg = (
                 f"`val_check_interval` ({interval}) must be less than or equal to the number of "
-                f"optimizer steps of an epoch ({optimizer_steps_in(batches, accumulate)}). To "
+                f"optimizer steps of an epoch ({ceil_div(int(batches), accumulate)}). To "
                 "disable validation, set `limit_val_batches=0.0`. To count steps across epochs, "
                 "set `check_val_every_n_epoch=None`."
             )
             raise ValueError(msg)
         trainer.val_check_batch = interval * accumulate
     elif isinstance(interval, float) and not is_endless:
-        steps = max(1, int(optimizer_steps_in(batches, accumulate) * interval))
+        steps = max(1, int(ceil_div(int(batches), accumulate) * interval))
         trainer.val_check_batch = steps * accumulate
 
 
@@ -153,28 +148,21 @@ class StepIntervals:
             trainer.val_check_batch, self._interval = self._interval, None
 
     def _apply(self, trainer: pl.Trainer, *, is_last: bool, steps: int) -> None:
-        """Set what is due after a batch.
+        """Set what is due after a batch that the trainer's counters include.
 
-        Args:
-            trainer: The trainer, whose counters include the batch.
-            is_last: The data ends with it.
-            steps: Optimizer steps of the whole run, if a window ends with it.
+        ``is_last``: the data ends with it. ``steps``: optimizer steps of the whole run, if a window
+        ends with it.
         """
         ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        is_last = is_last or ready == trainer.num_training_batches
-        if is_last and ready % trainer.accumulate_grad_batches:
-            self._settle_schedulers(trainer, ready)
-        self._settle_validation(trainer, ready, steps, is_last=is_last)
-
-    def _settle_schedulers(self, trainer: pl.Trainer, ready: int) -> None:
-        """Make schedulers due, or not, at the end of a short window."""
         accumulate = trainer.accumulate_grad_batches
+        is_last = is_last or ready == trainer.num_training_batches
         for config in trainer.lr_scheduler_configs:
-            if config.interval != "step":
-                continue
-            every = max(1, config.frequency // accumulate)
-            is_due = optimizer_steps_in(ready, accumulate) % every == 0
-            self._set_frequency(config, _interval_for(ready, divides=is_due))
+            # Make schedulers due, or not, at the end of a short window.
+            if is_last and ready % accumulate and config.interval == "step":
+                every = max(1, config.frequency // accumulate)
+                is_due = ceil_div(ready, accumulate) % every == 0
+                self._set_frequency(config, ready if is_due else sys.maxsize)
+        self._settle_validation(trainer, ready, steps, is_last=is_last)
 
     def _settle_validation(
         self, trainer: pl.Trainer, ready: int, steps: int, *, is_last: bool
@@ -195,7 +183,7 @@ class StepIntervals:
             is_due = False
         elif isinstance(interval, float):
             every = live // accumulate
-            at_steps = optimizer_steps_in(ready, accumulate) % max(1, every) == 0
+            at_steps = ceil_div(ready, accumulate) % max(1, every) == 0
             is_due = is_last if interval == 1.0 else is_end and at_steps
         elif not self._is_planned or not trainer.lightning_module.automatic_optimization:
             return  # manual optimization has no windows
@@ -203,11 +191,7 @@ class StepIntervals:
             counted = total
             is_due = is_end and steps % interval == 0
         else:
-            is_due = is_end and optimizer_steps_in(ready, accumulate) % interval == 0
+            is_due = is_end and ceil_div(ready, accumulate) % interval == 0
         if is_due != (counted % live == 0):
             self._interval = live
-            trainer.val_check_batch = _interval_for(counted, divides=is_due)
-
-
-def _interval_for(count: int, *, divides: bool) -> int:
-    return count if divides else sys.maxsize
+            trainer.val_check_batch = counted if is_due else sys.maxsize

@@ -6,7 +6,6 @@ import pickle
 import random
 from collections import UserDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -355,37 +354,16 @@ def test_without_options_it_is_torchs_own() -> None:
     assert {type(index) for index in ours} == {int}
 
 
-@dataclass(frozen=True)
-class Clip:
-    """A sample that is named by an object."""
-
-    video: str
-    frame: int
-
-
-class Opaque:
-    """An object that cannot be pickled, so no worker could receive it."""
-
-    def __reduce__(self) -> str:
-        raise TypeError
-
-
 def test_a_digest_tells_orders_apart() -> None:
-    """Of indices, texts, containers and objects; it is empty where an object has no content."""
+    """Of indices, texts, paths and containers; it is empty for other objects."""
     assert digest_of([3, 1, 2]) == digest_of(torch.tensor([3, 1, 2])) != digest_of([1, 2, 3])
     assert digest_of(["a", ("b", 1)]) == digest_of(["a", ("b", 1)]) != digest_of(["a", ("b", 2)])
     assert digest_of([1 << 70]) == digest_of([1 << 70])
     assert digest_of([1.5, 2]) != digest_of([1, 2])
     assert digest_of([1, "a"]) == digest_of([1, "a"]) != ""
-    assert digest_of([Clip("a", 1)]) == digest_of([Clip("a", 1)]) != digest_of([Clip("a", 2)])
     assert digest_of([Path("a")]) == digest_of([Path("a")]) != digest_of([Path("b")])
-    one, other = {0, 8}, {8}
-    other.add(0)
-    assert list(one) != list(other)  # members that collide stay in the order in which they came
-    assert digest_of([one]) == digest_of([other]) != digest_of([{0}])
     assert digest_of([{"a": 1, "b": 2}]) == digest_of([{"b": 2, "a": 1}]) != digest_of([{"a": 1}])
-    assert digest_of([slice(0, 4)]) == digest_of([slice(0, 4)]) != digest_of([slice(0, 5)])
-    assert digest_of([object()]) == digest_of([("a", object())]) == digest_of([Opaque()]) == ""
+    assert digest_of([object()]) == digest_of([("a", object())]) == digest_of([{0, 8}]) == ""
     endless: list[Any] = []
     endless.append(endless)
     assert digest_of([endless]) == ""

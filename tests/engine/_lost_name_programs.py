@@ -1,4 +1,4 @@
-"""What a rank does to see that each name of DeepSpeed's is missed, on a real engine."""
+"""Checks of DeepSpeed's names on real engines: programs for ranks."""
 
 from __future__ import annotations
 
@@ -7,35 +7,34 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_elastic_zero.core.requirements import version_of
-from lightning_elastic_zero.engine.deepspeed import asked_names, check_names
+from lightning_elastic_zero.core.requirements import DEEPSPEED, version_of
+from lightning_elastic_zero.engine.deepspeed import NAMES, check_names, live_objects
 from lightning_elastic_zero.engine.support import optimizer_wrapper
-from tests.engine._name_tables import TABLES
 from tests.support.engines import Engine, Setup, engine_of, train
 
 
 @dataclass(frozen=True)
 class Refusals:
-    """What an engine is asked for, and what is said where it lacks it."""
+    """The results of the checks of an engine."""
 
     release: str
-    """Of DeepSpeed: the installed one."""
-    asked: set[str]
-    """The titles of the tables that it is asked for, when it has just been made."""
+    """The installed release of DeepSpeed."""
+    checked: set[str]
+    """Titles of the objects that are checked at setup."""
     missed: list[str]
-    """What is missed of the installed release as it is."""
-    untold: dict[str, str]
-    """What is said, by owner and name, where that one alone is gone and is not named."""
+    """Messages of the checks with the installed release."""
+    unreported: dict[str, str]
+    """Names whose absence is not reported by name, and the message instead."""
 
 
 def refusals(setup: Setup) -> Refusals:
-    """Ask an engine for its names, then for each under a name that no release has."""
+    """Check an engine, then again with each name replaced by one that no release has."""
     with engine_of(setup, 0) as engine:
         return _refusals(engine)
 
 
 def refusals_without_optimizer(setup: Setup) -> Refusals:
-    """Ask an engine that evaluates."""
+    """Check an engine that evaluates."""
     import deepspeed
 
     config = setup.config()
@@ -48,32 +47,19 @@ def refusals_without_optimizer(setup: Setup) -> Refusals:
 
 
 def _refusals(engine: Engine) -> Refusals:
-    """Ask an engine for its names, then for each under a name that no release has."""
-    release, wrapper, untold = version_of("deepspeed"), optimizer_wrapper(engine), {}
+    release, wrapper = version_of("deepspeed"), optimizer_wrapper(engine)
     missed = [*check_names(engine, wrapper, release)]
-    titles = {id(names): title for title, names in TABLES.items()}
-    asked = set()
-    for owner, _, names in [*asked_names(engine, wrapper, release)]:
-        assert isinstance(names, dict)
-        asked.add(titles[id(names)])
-        for name in [*names]:
-            if said := _untold(engine, owner, name, names):
-                untold[f"{owner}: {name}"] = said
-    return Refusals(release, asked, missed, untold)
-
-
-def _untold(engine: Engine, owner: str, name: str, names: dict[str, str]) -> str:
-    """Return what is said where one name is gone; nothing where it is told with its purpose."""
-    gone, purpose = f"{name}_gone", names.pop(name)
-    names[gone] = purpose
-    try:
-        sentences = check_names(engine, optimizer_wrapper(engine), version_of("deepspeed"))
-        said = "\n".join(sentences)
-    finally:
-        del names[gone]
-        names[name] = purpose
-    told = f"{gone} (to {purpose})" in said and f" in {owner}, which" in said
-    return "" if told else said or "not missed"
+    checked = {title for title, _ in live_objects(engine, wrapper)}
+    unreported = {}
+    for title in checked:
+        for since, names in [*NAMES[title].items()]:
+            for name in names.split() if DEEPSPEED.is_at_least(release, since or "0") else ():
+                NAMES[title][since] = f"{name}_gone"
+                said = "\n".join(check_names(engine, wrapper, release))
+                if f"has no {name}_gone in {title}, which" not in said:
+                    unreported[f"{title}: {name}"] = said
+            NAMES[title][since] = names
+    return Refusals(release, checked, missed, unreported)
 
 
 def missed_later(setup: Setup, states: tuple[str, ...]) -> dict[str, list[str]]:

@@ -30,6 +30,7 @@ from tests.integrations._hf_programs import (
     _seen,
     all_seen,
     ds_config,
+    sampler_of,
     seed_everything,
     state_of,
     tiny_model,
@@ -56,7 +57,8 @@ class LoopCase:
     bound: bool = True
     seedable: bool = True
     state_at: tuple[int, ...] = ()
-    models: int = 1
+    sampler: str = ""
+    drop_last: bool = False
     micro: tuple[int, int] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     dropout: float = 0.0
@@ -111,7 +113,15 @@ def _loop(case: LoopCase, run: Run) -> None:
         assert elastic(accelerator, **case.options) is accelerator
     model = tiny_model(case.dropout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    loader = DataLoader(Tokens(case.samples), batch_size=micro, shuffle=True)
+    sampler = sampler_of(case.sampler, case.samples) if case.sampler else None
+    loader: Any = DataLoader(
+        Tokens(case.samples),
+        batch_size=micro,
+        shuffle=sampler is None,
+        sampler=sampler,
+        drop_last=case.drop_last,
+    )
+    accelerator.prepare(DataLoader(Tokens(10), batch_size=micro))  # for an evaluation
     schedule = scheduler_of(case.schedule, optimizer, 12, accelerator.num_processes)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     if case.load:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler, WeightedRandomSampler
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -141,6 +141,30 @@ def all_seen() -> list[int]:
     return sorted(index for of_rank in gathered for index in of_rank)
 
 
+class EpochSampler(Sampler[int]):
+    """A user's sampler that seeds each epoch."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.epoch = count, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.epoch)
+        yield from torch.randperm(self.count, generator=generator).tolist()
+
+
+def sampler_of(kind: str, count: int) -> Any:
+    """Return a user's sampler."""
+    if kind == "weighted":
+        return WeightedRandomSampler([1.0 + index for index in range(count)], count)
+    return EpochSampler(count)
+
+
 @dataclass
 class Run:
     """What one rank saw of a run."""
@@ -179,6 +203,8 @@ class TrainerCase:
     evaluate: bool = False
     model_init: bool = False
     """Whether the Trainer makes the model, as sweeps require."""
+    sampler: str = ""
+    """The user's own: ``weighted``, or ``epochs``, with a seed for each epoch."""
     zero3_init: str = ""
     """``pretrained`` or ``config``: what the model is made from, partitioned from the start."""
 
@@ -306,6 +332,8 @@ def make_trainer(case: TrainerCase, run: Run) -> Any:
         callbacks=[watch, *([Stop(case.stop_at)] if case.stop_at else [])],
     )
     watch.trainer = trainer
+    if case.sampler:
+        trainer._get_train_sampler = lambda *_: sampler_of(case.sampler, case.samples)
     if case.bound:
         assert elastic(trainer, **case.options) is trainer
     return trainer

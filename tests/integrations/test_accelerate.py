@@ -131,6 +131,8 @@ def test_a_loop_without_the_line_fails(world: int, whole_loop: Reference, hf_ran
     [
         ({"seedable": False}, "use_seedable_sampler=True"),
         ({"samples": 76}, "the last step of an epoch is filled up with other samples"),
+        ({"samples": 76, "drop_last": True}, "Leave out 4 samples"),
+        ({"sampler": "weighted"}, "WeightedRandomSampler cannot be repeated"),
     ],
 )
 def test_what_cannot_be_exact_is_warned_of(
@@ -140,6 +142,17 @@ def test_what_cannot_be_exact_is_warned_of(
     folder, _ = whole_loop(**case)
     run, *_ = hf_ranks.run(3, partial(loop, LoopCase(load=f"{folder}/step_8", start=8, **case)))
     assert [words in warning for warning in run.warnings] == [True]
+
+
+@pytest.mark.engine
+@pytest.mark.long
+def test_a_sampler_that_seeds_each_epoch_is_exact(whole_loop: Reference, hf_ranks: Pools) -> None:
+    """A user's own, with ``set_epoch``."""
+    folder, (whole, *_) = whole_loop(sampler="epochs")
+    case = LoopCase(load=f"{folder}/step_8", start=8, sampler="epochs")
+    run, *_ = hf_ranks.run(3, partial(loop, case))
+    assert_continues(run, whole, range(9, 13))
+    assert run.warnings == []
 
 
 @pytest.mark.engine

@@ -326,29 +326,66 @@ def test_deepspeeds_own_optimizer_and_scheduler_go_on(
 @pytest.mark.engine
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("samples", "args", "words"),
+    ("case", "words"),
     [
-        (100, {}, "the last step of an epoch is filled up with other samples"),
-        (100, {"dataloader_drop_last": True}, "Leave out 4 samples"),
-        (96, {"ignore_data_skip": True}, "begins again at its first sample"),
+        ({"args": {"dataloader_drop_last": True}, "samples": 100}, "Leave out 4 samples"),
+        ({"args": {"ignore_data_skip": True}}, "begins again at its first sample"),
         (
-            96,
-            {"accelerator_config": {"use_seedable_sampler": False}},
-            "leave use_seedable_sampler=True",
+            {"args": {"accelerator_config": {"use_seedable_sampler": False}}},
+            "set use_seedable_sampler=True",
         ),
+        (
+            {"args": {"train_sampling_strategy": "group_by_length"}},
+            "LengthGroupedSampler cannot be repeated",
+        ),
+        (
+            {"args": {"train_sampling_strategy": "batch_rebalance"}},
+            "batch_rebalance orders samples by the number of ranks",
+        ),
+        ({"sampler": "weighted"}, "WeightedRandomSampler cannot be repeated"),
     ],
 )
 def test_what_cannot_be_exact_is_warned_of(
-    samples: int,
-    args: dict[str, Any],
+    case: dict[str, Any],
     words: str,
     reference: Reference,
     resumed: Callable[..., list[Run]],
 ) -> None:
     """One warning names the difference."""
-    folder, _ = reference(stage=2, samples=samples, args=args)
-    run, *_ = resumed(folder, 3, stage=2, samples=samples, args=args)
+    folder, _ = reference(stage=2, **case)
+    run, *_ = resumed(folder, 3, stage=2, **case)
     assert [words in warning for warning in run.warnings] == [True]
+
+
+@pytest.mark.engine
+@pytest.mark.long
+def test_only_the_last_step_of_an_epoch_is_filled_up(
+    reference: Reference, resumed: Callable[..., list[Run]]
+) -> None:
+    """Where the data is not a multiple of the global batch, all other steps are exact."""
+    folder, (whole, *_) = reference(stage=2, samples=100)
+    run, *_ = resumed(folder, 3, stage=2, samples=100)
+    words = "the last step of an epoch is filled up with other samples"
+    assert [words in warning for warning in run.warnings] == [True]
+    differ = [step for step, samples in run.samples.items() if samples != whole.samples[step]]
+    assert max(run.samples) == max(whole.samples) == 18
+    assert differ == [18]
+    assert run.rates == {step: whole.rates[step] for step in range(11, 19)}
+
+
+@pytest.mark.engine
+@pytest.mark.long
+@pytest.mark.parametrize("case", [{"sampler": "epochs"}, {"evaluate": True}])
+def test_what_is_exact_is_not_warned_of(
+    case: dict[str, Any], reference: Reference, resumed: Callable[..., list[Run]]
+) -> None:
+    """A user's sampler that seeds each epoch; data for evaluation of any size."""
+    if "evaluate" in case:
+        case["args"] = {"eval_strategy": "epoch", "per_device_eval_batch_size": 5}
+    folder, (whole, *_) = reference(stage=2, **case)
+    run, *_ = resumed(folder, 3, stage=2, **case)
+    assert_continues(run, whole)
+    assert run.warnings == []
 
 
 @pytest.mark.engine

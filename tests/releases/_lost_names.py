@@ -13,7 +13,7 @@ import warnings
 import lightning.pytorch as pl
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
-from lightning_elastic_zero.engine import deepspeed as releases
+from lightning_elastic_zero.engine.deepspeed import NAMES
 from lightning_elastic_zero.trainer.lightning import PRIVATE_NAMES
 from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
@@ -50,10 +50,11 @@ def main() -> None:
     names[LOST] = PURPOSE
     of_lightning = refusal()
     del names[LOST]
-    wrapper = releases.OPTIMIZER_NAMES["DeepSpeedZeroOptimizer"]
-    wrapper[LOST] = PURPOSE
+    wrapper = NAMES["DeepSpeedZeroOptimizer"]
+    names_of_all = wrapper[""]
+    wrapper[""] += f" {LOST}"
     of_deepspeed = refusal()
-    del wrapper[LOST]
+    wrapper[""] = names_of_all
     print(json.dumps({"Lightning": of_lightning, "DeepSpeed": of_deepspeed, "none": refusal()}))
 
 

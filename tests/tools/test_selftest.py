@@ -441,11 +441,14 @@ def test_records_survive_a_kill(tmp_path: Path) -> None:
         pass
     with results.check("c"):
         (tmp_path / "missing").rmdir()
-    *records, failed = selftest._read(job, 1)
+    *records, failed, ended = selftest._read(job, 1, 0)
     assert records == [Record(1, "a", "", {"c": "d"}), Record(1, "b")]
     assert (failed.rank, failed.check) == (1, "c")
     assert failed.problem.startswith("FileNotFoundError: ")
-    assert selftest._read(job, 0) == []
+    assert ended == Record(1, job.finished)
+    assert selftest._read(job, 0, 1) == [
+        Record(0, job.finished, "its process ended with exit code 1")
+    ]
 
 
 # -- real engines ---------------------------------------------------------------------------------
@@ -489,7 +492,7 @@ def not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
 def printed_rows(out: str) -> list[Row]:
     """Return the rows of a printed table."""
     cells = [cells_of(line) for line in out.splitlines() if line.startswith("| ")]
-    return [Row(*row) for row in [row for row in cells if len(row) == 3][1:]]  # type: ignore[arg-type]
+    return [Row(*row) for row in [row for row in cells if len(row) == 3][2:]]  # type: ignore[arg-type]
 
 
 def assert_held(rows: list[Row], saves: int, loads: int) -> None:

@@ -3,15 +3,185 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
+import torchmetrics
+from deepspeed import comm
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+from torchmetrics.wrappers import MinMaxMetric
+from typing_extensions import override
 
+from tests.support.outcome import warnings_heard
 from tests.support.ranks import Pools
-from tests.trainer._epoch_metrics import LoggedValues, all_values, values_of
-from tests.trainer._recorded_runs import RunSpec, from_step
+from tests.trainer._recorded_data import IndexedSamples
+from tests.trainer._recorded_runs import EventRecorder, RecordingNet, RunSpec, from_step, trainer_of
+
+CLASSES = 3
+
+
+@dataclass
+class LoggedValues:
+    """What one rank saw."""
+
+    epochs: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Callback metrics after each epoch, by its number, and at the end."""
+    logged: dict[str, dict[str, float]] = field(default_factory=dict)
+    """What loggers were told, likewise."""
+    rates: dict[int, float] = field(default_factory=dict)
+    stopped: int = 0
+    """The epoch in which ``EarlyStopping`` ended the run."""
+    best: float = 0.0
+    """The value of the checkpoint that ``ModelCheckpoint`` keeps as the best."""
+    said: list[str] = field(default_factory=list)
+
+
+class MetricsNet(RecordingNet):
+    """A net that sums up everything that can be summed up."""
+
+    def __init__(self, run: RunSpec, said: str = "") -> None:
+        super().__init__(run)
+        self.said = said
+        self.mean_metric = torchmetrics.MeanMetric()
+        self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
+        both = [MulticlassAccuracy(CLASSES), MulticlassF1Score(CLASSES)]
+        self.several = torchmetrics.MetricCollection(both, prefix="of ")
+        self.all = torchmetrics.CatMetric()
+        self.scalars = torchmetrics.CatMetric()
+        self.by_hand = torchmetrics.SumMetric()
+        self.bounds = MinMaxMetric(torchmetrics.MeanMetric())
+        self.best_val = torchmetrics.MaxMetric()
+        self.val_mean = torchmetrics.MeanMetric()
+        if "correlation" in said:
+            self.correlation = torchmetrics.PearsonCorrCoef()
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        total = super().training_step(batch, batch_idx)
+        x, index = batch
+        with torch.no_grad():
+            each = self.loss(x)
+        self.log("forked", each.mean(), on_step=True, on_epoch=True, sync_dist=True)
+        self.log("mine", each.mean(), on_step=False, on_epoch=True, prog_bar="bar" in self.said)
+        self.log("most", each.max(), on_epoch=True, reduce_fx="max", sync_dist=True)
+        self.log("least", each.min(), on_epoch=True, reduce_fx=torch.min, sync_dist=True)
+        self.log("sum", each.sum(), on_epoch=True, reduce_fx="sum", sync_dist=True)
+        self.log_dict({"a": each.mean(), "b": -each.mean()}, on_epoch=True, sync_dist=True)
+        if self.trainer.global_step % 5 == 0:
+            self.log("early", each.mean(), on_epoch=True, on_step=False, sync_dist=True)
+        classes = index % CLASSES
+        guessed = (self.first(x)[:, :CLASSES]).argmax(1)
+        self.accuracy(guessed, classes)
+        self.mean_metric.update(each)
+        self.all.update(each)
+        self.scalars.update(each.sum())
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        self.log("object", self.mean_metric, on_step=True, on_epoch=True)
+        self.several.update(guessed, classes)
+        self.log_dict(self.several, on_step=False, on_epoch=True)
+        self.by_hand.update(each)
+        self.bounds.update(each)
+        if "correlation" in self.said:
+            self.correlation.update(each, x[:, 0])
+        return total
+
+    @override
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("late", outputs["loss"].detach() + batch_idx % 2, on_step=False, on_epoch=True)
+
+    @override
+    def on_train_epoch_end(self) -> None:
+        self.log("by hand", self.by_hand.compute())
+        self.by_hand.reset()
+        self.log("the mean of all", self.all.compute().mean())
+        self.all.reset()
+        self.log("scalars", self.scalars.compute().sum(), sync_dist=True)
+        self.scalars.reset()
+        if "correlation" in self.said:
+            self.log("correlation", self.correlation.compute())
+            self.correlation.reset()
+
+    @override
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.val_mean.update(self.loss(batch[0]))
+        self.log("val_mean", self.val_mean, on_epoch=True)
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        self.best_val.update(-self.val_mean.compute())
+        self.log("best", self.best_val.compute())
+        self.log("bounds", self.bounds.compute()["max"])
+
+    @override
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        made = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, factor=0.5, patience=0, threshold=0.25
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": made, "interval": "epoch", "monitor": "forked_epoch"},
+        }
+
+
+class Noting(Callback):
+    """Notes the values of an epoch when the next one begins."""
+
+    def __init__(self, values: LoggedValues) -> None:
+        self.values = values
+
+    def _note(self, trainer: pl.Trainer, moment: str) -> None:
+        for kept, live in (
+            (self.values.epochs, trainer.callback_metrics),
+            (self.values.logged, trainer.logged_metrics),
+        ):
+            kept[moment] = {name: float(value) for name, value in live.items()}
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._note(trainer, str(trainer.current_epoch))
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._note(trainer, "end")
+
+
+def values_of(run: RunSpec, said: str = "") -> LoggedValues:
+    """Fit, and give what this rank saw.
+
+    Args:
+        run: the fit.
+        said: what the net does beside.
+    """
+    pl.seed_everything(run.seed, workers=True, verbose=False)
+    torch.manual_seed(run.seed + comm.get_rank())
+    net, values = MetricsNet(run, said), LoggedValues()
+    checkpoints = ModelCheckpoint(run.root, monitor="sum", save_on_train_epoch_end=True)
+    stopping = EarlyStopping(
+        "object_epoch", patience=1, min_delta=0.7, check_on_train_epoch_end=True
+    )
+    trainer = trainer_of(run, [EventRecorder(run), Noting(values), stopping, checkpoints])
+    val = DataLoader(IndexedSamples(8, 0.0), batch_size=2) if run.validate else None
+    with warnings_heard() as values.said:
+        trainer.fit(net, run.loaders(), val, ckpt_path=run.ckpt_path)
+    values.rates = net.rates
+    values.stopped = stopping.stopped_epoch
+    values.best = float(checkpoints.best_model_score or 0.0)
+    return values
+
+
+def all_values(runs: list[RunSpec], said: str = "") -> list[LoggedValues]:
+    """Fit one run after the other."""
+    return [values_of(run, said) for run in runs]
+
 
 pytestmark = pytest.mark.engine
 

@@ -6,12 +6,216 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
+from deepspeed import zero
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
+from typing_extensions import override
 
-from tests.support.fits import FitSpec, RegressionNet, error_of, fit
+from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
+from tests.support.fits import FitSpec, RegressionNet, digests, error_of, fit
+from tests.support.outcome import warnings_heard
 from tests.support.ranks import Pools
-from tests.trainer import _module_weights
+
+
+def trainer_with(plan: FitSpec, *callbacks: Callback) -> tuple[pl.Trainer, RegressionNet, Any, Any]:
+    """Make a plan's trainer with more callbacks, which come first."""
+    trainer, net, data, watch = plan.make()
+    trainer.callbacks[:0] = callbacks  # type: ignore[attr-defined]
+    return trainer, net, data, watch
+
+
+# -- averages ------------------------------------------------------------------------------------
+
+
+def fit_averaged(plan: FitSpec) -> dict[str, Any]:
+    """Fit with an average; give the loss that the best checkpoint was chosen for."""
+    trainer, net, data, _ = trainer_with(plan, EMAWeightAveraging(decay=0.6))
+    trainer.fit(net, data, ckpt_path=plan.ckpt_path)
+    kept = trainer.checkpoint_callback
+    assert isinstance(kept, ModelCheckpoint)
+    assert kept.best_model_score is not None
+    found = {"best": kept.best_model_path, "loss": float(kept.best_model_score)}
+    again = trainer.validate(net, data, ckpt_path="best", verbose=False)[0]["val_loss"]
+    return {**found, "in this process": again}
+
+
+def evaluate_averaged(plan: FitSpec, with_callback: bool) -> dict[str, Any]:
+    """Validate, test and predict in a new Trainer."""
+    found: dict[str, Any] = {}
+    for verb in ("validate", "test", "predict"):
+        more = [EMAWeightAveraging(decay=0.6)] if with_callback else []
+        trainer, net, data, _ = trainer_with(plan, *more)
+        seen: Any = getattr(trainer, verb)(net, data, ckpt_path=plan.ckpt_path)
+        if verb == "predict":
+            loader: Any = trainer.predict_dataloaders
+            mine = torch.cat([y for _, y in loader])
+            found[verb] = float(torch.nn.functional.mse_loss(torch.cat(seen), mine))
+        else:
+            found[verb] = next(iter(seen[0].values()))
+    return found
+
+
+# -- after a fit ---------------------------------------------------------------------------------
+
+
+def save_after(plan: FitSpec, verb: str) -> dict[str, Any]:
+    """Fit, save, evaluate, save again; then resume from both."""
+    trainer, net, data, watch = plan.make()
+    trainer.fit(net, data)
+    trainer.save_checkpoint(f"{plan.root}/before.ckpt")
+    fitted = digests(net)
+    getattr(trainer, verb)(net, data)
+    trainer.save_checkpoint(f"{plan.root}/after.ckpt")
+    trainer.save_checkpoint(f"{plan.root}/weights.ckpt", weights_only=True)
+    del trainer, net, data, watch
+    found: dict[str, Any] = {"fitted": fitted}
+    for name in ("before", "after"):
+        path, root = f"{plan.root}/{name}.ckpt", f"{plan.root}/of {name}"
+        resumed = replace(plan, root=root, epochs=plan.epochs + 2, ckpt_path=path, seed=7)
+        found[name] = {**fit(resumed), "best": ""}
+    return found
+
+
+def save_after_a_change(plan: FitSpec, how: str, path: str) -> dict[str, Any]:
+    """Fit, change the weights or take another module, evaluate, save; then load into a third."""
+    trainer, net, data, _ = plan.make()
+    trainer.fit(net, data)
+    fitted = digests(net)
+    if how == "edited":
+        net.load_state_dict({name: value + 1 for name, value in net.state_dict().items()})
+    else:
+        _, net, data, _ = replace(plan, seed=17).make()
+    with warnings_heard(about="saving weights only") as said:
+        trainer.test(net, data, verbose=False)
+        trainer.save_checkpoint(path)
+    tested = digests(net)
+    del trainer, net, data
+    trainer, net, data, _ = replace(plan, seed=18).make()
+    trainer.test(net, data, ckpt_path=path, verbose=False)
+    return {"fitted": fitted, "tested": tested, "loaded": digests(net), "said": said}
+
+
+def save_without_fit(
+    plan: FitSpec, verb: str, path: str, precision: str | None = None
+) -> dict[str, Any]:
+    """Evaluate, with a checkpoint or without, and save what is there."""
+    more = {"precision": precision} if precision else {}
+    trainer, net, data, _ = replace(plan, trainer=more).make()
+    with warnings_heard(about="nothing was trained here") as said:
+        getattr(trainer, verb)(net, data, ckpt_path=plan.ckpt_path)
+        trainer.save_checkpoint(path)
+    return {"weights": digests(net), "said": said}
+
+
+def recovered(path: str) -> dict[str, Any]:
+    """Return what DeepSpeed's own script makes of a checkpoint."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    found = get_fp32_state_dict_from_zero_checkpoint(path)
+    return {name: list(value.shape) for name, value in found.items()}
+
+
+# -- frozen and unfrozen -------------------------------------------------------------------------
+
+
+class Switch(Callback):
+    """Lets a layer require gradients from an epoch on, or none, and notes its weights."""
+
+    def __init__(self, *, thaw: bool) -> None:
+        self.thaw = thaw
+        self.weights: list[float] = []
+
+    @staticmethod
+    def _switch(module: pl.LightningModule, *, trains: bool) -> None:
+        for parameter in module.get_submodule("last").parameters():
+            parameter.requires_grad = trains
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        pl_module.configure_model()
+        self._switch(pl_module, trains=not self.thaw)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.current_epoch == 1:
+            self._switch(pl_module, trains=self.thaw)
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        with zero.GatheredParameters(list(pl_module.last.parameters())):
+            self.weights.append(float(pl_module.last.weight.detach().double().sum()))
+
+
+def switched(plan: FitSpec, thaw: bool) -> dict[str, Any]:
+    """Fit while a layer is frozen or unfrozen; give its weights, and what was said."""
+    switch = Switch(thaw=thaw)
+    trainer, net, data, _ = trainer_with(plan, switch)
+    with warnings_heard(about="since the fit began") as said:
+        trainer.fit(net, data)
+    return {"weights": switch.weights, "said": said}
+
+
+# -- weights that a hook takes out -----------------------------------------------------------------
+
+
+class Pruning(RegressionNet):
+    """Takes a frozen layer, a buffer, and where told a trained one, out of its checkpoints."""
+
+    took: tuple[str, ...] = ("frozen.weight", "frozen.bias", "norm.running_mean")
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        for name in self.took:
+            del checkpoint["state_dict"][name]
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        assert "first.weight" in checkpoint["state_dict"]
+
+
+class PruningAndAdding(Pruning):
+    """Puts an entry of its own into the weights as well."""
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["state_dict"]["of its own"] = torch.ones(3)
+
+
+class Renaming(RegressionNet):
+    """Saves its weights under other names, as modules do that wrap or compile others."""
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        weights = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {f"inner.{name}": value for name, value in weights.items()}
+
+
+def pruned(plan: FitSpec, verb: str = "fit", of: type[RegressionNet] = Pruning) -> dict[str, Any]:
+    """Fit or validate a module that takes weights out of its checkpoints."""
+    trainer, _, data, watch = plan.make()
+    net = of(plan.lr, plan.seed, plan.hidden)
+    if verb == "fit":
+        trainer.fit(net, data, ckpt_path=plan.ckpt_path)
+    else:
+        trainer.validate(net, data, ckpt_path=plan.ckpt_path, verbose=False)
+    assert isinstance(trainer.strategy, ElasticDeepSpeedStrategy)
+    return {"start": watch.at_start, "end": digests(net)}
+
+
+def sizes(path: str) -> int:
+    """Add up a checkpoint's files."""
+    return sum(p.stat().st_size for p in Path(path).rglob("*.pt"))
+
 
 pytestmark = pytest.mark.engine
 
@@ -22,13 +226,11 @@ BEST = {"monitor": "val_loss", "save_top_k": 1, "filename": "best"}
 def test_the_average_is_evaluated(options: dict[str, bool], worlds: Pools, tmp_path: Path) -> None:
     """Any process, stage and number of devices finds the value that a checkpoint was chosen for."""
     plan = FitSpec(str(tmp_path), 2, epochs=3, checkpoint={**BEST, **options}, hidden=24)
-    fitted = worlds.run(2, partial(_module_weights.fit_averaged, plan))[0]
+    fitted = worlds.run(2, partial(fit_averaged, plan))[0]
     assert fitted["in this process"] == pytest.approx(fitted["loss"], rel=1e-6)
     for world, stage, with_callback in ((2, 1, True), (1, 3, True), (3, 3, False), (3, 2, False)):
         new = FitSpec(str(tmp_path), stage, ckpt_path=fitted["best"], seed=world, hidden=24)
-        for found in worlds.run(
-            world, partial(_module_weights.evaluate_averaged, new, with_callback)
-        ):
+        for found in worlds.run(world, partial(evaluate_averaged, new, with_callback)):
             print(world, stage, fitted["loss"], found)
             assert found["validate"] == pytest.approx(fitted["loss"], rel=1e-5)
             assert found["test"] == pytest.approx(fitted["loss"], rel=1e-5)
@@ -44,7 +246,7 @@ def test_an_average_can_begin_later(worlds: Pools, tmp_path: Path) -> None:
     plan = FitSpec(
         f"{root}/on", 2, epochs=2, ckpt_path=f"{root}/best.ckpt", checkpoint=BEST, hidden=24
     )
-    for found in worlds.run(1, partial(_module_weights.fit_averaged, plan)):
+    for found in worlds.run(1, partial(fit_averaged, plan)):
         assert found["in this process"] == pytest.approx(found["loss"], rel=1e-6)
 
 
@@ -52,9 +254,7 @@ def test_an_average_can_begin_later(worlds: Pools, tmp_path: Path) -> None:
 @pytest.mark.parametrize("verb", ["test", "predict"])
 def test_a_save_after_an_evaluation(verb: str, stage: int, worlds: Pools, tmp_path: Path) -> None:
     """The training state is still there: a run goes on from it as from a save before."""
-    for found in worlds.run(
-        2, partial(_module_weights.save_after, FitSpec(str(tmp_path), stage), verb)
-    ):
+    for found in worlds.run(2, partial(save_after, FitSpec(str(tmp_path), stage), verb)):
         assert found["before"]["start"] == found["fitted"]
         assert found["after"] == found["before"]
     of_saves = [
@@ -71,7 +271,7 @@ def test_a_save_after_the_module_has_changed(
 ) -> None:
     """Written is what was evaluated last, and never the weights of another module."""
     program = partial(
-        _module_weights.save_after_a_change,
+        save_after_a_change,
         FitSpec(str(tmp_path), stage),
         how,
         str(tmp_path / "a.ckpt"),
@@ -87,15 +287,13 @@ def test_a_save_after_the_module_has_changed(
 def test_a_save_without_a_fit(stage: int, worlds: Pools, tmp_path: Path) -> None:
     """What an evaluation holds is saved as weights, which any run can begin with."""
     root, path = str(tmp_path), str(tmp_path / "alone.ckpt")
-    program = partial(
-        _module_weights.save_without_fit, FitSpec(root, stage, seed=3), "validate", path
-    )
+    program = partial(save_without_fit, FitSpec(root, stage, seed=3), "validate", path)
     saved = worlds.run(2, program)
     assert ["nothing was trained here" in "".join(of["said"]) for of in saved] == [True, False]
     manifest = json.loads((tmp_path / "alone.ckpt" / "manifest.json").read_text())
     assert manifest["weights_only"]
     shapes = {p["name"]: p["shape"] for p in manifest["parameters"]}
-    assert shapes.items() <= worlds.run(1, partial(_module_weights.recovered, path))[0].items()
+    assert shapes.items() <= worlds.run(1, partial(recovered, path))[0].items()
     # A run begins with it, and its own checkpoint is evaluated and saved as weights again.
     begun = FitSpec(root, 2, seed=5, ckpt_path=path, strategy={"load_optimizer_state": False})
     runs = worlds.run(3, partial(fit, begun))
@@ -104,7 +302,7 @@ def test_a_save_without_a_fit(stage: int, worlds: Pools, tmp_path: Path) -> None
         "has no optimizer state" in worlds.run(1, partial(error_of, replace(begun, strategy={})))[0]
     )
     again = FitSpec(root, 4 - stage, seed=6, ckpt_path=f"{root}/last.ckpt")
-    evaluated = partial(_module_weights.save_without_fit, again, "predict", f"{root}/again.ckpt")
+    evaluated = partial(save_without_fit, again, "predict", f"{root}/again.ckpt")
     weights = worlds.run(2, evaluated)[0]["weights"]
     assert weights == runs[0]["end"]
     begun = replace(begun, root=f"{root}/on", ckpt_path=f"{root}/again.ckpt")
@@ -119,7 +317,7 @@ def test_what_is_unfrozen_or_frozen_later_is_said(
 ) -> None:
     """Once in each epoch, by name, on the first rank: DeepSpeed does not follow."""
     plan = FitSpec(str(tmp_path), stage, epochs=3)
-    first, second = worlds.run(2, partial(_module_weights.switched, plan, thaw))
+    first, second = worlds.run(2, partial(switched, plan, thaw))
     word = "unfrozen since the fit began, and not trained" if thaw else "frozen since the fit began"
     assert [
         text.startswith(f"Epoch {n}: parameters {word}")
@@ -136,9 +334,9 @@ def test_what_is_unfrozen_or_frozen_later_is_said(
 @pytest.mark.parametrize(
     ("stage", "target", "of"),
     [
-        (2, 3, _module_weights.Pruning),
-        (2, 3, _module_weights.PruningAndAdding),
-        (3, 1, _module_weights.PruningAndAdding),
+        (2, 3, Pruning),
+        (2, 3, PruningAndAdding),
+        (3, 1, PruningAndAdding),
     ],
 )
 def test_weights_that_a_hook_takes_out(
@@ -149,34 +347,30 @@ def test_weights_that_a_hook_takes_out(
     Also where the hook puts an entry of its own into the weights.
     """
     root = str(tmp_path)
-    program = partial(_module_weights.pruned, of=of)
+    program = partial(pruned, of=of)
     ends = worlds.run(2, partial(program, FitSpec(root, stage)))
     manifest = json.loads((tmp_path / "last.ckpt" / "manifest.json").read_text())
-    assert manifest["excluded"] == list(_module_weights.Pruning.took)
+    assert manifest["excluded"] == list(Pruning.took)
     assert "norm.running_mean" not in manifest["module_buffers"]
     worlds.run(2, partial(fit, FitSpec(f"{root}/whole", stage)))
-    assert (
-        _module_weights.sizes(f"{root}/last.ckpt")
-        < _module_weights.sizes(f"{root}/whole/last.ckpt") - 31 * 31 * 4
-    )
+    assert sizes(f"{root}/last.ckpt") < sizes(f"{root}/whole/last.ckpt") - 31 * 31 * 4
     for verb in ("fit", "validate"):
         plan = FitSpec(f"{root}/{verb}", target, epochs=2, seed=4, ckpt_path=f"{root}/last.ckpt")
         found = worlds.run(1, partial(program, plan, verb))[0]
         loaded = found["start"] if verb == "fit" else found["end"]
         same = {name for name, digest in loaded.items() if digest == ends[0]["end"][name]}
-        assert loaded.keys() - same == set(_module_weights.Pruning.took)
+        assert loaded.keys() - same == set(Pruning.took)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_weights_that_a_hook_renames(stage: int, worlds: Pools, tmp_path: Path) -> None:
     """Nothing is left out: they are saved under their own names, once."""
     root = str(tmp_path)
-    program = partial(_module_weights.pruned, of=_module_weights.Renaming)
+    program = partial(pruned, of=Renaming)
     ends = worlds.run(2, partial(program, FitSpec(root, stage)))
     manifest = json.loads((tmp_path / "last.ckpt" / "manifest.json").read_text())
     assert not manifest["excluded"]
     worlds.run(2, partial(fit, FitSpec(f"{root}/whole", stage)))
-    sizes = [_module_weights.sizes(f"{root}/{name}last.ckpt") for name in ("", "whole/")]
-    assert sizes[0] <= sizes[1]
+    assert sizes(f"{root}/last.ckpt") <= sizes(f"{root}/whole/last.ckpt")
     plan = FitSpec(f"{root}/on", stage, epochs=2, seed=4, ckpt_path=f"{root}/last.ckpt")
     assert worlds.run(1, partial(program, plan))[0]["start"] == ends[0]["end"]
