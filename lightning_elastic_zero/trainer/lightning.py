@@ -30,94 +30,94 @@ from lightning_elastic_zero.core.requirements import LIGHTNING, missing_names, v
 from lightning_elastic_zero.errors import UnsupportedError
 
 RESUME_END = "_CheckpointConnector.resume_end"
-"""Name of the barrier at which Lightning has restored a checkpoint, or none, on every rank."""
+"""Name of the barrier at the end of a resume, also if there is no checkpoint."""
 
 PRIVATE_NAMES: dict[str, dict[str, str]] = {
     "the fit loop": {
-        "_combined_loader": "reach the training loaders that Lightning made",
-        "_combined_loader_states_to_load": "load the states of loaders once, not twice",
-        "_data_fetcher": "begin an epoch in its middle, and know of batches fetched ahead",
-        "_data_source": "know the batch size before there are loaders",
-        "_last_train_dl_reload_epoch": "make loaders anew in the epochs of the run that saved",
-        "_restarting": "go on in mid-epoch without one batch too many",
-        "_can_stop_early": "know whether a stop waits for min_epochs or min_steps",
-        "_should_accumulate": "step where a window of micro-batches ends",
+        "_combined_loader": "access the training loaders",
+        "_combined_loader_states_to_load": "load the states of loaders only once",
+        "_data_fetcher": "start inside an epoch, and detect prefetched batches",
+        "_data_source": "determine the batch size before loaders exist",
+        "_last_train_dl_reload_epoch": "recreate loaders in the same epochs as the saved run",
+        "_restarting": "resume inside an epoch without an additional batch",
+        "_can_stop_early": "detect a stop that waits for min_epochs or min_steps",
+        "_should_accumulate": "take a step at the end of an accumulation window",
     },
     "the training epoch loop": {
-        "_batches_that_stepped": "let the loggers' axis go on",
-        "_results": "sum an epoch's values up from where they were",
-        "_should_check_val_fx": "know whether a validation is due where a run is resumed",
+        "_batches_that_stepped": "continue the loggers' step count",
+        "_results": "continue an epoch's running results",
+        "_should_check_val_fx": "detect a validation that is due at the resume point",
     },
     "CombinedLoader": {
-        "_iterator": "know which loaders have begun again",
-        "_mode": "know where shorter loaders begin again",
-        "_state_dicts": "keep the states of loaders that have their own",
+        "_iterator": "detect loaders that have restarted",
+        "_mode": "detect whether shorter loaders restart",
+        "_state_dicts": "save the states of stateful loaders",
     },
-    "a CombinedLoader's cycle": {"_consumed": "end an epoch in which loaders have begun again"},
+    "a CombinedLoader's cycle": {"_consumed": "end an epoch in which loaders have restarted"},
     "the logger connector": {
-        "_callback_metrics": "save what callbacks look at",
-        "_first_loop_iter": "keep an epoch's first value from resetting those before",
-        "_logged_metrics": "save what loggers had last",
-        "_progress_bar_metrics": "save what the progress bar had last",
+        "_callback_metrics": "save the metrics of callbacks",
+        "_first_loop_iter": "keep the first logged value from resetting earlier ones",
+        "_logged_metrics": "save the latest logged values",
+        "_progress_bar_metrics": "save the latest values of the progress bar",
     },
     "lightning.pytorch's running results": {
-        "_Metadata": "say again how a value is logged",
-        "_ResultCollection": "sum an epoch's values up from where they were",
-        "_ResultMetric": "sum an epoch's values up from where they were",
-        "_Sync": "reduce values over the ranks as they are logged",
+        "_Metadata": "restore how a value is logged",
+        "_ResultCollection": "continue an epoch's running results",
+        "_ResultMetric": "continue an epoch's running results",
+        "_Sync": "reduce restored values over the ranks",
     },
     "a metric of torchmetrics": {
-        "_computed": "compute a metric anew once its states are restored",
-        "_defaults": "know which states a metric has",
-        "_forward_cache": "show the last step's value",
-        "_reductions": "share a metric's states out among other ranks",
-        "_update_count": "know which metrics have seen anything",
+        "_computed": "recompute a metric whose states are restored",
+        "_defaults": "find the states of a metric",
+        "_forward_cache": "restore the last step's value",
+        "_reductions": "divide a metric's states among other ranks",
+        "_update_count": "find metrics that were updated",
     },
     "lightning.pytorch.loops.fetchers": {
-        "_DataFetcher": "fetch one batch of a stream ahead",
-        "_PrefetchDataFetcher": "know the last batch of data without a length",
+        "_DataFetcher": "prefetch one batch of a stream",
+        "_PrefetchDataFetcher": "detect the last batch of data without a length",
     },
     "lightning.pytorch.trainer.call": {
         "_call_lightning_module_hook": "update ReduceLROnPlateau as Lightning does",
     },
     "the trainer": {
-        "_checkpoint_connector": "see that every rank has resumed",
-        "_logger_connector": "save what callbacks look at",
+        "_checkpoint_connector": "check that every rank has resumed",
+        "_logger_connector": "save the metrics of callbacks",
     },
     "ModelCheckpoint": {
-        "_get_metric_interpolated_filepath_name": "give no name away that is kept",
-        "_link_checkpoint": "change last.ckpt in one step",
-        "_save_checkpoint": "save the last one where the best k did not keep it",
-        "file_exists": "replace no file of anybody else's",
+        "_get_metric_interpolated_filepath_name": "avoid names of checkpoints that are kept",
+        "_link_checkpoint": "replace last.ckpt atomically",
+        "_save_checkpoint": "save the last checkpoint if the best k did not keep it",
+        "file_exists": "avoid replacing files of other programs",
     },
     "a ModelCheckpoint": {
-        "_enable_version_counter": "refuse at once what a save would replace",
-        "_every_n_epochs": "save the last one where a save was due",
-        "_every_n_train_steps": "save no step twice",
-        "_last_global_step_saved": "save no step twice",
+        "_enable_version_counter": "refuse at setup what a save would replace",
+        "_every_n_epochs": "save the last checkpoint if a save was due",
+        "_every_n_train_steps": "avoid saving a step twice",
+        "_last_global_step_saved": "avoid saving a step twice",
     },
     "DeepSpeedStrategy": {
         "_auto_select_batch_size": "call no user's loader for DeepSpeed's log",
-        "_config_initialized": "tell the user's batch size from this library's",
-        "_format_batch_size_and_grad_accum_config": "settle the batch before DeepSpeed does",
+        "_config_initialized": "distinguish the user's batch size from this library's",
+        "_format_batch_size_and_grad_accum_config": "resolve the batch settings before DeepSpeed",
         "_init_config_if_needed": "check DeepSpeed's config at setup",
-        "_init_optimizers": "refuse an optimizer before DeepSpeed is given it",
+        "_init_optimizers": "refuse an optimizer before DeepSpeed receives it",
         "_parallel_devices": "run on CPUs",
-        "_timeout": "wait for ranks under torchrun as long as collectives do",
+        "_timeout": "use the collectives' timeout for ranks under torchrun",
     },
     "a WeightAveraging": {"_average_model": "save and evaluate the average"},
-    "a wrapped sampler": {"_sampler": "put the user's own sampler in order"},
+    "a wrapped sampler": {"_sampler": "use the user's sampler"},
 }
 """By owner, each with its purpose. All exist since 2.5.0, except ``WeightAveraging`` (2.6.0)."""
 
 NOT_CHECKED = {
-    "_defer_save_until_validation": "a ModelCheckpoint's, in releases that defer saves",
-    "_broadcast_sigterm_tensor": "the training epoch loop, since 2.5.2: replaced where it is",
-    "_sigterm_notifier_fn": "a trainer's signal connector: replaced where the former is",
-    "_signal_connector": "a trainer's",
-    "_resuming_from_checkpoint": "the fit loop's, since 2.6; before, it makes each iterator",
-    "_iterator_finished": "torchdata's, in a loader's state: a batch is drawn where it is absent",
-    "_iterator": "torch's DataLoader: the next iteration is to start workers; written only",
+    "_defer_save_until_validation": "ModelCheckpoint, in releases that defer saves",
+    "_broadcast_sigterm_tensor": "the training epoch loop, since 2.5.2: replaced if it exists",
+    "_sigterm_notifier_fn": "a trainer's signal connector: replaced together with the former",
+    "_signal_connector": "a trainer",
+    "_resuming_from_checkpoint": "the fit loop, since 2.6; before, it always creates the iterator",
+    "_iterator_finished": "torchdata, in a loader's state: a batch is drawn if it is missing",
+    "_iterator": "torch's DataLoader: only written, so that new workers are started",
 }
 """Optional private names: the library works without them."""
 
@@ -148,7 +148,7 @@ def _missing(trainer: pl.Trainer, found: str) -> Iterator[str | None]:
         yield LIGHTNING.missing_names_message(found, owner, lost)
     connector = getattr(trainer, "_checkpoint_connector", None)
     if not _says(getattr(connector, "resume_end", None), RESUME_END):
-        lost = [f"barrier {RESUME_END!r} (to see that every rank has resumed)"]
+        lost = [f"barrier {RESUME_END!r} (to check that every rank has resumed)"]
         yield LIGHTNING.missing_names_message(found, "its checkpoint connector", lost)
 
 
