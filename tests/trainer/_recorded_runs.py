@@ -26,8 +26,7 @@ from typing_extensions import override
 from tests.support.fits import elastic, quiet_trainer
 from tests.support.outcome import error_text, log_heard, warnings_heard
 from tests.trainer import _recorded_data
-from tests.trainer._epoch_counting_data import WIDTH
-from tests.trainer._recorded_data import IndexedSamples
+from tests.trainer._recorded_data import WIDTH, IndexedSamples
 
 V = TypeVar("V")
 
