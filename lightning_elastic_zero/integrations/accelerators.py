@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import accelerate
 from accelerate.checkpointing import load_accelerator_state
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import MODEL_NAME, DeepSpeedSchedulerWrapper, DistributedType
+from packaging.version import Version
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from lightning_elastic_zero.core.manifest import Manifest, load_json
@@ -112,6 +114,8 @@ class AcceleratorBinding:
         accelerator.load_state = types.MethodType(elastic_load_state, accelerator)
         accelerator.save_state = types.MethodType(elastic_save_state, accelerator)
         accelerator.free_memory = types.MethodType(elastic_free_memory, accelerator)
+        if Version(accelerate.__version__) < Version("1.15"):  # returns a loader of epoch 0
+            accelerator.skip_first_batches = _in_same_epoch(accelerator.skip_first_batches)
         accelerator.wait_for_save = self.wait
         self._bind_engines(accelerator._models)  # noqa: SLF001 (there is no public list)
 
@@ -283,6 +287,19 @@ def _check_steps(path: Path, manifest: Manifest) -> None:
             "each state into a new one"
         )
         raise CheckpointCorruptedError(msg)
+
+
+def _in_same_epoch(skip: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``skip_first_batches`` as of accelerate 1.15: the loader keeps its epoch."""
+
+    @functools.wraps(skip)
+    def skip_first_batches(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        skipped = skip(dataloader, *args, **kwargs)
+        if hasattr(dataloader, "iteration"):
+            skipped.iteration = dataloader.iteration
+        return skipped
+
+    return skip_first_batches
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import accelerate
 import numpy as np
 import torch
 import transformers
+from packaging.version import Version
 from transformers import TrainerCallback
 
 from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
@@ -45,9 +47,6 @@ log = logging.getLogger(__name__)
 BATCH_NAMES = ("per_device_train_batch_size", "gradient_accumulation_steps")
 """What ``TrainingArguments`` calls the two settings that make up the global batch."""
 
-_OLDEST_MAJOR = 5
-"""Major release of transformers from which samples after a resume were seen to be the same."""
-
 
 class ResumeCallback(TrainerCallback):  # type: ignore[misc]  # transformers is untyped
     """Completes a resume of one Trainer: random states, and a warning of what cannot be exact."""
@@ -73,10 +72,11 @@ class ResumeCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         differences = []
         if args.ignore_data_skip:
             differences.append("ignore_data_skip=True: the epoch begins again at its first sample")
-        if not same and int(transformers.__version__.partition(".")[0]) < _OLDEST_MAJOR:
+        elif _skipping_resets_epoch():
             differences.append(
-                f"transformers {transformers.__version__} is installed, with which samples after a "
-                "resume were seen to differ; install 5.23 or newer"
+                f"transformers {transformers.__version__} with accelerate {accelerate.__version__} "
+                "reads a later epoch in the order of the first after a resume within it: install "
+                "accelerate 1.15 or newer"
             )
         if not same and getattr(args, "train_sampling_strategy", "") == "batch_rebalance":
             differences.append("batch_rebalance orders samples by the number of ranks")
@@ -132,6 +132,12 @@ class ResumeCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Forget the load: a second ``train()`` may begin without one."""
         self._loaded, self._rng_due = None, False
+
+
+def _skipping_resets_epoch() -> bool:
+    """Whether accelerate's ``skip_first_batches`` returns a loader of epoch 0, which stays that."""
+    before_5 = Version(transformers.__version__) < Version("5")  # 5 sets the epoch again
+    return before_5 and Version(accelerate.__version__) < Version("1.15")
 
 
 def _rng_file(folder: Path, rank: int, world_size: int) -> Path:
