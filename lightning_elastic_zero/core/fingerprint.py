@@ -40,7 +40,7 @@ STEP = "step"
 """The scalar state that some optimizers keep in their groups."""
 
 NO_OPTIMIZER = "none"
-"""What is written in the place of the number of an optimizer that has no state."""
+"""Replaces the number if there is no optimizer state."""
 
 _NUMBER = re.compile("[0-9a-f]{16}")
 _NUMBER_OR_NONE = re.compile(f"[0-9a-f]{{16}}|{NO_OPTIMIZER}")
@@ -50,21 +50,20 @@ _ONES = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class FingerprintPart:
-    """What some runs of a state add up to; parts of disjoint runs are added."""
+    """The sum over some runs of a state; parts of disjoint runs are added."""
 
     weights: int = 0
     optimizer: int = 0
 
     def __add__(self, other: FingerprintPart) -> FingerprintPart:
-        """Return the part of both."""
         return FingerprintPart(self.weights ^ other.weights, self.optimizer ^ other.optimizer)
 
     def to_plain(self) -> list[int]:
-        """Return it as ranks hand it around."""
+        """Return it as JSON data, for other ranks."""
         return [getattr(self, field.name) for field in fields(self)]
 
     def total(self) -> Fingerprint:
-        """Return the fingerprint of a whole state, whose parts are all added."""
+        """Return the fingerprint of a whole state from the sum of all parts."""
         return Fingerprint(
             f"{self.weights:016x}", f"{self.optimizer:016x}" if self.optimizer else ""
         )
@@ -89,26 +88,22 @@ class Fingerprint:
 
     @classmethod
     def from_text(cls, text: str) -> Fingerprint:
-        """Return the fingerprint that ``str`` wrote.
-
-        Raises:
-            ValueError: The text is not a fingerprint.
-        """
+        """Parse the text that ``str`` returned; raise ValueError for other texts."""
         weights, _, optimizer = text.partition("-")
         if not _NUMBER.fullmatch(weights) or not _NUMBER_OR_NONE.fullmatch(optimizer):
-            msg = f"{text!r} is no fingerprint: two numbers of 16 hexadecimal digits"
+            msg = f"{text!r}: expected two numbers of 16 hexadecimal digits"
             raise ValueError(msg)
         return cls(weights, optimizer if optimizer != NO_OPTIMIZER else "")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorId:
-    """What of a tensor counts beside its elements."""
+    """The properties of a tensor that count in addition to its elements."""
 
     part: Literal["weights", "optimizer"]
     name: str
     key: str
-    """The optimizer state's; empty for weights."""
+    """Name of the optimizer state; empty for weights."""
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -118,38 +113,33 @@ class TensorId:
 
     @property
     def size_bytes(self) -> int:
-        """The size of the whole tensor."""
+        """Size of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def bytes_behind(self) -> int:
-        """Return how many bytes of the message follow its last one."""
+        """Return the number of bytes of the message after its last one."""
         return self._digest("tensor") >> 1
 
     def presence(self) -> FingerprintPart:
-        """Return what its being there adds, once: whoever holds its first element adds it."""
+        """Return the part of its existence, added once with its first element."""
         return _part(self.part, self._digest("there"))
 
 
 def run_part(tensor: TensorId, start: int, values: torch.Tensor) -> FingerprintPart:
-    """Return what a run of a tensor's elements adds.
+    """Return the part of consecutive elements of a tensor from ``start`` on; 0 adds its existence.
 
-    It takes 0.03 ms for each megabyte; other threads run meanwhile, as awscrt releases the
+    ``values`` are 1-D on the host in the tensor's type. This takes 0.03 ms per megabyte without the
     interpreter's lock.
-
-    Args:
-        tensor: whose they are.
-        start: the first one, counted in the flattened tensor; 0 adds that the tensor is there.
-        values: 1-D, in the tensor's type, on the host; copied where there are gaps between them.
     """
     if values.dtype != tensor.dtype or values.dim() != 1:
-        msg = f"elements of {tensor.name} are {tensor.dtype}, 1-D, not {values.dtype}"
+        msg = f"elements of {tensor.name}: expected 1-D {tensor.dtype}, found {values.dtype}"
         raise ValueError(msg)
     data = in_order(values).view(torch.uint8).numpy().data
     behind = tensor.size_bytes - start * values.dtype.itemsize - data.nbytes
     if behind < 0:
         msg = f"{tensor.name} of shape {tensor.shape} has no {len(values)} elements from {start} on"
         raise ValueError(msg)
-    # As the register begins with what is passed, inverted, and is inverted in the end.
+    # The function inverts the initial value and the result.
     remainder = ~crc64nvme(data, _ONES) & _ONES
     own = combine_crc64nvme(remainder, 0, behind + tensor.bytes_behind())
     part = _part(tensor.part, own)
@@ -157,7 +147,7 @@ def run_part(tensor: TensorId, start: int, values: torch.Tensor) -> FingerprintP
 
 
 def scalars_part(name: str, scalars: Iterable[tuple[str, Scalar]]) -> FingerprintPart:
-    """Return what the scalar states of a parameter add, by their values: 3 is 3.0."""
+    """Return the part of the scalar states of a parameter, by value: 3 equals 3.0."""
     part = FingerprintPart()
     for key, value in scalars:
         part += _part("optimizer", _digest("scalar", name, key, _number(value)))
@@ -181,7 +171,7 @@ def _digest(*texts: str) -> int:
 
 
 def add_up(parts: Iterable[Sequence[int]]) -> FingerprintPart:
-    """Return the part of all parts that ranks handed around."""
+    """Return the sum of the parts of all ranks."""
     whole = FingerprintPart()
     for part in parts:
         whole += FingerprintPart(*part)

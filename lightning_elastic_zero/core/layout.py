@@ -1,13 +1,11 @@
-"""Fragments, layouts, and the one planner: interval intersection, nothing else.
+"""Fragments, layouts, and the planner of restores: intersection of intervals.
 
-Everything that a rank holds, at every ZeRO stage, is a set of *fragments*: elements
-``[start, stop)`` of the flattened parameter ``name`` sit at ``offset`` of flat buffer ``buffer``
-of rank ``rank``. The fp32 master weights and every element-wise optimizer state share the same
-fragments. A checkpoint is a layout (which fragments are held where) and a way to read a run of
-elements; a live optimizer is a layout (which fragments are wanted) and writable buffers;
-restoring is to find, for each wanted fragment, the held runs that cover it, exactly once.
-
-What no fragment covers is padding. It needs no name and is never saved as state.
+At every ZeRO stage, a rank holds a set of *fragments*: elements ``[start, stop)`` of the flattened
+parameter ``name`` are at ``offset`` of flat buffer ``buffer`` of rank ``rank``. Master weights and
+element-wise optimizer states share the same fragments. A checkpoint is a layout (the fragments that
+are held) and a way to read a run of elements. A live optimizer is a layout (the fragments that are
+wanted) and writable buffers. A restore finds, for each wanted fragment, the held runs that cover
+it, each element exactly once. Elements that no fragment covers are padding and are never saved.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from lightning_elastic_zero.errors import CheckpointFormatError
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Elements ``[start, stop)`` of a flattened parameter, and where they sit.
+    """Elements ``[start, stop)`` of a flattened parameter, and their place.
 
     Half-open, in elements, never in bytes; ``0 <= start < stop <= numel``.
     """
@@ -29,18 +27,18 @@ class Fragment:
     name: str
     """The parameter's name, as in ``named_parameters()`` (tied weights: the first name)."""
     start: int
-    """First element, counted in the flattened parameter."""
+    """First element in the flattened parameter."""
     stop: int
     """One past the last element."""
     rank: int
     """The data-parallel rank that holds them."""
     buffer: int
-    """Which of the rank's flat buffers: a parameter group (ZeRO-1/2) or a sub-group (ZeRO-3)."""
+    """Index of the rank's flat buffer: a parameter group (ZeRO-1/2) or a sub-group (ZeRO-3)."""
     offset: int
-    """Where element ``start`` sits in that buffer, in elements."""
+    """Position of element ``start`` in that buffer, in elements."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be a run of elements."""
+        """Check the interval."""
         if not (0 <= self.start < self.stop and self.offset >= 0):
             msg = f"no run of elements: [{self.start}, {self.stop}) at {self.offset} of {self.name}"
             raise ValueError(msg)
@@ -53,22 +51,20 @@ def spans(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 class Layout(Protocol):
-    """Which fragments are held where. An implementation computes them; it stores no list of them.
+    """The fragments of all ranks, which an implementation computes instead of storing them.
 
-    The number of fragments grows with parameters times ranks: a thousand ranks of a large model
-    hold a million of them, so both questions below are answered by arithmetic. Of one parameter, a
-    rank holds at most one run, and consecutive ranks hold consecutive runs.
+    A thousand ranks of a large model hold a million fragments, so both methods use arithmetic. A
+    rank holds at most one run of a parameter, and consecutive ranks hold consecutive runs.
     """
 
     def on_rank(self, rank: int) -> Sequence[Fragment]:
-        """Return all that one rank holds, ordered by buffer and offset."""
+        """Return a rank's fragments, ordered by buffer and offset."""
         ...
 
     def covering(self, name: str, start: int, stop: int) -> Iterator[Fragment]:
         """Yield the runs that hold ``[start, stop)`` of a parameter, cut to it, in order.
 
-        Raises:
-            KeyError: no rank holds a parameter of that name.
+        Raises KeyError if no rank holds the parameter.
         """
         ...
 
@@ -88,19 +84,17 @@ class Transfer:
 
 
 class TransferPlan:
-    """How wanted fragments are filled from held ones, one source rank at a time.
+    """The transfers that fill wanted fragments from held ones, one source rank at a time.
 
-    From a thousand ranks of ZeRO-3 onto a few, a rank wants a run of every parameter from nearly
-    every source rank: millions of transfers. None of them is stored. A plan knows between which
-    source ranks each wanted fragment lies, and computes the transfers from one rank when it comes
-    to that rank, so that what it takes grows with the wanted fragments alone.
+    From a thousand ranks of ZeRO-3 onto a few, there are millions of transfers. A plan stores only
+    the range of source ranks of each wanted fragment, and computes the transfers from a rank when
+    it gets there, so its memory grows with the number of wanted fragments.
     """
 
     def __init__(self, wanted: Iterable[Fragment], held: Layout) -> None:
         """Find the source ranks of each wanted fragment.
 
-        Raises:
-            CheckpointFormatError: the first or the last element of one is held nowhere.
+        Raises CheckpointFormatError if the first or the last element of one is not held.
         """
         self._held = held
         self._from: dict[int, list[Fragment]] = {}
@@ -110,15 +104,12 @@ class TransferPlan:
             self._from.setdefault(first, []).append(fragment)
             extents.add((first, last))
         self.ranks: Sequence[int] = sorted({r for a, b in extents for r in range(a, b + 1)})
-        """The source ranks, ascending: every one, and none from which nothing comes."""
+        """The ranks from which there are transfers, ascending."""
 
     def by_rank(self) -> Iterator[tuple[int, list[Transfer]]]:
         """Yield each source rank with the transfers from it, ranks ascending.
 
-        Each wanted element is in one transfer of one rank, which is checked on the way.
-
-        Raises:
-            CheckpointFormatError: an element is held nowhere, or twice.
+        Raises CheckpointFormatError if a wanted element is not held, or held twice.
         """
         unfinished: list[tuple[Fragment, Iterator[Transfer]]] = []
         for rank in self.ranks:
@@ -131,7 +122,7 @@ class TransferPlan:
             unfinished = [
                 (fragment, runs)
                 for (fragment, runs), transfer in zip(unfinished, transfers, strict=True)
-                # Behind the last run there is none, or what there is overlaps, and is refused.
+                # A run after the last one overlaps and is refused.
                 if transfer.stop != fragment.stop or next(runs, None)
             ]
             yield rank, transfers
@@ -178,5 +169,5 @@ def _fill(wanted: Fragment, held: Layout) -> Iterator[Transfer]:
 def _not_once(wanted: Fragment, reached: int) -> str:
     return (
         f"the checkpoint's layout does not hold {wanted.name}[{wanted.start}:{wanted.stop}] "
-        f"exactly once: what covers it breaks off, or overlaps, at element {reached}"
+        f"exactly once: there is a gap or an overlap at element {reached}"
     )

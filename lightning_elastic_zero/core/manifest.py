@@ -1,12 +1,9 @@
-"""The manifest, ``manifest.json``: its schema and checks, to and from frozen dataclasses.
+"""The manifest, ``manifest.json``: frozen dataclasses, to and from JSON, with checks.
 
-The manifest is written last and commits the checkpoint. It is small at every size of the state:
-names and numbers, and the size and the digest of the checksums of each file. Files that it does not
-name are never read. ``docs/format.md`` describes every field. Readers refuse a newer
-``format_version`` and ignore unknown fields of the same version.
-
-``from_json`` accepts a value only if it has the type of its field. The field ``digest`` is the
-digest of all other bytes of the text, because no other file can vouch for the manifest.
+The manifest is written last and commits the checkpoint. It contains names and numbers, and for each
+file its size and the digest of its checksums. Files that it does not name are never read.
+``docs/format.md`` describes every field. Readers refuse a newer ``format_version`` and ignore
+unknown fields of the same version. The field ``digest`` is the digest of all other bytes.
 """
 
 from __future__ import annotations
@@ -33,18 +30,13 @@ from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFo
 R = TypeVar("R")
 
 DIGEST_FIELD = "digest"
-"""The field that holds it."""
 
 _BLANK = "0" * hashlib.sha256().digest_size * 2
-"""What stands in the digest's place while it is computed."""
+"""Replaces the digest while it is computed."""
 
 
 def load_json(text: str | bytes) -> Any:
-    """Return what a JSON text holds.
-
-    Raises:
-        ValueError: it is none, or is nested too deeply to be read.
-    """
+    """Parse JSON; raise ValueError also if it is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -53,19 +45,14 @@ def load_json(text: str | bytes) -> Any:
 
 
 def from_json(cls: type[R], row: object, untag: Callable[[Any], Any] = lambda value: value) -> R:
-    """Build a dataclass from JSON, with lists as tuples, ignoring fields that it does not have.
+    """Build a dataclass from JSON, with lists as tuples, ignoring unknown fields.
 
-    Args:
-        cls: the dataclass; its fields are of plain types, of dataclasses, or tuples of those.
-        row: what ``load_json`` returned.
-        untag: applied to what is in fields that hold any mapping, before its type is looked at.
-
-    Raises:
-        TypeError: a field has a value of another type, or is missing and has no default.
-        ValueError: the dataclass refuses the values.
+    Its fields have plain types, dataclasses, or tuples of those. ``untag`` is applied to values of
+    mappings. Raises TypeError if a field is missing or has another type, ValueError if the
+    dataclass refuses a value.
     """
     if not isinstance(row, dict):
-        msg = f"{row!r} is no {cls.__name__}"
+        msg = f"{row!r} is not a {cls.__name__}"
         raise TypeError(msg)
     values: dict[str, Any] = {}
     for known, kind in _fields_of(cls):  # type: ignore[arg-type]
@@ -94,7 +81,7 @@ def _fields_of(cls: type[Any]) -> list[tuple[Field[Any], Any]]:
 
 def _rows(cls: Any, rows: object, untag: Callable[[Any], Any]) -> tuple[Any, ...]:
     if not isinstance(rows, list):
-        msg = f"{rows!r} is no table of {cls.__name__}"
+        msg = f"{rows!r} is not a table of {cls.__name__}"
         raise TypeError(msg)
     return tuple(from_json(cls, row, untag) for row in rows)
 
@@ -110,14 +97,14 @@ def _is(kind: Any, value: object) -> bool:
 
 
 def dump_with_digest(content: Mapping[str, Any]) -> str:
-    """Return the text of a JSON object, sorted and indented, with its digest in it."""
+    """Return the sorted and indented text of a JSON object with its digest."""
     text = json.dumps({**content, DIGEST_FIELD: _BLANK}, indent=1, sort_keys=True) + "\n"
     mark = f'"{DIGEST_FIELD}": "{_BLANK}"'
     return text.replace(mark, mark.replace(_BLANK, _digest(text)), 1)
 
 
 def has_valid_digest(text: str, content: Mapping[str, Any]) -> bool:
-    """Whether a text, whose content was read already, has the digest that it names."""
+    """Whether the digest in a text is that of the text."""
     named = content.get(DIGEST_FIELD)
     if not isinstance(named, str) or len(named) != len(_BLANK):
         return False
@@ -136,12 +123,12 @@ STAGES = (0, 1, 2, 3)
 STAGE_WEIGHTS = 3
 """The ZeRO stage that partitions the weights too."""
 EXTRA_STATE = "_extra_state"
-"""Ends the name under which torch's ``state_dict`` has what ``get_extra_state`` returns."""
+"""Last part of the name of ``get_extra_state``'s value in torch's ``state_dict``."""
 
 Plain: TypeAlias = (
     "bool | int | float | str | list[Plain] | tuple[Plain, ...] | dict[str, Plain] | None"
 )
-"""What a hyperparameter may be: JSON's values, and tuples (``betas``), which keep their type."""
+"""Types of hyperparameters: JSON's values and tuples, such as ``betas``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +141,7 @@ class Parameter:
     dtype: str
     """Low-precision (module) dtype, such as ``"bfloat16"``."""
     group: int | None
-    """Index of its optimizer parameter group; None where the optimizer does not own it: frozen
+    """Index of its optimizer parameter group; None if the optimizer does not own it: frozen
     parameters, and those without elements."""
     aliases: tuple[str, ...] = ()
     """The other names of a tied weight."""
@@ -167,12 +154,12 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class StateKey:
-    """One optimizer state, as the optimizer itself names it (``exp_avg``, ``step``, ...)."""
+    """One optimizer state with the optimizer's own name (``exp_avg``, ``step``, ...)."""
 
     name: str
     kind: str
-    """``"elementwise"``: one value per element, cut like the parameter. ``"scalar"``: one value
-    per flat buffer, a 0-dimensional tensor or a number, alike on all ranks."""
+    """``"elementwise"``: one value per element, partitioned like the parameter. ``"scalar"``: one
+    value per flat buffer, a 0-dimensional tensor or a number, equal on all ranks."""
     dtype: str
     """Of the tensor; ``"int"``, ``"float"``, ``"bool"`` or ``"None"`` for a Python value."""
 
@@ -184,7 +171,7 @@ class Group:
     names: tuple[str, ...]
     """The parameters in it that the optimizer owns, in the optimizer's order."""
     hyperparameters: Mapping[str, Plain]
-    """Everything in the group's dict but its parameters: ``lr``, ``betas``, ``initial_lr``, ..."""
+    """The group's dict without its parameters: ``lr``, ``betas``, ``initial_lr``, ..."""
     state: tuple[StateKey, ...]
     """Empty before the first step, and in a weights-only checkpoint."""
 
@@ -196,32 +183,25 @@ class FileEntry:
     name: str
     """Path inside the checkpoint's directory, with forward slashes."""
     size_bytes: int
-    """Of the file; its sidecar is not counted."""
+    """Size of the file without its sidecar."""
     sums_digest: str
-    """The xxh3_128, in hexadecimal, of the sidecar that holds the checksums of its chunks."""
+    """The xxh3_128, in hexadecimal, of the sidecar with the checksums of its chunks."""
 
     def __post_init__(self) -> None:
-        """Refuse what no writer of ours has recorded, above all a way out of the directory.
-
-        Raises:
-            CheckpointFormatError: the name leaves the directory, or a number makes no sense.
-        """
+        """Refuse names that leave the directory, and invalid numbers."""
         path = PurePosixPath(self.name)
         inside = self.name == str(path) and not path.is_absolute() and ".." not in path.parts
         if not inside or self.name in {"", "."} or "\\" in self.name or "\0" in self.name:
-            msg = f"A checkpoint cannot hold a file named {self.name!r}."
+            msg = f"invalid name of a file of a checkpoint: {self.name!r}"
             raise CheckpointFormatError(msg)
         if self.size_bytes < 0 or not _DIGEST.fullmatch(self.sums_digest):
-            msg = (
-                f"The record of {self.name} makes no sense: {self.size_bytes} bytes, "
-                f"digest {self.sums_digest!r}."
-            )
+            msg = f"{self.name}: invalid size {self.size_bytes} or digest {self.sums_digest!r}"
             raise CheckpointFormatError(msg)
 
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Who wrote the checkpoint: for error messages and bug reports, never for decisions."""
+    """Releases and classes that wrote the checkpoint, for messages and bug reports."""
 
     library: str = ""
     torch: str = ""
@@ -235,60 +215,59 @@ class Writer:
 
 @dataclass(frozen=True, slots=True)
 class TrainingProgress:
-    """How far the run had come, in units that do not depend on the number of devices."""
+    """Progress of the run, in units that do not depend on the number of devices."""
 
     global_steps: int = 0
-    """Optimizer steps that DeepSpeed counted."""
+    """Optimizer steps counted by DeepSpeed."""
     global_samples: int = 0
-    """Samples that DeepSpeed counted, at the batch sizes of the runs that took them."""
+    """Samples counted by DeepSpeed, at the batch size of each run."""
     skipped_steps: int = 0
     """Steps skipped for overflow (fp16)."""
     micro_steps: int = 0
-    """Backward passes that DeepSpeed counted, at ``gradient_accumulation_steps`` per step."""
+    """Backward passes counted by DeepSpeed: ``gradient_accumulation_steps`` per step."""
     gradient_accumulation_steps: int = 1
     global_batch_size: int | None = None
-    """Samples per optimizer step; None where the engine was not told its batch size."""
+    """Samples per optimizer step; None if not configured."""
     sampler: Mapping[str, Plain] = field(default_factory=dict)
     """Position in the training data; see ``data_progress.position.DataProgress``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint says of itself. Everything that the planner needs is in here."""
+    """Description of a checkpoint, with all that a restore plan needs."""
 
     save_id: str
-    """Unique to one save; every shard carries it too, so that saves cannot be mixed."""
+    """Unique to one save. Every shard contains it, so that saves cannot be mixed."""
     stage: int
     """ZeRO stage of the engine that wrote it, 0 to 3."""
     world_size: int
     """Data-parallel ranks that wrote it."""
     precision: str
-    """``"fp32"``, ``"bf16"`` or ``"fp16"``: of the module; of what others wrote, any dtype."""
+    """Of the module: ``"fp32"``, ``"bf16"`` or ``"fp16"``; any dtype for other software."""
     master_dtype: str
-    """Of the master weights: ``"float32"`` but for DeepSpeed's low-precision master options."""
+    """Of the masters: ``"float32"`` except with DeepSpeed's low-precision options."""
     parameters: tuple[Parameter, ...]
-    """All of the module's, frozen ones included."""
+    """All parameters of the module, including frozen ones."""
     groups: tuple[Group, ...]
     """The optimizer's parameter groups, in its order."""
     buffers: tuple[FlatBuffer, ...]
-    """The flat buffers in order: with ``stage`` and ``world_size`` they say who holds what."""
+    """The flat buffers in order. With ``stage`` and ``world_size`` they determine the layout."""
     module_buffers: tuple[str, ...]
     """Names of the persistent module buffers."""
     files: tuple[FileEntry, ...]
-    """The files that hold the state, each with its checksums beside it."""
+    """The files with the state. Each has a sidecar with its checksums."""
     progress: TrainingProgress = field(default_factory=TrainingProgress)
-    """How far the run had come."""
     writer: Writer = field(default_factory=Writer)
     """Libraries and releases that wrote it."""
     weights_only: bool = False
     """True: masters, frozen weights and buffers, and no optimizer state."""
     excluded: tuple[str, ...] = ()
-    """Frozen parameters and buffers that were left out on purpose: by
-    ``exclude_frozen_parameters``, or since ``on_save_checkpoint`` took them out."""
+    """Frozen parameters and buffers excluded by ``exclude_frozen_parameters`` or
+    ``on_save_checkpoint``."""
     rank_state: tuple[str, ...] = ()
-    """What differed between ranks and was kept for each: ``"buffers"``, ``"client_state"``."""
+    """Parts that differ between ranks, stored for each: ``"buffers"``, ``"client_state"``."""
     client_objects: tuple[str, ...] = ()
-    """Where in the client state objects sit that are not plain data, kept in a file apart."""
+    """Paths in the client state of objects that are not plain data, stored in another file."""
 
     @property
     def optimized(self) -> tuple[Parameter, ...]:
@@ -297,26 +276,26 @@ class Manifest:
 
     @property
     def frozen(self) -> tuple[Parameter, ...]:
-        """The parameters that the optimizer does not own and that the checkpoint holds."""
+        """The stored parameters that the optimizer does not own."""
         left_out = set(self.excluded)
         return tuple(p for p in self.parameters if p.group is None and p.name not in left_out)
 
     def names(self) -> tuple[str, ...]:
-        """Return the names of parameters, of the other names of tied ones, and of buffers."""
+        """Return the names of parameters, including aliases of tied ones, and of buffers."""
         aliases = (alias for p in self.parameters for alias in p.aliases)
         return (*(p.name for p in self.parameters), *aliases, *self.module_buffers)
 
     def layout(self) -> Layout:
-        """Return which rank's files hold which elements of masters and optimizer state."""
+        """Return the layout of masters and optimizer state in the ranks' files."""
         return zero_layout(self.stage, self.buffers, self.world_size)
 
     def frozen_layout(self) -> PerParameterPartition:
-        """Return which rank's files hold which elements of the frozen parameters."""
+        """Return the layout of the frozen parameters in the ranks' files."""
         ranks = self.world_size if self.stage == STAGE_WEIGHTS else 1
         return frozen_partition(((p.name, p.numel) for p in self.frozen), ranks)
 
     def to_json(self) -> str:
-        """Return the text of ``manifest.json``: sorted, sealed, the same for the same content."""
+        """Return the text of ``manifest.json``, which is determined by the content."""
         content = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
         for group in content["groups"]:
             group["hyperparameters"] = _tag_tuples(group["hyperparameters"])
@@ -325,24 +304,19 @@ class Manifest:
 
 
 def manifest_from_json(text: str, where: str) -> Manifest:
-    """Read a manifest.
+    """Parse the text of ``manifest.json``; ``where`` is its path.
 
-    Args:
-        text: the content of ``manifest.json``.
-        where: its path, for messages.
-
-    Raises:
-        CheckpointFormatError: it is no JSON, of another format, newer than this reader, without a
-            field that it must have, or its tables contradict each other.
-        CheckpointCorruptedError: it is not what was written: its digest is another one.
+    Raises CheckpointFormatError if it is not valid JSON, of another format, newer than this reader,
+    lacks a field, or its tables contradict each other; CheckpointCorruptedError if its digest does
+    not match.
     """
     try:
         content = load_json(text)
     except ValueError as error:
-        msg = f"{where} is no JSON ({error}): the file is damaged; resume from another checkpoint"
+        msg = f"{where} is not valid JSON ({error}): it is damaged; resume from another checkpoint"
         raise CheckpointFormatError(msg) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        msg = f"{where} is no manifest of {FORMAT}"
+        msg = f"{where} is not a manifest of {FORMAT}"
         raise CheckpointFormatError(msg)
     version = content.get("format_version")
     if type(version) is not int or version < 1:
@@ -356,8 +330,8 @@ def manifest_from_json(text: str, where: str) -> Manifest:
         raise CheckpointFormatError(msg)
     if not has_valid_digest(text, content):
         msg = (
-            f"{where} is not what was written: its digest is that of another text. It was damaged "
-            "or edited; resume from another checkpoint"
+            f"{where} does not match its digest: it was damaged or edited; resume from another "
+            "checkpoint"
         )
         raise CheckpointCorruptedError(msg)
     try:
@@ -379,26 +353,19 @@ def manifest_from_json(text: str, where: str) -> Manifest:
 
 
 def _manifest(content: Mapping[str, Any]) -> Manifest:
-    """Build the dataclass: it has no default on disk; of rows, those that only inform have."""
+    # Defaults are for the code only: on disk, all fields of the manifest are required.
     if lacking := sorted(Manifest.__dataclass_fields__.keys() - content.keys()):
         raise KeyError(*lacking)
     return from_json(Manifest, content, _untag_tuples)
 
 
 def _check_tables(manifest: Manifest) -> None:
-    """Refuse tables that contradict each other: places computed from them would be wrong.
-
-    Raises:
-        CheckpointFormatError: they do; one contradiction is named.
-    """
-    wrong = next(_contradictions(manifest), None)
-    if wrong is not None:
+    if wrong := next(_contradictions(manifest), ""):
         raise CheckpointFormatError(wrong)
-    manifest.layout()  # It refuses flat buffers that cannot hold what is said to be in them.
+    manifest.layout()  # It refuses flat buffers that cannot hold their parameters.
 
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:
-    """Yield what does not fit together."""
     if manifest.stage not in STAGES or manifest.world_size < 1:
         yield f"ZeRO stage {manifest.stage} on {manifest.world_size} devices"
     if wrong := [p.name for p in manifest.parameters if min(p.shape, default=0) < 0]:
@@ -410,26 +377,23 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
         for name, numel in zip(buffer.names, buffer.numels, strict=True)
     }
     if differ := {n for n in owned.keys() | placed if owned.get(n) != placed.get(n)}:
-        yield f"the flat buffers do not hold {min(differ)} as the parameter table has it"
+        yield f"the flat buffers and the parameter table differ in {min(differ)}"
     grouped = [(name, index) for index, g in enumerate(manifest.groups) for name in g.names]
     if sorted(grouped) != sorted((name, group) for name, (group, _) in owned.items()):
-        yield "the groups do not name the parameters that the parameter table puts in them"
+        yield "the groups and the parameter table differ in the members of groups"
     for what, names in (
         ("parameters", [p.name for p in manifest.parameters]),
         ("files", [entry.name for entry in manifest.files]),
     ):
         if len(set(names)) != len(names):
-            yield f"two {what} have one name"
+            yield f"two {what} have the same name"
     held = {*(p.name for p in manifest.optimized), *manifest.module_buffers}
     if stray := set(manifest.excluded) & held:
-        yield f"{min(stray)} is left out, but is trained, or a buffer that is there"
+        yield f"{min(stray)} is excluded, but is trained or a stored buffer"
 
 
 def _tag_tuples(value: Plain) -> Plain:
-    """Write a tuple as ``{"tuple": [...]}``, so that ``betas`` comes back as what it was.
-
-    A dict that looks like a tag is itself written as ``{"dict": {...}}``.
-    """
+    """Write tuples as ``{"tuple": [...]}``, and dicts like this tag as ``{"dict": {...}}``."""
     if isinstance(value, tuple):
         return {"tuple": [_tag_tuples(v) for v in value]}
     if isinstance(value, list):

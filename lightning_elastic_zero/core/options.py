@@ -1,4 +1,4 @@
-"""Checks of the options that users pass to constructors and functions."""
+"""Checks of users' options."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_flag(name: str, value: object) -> bool:
 
 
 def check_count(name: str, value: object, *, least: int, unit: str) -> int | None:
-    """Return an option that is a whole number, or None where it is not used.
+    """Return an option that is a whole number or None.
 
     Integers of NumPy count as whole numbers; ``least`` is the smallest valid number, ``unit`` what
     it counts.
@@ -38,7 +38,7 @@ def check_count(name: str, value: object, *, least: int, unit: str) -> int | Non
 
 
 def check_choice(name: str, value: object, choices: Sequence[T]) -> T:
-    """Return an option that is one of some words."""
+    """Return an option that is one of several words."""
     for known in choices:
         if isinstance(value, str) and value == known:
             return known
@@ -46,18 +46,17 @@ def check_choice(name: str, value: object, choices: Sequence[T]) -> T:
 
 
 def check_rename(value: object) -> dict[str, str]:
-    """Return which layers of a checkpoint have other names in the model; None: none."""
+    """Return the ``rename`` option as a dictionary."""
     if value is None:
         return {}
     if isinstance(value, Mapping) and all(type(n) is str for pair in value.items() for n in pair):
         return dict(value)
-    wanted = "a dictionary of names in the checkpoint to names here, or None"
-    msg = f"rename={value!r}: it must be {wanted}"
+    msg = f"rename={value!r}: expected a dictionary of names in the checkpoint to names here"
     raise ValueError(msg)
 
 
 def check_known_options(of: type, given: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse options that there are not, with the one that was probably meant.
+    """Refuse unknown options and suggest a similar one.
 
     ``known`` has the options that the constructor of ``of`` passes on to its parents.
     """
@@ -69,13 +68,13 @@ def check_known_options(of: type, given: Iterable[str], known: Iterable[str]) ->
     ]
     names = parents.union(*(signature.parameters for signature in signatures)) - _NOT_OPTIONS
     like = difflib.get_close_matches(strange[0], sorted(names), n=1)
-    hint = f"; there is {like[0]!r}" if like else ""
-    msg = f"{of.__name__} takes no option {strange[0]!r}{hint}"
+    hint = f". Did you mean {like[0]!r}?" if like else ""
+    msg = f"{of.__name__} has no option {strange[0]!r}{hint}"
     raise TypeError(msg)
 
 
 def check_client_state(value: object) -> Mapping[str, Any]:
-    """Return what a user wants to have back, as a dictionary; None is an empty one.
+    """Return the ``client_state`` option as a dictionary.
 
     Refuses other types, such as the tag that ``engine.save_checkpoint`` takes.
     """
@@ -83,8 +82,10 @@ def check_client_state(value: object) -> Mapping[str, Any]:
         return {}
     if isinstance(value, Mapping):
         return value
-    wanted = "a dictionary, or None; there is no tag: each checkpoint has a path of its own"
-    msg = f"client_state={value!r}: it must be {wanted}"
+    msg = (
+        f"client_state={value!r}: expected a dictionary or None. There is no tag: each "
+        "checkpoint has its own path"
+    )
     raise ValueError(msg)
 
 

@@ -1,13 +1,11 @@
 """ZeRO's partition rules: which rank holds which elements, as arithmetic.
 
-Two rules cover every stage of DeepSpeed. ZeRO-1/2 (and ``BF16_Optimizer``) concatenate a
-parameter group into one flat buffer and cut it into equal contiguous partitions, whatever the
-parameter borders. ZeRO-3 cuts each parameter by itself into ``ceil(numel / world_size)`` elements
-per rank, and concatenates a rank's pieces. The rules were read in DeepSpeed 0.19.8
-(``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py``,
-``runtime/zero/partition_parameters.py``) and are held against live engines by the tests.
-
-Stage 0 cuts nothing: each rank has everything, and writes what it would have in ZeRO-1.
+Two rules cover every stage of DeepSpeed. ZeRO-1/2 (and ``BF16_Optimizer``) concatenate a parameter
+group into one flat buffer and cut it into equal contiguous partitions. ZeRO-3 cuts each parameter
+into ``ceil(numel / world_size)`` elements per rank and concatenates a rank's pieces. The rules
+follow DeepSpeed 0.19.8 (``stage_1_and_2.py``, ``stage3.py`` and ``partition_parameters.py`` in
+``runtime/zero``); tests compare them with live engines. In stage 0 each rank has everything and
+writes the part that it would have in ZeRO-1.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from lightning_elastic_zero.errors import CheckpointFormatError
 
 @dataclass(frozen=True, slots=True)
 class FlatBuffer:
-    """The parameters that share one flat buffer, in flat order: alike on every rank.
+    """The parameters of one flat buffer, the same on every rank.
 
     It is a parameter group in ZeRO-1/2 and a sub-group of one in ZeRO-3.
     """
@@ -31,16 +29,16 @@ class FlatBuffer:
     group: int
     """Index of the optimizer's parameter group."""
     names: tuple[str, ...]
-    """Parameter names in the order in which they lie in the buffer."""
+    """Parameter names in the order of the buffer."""
     numels: tuple[int, ...]
     """Elements of each whole parameter."""
     paddings: tuple[int, ...] = ()
-    """ZeRO-1/2: elements of padding after each parameter; empty where there is none."""
+    """ZeRO-1/2: elements of padding after each parameter; empty if none."""
     partition_numel: int = 0
     """ZeRO-1/2: elements of each rank's partition, padding included. Not used in ZeRO-3."""
 
     def __post_init__(self) -> None:
-        """Refuse tables whose columns do not fit."""
+        """Check that the columns match."""
         if len(self.names) != len(self.numels) or len(set(self.names)) != len(self.names):
             msg = f"a flat buffer of group {self.group} names a parameter twice, or without a size"
             raise CheckpointFormatError(msg)
@@ -64,7 +62,7 @@ class FlatBuffer:
 
 @dataclass(frozen=True, slots=True)
 class _ParameterSpan:
-    """Where a parameter lies in a row of elements that is cut into equal parts, one per rank.
+    """The place of a parameter in a row of elements that is cut into equal parts, one per rank.
 
     The row is the whole flat buffer in ZeRO-1/2, and the parameter itself in ZeRO-3.
     """
@@ -77,17 +75,16 @@ class _ParameterSpan:
     part: int
     """Elements of each rank's part of the row."""
     offset: int
-    """Where that part begins in each rank's flat buffer."""
+    """Offset of that part in each rank's flat buffer."""
 
 
 class _Partition:
-    """Answers a layout's two questions from the places of the parameters."""
+    """A layout that is computed from the places of the parameters."""
 
     def __init__(self, buffers: Sequence[FlatBuffer], world_size: int) -> None:
-        """Take the buffers in order; a subclass places their parameters.
+        """Check the buffers; a subclass places their parameters.
 
-        Raises:
-            CheckpointFormatError: two buffers name one parameter, or there is no rank.
+        Raises CheckpointFormatError if two buffers have the same parameter, or there is no rank.
         """
         if world_size < 1:
             msg = f"a layout over {world_size} ranks holds nothing"
@@ -103,7 +100,7 @@ class _Partition:
         """By name, ordered by buffer and offset."""
 
     def on_rank(self, rank: int) -> list[Fragment]:
-        """Return all that one rank holds, ordered by buffer and offset."""
+        """Return a rank's fragments, ordered by buffer and offset."""
         return [
             fragment
             for name in self._near(rank)
@@ -119,7 +116,7 @@ class _Partition:
             yield from self._held(name, range(first, last + 1), start, stop)
 
     def _held(self, name: str, ranks: Iterable[int], start: int, stop: int) -> Iterator[Fragment]:
-        """Yield what each of these ranks holds of ``[start, stop)`` of a parameter."""
+        """Yield the fragments of ``[start, stop)`` of a parameter on these ranks."""
         place = self._places[name]
         for rank in ranks:
             begin = rank * place.part - place.first  # of the rank's part, counted in the parameter
@@ -128,7 +125,7 @@ class _Partition:
                 yield Fragment(name, low, high, rank, place.buffer, place.offset + low - begin)
 
     def _near(self, rank: int) -> Iterable[str]:
-        """Return the parameters of which a rank may hold something, in order."""
+        """Return the parameters of which a rank may hold elements, in order."""
         del rank
         return self._places
 
@@ -139,9 +136,7 @@ class ContiguousPartition(_Partition):
     def __init__(self, buffers: Sequence[FlatBuffer], world_size: int) -> None:
         """Place the parameters one after the other in the whole buffers.
 
-        Raises:
-            CheckpointFormatError: a buffer's partitions cannot hold its parameters, two buffers
-                name one parameter, or there is no rank.
+        Raises CheckpointFormatError also if a buffer's partitions cannot hold its parameters.
         """
         super().__init__(buffers, world_size)
         self._starts = [buffer.starts() for buffer in buffers]
@@ -169,11 +164,7 @@ class PerParameterPartition(_Partition):
     """ZeRO-3: rank ``r`` holds ``[r, r + 1) * ceil(numel / world_size)`` of each parameter."""
 
     def __init__(self, buffers: Sequence[FlatBuffer], world_size: int) -> None:
-        """Place each rank's pieces one after the other in its sub-groups.
-
-        Raises:
-            CheckpointFormatError: two buffers name one parameter, or there is no rank.
-        """
+        """Place each rank's pieces one after the other in its sub-groups."""
         super().__init__(buffers, world_size)
         for index, buffer in enumerate(buffers):
             offset = 0
@@ -184,25 +175,19 @@ class PerParameterPartition(_Partition):
 
 
 def replicated_layout(buffers: Sequence[FlatBuffer]) -> Layout:
-    """Return where everything lies on each rank of stage 0, as if it were the only one."""
+    """Return the layout of a rank of stage 0, which holds everything."""
     whole = [replace(b, partition_numel=sum((*b.numels, *b.paddings))) for b in buffers]
     return ContiguousPartition(whole, world_size=1)
 
 
 def zero_layout(stage: int, buffers: Sequence[FlatBuffer], world_size: int) -> Layout:
-    """Return the layout of a ZeRO stage's flat buffers over the ranks.
-
-    That of stage 0, in which every rank has everything, is ZeRO-1's: what each one writes.
-    """
+    """Return the layout of a ZeRO stage; in stage 0, of the parts that ranks write."""
     rule = PerParameterPartition if stage == 3 else ContiguousPartition  # noqa: PLR2004
     return rule(buffers, world_size)
 
 
 def frozen_partition(shapes: Iterable[tuple[str, int]], world_size: int) -> PerParameterPartition:
-    """Return the layout of weights that the optimizer does not own: frozen ones.
-
-    ZeRO-3 cuts them as it cuts all parameters; ZeRO-1/2 keeps them whole, so ``world_size`` is 1.
-    """
+    """Return the layout of frozen weights. ZeRO-1/2 keeps them whole: ``world_size`` is 1."""
     names, numels = zip(*shapes, strict=True) if (shapes := list(shapes)) else ((), ())
     return PerParameterPartition([FlatBuffer(0, tuple(names), tuple(numels))], world_size)
 
@@ -213,7 +198,7 @@ def piece_numel(numel: int, world_size: int) -> int:
 
 
 def piece_start(numel: int, world_size: int, rank: int) -> int:
-    """ZeRO-3: the element of a parameter with which a rank's piece begins."""
+    """ZeRO-3: the first element of a rank's piece of a parameter."""
     return rank * piece_numel(numel, world_size)
 
 

@@ -1,7 +1,6 @@
-"""The releases of DeepSpeed and Lightning that this library works with; pure.
+"""The supported releases of DeepSpeed and Lightning.
 
-The names that it relies upon in them are listed beside their use: ``engine.releases`` and
-``trainer.lightning_internals``.
+``engine.deepspeed`` and ``trainer.lightning`` list the names that the library uses of them.
 """
 
 from __future__ import annotations
@@ -17,24 +16,24 @@ from packaging.version import InvalidVersion, Version
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """The releases of a package that this library works with, as pyproject.toml has them."""
+    """The supported releases of a package, as in pyproject.toml."""
 
     title: str
-    """What its users call the package."""
+    """The package's name in messages."""
     package: str
-    """The distribution, as pip knows it."""
+    """Name of the distribution."""
     wanted: str
     """A version specifier."""
     newest_tested: str
-    """The newest release that the tests were run with: that of constraints.txt."""
+    """The newest tested release, as in constraints.txt."""
     excluded: Mapping[str, str] = field(default_factory=dict)
-    """Why a release inside the range is left out."""
+    """Releases inside the range that are excluded, with the reason."""
 
     def __str__(self) -> str:
         return f"{self.package}{self.wanted}"
 
     def incompatibility(self, found: str) -> str | None:
-        """Return why the installed release cannot be used; None where it can.
+        """Return why the installed release cannot be used, or None.
 
         An unknown release is not refused.
         """
@@ -52,14 +51,14 @@ class Requirement:
         return f"{self.title} {found} is installed{because}: install {self}"
 
     def is_at_least(self, found: str, release: str) -> bool:
-        """Whether an installed release is another one, or newer; False if it is not known."""
+        """Whether an installed release is at least another one; False if it is unknown."""
         try:
             return Version(found) >= Version(release)
         except InvalidVersion:
             return False
 
     def missing_names_message(self, found: str, owner: str, missing: Iterable[str]) -> str | None:
-        """Return which names the installed release has no more; None where none is missing.
+        """Return a sentence about names that the installed release lacks, or None.
 
         ``owner`` describes the object that lacks them.
         """
@@ -68,21 +67,20 @@ class Requirement:
             return None
         return (
             f"{self.title} {found or '(of an unknown release)'} has no {names} in {owner}, which "
-            f"this library reads: install {self}; {self.newest_tested} is the newest that it was "
-            "tested with"
+            f"this library reads: install {self}; {self.newest_tested} is the newest tested release"
         )
 
 
 def own_version() -> str:
-    """Return the installed distribution's version, or one that marks a bare source tree."""
+    """Return this library's version, also for a source tree that is not installed."""
     return version_of("lightning-elastic-zero") or "0.0.0+source"
 
 
 @cache
 def version_of(package: str) -> str:
-    """Return an installed package's version, empty where it is not installed.
+    """Return an installed package's version; empty if it is not installed.
 
-    Read once: parsing a package's metadata takes milliseconds, and every save records four.
+    Cached, because reading takes milliseconds and each save records four versions.
     """
     try:
         return metadata.version(package)
@@ -98,9 +96,8 @@ def missing_names(owner: object, names: Iterable[str]) -> list[str]:
 _LOSES_GRADIENTS = (
     "with gradient accumulation, ZeRO-2 loses the gradients of all micro-batches but the last"
 )
-# In its stage_1_and_2.py, each micro-batch before a window's end replaces `all_grad_tensors`: it
-# asks whether there are `averaged_gradients`, which only the window's end makes. ZeRO-1 comes
-# there at the window's end alone.
+# Each micro-batch before the end of a window replaces `all_grad_tensors`, because only the end
+# creates `averaged_gradients` (stage_1_and_2.py). ZeRO-1 gets there only at the end of the window.
 
 DEEPSPEED = Requirement(
     title="DeepSpeed",
@@ -113,7 +110,7 @@ DEEPSPEED = Requirement(
         "each step would be 1/A of what it should be",
     },
 )
-"""0.16 is the oldest that Lightning takes together with torch 2.6."""
+"""0.16 is the oldest release that Lightning supports with torch 2.6."""
 
 LIGHTNING = Requirement(
     title="Lightning",

@@ -34,21 +34,21 @@ class FlatState:
     """One flat buffer of one rank: masters, and the states that share its fragments."""
 
     fragments: tuple[Fragment, ...]
-    """What of which parameter lies where; what they leave out is padding."""
+    """Places of the parameters' elements; other elements are padding."""
     master: torch.Tensor
     """Master weights, shape ``(partition elements,)``, usually fp32."""
     elementwise: Mapping[str, torch.Tensor]
     """Optimizer states of the same shape as ``master``."""
     scalars: Mapping[str, Scalar]
-    """Optimizer states that are one value for the buffer."""
+    """Optimizer states with one value for the buffer."""
     in_module: bool = False
-    """Whether the masters are the module's own weights (stage 0 in fp32): what changes those, as an
-    average that is swapped in for a validation does, changes them between steps too."""
+    """Whether the masters are the module's own weights (stage 0 in fp32), which users may change
+    between steps, for example to validate averaged weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """All that one rank holds of a run, by reference: nothing is copied."""
+    """The state of a rank, by reference."""
 
     flats: tuple[FlatState, ...]
     frozen: Mapping[str, torch.Tensor]
@@ -56,57 +56,57 @@ class RankState:
     module_buffers: Mapping[str, torch.Tensor]
     """Persistent module buffers, with their shapes. They may differ between ranks."""
     module_weights: Mapping[str, torch.Tensor]
-    """Low-precision weights as the module has them; filled only where they are to be kept too."""
+    """Low-precision weights of the module; empty unless they are saved too."""
     loss_scaler: Mapping[str, Plain]
-    """The fields of DeepSpeed's loss scaler, and its class."""
+    """Class and fields of DeepSpeed's loss scaler."""
     lr_scheduler: Mapping[str, object] | None = None
     """State of a scheduler that the engine itself steps (not with Lightning)."""
     optimizer_state: Mapping[Any, Any] = field(default_factory=dict)
-    """What the optimizer keeps under keys that are not parameters; the same on all ranks."""
+    """Optimizer state under keys that are not parameters; the same on all ranks."""
     replica_sums: tuple[int, ...] = ()
-    """Where every rank has all masters (stage 0): of each flat buffer, a sum over their bits."""
+    """Stage 0, where every rank has all masters: a sum over the bits of each flat buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreValues:
-    """What a load brings beside the filled buffers: small, and committed with them."""
+    """Small values that a load commits together with the filled buffers."""
 
     scalars: tuple[Mapping[str, Scalar], ...]
-    """Per flat buffer: the optimizer states that are one value; empty without optimizer state."""
+    """Scalar optimizer states of each flat buffer; empty without optimizer state."""
     hyperparameters: tuple[Mapping[str, Plain], ...] | None
-    """Per parameter group; None: the live ones stay."""
+    """Of each parameter group; None keeps the live ones."""
     module_buffers: Mapping[str, torch.Tensor]
     progress: TrainingProgress
     loss_scaler: Mapping[str, Plain] = field(default_factory=dict)
     lr_scheduler: Mapping[str, object] | None = None
     optimizer_state: Mapping[Any, Any] | None = None
-    """What the optimizer keeps under keys that are not parameters; None: its own stays."""
+    """Optimizer state under keys that are not parameters; None keeps the live one."""
     optimizer: str = ""
     """Class name of the optimizer that saved the hyperparameters."""
     group_origins: tuple[int | None, ...] = ()
-    """For each live parameter group the saved one that it goes on with; None: it is new."""
+    """For each live parameter group the saved group that it continues; None: it is new."""
     saved_groups: int = 0
-    """How many parameter groups were saved."""
+    """Number of saved parameter groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreTargets:
-    """The buffers that a load fills, and what then becomes of them."""
+    """The buffers that a load fills, and functions to commit or discard them."""
 
     fragments: tuple[Fragment, ...]
-    """What is wanted; ``Fragment.buffer`` counts in ``weights`` and ``states``."""
+    """The wanted fragments; ``Fragment.buffer`` is an index of ``weights`` and ``states``."""
     weights: tuple[torch.Tensor, ...]
     """1-D targets: the masters of a flat buffer, or one frozen weight."""
     states: tuple[Mapping[str, torch.Tensor], ...]
-    """For each of these a 1-D target for each element-wise optimizer state; frozen: none."""
+    """For each of ``weights``, a 1-D target per element-wise state; none for frozen weights."""
     commit: Callable[[RestoreValues], None]
-    """Makes live what was filled in, with the values beside it: collective; it must not fail."""
+    """Makes the filled buffers and the values live. Collective; it must not fail."""
     rollback: Callable[[], None]
-    """Leaves the live state as it was, after a failure: no collective, since a rank may be lost."""
+    """Restores the live state after a failure. Not collective, since a rank may be lost."""
 
 
 def state_key(name: str, value: object, *, elementwise: bool) -> StateKey:
-    """Describe one optimizer state, by a value of it."""
+    """Describe an optimizer state by one of its values."""
     if isinstance(value, torch.Tensor):
         dtype = dtype_name(value.dtype)
     else:
@@ -120,21 +120,17 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def precision_of(dtype: torch.dtype) -> str:
-    """Return a manifest's word for the dtype of a module's weights."""
+    """Return a manifest's name for the dtype of a module's weights."""
     return _PRECISIONS.get(dtype, dtype_name(dtype))
 
 
 def check_cast(saved: torch.dtype, wanted: torch.dtype, where: str) -> None:
-    """Refuse to cast between numbers and integers: quantized weights have scales beside them.
-
-    Raises:
-        CheckpointMismatchError: one of two types is not floating-point.
-    """
+    """Refuse casts to or from integers: quantized weights have separate scales."""
     floating = saved.is_floating_point and wanted.is_floating_point
     if saved != wanted and not floating and not (saved.is_complex and wanted.is_complex):
         msg = (
-            f"{where} holds elements of {saved} where {wanted} is wanted: only floating-point "
-            "types are cast. Quantized weights have scales beside them: save them dequantized"
+            f"{where} has elements of {saved}, expected {wanted}: only floating-point types are "
+            "cast. Quantized weights have separate scales: save them dequantized"
         )
         raise CheckpointMismatchError(msg)
 
@@ -173,7 +169,7 @@ def overflows(values: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By their size in bytes: elements that are not cast are copied and compared as these."""
+"""By size in bytes, to copy and compare elements without a cast."""
 
 _HOST_DEVICES = ("cpu", "meta")
 
@@ -185,34 +181,28 @@ def itemsize_of(dtype: str) -> int:
 
 
 def is_on_device(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies on an accelerator's device."""
+    """Whether a tensor is on an accelerator's device."""
     return tensor.device.type not in _HOST_DEVICES
 
 
 def in_order(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements, 1-D and without gaps, so that its bytes are theirs.
-
-    It is a copy where they lie otherwise, or are conjugates or negatives of what lies there.
-    """
+    """Return a tensor's elements, 1-D and contiguous, without lazy conjugation."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    # Not contiguous(): one element is so with any stride, and is viewed as bytes only with 1.
+    # Not contiguous(): one element is contiguous with any stride, but a view as bytes needs 1.
     return flat if flat.stride() == (1,) else flat.clone(memory_format=torch.contiguous_format)
 
 
 def bit_sums(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Return of each tensor a sum over its bits: alike for alike ones, and else hardly ever.
-
-    Computed where they are, with one number that is fetched of each.
-    """
+    """Return a sum over the bits of each tensor, computed on its device."""
     bits = [t.detach().reshape(-1).view(INTEGER_DTYPES[t.element_size()]) for t in tensors]
     sums = [b.sum(dtype=torch.int64).reshape(1) for b in bits]
     return tuple(torch.cat(sums).tolist()) if sums else ()
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two contiguous tensors of one shape, dtype and device hold the same bits.
+    """Whether two contiguous tensors of one shape, dtype and device have the same bits.
 
-    On the host by NumPy, which takes a third of the time of ``torch.equal`` (0.5 for 1.8 s per GB).
+    On the host by NumPy, which takes a third of the time of ``torch.equal``.
     """
     bits, wanted = (
         t.detach().reshape(-1).view(INTEGER_DTYPES[t.element_size()]) for t in (one, other)
@@ -223,7 +213,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def is_writable(tensor: torch.Tensor) -> bool:
-    """Return whether each element has memory of its own: no expanded view, no meta tensor."""
+    """Whether each element has its own memory, unlike in an expanded view or a meta tensor."""
     if tensor.is_meta or tensor.layout is not torch.strided:
         return False
     return not any(
@@ -232,12 +222,10 @@ def is_writable(tensor: torch.Tensor) -> bool:
 
 
 def plain(value: object, where: str) -> Plain:
-    """Turn a hyperparameter into plain data; a 0-dimensional tensor becomes a tagged number.
+    """Return a hyperparameter as plain data; a 0-dimensional tensor becomes a tagged number.
 
-    A number or text of NumPy's becomes Python's own, where that is exact.
-
-    Raises:
-        UnsupportedError: it is neither; ``where`` says which one it is.
+    NumPy's numbers and texts become Python's if that is exact. Raises UnsupportedError for other
+    types; ``where`` describes the hyperparameter.
     """
     value = numpy_to_python(value)
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -251,20 +239,17 @@ def plain(value: object, where: str) -> Plain:
     if isinstance(value, dict) and all(isinstance(k, str) for k in value):
         return {k: plain(v, where) for k, v in value.items()}
     msg = (
-        f"{where} is a {type(value).__name__}: an optimizer's hyperparameters must be numbers, "
-        "strings, or lists, tuples and dicts of them, to be saved as plain data"
+        f"{where} is a {type(value).__name__}, which cannot be saved: hyperparameters must be "
+        "numbers, strings, or lists, tuples and dicts of them"
     )
     raise UnsupportedError(msg)
 
 
 def canonical_repr(value: object, where: str = "a value") -> str:
-    """Return the text by which ranks, or shards, compare a scalar or a hyperparameter.
+    """Return the text by which ranks or shards compare a scalar or a hyperparameter.
 
-    Type and exact value, and not where a tensor lies: each rank has a device of its own. NaN is
-    like NaN, and -0.0 like 0.0.
-
-    Raises:
-        UnsupportedError: it is no plain data; ``where`` says which one it is.
+    It contains type and value but no device. NaN equals NaN, and -0.0 equals 0.0. Raises
+    UnsupportedError for a value that is not plain data.
     """
     return repr(_without_negative_zero(plain(value, where)))
 
@@ -280,10 +265,7 @@ def _without_negative_zero(value: Plain) -> Plain:
 
 
 def numpy_to_python(value: Any) -> Any:
-    """Return a value with Python's numbers and texts in the place of NumPy's.
-
-    Only where that is exact, and within dicts, lists and tuples; all else stays what it is.
-    """
+    """Replace NumPy's numbers and texts by Python's, if exact, in dicts, lists and tuples."""
     if isinstance(value, np.generic):
         return _exact(value)
     if isinstance(value, dict):
@@ -293,7 +275,7 @@ def numpy_to_python(value: Any) -> Any:
         changed = copy.copy(value)
         changed.clear()
         for key, inner in items:
-            changed[key] = inner  # A Counter would count what it is updated with.
+            changed[key] = inner  # Not update(), with which a Counter counts.
         return changed
     if type(value) in (list, tuple):
         return type(value)(map(numpy_to_python, value))
@@ -301,7 +283,7 @@ def numpy_to_python(value: Any) -> Any:
 
 
 def _exact(value: np.generic) -> Any:
-    """Return Python's value where it is the same; a long double may have more digits."""
+    """Return Python's value if it is equal; a long double may have more digits."""
     if isinstance(value, (np.datetime64, np.timedelta64, np.void)):
         return value
     kinds = {np.longdouble: float, np.clongdouble: complex}
@@ -310,10 +292,9 @@ def _exact(value: np.generic) -> Any:
 
 
 def cast_like(value: Any, live: object) -> Any:
-    """Return a value with its numbers in the NumPy types that the live one has in their places.
+    """Convert numbers back to the NumPy types of a live value (see ``numpy_to_python``).
 
-    What ``numpy_to_python`` took away: a rate of ``np.float32`` steps otherwise than Python's float
-    of the same value. Only where that is exact, and within dicts, lists and tuples.
+    A learning rate of ``np.float32`` has other steps than Python's float of the same value.
     """
     if isinstance(live, np.number) and type(value) in (int, float):
         found = type(live)(value)
@@ -327,12 +308,10 @@ def cast_like(value: Any, live: object) -> Any:
 
 
 def unplain(value: Any, live: object = None) -> Any:
-    """Undo ``plain``: a tagged number becomes a tensor again, also within dicts, lists and tuples.
+    """Undo ``plain``: a tagged number becomes a tensor again, also in dicts, lists and tuples.
 
-    Args:
-        value: what ``plain`` returned.
-        live: the value that it replaces, if there is one: tensors are created on its device, and
-            numbers take its NumPy types (``cast_like``).
+    Tensors are created on the device of the ``live`` value that they replace, and numbers get its
+    NumPy types (``cast_like``).
     """
     if isinstance(value, dict) and value.keys() == {"tensor", "dtype"}:
         device = live.device if isinstance(live, torch.Tensor) else None
@@ -349,13 +328,13 @@ def unplain(value: Any, live: object = None) -> Any:
 
 
 _LARGE_BYTES = 4 << 20
-"""From this size on memory is mapped by itself: less holds no large page, whose size is 2 MB."""
+"""Minimum size of memory that is mapped separately, to contain large pages of 2 MB."""
 
 _CHUNK_BYTES = 256 << 10
-"""From this size on a chunk is mapped by itself, which costs less than filling it."""
+"""Minimum size of a chunk that is mapped separately, which costs less than filling it."""
 
 LARGE_PAGES = "MADV_HUGEPAGE"
-"""Pages of 2 MB where the system has such: one page fault in the place of 512."""
+"""Pages of 2 MB if the system has them: one page fault instead of 512."""
 
 NOT_FOR_CHILDREN = "MADV_DONTFORK"
 """Memory that a forked child does not have: what it shares would be copied once more when the
@@ -363,10 +342,9 @@ parent fills it. For memory that no child reads."""
 
 
 def host_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros on the host, which the system makes when they are first used.
+    """Return zeros on the host, in pages that the system creates at their first use.
 
-    Other than with ``torch.zeros`` nothing writes them: who overwrites all of it pays for it once.
-    Raises OSError if the system has no memory.
+    Unlike ``torch.zeros``, nothing writes them. Raises OSError if the system has no memory.
     """
     size_bytes = math.prod(shape) * dtype.itemsize
     if size_bytes < _LARGE_BYTES:
@@ -375,11 +353,11 @@ def host_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def host_chunk(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return memory on the host for a part of a tensor, to be filled; nobody keeps it when it ends.
+    """Return uninitialized host memory for a part of a tensor, which is unmapped at its end.
 
-    Not ``torch.empty``: of many chunks one after the other, malloc may reuse none, where something
-    small was allocated behind each. A process then grows as if it held the whole tensor. Raises
-    OSError if the system has no memory.
+    With ``torch.empty``, malloc may not reuse the memory of earlier chunks if something small was
+    allocated after each, and the process would grow to the size of the whole tensor. Raises OSError
+    if the system has no memory.
     """
     size_bytes = numel * dtype.itemsize
     if size_bytes < _CHUNK_BYTES:
@@ -388,11 +366,11 @@ def host_chunk(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def map_pages(size_bytes: int, advice: Sequence[str]) -> torch.Tensor:
-    """Map fresh memory, zeros: a 1-D tensor of ``torch.uint8`` that it ends with.
+    """Map zeroed memory as a 1-D tensor of ``torch.uint8``, which owns it.
 
-    Not ``torch.empty``: where deterministic algorithms are asked for, that fills what it returns.
-    ``advice`` has names of ``mmap`` advice; those that this system does not know are ignored, since
-    they only affect speed. Raises OSError if the system has no memory.
+    ``torch.empty`` fills its result if deterministic algorithms are requested. ``advice`` has names
+    of ``mmap`` advice; unknown ones are ignored, since they only affect speed. Raises OSError if
+    the system has no memory.
     """
     pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for name in advice:

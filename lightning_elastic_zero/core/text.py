@@ -1,7 +1,4 @@
-"""Formatting of lists of ranks and names in messages.
-
-Where a value is in a tree of dictionaries and lists.
-"""
+"""Formatting of ranks, names and paths in messages."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ _MOST_LINES = 16
 
 
 def format_by_rank(texts: dict[int, str], world_size: int) -> str:
-    """Name ranks, each with its text; ranks with the same text go together."""
+    """List ranks with their texts; ranks with the same text are grouped."""
     groups: dict[str, list[int]] = {}
     for rank, text in texts.items():
         groups.setdefault(text, []).append(rank)
@@ -28,14 +25,14 @@ def format_by_rank(texts: dict[int, str], world_size: int) -> str:
 
 
 def format_names(names: Iterable[str], limit: int = 10) -> str:
-    """List names, the first of them where there are many."""
+    """List the first ``limit`` names and count the others."""
     names = list(names)
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Name them: ``rank 2``, ``ranks 1, 3``, ``ranks 0-5, 9``."""
+    """Format ranks: ``rank 2``, ``ranks 1, 3``, ``ranks 0-5, 9``."""
     runs: list[str] = []
     for _, pairs in itertools.groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
         run = [rank for _, rank in pairs]
@@ -44,9 +41,9 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 TreePath: TypeAlias = "tuple[str | int, ...]"
-"""Keys and indices that lead to a value in the tree."""
+"""Keys and indices of a value in a tree of dictionaries and lists."""
 
 
 def format_tree_path(path: TreePath) -> str:
-    """Return a path as a person writes it: ``callbacks.EarlyStopping.best``."""
+    """Format a path: ``callbacks.EarlyStopping.best``."""
     return ".".join(map(str, path)) or "the top level"

@@ -45,7 +45,7 @@ def test_a_table_comes_back_as_it_was(tmp_path: Path) -> None:
         (lambda c: c["flats"][0].update(group="0"), "BufferRow.group is '0'"),
         (lambda c: c["model"].update(size_bytes=7.9), "SizedFile.size_bytes is 7.9"),
         (lambda c: c.update(module_buffers="seen"), "DumpsTable.module_buffers is 'seen'"),
-        (lambda c: c.update(dumps={}), "{} is no table of SizedFile"),
+        (lambda c: c.update(dumps={}), "{} is not a table of SizedFile"),
         (lambda c: c.pop("model"), "model"),
     ],
 )

@@ -425,7 +425,7 @@ class TestPlan:
             planned([Fragment("w", 0, 4, 0, 0, 0)], held)
         assert str(caught.value) == (
             "the checkpoint's layout does not hold w[0:4] exactly once: "
-            f"what covers it breaks off, or overlaps, at element {reached}"
+            f"there is a gap or an overlap at element {reached}"
         )
 
     @pytest.mark.parametrize("runs", [[], [(0, 3)], [(1, 4)]])
@@ -478,7 +478,7 @@ class TestPlan:
                 elif end_is_held:
                     yield Fragment(name, start, stop, 2, 0, 0)
 
-        with pytest.raises(CheckpointFormatError, match=f"overlaps, at element {walked}$"):
+        with pytest.raises(CheckpointFormatError, match=f"overlap at element {walked}$"):
             planned([Fragment("w", 0, 6, 0, 0, 0)], Torn())
 
     def test_a_parameter_that_nobody_holds_is_refused(self) -> None:

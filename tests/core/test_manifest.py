@@ -304,10 +304,12 @@ class TestDigest:
         ],
     )
     def test_an_edited_manifest_is_refused(self, edit: Callable[[Any], object]) -> None:
-        """What could be read, but is not what was written, is damage: a rate, a name, a counter."""
+        """A readable text that does not match its digest is damaged."""
         content = json.loads(GOLDEN)
         edit(content)
-        with pytest.raises(CheckpointCorruptedError, match=r"manifest\.json is not what was"):
+        with pytest.raises(
+            CheckpointCorruptedError, match=r"manifest\.json does not match its digest"
+        ):
             manifest_from_json(json.dumps(content, indent=1, sort_keys=True) + "\n", WHERE)
 
     def test_every_bit_counts(self) -> None:
@@ -326,7 +328,7 @@ class TestRefusals:
     )
     def test_garbage(self, text: str) -> None:
         """What is no manifest is an error of the format that names the file."""
-        assert refusal(text).startswith(f"{WHERE} is no ")
+        assert refusal(text).startswith(f"{WHERE} is not ")
 
     def test_nested_without_end(self) -> None:
         """Deeper than a reader can go: damaged, as what cannot be parsed is."""
@@ -341,7 +343,7 @@ class TestRefusals:
     def test_another_format(self) -> None:
         """A manifest of somebody else's is left alone."""
         text = edited(lambda c: c.update(format="another"))
-        assert refusal(text) == f"{WHERE} is no manifest of lightning_elastic_zero"
+        assert refusal(text) == f"{WHERE} is not a manifest of lightning_elastic_zero"
 
     def test_a_newer_version(self) -> None:
         """A newer format is not guessed at; the message says what helps."""
@@ -414,25 +416,31 @@ class TestRefusals:
             (lambda c: c.update(stage=4), "ZeRO stage 4 on 2 devices"),
             (lambda c: c.update(world_size=0), "ZeRO stage 2 on 0 devices"),
             (lambda c: c["buffers"][0]["numels"].append(6), "without a size"),
-            (lambda c: c["buffers"][0].update(numels=[5]), "do not hold w as the parameter"),
-            (lambda c: c["buffers"][0].update(names=["v"]), "do not hold v as the parameter"),
-            (lambda c: c["buffers"][0].update(group=1), "do not hold w as the parameter"),
-            (lambda c: c["buffers"].pop(), "do not hold w as the parameter"),
+            (lambda c: c["buffers"][0].update(numels=[5]), "parameter table differ in w"),
+            (lambda c: c["buffers"][0].update(names=["v"]), "parameter table differ in v"),
+            (lambda c: c["buffers"][0].update(group=1), "parameter table differ in w"),
+            (lambda c: c["buffers"].pop(), "parameter table differ in w"),
             (lambda c: c["buffers"].append(c["buffers"][0]), "in two flat buffers: w"),
             (lambda c: c["buffers"][0].update(partition_numel=2), "do not fit into 2 partitions"),
             (lambda c: c["buffers"][0].update(paddings=[-1]), "negative number of elements"),
-            (lambda c: c["parameters"][0].update(shape=[2, 4]), "do not hold w as the parameter"),
+            (lambda c: c["parameters"][0].update(shape=[2, 4]), "parameter table differ in w"),
             (lambda c: c["parameters"][0].update(shape=[-2, -3]), "shape of w has a negative"),
             (lambda c: c["parameters"][1].update(shape=[2, -3]), "shape of frozen has a negative"),
-            (lambda c: c["parameters"][1].update(group=0), "do not hold frozen as the parameter"),
-            (lambda c: c["parameters"].append(c["parameters"][1]), "two parameters have one name"),
-            (lambda c: c["groups"][0]["names"].clear(), "the groups do not name the parameters"),
-            (lambda c: c["groups"].append(c["groups"][0]), "the groups do not name the parameters"),
-            (lambda c: c["groups"].insert(0, {**c["groups"][0], "names": []}), "the groups do not"),
-            (lambda c: c["files"].append(c["files"][0]), "two files have one name"),
+            (lambda c: c["parameters"][1].update(group=0), "parameter table differ in frozen"),
+            (
+                lambda c: c["parameters"].append(c["parameters"][1]),
+                "two parameters have the same name",
+            ),
+            (lambda c: c["groups"][0]["names"].clear(), "differ in the members of groups"),
+            (lambda c: c["groups"].append(c["groups"][0]), "differ in the members of groups"),
+            (
+                lambda c: c["groups"].insert(0, {**c["groups"][0], "names": []}),
+                "differ in the members",
+            ),
+            (lambda c: c["files"].append(c["files"][0]), "two files have the same name"),
             (
                 lambda c: c.update(excluded=["w"]),
-                "w is left out, but is trained, or a buffer that is there",
+                "w is excluded, but is trained or a stored buffer",
             ),
         ],
     )
@@ -452,7 +460,7 @@ class TestFileEntry:
     )
     def test_a_way_out_of_the_directory_is_no_name(self, name: str) -> None:
         """Nor is anything that does not name one file in one way."""
-        with pytest.raises(CheckpointFormatError, match="cannot hold a file named"):
+        with pytest.raises(CheckpointFormatError, match="invalid name of a file"):
             FileEntry(name, 1, "0" * 32)
 
     @pytest.mark.parametrize(
@@ -460,7 +468,7 @@ class TestFileEntry:
     )
     def test_numbers_that_no_writer_records(self, size: int, digest: str) -> None:
         """Of bytes, and of a digest."""
-        with pytest.raises(CheckpointFormatError, match="makes no sense"):
+        with pytest.raises(CheckpointFormatError, match="invalid size"):
             FileEntry("a/b..c", size, digest)
         assert FileEntry("a/b..c", 0, "09afbc" + "0" * 26).size_bytes == 0
 

@@ -109,7 +109,7 @@ def test_what_cannot_be(of: dict[str, str], says: str | None) -> None:
 @pytest.mark.parametrize("value", [["a"], "a", {"a": 1}, {1: "a"}, True])
 def test_what_is_no_renaming(value: object) -> None:
     """It is refused where it is passed."""
-    with pytest.raises(ValueError, match=r"^rename=.*: it must be a dictionary of names"):
+    with pytest.raises(ValueError, match=r"^rename=.*: expected a dictionary of names"):
         check_rename(value)
     assert check_rename(None) == {}
 

@@ -70,7 +70,7 @@ def test_missing_names_are_listed() -> None:
     sentence = LIGHTNING.missing_names_message("9.9", "Linear", missing)
     assert sentence is not None
     assert "Lightning 9.9 has no gone, lost in Linear" in sentence
-    assert "install lightning>=2.5,!=2.6.2,!=2.6.3; 2.6.6 is the newest" in sentence
+    assert "install lightning>=2.5,!=2.6.2,!=2.6.3; 2.6.6 is the newest tested release" in sentence
     assert LIGHTNING.missing_names_message("9.9", "Linear", []) is None
 
 

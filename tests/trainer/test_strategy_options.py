@@ -51,9 +51,9 @@ def refused(name: str, value: object, *allowed: str) -> None:
 )
 def test_a_misspelt_option_names_the_one_that_was_meant(name: str, meant: str) -> None:
     """Of this strategy's options, and of Lightning's."""
-    said = f"ElasticDeepSpeedStrategy takes no option {name!r}"
-    said += f"; there is {meant!r}" if meant else ""
-    with pytest.raises(TypeError, match=f"^{re.escape(said)}$"):
+    message = f"ElasticDeepSpeedStrategy has no option {name!r}"
+    message += f". Did you mean {meant!r}?" if meant else ""
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         ElasticDeepSpeedStrategy(**{name: False})  # type: ignore[arg-type]
 
 
