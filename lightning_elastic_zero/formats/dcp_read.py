@@ -264,8 +264,20 @@ class OptimizerLeaves:
     state: list[tuple[TreePath, Leaf]] = field(default_factory=list)
     groups: list[tuple[TreePath, Leaf]] = field(default_factory=list)
     flattened: bool = False
-    """Paths are strings with dots, and hyperparameters are kept by parameter
+    """Paths are strings with dots, and hyperparameters are stored per parameter
     (``flatten_optimizer_state_dict``)."""
+
+    def add(self, leaf: Leaf, prefix: TreePath) -> bool:
+        """Add a leaf if it belongs to this optimizer, which is at ``prefix``."""
+        below = leaf.path[len(prefix) :]
+        if not below or leaf.path[: len(prefix)] != prefix:
+            return False
+        if self.flattened:
+            below = str(below[0]).partition(".")[::2]
+        if below[0] in (STATE, GROUPS):
+            (self.state if below[0] == STATE else self.groups).append((below[1:], leaf))
+            return True
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,66 +285,41 @@ class Tree:
     """A directory's leaves, sorted."""
 
     models: Mapping[TreePath, Mapping[str, torch.Tensor]]
-    """Subtrees with tensors right below them, by their names."""
+    """Subtrees with tensors directly below them, by name."""
     optimizers: Mapping[TreePath, OptimizerLeaves]
     rest: tuple[Leaf, ...]
-    """All that is in no optimizer: the models' leaves too."""
+    """All leaves outside optimizers, including those of the models."""
 
 
 def sort_leaves(leaves: Iterable[Leaf]) -> Tree:
-    """Find the optimizers, and what may be models."""
+    """Find the optimizers and the subtrees that may be models."""
     leaves = list(leaves)
     optimizers: dict[TreePath, OptimizerLeaves] = {}
-    for leaf in leaves:
-        if (found := _groups_prefix(leaf.path)) is not None:
-            prefix, flattened = found
-            optimizers.setdefault(prefix, OptimizerLeaves(flattened=flattened))
+    for path in (leaf.path for leaf in leaves):
+        index = next((i for i, part in enumerate(path[:-1]) if part == GROUPS), None)
+        if index is not None and isinstance(path[index + 1], int):
+            optimizers.setdefault(path[:index], OptimizerLeaves())
+        elif str(path[-1]).startswith(f"{GROUPS}."):
+            optimizers.setdefault(path[:-1], OptimizerLeaves(flattened=True))
     models: dict[TreePath, dict[str, torch.Tensor]] = {}
     rest = []
     for leaf in leaves:
-        if not _put_into(optimizers, leaf):
+        if not any(optimizer.add(leaf, prefix) for prefix, optimizer in optimizers.items()):
             rest.append(leaf)
             if leaf.tensor is not None and isinstance(leaf.path[-1], str):
                 models.setdefault(leaf.path[:-1], {})[leaf.path[-1]] = leaf.tensor
     return Tree(models, optimizers, tuple(rest))
 
 
-def _groups_prefix(path: TreePath) -> tuple[TreePath, bool] | None:
-    """Return the optimizer's place, if a leaf is one of its hyperparameters, and its manner."""
-    for index, part in enumerate(path[:-1]):
-        if part == GROUPS and isinstance(path[index + 1], int):
-            return path[:index], False
-    if str(path[-1]).startswith(f"{GROUPS}."):
-        return path[:-1], True
-    return None
-
-
-def _put_into(optimizers: Mapping[TreePath, OptimizerLeaves], leaf: Leaf) -> bool:
-    """Add a leaf to its optimizer's, if it has one."""
-    for length in range(len(leaf.path)):
-        prefix, below = leaf.path[:length], leaf.path[length:]
-        if (optimizer := optimizers.get(prefix)) is None:
-            continue
-        if optimizer.flattened:
-            kind, _, name = str(below[0]).partition(".")
-            below = (kind, name)
-        if below[0] in (STATE, GROUPS):
-            into = optimizer.state if below[0] == STATE else optimizer.groups
-            into.append((below[1:], leaf))
-            return True
-    return False
-
-
 def choose_model(tree: Tree, live: Manifest, where: Path) -> TreePath:
-    """Return the subtree that holds the live model's parameters.
+    """Return the subtree with the live model's parameters.
 
     Raises:
         CheckpointFormatError: there are no tensors.
-        CheckpointMismatchError: several subtrees hold them all; or none does, and there are
-            several.
+        CheckpointMismatchError: it is ambiguous.
     """
     if not tree.models:
-        msg = f"{where} holds no tensors: it is no checkpoint of a model"
+        msg = f"{where} contains no tensors, so it is not a checkpoint of a model"
         raise CheckpointFormatError(msg)
     wanted = [{p.name, *p.aliases} for p in live.parameters]
     held = {
@@ -356,7 +343,7 @@ def choose_model(tree: Tree, live: Manifest, where: Path) -> TreePath:
 
 
 def largest_model(tree: Tree) -> TreePath:
-    """Return the subtree with the most tensors; the top where there is none."""
+    """Return the subtree with the most tensors, or the top level."""
     return max(tree.models, key=lambda path: len(tree.models[path]), default=())
 
 
@@ -366,18 +353,21 @@ def largest_model(tree: Tree) -> TreePath:
 def overlaps(
     run: StoredRun, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield what a box has of a run: where in the flat box, and ``[start, stop)`` of the tensor.
+    """Yield the elements that a run and a box of a tensor have in common.
 
     Args:
-        run: what is wanted.
-        shape: the tensor's.
-        offsets: the box's first element, in each dimension.
-        sizes: the box's.
+        run: the run.
+        shape: the shape of the tensor.
+        offsets: the first element of the box, in each dimension.
+        sizes: the shape of the box.
+
+    Yields:
+        The offset in the flat box, and the elements ``[start, stop)`` of the flat tensor.
     """
     cut = len(shape)
     while cut and sizes[cut - 1] == shape[cut - 1]:
         cut -= 1
-    # From dimension `cut` on the box is as wide as the tensor: what it has of one more follows.
+    # From dimension `cut` on, the box is as wide as the tensor: its elements are consecutive.
     outer = max(cut - 1, 0)
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     length = math.prod(sizes[outer:])
@@ -584,16 +574,16 @@ StateDict = dict[str, Any]
 def state_dict_of(
     leaves: OptimizerLeaves, chunks: Chunks, live: Manifest, names: Iterable[str]
 ) -> StateDict:
-    """Return the state dict that was saved.
+    """Return the saved state dict of an optimizer; its tensors have no values yet.
 
     Args:
-        leaves: the optimizer's.
-        chunks: the directory's data; objects, which are small, are read.
-        live: what it is to be loaded into.
-        names: the saved model's.
+        leaves: the leaves of the optimizer.
+        chunks: the data, from which objects are read.
+        live: the live model, whose groups are used if hyperparameters are stored per parameter.
+        names: the names in the saved model.
 
     Raises:
-        CheckpointMismatchError: hyperparameters were kept by parameter, and differ within a group.
+        CheckpointMismatchError: such hyperparameters differ within a group.
     """
     values = chunks.values_of(leaf for _, leaf in leaves.groups)
     states = chunks.values_of(leaf for _, leaf in leaves.state if leaf.tensor is None)
@@ -610,18 +600,21 @@ def state_dict_of(
     for path, leaf in leaves.groups:
         numbered.setdefault(path[0], {})[".".join(map(str, path[1:]))] = values[leaf.key]
     groups = [{"params": [], **numbered[index]} for index in sorted(numbered)]
-    return {"state": _as_the_groups_say(state, groups), "param_groups": groups}
+    # torch writes each key of a dict as text: positions become numbers again.
+    numbers = {str(key): key for g in groups for key in g["params"] if isinstance(key, int)}
+    state = {numbers.get(key, key): value for key, value in state.items()}
+    return {"state": state, "param_groups": groups}
 
 
 def members_alone(
     leaves: OptimizerLeaves, chunks: Chunks, weights: Mapping[str, torch.Tensor]
 ) -> Members:
-    """Return the members of the groups, where no live model has them.
+    """Return the members of the groups without a live model.
 
-    Where hyperparameters are kept by parameter, those that have the same ones make a group.
+    If hyperparameters are stored per parameter, parameters with equal ones form a group.
 
     Raises:
-        CheckpointMismatchError: positions, or names, could mean several parameters, or none.
+        CheckpointMismatchError: positions or names are ambiguous.
     """
     if not leaves.flattened:
         nobody = describe_alone({}, ())
@@ -634,16 +627,10 @@ def members_alone(
     return tuple(map(tuple, alike.values()))
 
 
-def _as_the_groups_say(state: Mapping[Any, Any], groups: list[StateDict]) -> dict[Any, Any]:
-    """Return positions as the numbers that they were: torch writes each key of a dict as text."""
-    numbers = {str(key): key for g in groups for key in g["params"] if isinstance(key, int)}
-    return {numbers.get(key, key): value for key, value in state.items()}
-
-
 def _by_name(
     leaves: list[tuple[TreePath, Leaf]], values: Mapping[str, Any], names: Iterable[str]
 ) -> dict[str, StateDict]:
-    """Split ``<parameter>.<key>``: no parameter's name, with a dot, begins another one's."""
+    """Split ``<parameter>.<key>``: no name of a parameter, with a dot, is a prefix of another."""
     known = set(names)
     found: dict[str, StateDict] = {}
     for path, leaf in leaves:
@@ -661,10 +648,10 @@ def _by_name(
 def _groups_by_name(
     held: Mapping[str, StateDict], state: Mapping[str, StateDict], live: Manifest
 ) -> list[StateDict]:
-    """Return the live groups, with the hyperparameters that all their members were saved with.
+    """Return the live groups with the saved hyperparameters of their members.
 
     Raises:
-        CheckpointMismatchError: members of a group were saved with different ones.
+        CheckpointMismatchError: they differ within a group.
     """
     canonical = {n: p.name for p in live.parameters for n in (p.name, *p.aliases)}
     index_of = {name: index for index, g in enumerate(live.groups) for name in g.names}
@@ -672,7 +659,7 @@ def _groups_by_name(
     for name, its_fields in held.items():
         index = index_of.get(canonical.get(name, name))
         if index is None:
-            if name in state:  # trained when it was saved: it has to be told of as such
+            if name in state:  # It was trained when saved, so it must be reported.
                 groups[0]["params"].append(name)
             continue
         fields = {key: value for key, value in its_fields.items() if key not in MEMBERS}
@@ -691,26 +678,21 @@ def _groups_by_name(
 
 
 TRAINER_STATE = "meta.pt"
-"""Where Lightning's FSDP and ModelParallel strategies keep all that is no tensor."""
+"""The file of Lightning's FSDP and ModelParallel strategies for the trainer's state."""
 
 _LIGHTNINGS_OPTIMIZER = ("optimizer_0",)
-"""Where those put the state of a run's optimizer; plain torch's code calls it ``optimizer``."""
+"""Their path of the optimizer state; plain torch code usually calls it ``optimizer``."""
 
 
 class DcpReader(FullStateReader):
-    """A directory of chunks, with the trainer's state beside them where Lightning wrote it."""
+    """A directory of chunks, and of Lightning's file with the trainer's state if there is one."""
 
     def __init__(self, files: ForeignFiles, policy: PicklePolicy) -> None:
         """Parse the metadata of a directory.
 
-        Args:
-            files: the directory's.
-            policy: what the objects beside the tensors may be.
-
         Raises:
-            CheckpointCorruptedError: that is damaged, or files are missing.
-            CheckpointFormatError: it is not of ``torch.distributed.checkpoint``.
-            UnsupportedError: it needs a class that is not allowed.
+            CheckpointCorruptedError: it is damaged, or files are missing.
+            UnsupportedError: it needs a class that ``policy`` does not allow.
         """
         path = files.folder
         metadata = read_metadata(path)
@@ -734,31 +716,27 @@ class DcpReader(FullStateReader):
         self._take(self._full_state)
 
     def _trainer_state(self) -> Mapping[str, Any]:
-        """Return the tree of the trainer's state; its tensors have no values yet."""
         if not (self._path / TRAINER_STATE).is_file():
             return {}
         tree = self.files.tree(TRAINER_STATE)
         if not isinstance(tree, Mapping):
-            msg = f"{self._path / TRAINER_STATE} holds a {type(tree).__name__}, not a dict"
+            msg = f"{self._path / TRAINER_STATE} contains a {type(tree).__name__}, expected a dict"
             raise CheckpointFormatError(msg)
         return tree
 
     def _without_trainer_state(self) -> str:
-        """Describe the lack of a file that Lightning writes last; nothing of others' directories.
-
-        One of weights alone is as plain torch's code may write it.
-        """
+        """Describe that Lightning's file is missing; empty if plain torch may have saved this."""
         if _LIGHTNINGS_OPTIMIZER not in self._tree.optimizers:
             return ""
         return (
-            f"{self._path} is incomplete: {TRAINER_STATE} is missing, which Lightning writes last, "
-            f"and it has {_LIGHTNINGS_OPTIMIZER[0]}, as Lightning's checkpoints have: counters, "
-            "loops, schedulers and callbacks would begin anew. Resume from another checkpoint, or "
-            "copy that file too"
+            f"{self._path} is incomplete: it has {_LIGHTNINGS_OPTIMIZER[0]}, as Lightning's "
+            f"checkpoints do, but {TRAINER_STATE}, which Lightning writes last, is missing. "
+            "Counters, loops, schedulers and callbacks would start from the beginning. Resume from "
+            "another checkpoint, or copy that file too"
         )
 
     def _choose(self, model: TreePath) -> None:
-        """Take the tensors of a subtree for the model's."""
+        """Use the tensors of a subtree as the model."""
         self._model = model
         left = [format_tree_path(path) for path in self._tree.models if path != model]
         left = [f"the tensors of {', '.join(left)}"] if left else []
@@ -772,60 +750,47 @@ class DcpReader(FullStateReader):
         self._models.append(self._full_state.weights)
 
     def bind(self, live: Manifest) -> None:
-        """Find the model and the optimizer, and whose each state is.
+        """Find the model and the optimizer, and match them with the live ones.
 
         Raises:
-            CheckpointMismatchError: several subtrees may be the model; or a weight that is tied
-                here has two values.
-            UnsupportedError: a hyperparameter is no plain data.
+            CheckpointMismatchError: the model is ambiguous, or a weight that is tied here has two
+                values.
+            UnsupportedError: a hyperparameter is not plain data.
         """
         self._bind_to(choose_model(self._tree, live, self._path), live)
 
-    def bind_alone(self) -> None:
-        """Match the directory with its own weights: of several models, those of the largest."""
-        members, why = self._members_alone()
-        self._bind_to(self._model, describe_alone(self._full_state.weights, members))
-        if why:
-            self.info = replace(self.info, unmatched=why)
+    def _bind_to_own(self, own: Manifest) -> None:
+        self._bind_to(self._model, own)
 
-    def _members_alone(self) -> tuple[Members, str]:
-        """Return the members of the optimizer's groups: by names, by shapes, or by rates."""
-        found, weights = list(self._tree.optimizers.values()), self._full_state.weights
-        if len(found) != 1:
-            return (), f"it holds the states of {len(found)} optimizers" if found else ""
-        try:
-            return members_alone(found[0], self._chunks, weights), ""
-        except CheckpointMismatchError as error:
-            return (), str(error)
+    def _optimizer_count(self) -> int:
+        return len(self._tree.optimizers)
+
+    def _members(self) -> Members:
+        leaves = next(iter(self._tree.optimizers.values()))
+        return members_alone(leaves, self._chunks, self._full_state.weights)
 
     def names(self) -> Sequence[str]:
-        """Return the files."""
+        """Return the names of the files."""
         return self._names
 
-    def trainer_entry(self, name: str) -> object:
-        """Return an entry at the top of what Lightning keeps beside the tensors."""
-        return self._full_state.trainer.get(name)
-
     def _bind_to(self, model: TreePath, live: Manifest) -> None:
-        """Take a subtree for the model, and the optimizer's state as a live model has it."""
         self._choose(model)
         optimizers, why = self._optimizers(live)
         self._full_state = replace(self._full_state, optimizers=optimizers, unmatched=why)
         self._take(self._full_state, live)
 
     def _optimizers(self, live: Manifest) -> tuple[list[dict[str, Any]], str]:
-        """Return the optimizer's state dict, or why there is none that can be told apart."""
+        """Return the optimizer's state dict, and why it cannot be used."""
         found = self._tree.optimizers
         if AVERAGING in self._full_state.trainer and found:
             why = (
-                "its model is the average that WeightAveraging kept, and its optimizer's state "
-                f"belongs to the weights that were trained, which are not in it; "
-                f"{FRESH_OPTIMIZER_HINT}"
+                "its model is the average of WeightAveraging, but its optimizer state belongs to "
+                f"the trained weights, which it does not contain; {FRESH_OPTIMIZER_HINT}"
             )
             return [{}], why
         if len(found) > 1:
             listed = ", ".join(map(format_tree_path, found))
-            why = f"it holds the states of {len(found)} optimizers ({listed})"
+            why = f"it contains the states of {len(found)} optimizers ({listed})"
             return [{}], f"{why}; {FRESH_OPTIMIZER_HINT}"
         if not found or not live.groups:
             return [{} for _ in found], ""
@@ -836,21 +801,21 @@ class DcpReader(FullStateReader):
             return [{}], str(error)
 
     def verify(self, rank: int, world_size: int, progress: Progress) -> None:
-        """Compare the CRC-32 that this rank's share of entries was written with."""
+        """Compare the CRC-32 of this rank's share of the chunks."""
         self._chunks.verify(rank, world_size, progress)
         if rank == 0 and self._full_state.trainer:
             self.files.get(TRAINER_STATE).verify(progress)
 
     def _is_weight(self, leaf: Leaf) -> bool:
-        """Whether it is a tensor of what was taken for the model, at first or in the end."""
+        """Whether a leaf was used as a weight, at first or after ``bind``."""
         name = str(leaf.path[-1])
         return any(weights.get(name) is leaf.tensor for weights in self._models)
 
     def load_client_state(self) -> dict[str, Any]:
-        """Return the trainer's state, and what is beside model and optimizer and small.
+        """Return the trainer's state, with objects and scalars outside model and optimizer.
 
         Raises:
-            UnsupportedError: the model itself has entries that are no tensors.
+            UnsupportedError: the model itself has an entry that is not a tensor.
         """
         rest = [
             leaf
@@ -860,8 +825,8 @@ class DcpReader(FullStateReader):
         inside = [leaf for leaf in rest if self._model and leaf.path[:-1] == self._model]
         if strange := [leaf.key for leaf in inside if leaf.tensor is None]:
             msg = (
-                f"{self._path}: {strange[0]!r} of the model is no tensor, and no engine takes it: "
-                "save the model again without it"
+                f"{self._path}: {strange[0]!r} of the model is not a tensor, so no engine can load "
+                "it: save the model again without it"
             )
             raise UnsupportedError(msg)
         values = self._chunks.values_of(rest)

@@ -64,7 +64,7 @@ BF16 = "BF16_Optimizer"
 """DeepSpeed's wrapper for bf16 with fp32 gradients. Its files do not record a stage."""
 
 
-def stage_of(shard: Shard, where: str) -> int:
+def _stage_of(shard: Shard, where: str) -> int:
     """Return the ZeRO stage; 1 for BF16_Optimizer, which does not record it.
 
     Raises:
@@ -78,48 +78,23 @@ def stage_of(shard: Shard, where: str) -> int:
     raise UnsupportedError(msg)
 
 
-def engine_of(shard: Shard, stage: int) -> str:
-    """Return the name of the DeepSpeed optimizer wrapper that wrote a shard."""
-    if stage == STAGE_WEIGHTS:
-        return "DeepSpeedZeroOptimizer_Stage3"
-    return "DeepSpeedZeroOptimizer" if "zero_stage" in shard else BF16
-
-
-def flats_of(shard: Shard) -> Sequence[torch.Tensor]:
+def _flats_of(shard: Shard) -> Sequence[torch.Tensor]:
     """Return the flat buffers of the master weights."""
-    found: Sequence[torch.Tensor] = (
-        shard[FP32_STAGE_3] if FP32_STAGE_3 in shard else shard[FP32_STAGE_1_2]
-    )
-    return found
+    return shard[FP32_STAGE_3 if FP32_STAGE_3 in shard else FP32_STAGE_1_2]  # type: ignore[no-any-return]
 
 
-def param_groups_of(shard: Shard) -> Sequence[Mapping[str, Any]]:
+def _param_groups_of(shard: Shard) -> Sequence[Mapping[str, Any]]:
     """Return the torch parameter groups of a shard; empty if it has none."""
     for key in (BASE, STATES):
         if isinstance(states := shard.get(key), Mapping) and "param_groups" in states:
-            found: Sequence[Mapping[str, Any]] = states["param_groups"]
-            return found
+            return states["param_groups"]  # type: ignore[no-any-return]
     return ()
 
 
-def hyperparameters_of(shard: Shard) -> list[dict[str, Any]]:
-    """Return the hyperparameters of each parameter group; empty if the shard has none."""
-    return [{k: v for k, v in g.items() if k != "params"} for g in param_groups_of(shard)]
-
-
-def ranks_of(shard: Shard) -> int:
-    """Return the world size that a shard records."""
-    count = shard["partition_count"]
-    return int(max(count) if isinstance(count, (list, tuple)) else count)
-
-
 def group_of_flats(groups: Sequence[Mapping[str, Any]], stage: int, count: int) -> tuple[int, ...]:
-    """Return each flat buffer's parameter group.
+    """Return the parameter group of each of ``count`` flat buffers.
 
-    Args:
-        groups: torch's parameter groups; in ZeRO-3 their ``params`` are the sub-groups in order.
-        stage: the ZeRO stage; below 3 each group has one flat buffer.
-        count: the number of flat buffers.
+    Below ZeRO-3 each group has one. In ZeRO-3, torch's ``params`` are the sub-groups in order.
 
     Raises:
         CheckpointFormatError: it is not recorded which group each sub-group belongs to.
@@ -182,17 +157,18 @@ def shard_metadata(shard: Shard, where: str) -> ShardMetadata:
         CheckpointFormatError: it is not recorded which group each sub-group belongs to.
         UnsupportedError: the shard is not from ZeRO-1, 2 or 3.
     """
-    stage, flats = stage_of(shard, where), flats_of(shard)
+    stage, flats = _stage_of(shard, where), _flats_of(shard)
+    engine = "DeepSpeedZeroOptimizer" if "zero_stage" in shard else BF16
     # Elastic ZeRO-3 records one padding per parameter here, and does not strip the masters.
     recorded = () if stage == STAGE_WEIGHTS else shard.get("group_paddings")
-    tail_paddings = recorded or (0,) * len(flats)
+    ranks = shard["partition_count"]
     return ShardMetadata(
         stage=stage,
-        engine=engine_of(shard, stage),
-        world_size=ranks_of(shard),
+        engine="DeepSpeedZeroOptimizer_Stage3" if stage == STAGE_WEIGHTS else engine,
+        world_size=int(max(ranks) if isinstance(ranks, (list, tuple)) else ranks),
         flats=flats,
-        groups=group_of_flats(param_groups_of(shard), stage, len(flats)),
-        tail_paddings=tuple(map(int, tail_paddings)),
+        groups=group_of_flats(_param_groups_of(shard), stage, len(flats)),
+        tail_paddings=tuple(map(int, recorded or (0,) * len(flats))),
         paddings=tuple(map(tuple, shard.get("param_alignment_paddings") or ())),
         names=tuple(map(tuple, shard.get("param_slice_mappings") or ())),
     )
@@ -206,11 +182,10 @@ log = logging.getLogger(__name__)
 Groups = Sequence[Mapping[str, Any]]
 
 
-class HyperparameterDifferences:
+class _HyperparameterDifferences:
     """Compares the hyperparameters of each rank with those of rank 0."""
 
     def __init__(self, first: Groups, where: str) -> None:
-        """Take rank 0's parameter groups; ``where`` is for messages."""
         self._where = where
         self._first = self._texts(0, first)
         self._values: dict[tuple[int, str], dict[str, list[int]]] = {}
@@ -219,10 +194,6 @@ class HyperparameterDifferences:
         """Record the values that differ; return the names of this rank's and rank 0's parameters.
 
         Values may differ, names must not: the caller compares them.
-
-        Args:
-            rank: the rank of ``groups``.
-            groups: the hyperparameters of each of its parameter groups.
         """
         mine = self._texts(rank, groups)
         names = [repr([sorted(group) for group in held]) for held in (mine, self._first)]
@@ -246,18 +217,6 @@ class HyperparameterDifferences:
         more = [f"{len(differences) - MAX_SHOWN} more"] if len(differences) > MAX_SHOWN else []
         return "; ".join(differences[:MAX_SHOWN] + more)
 
-    def warn(self) -> None:
-        """Warn about the differences and their consequences."""
-        if summary := self.summary():
-            log.warning(
-                "%s: the ranks trained with different hyperparameters: %s. Each rank updated its "
-                "part of the weights with its own values. A resume uses rank 0's values on every "
-                "rank. A scheduler that steps on a metric needs the same value on all ranks: "
-                "self.log(..., sync_dist=True).",
-                self._where,
-                summary,
-            )
-
     def _texts(self, rank: int, groups: Groups) -> list[dict[str, str]]:
         what = f"{self._where}: a hyperparameter of rank {rank}"
         return [{key: canonical_repr(value, what) for key, value in g.items()} for g in groups]
@@ -265,10 +224,6 @@ class HyperparameterDifferences:
 
 Shapes = Sequence[Mapping[str, Sequence[int]]]
 """Per flat buffer: the shape of each parameter, in flat order."""
-
-
-def _scaler(shard: Shard) -> str:
-    return repr(sorted(stub_fields(shard.get("loss_scaler")).items()))
 
 
 RESUME_FROM_ANOTHER = (
@@ -307,12 +262,11 @@ class ZeroShardSet:
         self._where = where = str(files.folder)
         self.world_size = world_size
         first = self._shard(0)
-        self.stage = stage_of(first, where)
-        self.engine = engine_of(first, self.stage)
+        metadata = shard_metadata(first, where)
+        self.stage, self.engine, flats = metadata.stage, metadata.engine, metadata.flats
         self.elastic = isinstance(first.get(STATES), list)
         self._shapes = shapes
         self._places = {name: i for shapes_ in shapes for i, name in enumerate(shapes_)}
-        flats = flats_of(first)
         if len(flats) != len(shapes):
             msg = (
                 f"{where}: rank 0's shard has {len(flats)} flat buffers, but the model file lists "
@@ -320,20 +274,14 @@ class ZeroShardSet:
             )
             raise CheckpointFormatError(msg)
         self.master_dtype = flats[0].dtype if flats else torch.float32
-        self.group_of = (
-            self._groups_by_state(first)
-            if self._is_by_parameter
-            else group_of_flats(param_groups_of(first), self.stage, len(flats))
-        )
+        self.group_of = self._groups_by_state(first) if self._is_by_parameter else metadata.groups
         self.buffers = tuple(self._buffer(first, index) for index in range(len(flats)))
         zero_layout(self.stage, self.buffers, world_size)  # raises if the sizes are inconsistent
         self.groups = self._groups(first)
         self._stateless = {
             i for i, b in enumerate(self.buffers) if b.names and not self._state(first, i)
         }
-        self._hyperparameter_differences = HyperparameterDifferences(
-            self._hyperparameters(0), where
-        )
+        self._differences = _HyperparameterDifferences(self._hyperparameters(0), where)
 
     def _shard(self, rank: int) -> Shard:
         """Return a rank's shard. Its tensors have no values: see ``_load``."""
@@ -349,7 +297,7 @@ class ZeroShardSet:
         names = tuple(self._shapes[index])
         numels = tuple(numel_of(shape) for shape in self._shapes[index].values())
         group = self.group_of[index]
-        flat = flats_of(first)[index].numel()
+        flat = _flats_of(first)[index].numel()
         if sum(numels) and not flat:
             msg = (
                 f"{self._where}: rank 0's shard contains no master weights: they were offloaded to "
@@ -373,9 +321,7 @@ class ZeroShardSet:
         return buffer
 
     def _groups(self, first: Shard) -> tuple[Group, ...]:
-        hyperparameters = plain_hyperparameters(
-            self._load(0, hyperparameters_of(first)), ("params",)
-        )
+        hyperparameters = plain_hyperparameters(self._hyperparameters(0), members=())
         count = max(self.group_of, default=-1) + 1
         return tuple(
             Group(
@@ -490,7 +436,7 @@ class ZeroShardSet:
         shard = self._shard(transfer.source_rank)
         start = transfer.source_offset
         if key == WEIGHT:
-            tensor = flats_of(shard)[transfer.source_buffer]
+            tensor = _flats_of(shard)[transfer.source_buffer]
         elif self._is_by_parameter:
             place = self._places[transfer.name]
             tensor = self._state(shard, transfer.source_buffer)[key][place]
@@ -566,57 +512,62 @@ class ZeroShardSet:
                 the shards are of one step.
         """
         for rank in range(self.world_size):
-            self.check(rank)
+            self._check(rank)
+        if not (summary := self._differences.summary()):
+            return
         counted = any(self._counters(0, index) for index in range(len(self.buffers)))
         # Below ZeRO-3 masters are compared with the weights of one file when they are read.
-        if (
-            (summary := self._hyperparameter_differences.summary())
-            and self.stage == STAGE_WEIGHTS
-            and not counted
-        ):
+        if self.stage == STAGE_WEIGHTS and not counted:
             msg = (
                 f"{self._where}: {summary}; the optimizer has no step counters, so the shards may "
                 "be of different saves. Resume from another checkpoint"
             )
             raise CheckpointFormatError(msg)
-        self._hyperparameter_differences.warn()
+        log.warning(
+            "%s: the ranks trained with different hyperparameters: %s. Each rank updated its "
+            "part of the weights with its own values. A resume uses rank 0's values on every "
+            "rank. A scheduler that steps on a metric needs the same value on all ranks: "
+            "self.log(..., sync_dist=True).",
+            self._where,
+            summary,
+        )
 
-    def check(self, rank: int) -> None:
+    def _check(self, rank: int) -> None:
         """Compare a rank's shard with rank 0's.
 
         Raises:
             CheckpointFormatError: it is of another run, stage or world size, or truncated.
         """
         shard, first = self._shard(rank), self._shard(0)
+        own, wanted = (shard_metadata(each, self._where) for each in (shard, first))
+        names = self._differences.compare(rank, self._hyperparameters(rank))
         for what, mine, theirs in (
-            ("ZeRO stage", stage_of(shard, self._where), self.stage),
-            ("wrapper", engine_of(shard, self.stage), self.engine),
+            ("ZeRO stage", own.stage, wanted.stage),
+            ("wrapper", own.engine, wanted.engine),
             ("DeepSpeed version", shard.get("ds_version"), first.get("ds_version")),
-            ("number of ranks", ranks_of(shard), ranks_of(first)),
-            ("number of flat buffers", len(flats_of(shard)), len(self.buffers)),
-            (
-                "parameter groups",
-                *self._hyperparameter_differences.compare(rank, self._hyperparameters(rank)),
-            ),
+            ("number of ranks", own.world_size, wanted.world_size),
+            ("number of flat buffers", len(own.flats), len(self.buffers)),
+            ("parameter groups", *names),
         ):
             self._check_same(rank, what, mine, theirs)
-        for index, flat in enumerate(flats_of(shard)):
+        for index, flat in enumerate(own.flats):
             if flat.numel() not in self._possible(rank, index):
                 self._refuse_numel(rank, index, flat.numel())
             state = self._state(shard, index) if self.buffers[index].names else {}
             table = () if index in self._stateless else self.groups[self.group_of[index]].state
-            wanted = {key.name for key in table}
-            if set(state) != wanted:
+            keys = {key.name for key in table}
+            if set(state) != keys:
                 msg = (
                     f"{self._where}: {self._name(rank)} has the states {sorted(state)}, "
-                    f"{self._name(0)} has {sorted(wanted)}: they are not of one save. "
+                    f"{self._name(0)} has {sorted(keys)}: they are not of one save. "
                     f"{RESUME_FROM_ANOTHER}"
                 )
                 raise CheckpointFormatError(msg)
             self._check_lean(rank, index, state)
             self._check_scalars(rank, index)
         # Ranks agree on overflows. Checked last: the other differences are more informative.
-        self._check_same(rank, "loss scaler", _scaler(shard), _scaler(first))
+        scalers = [sorted(stub_fields(each.get("loss_scaler")).items()) for each in (shard, first)]
+        self._check_same(rank, "loss scaler", *scalers)
 
     def _check_lean(self, rank: int, index: int, state: Mapping[str, Any]) -> None:
         """Check that each lean state has one tensor per parameter, none too short."""
@@ -668,8 +619,10 @@ class ZeroShardSet:
         return found
 
     def _hyperparameters(self, rank: int) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self._load(rank, hyperparameters_of(self._shard(rank)))
-        return found
+        groups = _param_groups_of(self._shard(rank))
+        return self._load(  # type: ignore[no-any-return]
+            rank, [{k: v for k, v in g.items() if k != "params"} for g in groups]
+        )
 
     def _possible(self, rank: int, index: int) -> tuple[int, ...]:
         """Return the possible sizes of a rank's flat buffer: with and without padding."""

@@ -45,65 +45,60 @@ from lightning_elastic_zero.formats.torch_optimizer import (
     by_position,
     describe_alone,
     is_optimizer,
+    members_of,
     name_states,
     plain_hyperparameters,
 )
 from lightning_elastic_zero.formats.torch_read import StoredRun
 
 CURRENT, AVERAGING = "current_model_state", "averaging_state"
-"""Where Lightning's ``WeightAveraging`` puts the weights that are trained: ``state_dict`` has their
-average then."""
+"""Entries of Lightning's ``WeightAveraging``: the trained weights, and its own state. The weights
+in ``state_dict`` are then their average."""
 
 
 @dataclass(frozen=True, slots=True)
 class FullState:
-    """What was found in a checkpoint."""
+    """The content of a checkpoint."""
 
     weights: Mapping[str, torch.Tensor]
     """Parameters and buffers by name, in the model's order (``ordered``); they need no values."""
     optimizers: Sequence[Mapping[str, Any]]
-    """State dicts of torch optimizers; their tensors need no values, but for hyperparameters."""
+    """State dicts of torch optimizers; only the hyperparameters need values."""
     save_id: str
     trainer: Mapping[str, Any] = field(default_factory=dict)
-    """What the trainer saved beside them; its tensors need no values."""
+    """The trainer's state; its tensors need no values."""
     ordered: bool = True
-    """False: nothing says in which order the model's parameters were."""
+    """Whether ``weights`` has the order of the saved model."""
     kind: str = ""
     """As in ``SourceInfo``."""
     lacks: tuple[str, ...] = ()
-    """What is not held, beside what no checkpoint of these kinds holds."""
+    """As in ``SourceInfo``, besides what no checkpoint of these kinds contains."""
     unmatched: str = ""
-    """Why the optimizers' state was left out; empty where it was not."""
+    """As in ``SourceInfo``."""
     incomplete: str = ""
     """As in ``SourceInfo``."""
 
 
 @dataclass(frozen=True, slots=True)
 class BoundState:
-    """What was found, in the words of the live model."""
+    """The content of a checkpoint, matched with a live model."""
 
     manifest: Manifest
     weight_of: Mapping[str, str] = field(default_factory=dict)
     """The checkpoint's name of each parameter."""
     states: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """What the optimizer keeps for each parameter that it owns."""
+    """The optimizer states of each trained parameter."""
     ties: tuple[tuple[str, str], ...] = ()
-    """Two names of the checkpoint that mean one tied weight: their values must be the same."""
+    """Pairs of names in the checkpoint that are one tied weight: their values must be equal."""
     unmatched: str = ""
-    """Why the optimizer's state cannot be told apart by parameter; empty where it can."""
-
-
-def unbound(full_state: FullState) -> BoundState:
-    """Describe what was found before it is known what it is to be loaded into."""
-    names = {name: name for name in full_state.weights}
-    return BoundState(_manifest(full_state, names, (), ()), names)
+    """As in ``SourceInfo``."""
 
 
 def bind(full_state: FullState, live: Manifest) -> BoundState:
-    """Match what was found with a live model; what does not fit is left for ``check_compatible``.
+    """Match a checkpoint with a live model; ``check_compatible`` reports what does not fit.
 
     Raises:
-        UnsupportedError: a hyperparameter is no plain data.
+        UnsupportedError: a hyperparameter is not plain data.
     """
     weight_of: dict[str, str] = {}
     ties = []
@@ -116,7 +111,7 @@ def bind(full_state: FullState, live: Manifest) -> BoundState:
     buffers = tuple(n for n in live.module_buffers if weight_of.get(n) == n)
     for name in buffers:
         del weight_of[name]
-    # Where a tied weight has lost its first name, its place among the others is lost too.
+    # If a tied weight lacks its first name, its place in the order is unknown.
     order = [name for name in weight_of if name in full_state.weights]
     if not full_state.ordered:
         order = [p.name for p in live.parameters if p.name in order]
@@ -129,7 +124,7 @@ def bind(full_state: FullState, live: Manifest) -> BoundState:
 
 
 def _second_names(full_state: FullState, live: Manifest, canonical: Mapping[str, str]) -> set[str]:
-    """Return the names of buffers of modules that have another one, by which the model has them."""
+    """Return names of buffers that the model knows by another name."""
     known = {*canonical, *live.module_buffers}
     again = duplicate_names(full_state.weights)
     return {n for n, first in again.items() if first in live.module_buffers and n not in known}
@@ -138,21 +133,20 @@ def _second_names(full_state: FullState, live: Manifest, canonical: Mapping[str,
 def _named_states(
     full_state: FullState, live: Manifest, canonical: Mapping[str, str], order: Sequence[str]
 ) -> NamedOptimizerState:
-    """Return the groups and the states of their members, or why there are no states."""
     saved: Mapping[str, Any] = {}
     why = ""
     if live.groups and len(full_state.optimizers) > 1:
         why = (
-            f"it holds the states of {len(full_state.optimizers)} optimizers, here is one; "
+            f"it contains the states of {len(full_state.optimizers)} optimizers, this run has one; "
             f"{FRESH_OPTIMIZER_HINT}"
         )
     elif live.groups and is_optimizer(next(iter(full_state.optimizers), None)):
         saved = full_state.optimizers[0]
         if not full_state.ordered and (alike := _alike(saved, live)):
             why = (
-                "the optimizer's state is kept by position, and nothing says in which order the "
-                f"parameters were saved: {alike[0]} and {alike[1]} have one shape, so that their "
-                f"states cannot be told apart; {FRESH_OPTIMIZER_HINT}"
+                "the optimizer state is stored by position, but the order of the saved parameters "
+                f"is unknown: the states of {alike[0]} and {alike[1]}, which have the same shape, "
+                f"are ambiguous; {FRESH_OPTIMIZER_HINT}"
             )
         else:
             try:
@@ -163,7 +157,7 @@ def _named_states(
 
 
 def _alike(saved: Mapping[str, Any], live: Manifest) -> tuple[str, str] | None:
-    """Return two trained parameters that positions alone would not tell apart, if there are any."""
+    """Return two trained parameters of one shape if states are stored by position, else None."""
     if not by_position(saved):
         return None
     first: dict[tuple[int, ...], str] = {}
@@ -174,7 +168,7 @@ def _alike(saved: Mapping[str, Any], live: Manifest) -> tuple[str, str] | None:
 
 
 def _without_state(live: Manifest, saved: Mapping[str, Any]) -> tuple[Group, ...]:
-    """Return the live groups, with what was saved of as many groups but their members."""
+    """Return the live groups with the saved hyperparameters and without states."""
     groups = plain_hyperparameters(saved.get("param_groups", ()))
     names = [group.names for group in live.groups]
     if not groups:
@@ -190,15 +184,6 @@ def _manifest(
     groups: tuple[Group, ...],
     aliases: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
 ) -> Manifest:
-    """Describe what is held.
-
-    Args:
-        full_state: what was found.
-        weight_of: the checkpoint's name of each parameter.
-        buffers: the names of module buffers.
-        groups: of the optimizer.
-        aliases: the other names of tied weights that the checkpoint has too.
-    """
     group_of = {name: index for index, group in enumerate(groups) for name in group.names}
     parameters = tuple(
         Parameter(
@@ -248,33 +233,30 @@ def _dtype_of(parameters: Sequence[Parameter]) -> torch.dtype:
     return max(numels, key=lambda dtype: numels[dtype], default=torch.float32)
 
 
-NO_STATE = "optimizer state"
-"""What ``SourceInfo.lacks`` says of weights alone."""
-
-
 class FullStateReader(CheckpointReader):
     """A checkpoint of whole tensors by name, read by ranges: no rank reads the others' parts."""
 
-    def __init__(self, path: Path, files: ForeignFiles, tensors: StoredTensors) -> None:
-        """Keep the files.
+    _full_state: FullState
 
-        Args:
-            path: the checkpoint's, for messages.
-            files: of ``torch.save``.
-            tensors: what has the tensors of ``FullState``.
-        """
+    def __init__(self, path: Path, files: ForeignFiles, tensors: StoredTensors) -> None:
+        """Keep the files; ``tensors`` reads the tensors of the ``FullState``."""
         self.files = files
         self._path = path
         self._tensors = tensors
 
     def _take(self, full_state: FullState, live: Manifest | None = None) -> None:
-        """Describe what was found, in the words of a live model where there is one.
+        """Match the content with a live model, if given, and set ``manifest`` and ``info``.
 
         Raises:
             CheckpointMismatchError: a weight that is tied here has two values.
-            UnsupportedError: a hyperparameter is no plain data.
+            UnsupportedError: a hyperparameter is not plain data.
         """
-        bound = unbound(full_state) if live is None else bind(full_state, live)
+        if live is None:
+            names = {name: name for name in full_state.weights}
+            bound = BoundState(_manifest(full_state, names, (), ()), names)
+        else:
+            bound = bind(full_state, live)
+        self._full_state = full_state
         for first, other in bound.ties:
             if not self._is_same(full_state.weights[first], full_state.weights[other]):
                 msg = (
@@ -283,11 +265,10 @@ class FullStateReader(CheckpointReader):
                     "of this model"
                 )
                 raise CheckpointMismatchError(msg)
-        self._weights = full_state.weights
         self._bound = bound
         self._scalars: Mapping[str, dict[str, Scalar]] | None = None
         self.manifest = bound.manifest
-        without_state = (NO_STATE,) if bound.manifest.weights_only else ()
+        without_state = ("optimizer state",) if bound.manifest.weights_only else ()
         self.info = SourceInfo(
             kind=full_state.kind,
             lacks=("RNG states", *without_state, *full_state.lacks),
@@ -298,18 +279,39 @@ class FullStateReader(CheckpointReader):
         )
 
     def bind_alone(self) -> None:
-        """Match the checkpoint with its own weights; positions where their shapes tell."""
-        members, why = self._members_alone()
-        self.bind(describe_alone(self._weights, members))
+        """Match the checkpoint with its own weights; positions are used if only one order fits."""
+        count, why = self._optimizer_count(), ""
+        members: Members = ()
+        if count > 1:
+            why = f"it contains the states of {count} optimizers"
+        elif count:
+            try:
+                members = self._members()
+            except CheckpointMismatchError as error:
+                why = str(error)
+        self._bind_to_own(describe_alone(self._full_state.weights, members))
         if why:
             self.info = replace(self.info, unmatched=why)
 
-    def _members_alone(self) -> tuple[Members, str]:
-        """Return the members of the optimizer's groups, or none, and why."""
-        raise NotImplementedError
+    def _bind_to_own(self, own: Manifest) -> None:
+        self.bind(own)
+
+    def _optimizer_count(self) -> int:
+        return len(self._full_state.optimizers)
+
+    def _members(self) -> Members:
+        """Return the members of the one optimizer's groups.
+
+        Raises:
+            CheckpointMismatchError: they are ambiguous.
+        """
+        return members_of(self._full_state.optimizers[0], self._full_state.weights)
+
+    def trainer_entry(self, name: str) -> object:
+        """Return a top-level entry of Lightning's state."""
+        return self._full_state.trainer.get(name)
 
     def _is_same(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        """Whether two tensors hold the same bits, compared a bounded part at a time."""
         if storage_location(one) == storage_location(other):
             return True
         if one.shape != other.shape or one.dtype != other.dtype:
@@ -325,9 +327,9 @@ class FullStateReader(CheckpointReader):
         return found.view(torch.uint8)
 
     def locate(self, key: str, transfer: Transfer) -> Location:
-        """Return where a run of a weight or of a state lies."""
+        """Return the location of a run of a weight or state."""
         if key == WEIGHT:
-            tensor = self._weights[self._bound.weight_of[transfer.name]]
+            tensor = self._full_state.weights[self._bound.weight_of[transfer.name]]
         else:
             tensor = self._bound.states[transfer.name][key]
         return self._tensors, StoredRun(tensor, transfer.start, transfer.stop)
@@ -335,7 +337,7 @@ class FullStateReader(CheckpointReader):
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
         """Return the scalar optimizer states of a parameter."""
         if self._scalars is None:
-            # All at once: each by itself would read a chunk of the file for a few bytes.
+            # All at once: each one would read a chunk of the file for a few bytes.
             kinds = {k.name: k.kind for g in self.manifest.groups for k in g.state}
             self._scalars = self._tensors.load_tree(
                 {
@@ -350,7 +352,7 @@ class FullStateReader(CheckpointReader):
         return self._scalars.get(at.name, {})
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
-        """Return buffers, and all that is neither weights nor optimizer state."""
+        """Return the state that is neither weights nor optimizer state."""
         del rank, world_size
         return SharedState(
             buffers=self.module_buffers(),
@@ -361,32 +363,29 @@ class FullStateReader(CheckpointReader):
         )
 
     def load_extra_states(self) -> dict[str, Any]:
-        """Return what modules had beside weights and buffers, where the format is known to."""
+        """Return the results of modules' ``get_extra_state``, if the format contains them."""
         return {}
 
     def module_buffers(self) -> Mapping[str, torch.Tensor]:
-        """Return the buffers."""
-        held = {name: self._weights[name] for name in self.manifest.module_buffers}
+        """Return the persistent module buffers."""
+        held = {name: self._full_state.weights[name] for name in self.manifest.module_buffers}
         return self._tensors.load_tree(held)  # type: ignore[no-any-return]
 
     def load_client_state(self) -> dict[str, Any]:
-        """Return all that is neither weights nor optimizer state."""
+        """Return the trainer's state."""
         raise NotImplementedError
 
 
 FUSED_ADAM_KEYS = frozenset({"betas", "bias_correction", "step"})
-"""What a parameter group of DeepSpeed's FusedAdam has. Others that have all of these (its
-DeepSpeedCPUAdam) have ``amsgrad`` too."""
+"""Keys of a parameter group of DeepSpeed's FusedAdam. DeepSpeedCPUAdam has ``amsgrad`` too."""
 
 
 def share_last_step(scalars: Sequence[dict[str, Scalar]]) -> None:
-    """Set one step count for the parameters of a group, where only the last one has counted.
+    """Give all parameters of a group the step count of the last one, if only that one counts.
 
-    So does DeepSpeed's FusedAdam without ZeRO, which goes by that one for all of them
-    (``deepspeed/ops/adam/fused_adam.py``). Its counts are Python's, torch's are tensors.
-
-    Args:
-        scalars: of each parameter in the optimizer's order; changed in place.
+    DeepSpeed's FusedAdam without ZeRO counts so (``deepspeed/ops/adam/fused_adam.py``), in Python's
+    numbers, whereas torch's counts are tensors. ``scalars`` is in the optimizer's order, and is
+    changed in place.
     """
     counted = [state for state in scalars if type(state.get("step")) is int]
     if len(counted) < len(scalars) or not counted:

@@ -1,7 +1,7 @@
 """Reads single files of ``torch.save``: Lightning's (DDP, FSDP full, consolidated), or weights.
 
-The file's tree is ``{"state_dict": {name: tensor}, "optimizer_states": [...], ...}``, or names and
-tensors alone. Who reads what of them is worked out with the live model (``binding``).
+The file's tree is ``{"state_dict": {name: tensor}, "optimizer_states": [...], ...}``, or a dict of
+names and tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from lightning_elastic_zero.core.manifest import Manifest
 from lightning_elastic_zero.errors import (
     CheckpointFormatError,
-    CheckpointMismatchError,
     UnsupportedError,
 )
 from lightning_elastic_zero.formats.deepspeed_files import FP32_STAGE_3, OPTIMIZER, OURS
@@ -24,10 +23,8 @@ from lightning_elastic_zero.formats.full_state import AVERAGING, CURRENT, FullSt
 from lightning_elastic_zero.formats.open_files import ForeignFiles
 from lightning_elastic_zero.formats.reader import file_list_digest, is_extra_state
 from lightning_elastic_zero.formats.torch_optimizer import (
-    Members,
     by_position,
     is_optimizer,
-    members_of,
 )
 from lightning_elastic_zero.formats.torch_read import is_dense
 
@@ -35,26 +32,26 @@ KIND = "single file of torch.save"
 
 WEIGHTS, OPTIMIZERS = "state_dict", "optimizer_states"
 
-# An optimizer's state under this name is in many a file that DeepSpeed has not written.
+# Files of other software may also have an entry ``optimizer_state_dict``.
 _OF_A_SHARD = {"ds_version", "ds_config", FP32_STAGE_3, OURS}
 
 
 class SingleFileReader(FullStateReader):
-    """A file of ``torch.save`` that holds a whole model."""
+    """A file of ``torch.save`` with a whole model."""
 
     def __init__(self, path: Path, files: ForeignFiles) -> None:
         """Parse a file by its index.
 
         Raises:
-            CheckpointFormatError: it is not of ``torch.save``, is damaged, or holds no model.
-            UnsupportedError: it needs a class that is not allowed, or holds tensors of which no
-                ranges can be read.
+            CheckpointFormatError: it is not of ``torch.save``, is damaged, or has no model.
+            UnsupportedError: it needs a class that is not allowed, or ranges of its tensors cannot
+                be read.
         """
         self._file = files.get(path.name)
         super().__init__(path, files, self._file)
         tree = self._file.tree
         weights, trainer = _parts(tree, path)
-        self._extra_states = {n: state for n, state in weights.items() if _is_extra_state(n)}
+        self._extra_states = {n: state for n, state in weights.items() if is_extra_state(str(n))}
         weights = _checked(weights, path)
         self._average = _checked(tree[WEIGHTS], path) if CURRENT in trainer else None
         averaged = " with averaged weights (taken: the trained weights)"
@@ -68,7 +65,6 @@ class SingleFileReader(FullStateReader):
         self._take(self._full_state)
 
     def _optimizers(self, tree: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the optimizers' state dicts: hyperparameters with values, states without."""
         found = tree.get(OPTIMIZERS) if WEIGHTS in tree else None
         return [
             {
@@ -84,40 +80,26 @@ class SingleFileReader(FullStateReader):
         return [self._path.name]
 
     def bind(self, live: Manifest) -> None:
-        """Find out what is a weight, a buffer, an alias, and whose each optimizer state is.
+        """Match the file with a live model.
 
-        An evaluation is of the average, where there is one, as with Lightning's own strategies.
+        An evaluation uses averaged weights if the file has them, as with Lightning's strategies.
 
         Raises:
             CheckpointMismatchError: a weight that is tied here has two values in the file.
-            UnsupportedError: a hyperparameter is no plain data.
+            UnsupportedError: a hyperparameter is not plain data.
         """
         if self._average is not None and not live.groups:
             kind = f"{KIND} with averaged weights (taken: the average)"
             self._full_state = replace(self._full_state, weights=self._average, kind=kind)
         self._take(self._full_state, live)
 
-    def _members_alone(self) -> tuple[Members, str]:
-        """Return the members of the optimizer's groups by names, or by shapes in order."""
-        optimizers = self._full_state.optimizers
-        if len(optimizers) != 1:
-            return (), f"it holds the states of {len(optimizers)} optimizers" if optimizers else ""
-        try:
-            return members_of(optimizers[0], self._full_state.weights), ""
-        except CheckpointMismatchError as error:
-            return (), str(error)
-
-    def trainer_entry(self, name: str) -> object:
-        """Return an entry at the top of Lightning's file."""
-        return self._full_state.trainer.get(name)
-
     def load_client_state(self) -> dict[str, Any]:
-        """Return all that is neither weights nor optimizer state."""
+        """Return the trainer's state."""
         found: dict[str, Any] = self._file.load_tree(self._full_state.trainer)
         return found
 
     def optimizer_state(self) -> Mapping[Any, Any] | None:
-        """Return what the one optimizer keeps under keys that are not positions of parameters."""
+        """Return the optimizer state under keys that are not parameters."""
         optimizers = self._full_state.optimizers
         if len(optimizers) != 1 or not by_position(optimizers[0]):
             return None
@@ -127,16 +109,16 @@ class SingleFileReader(FullStateReader):
         return found
 
     def load_extra_states(self) -> dict[str, Any]:
-        """Return what modules' ``get_extra_state`` returned."""
+        """Return the results of modules' ``get_extra_state``."""
         found: dict[str, Any] = self._file.load_tree(self._extra_states)
         return found
 
 
 def _parts(tree: object, path: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """Split a tree into the weights, and all that is neither weights nor optimizer state.
+    """Split a tree into the weights and the trainer's state.
 
     Raises:
-        CheckpointFormatError: it holds no weights.
+        CheckpointFormatError: it has no weights.
     """
     if not isinstance(tree, Mapping):
         _refuse(path, f"holds a {type(tree).__name__}, not a dict with a `{WEIGHTS}`")
@@ -145,8 +127,8 @@ def _parts(tree: object, path: Path) -> tuple[Mapping[str, Any], dict[str, Any]]
         if not weights:
             _refuse(path, f"has an empty `{WEIGHTS}`: its weights were saved elsewhere, or not")
         if isinstance(current := tree.get(CURRENT), Mapping) and AVERAGING in tree:
-            # The optimizer's state is that of the trained weights; the average, and what else it
-            # keeps, is the callback's, which looks for all three.
+            # The optimizer state belongs to the trained weights. The callback reads the average
+            # and looks for all three entries.
             rest = {k: v for k, v in tree.items() if k not in (CURRENT, OPTIMIZERS)}
             return current, {**rest, CURRENT: {}}
         return weights, {k: v for k, v in tree.items() if k not in (WEIGHTS, OPTIMIZERS)}
@@ -178,17 +160,13 @@ def _refuse(path: Path, what: str) -> NoReturn:
     raise CheckpointFormatError(msg)
 
 
-def _is_extra_state(name: object) -> bool:
-    return isinstance(name, str) and is_extra_state(name)
-
-
 def _checked(weights: Mapping[Any, Any], path: Path) -> dict[str, torch.Tensor]:
-    """Return weights and buffers, if each is a tensor of which ranges can be read.
+    """Return weights and buffers.
 
     Raises:
-        UnsupportedError: one is not.
+        UnsupportedError: ranges of a tensor cannot be read, or an entry is not a named tensor.
     """
-    weights = {name: tensor for name, tensor in weights.items() if not _is_extra_state(name)}
+    weights = {name: tensor for name, tensor in weights.items() if not is_extra_state(str(name))}
     for name, tensor in weights.items():
         if not isinstance(tensor, torch.Tensor):
             what = f"a {type(tensor).__name__}"

@@ -83,155 +83,6 @@ class RangeSource(Protocol):
         ...
 
 
-class TorchIndex:
-    """The tree of a file of ``torch.save``, with tensors that have a place but no values.
-
-    All that is read for it goes through a ``VerifiedFile`` (foreign files: a ``RangeFile``): the
-    zip's directory at the end, the pickle and the small records at the start. Its tensors are on
-    the meta device, so nobody can take bytes from them that were never read.
-
-    ``torch.load`` itself is not used: to leave the data alone, it would have to map the whole file,
-    which a host may have too little memory to allow, and read parts of it unverified. The pickle is
-    read by the same restricted unpickler, with the classes that ``torch.serialization`` allows.
-    """
-
-    def __init__(self, file: RangeSource, policy: PicklePolicy = PLAIN_DATA) -> None:
-        """Read the index of a file.
-
-        Args:
-            file: the open file.
-            policy: what its pickle may ask for.
-
-        Raises:
-            CheckpointCorruptedError: bytes of it are not what was written.
-            CheckpointFormatError: the file is not of ``torch.save``, or is damaged.
-            UnsupportedError: it holds objects of a class that the policy does not allow.
-        """
-        self._path = file.path
-        self._policy = policy
-        self._stream = _RangeStream(file)
-        self._size_bytes = file.size_bytes
-        self._typed: dict[str, torch.storage.TypedStorage] = {}
-        self._record_of: dict[torch.UntypedStorage, str] = {}
-        self._starts: dict[str, int] = {}
-        self._prefix, self._records = self._read_directory()
-        self._check_byte_order()
-        self.tree = self._read_tree()
-
-    def byte_range(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Return the bytes ``[start, stop)`` of a tensor's elements; gaps between them count.
-
-        Args:
-            tensor: one of the tree's, or a view of one.
-
-        Raises:
-            CheckpointFormatError: it is not of this file, or reaches beyond its storage.
-        """
-        if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
-            self._refuse(f"holds a tensor that is not plain ({tensor.layout})")
-        name = self._record_of.get(tensor.untyped_storage())
-        if name is None:
-            self._refuse(f"does not hold the tensor that is asked for ({tensor.shape})")
-        reach = zip(tensor.shape, tensor.stride(), strict=True)
-        span = 1 + sum((size - 1) * stride for size, stride in reach) if tensor.numel() else 0
-        itemsize = tensor.dtype.itemsize
-        start = self._start_of(name) + int(tensor.storage_offset()) * itemsize
-        stop = self._start_of(name) + self._records[name].file_size
-        if span and (start % itemsize or start + span * itemsize > stop):
-            self._refuse(f"holds a tensor that does not fit into its record {name}")
-        return start, start + span * itemsize
-
-    @property
-    def saved_as(self) -> str:
-        """What ``torch.save`` was told to call the file, without its suffix; or ``archive``."""
-        return self._prefix
-
-    def _read_directory(self) -> tuple[str, dict[str, zipfile.ZipInfo]]:
-        reader = io.BufferedReader(self._stream, CHUNK_BYTES)
-        try:
-            with zipfile.ZipFile(reader) as archive:
-                records = {info.filename: info for info in archive.infolist()}
-        except (zipfile.BadZipFile, OSError, *_UNREADABLE) as error:
-            reader.seek(0)
-            if reader.read(2) == b"PK":
-                self._refuse(
-                    f"begins as a file of torch.save, and is cut short or damaged: its index, at "
-                    f"the end, cannot be read ({str(error) or repr(error)})"
-                )
-            self._refuse(f"is not a file of torch.save: {str(error) or repr(error)}")
-        finally:
-            # Else the stream would be closed together with its reader.
-            reader.detach()
-        prefixes = [name.partition("/")[0] for name in records if name.endswith("/data.pkl")]
-        if len(prefixes) != 1:
-            self._refuse("is a zip, but not of torch.save: it has no data.pkl of its own")
-        return prefixes[0], records
-
-    def _check_byte_order(self) -> None:
-        name = f"{self._prefix}/byteorder"
-        order = self._record_bytes(name).decode("ascii", "replace") if name in self._records else ""
-        if order not in {"", sys.byteorder}:
-            self._refuse(f"has the byte order {order!r}, this machine has {sys.byteorder!r}")
-
-    def _read_tree(self) -> Any:
-        data = self._record_bytes(f"{self._prefix}/data.pkl")
-        try:
-            return unpickle(data, self._storage_of, self._policy)
-        except _UNREADABLE as error:
-            if self._policy is not PLAIN_DATA:
-                refuse_class(error, self._path)
-            reason = str(error).partition(" Please use")[0]
-            self._refuse(f"cannot be read as plain data: {reason or repr(error)}")
-
-    def _storage_of(self, saved_id: Any) -> torch.storage.TypedStorage:
-        """Make the storage that a pickle names, without values."""
-        _, kind, key, _, numel = saved_id
-        if key not in self._typed:
-            dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
-            name, size_bytes = f"{self._prefix}/data/{key}", numel * dtype.itemsize
-            found = self._records[name].file_size
-            if found != size_bytes:
-                msg = f"its record {name} has {found} bytes, expected {size_bytes}"
-                raise ValueError(msg)
-            storage = torch.UntypedStorage(  # type: ignore[no-untyped-call]
-                size_bytes, device="meta"
-            )
-            self._record_of[storage] = name
-            self._typed[key] = torch.storage.TypedStorage(  # type: ignore[no-untyped-call]
-                wrap_storage=storage, dtype=dtype, _internal=True
-            )
-        return self._typed[key]
-
-    def records(self) -> Iterator[tuple[str, int, int, int]]:
-        """Yield each record's name, its bytes ``[start, stop)``, and its CRC-32; 0 is none."""
-        for name, info in self._records.items():
-            start = self._start_of(name)
-            yield name, start, start + info.file_size, info.CRC
-
-    def _record_bytes(self, name: str) -> bytes:
-        start = self._start_of(name)
-        return self._stream.bytes_at(start, start + self._records[name].file_size)
-
-    def _start_of(self, name: str) -> int:
-        """Find where a record's data begin: behind a header whose size only itself tells."""
-        if name not in self._starts:
-            info = self._records[name]
-            start = info.header_offset + _LOCAL_HEADER.size
-            header = self._stream.bytes_at(info.header_offset, start)
-            if len(header) < _LOCAL_HEADER.size or info.compress_type != zipfile.ZIP_STORED:
-                self._refuse(f"has no plain record {name}")
-            mark, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
-            start += name_bytes + extra_bytes
-            if mark != b"PK\x03\x04" or start + info.file_size > self._size_bytes:
-                self._refuse(f"has no sound record {name}")
-            self._starts[name] = start
-        return self._starts[name]
-
-    def _refuse(self, what: str) -> NoReturn:
-        msg = f"{self._path} {what}. Resume from another checkpoint."
-        raise CheckpointFormatError(msg)
-
-
 class _RangeStream(io.RawIOBase):
     """A binary stream over a source, which keeps the last few chunks."""
 
@@ -290,7 +141,7 @@ MOST_ELEMENTS = 1 << 22
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether each element lies beside another one, in whatever order, and in no other's place."""
+    """Whether the elements fill a range without gaps or overlaps, in any order of dimensions."""
     if tensor.layout != torch.strided:
         return False
     reached = 1
@@ -302,44 +153,30 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """Some blocks of a tensor, one after the other."""
-
-    tensor: torch.Tensor
-    """It is dense."""
-    start: int
-    """The first element, counted in the file and in logical order."""
-    stop: int
-    """The element after the last one, likewise."""
-
-    def in_logical_order(self, elements: torch.Tensor) -> torch.Tensor:
-        """Return elements ``(stop - start,)``, as the file has them, in logical order."""
-        outer, block = _split(self.tensor)
-        inner = (self.tensor.shape[outer:], self.tensor.stride()[outer:])
-        count = elements.numel() // block
-        return elements.as_strided((count, *inner[0]), (block, *inner[1])).reshape(-1)
-
-
 def blocks_of(
     tensor: torch.Tensor, start: int, stop: int, most_elements: int = MOST_ELEMENTS
-) -> Iterator[Blocks]:
-    """Yield the blocks that hold the elements ``[start, stop)`` of a dense tensor, some at a time.
+) -> Iterator[tuple[int, int]]:
+    """Yield the blocks with the elements ``[start, stop)`` of a dense tensor, some at a time.
 
-    Args:
-        tensor: its values are not looked at.
-        start: the first element, in logical order.
-        stop: the element after the last one.
-        most_elements: of the blocks that are given at once, where one has no more.
+    Each is ``[first, last)``, counted in the file and in logical order, and has at most
+    ``most_elements`` if one block has no more.
     """
     _, block = _split(tensor)
     step = max(most_elements // block, 1) * block
     for first in range(start // block * block, stop, step):
-        yield Blocks(tensor, first, min(first + step, -(-stop // block) * block))
+        yield first, min(first + step, -(-stop // block) * block)
+
+
+def in_logical_order(tensor: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
+    """Return elements of whole blocks of a dense tensor, as the file has them, in logical order."""
+    outer, block = _split(tensor)
+    inner = (tensor.shape[outer:], tensor.stride()[outer:])
+    count = elements.numel() // block
+    return elements.as_strided((count, *inner[0]), (block, *inner[1])).reshape(-1)
 
 
 def _split(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return how many dimensions are outermost in the file too, and the elements of the others."""
+    """Return how many dimensions are outermost in the file too, and the elements of a block."""
     block = tensor.numel()
     for index, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if size != 1 and stride != block // size:
@@ -382,38 +219,147 @@ class StoredRun:
 class TorchFile:
     """A file of ``torch.save`` that is read by ranges.
 
-    No byte of a file that a manifest names is used unverified; foreign files keep a CRC-32 of each
-    record at most, which ``verify`` compares.
+    No byte of a file that a manifest names is used unverified; foreign files have at most a CRC-32
+    of each record, which ``verify`` compares. Opening reads the zip's directory, the pickle and the
+    small records. ``torch.load(mmap=True)`` is not used: it would map the whole file, for which a
+    host may lack memory, and read it unverified.
 
     Attributes:
-        path: where the file is.
-        tree: what was saved. Its tensors have shape and dtype, but no values (they are on the meta
-            device): those are fetched by ``read_into`` and ``load_tree``.
-        saved_as: what ``torch.save`` called it, without suffix: ``archive`` where it was not told.
+        path: the path of the file.
+        tree: the saved object. Its tensors have no values (they are on the meta device, so nobody
+            uses bytes that were not read): ``read_into`` and ``load_tree`` read them.
+        saved_as: the file's name when it was saved, without suffix; else ``archive``.
     """
 
     def __init__(self, file: RangeSource, policy: PicklePolicy = PLAIN_DATA) -> None:
-        """Read the index of an open file, which is closed where that fails.
+        """Read the index of an open file; close the file if that fails.
 
         Args:
-            file: a ``VerifiedFile``, which a manifest names, or one that nobody has recorded
-                anything of.
-            policy: what its pickle may ask for.
+            file: a ``VerifiedFile``, or a file without recorded checksums.
+            policy: the classes that its pickle may contain.
 
         Raises:
-            CheckpointCorruptedError: its bytes are not what was written, or it is cut short.
-            CheckpointFormatError: it is not of ``torch.save``, or is damaged.
-            UnsupportedError: it holds objects of a class that the policy does not allow.
+            CheckpointCorruptedError: the file is truncated, or differs from what was written.
+            CheckpointFormatError: the file is not of ``torch.save``, or is damaged.
+            UnsupportedError: it contains objects of a class that the policy does not allow.
         """
         self.path = file.path
         self._file = file
+        self._policy = policy
+        self._stream = _RangeStream(file)
+        self._typed: dict[str, torch.storage.TypedStorage] = {}
+        self._record_of: dict[torch.UntypedStorage, str] = {}
+        self._starts: dict[str, int] = {}
         try:
-            self._index = TorchIndex(file, policy)
+            self.saved_as, self._records = self._read_directory()
+            self._check_byte_order()
+            self.tree: Any = self._read_tree()
         except BaseException:
             file.close()
             raise
-        self.tree: Any = self._index.tree
-        self.saved_as = self._index.saved_as
+
+    # -- the index -------------------------------------------------------------------------------
+
+    def _read_directory(self) -> tuple[str, dict[str, zipfile.ZipInfo]]:
+        reader = io.BufferedReader(self._stream, CHUNK_BYTES)
+        try:
+            with zipfile.ZipFile(reader) as archive:
+                records = {info.filename: info for info in archive.infolist()}
+        except (zipfile.BadZipFile, OSError, *_UNREADABLE) as error:
+            reader.seek(0)
+            if reader.read(2) == b"PK":
+                self._refuse(
+                    f"begins as a file of torch.save, and is cut short or damaged: its index, at "
+                    f"the end, cannot be read ({str(error) or repr(error)})"
+                )
+            self._refuse(f"is not a file of torch.save: {str(error) or repr(error)}")
+        finally:
+            # Else the stream would be closed together with its reader.
+            reader.detach()
+        prefixes = [name.partition("/")[0] for name in records if name.endswith("/data.pkl")]
+        if len(prefixes) != 1:
+            self._refuse("is a zip, but not of torch.save: it has no data.pkl of its own")
+        return prefixes[0], records
+
+    def _check_byte_order(self) -> None:
+        name = f"{self.saved_as}/byteorder"
+        order = self._record_bytes(name).decode("ascii", "replace") if name in self._records else ""
+        if order not in {"", sys.byteorder}:
+            self._refuse(f"has the byte order {order!r}, this machine has {sys.byteorder!r}")
+
+    def _read_tree(self) -> Any:
+        data = self._record_bytes(f"{self.saved_as}/data.pkl")
+        try:
+            return unpickle(data, self._storage_of, self._policy)
+        except _UNREADABLE as error:
+            if self._policy is not PLAIN_DATA:
+                refuse_class(error, self.path)
+            reason = str(error).partition(" Please use")[0]
+            self._refuse(f"cannot be read as plain data: {reason or repr(error)}")
+
+    def _storage_of(self, saved_id: Any) -> torch.storage.TypedStorage:
+        """Make the storage that a pickle names, without values."""
+        _, kind, key, _, numel = saved_id
+        if key not in self._typed:
+            dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
+            name, size_bytes = f"{self.saved_as}/data/{key}", numel * dtype.itemsize
+            found = self._records[name].file_size
+            if found != size_bytes:
+                msg = f"its record {name} has {found} bytes, expected {size_bytes}"
+                raise ValueError(msg)
+            storage = torch.UntypedStorage(  # type: ignore[no-untyped-call]
+                size_bytes, device="meta"
+            )
+            self._record_of[storage] = name
+            self._typed[key] = torch.storage.TypedStorage(  # type: ignore[no-untyped-call]
+                wrap_storage=storage, dtype=dtype, _internal=True
+            )
+        return self._typed[key]
+
+    def _record_bytes(self, name: str) -> bytes:
+        start = self._start_of(name)
+        return self._stream.bytes_at(start, start + self._records[name].file_size)
+
+    def _start_of(self, name: str) -> int:
+        """Return the start of a record's data, after a header of variable size."""
+        if name not in self._starts:
+            info = self._records[name]
+            start = info.header_offset + _LOCAL_HEADER.size
+            header = self._stream.bytes_at(info.header_offset, start)
+            if len(header) < _LOCAL_HEADER.size or info.compress_type != zipfile.ZIP_STORED:
+                self._refuse(f"has no plain record {name}")
+            mark, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
+            start += name_bytes + extra_bytes
+            if mark != b"PK\x03\x04" or start + info.file_size > self._file.size_bytes:
+                self._refuse(f"has no sound record {name}")
+            self._starts[name] = start
+        return self._starts[name]
+
+    def _refuse(self, what: str) -> NoReturn:
+        msg = f"{self.path} {what}. Resume from another checkpoint."
+        raise CheckpointFormatError(msg)
+
+    def _byte_range(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """Return the bytes ``[start, stop)`` of a tensor's elements, including gaps between them.
+
+        Raises:
+            CheckpointFormatError: the tensor is not of this file, or exceeds its storage.
+        """
+        if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+            self._refuse(f"has a tensor that is not plain ({tensor.layout})")
+        name = self._record_of.get(tensor.untyped_storage())
+        if name is None:
+            self._refuse(f"lacks the requested tensor ({tensor.shape})")
+        reach = zip(tensor.shape, tensor.stride(), strict=True)
+        span = 1 + sum((size - 1) * stride for size, stride in reach) if tensor.numel() else 0
+        itemsize = tensor.dtype.itemsize
+        start = self._start_of(name) + int(tensor.storage_offset()) * itemsize
+        stop = self._start_of(name) + self._records[name].file_size
+        if span and (start % itemsize or start + span * itemsize > stop):
+            self._refuse(f"has a tensor that exceeds its record {name}")
+        return start, start + span * itemsize
+
+    # -- data ------------------------------------------------------------------------------------
 
     def verify(self, progress: Progress = NO_PROGRESS) -> None:
         """Read the whole file, and compare the CRC-32 of each record where one was written.
@@ -421,8 +367,9 @@ class TorchFile:
         Raises:
             CheckpointCorruptedError: bytes of a record are not what was written.
         """
-        for name, start, stop, wanted in self._index.records():
-            found = 0
+        for name, info in self._records.items():
+            start, wanted, found = self._start_of(name), info.CRC, 0
+            stop = start + info.file_size
             for _, view in self._file.read_runs([(start, stop)] if wanted else []):
                 found = zlib.crc32(view, found)
                 progress.advance(view.nbytes)
@@ -439,32 +386,17 @@ class TorchFile:
         """How many bytes of the file and its checksums were read so far."""
         return self._file.bytes_read
 
-    def byte_range(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Return the bytes ``[start, stop)`` in which the elements of a contiguous tensor lie.
-
-        Raises:
-            CheckpointFormatError: it is not of this file, or reaches beyond its storage.
-            ValueError: it is not contiguous.
-        """
-        if not tensor.is_contiguous():
-            msg = f"A tensor of strides {tensor.stride()} has no one place in {self.path}."
-            raise ValueError(msg)
-        return self._index.byte_range(tensor)
-
     def read_into(
         self,
         wanted: Iterable[tuple[torch.Tensor, StoredRun]],
         progress: Progress = NO_PROGRESS,
     ) -> int:
-        """Fill tensors with runs of stored ones, in one pass over the file.
+        """Fill tensors with runs of stored ones; return the bytes read from disk.
 
         Args:
-            wanted: a 1-D tensor on any device, and the run that fills it, in any order. Elements
+            wanted: 1-D tensors on any device, and the runs that fill them, in any order. Elements
                 of another type are cast; all others are copied bit for bit.
             progress: receives the number of bytes read.
-
-        Returns:
-            The bytes that were read from disk.
 
         Raises:
             CheckpointCorruptedError: bytes of the file are not what was written; the targets may
@@ -485,7 +417,6 @@ class TorchFile:
         return self.bytes_read - before
 
     def _fill_reordered(self, target: torch.Tensor, run: StoredRun, progress: Progress) -> None:
-        """Fill a target with a run of a tensor whose elements lie in another order."""
         run.check_fills(target, self.path)
         if not is_dense(run.tensor):
             msg = (
@@ -494,25 +425,23 @@ class TorchFile:
             )
             raise UnsupportedError(msg)
         dtype = run.tensor.dtype
-        start_byte = self._index.byte_range(run.tensor)[0]
-        for blocks in blocks_of(run.tensor, run.start, run.stop):
-            held = host_chunk(blocks.stop - blocks.start, dtype)
-            place = start_byte + blocks.start * dtype.itemsize
+        start_byte = self._byte_range(run.tensor)[0]
+        for first, last in blocks_of(run.tensor, run.start, run.stop):
+            held = host_chunk(last - first, dtype)
+            place = start_byte + first * dtype.itemsize
             self._fill([_RangeCopy(place, dtype, held)], progress)
-            low, high = max(blocks.start, run.start), min(blocks.stop, run.stop)
-            found = blocks.in_logical_order(held)[low - blocks.start : high - blocks.start]
+            low, high = max(first, run.start), min(last, run.stop)
+            found = in_logical_order(run.tensor, held)[low - first : high - first]
             target.detach()[low - run.start : high - run.start].copy_(found)
 
     def _job(self, target: torch.Tensor, run: StoredRun) -> _RangeCopy:
         run.check_fills(target, self.path)
         dtype = run.tensor.dtype
-        start_byte = self.byte_range(run.tensor)[0] + run.start * dtype.itemsize
+        start_byte = self._byte_range(run.tensor)[0] + run.start * dtype.itemsize
         return _RangeCopy(start_byte, dtype, target.detach())
 
     def load_tree(self, subtree: Any) -> Any:
-        """Return a part of the tree with ordinary copies in the place of its tensors.
-
-        Dicts, lists and tuples are new, and of the types that they were; all else is shared.
+        """Return a copy of a part of the tree, with the values of its tensors (``with_copies``).
 
         Raises:
             CheckpointCorruptedError: bytes of the file are not what was written.
@@ -520,7 +449,7 @@ class TorchFile:
         copies, jobs = {}, []
         for tensor in tensors_of(subtree):
             if id(tensor) not in copies:
-                start, stop = self._index.byte_range(tensor)
+                start, stop = self._byte_range(tensor)
                 flat = torch.empty((stop - start) // tensor.dtype.itemsize, dtype=tensor.dtype)
                 jobs.append(_RangeCopy(start, tensor.dtype, flat))
                 copies[id(tensor)] = flat.as_strided(tensor.shape, tensor.stride())
@@ -548,7 +477,7 @@ class TorchFile:
 
 @dataclass(frozen=True, slots=True)
 class _RangeCopy:
-    """Bytes that follow one another in the file, and the 1-D tensor that their elements fill."""
+    """Consecutive bytes of the file, and the 1-D tensor that their elements fill."""
 
     start_byte: int
     dtype: torch.dtype
@@ -557,23 +486,22 @@ class _RangeCopy:
 
     @property
     def stop_byte(self) -> int:
-        """Where the last one ends in the file."""
         return self.start_byte + self.slot.numel() * self.dtype.itemsize
 
     def memory(self) -> memoryview | None:
-        """Return the slot's memory, if the file's bytes can be read right there."""
+        """Return the slot's memory if bytes can be read into it directly."""
         slot = self.slot
         there = slot.device.type == "cpu" and slot.is_contiguous() and not slot.is_neg()
-        # What holds no whole chunk is never read in place.
+        # Only whole chunks are read in place.
         if slot.nbytes < CHUNK_BYTES or slot.dtype != self.dtype or not there or slot.is_conj():
             return None
         return slot.view(torch.uint8).numpy().data
 
     def take(self, offset: int, view: memoryview) -> None:
-        """Copy what a piece of the file has for this job, if it was not read into its slot.
+        """Copy the elements in a piece of the file, unless they were read into the slot directly.
 
-        Neither end of the piece cuts an element: it is where a run begins or ends, or a border of
-        chunks, and both chunks and places are multiples of the element's size in the file.
+        A piece cuts no element: it ends at the border of a run or of a chunk, and elements are
+        aligned.
         """
         itemsize = self.dtype.itemsize
         low = max(self.start_byte, offset)
@@ -594,15 +522,14 @@ class _RangeCopy:
             elements.view(INTEGER_DTYPES[itemsize]),
         )
         if slot.device.type == "cpu":
-            # torch would share out the copy among threads, which wait for each other: on a busy
-            # host that was ten times slower than one thread alone.
+            # torch would copy with several threads, which was ten times slower on a busy host.
             slot.numpy()[:] = elements.numpy()
         else:
             slot.copy_(elements)
 
 
 def _places(jobs: Sequence[_RangeCopy]) -> list[tuple[int, memoryview]]:
-    """Return the memory of the jobs, sorted by their start, that share no byte with another one."""
+    """Return the memory of those jobs, sorted by start, that share no byte with another one."""
     places, reached = [], 0
     for job, following in itertools.zip_longest(jobs, jobs[1:]):
         alone = following is None or job.stop_byte <= following.start_byte
@@ -613,7 +540,7 @@ def _places(jobs: Sequence[_RangeCopy]) -> list[tuple[int, memoryview]]:
 
 
 def _union(jobs: Iterable[_RangeCopy]) -> list[tuple[int, int]]:
-    """Join the bytes of jobs, sorted by their start, that overlap or touch."""
+    """Join overlapping or adjacent byte ranges of jobs, which are sorted by start."""
     runs: list[tuple[int, int]] = []
     for job in jobs:
         if runs and job.start_byte <= runs[-1][1]:
@@ -624,11 +551,11 @@ def _union(jobs: Iterable[_RangeCopy]) -> list[tuple[int, int]]:
 
 
 def with_copies(tree: Any, copies: Mapping[int, torch.Tensor]) -> Any:
-    """Return a tree with other tensors in the place of those, by their ids.
+    """Return a tree with other tensors instead of those with the given ids.
 
-    Dicts, lists and tuples are new, and of the types that they were; all else is shared. A tensor
-    that stays the same object in the tree is one object in the result, with the kind (parameter or
-    tensor), ``requires_grad`` and attributes of the original.
+    Dicts, lists and tuples are copied with their types; all else is shared. A tensor in two places
+    stays one object. Copies get the kind (parameter or tensor), ``requires_grad`` and attributes of
+    the originals.
     """
     return _with_copies(tree, dict(copies), set())
 
@@ -641,7 +568,7 @@ def _with_copies(tree: Any, copies: dict[int, torch.Tensor], complete: set[int])
             vars(copied).update(_with_copies(vars(tree), copies, complete))
         return copies.get(id(tree), tree)
     if isinstance(tree, dict):
-        # A copy keeps what a dict's own kind has besides its items.
+        # copy.copy() keeps the attributes of subclasses.
         result = copy.copy(tree)
         for key, value in tree.items():
             # Not update(): a Counter would count.
@@ -664,10 +591,10 @@ ZIP_MARK = b"PK\x03\x04"
 
 
 def is_legacy(path: Path) -> bool:
-    """Whether a file is no zip, so that it cannot be read by ranges.
+    """Whether a file is not a zip, so that it cannot be read by ranges.
 
     Raises:
-        CheckpointCorruptedError: it is missing, or cannot be read.
+        CheckpointCorruptedError: it is missing or cannot be read.
     """
     try:
         with os.fdopen(open_file(path)[0], "rb") as file:
@@ -677,40 +604,13 @@ def is_legacy(path: Path) -> bool:
         raise CheckpointCorruptedError(msg) from error
 
 
-def _check_beginning(first: bytes, path: Path) -> None:
-    """Refuse what does not begin as such a file does.
-
-    Raises:
-        CheckpointFormatError: it is empty, or something else.
-    """
-    if first == LEGACY_MARK:
-        return
-    what = f"is no file of torch.save (it begins with {first!r})"
-    if not first:
-        what = "is empty: what wrote it was interrupted, or had no room on the disk"
-    msg = f"{path} {what}. Resume from another checkpoint"
-    raise CheckpointFormatError(msg)
-
-
 class LegacyFile:
-    """A file that is held in memory whole (``TorchFile``'s interface).
-
-    Attributes:
-        path: where the file is.
-        tree: what was saved, with its tensors' values.
-        bytes_read: the file's size.
-        saved_as: nothing: these files do not say what they were called.
-    """
+    """A file that is loaded whole, with the interface of ``TorchFile``."""
 
     saved_as = ""
 
     def __init__(self, path: Path, policy: PicklePolicy, progress: Progress = NO_PROGRESS) -> None:
-        """Load a file.
-
-        Args:
-            path: where it is.
-            policy: what its pickle may ask for.
-            progress: checked after every read.
+        """Load a file; ``progress`` is checked after every read.
 
         Raises:
             CheckpointFormatError: it is not of ``torch.save``, or damaged.
@@ -720,15 +620,19 @@ class LegacyFile:
         self.bytes_read = path.stat().st_size
         try:
             with bounded_stream(path, progress) as stream:
-                _check_beginning(stream.peek()[: len(LEGACY_MARK)], path)
+                if (first := stream.peek()[: len(LEGACY_MARK)]) != LEGACY_MARK:
+                    what = f"is not a file of torch.save (it begins with {first!r})"
+                    what = what if first else "is empty: its save was interrupted, or the disk full"
+                    msg = f"{path} {what}. Resume from another checkpoint"
+                    raise CheckpointFormatError(msg)  # noqa: TRY301 (passed on below)
                 self.tree: Any = load_stream(stream, policy, path)
         except ElasticZeroError:
             raise  # a class that is refused, or another rank's failure meanwhile
         except Exception as error:
-            # torch's own advice, to trust the file, is none here.
+            # Without torch's advice to trust the file.
             why = f"{type(error).__name__}: {str(error).partition('Weights only load')[0]}"
             msg = (
-                f"{path} cannot be read ({why}): it is no file of torch.save, or damaged. Resume "
+                f"{path} cannot be read ({why}): it is not of torch.save, or damaged. Resume "
                 "from another checkpoint"
             )
             raise CheckpointFormatError(msg) from error

@@ -290,7 +290,7 @@ def test_an_average_in_the_place_of_the_weights_is_refused(
     torch.save({**state, "averaging_state": {"n_averaged": torch.tensor(3)}}, path / "meta.pt")
     found = refused(pools, TARGETS[1], str(path))
     assert found.error == "CheckpointMismatchError", found.message
-    assert "is the average that WeightAveraging kept" in found.message
+    assert "is the average of WeightAveraging" in found.message
 
 
 def _lose(folder: Path) -> None:
