@@ -208,9 +208,7 @@ class TestReading:
             found = torch.empty(40, dtype=torch.bfloat16)
             file.read_into([(found, StoredRun(file.tree["a"][50:100], 0, 40))])
             assert bits(found) == bits(live[50:90])
-            with pytest.raises(
-                CheckpointFormatError, match="lacks the requested tensor"
-            ):
+            with pytest.raises(CheckpointFormatError, match="lacks the requested tensor"):
                 file.read_into([(torch.empty(3), StoredRun(torch.zeros(3), 0, 3))])
 
     def test_loads_a_tree_as_torch_does(self, tmp_path: Path) -> None:
