@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -37,7 +37,7 @@ from lightning_elastic_zero.storage.ownership import (
     recorded_files,
 )
 from lightning_elastic_zero.storage.publish import OWNER_PREFIX
-from lightning_elastic_zero.storage.stores import Store, StoredObject, StorePath, Version
+from lightning_elastic_zero.storage.stores import StoredObject, StorePath, Version
 
 LINK_FORMAT = "lightning_elastic_zero.link"
 """``format`` of a ``manifest.json`` that is a link."""
@@ -45,10 +45,16 @@ LINK_FORMAT = "lightning_elastic_zero.link"
 TOUCH_INTERVAL_S = 60.0
 """Interval at which a working process writes its owner object again."""
 
+IN_FLIGHT_S = 60.0
+"""Longest time after which a store carries out a request of a process that has ended."""
+
 _MOST_LINKS = 8
 """Links that are followed from one to the next."""
 
 _SAVE_ID = re.compile("[0-9a-f]{32}")
+
+_probed: set[str] = set()
+"""Buckets of which this process knows that they have conditional writes."""
 
 _log = logging.getLogger(__name__)
 
@@ -265,23 +271,29 @@ def remove_leftovers(parent: StorePath, progress: Progress = NO_PROGRESS) -> lis
     time by the store's clock. The newest owner object tells the time: ``StagedObjects.create``
     has just written one.
     """
-    _, objects = parent.store.entries(parent.key, progress)
-    owners = {
-        _below(parent, found).removeprefix(OWNER_PREFIX).removesuffix(".json"): found
-        for found in objects
-        if _below(parent, found).startswith(OWNER_PREFIX)
-    }
+    owners = _owners(parent, progress)
     now = max((found.modified for found in owners.values()), default=None)
     removed = []
-    for save_id, found in owners.items():
+    for found in owners.values():
         owner = _owner_of(parent, found)
-        if owner is None or now is None or not _SAVE_ID.fullmatch(save_id):
+        if owner is None or now is None:
             continue
-        if owner.is_dead((now - found.modified).total_seconds()):
+        untouched_s = (now - found.modified).total_seconds()
+        if untouched_s > IN_FLIGHT_S and owner.is_dead(untouched_s):
             # First: a process that was only suspended must not publish what is removed here.
             parent.store.delete([found.key], progress)
-            removed += _remove_unpublished(parent / owner.target, owners, save_id, progress)
+            removed += _remove_unpublished(parent / owner.target, progress)
     return removed
+
+
+def _owners(parent: StorePath, progress: Progress) -> dict[str, StoredObject]:
+    """Return the owner objects in a folder by save id."""
+    found = {
+        _below(parent, each).removeprefix(OWNER_PREFIX).removesuffix(".json"): each
+        for each in parent.store.entries(parent.key, progress)[1]
+        if _below(parent, each).startswith(OWNER_PREFIX)
+    }
+    return {save_id: each for save_id, each in found.items() if _SAVE_ID.fullmatch(save_id)}
 
 
 def _owner_of(parent: StorePath, found: StoredObject) -> ProcessIdentity | None:
@@ -291,15 +303,13 @@ def _owner_of(parent: StorePath, found: StoredObject) -> ProcessIdentity | None:
         return None
 
 
-def _remove_unpublished(
-    target: StorePath, owners: Iterable[str], dead: str, progress: Progress
-) -> list[StorePath]:
-    """Remove the saves under a name that its manifest does not name and nobody else writes."""
-    commit = read_commit(target, progress)
-    kept = {*owners, commit.save_id if commit else ""} - {dead}
-    if commit is not None and commit.save_id == dead:
-        kept.add(dead)
+def _remove_unpublished(target: StorePath, progress: Progress) -> list[StorePath]:
+    """Remove the saves under a name that its manifest does not name and nobody writes."""
+    # In this order: a save has an owner before its first file, and until after its commit.
     saves, _ = target.store.entries(target.key, progress)
+    owners = _owners(target.parent, progress)
+    commit = read_commit(target, progress)
+    kept = {*owners, commit.save_id if commit else ""}
     gone = [save_id for save_id in saves if _SAVE_ID.fullmatch(save_id) and save_id not in kept]
     for save_id in gone:
         _delete_files(target, save_id, progress)
@@ -323,6 +333,8 @@ class StagedObjects:
         self.path, self.target, self.prefix = target / save_id, target, f"{save_id}/"
         self._owner = target.parent / f"{OWNER_PREFIX}{save_id}.json"
         self._owner_data = ProcessIdentity.of_this_process(target.name).to_json()
+        self._owner_version: Version | None = None
+        self._lock = threading.Lock()
         self._save_id = save_id
         self._replaced: Commit | None = None
         self._manifest = b""
@@ -338,11 +350,15 @@ class StagedObjects:
         """
         staged = cls(target, save_id)
         with as_save_error(target):
-            check_conditional_writes(target.store, target.parent)
             check_replaceable(target)
             staged._replaced = read_commit(target)
-            target.store.put(staged._owner.key, staged._owner_data)
-            remove_leftovers(target.parent)
+            try:
+                staged._touch()
+                staged._check_conditional_writes()
+                remove_leftovers(target.parent)
+            except BaseException:
+                staged.abandon()
+                raise
         return staged
 
     def touch_regularly(self) -> PeriodicThread:
@@ -350,9 +366,43 @@ class StagedObjects:
 
         def touch() -> None:
             with suppress(OSError):
-                self.target.store.put(self._owner.key, self._owner_data)
+                self._touch()
 
         return PeriodicThread(touch, TOUCH_INTERVAL_S, "owns a save")
+
+    def _touch(self) -> None:
+        """Write the owner object again, unless it was removed.
+
+        Raises:
+            FileExistsError: it was, because this process seemed to be dead.
+        """
+        with self._lock:
+            self._owner_data += b"\n"  # Different each time, as a swap requires.
+            self._owner_version = self.target.store.swap(
+                self._owner.key, self._owner_data, self._owner_version
+            )
+
+    def _check_conditional_writes(self) -> None:
+        """Check once per bucket that the store refuses to write an object of another version.
+
+        Raises:
+            SaveError: it does not.
+        """
+        store, key = self.target.store, self._owner.key
+        if store.root in _probed:
+            return
+        first = self._owner_version
+        self._touch()
+        for expected in (None, first):
+            with suppress(FileExistsError):
+                store.swap(key, self._owner_data + new_id().encode(), expected)
+                store.delete([key])
+                msg = (
+                    f"{store.root} does not support conditional writes, without which a checkpoint "
+                    "could be torn or replaced silently. Save to another store, or to a disk."
+                )
+                raise SaveError(msg)
+        _probed.add(store.root)
 
     def seal(self, manifest: bytes) -> None:
         """Set the manifest, which ``put_in_place`` writes."""
@@ -371,16 +421,20 @@ class StagedObjects:
         store, key = self.target.store, (self.target / MANIFEST_NAME).key
         expected = self._replaced.version if self._replaced else None
         try:
-            store.size(self._owner.key)
-            self._is_committing = True
-            # Without progress checks: an interrupted request may still be carried out.
-            store.swap(key, self._manifest, expected)
-        except FileNotFoundError as error:
+            self._touch()
+        except FileExistsError as error:
             msg = (
                 f"Could not publish {self.target}: this process was considered dead, and its files "
                 "were removed."
             )
             raise SaveError(msg) from error
+        except OSError as error:
+            msg = f"Could not publish {self.target}: {error.strerror}."
+            raise SaveError(msg) from error
+        self._is_committing = True
+        try:
+            # Without progress checks: an interrupted request may still be carried out.
+            store.swap(key, self._manifest, expected)
         except FileExistsError as error:
             self._is_committing = False
             msg = (
@@ -415,44 +469,3 @@ class StagedObjects:
                 if not is_published:
                     _delete_files(self.target, self._save_id, NO_PROGRESS)
                 self.target.store.delete([self._owner.key])
-
-
-_probed: set[str] = set()
-"""Buckets of which this process knows that they have conditional writes."""
-
-
-def check_conditional_writes(store: Store, folder: StorePath) -> None:
-    """Check once per bucket that the store refuses to create an object twice.
-
-    Raises:
-        SaveError: it does not, or cannot replace an object of a given version.
-        OSError: the store cannot be written.
-    """
-    if store.root in _probed:
-        return
-    key = (folder / f".zero-probe-{new_id()}").key
-    try:
-        version = store.swap(key, b"1", None)
-        second = _refuses(store, key, b"2", None)
-        try:
-            store.swap(key, b"3", version)
-        except FileExistsError:
-            second = False
-        if not (second and _refuses(store, key, b"4", version)):
-            msg = (
-                f"{store.root} does not support conditional writes, without which a checkpoint "
-                "could be torn or replaced silently. Save to another store, or to a disk."
-            )
-            raise SaveError(msg)
-    finally:
-        with suppress(OSError):
-            store.delete([key])
-    _probed.add(store.root)
-
-
-def _refuses(store: Store, key: str, data: bytes, expected: Version | None) -> bool:
-    try:
-        store.swap(key, data, expected)
-    except FileExistsError:
-        return True
-    return False
