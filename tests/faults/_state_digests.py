@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from lightning_elastic_zero.core.manifest import Manifest
 from lightning_elastic_zero.core.progress import NO_PROGRESS
 from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.formats.reader import WEIGHT, CheckpointReader
+from lightning_elastic_zero.storage.stores import AnyPath
 from tests.support.bits import bitwise_repr
 
 
@@ -29,7 +29,7 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def read_digests(path: Path) -> dict[str, str]:
+def read_digests(path: AnyPath) -> dict[str, str]:
     """Return a digest of every value that a load could be given, by what it is.
 
     Raises:

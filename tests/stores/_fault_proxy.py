@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
@@ -122,6 +122,8 @@ class FaultProxy:
         self._requests: list[Request] = []
         self._fault: Fault | None = None
         self._matched = 0
+        self.conditional = threading.Lock()
+        """Held during a conditional write: moto compares and writes in two steps."""
         handler = type("Handler", (_Handler,), {"proxy": self})
         self._server = _Server(("127.0.0.1", 0), handler)
         self.port = int(self._server.server_address[1])
@@ -280,7 +282,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _ask_store(self, body: bytes) -> tuple[int, str, list[tuple[str, str]], bytes]:
         store = http.client.HTTPConnection("127.0.0.1", self.proxy.upstream_port, timeout=60)
-        with suppress(OSError), closing(store):
+        is_conditional = any(name in self.headers for name in ("If-Match", "If-None-Match"))
+        one_by_one = self.proxy.conditional if is_conditional else nullcontext()
+        with suppress(OSError), closing(store), one_by_one:
             store.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
             for name, value in self.headers.items():
                 if name.lower() not in HOP_BY_HOP | {"content-length"}:

@@ -91,4 +91,19 @@ STALLS = Table(
     "a save behind training, beside a copy from the device to the host",
     ("MiB", "µs of stall", "µs of a copy"),
 )
-TABLES = (MATRIX, CORRUPTIONS, LOADS, KILLS, FAULTS, ELASTIC, RELEASES, STALLS)
+STORE_FAULTS = Table(
+    "requests to an object store that fail",
+    (
+        "tried",
+        "succeeded",
+        "raised",
+        "old one kept",
+        "new one published",
+        "silent errors",
+        "lost checkpoints",
+        "objects of others",
+        "not saved again",
+        "leftovers",
+    ),
+)
+TABLES = (MATRIX, CORRUPTIONS, LOADS, KILLS, FAULTS, ELASTIC, RELEASES, STALLS, STORE_FAULTS)

@@ -1,0 +1,125 @@
+"""Functions that ranks run: they save, overwrite and load small states in an object store."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from tests.support.engines import Engine, Setup, engine_of, train
+from tests.support.oracle import Dump, differences, dump
+
+PART_BYTES = 32 << 10
+"""Parts of uploads, so small that shards have several."""
+
+RETRY_S = 4.0
+"""How long failed requests are repeated."""
+
+OLD, NEW = 1, 2
+"""States: steps that were trained."""
+
+_engines: dict[tuple[str, int], Engine] = {}
+_dumps: dict[int, Dump] = {}
+"""Rank 0: what the engine of each state holds."""
+_open = ExitStack()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a call ended on one rank."""
+
+    error: str = ""
+    """What was raised; empty: nothing."""
+    held: str = ""
+    """After a load on rank 0: ``state 1``, ``state 2``, ``unchanged`` or the differences."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the ranks of a world have in common."""
+
+    environment: Mapping[str, str]
+    setup: Setup
+    part_bytes: int = PART_BYTES
+    retry_s: float = RETRY_S
+    in_flight_s: float = -1.0
+    """Age at which leftovers of an ended process are removed; negative: at once."""
+
+    def apply(self) -> None:
+        """Use the store of the environment, with small parts and short retries."""
+        from lightning_elastic_zero.storage import store_checkpoints, stores
+
+        os.environ.update(self.environment)
+        stores.PART_BYTES = self.part_bytes
+        stores.RETRY_S = self.retry_s
+        store_checkpoints.IN_FLIGHT_S = self.in_flight_s
+
+    def engine(self, state: int) -> Engine:
+        """Return the engine of a state; of 0: one to load into."""
+        key = (str(self.setup), state)
+        if key not in _engines:
+            fresh = engine_of(self.setup, 7, tilt=3.0) if not state else engine_of(self.setup, 0)
+            _engines[key] = engine = _open.enter_context(fresh)
+            train(engine, self.setup, 0, state or 1)
+            if state and (held := dump(engine, self.setup)) is not None:
+                _dumps[state] = held
+        return _engines[key]
+
+
+def prepare(settings: Settings, states: Sequence[int]) -> None:
+    """Make the engines of states, so that the next calls take little time."""
+    settings.apply()
+    for state in states:
+        settings.engine(state)
+
+
+def save_state(settings: Settings, url: str, state: int, **options: Any) -> Outcome:
+    """Save a state. Collective."""
+    from lightning_elastic_zero.api import save_checkpoint
+    from lightning_elastic_zero.errors import ElasticZeroError
+
+    settings.apply()
+    engine = settings.engine(state)
+    try:
+        save_checkpoint(engine, url, {"state": state}, **options)
+    except ElasticZeroError as error:
+        return Outcome(f"{type(error).__name__}: {error}")
+    return Outcome()
+
+
+def load_state(settings: Settings, url: str) -> Outcome:
+    """Load into an engine that holds something else. Collective."""
+    from lightning_elastic_zero.api import load_checkpoint
+    from lightning_elastic_zero.errors import ElasticZeroError
+
+    settings.apply()
+    engine, raised = settings.engine(0), ""
+    train(engine, settings.setup, 100, 101)
+    before = dump(engine, settings.setup)
+    for state in (OLD, NEW):
+        settings.engine(state)
+    try:
+        load_checkpoint(engine, url)
+    except ElasticZeroError as error:
+        raised = f"{type(error).__name__}: {error}"
+    after = dump(engine, settings.setup)
+    if before is None or after is None:
+        return Outcome(raised)
+    wanted = {"unchanged": before, **{f"state {state}": held for state, held in _dumps.items()}}
+    unlike = {name: differences(held, after) for name, held in wanted.items()}
+    same = [name for name, differing in unlike.items() if not differing]
+    return Outcome(raised, same[0] if same else f"neither: {unlike}")
+
+
+def save_repeatedly(
+    settings: Settings, url: str, states: Sequence[int], pause_s: float = 0.0
+) -> list[Outcome]:
+    """Save states one after another. Collective."""
+    outcomes = []
+    for state in states:
+        outcomes.append(save_state(settings, url, state))
+        time.sleep(pause_s)
+    return outcomes

@@ -1,0 +1,160 @@
+"""Whatever one request meets: the checkpoint is the old or the new one, and no error is silent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from lightning_elastic_zero.errors import ElasticZeroError
+from tests.stores._fault_proxy import BODY_FAULTS, KINDS, Fault, FaultProxy
+from tests.stores._servers import make_bucket, s3_environment
+from tests.stores._store_ranks import NEW, OLD, prepare, save_repeatedly, save_state
+from tests.stores._store_runs import LOAD, PHASES, StoreRuns, store_environment
+from tests.support.engines import Setup
+from tests.support.processes import HANG_TIMEOUT_S
+from tests.support.ranks import ForkServer, Pools
+from tests.support.tables import STORE_FAULTS
+
+pytestmark = pytest.mark.engine
+
+pytest.importorskip("obstore")
+boto3 = pytest.importorskip("boto3")
+
+KILLS = tuple(kind for kind in KINDS if kind.startswith("kill"))
+OUTAGES = ("reset", "500", "503", "429", "truncated body")
+
+
+@pytest.fixture
+def runs(
+    fork_server: ForkServer,
+    moto_port: int,
+    proxy: FaultProxy,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> Iterator[StoreRuns]:
+    """Return runs with a bucket and ranks of their own: two, unless a test gives another number."""
+    bucket = f"faults-{abs(hash(request.node.name))}"
+    make_bucket(moto_port, bucket)
+    direct = s3_environment(f"http://127.0.0.1:{moto_port}")
+    with store_environment(direct):
+        pools = Pools(fork_server)
+        client = boto3.client("s3", endpoint_url=direct["AWS_ENDPOINT_URL"])
+        runs = StoreRuns(pools, proxy, bucket, Setup(getattr(request, "param", 2), "2"), client)
+        try:
+            runs.begin(str(tmp_path))
+            yield runs
+        finally:
+            pools.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("phase", PHASES)
+def test_each_request_fails_once_in_each_way(phase: str, runs: StoreRuns) -> None:
+    """Every request of a save, an overwrite and a load, and every fault."""
+    for request in runs.requests_of(phase):
+        for kind in KINDS:
+            # The order of two ranks' requests may change: a method tells whether there is a body.
+            has_body = request.method in {"GET", "POST"}
+            if kind not in KILLS and (has_body or kind not in BODY_FAULTS):
+                runs.fail(phase, Fault(kind, request.number, delay_s=0.7))
+    assert not runs.wrong, "\n".join(runs.wrong)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KILLS)
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_kill_at_each_request(phase: str, kind: str, runs: StoreRuns) -> None:
+    """All ranks are killed before or after the store executes a request."""
+    for request in runs.requests_of(phase):
+        # Before a read equals after the request that precedes it.
+        if kind == "kill after execution" or request.method not in {"GET", "HEAD"}:
+            runs.kill(phase, Fault(kind, request.number))
+    assert not runs.wrong, "\n".join(runs.wrong)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_store_that_stays_away(phase: str, runs: StoreRuns) -> None:
+    """All requests from one on fail: the error is raised on all ranks, after bounded retries."""
+    count = len(runs.requests_of(phase))
+    for number in sorted({1, 2, count // 2, count - 2, count}):
+        for kind in OUTAGES:
+            runs.fail(phase, Fault(kind, number, times=1_000_000), row=f"{kind}, from then on")
+    assert not runs.wrong, "\n".join(runs.wrong)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("runs", [1], indirect=True)
+def test_two_runs_race_for_one_name(runs: StoreRuns) -> None:
+    """Of overlapping saves at most one succeeds; the last that succeeded is published."""
+    settings, rounds = runs.settings, 12
+    worlds = [runs.pools.start(1), runs.pools.start(1)]
+    try:
+        for world in worlds:
+            world.ranks[0].send(partial(prepare, settings, (OLD, NEW)))
+        for world in worlds:
+            world.results(HANG_TIMEOUT_S)
+        wins = []
+        for _ in range(rounds):
+            for world, state in zip(worlds, (OLD, NEW), strict=True):
+                world.ranks[0].send(partial(save_state, settings, runs.url, state))
+            answers = [world.results(HANG_TIMEOUT_S)[0] for world in worlds]
+            assert [kind for kind, _ in answers] == ["value", "value"], answers
+            errors = [outcome.error for _, outcome in answers]
+            won = [state for state, error in zip((OLD, NEW), errors, strict=True) if not error]
+            STORE_FAULTS.count("two runs save to one name", "tried")
+            STORE_FAULTS.count("two runs save to one name", "succeeded", by=len(won))
+            STORE_FAULTS.count("two runs save to one name", "raised", by=2 - len(won))
+            assert won, errors
+            assert runs.published() in won, errors
+            assert all("another process" in error for error in errors if error), errors
+            assert not runs.leftovers(), errors
+            wins.append(won)
+        assert [OLD] in wins or [NEW] in wins, "the saves never overlapped"
+        assert not runs.wrong
+    finally:
+        for world in worlds:
+            world.end()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("runs", [1], indirect=True)
+def test_readers_during_overwrites(runs: StoreRuns) -> None:
+    """A reader sees the old or the new checkpoint whole, or an error that names a missing object.
+
+    Such a reader began with a checkpoint that was replaced and deleted meanwhile.
+    """
+    runs.set_up("overwrite")
+    world = runs.pools.start(1)
+    try:
+        call = partial(save_repeatedly, runs.settings, runs.url, (NEW, OLD) * 10)
+        world.ranks[0].send(call)
+        seen, errors = [], []
+        while not world.ranks[0].poll():
+            try:
+                seen.append(runs.published())
+            except ElasticZeroError as error:
+                errors.append(str(error))
+        kind, outcomes = world.results(HANG_TIMEOUT_S)[0]
+    finally:
+        world.end()
+    assert kind == "value", outcomes
+    assert not [outcome.error for outcome in outcomes if outcome.error]
+    row = "a reader during overwrites"
+    STORE_FAULTS.count(row, "tried", by=len(seen) + len(errors))
+    STORE_FAULTS.count(row, "succeeded", by=len(seen))
+    STORE_FAULTS.count(row, "raised", by=len(errors))
+    assert {OLD, NEW} <= set(seen)
+    assert all("there is no such object" in e or "missing" in e for e in errors), errors
+    assert len(errors) < len(seen)
+
+
+def test_some_requests_fail(runs: StoreRuns) -> None:
+    """A few faults of the manifest's and the files' requests."""
+    for kind in ("response lost", "503", "412"):
+        runs.fail("overwrite", Fault(kind, method="PUT", key=r"state\.ckpt/manifest\.json"))
+    runs.fail(LOAD, Fault("truncated body", method="GET", key="optim_states"))
+    assert not runs.wrong, "\n".join(runs.wrong)
