@@ -26,7 +26,6 @@ from torch import nn
 from lightning_elastic_zero.api import engine_handle
 from lightning_elastic_zero.checkpoint.directory_check import (
     TRIAL_BYTES,
-    CheckedDirectory,
     check_directories,
 )
 from lightning_elastic_zero.checkpoint.load import load_engine
@@ -143,55 +142,42 @@ class StateDictTracker:
             if the hook removed all weights or may have renamed them.
         """
         given, self._weights = self._weights, {}
-        kept = {
-            key: self._own(value, given) if key in {WEIGHTS, CURRENT} else value
-            for key, value in checkpoint.items()
-            if key != "optimizer_states"
-        }
-        gone = _taken_out(given, checkpoint.get(WEIGHTS))
-        if not kept.get(WEIGHTS):
-            kept.pop(WEIGHTS, None)
-        return kept, gone
-
-    @staticmethod
-    def _own(value: Any, given: Mapping[str, Any]) -> Any:
-        """Return an entry without the tracked weights that are unchanged."""
-        if not isinstance(value, dict):
-            return value
         # Also under another name. With ZeRO-3, partitioned weights and their copies are empty.
         handed_out = {id(weight) for weight in given.values()}
-        return {
-            name: of
-            for name, of in value.items()
-            if id(of) not in handed_out and not (_is_empty(of) and name in given)
-        }
+        kept = {key: value for key, value in checkpoint.items() if key != "optimizer_states"}
+        for key in {WEIGHTS, CURRENT} & kept.keys():
+            if isinstance(kept[key], dict):
+                kept[key] = {
+                    name: value
+                    for name, value in kept[key].items()
+                    if id(value) not in handed_out
+                    and not (
+                        name in given and isinstance(value, torch.Tensor) and not value.numel()
+                    )
+                }
+        if not kept.get(WEIGHTS):
+            kept.pop(WEIGHTS, None)
+        return kept, _removed_names(given, checkpoint.get(WEIGHTS))
 
 
-def _taken_out(given: Mapping[str, Any], back: object) -> frozenset[str]:
+def _removed_names(given: Mapping[str, Any], back: object) -> frozenset[str]:
     """Return the names that a hook has removed and not added under other names."""
     if not isinstance(back, Mapping) or not back.keys() & given.keys():
         return frozenset()
-    missing = {name: given[name] for name in given if name not in back}
     added = {name: value for name, value in back.items() if name not in given}
     same = {id(value) for value in added.values()}
-    missing = {name: value for name, value in missing.items() if id(value) not in same}
+    missing = {n: v for n, v in given.items() if n not in back and id(v) not in same}
     # A copy under another name can only be recognized by its shape.
     shapes = {v.shape: name for name, v in added.items() if isinstance(v, torch.Tensor)}
-    tensors = {name: v for name, v in missing.items() if isinstance(v, torch.Tensor)}
-    alike = {name: shapes[v.shape] for name, v in tensors.items() if v.shape in shapes}
+    alike = [n for n, v in missing.items() if isinstance(v, torch.Tensor) and v.shape in shapes]
     if alike:
-        name, other = next(iter(alike.items()))
         rank_zero_warn(
             f"on_save_checkpoint removed {', '.join(alike)} from state_dict and added tensors of "
-            f"the same shape under new names ({name} may be {other} now): the removed weights are "
-            "saved all the same. To leave them out, put the new tensors into another entry of the "
-            "checkpoint."
+            f"the same shape under new names ({alike[0]} may be {shapes[given[alike[0]].shape]} "
+            "now): the removed weights are saved all the same. To leave them out, put the new "
+            "tensors into another entry of the checkpoint."
         )
-    return frozenset(missing.keys() - alike.keys())
-
-
-def _is_empty(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() == 0
+    return frozenset(missing).difference(alike)
 
 
 AVERAGING = "averaging_state"
@@ -235,16 +221,6 @@ def extra_weights(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 
-def log_evaluated_averages(taken: list[str], path: str) -> None:
-    """Report that an evaluation uses other weights than those that were trained."""
-    if taken:
-        rank_zero_info(
-            f"{path}: the evaluation uses the weights that callbacks or on_save_checkpoint put "
-            f"into state_dict, such as an average ({len(taken)} parameters: {taken[0]}, ...), "
-            "instead of the trained weights"
-        )
-
-
 def with_module_weights(
     state: Mapping[str, Any], module: pl.LightningModule, *, fitting: bool, strict: bool
 ) -> dict[str, Any]:
@@ -255,31 +231,27 @@ def with_module_weights(
     saved, it starts one from them; an evaluation averages nothing.
     """
     live = module.state_dict()
-    beside = extra_weights(state)
+    extra = extra_weights(state)
     if not strict:  # drop averages of removed parameters
-        beside = {name: value for name, value in beside.items() if name in live}
-    found = {**state, WEIGHTS: {**live, **beside}}
+        extra = {name: value for name, value in extra.items() if name in live}
+    found = {**state, WEIGHTS: {**live, **extra}}
     if fitting and AVERAGING in state:
         averages = _averaging(module.trainer)
-        _warn_average_mismatch(is_saved=bool(beside), is_kept=bool(averages))
-        if averages and not beside:
+        if extra and not averages:
+            rank_zero_warn(
+                "The checkpoint contains an average of the weights, but this run has no "
+                "WeightAveraging callback: training continues from the trained weights and no "
+                "longer saves an average. Add the callback of the saved run to continue the "
+                "average."
+            )
+        elif averages and not extra:
+            rank_zero_warn(
+                "The saved run averaged its weights, but the average is not in the checkpoint, "
+                "because Lightning's own DeepSpeedStrategy does not save it. A new average starts "
+                "from the trained weights."
+            )
             found = {k: v for k, v in found.items() if k not in {CURRENT, AVERAGING}}
     return {**found, CURRENT: live} if CURRENT in found else found
-
-
-def _warn_average_mismatch(*, is_saved: bool, is_kept: bool) -> None:
-    if is_saved and not is_kept:
-        rank_zero_warn(
-            "The checkpoint contains an average of the weights, but this run has no "
-            "WeightAveraging callback: training continues from the trained weights and no longer "
-            "saves an average. Add the callback of the saved run to continue the average."
-        )
-    elif is_kept and not is_saved:
-        rank_zero_warn(
-            "The saved run averaged its weights, but the average is not in the checkpoint, "
-            "because Lightning's own DeepSpeedStrategy does not save it. A new average starts from "
-            "the trained weights."
-        )
 
 
 class LastFit:
@@ -314,8 +286,15 @@ class LastFit:
         The engine that trained is not used for another module, nor after other weights were loaded
         into its module. Collective if there are two engines.
         """
-        if self._engine not in (None, live) and not self._is_of(live, get_ranks()):
-            self.forget()
+        if self._engine not in (None, live):
+            engine, step = self._engine, "save: compare the module with the trained weights"
+            is_same = engine.module is live.module
+            if is_same:
+                ranks = get_ranks()
+                on_ranks = ranks.gather(step, lambda: LiveEngine(engine).weights_match_masters())
+                is_same = ranks.broadcast(f"{step}, on all ranks", lambda: all(on_ranks or [False]))
+            if not is_same:
+                self.forget()
         if self._engine is not None:
             return self._engine
         rank_zero_warn(
@@ -324,14 +303,6 @@ class LastFit:
             "load_state_dict). To train from this checkpoint, pass load_optimizer_state=False."
         )
         return live
-
-    def _is_of(self, live: Any, ranks: Ranks) -> bool:
-        """Whether the live engine's module is the one that was trained, with the same weights."""
-        if self._engine.module is not live.module:
-            return False
-        step = "save: compare the module with the trained weights"
-        on_ranks = ranks.gather(step, lambda: LiveEngine(self._engine).weights_match_masters())
-        return ranks.broadcast(f"{step}, on all ranks", lambda: all(on_ranks or [False]))
 
     @property
     def is_whole(self) -> bool:
@@ -393,7 +364,12 @@ class CheckpointSaver:
         dirpaths = [getattr(callback, "dirpath", None) for callback in callbacks]
         used = [] if trainer.fast_dev_run else [c.dirpath for c in callbacks if _saves(c)]  # type: ignore[attr-defined]
         for checked in check_directories(used, self._get_ranks()):
-            _report_directory(checked)
+            if checked.hosts > 1:
+                text = f"{checked.path} is the same directory on all {checked.hosts} hosts"
+                if checked.write_s:
+                    size = f"{TRIAL_BYTES >> 20} MiB"
+                    text += f"; the slowest wrote and synced {size} in {checked.write_s:.2g} s"
+                rank_zero_info(f"{text}.")
             self._made_directories += checked.made if rank == 0 else ()
         # An unknown layout may occur on one rank only.
         self._get_ranks().run_all(
@@ -544,15 +520,6 @@ def _saves(callback: Callback) -> bool:
     return isinstance(callback, OnExceptionCheckpoint)
 
 
-def _report_directory(checked: CheckedDirectory) -> None:
-    if checked.hosts > 1:
-        text = f"{checked.path} is the same directory on all {checked.hosts} hosts"
-        if checked.write_s:
-            size = f"{TRIAL_BYTES >> 20} MiB"
-            text += f"; the slowest wrote and synced {size} in {checked.write_s:.2g} s"
-        rank_zero_info(f"{text}.")
-
-
 VERSION_KEY = "pytorch-lightning_version"
 """Entry that Lightning requires in every checkpoint."""
 
@@ -616,7 +583,13 @@ class CheckpointLoader:
             if not fitting:
                 extra = extra_weights(state)
                 taken = LiveEngine(engine).copy_full_weights(extra)
-                log_evaluated_averages(taken, loaded.stats.path)
+                if taken:
+                    rank_zero_info(
+                        f"{loaded.stats.path}: the evaluation uses the weights that callbacks or "
+                        "on_save_checkpoint put into state_dict, such as an average "
+                        f"({len(taken)} parameters: {taken[0]}, ...), instead of the trained "
+                        "weights"
+                    )
             module = trainer.lightning_module
             if is_overridden("load_state_dict", module, nn.Module):
                 rank_zero_warn(
@@ -653,7 +626,14 @@ class CheckpointLoader:
         manifest, path = loaded.manifest, loaded.stats.path
         if manifest.weights_only:
             rank_zero_info("The checkpoint contains weights only: a new run starts at step 0")
-            return _without_progress(state, trainer)
+            # Without loops, callbacks, data module and schedulers.
+            progress = {
+                "loops",
+                "callbacks",
+                type(getattr(trainer, "datamodule", None)).__qualname__,
+            }
+            kept = {key: value for key, value in state.items() if key not in progress}
+            return {**kept, "epoch": 0, "global_step": 0, "lr_schedulers": []}
         state.setdefault(STATE_KEY, {})[RESULTS_BY_RANK] = loaded.rank_entries
         self._resumer.resume_from(state, manifest, trainer, path)
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
@@ -679,13 +659,6 @@ class CheckpointLoader:
         if is_fitting(trainer) and not self._is_resumed:
             text, has_checkpoints = format_not_resumed(self._manager.dirpaths)
             (rank_zero_warn if has_checkpoints else rank_zero_info)(text)
-
-
-def _without_progress(state: Mapping[str, Any], trainer: pl.Trainer) -> dict[str, Any]:
-    """Return the state for a new run: without loops, callbacks, data module and schedulers."""
-    progress = {"loops", "callbacks", type(getattr(trainer, "datamodule", None)).__qualname__}
-    kept = {key: value for key, value in state.items() if key not in progress}
-    return {**kept, "epoch": 0, "global_step": 0, "lr_schedulers": []}
 
 
 def format_loaded(loaded: LoadResult, world_size: int, *, fitting: bool) -> str:
