@@ -70,6 +70,7 @@ from lightning_elastic_zero.errors import (
     ElasticZeroError,
     RanksError,
 )
+from lightning_elastic_zero.formats.deepspeed_tags import is_deepspeed
 from lightning_elastic_zero.formats.open import RenamedReader, open_checkpoint
 from lightning_elastic_zero.formats.reader import WEIGHT, CheckpointReader, SharedState, Targets
 from lightning_elastic_zero.storage.checkpoints import (
@@ -220,8 +221,8 @@ def _beside(
     for path in {resolved(path) for path in found}:
         manifest = None if path == real else _manifest_of(path)
         progress.check()
-        if manifest is None:
-            continue
+        if manifest is None or (isinstance(path, Path) and is_deepspeed(path)):
+            continue  # DeepSpeed has saved into the last: either of the two may be meant.
         if mine:
             usable = _can_replace(manifest, mine)
         else:  # The damaged one can no longer say what it was: by the clock.

@@ -35,11 +35,15 @@ from lightning_elastic_zero.engine.support import recovery_script
 from lightning_elastic_zero.errors import (
     CheckpointFormatError,
     CheckpointMismatchError,
+    ElasticZeroError,
     UnsupportedError,
 )
+from lightning_elastic_zero.formats.deepspeed_files import OURS
 from lightning_elastic_zero.formats.deepspeed_tags import LATEST_UNIVERSAL, is_deepspeed
 from lightning_elastic_zero.formats.open import resolve_latest
+from lightning_elastic_zero.formats.torch_read import TorchFile
 from lightning_elastic_zero.storage.checksums import replace_durably, write_durably
+from lightning_elastic_zero.storage.files import RangeFile
 from lightning_elastic_zero.storage.ownership import LATEST, RECOVERY_SCRIPT, TAG, is_checkpoint
 from lightning_elastic_zero.storage.paths import check_local_path, read_file
 
@@ -344,9 +348,10 @@ class EngineCheckpoints:
         self.wait()  # what is loaded may be what is being written
         with self._ranks("load", folder / (tag or LATEST)) as ranks:
             step = f"load {folder}: find the checkpoint"
-            found: str | None = str(folder)
-            if not self._whole_folder:
-                found = ranks.broadcast(step, lambda: _unmixed(find_checkpoint(folder, tag)))
+            whole = self._whole_folder
+            found = ranks.broadcast(
+                step, lambda: _unmixed(str(folder) if whole else find_checkpoint(folder, tag))
+            )
             if found is None:
                 log.warning(
                     "%s has no file %r and no checkpoint: nothing was loaded. Pass the folder that "
@@ -450,14 +455,31 @@ def _unmixed(found: str | None) -> str | None:
         CheckpointFormatError: it has; either of the two may be meant.
     """
     path = Path(found or "")
-    if found and is_checkpoint(path) and (files := sorted(file.name for file in path.glob("*.pt"))):
+    if not found or not is_checkpoint(path):
+        return found
+    files = sorted(file.name for file in path.glob("*.pt"))
+    over = [file.name for file in sorted(path.glob(f"{TAG}/*_model_states.pt")) if _is_stock(file)]
+    if files or over:
         msg = (
             f"{path} has a checkpoint of this library and files that DeepSpeed saved there "
-            f"({files[0]}): a script without elastic() has saved into the same folder. To load "
-            f"DeepSpeed's, move {MANIFEST_NAME} and {TAG} away; to load this library's, move *.pt"
+            f"({[*files, *over][0]}): a script without elastic() has saved into the same folder. "
         )
+        if over:
+            msg += f"DeepSpeed's have replaced this library's: to load them, move {MANIFEST_NAME}"
+        else:
+            msg += (
+                f"To load DeepSpeed's, move {MANIFEST_NAME} and {TAG} away; to load this "
+                "library's, move *.pt"
+            )
         raise CheckpointFormatError(msg)
     return found
+
+
+def _is_stock(file: Path) -> bool:
+    """Whether DeepSpeed wrote a file; False if it cannot be read, which the load reports."""
+    with suppress(ElasticZeroError), closing(TorchFile(RangeFile(file))) as shard:
+        return isinstance(shard.tree, dict) and OURS not in shard.tree
+    return False
 
 
 def find_checkpoint(folder: Path, tag: str | None) -> str | None:

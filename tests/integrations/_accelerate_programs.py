@@ -26,6 +26,7 @@ from tests.integrations._hf_programs import (
     GLOBAL_BATCH,
     MICRO,
     Run,
+    State,
     Tokens,
     _seen,
     all_seen,
@@ -165,10 +166,61 @@ def _loop(case: LoopCase, run: Run) -> None:
         accelerator.wait_for_save()
     run.log.append({"step": accelerator.step})
     model.destroy()
+    _end(accelerator)
+
+
+def _end(accelerator: Any) -> None:
     accelerator.free_memory()
     AcceleratorState._reset_state(reset_partial_state=True)
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     gc.collect()
+
+
+def two_engines(
+    folder: str, *, teacher: bool, load: bool, asynchronous: bool = False
+) -> list[State]:
+    """Save or load two engines of one Accelerator; return their states.
+
+    The second is of ZeRO-3, the first of ZeRO-2. A teacher has no optimizer, and no state.
+    """
+    use_gloo()
+    micro, accumulate = MICRO[dist.get_world_size()]
+    plugins = {}
+    for stage in (2, 3):
+        config = ds_config(stage, {})
+        config["train_micro_batch_size_per_gpu"] = micro
+        config["gradient_accumulation_steps"] = accumulate
+        config["train_batch_size"] = micro * accumulate * dist.get_world_size()
+        plugins[str(stage)] = DeepSpeedPlugin(hf_ds_config=config)
+    accelerator = elastic(
+        Accelerator(deepspeed_plugins=plugins, gradient_accumulation_steps=accumulate),
+        async_save=asynchronous,
+    )
+    engines = []
+    for stage in (2, 3):
+        accelerator.state.select_deepspeed_plugin(str(stage))
+        model = tiny_model()
+        if teacher and engines:
+            engines.append(accelerator.prepare(model))
+            break
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * stage)
+        engines.append(accelerator.prepare(model, optimizer)[0])
+    trained = engines[:1] if teacher else engines
+    if load:
+        accelerator.load_state(folder)
+    else:
+        tokens = Tokens().tokens[:2]
+        for engine in trained:
+            for _ in range(accumulate):
+                engine.backward(engine(tokens, labels=tokens, index=torch.zeros(1)).loss)
+                engine.step()
+        accelerator.save_state(folder)
+        accelerator.wait_for_save()
+    states = [state_of(engine) for engine in trained]
+    for engine in engines:
+        engine.destroy()
+    _end(accelerator)
+    return states
 
 
 def stock_failure(case: LoopCase) -> str:

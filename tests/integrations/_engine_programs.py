@@ -108,18 +108,26 @@ def load_module_only(folder: str) -> tuple[int, int]:
     return counters
 
 
-def save_stock_over(folder: str) -> list[str]:
+def save_stock_over(folder: str, tag: str) -> list[str]:
     """Save without the line over a tag of this library; return how loads are refused."""
     engine = initialize(2)
     train_steps(engine, 1)
-    engine.save_checkpoint(folder, "global_step2")
+    engine.save_checkpoint(folder, tag, save_latest=False)
     engine.destroy()
-    found = []
-    for tag in ("global_step2", None):
-        engine = elastic(initialize(2))
-        try:
-            engine.load_checkpoint(folder, tag)
-        except Exception as error:  # noqa: BLE001 - the test looks at it
-            found.append(f"{type(error).__name__}: {error}")
+    return [failure_of(folder, 2, tag=tag, fallback=True) for tag in ("global_step2", None)]
+
+
+def failure_of(
+    folder: str, stage: int, *, tag: str | None = None, bound: bool = True, **options: Any
+) -> str:
+    """Load what must fail; return how, on this rank."""
+    engine = initialize(stage)
+    if bound:
+        elastic(engine, **options)
+    try:
+        engine.load_checkpoint(folder, tag)
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return f"{type(error).__name__}: {error}"
+    finally:
         engine.destroy()
-    return found
+    return ""

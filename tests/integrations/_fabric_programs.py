@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
 
 from lightning_elastic_zero import ElasticDeepSpeedFabricStrategy
+from lightning_elastic_zero.engine.support import use_accelerator
 from tests.integrations._hf_programs import (
     Run,
     State,
@@ -28,7 +30,19 @@ class FabricCase:
     save: str = ""
     load: str = ""
     steps: int = 3
-    optimizer_too: bool = True
+    bound: bool = True
+    """Whether the strategy is this library's; else it is Fabric's own."""
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class StockStrategy(DeepSpeedStrategy):
+    """Fabric's own strategy, on CPU ranks."""
+
+    def setup_environment(self) -> None:
+        use_accelerator("cpu")
+        devices = range(len(self.parallel_devices or ()))
+        self.parallel_devices = [torch.device("cpu", index) for index in devices]
+        super(DeepSpeedStrategy, self).setup_environment()
 
 
 def run_fabric(case: FabricCase) -> tuple[Run, dict[str, Any], dict[str, Any]]:
@@ -38,8 +52,9 @@ def run_fabric(case: FabricCase) -> tuple[Run, dict[str, Any], dict[str, Any]]:
     world = int(os.environ["WORLD_SIZE"])
     strategy: Any = f"elastic_deepspeed_stage_{case.stage}"
     if not case.by_name:
-        strategy = ElasticDeepSpeedFabricStrategy(
-            stage=case.stage, reduce_bucket_size=1000, allgather_bucket_size=1000
+        make = ElasticDeepSpeedFabricStrategy if case.bound else StockStrategy
+        strategy = make(
+            stage=case.stage, reduce_bucket_size=1000, allgather_bucket_size=1000, **case.options
         )
     fabric: Any = Fabric(accelerator="cpu", devices=world, strategy=strategy)
     fabric.launch()
@@ -47,9 +62,7 @@ def run_fabric(case: FabricCase) -> tuple[Run, dict[str, Any], dict[str, Any]]:
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
     model, optimizer = fabric.setup(model, optimizer)
     schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), 2)
-    state = {"model": model, "step": 0, "schedule": schedule}
-    if case.optimizer_too:
-        state["optimizer"] = optimizer
+    state = {"model": model, "optimizer": optimizer, "step": 0, "schedule": schedule}
     run, left = Run(), {}
     if case.load:
         state["unsaved"] = 0
@@ -74,6 +87,15 @@ def run_fabric(case: FabricCase) -> tuple[Run, dict[str, Any], dict[str, Any]]:
     kept = {"step": state["step"], "last_epoch": schedule.last_epoch}
     fabric._strategy._deepspeed_engine.destroy()
     return run, kept, left
+
+
+def failure_of(case: FabricCase) -> str:
+    """Run a loop that must fail; return how, on this rank."""
+    try:
+        run_fabric(case)
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _state(model: Any) -> State:

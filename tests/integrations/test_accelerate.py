@@ -16,7 +16,7 @@ from tests.support.ranks import Pools
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from tests.integrations._accelerate_programs import LoopCase, loop, stock_failure
+from tests.integrations._accelerate_programs import LoopCase, loop, stock_failure, two_engines
 from tests.integrations._hf_programs import Run
 
 Reference = Callable[..., tuple[Path, list[Run]]]
@@ -177,3 +177,21 @@ def test_saves_into_one_folder_are_not_mixed(
     for failure in hf_ranks.run(3, partial(stock_failure, LoopCase(load=str(first), start=8))):
         assert "CheckpointCorruptedError" in failure
         assert "is of step 8, and accelerate's files" in failure
+
+
+@pytest.mark.engine
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("teacher", "asynchronous"), [(False, False), (False, True), (True, False)]
+)
+def test_several_engines_of_an_accelerator_go_on(
+    teacher: bool, asynchronous: bool, hf_ranks: Pools, tmp_path: Path
+) -> None:
+    """Each is saved and loaded as its own, also one without an optimizer."""
+    run = partial(two_engines, str(tmp_path), teacher=teacher)
+    wanted = hf_ranks.run(2, partial(run, load=False, asynchronous=asynchronous))[0]
+    found = hf_ranks.run(3, partial(run, load=True))[0]
+    assert len(found) == len(wanted) == (1 if teacher else 2)
+    for here, there in zip(found, wanted, strict=True):
+        for name, tensor in there.items():
+            assert torch.equal(here[name], tensor), name

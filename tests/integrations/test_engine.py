@@ -67,9 +67,34 @@ def test_weights_alone_leave_the_counters(hf_ranks: Pools, tmp_path: Path) -> No
 def test_a_folder_of_two_checkpoints_is_refused(hf_ranks: Pools, tmp_path: Path) -> None:
     """DeepSpeed has saved later into a folder of this library: neither is taken silently."""
     hf_ranks.run(2, partial(programs.save, str(tmp_path), 2))
-    found = hf_ranks.run(2, partial(programs.save_stock_over, str(tmp_path)))[0]
-    assert len(found) == 2
-    assert all("CheckpointFormatError" in text and "move *.pt" in text for text in found)
+    over = partial(programs.save_stock_over, str(tmp_path), "global_step2")
+    for failure in hf_ranks.run(2, over)[0]:
+        assert "CheckpointFormatError" in failure
+        assert "move *.pt" in failure
+
+
+@pytest.mark.engine
+def test_fallback_passes_over_a_folder_of_two_checkpoints(hf_ranks: Pools, tmp_path: Path) -> None:
+    """Instead of a damaged checkpoint, none that DeepSpeed has saved into is taken."""
+    hf_ranks.run(2, partial(programs.save, str(tmp_path), 2))
+    shard = next((tmp_path / "global_step2").rglob("*optim_states.pt"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    over = partial(programs.save_stock_over, str(tmp_path), "global_step1")
+    for failure in hf_ranks.run(2, over)[0]:
+        assert "fallback=True found no older intact checkpoint" in failure
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("tag", [None, "global_step2"])
+def test_a_script_without_the_line_fails(
+    stage: int, world: int, tag: str | None, hf_ranks: Pools, tmp_path: Path
+) -> None:
+    """Stock never trains on fresh weights from our folders."""
+    hf_ranks.run(2, partial(programs.save, str(tmp_path), stage))
+    load = partial(programs.failure_of, str(tmp_path), stage, tag=tag, bound=False)
+    assert all(hf_ranks.run(world, load))
 
 
 def test_other_objects_are_refused() -> None:

@@ -13,7 +13,7 @@ from tests.support.ranks import Pools
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from tests.integrations._fabric_programs import FabricCase, run_fabric
+from tests.integrations._fabric_programs import FabricCase, failure_of, run_fabric
 
 
 @pytest.mark.engine
@@ -37,3 +37,55 @@ def test_a_loop_goes_on_on_other_counts(
     assert ["no entry 'unsaved'" in warning for warning in run.warnings] == [True]
     for step in (4, 5):
         assert abs(run.losses[step] - longer.losses[step]) < 2e-6
+
+
+STAGES = [
+    pytest.param(stage, world, id=f"{stage}-{world}") for stage in (1, 2, 3) for world in (2, 3)
+]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("stage", "world"), STAGES)
+def test_fabrics_own_strategy_fails_on_our_folders(
+    stage: int, world: int, hf_ranks: Pools, tmp_path: Path
+) -> None:
+    """A script without the line never trains on fresh weights."""
+    path = str(tmp_path / "saved")
+    hf_ranks.run(2, partial(run_fabric, FabricCase(stage, save=path, steps=1)))
+    case = FabricCase(stage, load=path, bound=False)
+    assert all(hf_ranks.run(world, partial(failure_of, case)))
+
+
+@pytest.mark.engine
+def test_a_folder_that_fabric_saved_over_is_refused(hf_ranks: Pools, tmp_path: Path) -> None:
+    """Also with ``fallback``: an older checkpoint is not what is meant."""
+    path = str(tmp_path / "saved")
+    hf_ranks.run(2, partial(run_fabric, FabricCase(2, save=str(tmp_path / "older"), steps=1)))
+    hf_ranks.run(2, partial(run_fabric, FabricCase(2, save=path, steps=1)))
+    hf_ranks.run(2, partial(run_fabric, FabricCase(2, save=path, steps=2, bound=False)))
+    case = FabricCase(2, load=path, options={"fallback": True})
+    for failure in hf_ranks.run(2, partial(failure_of, case)):
+        assert "CheckpointFormatError" in failure
+        assert "to load them, move manifest.json" in failure
+    (tmp_path / "saved" / "manifest.json").rename(tmp_path / "manifest.json")
+    run, kept, _ = hf_ranks.run(2, partial(run_fabric, FabricCase(2, load=path, steps=2)))[0]
+    assert kept["step"] == 2
+    assert run.losses == {}
+
+
+@pytest.mark.engine
+@pytest.mark.long
+def test_fallback_takes_the_intact_checkpoint_before(hf_ranks: Pools, tmp_path: Path) -> None:
+    """As under Lightning, with a warning; the fingerprint is compared."""
+    options = {"fallback": True, "fingerprint": True}
+    states = {}
+    for steps in (1, 2):
+        case = FabricCase(2, save=str(tmp_path / str(steps)), steps=steps, options=options)
+        states[steps], *_ = hf_ranks.run(2, partial(run_fabric, case))[0]
+    shard = next((tmp_path / "2").rglob("*optim_states.pt"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    case = FabricCase(2, load=str(tmp_path / "2"), options=options)
+    run, *_ = hf_ranks.run(3, partial(run_fabric, case))[0]
+    for name, tensor in states[1].states[-1].items():
+        assert torch.equal(run.first_state[name], tensor), name
+    assert any("fallback=True" in warning for warning in run.warnings)
