@@ -18,9 +18,10 @@ import json
 import logging
 import re
 import threading
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from lightning_elastic_zero.core.manifest import FORMAT, MANIFEST_NAME, load_json
@@ -28,7 +29,12 @@ from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage.checksums import as_save_error
-from lightning_elastic_zero.storage.owners import PeriodicThread, ProcessIdentity, new_id
+from lightning_elastic_zero.storage.owners import (
+    DEAD_AFTER_S,
+    PeriodicThread,
+    ProcessIdentity,
+    new_id,
+)
 from lightning_elastic_zero.storage.ownership import (
     MOST_NAMED,
     WRITTEN,
@@ -37,7 +43,7 @@ from lightning_elastic_zero.storage.ownership import (
     recorded_files,
 )
 from lightning_elastic_zero.storage.publish import OWNER_PREFIX
-from lightning_elastic_zero.storage.stores import StoredObject, StorePath, Version
+from lightning_elastic_zero.storage.stores import Store, StoredObject, StorePath, Version
 
 LINK_FORMAT = "lightning_elastic_zero.link"
 """``format`` of a ``manifest.json`` that is a link."""
@@ -52,6 +58,12 @@ _MOST_LINKS = 8
 """Links that are followed from one to the next."""
 
 _SAVE_ID = re.compile("[0-9a-f]{32}")
+
+PROBE_PREFIX = ".zero-probe-"
+"""Beginning of the name of an object that is written to see which conditions a store supports."""
+
+PROBE_AGE_S = DEAD_AFTER_S
+"""Age at which such an object is deleted, because a process was killed that wrote it."""
 
 _probed: set[str] = set()
 """Buckets of which this process knows that they have conditional writes."""
@@ -271,8 +283,13 @@ def remove_leftovers(parent: StorePath, progress: Progress = NO_PROGRESS) -> lis
     time by the store's clock. The newest owner object tells the time: ``StagedObjects.create``
     has just written one.
     """
-    owners = _owners(parent, progress)
+    _, objects = parent.store.entries(parent.key, progress)
+    owners = _owners(parent, objects)
     now = max((found.modified for found in owners.values()), default=None)
+    if now is not None:
+        probes = [each for each in objects if _below(parent, each).startswith(PROBE_PREFIX)]
+        old = timedelta(seconds=PROBE_AGE_S)
+        parent.store.delete([each.key for each in probes if now - each.modified > old], progress)
     removed = []
     for found in owners.values():
         owner = _owner_of(parent, found)
@@ -286,11 +303,11 @@ def remove_leftovers(parent: StorePath, progress: Progress = NO_PROGRESS) -> lis
     return removed
 
 
-def _owners(parent: StorePath, progress: Progress) -> dict[str, StoredObject]:
-    """Return the owner objects in a folder by save id."""
+def _owners(parent: StorePath, objects: Iterable[StoredObject]) -> dict[str, StoredObject]:
+    """Return the owner objects among the objects of a folder, by save id."""
     found = {
         _below(parent, each).removeprefix(OWNER_PREFIX).removesuffix(".json"): each
-        for each in parent.store.entries(parent.key, progress)[1]
+        for each in objects
         if _below(parent, each).startswith(OWNER_PREFIX)
     }
     return {save_id: each for save_id, each in found.items() if _SAVE_ID.fullmatch(save_id)}
@@ -307,7 +324,7 @@ def _remove_unpublished(target: StorePath, progress: Progress) -> list[StorePath
     """Remove the saves under a name that its manifest does not name and nobody writes."""
     # In this order: a save has an owner before its first file, and until after its commit.
     saves, _ = target.store.entries(target.key, progress)
-    owners = _owners(target.parent, progress)
+    owners = _owners(target.parent, target.store.entries(target.parent.key, progress)[1])
     commit = read_commit(target, progress)
     kept = {*owners, commit.save_id if commit else ""}
     gone = [save_id for save_id in saves if _SAVE_ID.fullmatch(save_id) and save_id not in kept]
@@ -350,11 +367,11 @@ class StagedObjects:
         """
         staged = cls(target, save_id)
         with as_save_error(target):
+            check_conditional_writes(target.store, target.parent)
             check_replaceable(target)
             staged._replaced = read_commit(target)
             try:
                 staged._touch()
-                staged._check_conditional_writes()
                 remove_leftovers(target.parent)
             except BaseException:
                 staged.abandon()
@@ -381,28 +398,6 @@ class StagedObjects:
             self._owner_version = self.target.store.swap(
                 self._owner.key, self._owner_data, self._owner_version
             )
-
-    def _check_conditional_writes(self) -> None:
-        """Check once per bucket that the store refuses to write an object of another version.
-
-        Raises:
-            SaveError: it does not.
-        """
-        store, key = self.target.store, self._owner.key
-        if store.root in _probed:
-            return
-        first = self._owner_version
-        self._touch()
-        for expected in (None, first):
-            with suppress(FileExistsError):
-                store.swap(key, self._owner_data + new_id().encode(), expected)
-                store.delete([key])
-                msg = (
-                    f"{store.root} does not support conditional writes, without which a checkpoint "
-                    "could be torn or replaced silently. Save to another store, or to a disk."
-                )
-                raise SaveError(msg)
-        _probed.add(store.root)
 
     def seal(self, manifest: bytes) -> None:
         """Set the manifest, which ``put_in_place`` writes."""
@@ -469,3 +464,40 @@ class StagedObjects:
                 if not is_published:
                     _delete_files(self.target, self._save_id, NO_PROGRESS)
                 self.target.store.delete([self._owner.key])
+
+
+def check_conditional_writes(store: Store, folder: StorePath) -> None:
+    """Check once per bucket that the store refuses to create an object twice.
+
+    Raises:
+        SaveError: it does not, or cannot replace an object of a given version.
+        OSError: the store cannot be written.
+    """
+    if store.root in _probed:
+        return
+    key = (folder / f"{PROBE_PREFIX}{new_id()}").key
+    try:
+        version = store.swap(key, b"1", None)
+        second = _refuses(store, key, b"2", None)
+        try:
+            store.swap(key, b"3", version)
+        except FileExistsError:
+            second = False
+        if not (second and _refuses(store, key, b"4", version)):
+            msg = (
+                f"{store.root} does not support conditional writes, without which a checkpoint "
+                "could be torn or replaced silently. Save to another store, or to a disk."
+            )
+            raise SaveError(msg)
+    finally:
+        with suppress(OSError):
+            store.delete([key])
+    _probed.add(store.root)
+
+
+def _refuses(store: Store, key: str, data: bytes, expected: Version | None) -> bool:
+    try:
+        store.swap(key, data, expected)
+    except FileExistsError:
+        return True
+    return False

@@ -45,7 +45,7 @@ class Settings:
     setup: Setup
     part_bytes: int = PART_BYTES
     retry_s: float = RETRY_S
-    in_flight_s: float = -1.0
+    leftovers_age_s: float = 60.0
     """Age at which leftovers of an ended process are removed; negative: at once."""
 
     def apply(self) -> None:
@@ -55,7 +55,7 @@ class Settings:
         os.environ.update(self.environment)
         stores.PART_BYTES = self.part_bytes
         stores.RETRY_S = self.retry_s
-        store_checkpoints.IN_FLIGHT_S = self.in_flight_s
+        store_checkpoints.IN_FLIGHT_S = store_checkpoints.PROBE_AGE_S = self.leftovers_age_s
 
     def engine(self, state: int) -> Engine:
         """Return the engine of a state; of 0: one to load into."""

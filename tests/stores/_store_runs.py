@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -147,7 +147,8 @@ class StoreRuns:
         # All that is checked of a killed load is that it changed nothing.
         wanted = before if phase == LOAD else state
         self._check_save(fault.kind, what, wanted, before, raised=True, errors={"killed"})
-        error = self._run(partial(save_state, self.settings, self.url, OLD))
+        after = replace(self.settings, leftovers_age_s=-1.0)
+        error = self._run(partial(save_state, after, self.url, OLD))
         if error or self.published() != OLD:
             self._note(fault.kind, "not saved again", f"{what}: the next save: {error}")
         if left := self.leftovers():
