@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from datasets import Dataset
+from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -62,12 +63,14 @@ def train(case: TrainerCase) -> Run:
     model = GPT2LMHeadModel(
         GPT2Config(vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=2, **rates)
     )
+    adapters = LoraConfig(target_modules=["c_attn"], r=2, lora_dropout=0.0)
     watch = Watch(run, case)
     trainer: Any = SFTTrainer(
         model=model,
         args=arguments,
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
+        peft_config=adapters if case.lora else None,
         callbacks=[watch, *([Stop(case.stop_at)] if case.stop_at else [])],
     )
     watch.trainer = trainer

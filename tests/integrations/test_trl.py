@@ -12,6 +12,7 @@ from tests.support.ranks import Pools
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
+pytest.importorskip("peft")
 
 from tests.integrations import _trl_programs as programs
 from tests.integrations._hf_programs import TrainerCase
@@ -19,15 +20,18 @@ from tests.integrations._hf_programs import TrainerCase
 
 @pytest.mark.engine
 @pytest.mark.long
-def test_fine_tuning_goes_on_on_another_count(hf_ranks: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [False, True])
+def test_fine_tuning_goes_on_on_another_count(lora: bool, hf_ranks: Pools, tmp_path: Path) -> None:
     """Stopped on 2 ranks, resumed on 3: state bit for bit, rates and losses of the whole run."""
     whole, *_ = hf_ranks.run(
-        2, partial(programs.train, TrainerCase(str(tmp_path / "whole"), state_at=(10,)))
+        2, partial(programs.train, TrainerCase(str(tmp_path / "whole"), state_at=(10,), lora=lora))
     )
     folder = str(tmp_path / "run")
-    hf_ranks.run(2, partial(programs.train, TrainerCase(folder, stop_at=12)))
-    run, *_ = hf_ranks.run(3, partial(programs.train, TrainerCase(folder, resume=True)))
+    hf_ranks.run(2, partial(programs.train, TrainerCase(folder, stop_at=12, lora=lora)))
+    run, *_ = hf_ranks.run(3, partial(programs.train, TrainerCase(folder, resume=True, lora=lora)))
     assert run.first_state.keys() == whole.states[10].keys()
+    assert run.first_state
+    assert all("lora" in name for name in run.first_state) == lora
     for name, tensor in whole.states[10].items():
         assert torch.equal(run.first_state[name], tensor), name
     assert sorted(run.losses) == [*range(11, 17)]

@@ -1,0 +1,28 @@
+"""What ranks run with a plugin that axolotl has loaded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from axolotl.integrations.base import PluginManager
+from axolotl.utils.dict import DictDefault
+
+from tests.integrations._hf_programs import Run, StoppedError, TrainerCase, close, make_trainer
+
+PLUGIN = "lightning_elastic_zero.integrations.axolotl.ElasticPlugin"
+
+
+def train(case: TrainerCase) -> Run:
+    """Run a Trainer that axolotl's plugins were given, as axolotl gives them its own."""
+    run = Run()
+    trainer = make_trainer(replace(case, bound=False), run)
+    plugins = PluginManager.get_instance()
+    plugins.register(PLUGIN)
+    plugins.post_trainer_create(DictDefault({}), trainer)
+    try:
+        trainer.train(resume_from_checkpoint=case.resume)
+    except StoppedError:
+        pass
+    finally:
+        close(trainer)
+    return run
