@@ -22,6 +22,7 @@ import torch
 from lightning_elastic_zero.core.manifest import Group, Manifest, Plain, StateKey
 from lightning_elastic_zero.core.names import MEMBER_KEYS
 from lightning_elastic_zero.core.tensors import Scalar, numpy_to_python, plain, state_key, unplain
+from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.engine.buffers import group_parameters, inner_optimizer
 from lightning_elastic_zero.engine.muon import MOMENTUM_KEY
 from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
@@ -255,17 +256,6 @@ def place_scalar(
     return value.detach().clone().to(device if on_device else "cpu")
 
 
-def check_states_alike(group: int, keys: Sequence[StateKey], others: Sequence[StateKey]) -> None:
-    """Refuse two flat buffers of one group with different states."""
-    if keys != others:
-        have, first = ([k.name for k in table] for table in (keys, others))
-        msg = (
-            f"parameter group {group}: one flat buffer has the states {have}, another {first}. "
-            "Save after a step that updates the whole group"
-        )
-        raise UnsupportedError(msg)
-
-
 WEIGHTS = (0.0, 1.0)
 """Values of the probe's parameter: they differ, to detect states that depend on the weights."""
 
@@ -352,13 +342,14 @@ def check_configured_state(
         if not states or kept is None:
             continue
         # A state that the saved settings require too is not missing because of the settings.
-        known = not hyperparameters and _own_names(inner.param_groups[index]) <= _own_keys(held)
+        here, saved_keys = inner.param_groups[index], _own_keys(held.hyperparameters)
+        known = not hyperparameters and _own_keys(here) <= saved_keys
         expected = _kept_states(inner, index, held.hyperparameters) if known else None
         if lacking := kept - states - (expected or set()):
             msg = (
                 f"parameter group {index}: saved optimizer states {sorted(states)}; "
                 f"{type(inner).__name__} as configured here also needs {sorted(lacking)}"
-                f"{_changed_numbers(held, inner.param_groups[index])}. Configure the saved "
+                f"{_changed_numbers(held, here)}. Configure the saved "
                 "optimizer, or pass load_optimizer_state=False to start with a fresh one"
             )
             raise CheckpointMismatchError(msg)
@@ -390,7 +381,7 @@ def check_unnamed_hyperparameters(
     """Refuse another optimizer's hyperparameters; see ``check_unnamed_state``."""
     name = type(inner).__name__
     for index, (held, here) in enumerate(zip(saved, live, strict=False)):
-        theirs, ours = _own_keys(held), _own_keys(here)
+        theirs, ours = _own_keys(held.hyperparameters), _own_keys(here.hyperparameters)
         if held.hyperparameters and not _alike(held, theirs, ours, name):
             _refuse(index, f"had {sorted(theirs)}", f"{name} has {sorted(ours)}")
 
@@ -407,12 +398,8 @@ def _alike(held: Group, theirs: set[str], ours: set[str], name: str) -> bool:
     return any(keys <= theirs for keys in ADAM_KEYS) and not numbers
 
 
-def _own_keys(group: Group) -> set[str]:
+def _own_keys(hyperparameters: Iterable[str]) -> set[str]:
     """Return the hyperparameters that affect the result of a step."""
-    return _own_names(group.hyperparameters)
-
-
-def _own_names(hyperparameters: Iterable[str]) -> set[str]:
     return set(hyperparameters) - EXECUTION_KEYS - SCHEDULER_KEYS - MEMBER_KEYS
 
 
@@ -425,13 +412,11 @@ def _refuse(index: int, saved: str, live: str) -> None:
 
 
 def _refuse_stateless(index: int, held: Group, live: str) -> None:
-    first = ", ".join(held.names[:3])
-    more = f" and {len(held.names) - 3} more" if len(held.names) > 3 else ""  # noqa: PLR2004
     msg = (
-        f"no optimizer state for parameter group {index} ({first}{more}), but {live} keeps some. A "
-        "stock checkpoint of partial offload (offload_optimizer's ratio) lacks the state on the "
-        "GPU, and a group that was never trained has none. Pass load_optimizer_state=False to "
-        "start a fresh optimizer on the saved weights"
+        f"no optimizer state for parameter group {index} ({format_names(held.names, 3)}), but "
+        f"{live} keeps some. A stock checkpoint of partial offload (offload_optimizer's ratio) "
+        "lacks the state on the GPU, and a group that was never trained has none. Pass "
+        "load_optimizer_state=False to start a fresh optimizer on the saved weights"
     )
     raise CheckpointMismatchError(msg)
 
@@ -550,7 +535,13 @@ def describe_groups(
     tables: dict[int, tuple[StateKey, ...]] = {}
     for index, held in states:
         keys = state_keys(*held)
-        check_states_alike(index, keys, tables.setdefault(index, keys))
+        if keys != (others := tables.setdefault(index, keys)):
+            have, first = ([key.name for key in table] for table in (keys, others))
+            msg = (
+                f"parameter group {index}: one flat buffer has the states {have}, another {first}. "
+                "Save after a step that updates the whole group"
+            )
+            raise UnsupportedError(msg)
     members = group_parameters(optimizer, wrapper)
     return tuple(
         Group(

@@ -41,58 +41,36 @@ from lightning_elastic_zero.engine.deepspeed import (
 from lightning_elastic_zero.engine.optimizer import BITSANDBYTES, package_of
 from lightning_elastic_zero.errors import UnsupportedError
 
-RANK_LOCAL_OPTIMIZERS = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
-"""Optimizers whose state differs between ranks. DeepSpeed 0.19.8 removed them."""
+UNFIT_OPTIMIZERS = {
+    **dict.fromkeys(
+        ("OnebitAdam", "OnebitLamb", "ZeroOneAdam"),  # DeepSpeed 0.19.8 removed them.
+        "its state differs between ranks; use Adam or AdamW",
+    ),
+    "LBFGS": "its step requires a closure, which ZeRO does not pass; use Adam or AdamW",
+    "SparseAdam": "it requires sparse gradients, and ZeRO's are dense; use Adam or AdamW",
+}
+"""Optimizers that are refused at every stage, and why."""
 
-CUT_OPTIMIZERS = ("FusedLamb", "Lamb", "LAMB")
-"""Optimizers whose update depends on the partition of the parameters, which stage 0 lacks."""
-
-MATRIX_OPTIMIZERS = ("Adafactor",)
-"""Optimizers whose state depends on the weights' shapes, which flat buffers do not have."""
+LAMB = ("FusedLamb", "Lamb", "LAMB")
+LAMB_IN_ZERO = (
+    "its update depends on how the parameters are partitioned; use stage 0, or Adam or AdamW"
+)
 
 TWO_MOMENTS = ("AdEMAMix", "AdEMAMix32bit", "PagedAdEMAMix", "PagedAdEMAMix32bit")
 """Optimizers of bitsandbytes that keep two moments of a parameter in one tensor."""
 
-UNUSABLE_OPTIMIZERS = {
-    "LBFGS": "its step requires a closure, which ZeRO does not pass; use Adam or AdamW",
-    "SparseAdam": "it requires sparse gradients, and ZeRO's are dense; use Adam or AdamW",
-}
-"""Optimizers of torch that cannot step under ZeRO."""
-
 
 def unfit_name(section: Mapping[str, Any], stage: object) -> Iterator[str]:
-    """Yield the reasons to refuse an optimizer that the DeepSpeed config names.
+    """Yield the reasons to refuse an optimizer that the DeepSpeed config names in any case.
 
-    DeepSpeed ignores the name's case. Some of its releases refuse some of these themselves.
-
-    Args:
-        section: The config's ``optimizer`` section.
-        stage: ZeRO stage.
+    Some releases of DeepSpeed refuse some of these themselves.
     """
     found = str(section.get("type", "")).lower()
-    for name in RANK_LOCAL_OPTIMIZERS:
+    for name, why in UNFIT_OPTIMIZERS.items():
         if found == name.lower():
-            yield _rank_local(name)
-    for name in UNUSABLE_OPTIMIZERS:
-        if found == name.lower():
-            yield _unusable(name)
+            yield f"the optimizer {name}: {why}"
     if found == "lamb" and stage != 0:
-        yield _cut("FusedLamb")
-
-
-def _rank_local(name: str) -> str:
-    return f"the optimizer {name}: its state differs between ranks; use Adam or AdamW"
-
-
-def _unusable(name: str) -> str:
-    return f"the optimizer {name}: {UNUSABLE_OPTIMIZERS[name]}"
-
-
-def _cut(name: str) -> str:
-    return (
-        f"the optimizer {name}: its update depends on how the parameters are partitioned; use "
-        "stage 0, or Adam or AdamW"
-    )
+        yield f"the optimizer FusedLamb: {LAMB_IN_ZERO}"
 
 
 def unfit_class(inner: torch.optim.Optimizer, *, in_zero: bool) -> Iterator[str]:
@@ -100,37 +78,28 @@ def unfit_class(inner: torch.optim.Optimizer, *, in_zero: bool) -> Iterator[str]
 
     ``in_zero``: whether it steps partitioned flat buffers instead of whole parameters.
     """
-    name = type(inner).__name__
-    if name in RANK_LOCAL_OPTIMIZERS:
-        yield _rank_local(name)
-    if in_zero:
-        yield from _on_flat_buffers(inner)
-    if package_of(inner) == BITSANDBYTES:
+    name, package = type(inner).__name__, package_of(inner)
+    if name in UNFIT_OPTIMIZERS:
+        yield f"the optimizer {name}: {UNFIT_OPTIMIZERS[name]}"
+    if package == BITSANDBYTES:
         yield from _bitsandbytes(inner, name, in_zero=in_zero)
-    if not in_zero and name in MATRIX_OPTIMIZERS and _has_matrices(inner):
+    elif in_zero and name in LAMB:
+        yield f"the optimizer {name}: {LAMB_IN_ZERO}"
+    if in_zero and name == "Muon" and package == "torch":
+        yield (
+            "the optimizer torch.optim.Muon in ZeRO: it requires whole matrices, which ZeRO "
+            'partitions; use stage 0, or DeepSpeed\'s Muon ("optimizer": {"type": "Muon"} in its '
+            "config)"
+        )
+    if not in_zero and name == "Adafactor" and _has_matrices(inner):
         yield (
             f"the optimizer {name} in stage 0: it keeps factors of each matrix, which cannot be "
             "partitioned for another number of devices; use stage 1, 2 or 3"
         )
     if _is_quantized(inner):
         yield (
-            f"the optimizer {package_of(inner)}.{name}: its state is quantized in blocks of the "
-            "flat buffer, which cannot be repartitioned bit for bit; use one with 16 or 32 bits"
-        )
-    if name in UNUSABLE_OPTIMIZERS:
-        yield _unusable(name)
-
-
-def _on_flat_buffers(inner: Any) -> Iterator[str]:
-    """Yield the reasons to refuse an optimizer that requires whole parameters."""
-    name = type(inner).__name__
-    if name in CUT_OPTIMIZERS and package_of(inner) != BITSANDBYTES:
-        yield _cut(name)
-    if name == "Muon" and package_of(inner) == "torch":
-        yield (
-            "the optimizer torch.optim.Muon in ZeRO: it requires whole matrices, which ZeRO "
-            'partitions; use stage 0, or DeepSpeed\'s Muon ("optimizer": {"type": "Muon"} in its '
-            "config)"
+            f"the optimizer {package}.{name}: its state is quantized in blocks of the flat buffer, "
+            "which cannot be repartitioned bit for bit; use one with 16 or 32 bits"
         )
 
 
@@ -247,9 +216,12 @@ def check_supported(engine: Any) -> None:
     if not hasattr(engine, "optimizer"):
         found = f"{type(engine).__module__}.{type(engine).__qualname__}"
         _refuse([f"{found} is not a DeepSpeed engine: pass deepspeed.initialize(...)[0]"])
-    _refuse([*_release(engine)])  # The checks below use names that _release verifies.
-    reasons = [*_parallelism(engine), *_optimizer(engine), *_offload(engine), *_state(engine)]
-    _refuse(reasons, trains=bool(optimizer_wrapper(engine)))
+    found, wrapper = version_of(DEEPSPEED.package), optimizer_wrapper(engine)
+    incompatible = filter(None, [DEEPSPEED.incompatibility(found)])
+    # The checks below use these names.
+    _refuse([*incompatible, *check_names(engine, wrapper, found)])
+    reasons = [*_parallelism(engine), *_optimizer(engine, wrapper), *_options(engine)]
+    _refuse(reasons, trains=bool(wrapper))
 
 
 def check_config(config: Mapping[str, Any], *, trains: bool = True) -> None:
@@ -350,13 +322,6 @@ def _refuse(reasons: list[str], *, trains: bool = True) -> None:
         raise UnsupportedError(msg)
 
 
-def _release(engine: Any) -> Iterator[str]:
-    found = version_of(DEEPSPEED.package)
-    if reason := DEEPSPEED.incompatibility(found):
-        yield reason
-    yield from check_names(engine, optimizer_wrapper(engine), found)
-
-
 def _parallelism(engine: Any) -> Iterator[str]:
     """Yield the kinds of parallelism other than data parallelism that are in use."""
     if "PipelineEngine" in {kind.__name__ for kind in type(engine).__mro__}:
@@ -375,9 +340,8 @@ def _parallelism(engine: Any) -> Iterator[str]:
         yield EXPERT_LAYERS
 
 
-def _optimizer(engine: Any) -> Iterator[str]:
+def _optimizer(engine: Any, wrapper: str) -> Iterator[str]:
     """Yield the reasons to refuse the optimizer and its wrapper."""
-    wrapper = optimizer_wrapper(engine)
     if not wrapper:
         return
     if wrapper not in OPTIMIZER_WRAPPERS:
@@ -387,16 +351,13 @@ def _optimizer(engine: Any) -> Iterator[str]:
             "selects it, or install a release of DeepSpeed that this library was tested with"
         )
         return
-    yield from _inner_optimizer(engine, wrapper)
-
-
-def _inner_optimizer(engine: Any, wrapper: str) -> Iterator[str]:
     inner = inner_optimizer(engine.optimizer)
-    name = type(inner).__name__
     yield from unfit_class(inner, in_zero=wrapper not in REPLICATED)
     offloaded = wrapper == "DeepSpeedZeroOptimizer" and engine.optimizer.cpu_offload
-    if offloaded and any(group.get("use_muon") for group in inner.param_groups):
-        yield from _offloaded_muon(engine.optimizer)
+    has_muon = any(group.get("use_muon") for group in inner.param_groups)
+    if offloaded and has_muon and not updates_offloaded_momentum(engine.optimizer):
+        found = version_of(DEEPSPEED.package)
+        yield f"Muon with offload_optimizer in ZeRO-1/2 under DeepSpeed {found}: requires 0.19.8"
     if wrapper != PLAIN:
         yield from _added_later(engine)
     buffers = live_flat_buffers(engine.optimizer, wrapper)
@@ -406,7 +367,7 @@ def _inner_optimizer(engine: Any, wrapper: str) -> Iterator[str]:
     flats = len({buffer.group for buffer in buffers})
     if len(inner.param_groups) < flats:
         yield (
-            f"{name} with {flats} parameter groups: DeepSpeed merges them into "
+            f"{type(inner).__name__} with {flats} parameter groups: DeepSpeed merges them into "
             f"{len(inner.param_groups)} at initialization; put all parameters into one group"
         )
 
@@ -440,13 +401,6 @@ def _mixed_types(buffers: Iterable[LiveFlatBuffer]) -> Iterator[str]:
             )
 
 
-def _offloaded_muon(optimizer: Any) -> Iterator[str]:
-    """Yield a reason if the release keeps offloaded momentum in another way than expected."""
-    if not updates_offloaded_momentum(optimizer):
-        found = version_of(DEEPSPEED.package)
-        yield f"Muon with offload_optimizer in ZeRO-1/2 under DeepSpeed {found}: requires 0.19.8"
-
-
 def _added_later(engine: Any) -> Iterator[str]:
     """Yield the parameter groups without flat buffers, which DeepSpeed does not train."""
     whole = set(engine.module.parameters())
@@ -459,21 +413,17 @@ def _added_later(engine: Any) -> Iterator[str]:
             )
 
 
-def _offload(engine: Any) -> Iterator[str]:
-    if getattr(engine.optimizer, "params_in_nvme_and_cpu", False):
-        yield NVME_WEIGHTS
-    if getattr(engine, "zenflow", False):
-        yield ZENFLOW
-
-
-def _state(engine: Any) -> Iterator[str]:
-    """Yield the options with state that is not restored."""
-    if engine.zero_quantized_nontrainable_weights():
-        yield QUANTIZED_FROZEN_WEIGHTS
-    if engine.random_ltd_enabled():
-        yield RANDOM_LTD
-    if engine.curriculum_learning_enabled():
-        yield CURRICULUM
+def _options(engine: Any) -> Iterator[str]:
+    """Yield the options in use whose state cannot be saved or restored."""
+    for is_used, reason in (
+        (getattr(engine.optimizer, "params_in_nvme_and_cpu", False), NVME_WEIGHTS),
+        (getattr(engine, "zenflow", False), ZENFLOW),
+        (engine.zero_quantized_nontrainable_weights(), QUANTIZED_FROZEN_WEIGHTS),
+        (engine.random_ltd_enabled(), RANDOM_LTD),
+        (engine.curriculum_learning_enabled(), CURRICULUM),
+    ):
+        if is_used:
+            yield reason
 
 
 log = logging.getLogger(__name__)
