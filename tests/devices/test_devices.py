@@ -21,8 +21,8 @@ from tests.support.checkpoints import (
     Continued,
     Saved,
     StateComparison,
+    assert_continues,
     load,
-    same_world,
     train_and_save,
 )
 from tests.support.engines import DEEPSPEEDS, Setup
@@ -84,11 +84,7 @@ def test_a_run_goes_on_bit_for_bit(
     """Losses and state after a resume on the device are those of the uninterrupted run."""
     if setup.optimizer in DEEPSPEEDS:
         skip_without(DEEPSPEEDS[setup.optimizer][2], device_pools)
-    saved = Saved(setup, str(tmp_path / "half.ckpt"))
-    for continued in on_device(setup.world, partial(same_world, setup, saved)):
-        uninterrupted, resumed = continued.losses
-        assert resumed == uninterrupted
-        assert not continued.differing
+    assert_continues(on_device, setup, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.checkpoints import STEPS, Saved, load, same_world
+from tests.support.checkpoints import (
+    STEPS,
+    Saved,
+    assert_continues,
+    assert_restored,
+    load,
+)
 from tests.support.engines import CAPTURABLE, Setup, engine_of, inner_of, train
 from tests.support.oracle import flat_buffers
 from tests.support.ranks import Pools
@@ -80,9 +86,7 @@ def test_it_saves_and_resumes(
     source, target = (FUSED, others) if saves else (others, FUSED)
     saved = saved_by(source)
     for steps in (0, 1):
-        verdict = pools.run(target.world, partial(load, target, saved, steps_before=steps))[0]
-        assert verdict is not None
-        verdict.assert_same()
+        assert_restored(pools.run, target, saved, steps_before=steps)
 
 
 @pytest.mark.long
@@ -122,11 +126,7 @@ def test_options_are_those_configured(
 def test_the_fused_one_goes_on_bit_for_bit(zero: str, pools: Pools, tmp_path: Path) -> None:
     """Losses and state are those of the uninterrupted run."""
     setup = replace(FUSED, zero=zero)
-    saved = Saved(setup, str(tmp_path / "half.ckpt"))
-    for continued in pools.run(setup.world, partial(same_world, setup, saved)):
-        uninterrupted, resumed = continued.losses
-        assert resumed == uninterrupted
-        assert not continued.differing
+    assert_continues(pools.run, setup, tmp_path)
 
 
 @pytest.mark.long

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.checkpoints import Saved, load, same_world
+from tests.support.checkpoints import Saved, assert_continues, assert_restored, load
 from tests.support.engines import QUICK_SCALER, Setup, engine_of
 from tests.support.outcome import log_heard
 from tests.support.ranks import Pools, skip_without
@@ -47,9 +47,7 @@ def test_momentum_survives(
     """
     saved = saved_by(source)
     assert any(key.startswith("momentum_buffer/") for key in saved.dump())
-    verdict = pools.run(target.world, partial(load, target, saved, steps_before=1))[0]
-    assert verdict is not None
-    verdict.assert_same()
+    assert_restored(pools.run, target, saved, steps_before=1)
 
 
 @pytest.mark.parametrize(
@@ -77,9 +75,7 @@ def test_momentum_takes_the_type_of_its_stage(
     saved = saved_by(source)
     momenta = [value for key, value in saved.dump().items() if key.startswith("momentum_buffer/")]
     assert {momentum.dtype for momentum in momenta} == {source.momentum_dtype}
-    verdict = pools.run(target.world, partial(load, target, saved, steps_before=1))[0]
-    assert verdict is not None
-    verdict.assert_same()
+    assert_restored(pools.run, target, saved, steps_before=1)
     fresh = pools.run(target.world, partial(load, target, saved))[0]
     assert fresh is not None
     fresh.assert_same()
@@ -105,11 +101,7 @@ def test_it_goes_on_bit_for_bit(setup: Setup, pools: Pools, tmp_path: Path) -> N
     """Losses, and all that the run holds some steps later, are those of the uninterrupted run."""
     if setup.nvme:
         skip_without("AsyncIOBuilder", pools)
-    saved = Saved(setup, str(tmp_path / "half.ckpt"))
-    for continued in pools.run(setup.world, partial(same_world, setup, saved)):
-        uninterrupted, resumed = continued.losses
-        assert resumed == uninterrupted
-        assert not continued.differing
+    assert_continues(pools.run, setup, tmp_path)
 
 
 def warned_of_momentum(setup: Setup, path: str, **options: Any) -> list[str]:

@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.checkpoints import Saved, StateComparison, load, refusal, same_world
+from tests.support.checkpoints import (
+    Saved,
+    StateComparison,
+    assert_continues,
+    assert_restored,
+    load,
+    refusal,
+)
 from tests.support.engines import Engine, Setup, engine_of, swap_folder, train
 from tests.support.ranks import Pools, skip_without
 
@@ -239,9 +246,7 @@ def test_swapped_states_survive(
     skip_without("AsyncIOBuilder", pools)
     saved = saved_by(source)
     for steps in (0, 1):
-        verdict = pools.run(target.world, partial(load, target, saved, steps_before=steps))[0]
-        assert verdict is not None
-        verdict.assert_same()
+        assert_restored(pools.run, target, saved, steps_before=steps)
 
 
 @pytest.mark.long
@@ -258,11 +263,7 @@ def test_swapped_states_survive(
 def test_a_swapped_run_goes_on_bit_for_bit(setup: Setup, pools: Pools, tmp_path: Path) -> None:
     """Where stock DeepSpeed resumes without moments."""
     skip_without("AsyncIOBuilder", pools)
-    saved = Saved(setup, str(tmp_path / "half.ckpt"))
-    for continued in pools.run(setup.world, partial(same_world, setup, saved)):
-        uninterrupted, resumed = continued.losses
-        assert resumed == uninterrupted
-        assert not continued.differing
+    assert_continues(pools.run, setup, tmp_path)
 
 
 @pytest.mark.long

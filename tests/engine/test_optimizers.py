@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.checkpoints import Saved, Saving, found_after_load, load, refusal
+from tests.support.checkpoints import (
+    Saved,
+    Saving,
+    assert_restored,
+    found_after_load,
+    load,
+    refusal,
+)
 from tests.support.engines import DEEPSPEEDS, ODD_SHAPES, Setup
 from tests.support.processes import PROMPT_TIMEOUT_S
 from tests.support.ranks import Pools, skip_without
@@ -80,9 +87,7 @@ def test_every_state_survives(
     source, target = (replace(run, offload=offload and run.zero != "0", **options) for run in runs)
     saved = saved_by(source)
     assert state_kinds(saved) >= STATES[name]
-    verdict = pools.run(target.world, partial(load, target, saved, steps_before=1))[0]
-    assert verdict is not None
-    verdict.assert_same()
+    assert_restored(pools.run, target, saved, steps_before=1)
 
 
 def test_fused_adam_counts_by_group(pools: Pools, saved_by: Callable[..., Saved]) -> None:
@@ -114,9 +119,7 @@ def test_every_state_of_an_offloaded_optimizer_survives(
         )
         saved = saved_by(source)
         assert state_kinds(saved) == COMPILED_FIRST[name]
-        verdict = pools.run(target.world, partial(load, target, saved, steps_before=1))[0]
-        assert verdict is not None
-        verdict.assert_same()
+        assert_restored(pools.run, target, saved, steps_before=1)
 
 
 def test_adagrad_begins_anew(pools: Pools, saved_by: Callable[..., Saved]) -> None:

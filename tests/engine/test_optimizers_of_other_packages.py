@@ -13,7 +13,13 @@ from pathlib import Path
 import pytest
 
 from tests.engine.test_optimizers import RUNS, state_kinds
-from tests.support.checkpoints import Loading, Saved, load, refusal, same_world
+from tests.support.checkpoints import (
+    Loading,
+    Saved,
+    assert_continues,
+    assert_restored,
+    refusal,
+)
 from tests.support.engines import Setup
 from tests.support.ranks import Pools
 
@@ -46,9 +52,7 @@ def test_every_state_survives(
     source, target = (replace(run, optimizer=name) for run in runs)
     saved = saved_by(source)
     assert state_kinds(saved) == STATES[name]
-    verdict = pools.run(target.world, partial(load, target, saved, steps_before=1))[0]
-    assert verdict is not None
-    verdict.assert_same()
+    assert_restored(pools.run, target, saved, steps_before=1)
 
 
 @EACH
@@ -57,11 +61,7 @@ def test_it_goes_on_bit_for_bit(name: str, zero: str, pools: Pools, tmp_path: Pa
     """What was restored is what the optimizer's own code steps with."""
     need(name)
     setup = Setup(2, zero, optimizer=name)
-    saved = Saved(setup, str(tmp_path / "half.ckpt"))
-    for continued in pools.run(2, partial(same_world, setup, saved)):
-        uninterrupted, resumed = continued.losses
-        assert resumed == uninterrupted
-        assert not continued.differing
+    assert_continues(pools.run, setup, tmp_path)
 
 
 def test_lars_goes_on_where_nothing_is_cut(
@@ -73,13 +73,8 @@ def test_lars_goes_on_where_nothing_is_cut(
     source, target = (Setup(world, "0", optimizer=name) for world in (2, 3))
     saved = saved_by(source)
     assert state_kinds(saved) == {"momentum_buffer"}
-    verdict = pools.run(3, partial(load, target, saved, steps_before=1))[0]
-    assert verdict is not None
-    verdict.assert_same()
-    for continued in pools.run(2, partial(same_world, source, Saved(source, f"{tmp_path}/half"))):
-        uninterrupted, resumed = continued.losses
-        assert resumed == uninterrupted
-        assert not continued.differing
+    assert_restored(pools.run, target, saved, steps_before=1)
+    assert_continues(pools.run, source, tmp_path)
 
 
 @pytest.mark.cases(2)

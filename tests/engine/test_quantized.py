@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from tests.support.checkpoints import Saved, load
+from tests.support.checkpoints import Saved, assert_restored
 from tests.support.engines import Setup, engine_of, train
 from tests.support.ranks import Pools
 
@@ -46,10 +46,7 @@ def test_quantized_gradients_change_nothing_of_a_checkpoint(
     source: Setup, target: Setup, steps: int, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     """Where such a run can be made, it saves and loads like any other."""
-    call = partial(load, target, saved_by(source), steps_before=steps)
-    verdict = pools.run(target.world, call)[0]
-    assert verdict is not None
-    verdict.assert_same()
+    assert_restored(pools.run, target, saved_by(source), steps_before=steps)
 
 
 @pytest.mark.long

@@ -23,9 +23,9 @@ from tests.engine._damaged_checkpoints import copied
 from tests.support.checkpoints import (
     Continued,
     Saved,
+    assert_continues,
     assert_whole_windows,
     differing_files,
-    same_world,
     save,
 )
 from tests.support.engines import (
@@ -395,12 +395,7 @@ HPZ = Setup(4, "3", hpz=2, persistence=100)
 @pytest.mark.long
 def test_frozen_layers_with_second_copies(pools: Pools, tmp_path: Path) -> None:
     """Second copies of weights (hpZ), which frozen ones keep for good, do not get into training."""
-    saved = Saved(HPZ, str(tmp_path / "hpz.ckpt"))
-    for rank, continued in enumerate(pools.run(HPZ.world, partial(same_world, HPZ, saved))):
-        uninterrupted, resumed = continued.losses
-        print(f"rank {rank}: uninterrupted {uninterrupted}, resumed {resumed}")
-        assert resumed == uninterrupted
-        assert not continued.differing
+    assert_continues(pools.run, HPZ, tmp_path)
 
 
 @pytest.mark.long
@@ -432,12 +427,7 @@ def test_evaluation_with_second_copies(precision: str, pools: Pools, tmp_path: P
 )
 def test_a_load_within_an_accumulation_window(setup: Setup, pools: Pools, tmp_path: Path) -> None:
     """No gradient of the run that is replaced gets into the next step."""
-    saved = Saved(setup, str(tmp_path / "whole.ckpt"))
-    for rank, continued in enumerate(pools.run(setup.world, partial(within_window, setup, saved))):
-        uninterrupted, resumed = continued.losses
-        print(f"rank {rank}: uninterrupted {uninterrupted}, resumed {resumed}")
-        assert resumed == uninterrupted
-        assert not continued.differing
+    assert_continues(pools.run, setup, tmp_path, within_window)
 
 
 @pytest.mark.parametrize(

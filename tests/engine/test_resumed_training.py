@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.checkpoints import Saved, resumed_masters, same_world, uninterrupted_masters
+from tests.support.checkpoints import (
+    Saved,
+    assert_continues,
+    resumed_masters,
+    uninterrupted_masters,
+)
 from tests.support.engines import Setup
 from tests.support.ranks import Pools
 
@@ -34,11 +39,7 @@ pytestmark = pytest.mark.engine
 )
 def test_the_same_world_goes_on_bit_for_bit(setup: Setup, pools: Pools, tmp_path: Path) -> None:
     """Losses, and all that the run holds some steps later, are those of the uninterrupted run."""
-    saved = Saved(setup, str(tmp_path / "half.ckpt"))
-    for continued in pools.run(setup.world, partial(same_world, setup, saved)):
-        uninterrupted, resumed = continued.losses
-        assert resumed == uninterrupted
-        assert not continued.differing
+    assert_continues(pools.run, setup, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ import torch
 from tests.support.checkpoints import (
     Loading,
     Saved,
+    assert_restored,
     comparable,
     evaluated_weights,
     found_after_load,
     group_origins_of,
-    load,
     refusal,
 )
 from tests.support.engines import Setup
@@ -65,9 +65,7 @@ def test_no_state_stays_no_state(
     """Saved before its first step, a run has no states after the load; one that had them, none."""
     saved = saved_by(source, steps=0)
     assert not of_kinds(saved.dump(), *STATES)
-    verdict = pools.run(target.world, partial(load, target, saved, steps_before=steps_before))[0]
-    assert verdict is not None
-    verdict.assert_same()
+    assert_restored(pools.run, target, saved, steps_before=steps_before)
 
 
 @pytest.mark.long
@@ -76,9 +74,7 @@ def test_a_run_that_has_stepped_is_restored(
     source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     """Nothing of what it had is left."""
-    verdict = pools.run(target.world, partial(load, target, saved_by(source), steps_before=2))[0]
-    assert verdict is not None
-    verdict.assert_same()
+    assert_restored(pools.run, target, saved_by(source), steps_before=2)
 
 
 @pytest.mark.parametrize(("source", "target"), ELSEWHERE, ids=str)
@@ -193,9 +189,7 @@ def test_an_empty_parameter(
     """A parameter without elements disturbs nothing (ZeRO-3's own forward fails with one)."""
     saved = saved_by(source)
     assert "frozen/empty" in saved.dump() or "weight/empty" in saved.dump()
-    verdict = pools.run(target.world, partial(load, target, saved))[0]
-    assert verdict is not None
-    verdict.assert_same()
+    assert_restored(pools.run, target, saved)
 
 
 @pytest.mark.parametrize("source", [pair[0] for pair in ELSEWHERE], ids=str)

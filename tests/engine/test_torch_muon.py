@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.checkpoints import Saved, load, same_world
+from tests.support.checkpoints import Saved, assert_continues, assert_restored
 from tests.support.engines import Net, Setup
 from tests.support.ranks import Pools
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch's Muon came with 2.9"),
-]
+pytestmark = pytest.mark.engine
+
+NEEDS_TORCHS_MUON = pytest.mark.skipif(
+    not hasattr(torch.optim, "Muon"), reason="torch's Muon came with 2.9"
+)
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class MatricesSetup(Setup):
         return model
 
 
+@NEEDS_TORCHS_MUON
 @pytest.mark.parametrize(
     ("source", "target"),
     [
@@ -55,18 +56,12 @@ def test_momentum_survives(
     """It is one value per element of a matrix, cut for the save as any other."""
     saved = saved_by(source)
     assert any(key.startswith("momentum_buffer/") for key in saved.dump())
-    verdict = pools.run(target.world, partial(load, target, saved, steps_before=1))[0]
-    assert verdict is not None
-    verdict.assert_same()
+    assert_restored(pools.run, target, saved, steps_before=1)
 
 
+@NEEDS_TORCHS_MUON
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_it_goes_on_bit_for_bit(precision: str, pools: Pools, tmp_path: Path) -> None:
     """Its update is computed of the whole momentum, which all ranks have again."""
     setup = MatricesSetup(2, precision=precision)
-    for continued in pools.run(
-        2, partial(same_world, setup, Saved(setup, str(tmp_path / "half.ckpt")))
-    ):
-        uninterrupted, resumed = continued.losses
-        assert resumed == uninterrupted
-        assert not continued.differing
+    assert_continues(pools.run, setup, tmp_path)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.checkpoints import Saved, load, same_world
+from tests.support.checkpoints import Saved, assert_continues, assert_restored
 from tests.support.engines import Setup
 from tests.support.ranks import Pools, skip_without
 
@@ -103,9 +102,7 @@ def test_state_survives_between_wrappers(
         assert held["scaler/last_overflow_iter"] == "1"
     if source.autocast:
         assert "'scale': 256.0" not in held["scaler/grad_scaler"]
-    verdict = pools.run(target.world, partial(load, target, saved, steps_before=1))[0]
-    assert verdict is not None
-    verdict.assert_same()
+    assert_restored(pools.run, target, saved, steps_before=1)
 
 
 @pytest.mark.long
@@ -113,9 +110,4 @@ def test_state_survives_between_wrappers(
 def test_a_resumed_run_goes_on_bit_for_bit(setup: Setup, pools: Pools, tmp_path: Path) -> None:
     """Steps that overflow, and changes of the scale, are those of the uninterrupted run."""
     need_ops(pools, setup)
-    saved = Saved(setup, str(tmp_path / "half.ckpt"))
-    for rank, continued in enumerate(pools.run(setup.world, partial(same_world, setup, saved))):
-        uninterrupted, resumed = continued.losses
-        print(f"rank {rank}: uninterrupted {uninterrupted}, resumed {resumed}")
-        assert resumed == uninterrupted
-        assert not continued.differing
+    assert_continues(pools.run, setup, tmp_path)

@@ -7,8 +7,9 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -416,6 +417,12 @@ class Continued:
     losses: tuple[list[float], list[float]]
     differing: dict[str, int]
 
+    def assert_same(self) -> None:
+        """Fail unless losses and state are bit-identical."""
+        uninterrupted, resumed = self.losses
+        assert resumed == uninterrupted
+        assert not self.differing
+
 
 def same_world(setup: Setup, saved: Saved) -> Continued:
     """Train on after a save, and train on after a load, from the same step."""
@@ -501,3 +508,26 @@ def _differing(one: Any, other: Any, where: str) -> Iterator[str]:
             yield from _differing(*pair, f"{where}/{place}")
     elif one != other:
         yield where
+
+
+RunOnRanks: TypeAlias = Callable[[int, Callable[[], Any]], list[Any]]
+"""Runs a call on all ranks of a world, as ``Pools.run`` does."""
+
+
+def assert_restored(run: RunOnRanks, target: Setup, saved: Saved, **options: Any) -> None:
+    """Load on the target's ranks; fail unless each state is the saved one, bit for bit."""
+    verdict = run(target.world, partial(load, target, saved, **options))[0]
+    assert verdict is not None
+    verdict.assert_same()
+
+
+def assert_continues(
+    run: RunOnRanks,
+    setup: Setup,
+    folder: Path,
+    program: Callable[[Setup, Saved], Continued] = same_world,
+) -> None:
+    """Fail unless a run that is resumed from a checkpoint in ``folder`` equals one that is not."""
+    saved = Saved(setup, str(folder / "half.ckpt"))
+    for continued in run(setup.world, partial(program, setup, saved)):
+        continued.assert_same()
