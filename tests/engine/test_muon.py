@@ -1,9 +1,10 @@
-"""Muon's momentum, of which each stage keeps another part, goes on at every stage."""
+"""DeepSpeed's Muon and torch's: momentum and steps at every stage."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from tests.support.checkpoints import Saved, assert_continues, assert_restored, load
-from tests.support.engines import QUICK_SCALER, Setup, engine_of
+from tests.support.engines import QUICK_SCALER, Net, Setup, engine_of
 from tests.support.outcome import log_heard
 from tests.support.ranks import Pools, skip_without
 
@@ -167,3 +168,55 @@ def test_momentum_has_the_scale_of_its_gradients(saved_by: Callable[..., Saved])
     for name in names:
         ratio = scaled[name].float().norm() / divided[name].float().norm()
         assert torch.isclose(ratio, torch.tensor(REACHED), rtol=0.05)
+
+
+NEEDS_TORCHS_MUON = pytest.mark.skipif(
+    not hasattr(torch.optim, "Muon"), reason="torch's Muon came with 2.9"
+)
+
+
+@dataclass(frozen=True)
+class MatricesSetup(Setup):
+    """A run that trains the matrices of its model only, as torch's Muon wants it."""
+
+    zero: str = "0"
+    optimizer: str = "torch.optim.Muon"
+    grouping: str = "one"
+
+    def model(self, seed: int) -> Net:
+        """Make the model."""
+        model = super().model(seed)
+        for parameter in model.parameters():
+            if parameter.ndim != 2:
+                parameter.requires_grad = False
+        return model
+
+
+@NEEDS_TORCHS_MUON
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (MatricesSetup(2), MatricesSetup(3)),
+        (MatricesSetup(3, precision="bf16"), MatricesSetup(2)),
+        (MatricesSetup(1), MatricesSetup(2, precision="bf16")),
+    ],
+    ids=str,
+)
+def test_momentum_of_torchs_muon_survives(
+    source: MatricesSetup,
+    target: MatricesSetup,
+    pools: Pools,
+    saved_by: Callable[..., Saved],
+) -> None:
+    """It is one value per element of a matrix, cut for the save as any other."""
+    saved = saved_by(source)
+    assert any(key.startswith("momentum_buffer/") for key in saved.dump())
+    assert_restored(pools.run, target, saved, steps_before=1)
+
+
+@NEEDS_TORCHS_MUON
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_torchs_muon_goes_on_bit_for_bit(precision: str, pools: Pools, tmp_path: Path) -> None:
+    """Its update is computed of the whole momentum, which all ranks have again."""
+    setup = MatricesSetup(2, precision=precision)
+    assert_continues(pools.run, setup, tmp_path)

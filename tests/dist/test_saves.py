@@ -1,6 +1,6 @@
-"""What the ranks of ``test_store_bytes`` and ``test_published`` do: saves, and what they cost.
+"""Saves by several processes: bytes in the store, and publication when a rank is lost.
 
-No engine is needed for what ranks say to each other: only its tables, of any number of parameters.
+These properties depend only on the tables of an engine, so the saves need no engine.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import pytest
 import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -35,8 +36,9 @@ from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.tensors import FlatState, RankState
 from lightning_elastic_zero.errors import RanksError
 from lightning_elastic_zero.storage import leftovers as copying
-from tests.dist._rank_programs import SHORT, attempt
-from tests.support.launch import Job
+from tests.dist.test_coordination import SHORT, attempt
+from tests.support.launch import Job, RankResult, run_ranks
+from tests.support.ranks import ForkServer
 from tests.trainer._failure_cases import engine
 
 WORLD = 3
@@ -278,3 +280,78 @@ class _StopsBefore:
         if step.endswith(self._ending):
             threading.Event().wait()
         return self._ranks.broadcast(step, work)
+
+
+@pytest.mark.long
+def test_a_rank_that_is_lost_hides_no_checkpoint(fork_server: ForkServer) -> None:
+    """The save fails, as not all agree on it; who makes links has heard before that it is there."""
+    first, second, dead = run_ranks(lost_after_publication, WORLD, fork_server)
+    assert dead.returncode == -signal.SIGKILL
+    assert first.notes["told"] == [True]
+    assert second.notes["told"] == []
+    for result in (first, second):
+        assert result.notes["said"]["error"] == "RanksError"
+        assert f"rank {WORLD - 1}" in result.notes["said"]["message"]
+        assert result.notes["whole"]
+
+
+@pytest.mark.long
+def test_its_link_follows_though_a_rank_is_lost(fork_server: ForkServer) -> None:
+    """A run's manager makes the link then, not when all ranks have agreed that the save ended."""
+    first, second, dead = run_ranks(link_of_one_lost_after_publication, WORLD, fork_server)
+    assert dead.returncode == -signal.SIGKILL
+    assert first.notes["deferred"]
+    for result in (first, second):
+        assert len(result.notes["told"]) == 3, result.notes["told"]
+        assert result.notes["link"] == "new.ckpt"
+    told = " ".join(first.notes["told"])
+    assert "is in its place, but not all ranks have agreed on it" in told
+
+
+@pytest.mark.long
+def test_a_link_may_take_long(fork_server: ForkServer) -> None:
+    """Where the disk has none it is a copy, for which the other ranks wait: work goes on."""
+    for result in run_ranks(slow_link, 2, fork_server):
+        assert result.notes == {"said": "None", "ended": [True], "whole": True}, result.stderr
+
+
+NUMBERS_BYTES = 200
+"""By how much what is sent may differ: sizes and seconds have more or fewer digits."""
+
+
+@pytest.fixture(scope="module")
+def saved(fork_server: ForkServer) -> list[RankResult]:
+    """Return what the ranks noted of their saves."""
+    results = run_ranks(saves, WORLD, fork_server)
+    for result in results:
+        assert f"parameters {MANY}" in result.notes, result.stderr[-3000:]
+    return results
+
+
+@pytest.mark.parametrize("odd", ["same", "client", "buffers"])
+def test_bytes_do_not_grow_with_the_model(odd: str, saved: list[RankResult]) -> None:
+    """Thirty times the parameters, buffers and entries of the trainer: the same bytes on each rank.
+
+    Also where a rank has values of its own, as each has of its random numbers: the tables that it
+    compares them with lie on the disk, and nothing of them is left in the checkpoint.
+    """
+    for rank, result in enumerate(saved):
+        (few, said, left), (many, said_of_many, _) = (
+            result.notes[f"{odd} {count}"] for count in (FEW, MANY)
+        )
+        print(f"{odd}: {few} and {many} bytes on rank {rank}")
+        assert (said, said_of_many) == ("", "")
+        assert left == ["checkpoint", "latest", "manifest.json"]
+        assert abs(many - few) <= NUMBERS_BYTES
+
+
+@pytest.mark.parametrize("count", [FEW, MANY])
+def test_the_difference_is_named_all_the_same(count: int, saved: list[RankResult]) -> None:
+    """Every rank hears which parameter is another one, and what it is on both."""
+    for result in saved:
+        _, said, left = result.notes[f"parameters {count}"]
+        assert "do not agree on their parameters" in said
+        assert f"rank {WORLD - 1} of {WORLD}" in said
+        assert "model.odd.weight" in said
+        assert f"model.layers.{count // 2}.weight" in said
+        assert not left
