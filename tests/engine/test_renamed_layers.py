@@ -82,8 +82,8 @@ def test_what_helps_is_said(
     for options, says in (
         ({}, ("c.weight", "rename={'b': 'c'}")),
         ({"strict": False}, ("c.weight", "rename={'b': 'c'}")),
-        ({"rename": {"x": "c"}}, ("rename names 'x'",)),
-        ({"rename": {"b": "a"}}, ("makes 'a.weight' of both",)),
+        ({"rename": {"x": "c"}}, ("rename='x' matches no name",)),
+        ({"rename": {"b": "a"}}, ("maps both 'a.weight' and 'b.weight' to 'a.weight'",)),
     ):
         loading = Loading(saved.path, options)
         for refused in pools.run(here.world, partial(refusal, here, loading)):
