@@ -170,7 +170,7 @@ def write(device: torch.device, folder: Path) -> None:
 class _Ended:
     figures: CheckpointStats | None = None
 
-    def __call__(self, _: Path, figures: CheckpointStats | None) -> None:
+    def __call__(self, _: object, figures: CheckpointStats | None) -> None:
         self.figures = figures
 
 

@@ -455,7 +455,7 @@ class _Ended:
     def __init__(self) -> None:
         self.stats: list[CheckpointStats | None] = []
 
-    def __call__(self, _: Path, stats: CheckpointStats | None) -> None:
+    def __call__(self, _: object, stats: CheckpointStats | None) -> None:
         self.stats.append(stats)
 
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]
     HashStore,
     PrefixStore,
-    TCPStore,  # type: ignore[attr-defined]
+    TCPStore,
 )
 from torch.distributed.distributed_c10d import _get_default_store
 from typing_extensions import override

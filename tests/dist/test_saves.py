@@ -36,6 +36,7 @@ from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.tensors import FlatState, RankState
 from lightning_elastic_zero.errors import RanksError
 from lightning_elastic_zero.storage import leftovers as copying
+from lightning_elastic_zero.storage.stores import AnyPath
 from tests.dist.test_coordination import SHORT, attempt
 from tests.support.launch import Job, RankResult, run_ranks
 from tests.support.ranks import ForkServer
@@ -260,7 +261,7 @@ class _LinksAfter(CheckpointLinks):
         super().__init__()
         self._asked = asked
 
-    def on_save_ended(self, target: Path, *of: Any, published: bool) -> None:
+    def on_save_ended(self, target: AnyPath, *of: Any, published: bool) -> None:
         """Wait for the question first."""
         self._asked.wait()
         super().on_save_ended(target, *of, published=published)
