@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from lightning_elastic_zero.checkpoint.types import CheckpointStats, LoadResult
     from lightning_elastic_zero.core.manifest import Manifest
     from lightning_elastic_zero.core.progress import Progress
+    from lightning_elastic_zero.data_progress.batches import BatchPlan, plan_batches
+    from lightning_elastic_zero.data_progress.sampler import ElasticSampler
     from lightning_elastic_zero.formats.dumps import describe_dumps
     from lightning_elastic_zero.integrations.fabric import ElasticDeepSpeedFabricStrategy
     from lightning_elastic_zero.integrations.huggingface import elastic, wrap_initialize
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "BatchPlan",
     "CheckpointCorruptedError",
     "CheckpointFormatError",
     "CheckpointMismatchError",
@@ -56,6 +59,7 @@ __all__ = [
     "ConvertOptions",
     "ElasticDeepSpeedFabricStrategy",
     "ElasticDeepSpeedStrategy",
+    "ElasticSampler",
     "ElasticZeroError",
     "LoadResult",
     "Manifest",
@@ -76,6 +80,7 @@ __all__ = [
     "load_checkpoint",
     "newest_sound_checkpoint",
     "optimal_save_interval",
+    "plan_batches",
     "plan_resume",
     "run_selftest",
     "save_checkpoint",
@@ -84,11 +89,13 @@ __all__ = [
 ]
 
 _MODULE_OF_NAME = {
+    "BatchPlan": "lightning_elastic_zero.data_progress.batches",
     "CheckpointMonitor": "lightning_elastic_zero.trainer.monitor",
     "CheckpointStats": "lightning_elastic_zero.checkpoint.types",
     "ConvertOptions": "lightning_elastic_zero.tools.conversion",
     "ElasticDeepSpeedFabricStrategy": "lightning_elastic_zero.integrations.fabric",
     "ElasticDeepSpeedStrategy": "lightning_elastic_zero.trainer.strategy",
+    "ElasticSampler": "lightning_elastic_zero.data_progress.sampler",
     "LoadResult": "lightning_elastic_zero.checkpoint.types",
     "Manifest": "lightning_elastic_zero.core.manifest",
     "PreemptionCheckpoint": "lightning_elastic_zero.trainer.preemption",
@@ -104,6 +111,7 @@ _MODULE_OF_NAME = {
     "load_checkpoint": "lightning_elastic_zero.api",
     "newest_sound_checkpoint": "lightning_elastic_zero.tools.verification",
     "optimal_save_interval": "lightning_elastic_zero.save_interval",
+    "plan_batches": "lightning_elastic_zero.data_progress.batches",
     "plan_resume": "lightning_elastic_zero.tools.inspection",
     "run_selftest": "lightning_elastic_zero.selftest",
     "save_checkpoint": "lightning_elastic_zero.api",

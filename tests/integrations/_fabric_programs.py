@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
+from torch.utils.data import DataLoader
 
-from lightning_elastic_zero import ElasticDeepSpeedFabricStrategy
+from lightning_elastic_zero import ElasticDeepSpeedFabricStrategy, ElasticSampler, plan_batches
 from lightning_elastic_zero.engine.support import use_accelerator
 from tests.integrations._hf_programs import (
+    GLOBAL_BATCH,
     Run,
     State,
     Tokens,
+    all_seen,
     state_of,
     tiny_model,
     warnings_of,
@@ -63,24 +66,32 @@ def run_fabric(case: FabricCase) -> tuple[Run, dict[str, Any], dict[str, Any]]:
     model, optimizer = fabric.setup(model, optimizer)
     schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), 2)
     state = {"model": model, "optimizer": optimizer, "step": 0, "schedule": schedule}
-    run, left = Run(), {}
+    run, left = Run(), dict[str, Any]()
     if case.load:
         state["unsaved"] = 0
         with warnings_of(run):
             left = fabric.load(case.load, state)
         run.first_state = _state(model)
-    data = Tokens()
-    for step in range(int(state["step"]), case.steps):
-        mine = range(step * 12 + fabric.global_rank, (step + 1) * 12, world)
-        batch = torch.stack([data.tokens[index] for index in mine])
-        loss = model(input_ids=batch, labels=batch, index=torch.tensor(list(mine))).loss
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.optimizer.step()
-        schedule.step()
-        state["step"] = step + 1
-        run.losses[step + 1] = float(fabric.all_reduce(loss.detach()))
+    data = Tokens(48)
+    plan = plan_batches(GLOBAL_BATCH, GLOBAL_BATCH, world)
+    sampler = ElasticSampler(data, plan, fabric.global_rank, seed=5)
+    loader = DataLoader(data, batch_size=plan.largest_micro_batch, sampler=sampler)
+    loader = fabric.setup_dataloaders(loader, use_distributed_sampler=False)
+    all_seen()
+    while int(state["step"]) < case.steps:
+        sampler.start_at(*divmod(state["step"], sampler.steps))
+        for batch in loader:
+            if state["step"] == case.steps:
+                break
+            loss = model(**batch).loss
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.optimizer.step()
+            schedule.step()
+            state["step"] += 1
+            run.samples[state["step"]] = all_seen()
+            run.losses[state["step"]] = float(fabric.all_reduce(loss.detach()))
     if case.save:
         fabric.save(case.save, {**state, "extra": {"note": "mine"}})
     run.states[-1] = _state(model)

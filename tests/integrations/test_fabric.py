@@ -35,7 +35,8 @@ def test_a_loop_goes_on_on_other_counts(
     assert kept == {"step": 5, "last_epoch": 5}
     assert left == {"extra": {"note": "mine"}}
     assert ["no entry 'unsaved'" in warning for warning in run.warnings] == [True]
-    for step in (4, 5):
+    for step in (4, 5):  # of the first epoch and of the second
+        assert run.samples[step] == longer.samples[step]
         assert abs(run.losses[step] - longer.losses[step]) < 2e-6
 
 
