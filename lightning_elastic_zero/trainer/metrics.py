@@ -7,7 +7,7 @@ epoch's values, and decisions by schedulers and callbacks, equal those of the un
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import nn
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.utilities import (
     dim_zero_cat,
@@ -335,77 +334,6 @@ _JOINED: dict[Any, Callable[[Sequence[Any]], Any]] = {
 """How the ranks' states are combined, by torchmetrics' reductions."""
 
 
-class MetricStates:
-    """The torchmetrics of a module, and their states."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._metrics: dict[str, Metric] = {}
-        self._first: dict[str, dict[str, Any]] = {}
-        self.find_new_metrics()
-
-    def find_new_metrics(self) -> None:
-        """Find metrics that were added to the module."""
-        for name, metric in self._module.named_modules():
-            if isinstance(metric, Metric) and name not in self._metrics:
-                self._metrics[name] = metric
-                self._first[name] = _others(metric)
-
-    def names(self, metrics: Iterable[object]) -> set[str]:
-        """Return the names of metrics."""
-        wanted = {id(metric) for metric in metrics}
-        return {name for name, metric in self._metrics.items() if id(metric) in wanted}
-
-    def now(self) -> dict[str, dict[str, Any]]:
-        """Return copies of the metrics' states and attributes."""
-        return {
-            name: {
-                "updates": update_count(metric),
-                "states": {key: _copy(getattr(metric, key)) for key in default_states(metric)},
-                "others": _others(metric),
-            }
-            for name, metric in self._metrics.items()
-        }
-
-    def to_plain(self, states: States) -> tuple[dict[str, Any], list[str]]:
-        """Return the states to save, and the names of metrics that cannot be saved.
-
-        A metric may also count in plain attributes. Those that have changed since training began
-        are saved; the others are settings.
-        """
-        plain, lacking = {}, []
-        for name, held in states.items():
-            others = {
-                key: value
-                for key, value in held["others"].items()
-                if not _equal(value, self._first[name].get(key))
-            }
-            if not all(map(_is_plain, held["states"].values())):
-                lacking.append(name)
-            elif held["updates"] or others:
-                plain[name] = {**held, "others": others}
-        return plain, lacking
-
-    def load_saved(self, sources: Sequence[States], saved: SavedMetrics) -> list[str]:
-        """Restore metrics from the saving ranks' states; return the names of those that do not fit.
-
-        ``saved`` determines this rank's part of them.
-        """
-        self.find_new_metrics()
-        lost = []
-        for name in dict.fromkeys(name for source in sources for name in source):
-            metric = self._metrics.get(name)
-            of_metric = [source[name] for source in sources if name in source]
-            held = None
-            if metric is not None and all(_fits(metric, each) for each in of_metric):
-                held = saved.metric_states(metric, of_metric)
-            if metric is None or held is None:
-                lost.append(name)
-            else:
-                _put(metric, held)
-        return lost
-
-
 @cache
 def _of_all_metrics() -> frozenset[str]:
     """Return the attributes that every metric has: settings and temporary values."""
@@ -478,8 +406,12 @@ def _logged_metrics(logged: Mapping[str, SavedResult]) -> set[str]:
 class EpochMetrics:
     """Lightning's running results and the module's metrics, now and at the last optimizer step."""
 
-    def __init__(self) -> None:
-        self._metrics: MetricStates | None = None
+    def __init__(self, trainer: pl.Trainer) -> None:
+        """Begin a fit."""
+        self._module = trainer.lightning_module
+        self._metrics: dict[str, Metric] = {}
+        self._first: dict[str, dict[str, Any]] = {}
+        self._find_new_metrics()
         self._noted: dict[str, Any] | None = None
         self._noted_at = -1
         self._before_validation: dict[str, Any] | None = None
@@ -487,14 +419,8 @@ class EpochMetrics:
         self._of_epoch: set[str] = set()
         """Metrics that were empty at the epoch's start and unchanged by validations."""
 
-    def begin(self, trainer: pl.Trainer) -> None:
-        """Begin a fit."""
-        self._metrics = metrics = MetricStates(trainer.lightning_module)
-        self._noted, self._noted_at, self._before_validation = None, -1, None
-        self._at_end, self._of_epoch = {}, set()
-
         def at_end() -> None:
-            self._at_end = metrics.now()
+            self._at_end = self._now()
 
         ResumableResults.of(trainer).on_end = at_end
 
@@ -502,28 +428,28 @@ class EpochMetrics:
         """Copy the metrics before the first micro-batch of a window and before its hooks."""
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress
         done, total = progress.current.processed, progress.total.processed
-        if self._metrics is None or self._noted_at == total:
+        if self._noted_at == total:
             return
         if done % trainer.accumulate_grad_batches == 0:
             if done == 0:
-                self._metrics.find_new_metrics()
-                self._of_epoch = {n for n, h in self._metrics.now().items() if not h["updates"]}
+                self._find_new_metrics()
+                self._of_epoch = {n for n, h in self._now().items() if not h["updates"]}
             results = ResumableResults.of(trainer)
             results.begin_batch()
             self._at_end = {}
-            self._noted = {"logged": results.to_plain(), "metrics": self._metrics.now()}
+            self._noted = {"logged": results.to_plain(), "metrics": self._now()}
             self._noted_at = total
 
     def validating(self) -> None:
         """Copy the metrics, because a run resumed inside a validation repeats it."""
-        self._before_validation = self._metrics.now() if self._metrics is not None else None
+        self._before_validation = self._now()
 
     def validated(self, trainer: pl.Trainer) -> None:
         """Update the copies at the end of a validation."""
         if self._noted is not None:
             self._noted["metrics"] |= self._validated_metrics(trainer)
-        if self._metrics is not None and (before := self._before_validation) is not None:
-            for name, held in self._metrics.now().items():
+        if (before := self._before_validation) is not None:
+            for name, held in self._now().items():
                 if name not in before or held["updates"] != before[name]["updates"]:
                     self._of_epoch.discard(name)
         self._before_validation = None
@@ -533,28 +459,27 @@ class EpochMetrics:
 
         A run that goes back to the step before the window does not repeat the validation.
         """
-        if self._metrics is None or self._noted is None or self._before_validation is None:
+        if self._noted is None or self._before_validation is None:
             return {}
         noted, before = self._noted["metrics"], self._before_validation
         reset = self._reset_after_validation(trainer)
         return {
             name: held
-            for name, held in self._metrics.now().items()
+            for name, held in self._now().items()
             if name in noted and name in before and name not in reset
             if noted[name]["updates"] == before[name]["updates"]
         }
 
     def _reset_after_validation(self, trainer: pl.Trainer) -> set[str]:
         """Return the metrics that Lightning will reset right after the hooks that save."""
-        if self._metrics is None:
-            return set()
         results = results_of(trainer.fit_loop.epoch_loop.val_loop).values()
-        return set(self._metrics.names(r.value for r in results if not r.is_tensor))
+        logged = {id(result.value) for result in results if not result.is_tensor}
+        return {name for name, metric in self._metrics.items() if id(metric) in logged}
 
     def state(
         self, trainer: pl.Trainer, *, inside: bool, validated: bool, ending: bool
     ) -> dict[str, Any]:
-        """Return this rank's metrics for a checkpoint, as plain data; empty outside a fit.
+        """Return this rank's metrics for a checkpoint, as plain data.
 
         Args:
             trainer: The trainer.
@@ -562,8 +487,6 @@ class EpochMetrics:
             validated: All batches of the running validation are done.
             ending: The epoch has ended, and the hooks at its end run.
         """
-        if self._metrics is None:
-            return {}
         if inside and self._noted is not None:
             logged, metrics = self._noted["logged"], self._noted["metrics"]
             if validated:
@@ -572,7 +495,7 @@ class EpochMetrics:
             logged = ResumableResults.of(trainer).to_plain()
             # An epoch's end may have reset those that were logged.
             ended = self._at_end.keys() & _logged_metrics(logged)
-            metrics = {**self._metrics.now(), **{name: self._at_end[name] for name in ended}}
+            metrics = {**self._now(), **{name: self._at_end[name] for name in ended}}
             if self._before_validation is not None and not validated:
                 metrics = self._before_validation
             elif self._before_validation is not None:
@@ -582,7 +505,7 @@ class EpochMetrics:
                 # The module's own hook, which runs after those of callbacks, resets them.
                 over = self._of_epoch - _logged_metrics(logged)
                 metrics = {name: held for name, held in metrics.items() if name not in over}
-        plain, lacking = self._metrics.to_plain(metrics)
+        plain, lacking = self._to_plain(metrics)
         return {
             RESULTS: {
                 "logged": logged,
@@ -595,8 +518,6 @@ class EpochMetrics:
 
     def resume_from(self, source: SavedMetrics, trainer: pl.Trainer, position: Position) -> None:
         """Restore saved metrics at a position."""
-        if self._metrics is None:
-            return
         inside = position.steps > 0 or position.is_over
         if not source.of_ranks:
             if inside:
@@ -616,7 +537,7 @@ class EpochMetrics:
             {name: held for name, held in of["metrics"].items() if keeps_all or name not in over}
             for of in source.of_ranks.values()
         ]
-        self._warn_metrics_reset(source, self._metrics.load_saved(wanted, source))
+        self._warn_metrics_reset(source, self._load_saved(wanted, source))
         if inside:
             kept = {k: s for k, s in logged.items() if s["metadata"]["fx"] != EPOCH_END}
             ResumableResults.of(trainer).load_saved(kept, trainer)
@@ -640,6 +561,62 @@ class EpochMetrics:
             if names:
                 text = f"The metrics {', '.join(names)} cover only the batches after the resume"
                 rank_zero_warn(f"{text}: {why}.")
+
+    def _find_new_metrics(self) -> None:
+        """Find metrics that were added to the module."""
+        for name, metric in self._module.named_modules():
+            if isinstance(metric, Metric) and name not in self._metrics:
+                self._metrics[name] = metric
+                self._first[name] = _others(metric)
+
+    def _now(self) -> dict[str, dict[str, Any]]:
+        """Return copies of the metrics' states and attributes."""
+        return {
+            name: {
+                "updates": update_count(metric),
+                "states": {key: _copy(getattr(metric, key)) for key in default_states(metric)},
+                "others": _others(metric),
+            }
+            for name, metric in self._metrics.items()
+        }
+
+    def _to_plain(self, states: States) -> tuple[dict[str, Any], list[str]]:
+        """Return the states to save, and the names of metrics that cannot be saved.
+
+        A metric may also count in plain attributes. Those that have changed since training began
+        are saved; the others are settings.
+        """
+        plain, lacking = {}, []
+        for name, held in states.items():
+            others = {
+                key: value
+                for key, value in held["others"].items()
+                if not _equal(value, self._first[name].get(key))
+            }
+            if not all(map(_is_plain, held["states"].values())):
+                lacking.append(name)
+            elif held["updates"] or others:
+                plain[name] = {**held, "others": others}
+        return plain, lacking
+
+    def _load_saved(self, sources: Sequence[States], saved: SavedMetrics) -> list[str]:
+        """Restore metrics from the saving ranks' states; return the names of those that do not fit.
+
+        ``saved`` determines this rank's part of them.
+        """
+        self._find_new_metrics()
+        lost = []
+        for name in dict.fromkeys(name for source in sources for name in source):
+            metric = self._metrics.get(name)
+            of_metric = [source[name] for source in sources if name in source]
+            held = None
+            if metric is not None and all(_fits(metric, each) for each in of_metric):
+                held = saved.metric_states(metric, of_metric)
+            if metric is None or held is None:
+                lost.append(name)
+            else:
+                _put(metric, held)
+        return lost
 
 
 def _show(trainer: pl.Trainer, results: ResumableResults, *, on_step: bool) -> None:

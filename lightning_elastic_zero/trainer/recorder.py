@@ -69,8 +69,8 @@ class RunRecorder:
         self._batches = batches
         self.seed = run_seed()
         """Seed of the sample order if the user gives none; restored by a resume."""
-        self.epoch_metrics = EpochMetrics()
-        """Metrics accumulated in the epoch."""
+        self.epoch_metrics: EpochMetrics | None = None
+        """Metrics accumulated in the epoch; None outside a fit."""
         self._begun: Position | None = None
         self._consumed_before: tuple[Consumed | None, ...] = ()
         self._at_step: dict[str, Any] = {}
@@ -108,9 +108,14 @@ class RunRecorder:
                 "generators": [*map(generator_states, training_loaders(trainer))],
             }
 
+    def note_metrics(self, trainer: pl.Trainer) -> None:
+        """Copy the metrics before the first micro-batch of a window and before its hooks."""
+        if self.epoch_metrics is not None:
+            self.epoch_metrics.note(trainer)
+
     def before_batch(self, trainer: pl.Trainer, batch_idx: int) -> None:
         """Record loader states; a batch was fetched and is about to be trained on."""
-        self.epoch_metrics.note(trainer)  # for training steps that fetch their own batches
+        self.note_metrics(trainer)  # for training steps that fetch their own batches
         self._record_loaders(trainer, is_first=batch_idx == 0)
         if prefetch_next_batch(trainer):
             self._record_loaders(trainer, is_first=False)
@@ -121,12 +126,14 @@ class RunRecorder:
         A run that is resumed inside or after a validation may or may not repeat it.
         """
         self._random_before_validation = collect_rng_states(device)
-        self.epoch_metrics.validating()
+        if self.epoch_metrics is not None:
+            self.epoch_metrics.validating()
 
     def on_validation_end(self, trainer: pl.Trainer, device: torch.device) -> None:
         """Record that the validation is over, and restore the random states."""
         self.mark_validated(trainer)
-        self.epoch_metrics.validated(trainer)
+        if self.epoch_metrics is not None:
+            self.epoch_metrics.validated(trainer)
         if self._random_before_validation is not None:
             set_rng_states(self._random_before_validation, device)
             self._random_before_validation = None
@@ -194,7 +201,9 @@ class RunRecorder:
         loop = trainer.fit_loop
         ending = record.position.steps == 0 and _is_ending(loop.epoch_progress)
         batch_ending = _is_ending(loop.epoch_loop.batch_progress) or trainer.validating
-        kept = self.epoch_metrics.state(trainer, inside=inside, validated=validated, ending=ending)
+        kept: dict[str, Any] = {}
+        if (epoch := self.epoch_metrics) is not None:
+            kept = epoch.state(trainer, inside=inside, validated=validated, ending=ending)
         random = copies.get("random") or self._random_before_validation
         return {
             **kept,

@@ -82,7 +82,7 @@ from lightning_elastic_zero.trainer.loaders import (
     warn_state_not_restored,
     with_own_generator,
 )
-from lightning_elastic_zero.trainer.metrics import SavedMetrics
+from lightning_elastic_zero.trainer.metrics import EpochMetrics, SavedMetrics
 from lightning_elastic_zero.trainer.recorder import (
     SAVES,
     VALIDATED_IN_WINDOW,
@@ -219,7 +219,7 @@ class RunResumer:
     def before_batch_transfer(self, trainer: pl.Trainer) -> None:
         """Record metrics; a batch was fetched and its hooks have not run yet."""
         self._step_intervals.restore(trainer)
-        self.recorder.epoch_metrics.note(trainer)
+        self.recorder.note_metrics(trainer)
 
     def before_batch(self, trainer: pl.Trainer, batch_idx: int) -> None:
         """Determine what is due after a batch that is about to be trained on.
@@ -276,7 +276,7 @@ class RunResumer:
                 is ``"refuse"``.
         """
         self._step_intervals.begin_fit(trainer, is_planned=self._is_planned)
-        self.recorder.epoch_metrics.begin(trainer)
+        self.recorder.epoch_metrics = EpochMetrics(trainer)
         pending, self._pending = self._pending, None
         given: list[Any] = []
         if pending is not None:
@@ -331,7 +331,8 @@ class RunResumer:
         metrics = state.get("metrics", {}).items()
         trainer.callback_metrics.update({name: value.to(device) for name, value in metrics})
         source = SavedMetrics.of(state, record.world_size, trainer.world_size, rank)
-        self.recorder.epoch_metrics.resume_from(source, trainer, position)
+        if self.recorder.epoch_metrics is not None:
+            self.recorder.epoch_metrics.resume_from(source, trainer, position)
         _step_pending_plateaus(trainer, state, position, self._step_intervals)
         if not position.epoch:  # its iterator is recreated here
             for loader, states in zip(loaders, self._new_generators, strict=False):
