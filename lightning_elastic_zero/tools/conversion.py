@@ -10,7 +10,7 @@ import os
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,9 +20,7 @@ import torch
 
 from lightning_elastic_zero.core.layout import Fragment
 from lightning_elastic_zero.core.manifest import (
-    MANIFEST_NAME,
     STAGE_WEIGHTS,
-    FileEntry,
     Manifest,
     TrainingProgress,
 )
@@ -435,13 +433,23 @@ def write_elastic(
         loss_scaler=shared.loss_scaler,
         lr_scheduler=shared.lr_scheduler,
     )
-    with _staged(target, manifest.save_id) as staged:
-        writer = RankWriter(
-            staged.path, manifest, rank=0, progress=progress, source_of=placeholders.source_of
-        )
-        files = writer.write(state, ClientPart(split.plain, split.objects))
-        objects = tuple(format_tree_path(path) for path, _ in split.objects)
-        _finish(staged, replace(manifest, client_objects=objects), files)
+    objects = tuple(format_tree_path(path) for path, _ in split.objects)
+    staged = StagedDirectory.create(target, manifest.save_id)
+    try:
+        with staged.touch_regularly():
+            writer = RankWriter(
+                staged.path, manifest, rank=0, progress=progress, source_of=placeholders.source_of
+            )
+            files = tuple(writer.write(state, ClientPart(split.plain, split.objects)))
+            write_durably(staged.path / LATEST, TAG.encode())
+            manifest = replace(manifest, client_objects=objects, files=files)
+            staged.seal(manifest.to_json().encode())
+            staged.sync()
+            check_free(staged.target)
+            staged.publish()
+    except BaseException:
+        staged.abandon()
+        raise
 
 
 def _check_hyperparameters(checkpoint: OpenCheckpoint) -> None:
@@ -575,27 +583,6 @@ class _Placeholders:
 
 def _place(piece: torch.Tensor) -> tuple[int, int]:
     return piece.untyped_storage()._cdata, int(piece.storage_offset())  # noqa: SLF001 (identity)
-
-
-@contextmanager
-def _staged(target: Path, save_id: str) -> Iterator[StagedDirectory]:
-    staged = StagedDirectory.create(target, save_id)
-    try:
-        (staged.path / TAG).mkdir()
-        with staged.touch_regularly():
-            yield staged
-    except BaseException:
-        staged.abandon()
-        raise
-
-
-def _finish(staged: StagedDirectory, manifest: Manifest, files: Sequence[FileEntry]) -> None:
-    write_durably(staged.path / LATEST, TAG.encode())
-    text = replace(manifest, files=tuple(files)).to_json()
-    write_durably(staged.path / MANIFEST_NAME, text.encode())
-    staged.sync()
-    check_free(staged.target)
-    staged.publish()
 
 
 Write: TypeAlias = Callable[[OpenCheckpoint, Path, ConvertOptions, Progress], None]
