@@ -504,6 +504,13 @@ def _loop(_pid: int) -> asyncio.AbstractEventLoop:
     return loop
 
 
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+"""Variables that name an endpoint, by URL scheme."""
+
+
 def _handle(root: str) -> Any:
     """Return obstore's object for a bucket."""
     stores = importlib.import_module("obstore.store")
@@ -513,7 +520,7 @@ def _handle(root: str) -> Any:
         "client_options": {"timeout": timedelta(seconds=_REQUEST_S)},
         "retry_config": {"retry_timeout": timedelta(seconds=RETRY_S)},
     }
-    if root.startswith("s3://"):
-        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
-        options["client_options"]["allow_http"] = endpoint.startswith("http://")
+    endpoints = map(os.environ.get, _ENDPOINTS.get(root.partition(":")[0], ()))
+    endpoint = next(filter(None, endpoints), "")
+    options["client_options"]["allow_http"] = endpoint.startswith("http://")
     return stores.from_url(root, **options)

@@ -122,6 +122,8 @@ class FaultProxy:
         self._requests: list[Request] = []
         self._fault: Fault | None = None
         self._matched = 0
+        self.drops_conditions = False
+        """Whether the store ignores the conditions of writes."""
         self.conditional = threading.Lock()
         """Held during a conditional write: moto compares and writes in two steps."""
         handler = type("Handler", (_Handler,), {"proxy": self})
@@ -283,11 +285,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _ask_store(self, body: bytes) -> tuple[int, str, list[tuple[str, str]], bytes]:
         store = http.client.HTTPConnection("127.0.0.1", self.proxy.upstream_port, timeout=60)
         is_conditional = any(name in self.headers for name in ("If-Match", "If-None-Match"))
+        dropped = {"if-match", "if-none-match"} if self.proxy.drops_conditions else set()
         one_by_one = self.proxy.conditional if is_conditional else nullcontext()
         with suppress(OSError), closing(store), one_by_one:
             store.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
             for name, value in self.headers.items():
-                if name.lower() not in HOP_BY_HOP | {"content-length"}:
+                if name.lower() not in HOP_BY_HOP | {"content-length"} | dropped:
                     store.putheader(name, value)
             if body or self.command in {"PUT", "POST", "PATCH"}:
                 store.putheader("Content-Length", str(len(body)))

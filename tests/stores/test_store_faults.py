@@ -158,3 +158,13 @@ def test_some_requests_fail(runs: StoreRuns) -> None:
         runs.fail("overwrite", Fault(kind, method="PUT", key=r"state\.ckpt/manifest\.json"))
     runs.fail(LOAD, Fault("truncated body", method="GET", key="optim_states"))
     assert not runs.wrong, "\n".join(runs.wrong)
+
+
+@pytest.mark.parametrize("runs", [1], indirect=True)
+def test_a_store_that_ignores_conditions_is_refused(runs: StoreRuns) -> None:
+    """The error names the bucket; nothing is written but the check's object, which is deleted."""
+    runs.proxy.drops_conditions = True
+    before = runs.keys()
+    [outcome] = runs.pools.run(1, partial(save_state, runs.settings, runs.url, NEW))
+    assert f"s3://{runs.bucket} does not support conditional writes" in outcome.error
+    assert runs.keys() == before

@@ -1,0 +1,44 @@
+"""Saves, overwrites and loads in azurite and in memory, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import pytest
+
+from tests.stores._servers import azure_environment, make_container
+from tests.stores._store_ranks import NEW, OLD, Settings, load_state, save_state
+from tests.support.engines import Setup
+from tests.support.ranks import ForkServer, Pools
+
+pytest.importorskip("obstore")
+pytestmark = pytest.mark.engine
+
+
+def save_overwrite_load(
+    server: ForkServer, world: int, url: str, environment: Mapping[str, str]
+) -> None:
+    """Save one state, another one over it, and load into other engines."""
+    settings, pools = Settings(environment, Setup(world, "3")), Pools(server)
+    try:
+        for state in (OLD, NEW):
+            outcomes = pools.run(world, partial(save_state, settings, url, state))
+            assert not any(outcome.error for outcome in outcomes), outcomes
+        outcome = pools.run(world, partial(load_state, settings, url))[0]
+        assert (outcome.error, outcome.held) == ("", f"state {NEW}")
+    finally:
+        pools.close()
+
+
+@pytest.mark.long
+def test_azure(azurite_port: int, fork_server: ForkServer) -> None:
+    """Two ranks, by Azure's protocol."""
+    make_container(azurite_port, "box")
+    environment = azure_environment(f"http://127.0.0.1:{azurite_port}")
+    save_overwrite_load(fork_server, 2, "az://box/run/state.ckpt", environment)
+
+
+def test_memory(fork_server: ForkServer) -> None:
+    """One rank: the objects are in its memory."""
+    save_overwrite_load(fork_server, 1, "memory://box/run/state.ckpt", {})
