@@ -31,6 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--corruptions", type=int, default=800, help="of each stage, in test-long")
     group.addoption("--exits", type=int, default=30, help="worlds that end, in test-long")
     group.addoption("--pr-8031", help="folder in which DeepSpeed pull request 8031 is installed")
+    group.addoption("--hf-upstream", help="folder with the sources of transformers and accelerate")
     group = parser.getgroup("devices")
     group.addoption(
         "--device", choices=KINDS, help="of tests marked device (DS_ACCELERATOR, or what there is)"

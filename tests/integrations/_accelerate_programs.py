@@ -196,7 +196,7 @@ def two_engines(
         Accelerator(deepspeed_plugins=plugins, gradient_accumulation_steps=accumulate),
         async_save=asynchronous,
     )
-    engines = []
+    engines: list[Any] = []
     for stage in (2, 3):
         accelerator.state.select_deepspeed_plugin(str(stage))
         model = tiny_model()
