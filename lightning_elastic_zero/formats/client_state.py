@@ -1,10 +1,9 @@
-"""The trainer's state: plain data kept open, objects kept apart, rank differences kept small.
+"""The trainer's state: plain data, objects, and the differences between ranks.
 
-``client_state`` is the dictionary that Lightning (or the user of a plain engine) hands over:
-nested dicts, lists and tuples. What in it is plain data goes into the model states file. What is
-not is pickled into a file of its own, which is read only when it is known to be harmless, or when
-the user allows it. Where ranks hand over different values, rank 0's are everybody's, and the
-others keep what differs.
+``client_state`` is the dictionary that Lightning (or the user of a plain engine) passes: nested
+dicts, lists and tuples. Plain data goes into the model file, other objects into a file of their own
+(``client_objects``). If ranks pass different values, rank 0's are saved for all, and other ranks
+save their differences.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from lightning_elastic_zero.core.text import TreePath, format_tree_path
 from lightning_elastic_zero.errors import SaveError
 
 REMOVED = False
-"""Ends a path to something that a rank does not have and rank 0 has; no key is a bool."""
+"""The end of a path to an entry that rank 0 has and this rank lacks; no key is a bool."""
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 _NUMBERS = {type(None), bool, int, float}
-"""Their pickles depend on nothing but their values, and long lists of them are quickly pickled."""
+"""Types whose pickles depend only on the values. Long lists of them are pickled fast."""
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _HASHED_BYTES = 1 << 24
@@ -46,24 +45,23 @@ Objects: TypeAlias = "tuple[tuple[TreePath, object], ...]"
 
 @dataclass(frozen=True, slots=True)
 class SplitState:
-    """A client state, parted."""
+    """The plain data and the objects of a client state."""
 
     plain: dict[str, Any]
     """The tree with None in place of each object."""
     objects: Objects
-    """What is not plain data, and where it belongs."""
 
 
 def split_objects(state: Mapping[str, Any]) -> SplitState:
     """Split a client state into plain data and other objects.
 
     Raises:
-        SaveError: an entry's name is no plain string, or an entry holds itself.
+        SaveError: an entry's key is neither a string nor an integer, or an entry contains itself.
     """
     if strange := [key for key in state if type(key) not in (str, int)]:
         msg = (
-            f"the trainer's state has the key {strange[0]!r}, a {type(strange[0]).__name__}: "
-            "entries of a checkpoint are named by strings"
+            f"the trainer's state has the key {strange[0]!r}, a {type(strange[0]).__name__}, "
+            "expected a string"
         )
         raise SaveError(msg)
     objects: list[tuple[TreePath, object]] = []
@@ -72,13 +70,13 @@ def split_objects(state: Mapping[str, Any]) -> SplitState:
         try:
             plain[key] = _plain_part(value, (key,), objects)
         except RecursionError as error:
-            msg = f"the trainer's state holds {key!r}, which holds itself, or is nested too deep"
+            msg = f"the trainer's state has {key!r}, which contains itself or is nested too deep"
             raise SaveError(msg) from error
     return SplitState(plain, tuple(objects))
 
 
 def _plain_part(value: object, path: TreePath, objects: list[tuple[TreePath, object]]) -> object:
-    """Return the plain part of a value, noting the objects in it."""
+    """Return the plain part of a value; add the objects in it to ``objects``."""
     if isinstance(value, dict) and _is_node(value) and _has_plain_fields(value):
         items = [(k, _plain_part(v, (*path, k), objects)) for k, v in value.items()]
         return _like(value, items)
@@ -98,7 +96,7 @@ def _is_node(value: object) -> bool:
 
 
 def _like(value: dict[Any, Any], items: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Return a dict of the same type, and with the same fields: a state dict has ``_metadata``."""
+    """Return a dict of the same type and attributes: state dicts have ``_metadata``."""
     made = type(value)(items)
     if fields := getattr(value, "__dict__", None):
         vars(made).update(fields)
@@ -106,13 +104,13 @@ def _like(value: dict[Any, Any], items: list[tuple[Any, Any]]) -> dict[Any, Any]
 
 
 def is_plain(value: object) -> bool:
-    """Whether ``torch.load(weights_only=True)`` gives back just this value."""
+    """Whether ``torch.load(weights_only=True)`` returns exactly this value."""
     if type(value) is int:
         return value.bit_length() < 8 * _INT_BYTES
     if type(value) in _LEAVES:
-        return value != b""  # pickled for torch.save, it is a call that weights_only refuses
+        return value != b""  # torch.save pickles it as a call that weights_only refuses
     if type(value) in _TENSORS:
-        # Of anything else ranges of bytes cannot be read.
+        # Ranges of bytes of other tensors cannot be read.
         tensor: Any = value
         return _has_plain_fields(value) and _is_dense(tensor) and not tensor.is_conj()
     if type(value) is set:
@@ -126,20 +124,20 @@ def is_plain(value: object) -> bool:
 
 
 def _is_plain_key(value: object) -> bool:
-    """Whether a member of a set, or a key, is plain; tensors are found by identity there."""
+    """Whether a key or a member of a set is plain: tensors as keys are compared by identity."""
     return is_plain(value) and next(tensors_of(value), None) is None
 
 
 def _has_plain_fields(value: object) -> bool:
-    """Whether what hangs on a tensor or an ``OrderedDict`` is plain: it is saved with it."""
+    """Whether the attributes of a tensor or an ``OrderedDict`` are plain: they are saved too."""
     fields = getattr(value, "__dict__", None)
     return not fields or is_plain(fields)
 
 
 def to_host(value: Any) -> Any:
-    """Return a plain value whose tensors own just their bytes, on the host.
+    """Return a plain value whose tensors are on the host and own only their bytes.
 
-    A view is saved with all it views, and a tensor with the device that it lies on.
+    torch saves a view with its whole storage, and a tensor with its device.
     """
     if type(value) is tuple:
         return tuple(to_host(v) for v in value)
@@ -151,10 +149,7 @@ def to_host(value: Any) -> Any:
 
 
 def _compact_tensor(value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the host, without what its storage holds beside it.
-
-    A device that is named in a file is asked for wherever the file is read by ``torch.load``.
-    """
+    """Return a tensor on the host, without the rest of its storage."""
     if is_on_device(value):
         moved = _moved_to_host(value)
         vars(moved).update({key: to_host(field) for key, field in vars(value).items()})
@@ -170,13 +165,12 @@ def _compact_tensor(value: torch.Tensor) -> torch.Tensor:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is nothing but strided bytes somewhere."""
     plain = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
     return plain and tensor.device.type != "meta"
 
 
 def join_objects(plain: dict[str, Any], objects: Objects) -> dict[str, Any]:
-    """Add objects (or what differs on a rank) back where they belong, in place."""
+    """Put objects, or the differences of a rank, at their paths, in place."""
     for path, value in objects:
         gone = path[-1] is REMOVED
         *inner, last = path[:-1] if gone else path
@@ -193,25 +187,22 @@ def join_objects(plain: dict[str, Any], objects: Objects) -> dict[str, Any]:
 
 
 def fingerprints(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return a digest of each leaf of a client state, and the kind of each node: to compare ranks.
-
-    The keys tell all paths apart; that of a top-level entry is its name.
-    """
+    """Return a digest of each leaf and the type of each node of a client state, by path."""
     return {_text(path): _fingerprint(value, path) for path, value in _places(state, ())}
 
 
 def rank_differences(
     state: Mapping[str, Any], first: Mapping[str, str]
 ) -> tuple[tuple[TreePath, Any], ...]:
-    """Return what turns rank 0's state into this rank's, for ``join_objects``.
+    """Return the entries with which ``join_objects`` turns rank 0's state into this rank's.
 
     Args:
-        state: this rank's.
-        first: the ``fingerprints`` of rank 0's.
+        state: the state of this rank.
+        first: the ``fingerprints`` of rank 0.
 
     Returns:
-        The differing leaves; the whole of what is new here, or a leaf on one side only; and, with
-        a path that ends in ``REMOVED``, what is not here.
+        Leaves that differ, nodes and leaves that rank 0 lacks, and for entries that this rank
+        lacks a path that ends in ``REMOVED``.
     """
     of_first: dict[TreePath, list[str | int]] = {}
     for text in first:
@@ -226,7 +217,7 @@ def _changes(
     first: Mapping[str, str],
     of_first: Mapping[TreePath, list[str | int]],
 ) -> Iterator[tuple[TreePath, Any]]:
-    """Yield what of a node is new or different here, then what is not here, from the end."""
+    """Yield new and different entries of a node, then missing ones in reverse order."""
     keys = set()
     for key, value in _items(node):
         keys.add(key)
@@ -241,7 +232,6 @@ def _changes(
 
 
 def _places(node: Any, path: TreePath) -> Iterator[tuple[TreePath, Any]]:
-    """Walk a tree: every node below the root, then what is in it."""
     for key, value in _items(node):
         at = (*path, key)
         yield at, value
@@ -254,9 +244,9 @@ def _items(node: Any) -> Iterator[tuple[str | int, Any]]:
 
 
 def _is_branch(value: object) -> bool:
-    """Whether a value is walked into; a list of mere numbers and strings is one leaf."""
+    """Whether entries of a value have paths; a list of only numbers and strings is one leaf."""
     if type(value) is list:
-        # None may stand for an object: its place is kept apart from what is beside it.
+        # None may be the placeholder of an object, which needs a path.
         return any(v is None or type(v) not in _LEAVES for v in value)
     return _is_node(value) and bool(value) and not getattr(value, "__dict__", None)
 
@@ -266,21 +256,20 @@ def _fingerprint(value: object, path: TreePath) -> str:
 
 
 def _text(path: TreePath) -> str:
-    """Return a path as text, so that no two are alike: ``a.b`` is a key, ``["a", "b"]`` two."""
+    """Return a path as unambiguous text: ``a.b`` is one key, ``["a", "b"]`` are two."""
     if len(path) == 1 and isinstance(path[0], str) and not path[0].startswith("["):
         return path[0]
     return json.dumps(path)
 
 
 def _digest(value: object, path: TreePath) -> str:
-    """Digest a leaf, by what it is: equal on all ranks where the values are."""
     digest = xxhash.xxh3_128()
     _feed(digest, value, path)
     return digest.hexdigest()
 
 
 def _feed(digest: xxhash.xxh3_128, value: Any, path: TreePath) -> None:
-    """Add a value to a digest: tensors and floats by their bits, sets and dicts in no order."""
+    """Add a value to a digest: tensors and floats by bits, sets and dicts without order."""
     kind = type(value).__name__
     if type(value) in _TENSORS and _is_dense(value):
         digest.update(f"{kind} {value.dtype} {tuple(value.shape)} {value.requires_grad} ".encode())
@@ -302,7 +291,7 @@ def _feed(digest: xxhash.xxh3_128, value: Any, path: TreePath) -> None:
 
 
 def _bits(value: object, path: TreePath) -> bytes:
-    """Return the bytes of a value that is no dense tensor, and no container but of numbers."""
+    """Return the bytes of a leaf that is not a dense tensor, or of a list of numbers."""
     if type(value) in (list, tuple, torch.Size):
         return pickle.dumps(list(value), protocol=4)  # type: ignore[call-overload]
     if type(value) is float:
@@ -317,7 +306,7 @@ def _bits(value: object, path: TreePath) -> bytes:
 
 
 def _bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield a dense tensor's bytes, on the host, a bounded part at a time."""
+    """Yield the bytes of a dense tensor on the host, in bounded parts."""
     flat = in_order(tensor)
     data = flat.view(torch.uint8) if flat.numel() else flat
     for start in range(0, data.numel(), _HASHED_BYTES):
@@ -326,16 +315,16 @@ def _bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 def _refusal(value: object, path: TreePath, what: str) -> SaveError:
     return SaveError(
-        f"the trainer's state holds {format_tree_path(path)}, a {type(value).__name__} that {what} "
+        f"the trainer's state has {format_tree_path(path)}, a {type(value).__name__} that {what} "
         "keep it out of save_hyperparameters(ignore=[...]) or of the callback's state_dict()"
     )
 
 
 def pickled(value: object, path: TreePath) -> bytes:
-    """Pickle an object of the client state, its tensors as ones of the host.
+    """Pickle an object of the client state, with its tensors on the host.
 
     Raises:
-        SaveError: it cannot be pickled; the message says where it sits.
+        SaveError: it cannot be pickled; the message has its path.
     """
     try:
         return host_pickle(value)
@@ -344,24 +333,23 @@ def pickled(value: object, path: TreePath) -> bytes:
 
 
 def check_pickle(value: object, path: TreePath) -> None:
-    """Refuse an object that cannot be made of its pickle.
+    """Refuse an object that cannot be unpickled.
 
     Raises:
-        SaveError: it cannot; the message says where it sits.
+        SaveError: it cannot be pickled or unpickled; the message has its path.
     """
     data = pickled(value, path)
     try:
         pickle.loads(data)  # noqa: S301 - just pickled
     except Exception as error:
-        why = f"can be pickled but not be made of its pickle ({error}): no load could restore it;"
+        why = f"can be pickled but not unpickled ({error}), so no load could restore it:"
         raise _refusal(value, path, why) from error
 
 
 def host_pickle(value: object) -> bytes:
-    """Pickle, with what lies on devices as if it lay on the host.
+    """Pickle a value with tensors of devices as tensors of the host.
 
-    A pickled tensor comes back on the device that it was on, which a machine may not have, and
-    which is another rank's where there are several.
+    Unpickling puts a tensor on its saved device, which may not exist or be another rank's.
     """
     file = io.BytesIO()
     _HostPickler(file).dump(value)
@@ -369,8 +357,6 @@ def host_pickle(value: object) -> bytes:
 
 
 class _HostPickler(pickle.Pickler):
-    """Pickles tensors of devices as ones of the host."""
-
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and is_on_device(value):
             moved: Any = _moved_to_host(value)

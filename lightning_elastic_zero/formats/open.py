@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from lightning_elastic_zero.core.layout import Fragment, Layout, Transfer
+from lightning_elastic_zero.core.layout import Fragment, Transfer
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME, Manifest, manifest_from_json
 from lightning_elastic_zero.core.names import KeyMapping
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
@@ -118,6 +118,22 @@ def looks_like_checkpoint(entry: Path) -> bool:
 Named = TypeVar("Named", Fragment, Transfer)
 
 
+_UNCHANGED = (
+    "check",
+    "check_files",
+    "frozen_layout_of",
+    "layout_of",
+    "names",
+    "optimizer_state",
+    "recorded_bytes",
+    "recorded_fingerprint",
+    "trainer_entry",
+    "verify",
+    "verify_whole",
+)
+"""Methods of a reader that neither take nor return names of parameters, or take a manifest."""
+
+
 class RenamedReader(CheckpointReader):
     """An open checkpoint, presented under the model's parameter names."""
 
@@ -129,6 +145,7 @@ class RenamedReader(CheckpointReader):
         """
         self.files = source.files
         self._source = source
+        vars(self).update({name: getattr(source, name) for name in _UNCHANGED})
         self._renaming = renaming
         self._here = renaming.table(source.manifest.names(), where)
         self._saved = {here: saved for saved, here in self._here.items()}
@@ -155,10 +172,6 @@ class RenamedReader(CheckpointReader):
     def _as_saved(self, at: Named) -> Named:
         return replace(at, name=self._saved_name(at.name))
 
-    def check_files(self) -> None:
-        """Check the files of the source."""
-        self._source.check_files()
-
     def bind(self, live: Manifest) -> None:
         """Match the source with the model, under the saved names."""
         self._source.bind(_with_names(live, self._saved_name))
@@ -168,42 +181,6 @@ class RenamedReader(CheckpointReader):
         """Match the source without a model."""
         self._source.bind_alone()
         self._describe()
-
-    def names(self) -> Sequence[str]:
-        """Return the names of its files."""
-        return self._source.names()
-
-    def recorded_bytes(self, name: str) -> int | None:
-        """Return the recorded size of a file; None if it was not recorded."""
-        return self._source.recorded_bytes(name)
-
-    def verify_whole(self, rank: int, world_size: int, progress: Progress) -> None:
-        """Verify this rank's share of all bytes."""
-        self._source.verify_whole(rank, world_size, progress)
-
-    def recorded_fingerprint(self) -> str:
-        """Return the recorded fingerprint, which covers the saved names."""
-        return self._source.recorded_fingerprint()
-
-    def trainer_entry(self, name: str) -> object:
-        """Return a top-level entry of the trainer's state."""
-        return self._source.trainer_entry(name)
-
-    def verify(self, rank: int, world_size: int, progress: Progress) -> None:
-        """Verify this rank's share."""
-        self._source.verify(rank, world_size, progress)
-
-    def layout_of(self, manifest: Manifest) -> Layout:
-        """Return the layout of masters and optimizer state."""
-        return self._source.layout_of(manifest)
-
-    def frozen_layout_of(self, manifest: Manifest) -> Layout:
-        """Return the layout of the frozen weights."""
-        return self._source.frozen_layout_of(manifest)
-
-    def check(self, masters: Sequence[int], frozen: Sequence[int]) -> None:
-        """Check the files that will be read."""
-        self._source.check(masters, frozen)
 
     def locate(self, key: str, transfer: Transfer) -> Location:
         """Return the location of a run."""
@@ -229,10 +206,6 @@ class RenamedReader(CheckpointReader):
             client_state=client,
             extra_states=self._renamed(state.extra_states),
         )
-
-    def optimizer_state(self) -> Mapping[Any, Any] | None:
-        """Return the optimizer state under keys that are not parameters."""
-        return self._source.optimizer_state()
 
     def module_buffers(self) -> Mapping[str, torch.Tensor]:
         """Return the persistent module buffers."""

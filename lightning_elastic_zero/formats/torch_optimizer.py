@@ -28,22 +28,22 @@ from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.formats.reader import FRESH_OPTIMIZER_HINT, duplicate_names
 
 MEMBERS = ("params", "param_names")
-"""What in a group's dict says who is in it."""
+"""Keys of a parameter group that list its members."""
 
 Key: TypeAlias = "int | str"
 Table: TypeAlias = "tuple[tuple[str, ...], ...]"
-"""The names of each group's members, as the ids are ordered; empty where an id has no meaning."""
+"""The names of each group's members, in the order of the ids; empty for an unknown id."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedOptimizerState:
-    """An optimizer's groups and states by the live model's names."""
+    """The groups and states of an optimizer by the live model's names."""
 
     groups: tuple[Group, ...]
     states: Mapping[str, Mapping[str, Any]]
-    """What each parameter has: tensors (which need no values) and numbers, by state."""
+    """The states of each parameter, by key; their tensors need no values."""
     unmatched: str = ""
-    """Why there are no states; empty where they are known, or there were none."""
+    """As in ``SourceInfo``."""
 
 
 def is_optimizer(tree: object) -> bool:
@@ -59,10 +59,10 @@ def is_optimizer(tree: object) -> bool:
 def plain_hyperparameters(
     groups: Sequence[Mapping[str, Any]], members: Sequence[str] = MEMBERS
 ) -> list[dict[str, Plain]]:
-    """Return what parameter groups hold beside their members, as plain data.
+    """Return the hyperparameters of parameter groups as plain data.
 
     Raises:
-        UnsupportedError: one is no plain data.
+        UnsupportedError: one is not plain data.
     """
     return [
         {k: plain(v, f"{k!r} of parameter group {i}") for k, v in group.items() if k not in members}
@@ -71,7 +71,7 @@ def plain_hyperparameters(
 
 
 def by_position(saved: Mapping[str, Any]) -> bool:
-    """Whether the states of a state dict are told by numbers, and no names stand beside them."""
+    """Whether a state dict identifies parameters only by numbers."""
     groups = saved["param_groups"]
     named = all("param_names" in group for group in groups)
     return not named and not all(isinstance(k, str) for g in groups for k in g["params"])
@@ -80,18 +80,18 @@ def by_position(saved: Mapping[str, Any]) -> bool:
 def name_states(
     saved: Mapping[str, Any], live: Manifest, order: Sequence[str], canonical: Mapping[str, str]
 ) -> NamedOptimizerState:
-    """Find out which state belongs to which parameter.
+    """Find the parameter of each state.
 
     Args:
         saved: the state dict (``is_optimizer``).
-        live: what it is to be loaded into.
+        live: the live model.
         order: the saved parameters by their live names, in the order of the saved model.
-        canonical: the live name of every name that a live parameter has.
+        canonical: the first name of a live parameter, by each of its names.
 
     Raises:
-        CheckpointMismatchError: nothing fits, or more than one meaning of the positions does; or
-            parameters of a group have no state, or other ones than the rest.
-        UnsupportedError: a hyperparameter is no plain data.
+        CheckpointMismatchError: no meaning of the ids fits, or several do; or the states of a
+            group's members differ.
+        UnsupportedError: a hyperparameter is not plain data.
     """
     saved_groups: Sequence[Mapping[str, Any]] = saved["param_groups"]
     shapes = {p.name: p.shape for p in live.parameters}
@@ -105,7 +105,7 @@ def name_states(
         if key in saved["state"]
     }
     owned = {p.name for p in live.optimized}
-    # Frozen parameters may be given to an optimizer: they have no state, and are no members.
+    # An optimizer may have frozen parameters, without state. They are not members here.
     trained = owned | (states.keys() - {p.name for p in live.parameters if not p.numel})
     members = tuple(tuple(name for name in names if name in trained) for names in table)
     elementwise = _elementwise(states, shapes)
@@ -120,7 +120,7 @@ def name_states(
 
 @dataclass(frozen=True, slots=True)
 class _IdInterpretations:
-    """What the ids of a state dict can mean in a live model."""
+    """The possible meanings of the ids of a state dict in a live model."""
 
     groups: Sequence[Mapping[str, Any]]
     states: Mapping[Key, Mapping[str, Any]]
@@ -130,7 +130,7 @@ class _IdInterpretations:
     shapes: Mapping[str, tuple[int, ...]]
 
     def unambiguous(self) -> Table:
-        """Return the one meaning that fits.
+        """Return the only meaning that fits.
 
         Raises:
             CheckpointMismatchError: none fits, or several do.
@@ -147,18 +147,18 @@ class _IdInterpretations:
             first, second = sorted(fitting)
             differ = [n for n, m in zip(chain(*first), chain(*second), strict=True) if n != m]
             msg = (
-                "the optimizer's state is kept by position, and positions may be counted in the "
-                "optimizer's order or in the model's: both fit, and they differ in "
+                "the optimizer state is stored by position, and positions in the order of the "
+                "optimizer and of the model both fit, but differ in "
                 f"{format_names(differ)}; {FRESH_OPTIMIZER_HINT}"
             )
             raise CheckpointMismatchError(msg)
         raise CheckpointMismatchError(self._why())
 
     def _full(self, names: list[list[str]]) -> list[list[str]]:
-        """Return names that were given to the optimizer as the model has them.
+        """Return the model's names for names that were passed to the optimizer.
 
-        Where it was built from the ``named_parameters()`` of a submodule they lack that one's name,
-        and where it was built from those of a wrapper they have its name before them.
+        ``named_parameters()`` of a submodule lacks the submodule's name, and that of a wrapper adds
+        the wrapper's.
         """
         given = [name for group in names for name in group]
         if not given or any(name in self.canonical for name in given):
@@ -173,11 +173,10 @@ class _IdInterpretations:
         return fitting[0] if len(fitting) == 1 else names
 
     def _known(self, names: Sequence[Sequence[str]]) -> Table:
-        """Return the live names; what is unknown keeps its own."""
         return tuple(tuple(self.canonical.get(n, n) for n in group) for group in names)
 
     def _named(self, names: Sequence[Sequence[str]]) -> Table:
-        """Return the live names; what is unknown keeps its own, and is told of as such.
+        """Return the live names; unknown names are kept and reported.
 
         Raises:
             CheckpointMismatchError: a state has another shape than its parameter.
@@ -189,7 +188,7 @@ class _IdInterpretations:
         return table
 
     def _positions(self) -> Iterator[Table]:
-        """Yield what the positions can mean: the optimizer's own order, or the model's."""
+        """Yield the possible meanings: positions in the optimizer's order, or in the model's."""
         ids = [tuple(group["params"]) for group in self.groups]
         live = self.live.groups
         if [len(group) for group in ids] == [len(g.names) for g in live] and self._in_sequence():
@@ -203,9 +202,9 @@ class _IdInterpretations:
             yield tuple(tuple(self.order[key] for key in group) for group in ids)
 
     def _in_sequence(self) -> bool:
-        """Whether ids count on from group to group, and code and file agree on the model.
+        """Whether ids are consecutive, and the model's parameters have the saved order.
 
-        Where the model's parameters are in another order now, the optimizer's may be as well.
+        If the order of the model has changed, the optimizer's may have as well.
         """
         ids = [key for group in self.groups for key in group["params"]]
         here = [p.name for p in self.live.parameters]
@@ -214,14 +213,14 @@ class _IdInterpretations:
         return ids == list(range(len(ids))) and in_file == [name for name in here if name in known]
 
     def _fits(self, table: Table) -> bool:
-        """Whether a meaning gives each live group its members, and them their shapes."""
+        """Whether a meaning matches the live groups and the shapes of their members."""
         live = self.live.groups
         owned = {name for group in live for name in group.names}
         members = [{name for name in names if name in owned} for names in table]
         return members == [set(group.names) for group in live] and not any(self._misfits(table))
 
     def _misfits(self, table: Table) -> Iterator[str]:
-        """Yield each parameter whose state has another shape, or that cannot have one."""
+        """Yield each parameter whose state has another shape, or that is frozen."""
         frozen = {p.name for p in self.live.parameters if p.group is None and p.numel}
         elementwise = with_dimensions(self.states.values())
         for names, group in zip(table, self.groups, strict=True):
@@ -240,24 +239,20 @@ class _IdInterpretations:
                         )
 
     def _why(self) -> str:
-        """Describe what was saved and what is here, where no meaning fits."""
         saved = ", ".join(str(len(group["params"])) for group in self.groups)
         here = ", ".join(str(len(group.names)) for group in self.live.groups)
         frozen = len(self.live.frozen)
         stateless = sum(key not in self.states for group in self.groups for key in group["params"])
         return (
-            f"the optimizer's state is kept by position in groups of {saved} parameters "
-            f"({stateless} of them without state); here are groups of {here} trained parameters, "
-            f"and {frozen} frozen ones, and no way to count gives each state a parameter of its "
-            f"shape: configure the groups of the run that was saved, or {FRESH_OPTIMIZER_HINT}"
+            f"the optimizer state is stored by position, in groups of {saved} parameters "
+            f"({stateless} of them without state). This run has groups of {here} trained "
+            f"parameters and {frozen} frozen ones, and no order matches the shapes: configure the "
+            f"groups of the saved run, or {FRESH_OPTIMIZER_HINT}"
         )
 
 
 def with_dimensions(states: Iterable[object]) -> frozenset[str]:
-    """Return the names of the states that are more than one number for some parameter.
-
-    Where such a state is one number, so is its parameter, and no other.
-    """
+    """Return the states that are more than one number for some parameter."""
     return frozenset(
         key
         for state in states
@@ -270,28 +265,28 @@ def with_dimensions(states: Iterable[object]) -> frozenset[str]:
 def _elementwise(
     states: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]
 ) -> frozenset[str]:
-    """Return the states that have one value per element, told by parameters with dimensions.
+    """Return the states with one value per element, as parameters with dimensions show.
 
     Raises:
-        CheckpointMismatchError: no parameter has any, so that nothing tells.
+        CheckpointMismatchError: no parameter has dimensions.
     """
-    told = [state for name, state in states.items() if shapes.get(name, (1,))]
-    if states and not told:
+    shaped = [state for name, state in states.items() if shapes.get(name, (1,))]
+    if states and not shaped:
         msg = (
-            f"all trained parameters are single numbers: nothing tells their states apart; "
+            "all trained parameters are scalars, so element-wise states cannot be recognised; "
             f"{FRESH_OPTIMIZER_HINT}"
         )
         raise CheckpointMismatchError(msg)
-    return with_dimensions(told)
+    return with_dimensions(shaped)
 
 
 def _table_of(
     names: Sequence[str], states: Mapping[str, Mapping[str, Any]], elementwise: frozenset[str]
 ) -> tuple[StateKey, ...]:
-    """Return the states of a group's members: all have the same ones.
+    """Return the states of a group's members.
 
     Raises:
-        CheckpointMismatchError: some have none, or others.
+        CheckpointMismatchError: members have different states, or some have none.
     """
     if not states:
         return ()
@@ -299,17 +294,17 @@ def _table_of(
         if len(lacking) == len(names):
             return ()
         msg = (
-            f"the optimizer has no state for {format_names(lacking)}, which had never been trained "
-            f"when it was saved, and has for the others of the group; {FRESH_OPTIMIZER_HINT}"
+            f"the optimizer has no state for {format_names(lacking)}, which had not been trained "
+            f"when it was saved, but for others of the group; {FRESH_OPTIMIZER_HINT}"
         )
         raise CheckpointMismatchError(msg)
     tables = {name: _keys(states[name], elementwise) for name in names}
     first = tables[names[0]] if names else ()
     if others := [name for name in names if tables[name] != first]:
         msg = (
-            f"the optimizer keeps {[k.name for k in first]} for {names[0]}, and "
-            f"{[k.name for k in tables[others[0]]]} for {others[0]}, of the same group or of other "
-            f"types: {FRESH_OPTIMIZER_HINT}"
+            f"the optimizer has the states {[k.name for k in first]} for {names[0]}, but "
+            f"{[k.name for k in tables[others[0]]]} for {others[0]} of the same group, or of other "
+            f"types; {FRESH_OPTIMIZER_HINT}"
         )
         raise CheckpointMismatchError(msg)
     return first
@@ -327,7 +322,7 @@ _Shaped: TypeAlias = "Sequence[tuple[str, tuple[int, ...]]]"
 
 
 def describe_alone(weights: Mapping[str, torch.Tensor], members: Members) -> Manifest:
-    """Describe the model that a checkpoint would fit: its own weights, with their first names."""
+    """Describe the model that a checkpoint itself implies: its weights, by their first names."""
     aliases: dict[str, tuple[str, ...]] = {}
     for other, first in duplicate_names(weights).items():
         aliases[first] = (*aliases.get(first, ()), other)
@@ -357,10 +352,10 @@ def members_of(saved: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) ->
 
     Args:
         saved: a torch optimizer's state dict; its tensors need no values.
-        weights: of the model that it was saved with, in the model's order.
+        weights: the weights of its model, in the model's order.
 
     Raises:
-        CheckpointMismatchError: positions, or names, could mean several parameters, or none.
+        CheckpointMismatchError: positions or names are ambiguous or unknown.
     """
     groups: Sequence[Mapping[str, Any]] = saved["param_groups"]
     ids = [tuple(group["params"]) for group in groups]
@@ -380,9 +375,9 @@ def members_of(saved: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) ->
     last = _in_order(wanted[::-1], candidates[::-1])[::-1]
     if len(first) < len(wanted) or first != last:
         msg = (
-            f"the optimizer's state is kept by position, and the {len(wanted)} positions could "
-            f"mean {'several' if first else 'none'} of the {len(candidates)} weights: only the "
-            "model's code can tell them apart"
+            f"the optimizer state is stored by position, and the {len(wanted)} positions match "
+            f"{'several orders' if first else 'no order'} of the {len(candidates)} weights: the "
+            "model's code is needed"
         )
         raise CheckpointMismatchError(msg)
     names = iter(first)
@@ -390,10 +385,10 @@ def members_of(saved: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) ->
 
 
 def _known(members: Sequence[tuple[str, ...]], weights: Mapping[str, torch.Tensor]) -> Members:
-    """Return names as the weights have them: given without a submodule's name, they lack that.
+    """Return the names of the weights, which may have the name of a submodule as prefix.
 
     Raises:
-        CheckpointMismatchError: they are of other weights.
+        CheckpointMismatchError: a weight has none of the names.
     """
     given = [name for group in members for name in group]
     if not given or all(name in weights for name in given):
@@ -402,13 +397,13 @@ def _known(members: Sequence[tuple[str, ...]], weights: Mapping[str, torch.Tenso
     fitting = [p for p in prefixes if all(p + name in weights for name in given)]
     if len(fitting) != 1:
         strange = next(name for name in given if name not in weights)
-        msg = f"the optimizer's state is of {strange}, and no weight has that name"
+        msg = f"the optimizer has state for {strange}, but no weight has that name"
         raise CheckpointMismatchError(msg)
     return tuple(tuple(fitting[0] + name for name in group) for group in members)
 
 
 def _shape_of(state: object, elementwise: frozenset[str]) -> tuple[int, ...] | None:
-    """Return the shape of a parameter that has this state; None where nothing tells."""
+    """Return the shape of a parameter with this state; None if it is unknown."""
     items = state.items() if isinstance(state, Mapping) else ()
     shapes = [
         tuple(value.shape)
@@ -419,7 +414,7 @@ def _shape_of(state: object, elementwise: frozenset[str]) -> tuple[int, ...] | N
 
 
 def _in_order(wanted: Sequence[tuple[int, ...] | None], candidates: _Shaped) -> list[str]:
-    """Return the first candidates, in order, that have the shapes; too few where there are."""
+    """Return the first candidates, in order, that have the shapes; possibly too few."""
     found: list[str] = []
     for name, shape in candidates:
         if len(found) < len(wanted) and wanted[len(found)] in (None, shape):

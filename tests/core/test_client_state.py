@@ -166,7 +166,7 @@ class TestSplit:
     @pytest.mark.parametrize("key", [Color.RED, None, 1.5, ("a", 1)])
     def test_entries_have_plain_names(self, key: Any) -> None:
         """What cannot be the name of an entry is refused before anything is written."""
-        with pytest.raises(SaveError, match="entries of a checkpoint are named by strings"):
+        with pytest.raises(SaveError, match="expected a string"):
             split_objects({key: 1})
 
     @pytest.mark.parametrize("kind", [dict, list])
@@ -177,7 +177,7 @@ class TestSplit:
             inside["inside"] = inside
         else:
             inside.append(inside)
-        with pytest.raises(SaveError, match="holds 'mine', which holds itself"):
+        with pytest.raises(SaveError, match="has 'mine', which contains itself"):
             split_objects({"mine": inside})
 
 
@@ -419,7 +419,7 @@ class TestPickled:
         with pytest.raises(SaveError) as caught:
             pickled(threading.Lock(), ("callbacks", "Timer", 0))
         assert str(caught.value).startswith(
-            "the trainer's state holds callbacks.Timer.0, a lock that cannot be pickled ("
+            "the trainer's state has callbacks.Timer.0, a lock that cannot be pickled ("
         )
         assert "save_hyperparameters(ignore=[...])" in str(caught.value)
 

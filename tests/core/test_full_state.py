@@ -173,7 +173,7 @@ def test_the_state_of_a_single_number_is_no_other_weights() -> None:
     }
     groups = [{"params": [0]}, {"params": [1, 2]}]
     in_another_order = {"state": adam_of((2, 3), (), (1,)), "param_groups": groups}
-    with pytest.raises(CheckpointMismatchError, match="could mean several of the 4 weights"):
+    with pytest.raises(CheckpointMismatchError, match="match several orders of the 4 weights"):
         members_of(in_another_order, weights)
     in_order = {"state": adam_of((), (2, 3), (1,)), "param_groups": groups}
     del weights["third"]

@@ -135,27 +135,27 @@ REFUSED: dict[str, tuple[dict[str, Any], Manifest, str]] = {
     "two meanings": (
         saved([[0, 1, 2, 3]], {0: "a", 1: "b", 2: "c", 3: "d"}),
         live([["c", "b", "a", "d"]]),
-        "both fit, and they differ in",
+        "both fit, but differ in",
     ),
     "other counts": (
         saved([[0, 1, 2], [3]], {0: "a", 1: "b", 2: "c", 3: "d"}),
         live([["a", "c"], ["b", "d"]]),
-        "groups of 3, 1 parameters .0 of them without state.; here are groups of 2, 2 trained",
+        "groups of 3, 1 parameters .0 of them without state.. This run has groups of 2, 2 trained",
     ),
     "other shapes": (
         saved([[0, 1], [2, 3]], {0: "a", 1: "b", 2: "c", 3: "d"}),
         live([["a", "c"], ["b", "d"]]),
-        "no way to count gives each state a parameter of its shape",
+        "no order matches the shapes",
     ),
     "frozen among two groups": (
         saved([[0, 1, 2], [3, 4]], {0: "f", 1: "c", 2: "a", 3: "b", 4: "d"}),
         live([["c", "a"], ["b", "d"]]),
-        "groups of 3, 2 parameters .1 of them without state.; here are groups of 2, 2 trained",
+        "groups of 3, 2 parameters .1 of them without state.. This run has groups of 2, 2 trained",
     ),
     "never trained": (
         saved([[0, 1], [2, 3]], {0: "a", 1: "c", 2: "b", 3: "d"}, without=("c",)),
         live([["a", "c"], ["b", "d"]]),
-        "no state for c, which had never been trained",
+        "no state for c, which had not been trained",
     ),
     "a name's other shape": (
         {
@@ -182,7 +182,7 @@ def test_another_order_of_the_model_is_no_position() -> None:
     manifest = live([["a", "c"], ["b", "d"]])
     tree = saved([[0, 1], [2, 3]], {0: "a", 1: "c", 2: "b", 3: "d"})
     assert meaning(tree, manifest, "abcdf").states
-    with pytest.raises(CheckpointMismatchError, match="kept by position"):
+    with pytest.raises(CheckpointMismatchError, match="stored by position"):
         meaning(tree, manifest, "cbadf")
 
 

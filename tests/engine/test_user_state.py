@@ -343,7 +343,7 @@ def test_what_no_load_could_read_is_not_saved(pools: Pools, tmp_path: Path) -> N
     """The error names the place, and nothing is published, whatever it is that cannot be read."""
     setup = Setup(2, "2")
     for found in pools.run(setup.world, partial(refused_saves, setup, str(tmp_path))):
-        assert "the trainer's state holds 'mine', which holds itself" in found["within"]
+        assert "the trainer's state has 'mine', which contains itself" in found["within"]
         assert (
             "callbacks.Mine.0, a FailsToUnpickle that can be pickled but not be made"
             in found["unmade"]
