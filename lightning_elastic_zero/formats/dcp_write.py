@@ -1,7 +1,7 @@
 """Writes a directory of ``torch.distributed.checkpoint`` in one process, a chunk at a time.
 
-torch's own writer writes the files; each tensor is told to it as chunks of rows, of which it asks
-one after the other, so that no more than one is in memory.
+torch's own writer writes the files. Each tensor is passed as chunks of rows, which are requested
+one after the other, so only one is in memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from lightning_elastic_zero.core.tensors import map_pages
 from lightning_elastic_zero.core.text import TreePath, format_tree_path
 
 CHUNK_ELEMENTS = 1 << 22
-"""The most elements of a chunk, where a row is no longer."""
+"""The most elements of a chunk, unless a row is longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,13 @@ class RowsSource:
     """A tensor to be written."""
 
     path: TreePath
-    """Where it is in the tree that a load finds."""
+    """The path in the tree."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[int, int], torch.Tensor]
     """Returns the elements ``[start, stop)`` of the flattened tensor, in its type."""
     same_as: TreePath = ()
-    """Of a tied weight's second name: the path of its first one, whose bytes it shares."""
+    """For another name of a tied weight: the path of its first name, whose bytes it shares."""
 
 
 def write_directory(
@@ -65,15 +65,15 @@ def write_directory(
 
     Args:
         folder: an empty directory.
-        tensors: what it holds.
-        objects: what else it holds, by its place in the tree; torch pickles each.
+        tensors: the tensors.
+        objects: other values by their paths in the tree; torch pickles each.
         progress: receives the number of bytes written.
 
     Raises:
-        OSError: the system did not take the bytes.
+        OSError: writing failed.
     """
     planner = _ChunkPlanner(tensors, objects, progress)
-    # Without a copy ahead it asks for a chunk when the one before is written, on GPU machines too.
+    # Without copying ahead, a chunk is requested after the one before is written, also with GPUs.
     writer = FileSystemWriter(
         folder, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0
     )
@@ -85,7 +85,7 @@ def write_directory(
 
 
 class _ChunkPlanner(SavePlanner):
-    """Tells torch's writer what there is, and gives it one chunk at a time."""
+    """Lists the entries for torch's writer, and returns one chunk at a time."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class _ChunkPlanner(SavePlanner):
         self._tensors = {format_tree_path(t.path): t for t in tensors}
         self._objects = {format_tree_path(path): value for path, value in objects.items()}
         self._progress = progress
-        # torch's writer keeps the last chunk of each tensor until it ends: so all have one memory.
+        # torch's writer keeps the last chunk of each tensor, so all chunks share one memory.
         self._memory = map_pages(max((_largest_chunk_bytes(t) for t in tensors), default=1), ())
         entries: dict[str, Any] = {
             key: TensorStorageMetadata(
@@ -139,12 +139,12 @@ class _ChunkPlanner(SavePlanner):
         return found.reshape(chunk.sizes)
 
     def _placed(self, found: torch.Tensor) -> torch.Tensor:
-        """Return a chunk in the one memory, in a storage of its own size: torch saves those."""
+        """Copy a chunk to the shared memory, as a storage of its own size, which torch saves."""
         memory = self._memory.numpy()
         return torch.frombuffer(memory, dtype=found.dtype, count=found.numel()).copy_(found)
 
     def second_names(self, results: Sequence[WriteResult]) -> Iterator[WriteResult]:
-        """Yield where the chunks of tied weights' other names are: where those of the first are."""
+        """Yield the places of tied weights' other names, which are those of the first name."""
         written: dict[str, list[WriteResult]] = {}
         for result in results:
             written.setdefault(result.index.fqn, []).append(result)
@@ -152,17 +152,17 @@ class _ChunkPlanner(SavePlanner):
             for result in written[format_tree_path(tensor.same_as)] if tensor.same_as else ():
                 yield replace(result, index=MetadataIndex(key, result.index.offset))
 
-    # One process plans for itself: there is nothing to agree upon.
+    # One process plans for itself.
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: what there is was told before."""
+        """Do nothing: the entries are known."""
 
     def create_local_plan(self) -> SavePlan:
-        """Return what is written."""
+        """Return the plan."""
         return SavePlan(self.items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Return the one plan."""
+        """Return the plan of the only rank."""
         return all_plans, self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -180,7 +180,7 @@ def _largest_chunk_bytes(tensor: RowsSource) -> int:
 
 
 def _chunks(shape: tuple[int, ...]) -> Iterator[ChunkStorageMetadata]:
-    """Yield chunks of rows; of a single number, or of no elements, one."""
+    """Yield chunks of rows, or one chunk for a scalar or an empty tensor."""
     if not math.prod(shape) or not shape:
         yield ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))
         return

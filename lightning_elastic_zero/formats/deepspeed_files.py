@@ -15,40 +15,40 @@ from lightning_elastic_zero.storage.ownership import TAG
 CLIENT_OBJECTS = f"{TAG}/client_objects.pt"
 
 OURS = "elastic_zero"
-"""The entry of every file that holds what is this library's own."""
+"""The entry of every file with this library's own data."""
 OPTIMIZER = "optimizer_state_dict"
 STATES = "base_optimizer_state"
 GROUP_STEP = "base_optimizer_state_step"
-"""Elastic shards: the ``step`` of the parameter groups, where they have one."""
+"""Elastic shards: the ``step`` of the parameter groups, if they have one."""
 FP32_STAGE_3 = "fp32_flat_groups"
 FP32_STAGE_1_2 = "single_partition_of_fp32_groups"
 FROZEN = "frozen_param_fragments"
 
 
 def fp32_key(stage: int) -> str:
-    """Return the entry that holds the masters' flat buffers."""
+    """Return the entry with the flat buffers of the masters."""
     return FP32_STAGE_3 if stage == STAGE_WEIGHTS else FP32_STAGE_1_2
 
 
 def optimizer_file(rank: int, precision: str) -> str:
-    """Return the name of a rank's optimizer shard, inside the checkpoint's directory."""
+    """Return the name of a rank's optimizer shard, relative to the checkpoint."""
     prefix = "bf16_" if precision == "bf16" else ""
     return f"{TAG}/{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
 def model_file(rank: int, stage: int) -> str:
-    """Return the name of a rank's model file; in ZeRO-1/2 rank 0 alone writes one."""
+    """Return the name of a rank's model file; in ZeRO-1/2 only rank 0 writes one."""
     if stage == STAGE_WEIGHTS:
         return f"{TAG}/zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
     return f"{TAG}/mp_rank_00_model_states.pt"
 
 
 class Fields:
-    """An object's fields, and nothing of what it could do."""
+    """The fields of an object, without its methods."""
 
 
 class FragmentAddress(Fields):
-    """Where a fragment of a parameter lies; wrong on disk with round-robin gradients: not used."""
+    """The address of a fragment; not used, as it is wrong with round-robin gradients."""
 
 
 class LossScaler(Fields):
@@ -69,11 +69,11 @@ CLASS_STUBS: Mapping[str, type] = {
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": LossScaler,
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": DynamicLossScaler,
 }
-"""What is built in whose place; a file that needs any other class is refused by its name."""
+"""Stand-ins by the names of DeepSpeed's classes; other classes are refused by name."""
 
 
 def stub_fields(scaler: object) -> dict[str, Plain]:
-    """Return a loss scaler's class and plain fields; nothing where there is none."""
+    """Return the class and plain fields of a loss scaler; empty if there is none."""
     if not isinstance(scaler, LossScaler):
         return {}
     fields = {k: v for k, v in vars(scaler).items() if isinstance(v, (bool, int, float))}

@@ -1,7 +1,4 @@
-"""Finds DeepSpeed's files in a folder: which tag, which ranks, which kind; from names alone.
-
-DeepSpeed's own reading of a checkpoint in which no file names the tag.
-"""
+"""Finds the tag, ranks and kinds of DeepSpeed's files in a folder by their names."""
 
 from __future__ import annotations
 
@@ -21,10 +18,10 @@ _PARALLEL = re.compile(r"(layer_\d+|expert_\d+|layer_\d+_expert_\d+)[-_].*\.pt")
 
 
 LATEST_UNIVERSAL = "latest_universal"
-"""Names the tag that ``ds_to_universal`` has written last."""
+"""Contains the last tag that ``ds_to_universal`` wrote."""
 
 OPTIMIZER_STATE = "zero/optimizer_state.pt"
-"""What a Universal Checkpoint holds of the optimizer beside its states."""
+"""The file of a Universal Checkpoint with hyperparameters and other optimizer data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +29,8 @@ class TagFolder:
     """The folder of one tag, and the files in it by rank."""
 
     path: Path
-    """The tag's folder."""
     optimizer: Mapping[str, Mapping[int, str]]
-    """Per prefix (``""``, ``"bf16_"``): the file of each rank's optimizer shard."""
+    """Per prefix (``""``, ``"bf16_"``): the optimizer shard of each rank."""
     model: str = ""
     """The one model file of ZeRO-1/2; empty in ZeRO-3."""
     models: Mapping[int, str] = field(default_factory=dict)
@@ -42,27 +38,22 @@ class TagFolder:
 
 
 def check_saved_name(path: Path, saved_as: str) -> None:
-    """Refuse a file that was saved as another rank's, or as another kind of file.
-
-    Args:
-        path: of the file.
-        saved_as: what ``torch.save`` called it, without suffix; what is no name of DeepSpeed's says
-            nothing.
+    """Refuse a file that was saved under DeepSpeed's name of another rank or kind of file.
 
     Raises:
-        CheckpointFormatError: it was renamed, or two ranks' files were swapped.
+        CheckpointFormatError: it was renamed, or the files of two ranks were swapped.
     """
     meant = _kind_and_ranks(f"{saved_as}.pt")
     if meant is not None and meant != _kind_and_ranks(path.name):
         msg = (
-            f"{path} was saved as {saved_as}.pt: it was renamed, and is not what its name says. "
+            f"{path} was saved as {saved_as}.pt and renamed. "
             "Copy the files of this tag again, each under its own name"
         )
         raise CheckpointFormatError(msg)
 
 
 def _kind_and_ranks(name: str) -> tuple[str, ...] | None:
-    """Return what a name says but for the precision: the kind of file, and the ranks."""
+    """Return the kind of file and its ranks; None for other names."""
     for kind, pattern in (("shard", _OPTIMIZER), ("model", _MODEL), ("model of ZeRO-3", _MODEL_3)):
         if found := pattern.fullmatch(name):
             return kind, *(number for number in found.groups() if number.isdecimal())
@@ -70,31 +61,30 @@ def _kind_and_ranks(name: str) -> tuple[str, ...] | None:
 
 
 def is_universal(folder: Path) -> bool:
-    """Whether a tag's folder is a Universal Checkpoint, one that lacks files too."""
+    """Whether a tag's folder is a Universal Checkpoint, possibly an incomplete one."""
     return (folder / OPTIMIZER_STATE).is_file() or any(folder.glob("zero/*/fp32.pt"))
 
 
 def is_deepspeed(folder: Path) -> bool:
-    """Whether a folder holds the files of one tag."""
+    """Whether a folder contains the files of one tag."""
     patterns = ("*_model_states.pt", "*_optim_states.pt")
     return any(any(folder.glob(pattern)) for pattern in patterns) or is_universal(folder)
 
 
 def tags_in(folder: Path) -> list[str]:
-    """Return the names of the tags whose folders lie in a folder, sorted."""
+    """Return the sorted names of the tags in a folder."""
     found = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
     return [name for name in found if is_deepspeed(folder / name)]
 
 
 def find_tag_folder(path: Path) -> Path | None:
-    """Return the tag's folder that a path means, or None where there are no files of DeepSpeed's.
+    """Return the tag's folder at or below a path; None if there are no files of DeepSpeed.
 
-    A path that is a tag's folder means that tag. Else the tag is the one that ``latest`` names, or
-    the only one that there is.
+    It is the path itself, the tag that ``latest`` names, or the only tag.
 
     Raises:
-        CheckpointFormatError: ``latest`` names a tag that is not there, or there are several tags
-            and nothing says which one is meant.
+        CheckpointFormatError: ``latest`` names a missing tag, or there are several tags and no
+            ``latest``.
     """
     if is_deepspeed(path):
         return path
@@ -106,16 +96,16 @@ def find_tag_folder(path: Path) -> Path | None:
         named = latest.read_text(encoding="utf-8", errors="replace").strip()
         if named in tags:
             return path / named
-        found = f"there are {', '.join(tags)}" if tags else "there is no tag's folder at all"
+        found = f"found {', '.join(tags)}" if tags else "found no folder of a tag"
         msg = (
-            f"{latest} names the tag {named!r}, which is not there; {found}. Pass the folder of "
-            "the tag that you want as the checkpoint's path"
+            f"{latest} names the tag {named!r}, which does not exist; {found}. Pass the folder of "
+            "a tag as the path"
         )
         raise CheckpointFormatError(msg)
     if len(tags) > 1:
         msg = (
-            f"{path} has the tags {', '.join(tags)} and no file `{LATEST}` that names one of them: "
-            "pass the folder of the tag that you want as the checkpoint's path"
+            f"{path} has the tags {', '.join(tags)}, but no file `{LATEST}` that names one of "
+            "them: pass the folder of a tag as the path"
         )
         raise CheckpointFormatError(msg)
     return path / tags[0] if tags else None
@@ -126,7 +116,7 @@ def read_tag_folder(path: Path) -> TagFolder:
 
     Raises:
         UnsupportedError: it was written with tensor, pipeline or expert parallelism.
-        CheckpointFormatError: it holds the files of more than one run.
+        CheckpointFormatError: it contains files of several runs.
     """
     optimizer: dict[str, dict[int, str]] = {}
     model, models = "", {}
@@ -147,28 +137,20 @@ def read_tag_folder(path: Path) -> TagFolder:
                 "library resumes data-parallel (ZeRO) runs only"
             )
             raise UnsupportedError(msg)
-    # A Universal Checkpoint may have one for engines of each kind.
+    # A Universal Checkpoint may have one for each kind of engine.
     if model and models and not is_universal(path):
         msg = (
-            f"{path} holds {model} of a ZeRO-1/2 run and {models[min(models)]} of a ZeRO-3 run: "
-            "two runs were saved into one folder. Remove the files of the one that you do not want"
+            f"{path} contains {model} of a ZeRO-1/2 run and {models[min(models)]} of a ZeRO-3 run: "
+            "two runs were saved into one folder. Remove the files of one of them"
         )
         raise CheckpointFormatError(msg)
     return TagFolder(path, optimizer, model, models)
 
 
 def describe_missing_latest(path: AnyPath) -> str:
-    """Describe what DeepSpeed does with a checkpoint whose one tag no file names.
+    """Describe that DeepSpeed does not find the only tag of a checkpoint; empty if it does.
 
-    This library takes a tag that is the only one, and of its own checkpoints it needs none;
-    DeepSpeed looks for no tag but the named one.
-
-    Args:
-        path: what was passed as the checkpoint's path: a file, a tag's folder, or what holds it.
-
-    Returns:
-        A sentence; empty where a file names the tag, or where the path is a tag's folder or no
-        folder of DeepSpeed's.
+    This library uses the only tag of a folder even if no file names it.
     """
     if isinstance(path, StorePath) or not path.is_dir() or is_deepspeed(path):
         return ""
@@ -187,18 +169,17 @@ def describe_missing_latest(path: AnyPath) -> str:
         else "engine.load_checkpoint loads nothing and only warns, zero_to_fp32.py raises"
     )
     return (
-        f"{lack}. This library takes the one tag that is "
-        f"there; DeepSpeed does not ({does}, unless told the tag). For DeepSpeed, write {tag} into "
-        f"{path / name}"
+        f"{lack}. This library uses the only tag; DeepSpeed does not ({does}, unless it gets the "
+        f"tag). For DeepSpeed, write {tag} into {path / name}"
     )
 
 
 def _lack(path: Path, name: str, tag: str) -> str:
-    """Return how no file names the one tag; empty where one does."""
+    """Describe that no file names the only tag; empty if one does."""
     files = [path / known for known in (LATEST, LATEST_UNIVERSAL) if (path / known).is_file()]
     if not files:
         return f"there is no {name} that names the tag {tag!r}"
-    told = [file.read_text("utf-8", errors="replace").strip() for file in files]
-    if tag in told:
+    named = [file.read_text("utf-8", errors="replace").strip() for file in files]
+    if tag in named:
         return ""
-    return f"{files[0].name} names the tag {told[0][:80]!r}, which is not there"
+    return f"{files[0].name} names the tag {named[0][:80]!r}, which does not exist"

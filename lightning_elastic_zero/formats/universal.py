@@ -7,10 +7,10 @@
     ├── zero/optimizer_state.pt                                            hyperparameters, ...
     └── *_model_states.pt                            copied from the checkpoint that was converted
 
-Each state is whole in a file of its own, so each rank reads ranges of it. The model files tell
-what the conversion leaves out of ``zero/``: buffers, frozen weights, groups, counters. A conversion
-from a run with ``round_robin_gradients`` is corrupt (``ds_to_universal`` cuts it in the wrong
-places); ZeRO-1/2's model file gives that away, because masters no longer round to its weights.
+Each state has a file of its own, of which each rank reads ranges. Buffers, frozen weights, groups
+and counters are in the model files. Conversions of runs with ``round_robin_gradients`` are corrupt,
+because ``ds_to_universal`` splits them at wrong offsets. In ZeRO-1/2, their masters do not round to
+the weights in the model file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from lightning_elastic_zero.formats.torch_read import StoredRun
 MASTER, STEP = "fp32", "step"
 
 ADAM_MOMENTS = {"exp_avg", "exp_avg_sq"}
-"""``ds_to_universal`` writes both of each parameter, or no file of it at all."""
+"""``ds_to_universal`` writes both for a parameter, or neither."""
 
 
 class UniversalReader(TagReader):
@@ -48,7 +48,7 @@ class UniversalReader(TagReader):
 
         Raises:
             CheckpointCorruptedError: files are missing.
-            CheckpointFormatError: what is there does not fit together.
+            CheckpointFormatError: files are of different runs.
         """
         super().__init__(folder, files)
         self._shapes = self._first.shapes
@@ -71,13 +71,13 @@ class UniversalReader(TagReader):
 
     @property
     def _optimizer(self) -> Mapping[str, Any]:
-        """Return what is in ``optimizer_state.pt``: asked for anew, since files are closed."""
+        """Return the content of ``optimizer_state.pt``; files may be closed in between."""
         found: Mapping[str, Any] = self.files.tree(OPTIMIZER_STATE)
         return found
 
     @property
     def _listed(self) -> Sequence[str]:
-        """Return all other files, where this library's ``convert`` has listed them; else none."""
+        """Return the other files, if this library's ``convert`` listed them."""
         found: Sequence[str] = self._optimizer.get(OURS, {}).get("files", ())
         return found
 
@@ -94,10 +94,10 @@ class UniversalReader(TagReader):
         return [name for name in self._listed if "/" not in name] or super()._model_names()
 
     def _find_keys(self) -> Mapping[str, tuple[str, ...]]:
-        """Return the states that each parameter has a file of.
+        """Return the states of each parameter that have a file.
 
         Raises:
-            CheckpointCorruptedError: files of parameters are missing; all of them are named.
+            CheckpointCorruptedError: lists all missing files.
         """
         root = self.files.folder / "zero"
         found = {}
@@ -111,10 +111,9 @@ class UniversalReader(TagReader):
         return {name: tuple(sorted(keys - {MASTER})) for name, keys in found.items()}
 
     def _wanted_keys(self, found: Mapping[str, set[str]]) -> Mapping[str, set[str]]:
-        """Return what each parameter has to have a file of: what is listed, or what others have.
+        """Return the required states of each parameter: those listed, or those of its group.
 
-        Parameters of a group have the same files, but for those of an empty one's steps; and
-        groups of which Adam keeps something have all that Adam keeps.
+        Empty parameters may lack steps. Groups with some of Adam's states have all of them.
         """
         if listed := [name.split("/") for name in self._listed if "/" in name]:
             wanted: dict[str, set[str]] = {name: {MASTER} for name in found}
@@ -139,7 +138,7 @@ class UniversalReader(TagReader):
         return f"zero/{name}/{key or MASTER}.pt"
 
     def names(self) -> Sequence[str]:
-        """Return the files."""
+        """Return the names of the files."""
         states = [self._file(n, key) for n, keys in self._keys.items() for key in (MASTER, *keys)]
         return [*self._model_names(), OPTIMIZER_STATE, *states]
 
@@ -155,7 +154,7 @@ class UniversalReader(TagReader):
         )
 
     def _state_of(self, group: int) -> tuple[StateKey, ...]:
-        """Return the table of a group's states, from its first parameter that has elements."""
+        """Return the table of a group's states, from its first parameter with elements."""
         flats = [i for i, g in enumerate(self._group_of) if g == group and self._shapes[i]]
         if not flats:
             return ()
@@ -171,28 +170,27 @@ class UniversalReader(TagReader):
         return tuple(sorted(table, key=lambda key: key.name))
 
     def _scalar_values(self, flat: int) -> Mapping[str, Scalar]:
-        """Return a flat buffer's scalar states: ZeRO-3's are where they were, others' apart."""
+        """Return a flat buffer's scalar states, which have files of their own below ZeRO-3."""
         if self._stage == STAGE_WEIGHTS:
             state = self._optimizer["optimizer_state_dict"]["state"].get(flat, {})
             scalars = {k: v for k, v in state.items() if not is_vector(v)}
             return self.files.load(OPTIMIZER_STATE, scalars)  # type: ignore[no-any-return]
-        # What an empty parameter has says nothing, and many a conversion writes it no step.
+        # Many conversions write no step for an empty parameter.
         held = self._first_held([flat]) if self._shapes[flat] else ""
         name = next((n for n in (held, *self._shapes[flat]) if STEP in self._keys.get(n, ())), "")
         return {STEP: self._step(name)} if name else {}
 
     def _step(self, name: str) -> Scalar:
-        """Return the step in a parameter's own file."""
         file = self._file(name, STEP)
         return self.files.load(file, self.files.tree(file))  # type: ignore[no-any-return]
 
     def _first_held(self, flats: Iterable[int]) -> str:
-        """Return the first parameter with elements of flat buffers, or else the first one."""
+        """Return the first parameter of flat buffers, if possible one with elements."""
         shapes = [item for flat in flats for item in self._shapes[flat].items()]
         return next((n for n, shape in shapes if numel_of(shape)), shapes[0][0])
 
     def _tensor(self, name: str, key: str) -> torch.Tensor:
-        """Return a whole state or master of a parameter, on the meta device.
+        """Return a state or master of a parameter, whole and on the meta device.
 
         Raises:
             CheckpointFormatError: it has another size than the parameter.
@@ -204,7 +202,7 @@ class UniversalReader(TagReader):
         if not isinstance(tensor, torch.Tensor) or tensor.numel() != numel:
             found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor)
             msg = (
-                f"{self.files.folder / file} holds {found}, but {name} has {numel} elements: it "
+                f"{self.files.folder / file} has {found}, but {name} has {numel} elements: it "
                 "was converted from a run with tensor parallelism, or is of another run"
             )
             raise CheckpointFormatError(msg)
@@ -213,11 +211,11 @@ class UniversalReader(TagReader):
     # -- CheckpointReader ------------------------------------------------------------------------
 
     def check_files(self) -> None:
-        """Check that every file is there, and has the size of its parameter.
+        """Check that every file exists and has the size of its parameter.
 
         Raises:
-            CheckpointCorruptedError: some are missing.
-            CheckpointFormatError: some are of another run.
+            CheckpointCorruptedError: files are missing.
+            CheckpointFormatError: files are of another run.
         """
         self._check_model_files()
         for name, keys in self._keys.items():
@@ -227,10 +225,10 @@ class UniversalReader(TagReader):
             self._check_steps()
 
     def _check_steps(self) -> None:
-        """Refuse flat buffers whose parameters have counted several steps: it keeps one.
+        """Refuse a flat buffer whose parameters have different step counts.
 
         Raises:
-            CheckpointCorruptedError: one has.
+            CheckpointCorruptedError: they differ.
         """
         for shapes in self._shapes:
             counted: dict[str, str] = {}
@@ -240,18 +238,18 @@ class UniversalReader(TagReader):
             if len(counted) > 1:
                 several = ", and ".join(f"{step} of {name}" for step, name in counted.items())
                 msg = (
-                    f"{self.files.folder}: the step files of one parameter group say {several}, "
-                    "which no flat buffer has: they are of several checkpoints. Convert again, or "
-                    "resume from another checkpoint"
+                    f"{self.files.folder}: the step files of one parameter group have {several}: "
+                    "they are of different checkpoints. Convert again, or resume from another "
+                    "checkpoint"
                 )
                 raise CheckpointCorruptedError(msg)
 
     def layout_of(self, manifest: Manifest) -> Layout:
-        """Return where parameters are: whole, in files of their own."""
+        """Return the layout: each parameter whole, in a file of its own."""
         return PerParameterPartition(manifest.buffers, 1)
 
     def locate(self, key: str, transfer: Transfer) -> Location:
-        """Return where a run of masters, of a state or of a frozen weight lies."""
+        """Return the location of a run of masters, of a state or of a frozen weight."""
         if key == WEIGHT and transfer.name in self._first.frozen:
             return self._locate_frozen(transfer)
         tensor = self._tensor(transfer.name, key)
@@ -259,7 +257,7 @@ class UniversalReader(TagReader):
         return file, StoredRun(tensor, transfer.start, transfer.stop)
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
-        """Return the scalar optimizer states of the flat buffer that holds ``at``."""
+        """Return the scalar optimizer states of the flat buffer that contains ``at``."""
         return self._scalar_values(at.buffer)
 
     def _loss_scaler(self) -> Mapping[str, Plain]:

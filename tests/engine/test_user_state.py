@@ -345,7 +345,7 @@ def test_what_no_load_could_read_is_not_saved(pools: Pools, tmp_path: Path) -> N
     for found in pools.run(setup.world, partial(refused_saves, setup, str(tmp_path))):
         assert "the trainer's state has 'mine', which contains itself" in found["within"]
         assert (
-            "callbacks.Mine.0, a FailsToUnpickle that can be pickled but not be made"
+            "callbacks.Mine.0, a FailsToUnpickle that can be pickled but not unpickled"
             in found["unmade"]
         )
         assert (

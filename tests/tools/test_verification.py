@@ -175,7 +175,7 @@ def test_nothing_names_the_tag(name: str, tmp_path: Path, run: Run) -> None:
     if name == "own":  # Of others the tag is not known then.
         named.write_text("another")
         note = verify_checkpoint(path).note
-        assert f"{named.name} names the tag 'another', which is not there" in note
+        assert f"{named.name} names the tag 'another', which does not exist" in note
         assert f"write {tag} into {named}" in note
     named.unlink()
     for tool in (verify_checkpoint, inspect_checkpoint):
