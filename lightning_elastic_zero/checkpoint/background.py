@@ -73,7 +73,7 @@ from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import ElasticZeroError, SaveError
 from lightning_elastic_zero.formats.client_objects import pickle_objects
 from lightning_elastic_zero.formats.elastic import writes_weights
-from lightning_elastic_zero.formats.torch_write import ChunkedSource, PiecewiseSource
+from lightning_elastic_zero.formats.torch_write import ChunkedSource, piecewise
 from lightning_elastic_zero.storage.owners import PeriodicThread
 from lightning_elastic_zero.storage.stores import AnyPath
 
@@ -256,7 +256,7 @@ class UncopiedTensors:
         return ChunkedSource(piece.numel(), piece.dtype, partial(self._read, piece))
 
     def _read(self, piece: torch.Tensor) -> Iterator[torch.Tensor]:
-        for chunk in PiecewiseSource([piece], piece.dtype).chunks():
+        for chunk in piecewise([piece], piece.dtype).chunks():
             yield chunk
             # The next one is asked for when this one has been written.
             self._unread -= chunk.numel()

@@ -56,8 +56,9 @@ from lightning_elastic_zero.formats.reader import (
 from lightning_elastic_zero.formats.torch_read import StoredRun, TorchFile
 from lightning_elastic_zero.formats.torch_write import (
     ChunkedSource,
-    PiecewiseSource,
+    Piece,
     TorchFileWriter,
+    piecewise,
 )
 from lightning_elastic_zero.storage.checksums import SUMS_SUFFIX, sidecar_bytes
 from lightning_elastic_zero.storage.files import VerifiedFile
@@ -531,7 +532,7 @@ class RankWriter:
 
         Padding is zero. In ZeRO-1/2, the padding at the end of the whole buffer is omitted.
         """
-        pieces: list[torch.Tensor | ChunkedSource | int] = []
+        pieces: list[Piece] = []
         reached = 0
         for fragment in flat.fragments:
             stop = fragment.offset + fragment.stop - fragment.start
@@ -539,7 +540,7 @@ class RankWriter:
             reached = stop
         zero_3 = self.manifest.stage == STAGE_WEIGHTS
         end = flat.master.numel() if zero_3 else self._lean_numel(self.manifest.buffers[index])
-        return builder.add(PiecewiseSource([*pieces, end - reached], values.dtype))
+        return builder.add(piecewise([*pieces, end - reached], values.dtype))
 
     def _lean_states(self, builder: TorchFileWriter, index: int, flat: FlatState) -> dict[str, Any]:
         """Add a flat buffer's optimizer states; return them in DeepSpeed's elastic format.
@@ -562,11 +563,11 @@ class RankWriter:
     ) -> list[torch.Tensor]:
         """Add a state of ZeRO-3; return this rank's piece of each parameter, in flat order."""
         numels = dict.fromkeys(self.manifest.buffers[index].names, 0)
-        runs: list[torch.Tensor | ChunkedSource | int] = []
+        runs: list[Piece] = []
         for fragment in flat.fragments:
             numels[fragment.name] = numel = fragment.stop - fragment.start
             runs.append(self.source_of(values[fragment.offset : fragment.offset + numel]))
-        whole = builder.add(PiecewiseSource(runs, values.dtype))
+        whole = builder.add(piecewise(runs, values.dtype))
         stops = list(accumulate(numels.values()))
         return [
             whole[stop - numel : stop] for numel, stop in zip(numels.values(), stops, strict=True)
@@ -591,7 +592,7 @@ class RankWriter:
         zero_3 = self.manifest.stage == STAGE_WEIGHTS
         numel = piece_numel(parameter.numel, self.manifest.world_size) if zero_3 else piece.numel()
         pieces = [self.source_of(piece), numel - piece.numel()]
-        placed = builder.add(PiecewiseSource(pieces, piece.dtype))
+        placed = builder.add(piecewise(pieces, piece.dtype))
         return placed if zero_3 else placed.view(parameter.shape)
 
     def client_objects(self, client: ClientPart) -> FileEntry:

@@ -16,7 +16,7 @@ import torch
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import in_order
 from lightning_elastic_zero.errors import UnsupportedError
-from lightning_elastic_zero.formats.torch_write import ElementSource
+from lightning_elastic_zero.formats.torch_write import ChunkedSource
 from lightning_elastic_zero.storage.checksums import ChecksummedWriter
 
 _DTYPES = {
@@ -43,7 +43,7 @@ class NamedSource:
 
     name: str
     shape: tuple[int, ...]
-    source: ElementSource
+    source: ChunkedSource
 
     @property
     def size_bytes(self) -> int:

@@ -1,7 +1,7 @@
-"""Writing: a tree of tensors whose bytes are fetched while the file is written.
+"""Writes files of ``torch.save`` whose tensors are fetched while the file is written.
 
-Not by torch's ``skip_data``: it needs a path, where checksums are made of a stream (torch 2.13 ends
-with "unexpected pos"), so that each file would have to be read again.
+torch's ``skip_data`` needs a path, but checksums need a stream (torch 2.13 fails with "unexpected
+pos"), so each file would have to be read again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import IO, Protocol, cast
+from functools import partial
+from typing import IO, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from lightning_elastic_zero.storage.checksums import ChecksummedWriter
 from lightning_elastic_zero.storage.stores import AnyPath
 
 COPY_BYTES = 16 << 20
-"""The most that is brought to the host at once."""
+"""Bytes that are copied to the host at a time."""
 
 # A mapping that is never touched takes no memory; with this flag it is not counted as promised
 # memory either, nor, where it is shared, as data (ulimit -d). Older Pythons do not know it by name.
@@ -35,35 +36,17 @@ _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _crc32_lock = threading.Lock()
 
 
-class ElementSource(Protocol):
-    """Elements that are written, in order."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of each."""
-        ...
-
-    @property
-    def numel(self) -> int:
-        """How many there are."""
-        ...
-
-    def chunks(self) -> Iterator[torch.Tensor]:
-        """Yield them as 1-D tensors on the host, in bounded parts."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class ChunkedSource:
-    """Elements that are fetched while they are written: read from another file, for one."""
+    """Elements that are fetched while they are written, for example from another file."""
 
     numel: int
     dtype: torch.dtype
     fetch: Callable[[], Iterator[torch.Tensor]]
-    """Yields them in order, in bounded parts, of any floating-point type."""
+    """Yields 1-D tensors on the host in order, in bounded parts, of any floating-point type."""
 
     def chunks(self) -> Iterator[torch.Tensor]:
-        """Yield them as 1-D tensors of the type that is written."""
+        """Yield the elements as 1-D tensors of ``dtype``."""
         for chunk in self.fetch():
             if chunk.dtype == self.dtype:
                 yield chunk
@@ -71,79 +54,66 @@ class ChunkedSource:
                 yield host_chunk(chunk.numel(), self.dtype).copy_(chunk)
 
 
-class PiecewiseSource:
-    """Pieces one after the other: tensors on any device, other sources, and stretches of zeros.
+Piece: TypeAlias = "torch.Tensor | ChunkedSource | int"
+"""A contiguous tensor on any device, a source, or a number of zeros."""
 
-    Attributes:
-        dtype: the type of each element; pieces of another type are cast.
-        numel: the number of elements.
+
+def piecewise(pieces: Sequence[Piece], dtype: torch.dtype) -> ChunkedSource:
+    """Return a source of consecutive pieces, cast to ``dtype``; nothing is copied yet.
+
+    Raises:
+        ValueError: a tensor is not contiguous, or a number of zeros is negative.
     """
-
-    def __init__(
-        self, pieces: Sequence[torch.Tensor | ChunkedSource | int], dtype: torch.dtype
-    ) -> None:
-        """Keep the pieces; nothing is copied yet.
-
-        Args:
-            pieces: contiguous tensors, taken as 1-D; an int stands for so many zeros.
-            dtype: the type to be written.
-
-        Raises:
-            ValueError: a tensor is not contiguous, or a number of zeros is negative.
-        """
-        for piece in pieces:
-            if isinstance(piece, ChunkedSource):
-                continue
-            if (piece < 0) if isinstance(piece, int) else not piece.is_contiguous():
-                text = piece if isinstance(piece, int) else (piece.shape, piece.stride())
-                msg = f"A piece is a contiguous tensor or a number of zeros; this one is {text}."
-                raise ValueError(msg)
-        self.dtype = dtype
-        self.numel = sum(map(_numel, pieces))
-        self._pieces = pieces
-
-    def chunks(self) -> Iterator[torch.Tensor]:
-        """Yield all elements in order, as 1-D tensors on the host of at most ``COPY_BYTES``."""
-        numel = COPY_BYTES // self.dtype.itemsize
-        for piece in self._pieces:
-            if isinstance(piece, int):
-                zeros = torch.zeros(min(piece, numel), dtype=self.dtype)
-                for start in range(0, piece, numel):
-                    yield zeros[: piece - start]
-            elif isinstance(piece, ChunkedSource):
-                for part in piece.chunks():
-                    yield part.to(dtype=self.dtype)
-            else:
-                # A piece on the host is given as it is: the file copies it, not we.
-                flat = piece.detach().view(-1)
-                for start in range(0, flat.numel(), numel):
-                    part = flat[start : start + numel]
-                    yield part.to(device="cpu", dtype=self.dtype)
+    for piece in pieces:
+        if isinstance(piece, ChunkedSource):
+            continue
+        if (piece < 0) if isinstance(piece, int) else not piece.is_contiguous():
+            text = piece if isinstance(piece, int) else (piece.shape, piece.stride())
+            msg = f"A piece is {text}, expected a contiguous tensor or a number of zeros."
+            raise ValueError(msg)
+    return ChunkedSource(sum(map(_numel, pieces)), dtype, partial(_chunks_of, pieces, dtype))
 
 
-def _numel(piece: torch.Tensor | ChunkedSource | int) -> int:
+def _chunks_of(pieces: Sequence[Piece], dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Yield the elements of pieces, at most ``COPY_BYTES`` at a time."""
+    numel = COPY_BYTES // dtype.itemsize
+    for piece in pieces:
+        if isinstance(piece, int):
+            zeros = torch.zeros(min(piece, numel), dtype=dtype)
+            for start in range(0, piece, numel):
+                yield zeros[: piece - start]
+        elif isinstance(piece, ChunkedSource):
+            yield from piece.chunks()
+        else:
+            # A tensor on the host is not copied here.
+            flat = piece.detach().view(-1)
+            for start in range(0, flat.numel(), numel):
+                yield flat[start : start + numel].to(device="cpu", dtype=dtype)
+
+
+def _numel(piece: Piece) -> int:
     if isinstance(piece, torch.Tensor):
         return piece.numel()
     return piece if isinstance(piece, int) else piece.numel
 
 
 class TorchFileWriter:
-    """One file in the making: ``add`` each large tensor, put what it gives in a tree, ``write``."""
+    """Writes one file: ``add`` each large tensor, put the stand-ins into a tree, and ``write``."""
 
     def __init__(self) -> None:
-        """Begin with no tensor."""
+        """Start without tensors."""
         self._feeds: list[_SourceBytes] = []
 
-    def add(self, source: ElementSource) -> torch.Tensor:
-        """Return a 1-D stand-in for a tensor: it may be sliced and viewed, but has no values.
+    def add(self, source: ChunkedSource) -> torch.Tensor:
+        """Return a 1-D stand-in for a tensor, which may be sliced and viewed, but has no values.
 
-        All views of it share one storage in the file. It occupies addresses, not memory.
+        Its views share one storage in the file. It uses addresses, but no memory.
         """
         size_bytes = source.numel * source.dtype.itemsize
         if not size_bytes:
             return torch.empty(0, dtype=source.dtype)
         flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NO_RESERVE
-        # Not torch.empty: where deterministic algorithms are asked for, that fills what it gives.
+        # Not torch.empty, which fills its memory if deterministic algorithms are on.
         placeholder = torch.frombuffer(mmap.mmap(-1, size_bytes, flags=flags), dtype=source.dtype)
         self._feeds.append(_SourceBytes(source, placeholder))
         return placeholder
@@ -159,30 +129,30 @@ class TorchFileWriter:
     ) -> FileEntry:
         """Write the file and its checksums, synced to disk.
 
-        Tensors in the tree that are no stand-ins are written as ``torch.save`` writes them: with
-        the whole of their storage, and told from which device.
+        Tensors in the tree that are not stand-ins are written as ``torch.save`` does: with their
+        whole storage and their device.
 
         Args:
-            tree: what ``torch.load`` will give.
-            directory: the checkpoint's directory, as it is being written.
-            name: the file's path below it, with forward slashes.
+            tree: the object that ``torch.load`` returns.
+            directory: the staged directory of the checkpoint.
+            name: the path of the file in it, with forward slashes.
             save_id: the save that the file belongs to.
             progress: receives the number of bytes written.
 
         Raises:
-            SaveError: the system did not take the bytes.
-            ValueError: a source did not give what it promised, or its stand-in is not in the tree.
+            SaveError: writing failed.
+            ValueError: a source yielded other elements, or its stand-in is not in the tree.
         """
         size_bytes = sum(feed.stop - feed.start for feed in self._feeds)
         with ChecksummedWriter(directory, name, progress, size_bytes) as file:
             no_crc32 = ExitStack()
-            # torch.save looks at the setting before it writes: it is put back at the first byte,
-            # for a file that is written in the background may take minutes.
+            # torch.save reads the setting before it writes. It is restored at the first byte, as
+            # writing a file in the background may take minutes.
             stream = _SubstitutingStream(file, self._feeds, on_first=no_crc32.close)
             try:
                 with no_crc32:
                     no_crc32.enter_context(_without_crc32())
-                    # Of a file, torch.save uses just these two: write and flush.
+                    # torch.save only calls write and flush.
                     torch.save(tree, cast("IO[bytes]", stream))
             finally:
                 stream.raise_error()
@@ -202,11 +172,10 @@ def _without_crc32() -> Iterator[None]:
 
 
 class _SubstitutingStream:
-    """A file for ``torch.save`` that writes a source's bytes where it is handed the stand-in's.
+    """A file for ``torch.save`` that writes the bytes of sources instead of their stand-ins.
 
-    No exception leaves ``write``: torch's zip writer, which calls it from C++, tries to finish the
-    file in spite of it, and reports that instead. The first error is kept; nothing is written
-    after it.
+    ``write`` never raises: torch's zip writer, which calls it from C++, would try to finish the
+    file and report that instead. The first error is kept, and nothing is written after it.
     """
 
     def __init__(
@@ -238,7 +207,7 @@ class _SubstitutingStream:
             self._file.write(part)
 
     def flush(self) -> None:
-        """Do nothing: no bytes are held back."""
+        """Do nothing: there is no buffer."""
 
     def raise_error(self) -> None:
         if self._error is not None:
@@ -250,10 +219,10 @@ class _SubstitutingStream:
 
 
 class _SourceBytes:
-    """The bytes of one source, in order, and the addresses that stand for them."""
+    """The bytes of one source, and the addresses of its stand-in."""
 
-    def __init__(self, source: ElementSource, placeholder: torch.Tensor) -> None:
-        self._placeholder = placeholder  # Held, so that no other memory gets these addresses.
+    def __init__(self, source: ChunkedSource, placeholder: torch.Tensor) -> None:
+        self._placeholder = placeholder  # Kept, so that no other memory gets these addresses.
         self._next = self.start = placeholder.data_ptr()
         self.stop = self.start + placeholder.nbytes
         self._source = source
@@ -261,7 +230,7 @@ class _SourceBytes:
         self._rest = memoryview(b"")
 
     def take(self, address: int, size_bytes: int) -> Iterator[memoryview]:
-        """Return the bytes that belong at an address; calls go through the addresses in order."""
+        """Return the bytes of an address; calls must be in the order of the addresses."""
         if address != self._next:
             msg = "torch.save wrote parts of one storage out of order; this release is not known."
             raise RuntimeError(msg)
@@ -272,7 +241,7 @@ class _SourceBytes:
                 if not self._rest.nbytes:
                     self._fail(f"{size_bytes} bytes too few")
             part, rest = self._rest[:size_bytes], self._rest[size_bytes:]
-            # An empty view too would keep the whole chunk alive, one of each tensor of the file.
+            # Even an empty view would keep the chunk alive.
             self._rest = rest if rest.nbytes else memoryview(b"")
             size_bytes -= part.nbytes
             yield part
@@ -292,7 +261,7 @@ class _SourceBytes:
         raise ValueError(msg)
 
 
-def _bytes_of(source: ElementSource) -> Iterator[memoryview]:
+def _bytes_of(source: ChunkedSource) -> Iterator[memoryview]:
     for chunk in source.chunks():
         if chunk.dtype != source.dtype or chunk.dim() != 1:
             msg = f"A source of {source.dtype} gave {chunk.dtype} of shape {tuple(chunk.shape)}."

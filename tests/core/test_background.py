@@ -45,7 +45,7 @@ from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.tensors import FlatState, RankState
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.formats.torch_read import StoredRun
-from lightning_elastic_zero.formats.torch_write import ChunkedSource, PiecewiseSource
+from lightning_elastic_zero.formats.torch_write import ChunkedSource, piecewise
 from lightning_elastic_zero.storage.checksums import CHUNK_BYTES
 from lightning_elastic_zero.storage.leftovers import make_link, remove_leftovers
 from lightning_elastic_zero.storage.publish import StagedDirectory
@@ -223,7 +223,7 @@ def _read(contents: ShardContents) -> Values:
     for name, flat in zip(NAMES, contents.state.flats, strict=True):
         kept = {"master": flat.master, **flat.elementwise}
         for kind, tensor in kept.items():
-            source = PiecewiseSource([contents.source_of(tensor)], tensor.dtype)
+            source = piecewise([contents.source_of(tensor)], tensor.dtype)
             found[f"{kind} {name}"] = [x for chunk in source.chunks() for x in chunk.tolist()]
         step = flat.scalars["step"]
         assert isinstance(step, torch.Tensor)

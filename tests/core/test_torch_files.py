@@ -41,8 +41,8 @@ from lightning_elastic_zero.formats.torch_read import (
 )
 from lightning_elastic_zero.formats.torch_write import (
     ChunkedSource,
-    PiecewiseSource,
     TorchFileWriter,
+    piecewise,
 )
 from lightning_elastic_zero.storage import files as range_file
 from lightning_elastic_zero.storage.checksums import CHUNK_BYTES, ChecksummedWriter
@@ -99,7 +99,7 @@ class TestReading:
         with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
             patch.setattr(range_file, "READ_BYTES", read_chunks * CHUNK_BYTES)
             builder = TorchFileWriter()
-            tree = [builder.add(PiecewiseSource([one], stored)) for one in live]
+            tree = [builder.add(piecewise([one], stored)) for one in live]
             with open_verified(Path(folder), write_tree(Path(folder), tree, builder)) as file:
                 for which, start, stop in wanted:
                     slot = target[at : at + stop - start]
@@ -128,7 +128,7 @@ class TestReading:
                 yield offset, view
 
         builder = TorchFileWriter()
-        tree = {"a": builder.add(PiecewiseSource([live], live.dtype))}
+        tree = {"a": builder.add(piecewise([live], live.dtype))}
         with open_verified(tmp_path, write_tree(tmp_path, tree, builder)) as file:
             monkeypatch.setattr(RangeFile, "read_runs", watched)
             file.read_into([(target, StoredRun(file.tree["a"], start, stop))])
@@ -169,7 +169,7 @@ class TestReading:
             _use_new_zipfile_serialization=not legacy,
         )
         file, target = open_unverified(tmp_path / "a.pt"), torch.zeros(8, dtype=wanted)
-        with pytest.raises(CheckpointMismatchError, match=f"elements of {stored} where {wanted}"):
+        with pytest.raises(CheckpointMismatchError, match=f"elements of {stored}, expected {wanted}"):
             file.read_into([(target, StoredRun(file.tree["a"], 0, 8))])
         assert not target.any()
         same = torch.zeros(8, dtype=stored)
@@ -180,7 +180,7 @@ class TestReading:
     def test_reads_no_more_than_it_needs(self, tmp_path: Path) -> None:
         """A run costs its own chunks and the index, whatever the size of the file."""
         builder, live = TorchFileWriter(), any_bits(1 << 22)
-        tree = {"a": builder.add(PiecewiseSource([live], live.dtype))}
+        tree = {"a": builder.add(piecewise([live], live.dtype))}
         told: list[int] = []
         with open_verified(tmp_path, write_tree(tmp_path, tree, builder)) as file:
             opening = file.bytes_read
@@ -266,7 +266,7 @@ class TestReading:
     def test_opens_fast(self, tmp_path: Path) -> None:
         """A shard of 2160 views takes less than a second of this process to open."""
         builder = TorchFileWriter()
-        flats = [builder.add(PiecewiseSource([720_000], torch.float32)) for _ in range(3)]
+        flats = [builder.add(piecewise([720_000], torch.float32)) for _ in range(3)]
         tree = {f"layer.{i}.weight": [f[i * 1000 :][:1000] for f in flats] for i in range(720)}
         record = write_tree(tmp_path, tree, builder)
         times_s = []
@@ -399,8 +399,8 @@ class TestWriting:
         builder = TorchFileWriter()
         pieces: list[torch.Tensor | int] = [live[:7], 5, live[7:4000], 0, live[4000:]]
         monkeypatch.setattr(writing, "COPY_BYTES", 64 * dtype.itemsize)
-        flat = builder.add(PiecewiseSource(pieces, dtype))
-        empty = builder.add(PiecewiseSource([], dtype))
+        flat = builder.add(piecewise(pieces, dtype))
+        empty = builder.add(piecewise([], dtype))
         tree = {"a": flat[:10].view(2, 5), "rest": [flat[10:]], "plain": plain, "empty": empty}
         record = write_tree(tmp_path, tree, builder)
         for mmap in (False, True):
@@ -416,7 +416,7 @@ class TestWriting:
     def test_views_of_one_stand_in_share_one_storage(self, tmp_path: Path) -> None:
         """A thousand views of a flat buffer cost the flat buffer once."""
         live, builder = any_bits(100_000), TorchFileWriter()
-        flat = builder.add(PiecewiseSource([live], live.dtype))
+        flat = builder.add(piecewise([live], live.dtype))
         tree = {f"p{i}": flat[i * 100 : i * 100 + 100] for i in range(1000)}
         record = write_tree(tmp_path, tree, builder)
         assert 400_000 < record.size_bytes < 550_000
@@ -435,7 +435,7 @@ class TestWriting:
         tree = []
         for name, numel in (("a", 5 << 20), ("b", 5 << 20)):
             source = ChunkedSource(numel, torch.float32, partial(fetch, name, numel))
-            tree.append(builder.add(PiecewiseSource([source], torch.float32)))
+            tree.append(builder.add(piecewise([source], torch.float32)))
         assert not said
         written = [0]
 
@@ -450,7 +450,7 @@ class TestWriting:
     def test_pieces_are_cast(self, tmp_path: Path) -> None:
         """A piece of another type is written in the source's."""
         live, builder = torch.randn(1000), TorchFileWriter()
-        source = PiecewiseSource([live.double(), 2], torch.bfloat16)
+        source = piecewise([live.double(), 2], torch.bfloat16)
         record = write_tree(tmp_path, {"a": builder.add(source)}, builder)
         found = torch.load(tmp_path / record.name, weights_only=True)["a"]
         assert torch.equal(found, torch.cat([live.bfloat16(), torch.zeros(2).bfloat16()]))
@@ -469,14 +469,13 @@ class TestWriting:
     def test_failing_source(self, tmp_path: Path) -> None:
         """What a source raises amid the file arrives as it is, and the file has no sidecar."""
 
-        class Failing(PiecewiseSource):
-            def chunks(self) -> Iterator[torch.Tensor]:
-                yield torch.zeros(10)
-                msg = "the device is gone"
-                raise ConnectionError(msg)
+        def fail() -> Iterator[torch.Tensor]:
+            yield torch.zeros(10)
+            msg = "the device is gone"
+            raise ConnectionError(msg)
 
         builder = TorchFileWriter()
-        flat = builder.add(Failing([20], torch.float32))
+        flat = builder.add(ChunkedSource(20, torch.float32, fail))
         with pytest.raises(ConnectionError, match="the device is gone"):
             write_tree(tmp_path, {"a": flat, "b": torch.zeros(1000)}, builder)
         assert not list(tmp_path.rglob("*.sums"))
@@ -486,7 +485,6 @@ class TestWriting:
         [
             ([torch.zeros(9)], "4 bytes too few"),
             ([torch.zeros(11)], "more elements than it said"),
-            ([torch.zeros(10, dtype=torch.float64)], r"of torch\.float32 gave torch\.float64"),
             ([torch.zeros(2, 5)], r"gave torch\.float32 of shape \(2, 5\)"),
         ],
     )
@@ -494,20 +492,15 @@ class TestWriting:
         self, tmp_path: Path, chunks: list[torch.Tensor], reason: str
     ) -> None:
         """A source that gives other elements than it said is an error, never a shifted file."""
-
-        class Broken(PiecewiseSource):
-            def chunks(self) -> Iterator[torch.Tensor]:
-                yield from chunks
-
         builder = TorchFileWriter()
-        flat = builder.add(Broken([10], torch.float32))
+        flat = builder.add(ChunkedSource(10, torch.float32, lambda: iter(chunks)))
         with pytest.raises(ValueError, match=reason):
             write_tree(tmp_path, {"a": flat}, builder)
 
     def test_stand_in_that_is_not_in_the_tree(self, tmp_path: Path) -> None:
         """A source that would be lost is an error."""
         builder = TorchFileWriter()
-        builder.add(PiecewiseSource([10], torch.float32))
+        builder.add(piecewise([10], torch.float32))
         with pytest.raises(ValueError, match="has no place in the tree"):
             write_tree(tmp_path, {}, builder)
 
@@ -515,13 +508,13 @@ class TestWriting:
         """A piece that has no one run of memory is refused at once."""
         for pieces in ([torch.zeros(4, 4).t()], [-1]):
             with pytest.raises(ValueError, match="A piece is"):
-                PiecewiseSource(pieces, torch.float32)
+                piecewise(pieces, torch.float32)
 
     def test_progress_adds_up(self, tmp_path: Path) -> None:
         """Progress is told of every byte of the file."""
         told: list[int] = []
         builder = TorchFileWriter()
-        tree = [builder.add(PiecewiseSource([1 << 20], torch.float32))]
+        tree = [builder.add(piecewise([1 << 20], torch.float32))]
         record = builder.write(
             tree, tmp_path, NAME, save_id=SAVE_ID, progress=Progress(show=told.append)
         )
@@ -533,7 +526,7 @@ import sys, tempfile, torch
 from contextlib import closing
 from pathlib import Path
 from lightning_elastic_zero.core.progress import Progress
-from lightning_elastic_zero.formats.torch_write import PiecewiseSource, TorchFileWriter
+from lightning_elastic_zero.formats.torch_write import TorchFileWriter, piecewise
 from lightning_elastic_zero.formats.torch_read import StoredRun, TorchFile
 from lightning_elastic_zero.storage.files import VerifiedFile
 
@@ -554,7 +547,7 @@ with tempfile.TemporaryDirectory() as folder:
     torch.save({"warm": part[:9].clone()}, Path(folder) / "warm.pt")
     base = anonymous_bytes()
     builder = TorchFileWriter()
-    flat = builder.add(PiecewiseSource([part.bfloat16(), 1 << 20] + [part] * 32, torch.float32))
+    flat = builder.add(piecewise([part.bfloat16(), 1 << 20] + [part] * 32, torch.float32))
     tree = {"a": flat[: part.numel()], "b": flat[part.numel() :]}
     record = builder.write(tree, Path(folder), "a.pt", save_id="x", progress=Progress(show=watch))
     assert record.size_bytes > 512 << 20
@@ -589,7 +582,7 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
 def test_from_and_to_a_device(tmp_path: Path) -> None:
     """Elements on a device are written from there and read to there, bit for bit."""
     live, builder = any_bits(10_000_000).cuda(), TorchFileWriter()
-    source = PiecewiseSource([live[:99], 5, live[99:]], live.dtype)
+    source = piecewise([live[:99], 5, live[99:]], live.dtype)
     with open_verified(tmp_path, write_tree(tmp_path, {"a": builder.add(source)}, builder)) as file:
         target = torch.zeros(9_999_901, device="cuda")
         file.read_into([(target, StoredRun(file.tree["a"], 104, 10_000_005))])
