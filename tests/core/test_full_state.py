@@ -180,5 +180,5 @@ def test_the_state_of_a_single_number_is_no_other_weights() -> None:
     assert members_of(in_order, weights) == (("scale",), ("first", "second"))
     # Where no state has dimensions, nothing tells its parameter's shape.
     counted = {"state": {0: {"step": torch.tensor(2.0)}}, "param_groups": [{"params": [0]}]}
-    with pytest.raises(CheckpointMismatchError, match="several of the 3 weights"):
+    with pytest.raises(CheckpointMismatchError, match="several orders of the 3 weights"):
         members_of(counted, weights)
