@@ -202,7 +202,7 @@ class TestTags:
         """A tag that is not there is not replaced by another one."""
         path = unpack("two-tags", tmp_path).checkpoint
         shutil.rmtree(path / "step3")
-        with pytest.raises(CheckpointFormatError, match=r"'step3'.*there are step5"):
+        with pytest.raises(CheckpointFormatError, match=r"'step3'.*found step5"):
             read_whole(path)
 
     def test_several_tags_and_no_latest(self, tmp_path: Path) -> None:

@@ -242,7 +242,7 @@ def test_chunks_that_do_not_tile(rows: int, tmp_path: Path) -> None:
     convert_checkpoint(tmp_path / "w.pt", tmp_path / "dcp", "dcp")
     assert verify_checkpoint(tmp_path / "dcp").is_sound
     _move_chunk(rows, tmp_path / "dcp")
-    assert "do not hold each of its elements once" in verify_checkpoint(tmp_path / "dcp").problem
+    assert "do not contain each of its elements once" in verify_checkpoint(tmp_path / "dcp").problem
 
 
 @pytest.mark.parametrize("name", ["zero2-ds0.19", "bf16-ds0.18"])
