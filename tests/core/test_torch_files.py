@@ -169,7 +169,8 @@ class TestReading:
             _use_new_zipfile_serialization=not legacy,
         )
         file, target = open_unverified(tmp_path / "a.pt"), torch.zeros(8, dtype=wanted)
-        with pytest.raises(CheckpointMismatchError, match=f"elements of {stored}, expected {wanted}"):
+        said = f"elements of {stored}, expected {wanted}"
+        with pytest.raises(CheckpointMismatchError, match=said):
             file.read_into([(target, StoredRun(file.tree["a"], 0, 8))])
         assert not target.any()
         same = torch.zeros(8, dtype=stored)
