@@ -247,9 +247,9 @@ STRANGERS = [
     Stranger("empty dict", partial(_saved, {}), "its entries are none"),
     Stranger("empty folder", _empty_folder, "it is empty"),
     Stranger("nothing", _missing, "there is no checkpoint at"),
-    Stranger("text", _text, "is no file of torch.save"),
+    Stranger("text", _text, "is not a file of torch.save"),
     Stranger("empty file", _empty_file, "is empty", code=1),
-    Stranger("safetensors file", _safetensors_file, "is no file of torch.save"),
+    Stranger("safetensors file", _safetensors_file, "is not a file of torch.save"),
     Stranger("safetensors", partial(_converted, "safetensors", None), "is not a checkpoint of"),
 ]
 
