@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import random
 import re
-import types
+import weakref
 from collections.abc import Mapping
 from contextlib import closing
 from functools import partial
@@ -51,10 +50,14 @@ BATCH_NAMES = ("per_device_train_batch_size", "gradient_accumulation_steps")
 class ResumeCallback(TrainerCallback):  # type: ignore[misc]  # transformers is untyped
     """Completes a resume of one Trainer: random states, and a warning of what cannot be exact."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: weakref.ref[Any]) -> None:
+        self._ref = trainer
         self._loaded: Loaded | None = None
         self._rng_due = False
+
+    @property
+    def _trainer(self) -> Any:
+        return self._ref()
 
     def on_load(self, loaded: Loaded) -> None:
         """Note what the engine has loaded."""
@@ -204,54 +207,56 @@ def bind_trainer(trainer: Any, options: Options) -> None:
         raise UnsupportedError(msg)
     if is_elastic(trainer):
         return
-    callback = ResumeCallback(trainer)
+    # A weak reference: a Trainer that is deleted frees its memory at once, as without this library.
+    ref = weakref.ref(trainer)
+    callback, cls = ResumeCallback(ref), type(trainer)
 
     def set_micro_batch(engine: Any) -> None:
-        if args.auto_find_batch_size:  # the configuration keeps the size that was tried first
-            engine.set_train_micro_batch_size(trainer._train_batch_size)  # noqa: SLF001 (no other)
+        # With auto_find_batch_size, the configuration keeps the size that was tried first.
+        if (made_for := ref()) is not None and made_for.args.auto_find_batch_size:
+            engine.set_train_micro_batch_size(made_for._train_batch_size)  # noqa: SLF001 (no other)
 
-    def bind_accelerator() -> None:
-        if not is_elastic(trainer.accelerator):
+    def bind_accelerator(accelerator: Any) -> None:
+        if not is_elastic(accelerator):
             AcceleratorBinding(
-                trainer.accelerator,
+                accelerator,
                 options,
                 batch_names=BATCH_NAMES,
                 on_load=callback.on_load,
                 on_engine=set_micro_batch,
-                foreground=lambda _: not trainer.is_in_train,  # nothing would wait for it
+                # Nothing waits for a save after train().
+                foreground=lambda _: not getattr(ref(), "is_in_train", False),
                 skip_repeated=True,
             ).bind()
 
-    create, train = trainer.create_accelerator_and_postprocess, trainer.train
+    def elastic_create() -> None:
+        """Create the Accelerator of a trial, and bind it."""
+        trainer: Any = ref()
+        cls.create_accelerator_and_postprocess(trainer)
+        bind_accelerator(trainer.accelerator)
 
-    @functools.wraps(type(trainer).create_accelerator_and_postprocess)
-    def elastic_create(_trainer: object) -> None:
-        create()  # sweeps make an Accelerator for each trial
-        bind_accelerator()
-
-    @functools.wraps(type(trainer).train)
     def elastic_train(
-        _trainer: object,
-        resume_from_checkpoint: str | bool | None = None,
-        *more: Any,
-        **kwargs: Any,
+        resume_from_checkpoint: str | bool | None = None, *more: Any, **kwargs: Any
     ) -> Any:
+        """Train as ``Trainer.train``, from an intact folder with ``fallback``."""
+        trainer: Any = ref()
         if options.load.fallback and resume_from_checkpoint:
             resume_from_checkpoint = newest_sound_folder(
-                Path(args.output_dir), resume_from_checkpoint, options
+                Path(trainer.args.output_dir), resume_from_checkpoint, options
             )
-        result = train(resume_from_checkpoint, *more, **kwargs)
+        result = cls.train(trainer, resume_from_checkpoint, *more, **kwargs)
         wait_for_save()
         return result
 
     def wait_for_save() -> None:
+        trainer: Any = ref()
         trainer.accelerator.wait_for_save()  # a trial has its own
 
-    trainer.create_accelerator_and_postprocess = types.MethodType(elastic_create, trainer)
-    trainer.train = types.MethodType(elastic_train, trainer)
+    trainer.create_accelerator_and_postprocess = elastic_create
+    trainer.train = elastic_train
     trainer.wait_for_save = wait_for_save
     trainer.add_callback(callback)
-    bind_accelerator()
+    bind_accelerator(trainer.accelerator)
 
 
 def newest_sound_folder(output_dir: Path, asked: str | Literal[True], options: Options) -> str:

@@ -10,6 +10,7 @@ import gc
 import os
 import random
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -424,6 +425,22 @@ def _watch_saves() -> None:
 def _note_save(event: str, args: tuple[Any, ...]) -> None:
     if event == "os.mkdir" and Path(args[0]).name.startswith(".zero-staging"):
         _saved_in.append(Path(args[0]).parent.name)
+
+
+def is_freed(case: TrainerCase) -> bool:
+    """Whether a Trainer that is deleted is freed at once, without the garbage collector."""
+    run = Run()
+    trainer = make_trainer(case, run)
+    trainer.train()
+    watch_of(trainer).trainer = None
+    close(trainer)
+    reference = weakref.ref(trainer)
+    gc.disable()
+    try:
+        del trainer
+        return reference() is None
+    finally:
+        gc.enable()
 
 
 def watch_of(trainer: Any) -> Watch:

@@ -23,6 +23,7 @@ from tests.integrations._hf_programs import (
     State,
     TrainerCase,
     failure_of,
+    is_freed,
     saves,
     search,
     train,
@@ -496,3 +497,12 @@ def test_a_model_is_saved_once_and_is_there(gather: bool, hf_ranks: Pools, tmp_p
     assert saved_in == (["checkpoint-5"] if gather else ["checkpoint-5", "final"])
     assert ("model.safetensors" in final) == gather
     assert ("latest" in final) != gather
+
+
+@pytest.mark.engine
+@pytest.mark.long
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_deleted_trainer_is_freed(bound: bool, hf_ranks: Pools, tmp_path: Path) -> None:
+    """Its memory does not wait for the garbage collector, as with stock."""
+    case = TrainerCase(str(tmp_path), stage=2, bound=bound, args={"max_steps": 1})
+    assert hf_ranks.run(2, partial(is_freed, case)) == [True, True]
