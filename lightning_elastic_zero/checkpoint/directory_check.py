@@ -12,14 +12,19 @@ from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.processes import machine
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage.checksums import as_save_error, write_durably
-from lightning_elastic_zero.storage.paths import check_local_path
+from lightning_elastic_zero.storage.owners import new_id
+from lightning_elastic_zero.storage.paths import parse_path
 from lightning_elastic_zero.storage.probe import probe_capabilities
 from lightning_elastic_zero.storage.shared import (
     await_shared,
+    leave_shared,
     leave_token,
+    remove_shared,
     scratch_folder,
     token_name,
 )
+from lightning_elastic_zero.storage.store_checkpoints import check_conditional_writes
+from lightning_elastic_zero.storage.stores import StorePath
 
 PREFIX = "zero-directory-check-"
 """Beginning of the trial folder's name; it is there for milliseconds."""
@@ -64,7 +69,7 @@ def check_directories(folders: Iterable[object], ranks: Ranks) -> list[CheckedDi
     """
 
     def paths() -> list[str]:
-        named = (str(check_local_path(str(folder))) for folder in folders if folder)
+        named = (str(parse_path(str(folder))) for folder in folders if folder)
         return list(dict.fromkeys(named))
 
     wanted = ranks.broadcast("check directories: which", paths)
@@ -72,7 +77,33 @@ def check_directories(folders: Iterable[object], ranks: Ranks) -> list[CheckedDi
         return []
     hosts = ranks.all_gather("check directories: hosts", _host)
     leavers = [hosts.index(host) for host in dict.fromkeys(hosts)]
-    return [_check(Path(path), ranks, leavers) for path in wanted]
+    checked = []
+    for path in map(parse_path, wanted):
+        if isinstance(path, StorePath):
+            _check_store(path, ranks)
+            checked.append(CheckedDirectory(str(path), len(leavers), 0.0, ()))
+        else:
+            checked.append(_check(path, ranks, leavers))
+    return checked
+
+
+def _check_store(folder: StorePath, ranks: Ranks) -> None:
+    """Check that rank 0 can write into a store, and that all ranks can read it. Collective."""
+    step = f"check {folder}"
+
+    def leave() -> str:
+        name = f"{PREFIX}{new_id()}"
+        with as_save_error(folder):
+            check_conditional_writes(folder.store, folder)
+        leave_shared(folder, name)
+        return name
+
+    name = ranks.broadcast(step, leave)
+    try:
+        ranks.run_all(f"{step}: read", lambda: await_shared(folder, name))
+    finally:
+        if not ranks.rank:
+            remove_shared(folder, name)
 
 
 def _check(directory: Path, ranks: Ranks, leavers: Collection[int]) -> CheckedDirectory:

@@ -63,7 +63,7 @@ def siblings(path: AnyPath) -> Iterator[AnyPath]:
     if isinstance(path, StorePath):
         yield from (each for each in store_checkpoints.siblings(path) if each.name[0] != ".")
     else:
-        entries = path.parent.iterdir()
+        entries = path.parent.iterdir() if path.parent.is_dir() else ()
         # A hidden one is being written or deleted.
         yield from (each for each in entries if each != path and each.name[0] != ".")
 

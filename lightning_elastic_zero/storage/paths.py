@@ -8,6 +8,7 @@ import re
 import stat
 from pathlib import Path
 
+from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.storage.stores import SCHEMES, AnyPath, StorePath
 
@@ -25,6 +26,8 @@ _NOT_FOR_DIRECTORIES = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES}
 def parse_path(path: str | os.PathLike[str] | StorePath) -> AnyPath:
     """Return the path that a URL or an absolute or relative path names; links are not resolved.
 
+    The URL of a manifest stands for its checkpoint.
+
     Raises:
         UnsupportedError: it is a URL of an unsupported kind, or without a bucket.
     """
@@ -37,6 +40,8 @@ def parse_path(path: str | os.PathLike[str] | StorePath) -> AnyPath:
         return Path(os.path.abspath(local))  # noqa: PTH100 - Path.absolute() would keep ".."
     scheme = url[1].lower()
     parts = [part for part in text[url.end() :].split("/") if part not in {"", "."}]
+    if parts[-1:] == [MANIFEST_NAME]:
+        parts.pop()
     if scheme not in SCHEMES or not parts or ".." in parts:
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
         msg = (

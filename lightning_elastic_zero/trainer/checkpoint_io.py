@@ -39,13 +39,16 @@ from lightning_elastic_zero.checkpoint.types import (
 )
 from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import Ranks
-from lightning_elastic_zero.core.manifest import Group
+from lightning_elastic_zero.core.manifest import MANIFEST_NAME, Group
 from lightning_elastic_zero.core.options import check_count, check_flag
 from lightning_elastic_zero.core.requirements import version_of
 from lightning_elastic_zero.data_progress.batches import infer_progress, with_loader_states
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import ElasticZeroError, UnsupportedError
+from lightning_elastic_zero.storage.checkpoints import exists, is_link, siblings
+from lightning_elastic_zero.storage.paths import parse_path
 from lightning_elastic_zero.storage.publish import STAGING_PREFIX
+from lightning_elastic_zero.storage.stores import AnyPath
 from lightning_elastic_zero.trainer.checks import configured_rates, replaced_rates_warnings
 from lightning_elastic_zero.trainer.lightning import (
     WEIGHT_AVERAGING,
@@ -349,6 +352,10 @@ class CheckpointSaver:
         self._hooks = ModelCheckpointHooks(
             self._link, manager.is_being_written, manager.refusal_reason
         )
+
+    def prepare(self, trainer: pl.Trainer) -> None:
+        """Prepare callbacks that save into object stores, before a run begins."""
+        self._hooks.prepare(trainer)
 
     def start(self, trainer: pl.Trainer, engine: Any, rank: int) -> None:
         """Begin a run; collective.
@@ -708,8 +715,8 @@ def format_not_resumed(dirpaths: Iterable[object]) -> tuple[str, bool]:
         dirpaths: Folders into which callbacks save; None if a callback has none.
     """
     folders = sorted({str(place) for place in dirpaths if place})
-    found = [p for folder in folders for p in sorted(Path(folder).glob("*.ckpt"))]
-    if dangling := [p for p in found if p.is_symlink() and not p.exists()]:
+    found = [path for folder in folders for path in _checkpoints_in(folder)]
+    if dangling := [p for p in found if is_link(p) and not exists(p)]:
         text = (
             f"Training starts from step 0: {dangling[0]} links to a checkpoint that does not "
             "exist. Pass the path of another checkpoint as ckpt_path to resume."
@@ -722,6 +729,14 @@ def format_not_resumed(dirpaths: Iterable[object]) -> tuple[str, bool]:
     else:
         text = f"No checkpoint was loaded: training starts from step 0.{_unpublished(folders)}"
     return text, bool(found)
+
+
+def _checkpoints_in(folder: str) -> list[AnyPath]:
+    """Return the entries of a folder with Lightning's suffix; none if it cannot be listed."""
+    with suppress(OSError, UnsupportedError):  # They are for a message only.
+        entries = sorted(siblings(parse_path(folder) / MANIFEST_NAME), key=str)
+        return [path for path in entries if path.suffix == ".ckpt"]
+    return []
 
 
 def _unpublished(folders: Iterable[str]) -> str:

@@ -86,6 +86,7 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
     },
     "ModelCheckpoint": {
         "_get_metric_interpolated_filepath_name": "avoid names of checkpoints that are kept",
+        "_find_last_checkpoints": "find the last checkpoint in an object store",
         "_link_checkpoint": "replace last.ckpt atomically",
         "_save_checkpoint": "save the last checkpoint if the best k did not keep it",
         "file_exists": "avoid replacing files of other programs",
@@ -359,6 +360,9 @@ EXISTS_HOOK = "file_exists"
 
 NAME_HOOK = "_get_metric_interpolated_filepath_name"
 """Its method that names a checkpoint."""
+
+LAST_HOOK = "_find_last_checkpoints"
+"""Its method that finds the candidates for ``ckpt_path="last"``."""
 
 
 def name_checkpoint(

@@ -7,25 +7,34 @@
   of linking one that can be epochs old.
 
 The replacements last from the strategy's setup to its teardown.
+
+With a ``dirpath`` in an object store, ``ckpt_path="last"`` is answered too: Lightning would make a
+local path of the URL, find nothing there, and start from the beginning. And ``save_last="link"``,
+which Lightning refuses there, makes a link of this library.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.errors import ElasticZeroError, SaveError
+from lightning_elastic_zero.storage.checkpoints import exists, siblings
+from lightning_elastic_zero.storage.paths import parse_path
+from lightning_elastic_zero.storage.stores import AnyPath, StorePath
 from lightning_elastic_zero.trainer.lightning import (
     EXISTS_HOOK,
+    LAST_HOOK,
     LINK_HOOK,
     NAME_HOOK,
     is_fitting,
@@ -35,6 +44,19 @@ from lightning_elastic_zero.trainer.lightning import (
     save_intervals,
     save_now,
 )
+
+
+def _last_checkpoints(callback: ModelCheckpoint, _: pl.Trainer) -> set[str]:
+    """Return the manifests of the last checkpoints: Lightning asks for the time of an object."""
+    folder, name = _folder(callback), re.escape(callback.CHECKPOINT_NAME_LAST)
+    pattern = re.compile(rf"{name}(-\d+)?.*{re.escape(callback.FILE_EXTENSION)}")
+    found = siblings(folder / MANIFEST_NAME) if folder is not None else ()
+    last = (path for path in found if pattern.fullmatch(path.name))
+    return {str(path / MANIFEST_NAME) for path in last if exists(path)}
+
+
+def _folder(callback: ModelCheckpoint) -> AnyPath | None:
+    return parse_path(callback.dirpath) if callback.dirpath else None
 
 
 class ModelCheckpointHooks:
@@ -58,6 +80,23 @@ class ModelCheckpointHooks:
         self._is_written = is_being_written
         self._keeps = refusal_reason
         self._given: list[tuple[ModelCheckpoint, str]] = []
+        self._linking: list[ModelCheckpoint] = []
+
+    def prepare(self, trainer: pl.Trainer) -> None:
+        """Prepare callbacks that save into object stores, before ``fit`` looks for the last one.
+
+        Their setup refuses ``save_last="link"``, so that is hidden from it until ``begin``.
+        """
+        for callback in trainer.checkpoint_callbacks:
+            if not (
+                isinstance(callback, ModelCheckpoint) and isinstance(_folder(callback), StorePath)
+            ):
+                continue
+            if _is_lightnings_own(callback, LAST_HOOK):
+                vars(callback)[LAST_HOOK] = partial(_last_checkpoints, callback)
+            if callback.save_last == "link":
+                callback.save_last = True
+                self._linking.append(callback)
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Replace the methods that the user has not overridden; collective.
@@ -118,8 +157,11 @@ class ModelCheckpointHooks:
             return
         wrong: dict[str, str] = {}
         if trainer.is_global_zero:
+            names = [re.compile(fnmatch.translate(name)) for name in _names(callback)]
             found = [
-                path for name in _names(callback) for path in Path(callback.dirpath).glob(name)
+                path
+                for path in siblings(parse_path(callback.dirpath) / MANIFEST_NAME)
+                if any(name.fullmatch(path.name) for name in names)
             ]
             wrong = {str(path): why for path in found if (why := self._keeps(str(path)))}
         if wrong := trainer.strategy.broadcast(wrong):
@@ -144,6 +186,9 @@ class ModelCheckpointHooks:
 
     def end(self) -> None:
         """Restore the callbacks' methods."""
+        for callback in self._linking:
+            callback.save_last = "link"
+        self._linking = []
         for callback, name in self._given:
             vars(callback).pop(name, None)
         self._given = []
@@ -174,7 +219,7 @@ def _is_missing(callback: ModelCheckpoint, trainer: pl.Trainer) -> bool:
 
 
 def _is_there(path: str) -> bool:
-    return bool(path) and Path(path).exists()
+    return bool(path) and exists(parse_path(path))
 
 
 def _is_lightnings_own(callback: ModelCheckpoint, name: str) -> bool:

@@ -7,7 +7,6 @@ will be taken away. A source that does not answer counts as no notice, so that i
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import socket
 import threading
@@ -32,6 +31,7 @@ from typing_extensions import override
 from lightning_elastic_zero.coordination.ranks import connect_ranks
 from lightning_elastic_zero.coordination.stopping import StopAgreement
 from lightning_elastic_zero.errors import ElasticZeroError, UnsupportedError
+from lightning_elastic_zero.storage.paths import parse_path
 from lightning_elastic_zero.trainer.lightning import callbacks_of, has_average
 from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
@@ -308,7 +308,8 @@ class PreemptionCheckpoint(Callback):
         """Return the path of the checkpoint, where ``ckpt_path="last"`` finds it."""
         saving = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
         folders = [str(c.dirpath) for c in saving if c.dirpath]
-        return os.fspath(Path(self._dirpath or (folders or [trainer.default_root_dir])[0]) / NAME)
+        folder = self._dirpath or (folders or [trainer.default_root_dir])[0]
+        return str(parse_path(folder) / NAME)
 
     def _close(self) -> None:
         agreement, self._agreement = self._agreement, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from os import PathLike, fspath
 from typing import Any
 
@@ -159,6 +160,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         self._saver = CheckpointSaver(*shared, options, save_module_weights=save_module_weights)
         self._warning_filters = WarningFilters()
         self._ranks: Ranks | None = None
+        self._prepared: pl.LightningModule | None = None
 
     @classmethod
     @override
@@ -169,6 +171,17 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     def __repr__(self) -> str:
         """Name the required Trainer: ``pytorch_lightning`` shows this when it refuses this."""
         return f"<{type(self).__name__}, for lightning.pytorch.Trainer, not pytorch_lightning's>"
+
+    @property
+    @override
+    def lightning_module(self) -> pl.LightningModule | None:
+        """The module. ``fit`` asks for it right before it looks for ``ckpt_path="last"``."""
+        module = super().lightning_module
+        if module is not None and module is not self._prepared:
+            with suppress(RuntimeError):  # It has no trainer yet.
+                self._saver.prepare(module.trainer)
+                self._prepared = module
+        return module
 
     @property
     def _trainer(self) -> pl.Trainer | None:
@@ -189,6 +202,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
 
     @override
     def setup_environment(self) -> None:
+        self._prepared = None  # the next fit may have other callbacks
         self._leave_ranks()  # left by a save after the last run, whose process group may be closed
         self._warning_filters.begin()
         check_config(self.config or {}, trains=not is_evaluating(self._trainer))

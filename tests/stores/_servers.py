@@ -11,14 +11,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from email.utils import formatdate
 from http import HTTPStatus
 from pathlib import Path
+from typing import TypeVar
 from urllib.request import urlopen
 
 from tests.support.processes import HANG_TIMEOUT_S, free_port
+
+T = TypeVar("T")
 
 AZURITE_FOLDER = Path(__file__).parents[2] / ".cache" / "azurite"
 """Where ``npm install --prefix`` puts azurite; ``$PATH`` is searched first."""
@@ -149,3 +152,9 @@ def _answers(port: int) -> bool:
     except OSError as error:
         # Azurite refuses unsigned requests: an HTTP status is an answer.
         return hasattr(error, "code")
+
+
+def with_environment(environment: Mapping[str, str], call: Callable[[], T]) -> T:
+    """Make a call in a rank that finds a store in its environment."""
+    os.environ.update(environment)
+    return call()

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 
 from tests.stores._fault_proxy import FaultProxy
-from tests.stores._servers import azurite_command, azurite_server, moto_server
+from tests.stores._servers import (
+    azurite_command,
+    azurite_server,
+    make_bucket,
+    moto_server,
+    s3_environment,
+)
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +41,10 @@ def proxy(moto_port: int) -> Iterator[FaultProxy]:
     """Yield a proxy in front of the S3 server."""
     with FaultProxy(moto_port) as proxy:
         yield proxy
+
+
+@pytest.fixture(scope="session")
+def s3(moto_port: int) -> tuple[str, Mapping[str, str]]:
+    """Return the URL of a bucket and the environment of its clients."""
+    make_bucket(moto_port, "engines")
+    return "s3://engines", s3_environment(f"http://127.0.0.1:{moto_port}")

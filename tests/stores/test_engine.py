@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 from uuid import uuid4
 
 import pytest
 
-from tests.stores._servers import make_bucket, s3_environment
+from tests.stores._servers import with_environment
 from tests.support.checkpoints import Saved, load, train_and_save
 from tests.support.engines import Setup
 from tests.support.ranks import Pools
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -31,19 +27,6 @@ class SavedInStore(Saved):
     def dump_path(self) -> str:
         """Where the oracle's dump lies."""
         return self.dumped
-
-
-def with_environment(environment: Mapping[str, str], call: Callable[[], T]) -> T:
-    """Make a call in a rank that finds a store in its environment."""
-    os.environ.update(environment)
-    return call()
-
-
-@pytest.fixture(scope="session")
-def s3(moto_port: int) -> tuple[str, Mapping[str, str]]:
-    """Return the URL of a bucket and the environment of its clients."""
-    make_bucket(moto_port, "engines")
-    return "s3://engines", s3_environment(f"http://127.0.0.1:{moto_port}")
 
 
 @pytest.mark.parametrize(
