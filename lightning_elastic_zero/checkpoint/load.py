@@ -77,6 +77,7 @@ from lightning_elastic_zero.storage.checkpoints import (
     has_entry,
     published_ns,
     repair_target,
+    request_count,
     resolved,
     resolved_if_exists,
     siblings,
@@ -444,7 +445,8 @@ def _load(
     path: str | os.PathLike[str], live: LiveState, ranks: Ranks, *, options: LoadOptions
 ) -> LoadResult:
     """Restore one checkpoint, or leave the engine as it was."""
-    began = time.monotonic()
+    began, asked = time.monotonic(), parse_path(path)
+    requests = request_count(asked)
     first = ranks.broadcast(
         "load: find the checkpoint", lambda: _find(path, options, ranks.progress)
     )
@@ -465,22 +467,23 @@ def _load(
             ranks.run_all(f"{step}: commit", partial(_raise, failure))
             verdict = load.compare(step, scope, shared)
 
-    def finish() -> int:
+    def finish() -> list[int]:
         _raise(failure)
         # After all that must not fail: this calls the module's own code.
         extra, warns = shared.extra_states, ranks.rank == 0
         restore_extra_states(live.module(), extra, str(path), warns=warns)
-        return filled.bytes_read
+        return [filled.bytes_read, request_count(asked) - requests]
 
-    bytes_read = ranks.gather(f"{step}: done", finish) or []
+    costs = ranks.gather(f"{step}: done", finish) or []
     seconds = time.monotonic() - began
     stats = CheckpointStats(
         first["path"],
         seconds,
-        sum(bytes_read),
+        sum(bytes_read for bytes_read, _ in costs),
         waited_s=seconds,
         step=_step_of(source.manifest.progress),
         fingerprint=verdict.fingerprint,
+        requests=sum(count for _, count in costs),
     )
     found = _source_summary(source).rstrip(",") if source.info.lacks else ""
     return LoadResult(

@@ -76,6 +76,7 @@ from lightning_elastic_zero.formats.reader import EXTRA_STATES, OPTIMIZER_STATE
 from lightning_elastic_zero.storage.checkpoints import (
     Staged,
     prepare_target,
+    request_count,
     stage,
     staged_folder,
 )
@@ -391,6 +392,7 @@ def write_shards(
             the other ranks after that; must not raise.
     """
     began, cancellation = time.monotonic(), cancellation or Cancellation()
+    requests = request_count(contents.target)
     staged: list[Staged] = []  # on rank 0: removed if the save fails
     tables, progress = cache(contents.tables), _progress(contents, ranks, cancellation)
 
@@ -399,7 +401,8 @@ def write_shards(
         theirs = RankZeroTables(first[DIGESTS], tables(), staging)
         manifest = replace(contents.manifest, save_id=first["save_id"])
         writer = RankWriter(staging, manifest, ranks.rank, progress, number, contents.source_of)
-        return _write_files(contents, theirs, writer)
+        found = _write_files(contents, theirs, writer)
+        return {**found, "requests": request_count(contents.target) - requests}
 
     def publish() -> dict[str, Any]:
         write_s = time.monotonic() - began
@@ -411,7 +414,9 @@ def write_shards(
         staged[0].put_in_place()
         on_published()
         staged[0].clean(ranks.progress)
-        return _cost(files, time.monotonic() - began, write_s)
+        cost = _cost(files, time.monotonic() - began, write_s)
+        others = sum(of_rank["requests"] for of_rank in (written or [])[1:])
+        return {**cost, "requests": others + request_count(contents.target) - requests}
 
     try:
         first = ranks.broadcast(

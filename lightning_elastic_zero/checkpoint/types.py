@@ -168,6 +168,9 @@ class CheckpointStats:
     fingerprint: str = ""
     """Checksum of the saved state, or of the live state after a load; empty if it was not requested
     or could not be compared."""
+    requests: int = 0
+    """Requests of all ranks to an object store, without repetitions; 0 on a disk, and 0 on
+    ranks other than 0 for a load."""
 
 
 @dataclass(frozen=True, slots=True)

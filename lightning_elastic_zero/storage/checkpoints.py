@@ -85,6 +85,11 @@ def _size(path: Path) -> int | OSError:
         return error
 
 
+def request_count(path: AnyPath) -> int:
+    """Return the requests of this process to the store of a path so far; 0 for a disk."""
+    return path.store.requests if isinstance(path, StorePath) else 0
+
+
 # -- checkpoints ---------------------------------------------------------------------------------
 
 

@@ -1,0 +1,74 @@
+"""The commands read checkpoints of an object store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from lightning_elastic_zero.cli import main
+from tests.stores._servers import with_environment
+from tests.support.checkpoints import Saved, train_and_save
+from tests.support.engines import Setup
+from tests.support.ranks import Pools
+
+pytestmark = pytest.mark.engine
+
+
+def test_commands_take_urls(
+    pools: Pools,
+    s3: tuple[str, Mapping[str, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What is not there is named; a local copy is a checkpoint too."""
+    bucket, environment = s3
+    folder = f"{bucket}/{uuid4()}"
+    url = f"{folder}/step-3"
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    local = Saved(Setup(2, "2"), str(tmp_path / "local.ckpt"))
+    pools.run(2, partial(train_and_save, local))
+    save = partial(with_environment, environment, partial(_save_to, local.setup, url))
+    requests = pools.run(2, save)[0]
+    assert 10 < requests < 60, requests
+    assert main(["inspect", url, "--files"]) == 0
+    assert "zero_pp_rank_1_mp_rank_00_optim_states.pt" in capsys.readouterr().out
+    assert main(["verify", url]) == 0
+    assert main(["diff", url, local.path]) == 0
+    assert main(["convert", url, str(tmp_path / "w.safetensors"), "--to", "safetensors"]) == 0
+    capsys.readouterr()
+    assert main(["inspect", f"{folder}/step-4"]) == 2
+    assert (
+        f"there is no checkpoint at {folder}/step-4. {folder} contains" in capsys.readouterr().err
+    )
+    _download(url, tmp_path / "copy")
+    assert main(["verify", str(tmp_path / "copy")]) == 0
+    assert main(["diff", url, str(tmp_path / "copy")]) == 0
+
+
+def _save_to(setup: Setup, url: str) -> int:
+    """Save; return the requests of all ranks."""
+    from lightning_elastic_zero.api import save_checkpoint
+    from tests.support.checkpoints import STEPS
+    from tests.support.engines import engine_of, train
+
+    with engine_of(setup, 0) as engine:
+        train(engine, setup, 0, STEPS)
+        return save_checkpoint(engine, url).requests
+
+
+def _download(url: str, folder: Path) -> None:
+    from lightning_elastic_zero.storage.paths import parse_path
+    from lightning_elastic_zero.storage.stores import StorePath
+
+    path = parse_path(url)
+    assert isinstance(path, StorePath)
+    for found in path.store.objects_below(path.key):
+        target = folder / found.key.removeprefix(f"{path.key}/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.store.get(found.key)[0])

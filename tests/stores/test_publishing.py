@@ -1,0 +1,266 @@
+"""Publishing, replacing, linking and deleting in an object store, and what is never touched."""
+
+from __future__ import annotations
+
+import json
+from uuid import uuid4
+
+import pytest
+
+from lightning_elastic_zero.core.manifest import FileEntry
+from lightning_elastic_zero.core.progress import NO_PROGRESS
+from lightning_elastic_zero.errors import CheckpointCorruptedError, SaveError
+from lightning_elastic_zero.storage import store_checkpoints
+from lightning_elastic_zero.storage.checkpoints import (
+    exists,
+    file_sizes,
+    has_link,
+    is_checkpoint,
+    is_link,
+    resolved,
+    siblings,
+)
+from lightning_elastic_zero.storage.checksums import CHUNK_BYTES, ChecksummedWriter
+from lightning_elastic_zero.storage.files import VerifiedFile
+from lightning_elastic_zero.storage.owners import ProcessIdentity, new_id
+from lightning_elastic_zero.storage.store_checkpoints import (
+    StagedObjects,
+    check_conditional_writes,
+    delete_checkpoint,
+    inspect_target,
+    make_link,
+    remove_leftovers,
+)
+from lightning_elastic_zero.storage.stores import StorePath, Version
+
+pytest.importorskip("obstore")
+
+FILE = "checkpoint/mp_rank_00_model_states.pt"
+
+
+@pytest.fixture
+def folder() -> StorePath:
+    """Return an empty folder in memory."""
+    return StorePath("memory://tests", str(uuid4()))
+
+
+@pytest.fixture(autouse=True)
+def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a request that fails for good fail soon."""
+    monkeypatch.setattr("lightning_elastic_zero.storage.stores.RETRY_S", 0.5)
+
+
+def begin(target: StorePath, content: bytes = b"content") -> StagedObjects:
+    """Write a save up to its last step."""
+    save_id = new_id()
+    staged = StagedObjects.create(target, save_id)
+    with ChecksummedWriter(staged.path, FILE) as file:
+        file.write(content)
+        entry = file.finish(save_id)
+    files = [{"name": f"{staged.prefix}{entry.name}", "size_bytes": entry.size_bytes}]
+    manifest = {"format": "lightning_elastic_zero", "save_id": save_id, "files": files}
+    staged.seal(json.dumps(manifest).encode())
+    return staged
+
+
+def publish(target: StorePath, content: bytes = b"content") -> StagedObjects:
+    """Publish a save."""
+    staged = begin(target, content)
+    staged.put_in_place()
+    staged.clean(NO_PROGRESS)
+    return staged
+
+
+def keys(folder: StorePath) -> set[str]:
+    """Return all objects of a folder, without the ids of saves."""
+    names = (
+        path.key.removeprefix(f"{folder.key}/") for path in folder.store.objects_below(folder.key)
+    )
+    return {"/".join("ID" if len(part) == 32 else part for part in n.split("/")) for n in names}
+
+
+PUBLISHED = {"a.ckpt/manifest.json", f"a.ckpt/ID/{FILE}", f"a.ckpt/ID/{FILE}.sums"}
+
+
+def test_a_save_appears_as_a_whole_and_replaces_another(folder: StorePath) -> None:
+    """Until it is published there is nothing, or what was there; then the old files are gone."""
+    target = folder / "a.ckpt"
+    staged = begin(target)
+    assert not exists(target)
+    staged.put_in_place()
+    staged.clean(NO_PROGRESS)
+    assert is_checkpoint(target)
+    assert keys(folder) == PUBLISHED
+    second = begin(target, b"second")
+    assert (staged.path / FILE).store.get((staged.path / FILE).key)[0] == b"content"
+    second.put_in_place()
+    second.clean(NO_PROGRESS)
+    assert keys(folder) == PUBLISHED
+    assert second.path.store.get((second.path / FILE).key)[0] == b"second"
+
+
+def test_an_abandoned_save_leaves_nothing(folder: StorePath) -> None:
+    """Nothing of its own, and all of what was there."""
+    publish(folder / "a.ckpt")
+    begin(folder / "a.ckpt").abandon()
+    assert keys(folder) == PUBLISHED
+
+
+def test_of_two_saves_to_one_name_one_is_published(folder: StorePath) -> None:
+    """The other one fails and says why; its files are removed."""
+    target = folder / "a.ckpt"
+    first, second = begin(target, b"first"), begin(target, b"second")
+    second.put_in_place()
+    with pytest.raises(SaveError, match=r"another process saved, linked or deleted it"):
+        first.put_in_place()
+    first.abandon()
+    second.clean(NO_PROGRESS)
+    assert keys(folder) == PUBLISHED
+    assert second.path.store.get((second.path / FILE).key)[0] == b"second"
+
+
+def test_a_lost_answer_is_no_failure(folder: StorePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write that was carried out although its answer was lost is found by reading back."""
+    staged = begin(folder / "a.ckpt")
+    store = folder.store
+    put = store._obstore.put_async
+    lost: list[object] = []
+
+    class Losing:
+        def __getattr__(self, name: str) -> object:
+            return getattr(obstore, name)
+
+        async def put_async(self, *args: object, **options: object) -> object:
+            answer = await put(*args, **options)
+            if not lost and "mode" in options:
+                lost.append(answer)
+                msg = "the connection was lost"
+                raise store._errors.GenericError(msg)
+            return answer
+
+    obstore = store._obstore
+    monkeypatch.setattr(store, "_obstore", Losing())
+    staged.put_in_place()
+    assert lost
+    assert is_checkpoint(folder / "a.ckpt")
+
+
+@pytest.mark.parametrize("other", ["a.ckpt/notes.txt", "a.ckpt", "a.ckpt/global_step1/latest"])
+def test_objects_of_others_stay(folder: StorePath, other: str) -> None:
+    """A name that has some is neither replaced nor deleted."""
+    store, target = folder.store, folder / "a.ckpt"
+    store.put((folder / other).key, b"mine")
+    with pytest.raises(SaveError, match="Nothing was written"):
+        begin(target)
+    assert delete_checkpoint(target)
+    assert store.get((folder / other).key)[0] == b"mine"
+    assert keys(folder) == {other}
+
+
+def test_a_checkpoint_with_an_added_object_stays(folder: StorePath) -> None:
+    """Retention leaves it, and says why."""
+    target = folder / "a.ckpt"
+    publish(target)
+    folder.store.put((target / "notes.txt").key, b"mine")
+    assert "contains files that this library did not write: notes.txt" in delete_checkpoint(target)
+    assert keys(folder) == PUBLISHED | {"a.ckpt/notes.txt"}
+
+
+def test_links(folder: StorePath) -> None:
+    """A link names a checkpoint, is replaced in one step, and is deleted alone."""
+    first, second, link = folder / "a.ckpt", folder / "b.ckpt", folder / "last.ckpt"
+    publish(first)
+    publish(second)
+    make_link(first, link)
+    assert is_link(link)
+    assert resolved(link) == first
+    assert has_link(first)
+    make_link(second, link)
+    assert resolved(link) == second
+    assert not has_link(first)
+    assert {path.name for path in siblings(first)} == {"b.ckpt", "last.ckpt"}
+    assert not delete_checkpoint(link)
+    assert is_checkpoint(second)
+    # A save takes the place of a link, and a link that of a checkpoint.
+    make_link(first, link)
+    publish(link)
+    assert not is_link(link)
+    make_link(first, link)
+    assert keys(folder) == PUBLISHED | {k.replace("a.", "b.") for k in PUBLISHED} | {
+        "last.ckpt/manifest.json"
+    }
+
+
+def test_leftovers_of_a_dead_process_are_removed(
+    folder: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a living one nothing is; the published checkpoint stays, and what others put there."""
+    target = folder / "a.ckpt"
+    published = publish(target)
+    begin(target)
+    assert remove_leftovers(folder) == []
+    begin(target)
+    dead = begin(folder / "b.ckpt")
+    monkeypatch.setattr(store_checkpoints, "IN_FLIGHT_S", -1.0)
+    is_dead = ProcessIdentity.is_dead
+    monkeypatch.setattr(
+        ProcessIdentity, "is_dead", lambda self, s=0.0: self.target == "b.ckpt" or is_dead(self, s)
+    )
+    assert remove_leftovers(folder) == [dead.path]
+    assert not folder.store.objects_below((folder / "b.ckpt").key)
+    assert is_checkpoint(target)
+    # One that was only suspended does not publish what is gone.
+    with pytest.raises(SaveError, match="considered dead"):
+        dead.put_in_place()
+    assert published.path.store.objects_below(published.path.key)
+
+
+def test_a_store_without_conditions_is_refused(
+    folder: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first save into it."""
+    monkeypatch.setattr(store_checkpoints, "_probed", set())
+
+    def overwrite(key: str, data: bytes, _: Version | None) -> Version:
+        folder.store.put(key, data)
+        return {"e_tag": "1"}
+
+    monkeypatch.setattr(folder.store, "swap", overwrite)
+    with pytest.raises(SaveError, match=r"memory://tests does not support conditional writes"):
+        check_conditional_writes(folder.store, folder)
+    assert not folder.store.objects_below(folder.key)
+
+
+def check_refused(folder: StorePath, entry: FileEntry, why: str) -> None:
+    """Check that an object is not read."""
+    with (
+        VerifiedFile(folder, entry) as file,
+        pytest.raises(CheckpointCorruptedError, match=why),
+    ):
+        file.read(0, file.size_bytes)
+
+
+def test_ranges_are_read_and_verified(folder: StorePath) -> None:
+    """Runs in any chunks; a changed or shorter object is refused."""
+    content = bytes(range(256)) * (40 * CHUNK_BYTES // 256) + b"end"
+    save_id = new_id()
+    with ChecksummedWriter(folder, "file", size_bytes=len(content)) as writer:
+        writer.write(content)
+        entry = writer.finish(save_id)
+    runs = [(0, 10), (CHUNK_BYTES - 1, CHUNK_BYTES + 1), (5 * CHUNK_BYTES, 30 * CHUNK_BYTES)]
+    runs += [(32 * CHUNK_BYTES, 32 * CHUNK_BYTES), (len(content) - 1, len(content))]
+    store = folder.store
+    with VerifiedFile(folder, entry, save_id) as file:
+        before = store.requests
+        for start, piece in file.read_runs(runs):
+            assert piece == content[start : start + piece.nbytes]
+        assert store.requests - before <= 4
+    key = (folder / "file").key
+    store.put(key, content[:-1] + b"X")
+    check_refused(folder, entry, "do not match their checksum")
+    store.put(key, content[:-4])
+    check_refused(folder, entry, "it ends at byte")
+    store.delete([key])
+    check_refused(folder, entry, "it is missing")
+    assert dict(file_sizes(folder, ["file.sums"]))["file.sums"]
+    assert inspect_target(folder).kind == "other"
