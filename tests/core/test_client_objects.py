@@ -147,7 +147,7 @@ UNKNOWN = [
     (Mine([1, 2]), f"{__name__}.Mine"),
     ([{"k": (1, ("a", "b"), Mine(3))}], f"{__name__}.Mine"),
     (Pair(1, 2), f"{__name__}.Pair"),
-    (collections.defaultdict(Mine), f"{__name__}.Mine"),
+    (collections.defaultdict(Mine), f"{__name__}.Mine"),  # type: ignore[arg-type] # never called
     (np.zeros(2, dtype=[("a", "f8")]), "numpy.dtypes.VoidDType"),
     (argparse.ArgumentError(None, "x"), "argparse.ArgumentError"),
     (a_list_that_contains_itself(), r"builtins.list \(contains itself\)"),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from lightning_elastic_zero.checkpoint import save as saving
+from lightning_elastic_zero.storage import publish
 from lightning_elastic_zero.storage.checksums import write_durably
 from tests.support.checkpoints import files_of
 from tests.support.fits import RegressionNet
@@ -146,7 +146,7 @@ class HeldManifest:
                 self.free.wait(HELD_S)
             write_durably(path, data)
 
-        patch.setattr(saving, "write_durably", write)
+        patch.setattr(publish, "write_durably", write)
 
 
 class UnrestorableError(Exception):
