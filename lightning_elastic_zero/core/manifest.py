@@ -257,6 +257,7 @@ class Manifest:
     files: tuple[FileEntry, ...]
     """The files with the state. Each has a sidecar with its checksums."""
     progress: TrainingProgress = field(default_factory=TrainingProgress)
+    """Counters and position in the data."""
     writer: Writer = field(default_factory=Writer)
     """Libraries and releases that wrote it."""
     weights_only: bool = False

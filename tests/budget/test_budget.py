@@ -91,8 +91,8 @@ def test_a_load_into_live_state_takes_each_page_once(
 
 
 SAVE_AGREEMENTS, LOAD_AGREEMENTS = 4, 5
-RANK_0_SYNCS = 7
-"""Beside its files: the owner's note, `latest`, the manifest, four times the names in a folder."""
+RANK_0_SYNCS = 8
+"""Besides its files: the owner file, `latest`, the script, the manifest, four folders."""
 LOOKS_PER_FILE, OTHER_LOOKS = 5, 50
 """How often rank 0 asks for the status of each file that it replaces, and of all else together."""
 

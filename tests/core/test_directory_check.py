@@ -78,8 +78,8 @@ def test_one_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
 def test_a_remote_storage_is_refused() -> None:
     """With what to do instead."""
-    with pytest.raises(UnsupportedError, match="copy checkpoints from there"):
-        check_directories(["s3://bucket/run"], OneRank())
+    with pytest.raises(UnsupportedError, match="ftp://"):
+        check_directories(["ftp://bucket/run"], OneRank())
 
 
 def test_what_a_directory_cannot_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,7 +178,7 @@ def test_a_run_looks_for_others_after_its_save(
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("s3://bucket/run", "UnsupportedError"),
+        ("ftp://bucket/run", "UnsupportedError"),
         ("nowhere.ckpt", "CheckpointNotFoundError"),
         ("", "CheckpointFormatError"),
     ],
