@@ -147,8 +147,8 @@ class _StoreSource:
         # Fewer bytes if the object is shorter than recorded, then none.
         data = read.result(self._progress)[start - read.start :][: memory.nbytes]
         memory[: data.nbytes] = data
-        if start + data.nbytes >= read.stop:
-            self._reads.pop(read.start, None)
+        if start + data.nbytes >= read.stop and self._reads.get(read.start) is read:
+            del self._reads[read.start]  # And not a block that starts where one of the ends does.
         return data.nbytes
 
     def _under_way(self, start: int, stop: int) -> Read | None:

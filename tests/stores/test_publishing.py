@@ -264,3 +264,15 @@ def test_ranges_are_read_and_verified(folder: StorePath) -> None:
     check_refused(folder, entry, "it is missing")
     assert dict(file_sizes(folder, ["file.sums"]))["file.sums"]
     assert inspect_target(folder).kind == "other"
+
+
+def test_each_byte_of_a_file_is_requested_once(folder: StorePath) -> None:
+    """Only the ends, at most three chunks, are requested twice: at the opening and in a block."""
+    content, save_id = bytes(range(256)) * 80_000, new_id()
+    with ChecksummedWriter(folder, FILE) as written:
+        written.write(content)
+        entry = written.finish(save_id)
+    before = folder.store.bytes_read
+    with VerifiedFile(folder, entry, save_id) as file:
+        assert file.read(0, len(content)) == content
+        assert folder.store.bytes_read - before <= file.bytes_read + 3 * CHUNK_BYTES
