@@ -65,7 +65,7 @@ def check_directories(folders: Iterable[object], ranks: Ranks) -> list[CheckedDi
     Raises:
         SaveError: a directory cannot be written, cannot rename or sync, or is not the same one on
             all hosts (node-local storage), as far as all of them see within ten seconds.
-        UnsupportedError: a path is the address of a remote storage.
+        UnsupportedError: a URL has an unsupported scheme, or obstore is not installed.
     """
 
     def paths() -> list[str]:

@@ -1,7 +1,7 @@
 """The trainer's state: plain data, objects, and the differences between ranks.
 
 ``client_state`` is the dictionary that Lightning (or the user of a plain engine) passes: nested
-dicts, lists and tuples. Plain data goes into the model file, other objects into a file of their own
+dicts, lists and tuples. Plain data goes into the model file, other objects into a separate file
 (``client_objects``). If ranks pass different values, rank 0's are saved for all, and other ranks
 save their differences.
 """

@@ -7,7 +7,7 @@
     ├── zero/optimizer_state.pt                                            hyperparameters, ...
     └── *_model_states.pt                            copied from the checkpoint that was converted
 
-Each state has a file of its own, of which each rank reads ranges. Buffers, frozen weights, groups
+Each state has a separate file, of which each rank reads ranges. Buffers, frozen weights, groups
 and counters are in the model files. Conversions of runs with ``round_robin_gradients`` are corrupt,
 because ``ds_to_universal`` splits them at wrong offsets. In ZeRO-1/2, their masters do not round to
 the weights in the model file.
@@ -170,7 +170,7 @@ class UniversalReader(TagReader):
         return tuple(sorted(table, key=lambda key: key.name))
 
     def _scalar_values(self, flat: int) -> Mapping[str, Scalar]:
-        """Return a flat buffer's scalar states, which have files of their own below ZeRO-3."""
+        """Return a flat buffer's scalar states, which have separate files below ZeRO-3."""
         if self._stage == STAGE_WEIGHTS:
             state = self._optimizer["optimizer_state_dict"]["state"].get(flat, {})
             scalars = {k: v for k, v in state.items() if not is_vector(v)}
@@ -245,7 +245,7 @@ class UniversalReader(TagReader):
                 raise CheckpointCorruptedError(msg)
 
     def layout_of(self, manifest: Manifest) -> Layout:
-        """Return the layout: each parameter whole, in a file of its own."""
+        """Return the layout: each parameter whole, in a separate file."""
         return PerParameterPartition(manifest.buffers, 1)
 
     def locate(self, key: str, transfer: Transfer) -> Location:

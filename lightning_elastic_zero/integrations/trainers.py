@@ -87,7 +87,7 @@ class ResumeCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         warn_of_data(loaded, trainer.accelerator, loader, differences)
 
     def on_epoch_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-        """Restore random states where the Trainer does: before an epoch that begins anew.
+        """Restore random states where the Trainer does: before a whole epoch.
 
         The epoch is set here for a sampler of the user's: accelerate does not pass it on through
         the batches that are skipped.

@@ -111,7 +111,7 @@ class _LocalSource:
         return os.preadv(self._descriptor, [memory], start)
 
     def forget(self, blocks: Iterable[_Block]) -> None:
-        """Do nothing: the system forgets by itself."""
+        """Do nothing: the system manages its own cache."""
 
     def close(self) -> None:
         if self._descriptor >= 0:
