@@ -91,16 +91,19 @@ class Rank:
         kind: str,
         name: str,
         work: Work | None = None,
-        busy: Callable[[Step], Pauses[None]] | None = None,
+        busy_s: float = 0.0,
+        *,
+        progress: bool = True,
         abort_after_s: float = float("inf"),
     ) -> Pauses[dict[str, Any]]:
-        """Do a step as a caller does; return what became of it, and how long that took.
+        """Do a step; return its result or error, and the seconds that it took.
 
         Args:
             kind: the method that is called.
-            name: the step's.
-            work: what to run, after ``busy``.
-            busy: pauses while this rank is at work.
+            name: the step's name.
+            work: the work, after ``busy_s``.
+            busy_s: for how long this rank is at work at most.
+            progress: whether it shows progress meanwhile, and stops once the step is decided.
             abort_after_s: how long after its report this rank is interrupted.
         """
         step, began_s = Step(kind, name), self.cluster.now_s
@@ -108,7 +111,10 @@ class Rank:
         try:
             yield from self._wait(step, step.arrived)
             if not (step.decided.is_set() or step.reported.is_set()):
-                yield from busy(step) if busy is not None else ()
+                until_s = self.cluster.now_s + busy_s
+                while self.cluster.now_s < until_s and not (progress and step.decided.is_set()):
+                    step.work_count += progress
+                    yield
                 error, text = run_work(kind, work if work is not None else lambda: self.rank)
                 failed = error is not None
                 self.orders.append(partial(self.session.report, step, text, failed=failed))
@@ -250,11 +256,3 @@ def meet(rank: Rank) -> Pauses[list[str]]:
         failed.append(found["message"])
         assert len(failed) < 50
     return failed
-
-
-def at_work(step: Step, rank: Rank, seconds: float, *, progress: bool = True) -> Pauses[None]:
-    """Be at work until the step has been decided, for so long at most."""
-    until = rank.cluster.now_s + seconds
-    while rank.cluster.now_s < until and not (progress and step.decided.is_set()):
-        step.work_count += progress
-        yield

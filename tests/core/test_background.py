@@ -79,7 +79,7 @@ Values = dict[str, list[float]]
 
 @dataclass
 class LateRun:
-    """Masters, moments, steps and a buffer of three parameters, each in a group of its own."""
+    """Masters, moments, steps and a buffer of three parameters, each in its own group."""
 
     late: CopyEngine
     first: int = 0
@@ -101,14 +101,12 @@ class LateRun:
         self.average = torch.arange(5.0)
 
     def values(self) -> Values:
-        """Return all that a save has to hold."""
         found = {f"master {n}": t.tolist() for n, t in self.masters.items()}
         found |= {f"exp_avg {n}": t.tolist() for n, t in self.moments.items()}
         found |= {f"step {n}": [t.item()] for n, t in self.steps.items()}
         return found | {"average": self.average.tolist()}
 
     def describe(self) -> Manifest:
-        """Return what an engine says of itself."""
         return Manifest(
             save_id="",
             stage=1,
@@ -123,7 +121,6 @@ class LateRun:
         )
 
     def rank_state(self, **_: bool) -> RankState:
-        """Return what a rank of it holds."""
         state = RankState(
             tuple(
                 FlatState(
@@ -143,16 +140,14 @@ class LateRun:
         return large_on_devices(state, self.late, self.first)
 
     def module(self) -> torch.nn.Module:
-        """Return a module that keeps nothing else."""
         return torch.nn.Module()
 
     def contents(self) -> ShardContents:
-        """Return what a rank of it writes, with small tensors on devices too."""
+        """Return the contents of a shard, with small tensors on devices too."""
         state = small_on_devices(self.rank_state(), self.late, self.first)
         return ShardContents(Path(), self.describe(), state, {})
 
     def handle(self) -> EngineHandle:
-        """Return it as the engine that a save opens."""
         live: Any = self
         return EngineHandle(
             open=lambda: live,
@@ -167,7 +162,7 @@ class LateRun:
         return lambda: self.hooks.remove(call)
 
     def step_on(self) -> None:
-        """Change everything in place as an optimizer does, once its hooks let it."""
+        """Change everything in place, as an optimizer does after its hooks."""
         for tensor in (self.average, *(self.masters[name] for name in self.in_module)):
             tensor.add_(1)  # in forward
         for call in self.hooks:
@@ -176,7 +171,6 @@ class LateRun:
             tensor.add_(4096)
 
     def step_back(self) -> None:
-        """Take two steps back."""
         for tensor in self._tensors():
             tensor.sub_(2 * 4096)
         for tensor in (self.average, *(self.masters[name] for name in self.in_module)):
@@ -195,7 +189,7 @@ class LateRun:
 
 @contextmanager
 def writing(snapshot: Snapshot, late: CopyEngine) -> Iterator[Values]:
-    """Read all of a snapshot in another thread, as the writer does; it has ended after this."""
+    """Read a snapshot in another thread, as the writer does; join the thread at the end."""
     found: Values = {}
     failed: list[BaseException] = []
 
@@ -236,14 +230,13 @@ SEEDS = range(3)
 
 @pytest.fixture(params=SEEDS)
 def late(request: pytest.FixtureRequest) -> Iterator[CopyEngine]:
-    """Yield a copy engine in torch's place, of another order each."""
+    """Yield a copy engine in torch's place, with a random order of copies."""
     with CopyEngine(request.param).in_place_of_torch() as engine:
         yield engine
     assert engine.contexts <= set(DEVICES), "a thread has asked another device"
 
 
 def test_a_copy_is_nan_until_it_is_waited_for(late: CopyEngine) -> None:
-    """It then holds what is there by then; the engine itself would else show nothing."""
     source, device = torch.zeros(4), torch.device(KIND, 1)
     to, seen = torch.ones(4), on_device(source, late, device)
     with on_stream(side_stream(device)):
@@ -255,8 +248,7 @@ def test_a_copy_is_nan_until_it_is_waited_for(late: CopyEngine) -> None:
     assert to.tolist() == [7.0] * 4
 
 
-def test_what_is_read_out_of_order_is_nan(late: CopyEngine) -> None:
-    """A stream that waits for nothing finds nothing."""
+def test_a_stream_that_does_not_wait_reads_nan(late: CopyEngine) -> None:
     device = torch.device(KIND, 1)
     seen = on_device(torch.zeros(4), late, device)
     with on_stream(late.new_stream(device)):  # type: ignore[arg-type]
@@ -264,15 +256,13 @@ def test_what_is_read_out_of_order_is_nan(late: CopyEngine) -> None:
     assert not seen.cpu().isnan().any()
 
 
-def test_no_host_reads_a_devices_memory(late: CopyEngine) -> None:
-    """It is copied first."""
+def test_the_host_cannot_read_device_memory(late: CopyEngine) -> None:
     seen = on_device(torch.zeros(4), late, torch.device(KIND, 1))
     with pytest.raises(TypeError, match="no host reads"):
         seen.numpy()
 
 
-def test_work_goes_to_a_stream_of_its_device_and_back(late: CopyEngine) -> None:
-    """Device and stream are those from before; the stream is behind what training has given."""
+def test_on_stream_restores_device_and_stream(late: CopyEngine) -> None:
     other, before = torch.device(KIND, 2), late.current_stream()
     training = late.current_stream(other)
     seen = on_device(torch.zeros(4), late, other)
@@ -286,11 +276,9 @@ def test_work_goes_to_a_stream_of_its_device_and_back(late: CopyEngine) -> None:
 
 
 @pytest.mark.parametrize("memory_bytes", SMALL_MEMORY)
-def test_a_snapshot_holds_what_was_there(memory_bytes: int | None, late: CopyEngine) -> None:
-    """Whatever training does after its hook, and whether there is memory for copies or not.
-
-    Each of them takes the same memory, and lies elsewhere.
-    """
+def test_a_snapshot_is_unaffected_by_later_training(
+    memory_bytes: int | None, late: CopyEngine
+) -> None:
     camera = Snapshotter(memory_bytes)
     for first in range(3):
         run = LateRun(late, first)
@@ -306,8 +294,9 @@ def test_a_snapshot_holds_what_was_there(memory_bytes: int | None, late: CopyEng
 
 
 @pytest.mark.parametrize("first", range(3))
-def test_small_copies_alone_are_waited_for(first: int, late: CopyEngine) -> None:
-    """Steps on devices from which nothing large is copied, or all of it at once."""
+def test_a_snapshot_of_small_tensors_alone_is_unaffected_by_training(
+    first: int, late: CopyEngine
+) -> None:
     run = LateRun(late, first, in_module=NAMES, keys=STEP_ALONE)
     camera, wanted = Snapshotter(), run.values()
     snapshot = camera.take(run.contents(), 0)
@@ -317,8 +306,7 @@ def test_small_copies_alone_are_waited_for(first: int, late: CopyEngine) -> None
     camera.close()
 
 
-def test_another_snapshot_in_the_same_memory(late: CopyEngine) -> None:
-    """Copies of one that nobody waits for, because its save failed, never come into the next."""
+def test_copies_of_an_abandoned_snapshot_do_not_reach_the_next(late: CopyEngine) -> None:
     camera, run, other = Snapshotter(), LateRun(late), LateRun(late)
     other.step_on()
     wanted = other.values()
@@ -333,8 +321,7 @@ def test_another_snapshot_in_the_same_memory(late: CopyEngine) -> None:
     camera.close()
 
 
-def test_what_nobody_waits_for_is_over_when_the_memory_is_released(late: CopyEngine) -> None:
-    """A run ends with a snapshot whose save has failed: no copy comes after that."""
+def test_close_waits_for_the_copies_of_an_abandoned_snapshot(late: CopyEngine) -> None:
     camera = Snapshotter()
     with late.waiting():
         camera.take(LateRun(late).contents(), 0)
@@ -343,10 +330,9 @@ def test_what_nobody_waits_for_is_over_when_the_memory_is_released(late: CopyEng
 
 
 @pytest.mark.parametrize("memory_bytes", SMALL_MEMORY)
-def test_memory_that_is_given_back_is_read_before(
+def test_memory_freed_after_a_snapshot_is_copied_first(
     memory_bytes: int | None, late: CopyEngine
 ) -> None:
-    """As DeepSpeed's ``offload_states`` does it behind a save, before anything is copied."""
     camera, run = Snapshotter(memory_bytes), LateRun(late)
     wanted = run.values()
     snapshot = camera.take(run.contents(), 0)
@@ -358,10 +344,10 @@ def test_memory_that_is_given_back_is_read_before(
 
 
 @pytest.mark.parametrize("memory_bytes", SMALL_MEMORY)
-def test_a_save_behind_training_equals_a_blocking_one(
+def test_a_background_save_equals_a_blocking_one(
     memory_bytes: int | None, late: CopyEngine, tmp_path: Path
 ) -> None:
-    """As the strategy saves, with its step hook: file by file, but for the save's number."""
+    """File by file, except the save's number."""
     run, ranks, ended = LateRun(late), OneRank(), _Ended()
     save_engine(run.handle(), tmp_path / "blocking", ranks, {"epoch": 1}, SaveOptions())
     writer = AsyncCheckpointer(OneRank(), _nothing, _nothing, ended, memory_bytes)
@@ -384,13 +370,9 @@ def test_a_save_behind_training_equals_a_blocking_one(
         assert not differing_files(tmp_path / f"behind{turn}", tmp_path / "blocking")
 
 
-def test_a_save_waits_for_the_one_before(
+def test_a_save_waits_until_the_memory_of_the_previous_one_is_free(
     late: CopyEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its snapshot takes the memory from which that one is written, which is held until it waits.
-
-    One that does not wait has taken it by then.
-    """
     monkeypatch.setattr(async_save, "_GLANCE_S", 0.01)
     line = _HeldLine()
     run, ranks = LateRun(late), _OpensWhileWaiting(line)
@@ -408,8 +390,7 @@ def test_a_save_waits_for_the_one_before(
     assert not differing_files(tmp_path / "behind", tmp_path / "blocking")
 
 
-def test_a_load_reads_no_buffer_late(late: CopyEngine, tmp_path: Path) -> None:
-    """What is read of a file goes through one buffer, and no host writes to a device's memory."""
+def test_a_load_into_devices_waits_for_the_buffers_copy(late: CopyEngine, tmp_path: Path) -> None:
     numel, device = CHUNK_BYTES // 2, torch.device(KIND, 1)
     values = torch.arange(4.0 * numel)
     targets = [torch.zeros(numel), torch.zeros(2 * numel)]
@@ -425,21 +406,16 @@ def test_a_load_reads_no_buffer_late(late: CopyEngine, tmp_path: Path) -> None:
 
 
 class _HeldLine(OneRank):
-    """A line of the writer's that is held before it writes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.opened = threading.Event()
 
     def broadcast(self, step: str, work: Callable[[], Any]) -> Any:
-        """Wait, and do it."""
         assert self.opened.wait(HANG_TIMEOUT_S)
         return super().broadcast(step, work)
 
 
 class _OpensWhileWaiting(OneRank):
-    """Training's line, by which it shows that it waits."""
-
     def __init__(self, line: _HeldLine) -> None:
         super().__init__()
         self.progress = Progress(self._open)
@@ -472,8 +448,7 @@ STATE = [
 ]
 
 
-def test_what_is_given_is_alike_and_apart() -> None:
-    """Each tensor has its source's shape and type, and no two share a byte."""
+def test_allocated_tensors_match_their_sources_and_do_not_overlap() -> None:
     given = HostBuffer().allocate_like(STATE)
     for value, (tensor, source) in enumerate(zip(given, STATE, strict=True)):
         assert (tensor.shape, tensor.dtype) == (source.shape, source.dtype)
@@ -481,8 +456,7 @@ def test_what_is_given_is_alike_and_apart() -> None:
     assert [bool((tensor == value).all()) for value, tensor in enumerate(given)] == [True] * 5
 
 
-def test_memory_is_used_again() -> None:
-    """A second save of no larger state takes no new memory; a larger one takes what it needs."""
+def test_memory_is_reused_and_grows_as_needed() -> None:
     memory = HostBuffer()
     first = memory.allocate_like(STATE)[0].data_ptr()
     size_bytes = memory.size_bytes
@@ -497,7 +471,6 @@ def test_memory_is_used_again() -> None:
 
 
 def measured(program: str) -> int:
-    """Return the bytes that a program of ``_memory`` counts, in a process of its own."""
     command = [sys.executable, "-m", "tests.core._memory", program]
     done = subprocess.run(
         command,
@@ -512,22 +485,18 @@ def measured(program: str) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts pages as Linux tells them")
-def test_forked_children_cost_nothing() -> None:
-    """While a loader's worker lives, the next save does not take the block's memory once more."""
+def test_forked_children_do_not_copy_the_block() -> None:
     assert measured("fork") < 16 * MB
 
 
 @pytest.mark.cases(1)
 @pytest.mark.skipif(sys.platform != "linux", reason="counts pages as Linux tells them")
 @pytest.mark.parametrize("when", ["at once", "behind"])
-def test_a_block_that_grows_is_not_held_twice(when: str) -> None:
-    """Where a state has outgrown the block, the old one is given back before there is a new one."""
+def test_a_growing_block_frees_the_old_one_first(when: str) -> None:
     assert 0.9 <= measured(f"grow {when}") / (192 * MB) <= 1.1
 
 
-def test_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says how much was wanted, and both ways in which a save needs less."""
-
+def test_an_allocation_failure_names_size_and_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> mmap.mmap:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
@@ -538,9 +507,7 @@ def test_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "async_save" in str(raised.value)
 
 
-def test_a_system_without_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the kernel takes no advice on pages, memory is given all the same."""
-
+def test_a_kernel_without_madvise_is_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     class Unadvised(mmap.mmap):
         def madvise(self, *_: object) -> None:
             raise OSError(errno.EINVAL, "Invalid argument")
@@ -551,25 +518,17 @@ def test_a_system_without_advice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Driver:
-    """A CUDA driver that takes its time to pin memory."""
-
     def __init__(self, pins: threading.Event) -> None:
         self._pins = pins
 
     def cudaHostRegister(self, *_: int) -> int:  # noqa: N802 (as the driver has it)
-        """Pin, at last."""
         return 0 if self._pins.wait(60) else 1
 
     def cudaHostUnregister(self, _: int) -> int:  # noqa: N802 (as the driver has it)
-        """Unpin."""
         return 0
 
 
-def test_pinning_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages are made in parts, each a sign of life; so is every second of the driver's one call.
-
-    A driver that does not return is given up after a time in proportion to the memory.
-    """
+def test_pinning_shows_progress_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     pins, seen = threading.Event(), []
 
     def note() -> None:
@@ -596,8 +555,7 @@ def test_pinning_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-def test_pinned_memory_takes_copies_behind() -> None:
-    """What a side stream copies into it is what the device held."""
+def test_pinned_memory_takes_asynchronous_copies() -> None:
     source = torch.randn(1 << 20, device="cuda")
     memory = HostBuffer()
     (target,) = memory.allocate_like([source])
@@ -607,8 +565,7 @@ def test_pinned_memory_takes_copies_behind() -> None:
     memory.release()
 
 
-def test_a_copy_of_plain_data_is_nobody_elses() -> None:
-    """Changing what was copied, however deep, changes nothing in the copy."""
+def test_a_copy_of_plain_data_shares_no_memory() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     tree: dict[str, Any] = {
         "a": [1, {"t": torch.ones(2)}, (torch.ones(1),)],
@@ -632,7 +589,6 @@ FILES = 7
 
 
 def fill(directory: Path) -> Path:
-    """Make a checkpoint of some files."""
     names = [f"checkpoint/zero_pp_rank_{n}_mp_rank_00_model_states.pt" for n in range(FILES)]
     (directory / "checkpoint").mkdir(parents=True)
     for name in names:
@@ -642,34 +598,31 @@ def fill(directory: Path) -> Path:
 
 
 def put_link(root: Path, progress: Progress) -> None:
-    """Make a link take the place of a directory."""
     fill(root / "a.ckpt")
     make_link(root / "a.ckpt", fill(root / "last.ckpt"), progress)
 
 
 def publish(root: Path, progress: Progress) -> None:
-    """Publish over another directory."""
     fill(root / "a.ckpt")
     StagedDirectory.create(root / "a.ckpt", "5a7e").publish(progress)
 
 
 def sweep(root: Path, progress: Progress) -> None:
-    """Remove what a kill has left."""
     fill(root / ".zero-removed-1")
     remove_leftovers(root, progress)
 
 
 @pytest.mark.parametrize("work", [put_link, publish, sweep], ids=lambda work: work.__name__)
-def test_removing_shows_each_file(work: Callable[[Path, Progress], None], tmp_path: Path) -> None:
-    """Whatever is removed on the way is said file by file, and is gone."""
+def test_removing_reports_progress_for_each_file(
+    work: Callable[[Path, Progress], None], tmp_path: Path
+) -> None:
     seen = []
     work(tmp_path, Progress(lambda: seen.append(time.monotonic())))
     assert len(seen) >= FILES
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_nobody_waits_for_what_is_read_in_vain() -> None:
-    """The wait ends when all is read, when reading ends early, or when it is for nothing."""
+def test_waiting_ends_when_reading_ends_fails_or_was_not_needed() -> None:
     tensors, other = [torch.zeros(3), torch.zeros(4)], torch.zeros(3)
     live = UncopiedTensors(tensors, numel=6)  # the last element is padding
     assert live.source_of(other) is other

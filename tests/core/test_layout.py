@@ -55,7 +55,6 @@ PADDING: Element = ("", -1)
 
 
 def elements(name: str, numel: int) -> list[Element]:
-    """Return a parameter whose elements say what they are."""
     return [(name, i) for i in range(numel)]
 
 
@@ -101,8 +100,7 @@ def expanded(fragments: list[Fragment], held: list[list[Element]]) -> list[list[
 
 class TestAgainstBruteForce:
     @given(st.data())
-    def test_zero_1_2_concatenates_and_cuts(self, data: st.DataObject) -> None:
-        """Each rank holds what it gets when the buffer is really built and really cut."""
+    def test_zero_1_2_equals_brute_force(self, data: st.DataObject) -> None:
         cut = data.draw(contiguous_cuts(data.draw(tables(min_numel=0))))
         layout = zero_layout(cut.stage, cut.buffers, cut.world_size)
         assert isinstance(layout, ContiguousPartition)
@@ -111,8 +109,7 @@ class TestAgainstBruteForce:
             assert expanded(list(layout.on_rank(rank)), expected) == expected
 
     @given(st.data())
-    def test_zero_3_cuts_each_parameter(self, data: st.DataObject) -> None:
-        """Each rank holds what it gets when each parameter is really padded and really cut."""
+    def test_zero_3_equals_brute_force(self, data: st.DataObject) -> None:
         cut = data.draw(per_parameter_cuts(data.draw(tables(min_numel=0))))
         layout = zero_layout(cut.stage, cut.buffers, cut.world_size)
         assert isinstance(layout, PerParameterPartition)
@@ -123,8 +120,7 @@ class TestAgainstBruteForce:
 
 class TestLayouts:
     @given(st.data())
-    def test_both_questions_have_one_answer(self, data: st.DataObject) -> None:
-        """What covers a whole parameter is exactly what all ranks hold of it, in order."""
+    def test_covering_and_on_rank_agree(self, data: st.DataObject) -> None:
         table = data.draw(tables(min_numel=0))
         cut = data.draw(cuts(table))
         layout = cut.layout()
@@ -136,8 +132,7 @@ class TestLayouts:
             assert [i for f in held for i in range(f.start, f.stop)] == list(range(numel))
 
     @given(st.data())
-    def test_a_part_is_covered_by_parts(self, data: st.DataObject) -> None:
-        """What covers a run is what covers the whole, cut to the run."""
+    def test_covering_a_run_equals_the_cut_covering_of_the_whole(self, data: st.DataObject) -> None:
         table = data.draw(tables())
         layout = data.draw(cuts(table)).layout()
         name = data.draw(st.sampled_from(sorted(table)))
@@ -148,8 +143,7 @@ class TestLayouts:
         assert list(layout.covering(name, start, stop)) == parts
 
     @given(st.data())
-    def test_a_rank_holds_in_order(self, data: st.DataObject) -> None:
-        """A rank's fragments come by buffer and offset, and none overlaps the next."""
+    def test_fragments_of_a_rank_are_ordered_and_disjoint(self, data: st.DataObject) -> None:
         cut = data.draw(cuts(data.draw(tables())))
         for rank in range(cut.world_size):
             fragments = cut.layout().on_rank(rank)
@@ -159,8 +153,7 @@ class TestLayouts:
                 else:
                     assert one.buffer < other.buffer
 
-    def test_more_ranks_than_elements(self) -> None:
-        """Ranks without an element hold nothing, at either kind of stage."""
+    def test_ranks_without_elements_hold_nothing(self) -> None:
         buffer = FlatBuffer(0, ("one", "three"), (1, 3), (), 2)
         per_parameter = PerParameterPartition([buffer], 4)
         assert [list(per_parameter.on_rank(rank)) for rank in range(4)] == [
@@ -177,8 +170,7 @@ class TestLayouts:
             [],
         ]
 
-    def test_frozen_weights_are_cut_by_themselves(self) -> None:
-        """ZeRO-3 cuts frozen weights as it cuts all; ZeRO-1/2 keeps them whole, on one rank."""
+    def test_frozen_weights_have_their_own_partition(self) -> None:
         shapes = [("a", 3), ("b", 1)]
         assert frozen_partition(shapes, 1).on_rank(0) == [
             Fragment("a", 0, 3, 0, 0, 0),
@@ -190,31 +182,28 @@ class TestLayouts:
 
 class TestRefusals:
     @pytest.mark.parametrize("rule", [ContiguousPartition, PerParameterPartition])
-    def test_a_parameter_in_two_buffers(
+    def test_a_parameter_in_two_buffers_is_refused(
         self, rule: type[ContiguousPartition | PerParameterPartition]
     ) -> None:
-        """A parameter lies in one place: a second one is refused by its name."""
         buffers = [FlatBuffer(0, ("w",), (3,), (), 4), FlatBuffer(1, ("v", "w"), (3, 3), (), 8)]
         with pytest.raises(CheckpointFormatError, match="in two flat buffers: w"):
             rule(buffers, 2)
 
     @pytest.mark.parametrize("rule", [ContiguousPartition, PerParameterPartition])
-    def test_no_ranks(self, rule: type[ContiguousPartition | PerParameterPartition]) -> None:
-        """A layout is over at least one rank."""
+    def test_a_layout_over_no_ranks_is_refused(
+        self, rule: type[ContiguousPartition | PerParameterPartition]
+    ) -> None:
         with pytest.raises(CheckpointFormatError, match="over 0 ranks"):
             rule([FlatBuffer(0, ("w",), (3,), (), 4)], 0)
 
-    def test_a_group_without_parameters_is_none(self) -> None:
-        """It holds nothing, and needs no room."""
+    def test_a_group_without_parameters_holds_nothing(self) -> None:
         assert zero_layout(1, [FlatBuffer(0, (), ())], 2).on_rank(0) == []
 
-    def test_partitions_of_no_size(self) -> None:
-        """Where nothing says how large the partitions are, there is no guess."""
+    def test_partitions_without_a_size_are_refused(self) -> None:
         with pytest.raises(CheckpointFormatError, match="1 partitions of 0"):
             zero_layout(1, [FlatBuffer(0, ("w",), (1,))], 1)
 
-    def test_partitions_that_are_too_small(self) -> None:
-        """Parameters that reach beyond all ranks' partitions are refused, with the numbers."""
+    def test_partitions_that_are_too_small_are_refused(self) -> None:
         with pytest.raises(
             CheckpointFormatError, match="group 3: 9 elements do not fit into 2 partitions of 4"
         ):
@@ -232,14 +221,13 @@ class TestRefusals:
         ],
         ids=["twice", "no size", "paddings", "negative", "overlap", "negative partition"],
     )
-    def test_tables_that_do_not_fit(
+    def test_inconsistent_columns_are_refused(
         self,
         names: tuple[str, ...],
         sizes: tuple[int, ...],
         paddings: tuple[int, ...],
         partition: int,
     ) -> None:
-        """A flat buffer's columns fit together, or there is no such buffer."""
         with pytest.raises(CheckpointFormatError):
             FlatBuffer(0, names, sizes, paddings, partition)
 
@@ -247,15 +235,13 @@ class TestRefusals:
 class TestRules:
     @given(st.integers(0, 200), st.integers(1, 64))
     def test_round_robin_deals_parameters_like_cards(self, count: int, world_size: int) -> None:
-        """Rank 0's come first, then rank 1's; within a rank they keep their order."""
         dealt: list[list[int]] = [[] for _ in range(world_size)]
         for index in range(count):
             dealt[index % world_size].append(index)
         assert list(round_robin_order(count, world_size)) == [i for hand in dealt for i in hand]
 
     @given(st.integers(0, 10**15), st.integers(1, 10**6))
-    def test_pieces_are_the_smallest_that_suffice(self, numel: int, world_size: int) -> None:
-        """A piece is ``ceil(numel / world_size)``, exact for numbers that a float cannot hold."""
+    def test_piece_numel_is_an_exact_ceiling(self, numel: int, world_size: int) -> None:
         piece = piece_numel(numel, world_size)
         assert (piece - 1) * world_size < numel <= piece * world_size or numel == piece == 0
 
@@ -265,8 +251,7 @@ class TestRules:
     st.integers(min_value=1, max_value=9),
     st.integers(min_value=0, max_value=20),
 )
-def test_where_pieces_and_partitions_begin(numel: int, world_size: int, part: int) -> None:
-    """Those of all ranks follow one another, without a gap, from the first element on."""
+def test_pieces_and_partitions_are_contiguous(numel: int, world_size: int, part: int) -> None:
     starts = [piece_start(numel, world_size, rank) for rank in range(world_size + 1)]
     assert starts[0] == 0
     assert {stop - start for start, stop in pairwise(starts)} == {piece_numel(numel, world_size)}
@@ -284,7 +269,6 @@ Buffers = dict[tuple[int, int], list[tuple[str, int]]]
 
 
 def sizes(cut: Cut) -> dict[int, int]:
-    """Return the elements of each of a rank's flat buffers, padding included."""
     if cut.stage != 3:
         return {i: buffer.partition_numel for i, buffer in enumerate(cut.buffers)}
     return {
@@ -294,7 +278,6 @@ def sizes(cut: Cut) -> dict[int, int]:
 
 
 def empty_buffers(cut: Cut) -> Buffers:
-    """Make every rank's buffers, with nothing in them."""
     return {
         (rank, index): [EMPTY] * size
         for rank in range(cut.world_size)
@@ -303,7 +286,6 @@ def empty_buffers(cut: Cut) -> Buffers:
 
 
 def held_by(cut: Cut) -> Buffers:
-    """Make a checkpoint whose every element says what it is: its parameter and its index."""
     buffers = empty_buffers(cut)
     for rank in range(cut.world_size):
         for fragment in cut.layout().on_rank(rank):
@@ -315,12 +297,11 @@ def held_by(cut: Cut) -> Buffers:
 
 
 def planned(wanted: Sequence[Fragment], held: Layout) -> list[Transfer]:
-    """Return all transfers at once, in the order of the source ranks."""
     return [t for _, transfers in TransferPlan(wanted, held).by_rank() for t in transfers]
 
 
 class Scripted:
-    """A layout that holds what it is told to, sound or not."""
+    """A layout with the given runs, valid or not."""
 
     def __init__(self, *runs: tuple[int, int]) -> None:
         self._runs = runs
@@ -339,7 +320,6 @@ class TestPlan:
     def test_each_wanted_element_is_filled_once_with_itself(
         self, case: tuple[dict[str, int], Cut, Cut]
     ) -> None:
-        """From any layout to any other, every rank gets each of its elements, exactly once."""
         table, held, wanted = case
         source, target = held_by(held), empty_buffers(wanted)
         for rank in range(wanted.world_size):
@@ -354,10 +334,9 @@ class TestPlan:
         assert sorted(filled) == sorted((name, i) for name in table for i in range(table[name]))
 
     @given(pairs_of_cuts())
-    def test_source_ranks_are_known_before_their_transfers(
+    def test_source_ranks_are_ascending_and_match_their_transfers(
         self, case: tuple[dict[str, int], Cut, Cut]
     ) -> None:
-        """The ranks are those that something comes from, ascending; each gives what is its own."""
         _, held, wanted = case
         for rank in range(wanted.world_size):
             plan = TransferPlan(wanted.layout().on_rank(rank), held.layout())
@@ -367,10 +346,9 @@ class TestPlan:
                 assert {t.source_rank for t in transfers} == {source}
 
     @given(pairs_of_cuts())
-    def test_a_rank_is_asked_only_for_what_it_holds(
+    def test_transfers_are_within_source_and_target_fragments(
         self, case: tuple[dict[str, int], Cut, Cut]
     ) -> None:
-        """No transfer is larger than the fragment it comes from, or the one that it goes to."""
         _, held, wanted = case
         layout = held.layout()
         on_rank = [layout.on_rank(rank) for rank in range(held.world_size)]
@@ -385,8 +363,7 @@ class TestPlan:
                     f.name == t.name and f.start <= t.start < t.stop <= f.stop for f in fragments
                 )
 
-    def test_a_plan_is_known_to_the_last_number(self) -> None:
-        """Three elements over two ranks, wanted by one: two runs, at their offsets."""
+    def test_a_small_plan_is_exactly_this(self) -> None:
         held = PerParameterPartition([FlatBuffer(0, ("a", "w"), (4, 3))], 2)
         assert planned([Fragment("w", 0, 3, 0, 5, 7)], held) == [
             Transfer("w", 0, 2, 0, 0, 2, 5, 7),
@@ -416,10 +393,7 @@ class TestPlan:
             "more than was asked for",
         ],
     )
-    def test_a_layout_that_does_not_tile_is_refused(
-        self, runs: list[tuple[int, int]], reached: int
-    ) -> None:
-        """What is held nowhere, or twice, is an error that says where: nothing is guessed."""
+    def test_gaps_and_overlaps_are_refused(self, runs: list[tuple[int, int]], reached: int) -> None:
         held: Layout = Scripted(*runs)
         with pytest.raises(CheckpointFormatError) as caught:
             planned([Fragment("w", 0, 4, 0, 0, 0)], held)
@@ -429,11 +403,7 @@ class TestPlan:
         )
 
     @pytest.mark.parametrize("runs", [[], [(0, 3)], [(1, 4)]])
-    def test_an_end_that_nobody_holds_is_refused_before_anything_is_read(
-        self, runs: list[tuple[int, int]]
-    ) -> None:
-        """The first and last element of each fragment are looked up when the plan is made."""
-
+    def test_a_missing_end_is_refused_when_planning(self, runs: list[tuple[int, int]]) -> None:
         class Exact(Scripted):
             def covering(self, name: str, start: int, stop: int) -> Iterator[Fragment]:
                 for run in super().covering(name, start, stop):
@@ -447,11 +417,9 @@ class TestPlan:
         ("ranks", "last", "what"),
         [((1, 0, 2), 2, "on ranks in order"), ((0, 1, 2), 1, "on too many ranks")],
     )
-    def test_a_layout_that_contradicts_itself_is_refused(
+    def test_ranks_in_an_inconsistent_order_are_refused(
         self, ranks: tuple[int, ...], last: int, what: str
     ) -> None:
-        """A plan looks at the first and the last rank; what lies between has to agree with them."""
-
         class OnRanks(Scripted):
             def covering(self, name: str, start: int, stop: int) -> Iterator[Fragment]:
                 if start == 0:
@@ -465,11 +433,9 @@ class TestPlan:
             list(plan.by_rank())
 
     @pytest.mark.parametrize(("walked", "end_is_held"), [(4, True), (6, False)])
-    def test_a_walk_that_contradicts_the_end_is_refused(
+    def test_runs_that_disagree_with_the_end_are_refused(
         self, walked: int, end_is_held: bool
     ) -> None:
-        """What is held of a fragment, run by run, reaches its end, which is held by itself too."""
-
         class Torn(Scripted):
             def covering(self, name: str, start: int, stop: int) -> Iterator[Fragment]:
                 if start == 0:
@@ -481,13 +447,11 @@ class TestPlan:
         with pytest.raises(CheckpointFormatError, match=f"overlap at element {walked}$"):
             planned([Fragment("w", 0, 6, 0, 0, 0)], Torn())
 
-    def test_a_parameter_that_nobody_holds_is_refused(self) -> None:
-        """An unknown name is an error of the format, with the name."""
+    def test_an_unknown_parameter_is_refused(self) -> None:
         with pytest.raises(CheckpointFormatError, match=r"holds no parameter named v\.weight"):
             TransferPlan([Fragment("v.weight", 0, 4, 0, 0, 0)], Scripted((0, 4)))
 
     def test_more_than_the_whole_parameter_is_refused(self) -> None:
-        """A model whose parameter is larger than the saved one does not get a part of it."""
         held = PerParameterPartition([FlatBuffer(0, ("w",), (3,))], 2)
         with pytest.raises(CheckpointFormatError, match="at element 3"):
             TransferPlan([Fragment("w", 0, 4, 0, 0, 0)], held)
@@ -497,17 +461,13 @@ class TestFragment:
     @pytest.mark.parametrize(
         ("start", "stop", "offset"), [(2, 2, 0), (3, 2, 0), (-1, 2, 0), (0, 1, -1)]
     )
-    def test_what_is_no_run_of_elements_is_refused(
-        self, start: int, stop: int, offset: int
-    ) -> None:
-        """A fragment has at least one element, at places that exist."""
+    def test_invalid_runs_are_refused(self, start: int, stop: int, offset: int) -> None:
         with pytest.raises(ValueError, match="no run of elements"):
             Fragment("w", start, stop, 0, 0, offset)
 
 
 @given(st.integers(0, 99), st.integers(0, 99), st.integers(1, 20))
-def test_spans_are_whole_but_for_the_last(start: int, numel: int, size: int) -> None:
-    """Together they are the run, in order; none is empty or longer than allowed."""
+def test_spans_cover_a_run_in_equal_parts(start: int, numel: int, size: int) -> None:
     parts = list(spans(start, start + numel, size))
     assert [i for first, stop in parts for i in range(first, stop)] == [
         *range(start, start + numel)
@@ -524,12 +484,10 @@ WIDE_PEAK_BYTES = 500_000_000
 
 @cache
 def planned_for_cluster(saved_stage: int, stage: int, rank: int) -> Plan:
-    """Plan what the benchmark plans, once."""
     return measured(manifest_text(saved_stage, SAVED_ON, parameters()), stage, RESUMED_ON, rank)
 
 
-def test_the_table_is_that_of_a_70_billion_parameter_model() -> None:
-    """What is planned below has the size that is claimed: tensors, elements, ranks, files."""
+def test_the_planned_model_has_70_billion_parameters() -> None:
     table = parameters()
     assert len(table) == 723
     assert 70e9 < sum(p.numel for p in table) < 71e9
@@ -560,10 +518,7 @@ def test_a_plan_does_not_grow_with_the_cluster(
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize(("saved_stage", "stage"), CASES)
 def test_one_rank_plans_within_200_mb(saved_stage: int, stage: int, rank: int) -> None:
-    """Parsing, laying out and planning stay below 200 MB at their peak, and tile what is wanted.
-
-    Seconds depend on the machine: ``examples/benchmarks/plan.py`` prints them.
-    """
+    """``examples/benchmarks/plan.py`` prints the seconds, which depend on the machine."""
     plan = planned_for_cluster(saved_stage, stage, rank)
     assert plan.peak_bytes < PEAK_BYTES
     wanted = zero_layout(stage, flat_buffers(parameters(), stage, RESUMED_ON), RESUMED_ON)
@@ -573,7 +528,7 @@ def test_one_rank_plans_within_200_mb(saved_stage: int, stage: int, rank: int) -
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("rank", RANKS)
-def test_zero_2_touches_the_few_ranks_that_its_partitions_overlap(rank: int) -> None:
+def test_zero_2_reads_only_overlapping_ranks(rank: int) -> None:
     """A partition of 1/768 overlaps at most three of 1/1024, in each of the two groups."""
     plan = planned_for_cluster(2, 2, rank)
     assert len(plan.files) <= 6
@@ -583,8 +538,7 @@ def test_zero_2_touches_the_few_ranks_that_its_partitions_overlap(rank: int) -> 
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("rank", RANKS)
-def test_zero_3_touches_the_few_ranks_that_hold_the_same_part(rank: int) -> None:
-    """A rank's pieces of all 723 parameters lie in the shards of the same few ranks."""
+def test_zero_3_reads_only_ranks_with_the_same_part(rank: int) -> None:
     plan = planned_for_cluster(3, 3, rank)
     assert len(plan.transfers) <= 3 * 723
     # Matrices are cut at r / N of themselves; norms of 8192 elements a little beside that.
@@ -594,8 +548,8 @@ def test_zero_3_touches_the_few_ranks_that_hold_the_same_part(rank: int) -> None
 @pytest.mark.cases(1)
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("rank", RANKS)
-def test_across_stages_a_plan_is_no_longer_than_it_must_be(rank: int) -> None:
-    """From ZeRO-2 to 3 a piece is one run, or two; from 3 to 2 a parameter one per saved rank."""
+def test_plans_across_stages_are_minimal(rank: int) -> None:
+    """From ZeRO-2 to 3 a piece is at most two runs; from 3 to 2, one per saved rank."""
     to_3 = planned_for_cluster(2, 3, rank)
     assert len(to_3.transfers) <= 2 * 723
     to_2 = planned_for_cluster(3, 2, rank)
@@ -606,8 +560,6 @@ def test_across_stages_a_plan_is_no_longer_than_it_must_be(rank: int) -> None:
 
 
 class Counted:
-    """A layout that counts what it is asked for."""
-
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self.runs = 0
@@ -622,7 +574,6 @@ class Counted:
 
 
 def laid_out(stage: int, ranks: int, table: tuple[Parameter, ...]) -> Layout:
-    """Partition a model over ranks."""
     return zero_layout(stage, flat_buffers(table, stage, ranks), ranks)
 
 
@@ -630,13 +581,9 @@ class TestManyParameters:
     """50,000 parameters from 1,024 ranks to 8: up to 6.4 million transfers for one rank."""
 
     @pytest.mark.parametrize(("saved_stage", "stage"), CASES)
-    def test_planning_costs_what_is_wanted_not_what_will_be_moved(
+    def test_planning_costs_two_runs_per_wanted_fragment(
         self, saved_stage: int, stage: int
     ) -> None:
-        """A fragment costs at most two runs to plan, however many ranks it lies on.
-
-        Rank by rank, all parts of it are computed once, and only those of one or two ranks exist.
-        """
         table = wide_parameters(WIDE // 250)
         layout = laid_out(saved_stage, SAVED_ON, table)
         held = Counted(layout)
@@ -655,11 +602,9 @@ class TestManyParameters:
     @pytest.mark.cases(1)
     @pytest.mark.parametrize("count", [WIDE // 10, pytest.param(WIDE, marks=pytest.mark.long)])
     @pytest.mark.parametrize(("saved_stage", "stage"), CASES)
-    def test_one_rank_plans_within_500_mb(self, saved_stage: int, stage: int, count: int) -> None:
-        """So do both layouts, the plan, and the runs from two source ranks; a tenth takes a tenth.
-
-        Seconds depend on the machine: ``examples/benchmarks/plan.py`` prints them.
-        """
+    def test_one_rank_plans_many_parameters_within_500_mb(
+        self, saved_stage: int, stage: int, count: int
+    ) -> None:
         table = wide_parameters(count)
         gc.collect()
         tracemalloc.start()

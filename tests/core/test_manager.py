@@ -43,7 +43,7 @@ checkpoint = fill
 
 
 def said_by(path: Path) -> str:
-    """Return which checkpoint is found at a path, whole; "" if none is."""
+    """Return which checkpoint is at a path: "old", "new", "a part" or "" for none."""
     found = contents(path)
     return next((text for text in ("old", "new") if found == whole(text)), "a part" * bool(found))
 
@@ -53,24 +53,19 @@ def nothing(_: Path) -> None:
 
 
 def a_link(link: Path) -> None:
-    """Leave a link to an older checkpoint."""
     checkpoint(link.parent / "old.ckpt", "old")
     link.symlink_to("old.ckpt")
 
 
 def a_dangling_link(link: Path) -> None:
-    """Leave a link to a checkpoint that is gone."""
     link.symlink_to("gone.ckpt")
 
 
 def a_directory(link: Path) -> None:
-    """Leave a checkpoint in the link's place, as save_last=True does."""
     checkpoint(link, "old")
 
 
 def refuse_links(number: int, patch: pytest.MonkeyPatch) -> None:
-    """Make the file system have no links, or no room for one."""
-
     def symlink_to(self: Path, *_: object) -> None:
         raise OSError(number, os.strerror(number), str(self))
 
@@ -85,7 +80,7 @@ WITH_LINKS = pytest.mark.parametrize("has_links", [True, False], ids=["linked", 
 class TestMakeLink:
     @IN_PLACE
     @WITH_LINKS
-    def test_what_was_there_gives_way(
+    def test_a_link_replaces_what_was_there(
         self,
         place: Callable[[Path], None],
         tmp_path: Path,
@@ -93,7 +88,6 @@ class TestMakeLink:
         *,
         has_links: bool,
     ) -> None:
-        """The link leads to the checkpoint, and nothing hidden is left."""
         target, link = checkpoint(tmp_path / "new.ckpt", "new"), tmp_path / "last.ckpt"
         place(link)
         if not has_links:
@@ -105,7 +99,7 @@ class TestMakeLink:
 
     @pytest.mark.parametrize("place", [a_link, a_directory], ids=lambda place: place.__name__)
     @WITH_LINKS
-    def test_a_kill_leaves_the_old_or_the_new_one(
+    def test_a_kill_leaves_the_old_or_the_new_link(
         self,
         place: Callable[[Path], None],
         tmp_path: Path,
@@ -113,7 +107,6 @@ class TestMakeLink:
         *,
         has_links: bool,
     ) -> None:
-        """At no instant is there none; and what a kill leaves is gone when it is made again."""
         folder, snapshots = tmp_path / "run", tmp_path / "snapshots"
         folder.mkdir()
         snapshots.mkdir()
@@ -140,10 +133,9 @@ class TestMakeLink:
             assert not [name for name in names_in(left) if name.startswith(LINK_PREFIX)]
 
     @WITH_LINKS
-    def test_an_interrupt_leaves_the_old_or_the_new_one(
+    def test_an_interrupt_leaves_the_old_or_the_new_link(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_links: bool
     ) -> None:
-        """Ctrl-C before any system call, where a directory gives way by two renames."""
         monkeypatch.setattr(NO_EXCHANGE, lambda *_: False)
         if not has_links:
             refuse_links(errno.ENOSYS, monkeypatch)
@@ -168,7 +160,6 @@ class TestMakeLink:
     def test_a_kill_between_two_renames_is_repaired(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """What gave way to the link is put back before the next look for it."""
         target, link = checkpoint(tmp_path / "new.ckpt", "new"), tmp_path / "last.ckpt"
         a_directory(link)
         monkeypatch.setattr(NO_EXCHANGE, lambda *_: False)
@@ -190,10 +181,9 @@ class TestMakeLink:
             assert said_by(left / "last.ckpt") == "old"
 
     @WITH_LINKS
-    def test_where_names_cannot_be_exchanged(
+    def test_without_exchange_a_directory_is_replaced_by_two_renames(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_links: bool
     ) -> None:
-        """A directory gives way by two renames."""
         target, link = checkpoint(tmp_path / "new.ckpt", "new"), tmp_path / "last.ckpt"
         a_directory(link)
         monkeypatch.setattr(NO_EXCHANGE, lambda *_: False)
@@ -203,8 +193,9 @@ class TestMakeLink:
         assert said_by(link) == "new"
         assert names_in(tmp_path) == ["last.ckpt", "new.ckpt"]
 
-    def test_the_second_rename_fails(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What was there is put back."""
+    def test_a_failed_second_rename_restores_the_old_one(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         target, link = checkpoint(tmp_path / "new.ckpt", "new"), tmp_path / "last.ckpt"
         a_directory(link)
         rename = Path.rename
@@ -225,8 +216,7 @@ class TestMakeLink:
         ("target", "text"),
         [("a.ckpt", "a.ckpt"), ("deep/a.ckpt", "deep/a.ckpt"), ("../a.ckpt", "../a.ckpt")],
     )
-    def test_its_text_is_relative(self, target: str, text: str, tmp_path: Path) -> None:
-        """A folder that is moved keeps its links."""
+    def test_links_are_relative(self, target: str, text: str, tmp_path: Path) -> None:
         folder = tmp_path / "run"
         folder.mkdir()
         there = Path(os.path.normpath(folder / target))
@@ -234,17 +224,15 @@ class TestMakeLink:
         make_link(there, folder / "last.ckpt")
         assert str((folder / "last.ckpt").readlink()) == text
 
-    def test_a_checkpoint_is_no_link_to_itself(self, tmp_path: Path) -> None:
-        """Where both are one path, nothing is done."""
+    def test_a_checkpoint_is_not_linked_to_itself(self, tmp_path: Path) -> None:
         target = checkpoint(tmp_path / "last.ckpt", "new")
         make_link(target, target)
         assert said_by(target) == "new"
         assert not target.is_symlink()
 
-    def test_a_full_disk_is_no_reason_to_copy(
+    def test_a_full_disk_raises_instead_of_copying(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The error names both, and the link stays."""
         target, link = checkpoint(tmp_path / "new.ckpt", "new"), tmp_path / "last.ckpt"
         a_link(link)
         refuse_links(errno.ENOSPC, monkeypatch)
@@ -254,10 +242,9 @@ class TestMakeLink:
         assert said_by(link) == "old"
         assert names_in(tmp_path) == ["last.ckpt", "new.ckpt", "old.ckpt"]
 
-    def test_a_copy_that_fails_leaves_nothing(
+    def test_a_failed_copy_leaves_the_old_link(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Half a copy is removed, and the link stays."""
         target, link = checkpoint(tmp_path / "new.ckpt", "new"), tmp_path / "last.ckpt"
         a_link(link)
         refuse_links(errno.EPERM, monkeypatch)
@@ -272,10 +259,9 @@ class TestMakeLink:
         assert said_by(link) == "old"
         assert names_in(tmp_path) == ["last.ckpt", "new.ckpt", "old.ckpt"]
 
-    def test_a_copy_shows_that_it_goes_on(
+    def test_copying_reports_progress(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Ranks that wait for a large copy hear of every block."""
         target = checkpoint(tmp_path / "new.ckpt", "new")
         with (target / SHARD).open("wb") as file:
             file.truncate(40 << 20)
@@ -292,12 +278,10 @@ class TestMakeLink:
 class TestLinks:
     @pytest.fixture
     def link(self, tmp_path: Path) -> Path:
-        """Return a link to an older checkpoint."""
         a_link(tmp_path / "last.ckpt")
         return tmp_path / "last.ckpt"
 
-    def test_it_waits_for_what_is_being_written(self, link: Path) -> None:
-        """It leads to the old one until the new one is published; also where one is overwritten."""
+    def test_a_link_waits_until_its_checkpoint_is_published(self, link: Path) -> None:
         target = link.parent / "new.ckpt"
         links = CheckpointLinks()
         links.on_save_started(target)
@@ -309,8 +293,7 @@ class TestLinks:
         links.on_save_ended(target, published=True)
         assert said_by(link) == "new"
 
-    def test_after_a_failure_it_stays(self, link: Path) -> None:
-        """What could not be written is never linked to: not then, and not later."""
+    def test_a_link_never_names_a_failed_save(self, link: Path) -> None:
         target = link.parent / "new.ckpt"
         links = CheckpointLinks()
         links.on_save_started(target)
@@ -320,15 +303,13 @@ class TestLinks:
         links.make(target, link)
         assert said_by(link) == "old"
 
-    def test_others_do_not_wait(self, link: Path) -> None:
-        """While one is being written, a link to another one is made at once."""
+    def test_links_to_other_checkpoints_are_made_at_once(self, link: Path) -> None:
         links = CheckpointLinks()
         links.on_save_started(link.parent / "being_written.ckpt")
         links.make(checkpoint(link.parent / "new.ckpt", "new"), link)
         assert said_by(link) == "new"
 
-    def test_nothing_waits_for_what_is_published(self, link: Path) -> None:
-        """After the release a link is made at once."""
+    def test_a_link_to_a_published_checkpoint_is_made_at_once(self, link: Path) -> None:
         target = checkpoint(link.parent / "new.ckpt", "new")
         links = CheckpointLinks()
         links.on_save_started(target)
@@ -337,8 +318,7 @@ class TestLinks:
         links.make(target, link)
         assert said_by(link) == "new"
 
-    def test_an_older_save_releases_nothing(self, link: Path) -> None:
-        """What was given up and ends late does not speak for what is written now."""
+    def test_the_end_of_another_save_releases_no_link(self, link: Path) -> None:
         target = link.parent / "new.ckpt"
         links = CheckpointLinks()
         links.on_save_started(target)
@@ -351,39 +331,32 @@ class TestLinks:
 
 
 def retained_checkpoint(parent: Path, name: str, *, published: bool = True) -> Path:
-    """Make a checkpoint's directory, with or without the mark that it is whole."""
     return fill(parent / name, "data", published=published)
 
 
 def link(path: Path, target: str) -> None:
-    """Point a link at a checkpoint, as ModelCheckpoint does: anew, and relative."""
     path.unlink(missing_ok=True)
     path.symlink_to(target)
 
 
 def of_other_software(path: Path) -> None:
-    """Leave a manifest as web applications have it."""
     (path / MANIFEST_NAME).write_text('{"name": "app", "icons": []}')
 
 
 def without_its_manifest_whole(path: Path) -> None:
-    """Leave half a manifest."""
     text = (path / MANIFEST_NAME).read_text()
     (path / MANIFEST_NAME).write_text(text[: len(text) // 2])
 
 
 def without_a_file(path: Path) -> None:
-    """Leave out a file that the manifest names."""
     (path / SHARD).unlink()
 
 
 def with_a_short_file(path: Path) -> None:
-    """Cut a file that the manifest names."""
     (path / SHARD).write_text("d")
 
 
 def of_weights_alone(path: Path) -> None:
-    """Make the manifest say that there is no optimizer state."""
     fields = json.loads((path / MANIFEST_NAME).read_text())
     (path / MANIFEST_NAME).write_text(json.dumps({**fields, "weights_only": True}))
 
@@ -398,27 +371,23 @@ SPOILED = [
 
 
 class TestRemove:
-    def test_what_nobody_needs_is_deleted_at_once(self, tmp_path: Path) -> None:
-        """With another good checkpoint beside it, one goes away, and leaves nothing."""
+    def test_a_checkpoint_is_deleted_if_another_good_one_exists(self, tmp_path: Path) -> None:
         retained_checkpoint(tmp_path, "new.ckpt")
         Retention().remove(retained_checkpoint(tmp_path, "old.ckpt"))
         assert names_in(tmp_path) == ["new.ckpt"]
 
-    def test_what_is_gone_already_is_no_error(self, tmp_path: Path) -> None:
-        """Nothing is where a checkpoint was: there is nothing to do."""
+    def test_a_missing_checkpoint_is_no_error(self, tmp_path: Path) -> None:
         Retention().remove(tmp_path / "old.ckpt")
 
-    def test_a_link_is_deleted_and_not_what_it_names(self, tmp_path: Path) -> None:
-        """To remove ``last.ckpt`` is to remove the link."""
+    def test_a_link_is_deleted_but_not_its_target(self, tmp_path: Path) -> None:
         retained_checkpoint(tmp_path, "a.ckpt")
         link(tmp_path / "last.ckpt", "a.ckpt")
         Retention().remove(tmp_path / "last.ckpt")
         assert names_in(tmp_path) == ["a.ckpt"]
 
-    def test_a_directory_vanishes_in_one_step(
+    def test_a_killed_deletion_leaves_only_a_hidden_directory(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A run that is killed while it deletes leaves no half checkpoint, and no rest for long."""
         retained_checkpoint(tmp_path, "new.ckpt")
         seen = []
 
@@ -438,13 +407,12 @@ class TestRemove:
         Retention().remove(retained_checkpoint(tmp_path, "older.ckpt"))
         assert names_in(tmp_path) == ["new.ckpt"]
 
-    def test_a_run_does_not_end_because_a_deletion_fails(
+    def test_a_failed_deletion_is_a_warning(
         self,
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        """What cannot be deleted takes up room; the run is told, and goes on."""
         retained_checkpoint(tmp_path, "new.ckpt")
         old, retention = retained_checkpoint(tmp_path, "old.ckpt"), Retention()
 
@@ -460,14 +428,12 @@ class TestRemove:
         assert names_in(tmp_path) == ["new.ckpt", "old.ckpt"]
 
     def test_remote_addresses_are_refused(self) -> None:
-        """Nothing is deleted at an address that nothing was saved to."""
         with pytest.raises(UnsupportedError, match="ftp://"):
             Retention().remove("ftp://bucket/a.ckpt")
 
 
 class TestResumedFrom:
-    def test_it_is_never_deleted(self, tmp_path: Path) -> None:
-        """What a run was resumed from outlives the run, whatever else is saved."""
+    def test_the_resumed_checkpoint_is_never_deleted(self, tmp_path: Path) -> None:
         retained_checkpoint(tmp_path, "new.ckpt")
         old, retention = retained_checkpoint(tmp_path, "old.ckpt"), Retention()
         retention.protect(old)
@@ -475,8 +441,7 @@ class TestResumedFrom:
         retention.delete_pending()
         assert names_in(tmp_path) == ["new.ckpt", "old.ckpt"]
 
-    def test_nor_through_a_link(self, tmp_path: Path) -> None:
-        """Resumed from ``last.ckpt``, what the link named then is what is kept."""
+    def test_the_resumed_target_of_a_moved_link_is_not_deleted(self, tmp_path: Path) -> None:
         old, retention = retained_checkpoint(tmp_path, "old.ckpt"), Retention()
         link(tmp_path / "last.ckpt", "old.ckpt")
         retention.protect(tmp_path / "last.ckpt")
@@ -486,8 +451,9 @@ class TestResumedFrom:
         retention.remove(tmp_path / "elsewhere" / ".." / "old.ckpt")
         assert names_in(tmp_path) == ["last.ckpt", "new.ckpt", "old.ckpt"]
 
-    def test_nor_by_another_way_to_it(self, tmp_path: Path) -> None:
-        """A directory that is reached through a link is the same directory."""
+    def test_a_checkpoint_resumed_through_a_linked_folder_is_not_deleted(
+        self, tmp_path: Path
+    ) -> None:
         retained_checkpoint(tmp_path / "runs", "new.ckpt")
         old, retention = retained_checkpoint(tmp_path / "runs", "old.ckpt"), Retention()
         (tmp_path / "here").symlink_to("runs")
@@ -495,8 +461,7 @@ class TestResumedFrom:
         retention.remove(old)
         assert names_in(tmp_path / "runs") == ["new.ckpt", "old.ckpt"]
 
-    def test_others_are(self, tmp_path: Path) -> None:
-        """One checkpoint is protected, not all that look like it."""
+    def test_other_checkpoints_are_deleted(self, tmp_path: Path) -> None:
         old, retention = retained_checkpoint(tmp_path, "old.ckpt"), Retention()
         retention.protect(old)
         retention.remove(retained_checkpoint(tmp_path, "old-v1.ckpt"))
@@ -504,8 +469,7 @@ class TestResumedFrom:
 
 
 class TestWaiting:
-    def test_a_deletion_waits_while_a_link_names_it(self, tmp_path: Path) -> None:
-        """ModelCheckpoint deletes before it moves ``last.ckpt``: the link never dangles."""
+    def test_a_deletion_waits_until_no_link_names_the_checkpoint(self, tmp_path: Path) -> None:
         old, retention = retained_checkpoint(tmp_path, "old.ckpt"), Retention()
         link(tmp_path / "last.ckpt", "old.ckpt")
         retained_checkpoint(tmp_path, "new.ckpt")
@@ -517,8 +481,7 @@ class TestWaiting:
         retention.delete_pending()
         assert names_in(tmp_path) == ["last.ckpt", "new.ckpt"]
 
-    def test_the_last_good_one_stays_until_there_is_another(self, tmp_path: Path) -> None:
-        """Whatever is asked for, one published checkpoint remains."""
+    def test_the_last_good_checkpoint_stays_until_there_is_another(self, tmp_path: Path) -> None:
         old, retention = retained_checkpoint(tmp_path, "old.ckpt"), Retention()
         retention.remove(old)
         retained_checkpoint(tmp_path, "torn.ckpt", published=False)
@@ -528,8 +491,7 @@ class TestWaiting:
         retention.delete_pending()
         assert names_in(tmp_path) == ["new.ckpt", "torn.ckpt"]
 
-    def test_a_link_that_was_being_made_needs_nothing(self, tmp_path: Path) -> None:
-        """What a killed process has left of it does not keep a checkpoint."""
+    def test_an_unfinished_link_does_not_keep_a_checkpoint(self, tmp_path: Path) -> None:
         old = retained_checkpoint(tmp_path, "old.ckpt")
         retained_checkpoint(tmp_path, "new.ckpt")
         link(tmp_path / f"{LINK_PREFIX}last.ckpt.new", "old.ckpt")
@@ -545,18 +507,16 @@ class TestWaiting:
             LINK_PREFIX + "last.ckpt.old",
         ],
     )
-    def test_what_is_hidden_is_no_other_good_one(self, tmp_path: Path, hidden: str) -> None:
-        """A save in the making, or the rest of a deletion, may have a manifest."""
+    def test_hidden_directories_do_not_count_as_good(self, tmp_path: Path, hidden: str) -> None:
         retained_checkpoint(tmp_path, hidden)
         old = retained_checkpoint(tmp_path, "old.ckpt")
         Retention().remove(old)
         assert old.exists()
 
     @pytest.mark.parametrize("spoil", SPOILED, ids=lambda spoil: spoil.__name__)
-    def test_what_no_run_can_go_on_from_is_no_other_good_one(
+    def test_unusable_checkpoints_do_not_count_as_good(
         self, spoil: Callable[[Path], None], tmp_path: Path
     ) -> None:
-        """Many programs write a ``manifest.json``; and a checkpoint may have lost what it names."""
         spoil(retained_checkpoint(tmp_path, "other.ckpt"))
         old, retention = retained_checkpoint(tmp_path, "old.ckpt"), Retention()
         retention.remove(old)
@@ -565,16 +525,14 @@ class TestWaiting:
         retention.delete_pending()
         assert names_in(tmp_path) == ["new.ckpt", "other.ckpt"]
 
-    def test_of_weights_alone_one_takes_the_place_of_another(self, tmp_path: Path) -> None:
-        """Where a run saves nothing else, its top-k goes on as ever."""
+    def test_weights_only_checkpoints_replace_each_other(self, tmp_path: Path) -> None:
         old = retained_checkpoint(tmp_path, "old.ckpt")
         for path in (old, retained_checkpoint(tmp_path, "new.ckpt")):
             of_weights_alone(path)
         Retention().remove(old)
         assert names_in(tmp_path) == ["new.ckpt"]
 
-    def test_a_link_to_itself_is_no_other_good_one(self, tmp_path: Path) -> None:
-        """``last.ckpt`` that names a checkpoint does not make two of it."""
+    def test_a_link_to_a_checkpoint_does_not_count_as_another(self, tmp_path: Path) -> None:
         old, retention = retained_checkpoint(tmp_path, "old.ckpt"), Retention()
         link(tmp_path / "last.ckpt", "old.ckpt")
         retention.remove(old)
@@ -582,8 +540,7 @@ class TestWaiting:
         retention.delete_pending()
         assert old.exists()
 
-    def test_two_are_never_both_deleted(self, tmp_path: Path) -> None:
-        """Asked to delete all there are, it keeps one."""
+    def test_deleting_all_keeps_one(self, tmp_path: Path) -> None:
         retention = Retention()
         for path in [
             retained_checkpoint(tmp_path, "a.ckpt"),
@@ -592,8 +549,7 @@ class TestWaiting:
             retention.remove(path)
         assert names_in(tmp_path) == ["b.ckpt"]
 
-    def test_a_new_checkpoint_under_the_old_name_is_not_deleted(self, tmp_path: Path) -> None:
-        """A deletion that waits is for what was there then, not for what is saved there later."""
+    def test_a_pending_deletion_spares_a_new_checkpoint_of_that_name(self, tmp_path: Path) -> None:
         best, retention = retained_checkpoint(tmp_path, "best.ckpt"), Retention()
         retention.remove(best)
         again = retained_checkpoint(tmp_path, "staged")
@@ -605,10 +561,9 @@ class TestWaiting:
 
 
 class TestSavedAnew:
-    """A save to a path that is doomed: what was said before is of what was there before."""
+    """Saves to a path whose deletion is pending."""
 
     def scheduled_deletion(self, folder: Path, retention: Retention) -> Path:
-        """Leave one that is doomed and waits for a link, with another good one beside it."""
         old = retained_checkpoint(folder, "best.ckpt")
         link(folder / "last.ckpt", "best.ckpt")
         retained_checkpoint(folder, "other.ckpt")
@@ -617,13 +572,11 @@ class TestSavedAnew:
         return old
 
     def publish(self, path: Path) -> None:
-        """Put a new checkpoint in a path's place."""
         again = retained_checkpoint(path.parent, "staged")
         path.rename(path.parent / ".gone")
         again.rename(path)
 
-    def test_an_old_doom_is_forgotten(self, tmp_path: Path) -> None:
-        """What is published anew stays when the link that the old one waited for moves on."""
+    def test_a_new_save_cancels_the_pending_deletion(self, tmp_path: Path) -> None:
         retention = Retention()
         best = self.scheduled_deletion(tmp_path, retention)
         retention.on_save_started(best)
@@ -633,11 +586,7 @@ class TestSavedAnew:
         retention.delete_pending()
         assert (best / MANIFEST_NAME).exists()
 
-    def test_even_where_the_save_fails(self, tmp_path: Path) -> None:
-        """The callback counts on a checkpoint at that path again: the old one is better than none.
-
-        Nothing is deleted while the new one is being written either.
-        """
+    def test_a_failed_save_cancels_the_pending_deletion_too(self, tmp_path: Path) -> None:
         retention = Retention()
         best = self.scheduled_deletion(tmp_path, retention)
         retention.on_save_started(best)
@@ -645,8 +594,7 @@ class TestSavedAnew:
         retention.delete_pending()
         assert (best / MANIFEST_NAME).exists()
 
-    def test_a_failure_deletes_nothing(self, tmp_path: Path) -> None:
-        """What was doomed stays until a later save has succeeded."""
+    def test_pending_deletions_wait_for_a_successful_save(self, tmp_path: Path) -> None:
         retention, other = Retention(), retained_checkpoint(tmp_path, "other.ckpt")
         new = retained_checkpoint(tmp_path, "new.ckpt")
         retention.on_save_started(new)
@@ -656,8 +604,7 @@ class TestSavedAnew:
         retention.on_published(new)
         assert not other.exists()
 
-    def test_a_later_doom_counts(self, tmp_path: Path) -> None:
-        """Doomed while it is being written, it is deleted as soon as nothing needs it."""
+    def test_a_deletion_requested_during_the_save_counts(self, tmp_path: Path) -> None:
         retention = Retention()
         best = self.scheduled_deletion(tmp_path, retention)
         retention.on_save_started(best)
@@ -669,8 +616,7 @@ class TestSavedAnew:
         retention.delete_pending()
         assert not best.exists()
 
-    def test_others_stay_doomed(self, tmp_path: Path) -> None:
-        """A save forgets the doom of its own path only; there need not be any."""
+    def test_a_save_cancels_the_deletion_of_its_own_path_only(self, tmp_path: Path) -> None:
         retention = Retention()
         best = self.scheduled_deletion(tmp_path, retention)
         retention.on_save_started(tmp_path / "new.ckpt")

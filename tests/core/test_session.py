@@ -1,7 +1,4 @@
-"""Steps of all ranks on a simulated clock: results, errors, lost ranks and ranks that return.
-
-tests/dist runs the same properties with real processes.
-"""
+"""Steps of all ranks on a simulated clock; tests/dist runs the same properties with processes."""
 
 from __future__ import annotations
 
@@ -54,11 +51,21 @@ from tests.core._cluster import (
     Rank,
     Work,
     assert_in_step,
-    at_work,
     failure,
     meet,
     raising,
 )
+
+
+def watched(store: HashStore, note: Callable[[str], object]) -> Any:
+    """Return a store that notes the name of each call first."""
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            note(name)
+            return getattr(store, name)
+
+    return Watched()
 
 
 class TestResults:
@@ -71,15 +78,13 @@ class TestResults:
             ("all_gather", EVERYONE, EVERYONE),
         ],
     )
-    def test_they_go_where_they_are_wanted(
+    def test_each_kind_of_step_returns_values_on_its_ranks(
         self, kind: str, first: list[int], others: list[int], job: Cluster
     ) -> None:
-        """Rank 0 alone gathers; the result of a broadcast is rank 0's."""
         found = [outcome["value"] for outcome in job.run_step(kind)]
         assert found == [first, *[others] * (WORLD - 1)]
 
-    def test_keys_do_not_accumulate(self, job: Cluster) -> None:
-        """However many steps succeed or fail, the store does not grow."""
+    def test_the_store_does_not_grow_with_steps(self, job: Cluster) -> None:
         counts = set()
         for number in range(20):
             job.run_step("run_all", f"step {number}")
@@ -89,18 +94,12 @@ class TestResults:
             counts.add(job.store.num_keys())
         assert len(counts) == 1, counts
 
-    def test_what_rank_0_asks_of_the_store_is_in_proportion(self) -> None:
-        """Of 4,096 ranks: two counters at each look, and all beats once per interval."""
+    def test_rank_0_reads_heartbeats_once_per_interval(self) -> None:
+        """Of 4,096 ranks: two counters per poll, and all heartbeats once per interval."""
         calls: Counter[str] = Counter()
         store, size, now_s = HashStore(), 4096, [0.0]
 
-        class Counting:
-            def __getattr__(self, name: str) -> Callable[..., Any]:
-                calls[name] += 1
-                method: Callable[..., Any] = getattr(store, name)
-                return method
-
-        counting: Any = Counting()
+        counting = watched(store, lambda name: calls.update([name]))
         leader = Leader(counting, size, Timeouts(), lambda: now_s[0])
         for rank in range(size):
             here = ProcessKey.of_this_process()
@@ -122,13 +121,8 @@ class TestResults:
 
 class TestPauses:
     @given(st.integers(2, 4096))
-    def test_short_ones_come_first(self, size: int) -> None:
-        """Few ranks look again at once; all of them together ask the store no more than it bears.
-
-        However many there are, the first look comes within 1.5 ms, and 4 ranks have looked three
-        times before a millisecond is over. A long wait ends late by a seventh of it at most, where
-        the store bears that.
-        """
+    def test_pauses_between_polls_grow(self, size: int) -> None:
+        """A long wait ends at most a seventh of its length late, if the store bears the load."""
         pauses_s = list(islice(poll_pauses_s(size), 80))
         assert all(one <= other for one, other in pairwise(pauses_s))
         assert pauses_s[0] == pytest.approx(1.5 * min(0.001, size / 40_000))
@@ -140,7 +134,6 @@ class TestPauses:
         assert max(late, default=0) < 1 / 7
 
     def test_rank_0_judges_as_soon_as_it_has_reported(self, job: Cluster) -> None:
-        """Where it comes last, as the one that writes most, nobody waits for its next look."""
         first, *others = job.ranks
         steps = [Step("run_all", "write") for _ in job.ranks]
         for rank, step in zip(job.ranks, steps, strict=True):
@@ -157,30 +150,14 @@ class TestFailures:
     @pytest.mark.parametrize(
         ("errors", "error", "message"),
         [
+            ({2: OSError(28, "full")}, "RanksError", "rank 2 of 4: OSError: [Errno 28] full"),
+            ({1: CheckpointMismatchError("a")}, "CheckpointMismatchError", "rank 1 of 4: a"),
+            (dict.fromkeys(EVERYONE, SaveError("a")), "SaveError", "all 4 ranks: a"),
+            ({1: OSError("a"), 3: OSError("a")}, "RanksError", "ranks 1, 3 of 4: OSError: a"),
             (
-                {2: OSError(28, "No space left on device")},
-                "RanksError",
-                "rank 2 of 4: OSError: [Errno 28] No space left on device",
-            ),
-            (
-                {1: CheckpointMismatchError("'w' has 2 elements, 3 are wanted")},
-                "CheckpointMismatchError",
-                "rank 1 of 4: 'w' has 2 elements, 3 are wanted",
-            ),
-            (
-                dict.fromkeys(EVERYONE, SaveError("nothing to save")),
+                {0: SaveError("a"), 3: SaveError("b")},
                 "SaveError",
-                "all 4 ranks: nothing to save",
-            ),
-            (
-                {1: OSError("disk"), 3: OSError("disk")},
-                "RanksError",
-                "ranks 1, 3 of 4: OSError: disk",
-            ),
-            (
-                {0: SaveError("this"), 3: SaveError("that")},
-                "SaveError",
-                "ranks 0, 3 of 4:\n  rank 0: this\n  rank 3: that",
+                "ranks 0, 3 of 4:\n  rank 0: a\n  rank 3: b",
             ),
             (
                 {1: SaveError("a"), 3: CheckpointCorruptedError("b")},
@@ -190,50 +167,34 @@ class TestFailures:
         ],
         ids=["one", "known", "all alike", "some alike", "one class", "two classes"],
     )
-    def test_what_some_ranks_raise_all_ranks_raise(
+    def test_all_ranks_raise_the_merged_errors_of_some(
         self, errors: dict[int, Exception], error: str, message: str, job: Cluster
     ) -> None:
-        """Equal messages are merged; a class that all of them share is kept; then all go on."""
         works = {rank: raising(raised) for rank, raised in errors.items()}
         found = failure(job.run_step("run_all", "write shards", works))
         assert found == (error, f"step 'write shards' failed on {message}")
         assert_in_step(job)
 
-    def test_a_failure_does_not_wait_for_those_at_work(self, job: Cluster) -> None:
-        """Nor for those that have not come: they hear of it when they do."""
-
+    def test_a_failure_does_not_wait_for_busy_or_absent_ranks(self, job: Cluster) -> None:
         def program(rank: Rank) -> Pauses[Any]:
             yield from rank.sleep(5 * (rank.rank == 2))
-            busy = 20 if rank.rank == 1 else 0
-            return (
-                yield from rank.step(
-                    "run_all",
-                    "write",
-                    raising(OSError("disk") if rank.rank == 3 else None),
-                    lambda step: at_work(step, rank, busy),
-                )
-            )
+            work = raising(OSError("disk") if rank.rank == 3 else None)
+            return (yield from rank.step("run_all", "write", work, 20 * (rank.rank == 1)))
 
         found = job.run(program)
         assert failure(found)[1].endswith("rank 3 of 4: OSError: disk")
         assert all(outcome["seconds"] < 4 * SHORT.heartbeat_interval_s for outcome in found)
         assert_in_step(job)
 
-    def test_who_fails_a_little_later_is_named_too(self, job: Cluster) -> None:
-        """A full disk is met by one rank after another."""
-
+    def test_a_failure_within_the_grace_period_is_named_too(self, job: Cluster) -> None:
         def program(rank: Rank) -> Pauses[Any]:
             seconds = (20, 0, 20, 0.2)[rank.rank]
             work = raising(OSError("disk") if rank.rank in {1, 3} else None)
-            return (
-                yield from rank.step("run_all", "write", work, lambda s: at_work(s, rank, seconds))
-            )
+            return (yield from rank.step("run_all", "write", work, seconds))
 
         assert failure(job.run(program))[1].endswith("ranks 1, 3 of 4: OSError: disk")
 
-    def test_ranks_in_different_steps_are_told_who_is_where(self, job: Cluster) -> None:
-        """The message places every rank, whether the name of the step or its kind is another."""
-
+    def test_ranks_in_different_steps_are_listed_by_step(self, job: Cluster) -> None:
         def names(rank: Rank) -> Pauses[Any]:
             here = "start of training" if rank.rank == 1 else "load last.ckpt"
             return (yield from rank.step("run_all", here))
@@ -251,7 +212,7 @@ class TestFailures:
 
 
 class Stop(NamedTuple):
-    """A rank that is stopped, or whose store does not answer, from one tick to another."""
+    """A rank that is stopped, or whose store does not answer (held), for some ticks."""
 
     rank: int
     begin: int
@@ -261,7 +222,6 @@ class Stop(NamedTuple):
 
 @st.composite
 def schedules(draw: st.DrawFn) -> dict[str, Any]:
-    """Draw a job: what fails, who works for how long, who is stopped when, who looks first."""
     size = draw(st.integers(2, 5))
     ranks = st.integers(0, size - 1)
     ticks = st.integers(0, 40)
@@ -285,11 +245,8 @@ def schedules(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(max_examples=60)
 @given(schedules())
-def test_whatever_happens_all_ranks_hear_the_same_in_bounded_time(plan: dict[str, Any]) -> None:
-    """Of each step, and when nobody is stopped any more the next one succeeds.
-
-    A rank that the store does not answer gives up by itself, whatever the others hear.
-    """
+def test_all_ranks_get_the_same_verdict_in_bounded_time(plan: dict[str, Any]) -> None:
+    """The next step succeeds again; a rank without an answer from the store gives up by itself."""
     job = Cluster(plan["size"])
     found: list[dict[int, dict[str, Any]]] = [{} for _ in plan["steps"]]
     # Whoever raises what the others have finished is alone with its next step, if they make none.
@@ -304,8 +261,8 @@ def test_whatever_happens_all_ranks_hear_the_same_in_bounded_time(plan: dict[str
             found[number][rank.rank] = yield from rank.step(
                 step["kind"],
                 f"step {number}",
-                raising(error) if error else None,
-                lambda s: at_work(s, rank, TICK_S * step["busy"].get(rank.rank, 0)),  # noqa: B023
+                raising(error),
+                TICK_S * step["busy"].get(rank.rank, 0),
             )
         if plan["dead"] is not None:
             return []
@@ -340,25 +297,17 @@ def test_whatever_happens_all_ranks_hear_the_same_in_bounded_time(plan: dict[str
 
 class TestLostRanks:
     def test_work_with_progress_does_not_stall(self, job: Cluster) -> None:
-        """Work may take far longer than ``stall_timeout_s`` as long as it shows progress."""
-        found = job.run(
-            lambda rank: rank.step("run_all", "write", busy=lambda step: at_work(step, rank, 20))
-        )
+        found = job.run(lambda rank: rank.step("run_all", "write", busy_s=20))
         assert [outcome["value"] for outcome in found] == [[]] * WORLD
 
-    def test_a_stalled_rank_is_named(self, job: Cluster) -> None:
-        """It beats, but makes no progress, until the others have raised; then it hears the same."""
-
-        def program(rank: Rank) -> Pauses[Any]:
-            return (
-                yield from rank.step(
-                    "run_all",
-                    "read shards",
-                    busy=lambda step: at_work(step, rank, 9 * (rank.rank == 3), progress=False),
+    def test_a_stalled_rank_is_named_and_gets_the_same_error(self, job: Cluster) -> None:
+        error, message = failure(
+            job.run(
+                lambda rank: rank.step(
+                    "run_all", "read shards", busy_s=9 * (rank.rank == 3), progress=False
                 )
             )
-
-        error, message = failure(job.run(program))
+        )
         assert error == "RanksError"
         assert message.startswith(
             "step 'read shards' cannot be finished without rank 3 of 4: "
@@ -366,13 +315,7 @@ class TestLostRanks:
         )
         assert_in_step(job)
 
-    def test_ranks_that_never_come_are_named(self, job: Cluster) -> None:
-        """The others learn where they are, and that the call is for every rank.
-
-        One of them is rank 0: it judges also while it is elsewhere itself. And no verdict is lost
-        that came while they were away.
-        """
-
+    def test_absent_ranks_are_named_even_if_rank_0_is_one(self, job: Cluster) -> None:
         def program(rank: Rank) -> Pauses[Any]:
             yield from rank.step("run_all", "meet")
             yield from rank.sleep(9 * (rank.rank in {0, 3}))
@@ -388,13 +331,8 @@ class TestLostRanks:
         assert failure([other for _, other in found])[1].endswith("rank 1 of 4: OSError: disk")
         assert_in_step(job)
 
-    def test_a_stopped_rank_is_named(self, job: Cluster) -> None:
-        """It does not beat; when it goes on it hears that the others have gone on without it."""
-        job.start(
-            lambda rank: rank.step(
-                "run_all", "sync files", busy=lambda step: at_work(step, rank, rank.rank / 3)
-            )
-        )
+    def test_a_stopped_rank_is_named_and_hears_of_it_later(self, job: Cluster) -> None:
+        job.start(lambda rank: rank.step("run_all", "sync files", busy_s=rank.rank / 3))
         job.pass_time(0.5)
         job.stopped = {3}
         job.finish()
@@ -413,10 +351,9 @@ class TestLostRanks:
             (ProcessState.RUNNING, SHORT.held_up_timeout_s, "5 s (its process {} runs, but"),
         ],
     )
-    def test_the_system_is_asked_for_a_silent_rank(
+    def test_a_silent_rank_is_given_time_by_the_state_of_its_process(
         self, state: ProcessState, seconds: float, why: str, lost: int
     ) -> None:
-        """Who has ended is not waited for; who runs is waited for longer."""
         job = Cluster(WORLD, replace(SHORT, absent_timeout_s=60.0))
         job.state = state
         job.run_step()
@@ -426,35 +363,29 @@ class TestLostRanks:
         assert why.format(os.getpid()) in failure(found)[1]
         assert all(seconds <= outcome["seconds"] + 0.5 <= seconds + 1.5 for outcome in found), found
 
-    @pytest.mark.parametrize("held_s", [SHORT.heartbeat_timeout_s + 1, SHORT.held_up_timeout_s - 1])
-    def test_a_rank_that_is_held_up_for_a_while_fails_nothing(self, held_s: float) -> None:
-        """Its thread did not come to run, on a machine that says that the process does."""
+    def delayed(self, seconds: float) -> list[dict[str, Any]]:
+        """Do a step while the thread of rank 2 is not scheduled, though its process runs."""
         job = Cluster(WORLD, replace(SHORT, stall_timeout_s=60.0, absent_timeout_s=60.0))
         job.state = ProcessState.RUNNING
         job.run_step()
         job.held = {2}
         job.start(lambda rank: rank.step("all_gather", "write"))
-        job.pass_time(held_s)
+        job.pass_time(seconds)
         job.held = set()
-        assert [outcome["value"] for outcome in job.finish()] == [EVERYONE] * WORLD
+        return job.finish()
 
-    def test_a_rank_that_is_held_up_for_too_long_gives_up(self) -> None:
-        """Its caller raises, and says that it is not the store; the others hear of it."""
-        job = Cluster(WORLD, replace(SHORT, stall_timeout_s=60.0, absent_timeout_s=60.0))
-        job.state = ProcessState.RUNNING
-        job.run_step()
-        job.held = {2}
-        job.start(lambda rank: rank.step("all_gather", "write"))
-        job.pass_time(SHORT.held_up_timeout_s + CHECK_INTERVAL_S + 1)
-        job.held = set()
-        found = job.finish()
+    @pytest.mark.parametrize("held_s", [SHORT.heartbeat_timeout_s + 1, SHORT.held_up_timeout_s - 1])
+    def test_a_thread_that_is_delayed_briefly_fails_nothing(self, held_s: float) -> None:
+        assert [outcome["value"] for outcome in self.delayed(held_s)] == [EVERYONE] * WORLD
+
+    def test_a_thread_that_is_delayed_too_long_fails_on_all_ranks(self) -> None:
+        found = self.delayed(SHORT.held_up_timeout_s + CHECK_INTERVAL_S + 1)
         assert 0 <= found[2]["seconds"] - SHORT.held_up_timeout_s <= CHECK_INTERVAL_S + 1
         assert found[2]["message"].startswith("the coordination thread of this rank")
         assert "was not scheduled for 5 s" in found[2]["message"]
         assert "rank 2 of 4: " in failure([found[rank] for rank in (0, 1, 3)])[1]
 
-    def test_time_in_which_nobody_looked_is_held_against_nobody(self) -> None:
-        """A watcher that was stopped itself counts two beats of it at most."""
+    def test_a_stopped_watcher_counts_at_most_two_intervals(self) -> None:
         now_s = [0.0]
         timer = IdleTimer(0.4, lambda: now_s[0])
         idle_s = []
@@ -463,8 +394,7 @@ class TestLostRanks:
         assert idle_s == pytest.approx([0.0, 0.1, 0.5, 0.6])
         assert timer.poll("another") == 0.0
 
-    def test_a_rank_that_has_closed_is_named_at_once(self, job: Cluster) -> None:
-        """Who has ended its part will not come."""
+    def test_a_rank_that_has_left_is_named_at_once(self, job: Cluster) -> None:
         job.run_step("run_all", "publish")
         job.ranks[2].session.leave(failed=False)
         job.stopped = {2}
@@ -475,23 +405,17 @@ class TestLostRanks:
 
     @pytest.mark.parametrize("lost", [0, 3])
     @pytest.mark.parametrize("way", ["raises", "dies", "stalls"])
-    def test_the_default_times_keep_the_promise(self, way: str, lost: int) -> None:
-        """All ranks hear within 10 s of what was raised, within 60 s of what died or stalled."""
+    def test_default_timeouts_are_10_s_for_errors_and_60_s_for_losses(
+        self, way: str, lost: int
+    ) -> None:
         job = Cluster(WORLD, Timeouts())
 
         def program(rank: Rank) -> Pauses[Any]:
-            busy, work = 300.0 * (rank.rank == 1), None
-            if rank.rank == lost:
-                busy, work = 3.0, raising(OSError("disk") if way == "raises" else None)
-            stalls = way == "stalls" and rank.rank == lost
-            return (
-                yield from rank.step(
-                    "run_all",
-                    "write",
-                    work,
-                    lambda step: at_work(step, rank, 100 if stalls else busy, progress=not stalls),
-                )
-            )
+            if rank.rank != lost:
+                return (yield from rank.step("run_all", "write", busy_s=300 * (rank.rank == 1)))
+            work, stalls = raising(OSError("disk") if way == "raises" else None), way == "stalls"
+            busy_s = 100 if stalls else 3
+            return (yield from rank.step("run_all", "write", work, busy_s, progress=not stalls))
 
         job.start(program)
         job.pass_time(1)
@@ -508,7 +432,6 @@ class TestCallOnOneRank:
     def call(
         self, rank: Rank, name: str, work: Work | None = None, abort_after_s: float = 1e9
     ) -> Pauses[dict[str, Any]]:
-        """Make a call as ``connect_ranks`` does, and close it."""
         rank.open(call=name)
         found = yield from rank.step("all_gather", "look", work, abort_after_s=abort_after_s)
         while rank.orders:
@@ -528,10 +451,9 @@ class TestCallOnOneRank:
 
         return [outcome for outcome in job.run(program) if outcome]
 
-    def test_it_fails_there_and_leaves_later_calls_in_step(
+    def test_a_call_on_one_rank_fails_and_later_calls_work(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """It learns that the call is for every rank; the next one is one for all of them."""
         job, everyone, together = Cluster(3), {0, 1, 2}, {"value": [0, 1, 2]}
         assert together.items() <= self.on(job, everyone, "save at step 1")[0].items()
         with caplog.at_level(logging.WARNING):
@@ -550,8 +472,7 @@ class TestCallOnOneRank:
         found = self.on(job, everyone, "save at step 6")
         assert [outcome["value"] for outcome in found] == [[0, 1, 2]] * 3
 
-    def test_ranks_hear_of_the_call_that_they_are_late_for(self) -> None:
-        """It is not taken for another rank's mistake: these ranks make the call as well."""
+    def test_late_ranks_fail_in_the_call_that_they_missed(self) -> None:
         job, everyone = Cluster(3), {0, 1, 2}
         self.on(job, everyone, "save at step 6")
         self.on(job, {0}, "save at step 7")
@@ -559,8 +480,9 @@ class TestCallOnOneRank:
         found = self.on(job, everyone, "save at step 8")
         assert [outcome["value"] for outcome in found] == [[0, 1, 2]] * 3
 
-    def test_without_rank_0_one_rank_tells(self, caplog: pytest.LogCaptureFixture) -> None:
-        """Nobody judges then: the others find out, and one of them logs it."""
+    def test_without_rank_0_one_rank_logs_the_absence(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
         job = Cluster(3)
         self.on(job, {0, 1, 2}, "save at step 8")
         with caplog.at_level(logging.WARNING):
@@ -571,42 +493,35 @@ class TestCallOnOneRank:
 
 
 def rank_0_at_work(rank: Rank) -> Pauses[Any]:
-    """Of the others one works, one waits, one looks away."""
+    """Of the others one works, one waits, one is late."""
     seconds = (1.0, 10.0, 0.0, LATE_S)[rank.rank]
-    busy: Callable[[Step], Pauses[None]] = lambda step: at_work(  # noqa: E731
-        step, rank, seconds, progress=rank.rank == 1
-    )
-    return (yield from rank.step("run_all", "write", busy=busy))
+    progress = rank.rank == 1
+    return (yield from rank.step("run_all", "write", busy_s=seconds, progress=progress))
 
 
 def rank_0_waiting(rank: Rank) -> Pauses[Any]:
-    """Rank 0 has done its part."""
-    busy: Callable[[Step], Pauses[None]] = lambda step: at_work(  # noqa: E731
-        step, rank, 1.5 * (rank.rank == 1), progress=False
-    )
-    return (yield from rank.step("all_gather", "compare", busy=busy))
+    busy_s = 1.5 * (rank.rank == 1)
+    return (yield from rank.step("all_gather", "compare", busy_s=busy_s, progress=False))
 
 
 def rank_0_not_there_yet(rank: Rank) -> Pauses[Any]:
-    """It comes to the step that the others have given up."""
     yield from rank.sleep(1.0 * (rank.rank == 0))
     return (yield from rank.step("gather", "sizes"))
 
 
 def not_all_there_yet(rank: Rank) -> Pauses[Any]:
-    """Rank 1 comes when rank 0 has gone on: it never notices that anything was wrong."""
+    """Rank 1 enters after rank 0 has left, and notices nothing."""
     yield from rank.sleep(LATE_S * (rank.rank == 1))
     return (yield from rank_0_not_there_yet(rank))
 
 
 def between(rank: Rank) -> Pauses[Any]:
-    """Nobody waits for it."""
     yield from rank.sleep(LATE_S * (rank.rank != 0) + 1.0)
     return (yield from rank.step("broadcast", "where"))
 
 
 def suspend(job: Cluster, rank: int, *, with_store: bool, seconds: float = STOP_S) -> None:
-    """Stop a rank for a while, and with it the store, if it hosts that."""
+    """Stop a rank for a while, and with it the store, if that rank hosts it."""
     job.stopped = {rank}
     job.held = set(range(job.world_size)) if with_store else set()
     job.pass_time(seconds)
@@ -614,8 +529,6 @@ def suspend(job: Cluster, rank: int, *, with_store: bool, seconds: float = STOP_
 
 
 class TestComingBack:
-    """Whoever is stopped and goes on, or gives a step up: afterwards all are in step again."""
-
     @pytest.mark.parametrize("with_store", [False, True])
     @pytest.mark.parametrize(
         "program", [rank_0_at_work, rank_0_waiting, rank_0_not_there_yet, not_all_there_yet]
@@ -623,7 +536,6 @@ class TestComingBack:
     def test_a_step_that_rank_0_missed_fails_on_all_ranks(
         self, program: Callable[[Rank], Pauses[Any]], job: Cluster, *, with_store: bool
     ) -> None:
-        """Wherever in the step it was stopped: each rank raises, and hears of rank 0."""
         job.start(program)
         job.pass_time(0.5)
         suspend(job, 0, with_store=with_store)
@@ -634,13 +546,10 @@ class TestComingBack:
 
     @pytest.mark.parametrize("ticks", range(9))
     @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0]])
-    def test_rank_0_does_not_take_what_others_gave_up_for_a_success(
+    def test_a_step_that_others_gave_up_fails_on_a_stopped_rank_0(
         self, ticks: int, order: list[int], job: Cluster
     ) -> None:
-        """At whatever instant it is stopped, the store with it, before it has judged."""
-        job.start(
-            lambda rank: rank.step("gather", "sizes", busy=lambda step: at_work(step, rank, 0.3))
-        )
+        job.start(lambda rank: rank.step("gather", "sizes", busy_s=0.3))
         for _ in range(ticks):
             job.tick(order)
         decided = job.ranks[0].done
@@ -649,17 +558,13 @@ class TestComingBack:
         assert decided or errors == {"RanksError"}
         assert_in_step(job)
 
-    def test_nor_where_it_is_stopped_in_the_midst_of_a_look(self) -> None:
-        """It has counted all reports, and reads them when the others have given the step up."""
+    def test_a_step_fails_if_rank_0_stops_while_it_reads_reports(self) -> None:
         store, now_s = HashStore(), [0.0]
 
-        class Stopping:
-            def __getattr__(self, name: str) -> Callable[..., Any]:
-                now_s[0] += STOP_S * (name == "multi_get")
-                method: Callable[..., Any] = getattr(store, name)
-                return method
+        def stop(call: str) -> None:
+            now_s[0] += STOP_S * (call == "multi_get")
 
-        stopping: Any = Stopping()
+        stopping = watched(store, stop)
         leader = Leader(stopping, 2, SHORT, lambda: now_s[0])
         store.set("1/step", pack(["all_gather", "sizes"]))
         for rank in range(2):
@@ -670,10 +575,7 @@ class TestComingBack:
         assert "rank 0 of 2: it was stopped for 4 s" in message
 
     @pytest.mark.parametrize("with_store", [False, True])
-    def test_a_stop_that_nobody_noticed_fails_nothing(
-        self, job: Cluster, *, with_store: bool
-    ) -> None:
-        """Between two steps ranks may be away for as long as they like."""
+    def test_a_stop_between_steps_fails_nothing(self, job: Cluster, *, with_store: bool) -> None:
         job.start(between)
         job.pass_time(0.5)
         suspend(job, 0, with_store=with_store)
@@ -681,11 +583,9 @@ class TestComingBack:
         assert_in_step(job)
 
     @pytest.mark.parametrize("with_store", [False, True])
-    def test_ranks_that_try_again_at_once_stay_in_step(
+    def test_all_ranks_need_the_same_number_of_retries(
         self, job: Cluster, *, with_store: bool
     ) -> None:
-        """Each try that some of them give up fails on all, so that all have made as many."""
-
         def program(rank: Rank) -> Pauses[Any]:
             yield from rank_0_not_there_yet(rank)
             return (yield from meet(rank))
@@ -695,8 +595,7 @@ class TestComingBack:
         suspend(job, 0, with_store=with_store)
         assert len({len(tries) for tries in job.finish()}) == 1
 
-    def test_a_rank_that_missed_the_end_is_in_the_next_step(self, job: Cluster) -> None:
-        """It raises what the others have finished; where no step is left to fail, none does."""
+    def test_a_rank_that_missed_the_verdict_rejoins_at_the_next_step(self, job: Cluster) -> None:
         found = self.finished(job)
         assert found[3]["message"].startswith(
             "the job's store has not answered for 1.6 s: its host"
@@ -704,23 +603,16 @@ class TestComingBack:
         assert [outcome["value"] for outcome in found[:3]] == [[]] * 3
         assert_in_step(job)
 
-    def test_a_rank_that_left_in_the_midst_is_not_waited_for(self, job: Cluster) -> None:
-        """The others' next step fails as soon as a stalled rank's does; then all are in step."""
+    def test_a_rank_that_missed_the_verdict_and_left_is_named(self, job: Cluster) -> None:
         self.finished(job)
-        program: Callable[[Rank], Pauses[Any]] = lambda rank: (  # noqa: E731
-            rank.step("run_all", "write") if rank.rank != 3 else rank.sleep(0)
-        )
-        message = failure(job.run(program)[:3])[1]
+        others = job.run(lambda r: r.sleep(0) if r.rank == 3 else r.step("run_all", "write"))[:3]
+        message = failure(others)[1]
         assert "rank 3 of 4: alive, but it gave up step 'finished'" in message
         assert_in_step(job)
 
     def finished(self, job: Cluster) -> list[Any]:
         """Do a step of which the last rank does not hear that it has succeeded."""
-        job.start(
-            lambda rank: rank.step(
-                "run_all", "finished", busy=lambda step: at_work(step, rank, 1.0 * (rank.rank == 0))
-            )
-        )
+        job.start(lambda rank: rank.step("run_all", "finished", busy_s=1.0 * (rank.rank == 0)))
         job.pass_time(0.5)
         job.held = {3}
         found = job.finish()
@@ -729,26 +621,18 @@ class TestComingBack:
 
     @pytest.mark.parametrize("ticks", range(12))
     @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0]])
-    def test_a_rank_that_is_interrupted_while_it_waits_is_named(
+    def test_a_rank_interrupted_while_waiting_is_named(
         self, ticks: int, order: list[int], job: Cluster
     ) -> None:
-        """It will not come to hear the verdict; the others do not go on as if it had.
-
-        At whatever instant: also where rank 0 is about to read the result that the rank has left.
-        Where there is a verdict already, it stands.
-        """
-
-        def program(rank: Rank) -> Pauses[Any]:
-            return (
-                yield from rank.step(
-                    "gather",
-                    "long work",
-                    busy=lambda step: at_work(step, rank, 0.5 * (rank.rank != 3)),
-                    abort_after_s=ticks * TICK_S if rank.rank == 3 else 1e9,
-                )
+        """Unless the verdict came before the interrupt, at whatever tick."""
+        job.start(
+            lambda rank: rank.step(
+                "gather",
+                "long work",
+                busy_s=0.5 * (rank.rank != 3),
+                abort_after_s=ticks * TICK_S if rank.rank == 3 else 1e9,
             )
-
-        job.start(program)
+        )
         for _ in range(100):
             job.tick(order)
         others = job.finish()[:3]
