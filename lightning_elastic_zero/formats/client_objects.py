@@ -167,12 +167,7 @@ def _full_name(kind: type) -> str:
 
 
 def encode(value: Any) -> Any:
-    """Return plain data of which ``decode`` builds a value.
-
-    Raises:
-        _UnknownClassError: the value is not of a known class, or contains one that is not.
-        RecursionError: the value contains itself.
-    """
+    """Return plain data of which ``decode`` builds a value."""
     if type(value) in (list, tuple):
         return type(value)(map(encode, value))
     if type(value) is not dict and is_plain(value):
@@ -224,11 +219,7 @@ def find_unknown(objects: Objects) -> dict[str, str]:
 
 
 def store_objects(objects: Objects) -> dict[str, Any]:
-    """Return the entries of a file for objects.
-
-    Raises:
-        SaveError: an object can be neither encoded nor pickled.
-    """
+    """Return the entries of a file for objects."""
     found = _encode_all(objects)
     if not found.rest:
         return {"values": found.values}
@@ -266,11 +257,7 @@ def load_objects(stored: Mapping[str, Any], where: str, *, allow_pickle: bool) -
 
 
 def pickle_objects(objects: Objects) -> tuple[bytes, Objects]:
-    """Pickle objects together, and unpickle them to check that a load can.
-
-    Raises:
-        SaveError: an object cannot be pickled or unpickled; the message names it.
-    """
+    """Pickle objects together, and unpickle them to check that a load can."""
     try:
         data = host_pickle(list(objects))
         return data, tuple(pickle.loads(data))  # noqa: S301 (just pickled)

@@ -53,11 +53,7 @@ class SplitState:
 
 
 def split_objects(state: Mapping[str, Any]) -> SplitState:
-    """Split a client state into plain data and other objects.
-
-    Raises:
-        SaveError: an entry's key is neither a string nor an integer, or an entry contains itself.
-    """
+    """Split a client state into plain data and other objects."""
     if strange := [key for key in state if type(key) not in (str, int)]:
         msg = (
             f"the trainer's state has the key {strange[0]!r}, a {type(strange[0]).__name__}, "
@@ -321,11 +317,7 @@ def _refusal(value: object, path: TreePath, what: str) -> SaveError:
 
 
 def pickled(value: object, path: TreePath) -> bytes:
-    """Pickle an object of the client state, with its tensors on the host.
-
-    Raises:
-        SaveError: it cannot be pickled; the message has its path.
-    """
+    """Pickle an object of the client state, with its tensors on the host."""
     try:
         return host_pickle(value)
     except Exception as error:
@@ -333,11 +325,7 @@ def pickled(value: object, path: TreePath) -> bytes:
 
 
 def check_pickle(value: object, path: TreePath) -> None:
-    """Refuse an object that cannot be unpickled.
-
-    Raises:
-        SaveError: it cannot be pickled or unpickled; the message has its path.
-    """
+    """Refuse an object that cannot be unpickled."""
     data = pickled(value, path)
     try:
         pickle.loads(data)  # noqa: S301 - just pickled

@@ -57,11 +57,7 @@ _VERIFIED_BYTES = 1 << 20
 
 
 def is_dcp(path: Path) -> bool:
-    """Whether a directory has the metadata of ``torch.distributed.checkpoint``.
-
-    Raises:
-        CheckpointCorruptedError: it has chunks, but no metadata.
-    """
+    """Whether a directory has the metadata of ``torch.distributed.checkpoint``."""
     if (path / METADATA_NAME).is_file():
         return True
     if chunks := sorted(path.glob("*.distcp")):
@@ -162,13 +158,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read the metadata of a directory.
-
-    Raises:
-        CheckpointCorruptedError: it is damaged, or was written by another storage.
-        CheckpointFormatError: it refers to files outside the directory.
-        UnsupportedError: it contains other classes, or compressed chunks.
-    """
+    """Read the metadata of a directory."""
     path = folder / METADATA_NAME
     try:
         return _parsed(_MetadataUnpickler(read_file(path), path).load().state, path)
@@ -312,12 +302,7 @@ def sort_leaves(leaves: Iterable[Leaf]) -> Tree:
 
 
 def choose_model(tree: Tree, live: Manifest, where: Path) -> TreePath:
-    """Return the subtree with the live model's parameters.
-
-    Raises:
-        CheckpointFormatError: there are no tensors.
-        CheckpointMismatchError: it is ambiguous.
-    """
+    """Return the subtree with the live model's parameters."""
     if not tree.models:
         msg = f"{where} contains no tensors, so it is not a checkpoint of a model"
         raise CheckpointFormatError(msg)
@@ -437,7 +422,6 @@ class Chunks:
         policy: PicklePolicy,
         progress: Progress = NO_PROGRESS,
     ) -> None:
-        """Open nothing yet; every read calls ``progress``."""
         self.path = path
         self._policy = policy
         self._progress = progress
@@ -453,11 +437,7 @@ class Chunks:
         return list(dict.fromkeys(chunk.file for chunk in self._all))
 
     def check_files(self) -> None:
-        """Check that every file exists and is long enough.
-
-        Raises:
-            CheckpointCorruptedError: lists all files that are not.
-        """
+        """Check that every file exists and is long enough."""
         wrong = []
         for name, chunks in itertools.groupby(self._all, key=lambda chunk: chunk.file):
             end = max(chunk.start + chunk.size_bytes for chunk in chunks)
@@ -487,12 +467,7 @@ class Chunks:
         wanted: Iterable[tuple[torch.Tensor, StoredRun]],
         progress: Progress = NO_PROGRESS,
     ) -> int:
-        """Fill 1-D tensors with runs of the leaves' tensors; return the bytes read from disk.
-
-        Raises:
-            CheckpointCorruptedError: a chunk is damaged.
-            CheckpointMismatchError: elements would be cast from or to integers.
-        """
+        """Fill 1-D tensors with runs of the leaves' tensors; return the bytes read from disk."""
         parts: dict[Chunk, list[tuple[torch.Tensor, int, torch.Tensor]]] = {}
         for target, run in wanted:
             run.check_fills(target, self.path)
@@ -529,12 +504,7 @@ class Chunks:
         return with_copies(subtree, copies)
 
     def values_of(self, leaves: Iterable[Leaf]) -> dict[str, Any]:
-        """Return the values of leaves by their keys.
-
-        Raises:
-            CheckpointCorruptedError: a chunk is damaged.
-            UnsupportedError: an object needs a class that is not allowed.
-        """
+        """Return the values of leaves by their keys."""
         leaves = list(leaves)
         found: dict[str, Any] = {leaf.key: leaf.tensor for leaf in leaves}
         objects = {leaf.chunks[0]: leaf.key for leaf in leaves if leaf.tensor is None}
@@ -545,11 +515,7 @@ class Chunks:
         return values
 
     def verify(self, part: int, parts: int, progress: Progress) -> None:
-        """Compare the CRC-32 of every ``parts``-th chunk, where one was written.
-
-        Raises:
-            CheckpointCorruptedError: bytes are damaged.
-        """
+        """Compare the CRC-32 of every ``parts``-th chunk, where one was written."""
         for chunk, section in self._sections(self._all[part::parts]):
             try:
                 with zipfile.ZipFile(as_stream(section)) as archive:
@@ -574,17 +540,7 @@ StateDict = dict[str, Any]
 def state_dict_of(
     leaves: OptimizerLeaves, chunks: Chunks, live: Manifest, names: Iterable[str]
 ) -> StateDict:
-    """Return the saved state dict of an optimizer; its tensors have no values yet.
-
-    Args:
-        leaves: the leaves of the optimizer.
-        chunks: the data, from which objects are read.
-        live: the live model, whose groups are used if hyperparameters are stored per parameter.
-        names: the names in the saved model.
-
-    Raises:
-        CheckpointMismatchError: such hyperparameters differ within a group.
-    """
+    """Return the saved state dict of an optimizer; its tensors have no values yet."""
     values = chunks.values_of(leaf for _, leaf in leaves.groups)
     states = chunks.values_of(leaf for _, leaf in leaves.state if leaf.tensor is None)
     if leaves.flattened:
@@ -612,9 +568,6 @@ def members_alone(
     """Return the members of the groups without a live model.
 
     If hyperparameters are stored per parameter, parameters with equal ones form a group.
-
-    Raises:
-        CheckpointMismatchError: positions or names are ambiguous.
     """
     if not leaves.flattened:
         nobody = describe_alone({}, ())
@@ -648,11 +601,7 @@ def _by_name(
 def _groups_by_name(
     held: Mapping[str, StateDict], state: Mapping[str, StateDict], live: Manifest
 ) -> list[StateDict]:
-    """Return the live groups with the saved hyperparameters of their members.
-
-    Raises:
-        CheckpointMismatchError: they differ within a group.
-    """
+    """Return the live groups with the saved hyperparameters of their members."""
     canonical = {n: p.name for p in live.parameters for n in (p.name, *p.aliases)}
     index_of = {name: index for index, g in enumerate(live.groups) for name in g.names}
     groups: list[StateDict] = [{"params": []} for _ in live.groups]
@@ -688,12 +637,6 @@ class DcpReader(FullStateReader):
     """A directory of chunks, and of Lightning's file with the trainer's state if there is one."""
 
     def __init__(self, files: ForeignFiles, policy: PicklePolicy) -> None:
-        """Parse the metadata of a directory.
-
-        Raises:
-            CheckpointCorruptedError: it is damaged, or files are missing.
-            UnsupportedError: it needs a class that ``policy`` does not allow.
-        """
         path = files.folder
         metadata = read_metadata(path)
         self._chunks = Chunks(path, metadata, policy, files.progress)
@@ -750,13 +693,6 @@ class DcpReader(FullStateReader):
         self._models.append(self._full_state.weights)
 
     def bind(self, live: Manifest) -> None:
-        """Find the model and the optimizer, and match them with the live ones.
-
-        Raises:
-            CheckpointMismatchError: the model is ambiguous, or a weight that is tied here has two
-                values.
-            UnsupportedError: a hyperparameter is not plain data.
-        """
         self._bind_to(choose_model(self._tree, live, self._path), live)
 
     def _bind_to_own(self, own: Manifest) -> None:
@@ -770,7 +706,6 @@ class DcpReader(FullStateReader):
         return members_alone(leaves, self._chunks, self._full_state.weights)
 
     def names(self) -> Sequence[str]:
-        """Return the names of the files."""
         return self._names
 
     def _bind_to(self, model: TreePath, live: Manifest) -> None:
@@ -801,7 +736,6 @@ class DcpReader(FullStateReader):
             return [{}], str(error)
 
     def verify(self, rank: int, world_size: int, progress: Progress) -> None:
-        """Compare the CRC-32 of this rank's share of the chunks."""
         self._chunks.verify(rank, world_size, progress)
         if rank == 0 and self._full_state.trainer:
             self.files.get(TRAINER_STATE).verify(progress)
@@ -812,11 +746,7 @@ class DcpReader(FullStateReader):
         return any(weights.get(name) is leaf.tensor for weights in self._models)
 
     def load_client_state(self) -> dict[str, Any]:
-        """Return the trainer's state, with objects and scalars outside model and optimizer.
-
-        Raises:
-            UnsupportedError: the model itself has an entry that is not a tensor.
-        """
+        """Return the trainer's state, with objects and scalars outside model and optimizer."""
         rest = [
             leaf
             for leaf in self._tree.rest

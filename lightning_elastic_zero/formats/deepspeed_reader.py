@@ -83,13 +83,6 @@ class ModelFile:
     """One rank's ``*_model_states.pt``."""
 
     def __init__(self, files: ForeignFiles, name: str) -> None:
-        """Parse a file without reading its tensors.
-
-        Raises:
-            CheckpointCorruptedError: it is missing or truncated.
-            CheckpointFormatError: it is not a model file of a ZeRO run.
-            UnsupportedError: it was written with tensor parallelism.
-        """
         self.name = name
         self._files = files
         tree = files.tree(name)
@@ -177,11 +170,7 @@ class ModelFile:
         return found
 
     def check_same(self, other: ModelFile) -> None:
-        """Compare with another rank's file.
-
-        Raises:
-            CheckpointFormatError: it is of another run or step.
-        """
+        """Compare with another rank's file."""
         for what, mine, theirs in (
             ("number of ranks", self.world_size, other.world_size),
             ("step counters", self.progress, other.progress),
@@ -255,11 +244,6 @@ class TagReader(CheckpointReader):
     """
 
     def __init__(self, folder: TagFolder, files: ForeignFiles) -> None:
-        """Parse rank 0's model file.
-
-        Raises:
-            CheckpointCorruptedError: it is missing.
-        """
         self.files = files
         self._folder = folder
         self._partitioned = not folder.model
@@ -273,18 +257,10 @@ class TagReader(CheckpointReader):
     # -- which files -----------------------------------------------------------------------------
 
     def _check_beginning(self) -> None:
-        """Check the other files before a model file is opened.
-
-        Raises:
-            CheckpointCorruptedError: files are missing.
-        """
+        """Check the other files before a model file is opened."""
 
     def _model_name(self, rank: int) -> str:
-        """Return the name of a rank's file.
-
-        Raises:
-            CheckpointCorruptedError: it is missing.
-        """
+        """Return the name of a rank's file."""
         if self._folder.model:
             return self._folder.model
         if not self._folder.models:  # The stage is unknown.
@@ -309,12 +285,7 @@ class TagReader(CheckpointReader):
         raise CheckpointCorruptedError(msg)
 
     def _check_model_files(self, others: Sequence[str] = ()) -> None:
-        """Compare the ranks' files; report missing ones together with ``others``.
-
-        Raises:
-            CheckpointCorruptedError: files are missing; the message lists all of them.
-            CheckpointFormatError: a file is of another run or step.
-        """
+        """Compare the ranks' files; report missing ones together with ``others``."""
         names = self._model_names()
         there = {self._folder.model, *self._folder.models.values()}
         if missing := [*(name for name in names if name not in there), *others]:
@@ -368,7 +339,6 @@ class TagReader(CheckpointReader):
         return file, StoredRun(tensor, start, start + transfer.stop - transfer.start)
 
     def locate_rounded(self, transfer: Transfer) -> Location | None:
-        """Return the location of low-precision weights, which only ZeRO-1/2 writes."""
         if self._partitioned or transfer.name in self._first.frozen:
             return None
         file = self.files.get(self._first.name)
@@ -378,19 +348,16 @@ class TagReader(CheckpointReader):
         return file, StoredRun(tensor, transfer.start, transfer.stop)
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
-        """Return buffers and the trainer's state; in ZeRO-3 this rank's, if ranks match."""
         same = self._partitioned and world_size == self._first.world_size
         model = ModelFile(self.files, self._model_name(rank)) if same else self._first
         return model.load_shared(self._loss_scaler())
 
     def module_buffers(self) -> Mapping[str, torch.Tensor]:
-        """Return rank 0's buffers."""
         name = self._first.name
         module = self.files.tree(name)["module"]
         return self.files.load(name, {n: module[n] for n in self._first.buffers})  # type: ignore[no-any-return]
 
     def trainer_entry(self, name: str) -> object:
-        """Return a top-level entry of rank 0's file, where Lightning stores its epoch."""
         found: object = self.files.tree(self._first.name).get(name)
         return found
 
@@ -407,13 +374,6 @@ class ZeroReader(TagReader):
     """The folder of one tag of stock DeepSpeed."""
 
     def __init__(self, folder: TagFolder, files: ForeignFiles) -> None:
-        """Parse the folder from rank 0's files.
-
-        Raises:
-            CheckpointCorruptedError: files are missing.
-            CheckpointFormatError: they are not of one save.
-            UnsupportedError: the engine that wrote them is not supported.
-        """
         super().__init__(folder, files)
         first = self._first
         self._shard_names = self._choose_shards()
@@ -440,11 +400,7 @@ class ZeroReader(TagReader):
     # -- which files -----------------------------------------------------------------------------
 
     def _choose_shards(self) -> Mapping[int, str]:
-        """Return the optimizer shards by rank, for the model file's precision.
-
-        Raises:
-            CheckpointCorruptedError: there are none.
-        """
+        """Return the optimizer shards by rank, for the model file's precision."""
         bf16 = self._first.dtype == torch.bfloat16
         kinds = self._folder.optimizer
         prefixes = [p for p in (("bf16_", "") if bf16 else ("", "fp16_")) if p in kinds]
@@ -464,18 +420,11 @@ class ZeroReader(TagReader):
         return name.replace(f"rank_{known}_", f"rank_{rank}_", 1)
 
     def names(self) -> Sequence[str]:
-        """Return the files of all ranks, without leftovers of an older save on more ranks."""
         ranks = range(self._first.world_size)
         shards = [self._shard_names.get(rank) or self._absent(rank) for rank in ranks]
         return [*self._model_names(), *shards]
 
     def check_files(self) -> None:
-        """Check that the files of all ranks exist and are of one save.
-
-        Raises:
-            CheckpointCorruptedError: files are missing; the message lists all of them.
-            CheckpointFormatError: files are of another run.
-        """
         ranks = range(self._first.world_size)
         missing = [self._absent(rank) for rank in ranks if rank not in self._shard_names]
         self._check_model_files(missing)
@@ -547,21 +496,18 @@ class ZeroReader(TagReader):
         )
 
     def bind(self, live: Manifest) -> None:
-        """Use the live parameter groups if the shards do not record them."""
         unknown = self._shards.stage == STAGE_WEIGHTS and not self.info.hyperparameters
         if unknown and live.groups:
             self._shards.regroup({n: i for i, g in enumerate(live.groups) for n in g.names})
             self.manifest = self._manifest()
 
     def locate(self, key: str, transfer: Transfer) -> Location:
-        """Return the location of a run of masters, a state or a frozen weight."""
         if key == WEIGHT and transfer.name in self._first.frozen:
             return self._locate_frozen(transfer)
         file = self.files.get(self._shard_name(transfer.source_rank))
         return file, self._shards.locate(key, transfer)
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
-        """Return the scalar optimizer states of the flat buffer that contains ``at``."""
         return self._shards.scalars(at)
 
     def _loss_scaler(self) -> Mapping[str, Plain]:

@@ -65,11 +65,7 @@ BF16 = "BF16_Optimizer"
 
 
 def _stage_of(shard: Shard, where: str) -> int:
-    """Return the ZeRO stage; 1 for BF16_Optimizer, which does not record it.
-
-    Raises:
-        UnsupportedError: the shard is not from ZeRO-1, 2 or 3.
-    """
+    """Return the ZeRO stage; 1 for BF16_Optimizer, which does not record it."""
     if FP32_STAGE_3 in shard:
         return STAGE_WEIGHTS
     if FP32_STAGE_1_2 in shard:
@@ -95,9 +91,6 @@ def group_of_flats(groups: Sequence[Mapping[str, Any]], stage: int, count: int) 
     """Return the parameter group of each of ``count`` flat buffers.
 
     Below ZeRO-3 each group has one. In ZeRO-3, torch's ``params`` are the sub-groups in order.
-
-    Raises:
-        CheckpointFormatError: it is not recorded which group each sub-group belongs to.
     """
     if stage != STAGE_WEIGHTS:
         return tuple(range(count))
@@ -151,12 +144,7 @@ class ShardMetadata:
 
 
 def shard_metadata(shard: Shard, where: str) -> ShardMetadata:
-    """Return the properties of a shard that do not depend on parameter names.
-
-    Raises:
-        CheckpointFormatError: it is not recorded which group each sub-group belongs to.
-        UnsupportedError: the shard is not from ZeRO-1, 2 or 3.
-    """
+    """Return the properties of a shard that do not depend on parameter names."""
     stage, flats = _stage_of(shard, where), _flats_of(shard)
     engine = "DeepSpeedZeroOptimizer" if "zero_stage" in shard else BF16
     # Elastic ZeRO-3 records one padding per parameter here, and does not strip the masters.
@@ -242,20 +230,6 @@ class ZeroShardSet:
         world_size: int,
         entry: str = "",
     ) -> None:
-        """Parse rank 0's shard; ``check_all`` compares the others with it.
-
-        Args:
-            files: the files of the folder.
-            name: returns the name of a rank's file.
-            shapes: the parameters of each flat buffer.
-            world_size: the number of shards.
-            entry: the entry of the file that is the shard; empty if it is the whole file.
-
-        Raises:
-            CheckpointFormatError: rank 0's shard does not match the shapes.
-            UnsupportedError: the stage or a kind of state is not supported, or the state was
-                offloaded to NVMe.
-        """
         self._files = files
         self._name = name
         self._entry = entry
@@ -386,11 +360,7 @@ class ZeroShardSet:
         return tuple(list(dict.fromkeys(kept)).index(states) for states in kept)
 
     def regroup(self, group_of: Mapping[str, int]) -> None:
-        """Use the live model's groups if the shards do not record them.
-
-        Raises:
-            CheckpointMismatchError: parameters of one flat buffer are in two groups.
-        """
+        """Use the live model's groups if the shards do not record them."""
         groups = [{group_of.get(n, 0) for n in shapes} or {0} for shapes in self._shapes]
         if mixed := [i for i, found in enumerate(groups) if len(found) > 1]:
             msg = (
@@ -406,11 +376,7 @@ class ZeroShardSet:
         self.groups = self._groups(first)
 
     def _check_states_of_groups(self, first: Shard) -> None:
-        """Check that the sub-groups of a live group have the same states, or none.
-
-        Raises:
-            CheckpointMismatchError: they differ.
-        """
+        """Check that the sub-groups of a live group have the same states, or none."""
         tables: dict[int, tuple[int, list[str]]] = {}
         for index, group in enumerate(self.group_of):
             if not (states := sorted(self._state(first, index))):
@@ -428,11 +394,7 @@ class ZeroShardSet:
     # -- locating state --------------------------------------------------------------------------
 
     def locate(self, key: str, transfer: Transfer) -> StoredRun:
-        """Return the location of a run in the source rank's shard.
-
-        Raises:
-            CheckpointFormatError: the shard has fewer elements than expected.
-        """
+        """Return the location of a run in the source rank's shard."""
         shard = self._shard(transfer.source_rank)
         start = transfer.source_offset
         if key == WEIGHT:
@@ -504,13 +466,7 @@ class ZeroShardSet:
     # -- consistency of the shards ---------------------------------------------------------------
 
     def check_all(self) -> None:
-        """Compare the shards of all ranks with rank 0's; warn if hyperparameters differ.
-
-        Raises:
-            CheckpointFormatError: a shard is of another run, step, stage or world size, or
-                truncated; or hyperparameters differ and there are no step counters to show that
-                the shards are of one step.
-        """
+        """Compare the shards of all ranks with rank 0's; warn if hyperparameters differ."""
         for rank in range(self.world_size):
             self._check(rank)
         if not (summary := self._differences.summary()):
@@ -533,11 +489,7 @@ class ZeroShardSet:
         )
 
     def _check(self, rank: int) -> None:
-        """Compare a rank's shard with rank 0's.
-
-        Raises:
-            CheckpointFormatError: it is of another run, stage or world size, or truncated.
-        """
+        """Compare a rank's shard with rank 0's."""
         shard, first = self._shard(rank), self._shard(0)
         own, wanted = (shard_metadata(each, self._where) for each in (shard, first))
         names = self._differences.compare(rank, self._hyperparameters(rank))

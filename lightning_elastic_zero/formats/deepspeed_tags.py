@@ -38,11 +38,7 @@ class TagFolder:
 
 
 def check_saved_name(path: Path, saved_as: str) -> None:
-    """Refuse a file that was saved under DeepSpeed's name of another rank or kind of file.
-
-    Raises:
-        CheckpointFormatError: it was renamed, or the files of two ranks were swapped.
-    """
+    """Refuse a file that was saved under DeepSpeed's name of another rank or kind of file."""
     meant = _kind_and_ranks(f"{saved_as}.pt")
     if meant is not None and meant != _kind_and_ranks(path.name):
         msg = (
@@ -81,10 +77,6 @@ def find_tag_folder(path: Path) -> Path | None:
     """Return the tag's folder at or below a path; None if there are no files of DeepSpeed.
 
     It is the path itself, the tag that ``latest`` names, or the only tag.
-
-    Raises:
-        CheckpointFormatError: ``latest`` names a missing tag, or there are several tags and no
-            ``latest``.
     """
     if is_deepspeed(path):
         return path
@@ -112,12 +104,7 @@ def find_tag_folder(path: Path) -> Path | None:
 
 
 def read_tag_folder(path: Path) -> TagFolder:
-    """Sort the files of a tag's folder.
-
-    Raises:
-        UnsupportedError: it was written with tensor, pipeline or expert parallelism.
-        CheckpointFormatError: it contains files of several runs.
-    """
+    """Sort the files of a tag's folder."""
     optimizer: dict[str, dict[int, str]] = {}
     model, models = "", {}
     for name in sorted(entry.name for entry in path.iterdir()):

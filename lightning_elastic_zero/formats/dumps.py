@@ -19,7 +19,6 @@ import json
 import math
 import os
 import re
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -69,8 +68,8 @@ from lightning_elastic_zero.formats.reader import (
     same_rounded,
 )
 from lightning_elastic_zero.formats.torch_read import StoredRun
-from lightning_elastic_zero.storage.checksums import write_durably
-from lightning_elastic_zero.storage.paths import check_local_path, sync_directory
+from lightning_elastic_zero.storage.checksums import replace_durably
+from lightning_elastic_zero.storage.paths import check_local_path
 
 TABLE_NAME = "elastic_dumps.json"
 FORMAT = "lightning_elastic_zero.dumps"
@@ -94,18 +93,14 @@ SAME_STEP_HINT = (
 
 @dataclass(frozen=True, slots=True)
 class SizedFile:
-    """A file of the folder, with its size when the folder was described."""
+    """A file of the folder."""
 
     name: str
     """Relative to the folder, with forward slashes."""
     size_bytes: int
+    """When the folder was described."""
 
     def __post_init__(self) -> None:
-        """Refuse a name outside the folder.
-
-        Raises:
-            CheckpointFormatError: the name is absolute, empty or contains ``..``.
-        """
         path = PurePosixPath(self.name)
         if path.is_absolute() or ".." in path.parts or not path.name or self.size_bytes < 0:
             msg = f"invalid file name {self.name!r}: expected a path within the folder of dumps"
@@ -121,11 +116,6 @@ class ParameterRow:
     shape: tuple[int, ...]
     aliases: tuple[str, ...] = ()
     """The other names of a tied weight."""
-
-    @property
-    def numel(self) -> int:
-        """Elements of the whole parameter."""
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,240 +145,169 @@ class DumpsTable:
     """Persistent buffers of the model that the model file does not contain."""
 
     def to_json(self) -> str:
-        """Return the text of the file, the same for the same content."""
+        """Return the text of the file."""
         content = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
         return json.dumps(content, indent=1, sort_keys=True) + "\n"
 
-    def check_sizes(self, folder: Path) -> None:
-        """Refuse a folder in which files are missing or have other sizes.
-
-        Raises:
-            CheckpointCorruptedError: lists all of them.
-        """
-        files = (self.model, *self.dumps)
-        if wrong := differing_sizes(folder, ((file.name, file.size_bytes) for file in files)):
-            msg = (
-                f"{folder} differs from {TABLE_NAME}: {', '.join(wrong)}. Restore the files of "
-                "one save, or call describe_dumps again"
-            )
-            raise CheckpointCorruptedError(msg)
-
 
 def read_table(folder: Path) -> DumpsTable:
-    """Read ``elastic_dumps.json``.
-
-    Raises:
-        CheckpointFormatError: the file is not valid JSON, has another format or a newer version,
-            or lacks a field.
-    """
+    """Read ``elastic_dumps.json``; errors are ``CheckpointFormatError``."""
     path = folder / TABLE_NAME
     try:
         content = load_json(path.read_text(encoding="utf-8"))
-        if content["format"] != FORMAT or content["format_version"] < 1:
-            msg = f"the format {content['format']!r}, version {content['format_version']!r}"
+        kind, version = content["format"], content["format_version"]
+        if kind != FORMAT or version < 1:
+            msg = f"the format {kind!r}, version {version!r}"
             raise ValueError(msg)  # noqa: TRY301 (one message for every cause)
-        newer = content["format_version"] > FORMAT_VERSION
-        table = None if newer else from_json(DumpsTable, content)
+        table = from_json(DumpsTable, content) if version <= FORMAT_VERSION else None
     except (OSError, ValueError, KeyError, TypeError) as error:
         msg = f"{path} cannot be read ({error!r}). Call describe_dumps again"
         raise CheckpointFormatError(msg) from error
     if table is None:
         msg = (
-            f"{path} has format version {content['format_version']}, supported are versions up "
-            f"to {FORMAT_VERSION}. Install a newer lightning_elastic_zero"
+            f"{path} has format version {version}, supported are versions up to {FORMAT_VERSION}. "
+            "Install a newer lightning_elastic_zero"
         )
         raise CheckpointFormatError(msg)
     return table
-
-
-def state_dict_in(tree: object, where: str) -> Mapping[str, Any]:
-    """Return the state dict in a model file: a mapping with tensors.
-
-    Raises:
-        CheckpointFormatError: the file contains none.
-    """
-    if isinstance(tree, Mapping):
-        inside = (tree.get(key) for key in WEIGHTS_UNDER)
-        found = next((part for part in inside if isinstance(part, Mapping)), tree)
-        if any(isinstance(value, torch.Tensor) for value in found.values()):
-            return found
-    msg = (
-        f"{where} contains no state dict, neither as a whole nor under one of the keys "
-        f"{', '.join(WEIGHTS_UNDER)}. Pass the file with model.state_dict()"
-    )
-    raise CheckpointFormatError(msg)
-
-
-def find_tensor(names: Sequence[str], weights: Mapping[str, Any], where: str) -> torch.Tensor:
-    """Return a model file's tensor, by the first of a tied weight's names that exists.
-
-    Raises:
-        CheckpointFormatError: none of the names exists.
-        UnsupportedError: the tensor is not contiguous.
-    """
-    found = next((weights[name] for name in names if name in weights), None)
-    if not isinstance(found, torch.Tensor):
-        msg = f"{where} lacks {names[0]}: it is not the file that was described"
-        raise CheckpointFormatError(msg)
-    if not found.is_contiguous():
-        msg = f"{where}: {names[0]} has the strides {found.stride()}. Save it contiguous"
-        raise UnsupportedError(msg)
-    return found
-
-
-NOT_DUMPED = ("step counters", "the trainer's state", "RNG states", "buffers of ranks other than 0")
-"""State that ``optimizer.state_dict()`` and ``model.state_dict()`` never contain."""
 
 
 class DumpsReader(CheckpointReader):
     """A described folder of dumps."""
 
     def __init__(self, files: ForeignFiles, table: DumpsTable | None = None) -> None:
-        """Read the metadata of the files.
-
-        Args:
-            files: the files of the folder.
-            table: the description; by default it is read from the folder.
-
-        Raises:
-            CheckpointCorruptedError: files are missing or have other sizes than described.
-            CheckpointFormatError: the files are not of one save, or the description is of others.
-        """
         self.files = files
-        self.table = table or read_table(files.folder)
-        self.table.check_sizes(files.folder)
-        self._shards = ZeroShardSet(
-            files,
-            self._dump,
-            [{row.name: row.shape for row in flat.parameters} for flat in self.table.flats],
-            len(self.table.dumps),
-        )
-        self._check_groups()
-        self._names = {row.name: (row.name, *row.aliases) for row in self._rows()}
-        self._unowned = {row.name for row in self.table.frozen}
+        self.table = table = table or read_table(files.folder)
+        self._dumps = [file.name for file in table.dumps]
+        sizes = ((file.name, file.size_bytes) for file in (table.model, *table.dumps))
+        if wrong := differing_sizes(files.folder, sizes):
+            msg = (
+                f"{files.folder} differs from {TABLE_NAME}: {', '.join(wrong)}. Restore the files "
+                "of one save, or call describe_dumps again"
+            )
+            raise CheckpointCorruptedError(msg)
+        shapes = [{row.name: row.shape for row in flat.parameters} for flat in table.flats]
+        self._shards = ZeroShardSet(files, self._dumps.__getitem__, shapes, len(table.dumps))
+        described = tuple(flat.group for flat in table.flats)
+        if self._shards.group_of != described:
+            msg = (
+                f"{files.folder}: the flat buffers belong to the parameter groups "
+                f"{self._shards.group_of}, expected {described}. Call describe_dumps again"
+            )
+            raise CheckpointFormatError(msg)
+        self._rows: list[tuple[ParameterRow, int | None]] = [
+            *((row, flat.group) for flat in table.flats for row in flat.parameters),
+            *((row, None) for row in table.frozen),
+        ]
+        self._names = {row.name: (row.name, *row.aliases) for row, _ in self._rows}
+        self._frozen_names = {row.name for row in table.frozen}
         self.manifest = self._manifest()
         hyperparameters = any(group.hyperparameters for group in self.manifest.groups)
+        lacks = [
+            "step counters",
+            "the trainer's state",
+            "RNG states",
+            "buffers of ranks other than 0",
+        ]
+        if not hyperparameters:
+            lacks.append("hyperparameters of the parameter groups")
+        if table.absent_buffers:
+            lacks.append(f"the buffers {', '.join(table.absent_buffers)}")
         self.info = SourceInfo(
             f"set of hand-made dumps of optimizer.state_dict(), {self._shards.engine}",
-            self._lacks(hyperparameters=hyperparameters),
+            tuple(lacks),
             hyperparameters=hyperparameters,
             has_counters=False,
         )
 
-    def _dump(self, rank: int) -> str:
-        return self.table.dumps[rank].name
-
-    def _rows(self) -> Sequence[ParameterRow]:
-        return [
-            *(row for flat in self.table.flats for row in flat.parameters),
-            *self.table.frozen,
-        ]
-
-    def _check_groups(self) -> None:
-        described = tuple(flat.group for flat in self.table.flats)
-        if self._shards.group_of != described:
-            msg = (
-                f"{self.files.folder}: the flat buffers belong to the parameter groups "
-                f"{self._shards.group_of}, expected {described}. Call describe_dumps again"
-            )
-            raise CheckpointFormatError(msg)
-
-    def _lacks(self, *, hyperparameters: bool) -> tuple[str, ...]:
-        more = () if hyperparameters else ("hyperparameters of the parameter groups",)
-        absent = self.table.absent_buffers
-        return (*NOT_DUMPED, *more, *([f"the buffers {', '.join(absent)}"] if absent else []))
-
     def _manifest(self) -> Manifest:
-        owned = [(row, flat.group) for flat in self.table.flats for row in flat.parameters]
-        weights = self._weights()
-        parameters = tuple(
-            Parameter(
-                name=row.name,
-                shape=row.shape,
-                dtype=dtype_name(self._tensor(row.name, weights).dtype),
-                group=group,
-                aliases=row.aliases,
-            )
-            for row, group in (*owned, *((row, None) for row in self.table.frozen))
-        )
-        rows = [row for row, _ in owned] or list(self.table.frozen)
+        dtypes = [self._tensor(row.name).dtype for row, _ in self._rows]
         return Manifest(
             save_id=file_list_digest(self.files.folder, self.names(), self.files.progress),
             stage=self._shards.stage,
             world_size=self._shards.world_size,
-            precision=precision_of(self._tensor(rows[0].name, weights).dtype),
+            precision=precision_of(dtypes[0]),
             master_dtype=dtype_name(self._shards.master_dtype),
-            parameters=parameters,
+            parameters=tuple(
+                Parameter(row.name, row.shape, dtype_name(dtype), group, row.aliases)
+                for (row, group), dtype in zip(self._rows, dtypes, strict=True)
+            ),
             groups=self._shards.groups,
             buffers=self._shards.buffers,
             module_buffers=self.table.module_buffers,
             files=(),
             writer=Writer(
-                deepspeed=str(self.files.tree(self._dump(0)).get("ds_version") or ""),
+                deepspeed=str(self.files.tree(self._dumps[0]).get("ds_version") or ""),
                 engine=self._shards.engine,
             ),
         )
 
-    # -- CheckpointReader ------------------------------------------------------------------------
-
     def names(self) -> Sequence[str]:
-        """Return the model file and the dumps, relative to the folder."""
-        return [self.table.model.name, *(file.name for file in self.table.dumps)]
+        return [self.table.model.name, *self._dumps]
 
     def frozen_layout_of(self, manifest: Manifest) -> Layout:
         """Return the layout of frozen weights: whole, in the model file."""
         return frozen_partition(((p.name, p.numel) for p in manifest.frozen), 1)
 
     def check_files(self) -> None:
-        """Check that the dumps are of one run and one step.
-
-        Raises:
-            CheckpointFormatError: they are not.
-        """
         self._shards.check_all()
 
     def locate(self, key: str, transfer: Transfer) -> Location:
-        """Return the location of a run of masters, of a state or of a frozen weight."""
-        if key == WEIGHT and transfer.name in self._unowned:
+        if key == WEIGHT and transfer.name in self._frozen_names:
             return self.model_weights(transfer)
-        file = self.files.get(self._dump(transfer.source_rank))
+        file = self.files.get(self._dumps[transfer.source_rank])
         return file, self._shards.locate(key, transfer)
 
     def locate_rounded(self, transfer: Transfer) -> Location | None:
-        """Return the location of the weights of a run of masters in the model file."""
-        return None if transfer.name in self._unowned else self.model_weights(transfer)
+        return None if transfer.name in self._frozen_names else self.model_weights(transfer)
 
     def model_weights(self, transfer: Transfer) -> Location:
         """Return the location of a run of weights in the model file."""
-        tensor = self._tensor(transfer.name, self._weights())
+        tensor = self._tensor(transfer.name)
         file = self.files.get(self.table.model.name)
         return file, StoredRun(tensor.view(-1), transfer.start, transfer.stop)
 
-    def _weights(self) -> Mapping[str, Any]:
-        name = self.table.model.name
-        return state_dict_in(self.files.tree(name), str(self.files.folder / name))
-
-    def _tensor(self, name: str, weights: Mapping[str, Any]) -> torch.Tensor:
-        return find_tensor(
-            self._names[name], weights, str(self.files.folder / self.table.model.name)
-        )
+    def _tensor(self, name: str) -> torch.Tensor:
+        """Return a model file's tensor, by the first of a tied weight's names that it contains."""
+        weights = state_dict_in(self.files, self.table.model.name)
+        path = self.files.folder / self.table.model.name
+        names = self._names.get(name, (name,))
+        found = next((weights[each] for each in names if each in weights), None)
+        if not isinstance(found, torch.Tensor):
+            msg = f"{path} lacks {name}: it is not the file that was described"
+            raise CheckpointFormatError(msg)
+        if not found.is_contiguous():
+            msg = f"{path}: {name} has the strides {found.stride()}. Save it contiguous"
+            raise UnsupportedError(msg)
+        return found
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
-        """Return the scalar optimizer states of the flat buffer that contains ``at``."""
         return self._shards.scalars(at)
 
-    def module_state(self, rank: int, world_size: int) -> SharedState:  # noqa: ARG002 (the same for all ranks)
-        """Return the buffers of the model file and the loss scale; there is no trainer state."""
-        weights, model = self._weights(), self.table.model.name
-        where = str(self.files.folder / model)
-        shard: Mapping[str, Any] = self.files.tree(self._dump(0))
-        buffers = {n: find_tensor((n,), weights, where) for n in self.table.module_buffers}
+    def module_state(self, rank: int, world_size: int) -> SharedState:
+        del rank, world_size  # the same for all ranks
+        buffers = {name: self._tensor(name) for name in self.table.module_buffers}
         return SharedState(
-            buffers=self.files.load(model, buffers),
+            buffers=self.files.load(self.table.model.name, buffers),
             client_state={},
-            loss_scaler=stub_fields(shard.get("loss_scaler")),
+            loss_scaler=stub_fields(self.files.tree(self._dumps[0]).get("loss_scaler")),
             lr_scheduler=None,
         )
+
+
+def state_dict_in(files: ForeignFiles, name: str) -> Mapping[str, Any]:
+    """Return the state dict in a model file: a mapping with tensors."""
+    tree = files.tree(name)
+    if isinstance(tree, Mapping):
+        inside = (tree.get(key) for key in WEIGHTS_UNDER)
+        found = next((part for part in inside if isinstance(part, Mapping)), tree)
+        if any(isinstance(value, torch.Tensor) for value in found.values()):
+            return found
+    msg = (
+        f"{files.folder / name} contains no state dict, neither as a whole nor under one of the "
+        f"keys {', '.join(WEIGHTS_UNDER)}. Pass the file with model.state_dict()"
+    )
+    raise CheckpointFormatError(msg)
 
 
 def describe_dumps(
@@ -432,7 +351,10 @@ def describe_dumps(
         SaveError: The description cannot be written.
     """
     path = check_local_path(folder)
-    _check_free(path)
+    table = path / TABLE_NAME
+    if os.path.lexists(table) and not (table.is_file() and FORMAT.encode() in table.read_bytes()):
+        msg = f"{table} was not written by this library and would be overwritten. Move it away"
+        raise CheckpointFormatError(msg)
     names = _by_rank(path, dumps) if isinstance(dumps, str) else list(dumps)
     if not names:
         msg = f"dumps= is empty: pass the names of the dumps in {path}, one per rank of the run"
@@ -443,7 +365,7 @@ def describe_dumps(
         with as_format_error(path):
             reader = _verified_reader(files, names, model_file, model, groups)
         reader.check_all()
-        _write(path, reader.table)
+        replace_durably(table, reader.table.to_json().encode())
         return reader.manifest
 
 
@@ -472,6 +394,10 @@ def _by_rank(folder: Path, pattern: str) -> list[str]:
     return [ranks[rank] for rank in sorted(ranks)]
 
 
+Rows = Mapping[str, ParameterRow]
+"""The model's parameters by the first of their names."""
+
+
 def _verified_reader(
     files: ForeignFiles,
     names: Sequence[str],
@@ -481,15 +407,19 @@ def _verified_reader(
 ) -> DumpsReader:
     """Return a reader with the first order in which all masters round to the model file."""
     folder = files.folder
-    weights = state_dict_in(files.tree(model_file), str(folder / model_file))
-    rows, trained = _parameters(model)
+    weights = state_dict_in(files, model_file)
+    tied: dict[torch.nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        tied.setdefault(parameter, []).append(name)
+    rows = {n: ParameterRow(n, tuple(p.shape), tuple(others)) for p, (n, *others) in tied.items()}
+    trained = [first for p, (first, *_) in tied.items() if p.requires_grad and p.numel()]
     kept = model.state_dict().keys()
     buffers = [n for n, _ in model.named_buffers(remove_duplicate=False) if n in kept]
     _check_architecture(rows, buffers, weights, folder / model_file)
     shards = [shard_metadata(files.tree(name), str(folder / name)) for name in names]
     _check_one_run(folder, names, shards)
 
-    def table(order: Sequence[Sequence[str]]) -> DumpsTable:
+    def table_of(order: Order) -> DumpsTable:
         owned = {name for members in order for name in members}
         return DumpsTable(
             dumps=tuple(SizedFile(name, (folder / name).stat().st_size) for name in names),
@@ -500,59 +430,43 @@ def _verified_reader(
             absent_buffers=tuple(name for name in buffers if name not in weights),
         )
 
-    tables = [table(order) for order in _orders(folder, shards, groups, rows, trained)]
-    for each in tables:
-        reader = DumpsReader(files, each)
+    tables = [table_of(order) for order in _orders(folder, shards, groups, rows, trained)]
+    for table in tables:
+        reader = DumpsReader(files, table)
         if next(_mismatches(reader), None) is None:
             return reader
-    wrong = list(_mismatches(DumpsReader(files, tables[0])))
+    first = DumpsReader(files, tables[0])
+    wrong = list(_mismatches(first))
     affected, ranks = list(dict.fromkeys(f.name for f in wrong)), sorted({f.rank for f in wrong})
-    count = sum(len(flat.parameters) for flat in tables[0].flats)
     only = f", only in the dumps of {format_ranks(ranks)}" if len(ranks) < len(names) else ""
     msg = (
-        f"{folder}: the master weights of {len(affected)} of {count} parameters, rounded, differ "
-        f"from {model_file}{only}: {format_names(affected)}. {SAME_STEP_HINT}. {GROUPS_HINT}"
+        f"{folder}: the master weights of {len(affected)} of "
+        f"{len(first.manifest.optimized)} parameters, rounded, differ from "
+        f"{model_file}{only}: {format_names(affected)}. {SAME_STEP_HINT}. {GROUPS_HINT}"
     )
     raise CheckpointMismatchError(msg)
 
 
-def _parameters(model: torch.nn.Module) -> tuple[dict[str, ParameterRow], list[str]]:
-    """Return all parameters by the first of their names, and the names of the trainable ones."""
-    names: dict[torch.nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    rows = {
-        first: ParameterRow(first, tuple(parameter.shape), tuple(aliases))
-        for parameter, (first, *aliases) in names.items()
-    }
-    return rows, [first for p, (first, *_) in names.items() if p.requires_grad and p.numel()]
-
-
 def _check_architecture(
-    rows: Mapping[str, ParameterRow],
-    buffers: Sequence[str],
-    weights: Mapping[str, object],
-    path: Path,
+    rows: Rows, buffers: Sequence[str], weights: Mapping[str, object], path: Path
 ) -> None:
     """Compare names and shapes of the model with the model file."""
-    known = {n for row in rows.values() for n in (row.name, *row.aliases)}
-    found = {n: t for n, t in weights.items() if isinstance(t, torch.Tensor)}
-    missing = [n for n, row in rows.items() if not found.keys() & {n, *row.aliases}]
-    unknown = [n for n in found if n not in known and n not in buffers]
-    reshaped = [
-        f"{n} (saved {tuple(tensor.shape)}, here {row.shape})"
-        for n, row in rows.items()
-        if (tensor := found.get(n)) is not None and tuple(tensor.shape) != row.shape
-    ]
-    lines = [
-        f"\n  - {what}: {format_names(names, 20)}"
-        for what, names in (
-            ("parameters missing from the file", missing),
-            ("in the file, but not in the model", unknown),
-            ("different shapes", reshaped),
-        )
-        if names
-    ]
+    shapes = {n: row.shape for row in rows.values() for n in (row.name, *row.aliases)}
+    found = {n: tuple(t.shape) for n, t in weights.items() if isinstance(t, torch.Tensor)}
+    different = {
+        "parameters missing from the file": [
+            n for n, row in rows.items() if not found.keys() & {n, *row.aliases}
+        ],
+        "in the file, but not in the model": [
+            n for n in found if n not in shapes and n not in buffers
+        ],
+        "different shapes": [
+            f"{n} (saved {found[n]}, here {row.shape})"
+            for n, row in rows.items()
+            if found.get(n, row.shape) != row.shape
+        ],
+    }
+    lines = [f"\n  - {what}: {format_names(n, 20)}" for what, n in different.items() if n]
     if lines:
         msg = f"{path} does not match the model:{''.join(lines)}"
         raise CheckpointMismatchError(msg)
@@ -582,22 +496,25 @@ def _check_one_run(folder: Path, names: Sequence[str], shards: Sequence[ShardMet
         raise UnsupportedError(msg)
 
 
+Order = Sequence[Sequence[str]]
+"""The parameters of each parameter group, in the order of the flat buffers."""
+
+
 def _orders(
     folder: Path,
     shards: Sequence[ShardMetadata],
-    groups: Sequence[Sequence[str]] | None,
-    rows: Mapping[str, ParameterRow],
+    groups: Order | None,
+    rows: Rows,
     trained: list[str],
-) -> list[list[list[str]]]:
+) -> list[Order]:
     """Return the possible orders of the parameters in each group, the likeliest first.
 
     Each order is followed by the one that ``round_robin_gradients`` makes of it.
     """
-    first, world_size = shards[0], len(shards)
-    held = _group_numels(shards)
+    first, held = shards[0], _group_numels(shards)
 
-    def wanted(names: Sequence[str]) -> int:
-        return sum(_numel_in_flat(first, rows[name].numel) for name in names)
+    def numels(order: Order) -> list[int]:
+        return [sum(_numel_in_flat(first, rows[n]) for n in names) for names in order]
 
     if groups is not None:
         bases = [_checked_groups(groups, rows, len(held))]
@@ -607,8 +524,8 @@ def _orders(
             for index in range(len(first.flats))
             if all(len(o.names) == len(o.flats) for o in shards)
         ]
-        named = len(listed) == len(held) and all(n in rows for names in listed for n in names)
-        bases = [listed] if named and list(map(wanted, listed)) == held else []
+        named = all(n in rows for names in listed for n in names) and numels(listed) == held
+        bases = [listed] if named else []
         bases += [[trained]] if len(held) == 1 else []
     if not bases:
         msg = (
@@ -616,61 +533,59 @@ def _orders(
             f"groups. {GROUPS_HINT}"
         )
         raise CheckpointMismatchError(msg)
-    fitting = [base for base in bases if list(map(wanted, base)) == held]
+    fitting: list[Order] = [base for base in bases if numels(base) == held]
     if not fitting:
-        index, names = next((i, n) for i, n in enumerate(bases[0]) if wanted(n) != held[i])
+        wanted = numels(bases[0])
+        index = next(i for i, numel in enumerate(wanted) if numel != held[i])
         each = " on each rank" if first.stage == STAGE_WEIGHTS else ""
         msg = (
             f"{folder}: the dumps contain {held[index]:,} master weights{each} of parameter group "
-            f"{index}, but its {len(names)} parameters have {wanted(names):,}. Pass the model "
-            f"that was trained, with the same parameters frozen. {GROUPS_HINT}"
+            f"{index}, but its {len(bases[0][index])} parameters have {wanted[index]:,}. Pass the "
+            f"model that was trained, with the same parameters frozen. {GROUPS_HINT}"
         )
         raise CheckpointMismatchError(msg)
-    if first.stage == STAGE_WEIGHTS or world_size == 1:
+    if first.stage == STAGE_WEIGHTS or len(shards) == 1:
         return fitting
     return [
         order
         for base in fitting
         for order in (
             base,
-            [[names[i] for i in round_robin_order(len(names), world_size)] for names in base],
+            [[names[i] for i in round_robin_order(len(names), len(shards))] for names in base],
         )
     ]
 
 
-def _numel_in_flat(first: ShardMetadata, numel: int) -> int:
+def _numel_in_flat(first: ShardMetadata, row: ParameterRow) -> int:
     """Return the elements of a parameter in the flat buffer: in ZeRO-3, on each rank."""
+    numel = math.prod(row.shape)
     return piece_numel(numel, first.world_size) if first.stage == STAGE_WEIGHTS else numel
 
 
 def _group_numels(shards: Sequence[ShardMetadata]) -> list[int]:
     """Return the elements of each parameter group without padding: in ZeRO-3, on each rank."""
     first = shards[0]
-    if first.stage == STAGE_WEIGHTS:
-        return [
-            sum(flat.numel() for flat, of in zip(first.flats, first.groups, strict=True) if of == g)
-            for g in sorted(set(first.groups))
-        ]
-    found = []
-    for index, flat in enumerate(first.flats):
+    found = dict.fromkeys(sorted(set(first.groups)), 0)
+    for index, (flat, group) in enumerate(zip(first.flats, first.groups, strict=True)):
+        found[group] += flat.numel()
+        if first.stage == STAGE_WEIGHTS:
+            continue
         # BF16_Optimizer does not remove the padding from the masters. Each rank, or the last one
         # alone, records the padding at the end of its partition.
         cut = 0 if first.engine == BF16 else first.tail_paddings[index]
         padding = sum(o.tail_paddings[index] for o in shards)
         padding += sum(first.paddings[index]) if first.paddings else 0
-        found.append((flat.numel() + cut) * len(shards) - padding)
-    return found
+        found[group] = (flat.numel() + cut) * len(shards) - padding
+    return list(found.values())
 
 
-def _checked_groups(
-    groups: Sequence[Sequence[str]], rows: Mapping[str, ParameterRow], count: int
-) -> list[list[str]]:
+def _checked_groups(groups: Order, rows: Rows, count: int) -> Order:
     """Return groups= with the first name of tied weights, without parameters without elements."""
     first = {n: row.name for row in rows.values() for n in (row.name, *row.aliases)}
     if unknown := [n for names in groups for n in names if n not in first]:
         msg = f"groups= names parameters that the model does not have: {format_names(unknown)}"
         raise CheckpointMismatchError(msg)
-    found = [[first[n] for n in names if rows[first[n]].numel] for names in groups]
+    found = [[first[n] for n in names if 0 not in rows[first[n]].shape] for names in groups]
     every = [n for names in found for n in names]
     if twice := sorted({n for n in every if every.count(n) > 1}):
         msg = f"groups= names parameters twice: {format_names(twice)}"
@@ -682,10 +597,7 @@ def _checked_groups(
 
 
 def _flat_buffers(
-    folder: Path,
-    first: ShardMetadata,
-    order: Sequence[Sequence[str]],
-    rows: Mapping[str, ParameterRow],
+    folder: Path, first: ShardMetadata, order: Order, rows: Rows
 ) -> tuple[BufferRow, ...]:
     """Distribute the parameters of each group over its flat buffers: in ZeRO-3, its sub-groups."""
     left = {g: list(names)[::-1] for g, names in zip(sorted(set(first.groups)), order, strict=True)}
@@ -696,7 +608,7 @@ def _flat_buffers(
             names, room = [], flat.numel()
             while room > 0 and left[group]:
                 names.append(left[group].pop())
-                room -= _numel_in_flat(first, rows[names[-1]].numel)
+                room -= _numel_in_flat(first, rows[names[-1]])
             if room:
                 msg = (
                     f"{folder}: in this order, the parameters do not fill sub-group {len(found)} "
@@ -726,24 +638,3 @@ def _read(location: Location) -> torch.Tensor:
     found = torch.empty(run.stop - run.start, dtype=run.tensor.dtype)
     file.read_into([(found, run)])
     return found
-
-
-def _check_free(folder: Path) -> None:
-    """Refuse to overwrite a file that this library did not write."""
-    path = folder / TABLE_NAME
-    if os.path.lexists(path) and not (path.is_file() and FORMAT.encode() in path.read_bytes()):
-        msg = f"{path} was not written by this library and would be overwritten. Move it away"
-        raise CheckpointFormatError(msg)
-
-
-def _write(folder: Path, table: DumpsTable) -> None:
-    """Write the description in one step: other processes see all of it or nothing."""
-    hidden = folder / f".{TABLE_NAME}.{uuid.uuid4().hex}.tmp"
-    write_durably(hidden, table.to_json().encode())
-    try:
-        _check_free(folder)
-        hidden.replace(folder / TABLE_NAME)
-    except BaseException:
-        hidden.unlink(missing_ok=True)
-        raise
-    sync_directory(folder)

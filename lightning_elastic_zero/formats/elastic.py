@@ -76,14 +76,6 @@ class ElasticReader(CheckpointReader):
         allow_pickle: bool = False,
         progress: Progress = NO_PROGRESS,
     ) -> None:
-        """Open a checkpoint.
-
-        Args:
-            directory: the directory that contains ``manifest.json``.
-            manifest: the parsed manifest.
-            allow_pickle: unpickle client objects of any class.
-            progress: checked after every read and every file status.
-        """
         self.info = SourceInfo(f"{FORMAT} checkpoint")
         prefix, manifest = _without_prefix(manifest)
         directory = directory / prefix if prefix else directory
@@ -101,15 +93,12 @@ class ElasticReader(CheckpointReader):
         """Do nothing: bytes are verified when they are read."""
 
     def verify_whole(self, rank: int, world_size: int, progress: Progress) -> None:
-        """Read this rank's share of the files and verify all checksums."""
         verify_files(self.files.folder, self.manifest, rank, world_size, progress)
 
     def names(self) -> Sequence[str]:
-        """Return the files that the manifest lists, each with its checksum file."""
         return tuple(n for name in self._entries for n in (name, name + SUMS_SUFFIX))
 
     def recorded_bytes(self, name: str) -> int | None:
-        """Return the recorded size of a file, or the size of a checksum file, which follows."""
         entry = self._entries.get(name.removesuffix(SUMS_SUFFIX))
         if entry is None:
             return None
@@ -120,11 +109,6 @@ class ElasticReader(CheckpointReader):
     # -- checks before the first byte is read ------------------------------------------------
 
     def check(self, masters: Sequence[int], frozen: Sequence[int]) -> None:
-        """Check that every file of these source ranks exists, with the recorded size.
-
-        Raises:
-            CheckpointCorruptedError: files are missing or differ in size; all of them are listed.
-        """
         self._read_first = min(masters, default=None)
         names = [optimizer_file(rank, self.manifest.precision) for rank in masters]
         models = sorted({0, *frozen})  # rank 0's has the shared state
@@ -132,11 +116,6 @@ class ElasticReader(CheckpointReader):
         self._check_sizes(names)
 
     def check_files(self) -> None:
-        """Check every file that the manifest lists.
-
-        Raises:
-            CheckpointCorruptedError: as ``check``.
-        """
         self._check_sizes(entry.name for entry in self.manifest.files)
 
     def _check_sizes(self, names: Iterable[str]) -> None:
@@ -151,7 +130,6 @@ class ElasticReader(CheckpointReader):
     # -- runs of elements --------------------------------------------------------------------
 
     def locate(self, key: str, transfer: Transfer) -> Location:
-        """Return the location of a run of masters, a state or a frozen weight."""
         if transfer.name not in self._optimized:
             file = self.files.get(model_file(transfer.source_rank, self.manifest.stage))
             stored = file.tree[FROZEN][transfer.name].view(-1)
@@ -174,11 +152,7 @@ class ElasticReader(CheckpointReader):
     def _run(
         self, file: TorchFile, stored: torch.Tensor, base: int, transfer: Transfer
     ) -> StoredRun:
-        """Return the run of a stored tensor that starts at element ``base`` of the parameter.
-
-        Raises:
-            CheckpointFormatError: the tensor has fewer elements than the manifest records.
-        """
+        """Return the run of a stored tensor that starts at element ``base`` of the parameter."""
         start, stop = transfer.start - base, transfer.stop - base
         if not 0 <= start <= stop <= stored.numel():
             msg = (
@@ -206,7 +180,6 @@ class ElasticReader(CheckpointReader):
     # -- shared state ------------------------------------------------------------------------
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
-        """Return the shared state, with this rank's own values if the world size is unchanged."""
         file = self.files.get(model_file(0, self.manifest.stage))
         ours = file.tree[OURS]
         module = file.load_tree({n: file.tree["module"][n] for n in self.manifest.module_buffers})
@@ -229,19 +202,16 @@ class ElasticReader(CheckpointReader):
         return SharedState(module, client, loss_scaler, lr_scheduler, self._entry_of, extra)
 
     def optimizer_state(self) -> Mapping[Any, Any]:
-        """Return the optimizer state under keys that are not parameters."""
         file = self.files.get(model_file(0, self.manifest.stage))
         held = file.tree[OURS]["client_state"].get(OPTIMIZER_STATE, {})
         return file.load_tree(held)  # type: ignore[no-any-return]
 
     def module_buffers(self) -> Mapping[str, torch.Tensor]:
-        """Return rank 0's persistent module buffers."""
         file = self.files.get(model_file(0, self.manifest.stage))
         held = {n: file.tree["module"][n] for n in self.manifest.module_buffers}
         return file.load_tree(held)  # type: ignore[no-any-return]
 
     def recorded_fingerprint(self) -> str:
-        """Return the recorded fingerprint; empty for most saves."""
         found = self.files.get(model_file(0, self.manifest.stage)).tree[OURS].get("fingerprint")
         return found if isinstance(found, str) else ""
 
@@ -275,11 +245,7 @@ class ElasticReader(CheckpointReader):
     # -- files -------------------------------------------------------------------------------
 
     def _entry(self, name: str) -> FileEntry:
-        """Return the manifest's entry of a file.
-
-        Raises:
-            CheckpointFormatError: there is none.
-        """
+        """Return the manifest's entry of a file."""
         if name not in self._entries:
             msg = (
                 f"{self.files.folder}: the manifest does not list {name}, so it is incomplete. "
@@ -289,11 +255,7 @@ class ElasticReader(CheckpointReader):
         return self._entries[name]
 
     def _open(self, name: str) -> TorchFile:
-        """Open a file.
-
-        Raises:
-            CheckpointCorruptedError: it is damaged or of another save.
-        """
+        """Open a file."""
         folder, save_id = self.files.folder, self.manifest.save_id
         file = TorchFile(VerifiedFile(folder, self._entry(name), save_id, self.files.progress))
         try:
@@ -304,11 +266,7 @@ class ElasticReader(CheckpointReader):
         return file
 
     def _check_save(self, file: TorchFile, name: str) -> None:
-        """Compare a file's stamp with the manifest.
-
-        Raises:
-            CheckpointCorruptedError: they are of two saves, or one of them was modified.
-        """
+        """Compare a file's stamp with the manifest."""
         stamp = file.tree.get(OURS, {}) if isinstance(file.tree, dict) else {}
         wanted = self.manifest.save_id, self.manifest.progress.global_steps
         # Files from before the first release do not record the step.
@@ -324,11 +282,7 @@ class ElasticReader(CheckpointReader):
             self._check_fragments(file, stamp)
 
     def _check_fragments(self, file: TorchFile, stamp: Mapping[str, Any]) -> None:
-        """Compare the fragments that a shard records with the manifest's layout.
-
-        Raises:
-            CheckpointCorruptedError: they differ.
-        """
+        """Compare the fragments that a shard records with the manifest's layout."""
         held: list[dict[str, list[int]]] = [{} for _ in self.manifest.buffers]
         for fragment in self._layout.on_rank(stamp["rank"]):
             held[fragment.buffer][fragment.name] = [fragment.start, fragment.stop]
@@ -362,11 +316,7 @@ def _without_prefix(manifest: Manifest) -> tuple[str, Manifest]:
 def verify_files(
     directory: AnyPath, manifest: Manifest, rank: int, world_size: int, progress: Progress
 ) -> None:
-    """Read this rank's share of the files and verify all checksums.
-
-    Raises:
-        CheckpointCorruptedError: a checksum does not match.
-    """
+    """Read this rank's share of the files and verify all checksums."""
     for entry in manifest.files[rank::world_size]:
         with VerifiedFile(directory, entry, manifest.save_id) as file:
             for _, view in file.read_runs([(0, file.size_bytes)]):

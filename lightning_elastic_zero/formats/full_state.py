@@ -95,11 +95,7 @@ class BoundState:
 
 
 def bind(full_state: FullState, live: Manifest) -> BoundState:
-    """Match a checkpoint with a live model; ``check_compatible`` reports what does not fit.
-
-    Raises:
-        UnsupportedError: a hyperparameter is not plain data.
-    """
+    """Match a checkpoint with a live model; ``check_compatible`` reports what does not fit."""
     weight_of: dict[str, str] = {}
     ties = []
     canonical = {n: p.name for p in live.parameters for n in (p.name, *p.aliases)}
@@ -239,18 +235,12 @@ class FullStateReader(CheckpointReader):
     _full_state: FullState
 
     def __init__(self, path: Path, files: ForeignFiles, tensors: StoredTensors) -> None:
-        """Keep the files; ``tensors`` reads the tensors of the ``FullState``."""
         self.files = files
         self._path = path
         self._tensors = tensors
 
     def _take(self, full_state: FullState, live: Manifest | None = None) -> None:
-        """Match the content with a live model, if given, and set ``manifest`` and ``info``.
-
-        Raises:
-            CheckpointMismatchError: a weight that is tied here has two values.
-            UnsupportedError: a hyperparameter is not plain data.
-        """
+        """Match the content with a live model, if given, and set ``manifest`` and ``info``."""
         if live is None:
             names = {name: name for name in full_state.weights}
             bound = BoundState(_manifest(full_state, names, (), ()), names)
@@ -279,7 +269,6 @@ class FullStateReader(CheckpointReader):
         )
 
     def bind_alone(self) -> None:
-        """Match the checkpoint with its own weights; positions are used if only one order fits."""
         count, why = self._optimizer_count(), ""
         members: Members = ()
         if count > 1:
@@ -300,15 +289,10 @@ class FullStateReader(CheckpointReader):
         return len(self._full_state.optimizers)
 
     def _members(self) -> Members:
-        """Return the members of the one optimizer's groups.
-
-        Raises:
-            CheckpointMismatchError: they are ambiguous.
-        """
+        """Return the members of the one optimizer's groups."""
         return members_of(self._full_state.optimizers[0], self._full_state.weights)
 
     def trainer_entry(self, name: str) -> object:
-        """Return a top-level entry of Lightning's state."""
         return self._full_state.trainer.get(name)
 
     def _is_same(self, one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -327,7 +311,6 @@ class FullStateReader(CheckpointReader):
         return found.view(torch.uint8)
 
     def locate(self, key: str, transfer: Transfer) -> Location:
-        """Return the location of a run of a weight or state."""
         if key == WEIGHT:
             tensor = self._full_state.weights[self._bound.weight_of[transfer.name]]
         else:
@@ -335,7 +318,6 @@ class FullStateReader(CheckpointReader):
         return self._tensors, StoredRun(tensor, transfer.start, transfer.stop)
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
-        """Return the scalar optimizer states of a parameter."""
         if self._scalars is None:
             # All at once: each one would read a chunk of the file for a few bytes.
             kinds = {k.name: k.kind for g in self.manifest.groups for k in g.state}
@@ -352,7 +334,6 @@ class FullStateReader(CheckpointReader):
         return self._scalars.get(at.name, {})
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
-        """Return the state that is neither weights nor optimizer state."""
         del rank, world_size
         return SharedState(
             buffers=self.module_buffers(),
@@ -367,7 +348,6 @@ class FullStateReader(CheckpointReader):
         return {}
 
     def module_buffers(self) -> Mapping[str, torch.Tensor]:
-        """Return the persistent module buffers."""
         held = {name: self._full_state.weights[name] for name in self.manifest.module_buffers}
         return self._tensors.load_tree(held)  # type: ignore[no-any-return]
 

@@ -138,11 +138,6 @@ class RenamedReader(CheckpointReader):
     """An open checkpoint, presented under the model's parameter names."""
 
     def __init__(self, source: CheckpointReader, renaming: KeyMapping, where: str) -> None:
-        """Rename the parameters of ``source``; ``where`` identifies it in messages.
-
-        Raises:
-            CheckpointMismatchError: two names would become equal, or a name does not exist.
-        """
         self.files = source.files
         self._source = source
         vars(self).update({name: getattr(source, name) for name in _UNCHANGED})
@@ -173,29 +168,23 @@ class RenamedReader(CheckpointReader):
         return replace(at, name=self._saved_name(at.name))
 
     def bind(self, live: Manifest) -> None:
-        """Match the source with the model, under the saved names."""
         self._source.bind(_with_names(live, self._saved_name))
         self._describe()
 
     def bind_alone(self) -> None:
-        """Match the source without a model."""
         self._source.bind_alone()
         self._describe()
 
     def locate(self, key: str, transfer: Transfer) -> Location:
-        """Return the location of a run."""
         return self._source.locate(key, self._as_saved(transfer))
 
     def locate_rounded(self, transfer: Transfer) -> Location | None:
-        """Return the location of a run's low-precision weights."""
         return self._source.locate_rounded(self._as_saved(transfer))
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
-        """Return the scalar optimizer states of the flat buffer that contains ``at``."""
         return self._source.scalars(self._as_saved(at))
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
-        """Return the shared state; weights in the trainer's state are renamed too."""
         state = self._source.module_state(rank, world_size)
         client = dict(state.client_state)
         if isinstance(weights := client.get(WEIGHTS), dict):
@@ -208,7 +197,6 @@ class RenamedReader(CheckpointReader):
         )
 
     def module_buffers(self) -> Mapping[str, torch.Tensor]:
-        """Return the persistent module buffers."""
         return self._renamed(self._source.module_buffers())
 
     def _renamed(self, of: Mapping[str, Any]) -> dict[str, Any]:
@@ -297,12 +285,7 @@ def _opened(path: AnyPath, *, allow_pickle: bool, progress: Progress) -> Checkpo
 def _opened_in_store(
     path: StorePath, *, allow_pickle: bool, progress: Progress
 ) -> CheckpointReader:
-    """Open a checkpoint of this library in an object store.
-
-    Raises:
-        CheckpointNotFoundError: nothing is at the path.
-        CheckpointFormatError: it is of another format.
-    """
+    """Open a checkpoint of this library in an object store."""
     manifest = _own_manifest(path)
     progress.check()
     if manifest is not None:
@@ -337,11 +320,7 @@ def _own_manifest(path: AnyPath) -> Manifest | None:
 
 
 def _check_latest(path: Path) -> None:
-    """Refuse a checkpoint of this library into which DeepSpeed saved a tag later.
-
-    Raises:
-        CheckpointFormatError: ``latest`` names that tag, so it is ambiguous which one is meant.
-    """
+    """Refuse a checkpoint of this library into which DeepSpeed saved a tag later."""
     try:
         named = read_file(path / LATEST).decode(errors="replace").strip()
     except OSError:
@@ -357,11 +336,7 @@ def _check_latest(path: Path) -> None:
 
 
 def _foreign(path: Path, policy: PicklePolicy, progress: Progress) -> CheckpointReader:
-    """Open a checkpoint that other software wrote.
-
-    Raises:
-        CheckpointFormatError: the format is unknown.
-    """
+    """Open a checkpoint that other software wrote."""
     files = partial(foreign_files, policy=policy, progress=progress)
     if path.is_dir():
         # Another tag there, which DeepSpeed saved, is a checkpoint itself.

@@ -40,14 +40,6 @@ class OpenFiles(Generic[F, P]):
         limit: int = MAX_OPEN,
         progress: Progress = NO_PROGRESS,
     ) -> None:
-        """Open nothing yet.
-
-        Args:
-            folder: the checkpoint's own.
-            open_file: opens a file by its name; what it refuses it closes.
-            limit: how many are kept open at once.
-            progress: checked after every read.
-        """
         self.folder: P = folder
         self.progress = progress
         self._open_file: Callable[[str], F] = open_file
@@ -59,13 +51,7 @@ class OpenFiles(Generic[F, P]):
         self._limit = limit
 
     def get(self, name: str) -> F:
-        """Return a file, opened where it is not open.
-
-        Raises:
-            CheckpointCorruptedError: it is missing, or cut short.
-            CheckpointFormatError: it is not of ``torch.save``, damaged, or not of this checkpoint.
-            UnsupportedError: it needs a class that is not allowed.
-        """
+        """Return a file, opened where it is not open."""
         if name not in self._open:
             file = self._open[name] = self._open_file(name)
             limit = MAX_WHOLE if isinstance(file, LegacyFile) else self._limit

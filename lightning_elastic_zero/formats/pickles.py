@@ -107,11 +107,7 @@ def _allowed(policy: PicklePolicy) -> Iterator[None]:
 
 
 def unpickle(data: bytes, storage_of: Callable[[Any], Any], policy: PicklePolicy) -> Any:
-    """Unpickle a tree, with storages from ``storage_of``.
-
-    Raises:
-        pickle.UnpicklingError: a class is not allowed; damaged data raises any of ``DAMAGED``.
-    """
+    """Unpickle a tree, with storages from ``storage_of``."""
     if policy.any_class:
         return _AnyClassUnpickler(data, policy, storage_of).load()
     unpickler = _weights_only_unpickler.Unpickler(io.BytesIO(data), encoding="utf-8")
@@ -121,11 +117,7 @@ def unpickle(data: bytes, storage_of: Callable[[Any], Any], policy: PicklePolicy
 
 
 def load_stream(stream: IO[bytes], policy: PicklePolicy, where: object) -> Any:
-    """Load a whole file of ``torch.save``, with tensors on the host.
-
-    Raises:
-        UnsupportedError: a class is not allowed; damaged data raises any of ``DAMAGED``.
-    """
+    """Load a whole file of ``torch.save``, with tensors on the host."""
     try:
         with _allowed(policy):
             return torch.load(stream, map_location="cpu", weights_only=not policy.any_class)
@@ -135,11 +127,7 @@ def load_stream(stream: IO[bytes], policy: PicklePolicy, where: object) -> Any:
 
 
 def refuse_class(error: Exception, where: object) -> None:
-    """Raise an error with the remedy if an unpickler refused a class; else return.
-
-    Raises:
-        UnsupportedError: the file needs a class that is not plain data.
-    """
+    """Raise an error with the remedy if an unpickler refused a class; else return."""
     asked_for = _ASKED_FOR.search(str(error)) if isinstance(error, pickle.UnpicklingError) else None
     if asked_for:
         what = f"a Python object of {asked_for[1]}, which is not plain data"

@@ -433,11 +433,7 @@ def same_rounded(master: torch.Tensor, low: torch.Tensor) -> bool:
 
 @contextmanager
 def as_format_error(path: Path) -> Iterator[None]:
-    """Convert errors from unexpected content of a file into an error that names the file.
-
-    Raises:
-        CheckpointFormatError: an entry is missing or has an unexpected type.
-    """
+    """Convert errors from unexpected content of a file into an error that names the file."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:

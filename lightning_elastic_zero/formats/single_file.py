@@ -40,13 +40,6 @@ class SingleFileReader(FullStateReader):
     """A file of ``torch.save`` with a whole model."""
 
     def __init__(self, path: Path, files: ForeignFiles) -> None:
-        """Parse a file by its index.
-
-        Raises:
-            CheckpointFormatError: it is not of ``torch.save``, is damaged, or has no model.
-            UnsupportedError: it needs a class that is not allowed, or ranges of its tensors cannot
-                be read.
-        """
         self._file = files.get(path.name)
         super().__init__(path, files, self._file)
         tree = self._file.tree
@@ -76,17 +69,12 @@ class SingleFileReader(FullStateReader):
         ]
 
     def names(self) -> Sequence[str]:
-        """Return the one file."""
         return [self._path.name]
 
     def bind(self, live: Manifest) -> None:
         """Match the file with a live model.
 
         An evaluation uses averaged weights if the file has them, as with Lightning's strategies.
-
-        Raises:
-            CheckpointMismatchError: a weight that is tied here has two values in the file.
-            UnsupportedError: a hyperparameter is not plain data.
         """
         if self._average is not None and not live.groups:
             kind = f"{KIND} with averaged weights (taken: the average)"
@@ -99,7 +87,6 @@ class SingleFileReader(FullStateReader):
         return found
 
     def optimizer_state(self) -> Mapping[Any, Any] | None:
-        """Return the optimizer state under keys that are not parameters."""
         optimizers = self._full_state.optimizers
         if len(optimizers) != 1 or not by_position(optimizers[0]):
             return None
@@ -115,11 +102,7 @@ class SingleFileReader(FullStateReader):
 
 
 def _parts(tree: object, path: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """Split a tree into the weights and the trainer's state.
-
-    Raises:
-        CheckpointFormatError: it has no weights.
-    """
+    """Split a tree into the weights and the trainer's state."""
     if not isinstance(tree, Mapping):
         _refuse(path, f"holds a {type(tree).__name__}, not a dict with a `{WEIGHTS}`")
     weights = tree.get(WEIGHTS)
@@ -161,11 +144,7 @@ def _refuse(path: Path, what: str) -> NoReturn:
 
 
 def _checked(weights: Mapping[Any, Any], path: Path) -> dict[str, torch.Tensor]:
-    """Return weights and buffers.
-
-    Raises:
-        UnsupportedError: ranges of a tensor cannot be read, or an entry is not a named tensor.
-    """
+    """Return weights and buffers."""
     weights = {name: tensor for name, tensor in weights.items() if not is_extra_state(str(name))}
     for name, tensor in weights.items():
         if not isinstance(tensor, torch.Tensor):

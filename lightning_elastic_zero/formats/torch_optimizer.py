@@ -59,11 +59,7 @@ def is_optimizer(tree: object) -> bool:
 def plain_hyperparameters(
     groups: Sequence[Mapping[str, Any]], members: Sequence[str] = MEMBERS
 ) -> list[dict[str, Plain]]:
-    """Return the hyperparameters of parameter groups as plain data.
-
-    Raises:
-        UnsupportedError: one is not plain data.
-    """
+    """Return the hyperparameters of parameter groups as plain data."""
     return [
         {k: plain(v, f"{k!r} of parameter group {i}") for k, v in group.items() if k not in members}
         for i, group in enumerate(groups)
@@ -80,19 +76,7 @@ def by_position(saved: Mapping[str, Any]) -> bool:
 def name_states(
     saved: Mapping[str, Any], live: Manifest, order: Sequence[str], canonical: Mapping[str, str]
 ) -> NamedOptimizerState:
-    """Find the parameter of each state.
-
-    Args:
-        saved: the state dict (``is_optimizer``).
-        live: the live model.
-        order: the saved parameters by their live names, in the order of the saved model.
-        canonical: the first name of a live parameter, by each of its names.
-
-    Raises:
-        CheckpointMismatchError: no meaning of the ids fits, or several do; or the states of a
-            group's members differ.
-        UnsupportedError: a hyperparameter is not plain data.
-    """
+    """Find the parameter of each state."""
     saved_groups: Sequence[Mapping[str, Any]] = saved["param_groups"]
     shapes = {p.name: p.shape for p in live.parameters}
     table = _IdInterpretations(
@@ -130,11 +114,7 @@ class _IdInterpretations:
     shapes: Mapping[str, tuple[int, ...]]
 
     def unambiguous(self) -> Table:
-        """Return the only meaning that fits.
-
-        Raises:
-            CheckpointMismatchError: none fits, or several do.
-        """
+        """Return the only meaning that fits."""
         ids = [key for group in self.groups for key in group["params"]]
         if all("param_names" in group for group in self.groups):
             return self._named(self._full([list(group["param_names"]) for group in self.groups]))
@@ -176,11 +156,7 @@ class _IdInterpretations:
         return tuple(tuple(self.canonical.get(n, n) for n in group) for group in names)
 
     def _named(self, names: Sequence[Sequence[str]]) -> Table:
-        """Return the live names; unknown names are kept and reported.
-
-        Raises:
-            CheckpointMismatchError: a state has another shape than its parameter.
-        """
+        """Return the live names; unknown names are kept and reported."""
         table = self._known(names)
         if misfit := next(self._misfits(table), None):
             msg = f"the optimizer's state of {misfit}; {FRESH_OPTIMIZER_HINT}"
@@ -265,11 +241,7 @@ def with_dimensions(states: Iterable[object]) -> frozenset[str]:
 def _elementwise(
     states: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]
 ) -> frozenset[str]:
-    """Return the states with one value per element, as parameters with dimensions show.
-
-    Raises:
-        CheckpointMismatchError: no parameter has dimensions.
-    """
+    """Return the states with one value per element, as parameters with dimensions show."""
     shaped = [state for name, state in states.items() if shapes.get(name, (1,))]
     if states and not shaped:
         msg = (
@@ -283,11 +255,7 @@ def _elementwise(
 def _table_of(
     names: Sequence[str], states: Mapping[str, Mapping[str, Any]], elementwise: frozenset[str]
 ) -> tuple[StateKey, ...]:
-    """Return the states of a group's members.
-
-    Raises:
-        CheckpointMismatchError: members have different states, or some have none.
-    """
+    """Return the states of a group's members."""
     if not states:
         return ()
     if lacking := [name for name in names if not states.get(name)]:
@@ -348,15 +316,7 @@ def describe_alone(weights: Mapping[str, torch.Tensor], members: Members) -> Man
 
 
 def members_of(saved: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> Members:
-    """Return the names of the members of a state dict's groups.
-
-    Args:
-        saved: a torch optimizer's state dict; its tensors need no values.
-        weights: the weights of its model, in the model's order.
-
-    Raises:
-        CheckpointMismatchError: positions or names are ambiguous or unknown.
-    """
+    """Return the names of the members of a state dict's groups."""
     groups: Sequence[Mapping[str, Any]] = saved["param_groups"]
     ids = [tuple(group["params"]) for group in groups]
     if all("param_names" in group for group in groups):
@@ -385,11 +345,7 @@ def members_of(saved: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) ->
 
 
 def _known(members: Sequence[tuple[str, ...]], weights: Mapping[str, torch.Tensor]) -> Members:
-    """Return the names of the weights, which may have the name of a submodule as prefix.
-
-    Raises:
-        CheckpointMismatchError: a weight has none of the names.
-    """
+    """Return the names of the weights, which may have the name of a submodule as prefix."""
     given = [name for group in members for name in group]
     if not given or all(name in weights for name in given):
         return tuple(members)

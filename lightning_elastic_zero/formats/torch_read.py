@@ -200,12 +200,7 @@ class StoredRun:
     """The element after the last one."""
 
     def check_fills(self, target: torch.Tensor, where: AnyPath) -> None:
-        """Refuse a target that the run does not fill.
-
-        Raises:
-            CheckpointMismatchError: elements would be cast from or to integers.
-            ValueError: the run reaches beyond its tensor, or has more or fewer elements.
-        """
+        """Refuse a target that the run does not fill."""
         numel = self.stop - self.start
         if not 0 <= self.start <= self.stop <= self.tensor.numel():
             msg = f"[{self.start}, {self.stop}) is not within {tuple(self.tensor.shape)}."
@@ -232,17 +227,7 @@ class TorchFile:
     """
 
     def __init__(self, file: RangeSource, policy: PicklePolicy = PLAIN_DATA) -> None:
-        """Read the index of an open file; close the file if that fails.
-
-        Args:
-            file: a ``VerifiedFile``, or a file without recorded checksums.
-            policy: the classes that its pickle may contain.
-
-        Raises:
-            CheckpointCorruptedError: the file is truncated, or differs from what was written.
-            CheckpointFormatError: the file is not of ``torch.save``, or is damaged.
-            UnsupportedError: it contains objects of a class that the policy does not allow.
-        """
+        """Read the index of an open file; close the file if that fails."""
         self.path = file.path
         self._file = file
         self._policy = policy
@@ -340,11 +325,7 @@ class TorchFile:
         raise CheckpointFormatError(msg)
 
     def _byte_range(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Return the bytes ``[start, stop)`` of a tensor's elements, including gaps between them.
-
-        Raises:
-            CheckpointFormatError: the tensor is not of this file, or exceeds its storage.
-        """
+        """Return the bytes ``[start, stop)`` of a tensor, including gaps between its elements."""
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             self._refuse(f"has a tensor that is not plain ({tensor.layout})")
         name = self._record_of.get(tensor.untyped_storage())
@@ -362,11 +343,7 @@ class TorchFile:
     # -- data ------------------------------------------------------------------------------------
 
     def verify(self, progress: Progress = NO_PROGRESS) -> None:
-        """Read the whole file, and compare the CRC-32 of each record where one was written.
-
-        Raises:
-            CheckpointCorruptedError: bytes of a record are not what was written.
-        """
+        """Read the whole file, and compare the CRC-32 of each record where one was written."""
         for name, info in self._records.items():
             start, wanted, found = self._start_of(name), info.CRC, 0
             stop = start + info.file_size
@@ -441,11 +418,7 @@ class TorchFile:
         return _RangeCopy(start_byte, dtype, target.detach())
 
     def load_tree(self, subtree: Any) -> Any:
-        """Return a copy of a part of the tree, with the values of its tensors (``with_copies``).
-
-        Raises:
-            CheckpointCorruptedError: bytes of the file are not what was written.
-        """
+        """Return a copy of a part of the tree, with the values of its tensors (``with_copies``)."""
         copies, jobs = {}, []
         for tensor in tensors_of(subtree):
             if id(tensor) not in copies:
@@ -591,11 +564,7 @@ ZIP_MARK = b"PK\x03\x04"
 
 
 def is_legacy(path: Path) -> bool:
-    """Whether a file is not a zip, so that it cannot be read by ranges.
-
-    Raises:
-        CheckpointCorruptedError: it is missing or cannot be read.
-    """
+    """Whether a file is not a zip, so that it cannot be read by ranges."""
     try:
         with os.fdopen(open_file(path)[0], "rb") as file:
             return file.read(len(ZIP_MARK)) != ZIP_MARK
@@ -610,12 +579,6 @@ class LegacyFile:
     saved_as = ""
 
     def __init__(self, path: Path, policy: PicklePolicy, progress: Progress = NO_PROGRESS) -> None:
-        """Load a file; ``progress`` is checked after every read.
-
-        Raises:
-            CheckpointFormatError: it is not of ``torch.save``, or damaged.
-            UnsupportedError: it needs a class that the policy does not allow.
-        """
         self.path: AnyPath = path
         self.bytes_read = path.stat().st_size
         try:

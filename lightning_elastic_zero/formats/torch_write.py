@@ -101,7 +101,6 @@ class TorchFileWriter:
     """Writes one file: ``add`` each large tensor, put the stand-ins into a tree, and ``write``."""
 
     def __init__(self) -> None:
-        """Start without tensors."""
         self._feeds: list[_SourceBytes] = []
 
     def add(self, source: ChunkedSource) -> torch.Tensor:

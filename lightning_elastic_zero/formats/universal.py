@@ -44,12 +44,6 @@ class UniversalReader(TagReader):
     """A Universal Checkpoint."""
 
     def __init__(self, folder: TagFolder, files: ForeignFiles) -> None:
-        """Parse the folder.
-
-        Raises:
-            CheckpointCorruptedError: files are missing.
-            CheckpointFormatError: files are of different runs.
-        """
         super().__init__(folder, files)
         self._shapes = self._first.shapes
         self._stage = STAGE_WEIGHTS if self._partitioned else 1
@@ -94,11 +88,7 @@ class UniversalReader(TagReader):
         return [name for name in self._listed if "/" not in name] or super()._model_names()
 
     def _find_keys(self) -> Mapping[str, tuple[str, ...]]:
-        """Return the states of each parameter that have a file.
-
-        Raises:
-            CheckpointCorruptedError: lists all missing files.
-        """
+        """Return the states of each parameter that have a file."""
         root = self.files.folder / "zero"
         found = {}
         for name in self._flat_of:
@@ -138,7 +128,6 @@ class UniversalReader(TagReader):
         return f"zero/{name}/{key or MASTER}.pt"
 
     def names(self) -> Sequence[str]:
-        """Return the names of the files."""
         states = [self._file(n, key) for n, keys in self._keys.items() for key in (MASTER, *keys)]
         return [*self._model_names(), OPTIMIZER_STATE, *states]
 
@@ -190,11 +179,7 @@ class UniversalReader(TagReader):
         return next((n for n, shape in shapes if numel_of(shape)), shapes[0][0])
 
     def _tensor(self, name: str, key: str) -> torch.Tensor:
-        """Return a state or master of a parameter, whole and on the meta device.
-
-        Raises:
-            CheckpointFormatError: it has another size than the parameter.
-        """
+        """Return a state or master of a parameter, whole and on the meta device."""
         file = self._file(name, key)
         tree = self.files.tree(file)
         tensor = tree["param"] if isinstance(tree, Mapping) else tree
@@ -211,12 +196,6 @@ class UniversalReader(TagReader):
     # -- CheckpointReader ------------------------------------------------------------------------
 
     def check_files(self) -> None:
-        """Check that every file exists and has the size of its parameter.
-
-        Raises:
-            CheckpointCorruptedError: files are missing.
-            CheckpointFormatError: files are of another run.
-        """
         self._check_model_files()
         for name, keys in self._keys.items():
             for key in (WEIGHT, *(key for key in keys if key != STEP)):
@@ -225,11 +204,7 @@ class UniversalReader(TagReader):
             self._check_steps()
 
     def _check_steps(self) -> None:
-        """Refuse a flat buffer whose parameters have different step counts.
-
-        Raises:
-            CheckpointCorruptedError: they differ.
-        """
+        """Refuse a flat buffer whose parameters have different step counts."""
         for shapes in self._shapes:
             counted: dict[str, str] = {}
             for name, shape in shapes.items():
@@ -249,7 +224,6 @@ class UniversalReader(TagReader):
         return PerParameterPartition(manifest.buffers, 1)
 
     def locate(self, key: str, transfer: Transfer) -> Location:
-        """Return the location of a run of masters, of a state or of a frozen weight."""
         if key == WEIGHT and transfer.name in self._first.frozen:
             return self._locate_frozen(transfer)
         tensor = self._tensor(transfer.name, key)
@@ -257,7 +231,6 @@ class UniversalReader(TagReader):
         return file, StoredRun(tensor, transfer.start, transfer.stop)
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
-        """Return the scalar optimizer states of the flat buffer that contains ``at``."""
         return self._scalar_values(at.buffer)
 
     def _loss_scaler(self) -> Mapping[str, Plain]:

@@ -28,7 +28,6 @@ RACES = "tests/core/test_user_files.py::TestRaces::"
 DELETING = "tests/core/test_user_files.py::TestDeleting::"
 LEFT = "tests/core/test_user_files.py::TestLeftovers::"
 LINKS = "tests/core/test_user_files.py::TestLinks::"
-DUMPS = "tests/foreign/test_dumps.py::test_a_file_of_the_descriptions_name_stays"
 NEW_FILES = "tests/core/test_storage.py::TestChecksummedWriter::test_a_file_is_never_overwritten"
 LATEST_FILE = "tests/core/test_storage.py::TestReplaceDurably::test_only_the_named_file_changes"
 TAKEN = RACES + "test_a_name_that_was_taken_meanwhile"
@@ -140,9 +139,6 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("selftest.py", "_write", "path.open to write"): SELFTEST_WORLDS,
     ("selftest.py", "_run_rank", "os.O_WRONLY"): SELFTEST_WORLDS,
     ("selftest.py", "put", "self._path.open to write"): SELFTEST_WORLDS,
-    # -- describe_dumps
-    ("formats/dumps.py", "_write", "hidden.unlink"): DUMPS,
-    ("formats/dumps.py", "_write", "hidden.replace"): DUMPS,
 }
 """Where: file, function, call; and the test in which somebody else's files survive it."""
 
