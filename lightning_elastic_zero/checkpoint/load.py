@@ -70,7 +70,7 @@ from lightning_elastic_zero.errors import (
     ElasticZeroError,
     RanksError,
 )
-from lightning_elastic_zero.formats.deepspeed_tags import is_deepspeed
+from lightning_elastic_zero.formats.deepspeed_files import is_deepspeed
 from lightning_elastic_zero.formats.open import RenamedReader, open_checkpoint
 from lightning_elastic_zero.formats.reader import WEIGHT, CheckpointReader, SharedState, Targets
 from lightning_elastic_zero.storage.checkpoints import (

@@ -1,4 +1,4 @@
-"""Names of DeepSpeed's checkpoint files and entries, and stand-ins for its pickled classes.
+"""DeepSpeed's checkpoint folders: names of files and entries, and stand-ins for pickled classes.
 
 The names are those of DeepSpeed 0.19.8 (``runtime/engine.py``, ``checkpoint/constants.py``), so
 that ``zero_to_fp32.py`` and Lightning's converter find the files that they expect. The stand-ins
@@ -7,10 +7,15 @@ keep the saved fields and do nothing else, so that files are read without import
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from lightning_elastic_zero.core.manifest import STAGE_WEIGHTS, Plain
-from lightning_elastic_zero.storage.ownership import TAG
+from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
+from lightning_elastic_zero.storage.ownership import LATEST, TAG
+from lightning_elastic_zero.storage.stores import AnyPath, StorePath
 
 CLIENT_OBJECTS = f"{TAG}/client_objects.pt"
 
@@ -30,17 +35,28 @@ def fp32_key(stage: int) -> str:
     return FP32_STAGE_3 if stage == STAGE_WEIGHTS else FP32_STAGE_1_2
 
 
+MODEL_NAME = "mp_rank_00_model_states.pt"
+"""The only model file of ZeRO-1/2."""
+
+
+def optimizer_name(rank: int, prefix: str) -> str:
+    """Return the name of a rank's optimizer shard."""
+    return f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
+def partitioned_model_name(rank: int) -> str:
+    """Return the name of a rank's model file in ZeRO-3."""
+    return f"zero_pp_rank_{rank}_{MODEL_NAME}"
+
+
 def optimizer_file(rank: int, precision: str) -> str:
-    """Return the name of a rank's optimizer shard, relative to the checkpoint."""
-    prefix = "bf16_" if precision == "bf16" else ""
-    return f"{TAG}/{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+    """Return the path of a rank's optimizer shard in a checkpoint of this library."""
+    return f"{TAG}/{optimizer_name(rank, 'bf16_' if precision == 'bf16' else '')}"
 
 
 def model_file(rank: int, stage: int) -> str:
-    """Return the name of a rank's model file; in ZeRO-1/2 only rank 0 writes one."""
-    if stage == STAGE_WEIGHTS:
-        return f"{TAG}/zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
-    return f"{TAG}/mp_rank_00_model_states.pt"
+    """Return the path of a rank's model file; in ZeRO-1/2 only rank 0 writes one."""
+    return f"{TAG}/{partitioned_model_name(rank) if stage == STAGE_WEIGHTS else MODEL_NAME}"
 
 
 class Fields:
@@ -78,3 +94,159 @@ def stub_fields(scaler: object) -> dict[str, Plain]:
         return {}
     fields = {k: v for k, v in vars(scaler).items() if isinstance(v, (bool, int, float))}
     return {"class": type(scaler).__name__, **fields}
+
+
+_OPTIMIZER = re.compile(r"((?:bf16_|fp16_)?)zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+_MODEL_3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_PARALLEL = re.compile(r"(layer_\d+|expert_\d+|layer_\d+_expert_\d+)[-_].*\.pt")
+
+
+LATEST_UNIVERSAL = "latest_universal"
+"""Contains the last tag that ``ds_to_universal`` wrote."""
+
+OPTIMIZER_STATE = "zero/optimizer_state.pt"
+"""The file of a Universal Checkpoint with hyperparameters and other optimizer data."""
+
+
+@dataclass(frozen=True, slots=True)
+class TagFolder:
+    """The folder of one tag, and the files in it by rank."""
+
+    optimizer: Mapping[str, Mapping[int, str]]
+    """Per prefix (``""``, ``"bf16_"``): the optimizer shard of each rank."""
+    model: str = ""
+    """The one model file of ZeRO-1/2; empty in ZeRO-3."""
+    models: Mapping[int, str] = field(default_factory=dict)
+    """ZeRO-3: each rank's model file."""
+
+
+def check_saved_name(path: Path, saved_as: str) -> None:
+    """Refuse a file that was saved under DeepSpeed's name of another rank or kind of file."""
+    meant = _kind_and_ranks(f"{saved_as}.pt")
+    if meant is not None and meant != _kind_and_ranks(path.name):
+        msg = (
+            f"{path} was saved as {saved_as}.pt and renamed. "
+            "Copy the files of this tag again, each under its own name"
+        )
+        raise CheckpointFormatError(msg)
+
+
+def _kind_and_ranks(name: str) -> tuple[str, ...] | None:
+    """Return the kind of file and its ranks; None for other names."""
+    for kind, pattern in (("shard", _OPTIMIZER), ("model", _MODEL), ("model of ZeRO-3", _MODEL_3)):
+        if found := pattern.fullmatch(name):
+            return kind, *(number for number in found.groups() if number.isdecimal())
+    return None
+
+
+def is_universal(folder: Path) -> bool:
+    """Whether a tag's folder is a Universal Checkpoint, possibly an incomplete one."""
+    return (folder / OPTIMIZER_STATE).is_file() or any(folder.glob("zero/*/fp32.pt"))
+
+
+def is_deepspeed(folder: Path) -> bool:
+    """Whether a folder contains the files of one tag."""
+    patterns = ("*_model_states.pt", "*_optim_states.pt")
+    return any(any(folder.glob(pattern)) for pattern in patterns) or is_universal(folder)
+
+
+def tags_in(folder: Path) -> list[str]:
+    """Return the sorted names of the tags in a folder."""
+    found = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+    return [name for name in found if is_deepspeed(folder / name)]
+
+
+def _latest_tags(path: Path) -> dict[Path, str]:
+    """Return the tags that ``latest`` and ``latest_universal`` name, by those files."""
+    files = [path / name for name in (LATEST, LATEST_UNIVERSAL) if (path / name).is_file()]
+    return {file: file.read_text("utf-8", errors="replace").strip() for file in files}
+
+
+def find_tag_folder(path: Path) -> Path | None:
+    """Return the tag's folder at or below a path; None if there are no files of DeepSpeed.
+
+    It is the path itself, the tag that ``latest`` names, or the only tag.
+    """
+    if is_deepspeed(path):
+        return path
+    tags = tags_in(path)
+    if named := _latest_tags(path):
+        latest, tag = next(iter(named.items()))
+        if tag in tags:
+            return path / tag
+        found = f"found {', '.join(tags)}" if tags else "found no folder of a tag"
+        msg = (
+            f"{latest} names the tag {tag!r}, which does not exist; {found}. Pass the folder of "
+            "a tag as the path"
+        )
+        raise CheckpointFormatError(msg)
+    if len(tags) > 1:
+        msg = (
+            f"{path} has the tags {', '.join(tags)}, but no file `{LATEST}` that names one of "
+            "them: pass the folder of a tag as the path"
+        )
+        raise CheckpointFormatError(msg)
+    return path / tags[0] if tags else None
+
+
+def read_tag_folder(path: Path) -> TagFolder:
+    """Sort the files of a tag's folder."""
+    optimizer: dict[str, dict[int, str]] = {}
+    model, models = "", {}
+    for name in sorted(entry.name for entry in path.iterdir()):
+        parallel = _PARALLEL.fullmatch(name)
+        if found := _OPTIMIZER.fullmatch(name):
+            parallel = found if int(found[3]) else None
+            optimizer.setdefault(found[1], {})[int(found[2])] = name
+        elif found := _MODEL_3.fullmatch(name):
+            parallel = found if int(found[2]) else None
+            models[int(found[1])] = name
+        elif found := _MODEL.fullmatch(name):
+            parallel = found if int(found[1]) else None
+            model = name
+        if parallel:
+            msg = (
+                f"{path / name} was written with tensor, pipeline or expert parallelism: this "
+                "library resumes data-parallel (ZeRO) runs only"
+            )
+            raise UnsupportedError(msg)
+    # A Universal Checkpoint may have one for each kind of engine.
+    if model and models and not is_universal(path):
+        msg = (
+            f"{path} contains {model} of a ZeRO-1/2 run and {models[min(models)]} of a ZeRO-3 run: "
+            "two runs were saved into one folder. Remove the files of one of them"
+        )
+        raise CheckpointFormatError(msg)
+    return TagFolder(optimizer, model, models)
+
+
+def describe_missing_latest(path: AnyPath) -> str:
+    """Describe that DeepSpeed does not find the only tag of a checkpoint; empty if it does.
+
+    This library uses the only tag of a folder even if no file names it.
+    """
+    if isinstance(path, StorePath) or not path.is_dir() or is_deepspeed(path):
+        return ""
+    tags = tags_in(path)
+    if len(tags) != 1:
+        return ""
+    (tag,) = tags
+    named = _latest_tags(path)
+    if tag in named.values():
+        return ""
+    universal = is_universal(path / tag)
+    name = LATEST_UNIVERSAL if universal else LATEST
+    lack = f"there is no {name} that names the tag {tag!r}"
+    if named:
+        file, other = next(iter(named.items()))
+        lack = f"{file.name} names the tag {other[:80]!r}, which does not exist"
+    does = (
+        "engine.load_checkpoint raises"
+        if universal
+        else "engine.load_checkpoint loads nothing and only warns, zero_to_fp32.py raises"
+    )
+    return (
+        f"{lack}. This library uses the only tag; DeepSpeed does not ({does}, unless it gets the "
+        f"tag). For DeepSpeed, write {tag} into {path / name}"
+    )

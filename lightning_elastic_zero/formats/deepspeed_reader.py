@@ -27,18 +27,23 @@ from lightning_elastic_zero.core.manifest import (
 )
 from lightning_elastic_zero.core.partition import FlatBuffer, piece_start
 from lightning_elastic_zero.core.tensors import Scalar, dtype_name, precision_of
-from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
     CheckpointFormatError,
     UnsupportedError,
 )
-from lightning_elastic_zero.formats.deepspeed_files import OPTIMIZER, OURS, stub_fields
+from lightning_elastic_zero.formats.deepspeed_files import (
+    MODEL_NAME,
+    OPTIMIZER,
+    OURS,
+    TagFolder,
+    optimizer_name,
+    partitioned_model_name,
+    stub_fields,
+)
 from lightning_elastic_zero.formats.deepspeed_shards import RESUME_FROM_ANOTHER, ZeroShardSet
-from lightning_elastic_zero.formats.deepspeed_tags import TagFolder
 from lightning_elastic_zero.formats.open_files import ForeignFiles
 from lightning_elastic_zero.formats.reader import (
-    FRESH_OPTIMIZER_HINT,
     WEIGHT,
     CheckpointReader,
     Location,
@@ -103,7 +108,8 @@ class ModelFile:
         if int(tree.get("mp_world_size") or 1) != 1:
             msg = f"{where} was written with tensor parallelism, which is not supported"
             raise UnsupportedError(msg)
-        module = _weights_and_buffers(tree)
+        # Extra states may be tensors too.
+        module = {n: value for n, value in _module_of(tree).items() if not is_extra_state(n)}
         self.world_size = int(tree["dp_world_size"])
         self.shapes: Sequence[Mapping[str, Sequence[int]]] = tree["param_shapes"]
         self.buffers: tuple[str, ...] = tuple(n for n in tree["buffer_names"] if n in module)
@@ -113,7 +119,9 @@ class ModelFile:
         pieces: Mapping[str, Any] = tree.get("frozen_param_fragments") or {}
         # ZeRO-3's pieces of frozen weights take precedence over the placeholders in the module.
         weights = {**module, **pieces}
-        self._dtypes = {n: t.dtype for n, t in weights.items() if isinstance(t, torch.Tensor)}
+        self.dtypes = {n: t.dtype for n, t in weights.items() if isinstance(t, torch.Tensor)}
+        """Low-precision dtypes by name: ZeRO-3 keeps a placeholder of that dtype."""
+        self.dtype = self.dtypes[next(name for shapes in self.shapes for name in shapes)]
         self._shared = {**duplicate_names(module), **(tree.get("shared_params") or {})}
         self.frozen = self._frozen_shapes(tree, module)
 
@@ -128,9 +136,11 @@ class ModelFile:
         if listed := tree.get("frozen_param_shapes"):
             # Weights that were frozen after the optimizer was created are listed too.
             return {n: tuple(map(int, shape)) for n, shape in listed.items() if n not in owned}
+        shapes = {name: shape for shapes in self.shapes for name, shape in shapes.items()}
+        sized = [name for name, shape in shapes.items() if 0 not in tuple(shape)]
+        if any(isinstance(t := module.get(n), torch.Tensor) and not t.numel() for n in sized):
+            return {}  # empty placeholders of ZeRO-3
         known = owned | set(self.buffers)
-        if self._is_placeholders(module):
-            return {}
         return {
             name: tuple(tensor.shape)
             for name, tensor in module.items()
@@ -139,25 +149,6 @@ class ModelFile:
             # DeepSpeed lists empty parameters as tied, although they share no memory.
             and (name not in self._shared or not tensor.numel())
         }
-
-    def _is_placeholders(self, module: Mapping[str, Any]) -> bool:
-        """Whether the module has empty placeholders for its weights, as in ZeRO-3."""
-        return any(
-            isinstance(module.get(name), torch.Tensor)
-            and not module[name].numel()
-            and 0 not in tuple(shape)
-            for shapes in self.shapes
-            for name, shape in shapes.items()
-        )
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The low-precision dtype of the trained weights."""
-        return self.dtype_of(next(name for shapes in self.shapes for name in shapes))
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        """Return a weight's low-precision dtype: ZeRO-3 keeps a placeholder of that dtype."""
-        return self._dtypes[name]
 
     def aliases(self, name: str) -> tuple[str, ...]:
         """Return the other names of a tied weight."""
@@ -175,7 +166,7 @@ class ModelFile:
             ("number of ranks", self.world_size, other.world_size),
             ("step counters", self.progress, other.progress),
             ("DeepSpeed version", self.deepspeed, other.deepspeed),
-            ("parameters", _table(self.shapes), _table(other.shapes)),
+            ("parameters", *(_as_tuples(each.shapes) for each in (self, other))),
         ):
             if mine != theirs:
                 shown = "" if what == "parameters" else f" ({mine} and {theirs})"
@@ -203,15 +194,8 @@ def _module_of(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     return module
 
 
-def _weights_and_buffers(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the module's state dict without extra states, which may be tensors too."""
-    return {n: value for n, value in _module_of(tree).items() if not is_extra_state(n)}
-
-
-def _table(
-    shapes: Sequence[Mapping[str, Sequence[int]]],
-) -> list[list[tuple[str, tuple[int, ...]]]]:
-    return [[(n, tuple(int(s) for s in shape)) for n, shape in g.items()] for g in shapes]
+def _as_tuples(shapes: Sequence[Mapping[str, Sequence[int]]]) -> list[Any]:
+    return [[(name, tuple(map(int, shape))) for name, shape in g.items()] for g in shapes]
 
 
 def _progress(tree: Mapping[str, Any]) -> TrainingProgress:
@@ -231,12 +215,6 @@ def _progress(tree: Mapping[str, Any]) -> TrainingProgress:
     )
 
 
-OTHERS_BUFFERS = "buffers of ranks other than 0"
-
-NAME_IN_ZERO_1_2 = "mp_rank_00_model_states.pt"
-"""The name of the only model file in ZeRO-1/2."""
-
-
 class TagReader(CheckpointReader):
     """The model files of a tag's folder.
 
@@ -250,8 +228,8 @@ class TagReader(CheckpointReader):
         """Whether the weights are partitioned (ZeRO-3)."""
         self._check_beginning()
         self._first = ModelFile(self.files, self._model_name(0))
-        buffers = () if self._partitioned or not self._first.buffers else (OTHERS_BUFFERS,)
-        self._lacks = ("RNG states", *buffers)
+        shared = self._first.buffers and not self._partitioned
+        self._lacks = ("RNG states", *(["buffers of ranks other than 0"] if shared else []))
         """Parts of a run's state that these files do not contain."""
 
     # -- which files -----------------------------------------------------------------------------
@@ -264,21 +242,21 @@ class TagReader(CheckpointReader):
         if self._folder.model:
             return self._folder.model
         if not self._folder.models:  # The stage is unknown.
-            either = f"{NAME_IN_ZERO_1_2} (of ZeRO-1/2) or {_name_in_zero_3(rank)} (of ZeRO-3)"
+            either = f"{MODEL_NAME} (of ZeRO-1/2) or {partitioned_model_name(rank)} (of ZeRO-3)"
             self._refuse_missing([either])
         if rank not in self._folder.models:
-            self._refuse_missing([_name_in_zero_3(rank)])
+            self._refuse_missing([partitioned_model_name(rank)])
         return self._folder.models[rank]
 
     def _model_names(self) -> list[str]:
         """Return the names of all ranks' files, including missing ones."""
         if self._folder.model:
             return [self._folder.model]
-        return [_name_in_zero_3(rank) for rank in range(self._first.world_size)]
+        return [partitioned_model_name(rank) for rank in range(self._first.world_size)]
 
     def _refuse_missing(self, names: Sequence[str]) -> NoReturn:
         msg = (
-            f"{self._folder.path} is incomplete: {', '.join(names)} "
+            f"{self.files.folder} is incomplete: {', '.join(names)} "
             f"{'are' if len(names) > 1 else 'is'} missing. Copy all files of this tag, or resume "
             "from another checkpoint"
         )
@@ -311,13 +289,13 @@ class TagReader(CheckpointReader):
         ]
         frozen = [(name, shape, None) for name, shape in first.frozen.items()]
         return Manifest(
-            save_id=file_list_digest(self._folder.path, self.names(), self.files.progress),
+            save_id=file_list_digest(self.files.folder, self.names(), self.files.progress),
             stage=stage,
             world_size=first.world_size,
             precision=precision_of(first.dtype),
             master_dtype=dtype_name(master_dtype),
             parameters=tuple(
-                Parameter(name, shape, dtype_name(first.dtype_of(name)), group, first.aliases(name))
+                Parameter(name, shape, dtype_name(first.dtypes[name]), group, first.aliases(name))
                 for name, shape, group in (*owned, *frozen)
             ),
             groups=groups,
@@ -366,17 +344,14 @@ class TagReader(CheckpointReader):
         """Return the fields of the loss scaler."""
 
 
-def _name_in_zero_3(rank: int) -> str:
-    return f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
-
-
 class ZeroReader(TagReader):
     """The folder of one tag of stock DeepSpeed."""
 
     def __init__(self, folder: TagFolder, files: ForeignFiles) -> None:
         super().__init__(folder, files)
         first = self._first
-        self._shard_names = self._choose_shards()
+        self._prefix = self._choose_prefix()
+        self._shard_names = self._folder.optimizer[self._prefix]
         self._shards = ZeroShardSet(
             files, self._shard_name, first.shapes, first.world_size, OPTIMIZER
         )
@@ -389,44 +364,39 @@ class ZeroReader(TagReader):
             else "hyperparameters of the parameter groups"
         )
         lacks = () if hyperparameters else (groups,)
+        elastic = "elastic " if self._shards.elastic else ""
         self.info = SourceInfo(
-            self._kind(),
+            f"stock DeepSpeed checkpoint of {elastic}{self._shards.engine}",
             (*self._lacks, *lacks),
             hyperparameters,
             mixed=self._mixed(),
-            unmatched=self._unmatched(),
+            unmatched=self._shards.unmatched(),
         )
 
     # -- which files -----------------------------------------------------------------------------
 
-    def _choose_shards(self) -> Mapping[int, str]:
-        """Return the optimizer shards by rank, for the model file's precision."""
-        bf16 = self._first.dtype == torch.bfloat16
-        kinds = self._folder.optimizer
-        prefixes = [p for p in (("bf16_", "") if bf16 else ("", "fp16_")) if p in kinds]
-        if not prefixes:
-            prefix = "bf16_" if bf16 else ""
-            self._refuse_missing([f"{prefix}zero_pp_rank_0_mp_rank_00_optim_states.pt"])
-        return kinds[prefixes[0]]
+    def _choose_prefix(self) -> str:
+        """Return the prefix of the optimizer shards of the model file's precision."""
+        wanted = ("bf16_", "") if self._first.dtype == torch.bfloat16 else ("", "fp16_")
+        found = [prefix for prefix in wanted if prefix in self._folder.optimizer]
+        if not found:
+            self._refuse_missing([optimizer_name(0, wanted[0])])
+        return found[0]
 
     def _shard_name(self, rank: int) -> str:
         if rank not in self._shard_names:
-            self._refuse_missing([self._absent(rank)])
+            self._refuse_missing([optimizer_name(rank, self._prefix)])
         return self._shard_names[rank]
-
-    def _absent(self, rank: int) -> str:
-        """Return the name that a rank's shard would have."""
-        known, name = min(self._shard_names.items())
-        return name.replace(f"rank_{known}_", f"rank_{rank}_", 1)
 
     def names(self) -> Sequence[str]:
         ranks = range(self._first.world_size)
-        shards = [self._shard_names.get(rank) or self._absent(rank) for rank in ranks]
-        return [*self._model_names(), *shards]
+        return [*self._model_names(), *(optimizer_name(rank, self._prefix) for rank in ranks)]
 
     def check_files(self) -> None:
         ranks = range(self._first.world_size)
-        missing = [self._absent(rank) for rank in ranks if rank not in self._shard_names]
+        missing = [
+            optimizer_name(rank, self._prefix) for rank in ranks if rank not in self._shard_names
+        ]
         self._check_model_files(missing)
         self._shards.check_all()
 
@@ -435,7 +405,7 @@ class ZeroReader(TagReader):
     def _check_stage(self) -> None:
         if (self._shards.stage == STAGE_WEIGHTS) != self._partitioned:
             msg = (
-                f"{self._folder.path}: {self._first.name} and {self._shard_name(0)} are not of one "
+                f"{self.files.folder}: {self._first.name} and {self._shard_name(0)} are not of one "
                 "run: one is from ZeRO-3, the other from ZeRO-1/2. Remove the files of one run"
             )
             raise CheckpointFormatError(msg)
@@ -458,36 +428,6 @@ class ZeroReader(TagReader):
             "from another checkpoint. If the optimizer was reset during the run, pass "
             "load_optimizer_state=False"
         )
-
-    def _unmatched(self) -> str:
-        """Describe why the optimizer state cannot be restored; else empty."""
-        if self._shards.counts_in_groups():
-            return (
-                "its optimizer counts steps in the parameter groups, which elastic shards do not "
-                f"contain, so the step counters would restart at zero; {FRESH_OPTIMIZER_HINT}"
-            )
-        if self._shards.keeps_whole_momenta():
-            return (
-                "ZeRO-1/2 keeps Muon's momentum of whole parameters, at offsets that the file does "
-                f"not record; {FRESH_OPTIMIZER_HINT}"
-            )
-        if surplus := self._shards.of_no_parameter():
-            return (
-                f"its optimizer has state that belongs to no parameter (keys {', '.join(surplus)}),"
-                " which is only restored from checkpoints of this library; "
-                f"{FRESH_OPTIMIZER_HINT}"
-            )
-        if not (lacking := self._shards.without_state()):
-            return ""
-        return (
-            f"it has no optimizer state for {format_names(lacking)}, but for other parameters of "
-            "the same group: with partial offload (offload_optimizer's ratio), DeepSpeed does not "
-            f"save the state on the GPU; {FRESH_OPTIMIZER_HINT}"
-        )
-
-    def _kind(self) -> str:
-        elastic = "elastic " if self._shards.elastic else ""
-        return f"stock DeepSpeed checkpoint of {elastic}{self._shards.engine}"
 
     def _manifest(self) -> Manifest:
         shards = self._shards

@@ -37,7 +37,7 @@ from lightning_elastic_zero.core.layout import Fragment, Transfer
 from lightning_elastic_zero.core.manifest import STAGE_WEIGHTS, Group, StateKey
 from lightning_elastic_zero.core.partition import FlatBuffer, piece_numel, piece_start, zero_layout
 from lightning_elastic_zero.core.tensors import Scalar, canonical_repr, state_key
-from lightning_elastic_zero.core.text import format_ranks
+from lightning_elastic_zero.core.text import format_names, format_ranks
 from lightning_elastic_zero.errors import (
     CheckpointFormatError,
     CheckpointMismatchError,
@@ -47,41 +47,31 @@ from lightning_elastic_zero.formats.deepspeed_files import (
     FP32_STAGE_1_2,
     FP32_STAGE_3,
     GROUP_STEP,
+    OPTIMIZER,
     STATES,
     stub_fields,
 )
 from lightning_elastic_zero.formats.open_files import ForeignFiles
-from lightning_elastic_zero.formats.reader import WEIGHT
+from lightning_elastic_zero.formats.reader import FRESH_OPTIMIZER_HINT, WEIGHT
 from lightning_elastic_zero.formats.torch_optimizer import plain_hyperparameters
 from lightning_elastic_zero.formats.torch_read import StoredRun
 
 Shard: TypeAlias = "Mapping[str, Any]"
 """The ``optimizer.state_dict()`` of one rank."""
 
-BASE = "optimizer_state_dict"
+Groups: TypeAlias = "Sequence[Mapping[str, Any]]"
+"""The parameter groups of a shard."""
 
 BF16 = "BF16_Optimizer"
 """DeepSpeed's wrapper for bf16 with fp32 gradients. Its files do not record a stage."""
 
 
-def _stage_of(shard: Shard, where: str) -> int:
-    """Return the ZeRO stage; 1 for BF16_Optimizer, which does not record it."""
-    if FP32_STAGE_3 in shard:
-        return STAGE_WEIGHTS
-    if FP32_STAGE_1_2 in shard:
-        return int(shard.get("zero_stage", 1))
-    msg = f"{where}: the optimizer shard has no master weights, so it is not from ZeRO-1, 2 or 3"
-    raise UnsupportedError(msg)
-
-
 def _flats_of(shard: Shard) -> Sequence[torch.Tensor]:
-    """Return the flat buffers of the master weights."""
     return shard[FP32_STAGE_3 if FP32_STAGE_3 in shard else FP32_STAGE_1_2]  # type: ignore[no-any-return]
 
 
-def _param_groups_of(shard: Shard) -> Sequence[Mapping[str, Any]]:
-    """Return the torch parameter groups of a shard; empty if it has none."""
-    for key in (BASE, STATES):
+def _param_groups_of(shard: Shard) -> Groups:
+    for key in (OPTIMIZER, STATES):
         if isinstance(states := shard.get(key), Mapping) and "param_groups" in states:
             return states["param_groups"]  # type: ignore[no-any-return]
     return ()
@@ -145,7 +135,14 @@ class ShardMetadata:
 
 def shard_metadata(shard: Shard, where: str) -> ShardMetadata:
     """Return the properties of a shard that do not depend on parameter names."""
-    stage, flats = _stage_of(shard, where), _flats_of(shard)
+    if not shard.keys() & {FP32_STAGE_3, FP32_STAGE_1_2}:
+        msg = (
+            f"{where}: the optimizer shard has no master weights, so it is not from ZeRO-1, 2 or 3"
+        )
+        raise UnsupportedError(msg)
+    # BF16_Optimizer does not record a stage, and is ZeRO-1.
+    stage = STAGE_WEIGHTS if FP32_STAGE_3 in shard else int(shard.get("zero_stage", 1))
+    flats = _flats_of(shard)
     engine = "DeepSpeedZeroOptimizer" if "zero_stage" in shard else BF16
     # Elastic ZeRO-3 records one padding per parameter here, and does not strip the masters.
     recorded = () if stage == STAGE_WEIGHTS else shard.get("group_paddings")
@@ -167,47 +164,23 @@ MAX_SHOWN = 4
 
 log = logging.getLogger(__name__)
 
-Groups = Sequence[Mapping[str, Any]]
 
-
-class _HyperparameterDifferences:
-    """Compares the hyperparameters of each rank with those of rank 0."""
-
-    def __init__(self, first: Groups, where: str) -> None:
-        self._where = where
-        self._first = self._texts(0, first)
-        self._values: dict[tuple[int, str], dict[str, list[int]]] = {}
-
-    def compare(self, rank: int, groups: Groups) -> tuple[str, str]:
-        """Record the values that differ; return the names of this rank's and rank 0's parameters.
-
-        Values may differ, names must not: the caller compares them.
-        """
-        mine = self._texts(rank, groups)
-        names = [repr([sorted(group) for group in held]) for held in (mine, self._first)]
-        if names[0] == names[1]:
-            for index, group in enumerate(mine):
-                for key, value in group.items():
-                    if value != self._first[index][key]:
-                        of_value = self._values.setdefault((index, key), {})
-                        of_value.setdefault(value, []).append(rank)
-        return names[0], names[1]
-
-    def summary(self) -> str:
-        """Describe the differences by group, name and values; empty if there are none."""
-        differences = []
-        for (group, key), of_value in sorted(self._values.items()):
-            values = [f"{value} on {format_ranks(ranks)}" for value, ranks in of_value.items()]
-            others = ", ".join(values)
-            differences.append(
-                f"{key} of parameter group {group} is {self._first[group][key]} on rank 0, {others}"
-            )
-        more = [f"{len(differences) - MAX_SHOWN} more"] if len(differences) > MAX_SHOWN else []
-        return "; ".join(differences[:MAX_SHOWN] + more)
-
-    def _texts(self, rank: int, groups: Groups) -> list[dict[str, str]]:
-        what = f"{self._where}: a hyperparameter of rank {rank}"
-        return [{key: canonical_repr(value, what) for key, value in g.items()} for g in groups]
+def _describe_differences(by_rank: Sequence[Groups]) -> str:
+    """Describe hyperparameters that differ from those of rank 0; empty if there are none."""
+    found = []
+    for index, group in enumerate(by_rank[0]):
+        for key, value in sorted(group.items()):
+            others: dict[str, list[int]] = {}
+            for rank, groups in enumerate(by_rank):
+                if groups[index][key] != value:
+                    others.setdefault(groups[index][key], []).append(rank)
+            if others:
+                texts = [f"{other} on {format_ranks(ranks)}" for other, ranks in others.items()]
+                found.append(
+                    f"{key} of parameter group {index} is {value} on rank 0, {', '.join(texts)}"
+                )
+    more = [f"{len(found) - MAX_SHOWN} more"] if len(found) > MAX_SHOWN else []
+    return "; ".join(found[:MAX_SHOWN] + more)
 
 
 Shapes = Sequence[Mapping[str, Sequence[int]]]
@@ -255,7 +228,6 @@ class ZeroShardSet:
         self._stateless = {
             i for i, b in enumerate(self.buffers) if b.names and not self._state(first, i)
         }
-        self._differences = _HyperparameterDifferences(self._hyperparameters(0), where)
 
     def _shard(self, rank: int) -> Shard:
         """Return a rank's shard. Its tensors have no values: see ``_load``."""
@@ -341,7 +313,7 @@ class ZeroShardSet:
             if isinstance(step, torch.Tensor) and step.shape == (1,):
                 return {**states, "step": step.reshape(())}
             return states  # type: ignore[no-any-return]
-        states = shard[BASE] if self.stage == STAGE_WEIGHTS else shard[STATES]
+        states = shard[OPTIMIZER] if self.stage == STAGE_WEIGHTS else shard[STATES]
         in_order = [i for group in states["param_groups"] for i in group["params"]]
         # One flat tensor per group in ZeRO-1/2; in ZeRO-3 the sub-groups in order.
         return states["state"].get(in_order[index] if in_order else index, {})  # type: ignore[no-any-return]
@@ -419,18 +391,39 @@ class ZeroShardSet:
         found: dict[str, Scalar] = self._load(at.rank, {key: state[key] for key in keys})
         return found
 
-    def without_state(self) -> list[str]:
-        """Return the parameters without optimizer state in groups with state."""
-        lacking = [i for i in sorted(self._stateless) if self.groups[self.group_of[i]].state]
-        return [name for index in lacking for name in self.buffers[index].names]
-
-    def counts_in_groups(self) -> bool:
-        """Whether the optimizer of elastic shards counts steps only in the parameter groups."""
-        counted = self._shard(0).get(GROUP_STEP)
+    def unmatched(self) -> str:
+        """Describe why the optimizer state cannot be restored; else empty."""
+        first = self._shard(0)
         in_states = any(key.name == "step" for group in self.groups for key in group.state)
-        return self.elastic and bool(counted) and not in_states
+        if self.elastic and first.get(GROUP_STEP) and not in_states:
+            return (
+                "its optimizer counts steps in the parameter groups, which elastic shards do not "
+                f"contain, so the step counters would restart at zero; {FRESH_OPTIMIZER_HINT}"
+            )
+        if self._keeps_whole_momenta(first):
+            return (
+                "ZeRO-1/2 keeps Muon's momentum of whole parameters, at offsets that the file does "
+                f"not record; {FRESH_OPTIMIZER_HINT}"
+            )
+        states = first.get(OPTIMIZER if self.stage == STAGE_WEIGHTS else STATES)
+        held = states.get("state", {}) if isinstance(states, Mapping) else {}
+        if surplus := [repr(key) for key in held if not isinstance(key, int)]:
+            return (
+                f"its optimizer has state that belongs to no parameter (keys {', '.join(surplus)}),"
+                " which is only restored from checkpoints of this library; "
+                f"{FRESH_OPTIMIZER_HINT}"
+            )
+        lacking = [i for i in sorted(self._stateless) if self.groups[self.group_of[i]].state]
+        if not lacking:
+            return ""
+        names = format_names(name for index in lacking for name in self.buffers[index].names)
+        return (
+            f"it has no optimizer state for {names}, but for other parameters of the same group: "
+            "with partial offload (offload_optimizer's ratio), DeepSpeed does not save the state "
+            f"on the GPU; {FRESH_OPTIMIZER_HINT}"
+        )
 
-    def keeps_whole_momenta(self) -> bool:
+    def _keeps_whole_momenta(self, first: Shard) -> bool:
         """Whether ZeRO-1/2 states have another layout than the masters: those of Muon.
 
         Elastic shards do not record Muon's groups, but the size of its state is not that of the
@@ -438,21 +431,13 @@ class ZeroShardSet:
         """
         if self.stage == STAGE_WEIGHTS:
             return False
-        muon = any(group.hyperparameters.get("use_muon") for group in self.groups)
-        first = self._shard(0)
-        return muon or any(
+        return any(group.hyperparameters.get("use_muon") for group in self.groups) or any(
             isinstance(value, torch.Tensor)
             and value.ndim == 1
             and value.numel() not in self._possible(0, index)
             for index, buffer in enumerate(self.buffers)
             for value in (self._state(first, index) if buffer.names else {}).values()
         )
-
-    def of_no_parameter(self) -> list[str]:
-        """Return the keys of optimizer states that belong to no parameter."""
-        states = self._shard(0).get(BASE if self.stage == STAGE_WEIGHTS else STATES)
-        held = states.get("state", {}) if isinstance(states, Mapping) else {}
-        return [repr(key) for key in held if not isinstance(key, int)]
 
     def steps(self) -> list[int]:
         """Return Adam's step counters in rank 0's shard, one for each flat buffer.
@@ -467,9 +452,17 @@ class ZeroShardSet:
 
     def check_all(self) -> None:
         """Compare the shards of all ranks with rank 0's; warn if hyperparameters differ."""
+        hyperparameters = []
         for rank in range(self.world_size):
-            self._check(rank)
-        if not (summary := self._differences.summary()):
+            what = f"{self._where}: a hyperparameter of rank {rank}"
+            hyperparameters.append(
+                [
+                    {key: canonical_repr(value, what) for key, value in group.items()}
+                    for group in self._hyperparameters(rank)
+                ]
+            )
+            self._check(rank, *([sorted(g) for g in hyperparameters[at]] for at in (rank, 0)))
+        if not (summary := _describe_differences(hyperparameters)):
             return
         counted = any(self._counters(0, index) for index in range(len(self.buffers)))
         # Below ZeRO-3 masters are compared with the weights of one file when they are read.
@@ -488,18 +481,17 @@ class ZeroShardSet:
             summary,
         )
 
-    def _check(self, rank: int) -> None:
+    def _check(self, rank: int, names: list[list[str]], first_names: list[list[str]]) -> None:
         """Compare a rank's shard with rank 0's."""
         shard, first = self._shard(rank), self._shard(0)
         own, wanted = (shard_metadata(each, self._where) for each in (shard, first))
-        names = self._differences.compare(rank, self._hyperparameters(rank))
         for what, mine, theirs in (
             ("ZeRO stage", own.stage, wanted.stage),
             ("wrapper", own.engine, wanted.engine),
             ("DeepSpeed version", shard.get("ds_version"), first.get("ds_version")),
             ("number of ranks", own.world_size, wanted.world_size),
             ("number of flat buffers", len(own.flats), len(self.buffers)),
-            ("parameter groups", *names),
+            ("parameter groups", names, first_names),
         ):
             self._check_same(rank, what, mine, theirs)
         for index, flat in enumerate(own.flats):

@@ -25,8 +25,7 @@ from lightning_elastic_zero.core.tensors import Scalar
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import CheckpointFormatError, CheckpointNotFoundError
 from lightning_elastic_zero.formats.dcp_read import METADATA_NAME, DcpReader, is_dcp
-from lightning_elastic_zero.formats.deepspeed_reader import ZeroReader
-from lightning_elastic_zero.formats.deepspeed_tags import (
+from lightning_elastic_zero.formats.deepspeed_files import (
     LATEST_UNIVERSAL,
     check_saved_name,
     find_tag_folder,
@@ -34,6 +33,7 @@ from lightning_elastic_zero.formats.deepspeed_tags import (
     is_universal,
     read_tag_folder,
 )
+from lightning_elastic_zero.formats.deepspeed_reader import ZeroReader
 from lightning_elastic_zero.formats.dumps import TABLE_NAME, DumpsReader
 from lightning_elastic_zero.formats.elastic import ElasticReader
 from lightning_elastic_zero.formats.open_files import closed_on_error, foreign_files

@@ -25,10 +25,15 @@ from lightning_elastic_zero.core.manifest import STAGE_WEIGHTS, Group, Manifest,
 from lightning_elastic_zero.core.partition import FlatBuffer, PerParameterPartition
 from lightning_elastic_zero.core.tensors import Scalar, state_key
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
-from lightning_elastic_zero.formats.deepspeed_files import OURS, stub_fields
-from lightning_elastic_zero.formats.deepspeed_reader import NAME_IN_ZERO_1_2, TagReader
+from lightning_elastic_zero.formats.deepspeed_files import (
+    MODEL_NAME,
+    OPTIMIZER_STATE,
+    OURS,
+    TagFolder,
+    stub_fields,
+)
+from lightning_elastic_zero.formats.deepspeed_reader import TagReader
 from lightning_elastic_zero.formats.deepspeed_shards import group_of_flats, is_vector, numel_of
-from lightning_elastic_zero.formats.deepspeed_tags import OPTIMIZER_STATE, TagFolder
 from lightning_elastic_zero.formats.open_files import ForeignFiles
 from lightning_elastic_zero.formats.reader import WEIGHT, Location, SourceInfo
 from lightning_elastic_zero.formats.torch_optimizer import plain_hyperparameters
@@ -82,7 +87,7 @@ class UniversalReader(TagReader):
             self._refuse_missing([OPTIMIZER_STATE])
         stage = int(self._optimizer.get("zero_stage", STAGE_WEIGHTS))
         if stage != STAGE_WEIGHTS and not self._folder.model:
-            self._refuse_missing([NAME_IN_ZERO_1_2])
+            self._refuse_missing([MODEL_NAME])
 
     def _model_names(self) -> list[str]:
         return [name for name in self._listed if "/" not in name] or super()._model_names()

@@ -38,8 +38,7 @@ from lightning_elastic_zero.errors import (
     ElasticZeroError,
     UnsupportedError,
 )
-from lightning_elastic_zero.formats.deepspeed_files import OURS
-from lightning_elastic_zero.formats.deepspeed_tags import LATEST_UNIVERSAL, is_deepspeed
+from lightning_elastic_zero.formats.deepspeed_files import LATEST_UNIVERSAL, OURS, is_deepspeed
 from lightning_elastic_zero.formats.open import resolve_latest
 from lightning_elastic_zero.formats.torch_read import TorchFile
 from lightning_elastic_zero.storage.checksums import replace_durably, write_durably

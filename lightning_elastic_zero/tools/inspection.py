@@ -23,7 +23,7 @@ from lightning_elastic_zero.errors import (
     CheckpointFormatError,
     UnsupportedError,
 )
-from lightning_elastic_zero.formats.deepspeed_tags import describe_missing_latest
+from lightning_elastic_zero.formats.deepspeed_files import describe_missing_latest
 from lightning_elastic_zero.storage.checkpoints import file_sizes
 from lightning_elastic_zero.tools.view import OpenCheckpoint, holds_whole_tensors, open_view
 

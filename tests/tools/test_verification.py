@@ -25,8 +25,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from lightning_elastic_zero.core.manifest import manifest_from_json
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.errors import CheckpointNotFoundError, ElasticZeroError
-from lightning_elastic_zero.formats.deepspeed_files import optimizer_file
-from lightning_elastic_zero.formats.deepspeed_tags import is_deepspeed
+from lightning_elastic_zero.formats.deepspeed_files import is_deepspeed, optimizer_file
 from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.storage.ownership import inspect_target
 from lightning_elastic_zero.tools.conversion import convert_checkpoint
