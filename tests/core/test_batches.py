@@ -31,7 +31,6 @@ WORLDS = st.integers(1, 12)
 
 
 def plan_or_none(size: int, most: int, world: int, *, uneven: bool) -> BatchPlan | None:
-    """Return the plan, or None where it is refused."""
     try:
         return plan_batches(size, most, world, allow_uneven=uneven)
     except UnsupportedError:
@@ -40,7 +39,6 @@ def plan_or_none(size: int, most: int, world: int, *, uneven: bool) -> BatchPlan
 
 @st.composite
 def plans(draw: st.DrawFn) -> BatchPlan:
-    """Any plan in which no micro-batch is empty."""
     world, accumulate = draw(WORLDS), draw(st.integers(1, 5))
     least = world * accumulate
     return BatchPlan(draw(st.integers(least, 4 * least)), world, accumulate)
@@ -48,7 +46,6 @@ def plans(draw: st.DrawFn) -> BatchPlan:
 
 @given(plans())
 def test_micro_batches_make_up_the_global_batch(plan: BatchPlan) -> None:
-    """All ranks' micro-batches together are the global batch; none is empty, or larger by two."""
     cut = [plan.micro_batches_of(rank) for rank in range(plan.world_size)]
     sizes = {size for of_rank in cut for size in of_rank}
     assert [sum(of_rank) for of_rank in cut] == [plan.samples_of(r) for r in range(plan.world_size)]
@@ -65,10 +62,7 @@ def test_micro_batches_make_up_the_global_batch(plan: BatchPlan) -> None:
 @example(25, 13, 1)  # a divisor beyond twice the fewest
 @example(3, 1, 2)  # a rank with fewer samples than micro-batches
 def test_there_is_a_plan_wherever_there_can_be_one(size: int, most: int, world: int) -> None:
-    """Equal micro-batches if they are half of what fits or more; where they may differ, the fewest.
-
-    Every rank has a sample in each of its micro-batches, and none has more than fit.
-    """
+    """Equal micro-batches if they fill half the memory; else unequal ones, if allowed."""
     smallest, largest = size // world, -(-size // world)
     fitting = [a for a in range(1, smallest + 1) if -(-largest // a) <= most]
     equal = [a for a in fitting if size % (world * a) == 0 and a <= 2 * fitting[0]]
@@ -89,16 +83,14 @@ def test_every_sample_counts_alike(plan: BatchPlan) -> None:
 
 
 @given(st.integers(1, 100), st.integers(1, 32), WORLDS)
-def test_equal_micro_batches_are_found_where_they_fill_the_memory(
+def test_equal_micro_batches_that_fill_the_memory_are_found(
     factor: int, most: int, world: int
 ) -> None:
-    """A global batch that is whole micro-batches of what fits is cut into just those."""
     plan = plan_batches(factor * most * world, most, world)
     assert (plan.accumulate, plan.largest_micro_batch) == (factor, most)
 
 
-def test_the_refusal_names_what_fits() -> None:
-    """Nearest device counts, and the option that would take it."""
+def test_the_refusal_names_device_counts_and_the_option() -> None:
     with pytest.raises(UnsupportedError) as caught:
         plan_batches(48, 8, 5)
     message = str(caught.value)
@@ -108,20 +100,17 @@ def test_the_refusal_names_what_fits() -> None:
     assert plan_batches(48, 8, 5, allow_uneven=True).accumulate == 2
 
 
-def test_the_refusal_names_the_nearest_counts_alone() -> None:
-    """A number with many divisors is no page of them."""
+def test_the_refusal_names_the_nearest_counts_only() -> None:
     with pytest.raises(UnsupportedError, match=r"fit: 4, 5, 6, 8, 9, 10, 12, 15, 16, 18, 20, 24\."):
         plan_batches(720, 720, 17)
 
 
-def test_fewer_samples_than_devices_are_refused_in_any_case() -> None:
-    """A rank without a sample has no gradient."""
+def test_fewer_samples_than_devices_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="Device counts that fit: 1, 3"):
         plan_batches(3, 8, 4, allow_uneven=True)
 
 
 def counts(ready: int, started: int, processed: int, completed: int) -> dict[str, int]:
-    """Return one counter."""
     return {"ready": ready, "started": started, "processed": processed, "completed": completed}
 
 
@@ -133,7 +122,7 @@ def loops(
     before: int = 0,
     validated: int = 0,
 ) -> dict[str, Any]:
-    """Return a fit loop's state; ``before``: micro-batches of the epochs before."""
+    """Return a fit loop's state; ``before``: micro-batches of earlier epochs."""
     current = counts(*batch)
     val = counts(*[validated] * 4)
     steps = {"total": {"ready": 1, "completed": 1}, "current": {"ready": 1, "completed": 1}}
@@ -193,7 +182,6 @@ def test_positions_are_read(state: dict[str, Any], validating: bool, expected: P
     ("told", "steps", "expected"), [(4, 3, 4), (1, 3, 2), (1, 4, 1), (1, 0, 1), (0, 0, 1)]
 )
 def test_another_programs_accumulation_is_inferred(told: int, steps: int, expected: int) -> None:
-    """As DeepSpeed was told, else from micro-batches per step; the position follows from it."""
     state = loops((1, 1, 0, 0), (6, 6, 6, 6))
     taken = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
     taken["total"]["completed"] = steps
@@ -212,7 +200,7 @@ def test_another_programs_accumulation_is_inferred(told: int, steps: int, expect
 def test_every_moment_of_an_epoch_is_read(
     batches: int, accumulate: int, length_is_known: bool
 ) -> None:
-    """The steps are those that were taken: also the last one, of fewer micro-batches."""
+    """Also the last step, of fewer micro-batches."""
     for moment in range(4 * batches + 1):
         ready, started, processed, completed = ((moment + at) // 4 for at in (3, 2, 1, 0))
         # Where the length is not known, the last batch is known when it comes.
@@ -224,8 +212,7 @@ def test_every_moment_of_an_epoch_is_read(
         assert read_position(state, accumulate, batches=known, validating=False) == expected
 
 
-def test_a_last_batch_that_was_left_out_is_no_step() -> None:
-    """``on_train_batch_start`` gave -1 within a window: the epoch is over, the step not taken."""
+def test_a_batch_skipped_by_on_train_batch_start_is_no_step() -> None:
     state = loops((1, 1, 0, 0), (5, 4, 5, 4), is_last=True)
     assert read_position(state, 2, batches=10, validating=False) == Position(0, 2, is_over=True)
 
@@ -239,10 +226,9 @@ def test_a_last_batch_that_was_left_out_is_no_step() -> None:
         (counts(0, 0, 0, 0), True, False),
     ],
 )
-def test_a_validation_is_over_with_its_last_batch(
+def test_a_validation_ends_with_its_last_batch(
     current: dict[str, int], is_last: bool, finished: bool
 ) -> None:
-    """And not where it has none, or goes on."""
     state = loops((1, 1, 0, 0), (4, 4, 4, 4))
     state["epoch_loop.val_loop.batch_progress"].update(current=current, is_last_batch=is_last)
     expected = Position(0, 2, is_validated=finished)
@@ -258,10 +244,9 @@ def test_a_validation_is_over_with_its_last_batch(
     st.integers(0, 7),
 )
 @example(0, 1, (False, False, True), 2, 2, 3)
-def test_what_is_written_is_read_again(
+def test_a_written_position_is_read_in_the_new_worlds_units(
     epoch: int, steps: int, flags: tuple[bool, bool, bool], was: int, now: int, before: int
 ) -> None:
-    """In the units of the new world, whatever the old one's were, and wherever they stood."""
     is_over, is_validated, had_ended = flags
     had_ended = had_ended and steps > 0  # max_steps ends an epoch after any step
     in_epoch = steps > 0
@@ -293,15 +278,13 @@ def test_what_is_written_is_read_again(
         (Position(0, 5), 10),
     ],
 )
-def test_a_short_last_window_is_counted_as_it_was(position: Position, expected: int) -> None:
-    """Where the position is that of the save; at another global batch, windows are whole."""
+def test_a_short_last_window_keeps_its_count(position: Position, expected: int) -> None:
     state = loops((1, 1, 0, 0), (9, 9, 9, 9), is_last=True)
     written = fit_loop_at(state, position, was=2, now=2)
     assert written["epoch_loop.batch_progress"]["current"] == counts(*[expected] * 4)
 
 
-def test_loader_states_replace_those_that_were_saved() -> None:
-    """Nothing else that was saved there is lost, and without any none is left."""
+def test_loader_states_replace_the_saved_ones() -> None:
     fit = loops((1, 1, 0, 0), (4, 4, 4, 4))
     fit["state_dict"]["own"] = 7
     saved = {"fit_loop": fit, "validate_loop": {}}
@@ -314,8 +297,7 @@ def test_loader_states_replace_those_that_were_saved() -> None:
     assert fit["state_dict"][LOADER_STATES] == [{"some": "state"}]
 
 
-def test_totals_of_an_earlier_fit_stay_apart() -> None:
-    """The totals of a trainer that had fitted before are moved by as much as the current ones."""
+def test_totals_of_an_earlier_fit_are_moved_equally() -> None:
     state = loops((2, 2, 1, 1), (4, 4, 4, 3), before=20)
     state["epoch_progress"]["total"] = counts(7, 7, 6, 6)
     written = fit_loop_at(state, Position(1, 2), was=2, now=3)
@@ -336,8 +318,7 @@ RECORD = DataProgress(
 )
 
 
-def test_a_record_is_told_in_samples() -> None:
-    """And an order by its epoch and digest; a loader whose order is its own has none."""
+def test_a_record_is_described_in_samples() -> None:
     consumed = (Consumed(48, passes=1), None)
     content = replace(RECORD, orders=((3, "d1"), None), consumed=consumed).to_plain()
     assert content["consumed"] == [{"samples": 48, "passes": 1}, None]
@@ -364,16 +345,14 @@ RECORDS = st.builds(
 
 @given(RECORDS)
 @example(DataProgress(Position(0, 0), 0, None, 1, 1, settings={}))
-def test_a_record_goes_through_the_manifest(record: DataProgress) -> None:
-    """What is written is what is read; what was written before some fields existed, too."""
+def test_a_record_round_trips_through_the_manifest(record: DataProgress) -> None:
     content = record.to_plain()
     assert DataProgress.from_plain(content, "here") == record
     del content["orders"], content["consumed"]
     assert DataProgress.from_plain(content, "here") == replace(record, orders=(), consumed=())
 
 
-def test_what_a_loader_has_given_is_not_guessed() -> None:
-    """From the run's steps where there is one loader, and not where there are several."""
+def test_samples_of_several_loaders_are_not_guessed() -> None:
     assert RECORD.consumed_of(0, is_only_one=True) == Consumed(60)
     assert RECORD.consumed_of(0, is_only_one=False) is None
     two = replace(RECORD, consumed=(Consumed(7), None))
@@ -398,14 +377,12 @@ def test_what_a_loader_has_given_is_not_guessed() -> None:
         {"consumed": [{"samples": 1}]},
     ],
 )
-def test_garbled_records_are_refused(change: dict[str, Any]) -> None:
-    """By the file's name."""
+def test_invalid_records_are_refused_with_the_file_name(change: dict[str, Any]) -> None:
     with pytest.raises(CheckpointFormatError, match="here"):
         DataProgress.from_plain({**RECORD.to_plain(), **change}, "here")
 
 
-def test_a_missing_field_is_refused() -> None:
-    """By the file's name."""
+def test_a_missing_field_is_refused_with_the_file_name() -> None:
     content = RECORD.to_plain()
     del content["global_step"]
     with pytest.raises(CheckpointFormatError, match="global_step"):
@@ -414,7 +391,6 @@ def test_a_missing_field_is_refused() -> None:
 
 @given(st.integers(1, 50), st.integers(0, 20))
 def test_another_global_batch_skips_no_sample(size: int, steps: int) -> None:
-    """The position is rounded down; a validation counts only where it is the same place."""
     record = DataProgress(Position(0, steps, is_validated=True), steps, 12, 1, 1)
     position = record.at_batch_size(size)
     assert position.steps * size <= steps * 12 < (position.steps + 1) * size
@@ -422,22 +398,19 @@ def test_another_global_batch_skips_no_sample(size: int, steps: int) -> None:
 
 
 @pytest.mark.parametrize(("was", "now"), [(None, 6), (12, None), (None, None)])
-def test_without_a_global_batch_a_position_stays(was: int | None, now: int | None) -> None:
-    """There is nothing to count in."""
+def test_without_a_global_batch_a_position_is_unchanged(was: int | None, now: int | None) -> None:
     record = replace(RECORD, global_batch_size=was)
     assert record.at_batch_size(now) == record.position
 
 
-def test_a_window_that_begins_anew_is_not_counted() -> None:
-    """Gradients were cleared for it; the run that goes on clears them again."""
+def test_a_restarted_window_is_not_counted() -> None:
     written = fit_loop_at(loops((1, 1, 0, 0), (3, 3, 3, 2)), Position(0, 1), was=2, now=2)
     optimizer = written["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
     expected = {"ready": 1, "started": 1, "completed": 1}
     assert optimizer["zero_grad"] == {"total": expected, "current": expected}
 
 
-def test_an_epochs_first_window_that_begins_anew_is_not_counted() -> None:
-    """Not in the batches of the whole run either, on as many devices as before."""
+def test_a_restarted_first_window_of_an_epoch_is_not_counted() -> None:
     inside = loops((2, 2, 1, 1), (1, 1, 1, 0), before=6)
     written = fit_loop_at(inside, Position(1, 0), was=3, now=3)["epoch_loop.batch_progress"]
     assert written["total"] == counts(6, 6, 6, 6)
@@ -446,8 +419,7 @@ def test_an_epochs_first_window_that_begins_anew_is_not_counted() -> None:
     assert written["total"] == counts(6, 6, 6, 6)
 
 
-def test_a_validation_that_is_made_anew_is_not_counted() -> None:
-    """Its batches are taken off; those of other validations are counted in this run's batches."""
+def test_a_repeated_validation_is_not_counted() -> None:
     saved = {"total": counts(9, 9, 9, 8), "current": counts(3, 3, 3, 2), "is_last_batch": False}
     written = validation_counters_at(saved, began=True, was=6, now=4)
     assert written["total"] == counts(4, 4, 4, 4)

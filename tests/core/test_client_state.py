@@ -42,13 +42,10 @@ def name_of_case(value: object) -> str:
 
 
 class Color(str, enum.Enum):
-    """A class that calls itself a string."""
-
     RED = "red"
 
 
 def through_a_file(value: Any) -> Any:
-    """Write a value as a checkpoint does, and read it as anybody can."""
     file = io.BytesIO()
     torch.save({"value": value}, file)
     file.seek(0)
@@ -56,14 +53,12 @@ def through_a_file(value: Any) -> Any:
 
 
 def file_bytes(value: object) -> int:
-    """Count the bytes of a value's file."""
     file = io.BytesIO()
     torch.save(value, file)
     return file.tell()
 
 
 def with_field(value: Any, field: object) -> Any:
-    """Hang something on a value."""
     value.hung_on = field
     return value
 
@@ -82,8 +77,7 @@ objects: st.SearchStrategy[Any] = st.one_of(
 
 class TestSplit:
     @given(trees(plain_leaves | objects))
-    def test_what_is_split_and_joined_is_what_it_was(self, tree: dict[str, Any]) -> None:
-        """Plain data goes through a file that anybody can read, and nothing is lost or changed."""
+    def test_split_client_state_joins_to_the_same_value(self, tree: dict[str, Any]) -> None:
         before = bitwise_repr(tree)
         split = split_objects(tree)
         plain = through_a_file(split.plain)
@@ -92,8 +86,7 @@ class TestSplit:
         assert bitwise_repr(tree) == before
 
     @given(trees(plain_leaves))
-    def test_plain_data_has_no_objects(self, tree: dict[str, Any]) -> None:
-        """Nothing of a plain tree needs a pickle of its own."""
+    def test_plain_data_is_not_split(self, tree: dict[str, Any]) -> None:
         assert is_plain(tree)
         assert split_objects(tree).objects == ()
 
@@ -130,16 +123,14 @@ class TestSplit:
         assert len(split.objects) == 1
         assert through_a_file(split.plain)["b"] == 1
 
-    def test_objects_know_their_places(self) -> None:
-        """An object's path leads through dicts and lists to where None stands for it."""
+    def test_objects_have_paths(self) -> None:
         path = Path("x")
         split = split_objects({"a": {"b": [1, path], 7: path}, "c": path})
         assert split.plain == {"a": {"b": [1, None], 7: None}, "c": None}
         assert split.objects == ((("a", "b", 1), path), (("a", 7), path), (("c",), path))
         assert [format_tree_path(place) for place, _ in split.objects] == ["a.b.1", "a.7", "c"]
 
-    def test_a_view_does_not_carry_what_it_views(self) -> None:
-        """A bias that is a view of a flat buffer is saved with its own bytes, wherever it sits."""
+    def test_a_view_is_saved_with_its_own_bytes_only(self) -> None:
         flat = torch.arange(1_000_000.0)
         state = {
             "alone": flat[3:5],
@@ -152,26 +143,22 @@ class TestSplit:
         assert bitwise_repr(plain) == bitwise_repr(state)
         assert file_bytes(plain) < 10_000
 
-    def test_a_tensor_of_its_own_is_not_copied(self) -> None:
-        """What fills its storage is written from where it is."""
+    def test_a_tensor_that_fills_its_storage_is_not_copied(self) -> None:
         whole = torch.ones(3)
         assert split_objects({"a": whole}).plain["a"] is whole
 
     def test_a_state_dict_keeps_its_metadata(self) -> None:
-        """A module's state dict in the client state comes back with the versions in it."""
         state = torch.nn.BatchNorm1d(2).state_dict()
         back = through_a_file(split_objects({"s": state}).plain)["s"]
         assert back._metadata == state._metadata  # type: ignore[attr-defined]
 
     @pytest.mark.parametrize("key", [Color.RED, None, 1.5, ("a", 1)])
-    def test_entries_have_plain_names(self, key: Any) -> None:
-        """What cannot be the name of an entry is refused before anything is written."""
+    def test_entries_need_plain_names(self, key: Any) -> None:
         with pytest.raises(SaveError, match="expected a string"):
             split_objects({key: 1})
 
     @pytest.mark.parametrize("kind", [dict, list])
-    def test_what_holds_itself_is_named(self, kind: type) -> None:
-        """What has no end is refused by the name of its entry."""
+    def test_a_value_that_contains_itself_is_refused(self, kind: type) -> None:
         inside: Any = kind()
         if kind is dict:
             inside["inside"] = inside
@@ -202,8 +189,7 @@ class TestWithoutNumpy:
         ],
         ids=name_of_case,
     )
-    def test_numbers_become_pythons_own(self, value: object, expected: object) -> None:
-        """What Python has too is the same value in Python, and of Python's type."""
+    def test_numpy_numbers_become_python_numbers(self, value: object, expected: object) -> None:
         assert bitwise_repr(numpy_to_python(value)) == bitwise_repr(expected)
 
     @pytest.mark.parametrize(
@@ -211,12 +197,10 @@ class TestWithoutNumpy:
         [np.longdouble(1) / 3, np.datetime64("2026-01-02"), np.ones(2), Path("x"), {1: 2}, None],
         ids=name_of_case,
     )
-    def test_all_else_stays(self, value: object) -> None:
-        """What would not be exact is not converted, nor what is no number."""
+    def test_inexact_and_other_values_are_not_converted(self, value: object) -> None:
         assert numpy_to_python(value) is value
 
-    def test_hyperparameters(self) -> None:
-        """A learning rate of NumPy's is saved as the number that it is; an array is refused."""
+    def test_numpy_hyperparameters_are_converted_and_arrays_refused(self) -> None:
         assert bitwise_repr(plain({"lr": np.float32(0.5)}, "x")) == bitwise_repr({"lr": 0.5})
         with pytest.raises(UnsupportedError, match="x is a ndarray"):
             plain(np.ones(2), "x")
@@ -230,8 +214,7 @@ class TestWithoutNumpy:
         ],
         ids=["alone", "in a tuple", "nested"],
     )
-    def test_tensors_among_hyperparameters(self, value: object) -> None:
-        """They come back as tensors, wherever they are."""
+    def test_tensors_among_hyperparameters_round_trip(self, value: object) -> None:
         for live in (None, value):
             assert bitwise_repr(unplain(plain(value, "x"), live)) == bitwise_repr(value)
 
@@ -249,19 +232,16 @@ class TestReadable:
         ],
         ids=name_of_case,
     )
-    def test_what_could_not_be_read_is_named(self, value: object, place: str) -> None:
-        """The innermost value that torch would not read is named."""
+    def test_the_innermost_unreadable_value_is_named(self, value: object, place: str) -> None:
         with pytest.raises(SaveError) as caught:
             check_loads_weights_only({"fine": 1, "state": value})
         assert str(caught.value).startswith(f"{place}, but saved state has to be plain data")
 
     @given(trees(plain_leaves))
-    def test_plain_data_can_be_read(self, tree: dict[str, Any]) -> None:
-        """Nothing is refused that goes through a file."""
+    def test_plain_data_is_readable(self, tree: dict[str, Any]) -> None:
         check_loads_weights_only({"state": tree})
 
-    def test_a_scheduler_can_be_read(self) -> None:
-        """Torch's own schedulers keep counters, and what has no state."""
+    def test_torchs_schedulers_are_readable(self) -> None:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
         schedulers = [
             torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2]),
@@ -273,10 +253,9 @@ class TestReadable:
 
 class TestFingerprints:
     @given(trees(plain_leaves), trees(plain_leaves))
-    def test_equal_if_and_only_if_the_trees_are(
+    def test_fingerprints_are_equal_if_and_only_if_trees_are(
         self, one: dict[str, Any], other: dict[str, Any]
     ) -> None:
-        """Two trees have the same fingerprints exactly when they are the same, to the bit."""
         assert (fingerprints(one) == fingerprints(other)) == (
             bitwise_repr(one) == bitwise_repr(other)
         )
@@ -307,21 +286,18 @@ class TestFingerprints:
         ],
         ids=name_of_case,
     )
-    def test_what_looks_alike_is_told_apart(
+    def test_similar_values_have_different_fingerprints(
         self, one: dict[str, Any], other: dict[str, Any]
     ) -> None:
-        """Dots in keys, kinds of keys, of containers and of numbers, bits: all of it shows."""
         assert fingerprints(one) != fingerprints(other)
 
-    def test_nan_is_told_by_its_bits(self) -> None:
-        """A NaN equals itself, and not a NaN with another payload."""
+    def test_nans_are_compared_by_their_bits(self) -> None:
         bits = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32)
         one, other = bits.view(torch.float32)
         assert fingerprints({"a": one}) == fingerprints({"a": one.clone()})
         assert fingerprints({"a": one}) != fingerprints({"a": other})
 
-    def test_equal_values_have_equal_prints_whoever_made_them(self) -> None:
-        """Shared strings, orders of sets and dicts, strides and storages do not show."""
+    def test_sharing_order_and_strides_do_not_change_fingerprints(self) -> None:
         shared = "some text"
         apart = shared.encode().decode()
         assert apart is not shared
@@ -340,8 +316,7 @@ class TestFingerprints:
             assert fingerprints({"a": view}) == fingerprints({"a": same})
             assert fingerprints({"a": view}) != fingerprints({"a": same + 1})
 
-    def test_every_kind_of_tensor_has_one(self) -> None:
-        """Conjugated and negated tensors are told apart by what they are worth; sparse ones too."""
+    def test_every_kind_of_tensor_has_a_fingerprint(self) -> None:
         numbers = torch.tensor([1 + 2j, 3 - 4j])
         dense = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
         for one, other in [
@@ -354,20 +329,17 @@ class TestFingerprints:
         assert fingerprints({"a": dense.to_sparse()}) != fingerprints({"a": twice})
 
     def test_a_flat_mapping_keeps_its_names(self) -> None:
-        """Buffers are compared by their names, dots and all."""
         assert fingerprints({"bn.mean": torch.zeros(1)}).keys() == {"bn.mean"}
 
     def test_a_long_list_of_numbers_is_one_leaf(self) -> None:
-        """A list of a million indices costs one digest, not a million."""
         assert len(fingerprints({"order": list(range(1_000_000))})) == 1
 
 
 class TestDiffering:
     @given(trees(plain_leaves), trees(plain_leaves))
-    def test_the_changes_turn_the_first_tree_into_ones_own(
+    def test_a_ranks_changes_applied_to_rank_0s_tree_give_its_own(
         self, first: dict[str, Any], mine: dict[str, Any]
     ) -> None:
-        """What a rank keeps, put over rank 0's state, is the rank's own state."""
         prints = json.loads(json.dumps(fingerprints(first)))
         kept = through_a_file([list(change) for change in rank_differences(mine, prints)])
         changes = tuple((tuple(path), value) for path, value in kept)
@@ -375,7 +347,6 @@ class TestDiffering:
 
     @given(trees(plain_leaves))
     def test_equal_ranks_keep_nothing(self, tree: dict[str, Any]) -> None:
-        """Where ranks agree, nothing is kept twice."""
         assert rank_differences(copy.deepcopy(tree), fingerprints(tree)) == ()
 
     @pytest.mark.parametrize(
@@ -397,14 +368,12 @@ class TestDiffering:
             ({"a.b": 1, "a": {"b": 2}}, {"a.b": 3, "a": {"b": 2}}, ((("a.b",), 3),)),
         ],
     )
-    def test_no_more_is_kept_than_differs(
+    def test_a_rank_keeps_only_what_differs(
         self, first: dict[str, Any], mine: dict[str, Any], expected: object
     ) -> None:
-        """A rank keeps the leaves that differ, what it alone has, and what it does not have."""
         assert rank_differences(mine, fingerprints(first)) == expected
 
-    def test_objects_are_not_lost_where_ranks_differ_beside_them(self) -> None:
-        """A key that one rank has more than rank 0 does not take away rank 0's objects."""
+    def test_an_extra_key_of_one_rank_does_not_remove_objects(self) -> None:
         path = Path("x")
         first = split_objects({"callbacks": {"own": [1, path], "path": path}})
         other = split_objects({"callbacks": {"own": [2, path], "path": path, "more": 1}})
@@ -414,8 +383,7 @@ class TestDiffering:
 
 
 class TestPickled:
-    def test_what_cannot_be_pickled_is_told_with_its_place(self) -> None:
-        """The message says where in the state it is, what it is, and how to keep it out."""
+    def test_an_unpicklable_value_is_named_with_place_and_remedy(self) -> None:
         with pytest.raises(SaveError) as caught:
             pickled(threading.Lock(), ("callbacks", "Timer", 0))
         assert str(caught.value).startswith(
@@ -423,6 +391,5 @@ class TestPickled:
         )
         assert "save_hyperparameters(ignore=[...])" in str(caught.value)
 
-    def test_a_pickle_is_a_pickle(self) -> None:
-        """What can be pickled comes back."""
+    def test_a_picklable_value_round_trips(self) -> None:
         assert pickle.loads(pickled(Path("x"), ())) == Path("x")  # noqa: S301

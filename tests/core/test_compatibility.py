@@ -34,7 +34,6 @@ WEIGHTS = RestoreScope(optimizer_state=False, hyperparameters=False)
 
 
 def model(*groups: list[str], frozen: tuple[str, ...] = (), **fields: Any) -> Manifest:
-    """Describe a model whose parameters have four elements each."""
     parameters = [
         Parameter(name, (4,), "float32", index)
         for index, names in enumerate(groups)
@@ -60,7 +59,6 @@ def model(*groups: list[str], frozen: tuple[str, ...] = (), **fields: Any) -> Ma
 
 
 def differences(saved: Manifest, live: Manifest, wanted: RestoreScope = EVERYTHING) -> list[str]:
-    """Return the differences that a load would be told of."""
     try:
         check_compatible(saved, live, wanted, "a.ckpt")
     except CheckpointMismatchError as error:
@@ -71,7 +69,6 @@ def differences(saved: Manifest, live: Manifest, wanted: RestoreScope = EVERYTHI
 
 
 def reshaped(manifest: Manifest, *names: str) -> Manifest:
-    """Return some parameters another shape."""
     changed = (replace(p, shape=(2, 2)) if p.name in names else p for p in manifest.parameters)
     return replace(manifest, parameters=tuple(changed))
 
@@ -94,7 +91,6 @@ UNUSED = f"; pass {LENIENT} to ignore them"
 
 
 def resized(layer: str) -> str:
-    """Return the remedy for a layer of another size."""
     return (
         "; configure the saved model. To start resized layers from their current values, rename "
         f"the saved ones, as in {away(layer)}, with {LENIENT}; if they are frozen or for an "
@@ -103,7 +99,6 @@ def resized(layer: str) -> str:
 
 
 def away(layer: str) -> str:
-    """Return the option that moves a layer's saved name out of the model."""
     return f"rename={ ({layer: f'saved.{layer}'})!r}"
 
 
@@ -115,37 +110,31 @@ LEFT_OUT = (
 
 
 def perhaps(renamed: dict[str, str]) -> str:
-    """Return the line that suggests a renaming."""
     return f"possibly renamed since the save; if so, load with rename={renamed!r}"
 
 
 class TestWhatFits:
     @given(manifests())
     def test_a_checkpoint_fits_the_model_that_saved_it(self, manifest: Manifest) -> None:
-        """Whatever its tables say, a manifest does not differ from itself."""
         saved = replace(manifest, weights_only=False)
         assert differences(saved, saved) == []
 
-    def test_what_may_change_between_save_and_load(self) -> None:
-        """Stage, devices, precision, order and hyperparameters are no differences."""
+    def test_stage_devices_precision_and_order_may_differ(self) -> None:
         saved = model(["a", "b"], ["c"])
         live = model(["b", "a"], ["c"], stage=2, world_size=7, precision="bf16", excluded=())
         live = replace(live, groups=tuple(replace(g, hyperparameters={}) for g in live.groups))
         live = replace(live, parameters=tuple(reversed(live.parameters)))
         assert differences(saved, live) == []
 
-    def test_an_engine_without_optimizer_has_no_groups_to_compare(self) -> None:
-        """To test or predict, all parameters are just weights: trained, frozen, or zero-size."""
+    def test_without_an_optimizer_groups_are_not_compared(self) -> None:
         live = model(frozen=("a", "b"), stage=0, world_size=1)
         assert differences(model(["a"], frozen=("b",)), live, WEIGHTS) == []
 
-    def test_weights_alone_do_not_need_the_same_groups(self) -> None:
-        """A fresh optimizer may own the weights in other groups, or only some of them."""
+    def test_weights_only_loads_do_not_compare_groups(self) -> None:
         saved = model(["a", "b"], ["c"])
         assert differences(saved, model(["a"], frozen=("b", "c")), WEIGHTS) == []
 
-    def test_hyperparameters_need_the_same_groups_of_what_is_trained(self) -> None:
-        """Without state, a parameter may be frozen or thawed, but not have moved."""
+    def test_hyperparameters_need_the_same_groups_of_trained_parameters(self) -> None:
         wanted = RestoreScope(optimizer_state=False)
         saved = model(["a", "b"], ["c"], frozen=("d",))
         assert differences(saved, model(["a", "d"], ["c"], frozen=("b",)), wanted) == []
@@ -153,8 +142,7 @@ class TestWhatFits:
             "in parameter group 1 here, in 0 when saved: b" + GROUPS
         ]
 
-    def test_frozen_weights_that_were_left_out_stay_as_they_are(self) -> None:
-        """A checkpoint without its frozen weights fits the model that has them from elsewhere."""
+    def test_excluded_frozen_weights_may_be_missing(self) -> None:
         saved = model(["a"], frozen=("f",), excluded=("f",))
         assert differences(saved, model(["a"], frozen=("f",))) == []
 
@@ -243,12 +231,12 @@ class TestDifferences:
             "weights only",
         ],
     )
-    def test_each_kind_is_named(self, saved: Manifest, live: Manifest, expected: list[str]) -> None:
-        """Each kind of difference has its line, with the names and nothing else."""
+    def test_each_difference_has_its_line(
+        self, saved: Manifest, live: Manifest, expected: list[str]
+    ) -> None:
         assert differences(saved, live) == expected
 
-    def test_weights_that_were_left_out_cannot_be_trained(self) -> None:
-        """A fresh optimizer does not make up for them, unless the model's own are to be trained."""
+    def test_excluded_weights_cannot_be_trained(self) -> None:
         saved = model(["a"], frozen=("b",), excluded=("b",))
         assert differences(saved, model(["a", "b"]), WEIGHTS) == [LEFT_OUT]
         lenient = replace(WEIGHTS, strict=False)
@@ -259,9 +247,7 @@ class TestDifferences:
         ]
 
     @pytest.mark.parametrize(("saved", "here"), [("int8", "bfloat16"), ("float32", "uint8")])
-    def test_integers_are_no_weights(self, saved: str, here: str) -> None:
-        """Quantized weights are refused by name; floating-point types may differ."""
-
+    def test_quantized_weights_are_refused_by_name(self, saved: str, here: str) -> None:
         def typed(dtype: str) -> Manifest:
             whole = model(["a"], frozen=("b",))
             changed = tuple(replace(p, dtype=dtype) for p in whole.parameters if p.name == "b")
@@ -275,8 +261,7 @@ class TestDifferences:
         assert not differences(typed("float16"), typed("float64"))
         assert not differences(typed("int8"), typed("int8"))
 
-    def test_all_differences_stand_in_one_message(self) -> None:
-        """One error tells all: what was saved, what is here, and each difference."""
+    def test_all_differences_are_in_one_message(self) -> None:
         saved = model(
             ["a", "gone", "shape"],
             ["moved", "then frozen"],
@@ -315,8 +300,7 @@ class TestDifferences:
         )
 
     @pytest.mark.parametrize("kind", ["missing", "unexpected", "shapes", "frozen", "moved"])
-    def test_long_lists_are_cut(self, kind: str) -> None:
-        """A thousand names of a kind are one line: the first twenty, and how many more."""
+    def test_long_lists_show_twenty_names(self, kind: str) -> None:
         names = [f"w{i}" for i in range(1000)]
         saved, live = {
             "missing": (model(["a"]), model(["a", *names])),
@@ -332,19 +316,17 @@ class TestDifferences:
 
 
 class TestNotStrict:
-    """``strict=False`` is Lightning's ``strict_loading``: about what is not trained."""
+    """``strict=False`` is Lightning's ``strict_loading``: it concerns what is not trained."""
 
     lenient = replace(EVERYTHING, strict=False)
 
-    def test_frozen_weights_and_buffers_may_be_missing_or_beyond(self) -> None:
-        """What the optimizer does not own stays as it is, or is left out."""
+    def test_frozen_weights_and_buffers_may_be_missing_or_unexpected(self) -> None:
         saved = model(["a"], frozen=("old",), module_buffers=("old.mean",))
         live = model(["a"], frozen=("new",), module_buffers=("new.mean",))
         assert differences(saved, live, self.lenient) == []
         assert len(differences(saved, live)) == 5  # one of them suggests a renaming
 
-    def test_what_is_trained_may_not(self) -> None:
-        """A trained weight on either side is never skipped, and no shape is overlooked."""
+    def test_trained_weights_may_not_differ(self) -> None:
         saved = model(["a", "old"], frozen=("f",))
         live = reshaped(model(["a", "new"], frozen=("f",)), "f")
         assert differences(saved, live, self.lenient) == [
@@ -353,8 +335,7 @@ class TestNotStrict:
             "different shapes: f (saved (4,), here (2, 2))" + resized("f"),
         ]
 
-    def test_with_a_fresh_optimizer_it_may(self) -> None:
-        """New layers begin as they are, old ones are left out; all of them are named."""
+    def test_with_a_fresh_optimizer_trained_weights_may_differ(self) -> None:
         saved = model(["a", "old"], frozen=("f",))
         live = model(["a", "new"], frozen=("g",), module_buffers=("bn.mean", "young"))
         wanted = RestoreScope(optimizer_state=False, strict=False)
@@ -368,7 +349,6 @@ class TestNotStrict:
         assert [*describe_unrestored(saved, saved, EVERYTHING)] == []
 
     def test_a_likely_renaming_is_suggested(self) -> None:
-        """Names of one shape that differ in their beginnings alone."""
         saved = model(["model.enc.weight", "model.enc.bias"], module_buffers=("model.bn.mean",))
         live = model(["enc.weight", "enc.bias"], module_buffers=("bn.mean",))
         assert differences(saved, live) == [
@@ -393,8 +373,7 @@ class TestOtherParameters:
 
     lenient = replace(EVERYTHING, strict_optimizer=False)
 
-    def test_what_is_trained_may_differ(self) -> None:
-        """Unfrozen, frozen, new and removed ones fit, and each is named once."""
+    def test_other_parameters_may_be_trained(self) -> None:
         saved = with_state(model(["a", "gone"], ["b"], frozen=("thawed",)))
         live = model(["a", "thawed", "new"], frozen=("b",))
         assert differences(saved, live, self.lenient) == []
@@ -407,14 +386,12 @@ class TestOtherParameters:
         ]
         assert [*describe_unrestored(saved, saved, self.lenient)] == []
 
-    def test_frozen_weights_and_buffers_may_not(self) -> None:
-        """What no optimizer owns is ``strict``'s."""
+    def test_frozen_weights_and_buffers_may_not_differ(self) -> None:
         saved = model(["a"], frozen=("old",), module_buffers=("mean",))
         live = model(["a"], frozen=("new",), module_buffers=("var",))
         assert differences(saved, live, self.lenient) == differences(saved, live)
 
-    def test_groups_may_differ(self) -> None:
-        """New groups are told, and which saved one the others go on with."""
+    def test_groups_may_differ_if_each_has_one_origin(self) -> None:
         saved = model(["a", "b"], ["c"])
         live = model(["c"], ["new"], ["a"], ["b"])
         assert differences(saved, live, self.lenient) == []
@@ -425,8 +402,7 @@ class TestOtherParameters:
             "parameter group 3 continues with the state of saved group 0",
         ]
 
-    def test_groups_that_differ_cannot_become_one(self) -> None:
-        """Neither their hyperparameters nor their states could be both."""
+    def test_groups_with_different_values_cannot_be_merged(self) -> None:
         saved = with_state(model(["a"], ["b"], ["c"]))
         others = replace(saved.groups[1], hyperparameters={"lr": 0.2, "betas": (0.9, 0.999)})
         stateless = replace(saved.groups[2], state=())
@@ -446,8 +422,7 @@ class TestOtherParameters:
         assert "groups 0, 2, which have the states" in line
         assert "['exp_avg', 'step']" in line
 
-    def test_an_evaluation_has_no_optimizer_to_be_lenient_about(self) -> None:
-        """What a model that is evaluated lacks is allowed by ``strict`` alone."""
+    def test_an_evaluation_needs_strict_for_missing_weights(self) -> None:
         saved, live = model(["a", "b"]), model(frozen=("a", "c"), stage=0, world_size=1)
         found = differences(saved, live, WEIGHTS)
         assert "missing from the checkpoint: c" + KEPT in found
@@ -455,7 +430,6 @@ class TestOtherParameters:
 
 
 def with_state(manifest: Manifest) -> Manifest:
-    """Return a manifest whose groups have what Adam has."""
     state = (StateKey("exp_avg", "elementwise", "float32"), StateKey("step", "scalar", "float32"))
     fields: dict[str, Plain] = {"lr": 0.1, "betas": (0.9, 0.999)}
     return replace(
@@ -478,13 +452,11 @@ class TestDescribe:
             ),
         ],
     )
-    def test_one_line(self, manifest: Manifest, expected: str) -> None:
-        """A checkpoint, or an engine, is told in one line."""
+    def test_a_summary_is_one_line(self, manifest: Manifest, expected: str) -> None:
         assert describe(manifest) == expected
 
 
 def pair(name: str, saved: torch.Tensor, here: torch.Tensor) -> BufferPair:
-    """Describe a buffer as it was saved, and as the model has it."""
     return BufferPair(
         name,
         saved_shape=tuple(saved.shape),
@@ -497,8 +469,7 @@ def pair(name: str, saved: torch.Tensor, here: torch.Tensor) -> BufferPair:
     )
 
 
-def test_buffers_that_do_not_fit_are_listed_with_all_else() -> None:
-    """Shapes that would be broadcast, values that would change, views that cannot be written."""
+def test_buffers_that_do_not_fit_are_listed() -> None:
     live = model(["a"])
     saved = replace(live, parameters=(Parameter("a", (5,), "float32", 0),))
     buffers = [
@@ -531,10 +502,7 @@ def test_buffers_that_do_not_fit_are_listed_with_all_else() -> None:
 
 
 @pytest.mark.parametrize(("precision", "evaluates"), [("fp16", False), ("fp32", True)])
-def test_a_run_in_low_precision_rounds_buffers_like_weights(
-    precision: str, evaluates: bool
-) -> None:
-    """A module that is half as a whole has its buffers so; an evaluation may be in any type."""
+def test_a_run_in_low_precision_may_round_buffers(precision: str, evaluates: bool) -> None:
     live = replace(model(["a"]), precision=precision)
     live = replace(live, groups=()) if evaluates else live
     half = [pair("half", torch.full((2,), 0.1), torch.zeros(2, dtype=torch.float16))]
@@ -563,8 +531,9 @@ def test_a_run_in_low_precision_rounds_buffers_like_weights(
         ("uint8", "uint8", "bf16", True),
     ],
 )
-def test_types_of_frozen_weights(saved: str, here: str, precision: str, fits: bool) -> None:
-    """A frozen weight has no masters: a type that cannot hold it is refused, but for rounding."""
+def test_frozen_weights_may_be_rounded_but_not_overflow(
+    saved: str, here: str, precision: str, fits: bool
+) -> None:
     base = model(["a"])
     frozen = [(*base.parameters, Parameter("f", (4,), dtype, None)) for dtype in (saved, here)]
     live = replace(base, parameters=frozen[1], precision=precision)
@@ -577,8 +546,7 @@ def test_types_of_frozen_weights(saved: str, here: str, precision: str, fits: bo
 
 
 @given(st.integers(-(2**40), 2**40), st.floats(width=32))
-def test_what_a_cast_loses(integer: int, number: float) -> None:
-    """A cast loses a value exactly where NumPy's own comes back as another one."""
+def test_lossy_casts_are_those_that_numpy_cannot_reverse(integer: int, number: float) -> None:
     with np.errstate(over="ignore"):
         back = float(np.float16(number))
     fits = back == number or math.isnan(number)

@@ -184,14 +184,12 @@ FIELDS = sorted(json.loads(GOLDEN).keys() - {"digest"})
 
 
 def refusal(text: str) -> str:
-    """Return the message with which a text is refused."""
     with pytest.raises(CheckpointFormatError) as caught:
         manifest_from_json(text, WHERE)
     return str(caught.value)
 
 
 def edited(edit: Callable[[Any], object]) -> str:
-    """Return the golden text with a change."""
     content = json.loads(GOLDEN)
     edit(content)
     return dump_with_digest(content)
@@ -199,22 +197,21 @@ def edited(edit: Callable[[Any], object]) -> str:
 
 class TestJson:
     def test_the_text_is_pinned(self) -> None:
-        """The format on disk is a promise: this text does not change while its version is 1."""
+        """The format does not change while its version is 1."""
         assert SMALL.to_json() == GOLDEN
 
     def test_the_golden_text_is_read(self) -> None:
-        """What was once written is read as what it was."""
         assert manifest_from_json(GOLDEN, WHERE) == SMALL
 
     @given(manifests())
-    def test_a_manifest_comes_back_as_it_was(self, manifest: Manifest) -> None:
-        """Any manifest survives JSON: tuples stay tuples, NaN and infinities stay what they are."""
+    def test_any_manifest_round_trips(self, manifest: Manifest) -> None:
         read = manifest_from_json(manifest.to_json(), WHERE)
         assert bitwise_repr(asdict(read)) == bitwise_repr(asdict(manifest))
 
     @given(manifests())
-    def test_the_text_depends_on_the_content_alone(self, manifest: Manifest) -> None:
-        """The order in which a hyperparameter was set does not show in the text."""
+    def test_the_text_does_not_depend_on_the_order_of_hyperparameters(
+        self, manifest: Manifest
+    ) -> None:
         group = manifest.groups[0]
         backwards = replace(
             group, hyperparameters=dict(reversed(list(group.hyperparameters.items())))
@@ -223,8 +220,7 @@ class TestJson:
         assert other.to_json() == manifest.to_json()
 
     @pytest.mark.parametrize("value", [math.inf, -math.inf, 1e-300, 5e-324, -0.0, 2**70])
-    def test_extreme_numbers(self, value: float) -> None:
-        """A learning rate is read to its last bit, whatever it is."""
+    def test_extreme_numbers_round_trip(self, value: float) -> None:
         group = replace(SMALL.groups[0], hyperparameters={"lr": value})
         text = replace(SMALL, groups=(group,)).to_json()
         (read,) = manifest_from_json(text, WHERE).groups
@@ -235,21 +231,17 @@ class TestJson:
         [{"tuple": [1]}, {"dict": {}}, {"dict": {"tuple": (1,)}}, ({"tuple": ()},), {"tuple": 1}],
     )
     def test_a_dict_that_looks_like_a_tag_stays_a_dict(self, value: Any) -> None:
-        """How tuples are written takes no value away from hyperparameters."""
         group = replace(SMALL.groups[0], hyperparameters={"x": value, "tuple": value})
         manifest = replace(SMALL, groups=(group,))
         assert manifest_from_json(manifest.to_json(), WHERE) == manifest
 
     def test_a_hyperparameter_that_looks_like_the_digest_stays(self) -> None:
-        """The digest is put in its own place alone."""
         group = replace(SMALL.groups[0], hyperparameters={"digest": "0" * 64})
         manifest = replace(SMALL, groups=(group,))
         assert manifest_from_json(manifest.to_json(), WHERE) == manifest
 
     @given(st.dictionaries(st.text(), plain_values))
     def test_unknown_fields_are_ignored(self, extra: dict[str, Any]) -> None:
-        """A later writer of the same version may say more, in every table."""
-
         def add(content: Any) -> None:
             tables = ("parameters", "buffers", "groups", "files")
             rows = [row for table in tables for row in content[table]]
@@ -258,8 +250,7 @@ class TestJson:
 
         assert manifest_from_json(edited(add), WHERE) == SMALL
 
-    def test_progress_and_writer_may_say_less(self) -> None:
-        """What only informs may be missing in a row; what places data may not."""
+    def test_informative_fields_may_be_missing(self) -> None:
         text = edited(lambda c: (c["progress"].clear(), c["writer"].clear()))
         read = manifest_from_json(text, WHERE)
         assert read == replace(
@@ -268,18 +259,15 @@ class TestJson:
 
 
 class TestProperties:
-    def test_who_owns_what(self) -> None:
-        """Parameters part into those that the optimizer owns, frozen ones, and excluded ones."""
+    def test_parameters_are_owned_frozen_or_excluded(self) -> None:
         assert [p.name for p in SMALL.optimized] == ["w"]
         assert SMALL.frozen == ()
         assert [p.name for p in replace(SMALL, excluded=()).frozen] == ["frozen"]
 
-    def test_elements_of_a_parameter(self) -> None:
-        """A parameter without dimensions has one element; one with a zero has none."""
+    def test_numel(self) -> None:
         assert [Parameter("w", s, "", 0).numel for s in [(), (2, 3), (2, 0)]] == [1, 6, 0]
 
-    def test_layouts(self) -> None:
-        """Weights that the optimizer does not own lie whole on rank 0, or in pieces in ZeRO-3."""
+    def test_layouts_of_frozen_weights(self) -> None:
         whole = replace(SMALL, excluded=())
         assert [f.rank for f in whole.layout().covering("w", 0, 6)] == [0, 1]
         whole = replace(whole, parameters=(Parameter("f", (4,), "bfloat16", None),), excluded=())
@@ -304,7 +292,6 @@ class TestDigest:
         ],
     )
     def test_an_edited_manifest_is_refused(self, edit: Callable[[Any], object]) -> None:
-        """A readable text that does not match its digest is damaged."""
         content = json.loads(GOLDEN)
         edit(content)
         with pytest.raises(
@@ -312,8 +299,7 @@ class TestDigest:
         ):
             manifest_from_json(json.dumps(content, indent=1, sort_keys=True) + "\n", WHERE)
 
-    def test_every_bit_counts(self) -> None:
-        """No single bit can be changed, wherever it is: the digest is of all bytes."""
+    def test_a_flipped_bit_is_refused_anywhere(self) -> None:
         data = GOLDEN.encode()
         for index in range(8 * len(data)):
             flipped = bytearray(data)
@@ -326,54 +312,45 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "text", ["", "{", "null", "[]", "7", '"text"', "{}", '{"format": "other"}', "[" * 100_000]
     )
-    def test_garbage(self, text: str) -> None:
-        """What is no manifest is an error of the format that names the file."""
+    def test_invalid_text_is_refused_with_the_file_name(self, text: str) -> None:
         assert refusal(text).startswith(f"{WHERE} is not ")
 
-    def test_nested_without_end(self) -> None:
-        """Deeper than a reader can go: damaged, as what cannot be parsed is."""
+    def test_endless_nesting_is_refused(self) -> None:
         with pytest.raises(CheckpointFormatError, match="nested too deeply"):
             manifest_from_json("[" * 200_000, "manifest.json")
 
-    def test_cut_short(self) -> None:
-        """Every beginning of a manifest is refused: a torn file is never a smaller checkpoint."""
+    def test_every_truncated_manifest_is_refused(self) -> None:
         for stop in range(len(GOLDEN) - 2):
             assert WHERE in refusal(GOLDEN[:stop])
 
-    def test_another_format(self) -> None:
-        """A manifest of somebody else's is left alone."""
+    def test_another_format_is_refused(self) -> None:
         text = edited(lambda c: c.update(format="another"))
         assert refusal(text) == f"{WHERE} is not a manifest of lightning_elastic_zero"
 
-    def test_a_newer_version(self) -> None:
-        """A newer format is not guessed at; the message says what helps."""
+    def test_a_newer_version_is_refused_with_a_remedy(self) -> None:
         assert refusal(edited(lambda c: c.update(format_version=2))) == (
             f"{WHERE} has format version 2; this library reads up to 1: "
             "install a newer lightning_elastic_zero"
         )
 
     @pytest.mark.parametrize("version", [None, "1", 1.0, True, 0, -1, [1]])
-    def test_no_version(self, version: object) -> None:
-        """What is not a version that was ever written is damage, and not an older version."""
+    def test_an_unknown_version_is_damage(self, version: object) -> None:
         text = edited(lambda c: c.update(format_version=version))
         assert f"has the format version {version!r}" in refusal(text)
 
     @pytest.mark.parametrize("name", FIELDS)
-    def test_a_missing_field(self, name: str) -> None:
-        """No field of a manifest has a default on disk; the error names file and field."""
+    def test_a_missing_field_is_named(self, name: str) -> None:
         message = refusal(edited(lambda c: c.pop(name)))
         assert message.startswith(WHERE)
         assert name in message or name in {"format", "format_version"}
 
     def test_all_missing_fields_are_named(self) -> None:
-        """In one message, in order."""
         names = [name for name in FIELDS if not name.startswith("format")]
         message = refusal(edited(lambda c: [c.pop(name) for name in names]))
         assert ", ".join(map(repr, names)) in message
 
     @pytest.mark.parametrize("table", ["parameters", "groups", "buffers", "files"])
-    def test_a_missing_column(self, table: str) -> None:
-        """Nor has a row that says where data lies, but for aliases and paddings."""
+    def test_a_missing_column_is_named(self, table: str) -> None:
         for column in json.loads(GOLDEN)[table][0]:
             content = json.loads(GOLDEN)
             del content[table][0][column]
@@ -395,8 +372,9 @@ class TestRefusals:
         ],
         ids=lambda path: ".".join(map(str, path)),
     )
-    def test_a_field_of_another_type(self, path: tuple[str | int, ...], value: object) -> None:
-        """A garbled field is refused, or it is a value that the field may have: never a crash."""
+    def test_a_field_of_another_type_is_read_or_refused(
+        self, path: tuple[str | int, ...], value: object
+    ) -> None:
         content = json.loads(GOLDEN)
         row: Any = content
         for key in path[:-1]:
@@ -444,10 +422,9 @@ class TestRefusals:
             ),
         ],
     )
-    def test_tables_that_contradict_each_other(
+    def test_inconsistent_tables_are_refused(
         self, edit: Callable[[Any], object], message: str
     ) -> None:
-        """The tables say most things twice; where they differ, no place is computed from them."""
         refused = refusal(edited(edit))
         assert refused.startswith(f"{WHERE} contradicts itself (")
         assert message in refused
@@ -458,16 +435,14 @@ class TestFileEntry:
         "name",
         ["", ".", "..", "../a", "a/..", "a/../b", "/a", "./a", "a/", "a//b", "a\\b", "a\0b"],
     )
-    def test_a_way_out_of_the_directory_is_no_name(self, name: str) -> None:
-        """Nor is anything that does not name one file in one way."""
+    def test_file_names_outside_the_directory_are_refused(self, name: str) -> None:
         with pytest.raises(CheckpointFormatError, match="invalid name of a file"):
             FileEntry(name, 1, "0" * 32)
 
     @pytest.mark.parametrize(
         ("size", "digest"), [(-1, "0" * 32), (0, "0" * 31), (0, "0" * 33), (0, "X" * 32)]
     )
-    def test_numbers_that_no_writer_records(self, size: int, digest: str) -> None:
-        """Of bytes, and of a digest."""
+    def test_impossible_numbers_are_refused(self, size: int, digest: str) -> None:
         with pytest.raises(CheckpointFormatError, match="invalid size"):
             FileEntry("a/b..c", size, digest)
         assert FileEntry("a/b..c", 0, "09afbc" + "0" * 26).size_bytes == 0
@@ -479,19 +454,16 @@ TABLES = [Manifest, Parameter, StateKey, Group, FlatBuffer, FileEntry, TrainingP
 
 
 def examples() -> list[str]:
-    """Return the page's examples of JSON."""
     return re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.__name__)
 def test_every_field_is_on_the_page(table: type) -> None:
-    """Nothing is written into a manifest that the page does not tell of."""
     lacking = [field.name for field in fields(table) if f"`{field.name}`" not in PAGE]
     assert not lacking
 
 
-def test_every_field_of_the_place_in_the_data_is_on_the_page() -> None:
-    """What ``progress.sampler`` holds is told, and so is the fingerprint of a loader."""
+def test_every_field_of_the_sampler_is_on_the_page() -> None:
     record = DataProgress(
         Position(0, 0), global_step=0, global_batch_size=None, accumulate=1, world_size=1
     )
@@ -501,8 +473,7 @@ def test_every_field_of_the_place_in_the_data_is_on_the_page() -> None:
     assert not lacking
 
 
-def test_the_example_is_a_manifest() -> None:
-    """The page's manifest, its white space as it was, is read and says what the page says."""
+def test_the_example_of_the_page_is_read() -> None:
     content = json.loads(examples()[0])
     manifest = manifest_from_json(dump_with_digest(content), "docs/format.md")
     assert (manifest.stage, manifest.world_size) == (3, 2)
@@ -512,8 +483,7 @@ def test_the_example_is_a_manifest() -> None:
         assert Path(entry.name).name in PAGE.partition("## manifest.json")[0]
 
 
-def test_the_pages_numbers_and_names_are_those_of_the_code() -> None:
-    """Version, chunk size, and the names of files and entries."""
+def test_numbers_and_names_of_the_page_are_those_of_the_code() -> None:
     assert f"| `format_version` | {FORMAT_VERSION} |" in PAGE
     assert json.loads(examples()[1])["chunk_bytes"] == CHUNK_BYTES
     entries = (constants.OURS, constants.OPTIMIZER, constants.STATES, constants.FROZEN)
@@ -531,10 +501,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uin
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @given(numel=st.integers(0, 40), changed=st.integers(0, 39), seed=st.integers(0, 9))
-def test_one_element_makes_a_difference(
+def test_the_fingerprint_depends_on_every_element(
     dtype: torch.dtype, numel: int, changed: int, seed: int
 ) -> None:
-    """Wherever it is, and of any type; what is the same in another place is the same."""
     torch.manual_seed(seed)
     one = torch.randint(0, 2, (numel,)).to(dtype)
     other = one.clone()
@@ -544,8 +513,7 @@ def test_one_element_makes_a_difference(
         assert not same_bits(one, other)
 
 
-def test_bits_are_compared_and_not_numbers() -> None:
-    """Zeros of two signs differ, NaN is itself: weights that diverged are no other weights."""
+def test_the_fingerprint_compares_bits() -> None:
     assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
     assert same_bits(torch.tensor([float("nan")]), torch.tensor([float("nan")]))
     weight = torch.nn.Parameter(torch.ones(3, 2))

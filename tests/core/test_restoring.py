@@ -63,12 +63,11 @@ RATE = 0.25
 
 
 def buffer_of(master: torch.Tensor) -> LiveFlatBuffer:
-    """Return a flat buffer of one rank."""
     return LiveFlatBuffer(0, (), (), nn.Parameter(master), master.bfloat16())
 
 
 def stepped_engine(buffer: LiveFlatBuffer) -> tuple[torch.optim.Optimizer, Manifest]:
-    """Return an optimizer whose states do not begin with zeros, and what it saved without "new"."""
+    """Return an optimizer with non-zero states, and what it saved without "new"."""
     inner = torch.optim.Rprop([buffer.master], lr=RATE)
     buffer.master.grad = torch.ones(NUMEL)
     inner.step()
@@ -80,8 +79,7 @@ def stepped_engine(buffer: LiveFlatBuffer) -> tuple[torch.optim.Optimizer, Manif
     return inner, Manifest("", 0, 1, "fp32", "float32", (), (group,), (), (), ())
 
 
-def test_what_is_new_begins_as_a_fresh_state_does() -> None:
-    """In its own elements; all others, which are read or are padding, begin with zeros."""
+def test_new_parameters_begin_with_a_fresh_state() -> None:
     buffer = buffer_of(torch.randn(NUMEL))
     inner, saved = stepped_engine(buffer)
     states = allocate_states(inner, buffer, FRAGMENTS, saved)
@@ -92,10 +90,9 @@ def test_what_is_new_begins_as_a_fresh_state_does() -> None:
     assert torch.equal(states["prev"], torch.zeros(NUMEL))
 
 
-def test_nothing_is_asked_of_an_optimizer_where_nothing_is_new(
+def test_without_new_parameters_the_fresh_state_is_not_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What cannot be found out refuses only those who need it."""
     buffer = buffer_of(torch.randn(NUMEL))
     inner, saved = stepped_engine(buffer)
     everything = replace(saved.groups[0], names=tuple(f.name for f in FRAGMENTS))
@@ -118,10 +115,7 @@ def test_nothing_is_asked_of_an_optimizer_where_nothing_is_new(
 def test_states_have_the_type_that_the_optimizer_keeps(
     says_fp32: bool | None, masters_then: torch.dtype, expected: torch.dtype
 ) -> None:
-    """DeepSpeed's for the host say it; else states that had the masters' type follow the masters.
-
-    Here the masters are bf16, and the states were saved in fp32.
-    """
+    """Here the masters are bf16, and the states were saved in fp32."""
     inner, saved = stepped_engine(buffer_of(torch.randn(NUMEL)))
     if says_fp32 is not None:
         inner.fp32_optimizer_states = says_fp32  # type: ignore[attr-defined]
@@ -132,7 +126,6 @@ def test_states_have_the_type_that_the_optimizer_keeps(
 
 
 def test_states_of_adam_have_the_type_of_the_masters() -> None:
-    """Whatever saved them: torch's makes them like the weights that it steps."""
     saved = replace(stepped_engine(buffer_of(torch.randn(NUMEL)))[1], master_dtype="bfloat16")
     buffer = buffer_of(torch.randn(NUMEL).bfloat16())
     states = allocate_states(torch.optim.AdamW([buffer.master]), buffer, FRAGMENTS[:1], saved)
@@ -141,7 +134,6 @@ def test_states_of_adam_have_the_type_of_the_masters() -> None:
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_padding_becomes_zero(in_place: bool) -> None:
-    """Before, between and behind the fragments, whatever uninitialised memory held."""
     buffer = buffer_of(torch.full((NUMEL,), float("nan")))
     received = torch.arange(1.0, NUMEL + 1)
     if in_place:
@@ -173,13 +165,10 @@ def _shared(values: torch.Tensor) -> torch.Tensor:
     [(_own, False), (_view, True), (_shared, True)],
     ids=["own", "view", "shared"],
 )
-def test_a_live_state_takes_what_was_received(
+def test_a_live_state_keeps_its_tensor_and_takes_the_memory(
     live_of: Callable[[torch.Tensor], torch.Tensor], copied: bool
 ) -> None:
-    """It stays the tensor that it is, and has the memory that was filled: nothing is copied.
-
-    But where others have its memory too: a larger tensor, or another process.
-    """
+    """Except where its memory is shared with a larger tensor or another process."""
     buffer = buffer_of(torch.randn(NUMEL))
     inner, _ = stepped_engine(buffer)
     held = inner.state[buffer.key]
@@ -197,8 +186,9 @@ def test_a_live_state_takes_what_was_received(
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("value", [1003, 1003.0, 2**24 + 1, 246913578], ids=str)
-def test_a_step_does_not_take_the_default_type(value: float, default: torch.dtype) -> None:
-    """A Python step that torch's Adam takes over is the same number, fp32 where that holds it."""
+def test_a_python_step_becomes_fp32_whatever_the_default_type(
+    value: float, default: torch.dtype
+) -> None:
     inner = torch.optim.AdamW([nn.Parameter(torch.ones(1))])
     before = torch.get_default_dtype()
     torch.set_default_dtype(default)
@@ -212,7 +202,7 @@ def test_a_step_does_not_take_the_default_type(value: float, default: torch.dtyp
 
 
 class Odd(nn.Module):
-    """Weights that lie in another order than that of their elements, and one without dimensions."""
+    """Weights in another order than that of their elements, and one without dimensions."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -222,7 +212,6 @@ class Odd(nn.Module):
         self.unused = nn.Parameter(torch.empty(0))
 
     def step(self, optimizer: torch.optim.Optimizer, count: int) -> None:
-        """Train."""
         for index in range(count):
             torch.manual_seed(index)
             loss = self.conv(torch.randn(2, 3, 4, 4)).mul(self.scale).square().mean()
@@ -234,7 +223,6 @@ class Odd(nn.Module):
 def held_by(
     module: Odd, optimizer: torch.optim.Optimizer, world_size: int
 ) -> tuple[Manifest, list[tuple[FlatState, ...]]]:
-    """Return what ranks write of it, as many as are asked for, and a table of its states."""
     buffers = live_flat_buffers(optimizer, PLAIN)
     names = {p: name for name, p in module.named_parameters()}
     rows = [flat_buffer_row(b, names, 0, world_size) for b in buffers]
@@ -252,8 +240,7 @@ def held_by(
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 7, 64])
-def test_slices_make_the_whole_again(world_size: int) -> None:
-    """Each element is in one slice; put back into another run, it goes on as this one does."""
+def test_slices_of_all_ranks_restore_the_whole_state(world_size: int) -> None:
     module, other = Odd(0), Odd(1)
     optimizer, fresh = (torch.optim.NAdam(m.parameters(), lr=0.1) for m in (module, other))
     module.step(optimizer, 3)
@@ -284,8 +271,7 @@ def test_slices_make_the_whole_again(world_size: int) -> None:
     assert other.conv.weight.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_a_state_of_a_weight_without_dimensions_alone_is_not_guessed() -> None:
-    """Whether one value is of the weight or of all, other weights tell; without them, nothing."""
+def test_the_states_of_a_lone_scalar_weight_are_ambiguous() -> None:
     scale = nn.Parameter(torch.randn(()))
     optimizer = torch.optim.AdamW([scale])
     scale.grad = torch.ones(())
@@ -295,7 +281,6 @@ def test_a_state_of_a_weight_without_dimensions_alone_is_not_guessed() -> None:
 
 
 def test_weights_of_the_module_are_copied_at_once() -> None:
-    """What is swapped in for a validation, behind a save, must not get into its copy."""
     module = Odd(0)
     optimizer = torch.optim.AdamW(module.parameters())
     module.step(optimizer, 1)
@@ -308,8 +293,7 @@ def test_weights_of_the_module_are_copied_at_once() -> None:
     assert plan.behind
 
 
-def test_sums_of_bits_tell_tensors_apart() -> None:
-    """In every type; a bit is enough."""
+def test_bit_sums_differ_for_one_bit_in_every_type() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         one = torch.randn(100).to(dtype)
         other = one.clone()
@@ -336,18 +320,15 @@ FUSED_ADAM = {k: FUSED_LAMB[k] for k in ("lr", "bias_correction", "betas", "eps"
 
 
 def optimizer(kind: Kind, **options: Any) -> torch.optim.Optimizer:
-    """Make an optimizer of one parameter, of torch's."""
     return kind([torch.nn.Parameter(torch.zeros(2))], **options)
 
 
 def own(inner: torch.optim.Optimizer, **changes: Any) -> Group:
-    """Describe an optimizer's group, with states as Adam's."""
     fields = {k: v for k, v in inner.param_groups[0].items() if k != "params"}
     return Group(("a",), {**fields, **changes}, ())
 
 
 def manifest(group: Group, saved_by: str = "") -> Manifest:
-    """Describe a checkpoint."""
     return Manifest(
         save_id="",
         stage=2,
@@ -372,8 +353,9 @@ def manifest(group: Group, saved_by: str = "") -> Manifest:
         (own(optimizer(torch.optim.AdamW)).hyperparameters, torch.optim.SGD, "amsgrad"),
     ],
 )
-def test_another_optimizers_are_refused(held: Mapping[str, Plain], kind: Kind, said: str) -> None:
-    """Whether it kept state or not, and with what helps."""
+def test_states_of_another_optimizer_are_refused(
+    held: Mapping[str, Plain], kind: Kind, said: str
+) -> None:
     inner = optimizer(kind)
     with pytest.raises(CheckpointMismatchError, match=said) as raised:
         check_unnamed_hyperparameters([Group(("a",), held, ())], [own(inner)], inner)
@@ -393,8 +375,7 @@ def test_another_optimizers_are_refused(held: Mapping[str, Plain], kind: Kind, s
         ({}, torch.optim.SGD),
     ],
 )
-def test_its_own_are_taken(held: Mapping[str, Plain], kind: Kind) -> None:
-    """Kinds of Adam are one; names of members, and labels, say nothing of an algorithm."""
+def test_states_of_the_same_kind_are_accepted(held: Mapping[str, Plain], kind: Kind) -> None:
     inner = optimizer(kind)
     check_unnamed_hyperparameters([Group(("a",), held, ())], [own(inner)], inner)
 
@@ -402,8 +383,9 @@ def test_its_own_are_taken(held: Mapping[str, Plain], kind: Kind) -> None:
 @pytest.mark.parametrize(
     ("momentum", "stepped", "refused"), [(0.9, True, True), (0.9, False, False), (0.0, True, False)]
 )
-def test_a_group_without_state(momentum: float, stepped: bool, refused: bool) -> None:
-    """It is refused where the optimizer keeps some, as its saved hyperparameters have it."""
+def test_a_group_without_state_is_refused_if_the_optimizer_needs_one(
+    momentum: float, stepped: bool, refused: bool
+) -> None:
     inner = optimizer(torch.optim.SGD, momentum=0.9)
     groups = [own(inner, momentum=momentum)]
     if not refused:
@@ -418,8 +400,6 @@ def test_a_group_without_state(momentum: float, stepped: bool, refused: bool) ->
 
 
 class DeepSpeedCPUAdam(torch.optim.Adam):
-    """Stands for DeepSpeed's: its kind of weight decay is an attribute."""
-
     adam_w_mode = True
 
 
@@ -433,8 +413,7 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
         (torch.optim.SGD, torch.optim.SGD, ""),
     ],
 )
-def test_another_kind_of_weight_decay_is_said(saved: Kind, here: Kind, said: str) -> None:
-    """Adam's and AdamW's states are alike, and their weight decay is not."""
+def test_another_kind_of_weight_decay_is_a_warning(saved: Kind, here: Kind, said: str) -> None:
     group = own(optimizer(saved, weight_decay=0.1))
     for name in ("", saved.__name__):
         found = weight_decay_change(manifest(group, name), optimizer(here, weight_decay=0.1))
@@ -445,8 +424,7 @@ def test_another_kind_of_weight_decay_is_said(saved: Kind, here: Kind, said: str
     assert not weight_decay_change(manifest(none), optimizer(here, weight_decay=0.1))
 
 
-def test_deepspeeds_kind_of_weight_decay() -> None:
-    """It is no hyperparameter, so that it stays as configured: steps are other ones."""
+def test_deepspeeds_kind_of_weight_decay_is_compared() -> None:
     inner = DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(2))])
     del inner.param_groups[0]["decoupled_weight_decay"]
     saved = own(optimizer(torch.optim.Adam, weight_decay=0.1))
@@ -460,11 +438,8 @@ def test_deepspeeds_kind_of_weight_decay() -> None:
 
 
 @pytest.mark.parametrize(("saved_by", "mine"), [("Adam", 3), ("AdamW", None)])
-def test_what_a_group_takes_over(saved_by: str, mine: int | None) -> None:
-    """What only another class has is left out; how a step is computed, and of whom, is this run's.
-
-    What a scheduler keeps is taken from each class, though a live group has it not yet.
-    """
+def test_hyperparameters_that_a_group_takes_over(saved_by: str, mine: int | None) -> None:
+    """Not those of the other class only, nor how a step is computed; but what schedulers keep."""
     inner = optimizer(torch.optim.Adam, lr=1.0, foreach=False)
     (group,) = inner.param_groups
     before = dict(group)
@@ -493,10 +468,9 @@ SETTINGS: list[tuple[Kind, dict[str, Any], dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("kind", "saved", "here", "lacking"), SETTINGS)
 @pytest.mark.parametrize("restored", [False, True])
-def test_state_fits_the_settings(
+def test_states_that_the_settings_need_are_required(
     kind: Kind, saved: dict[str, Any], here: dict[str, Any], lacking: str, restored: bool
 ) -> None:
-    """Refused is exactly what torch itself could not step with; state that is unused is told."""
     for settings, other in ((saved, here), (here, saved)):
         trained, live = (optimizer(kind, **{"lr": 0.1, **o}) for o in (settings, other))
         state = stepped(trained)
@@ -521,15 +495,13 @@ def test_state_fits_the_settings(
 
 
 def stepped(inner: torch.optim.Optimizer) -> dict[str, Any]:
-    """Step an optimizer once; return the states of its parameter."""
     (parameter,) = inner.param_groups[0]["params"]
     parameter.grad = torch.ones_like(parameter)
     inner.step()
     return dict(inner.state[parameter])
 
 
-def test_state_of_an_adam_without_a_setting() -> None:
-    """DeepSpeed's kinds of Adam have no ``amsgrad``, which torch's then has as configured."""
+def test_amsgrad_stays_as_configured_for_states_of_deepspeeds_adam() -> None:
     inner = optimizer(torch.optim.AdamW, amsgrad=True)
     keys = [StateKey(name, "elementwise", "float32") for name in ("exp_avg", "exp_avg_sq")]
     step = StateKey("step", "scalar", "int")
@@ -542,13 +514,11 @@ def test_state_of_an_adam_without_a_setting() -> None:
 
 
 def instance_of(name: str, module: str, base: type) -> Any:
-    """Return an optimizer of a class that seems to stand in a module, without having made it."""
     kind: Any = type(name, (base,), {"__module__": module})
     return kind.__new__(kind)
 
 
-def test_a_users_subclass_is_of_the_package_that_it_derives_from() -> None:
-    """Its states are that one's; torch's base class alone says nothing of them."""
+def test_a_subclass_belongs_to_the_package_of_its_base() -> None:
     theirs = instance_of("AdamW", "bitsandbytes.optim.adamw", torch.optim.Optimizer)
     assert package_of(theirs) == "bitsandbytes"
     assert package_of(instance_of("AdamW", "project.optim", type(theirs))) == "bitsandbytes"

@@ -39,7 +39,6 @@ from lightning_elastic_zero.trainer.loaders import elastic_loader
 
 
 def sampler_of(length: int, plan: BatchPlan, rank: int, **options: Any) -> ElasticSampler:
-    """Return a sampler over ``range(length)``."""
     return ElasticSampler(range(length), plan, rank, **options)
 
 
@@ -70,7 +69,7 @@ def steps_of(samplers: list[ElasticSampler], epoch: int, first: int = 0) -> list
     drop_last=st.booleans(),
     data=st.data(),
 )
-def test_steps_do_not_depend_on_the_ranks(
+def test_steps_do_not_depend_on_the_world_size(
     *,
     length: int,
     size: int,
@@ -81,7 +80,6 @@ def test_steps_do_not_depend_on_the_ranks(
     drop_last: bool,
     data: st.DataObject,
 ) -> None:
-    """Two worlds consume the same sets, step by step, also when one begins in mid-epoch."""
     if size < max(worlds) * most or (drop_last and length < size):
         return
     found = []
@@ -106,8 +104,9 @@ def test_steps_do_not_depend_on_the_ranks(
 
 
 @given(st.integers(1, 100), st.integers(1, 5), st.integers(1, 4), st.integers(0, 3))
-def test_the_order_is_torchs(length: int, world: int, micro: int, epoch: int) -> None:
-    """What torch's own sampler gives, but for padding: runs that began with it go on."""
+def test_the_order_is_torchs_without_padding(
+    length: int, world: int, micro: int, epoch: int
+) -> None:
     plan = BatchPlan(world * micro, world, 1)
     for rank in range(world):
         own: DistributedSampler[int] = DistributedSampler(
@@ -125,7 +124,6 @@ def test_the_order_is_torchs(length: int, world: int, micro: int, epoch: int) ->
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_a_users_sampler_gives_all_ranks_one_order(world: int) -> None:
-    """Also where it draws from the global streams, which differ between ranks and restarts."""
     weights = torch.arange(1.0, 31.0)
     generator = torch.Generator().manual_seed(11)
     for own in (
@@ -143,8 +141,7 @@ def test_a_users_sampler_gives_all_ranks_one_order(world: int) -> None:
         assert steps[0][0] != steps[0][1]
 
 
-def test_asking_for_an_order_draws_nothing() -> None:
-    """The streams that training draws from are as they were."""
+def test_an_order_leaves_the_global_streams_alone() -> None:
     sampler = sampler_of(20, BatchPlan(4, 1, 1), 0, sampler=SubsetRandomSampler(range(20)))
     torch.manual_seed(1)
     random.seed(1)
@@ -154,8 +151,7 @@ def test_asking_for_an_order_draws_nothing() -> None:
     assert random.getstate() == expected[1]
 
 
-def test_lengths_that_cannot_be_are_refused() -> None:
-    """An epoch without a step, and a sampler that does not give what it says."""
+def test_impossible_lengths_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="5 samples do not fill one global batch of 8"):
         sampler_of(5, BatchPlan(8, 1, 1), 0, drop_last=True)
 
@@ -168,8 +164,7 @@ def test_lengths_that_cannot_be_are_refused() -> None:
         list(sampler)
 
 
-def test_an_epoch_of_another_number_begins_at_its_beginning() -> None:
-    """A start is for one epoch: after it, or without it, epochs are whole."""
+def test_a_start_applies_to_one_epoch_only() -> None:
     sampler = sampler_of(12, BatchPlan(4, 1, 1), 0, shuffle=False)
     sampler.start_at(3, 2)
     sampler.set_epoch(4)
@@ -182,8 +177,6 @@ def test_an_epoch_of_another_number_begins_at_its_beginning() -> None:
 
 
 class Draws(Dataset[Any]):
-    """What a worker draws for each sample."""
-
     def __len__(self) -> int:
         return 24
 
@@ -192,9 +185,7 @@ class Draws(Dataset[Any]):
 
 
 @pytest.mark.parametrize("plan", [BatchPlan(6, 1, 2), BatchPlan(5, 1, 2)])
-def test_workers_draw_by_place(plan: BatchPlan) -> None:
-    """A loader taken up in mid-epoch draws what it would have, with any number of workers."""
-
+def test_random_draws_of_workers_resume_with_any_number_of_workers(plan: BatchPlan) -> None:
     def drawn(workers: int, first: int) -> list[Any]:
         sampler = ElasticSampler(Draws(), plan, 0, seed_workers=True)
         sampler.start_at(1, first)
@@ -214,8 +205,6 @@ def test_workers_draw_by_place(plan: BatchPlan) -> None:
 
 
 class Named(Sampler[Any]):
-    """A sampler that names its samples by something else than Python's integers."""
-
     def __init__(self, kind: Callable[[int], Any]) -> None:
         self.kind = kind
 
@@ -234,10 +223,9 @@ def _mixed(index: int) -> Any:
     "kind", [np.int64, torch.tensor, str, lambda index: (index, "crop"), _mixed, np.atleast_1d]
 )
 @pytest.mark.parametrize("batch_size", [2, None])
-def test_workers_draw_by_place_whatever_names_a_sample(
+def test_workers_get_each_index_as_the_sampler_gave_it(
     kind: Callable[[int], Any], batch_size: int | None
 ) -> None:
-    """Each index arrives in the worker as the sampler gave it, and the draws are resumed."""
     plan = BatchPlan(4, 1, 4 // (batch_size or 1))
 
     def drawn(workers: int, first: int) -> list[Any]:
@@ -260,8 +248,7 @@ def _as_given(samples: Any) -> Any:
     return samples
 
 
-def test_the_seeding_index_stays_an_index_here() -> None:
-    """In this process nothing is seeded, and a batch is a list of integers."""
+def test_without_workers_a_batch_is_a_list_of_integers() -> None:
     sampler = sampler_of(8, BatchPlan(4, 1, 2), 0, seed_workers=True, shuffle=False)
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -274,8 +261,6 @@ def test_the_seeding_index_stays_an_index_here() -> None:
 
 
 class Holding(SubsetRandomSampler):
-    """A sampler with generators in its attributes, in a container, and in a sampler within."""
-
     def __init__(self, entropy: int) -> None:
         super().__init__(range(24))
         self.inner = SubsetRandomSampler(range(24), torch.Generator().manual_seed(entropy))
@@ -291,7 +276,6 @@ class Holding(SubsetRandomSampler):
 
 @given(st.integers(0, 5), st.integers(0, 9))
 def test_generators_that_a_sampler_holds_are_seeded_by_epoch(epoch: int, asked: int) -> None:
-    """Whatever they were seeded with and however often they were drawn from before."""
     orders = []
     for entropy, times in ((1, 0), (2, asked)):
         sampler = sampler_of(24, BatchPlan(4, 1, 1), 0, sampler=Holding(entropy))
@@ -306,8 +290,6 @@ def test_generators_that_a_sampler_holds_are_seeded_by_epoch(epoch: int, asked: 
 
 
 class Nested(Sampler[int]):
-    """A sampler with generators deep in containers, and with itself in an attribute."""
-
     def __init__(self) -> None:
         self.deep = {"pair": [[random.Random(5)], [random.Random(5)]]}
         self.me = self
@@ -319,16 +301,14 @@ class Nested(Sampler[int]):
         return iter(own.randrange(1 << 60) for (own,) in self.deep["pair"])
 
 
-def test_each_generator_is_seeded_by_its_own_place() -> None:
-    """Two of them do not draw alike, however deep they are; an epoch's order is its own."""
+def test_each_nested_generator_has_its_own_seed() -> None:
     orders = [epoch_order(Nested(), 3, epoch, 2) for epoch in (0, 0, 1)]
     assert orders[0] == orders[1]
     assert len({*orders[0], *orders[2]}) == 4
 
 
 @given(st.integers(0, 9), st.integers(0, 9))
-def test_a_torch_samplers_generator_is_seeded_as_such(seed: int, epoch: int) -> None:
-    """By nothing but the run's seed and the epoch; where there is none, so are torch's own."""
+def test_torchs_samplers_are_seeded_by_seed_and_epoch(seed: int, epoch: int) -> None:
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
     expected = list(SubsetRandomSampler(range(24), generator))
     given_one = SubsetRandomSampler(range(24), torch.Generator())
@@ -338,24 +318,21 @@ def test_a_torch_samplers_generator_is_seeded_as_such(seed: int, epoch: int) -> 
     assert epoch_order(SubsetRandomSampler(range(24)), seed, epoch, 24) == expected
 
 
-def test_a_sampler_with_epochs_is_told_the_epoch() -> None:
-    """As Lightning's own loops would."""
+def test_set_epoch_is_called() -> None:
     own: DistributedSampler[int] = DistributedSampler(range(9), 1, 0)  # type: ignore[arg-type]
     orders = [epoch_order(own, 3, epoch, 9) for epoch in (0, 1, 0)]
     own.set_epoch(1)
     assert orders[0] == orders[2] != orders[1] == list(own)
 
 
-def test_without_options_it_is_torchs_own() -> None:
-    """Shuffled, from seed 0, and its samples are plain integers."""
+def test_without_options_the_order_is_torchs() -> None:
     own: DistributedSampler[int] = DistributedSampler(range(9), 1, 0)  # type: ignore[arg-type]
     ours = ElasticSampler(range(9), BatchPlan(3, 1, 1), 0)
     assert list(ours) == list(own)
     assert {type(index) for index in ours} == {int}
 
 
-def test_a_digest_tells_orders_apart() -> None:
-    """Of indices, texts, paths and containers; it is empty for other objects."""
+def test_digests_of_different_orders_differ() -> None:
     assert digest_of([3, 1, 2]) == digest_of(torch.tensor([3, 1, 2])) != digest_of([1, 2, 3])
     assert digest_of(["a", ("b", 1)]) == digest_of(["a", ("b", 1)]) != digest_of(["a", ("b", 2)])
     assert digest_of([1 << 70]) == digest_of([1 << 70])
@@ -370,8 +347,7 @@ def test_a_digest_tells_orders_apart() -> None:
 
 
 @given(st.lists(st.integers(-(1 << 40), 1 << 40), min_size=1, max_size=20))
-def test_a_digest_does_not_depend_on_the_kind_of_index(order: list[int]) -> None:
-    """Python's, NumPy's and torch's integers name the same samples, also within containers."""
+def test_a_digest_does_not_depend_on_the_type_of_index(order: list[int]) -> None:
     kinds: list[list[Any]] = [
         [np.int64(index) for index in order],
         [torch.tensor(index) for index in order],
@@ -387,8 +363,6 @@ def test_a_digest_does_not_depend_on_the_kind_of_index(order: list[int]) -> None
 
 
 class _OfAll(Sampler[int]):
-    """A sampler that draws from the process's own generators, as ``check_random_state`` gives."""
-
     def __init__(self) -> None:
         self.rng = np.random.mtrand._rand
         self.generator = torch.default_generator
@@ -401,7 +375,6 @@ class _OfAll(Sampler[int]):
 
 
 def test_the_generators_of_the_process_are_left_alone() -> None:
-    """What a model draws must not begin anew, and alike on all ranks, with each epoch."""
     np.random.seed(4)  # noqa: NPY002 (the one that samplers take for theirs)
     torch.manual_seed(4)
     before = np.random.get_state()[1].tolist(), torch.get_rng_state()  # type: ignore[index]  # noqa: NPY002
@@ -412,8 +385,6 @@ def test_the_generators_of_the_process_are_left_alone() -> None:
 
 
 class Lookups(UserDict[int, int]):
-    """A data set that is a mapping, and counts how often it is read."""
-
     reads = 0
 
     def __getitem__(self, key: int) -> int:
@@ -422,7 +393,6 @@ class Lookups(UserDict[int, int]):
 
 
 def test_a_data_set_in_a_sampler_is_not_read() -> None:
-    """Generators are looked for in plain containers: a mapping may be a file of samples."""
     own = SubsetRandomSampler(range(8))
     data = Lookups({index: index for index in range(8)})
     vars(own)["data"] = data
@@ -431,8 +401,6 @@ def test_a_data_set_in_a_sampler_is_not_read() -> None:
 
 
 class Asked(SubsetRandomSampler):
-    """A sampler that counts how often it is asked, and names its samples by texts."""
-
     asked = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -441,7 +409,6 @@ class Asked(SubsetRandomSampler):
 
 
 def test_a_users_sampler_is_asked_once_per_epoch() -> None:
-    """One that counts its epochs by itself goes on by one; where none is left, it is not asked."""
     own = Asked(range(8))
     sampler = sampler_of(8, BatchPlan(4, 1, 1), 0, sampler=own)
     sampler.start_at(0, 2)
@@ -455,8 +422,7 @@ def test_a_users_sampler_is_asked_once_per_epoch() -> None:
     assert own.asked == 1
 
 
-def test_a_fingerprint_tells_what_an_order_depends_on() -> None:
-    """As it stands in checkpoints."""
+def test_a_fingerprint_names_what_the_order_depends_on() -> None:
     plan = BatchPlan(4, 1, 1)
     assert sampler_of(8, plan, 0, seed=3).describe() == {
         "order": "torch.randperm",
@@ -475,8 +441,7 @@ def test_a_fingerprint_tells_what_an_order_depends_on() -> None:
     }
 
 
-def test_samples_that_are_no_indices_are_given_as_they_are() -> None:
-    """One by one, by a loader whose workers are not seeded."""
+def test_samples_that_are_not_indices_are_unchanged() -> None:
     sampler = sampler_of(2, BatchPlan(2, 1, 2), 0, sampler=Asked(range(2)))
     batches = ElasticBatchSampler(sampler)
     assert sorted(map(tuple, batches)) == [("0",), ("1",)]
@@ -488,7 +453,6 @@ def test_samples_that_are_no_indices_are_given_as_they_are() -> None:
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_users_loader_is_not_changed(*, persistent: bool) -> None:
-    """Training gets a copy with another sampler, whatever the loader was made with."""
     shared: DistributedSampler[Any] = DistributedSampler(range(24), 2, 0)  # type: ignore[arg-type]
     loader: DataLoader[Any] = DataLoader(
         range(24),  # type: ignore[arg-type]

@@ -33,29 +33,26 @@ STEPS, MORE = 9, 10
 
 
 def halves(step: int) -> float:
-    """Return a factor that halves with each step."""
     return 0.5**step
 
 
 class Warmup:
-    """A factor that keeps how it is configured in itself."""
+    """A factor with state."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
 
     def __call__(self, step: int) -> float:
-        """Return the factor."""
         return min(1.0, (step + 1) / self.steps)
 
 
 def warmed(o: Optimizer, steps: int = 4, eta_min: float = 0.0) -> lrs.SequentialLR:
-    """Make the usual schedule of a transformer."""
     cosine = lrs.CosineAnnealingLR(o, 30, eta_min=eta_min)
     return lrs.SequentialLR(o, [lrs.LinearLR(o, 0.01, total_iters=steps), cosine], [steps])
 
 
 def nested(o: Optimizer, gamma: float) -> lrs.ChainedScheduler:
-    """Make schedules within schedules; within SequentialLR torch has no other ones."""
+    """Schedules within schedules; SequentialLR takes no others."""
     parts: list[Any] = [lrs.ConstantLR(o, 0.5, total_iters=2), lrs.ExponentialLR(o, gamma)]
     return lrs.ChainedScheduler([lrs.SequentialLR(o, parts, [3]), lrs.StepLR(o, 4, gamma=0.5)], o)
 
@@ -132,7 +129,6 @@ OPTIMIZERS: dict[str, Callable[[float], Optimizer]] = {
 
 
 def two_groups(first: float, second: float) -> Optimizer:
-    """Make an optimizer of groups with rates of their own."""
     return AdamW([{"params": [weight()], "lr": rate} for rate in (first, second)], lr=second)
 
 
@@ -141,12 +137,10 @@ of_each = pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPT
 
 
 def weight() -> torch.nn.Parameter:
-    """Make something to train."""
     return torch.nn.Parameter(torch.ones(1))
 
 
 def after(make: Make, optimizer: Optimizer, steps: int) -> Any:
-    """Make a scheduler, and take it some steps on."""
     scheduler = make(optimizer)
     for _ in range(steps):
         advance(scheduler)
@@ -154,7 +148,6 @@ def after(make: Make, optimizer: Optimizer, steps: int) -> Any:
 
 
 def advance(scheduler: Any) -> None:
-    """Take a scheduler one step on; what it may watch gets no better."""
     scheduler.optimizer.step()
     if isinstance(scheduler, lrs.ReduceLROnPlateau):
         scheduler.step(1.0)
@@ -163,7 +156,6 @@ def advance(scheduler: Any) -> None:
 
 
 def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return all that parameter groups hold but the parameters, as it is now."""
     return [
         {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
@@ -171,7 +163,6 @@ def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def saved_groups(optimizer: Optimizer) -> tuple[Group, ...]:
-    """Return the groups as a manifest has them."""
     return tuple(
         Group(names=(), hyperparameters={k: plain(v, k) for k, v in group.items()}, state=())
         for group in groups_of(optimizer)
@@ -190,10 +181,10 @@ def resume(saved: Any, live: Any) -> None:
 
 @each
 @of_each
-def test_it_goes_on_as_if_it_had_always_been_so(
+def test_a_new_configuration_continues_as_if_it_had_been_there(
     saved: Make, live: Make, make_optimizer: Callable[[float], Optimizer]
 ) -> None:
-    """Rates, momentum, betas: those of a run that was configured like this, bit for bit."""
+    """Rates, momentum and betas, bit for bit."""
     uninterrupted = after(live, make_optimizer(RATE), STEPS)
     scheduler = live(make_optimizer(RATE))
     resume(after(saved, make_optimizer(SAVED_RATE), STEPS), scheduler)
@@ -206,19 +197,16 @@ def test_it_goes_on_as_if_it_had_always_been_so(
 
 
 def comparable(scheduler: Any) -> dict[str, Any]:
-    """Return a scheduler's state without the addresses of functions."""
     state = scheduler.state_dict()
     return {key: value for key, value in state.items() if "anneal_func" not in key}
 
 
-def test_every_scheduler_of_torchs_is_here() -> None:
-    """What torch adds shows here."""
+def test_every_torch_scheduler_is_tested() -> None:
     tested = {type(live(OPTIMIZERS["betas"](RATE))).__name__ for _, live in PAIRS.values()}
     assert tested | {"ReduceLROnPlateau", "LRScheduler"} == set(lrs.__all__)
 
 
 def test_a_plateau_does_not_repeat_its_cuts() -> None:
-    """Nothing says from which rate it was cut: it goes on from the configured one, at its place."""
     saved = after(PLATEAU[0], OPTIMIZERS["one group"](SAVED_RATE), STEPS)
     assert saved.get_last_lr()[0] < SAVED_RATE / 10
     scheduler = PLATEAU[1](OPTIMIZERS["one group"](RATE))
@@ -231,7 +219,6 @@ def test_a_plateau_does_not_repeat_its_cuts() -> None:
 
 
 def test_a_cycle_that_is_too_short_is_refused() -> None:
-    """OneCycleLR has no rate after its end: the error says how many steps there were."""
     saved = after(lambda o: lrs.OneCycleLR(o, 1.0, total_steps=20), SGD([weight()], 1.0, 0.9), 9)
     live = lrs.OneCycleLR(SGD([weight()], 1.0, 0.9), 1.0, total_steps=5)
     with pytest.raises(CheckpointMismatchError, match=r"OneCycleLR .* shorter than the 9 steps"):
@@ -239,19 +226,17 @@ def test_a_cycle_that_is_too_short_is_refused() -> None:
 
 
 class Own(lrs.LRScheduler):
-    """A user's own, which steps from the last rate."""
+    """A user's scheduler, which steps from the last rate."""
 
     warmup_done = False
 
     def get_lr(self) -> list[Any]:
-        """Return the next rates."""
         if self._is_initial:
             return [group["lr"] for group in self.optimizer.param_groups]
         return [group["lr"] * 0.5 for group in self.optimizer.param_groups]
 
 
-def test_another_kind_around_a_users_own_is_refused() -> None:
-    """What cannot be restored is said with what helps, before anything fails in torch."""
+def test_another_scheduler_than_the_users_saved_one_is_refused() -> None:
     saved = after(PAIRS["StepLR"][0], OPTIMIZERS["one group"](SAVED_RATE), 3)
     optimizer = OPTIMIZERS["one group"](RATE)
     live = lrs.SequentialLR(optimizer, [Own(optimizer), lrs.StepLR(optimizer, 2)], [2])
@@ -261,8 +246,9 @@ def test_another_kind_around_a_users_own_is_refused() -> None:
 
 
 @of_each
-def test_a_users_own_is_scaled(make_optimizer: Callable[[float], Optimizer]) -> None:
-    """Each group's rate is in proportion, and what only it knows is as it was saved."""
+def test_a_users_scheduler_keeps_state_and_scales_rates(
+    make_optimizer: Callable[[float], Optimizer],
+) -> None:
     saved = after(Own, make_optimizer(SAVED_RATE), STEPS)
     saved.warmup_done = True
     uninterrupted = after(Own, make_optimizer(RATE), STEPS)
@@ -280,8 +266,7 @@ def test_a_users_own_is_scaled(make_optimizer: Callable[[float], Optimizer]) -> 
     assert scheduler.get_last_lr() == [g["lr"] for g in scheduler.optimizer.param_groups]
 
 
-def test_a_rate_that_started_from_0_is_the_configured_one() -> None:
-    """There is no proportion to 0; and the same initial rate gives the saved rate itself."""
+def test_a_rate_that_began_at_0_is_the_configured_one() -> None:
     scheduler = Own(OPTIMIZERS["one group"](RATE))
     resume(after(Own, OPTIMIZERS["one group"](0.0), 3), scheduler)
     assert scheduler.optimizer.param_groups[0]["lr"] == RATE
@@ -292,7 +277,6 @@ def test_a_rate_that_started_from_0_is_the_configured_one() -> None:
 
 @pytest.mark.parametrize("groups", [[{}], [], [{}, {}]], ids=len)
 def test_without_saved_rates_the_configured_ones_stay(groups: list[dict[str, Any]]) -> None:
-    """As of a checkpoint of other groups, or of a writer that kept none."""
     scheduler = Own(OPTIMIZERS["one group"](RATE))
     held = [Group(names=(), hyperparameters=group, state=()) for group in groups]
     (kept,) = resume_as_configured(
@@ -302,8 +286,7 @@ def test_without_saved_rates_the_configured_ones_stay(groups: list[dict[str, Any
     assert kept["last_epoch"] == 3
 
 
-def test_a_restart_within_an_epoch_is_scaled() -> None:
-    """``step(epoch + i / n)`` is no place that can be counted to: the next step sets the rate."""
+def test_a_fractional_epoch_is_scaled() -> None:
     make: Make = lambda o: lrs.CosineAnnealingWarmRestarts(o, 4)  # noqa: E731
     schedulers = [make(SGD([weight()], rate)) for rate in (SAVED_RATE, RATE, RATE)]
     saved, scheduler, uninterrupted = schedulers
@@ -316,16 +299,14 @@ def test_a_restart_within_an_epoch_is_scaled() -> None:
     assert scheduler.get_last_lr() == uninterrupted.get_last_lr()
 
 
-def test_weights_averages_own_schedule_is_scaled() -> None:
-    """SWALR is not among torch's schedulers; its rate is in proportion to the base rate."""
+def test_swalr_is_scaled() -> None:
     make: Make = lambda o: swa_utils.SWALR(o, swa_lr=0.01, anneal_epochs=4)  # noqa: E731
     saved, scheduler = after(make, SGD([weight()], 0.8), 2), make(SGD([weight()], 0.4))
     resume(saved, scheduler)
     assert math.isclose(scheduler.get_last_lr()[0], saved.get_last_lr()[0] / 2)
 
 
-def test_deepspeeds_own_are_told_their_place() -> None:
-    """Theirs keep a place and nothing else; the rate is that of the place, as configured now."""
+def test_deepspeeds_schedulers_keep_their_place_only() -> None:
     schedules = pytest.importorskip("deepspeed.runtime.lr_schedules")
     makes: tuple[Make, ...] = (
         lambda o: schedules.WarmupLR(o, 0.0, o.defaults["lr"], 20),
@@ -347,9 +328,7 @@ def test_deepspeeds_own_are_told_their_place() -> None:
     assert fresh.last_batch_iteration == -1
 
 
-def test_what_has_no_optimizer_keeps_its_state() -> None:
-    """A scheduler of no known kind is given what was saved, but for what is configured."""
-
+def test_an_unknown_scheduler_keeps_its_saved_state() -> None:
     class Odd:
         def state_dict(self) -> dict[str, Any]:
             return {}
@@ -361,8 +340,6 @@ def test_what_has_no_optimizer_keeps_its_state() -> None:
 
 
 def test_a_subclass_of_torchs_keeps_the_configured_shape() -> None:
-    """What torch's own fields are named by is configured; a user's steps are not made for it."""
-
     class Mine(lrs.StepLR):
         pass
 
@@ -373,8 +350,7 @@ def test_a_subclass_of_torchs_keeps_the_configured_shape() -> None:
     assert math.isclose(scheduler.get_last_lr()[0], RATE / 4)
 
 
-def test_numbers_take_the_live_types_where_that_is_exact() -> None:
-    """A float32 of NumPy's was saved as Python's float; another value than it can hold stays so."""
+def test_numbers_take_the_live_type_if_exact() -> None:
     saved = {"base_lrs": [0.5, 0.1], "betas": (0.5, 0.25), "n": 3, "on": True, "text": "a"}
     f32 = np.float32
     live = {"base_lrs": [f32(1), f32(1)], "betas": (f32(1), 1.0), "n": np.int64(1), "on": f32(1)}
@@ -390,8 +366,7 @@ def test_numbers_take_the_live_types_where_that_is_exact() -> None:
     assert rest == states[1]
 
 
-def test_every_field_is_configured_or_a_place() -> None:
-    """Torch's schedulers keep nothing else that a subclass would restore by mistake."""
+def test_every_field_of_torchs_is_configuration_or_position() -> None:
     places = {"last_epoch", "_step_count", "best", "num_bad_epochs", "cooldown_counter"}
     neither = {"_is_initial", "_get_lr_called_within_step", "lr_lambdas", "_scale_fn_custom"}
     neither |= {"T_cur", "T_i", "_schedulers"}
@@ -418,14 +393,12 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 
 def made(rates: list[float], kind: str) -> tuple[torch.optim.Optimizer, Any]:
-    """Make an optimizer with a group for each rate, and its scheduler."""
     groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates]
     optimizer = torch.optim.AdamW(groups)
     return optimizer, SCHEDULES[kind](optimizer)
 
 
 def rates_of(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> list[list[float]]:
-    """Return the rates at a place and after each step from there."""
     found = [[group["lr"] for group in optimizer.param_groups]]
     for _ in range(steps):
         optimizer.step()
@@ -435,8 +408,7 @@ def rates_of(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> li
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_a_new_group_comes_to_the_place_of_the_others(kind: str) -> None:
-    """Its rates are those that it has in a run that had it from its start; others' are as saved."""
+def test_a_new_group_starts_at_the_position_of_the_others(kind: str) -> None:
     whole, their = made([0.1, 0.2, 0.3], kind)
     expected = rates_of(whole, their, PLACE + LATER)[PLACE:]
     saved, saving = made([0.1, 0.2], kind)
@@ -455,8 +427,7 @@ def test_a_new_group_comes_to_the_place_of_the_others(kind: str) -> None:
     assert found == [[b, c, a] for a, b, c in expected]
 
 
-def test_the_same_groups_are_left_alone() -> None:
-    """Nothing is run through where nothing is new."""
+def test_unchanged_groups_are_left_alone() -> None:
     optimizer, scheduler = made([0.1, 0.2], "cosine")
     state = {"base_lrs": [7, 8], "last_epoch": 3}
     assert with_new_groups([scheduler], [state], (0, 1), 2) == [state]

@@ -67,7 +67,6 @@ PLACED = {"placed", "kept", "cleaned"}
 
 
 def publish(target: Path, content: str, *, exchange: bool = True) -> None:
-    """Save a checkpoint whose files hold one text."""
     staged = StagedDirectory.create(target, content)
     fill(staged.path, content)
     staged.sync()
@@ -76,15 +75,13 @@ def publish(target: Path, content: str, *, exchange: bool = True) -> None:
 
 
 def killed_save(target: Path, step: str, way: str) -> None:
-    """Run a save that is killed after a step."""
     arguments = [sys.executable, "-c", SAVE, str(target), step, way]
     assert subprocess.run(arguments, cwd=ROOT, check=False).returncode == -signal.SIGKILL
 
 
 class TestPublish:
     @pytest.mark.parametrize("exchange", [True, False])
-    def test_replaces_a_checkpoint(self, tmp_path: Path, exchange: bool) -> None:
-        """What is published replaces all of what was there, and leaves nothing beside it."""
+    def test_publishing_replaces_the_whole_checkpoint(self, tmp_path: Path, exchange: bool) -> None:
         target = tmp_path / "last.ckpt"
         publish(target, "old")
         larger = "checkpoint/zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -95,10 +92,9 @@ class TestPublish:
         assert names_in(tmp_path) == ["last.ckpt"]
 
     @pytest.mark.parametrize("exchange", [True, False])
-    def test_replaces_a_link_but_not_what_it_points_to(
+    def test_publishing_replaces_a_link_but_not_its_target(
         self, tmp_path: Path, exchange: bool
     ) -> None:
-        """Lightning's ``last.ckpt`` link gives way to a directory; its target stays whole."""
         best, target = tmp_path / "best.ckpt", tmp_path / "last.ckpt"
         publish(best, "old")
         target.symlink_to(best.name)
@@ -107,21 +103,18 @@ class TestPublish:
         assert (contents(best), contents(target)) == (whole("old"), whole("new"))
         assert names_in(tmp_path) == ["best.ckpt", "last.ckpt"]
 
-    def test_replaces_a_link_whose_checkpoint_was_deleted(self, tmp_path: Path) -> None:
-        """A ``last.ckpt`` that names a file of its own folder is no obstacle."""
+    def test_publishing_replaces_a_dangling_link_within_the_folder(self, tmp_path: Path) -> None:
         (tmp_path / "last.ckpt").symlink_to("gone")
         publish(tmp_path / "last.ckpt", "new")
         assert contents(tmp_path / "last.ckpt") == whole("new")
 
     def test_a_file_is_not_replaced(self, tmp_path: Path) -> None:
-        """A plain file at the target is refused before anything is written."""
         (tmp_path / "a.ckpt").write_text("somebody's only one")
         with pytest.raises(SaveError, match=r"a\.ckpt is a file, "):
             StagedDirectory.create(tmp_path / "a.ckpt", "new")
         assert names_in(tmp_path) == ["a.ckpt"]
 
-    def test_a_refused_rename_leaves_the_old_checkpoint(self, tmp_path: Path) -> None:
-        """Where the second of two renames fails, the first one is taken back."""
+    def test_a_failed_second_rename_restores_the_old_checkpoint(self, tmp_path: Path) -> None:
         target = tmp_path / "a.ckpt"
         publish(target, "old")
         staged = StagedDirectory.create(target, "new")
@@ -135,13 +128,11 @@ class TestPublish:
             )
         assert contents(target) == whole("old")
 
-    def test_makes_missing_parents(self, tmp_path: Path) -> None:
-        """Directories above the target are made."""
+    def test_missing_parents_are_made(self, tmp_path: Path) -> None:
         publish(tmp_path / "a" / "b" / "c.ckpt", "new")
         assert contents(tmp_path / "a" / "b" / "c.ckpt") == whole("new")
 
-    def test_abandoned(self, tmp_path: Path) -> None:
-        """An abandoned save leaves the old checkpoint and nothing else, however often."""
+    def test_abandoning_leaves_only_the_old_checkpoint(self, tmp_path: Path) -> None:
         publish(tmp_path / "a.ckpt", "old")
         staged = StagedDirectory.create(tmp_path / "a.ckpt", "new")
         fill(staged.path, "half", published=False)
@@ -150,11 +141,9 @@ class TestPublish:
         assert names_in(tmp_path) == ["a.ckpt"]
         assert contents(tmp_path / "a.ckpt") == whole("old")
 
-    def test_a_disk_without_room_for_the_owner(
+    def test_a_failed_owner_note_leaves_nothing(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """What cannot even begin leaves nothing behind."""
-
         def full(_: int) -> None:
             raise OSError(28, "No space left on device")
 
@@ -163,8 +152,7 @@ class TestPublish:
             StagedDirectory.create(tmp_path / "a.ckpt", "5a7e")
         assert names_in(tmp_path) == []
 
-    def test_readers_never_miss_it(self, tmp_path: Path) -> None:
-        """While one checkpoint replaces another, the target is there at every instant."""
+    def test_the_target_exists_at_every_instant(self, tmp_path: Path) -> None:
         target, missing, stop = tmp_path / "a.ckpt", 0, threading.Event()
         publish(target, "0")
 
@@ -183,8 +171,7 @@ class TestPublish:
 
 
 class TestNames:
-    def test_staging_is_never_taken_for_a_checkpoint(self, tmp_path: Path) -> None:
-        """Lightning finds neither ``last`` nor ``hpc_ckpt_`` in the names that a save uses."""
+    def test_lightning_does_not_take_hidden_names_for_checkpoints(self, tmp_path: Path) -> None:
         for name in ("last.ckpt", "hpc_ckpt_3.ckpt"):
             staged = StagedDirectory.create(tmp_path / name, "5a7e")
             for found in names_in(tmp_path):
@@ -192,23 +179,22 @@ class TestNames:
                 assert not re.search(r"last|hpc_ckpt_|\.ckpt$", found)
             staged.abandon()
 
-    def test_other_ranks_find_it(self, tmp_path: Path) -> None:
-        """A rank that knows target and save id knows where to write."""
+    def test_other_ranks_find_the_staged_directory(self, tmp_path: Path) -> None:
         staged = StagedDirectory.create(tmp_path / "a.ckpt", "5a7e")
         assert staged.path == staging_path(tmp_path / "a.ckpt", "5a7e")
         assert staged.path.is_dir()
 
     @pytest.mark.parametrize("save_id", ["", "../x", "a/b", "-a", "a" * 65, "a.ckpt"])
-    def test_save_ids_are_names(self, tmp_path: Path, save_id: str) -> None:
-        """A save id that is no plain name is the caller's error."""
+    def test_a_save_id_must_be_a_plain_name(self, tmp_path: Path, save_id: str) -> None:
         with pytest.raises(ValueError, match=r"save_id=.*expected at most 64 letters"):
             staging_path(tmp_path / "a.ckpt", save_id)
 
 
 class TestKilled:
     @pytest.mark.parametrize(("step", "way"), STEPS)
-    def test_old_or_new_is_whole(self, tmp_path: Path, step: str, way: str) -> None:
-        """Whenever a save is killed, the old checkpoint or the new one is there, whole."""
+    def test_a_kill_leaves_the_old_or_the_new_checkpoint(
+        self, tmp_path: Path, step: str, way: str
+    ) -> None:
         target = tmp_path / "last.ckpt"
         publish(target, "old")
         killed_save(target, step, way)
@@ -218,15 +204,13 @@ class TestKilled:
         assert names_in(tmp_path) == ["last.ckpt"]
         assert contents(target) == whole("new" if step in PLACED else "old")
 
-    def test_first_checkpoint(self, tmp_path: Path) -> None:
-        """A killed first save leaves no checkpoint, and what it left goes with the next one."""
+    def test_a_killed_first_save_is_removed_by_the_next(self, tmp_path: Path) -> None:
         killed_save(tmp_path / "a.ckpt", "synced", "exchange")
         assert not repair_target(tmp_path / "a.ckpt")
         assert len(remove_leftovers(tmp_path)) == 2
         assert names_in(tmp_path) == []
 
     def test_repair_finds_every_lost_target(self, tmp_path: Path) -> None:
-        """A whole directory is repaired without knowing which names it should have."""
         publish(tmp_path / "last.ckpt", "old")
         killed_save(tmp_path / "last.ckpt", "set aside", "renames")
         assert repair(tmp_path) == [tmp_path / "last.ckpt"]
@@ -235,7 +219,7 @@ class TestKilled:
 
 
 def interrupted_save(target: Path, exchange: bool, *calls: int) -> bool:
-    """Save as a run does, with an interrupt somewhere; return whether it came to all of them."""
+    """Save with interrupts at these calls; return whether all came."""
     staged = StagedDirectory.create(target, "new")
     fill(staged.path, "new")
     interrupted = InterruptAtCall(*calls)
@@ -256,11 +240,12 @@ def interrupted_save(target: Path, exchange: bool, *calls: int) -> bool:
 
 
 class TestInterrupted:
-    """Ctrl-C, at every instant: before each system call of a publication."""
+    """Ctrl-C before each system call of a publication."""
 
     @pytest.mark.parametrize("exchange", [True, False])
-    def test_one_of_them_is_in_place(self, exchange: bool, tmp_path: Path) -> None:
-        """The old checkpoint or the new one has the name, whole, and nothing hidden is left."""
+    def test_an_interrupt_leaves_the_old_or_the_new_checkpoint(
+        self, exchange: bool, tmp_path: Path
+    ) -> None:
         found, call = [], 0
         while True:
             folder = tmp_path / str(call)
@@ -276,8 +261,7 @@ class TestInterrupted:
         assert found == sorted(found, reverse=True)
         assert call > 10
 
-    def test_between_two_renames_the_new_one_is_taken(self, tmp_path: Path) -> None:
-        """It is whole, and the old one is not lost under its hidden name."""
+    def test_an_interrupt_between_two_renames_publishes_the_new_one(self, tmp_path: Path) -> None:
         target = fill(tmp_path / "last.ckpt", "old")
         staged = StagedDirectory.create(target, "new")
         fill(staged.path, "new")
@@ -292,8 +276,9 @@ class TestInterrupted:
         assert names_in(tmp_path) == ["last.ckpt"]
 
     @pytest.mark.parametrize("second", [0, 1, 3, 6])
-    def test_twice(self, second: int, tmp_path: Path) -> None:
-        """A second one while the first is handled: what is left is repaired as after a kill."""
+    def test_a_second_interrupt_leaves_a_repairable_directory(
+        self, second: int, tmp_path: Path
+    ) -> None:
         for first in range(40):
             folder = tmp_path / str(first)
             target = fill(folder / "last.ckpt", "old")
@@ -307,23 +292,20 @@ class TestInterrupted:
 
 
 def end_owner(note: Path) -> None:
-    """Make the process that has written a note one that has ended."""
+    """Make the process of a note one that has ended."""
     note.write_text(json.dumps({**json.loads(note.read_text()), "started": "12"}))
 
 
 def move_elsewhere(note: Path) -> None:
-    """Make the process that has written a note run on another machine."""
+    """Make the process of a note run on another machine."""
     # Its number is one that no process has here, which says nothing of the other machine's.
     fields = {**json.loads(note.read_text()), "machine": "elsewhere", "pid": 2**22 + 1}
     note.write_text(json.dumps(fields))
 
 
 class TestElsewhere:
-    """What a process on another machine works on: a requeued job's, or a pod's with a new name."""
-
     @pytest.fixture
     def left(self, tmp_path: Path) -> tuple[StagedDirectory, Path]:
-        """Return what such a process has staged, and its note."""
         target = fill(tmp_path / "a.ckpt", "old")
         staged = StagedDirectory.create(target, "5a7e")
         fill(staged.path, "new", published=False)
@@ -331,8 +313,9 @@ class TestElsewhere:
         move_elsewhere(note)
         return staged, note
 
-    def test_silence_is_death(self, left: tuple[StagedDirectory, Path], tmp_path: Path) -> None:
-        """Half an hour without a sign of life, and it is removed; not before, and not for days."""
+    def test_another_machines_save_is_removed_after_half_an_hour(
+        self, left: tuple[StagedDirectory, Path], tmp_path: Path
+    ) -> None:
         staged, note = left
         assert remove_leftovers(tmp_path) == []
         for ago_s, removed in ((DEAD_AFTER_S - 300, []), (DEAD_AFTER_S + 300, [staged.path, note])):
@@ -342,14 +325,13 @@ class TestElsewhere:
         assert names_in(tmp_path) == ["a.ckpt"]
 
     @pytest.mark.parametrize("off_s", [-3e8, 3e8])
-    def test_the_file_systems_clock_counts(
+    def test_the_age_of_a_note_is_by_the_filesystems_clock(
         self,
         off_s: float,
         left: tuple[StagedDirectory, Path],
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """However wrong this machine's clock is, what lives stays and what is dead goes."""
         staged, note = left
         now_s = time.time
         monkeypatch.setattr(time, "time", lambda: now_s() + off_s)
@@ -358,13 +340,12 @@ class TestElsewhere:
         os.utime(note, (then_s, then_s))
         assert remove_leftovers(tmp_path) == [staged.path, note]
 
-    def test_a_save_that_goes_on_shows_it(
+    def test_a_running_save_touches_its_note(
         self,
         left: tuple[StagedDirectory, Path],
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """However long it takes: its note is touched while it works, and not afterwards."""
         staged, note = left
         monkeypatch.setattr(process_identity, "TOUCH_INTERVAL_S", 0.01)
         before = set(threading.enumerate())
@@ -380,10 +361,9 @@ class TestElsewhere:
         assert not toucher.is_alive()
 
     @pytest.mark.parametrize("exchange", [True, False])
-    def test_one_that_stood_still_publishes_nothing(
+    def test_a_save_whose_staging_was_removed_fails(
         self, exchange: bool, left: tuple[StagedDirectory, Path], tmp_path: Path
     ) -> None:
-        """Taken for dead and removed, it goes on: its save fails, and the old checkpoint stays."""
         staged, note = left
         fill(staged.path, "new")
         os.utime(note, (0, 0))
@@ -394,10 +374,9 @@ class TestElsewhere:
         assert contents(tmp_path / "a.ckpt") == whole("old")
         assert names_in(tmp_path) == ["a.ckpt"]
 
-    def test_what_it_set_aside_is_put_back(
+    def test_a_checkpoint_set_aside_elsewhere_is_restored(
         self, left: tuple[StagedDirectory, Path], tmp_path: Path
     ) -> None:
-        """Killed between two renames, elsewhere: the next save finds the old one in its place."""
         staged, _ = left
         (tmp_path / "a.ckpt").rename(tmp_path / ".zero-previous-5a7e")
         remove_leftovers(tmp_path)
@@ -407,21 +386,20 @@ class TestElsewhere:
 
 class TestLeftovers:
     def test_a_running_save_is_left_alone(self, tmp_path: Path) -> None:
-        """What a living process works on is not removed, however old it is."""
         staged = StagedDirectory.create(tmp_path / "a.ckpt", "5a7e")
         assert remove_leftovers(tmp_path) == []
         assert staged.path.is_dir()
 
-    def test_a_number_that_was_given_out_again(self, tmp_path: Path) -> None:
-        """A process that has the dead one's number is told apart by when it started."""
+    def test_a_reused_process_id_is_not_taken_for_the_owner(self, tmp_path: Path) -> None:
         StagedDirectory.create(tmp_path / "a.ckpt", "5a7e")
         note = tmp_path / ".zero-owner-5a7e.json"
         end_owner(note)
         assert len(remove_leftovers(tmp_path)) == 2
 
     @pytest.mark.parametrize("text", ["", "[]", '{"target": "../x"}', None])
-    def test_owner_that_cannot_be_read(self, tmp_path: Path, text: str | None) -> None:
-        """Without an owner that makes sense, only age counts."""
+    def test_without_a_readable_owner_only_age_counts(
+        self, tmp_path: Path, text: str | None
+    ) -> None:
         staged = StagedDirectory.create(tmp_path / "a.ckpt", "5a7e")
         note = tmp_path / ".zero-owner-5a7e.json"
         note.unlink()
@@ -432,10 +410,7 @@ class TestLeftovers:
         remove_leftovers(tmp_path)
         assert names_in(tmp_path) == []
 
-    def test_what_was_set_aside_is_never_removed_while_it_is_the_only_one(
-        self, tmp_path: Path
-    ) -> None:
-        """The last good checkpoint stays, even if it is not known whose it was."""
+    def test_the_only_checkpoint_is_not_removed(self, tmp_path: Path) -> None:
         publish(tmp_path / "a.ckpt", "old")
         killed_save(tmp_path / "a.ckpt", "set aside", "renames")
         (tmp_path / ".zero-owner-new.json").unlink()
@@ -444,16 +419,14 @@ class TestLeftovers:
         remove_leftovers(tmp_path)
         assert contents(tmp_path / ".zero-previous-new") == whole("old")
 
-    def test_the_rest_of_a_deletion(self, tmp_path: Path) -> None:
-        """What was on its way out when its process was killed goes with the next save."""
+    def test_the_rest_of_a_deletion_is_removed(self, tmp_path: Path) -> None:
         doomed = tmp_path / f"{DELETING_PREFIX}5a7e"
         (doomed / "checkpoint").mkdir(parents=True)
         assert remove_leftovers(tmp_path) == [doomed]
         assert names_in(tmp_path) == []
 
     @pytest.mark.parametrize("kind", ["link", "directory"])
-    def test_a_link_in_the_making_goes_by_its_age(self, kind: str, tmp_path: Path) -> None:
-        """It may be another process's, and of this instant, unless it is old."""
+    def test_an_unfinished_link_is_removed_when_old(self, kind: str, tmp_path: Path) -> None:
         made = tmp_path / f"{LINK_PREFIX}last.ckpt.new"
         if kind == "link":
             made.symlink_to("a.ckpt")
@@ -466,7 +439,6 @@ class TestLeftovers:
         assert names_in(tmp_path) == []
 
     def test_other_names_are_left_alone(self, tmp_path: Path) -> None:
-        """Nothing is removed that only looks a little like ours."""
         names = [".zero-staging-", ".zero-staging-a b", "zero-staging-a", ".staging-a"]
         for name in names:
             (tmp_path / name).mkdir()

@@ -64,7 +64,6 @@ def some_bytes(size_bytes: int, seed: int = 0) -> bytes:
 
 
 def write_file(directory: Path, data: bytes, name: str = "checkpoint/shard.pt") -> FileEntry:
-    """Write a file with its checksums."""
     with ChecksummedWriter(directory, name) as file:
         file.write(data)
         return file.finish(SAVE_ID)
@@ -72,7 +71,6 @@ def write_file(directory: Path, data: bytes, name: str = "checkpoint/shard.pt") 
 
 @contextmanager
 def room_for(size_bytes: int) -> Iterator[None]:
-    """Make the system refuse to let any file of this process grow larger."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
     try:
@@ -86,10 +84,9 @@ class TestChecksummedWriter:
         sizes=st.lists(st.integers(0, 3 * CHUNK_BYTES), max_size=8),
         kind=st.sampled_from([bytes, bytearray, memoryview]),
     )
-    def test_sums_do_not_depend_on_how_the_bytes_come(
+    def test_checksums_do_not_depend_on_the_writes(
         self, sizes: list[int], kind: Callable[[bytes], bytes | bytearray | memoryview]
     ) -> None:
-        """However it is cut into writes, a file has its bytes, and its chunks their sums."""
         data = some_bytes(sum(sizes))
         with tempfile.TemporaryDirectory() as folder:
             with ChecksummedWriter(Path(folder), "a.pt") as file:
@@ -112,8 +109,7 @@ class TestChecksummedWriter:
             ).hex(),
         }
 
-    def test_progress_is_told_in_steps(self, tmp_path: Path) -> None:
-        """A large write is reported at least every 16 MiB, and adds up to its size."""
+    def test_progress_is_reported_at_least_every_16_mib(self, tmp_path: Path) -> None:
         told: list[int] = []
         with ChecksummedWriter(tmp_path, "a.pt", Progress(show=told.append)) as file:
             file.write(bytes(40 << 20))
@@ -121,13 +117,11 @@ class TestChecksummedWriter:
         assert max(told) <= 16 << 20
 
     def test_a_file_is_never_overwritten(self, tmp_path: Path) -> None:
-        """Two ranks that write one name are an error, not a mixture."""
         write_file(tmp_path, b"one")
         with pytest.raises(SaveError, match=r"shard\.pt: File exists"):
             write_file(tmp_path, b"two")
 
-    def test_full_disk(self, tmp_path: Path) -> None:
-        """Bytes that the system does not take are an error that names the file and what helps."""
+    def test_a_full_disk_error_names_file_and_remedy(self, tmp_path: Path) -> None:
         with room_for(1 << 20), pytest.raises(SaveError, match=r"shard\.pt: .*Check free space"):
             write_file(tmp_path, bytes(2 << 20))
         assert not list(tmp_path.rglob("*.sums"))
@@ -146,10 +140,7 @@ def files_with_runs(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
 
 
 class TestReplaceDurably:
-    """A small file is replaced in one step."""
-
     def test_only_the_named_file_changes(self, tmp_path: Path) -> None:
-        """What lies next to it stays, and nothing is left behind."""
         (tmp_path / "latest").write_text("global_step5")
         (tmp_path / "other").write_text("mine")
         replace_durably(tmp_path / "latest", b"global_step10/checkpoint")
@@ -157,8 +148,7 @@ class TestReplaceDurably:
         assert (tmp_path / "other").read_text() == "mine"
         assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "other"]
 
-    def test_a_directory_stays(self, tmp_path: Path) -> None:
-        """A directory of that name is refused, with nothing left behind."""
+    def test_a_directory_is_not_replaced(self, tmp_path: Path) -> None:
         (tmp_path / "latest").mkdir()
         (tmp_path / "latest" / "mine").touch()
         with pytest.raises(SaveError):
@@ -168,10 +158,9 @@ class TestReplaceDurably:
 
 class TestReadRuns:
     @given(case=files_with_runs(), read_chunks=st.integers(1, 4))
-    def test_gives_exactly_the_runs(
+    def test_reads_exactly_the_runs_and_each_chunk_once(
         self, case: tuple[int, list[tuple[int, int]]], read_chunks: int
     ) -> None:
-        """Any runs of any file give their bytes in order, and each chunk is read at most once."""
         size_bytes, runs = case
         data = some_bytes(size_bytes)
         with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
@@ -196,10 +185,7 @@ class TestReadRuns:
     def test_whole_chunks_are_read_into_their_places(
         self, case: tuple[int, list[tuple[int, int]]], read_chunks: int, data: st.DataObject
     ) -> None:
-        """Pieces are the same with places as without; whole chunks of a place come in its memory.
-
-        So what takes the pieces has nothing to copy but the edges. Each chunk is read once.
-        """
+        """Only the edges are left to copy, and each chunk is read once."""
         size_bytes, runs = case
         places = []
         for start, stop in runs:
@@ -226,8 +212,7 @@ class TestReadRuns:
             assert memory[inner] == content[at:][inner]
             assert not any(outside)
 
-    def test_damage_in_a_place_is_refused(self, tmp_path: Path) -> None:
-        """A chunk that is read where it is wanted is verified there, before its piece comes."""
+    def test_a_damaged_chunk_in_its_place_is_refused(self, tmp_path: Path) -> None:
         content = some_bytes(3 * CHUNK_BYTES)
         record = write_file(tmp_path, content)
         path = tmp_path / record.name
@@ -241,7 +226,6 @@ class TestReadRuns:
             next(file.read_runs([(0, len(content))], [(0, place)]))
 
     def test_pieces_are_bounded_and_aligned(self, tmp_path: Path) -> None:
-        """No piece is larger than the buffer, and each lies in memory as it lies in the file."""
         size_bytes = 2 * READ_BYTES + CHUNK_BYTES
         with VerifiedFile(tmp_path, write_file(tmp_path, bytes(size_bytes))) as file:
             pieces = [(start, view.nbytes) for start, view in file.read_runs([(8, size_bytes)])]
@@ -252,10 +236,9 @@ class TestReadRuns:
         ]
 
     @pytest.mark.parametrize("slow", [True, False])
-    def test_a_slow_disk_hears_of_blocks_before_they_are_read(
+    def test_blocks_of_a_slow_disk_are_announced_once(
         self, slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Behind what came slowly each is announced once, some blocks ahead, no other byte."""
         monkeypatch.setattr(range_file, "READ_BYTES", CHUNK_BYTES)
         monkeypatch.setattr(range_file, "SAMPLE_BYTES", 2 * CHUNK_BYTES)
         runs = [(10, 20 * CHUNK_BYTES), (30 * CHUNK_BYTES, 40 * CHUNK_BYTES)]
@@ -290,10 +273,9 @@ class TestReadRuns:
             assert len(ahead) == min(at + range_file.AHEAD_BLOCKS, len(announced))
 
     @pytest.mark.parametrize("error", [OSError(errno.EINVAL, "no"), AttributeError()], ids=repr)
-    def test_a_system_that_hears_of_nothing_is_read_all_the_same(
+    def test_systems_without_advice_are_supported(
         self, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Neither a file system that refuses advice nor a system without it fails a read."""
         monkeypatch.setattr(range_file, "READ_BYTES", CHUNK_BYTES)
         monkeypatch.setattr(range_file, "SAMPLE_BYTES", 0)
         monkeypatch.setattr(range_file, "SLOW_BYTES_PER_S", float("inf"))
@@ -309,10 +291,9 @@ class TestReadRuns:
             assert file.read(0, len(data)) == data
         assert len(told) == 4
 
-    def test_small_reads_of_a_slow_disk_count_together(
+    def test_slow_reads_of_earlier_calls_are_remembered(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Tools read a few blocks at a time: what was slow is known in the next call."""
         monkeypatch.setattr(range_file, "READ_BYTES", CHUNK_BYTES)
         monkeypatch.setattr(range_file, "SAMPLE_BYTES", 4 * CHUNK_BYTES)
         monkeypatch.setattr(range_file, "SLOW_BYTES_PER_S", float("inf"))
@@ -324,8 +305,7 @@ class TestReadRuns:
                 file.read(start, start + 2 * CHUNK_BYTES)
         assert announced == [i * CHUNK_BYTES for i in range(4, 10)]
 
-    def test_two_readers_do_not_disturb_each_other(self, tmp_path: Path) -> None:
-        """A second iteration, begun amid the first, leaves the first one's piece alone."""
+    def test_two_iterations_of_one_file_are_independent(self, tmp_path: Path) -> None:
         data = some_bytes(4 * CHUNK_BYTES)
         with VerifiedFile(tmp_path, write_file(tmp_path, data)) as file:
             file.read(0, 1)  # From now on it has a buffer to hand out.
@@ -336,8 +316,9 @@ class TestReadRuns:
             assert next(first)[1] == data[3 * CHUNK_BYTES : 3 * CHUNK_BYTES + 10]
 
     @pytest.mark.parametrize("runs", [[(5, 9), (0, 3)], [(0, 5), (4, 9)], [(-1, 3)], [(0, 101)]])
-    def test_senseless_runs(self, tmp_path: Path, runs: list[tuple[int, int]]) -> None:
-        """Runs that are unsorted, overlap, or leave the file are the caller's error."""
+    def test_unsorted_overlapping_or_outside_runs_are_refused(
+        self, tmp_path: Path, runs: list[tuple[int, int]]
+    ) -> None:
         with (
             VerifiedFile(tmp_path, write_file(tmp_path, bytes(100))) as file,
             pytest.raises(ValueError, match="expected a sorted run"),
@@ -350,7 +331,6 @@ SIZE_BYTES = 5 * CHUNK_BYTES + TAIL_BYTES
 
 @pytest.fixture
 def shard(tmp_path: Path) -> FileEntry:
-    """A file of five chunks and a tail."""
     return write_file(tmp_path, some_bytes(SIZE_BYTES))
 
 
@@ -364,8 +344,7 @@ def change_sidecar(directory: Path, record: FileEntry, **fields: object) -> File
 
 class TestDamage:
     @given(position=st.integers(0, SIZE_BYTES - 1), bit=st.integers(0, 7))
-    def test_flipped_bit(self, position: int, bit: int) -> None:
-        """One flipped bit is found in the chunk that has it, and by no read of other chunks."""
+    def test_a_flipped_bit_is_found_in_its_chunk_only(self, position: int, bit: int) -> None:
         data = some_bytes(SIZE_BYTES)
         low = position // CHUNK_BYTES * CHUNK_BYTES
         high = min(low + CHUNK_BYTES, SIZE_BYTES)
@@ -383,8 +362,7 @@ class TestDamage:
         assert f"{path} is damaged: its bytes [{low}, {high}) do not match" in str(caught.value)
         assert "Resume from another checkpoint" in str(caught.value)
 
-    def test_zeroed_hole(self, tmp_path: Path, shard: FileEntry) -> None:
-        """A chunk that a crash left empty is found."""
+    def test_a_zeroed_chunk_is_found(self, tmp_path: Path, shard: FileEntry) -> None:
         with (tmp_path / shard.name).open("r+b") as file:
             file.seek(CHUNK_BYTES)
             file.write(bytes(CHUNK_BYTES))
@@ -395,38 +373,41 @@ class TestDamage:
             damaged.read(0, SIZE_BYTES)
 
     @pytest.mark.parametrize("size_bytes", [0, SIZE_BYTES - 1, SIZE_BYTES + 1])
-    def test_other_size(self, tmp_path: Path, shard: FileEntry, size_bytes: int) -> None:
-        """A file that is cut short or has grown is not opened."""
+    def test_a_file_of_another_size_is_refused(
+        self, tmp_path: Path, shard: FileEntry, size_bytes: int
+    ) -> None:
         os.truncate(tmp_path / shard.name, size_bytes)
         message = f"shard.pt is damaged: it has {size_bytes} bytes, expected {SIZE_BYTES}"
         with pytest.raises(CheckpointCorruptedError, match=message):
             VerifiedFile(tmp_path, shard)
 
-    def test_cut_while_open(self, tmp_path: Path, shard: FileEntry) -> None:
-        """A file that shrinks after it was opened is an error, never a signal."""
+    def test_a_file_truncated_while_open_is_an_error(
+        self, tmp_path: Path, shard: FileEntry
+    ) -> None:
         with VerifiedFile(tmp_path, shard) as file:
             os.truncate(tmp_path / shard.name, 100)
             with pytest.raises(CheckpointCorruptedError, match=r"shard\.pt.*ends at byte 100"):
                 file.read(0, SIZE_BYTES)
 
     @pytest.mark.parametrize(("suffix", "reason"), [("", "it is missing"), (".sums", "sums, are")])
-    def test_missing(self, tmp_path: Path, shard: FileEntry, suffix: str, reason: str) -> None:
-        """A file that the manifest names, or its sidecar, that is not there is damage."""
+    def test_a_missing_file_or_sidecar_is_damage(
+        self, tmp_path: Path, shard: FileEntry, suffix: str, reason: str
+    ) -> None:
         (tmp_path / f"{shard.name}{suffix}").unlink()
         with pytest.raises(CheckpointCorruptedError, match=rf"shard\.pt is damaged: .*{reason}"):
             VerifiedFile(tmp_path, shard)
 
     @pytest.mark.parametrize("suffix", ["", ".sums"])
-    def test_a_pipe_in_its_place(self, tmp_path: Path, shard: FileEntry, suffix: str) -> None:
-        """What would wait without end for a writer is refused at once."""
+    def test_a_pipe_is_refused_at_once(self, tmp_path: Path, shard: FileEntry, suffix: str) -> None:
         path = tmp_path / f"{shard.name}{suffix}"
         path.unlink()
         os.mkfifo(path)
         with pytest.raises(CheckpointCorruptedError, match=r"is damaged: .*not a regular file"):
             VerifiedFile(tmp_path, shard)
 
-    def test_swapped_sidecar(self, tmp_path: Path, shard: FileEntry) -> None:
-        """Another file's checksums are refused, even together with that file."""
+    def test_the_checksums_of_another_file_are_refused(
+        self, tmp_path: Path, shard: FileEntry
+    ) -> None:
         other = write_file(tmp_path, some_bytes(SIZE_BYTES, seed=1), "checkpoint/other.pt")
         for suffix in ("", ".sums"):
             shutil.copy(tmp_path / f"{other.name}{suffix}", tmp_path / f"{shard.name}{suffix}")
@@ -445,10 +426,9 @@ class TestDamage:
             ({"sums": None}, "its checksums are invalid"),
         ],
     )
-    def test_sidecar_that_does_not_agree(
+    def test_each_field_of_a_sidecar_is_checked(
         self, tmp_path: Path, shard: FileEntry, fields: dict[str, object], reason: str
     ) -> None:
-        """Each field of a sidecar is checked, whoever vouches for it."""
         record = change_sidecar(tmp_path, shard, **fields)
         with pytest.raises(CheckpointCorruptedError, match=rf"shard\.pt is damaged: .*{reason}"):
             VerifiedFile(tmp_path, record, SAVE_ID)
@@ -456,13 +436,11 @@ class TestDamage:
 
 class TestPlaces:
     @pytest.mark.parametrize("url", ["s3://bucket/x.ckpt", "gs://b", "memory://m", "s3a+x.y://b"])
-    def test_remote_storage_is_refused_by_name(self, url: str) -> None:
-        """Where only a local path will do, a URL is refused by name."""
+    def test_urls_are_refused_where_a_local_path_is_required(self, url: str) -> None:
         with pytest.raises(UnsupportedError, match=f"{url} .*Choose a path".replace("+", r"\+")):
             check_local_path(url)
 
     def test_urls_are_normalized(self) -> None:
-        """A URL becomes its bucket and its key; it is not a local path."""
         path = parse_path("S3://bucket//run/./step=1.ckpt/")
         assert path == StorePath("s3://bucket", "run/step=1.ckpt")
         assert str(path / "manifest.json") == "s3://bucket/run/step=1.ckpt/manifest.json"
@@ -472,13 +450,11 @@ class TestPlaces:
             os.fspath(path)  # type: ignore[call-overload]
 
     @pytest.mark.parametrize("url", ["http://host/x", "hdfs://a/b", "s3://", "s3://bucket/../x"])
-    def test_other_urls_are_refused(self, url: str) -> None:
-        """The message lists the supported schemes."""
+    def test_other_schemes_are_refused(self, url: str) -> None:
         with pytest.raises(UnsupportedError, match=r"is not supported.*s3://, gs://, az://"):
             parse_path(url)
 
     def test_local_paths_become_absolute(self, tmp_path: Path) -> None:
-        """A local path, as text or as a file address, becomes absolute; links stay."""
         link = tmp_path / "link"
         link.symlink_to(tmp_path)
         assert check_local_path(link / "a" / ".." / "b") == link / "b"
@@ -488,7 +464,6 @@ class TestPlaces:
     def test_links_are_resolved_as_far_as_they_lead(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Of a folder in a path too, before ``..``; what is not there, or a circle, is no error."""
         folder = Path(os.path.realpath(tmp_path))
         (folder / "deep" / "folder").mkdir(parents=True)
         (folder / "link").symlink_to(folder / "deep" / "folder")
@@ -506,8 +481,7 @@ class TestPlaces:
 
 
 class TestSharedDirectory:
-    def test_what_comes_late_is_seen(self, tmp_path: Path) -> None:
-        """A rank waits for a token, and leaves nothing behind."""
+    def test_a_token_that_appears_late_is_found(self, tmp_path: Path) -> None:
         timer = threading.Timer(0.3, write_durably, (tmp_path / TOKEN, b""))
         timer.start()
         assert await_shared(tmp_path, TOKEN) == b""
@@ -517,10 +491,10 @@ class TestSharedDirectory:
         assert not list(tmp_path.iterdir())
 
     @pytest.mark.parametrize("name", [TOKEN, f"{TABLE_PREFIX}model"])
-    def test_what_a_look_up_does_not_find_is_seen(
+    def test_a_cached_lookup_is_refreshed(
         self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A network filesystem answers a look-up from its cache until a directory is opened."""
+        """A network filesystem answers from its cache until a directory is opened."""
         opened: set[object] = set()
         scandir, read_bytes = os.scandir, Path.read_bytes
 
@@ -538,8 +512,7 @@ class TestSharedDirectory:
         monkeypatch.setattr(Path, "read_bytes", reading)
         assert await_shared(tmp_path, name, wait_s=0.2) == b"what rank 0 has"
 
-    def test_what_is_not_whole_yet_is_waited_for(self, tmp_path: Path) -> None:
-        """A table is read again until it is what rank 0 has announced."""
+    def test_an_incomplete_table_is_read_again(self, tmp_path: Path) -> None:
         found = iter([False, False, True])
         write_durably(tmp_path / "a", b"it")
         assert await_shared(tmp_path, "a", lambda _: next(found)) == b"it"
@@ -547,8 +520,7 @@ class TestSharedDirectory:
             await_shared(tmp_path, "a", lambda _: False, wait_s=0.2)
 
     @pytest.mark.parametrize("folder", [".", "missing"])
-    def test_directory_that_is_not_shared(self, tmp_path: Path, folder: str) -> None:
-        """A rank with a directory of its own, or none, says so in bounded time."""
+    def test_a_directory_that_is_not_shared_is_reported(self, tmp_path: Path, folder: str) -> None:
         write_durably(tmp_path / f"{TOKEN_PREFIX}another", b"")
         start_s = time.monotonic()
         with pytest.raises(SaveError, match=r"does not see the file .* all machines share"):
@@ -556,8 +528,7 @@ class TestSharedDirectory:
         assert time.monotonic() - start_s < PROMPT_TIMEOUT_S
 
 
-def test_needs_no_torch() -> None:
-    """Storage is bytes: it loads without torch."""
+def test_storage_needs_no_torch() -> None:
     code = (
         "import sys; import lightning_elastic_zero.storage.files; sys.exit('torch' in sys.modules)"
     )

@@ -59,14 +59,12 @@ from tests.support.bits import (
 
 
 def open_unverified(path: Path) -> TorchFile | LegacyFile:
-    """Open a file that nobody has recorded anything of."""
     if is_legacy(path):
         return LegacyFile(path, PLAIN_DATA)
     return TorchFile(RangeFile(path), PLAIN_DATA)
 
 
 def write_bytes(directory: Path, data: bytes) -> FileEntry:
-    """Write a file that is sound, but perhaps not of torch."""
     with ChecksummedWriter(directory, NAME) as file:
         file.write(data)
         return file.finish(SAVE_ID)
@@ -74,7 +72,6 @@ def write_bytes(directory: Path, data: bytes) -> FileEntry:
 
 @st.composite
 def requests(draw: st.DrawFn) -> list[tuple[int, int, int]]:
-    """Draw pieces of three tensors: which one, from where, to where; they may overlap."""
     points = st.integers(0, 60_000)
     return [
         (draw(st.integers(0, 2)), min(one, other), max(one, other))
@@ -88,10 +85,9 @@ class TestReading:
         stored=st.sampled_from([torch.float64, torch.bfloat16, torch.int8]),
         read_chunks=st.integers(1, 4),
     )
-    def test_reads_any_pieces(
+    def test_any_pieces_are_read_bit_for_bit(
         self, wanted: list[tuple[int, int, int]], stored: torch.dtype, read_chunks: int
     ) -> None:
-        """Any pieces, in any order, arrive bit for bit; what is between them stays as it was."""
         live = [any_bits(60_000, stored, seed) for seed in range(3)]
         size = sum(stop - start for _, start, stop in wanted)
         target = torch.zeros(size + 2, dtype=stored)
@@ -110,8 +106,9 @@ class TestReading:
         assert bits(target) == b"".join([*expected, bits(target[-1:])])
         assert not bits(target[-1:]).strip(b"\0")
 
-    def test_only_edges_are_copied(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Of a long run all chunks but its two edges are read where they are wanted."""
+    def test_only_the_edges_of_a_long_run_are_copied(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         live = any_bits(1 << 20)
         start, stop = 1000, live.numel() - 1000
         target, given = torch.empty(stop - start, dtype=live.dtype), []
@@ -137,8 +134,7 @@ class TestReading:
         assert len(copied) == 2
         assert sum(copied) < 2 * CHUNK_BYTES < target.nbytes
 
-    def test_casts_only_where_types_differ(self, tmp_path: Path) -> None:
-        """A target of another type gets what ``Tensor.to`` gives."""
+    def test_a_target_of_another_type_is_cast_as_by_tensor_to(self, tmp_path: Path) -> None:
         live = torch.randn(100_000)
         with open_verified(tmp_path, write_tree(tmp_path, {"a": live})) as file:
             for dtype in (torch.bfloat16, torch.float64):
@@ -162,7 +158,7 @@ class TestReading:
     def test_integers_are_not_cast(
         self, stored: torch.dtype, wanted: torch.dtype, legacy: bool, tmp_path: Path
     ) -> None:
-        """Quantized weights taken as numbers would be wrong by their scales, without a word."""
+        """Quantized weights cast to numbers would be silently wrong by their scales."""
         torch.save(
             {"a": torch.ones(8).to(stored)},
             tmp_path / "a.pt",
@@ -178,8 +174,7 @@ class TestReading:
         assert torch.equal(same, torch.ones(8).to(stored))
         file.close()
 
-    def test_reads_no_more_than_it_needs(self, tmp_path: Path) -> None:
-        """A run costs its own chunks and the index, whatever the size of the file."""
+    def test_a_run_costs_its_own_chunks_and_the_index(self, tmp_path: Path) -> None:
         builder, live = TorchFileWriter(), any_bits(1 << 22)
         tree = {"a": builder.add(piecewise([live], live.dtype))}
         told: list[int] = []
@@ -193,16 +188,14 @@ class TestReading:
         assert bits(target) == bits(live[99 : 99 + (1 << 20)])
         assert sum(told) == 4 << 20
 
-    def test_the_tree_has_no_values_to_take_by_mistake(self, tmp_path: Path) -> None:
-        """A tensor of the tree has shape and type, and refuses to be computed with."""
+    def test_tensors_of_the_tree_are_meta(self, tmp_path: Path) -> None:
         with open_verified(tmp_path, write_tree(tmp_path, {"a": torch.ones(2, 3)})) as file:
             tensor = file.tree["a"]
         assert (tensor.shape, tensor.dtype, tensor.device.type) == ((2, 3), torch.float32, "meta")
         with pytest.raises(RuntimeError, match="meta"):
             tensor.sum().item()
 
-    def test_views_are_read_and_strange_tensors_refused(self, tmp_path: Path) -> None:
-        """A run of a view is read at its place; a tensor of another file is refused."""
+    def test_views_are_read_and_foreign_tensors_refused(self, tmp_path: Path) -> None:
         live = any_bits(10_000, torch.bfloat16)
         record = write_tree(tmp_path, {"a": live})
         with open_verified(tmp_path, record, SAVE_ID) as file:
@@ -213,7 +206,6 @@ class TestReading:
                 file.read_into([(torch.empty(3), StoredRun(torch.zeros(3), 0, 3))])
 
     def test_loads_a_tree_as_torch_does(self, tmp_path: Path) -> None:
-        """Whatever weights-only trees hold comes back as ``torch.load`` gives it."""
         flat = any_bits(1000)
         learned = torch.nn.Parameter(torch.randn(3))
         vars(learned).update(scale=torch.arange(2), kind="learned")
@@ -252,8 +244,7 @@ class TestReading:
         assert bits(first.detach()) == bits(learned.detach() - 1)
 
     @pytest.mark.parametrize("legacy", [False, True])
-    def test_senseless_runs(self, tmp_path: Path, legacy: bool) -> None:
-        """A run beyond its tensor, or beside its target, is refused before a byte is written."""
+    def test_runs_outside_tensor_or_target_are_refused(self, tmp_path: Path, legacy: bool) -> None:
         path = tmp_path / "a.pt"
         torch.save(torch.zeros(10), path, _use_new_zipfile_serialization=not legacy)
         with contextlib.closing(open_unverified(path)) as file:
@@ -264,8 +255,7 @@ class TestReading:
                 with pytest.raises(ValueError, match="is not filled by 1 elements"):
                     file.read_into([(torch.ones(shape), StoredRun(file.tree, 0, 1))])
 
-    def test_opens_fast(self, tmp_path: Path) -> None:
-        """A shard of 2160 views takes less than a second of this process to open."""
+    def test_a_shard_of_2160_views_opens_within_a_second(self, tmp_path: Path) -> None:
         builder = TorchFileWriter()
         flats = [builder.add(piecewise([720_000], torch.float32)) for _ in range(3)]
         tree = {f"layer.{i}.weight": [f[i * 1000 :][:1000] for f in flats] for i in range(720)}
@@ -301,8 +291,7 @@ def _assert_same(found: object, expected: object) -> None:
 
 
 class TestDamage:
-    def test_a_flipped_byte_is_found_wherever_it_is(self, tmp_path: Path) -> None:
-        """No flipped byte goes unnoticed, in the index or in data."""
+    def test_any_flipped_byte_is_found(self, tmp_path: Path) -> None:
         record = write_tree(tmp_path, {"a": any_bits(100_000), "b": [torch.arange(5)]})
         path = tmp_path / record.name
         data = path.read_bytes()
@@ -316,33 +305,28 @@ class TestDamage:
                 file.load_tree(file.tree)
 
     def test_a_damaged_index_is_found_on_opening(self, tmp_path: Path) -> None:
-        """The pickle is verified before it is read."""
         record = write_tree(tmp_path, {"a": any_bits(100_000)})
         path = tmp_path / record.name
         path.write_bytes(path.read_bytes().replace(b"_rebuild_tensor_v2", b"_rebuild_tensor_v9"))
         with pytest.raises(CheckpointCorruptedError, match=r"shard\.pt is damaged"):
             open_verified(tmp_path, record)
 
-    def test_cut_short(self, tmp_path: Path) -> None:
-        """A file that lost its end is an error on opening, not a signal on reading."""
+    def test_a_truncated_file_is_refused_on_opening(self, tmp_path: Path) -> None:
         record = write_tree(tmp_path, {"a": any_bits(100_000)})
         os.truncate(tmp_path / record.name, record.size_bytes // 2)
         with pytest.raises(CheckpointCorruptedError, match=r"shard\.pt is damaged: it has"):
             open_verified(tmp_path, record)
 
-    def test_another_save(self, tmp_path: Path) -> None:
-        """A file of another save is refused by name."""
+    def test_a_file_of_another_save_is_refused(self, tmp_path: Path) -> None:
         record = write_tree(tmp_path, {})
         with pytest.raises(CheckpointCorruptedError, match=r"shard\.pt.* save '5a7e', .* '0ther'"):
             open_verified(tmp_path, record, "0ther")
 
-    def test_not_a_zip(self, tmp_path: Path) -> None:
-        """Sound bytes that are no zip are the wrong format, not damage."""
+    def test_valid_bytes_that_are_not_a_zip_are_the_wrong_format(self, tmp_path: Path) -> None:
         with pytest.raises(CheckpointFormatError, match=r"shard\.pt is not a file of torch\.save"):
             open_verified(tmp_path, write_bytes(tmp_path, b"hello" * 100))
 
-    def test_zip_of_something_else(self, tmp_path: Path) -> None:
-        """A zip that torch did not write is told apart."""
+    def test_a_zip_that_torch_did_not_write_is_refused(self, tmp_path: Path) -> None:
         data = tmp_path / "x.zip"
         subprocess.run(
             [sys.executable, "-m", "zipfile", "-c", data, __file__], check=True, cwd=tmp_path
@@ -350,8 +334,7 @@ class TestDamage:
         with pytest.raises(CheckpointFormatError, match=r"shard\.pt is a zip, but not of torch"):
             open_verified(tmp_path, write_bytes(tmp_path, data.read_bytes()))
 
-    def test_classes_that_are_not_plain_data(self, tmp_path: Path) -> None:
-        """A class that ``weights_only`` refuses is named, unless it was allowed."""
+    def test_a_class_that_is_not_plain_data_is_named_unless_allowed(self, tmp_path: Path) -> None:
         record = write_tree(tmp_path, {"x": Fraction(1, 3)})
         with pytest.raises(CheckpointFormatError, match=r"shard\.pt .*fractions\.Fraction"):
             open_verified(tmp_path, record)
@@ -361,8 +344,7 @@ class TestDamage:
         ):
             assert file.tree == {"x": Fraction(1, 3)}
 
-    def test_a_pickle_cannot_reach_beyond_its_storage(self, tmp_path: Path) -> None:
-        """A tensor that claims more than its record holds is refused, not read from next door."""
+    def test_a_tensor_larger_than_its_record_is_refused(self, tmp_path: Path) -> None:
         record = write_tree(tmp_path, {"a": torch.zeros(3), "secret": torch.zeros(1000)})
         data = (tmp_path / record.name).read_bytes()
         # The shape and stride of "a" are the first (3,) and (1,) in the pickle.
@@ -392,10 +374,9 @@ DTYPES = [
 
 class TestWriting:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    def test_anybody_can_load_it(
+    def test_torch_load_reads_every_bit(
         self, tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """``torch.load(weights_only=True)`` gives every bit of pieces, zeros and plain tensors."""
         live, plain = any_bits(5000, dtype), any_bits(300, dtype, seed=1)
         builder = TorchFileWriter()
         pieces: list[torch.Tensor | int] = [live[:7], 5, live[7:4000], 0, live[4000:]]
@@ -415,7 +396,6 @@ class TestWriting:
             assert found["empty"].dtype == dtype
 
     def test_views_of_one_stand_in_share_one_storage(self, tmp_path: Path) -> None:
-        """A thousand views of a flat buffer cost the flat buffer once."""
         live, builder = any_bits(100_000), TorchFileWriter()
         flat = builder.add(piecewise([live], live.dtype))
         tree = {f"p{i}": flat[i * 100 : i * 100 + 100] for i in range(1000)}
@@ -424,8 +404,7 @@ class TestWriting:
         found = torch.load(tmp_path / record.name, weights_only=True)
         assert all(bits(found[f"p{i}"]) == bits(live[i * 100 : i * 100 + 100]) for i in range(1000))
 
-    def test_a_source_ends_with_its_last_byte(self, tmp_path: Path) -> None:
-        """The last part of one has been written when it is asked for more, and not before."""
+    def test_a_source_ends_after_its_last_byte_is_written(self, tmp_path: Path) -> None:
         said: list[str] = []
         builder = TorchFileWriter()
 
@@ -448,16 +427,14 @@ class TestWriting:
         builder.write(tree, tmp_path, "x.pt", save_id="5a7e", progress=Progress(show=note))
         assert said.index("a") < said.index("written") < said.index("b")
 
-    def test_pieces_are_cast(self, tmp_path: Path) -> None:
-        """A piece of another type is written in the source's."""
+    def test_pieces_are_cast_to_the_type_of_the_source(self, tmp_path: Path) -> None:
         live, builder = torch.randn(1000), TorchFileWriter()
         source = piecewise([live.double(), 2], torch.bfloat16)
         record = write_tree(tmp_path, {"a": builder.add(source)}, builder)
         found = torch.load(tmp_path / record.name, weights_only=True)["a"]
         assert torch.equal(found, torch.cat([live.bfloat16(), torch.zeros(2).bfloat16()]))
 
-    def test_checksum_option_of_torch_is_put_back(self, tmp_path: Path) -> None:
-        """The process-wide switch is as it was, also after a failure."""
+    def test_the_checksum_option_of_torch_is_restored(self, tmp_path: Path) -> None:
         torch.serialization.set_crc32_options(compute_crc32=True)
         write_tree(tmp_path, {})
         assert torch.serialization.get_crc32_options()
@@ -467,9 +444,7 @@ class TestWriting:
             TorchFileWriter().write(lambda: None, tmp_path, "other.pt", save_id=SAVE_ID)
         assert torch.serialization.get_crc32_options()
 
-    def test_failing_source(self, tmp_path: Path) -> None:
-        """What a source raises amid the file arrives as it is, and the file has no sidecar."""
-
+    def test_the_error_of_a_source_is_raised_and_no_sidecar_is_left(self, tmp_path: Path) -> None:
         def fail() -> Iterator[torch.Tensor]:
             yield torch.zeros(10)
             msg = "the device is gone"
@@ -489,30 +464,26 @@ class TestWriting:
             ([torch.zeros(2, 5)], r"gave torch\.float32 of shape \(2, 5\)"),
         ],
     )
-    def test_source_that_breaks_its_word(
+    def test_a_source_with_wrong_elements_is_refused(
         self, tmp_path: Path, chunks: list[torch.Tensor], reason: str
     ) -> None:
-        """A source that gives other elements than it said is an error, never a shifted file."""
         builder = TorchFileWriter()
         flat = builder.add(ChunkedSource(10, torch.float32, lambda: iter(chunks)))
         with pytest.raises(ValueError, match=reason):
             write_tree(tmp_path, {"a": flat}, builder)
 
-    def test_stand_in_that_is_not_in_the_tree(self, tmp_path: Path) -> None:
-        """A source that would be lost is an error."""
+    def test_a_source_missing_from_the_tree_is_refused(self, tmp_path: Path) -> None:
         builder = TorchFileWriter()
         builder.add(piecewise([10], torch.float32))
         with pytest.raises(ValueError, match="has no place in the tree"):
             write_tree(tmp_path, {}, builder)
 
-    def test_pieces_are_checked(self) -> None:
-        """A piece that has no one run of memory is refused at once."""
+    def test_pieces_without_one_run_of_memory_are_refused(self) -> None:
         for pieces in ([torch.zeros(4, 4).t()], [-1]):
             with pytest.raises(ValueError, match="A piece is"):
                 piecewise(pieces, torch.float32)
 
-    def test_progress_adds_up(self, tmp_path: Path) -> None:
-        """Progress is told of every byte of the file."""
+    def test_progress_counts_every_byte(self, tmp_path: Path) -> None:
         told: list[int] = []
         builder = TorchFileWriter()
         tree = [builder.add(piecewise([1 << 20], torch.float32))]
@@ -564,8 +535,7 @@ print(writing >> 20, reading >> 20)
 """
 
 
-def test_memory_stays_bounded(tmp_path: Path) -> None:
-    """Writing and reading half a GiB takes a few buffers, whatever the size."""
+def test_reading_and_writing_half_a_gib_takes_48_mib(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-c", MEMORY],
         cwd=ROOT,
@@ -580,8 +550,7 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_from_and_to_a_device(tmp_path: Path) -> None:
-    """Elements on a device are written from there and read to there, bit for bit."""
+def test_pieces_are_written_from_and_read_to_a_device(tmp_path: Path) -> None:
     live, builder = any_bits(10_000_000).cuda(), TorchFileWriter()
     source = piecewise([live[:99], 5, live[99:]], live.dtype)
     with open_verified(tmp_path, write_tree(tmp_path, {"a": builder.add(source)}, builder)) as file:
@@ -592,7 +561,7 @@ def test_from_and_to_a_device(tmp_path: Path) -> None:
 
 @st.composite
 def permuted(draw: st.DrawFn) -> torch.Tensor:
-    """Draw a tensor whose elements are numbered in the order in which they lie."""
+    """Draw a tensor whose elements are numbered in the order of their memory."""
     sizes = draw(st.lists(st.integers(1, 4), max_size=5))
     order = draw(st.permutations(range(len(sizes))))
     numel = int(torch.Size(sizes).numel())
@@ -605,8 +574,7 @@ def permuted(draw: st.DrawFn) -> torch.Tensor:
 
 @settings(deadline=None)
 @given(st.data())
-def test_blocks_hold_a_run(data: st.DataObject) -> None:
-    """Whatever the order of dimensions: each element of the run once, in logical order."""
+def test_blocks_cover_a_run_in_logical_order(data: st.DataObject) -> None:
     tensor = data.draw(permuted())
     assert is_dense(tensor)
     start = data.draw(st.integers(0, tensor.numel() - 1))
@@ -636,13 +604,11 @@ def test_blocks_hold_a_run(data: st.DataObject) -> None:
         (torch.eye(3).to_sparse(), False),
     ],
 )
-def test_what_is_dense(tensor: torch.Tensor, *, dense: bool) -> None:
-    """Gaps, elements in one place, and other layouts are told."""
+def test_is_dense(tensor: torch.Tensor, *, dense: bool) -> None:
     assert is_dense(tensor) == dense
 
 
 def test_a_file_is_read_in_logical_order(tmp_path: Path) -> None:
-    """Runs of several blocks, and of parts of them, bit for bit; what has gaps is refused."""
     conv = torch.randn(64, 70, 31, 31).to(memory_format=torch.channels_last)
     matrix = torch.randn(40, 30).t()
     gaps = torch.randn(4, 6)[:, ::2]

@@ -1,8 +1,4 @@
-"""Nothing is removed or replaced that this library did not write, wherever it lies in the way.
-
-``tests/house/test_deletions.py`` lists the places that remove anything, and which of these tests
-puts somebody else's files there.
-"""
+"""Files that this library did not write are never removed or replaced (house/test_deletions.py)."""
 
 from __future__ import annotations
 
@@ -54,7 +50,6 @@ Place = Callable[[Path], object]
 
 
 def snapshot(folder: Path) -> dict[str, str]:
-    """Return every name below a folder, and what it is or holds."""
     return {
         str(path.relative_to(folder)): (
             f"-> {path.readlink()}"
@@ -71,8 +66,6 @@ def snapshot(folder: Path) -> dict[str, str]:
 
 
 def with_file(name: str) -> Place:
-    """Leave a checkpoint into which a user has put a file."""
-
     def place(path: Path) -> None:
         fill(path, "old")
         (path / name).parent.mkdir(exist_ok=True)
@@ -83,7 +76,6 @@ def with_file(name: str) -> Place:
 
 
 def with_a_link(path: Path) -> None:
-    """Leave a checkpoint in which a shard was moved elsewhere, and linked."""
     fill(path, "old")
     elsewhere = path.parent / "tier2.pt"
     (path / SHARD).rename(elsewhere)
@@ -91,7 +83,6 @@ def with_a_link(path: Path) -> None:
 
 
 def with_a_linked_folder(path: Path) -> None:
-    """Leave a checkpoint with a link to a folder of data."""
     fill(path, "old")
     (path.parent / "data").mkdir()
     (path.parent / "data" / "rows").write_text(MINE)
@@ -99,54 +90,46 @@ def with_a_linked_folder(path: Path) -> None:
 
 
 def overwritten_by_stock(path: Path) -> None:
-    """Leave a checkpoint over which DeepSpeed has saved one of its own, with the same names."""
+    """DeepSpeed saved there, with the same names."""
     fill(path, "old")
     (path / SHARD).write_text(MINE)
 
 
 def a_file(path: Path) -> None:
-    """Leave a single file, as Lightning's other strategies write it."""
     path.write_text(MINE)
 
 
 def a_link_to_a_file(path: Path) -> None:
-    """Leave a link to one."""
     (path.parent / "weights.pt").write_text(MINE)
     path.symlink_to("weights.pt")
 
 
 def a_link_to_a_folder(path: Path) -> None:
-    """Leave a link to a folder on another disk."""
     (path.parent / "disk").mkdir()
     (path.parent / "disk" / "notes").write_text(MINE)
     path.symlink_to("disk")
 
 
 def a_link_to_an_empty_folder(path: Path) -> None:
-    """Leave a link to where a user wants checkpoints to be: replacing it would lose that."""
     (path.parent / "disk").mkdir()
     path.symlink_to("disk")
 
 
 def a_link_to_an_unmounted_disk(path: Path) -> None:
-    """Leave a link to a disk that is not mounted."""
     path.symlink_to("../not-mounted/runs")
 
 
 def a_link_to_an_empty_mount_point(path: Path) -> None:
-    """Leave a link below a folder on which a disk is to be mounted."""
     (path.parent / "mount").mkdir(exist_ok=True)
     path.symlink_to("mount/runs")
 
 
 def a_link_to_a_dangling_link(path: Path) -> None:
-    """Leave a link to another link of this folder, whose disk is not mounted."""
     (path.parent / "disk").symlink_to("../not-mounted")
     path.symlink_to("disk")
 
 
 def deepspeeds(path: Path) -> None:
-    """Leave what ``engine.save_checkpoint`` wrote under two tags."""
     for tag in ("global_step10", "global_step20"):
         (path / tag).mkdir(parents=True)
         (path / tag / "mp_rank_00_model_states.pt").write_text(MINE)
@@ -155,44 +138,39 @@ def deepspeeds(path: Path) -> None:
 
 
 def stock_lightnings(path: Path) -> None:
-    """Leave what Lightning's own DeepSpeedStrategy wrote: the names are those of ours."""
+    """Lightning's own DeepSpeedStrategy uses the names of ours."""
     fill(path, MINE, published=False)
     (path / "latest").write_text("checkpoint")
 
 
 def of_other_software(path: Path) -> None:
-    """Leave a folder with a manifest.json that is not of this library."""
     path.mkdir()
     (path / "manifest.json").write_text('{"name": "a web page", "files": []}')
 
 
 def damaged(path: Path) -> None:
-    """Leave a checkpoint whose manifest cannot be read: which files are whose is not known."""
     fill(path, "old")
     (path / "manifest.json").write_text(manifest_of({SHARD: "old"})[:-9])
 
 
 def nested(path: Path) -> None:
-    """Leave a checkpoint whose manifest is nested more deeply than Python reads."""
+    """More deeply than Python reads."""
     fill(path, "old")
     (path / "manifest.json").write_text("[" * 200_000)
 
 
 def of_no_size(path: Path) -> None:
-    """Leave a checkpoint whose manifest has an infinite number for a size."""
     fill(path, "old")
     text = re.sub(r'"size_bytes": \d+', '"size_bytes": 1e999', manifest_of({SHARD: "old"}))
     (path / "manifest.json").write_text(text)
 
 
 def a_dirpath(path: Path) -> None:
-    """Leave a folder full of checkpoints."""
     for name in ("step=1.ckpt", "step=2.ckpt"):
         fill(path / name, "old")
 
 
 def a_root(path: Path) -> None:
-    """Leave a project: code, data, logs, and runs."""
     for name in ("train.py", "data/train.csv", "lightning_logs/version_0/hparams.yaml"):
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_text(MINE)
@@ -231,14 +209,12 @@ OTHERS: list[Place] = [
 
 
 def in_the_way(places: list[Place]) -> pytest.MarkDecorator:
-    """Run a test once for each thing that lies in the way."""
     return pytest.mark.parametrize("place", places, ids=lambda place: place.__name__)
 
 
 class TestSaving:
     @in_the_way([*DIRECTORIES, *OTHERS])
-    def test_refused_before_a_byte_is_written(self, place: Place, tmp_path: Path) -> None:
-        """Whatever is not ours is left, nothing lies beside it, and the error names a way out."""
+    def test_saving_over_foreign_files_is_refused_first(self, place: Place, tmp_path: Path) -> None:
         target = tmp_path / "last.ckpt"
         place(target)
         before = snapshot(tmp_path)
@@ -272,8 +248,9 @@ class TestSaving:
             (a_root, r"\(it has no manifest\.json\): it contains data, lightning_logs, train"),
         ],
     )
-    def test_the_error_names_what_lies_there(self, place: Place, says: str, tmp_path: Path) -> None:
-        """And a folder of many things is told the name of a checkpoint in it."""
+    def test_the_error_names_what_is_there_and_another_path(
+        self, place: Place, says: str, tmp_path: Path
+    ) -> None:
         place(tmp_path / "last")
         with pytest.raises(SaveError, match=says) as told:
             check_replaceable(tmp_path / "last", "step-20")
@@ -283,16 +260,18 @@ class TestSaving:
             assert f"Save to {tmp_path / instead}, or" in str(told.value)
 
     @in_the_way(DANGLING)
-    def test_a_folder_that_is_not_mounted(self, place: Place, tmp_path: Path) -> None:
-        """A link above the target that leads to nothing is named, and stays."""
+    def test_a_dangling_link_above_the_target_is_refused(
+        self, place: Place, tmp_path: Path
+    ) -> None:
         place(tmp_path / "runs")
         before = snapshot(tmp_path)
         with pytest.raises(SaveError, match=r"runs is a link to .* does not exist\. Mount"):
             StagedDirectory.create(tmp_path / "runs" / "a" / "b.ckpt", "new")
         assert snapshot(tmp_path) == before
 
-    def test_the_working_directory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It and what contains it are not replaced, though empty: every later path would fail."""
+    def test_the_working_directory_is_not_replaced(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         (tmp_path / "run").mkdir()
         monkeypatch.chdir(tmp_path / "run")
         with pytest.raises(SaveError, match=r"working directory.* Save to .*run/step-3, or"):
@@ -303,10 +282,9 @@ class TestSaving:
             check_replaceable(tmp_path / "a.ckpt", "")
         assert contents(tmp_path / "a.ckpt") == whole("old")
 
-    def test_the_root_and_mount_points(
+    def test_the_root_and_mount_points_are_not_replaced(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """What the system would refuse at the end is refused at the beginning."""
         with pytest.raises(SaveError, match="Save to /step-0, or"):
             check_replaceable(Path("/"), "step-0")
         (tmp_path / "volume").mkdir()
@@ -325,8 +303,9 @@ class TestSaving:
             "empty/",
         ],
     )
-    def test_trifles_are_no_obstacle(self, trifle: str, exchange: bool, tmp_path: Path) -> None:
-        """What a system makes by itself, and folders without files, go with the checkpoint."""
+    def test_system_files_and_empty_folders_are_replaced(
+        self, trifle: str, exchange: bool, tmp_path: Path
+    ) -> None:
         target = fill(tmp_path / "last.ckpt", "old")
         (target / trifle).parent.mkdir(exist_ok=True)
         (target / trifle).mkdir() if trifle.endswith("/") else (target / trifle).touch()
@@ -336,8 +315,9 @@ class TestSaving:
         assert (contents(target), names_in(tmp_path)) == (whole("new"), ["last.ckpt"])
 
     @pytest.mark.parametrize("place", [lambda _: None, Path.mkdir, lambda p: fill(p, "old")])
-    def test_what_may_be_replaced(self, place: Place, tmp_path: Path) -> None:
-        """Nothing, an empty directory, and a checkpoint of ours, whose shards may be missing."""
+    def test_nothing_empty_folders_and_own_checkpoints_are_replaced(
+        self, place: Place, tmp_path: Path
+    ) -> None:
         place(tmp_path / "a.ckpt")
         (tmp_path / "a.ckpt" / SHARD).unlink(missing_ok=True)
         staged = StagedDirectory.create(tmp_path / "a.ckpt", "new")
@@ -347,14 +327,11 @@ class TestSaving:
 
 
 class TestRaces:
-    """What somebody puts there while a save goes on."""
-
     @pytest.mark.parametrize("exchange", [True, False])
     @pytest.mark.parametrize("instant", ["synced", "placed", "set aside"])
-    def test_a_file_that_came_meanwhile(
+    def test_a_directory_with_a_new_file_is_kept(
         self, instant: str, exchange: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """The new checkpoint is published, and the old one is kept whole beside it, visibly."""
         target = fill(tmp_path / "last.ckpt", "old")
         staged = StagedDirectory.create(target, "new")
         fill(staged.path, "new")
@@ -375,8 +352,7 @@ class TestRaces:
         assert f"The replaced {target} was kept as {kept}: it contains files" in caplog.text
 
     @in_the_way([a_file, a_link_to_a_folder, a_root, stock_lightnings, *DANGLING])
-    def test_a_name_that_was_taken_meanwhile(self, place: Place, tmp_path: Path) -> None:
-        """It is not exchanged for the checkpoint: the save fails, and all of it is as it was."""
+    def test_a_name_taken_during_the_save_is_refused(self, place: Place, tmp_path: Path) -> None:
         target = tmp_path / "last.ckpt"
         staged = StagedDirectory.create(target, "new")
         fill(staged.path, "new")
@@ -391,10 +367,9 @@ class TestRaces:
         place(expected / "last.ckpt")
         assert snapshot(tmp_path) == snapshot(expected)
 
-    def test_abandoning_leaves_what_is_not_of_the_save(
+    def test_abandoning_leaves_foreign_files(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Also in the hidden directory itself, and the user is told where it is."""
         staged = StagedDirectory.create(tmp_path / "a.ckpt", "new")
         (staged.path / "mine").write_text(MINE)
         staged.abandon()
@@ -402,8 +377,7 @@ class TestRaces:
         assert f"{staged.path} was not removed: it contains files" in caplog.text
         assert "this library did not write: mine" in caplog.text
 
-    def test_shared_files_are_left_and_removed_by_their_own_names(self, tmp_path: Path) -> None:
-        """Nothing that is there is written over, and what has another name stays."""
+    def test_shared_files_are_written_and_removed_by_name(self, tmp_path: Path) -> None:
         (tmp_path / ".compared-other").write_bytes(b"other")
         leave_shared(tmp_path, ".compared-mine", b"mine")
         with pytest.raises(SaveError):
@@ -415,10 +389,9 @@ class TestRaces:
 
 class TestDeleting:
     @in_the_way([*DIRECTORIES, *OTHERS, Path.mkdir])
-    def test_retention_leaves_it(
+    def test_retention_skips_foreign_files_and_warns_once(
         self, place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Top-k does not delete what is not ours; it says so once, and does not try again."""
         fill(tmp_path / "other.ckpt", "other")
         place(tmp_path / "best.ckpt")
         before, retention = snapshot(tmp_path), Retention()
@@ -429,10 +402,9 @@ class TestDeleting:
         assert snapshot(tmp_path) == before
         assert caplog.text.count("best.ckpt is not deleted, and will not be: it ") == 1
 
-    def test_what_comes_just_before_the_rename(
+    def test_a_file_added_before_the_rename_is_restored(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """It is looked at again under the hidden name, and gets its own back."""
         fill(tmp_path / "other.ckpt", "other")
         best, rename = fill(tmp_path / "best.ckpt", "old"), Path.rename
 
@@ -446,10 +418,9 @@ class TestDeleting:
         assert contents(best) == {**whole("old"), "mine": MINE}
         assert names_in(tmp_path) == ["best.ckpt", "other.ckpt"]
 
-    def test_what_comes_while_it_is_emptied(
+    def test_a_file_added_during_deletion_stays(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Files are removed by name, never a whole tree: what appears then stays."""
         fill(tmp_path / "other.ckpt", "other")
         best, unlink = fill(tmp_path / "best.ckpt", "old"), Path.unlink
 
@@ -465,8 +436,7 @@ class TestDeleting:
         remove_leftovers(tmp_path)
         assert contents(rest) == {"mine": MINE}
 
-    def test_falling_back_deletes_nothing(self, tmp_path: Path) -> None:
-        """Looking for an older checkpoint leaves the damaged one, and what lies around it."""
+    def test_fallback_deletes_nothing(self, tmp_path: Path) -> None:
         damaged(tmp_path / "last.ckpt")
         a_dirpath(tmp_path / "runs")
         fill(tmp_path / "older.ckpt", "old")
@@ -487,10 +457,9 @@ class TestLeftovers:
         ],
     )
     @in_the_way([WITH_FILE, with_file("checkpoint/mine.pt"), a_root])
-    def test_a_users_file_under_a_hidden_name(
+    def test_a_users_file_under_a_hidden_name_is_kept(
         self, place: Place, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """However old, it is kept, and the user is told where."""
         place(tmp_path / name)
         before = contents(tmp_path / name)
         os.utime(tmp_path / name, (0, 0))
@@ -500,8 +469,7 @@ class TestLeftovers:
         assert is_last or f"{name} was not removed: it contains files" in caplog.text
 
     @pytest.mark.parametrize("kind", ["file", "link"])
-    def test_what_only_has_such_a_name(self, kind: str, tmp_path: Path) -> None:
-        """A file and a link that leads elsewhere are not of a save."""
+    def test_files_and_links_with_a_hidden_name_are_kept(self, kind: str, tmp_path: Path) -> None:
         a_root(tmp_path / "project")
         for name in (".zero-staging-1", ".zero-removed-1", ".zero-link-a.new"):
             if kind == "file":
@@ -513,8 +481,7 @@ class TestLeftovers:
         remove_leftovers(tmp_path)
         assert snapshot(tmp_path) == before
 
-    def test_the_rest_of_a_publication(self, tmp_path: Path) -> None:
-        """Killed before it removed what it replaced: with a user's file, that becomes visible."""
+    def test_a_users_file_in_a_replaced_checkpoint_becomes_visible(self, tmp_path: Path) -> None:
         target = fill(tmp_path / "last.ckpt", "old")
         staged = StagedDirectory.create(target, "5a7e")
         fill(staged.path, "new")
@@ -532,15 +499,13 @@ class TestLeftovers:
         assert contents(kept) == {**whole("old"), "mine": MINE}
         assert names_in(tmp_path) == ["last.ckpt", kept.name]
 
-    def test_repairing_takes_no_name_from_anybody(self, tmp_path: Path) -> None:
-        """What was set aside is put back only where nothing is."""
+    def test_repair_replaces_nothing(self, tmp_path: Path) -> None:
         fill(tmp_path / ".zero-link-last.ckpt.old", "old")
         (tmp_path / "last.ckpt").write_text(MINE)
         assert not repair_target(tmp_path / "last.ckpt", 0.0)
         assert (tmp_path / "last.ckpt").read_text() == MINE
 
-    def test_the_clocks_file_is_a_new_one(self, tmp_path: Path) -> None:
-        """A file that has its name is not touched."""
+    def test_the_clocks_file_does_not_replace_one(self, tmp_path: Path) -> None:
         (tmp_path / "probe").write_text(MINE)
         os.utime(tmp_path / "probe", (1, 1))
         assert abs(filesystem_time_s(tmp_path / "probe") - time.time()) < 3600
@@ -550,8 +515,7 @@ class TestLeftovers:
 
 class TestLinks:
     @in_the_way([*DIRECTORIES, *OTHERS])
-    def test_a_link_takes_no_place_of_others(self, place: Place, tmp_path: Path) -> None:
-        """last.ckpt that is not ours stays; the error says what it is."""
+    def test_a_link_does_not_replace_foreign_files(self, place: Place, tmp_path: Path) -> None:
         target = fill(tmp_path / "new.ckpt", "new")
         place(tmp_path / "last.ckpt")
         before = snapshot(tmp_path)
@@ -560,10 +524,9 @@ class TestLinks:
         assert snapshot(tmp_path) == before
 
     @pytest.mark.parametrize("exchanged", [True, False])
-    def test_a_file_that_came_meanwhile(
+    def test_a_directory_with_a_new_file_is_kept(
         self, exchanged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The link is made, and what was there is kept whole beside it."""
         target, link = fill(tmp_path / "new.ckpt", "new"), fill(tmp_path / "last.ckpt", "old")
         symlink_to = Path.symlink_to
 
@@ -579,8 +542,7 @@ class TestLinks:
         assert link.is_symlink()
         assert names_in(tmp_path) == ["last.ckpt", kept.name, "new.ckpt"]
 
-    def test_a_copy_is_of_the_checkpoint_only(self, tmp_path: Path) -> None:
-        """Where there are no links: a user's file is not copied, or the copy could never go."""
+    def test_a_copy_has_only_files_of_the_checkpoint(self, tmp_path: Path) -> None:
         target = fill(tmp_path / "new.ckpt", "new")
         (target / "pytorch_model.bin").write_text(MINE)
         copy_checkpoint(target, tmp_path / "copy", NO_PROGRESS)
@@ -592,8 +554,7 @@ class TestLinks:
             copy_checkpoint(tmp_path, tmp_path / "other", NO_PROGRESS)
 
 
-def test_unfinished_checkpoints_are_recognised_by_their_names(tmp_path: Path) -> None:
-    """Every name that a save writes is one of ours, in each stage, precision and rank."""
+def test_all_names_that_a_save_writes_are_classified_as_ours(tmp_path: Path) -> None:
     names = {
         *(optimizer_file(rank, dtype) for rank in (0, 1, 1023) for dtype in ("fp32", "bf16")),
         *(model_file(rank, stage) for rank in (0, 1, 1023) for stage in (1, 2, 3)),

@@ -30,34 +30,35 @@ LEFT = "tests/core/test_user_files.py::TestLeftovers::"
 LINKS = "tests/core/test_user_files.py::TestLinks::"
 NEW_FILES = "tests/core/test_storage.py::TestChecksummedWriter::test_a_file_is_never_overwritten"
 LATEST_FILE = "tests/core/test_storage.py::TestReplaceDurably::test_only_the_named_file_changes"
-TAKEN = RACES + "test_a_name_that_was_taken_meanwhile"
+TAKEN = RACES + "test_a_name_taken_during_the_save_is_refused"
 EXPORTS = "tests/tools/test_conversion.py::test_nothing_is_overwritten_and_"
 KILLED_EXPORT = "tests/tools/test_conversion_processes.py::test_somebody_elses_file_stays"
 CAME_TO_EXPORT = "tests/tools/test_conversion.py::test_a_file_that_came_meanwhile"
 SELFTEST = "tests/tools/test_selftest.py::test_a_users_files_stay"
 SELFTEST_WORLDS = "tests/tools/test_selftest.py::test_it_holds_alone"
-CAME = RACES + "test_a_file_that_came_meanwhile"
+CAME = RACES + "test_a_directory_with_a_new_file_is_kept"
 
 PLACES: dict[tuple[str, str, str], str] = {
     # -- saving
     ("storage/publish.py", "put_in_place", "new.replace"): LINKS
-    + "test_a_link_takes_no_place_of_others",
+    + "test_a_link_does_not_replace_foreign_files",
     ("storage/publish.py", "put_in_place", "exchange_names"): TAKEN,
     ("storage/publish.py", "put_in_place", "target.rename"): CAME,
-    ("storage/publish.py", "put_in_place", "new.rename"): LINKS + "test_a_file_that_came_meanwhile",
+    ("storage/publish.py", "put_in_place", "new.rename"): LINKS
+    + "test_a_directory_with_a_new_file_is_kept",
     ("storage/publish.py", "rename_if_free", "path.rename"): (
-        "tests/core/test_staging.py::TestInterrupted::test_one_of_them_is_in_place"
+        "tests/core/test_staging.py::TestInterrupted::test_an_interrupt_leaves_the_old_or_the_new_checkpoint"
     ),
     ("storage/publish.py", "_remove_owner_file", "self._owner_path.unlink"): (
-        RACES + "test_abandoning_leaves_what_is_not_of_the_save"
+        RACES + "test_abandoning_leaves_foreign_files"
     ),
     ("storage/publish.py", "exchange_names", "renameat2"): TAKEN,
     ("storage/publish.py", "exchange_names", "ctypes.CDLL(None, use_errno=True).renameat2"): TAKEN,
     ("storage/shared.py", "remove_shared", "(directory / name).unlink"): (
-        RACES + "test_shared_files_are_left_and_removed_by_their_own_names"
+        RACES + "test_shared_files_are_written_and_removed_by_name"
     ),
     ("storage/shared.py", "leave_shared", "path.open to write"): (
-        RACES + "test_shared_files_are_left_and_removed_by_their_own_names"
+        RACES + "test_shared_files_are_written_and_removed_by_name"
     ),
     ("storage/checksums.py", "__init__", "os.O_WRONLY"): NEW_FILES,
     ("storage/checksums.py", "write_durably", "path.open to write"): NEW_FILES,
@@ -76,41 +77,39 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("storage/publish.py", "_name_file", "file.rename"): CAME_TO_EXPORT,
     # -- deleting
     ("storage/ownership.py", "remove_own_files", "(path / name).unlink"): (
-        DELETING + "test_what_comes_while_it_is_emptied"
+        DELETING + "test_a_file_added_during_deletion_stays"
     ),
     ("storage/ownership.py", "remove_own_files", "Path(folder).rmdir"): (
-        DELETING + "test_what_comes_while_it_is_emptied"
+        DELETING + "test_a_file_added_during_deletion_stays"
     ),
     ("storage/ownership.py", "delete_checkpoint", "path.unlink"): DELETING
-    + "test_retention_leaves_it",
+    + "test_retention_skips_foreign_files_and_warns_once",
     ("storage/ownership.py", "delete_checkpoint", "renamed.rename"): (
-        DELETING + "test_what_comes_just_before_the_rename"
+        DELETING + "test_a_file_added_before_the_rename_is_restored"
     ),
     ("storage/ownership.py", "rename_for_deletion", "path.rename"): (
-        DELETING + "test_what_comes_just_before_the_rename"
+        DELETING + "test_a_file_added_before_the_rename_is_restored"
     ),
     ("storage/ownership.py", "remove_hidden", "path.unlink"): LEFT
-    + "test_what_only_has_such_a_name",
+    + "test_files_and_links_with_a_hidden_name_are_kept",
     ("storage/ownership.py", "_keep_under_visible_name", "path.rename"): (
-        LEFT + "test_the_rest_of_a_publication"
+        LEFT + "test_a_users_file_in_a_replaced_checkpoint_becomes_visible"
     ),
     ("trainer/strategy.py", "remove_checkpoint", "self._manager.remove"): (
         "tests/trainer/test_unowned_files.py::test_top_k_leaves_a_users_file"
     ),
     ("checkpoint/manager.py", "remove", "self._retention.remove"): DELETING
-    + "test_retention_leaves_it",
+    + "test_retention_skips_foreign_files_and_warns_once",
     # -- what kills left
     ("storage/leftovers.py", "_remove_by_id", "owner_file.unlink"): (
-        LEFT + "test_a_users_file_under_a_hidden_name"
+        LEFT + "test_a_users_file_under_a_hidden_name_is_kept"
     ),
-    ("storage/leftovers.py", "_put_back", "hidden.rename"): (
-        LEFT + "test_repairing_takes_no_name_from_anybody"
-    ),
+    ("storage/leftovers.py", "_put_back", "hidden.rename"): (LEFT + "test_repair_replaces_nothing"),
     ("storage/owners.py", "filesystem_time_s", "probe.touch"): (
-        LEFT + "test_the_clocks_file_is_a_new_one"
+        LEFT + "test_the_clocks_file_does_not_replace_one"
     ),
     ("storage/owners.py", "filesystem_time_s", "probe.unlink"): (
-        LEFT + "test_the_clocks_file_is_a_new_one"
+        LEFT + "test_the_clocks_file_does_not_replace_one"
     ),
     ("storage/owners.py", "_remove", "marker.unlink"): (
         "tests/core/test_concurrent_runs.py::test_what_only_has_such_a_name_stays"
@@ -120,12 +119,12 @@ PLACES: dict[tuple[str, str, str], str] = {
     ),
     # -- links
     ("trainer/checkpoint_io.py", "_link", "self._manager.link"): (
-        LINKS + "test_a_link_takes_no_place_of_others"
+        LINKS + "test_a_link_does_not_replace_foreign_files"
     ),
     ("storage/leftovers.py", "_make", "new.symlink_to"): LINKS
-    + "test_a_link_takes_no_place_of_others",
+    + "test_a_link_does_not_replace_foreign_files",
     ("storage/leftovers.py", "_copy_file", "target.open to write"): (
-        LINKS + "test_a_copy_is_of_the_checkpoint_only"
+        LINKS + "test_a_copy_has_only_files_of_the_checkpoint"
     ),
     # -- selftest: in one folder, which it has made under a name that nothing else has
     ("storage/probe.py", "_write_new", "path.open to write"): SELFTEST,
