@@ -2,9 +2,8 @@
 
 ``run_selftest`` runs in one process, or in every rank of torchrun, and starts two *worlds* of
 processes: the first saves and loses a rank, the second loads on another number of devices. Engines
-live in these processes only, because DeepSpeed has one world per process and because the killed
-rank must not be one that torchrun started. torch's own elastic agent cannot start them: it ends
-all ranks as soon as one is killed.
+live in these processes only, because DeepSpeed has one world per process. torch's elastic agent
+cannot start them: it ends all ranks as soon as one is killed.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ State = Mapping[str, str]
 """Digest or text of everything an engine holds, by name."""
 
 PREFIX = "zero-selftest-"
-"""Of the only folder that is written. It is visible, so that a leftover is found."""
+"""Prefix of the only folder that is written. It is visible, so that a leftover is found."""
 
 SEEN = "directory: visible between hosts"
 OTHERS_RAISE = "kill: the others raise and name it"
@@ -78,13 +77,13 @@ NEXT_SAVE = "kill: the next save succeeds"
 SPEED = "speed"
 
 _DYING, _STATE = "about to be killed", "state to be saved"
-"""Records of a rank that are not results of checks."""
+"""Records that are not results of checks."""
 
 _NEXT_STAGE = {0: 0, 1: 2, 2: 3, 3: 1}
 """Stage 0 trains in another precision than the others, and is loaded at stage 0."""
 _CLIENT = {"epoch": 3, "samples": [1, 2, 3], "name": "selftest"}
 """Stands for a trainer's state."""
-_COLLECTIVE_TIMEOUT_S, _MEET_S, _KILL_S, _BUDGET_S = 120.0, 120.0, 10.0, 20.0
+_COLLECTIVE_TIMEOUT_S, _MEET_S, _KILL_S = 120.0, 120.0, 10.0
 _ROUNDS, _BLOCK_BYTES = 4, 1 << 20
 
 
@@ -159,7 +158,6 @@ def run_selftest(
     directory: str | os.PathLike[str],
     *,
     timeout_s: float = 600.0,
-    on_phase: Callable[[str], None] = lambda _: None,
 ) -> SelftestReport:
     """Check saving and loading on this machine or cluster, and in a directory.
 
@@ -175,7 +173,6 @@ def run_selftest(
     Args:
         directory: folder in which runs will save, shared by all ranks.
         timeout_s: timeout of each of the two worlds in seconds.
-        on_phase: called with a description of each phase.
 
     Returns:
         The same report on every rank. A failed check is a row, not an exception.
@@ -190,8 +187,19 @@ def run_selftest(
         try:
             path = ranks.run_all("selftest: check the directory", lambda: usable(directory))
             setting = Setting.agreed(ranks, path)
-            folder = _make_folder(ranks, path, setting, opened)
-            on_phase("checking the directory")
+
+            def make_folder() -> str:
+                needed_bytes = 4 * setting.measured_bytes * setting.sizes[0]
+                free_bytes = shutil.disk_usage(path).free
+                if free_bytes < needed_bytes:
+                    msg = (
+                        f"{path} has {format_bytes(free_bytes)} free, but the selftest needs "
+                        f"{format_bytes(needed_bytes)}: free some space, or pass another directory"
+                    )
+                    raise SaveError(msg)
+                return str(opened.enter_context(scratch_folder(path, PREFIX, ranks.progress)))
+
+            folder = Path(ranks.broadcast("selftest: make a folder", make_folder))
             rows = directory_rows(ranks, folder, setting)
             if any(row.result == "FAILS" for row in rows):
                 why = "the directory checks failed"
@@ -199,7 +207,7 @@ def run_selftest(
                     replace(r, result="not checked", details=why) for r in rows_of([], setting)
                 ]
             else:
-                rows += rows_of(_run_worlds(ranks, folder, setting, timeout_s, on_phase), setting)
+                rows += rows_of(_run_worlds(ranks, folder, setting, timeout_s), setting)
             return SelftestReport(setting.about, tuple(rows))
         finally:
             ignore_signals()  # The folder is removed next, and torchrun may be ending this rank.
@@ -232,16 +240,9 @@ def _launchers(timeout_s: float) -> Iterator[Ranks]:
 def _interruptible() -> Iterator[Callable[[], None]]:
     """Let SIGTERM and SIGHUP raise KeyboardInterrupt like SIGINT, once, so that files are removed.
 
-    Yields:
-        A function that makes the signals ignored until the context ends.
+    Yields a function that makes the signals ignored until the context ends.
     """
-    in_main = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if in_main else ()
-    earlier = {number: signal.getsignal(number) for number in numbers}
-    for number in numbers:
-        # Ignored, as by nohup, or a handler that Python did not install and cannot restore.
-        if earlier[number] in {signal.SIG_IGN, None}:
-            del earlier[number]
+    earlier: dict[int, Any] = {}
 
     def ignore() -> None:
         for number in earlier:
@@ -251,8 +252,11 @@ def _interruptible() -> Iterator[Callable[[], None]]:
         ignore()
         raise KeyboardInterrupt
 
-    for number in earlier:
-        signal.signal(number, interrupt)
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # Not if it is ignored, as by nohup, or if Python could not restore the handler.
+            if signal.getsignal(number) not in {signal.SIG_IGN, None}:
+                earlier[number] = signal.signal(number, interrupt)
     try:
         yield ignore
     finally:
@@ -272,23 +276,6 @@ def usable(directory: str | os.PathLike[str]) -> Path:
         msg = f"{path}{link} {found}: pass the folder in which runs will save"
         raise SaveError(msg)
     return path
-
-
-def _make_folder(ranks: Ranks, path: Path, setting: Setting, opened: ExitStack) -> Path:
-    """Make the folder on rank 0, to be removed when ``opened`` ends; return it on all ranks."""
-
-    def make() -> str:
-        needed_bytes = 4 * setting.measured_bytes * setting.sizes[0]
-        free_bytes = shutil.disk_usage(path).free
-        if free_bytes < needed_bytes:
-            msg = (
-                f"{path} has {format_bytes(free_bytes)} free, but the selftest needs "
-                f"{format_bytes(needed_bytes)}: free some space, or pass another directory"
-            )
-            raise SaveError(msg)
-        return str(opened.enter_context(scratch_folder(path, PREFIX, ranks.progress)))
-
-    return Path(ranks.broadcast("selftest: make a folder", make))
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +326,11 @@ class Setting:
         """State of each rank when measuring: 64 MiB, at most 2 GiB in total."""
         return min(64 << 20, (2 << 30) // self.sizes[0])
 
+    def check(self, stage: int, *, background: bool) -> str:
+        """Return the name of the row for a stage."""
+        into = f" into ZeRO-{_NEXT_STAGE[stage]}, background" if background else ", blocking"
+        return f"ZeRO-{stage}{into}, {self.sizes[0]} to {self.sizes[1]}"
+
 
 def world_sizes(launched: int, gpus: int) -> tuple[int, int]:
     """Return the numbers of ranks that save and that load."""
@@ -357,11 +349,7 @@ def _gpu_count() -> int:
 
 
 def device_name(device: str, index: int) -> str:
-    """Return the name of a GPU, or the number of processors.
-
-    Raises:
-        UnsupportedError: there is no GPU with this index.
-    """
+    """Return the name of a GPU, which must exist, or the number of processors."""
     if device == "cpu":
         return f"{os.cpu_count()} processors"
     if index >= _gpu_count():
@@ -391,9 +379,6 @@ def directory_rows(ranks: Ranks, folder: Path, setting: Setting) -> list[Row]:
     """Check the directory on all launchers; report the worst result of each capability."""
     if unseen := find_unseen(ranks, folder, range(ranks.world_size), "selftest"):
         return [Row(SEEN, "FAILS", unseen)]
-    rows = [Row(SEEN, "holds")]
-    if setting.hosts == 1:
-        rows = [Row(SEEN, "not checked", "all ranks are on one host")]
 
     def probe() -> list[tuple[str, Result, str]]:
         own = folder / f"probe-{ranks.rank}"
@@ -409,7 +394,10 @@ def directory_rows(ranks: Ranks, folder: Path, setting: Setting) -> list[Row]:
     for what in (SYNC_FILE, SYNC_NAMES):
         if kind in {"tmpfs", "ramfs"} and found[what].result == "holds":
             found[what] = Row(what, "not checked", f"{kind} is memory, and lost with the machine")
-    return rows + list(found.values())
+    seen = Row(SEEN, "holds")
+    if setting.hosts == 1:
+        seen = Row(SEEN, "not checked", "all ranks are on one host")
+    return [seen, *found.values()]
 
 
 # -- worlds ----------------------------------------------------------------------------------------
@@ -429,8 +417,7 @@ class Record(NamedTuple):
 class Job:
     """The task of a world, the same for all its ranks."""
 
-    task: str
-    """Name of a function in ``TASKS``."""
+    task: Literal["save", "load"]
     size: int
     folder: Path
     setting: Setting
@@ -451,16 +438,9 @@ class Job:
         return f"processes: {self.task} on {self.size}"
 
 
-def _run_worlds(
-    ranks: Ranks,
-    folder: Path,
-    setting: Setting,
-    timeout_s: float,
-    on_phase: Callable[[str], None],
-) -> list[Record]:
+def _run_worlds(ranks: Ranks, folder: Path, setting: Setting, timeout_s: float) -> list[Record]:
     """Save, measure, kill and load; return the records of all ranks. Collective."""
     saves, loads = setting.sizes
-    on_phase(f"saving, measuring and killing a rank on {saves}")
     job = Job("save", saves, folder, setting, {})
     records = _run_world(ranks, job, timeout_s)
     states = dict(r.value for r in records if r.check == _STATE)
@@ -470,7 +450,6 @@ def _run_worlds(
         step = "selftest: check the files after the kill"
         if problem := ranks.broadcast(step, lambda: _after_kill(job)):
             records.append(Record(0, INTACT, problem))
-    on_phase(f"loading on {loads}")
     return records + _run_world(ranks, Job("load", loads, folder, setting, states), timeout_s)
 
 
@@ -523,10 +502,7 @@ def _run_world(ranks: Ranks, job: Job, timeout_s: float) -> list[Record]:
 def _read(job: Job, rank: int, code: int | None) -> list[Record]:
     """Return a rank's records; the last tells how its process ended, unless it had to be killed.
 
-    Args:
-        job: the task of its world.
-        rank: its number.
-        code: the exit code of its process; None: it was killed for time.
+    ``code`` is the exit code of its process; None: the process was killed because of the timeout.
     """
     file = job.results_file(rank)
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
@@ -576,7 +552,7 @@ def _run_rank(index: int, first: int, job: Job, address: tuple[str, int], timeou
     results, status = Results(job, rank), 1
     try:
         join_ranks(job.setting.device, min(_COLLECTIVE_TIMEOUT_S, timeout_s))
-        TASKS[job.task](job, results)
+        (_save_all if job.task == "save" else _load_all)(job, results)
         status = 0
     except BaseException as error:  # noqa: BLE001 (all of them are recorded)
         traceback.print_exc()
@@ -607,7 +583,7 @@ class Results:
             if last:
                 self.put(name)
 
-    def read_state(self, engine: Any, check: str) -> dict[str, str]:
+    def read_state(self, engine: Any, check: str) -> State:
         """Return everything an engine holds, with digests of tensors. Collective.
 
         Low-precision weights that differ from their masters are recorded as a problem.
@@ -646,9 +622,9 @@ def _save_all(job: Job, results: Results) -> None:
     for stage in STAGES:
         with trial_engine(TrialModel(1), stage) as engine:
             train(engine, 0, 2)
-            _save(job, results, engine, _blocking(stage, job.setting))
+            _save(job, results, engine, job.setting.check(stage, background=False))
             train(engine, 2, 3)
-            check = _background(stage, job.setting)
+            check = job.setting.check(stage, background=True)
             with results.check(check, last=False):
                 results.put_state(engine, check)
                 with _manager(engine, job.folder) as (manager, ranks):
@@ -667,44 +643,37 @@ def _save_all(job: Job, results: Results) -> None:
 
 def _load_all(job: Job, results: Results) -> None:
     """Load everything into other engines, and save over the checkpoint that survived the kill."""
-    for stage in STAGES:
-        blocking, background = _blocking(stage, job.setting), _background(stage, job.setting)
-        for check, into in ((blocking, stage), (background, _NEXT_STAGE[stage])):
-            if check in job.expected:
-                with trial_engine(TrialModel(7), into, tilt=3.0) as engine:
-                    train(engine, 100, 101)
-                    _load(job, results, engine, check)
-    if INTACT in job.expected:
-        with trial_engine(TrialModel(7), 1, tilt=3.0) as engine:
-            _load(job, results, engine, INTACT)
-            with results.check(NEXT_SAVE):
-                save_checkpoint(engine, job.checkpoint(INTACT), _CLIENT)
-
-
-TASKS: Mapping[str, Callable[[Job, Results], None]] = {"save": _save_all, "load": _load_all}
+    saved = [
+        (job.setting.check(stage, background=background), into)
+        for stage in STAGES
+        for background, into in ((False, stage), (True, _NEXT_STAGE[stage]))
+    ]
+    for check, into in [*saved, (INTACT, 1)]:
+        if check not in job.expected:
+            continue
+        with trial_engine(TrialModel(7), into, tilt=3.0) as engine:
+            train(engine, 100, 101)
+            with results.check(check):
+                loaded = load_checkpoint(engine, job.checkpoint(check)).client_state
+                found = results.read_state(engine, check)
+                _require_same(job.expected[check], found, "loaded and saved state")
+                if {key: loaded.get(key) for key in _CLIENT} != _CLIENT:
+                    msg = f"the trainer's state was loaded as {loaded}, expected {_CLIENT}"
+                    raise ElasticZeroError(msg)
+            if check == INTACT:
+                with results.check(NEXT_SAVE):
+                    save_checkpoint(engine, job.checkpoint(INTACT), _CLIENT)
 
 
 def _save(job: Job, results: Results, engine: Any, check: str) -> None:
     with results.check(check, last=False):
         before = results.put_state(engine, check)
         save_checkpoint(engine, job.checkpoint(check), _CLIENT)
-        after = results.read_state(engine, check)
-        _require_same(before, after, "saving changed the engine")
-
-
-def _load(job: Job, results: Results, engine: Any, check: str) -> None:
-    with results.check(check):
-        loaded = load_checkpoint(engine, job.checkpoint(check)).client_state
-        found = results.read_state(engine, check)
-        _require_same(job.expected[check], found, "the loaded state differs from the saved one")
-        if {key: loaded.get(key) for key in _CLIENT} != _CLIENT:
-            msg = f"the trainer's state was loaded as {loaded}, expected {_CLIENT}"
-            raise ElasticZeroError(msg)
+        _require_same(before, results.read_state(engine, check), "state before and after the save")
 
 
 @contextmanager
 def _manager(engine: Any, folder: Path) -> Iterator[tuple[CheckpointManager, Ranks]]:
-    """Yield what saves in the background, as the strategy does."""
     manager = CheckpointManager(Timeouts(), background=True)
     manager.start(engine_handle(engine), engine.global_rank, [folder])
     try:
@@ -740,7 +709,6 @@ def _measure(job: Job, results: Results) -> None:
     best = [float("inf")] * 3
     with trial_engine(model, 3) as engine, _manager(engine, job.folder) as (manager, ranks):
         train(engine, 0, 1)
-        began = time.monotonic()
         for number in range(_ROUNDS):
             raw = job.folder / f"raw-{number}-{ranks.rank}"
             ranks.run_all("selftest: begin together", lambda: None)
@@ -752,13 +720,7 @@ def _measure(job: Job, results: Results) -> None:
             manager.wait_until_finished(ranks)
             if (saved := manager.last_save) is not None:
                 best = [*map(min, best, (raw_s, saved.seconds, saved.waited_s))]
-
-            def is_enough(path: Path = path) -> bool:
-                delete_checkpoint(path)
-                return time.monotonic() - began > _BUDGET_S
-
-            if ranks.broadcast("selftest: end of a round", is_enough):
-                break
+            ranks.broadcast("selftest: end of a round", partial(delete_checkpoint, path))
     results.put(SPEED, value=best)
 
 
@@ -778,37 +740,21 @@ def _write(path: Path, job: Job, ranks: Ranks) -> float:
 # -- rows ------------------------------------------------------------------------------------------
 
 
-def _blocking(stage: int, setting: Setting) -> str:
-    return f"ZeRO-{stage}, blocking, {setting.sizes[0]} to {setting.sizes[1]}"
-
-
-def _background(stage: int, setting: Setting) -> str:
-    into = f"ZeRO-{stage} into ZeRO-{_NEXT_STAGE[stage]}"
-    return f"{into}, background, {setting.sizes[0]} to {setting.sizes[1]}"
-
-
 def rows_of(records: Sequence[Record], setting: Setting) -> list[Row]:
-    """Return the rows of the worlds, and of checks that are not possible here."""
+    """Return the rows of the worlds."""
     saves, loads = setting.sizes
     survivors, loaders = range(saves - 1), range(loads)
     checks = [
         (f"processes: save on {saves}", survivors),
         (f"processes: load on {loads}", loaders),
-        *((_blocking(stage, setting), loaders) for stage in STAGES),
-        *((_background(stage, setting), loaders) for stage in STAGES),
+        *((setting.check(s, background=False), loaders) for s in STAGES),
+        *((setting.check(s, background=True), loaders) for s in STAGES),
         (OTHERS_RAISE, survivors),
         (INTACT, loaders),
         (NEXT_SAVE, loaders),
     ]
     rows = [_row(check, records, needed) for check, needed in checks]
-    rows.append(_speed_row(records, setting))
-    if saves == 1:
-        why = "there is one device: start more ranks with torchrun"
-        rows.append(Row("another number of devices", "not checked", why))
-    if setting.device == "cpu":
-        why = "CPUs were used: torch finds no GPU, or DS_ACCELERATOR=cpu is set"
-        rows.append(Row("on GPUs", "not checked", why))
-    return rows
+    return [*rows, _speed_row(records, setting)]
 
 
 def _row(check: str, records: Sequence[Record], needed: range) -> Row:
