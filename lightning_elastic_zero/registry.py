@@ -48,12 +48,9 @@ def register_names(registry: Any, make: Callable[..., object]) -> None:
 def register(make: Callable[..., object], make_for_fabric: Callable[..., object]) -> None:
     """Register the names with Lightning's packages and with Fabric, now or on their import.
 
-    The strategy itself is imported when a Trainer asks for it: Lightning may be imported by a
-    module of this package that the strategy needs whole.
-
-    Args:
-        make: imports the strategy, and returns one with the arguments that it is called with.
-        make_for_fabric: likewise, Fabric's.
+    ``make`` and ``make_for_fabric`` import the strategy and return one. They do so only when a
+    Trainer asks for it: Lightning may be imported by a module of this package that the strategy
+    needs whole.
     """
 
     def name_it() -> None:

@@ -130,20 +130,12 @@ class StoreThread(threading.Thread):
         self._commands.put(lambda: self.session.abort_step(step, why))
 
     def wait(self, event: threading.Event) -> None:
-        """Wait for an event of the thread.
-
-        Raises:
-            RanksError: the thread will not answer.
-        """
+        """Wait for an event of the thread; raise RanksError if the thread will not answer."""
         while not event.wait(0.0 if self._lost else CHECK_INTERVAL_S):
             self.check()
 
     def check(self) -> None:
-        """Raise if the thread will not answer.
-
-        Raises:
-            RanksError: the store does not answer, is lost, or the thread is blocked.
-        """
+        """Raise RanksError if the store does not answer, is lost, or the thread is blocked."""
         why = self._lost or self._unresponsive_reason()
         if why and not self.step.decided.is_set():
             raise RanksError(why)
@@ -156,7 +148,6 @@ class StoreThread(threading.Thread):
         return why
 
     def _silent_s(self) -> float:
-        """Return the time since the thread last finished a turn."""
         answered_at = self._answered_at
         silent_s = time.monotonic() - answered_at
         if silent_s > self._times.heartbeat_timeout_s:
@@ -390,9 +381,7 @@ def launched_world_size() -> int:
 def launched_ranks(times: Timeouts, name: str) -> Iterator[StoreRanks]:
     """Connect the ranks of a launcher through its store, without a process group.
 
-    Args:
-        times: timeouts of steps; ``absent_timeout_s`` also applies to the store.
-        name: namespace of these ranks in the store.
+    ``absent_timeout_s`` also applies to the store; ``name`` is the ranks' namespace in it.
     """
     timeout = timedelta(seconds=times.absent_timeout_s)
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))

@@ -75,11 +75,7 @@ class Timeouts:
 
     @classmethod
     def of(cls, stall_timeout_s: float, absent_timeout_s: float = ABSENT_TIMEOUT_S) -> Timeouts:
-        """Return the user's timeouts, with a heartbeat interval that is short enough for them.
-
-        Raises:
-            ValueError: a timeout is not a positive number.
-        """
+        """Return the user's timeouts, with a heartbeat interval that is short enough for them."""
         timeouts = {"stall_timeout_s": stall_timeout_s, "absent_timeout_s": absent_timeout_s}
         for name, value in timeouts.items():
             if type(value) not in (int, float) or not 0 < value < math.inf:
@@ -93,7 +89,6 @@ class Timeouts:
         )
 
     def __post_init__(self) -> None:
-        """Refuse timeouts with which a living rank would be considered lost."""
         if (
             self.heartbeat_interval_s <= 0
             or self.held_up_timeout_s < self.heartbeat_timeout_s
@@ -129,12 +124,7 @@ def ranks_on_roll(text: bytes) -> set[int]:
 
 
 def pack(data: object) -> str:
-    """Return plain data as text for the store.
-
-    Raises:
-        TypeError: the data is not plain.
-        ValueError: the text is too long for the store.
-    """
+    """Return plain data as text for the store; refuse text that is too long for it."""
     text = json.dumps(data)
     if len(text) > _COMPRESSED_FROM_BYTES:
         text = "z" + base64.b64encode(zlib.compress(text.encode(), 1)).decode()
@@ -273,11 +263,9 @@ def unresponsive_reason(
 ) -> str:
     """Return why the caller gives up waiting for its own rank's thread; empty: it waits on.
 
-    Args:
-        silent_s: time since the thread last finished a turn.
-        times: the timeouts.
-        store_host_runs: whether the store's host is known to run, so that the thread itself is
-            blocked. Called only after ``heartbeat_timeout_s``.
+    ``silent_s`` is the time since the thread last finished a turn. ``store_host_runs`` tells
+    whether the store's host is known to run, so that the thread itself is blocked; it is called
+    only after ``heartbeat_timeout_s``.
     """
     if silent_s <= times.heartbeat_timeout_s:
         return ""

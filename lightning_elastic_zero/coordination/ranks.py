@@ -35,14 +35,8 @@ from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 def any_rank(*, flag: bool, device: torch.device) -> bool:
     """Whether any rank's flag is set; collective over the default process group.
 
-    For use before each batch, where the store is too slow.
-
-    Args:
-        flag: the flag of this rank.
-        device: a device whose tensors the group's backend can reduce.
-
-    Raises:
-        RuntimeError: a rank or the network failed.
+    For use before each batch, where the store is too slow. The group's backend must be able to
+    reduce tensors of ``device``.
     """
     flags = torch.tensor([int(flag)], device=device)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX)
@@ -171,11 +165,8 @@ def connect_ranks(
 ) -> Ranks:
     """Return the ranks of the default process group, or the single rank of a job without one.
 
-    Args:
-        times: how long ranks wait for each other.
-        name: namespace of these ranks in the store.
-        call: identifies a user's call that may be made on one rank only by mistake: equal on all
-            ranks in one call, and different in the next.
+    ``name`` is their namespace in the store. ``call`` identifies a user's call that may be made on
+    one rank only by mistake: equal on all ranks in one call, and different in the next.
     """
     if not dist.is_initialized():
         return OneRank()

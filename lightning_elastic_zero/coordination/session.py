@@ -340,7 +340,6 @@ class RankSession:
         clock: Clock = time.monotonic,
         state_of: StateOf = ProcessKey.state,
     ) -> None:
-        """Enter the session, and send the first heartbeat."""
         self.store = store
         self.leader = Leader(store, world_size, times, clock, state_of) if rank == 0 else None
         self.leader_process: ProcessKey | None = None

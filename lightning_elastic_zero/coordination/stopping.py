@@ -58,10 +58,8 @@ class StopAgreement:
     ) -> None:
         """Start the thread.
 
-        Args:
-            ranks: creates the ranks, for exclusive use by this agreement.
-            heard: returns this rank's reason to stop, or ""; called in the thread.
-            interval_s: interval of the exchange.
+        ``ranks`` creates the ranks, for exclusive use by this agreement. ``heard`` returns this
+        rank's reason to stop, or ""; it is called in the thread.
         """
         self.reason = ""
         """The reasons and their ranks; empty until all ranks have them."""
@@ -86,10 +84,9 @@ class StopAgreement:
             return self._pass(_Place(self._place.training + 1))
 
     def begin_validation(self, batches: Sequence[int]) -> None:
-        """Set the number of batches of this and the following validations.
+        """Set the number of batches of this and the following validations, one per loader.
 
-        Args:
-            batches: one number per loader; empty if they are unknown or may change.
+        Empty if they are unknown or may change.
         """
         with self._passing:
             self._validation_batches = list(batches)

@@ -98,11 +98,8 @@ def _check_open_file_limit(world_size: int) -> None:
 def open_file_limit_warning(world_size: int, limit: int, open_files: int, host: str) -> str:
     """Return the warning about a limit that is too low; empty if it is high enough.
 
-    Args:
-        world_size: number of ranks.
-        limit: number of files that the store's host may open.
-        open_files: number of its open files, with or without torch's connections.
-        host: the host, for the message.
+    ``open_files`` is the number of open files of the store's host, with or without torch's
+    connections.
     """
     needed = CONNECTIONS_PER_RANK * world_size + open_files
     if needed <= limit:
@@ -132,9 +129,6 @@ def leave_shared_store(timeout_s: float) -> None:
     """Agree on another store if torchrun's agent shares its own with earlier worlds; collective.
 
     Sets ``MASTER_PORT`` and ``TORCHELASTIC_USE_AGENT_STORE`` as for a store that rank 0 hosts.
-
-    Raises:
-        RanksError: ranks are missing, or the agent or rank 0 did not answer.
     """
     if os.environ.get(SHARED) != str(True) or dist.is_initialized():
         return
@@ -158,16 +152,8 @@ def agree_on_port(store: Store, rank: int, world_size: int, timeout_s: float) ->
     """Return a free port of rank 0's machine; collective.
 
     Each other rank sets a unique word, and rank 0 answers every word that it finds, also those of
-    ranks of earlier worlds, which nobody reads. Rank 0 is done when every rank has read its answer.
-
-    Args:
-        store: the agent's store, which may have entries of earlier worlds.
-        rank: this rank.
-        world_size: the number of ranks.
-        timeout_s: how long ranks wait for each other.
-
-    Raises:
-        RanksError: ranks are missing, or rank 0 did not answer.
+    ranks of earlier worlds, which nobody reads: the agent's store may have their entries. Rank 0
+    is done when every rank has read its answer.
     """
     if rank == 0:
         return _invite(store, world_size, timeout_s)

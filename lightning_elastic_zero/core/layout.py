@@ -38,7 +38,6 @@ class Fragment:
     """Position of element ``start`` in that buffer, in elements."""
 
     def __post_init__(self) -> None:
-        """Check the interval."""
         if not (0 <= self.start < self.stop and self.offset >= 0):
             msg = f"no run of elements: [{self.start}, {self.stop}) at {self.offset} of {self.name}"
             raise ValueError(msg)
@@ -92,10 +91,6 @@ class TransferPlan:
     """
 
     def __init__(self, wanted: Iterable[Fragment], held: Layout) -> None:
-        """Find the source ranks of each wanted fragment.
-
-        Raises CheckpointFormatError if the first or the last element of one is not held.
-        """
         self._held = held
         self._from: dict[int, list[Fragment]] = {}
         extents = set()

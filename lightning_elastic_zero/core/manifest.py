@@ -188,7 +188,6 @@ class FileEntry:
     """The xxh3_128, in hexadecimal, of the sidecar with the checksums of its chunks."""
 
     def __post_init__(self) -> None:
-        """Refuse names that leave the directory, and invalid numbers."""
         path = PurePosixPath(self.name)
         inside = self.name == str(path) and not path.is_absolute() and ".." not in path.parts
         if not inside or self.name in {"", "."} or "\\" in self.name or "\0" in self.name:

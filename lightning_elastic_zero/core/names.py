@@ -62,9 +62,8 @@ class KeyMapping:
     def table(self, saved: Iterable[str], where: str) -> dict[str, str]:
         """Return the model's name for each name of the checkpoint.
 
-        Raises:
-            CheckpointMismatchError: Two names would become one, a name would become empty, a prefix
-                or pattern matches no name, or its two sides differ in the number of ``*``.
+        Raises CheckpointMismatchError if two names become one, a name becomes empty, a prefix or
+        pattern matches no name, or its two sides differ in the number of ``*``.
         """
         self._check_stars(where)
         names = list(saved)
@@ -95,7 +94,6 @@ class KeyMapping:
                 raise CheckpointMismatchError(msg)
 
     def _beginning(self, name: str) -> str | None:
-        """Return the longest prefix or pattern that matches a name."""
         fitting = [b for b in self.of if _fits(name, b)]
         return max(fitting, key=lambda b: len(b) - b.count("*"), default=None)
 
@@ -124,7 +122,6 @@ def _fits(name: str, beginning: str) -> bool:
 
 
 def _renamed(name: str, beginning: str, new: str) -> str:
-    """Replace a prefix of a name, or apply a pattern that it matches."""
     if "*" not in beginning:
         return _joined(new.rstrip("."), _rest(name, beginning))
     found = _pattern(beginning).fullmatch(name)
@@ -138,7 +135,6 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 def _rest(name: str, beginning: str) -> str | None:
-    """Return the rest of a name after a prefix; None if the name does not start with it."""
     parts = beginning.rstrip(".")
     if name == parts:
         return ""

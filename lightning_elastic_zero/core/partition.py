@@ -38,7 +38,6 @@ class FlatBuffer:
     """ZeRO-1/2: elements of each rank's partition, padding included. Not used in ZeRO-3."""
 
     def __post_init__(self) -> None:
-        """Check that the columns match."""
         if len(self.names) != len(self.numels) or len(set(self.names)) != len(self.names):
             msg = f"a flat buffer of group {self.group} names a parameter twice, or without a size"
             raise CheckpointFormatError(msg)
@@ -82,10 +81,6 @@ class _Partition:
     """A layout that is computed from the places of the parameters."""
 
     def __init__(self, buffers: Sequence[FlatBuffer], world_size: int) -> None:
-        """Check the buffers; a subclass places their parameters.
-
-        Raises CheckpointFormatError if two buffers have the same parameter, or there is no rank.
-        """
         if world_size < 1:
             msg = f"a layout over {world_size} ranks holds nothing"
             raise CheckpointFormatError(msg)
@@ -116,7 +111,6 @@ class _Partition:
             yield from self._held(name, range(first, last + 1), start, stop)
 
     def _held(self, name: str, ranks: Iterable[int], start: int, stop: int) -> Iterator[Fragment]:
-        """Yield the fragments of ``[start, stop)`` of a parameter on these ranks."""
         place = self._places[name]
         for rank in ranks:
             begin = rank * place.part - place.first  # of the rank's part, counted in the parameter
@@ -134,10 +128,6 @@ class ContiguousPartition(_Partition):
     """ZeRO-1/2: rank ``r`` holds ``[r, r + 1) * partition_numel`` of each group's flat buffer."""
 
     def __init__(self, buffers: Sequence[FlatBuffer], world_size: int) -> None:
-        """Place the parameters one after the other in the whole buffers.
-
-        Raises CheckpointFormatError also if a buffer's partitions cannot hold its parameters.
-        """
         super().__init__(buffers, world_size)
         self._starts = [buffer.starts() for buffer in buffers]
         for index, (buffer, starts) in enumerate(zip(buffers, self._starts, strict=True)):
@@ -164,7 +154,6 @@ class PerParameterPartition(_Partition):
     """ZeRO-3: rank ``r`` holds ``[r, r + 1) * ceil(numel / world_size)`` of each parameter."""
 
     def __init__(self, buffers: Sequence[FlatBuffer], world_size: int) -> None:
-        """Place each rank's pieces one after the other in its sub-groups."""
         super().__init__(buffers, world_size)
         for index, buffer in enumerate(buffers):
             offset = 0

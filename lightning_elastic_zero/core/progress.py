@@ -15,10 +15,9 @@ class Progress:
     ) -> None:
         """Combine the two receivers.
 
-        Args:
-            check: called after each piece of work, for example to show the other ranks that this
-                one is alive, or to cancel a save. An error that it raises ends the work.
-            show: called with the number of bytes read or written since its last call.
+        ``check`` is called after each piece of work, for example to show the other ranks that this
+        one is alive, or to cancel a save: an error that it raises ends the work. ``show`` is called
+        with the number of bytes read or written since its last call.
         """
         self._check = check
         self._show = show

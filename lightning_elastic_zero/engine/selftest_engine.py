@@ -36,9 +36,7 @@ _PERSISTENT_ELEMENTS = 8
 class TrialModel(nn.Module):
     """A model with tied, frozen, one-element and unused parameters, and buffers.
 
-    Args:
-        seed: for all values.
-        state_bytes: minimum size of masters and moments together, for measurements.
+    ``state_bytes`` is the minimum size of masters and moments together, for measurements.
     """
 
     def __init__(self, seed: int, state_bytes: int = 0) -> None:
@@ -71,10 +69,7 @@ class TrialModel(nn.Module):
 
 
 def join_ranks(device: str, timeout_s: float) -> None:
-    """Initialize DeepSpeed's process group from the environment variables.
-
-    Raises UnsupportedError if DeepSpeed has chosen another accelerator.
-    """
+    """Initialize DeepSpeed's process group from the environment variables."""
     use_accelerator(device, compiles=False)
     import deepspeed  # noqa: PLC0415 (after the accelerator is chosen)
     from deepspeed.accelerator import get_accelerator  # noqa: PLC0415 (likewise)
@@ -138,11 +133,10 @@ def train(engine: Any, first: int, last: int) -> None:
 def gather_full_state(engine: Any) -> tuple[dict[str, torch.Tensor | str], list[str]]:
     """Return everything that must survive, whole, on every rank. Collective.
 
-    Returns:
-        Masters, Adam's moments, frozen weights and buffers as host tensors with the shapes of their
-        parameters; steps, hyperparameters and counters as text. -0.0 is returned as 0.0, because
-        DeepSpeed sums over ranks. Then the names of low-precision weights that differ from their
-        rounded masters on this rank.
+    First, masters, Adam's moments, frozen weights and buffers as host tensors with the shapes of
+    their parameters; steps, hyperparameters and counters as text. -0.0 is returned as 0.0, because
+    DeepSpeed sums over ranks. Second, the names of low-precision weights that differ from their
+    rounded masters on this rank.
     """
     # At stage 0 with fp32 DeepSpeed does not wrap the optimizer.
     inner = engine.optimizer

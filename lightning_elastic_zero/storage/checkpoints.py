@@ -117,11 +117,7 @@ def has_link(path: AnyPath) -> bool:
 
 
 def identity(path: AnyPath) -> object:
-    """Return what distinguishes a checkpoint from a later one at its path; None if it is missing.
-
-    Raises:
-        OSError: it is not accessible.
-    """
+    """Return what distinguishes a checkpoint from a later one at its path; None if missing."""
     if isinstance(path, StorePath):
         commit = store_checkpoints.read_commit(path)
         return commit and commit.identity
@@ -147,11 +143,7 @@ def published_ns(*paths: AnyPath) -> int:
 
 
 def inspect_target(path: AnyPath) -> ExistingTarget:
-    """Return what exists at a path.
-
-    Raises:
-        OSError: it is not accessible.
-    """
+    """Return what exists at a path."""
     if isinstance(path, StorePath):
         return store_checkpoints.inspect_target(path)
     return ownership.inspect_target(path)
@@ -165,11 +157,7 @@ def delete_checkpoint(path: AnyPath, progress: Progress = NO_PROGRESS) -> str:
 
 
 def make_link(target: AnyPath, link: AnyPath, progress: Progress = NO_PROGRESS) -> None:
-    """Make a link to a checkpoint in one step.
-
-    Raises:
-        SaveError: it could not be made, and is unchanged.
-    """
+    """Make a link to a checkpoint in one step; a SaveError leaves the link unchanged."""
     if isinstance(target, StorePath) and isinstance(link, StorePath):
         store_checkpoints.make_link(target, link, progress)
     elif isinstance(target, Path) and isinstance(link, Path):
@@ -180,11 +168,7 @@ def make_link(target: AnyPath, link: AnyPath, progress: Progress = NO_PROGRESS) 
 
 
 def prepare_target(target: AnyPath, below: str) -> None:
-    """Restore a target that a crash left missing, and refuse one that must not be replaced.
-
-    Raises:
-        SaveError: see ``ownership.check_replaceable``.
-    """
+    """Restore a target that a crash left missing, and refuse one that must not be replaced."""
     if isinstance(target, StorePath):
         store_checkpoints.check_replaceable(target)
         return
@@ -199,11 +183,7 @@ def repair_target(target: AnyPath) -> None:
 
 
 def stage(target: AnyPath, save_id: str, progress: Progress = NO_PROGRESS) -> Staged:
-    """Remove leftovers of killed saves, and begin to write a checkpoint; on rank 0.
-
-    Raises:
-        SaveError: it cannot be written, or the target must not be replaced.
-    """
+    """Remove leftovers of killed saves, and begin to write a checkpoint; on rank 0."""
     if isinstance(target, StorePath):
         return StagedObjects.create(target, save_id)
     if target.parent.is_dir():

@@ -53,12 +53,6 @@ class Writeback:
     """
 
     def __init__(self, descriptor: int, progress: Progress) -> None:
-        """Start with an empty file.
-
-        Args:
-            descriptor: of the file, open for writing.
-            progress: checked between the waits.
-        """
         self._descriptor = descriptor
         self._progress = progress
         self._size_bytes = 0
@@ -67,11 +61,7 @@ class Writeback:
         self._sync_bytes = _FIRST_SYNC_BYTES
 
     def wrote(self, size_bytes: int) -> None:
-        """Count bytes that were written to the file; wait if too many are not on disk yet.
-
-        Raises:
-            OSError: writing to the disk failed.
-        """
+        """Count bytes that were written to the file; wait if too many are not on disk yet."""
         self._size_bytes += size_bytes
         begun_bytes = self._size_bytes - self._started_bytes
         if begun_bytes >= _PIECE_BYTES:
@@ -86,11 +76,7 @@ class Writeback:
             self._adapt(time.monotonic() - began)
 
     def finish(self) -> None:
-        """Wait until the whole file is on disk.
-
-        Raises:
-            OSError: writing to the disk failed.
-        """
+        """Wait until the whole file is on disk."""
         self._wait()
         os.fsync(self._descriptor)
         self._progress.check()
@@ -114,8 +100,7 @@ class Writeback:
 def _sync_range(descriptor: int, start_byte: int, size_bytes: int, flags: int) -> bool:
     """Write bytes of a file back to disk; return whether the system supports this.
 
-    Raises:
-        OSError: it failed. It is reported only once: a following ``fsync`` may succeed.
+    An error is reported only once: a following ``fsync`` may succeed.
     """
     if (call := _sync_file_range()) is None:
         return False
@@ -214,16 +199,10 @@ class ChecksummedWriter:
         progress: Progress = NO_PROGRESS,
         size_bytes: int = 0,
     ) -> None:
-        """Create the file, and the folder in its name.
+        """Create the file, which must not exist, and the folder in its name.
 
-        Args:
-            directory: the checkpoint's directory.
-            name: the file's path in it, with forward slashes.
-            progress: receives the number of bytes written.
-            size_bytes: approximate size. Object stores limit the number of parts of an upload.
-
-        Raises:
-            SaveError: the file exists, or cannot be created.
+        ``name`` is its path in the directory, with forward slashes. ``size_bytes`` is approximate:
+        object stores limit the number of parts of an upload.
         """
         self.name = name
         self.path: AnyPath = directory / name
@@ -240,11 +219,7 @@ class ChecksummedWriter:
             )
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Append all bytes, and return their number.
-
-        Raises:
-            SaveError: writing failed.
-        """
+        """Append all bytes, and return their number."""
         whole = memoryview(data)
         if not whole.nbytes:
             return 0
@@ -281,14 +256,7 @@ class ChecksummedWriter:
         self._open_bytes = 0
 
     def finish(self, save_id: str) -> FileEntry:
-        """Flush the file to disk, write its sidecar, and return its record.
-
-        Args:
-            save_id: the save that the file belongs to.
-
-        Raises:
-            SaveError: writing failed.
-        """
+        """Flush the file to disk, write its sidecar, and return its record."""
         if self._open_bytes:
             self._close_chunk()
         with as_save_error(self.path):
@@ -307,7 +275,6 @@ class ChecksummedWriter:
         self._file.close()
 
     def __enter__(self) -> ChecksummedWriter:
-        """Return the writer itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -316,11 +283,7 @@ class ChecksummedWriter:
 
 
 def write_durably(path: AnyPath, data: bytes) -> None:
-    """Create a small file, synced to disk, or write a small object.
-
-    Raises:
-        SaveError: the file exists, or it cannot be written.
-    """
+    """Create a small file, which must not exist, synced to disk, or write a small object."""
     if isinstance(path, StorePath):
         with as_save_error(path):
             path.store.put(path.key, data)
@@ -332,11 +295,7 @@ def write_durably(path: AnyPath, data: bytes) -> None:
 
 
 def replace_durably(path: Path, data: bytes) -> None:
-    """Write a small file in one step: readers see the old content or the new one.
-
-    Raises:
-        SaveError: it cannot be written; the old content is intact.
-    """
+    """Write a small file in one step: readers see the old content or the new one."""
     new = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     write_durably(new, data)
     with as_save_error(path):
@@ -350,11 +309,7 @@ def replace_durably(path: Path, data: bytes) -> None:
 
 @contextmanager
 def as_save_error(path: AnyPath) -> Iterator[None]:
-    """Raise an ``OSError`` of writing to ``path`` as a ``SaveError``.
-
-    Raises:
-        SaveError: the context raised ``OSError``.
-    """
+    """Raise an ``OSError`` of writing to ``path`` as a ``SaveError``."""
     try:
         yield
     except OSError as error:

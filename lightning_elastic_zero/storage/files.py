@@ -84,17 +84,11 @@ class _BoundedFile(io.FileIO):
 
 
 def bounded_stream(path: Path, progress: Progress) -> io.BufferedReader:
-    """Open a file that is read in bounded parts, with ``progress`` called after each.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
+    """Open a file that is read in bounded parts, with ``progress`` called after each."""
     return io.BufferedReader(_BoundedFile(path, progress), CHUNK_BYTES)
 
 
 class _LocalSource:
-    """The bytes of a file on a disk."""
-
     is_remote = False
 
     def __init__(self, path: Path) -> None:
@@ -173,26 +167,11 @@ class RangeFile:
     """A file without recorded checksums, open for reading by ranges.
 
     Pages are never mapped, so a damaged disk or a shrinking file causes an exception, not a signal.
-
-    Attributes:
-        path: the path of the file.
-        size_bytes: its size.
-        bytes_read: the number of bytes read so far.
     """
 
     def __init__(
         self, path: AnyPath, progress: Progress = NO_PROGRESS, size_bytes: int | None = None
     ) -> None:
-        """Open a file.
-
-        Args:
-            path: the path of a regular file or an object.
-            progress: checked after every read.
-            size_bytes: the size of an object, if it is known.
-
-        Raises:
-            CheckpointCorruptedError: it is missing, cannot be read, or is not a regular file.
-        """
         self.path = path
         self.bytes_read = 0
         self._progress = progress
@@ -231,11 +210,6 @@ class RangeFile:
             The offset in the file, and the bytes from there: writable, and valid until the next
             piece. A piece never crosses the border of a run. For bytes that were read into a place
             it is a view of that place.
-
-        Raises:
-            CheckpointCorruptedError: the file is truncated, or its bytes differ from the written
-                ones.
-            ValueError: the runs are not sorted, overlap, or exceed the file.
         """
         wanted = self._check_runs(runs)
         inner = _whole_chunks(places)
@@ -308,13 +282,7 @@ class RangeFile:
         self.bytes_read += filled - start
 
     def read(self, start: int, stop: int) -> bytearray:
-        """Read the bytes ``[start, stop)`` into new memory.
-
-        Raises:
-            CheckpointCorruptedError: the file is truncated, or its bytes differ from the written
-                ones.
-            ValueError: they are not within the file.
-        """
+        """Read the bytes ``[start, stop)`` into new memory."""
         data = bytearray(max(stop - start, 0))
         for offset, view in self.read_runs([(start, stop)]):
             data[offset - start : offset - start + view.nbytes] = view
@@ -333,20 +301,16 @@ class RangeFile:
         self._source.close()
 
     def __enter__(self) -> Self:
-        """Return the file itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the file."""
         self.close()
 
 
 class _Speed:
     """The speed of the reads of a file.
 
-    Attributes:
-        is_slow: whether to announce the following reads. It stays set, because announced reads are
-            fast.
+    ``is_slow`` stays set once the following reads are announced, because those are fast.
     """
 
     def __init__(self, *, is_slow: bool) -> None:
@@ -366,12 +330,9 @@ class _Speed:
 
 
 def _blocks(runs: Sequence[tuple[int, int]], size_bytes: int, gap_bytes: int) -> Iterator[_Block]:
-    """Cut the chunks of runs into blocks. Runs in equal or adjacent chunks are read together.
+    """Cut the chunks of sorted runs into blocks; runs in equal or adjacent chunks share one.
 
-    Args:
-        runs: sorted, not empty.
-        size_bytes: size of the file.
-        gap_bytes: largest gap of unwanted bytes between short runs that a block may contain.
+    ``gap_bytes`` is the largest gap between short runs that a block may contain.
     """
     first = 0
     done = 0
@@ -440,13 +401,8 @@ def _pieces(runs: Iterable[tuple[int, int]], parts: Sequence[PlacedView]) -> Ite
 class VerifiedFile(RangeFile):
     """A file that a manifest names, open for reading; it returns verified bytes only.
 
-    Opening it verifies the recorded size and the digest of the sidecar. Each chunk is verified when
-    it is read.
-
-    Attributes:
-        path: the path of the file.
-        size_bytes: its size.
-        bytes_read: the number of bytes read so far, including the sidecar.
+    Opening it verifies the recorded size, the digest of the sidecar and, unless it is None, the
+    ``save_id``. Each chunk is verified when it is read; ``bytes_read`` includes the sidecar.
     """
 
     def __init__(
@@ -456,17 +412,6 @@ class VerifiedFile(RangeFile):
         save_id: str | None = None,
         progress: Progress = NO_PROGRESS,
     ) -> None:
-        """Open the file and check it against its record and its sidecar.
-
-        Args:
-            directory: the checkpoint's directory.
-            record: the file's record in the manifest.
-            save_id: the save that the file must belong to; None: any.
-            progress: checked after every read.
-
-        Raises:
-            CheckpointCorruptedError: the file or its sidecar is missing, or does not match.
-        """
         super().__init__(directory / record.name, progress, record.size_bytes)
         try:
             if self.size_bytes != record.size_bytes:

@@ -45,16 +45,13 @@ SETTLE_S = 2.0
 
 
 def remove_leftovers(parent: Path, progress: Progress = NO_PROGRESS) -> list[Path]:
-    """Remove the leftovers of killed saves, exports and deletions in a directory.
+    """Remove leftovers of killed saves, exports and deletions in a directory; return their paths.
 
     Targets that were lost between two renames are restored first. Removed are interrupted
     deletions, directories whose process has ended (``ProcessIdentity.is_dead``) and those that
     were not touched for ``LEFTOVER_AGE_S``. Links that were being made are removed after that time,
     or when the link is made again. Entries that cannot be removed stay, and directories with files
     that this library did not write.
-
-    Returns:
-        The removed paths.
     """
     repair(parent)
     removed = remove_interrupted_deletions(parent, progress)
@@ -98,7 +95,6 @@ def _remove_by_id(
 
 
 def _untouched_s(path: Path, now_s: Callable[[], float]) -> float:
-    """Return the seconds since a file was touched, by its file system's clock; 0 if missing."""
     try:
         return now_s() - path.lstat().st_mtime
     except OSError:
@@ -118,16 +114,10 @@ def repair(parent: Path) -> list[Path]:
 
 
 def repair_target(target: Path, settle_s: float = SETTLE_S) -> bool:
-    """Restore the target if it is missing after a crash between two renames.
+    """Restore the target if it is missing after a crash between two renames; return whether it was.
 
-    Called before a checkpoint is opened, on any rank, and on several at once.
-
-    Args:
-        target: the expected path of a checkpoint.
-        settle_s: how long to wait for a save that may still run on another machine.
-
-    Returns:
-        Whether this call restored it.
+    Called before a checkpoint is opened, on any rank, and on several at once. ``settle_s`` is the
+    wait for a save that may still run on another machine.
     """
     if os.path.lexists(target):
         return False
@@ -159,7 +149,6 @@ def _put_back(hidden: Path, target: Path) -> bool:
 
 
 def _discarded(path: Path, known_as: Path | None, progress: Progress) -> list[Path]:
-    """Remove a hidden path if it exists; return the removed paths."""
     if not os.path.lexists(path):
         return []
     with suppress(OSError):
@@ -188,14 +177,6 @@ def copy_checkpoint(source: Path, target: Path, progress: Progress) -> None:
 
     ``shutil.copytree`` would copy other files too, report no progress within a file of many GB (the
     other ranks would consider rank 0 stalled), and sync nothing.
-
-    Args:
-        source: the checkpoint.
-        target: a path that does not exist.
-        progress: checked at least every MiB.
-
-    Raises:
-        OSError: the copy is incomplete.
     """
     contents = classify_files(source)
     if contents.problem:
@@ -227,17 +208,10 @@ _NO_LINKS = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM}
 def make_link(target: Path, link: Path, progress: Progress = NO_PROGRESS) -> None:
     """Make a link to a checkpoint in one step, replacing a link or a checkpoint of this library.
 
-    The link is made under a hidden name and renamed, so that a kill at any moment leaves the old
-    link or the new one. The next call for the same link removes leftovers of a killed one. Without
-    links in the file system the checkpoint is copied, as Lightning does for files.
-
-    Args:
-        target: an existing checkpoint.
-        link: its path; its text is relative.
-        progress: checked during deletions and copies.
-
-    Raises:
-        SaveError: it could not be made, and is unchanged.
+    The link is made under a hidden name and renamed, so that a kill or an error at any moment
+    leaves the old link or the new one. The next call for the same link removes leftovers of a
+    killed one. Without links in the file system the checkpoint is copied, as Lightning does for
+    files.
     """
     if target == link:
         return

@@ -136,9 +136,8 @@ class ProcessIdentity:
     def is_dead(self, untouched_s: float = 0.0) -> bool:
         """Whether the process has ended.
 
-        Args:
-            untouched_s: seconds since it touched its file. They count only if the operating system
-                cannot report its state.
+        The time since it touched its file counts only if the operating system cannot report its
+        state.
         """
         if self.is_on_this_machine():
             if not exists(self.pid):
@@ -160,11 +159,7 @@ def touch_regularly(path: Path) -> PeriodicThread:
 
 
 def filesystem_time_s(probe: Path) -> float:
-    """Return the time of the file system's clock, from a file that is made and removed.
-
-    Args:
-        probe: the path of that file, which must not exist.
-    """
+    """Return the time of the file system's clock, from a new file that is removed again."""
     try:
         probe.touch(exist_ok=False)
     except OSError:
@@ -195,11 +190,7 @@ class ConcurrentRunMonitor:
     """
 
     def __init__(self, folders: Iterable[object]) -> None:
-        """Choose the folders; URLs of remote storage are ignored.
-
-        Args:
-            folders: paths, or None for callbacks without one.
-        """
+        """Choose the folders; None and URLs of remote storage are ignored."""
         self._markers: dict[Path, Path | None] = {}
         for folder in folders:
             with suppress(UnsupportedError):
@@ -267,7 +258,6 @@ class ConcurrentRunMonitor:
                 _warn(folder, owner)
 
     def _is_left(self, path: Path, owner: ProcessIdentity, folder: Path) -> bool:
-        """Whether the run of a marker has ended."""
         if owner.is_dead():
             return True
         if owner.is_on_this_machine() or path in self._seen:
@@ -276,7 +266,6 @@ class ConcurrentRunMonitor:
         return owner.is_dead(now_s - path.lstat().st_mtime)
 
     def _lives(self, path: Path, owner: ProcessIdentity) -> bool:
-        """Whether a run that may not have ended is known to be alive."""
         touched_ns = path.lstat().st_mtime_ns
         return owner.is_on_this_machine() or self._seen.setdefault(path, touched_ns) != touched_ns
 

@@ -75,13 +75,8 @@ class FileOwnership:
 def classify_files(path: Path, *, hidden: bool = False) -> FileOwnership:
     """Classify the files of a directory, without following links.
 
-    Args:
-        path: the directory.
-        hidden: it has a hidden name of this library, so it may be an unfinished or partly deleted
-            checkpoint without a manifest.
-
-    Raises:
-        OSError: the directory itself cannot be read.
+    ``hidden``: it has a hidden name of this library, so it may be an unfinished or partly deleted
+    checkpoint without a manifest. Raises OSError if the directory itself cannot be read.
     """
     recorded = _recorded(path)
     sizes, problem = recorded.sizes, recorded.problem
@@ -130,12 +125,7 @@ def remove_own_files(path: Path, progress: Progress, *, hidden: bool = False) ->
     """Remove the files of this library in a directory, and the directory if it is empty then.
 
     The manifest is removed last, so that an interrupted removal is still recognised. Files that
-    cannot be removed stay.
-
-    Args:
-        path: the directory.
-        progress: checked before each file.
-        hidden: see ``classify_files``.
+    cannot be removed stay. ``hidden`` as in ``classify_files``.
     """
     try:
         contents = classify_files(path, hidden=hidden)
@@ -234,11 +224,7 @@ class ExistingTarget:
 
 
 def inspect_target(path: Path) -> ExistingTarget:
-    """Return what exists at a path.
-
-    Raises:
-        OSError: it is not accessible.
-    """
+    """Return what exists at a path; raise OSError if it is not accessible."""
     try:
         mode = path.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -280,12 +266,7 @@ def _directory(path: Path) -> ExistingTarget:
 def check_replaceable(target: Path, below: str) -> None:
     """Refuse a target that contains files of others, or that cannot be replaced.
 
-    Args:
-        target: the checkpoint's path.
-        below: the name in the target that the message suggests if the target is a folder.
-
-    Raises:
-        SaveError: a checkpoint must not replace it.
+    If the target is a folder, the message suggests the name ``below`` in it.
     """
     try:
         existing = inspect_target(target)
@@ -303,7 +284,6 @@ def check_replaceable(target: Path, below: str) -> None:
 
 
 def _needed(target: Path) -> str:
-    """Return why a directory without files of others must not be replaced, or an empty string."""
     if target.is_symlink() or not target.is_dir():
         return ""
     if os.path.ismount(target):
@@ -325,7 +305,6 @@ def _instead(target: Path, existing: ExistingTarget, below: str) -> Path:
 
 
 def _described(path: Path) -> str:
-    """Return a description of the content of a directory."""
     with os.scandir(path) as entries:
         names = sorted(entry.name for entry in itertools.islice(entries, _MOST_LISTED))
     mine = [name for name in names if is_checkpoint(path / name)]
@@ -340,7 +319,6 @@ def _described(path: Path) -> str:
 
 
 def _is_tag(path: Path) -> bool:
-    """Whether DeepSpeed saved into a folder."""
     with suppress(OSError), os.scandir(path) as entries:
         names = (entry.name for entry in itertools.islice(entries, _MOST_LISTED))
         return any(name.endswith(("_model_states.pt", "_optim_states.pt")) for name in names)
@@ -357,10 +335,6 @@ _log = logging.getLogger(__name__)
 
 def delete_checkpoint(path: Path, progress: Progress = NO_PROGRESS) -> str:
     """Delete a checkpoint, or a link to one. Its name disappears first, then its files.
-
-    Args:
-        path: the checkpoint; it may be missing.
-        progress: checked between files.
 
     Returns:
         Why it was not deleted, as the predicate of a sentence; empty if it does not exist now.
@@ -416,19 +390,13 @@ def remove_hidden(
     *,
     unfinished: bool = True,
 ) -> None:
-    """Remove a checkpoint or a link under a hidden name.
+    """Remove a checkpoint or a link under a hidden name, if it exists.
 
-    If it contains files of others, it is renamed to ``<known_as>.kept-<hex>`` instead.
+    If it contains files of others, it is renamed to ``<known_as>.kept-<hex>`` instead, where
+    ``known_as`` is the visible path that it had, if any.
 
-    Args:
-        path: the hidden path; it may be missing.
-        known_as: the visible path that it had; None: none, or unknown.
-        progress: checked between files.
-        unfinished: it may have no manifest. It is then renamed first, so that a process that still
-            writes it cannot publish the rest.
-
-    Raises:
-        OSError: not everything could be removed.
+    An ``unfinished`` one may have no manifest. It is renamed first, so that a process that still
+    writes it cannot publish the rest. Raises OSError if not everything could be removed.
     """
     if not os.path.lexists(path):
         return

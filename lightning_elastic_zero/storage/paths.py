@@ -27,9 +27,6 @@ def parse_path(path: str | os.PathLike[str] | StorePath) -> AnyPath:
     """Return the path that a URL or an absolute or relative path names; links are not resolved.
 
     The URL of a manifest stands for its checkpoint.
-
-    Raises:
-        UnsupportedError: it is a URL of an unsupported kind, or without a bucket.
     """
     if isinstance(path, StorePath):
         return path
@@ -53,11 +50,7 @@ def parse_path(path: str | os.PathLike[str] | StorePath) -> AnyPath:
 
 
 def check_local_path(path: str | os.PathLike[str] | StorePath) -> Path:
-    """Return the absolute path, without resolving links.
-
-    Raises:
-        UnsupportedError: it is a URL of an object store.
-    """
+    """Return the absolute path, without resolving links; refuse the URL of an object store."""
     location = parse_path(path)
     if isinstance(location, StorePath):
         msg = f"{location} is in an object store. Choose a path on a file system"
@@ -79,11 +72,7 @@ def existing_path(path: str | os.PathLike[str]) -> Path:
 
 
 def sync_directory(path: Path) -> None:
-    """Flush the names in a directory to disk (fsync), if the file system supports this.
-
-    Raises:
-        OSError: it failed.
-    """
+    """Flush the names in a directory to disk (fsync), if the file system supports this."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -95,11 +84,7 @@ def sync_directory(path: Path) -> None:
 
 
 def open_descriptor(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file without waiting for a writer if it is a pipe; an ``opener`` for ``open``.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
+    """Open a file without waiting for a writer if it is a pipe; an ``opener`` for ``open``."""
     try:
         return os.open(path, flags | os.O_NONBLOCK)
     except BlockingIOError:
@@ -111,11 +96,7 @@ def open_descriptor(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def open_file(path: Path) -> tuple[int, os.stat_result]:
-    """Open a regular file for reading, without waiting; return its descriptor and its status.
-
-    Raises:
-        OSError: it cannot be opened, or is not a regular file.
-    """
+    """Open a regular file for reading, without waiting; return its descriptor and its status."""
     descriptor = open_descriptor(path, os.O_RDONLY | os.O_CLOEXEC)
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
@@ -125,11 +106,7 @@ def open_file(path: Path) -> tuple[int, os.stat_result]:
 
 
 def read_file(path: AnyPath) -> bytes:
-    """Read a small file or object.
-
-    Raises:
-        OSError: it cannot be read, or is not a regular file.
-    """
+    """Read a small regular file or an object."""
     if isinstance(path, StorePath):
         return path.store.get(path.key)[0]
     with os.fdopen(open_file(path)[0], "rb") as file:

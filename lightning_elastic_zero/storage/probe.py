@@ -38,11 +38,7 @@ class Capability:
 
 
 def probe_capabilities(folder: Path) -> list[Capability]:
-    """Test a folder. The written files stay in it.
-
-    Args:
-        folder: empty, and used by this process only.
-    """
+    """Test an empty folder, used by this process only. The written files stay in it."""
     probes: dict[str, Callable[[Path], Found]] = {
         RENAME: _rename,
         EXCHANGE: _exchange,

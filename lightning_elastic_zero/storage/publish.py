@@ -49,11 +49,7 @@ _NOT_SUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM}
 def exchange_names(one: Path, other: Path) -> bool:
     """Exchange two names in one step, without following links.
 
-    Returns:
-        False if the C library, the kernel or the file system does not support it.
-
-    Raises:
-        OSError: it is supported, but failed.
+    Returns False if the C library, the kernel or the file system does not support it.
     """
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
@@ -79,15 +75,8 @@ def put_in_place(new: Path, target: Path, aside: Path) -> None:
 
     Where the system cannot exchange two names, a directory is replaced by two renames, and the name
     is missing for some microseconds. If the second rename fails, the first one is reverted. After
-    an interrupt in between, the new entry, which is complete, takes the name.
-
-    Args:
-        new: a directory or a link, synced to disk.
-        target: the name that it gets. A link there is replaced if ``new`` is a link too.
-        aside: a free name in the same directory.
-
-    Raises:
-        OSError: it failed, and the target is unchanged.
+    an interrupt in between, the new entry, which is complete, takes the name. A link at the target
+    is replaced only by a link. An OSError leaves the target unchanged.
     """
     if not os.path.lexists(target) or not (_is_directory(new) or _is_directory(target)):
         new.replace(target)
@@ -124,11 +113,7 @@ SAVE_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z-]{0,63}")
 
 
 def staging_path(target: Path, save_id: str) -> Path:
-    """Return the directory in which the files of a save are written before it is published.
-
-    Raises:
-        ValueError: the save id cannot be part of a name.
-    """
+    """Return the directory in which the files of a save are written before it is published."""
     if not SAVE_ID.fullmatch(save_id):
         msg = f"save_id={save_id!r}, expected at most 64 letters, digits and hyphens"
         raise ValueError(msg)
@@ -141,23 +126,13 @@ def owner_path(parent: Path, save_id: str) -> Path:
 
 
 class _HiddenDirectory:
-    """A hidden directory and the file that identifies its process.
-
-    Attributes:
-        path: the hidden directory.
-        target: the path at which it, or a file of it, is published.
-    """
+    """A hidden directory, and the file that identifies its process."""
 
     def __init__(self, path: Path, owner: Path, target: Path) -> None:
         self.path, self.target = path, target
         self._owner_path = owner
 
     def _make(self) -> None:
-        """Make the directory, its owner file, and missing parents.
-
-        Raises:
-            SaveError: one cannot be made.
-        """
         with as_save_error(self.path):
             make_parents(self.target)
             # First, so that the directory never exists without an owner.
@@ -181,17 +156,11 @@ class StagedDirectory(_HiddenDirectory):
 
     Rank 0 does this; the other ranks find the directory with ``staging_path``. It replaces a
     checkpoint of this library, a link to one, or an empty directory, and nothing else.
-
-    Attributes:
-        path: the directory in which the files are written.
-        target: their path after publication.
-        prefix: what the names of files in the manifest begin with.
     """
 
     prefix = ""
 
     def __init__(self, target: Path, save_id: str) -> None:
-        """Choose the names; nothing is done on disk."""
         super().__init__(staging_path(target, save_id), owner_path(target.parent, save_id), target)
         self._previous = target.parent / f"{PREVIOUS_PREFIX}{save_id}"
 
@@ -201,9 +170,6 @@ class StagedDirectory(_HiddenDirectory):
 
         Whether the target may be replaced was checked before (``check_replaceable``): a file that
         was added to a checkpoint there since then is no reason to fail, and ``publish`` keeps it.
-
-        Raises:
-            SaveError: it cannot be made, or the target must not be replaced.
         """
         staged = cls(target, save_id)
         try:
@@ -218,31 +184,16 @@ class StagedDirectory(_HiddenDirectory):
         return staged
 
     def seal(self, manifest: bytes) -> None:
-        """Write the manifest, after all other files.
-
-        Raises:
-            SaveError: it cannot be written.
-        """
+        """Write the manifest, after all other files."""
         write_durably(self.path / MANIFEST_NAME, manifest)
 
     def sync(self, progress: Progress = NO_PROGRESS) -> None:
-        """Flush the names of all files to disk, before ``publish``.
-
-        Raises:
-            SaveError: the system failed.
-        """
+        """Flush the names of all files to disk, before ``publish``."""
         with self._publishing(f"Its files are in {self.path}."):
             self._sync_names(progress)
 
     def publish(self, progress: Progress = NO_PROGRESS) -> None:
-        """Rename the directory to the target in one step, and remove what it replaced.
-
-        Args:
-            progress: checked between removed files; an error that it raises ends the removal.
-
-        Raises:
-            SaveError: see ``put_in_place``.
-        """
+        """Rename the directory to the target in one step, and remove what it replaced."""
         self.put_in_place()
         self.clean(progress)
 
@@ -316,12 +267,7 @@ def _check_still_replaceable(target: Path) -> None:
 
 
 def make_parents(target: Path) -> None:
-    """Make the missing directories above a target, synced to disk.
-
-    Raises:
-        SaveError: a file or a dangling link is above the target.
-        OSError: a directory could not be made.
-    """
+    """Make the missing directories above a target, synced to disk."""
     directory = target.parent
     above = (directory, *directory.parents)
     if link := next((path for path in above if path.is_symlink() and not path.exists()), None):
@@ -348,11 +294,7 @@ _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
 
 def check_free(target: Path) -> None:
-    """Refuse a target that exists.
-
-    Raises:
-        SaveError: the target exists.
-    """
+    """Refuse a target that exists."""
     if os.path.lexists(target):
         msg = f"{target} exists, and is not overwritten: choose another path, or move it away"
         raise SaveError(msg)
@@ -365,11 +307,6 @@ class StagedExport(_HiddenDirectory):
     """
 
     def __init__(self, target: Path) -> None:
-        """Make the hidden directory and missing parents.
-
-        Raises:
-            SaveError: the target exists, or the directory cannot be made.
-        """
         check_free(target)
         export_id = new_id()
         super().__init__(
@@ -389,11 +326,7 @@ class StagedExport(_HiddenDirectory):
             path.unlink()
 
     def publish(self, file: str = "") -> None:
-        """Rename the directory, or one file in it, to the target.
-
-        Raises:
-            SaveError: the target exists meanwhile, or the system failed.
-        """
+        """Rename the directory, or one file in it, to the target, which must not exist."""
         with as_save_error(self.target):
             self._sync_names()
             if file:
@@ -422,11 +355,7 @@ def _remove_tree(path: Path) -> None:
 
 
 def remove_export(path: Path) -> None:
-    """Remove the directory of a killed export, unless a file in it has a name that exports lack.
-
-    Args:
-        path: the hidden directory; it may be missing. Files that cannot be removed stay.
-    """
+    """Remove the directory of a killed export, unless a file in it has a name that exports lack."""
     files = [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
     if all(_EXPORTED.fullmatch(file.name) and not file.is_symlink() for file in files):
         _remove_tree(path)
@@ -444,11 +373,7 @@ def _name_file(file: Path, target: Path) -> None:
 
 @contextmanager
 def staged_export(target: Path) -> Iterator[StagedExport]:
-    """Make an export; at the end of the context, remove it unless it was published.
-
-    Raises:
-        SaveError: the target exists, or the directory cannot be made.
-    """
+    """Make an export; at the end of the context, remove it unless it was published."""
     export = StagedExport(target)
     try:
         with export.touch_regularly():

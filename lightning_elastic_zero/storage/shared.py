@@ -37,15 +37,8 @@ def await_shared(
 ) -> bytes:
     """Wait for a file of another rank, and read it.
 
-    Args:
-        directory: the directory, by its path on this rank.
-        name: the name of the file.
-        is_whole: whether the data are complete.
-        wait_s: timeout: network file systems show the files of other hosts with a delay.
-        writer: the rank that wrote it.
-
-    Raises:
-        SaveError: the file or the directory is missing, or incomplete.
+    Network file systems show the files of other hosts with a delay. ``is_whole`` tells whether the
+    data are complete; ``writer`` is the rank that wrote them, for the message.
     """
     stop_s = time.monotonic() + wait_s
     while True:
@@ -63,11 +56,7 @@ def await_shared(
 
 
 def leave_shared(directory: AnyPath, name: str, data: bytes = b"") -> None:
-    """Write a file for the other ranks, until ``remove_shared``.
-
-    Raises:
-        SaveError: the file exists, or cannot be written.
-    """
+    """Write a new file for the other ranks, until ``remove_shared``."""
     path = directory / name
     with as_save_error(path):
         if isinstance(path, StorePath):
@@ -78,11 +67,7 @@ def leave_shared(directory: AnyPath, name: str, data: bytes = b"") -> None:
 
 
 def remove_shared(directory: AnyPath, *names: str) -> None:
-    """Remove files of ``leave_shared``, where they exist.
-
-    Raises:
-        SaveError: one cannot be removed.
-    """
+    """Remove files of ``leave_shared``, where they exist."""
     try:
         if isinstance(directory, StorePath):
             directory.store.delete([(directory / name).key for name in names])
@@ -113,13 +98,8 @@ def scratch_folder(
 ) -> Iterator[Path]:
     """Make a new folder in a directory; at the end of the context, remove it with its content.
 
-    Args:
-        directory: its parent.
-        prefix: prefix of its name, before a random part.
-        progress: checked during the removal; errors of this library from it are ignored.
-
-    Raises:
-        SaveError: it cannot be made.
+    The name has a random part after ``prefix``. ``progress`` is checked during the removal; errors
+    of this library from it are ignored.
     """
     folder = directory / f"{prefix}{uuid.uuid4().hex[:12]}"
     try:

@@ -63,11 +63,7 @@ class NodesOfJob:
     """Descriptor of the number of nodes: that of torchrun, or else of the Trainer."""
 
     def __get__(self, strategy: DeepSpeedStrategy | None, owner: type) -> Any:
-        """Return the number of nodes.
-
-        Raises:
-            UnsupportedError: Nodes have different numbers of ranks.
-        """
+        """Return the number of nodes, all of which must have the same number of ranks."""
         if strategy is None:
             return self
         if not _is_launched(strategy):
@@ -82,7 +78,6 @@ class NodesOfJob:
         return nodes
 
     def __set__(self, strategy: DeepSpeedStrategy, configured: int) -> None:
-        """Keep the Trainer's value for runs without torchrun."""
         vars(strategy)[_NODES] = configured
 
 
@@ -93,7 +88,6 @@ class DevicesOfNode:
     """
 
     def __get__(self, strategy: DeepSpeedStrategy | None, owner: type) -> Any:
-        """Return the devices; None before they are known."""
         if strategy is None:
             return self
         devices: list[torch.device] | None = vars(strategy)[_DEVICES]
@@ -107,7 +101,6 @@ class DevicesOfNode:
         return devices
 
     def __set__(self, strategy: DeepSpeedStrategy, configured: list[torch.device] | None) -> None:
-        """Keep the Trainer's devices for runs without a launcher."""
         vars(strategy)[_DEVICES] = configured
 
 
@@ -128,11 +121,7 @@ def prepare_to_meet(strategy: DeepSpeedStrategy, timeout: timedelta | None) -> N
     Under torchrun, ranks agree on a new store. A warning names the variable that torchrun needs if
     nodes may join: without it, the agent of a joining node waits for an address that no longer
     exists, and no worker can help it. ``timeout``: of the collectives; None: torch's default.
-
-    Raises:
-        RanksError: Some ranks did not connect.
-        UnsupportedError: Ray has started ranks that the Trainer does not have, so that each rank
-            would train alone.
+    Refuses ranks of Ray that the Trainer does not have, each of which would train alone.
     """
     workers = size_of_process_group() if _RAYS.rpartition(".")[0] in sys.modules else None
     if workers is not None and workers != strategy.world_size:
@@ -217,12 +206,7 @@ class SigtermAgreement:
             note_sigterm(trainer)
 
     def stop_together(self, trainer: pl.Trainer) -> None:
-        """Raise on all ranks if any rank received SIGTERM; collective.
-
-        Raises:
-            SIGTERMException: A rank received it.
-            RuntimeError: A rank or the network failed.
-        """
+        """Raise SIGTERMException on all ranks if any rank received SIGTERM; collective."""
         if trainer.world_size == 1:
             return  # Lightning checks it.
         received = self._received or trainer.received_sigterm
