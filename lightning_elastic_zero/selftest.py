@@ -260,8 +260,8 @@ def _interruptible() -> Iterator[Callable[[], None]]:
     try:
         yield ignore
     finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
+        for caught, handler in earlier.items():
+            signal.signal(caught, handler)
 
 
 # -- environment and directory ---------------------------------------------------------------------
