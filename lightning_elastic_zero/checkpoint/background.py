@@ -71,7 +71,7 @@ from lightning_elastic_zero.core.tensors import (
 )
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import ElasticZeroError, SaveError
-from lightning_elastic_zero.formats.client_objects import pickle_objects
+from lightning_elastic_zero.formats.client_state import pickle_objects
 from lightning_elastic_zero.formats.elastic import writes_weights
 from lightning_elastic_zero.formats.torch_write import ChunkedSource, piecewise
 from lightning_elastic_zero.storage.owners import PeriodicThread

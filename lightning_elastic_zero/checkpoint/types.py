@@ -16,8 +16,7 @@ from lightning_elastic_zero.core.manifest import Manifest, Plain
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.tensors import RankState, RestoreTargets
 from lightning_elastic_zero.core.text import format_tree_path
-from lightning_elastic_zero.formats.client_objects import find_unknown
-from lightning_elastic_zero.formats.client_state import Objects
+from lightning_elastic_zero.formats.client_state import Objects, find_unknown
 from lightning_elastic_zero.storage.stores import AnyPath
 
 REPORT_EVERY_S = 10.0

@@ -20,7 +20,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 import torch
 
@@ -37,7 +37,6 @@ from lightning_elastic_zero.errors import (
     UnsupportedError,
 )
 from lightning_elastic_zero.formats.full_state import AVERAGING, FullState, FullStateReader
-from lightning_elastic_zero.formats.open_files import ForeignFiles
 from lightning_elastic_zero.formats.pickles import PicklePolicy
 from lightning_elastic_zero.formats.reader import FRESH_OPTIMIZER_HINT, file_list_digest
 from lightning_elastic_zero.formats.torch_optimizer import (
@@ -46,7 +45,13 @@ from lightning_elastic_zero.formats.torch_optimizer import (
     describe_alone,
     members_of,
 )
-from lightning_elastic_zero.formats.torch_read import StoredRun, TorchFile, as_stream, with_copies
+from lightning_elastic_zero.formats.torch_read import (
+    ForeignFiles,
+    StoredRun,
+    TorchFile,
+    as_stream,
+    with_copies,
+)
 from lightning_elastic_zero.storage.files import READ_BYTES, bounded_stream
 from lightning_elastic_zero.storage.paths import read_file
 
@@ -232,14 +237,11 @@ def _is_tiled(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:
     for box in sorted(boxes):
         # Only those that reach into its rows can overlap it: of chunks of rows, none.
         reached = [other for other in reached if not box or other[0][1] > box[0][0]]
-        if any(_overlap(box, other) for other in reached):
-            return False
+        for other in reached:
+            if all(a < d and c < b for (a, b), (c, d) in zip(box, other, strict=True)):
+                return False
         reached.append(box)
     return True
-
-
-def _overlap(one: tuple[tuple[int, int], ...], other: tuple[tuple[int, int], ...]) -> bool:
-    return all(a < d and c < b for (a, b), (c, d) in zip(one, other, strict=True))
 
 
 # -- the tree ------------------------------------------------------------------------------------
@@ -258,7 +260,6 @@ class OptimizerLeaves:
     (``flatten_optimizer_state_dict``)."""
 
     def add(self, leaf: Leaf, prefix: TreePath) -> bool:
-        """Add a leaf if it belongs to this optimizer, which is at ``prefix``."""
         below = leaf.path[len(prefix) :]
         if not below or leaf.path[: len(prefix)] != prefix:
             return False
@@ -380,19 +381,17 @@ class _Section:
         try:
             self._file.seek(self._start + start)
             count = self._file.readinto(data)  # type: ignore[attr-defined] # typeshed lacks it
+            why = "" if count == len(data) else f"it ends after {count} bytes"
         except OSError as error:
-            self._refuse(start, stop, str(error.strerror))
-        if count < len(data):
-            self._refuse(start, stop, f"it ends after {count} bytes")
-        self.bytes_read += count
+            why = str(error.strerror)
+        if why:
+            msg = (
+                f"{self.path}: bytes {self._start + start} to {self._start + stop} cannot be read "
+                f"({why}). Resume from another checkpoint, or copy this file again"
+            )
+            raise CheckpointCorruptedError(msg)
+        self.bytes_read += len(data)
         return data
-
-    def _refuse(self, start: int, stop: int, why: str) -> NoReturn:
-        msg = (
-            f"{self.path}: bytes {self._start + start} to {self._start + stop} cannot be read "
-            f"({why}). Resume from another checkpoint, or copy this file again"
-        )
-        raise CheckpointCorruptedError(msg)
 
     def read_runs(
         self, runs: Sequence[tuple[int, int]], _: object = ()
@@ -404,12 +403,6 @@ class _Section:
 
     def close(self) -> None:
         """Leave the file open: other sections follow."""
-
-
-def _verify_record(archive: zipfile.ZipFile, info: zipfile.ZipInfo, progress: Progress) -> None:
-    with archive.open(info) as record:
-        while data := record.read(_VERIFIED_BYTES):
-            progress.advance(len(data))
 
 
 class Chunks:
@@ -433,11 +426,9 @@ class Chunks:
 
     @property
     def names(self) -> list[str]:
-        """The files that contain data."""
         return list(dict.fromkeys(chunk.file for chunk in self._all))
 
     def check_files(self) -> None:
-        """Check that every file exists and is long enough."""
         wrong = []
         for name, chunks in itertools.groupby(self._all, key=lambda chunk: chunk.file):
             end = max(chunk.start + chunk.size_bytes for chunk in chunks)
@@ -467,7 +458,6 @@ class Chunks:
         wanted: Iterable[tuple[torch.Tensor, StoredRun]],
         progress: Progress = NO_PROGRESS,
     ) -> int:
-        """Fill 1-D tensors with runs of the leaves' tensors; return the bytes read from disk."""
         parts: dict[Chunk, list[tuple[torch.Tensor, int, torch.Tensor]]] = {}
         for target, run in wanted:
             run.check_fills(target, self.path)
@@ -493,7 +483,6 @@ class Chunks:
         return bytes_read
 
     def load_tree(self, subtree: Any) -> Any:
-        """Return a tree with values instead of the leaves' tensors; all else stays the same."""
         held = {id(t): t for t in tensors_of(subtree) if id(t) in self._chunks}
         copies = {key: torch.empty_like(tensor, device="cpu") for key, tensor in held.items()}
         self.read_into(
@@ -515,13 +504,15 @@ class Chunks:
         return values
 
     def verify(self, part: int, parts: int, progress: Progress) -> None:
-        """Compare the CRC-32 of every ``parts``-th chunk, where one was written."""
         for chunk, section in self._sections(self._all[part::parts]):
             try:
                 with zipfile.ZipFile(as_stream(section)) as archive:
                     for info in archive.infolist():
-                        if info.CRC:  # 0: checksums were switched off
-                            _verify_record(archive, info, progress)
+                        if not info.CRC:  # checksums were switched off
+                            continue
+                        with archive.open(info) as record:
+                            while data := record.read(_VERIFIED_BYTES):
+                                progress.advance(len(data))
             except (zipfile.BadZipFile, OSError, ValueError, EOFError) as error:
                 msg = (
                     f"{section.path} is damaged at bytes {chunk.start} to "
@@ -679,7 +670,6 @@ class DcpReader(FullStateReader):
         )
 
     def _choose(self, model: TreePath) -> None:
-        """Use the tensors of a subtree as the model."""
         self._model = model
         left = [format_tree_path(path) for path in self._tree.models if path != model]
         left = [f"the tensors of {', '.join(left)}"] if left else []
@@ -715,7 +705,7 @@ class DcpReader(FullStateReader):
         self._take(self._full_state, live)
 
     def _optimizers(self, live: Manifest) -> tuple[list[dict[str, Any]], str]:
-        """Return the optimizer's state dict, and why it cannot be used."""
+        """Return the optimizer's state dict, and the reason if it cannot be used."""
         found = self._tree.optimizers
         if AVERAGING in self._full_state.trainer and found:
             why = (

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -25,7 +26,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     SavePlan,
-    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -84,8 +84,11 @@ def write_directory(
     writer.finish(planner.metadata, [[*results, *planner.second_names(results)]])
 
 
-class _ChunkPlanner(SavePlanner):
-    """Lists the entries for torch's writer, and returns one chunk at a time."""
+class _ChunkPlanner(DefaultSavePlanner):
+    """Lists the entries for torch's writer, and returns one chunk at a time.
+
+    torch's writer calls only ``resolve_data``: one process plans for itself.
+    """
 
     def __init__(
         self,
@@ -95,6 +98,7 @@ class _ChunkPlanner(SavePlanner):
     ) -> None:
         self._tensors = {format_tree_path(t.path): t for t in tensors}
         self._objects = {format_tree_path(path): value for path, value in objects.items()}
+        super().__init__()
         self._progress = progress
         # torch's writer keeps the last chunk of each tensor, so all chunks share one memory.
         self._memory = map_pages(max((_largest_chunk_bytes(t) for t in tensors), default=1), ())
@@ -107,24 +111,19 @@ class _ChunkPlanner(SavePlanner):
         entries |= {key: BytesStorageMetadata() for key in self._objects}
         paths = {format_tree_path(path): path for path in (*(t.path for t in tensors), *objects)}
         self.metadata = Metadata(entries, planner_data=paths)
-        self.items = [*self._object_items(), *self._tensor_items(entries)]
-
-    def _object_items(self) -> Iterator[WriteItem]:
-        for key in self._objects:
-            yield WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
-
-    def _tensor_items(self, entries: Mapping[str, Any]) -> Iterator[WriteItem]:
-        for key in (key for key, tensor in self._tensors.items() if not tensor.same_as):
-            entry: TensorStorageMetadata = entries[key]
-            for number, chunk in enumerate(entry.chunks):
-                yield WriteItem(
+        self.items = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._objects]
+        for key, tensor in self._tensors.items():
+            entry = entries[key]
+            self.items += [
+                WriteItem(
                     MetadataIndex(key, chunk.offsets, number),
                     WriteItemType.SHARD,
                     tensor_data=TensorWriteData(chunk, entry.properties, entry.size),
                 )
+                for number, chunk in enumerate(() if tensor.same_as else entry.chunks)
+            ]
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return a chunk, or a pickled object."""
         key = write_item.index.fqn
         if write_item.tensor_data is None:
             stream = io.BytesIO()
@@ -134,14 +133,13 @@ class _ChunkPlanner(SavePlanner):
         row = math.prod(tensor.shape[1:])
         start = chunk.offsets[0] * row if tensor.shape else 0
         numel = math.prod(chunk.sizes)
-        found = self._placed(tensor.read(start, start + numel)) if numel else _nothing(tensor)
+        found = tensor.read(start, start + numel) if numel else torch.empty(0, dtype=tensor.dtype)
         self._progress.advance(found.nbytes)
-        return found.reshape(chunk.sizes)
-
-    def _placed(self, found: torch.Tensor) -> torch.Tensor:
-        """Copy a chunk to the shared memory, as a storage of its own size, which torch saves."""
-        memory = self._memory.numpy()
-        return torch.frombuffer(memory, dtype=found.dtype, count=found.numel()).copy_(found)
+        if not numel:
+            return found.reshape(chunk.sizes)
+        # Copied to the shared memory, as a storage of its size: torch saves whole storages.
+        place = torch.frombuffer(self._memory.numpy(), dtype=found.dtype, count=numel)
+        return place.copy_(found).reshape(chunk.sizes)
 
     def second_names(self, results: Sequence[WriteResult]) -> Iterator[WriteResult]:
         """Yield the places of tied weights' other names, which are those of the first name."""
@@ -151,27 +149,6 @@ class _ChunkPlanner(SavePlanner):
         for key, tensor in self._tensors.items():
             for result in written[format_tree_path(tensor.same_as)] if tensor.same_as else ():
                 yield replace(result, index=MetadataIndex(key, result.index.offset))
-
-    # One process plans for itself.
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the entries are known."""
-
-    def create_local_plan(self) -> SavePlan:
-        """Return the plan."""
-        return SavePlan(self.items)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Return the plan of the only rank."""
-        return all_plans, self.metadata
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Return the plan as it is."""
-        return new_plan
-
-
-def _nothing(tensor: RowsSource) -> torch.Tensor:
-    return torch.empty(0, dtype=tensor.dtype)
 
 
 def _largest_chunk_bytes(tensor: RowsSource) -> int:

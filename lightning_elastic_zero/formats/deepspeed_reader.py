@@ -36,13 +36,12 @@ from lightning_elastic_zero.formats.deepspeed_files import (
     MODEL_NAME,
     OPTIMIZER,
     OURS,
-    TagFolder,
     optimizer_name,
     partitioned_model_name,
+    read_tag_folder,
     stub_fields,
 )
 from lightning_elastic_zero.formats.deepspeed_shards import RESUME_FROM_ANOTHER, ZeroShardSet
-from lightning_elastic_zero.formats.open_files import ForeignFiles
 from lightning_elastic_zero.formats.reader import (
     WEIGHT,
     CheckpointReader,
@@ -53,7 +52,7 @@ from lightning_elastic_zero.formats.reader import (
     file_list_digest,
     is_extra_state,
 )
-from lightning_elastic_zero.formats.torch_read import StoredRun
+from lightning_elastic_zero.formats.torch_read import ForeignFiles, StoredRun
 
 ENGINE_KEYS = frozenset(
     {
@@ -151,7 +150,6 @@ class ModelFile:
         }
 
     def aliases(self, name: str) -> tuple[str, ...]:
-        """Return the other names of a tied weight."""
         return tuple(alias for alias, first in self._shared.items() if first == name)
 
     def frozen_tensor(self, tree: Mapping[str, Any], name: str) -> torch.Tensor:
@@ -161,7 +159,6 @@ class ModelFile:
         return found
 
     def check_same(self, other: ModelFile) -> None:
-        """Compare with another rank's file."""
         for what, mine, theirs in (
             ("number of ranks", self.world_size, other.world_size),
             ("step counters", self.progress, other.progress),
@@ -221,10 +218,10 @@ class TagReader(CheckpointReader):
     There is one ``mp_rank_00_model_states.pt`` in ZeRO-1/2, and one file per rank in ZeRO-3.
     """
 
-    def __init__(self, folder: TagFolder, files: ForeignFiles) -> None:
+    def __init__(self, files: ForeignFiles) -> None:
         self.files = files
-        self._folder = folder
-        self._partitioned = not folder.model
+        self._folder = read_tag_folder(files.folder)
+        self._partitioned = not self._folder.model
         """Whether the weights are partitioned (ZeRO-3)."""
         self._check_beginning()
         self._first = ModelFile(self.files, self._model_name(0))
@@ -238,7 +235,6 @@ class TagReader(CheckpointReader):
         """Check the other files before a model file is opened."""
 
     def _model_name(self, rank: int) -> str:
-        """Return the name of a rank's file."""
         if self._folder.model:
             return self._folder.model
         if not self._folder.models:  # The stage is unknown.
@@ -307,7 +303,6 @@ class TagReader(CheckpointReader):
         )
 
     def _locate_frozen(self, transfer: Transfer) -> Location:
-        """Return the location of a run of a frozen weight."""
         rank, start = transfer.source_rank, transfer.start
         file = self.files.get(self._model_name(rank))
         tensor = self._first.frozen_tensor(file.tree, transfer.name)
@@ -347,8 +342,8 @@ class TagReader(CheckpointReader):
 class ZeroReader(TagReader):
     """The folder of one tag of stock DeepSpeed."""
 
-    def __init__(self, folder: TagFolder, files: ForeignFiles) -> None:
-        super().__init__(folder, files)
+    def __init__(self, files: ForeignFiles) -> None:
+        super().__init__(files)
         first = self._first
         self._prefix = self._choose_prefix()
         self._shard_names = self._folder.optimizer[self._prefix]
@@ -376,7 +371,6 @@ class ZeroReader(TagReader):
     # -- which files -----------------------------------------------------------------------------
 
     def _choose_prefix(self) -> str:
-        """Return the prefix of the optimizer shards of the model file's precision."""
         wanted = ("bf16_", "") if self._first.dtype == torch.bfloat16 else ("", "fp16_")
         found = [prefix for prefix in wanted if prefix in self._folder.optimizer]
         if not found:

@@ -51,10 +51,9 @@ from lightning_elastic_zero.formats.deepspeed_files import (
     STATES,
     stub_fields,
 )
-from lightning_elastic_zero.formats.open_files import ForeignFiles
 from lightning_elastic_zero.formats.reader import FRESH_OPTIMIZER_HINT, WEIGHT
 from lightning_elastic_zero.formats.torch_optimizer import plain_hyperparameters
-from lightning_elastic_zero.formats.torch_read import StoredRun
+from lightning_elastic_zero.formats.torch_read import ForeignFiles, StoredRun
 
 Shard: TypeAlias = "Mapping[str, Any]"
 """The ``optimizer.state_dict()`` of one rank."""
@@ -308,6 +307,8 @@ class ZeroShardSet:
         A step counter of one element is a scalar: DeepSpeed's elastic loader for ZeRO-1/2 adds a
         dimension to torch's counter, and later saves of that run have it too.
         """
+        if not self._shapes[index]:
+            return {}
         if self.elastic:
             step = (states := shard[STATES][index]).get("step")
             if isinstance(step, torch.Tensor) and step.shape == (1,):
@@ -332,7 +333,7 @@ class ZeroShardSet:
         return tuple(list(dict.fromkeys(kept)).index(states) for states in kept)
 
     def regroup(self, group_of: Mapping[str, int]) -> None:
-        """Use the live model's groups if the shards do not record them."""
+        """Use the live model's groups, if the shards do not record them."""
         groups = [{group_of.get(n, 0) for n in shapes} or {0} for shapes in self._shapes]
         if mixed := [i for i, found in enumerate(groups) if len(found) > 1]:
             msg = (
@@ -366,7 +367,6 @@ class ZeroShardSet:
     # -- locating state --------------------------------------------------------------------------
 
     def locate(self, key: str, transfer: Transfer) -> StoredRun:
-        """Return the location of a run in the source rank's shard."""
         shard = self._shard(transfer.source_rank)
         start = transfer.source_offset
         if key == WEIGHT:
@@ -384,7 +384,6 @@ class ZeroShardSet:
         return StoredRun(tensor, start, stop)
 
     def scalars(self, at: Fragment) -> dict[str, Scalar]:
-        """Return the scalar states of the flat buffer that contains ``at``."""
         shard = self._shard(at.rank)
         state = self._state(shard, at.buffer)
         keys = [k.name for k in self.groups[self.group_of[at.buffer]].state if k.kind == "scalar"]
@@ -435,8 +434,8 @@ class ZeroShardSet:
             isinstance(value, torch.Tensor)
             and value.ndim == 1
             and value.numel() not in self._possible(0, index)
-            for index, buffer in enumerate(self.buffers)
-            for value in (self._state(first, index) if buffer.names else {}).values()
+            for index in range(len(self.buffers))
+            for value in self._state(first, index).values()
         )
 
     def steps(self) -> list[int]:
@@ -482,7 +481,6 @@ class ZeroShardSet:
         )
 
     def _check(self, rank: int, names: list[list[str]], first_names: list[list[str]]) -> None:
-        """Compare a rank's shard with rank 0's."""
         shard, first = self._shard(rank), self._shard(0)
         own, wanted = (shard_metadata(each, self._where) for each in (shard, first))
         for what, mine, theirs in (
@@ -497,7 +495,7 @@ class ZeroShardSet:
         for index, flat in enumerate(own.flats):
             if flat.numel() not in self._possible(rank, index):
                 self._refuse_numel(rank, index, flat.numel())
-            state = self._state(shard, index) if self.buffers[index].names else {}
+            state = self._state(shard, index)
             table = () if index in self._stateless else self.groups[self.group_of[index]].state
             keys = {key.name for key in table}
             if set(state) != keys:
@@ -557,7 +555,7 @@ class ZeroShardSet:
 
     def _counters(self, rank: int, index: int) -> dict[str, Scalar]:
         shard = self._shard(rank)
-        state = self._state(shard, index) if self.buffers[index].names else {}
+        state = self._state(shard, index)
         scalars = {k: v for k, v in sorted(state.items()) if not is_vector(v)}
         found: dict[str, Scalar] = self._load(rank, scalars)
         return found

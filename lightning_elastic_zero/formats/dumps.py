@@ -53,7 +53,6 @@ from lightning_elastic_zero.formats.deepspeed_shards import (
     ZeroShardSet,
     shard_metadata,
 )
-from lightning_elastic_zero.formats.open_files import ForeignFiles, foreign_files
 from lightning_elastic_zero.formats.pickles import FOREIGN_TREE
 from lightning_elastic_zero.formats.reader import (
     COMPARED_ELEMENTS,
@@ -67,7 +66,7 @@ from lightning_elastic_zero.formats.reader import (
     file_list_digest,
     same_rounded,
 )
-from lightning_elastic_zero.formats.torch_read import StoredRun
+from lightning_elastic_zero.formats.torch_read import ForeignFiles, StoredRun, foreign_files
 from lightning_elastic_zero.storage.checksums import replace_durably
 from lightning_elastic_zero.storage.paths import check_local_path
 

@@ -30,8 +30,13 @@ from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import FlatState, RankState, Scalar
 from lightning_elastic_zero.core.text import TreePath
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
-from lightning_elastic_zero.formats.client_objects import load_objects, store_objects
-from lightning_elastic_zero.formats.client_state import Objects, join_objects, to_host
+from lightning_elastic_zero.formats.client_state import (
+    Objects,
+    join_objects,
+    load_objects,
+    store_objects,
+    to_host,
+)
 from lightning_elastic_zero.formats.deepspeed_files import (
     CLIENT_OBJECTS,
     FROZEN,
@@ -42,7 +47,6 @@ from lightning_elastic_zero.formats.deepspeed_files import (
     model_file,
     optimizer_file,
 )
-from lightning_elastic_zero.formats.open_files import OpenFiles
 from lightning_elastic_zero.formats.reader import (
     EXTRA_STATES,
     OPTIMIZER_STATE,
@@ -53,7 +57,7 @@ from lightning_elastic_zero.formats.reader import (
     SourceInfo,
     differing_sizes,
 )
-from lightning_elastic_zero.formats.torch_read import StoredRun, TorchFile
+from lightning_elastic_zero.formats.torch_read import OpenFiles, StoredRun, TorchFile
 from lightning_elastic_zero.formats.torch_write import (
     ChunkedSource,
     Piece,
@@ -93,7 +97,10 @@ class ElasticReader(CheckpointReader):
         """Do nothing: bytes are verified when they are read."""
 
     def verify_whole(self, rank: int, world_size: int, progress: Progress) -> None:
-        verify_files(self.files.folder, self.manifest, rank, world_size, progress)
+        for entry in self.manifest.files[rank::world_size]:
+            with VerifiedFile(self.files.folder, entry, self.manifest.save_id) as file:
+                for _, view in file.read_runs([(0, file.size_bytes)]):
+                    progress.advance(view.nbytes)
 
     def names(self) -> Sequence[str]:
         return tuple(n for name in self._entries for n in (name, name + SUMS_SUFFIX))
@@ -152,7 +159,6 @@ class ElasticReader(CheckpointReader):
     def _run(
         self, file: TorchFile, stored: torch.Tensor, base: int, transfer: Transfer
     ) -> StoredRun:
-        """Return the run of a stored tensor that starts at element ``base`` of the parameter."""
         start, stop = transfer.start - base, transfer.stop - base
         if not 0 <= start <= stop <= stored.numel():
             msg = (
@@ -179,10 +185,14 @@ class ElasticReader(CheckpointReader):
 
     # -- shared state ------------------------------------------------------------------------
 
+    def _model_file(self) -> TorchFile:
+        file: TorchFile = self.files.get(model_file(0, self.manifest.stage))
+        return file
+
     def module_state(self, rank: int, world_size: int) -> SharedState:
-        file = self.files.get(model_file(0, self.manifest.stage))
+        file = self._model_file()
         ours = file.tree[OURS]
-        module = file.load_tree({n: file.tree["module"][n] for n in self.manifest.module_buffers})
+        module = dict(self.module_buffers())
         client = file.load_tree(ours["client_state"])
         scheduler = file.tree["lr_scheduler"]
         loss_scaler, lr_scheduler = ours["loss_scaler"], scheduler and file.load_tree(scheduler)
@@ -202,17 +212,17 @@ class ElasticReader(CheckpointReader):
         return SharedState(module, client, loss_scaler, lr_scheduler, self._entry_of, extra)
 
     def optimizer_state(self) -> Mapping[Any, Any]:
-        file = self.files.get(model_file(0, self.manifest.stage))
+        file = self._model_file()
         held = file.tree[OURS]["client_state"].get(OPTIMIZER_STATE, {})
         return file.load_tree(held)  # type: ignore[no-any-return]
 
     def module_buffers(self) -> Mapping[str, torch.Tensor]:
-        file = self.files.get(model_file(0, self.manifest.stage))
+        file = self._model_file()
         held = {n: file.tree["module"][n] for n in self.manifest.module_buffers}
         return file.load_tree(held)  # type: ignore[no-any-return]
 
     def recorded_fingerprint(self) -> str:
-        found = self.files.get(model_file(0, self.manifest.stage)).tree[OURS].get("fingerprint")
+        found = self._model_file().tree[OURS].get("fingerprint")
         return found if isinstance(found, str) else ""
 
     def trainer_entry(self, name: str) -> object:
@@ -221,7 +231,7 @@ class ElasticReader(CheckpointReader):
 
     def _entry_of(self, rank: int, path: tuple[str, ...]) -> object:
         """Return a rank's entry of the client state; None if it had none."""
-        file = self.files.get(model_file(0, self.manifest.stage))
+        file = self._model_file()
         holder: Any = file.load_tree(_entry(file.tree[OURS]["client_state"], path))
         for key in reversed(path):
             holder = {key: holder}
@@ -245,7 +255,6 @@ class ElasticReader(CheckpointReader):
     # -- files -------------------------------------------------------------------------------
 
     def _entry(self, name: str) -> FileEntry:
-        """Return the manifest's entry of a file."""
         if name not in self._entries:
             msg = (
                 f"{self.files.folder}: the manifest does not list {name}, so it is incomplete. "
@@ -255,7 +264,6 @@ class ElasticReader(CheckpointReader):
         return self._entries[name]
 
     def _open(self, name: str) -> TorchFile:
-        """Open a file."""
         folder, save_id = self.files.folder, self.manifest.save_id
         file = TorchFile(VerifiedFile(folder, self._entry(name), save_id, self.files.progress))
         try:
@@ -266,7 +274,6 @@ class ElasticReader(CheckpointReader):
         return file
 
     def _check_save(self, file: TorchFile, name: str) -> None:
-        """Compare a file's stamp with the manifest."""
         stamp = file.tree.get(OURS, {}) if isinstance(file.tree, dict) else {}
         wanted = self.manifest.save_id, self.manifest.progress.global_steps
         # Files from before the first release do not record the step.
@@ -282,7 +289,6 @@ class ElasticReader(CheckpointReader):
             self._check_fragments(file, stamp)
 
     def _check_fragments(self, file: TorchFile, stamp: Mapping[str, Any]) -> None:
-        """Compare the fragments that a shard records with the manifest's layout."""
         held: list[dict[str, list[int]]] = [{} for _ in self.manifest.buffers]
         for fragment in self._layout.on_rank(stamp["rank"]):
             held[fragment.buffer][fragment.name] = [fragment.start, fragment.stop]
@@ -295,32 +301,18 @@ class ElasticReader(CheckpointReader):
 
 
 def _entry(tree: Any, path: tuple[str, ...]) -> Any:
-    """Return the entry at a path of nested dicts; None if there is none."""
     for key in path:
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree
 
 
 def _without_prefix(manifest: Manifest) -> tuple[str, Manifest]:
-    """Return the folder of the files, and the manifest with their names in it.
-
-    In an object store each save has its own folder, called as its id.
-    """
+    """Return the folder of the files (in an object store, that of the save), and names in it."""
     prefix = f"{manifest.save_id}/"
     if not manifest.files or not all(entry.name.startswith(prefix) for entry in manifest.files):
         return "", manifest
     files = (replace(entry, name=entry.name.removeprefix(prefix)) for entry in manifest.files)
     return manifest.save_id, replace(manifest, files=tuple(files))
-
-
-def verify_files(
-    directory: AnyPath, manifest: Manifest, rank: int, world_size: int, progress: Progress
-) -> None:
-    """Read this rank's share of the files and verify all checksums."""
-    for entry in manifest.files[rank::world_size]:
-        with VerifiedFile(directory, entry, manifest.save_id) as file:
-            for _, view in file.read_runs([(0, file.size_bytes)]):
-                progress.advance(view.nbytes)
 
 
 SourceOf: TypeAlias = "Callable[[torch.Tensor], torch.Tensor | ChunkedSource]"
@@ -387,7 +379,6 @@ class RankWriter:
         return files
 
     def optimizer_shard(self, state: RankState, client: ClientPart) -> FileEntry:
-        """Write masters and lean optimizer states."""
         manifest, builder = self.manifest, TorchFileWriter()
         zero_3 = manifest.stage == STAGE_WEIGHTS
         inner: dict[str, Any] = {
@@ -530,7 +521,6 @@ class RankWriter:
         return max(0, min(end, stop) - start)
 
     def _piece_padding(self, numel: int) -> int:
-        """Return the padding of a parameter as DeepSpeed records it (ZeRO-3)."""
         world_size = self.manifest.world_size
         is_last = self.rank == world_size - 1
         return piece_numel(numel, world_size) * world_size - numel if is_last else 0
@@ -546,12 +536,10 @@ class RankWriter:
         return placed if zero_3 else placed.view(parameter.shape)
 
     def client_objects(self, client: ClientPart) -> FileEntry:
-        """Write the objects of the trainer's state."""
         tree = {**store_objects(client.objects), OURS: self._stamp()}
         return self._save(CLIENT_OBJECTS, tree, TorchFileWriter())
 
     def _stamp(self) -> dict[str, Any]:
-        """Return the entries by which a reader detects files of different saves."""
         return {
             "format_version": FORMAT_VERSION,
             "save_id": self.manifest.save_id,

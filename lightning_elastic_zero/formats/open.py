@@ -27,16 +27,14 @@ from lightning_elastic_zero.errors import CheckpointFormatError, CheckpointNotFo
 from lightning_elastic_zero.formats.dcp_read import METADATA_NAME, DcpReader, is_dcp
 from lightning_elastic_zero.formats.deepspeed_files import (
     LATEST_UNIVERSAL,
-    check_saved_name,
     find_tag_folder,
     is_deepspeed,
     is_universal,
-    read_tag_folder,
 )
 from lightning_elastic_zero.formats.deepspeed_reader import ZeroReader
 from lightning_elastic_zero.formats.dumps import TABLE_NAME, DumpsReader
 from lightning_elastic_zero.formats.elastic import ElasticReader
-from lightning_elastic_zero.formats.open_files import closed_on_error, foreign_files
+from lightning_elastic_zero.formats.full_state import WEIGHTS, SingleFileReader
 from lightning_elastic_zero.formats.pickles import FOREIGN_TREE, PicklePolicy
 from lightning_elastic_zero.formats.reader import (
     CheckpointReader,
@@ -44,7 +42,7 @@ from lightning_elastic_zero.formats.reader import (
     SharedState,
     as_format_error,
 )
-from lightning_elastic_zero.formats.single_file import WEIGHTS, SingleFileReader
+from lightning_elastic_zero.formats.torch_read import ForeignFiles, foreign_files
 from lightning_elastic_zero.formats.universal import UniversalReader
 from lightning_elastic_zero.storage.checkpoints import inspect_target, is_checkpoint, siblings
 from lightning_elastic_zero.storage.ownership import LATEST, TAG
@@ -337,33 +335,35 @@ def _check_latest(path: Path) -> None:
 
 def _foreign(path: Path, policy: PicklePolicy, progress: Progress) -> CheckpointReader:
     """Open a checkpoint that other software wrote."""
-    files = partial(foreign_files, policy=policy, progress=progress)
-    if path.is_dir():
+    folder, where = path, path
+    reader: Callable[[ForeignFiles], CheckpointReader]
+    if not path.is_dir():
+        folder, reader = path.parent, partial(SingleFileReader, path)
+    elif path.name == TAG and (path.parent / MANIFEST_NAME).is_file():
         # Another tag there, which DeepSpeed saved, is a checkpoint itself.
-        if path.name == TAG and (path.parent / MANIFEST_NAME).is_file():
-            msg = f"{path} is inside a checkpoint. Pass {path.parent}"
-            raise CheckpointFormatError(msg)
-        if (path / TABLE_NAME).is_file():
-            with as_format_error(path), closed_on_error(files(path)) as opened:
-                return DumpsReader(opened)
-        if folder := find_tag_folder(path):
-            kind = UniversalReader if is_universal(folder) else ZeroReader
-            with as_format_error(folder):
-                tag = read_tag_folder(folder)
-                with closed_on_error(files(folder, check_saved_name=check_saved_name)) as opened:
-                    return kind(tag, opened)
-        if is_dcp(path):
-            with as_format_error(path), closed_on_error(files(path)) as opened:
-                return DcpReader(opened, policy)
+        msg = f"{path} is inside a checkpoint. Pass {path.parent}"
+        raise CheckpointFormatError(msg)
+    elif (path / TABLE_NAME).is_file():
+        reader = DumpsReader
+    elif tag := find_tag_folder(path):
+        folder = where = tag
+        reader = UniversalReader if is_universal(tag) else ZeroReader
+    elif is_dcp(path):
+        reader = partial(DcpReader, policy=policy)
     else:
-        with as_format_error(path), closed_on_error(files(path.parent)) as opened:
-            return SingleFileReader(path, opened)
-    why = (
-        f"{describe_content(path)}. It is not a checkpoint, or its save did not finish. For a "
-        "folder with dumps of optimizer.state_dict(), call describe_dumps first"
-    )
-    msg = (
-        f"{path} has no {MANIFEST_NAME} and is not a checkpoint of another supported format: "
-        f"{describe_checkpoints_in(path) or why}"
-    )
-    raise CheckpointFormatError(msg)
+        why = (
+            f"{describe_content(path)}. It is not a checkpoint, or its save did not finish. For a "
+            "folder with dumps of optimizer.state_dict(), call describe_dumps first"
+        )
+        msg = (
+            f"{path} has no {MANIFEST_NAME} and is not a checkpoint of another supported format: "
+            f"{describe_checkpoints_in(path) or why}"
+        )
+        raise CheckpointFormatError(msg)
+    files = foreign_files(folder, policy, progress=progress)
+    try:
+        with as_format_error(where):
+            return reader(files)
+    except BaseException:
+        files.close()
+        raise

@@ -33,8 +33,7 @@ from lightning_elastic_zero.errors import (
     CheckpointFormatError,
     CheckpointMismatchError,
 )
-from lightning_elastic_zero.formats.open_files import OpenFiles
-from lightning_elastic_zero.formats.torch_read import StoredRun
+from lightning_elastic_zero.formats.torch_read import OpenFiles, StoredRun
 from lightning_elastic_zero.storage.checkpoints import file_sizes
 from lightning_elastic_zero.storage.stores import AnyPath
 
@@ -225,12 +224,7 @@ class CheckpointReader(ABC):
     # -- checks before anything is changed -------------------------------------------------------
 
     def check_all(self) -> None:
-        """Check on one rank that every file exists and belongs to the same save.
-
-        Raises:
-            CheckpointCorruptedError: a file is missing, truncated or of another save.
-            CheckpointFormatError: a file cannot be parsed.
-        """
+        """Check on one rank that every file exists and belongs to the same save."""
         with as_format_error(self.files.folder):
             self.check_files()
 
@@ -238,11 +232,7 @@ class CheckpointReader(ABC):
         """Do the checks of ``check_all`` that were not done on opening."""
 
     def bind(self, live: Manifest) -> None:  # noqa: B027 (as above)
-        """Match the checkpoint with a live model: some formats store positions, not names.
-
-        Raises:
-            CheckpointMismatchError: the positions do not match this model.
-        """
+        """Match the checkpoint with a live model: some formats store positions, not names."""
 
     def bind_alone(self) -> None:  # noqa: B027 (as above)
         """Match optimizer state and parameters without a live model, for tools.
@@ -259,20 +249,12 @@ class CheckpointReader(ABC):
         return None
 
     def verify(self, rank: int, world_size: int, progress: Progress) -> None:
-        """Verify this rank's share of the bytes that ``read`` does not verify.
-
-        Raises:
-            CheckpointCorruptedError: a checksum does not match.
-        """
+        """Verify this rank's share of the bytes that ``read`` does not verify."""
         for name in self.names()[rank::world_size]:
             self.files.get(name).verify(progress)
 
     def verify_whole(self, rank: int, world_size: int, progress: Progress) -> None:
-        """Verify this rank's share of all bytes, including those that ``read`` verifies.
-
-        Raises:
-            CheckpointCorruptedError: a checksum does not match.
-        """
+        """Verify this rank's share of all bytes, including those that ``read`` verifies."""
         self.verify(rank, world_size, progress)
 
     def check(self, masters: Sequence[int], frozen: Sequence[int]) -> None:  # noqa: B027 (as above)
@@ -289,7 +271,6 @@ class CheckpointReader(ABC):
     # -- runs of elements ------------------------------------------------------------------------
 
     def layout(self) -> Layout:
-        """Return the layout of masters and optimizer state."""
         return self.layout_of(self.manifest)
 
     def frozen_layout(self) -> Layout:
@@ -356,7 +337,6 @@ class CheckpointReader(ABC):
         run: StoredRun,
         progress: Progress,
     ) -> int:
-        """Compare masters that were read with low-precision weights; return the bytes read."""
         bytes_read = 0
         dtype = run.tensor.dtype
         if not _comparable(masters.dtype, dtype):
@@ -404,22 +384,17 @@ class CheckpointReader(ABC):
         return None
 
     def close(self) -> None:
-        """Close the files."""
         self.files.close()
 
 
 def _filled(targets: Targets, transfer: Transfer, key: str) -> torch.Tensor:
-    """Return the part of its target that a transfer fills."""
     first = transfer.target_offset
     whole = targets[transfer.target_buffer][key].detach()
     return whole[first : first + transfer.stop - transfer.start]
 
 
 def _comparable(target: torch.dtype, low: torch.dtype) -> bool:
-    """Whether masters that were read into one type can be compared with weights of another.
-
-    fp16 and bf16 cannot: a value rounded to one of them is rounded once more in the other.
-    """
+    """Whether types can be compared: fp16 and bf16 would round a rounded value again."""
     return target == low or target.itemsize != low.itemsize
 
 
@@ -433,7 +408,7 @@ def same_rounded(master: torch.Tensor, low: torch.Tensor) -> bool:
 
 @contextmanager
 def as_format_error(path: Path) -> Iterator[None]:
-    """Convert errors from unexpected content of a file into an error that names the file."""
+    """Convert errors from unexpected content of a file into ``CheckpointFormatError``."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:

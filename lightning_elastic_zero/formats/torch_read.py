@@ -18,11 +18,12 @@ import struct
 import sys
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import torch
 
@@ -34,8 +35,10 @@ from lightning_elastic_zero.errors import (
     ElasticZeroError,
     UnsupportedError,
 )
+from lightning_elastic_zero.formats.deepspeed_files import check_saved_name
 from lightning_elastic_zero.formats.pickles import (
     DAMAGED,
+    FOREIGN_TREE,
     LEGACY_MARK,
     PLAIN_DATA,
     PicklePolicy,
@@ -44,13 +47,14 @@ from lightning_elastic_zero.formats.pickles import (
     unpickle,
 )
 from lightning_elastic_zero.storage.checksums import CHUNK_BYTES
-from lightning_elastic_zero.storage.files import PlacedView, bounded_stream
+from lightning_elastic_zero.storage.files import PlacedView, RangeFile, bounded_stream
 from lightning_elastic_zero.storage.paths import open_file
 from lightning_elastic_zero.storage.stores import AnyPath
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 """What comes before a record's data: a mark, and last the lengths of two fields that follow."""
 
+_ZIP_MARK = b"PK\x03\x04"
 _KEPT_CHUNKS = 8
 
 _UNREADABLE = (*DAMAGED, MemoryError)
@@ -64,13 +68,9 @@ class RangeSource(Protocol):
     bytes_read: int
 
     @property
-    def path(self) -> AnyPath:
-        """The path, for messages."""
-        ...
+    def path(self) -> AnyPath: ...
 
-    def read(self, start: int, stop: int) -> bytearray:
-        """Return the bytes ``[start, stop)``."""
-        ...
+    def read(self, start: int, stop: int) -> bytearray: ...
 
     def read_runs(
         self, runs: Sequence[tuple[int, int]], places: Sequence[PlacedView] = ()
@@ -78,9 +78,7 @@ class RangeSource(Protocol):
         """Yield the bytes of runs in pieces that cut no element, as ``RangeFile`` does."""
         ...
 
-    def close(self) -> None:
-        """Close the file."""
-        ...
+    def close(self) -> None: ...
 
 
 class _RangeStream(io.RawIOBase):
@@ -93,7 +91,7 @@ class _RangeStream(io.RawIOBase):
         self._position = 0
 
     def bytes_at(self, start: int, stop: int) -> bytes:
-        """Return the bytes ``[start, stop)``, as far as the file has them."""
+        """Return the bytes ``[start, stop)`` that the file has."""
         start, stop = max(start, 0), min(stop, self._file.size_bytes)
         parts = []
         while start < stop:
@@ -283,7 +281,7 @@ class TorchFile:
             self._refuse(f"cannot be read as plain data: {reason or repr(error)}")
 
     def _storage_of(self, saved_id: Any) -> torch.storage.TypedStorage:
-        """Make the storage that a pickle names, without values."""
+        """Return a storage without values for an id in the pickle."""
         _, kind, key, _, numel = saved_id
         if key not in self._typed:
             dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
@@ -315,7 +313,7 @@ class TorchFile:
                 self._refuse(f"has no plain record {name}")
             mark, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
             start += name_bytes + extra_bytes
-            if mark != b"PK\x03\x04" or start + info.file_size > self._file.size_bytes:
+            if mark != _ZIP_MARK or start + info.file_size > self._file.size_bytes:
                 self._refuse(f"has no sound record {name}")
             self._starts[name] = start
         return self._starts[name]
@@ -343,7 +341,6 @@ class TorchFile:
     # -- data ------------------------------------------------------------------------------------
 
     def verify(self, progress: Progress = NO_PROGRESS) -> None:
-        """Read the whole file, and compare the CRC-32 of each record where one was written."""
         for name, info in self._records.items():
             start, wanted, found = self._start_of(name), info.CRC, 0
             stop = start + info.file_size
@@ -360,7 +357,6 @@ class TorchFile:
 
     @property
     def bytes_read(self) -> int:
-        """How many bytes of the file and its checksums were read so far."""
         return self._file.bytes_read
 
     def read_into(
@@ -444,7 +440,6 @@ class TorchFile:
             progress.advance(view.nbytes)
 
     def close(self) -> None:
-        """Close the file; a second time does nothing. The tree stays, but nothing can be read."""
         self._file.close()
 
 
@@ -526,32 +521,17 @@ def _union(jobs: Iterable[_RangeCopy]) -> list[tuple[int, int]]:
 def with_copies(tree: Any, copies: Mapping[int, torch.Tensor]) -> Any:
     """Return a tree with other tensors instead of those with the given ids.
 
-    Dicts, lists and tuples are copied with their types; all else is shared. A tensor in two places
-    stays one object. Copies get the kind (parameter or tensor), ``requires_grad`` and attributes of
-    the originals.
+    A tensor in two places stays one object. Copies get the kind (parameter or tensor),
+    ``requires_grad`` and attributes of the originals.
     """
-    return _with_copies(tree, dict(copies), set())
-
-
-def _with_copies(tree: Any, copies: dict[int, torch.Tensor], complete: set[int]) -> Any:
-    if isinstance(tree, torch.Tensor):
-        if id(tree) in copies and id(tree) not in complete:
-            complete.add(id(tree))
-            copies[id(tree)] = copied = _of_same_kind(copies[id(tree)], tree)
-            vars(copied).update(_with_copies(vars(tree), copies, complete))
-        return copies.get(id(tree), tree)
-    if isinstance(tree, dict):
-        # copy.copy() keeps the attributes of subclasses.
-        result = copy.copy(tree)
-        for key, value in tree.items():
-            # Not update(): a Counter would count.
-            result[key] = _with_copies(value, copies, complete)
-        if fields := getattr(tree, "__dict__", None):
-            vars(result).update(_with_copies(fields, copies, complete))
-        return result
-    if type(tree) in {list, tuple}:
-        return type(tree)(_with_copies(value, copies, complete) for value in tree)
-    return tree
+    tensors = {id(tensor): tensor for tensor in tensors_of(tree)}
+    memo: dict[int, Any] = {
+        key: _of_same_kind(copies[key], tensor) if key in copies else tensor
+        for key, tensor in tensors.items()
+    }
+    for key in tensors.keys() & copies.keys():
+        vars(memo[key]).update(copy.deepcopy(vars(tensors[key]), memo))
+    return copy.deepcopy(tree, memo)
 
 
 def _of_same_kind(values: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
@@ -560,14 +540,11 @@ def _of_same_kind(values: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
     return values.requires_grad_(original.requires_grad)
 
 
-ZIP_MARK = b"PK\x03\x04"
-
-
 def is_legacy(path: Path) -> bool:
     """Whether a file is not a zip, so that it cannot be read by ranges."""
     try:
         with os.fdopen(open_file(path)[0], "rb") as file:
-            return file.read(len(ZIP_MARK)) != ZIP_MARK
+            return file.read(len(_ZIP_MARK)) != _ZIP_MARK
     except OSError as error:
         msg = f"{path} cannot be read ({error.strerror}): resume from another checkpoint"
         raise CheckpointCorruptedError(msg) from error
@@ -575,8 +552,6 @@ def is_legacy(path: Path) -> bool:
 
 class LegacyFile:
     """A file that is loaded whole, with the interface of ``TorchFile``."""
-
-    saved_as = ""
 
     def __init__(self, path: Path, policy: PicklePolicy, progress: Progress = NO_PROGRESS) -> None:
         self.path: AnyPath = path
@@ -605,7 +580,6 @@ class LegacyFile:
         wanted: Iterable[tuple[torch.Tensor, StoredRun]],
         progress: Progress = NO_PROGRESS,
     ) -> int:
-        """Fill tensors with runs of the tree's ones; nothing more is read from disk."""
         for target, run in wanted:
             run.check_fills(target, self.path)
             found = run.tensor.detach().reshape(-1)[run.start : run.stop]
@@ -614,12 +588,93 @@ class LegacyFile:
         return 0
 
     def load_tree(self, subtree: Any) -> Any:
-        """Return a part of the tree."""
         return subtree
 
     def verify(self, progress: Progress = NO_PROGRESS) -> None:
-        """Do nothing: such files keep no checksums."""
+        """Do nothing: these files have no checksums."""
 
     def close(self) -> None:
-        """Discard the tree."""
         self.tree = None
+
+
+MAX_OPEN = 4
+"""Files kept open at once: a rank's runs of most parameters lie in the same two or three."""
+
+MAX_WHOLE = 2
+"""The same where one is held in memory whole: those must not pile up."""
+
+F = TypeVar("F", TorchFile, "TorchFile | LegacyFile")
+P = TypeVar("P", bound=AnyPath)
+
+
+class OpenFiles(Generic[F, P]):
+    """Files by their names. The least recently used ones are closed."""
+
+    def __init__(
+        self,
+        folder: P,
+        open_file: Callable[[str], F],
+        *,
+        limit: int = MAX_OPEN,
+        progress: Progress = NO_PROGRESS,
+    ) -> None:
+        self.folder: P = folder
+        self.progress = progress
+        self._open_file: Callable[[str], F] = open_file
+        self._limit = limit
+        self._open: OrderedDict[str, F] = OrderedDict()
+
+    def keep_open(self, limit: int) -> None:
+        """Change the number of files that are kept open."""
+        self._limit = limit
+
+    def get(self, name: str) -> F:
+        if name not in self._open:
+            file = self._open[name] = self._open_file(name)
+            limit = MAX_WHOLE if isinstance(file, LegacyFile) else self._limit
+            while len(self._open) > limit:
+                self._open.popitem(last=False)[1].close()
+        self._open.move_to_end(name)
+        return self._open[name]
+
+    def tree(self, name: str) -> Any:
+        """Return the content of a file; its tensors are on the meta device."""
+        return self.get(name).tree
+
+    def load(self, name: str, subtree: Any) -> Any:
+        """Return a part of a file's tree with its values."""
+        return self.get(name).load_tree(subtree)
+
+    def close(self) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+
+ForeignFiles = OpenFiles["TorchFile | LegacyFile", Path]
+"""Files of ``torch.save`` that other software wrote."""
+
+
+def foreign_files(
+    folder: Path,
+    policy: PicklePolicy = FOREIGN_TREE,
+    *,
+    limit: int = MAX_OPEN,
+    progress: Progress = NO_PROGRESS,
+) -> ForeignFiles:
+    """Return the files of ``torch.save`` in a folder."""
+
+    def open_file(name: str) -> TorchFile | LegacyFile:
+        path = folder / name
+        legacy = is_legacy(path)
+        progress.check()
+        if legacy:
+            return LegacyFile(path, policy, progress)
+        file = TorchFile(RangeFile(path, progress), policy)
+        try:
+            check_saved_name(path, file.saved_as)
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    return OpenFiles(folder, open_file, limit=limit, progress=progress)

@@ -29,15 +29,13 @@ from lightning_elastic_zero.formats.deepspeed_files import (
     MODEL_NAME,
     OPTIMIZER_STATE,
     OURS,
-    TagFolder,
     stub_fields,
 )
 from lightning_elastic_zero.formats.deepspeed_reader import TagReader
 from lightning_elastic_zero.formats.deepspeed_shards import group_of_flats, is_vector, numel_of
-from lightning_elastic_zero.formats.open_files import ForeignFiles
 from lightning_elastic_zero.formats.reader import WEIGHT, Location, SourceInfo
 from lightning_elastic_zero.formats.torch_optimizer import plain_hyperparameters
-from lightning_elastic_zero.formats.torch_read import StoredRun
+from lightning_elastic_zero.formats.torch_read import ForeignFiles, StoredRun
 
 MASTER, STEP = "fp32", "step"
 
@@ -48,8 +46,8 @@ ADAM_MOMENTS = {"exp_avg", "exp_avg_sq"}
 class UniversalReader(TagReader):
     """A Universal Checkpoint."""
 
-    def __init__(self, folder: TagFolder, files: ForeignFiles) -> None:
-        super().__init__(folder, files)
+    def __init__(self, files: ForeignFiles) -> None:
+        super().__init__(files)
         self._shapes = self._first.shapes
         self._stage = STAGE_WEIGHTS if self._partitioned else 1
         self._stage = int(self._optimizer.get("zero_stage", self._stage))

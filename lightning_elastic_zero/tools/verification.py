@@ -20,7 +20,7 @@ from lightning_elastic_zero.errors import (
 from lightning_elastic_zero.formats.dcp_read import is_dcp
 from lightning_elastic_zero.formats.deepspeed_files import describe_missing_latest, is_deepspeed
 from lightning_elastic_zero.formats.open import MARKS, looks_like_checkpoint
-from lightning_elastic_zero.formats.open_files import foreign_files
+from lightning_elastic_zero.formats.torch_read import foreign_files
 from lightning_elastic_zero.storage.checkpoints import exists
 from lightning_elastic_zero.storage.ownership import TAG
 from lightning_elastic_zero.storage.paths import (

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_elastic_zero.errors import CheckpointFormatError, SaveError, UnsupportedError
-from lightning_elastic_zero.formats.client_objects import (
+from lightning_elastic_zero.formats.client_state import (
     _BUILD,
     find_unknown,
     load_objects,

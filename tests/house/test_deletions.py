@@ -152,7 +152,6 @@ NOT_ON_DISK = {
     ("engine/step.py", "remove", "handle.remove"),
     ("engine/step.py", "remove", "waiting.remove"),
     ("engine/loss_scale.py", "ensure_scaled", "hook.remove"),
-    ("formats/torch_read.py", "_with_copies", "copy.copy"),
     ("core/manifest.py", "dump_with_digest", "text.replace"),
     ("core/manifest.py", "dump_with_digest", "mark.replace"),
     ("core/manifest.py", "has_valid_digest", "text.replace"),
