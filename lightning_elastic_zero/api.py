@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
 from lightning_elastic_zero.checkpoint.load import load_engine
+from lightning_elastic_zero.checkpoint.manager import CheckpointManager
 from lightning_elastic_zero.checkpoint.save import save_engine
 from lightning_elastic_zero.checkpoint.types import (
     CheckpointStats,
@@ -19,7 +21,12 @@ from lightning_elastic_zero.checkpoint.types import (
 )
 from lightning_elastic_zero.coordination.liveness import ABSENT_TIMEOUT_S, STALL_TIMEOUT_S, Timeouts
 from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
-from lightning_elastic_zero.core.options import check_client_state, check_flag, check_rename
+from lightning_elastic_zero.core.options import (
+    check_client_state,
+    check_count,
+    check_flag,
+    check_rename,
+)
 from lightning_elastic_zero.engine.live import live_engine
 from lightning_elastic_zero.engine.step import (
     add_step_pre_hook,
@@ -30,12 +37,102 @@ from lightning_elastic_zero.engine.support import recovery_script
 
 __all__ = [
     "CheckpointStats",
+    "ElasticOptions",
     "LoadResult",
     "engine_handle",
     "load_checkpoint",
-    "load_options",
     "save_checkpoint",
 ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticOptions:
+    """Keywords that ``ElasticDeepSpeedStrategy``, Fabric's strategy and ``elastic`` share.
+
+    Raises:
+        ValueError: An option has an invalid value.
+    """
+
+    strict_optimizer: bool = True
+    """False: accept other trained parameters or other parameter groups than in the checkpoint.
+    Known parameters are restored, new ones keep the state that they have, and a warning names
+    them."""
+    rename: Mapping[str, str] | None = None
+    """Layers that have another name now, such as ``{"encoder": "backbone.encoder"}``: prefixes of
+    names in the checkpoint and in the model, or patterns with ``*``."""
+    allow_pickle: bool = False
+    """Build Python objects of any class from hyperparameters, callback states and your own state.
+    This can run code: use it only with checkpoints that you trust."""
+    fallback: bool = False
+    """If the checkpoint to resume from is damaged or unfinished, resume from the newest older one
+    that is intact and has the same parameters, with a warning. Lightning and Fabric take it from
+    the same folder; a Trainer of transformers and accelerate take an older folder next to it.
+    False: the error names that checkpoint. Only checkpoints of this library are considered. With a
+    plain engine, tags must end with the step (``global_step10``), and with Fabric, names must
+    differ by a number only (``step-10.ckpt``): others may belong to another engine."""
+    fingerprint: bool = False
+    """Each save stores a checksum of the training state. Each load compares it with the live state
+    and fails on all ranks before training if they differ."""
+    save_module_weights: bool = False
+    """Also write the low-precision weights, which can be computed from the fp32 masters.
+    DeepSpeed's own loaders need them."""
+    async_save: bool = False
+    """Continue training while the checkpoint is written. The call waits only for a copy of the
+    state in host memory, for which each host needs room. ``wait_for_save()`` waits for
+    publication."""
+    max_snapshot_bytes: int | None = None
+    """Limit of the host memory of one rank's copy. State that does not fit is written before the
+    next optimizer step, which waits for it."""
+    stall_timeout_s: float = STALL_TIMEOUT_S
+    """Seconds that a rank may work on a save or load without progress before the call fails on all
+    ranks. Increase it if one call to the file system can take longer."""
+    absent_timeout_s: float = ABSENT_TIMEOUT_S
+    """Seconds to wait for ranks that have not entered a save or load. A warning names them after
+    30 s."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for field in fields(self):
+            if field.type == "bool":
+                check_flag(field.name, getattr(self, field.name))
+        check_rename(self.rename)
+        self._check_snapshot_bytes()
+        self.timeouts()
+
+    def timeouts(self) -> Timeouts:
+        """Return how long ranks wait for each other."""
+        return Timeouts.of(self.stall_timeout_s, self.absent_timeout_s)
+
+    def load_options(self, **more: Any) -> LoadOptions:
+        """Return the options of a load; ``more`` are fields that this class does not have."""
+        return LoadOptions(
+            strict_optimizer=self.strict_optimizer,
+            renamed=check_rename(self.rename),
+            allow_pickle=self.allow_pickle,
+            fallback=self.fallback,
+            fingerprint=self.fingerprint,
+            **more,
+        )
+
+    def save_options(self) -> SaveOptions:
+        """Return the options of the saves of one run, which warn of each object once."""
+        return SaveOptions(
+            module_weights=self.save_module_weights,
+            fingerprint=self.fingerprint,
+            warned_objects=None if self.allow_pickle else set(),
+        )
+
+    def manager(self, on_published: Callable[[CheckpointStats], None]) -> CheckpointManager:
+        """Return a manager of the checkpoints of a run; see ``CheckpointManager``."""
+        return CheckpointManager(
+            self.timeouts(),
+            background=self.async_save,
+            max_snapshot_bytes=self._check_snapshot_bytes(),
+            on_published=on_published,
+        )
+
+    def _check_snapshot_bytes(self) -> int | None:
+        return check_count("max_snapshot_bytes", self.max_snapshot_bytes, least=0, unit="bytes")
 
 
 def save_checkpoint(
@@ -147,15 +244,15 @@ def load_checkpoint(
         UnsupportedError: The engine or a part of its state cannot be restored.
         RanksError: A rank failed, died or did not call this function.
     """
-    options = load_options(
-        load_optimizer_state=load_optimizer_state,
-        load_hyperparameters=load_hyperparameters,
-        strict=strict,
-        strict_optimizer=strict_optimizer,
-        rename=rename,
-        allow_pickle=allow_pickle,
-        fallback=fallback,
-        fingerprint=fingerprint,
+    options = LoadOptions(
+        optimizer_state=check_flag("load_optimizer_state", load_optimizer_state),
+        hyperparameters=check_flag("load_hyperparameters", load_hyperparameters),
+        strict=check_flag("strict", strict),
+        strict_optimizer=check_flag("strict_optimizer", strict_optimizer),
+        allow_pickle=check_flag("allow_pickle", allow_pickle),
+        fallback=check_flag("fallback", fallback),
+        fingerprint=check_flag("fingerprint", fingerprint),
+        renamed=check_rename(rename),
     )
     handle, times = engine_handle(engine), Timeouts.of(stall_timeout_s, absent_timeout_s)
     with closing(_ranks_to("load", handle, path, times)) as ranks:
@@ -184,31 +281,3 @@ def _ranks_to(
     """Return the ranks for one call, which others may never make."""
     call = f"{verb} {os.fspath(path)} {engine.at_step()}"
     return connect_ranks(times, name="elastic-zero api", call=call)
-
-
-def load_options(
-    *,
-    load_optimizer_state: bool,
-    load_hyperparameters: bool,
-    strict: bool = True,
-    strict_optimizer: bool = True,
-    rename: Mapping[str, str] | None,
-    allow_pickle: bool,
-    fallback: bool,
-    fingerprint: bool,
-) -> LoadOptions:
-    """Return the options of a load, by the names that users know them by; see ``load_checkpoint``.
-
-    Raises:
-        ValueError: one has a value that it cannot have.
-    """
-    return LoadOptions(
-        optimizer_state=check_flag("load_optimizer_state", load_optimizer_state),
-        hyperparameters=check_flag("load_hyperparameters", load_hyperparameters),
-        strict=check_flag("strict", strict),
-        strict_optimizer=check_flag("strict_optimizer", strict_optimizer),
-        allow_pickle=check_flag("allow_pickle", allow_pickle),
-        fallback=check_flag("fallback", fallback),
-        fingerprint=check_flag("fingerprint", fingerprint),
-        renamed=check_rename(rename),
-    )

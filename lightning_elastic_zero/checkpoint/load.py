@@ -28,6 +28,7 @@ from lightning_elastic_zero.checkpoint.types import (
     LiveState,
     LoadOptions,
     LoadResult,
+    any_replaces,
     io_progress,
 )
 from lightning_elastic_zero.coordination.ranks import Ranks
@@ -175,6 +176,7 @@ def find_fallback(
     asked: str | os.PathLike[str],
     ranks: Ranks,
     fits_model: Callable[[Manifest], bool],
+    can_replace: Callable[[AnyPath, Manifest], bool] = any_replaces,
 ) -> tuple[str, int] | None:
     """Find the newest sound checkpoint of this library beside one that is damaged. Collective.
 
@@ -186,6 +188,7 @@ def find_fallback(
         ranks: those that load.
         fits_model: whether a checkpoint has the parameters of the model; asked where the damaged
             one cannot say what it had.
+        can_replace: see ``LoadOptions``.
 
     Returns:
         Its path, and the optimizer steps that had been taken. None where there is none, where
@@ -193,7 +196,7 @@ def find_fallback(
     """
     found = ranks.broadcast(
         f"load {asked}: look for an older one",
-        lambda: _beside(asked, ranks.progress, fits_model),
+        lambda: _beside(asked, ranks.progress, fits_model, can_replace),
     )
     for path, step in found:
         problems = ranks.all_gather(f"load: verify {path}", partial(_problem, path, ranks))
@@ -206,6 +209,7 @@ def _beside(
     asked: str | os.PathLike[str],
     progress: Progress,
     fits_model: Callable[[Manifest], bool],
+    can_replace: Callable[[AnyPath, Manifest], bool],
 ) -> list[tuple[str, int]]:
     """Rank 0: return the published checkpoints in the same folder, the newest first."""
     damaged = parse_path(asked)
@@ -216,6 +220,8 @@ def _beside(
     if _is_foreign(real):
         return []
     mine = _manifest_of(real)
+    if mine and not can_replace(real, mine):
+        return []
     rows: set[tuple[int, int, str]] = set()
     # What a link leads to may be in another folder.
     found = {path for place in {damaged, real} for path in (place, *siblings(place))}
@@ -224,6 +230,8 @@ def _beside(
         progress.check()
         if manifest is None or (isinstance(path, Path) and is_deepspeed(path)):
             continue  # DeepSpeed has saved into the last: either of the two may be meant.
+        if not can_replace(path, manifest):
+            continue
         if mine:
             usable = _can_replace(manifest, mine)
         else:  # The damaged one can no longer say what it was: by the clock.
@@ -267,13 +275,21 @@ def _can_replace(other: Manifest, damaged: Manifest) -> bool:
 def _problem(path: str, ranks: Ranks) -> str:
     """Verify this rank's share; return what is wrong with it."""
     try:
-        with closing(open_checkpoint(parse_path(path), progress=ranks.progress)) as source:
-            source.check_all()
-            progress = io_progress("verifying", ranks)
-            source.verify_whole(ranks.rank, ranks.world_size, progress)
+        verify_share(parse_path(path), ranks)
     except DAMAGE_ERRORS as error:
         return str(error)
     return ""
+
+
+def verify_share(path: AnyPath, ranks: Ranks) -> None:
+    """Verify this rank's share of a checkpoint.
+
+    Raises:
+        CheckpointCorruptedError, CheckpointFormatError, CheckpointNotFoundError: it is damaged.
+    """
+    with closing(open_checkpoint(path, progress=ranks.progress)) as source:
+        source.check_all()
+        source.verify_whole(ranks.rank, ranks.world_size, io_progress("verifying", ranks))
 
 
 log = logging.getLogger(__name__)
@@ -405,7 +421,8 @@ def load(
     try:
         return _load(path, live, ranks, options=options)
     except DAMAGE_ERRORS as error:
-        fallback = find_fallback(path, ranks, partial(_has_same_shapes, live, options))
+        fits_model = partial(_has_same_shapes, live, options)
+        fallback = find_fallback(path, ranks, fits_model, options.can_replace)
         if fallback is None:
             if not options.fallback or not has_entry(parse_path(path)):
                 raise

@@ -480,7 +480,8 @@ def _await_staging(first: Mapping[str, Any], target: AnyPath) -> AnyPath:
     if str(target) != first["path"]:
         msg = (
             f"this rank saves to {target}, rank 0 to {first['path']}. Pass the same path on all "
-            "ranks (ModelCheckpoint does)."
+            "ranks, in a directory that they share (ModelCheckpoint does; with Ray Train, a folder "
+            "below RunConfig(storage_path=...) instead of a temporary one)."
         )
         raise SaveError(msg)
     staging = staged_folder(target, first["save_id"])

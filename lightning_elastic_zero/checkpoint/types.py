@@ -37,6 +37,11 @@ def accept_any(_manifest: Manifest, /) -> None:
     """Refuse no checkpoint."""
 
 
+def any_replaces(_path: AnyPath, _manifest: Manifest, /) -> bool:
+    """Accept every checkpoint in place of a damaged one."""
+    return True
+
+
 class LiveState(Protocol):
     """A live engine; ``lightning_elastic_zero.engine`` implements it with and without ZeRO."""
 
@@ -133,6 +138,8 @@ class LoadOptions:
     """Unpickle objects of any class in the trainer's state, which can run arbitrary code."""
     fallback: bool = False
     """If the checkpoint is damaged, load the newest older intact one in its folder."""
+    can_replace: Callable[[AnyPath, Manifest], bool] = any_replaces
+    """Whether a checkpoint belongs to the series of saves in which another one may replace it."""
     fingerprint: bool = False
     """Compare the loaded live state with the fingerprint stored by the save."""
     show: ShowBytes = show_nothing

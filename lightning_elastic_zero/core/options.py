@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import inspect
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, get_type_hints
 
 T = TypeVar("T", bound=str)
+F = TypeVar("F", bound=Callable[..., Any])
+D = TypeVar("D")
 
 _NOT_OPTIONS = {"self", "args", "kwargs"}
 
@@ -71,6 +73,35 @@ def check_known_options(of: type, given: Iterable[str], known: Iterable[str]) ->
     hint = f". Did you mean {like[0]!r}?" if like else ""
     msg = f"{of.__name__} has no option {strange[0]!r}{hint}"
     raise TypeError(msg)
+
+
+def takes(options: type) -> Callable[[F], F]:
+    """Show the fields of a dataclass as keywords of a function that has ``**kwargs`` for them.
+
+    ``help``, the API reference and LightningCLI read the signature.
+    """
+
+    def show(function: F) -> F:
+        own = inspect.signature(function)
+        *before, rest = own.parameters.values()
+        after = [rest] if rest.name == "kwargs" else []  # others than the fields
+        types = get_type_hints(options)
+        fields = inspect.signature(options).parameters.values()
+        shown = [field.replace(annotation=types[field.name]) for field in fields]
+        function.__signature__ = own.replace(parameters=[*before, *shown, *after])  # type: ignore[attr-defined]
+        return function
+
+    return show
+
+
+def take(options: type[D], given: dict[str, Any]) -> D:
+    """Remove from keywords those that are fields of a dataclass, and return it with their values.
+
+    Raises:
+        ValueError: An option has an invalid value.
+    """
+    known = inspect.signature(options).parameters
+    return options(**{name: given.pop(name) for name in known if name in given})
 
 
 def check_client_state(value: object) -> Mapping[str, Any]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sized
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +20,20 @@ from accelerate.utils import MODEL_NAME, DeepSpeedSchedulerWrapper, DistributedT
 from packaging.version import Version
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from lightning_elastic_zero.checkpoint.load import verify_share
+from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.manifest import Manifest, load_json
 from lightning_elastic_zero.errors import CheckpointCorruptedError, UnsupportedError
+from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.integrations.engines import (
     EngineCheckpoints,
     Loaded,
-    Options,
+    Loop,
+    LoopOptions,
     is_elastic,
     is_engine,
+    newest_intact,
+    older_folders,
 )
 from lightning_elastic_zero.storage.checksums import replace_durably
 from lightning_elastic_zero.storage.ownership import is_checkpoint
@@ -39,8 +47,11 @@ _SCHEDULERS = "schedulers"
 _STEPS = "lightning_elastic_zero.json"
 """File next to accelerate's own: the step of each engine at which they were written."""
 
-BATCH_NAMES = ("the DataLoader's batch_size", "gradient_accumulation_steps")
-"""What a user of accelerate calls the two settings that make up the global batch."""
+
+_LOOP = Loop(
+    batch_names=("the DataLoader's batch_size", "gradient_accumulation_steps"),
+    foreground=is_checkpoint,  # accelerate's own files next to it are about to be replaced
+)
 
 
 @dataclass(slots=True)
@@ -49,17 +60,10 @@ class AcceleratorBinding:
 
     accelerator: Any
     """accelerate's; untyped."""
-    options: Options
-    batch_names: tuple[str, str] = BATCH_NAMES
-    on_load: Callable[[Loaded], None] = lambda _: None
-    """Called after each load of an engine."""
+    options: LoopOptions
+    loop: Loop = _LOOP
     on_engine: Callable[[Any], None] = lambda _: None
     """Called with each engine before it is bound."""
-    foreground: Callable[[Path], bool] = is_checkpoint
-    """Whether training waits for a save in spite of ``async_save``: by default, where accelerate's
-    own files next to an earlier save are about to be replaced."""
-    skip_repeated: bool = False
-    """See ``EngineCheckpoints``."""
     bound: list[EngineCheckpoints] = field(default_factory=list)
     """The engines that the Accelerator has prepared, and has not freed."""
     loaded: Loaded | None = None
@@ -89,9 +93,14 @@ class AcceleratorBinding:
             return prepared
 
         @functools.wraps(type(accelerator).load_state)
-        def elastic_load_state(_accelerator: object, *args: Any, **kwargs: Any) -> Any:
+        def elastic_load_state(
+            _accelerator: object, input_dir: str | None = None, *args: Any, **kwargs: Any
+        ) -> Any:
             self.loaded = None
-            loaded = load_state(*args, **kwargs)
+            naming = accelerator.project_configuration.automatic_checkpoint_naming
+            if self.options.fallback and (input_dir is not None or naming):
+                input_dir = self._intact_folder(input_dir)
+            loaded = load_state(input_dir, *args, **kwargs)
             self._after_load()
             return loaded
 
@@ -124,10 +133,29 @@ class AcceleratorBinding:
         for engine in self.bound:
             engine.wait()
 
+    def _intact_folder(self, asked: str | None) -> str:
+        """Return the folder to load, or an intact one with a lower number next to it."""
+
+        def candidates() -> list[Path]:
+            if asked is not None:
+                folder = Path(asked).expanduser()
+                return [folder, *older_folders(folder)]
+            folders = Path(self.accelerator.project_dir, "checkpoints")
+            return older_folders(folders / f"checkpoint_{sys.maxsize}")
+
+        def verify(folder: Path, ranks: Ranks) -> None:
+            for index in range(len(self.accelerator._models)):  # noqa: SLF001 (there is no public list)
+                path = folder / _tag(index)
+                with closing(open_checkpoint(path)) as source:
+                    check_steps(path, source.manifest)
+                verify_share(path, ranks)
+
+        return newest_intact(asked, candidates, verify, self.options)
+
     def _write_steps(self, folder: Path) -> None:
         """Record that accelerate has written its own files, and at which step of each engine."""
         models = enumerate(self.accelerator._models)  # noqa: SLF001 (there is no public list)
-        steps = {MODEL_NAME + (f"_{i}" if i else ""): int(m.global_steps) for i, m in models}
+        steps = {_tag(index): int(model.global_steps) for index, model in models}
         replace_durably(folder / _STEPS, json.dumps(steps).encode())
 
     def _bind_engines(self, prepared: Any) -> None:
@@ -135,23 +163,21 @@ class AcceleratorBinding:
             if not is_engine(engine) or is_elastic(engine):
                 continue
             self.on_engine(engine)
-            checkpoints = EngineCheckpoints(
-                engine,
-                self.options,
-                batch_names=self.batch_names,
+            loop = replace(
+                self.loop,
                 record=lambda: {_SCHEDULERS: [_units_of(s) for s in self._schedulers()]},
                 on_load=self._on_load,
-                check=_check_steps,
-                foreground=self.foreground,
-                skip_repeated=self.skip_repeated,
+                check=check_steps,
             )
+            # Next to an engine's checkpoint are those of other engines.
+            checkpoints = EngineCheckpoints(engine, replace(self.options, fallback=False), loop)
             checkpoints.bind()
             self.bound.append(checkpoints)
 
     def _on_load(self, loaded: Loaded) -> None:
         if self.loaded is None:
             self.loaded = loaded
-        self.on_load(loaded)
+        self.loop.on_load(loaded)
 
     def _schedulers(self) -> list[AcceleratedScheduler]:
         """Return the schedulers that accelerate saves, in its order."""
@@ -271,20 +297,28 @@ def samplers_of(loader: Any) -> tuple[Any, Any]:
     return batches, getattr(batches, "sampler", batches)
 
 
-def _check_steps(path: Path, manifest: Manifest) -> None:
+def _tag(index: int) -> str:
+    """Return accelerate's tag of an engine."""
+    return f"{MODEL_NAME}_{index}" if index else str(MODEL_NAME)
+
+
+def check_steps(path: Path, manifest: Manifest) -> None:
     """Refuse an engine's checkpoint next to files of accelerate from another step.
 
     Raises:
-        CheckpointCorruptedError: a save into a folder that had a checkpoint was interrupted.
+        CheckpointCorruptedError: a save was interrupted.
     """
-    if not (path.parent / _STEPS).is_file():
+    of_accelerate = path.name.startswith(MODEL_NAME) and is_checkpoint(path)
+    if not of_accelerate:
         return  # DeepSpeed's, or the Trainer's
-    others = load_json(read_file(path.parent / _STEPS)).get(path.name)
+    record = path.parent / _STEPS
+    others = load_json(read_file(record)).get(path.name) if record.is_file() else None
     if (step := manifest.progress.global_steps) != others:
+        found = "are not complete" if others is None else f"are of step {others}"
         msg = (
-            f"{path} is of step {step}, and accelerate's files in {path.parent} are of step "
-            f"{others}: a save into this folder was interrupted. Load another folder, and save "
-            "each state into a new one"
+            f"{path} is of step {step}, and accelerate's files in {path.parent} {found}: a save "
+            "into this folder was interrupted. Load another folder, and save each state into a new "
+            "one"
         )
         raise CheckpointCorruptedError(msg)
 

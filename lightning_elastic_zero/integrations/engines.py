@@ -10,31 +10,27 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 import types
 from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_elastic_zero.api import engine_handle, load_options
-from lightning_elastic_zero.checkpoint.load import load_engine
-from lightning_elastic_zero.checkpoint.manager import CheckpointManager
-from lightning_elastic_zero.checkpoint.types import (
-    CheckpointStats,
-    LoadOptions,
-    LoadResult,
-    SaveOptions,
-)
-from lightning_elastic_zero.coordination.liveness import ABSENT_TIMEOUT_S, STALL_TIMEOUT_S, Timeouts
+from lightning_elastic_zero.api import ElasticOptions, engine_handle
+from lightning_elastic_zero.checkpoint.bar import is_terminal, showing, tqdm_bar
+from lightning_elastic_zero.checkpoint.load import DAMAGE_ERRORS, load_engine
+from lightning_elastic_zero.checkpoint.types import CheckpointStats, LoadResult, ShowBytes
 from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME, Manifest
-from lightning_elastic_zero.core.options import check_client_state, check_count, check_flag
+from lightning_elastic_zero.core.options import check_client_state
 from lightning_elastic_zero.data_progress.batches import plan_batches
 from lightning_elastic_zero.engine.support import recovery_script
 from lightning_elastic_zero.errors import (
     CheckpointFormatError,
     CheckpointMismatchError,
+    CheckpointNotFoundError,
     ElasticZeroError,
     UnsupportedError,
 )
@@ -45,6 +41,7 @@ from lightning_elastic_zero.storage.checksums import replace_durably, write_dura
 from lightning_elastic_zero.storage.files import RangeFile
 from lightning_elastic_zero.storage.ownership import LATEST, RECOVERY_SCRIPT, TAG, is_checkpoint
 from lightning_elastic_zero.storage.paths import check_local_path, read_file
+from lightning_elastic_zero.storage.stores import AnyPath
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +50,6 @@ RECORD = "lightning_elastic_zero"
 
 _OWN_SUFFIX = "-elastic"
 """Appended to a tag whose folder DeepSpeed itself has written."""
-
-BATCH_NAMES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-"""What a plain engine calls the two settings that make up the global batch."""
 
 
 def is_engine(value: object) -> bool:
@@ -68,54 +62,13 @@ def is_elastic(value: object) -> bool:
     return "wait_for_save" in vars(value)
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options of ``elastic``, checked."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopOptions(ElasticOptions):
+    """The keywords of ``elastic``."""
 
-    load: LoadOptions
-    times: Timeouts
-    allow_global_batch_change: bool
-    save_module_weights: bool
-    async_save: bool
-    max_snapshot_bytes: int | None
-
-    @classmethod
-    def of(
-        cls,
-        *,
-        allow_global_batch_change: bool = False,
-        strict_optimizer: bool = True,
-        rename: Mapping[str, str] | None = None,
-        allow_pickle: bool = False,
-        fallback: bool = False,
-        fingerprint: bool = False,
-        save_module_weights: bool = False,
-        async_save: bool = False,
-        max_snapshot_bytes: int | None = None,
-        stall_timeout_s: float = STALL_TIMEOUT_S,
-        absent_timeout_s: float = ABSENT_TIMEOUT_S,
-    ) -> Options:
-        """Check the options; see ``elastic``.
-
-        Raises:
-            ValueError: one has a value that it cannot have.
-        """
-        return cls(
-            load_options(
-                load_optimizer_state=True,
-                load_hyperparameters=True,
-                strict_optimizer=strict_optimizer,
-                rename=rename,
-                allow_pickle=allow_pickle,
-                fallback=fallback,
-                fingerprint=fingerprint,
-            ),
-            Timeouts.of(stall_timeout_s, absent_timeout_s),
-            check_flag("allow_global_batch_change", allow_global_batch_change),
-            check_flag("save_module_weights", save_module_weights),
-            check_flag("async_save", async_save),
-            check_count("max_snapshot_bytes", max_snapshot_bytes, least=0, unit="bytes"),
-        )
+    allow_global_batch_change: bool = False
+    """Load a checkpoint that was saved with another number of samples per optimizer step. False:
+    refuse it, and name the settings that keep the number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,56 +92,45 @@ class Loaded:
         return max(1, self.result.manifest.progress.gradient_accumulation_steps)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """How a training loop uses the checkpoint methods of its engines."""
+
+    batch_names: tuple[str, str] = (
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+    )
+    """The user's names of micro-batch size and accumulation, for messages."""
+    record: Callable[[], Mapping[str, Any]] = dict
+    """Called at each save; the result comes back in ``Loaded.record``."""
+    on_load: Callable[[Loaded], None] = lambda _: None
+    """Called on every rank after each load."""
+    check: Callable[[Path, Manifest], None] = lambda *_: None
+    """Called on every rank with ``load_dir/tag`` before state changes; raises if the loop's own
+    files in ``load_dir`` do not belong to the checkpoint."""
+    foreground: Callable[[Path], bool] = lambda _: False
+    """Whether training waits for a save to a path although ``async_save`` is set."""
+    skip_repeated: bool = False
+    """Skip a save that repeats the last one (same folder, step and options): the Trainer saves
+    twice if ZeRO-3 weights are not gathered."""
+    whole_folder: bool = False
+    """``save_dir`` itself is the checkpoint, and the tag is ignored."""
+    shows_bars: Callable[[], bool] = lambda: True
+    """Whether the loop shows progress bars."""
+
+
 class EngineCheckpoints:
     """Saves and loads of one engine; ``bind`` makes them the engine's own methods."""
 
-    def __init__(
-        self,
-        engine: Any,
-        options: Options,
-        *,
-        batch_names: tuple[str, str] = BATCH_NAMES,
-        record: Callable[[], Mapping[str, Any]] = dict,
-        on_load: Callable[[Loaded], None] = lambda _: None,
-        check: Callable[[Path, Manifest], None] = lambda *_: None,
-        foreground: Callable[[Path], bool] = lambda _: False,
-        skip_repeated: bool = False,
-        whole_folder: bool = False,
-    ) -> None:
-        """Begin without a save.
-
-        Args:
-            engine: what ``deepspeed.initialize`` returned.
-            options: see ``elastic``.
-            batch_names: the user's names of micro-batch size and accumulation, for messages.
-            record: called at each save; what it returns comes back in ``Loaded.record``.
-            on_load: called on every rank after each load.
-            check: called on every rank before state changes, with ``load_dir/tag``; raises where
-                the loop's own files in ``load_dir`` do not belong to the checkpoint.
-            foreground: whether training waits for a save to a path although ``async_save`` is set.
-            skip_repeated: whether a save that repeats the last one (same folder, step and options)
-                is skipped: the Trainer saves twice where ZeRO-3 weights are not gathered.
-            whole_folder: whether ``save_dir`` itself is the checkpoint, and the tag is ignored.
-        """
+    def __init__(self, engine: Any, options: LoopOptions, loop: Loop) -> None:
         self._engine = engine
         self._options = options
-        self._batch_names = batch_names
-        self._record = record
-        self._on_load = on_load
-        self._check = check
-        self._foreground = foreground
-        self._skip_repeated = skip_repeated
-        self._whole_folder = whole_folder
+        self._loop = loop
         self._last_save: tuple[object, ...] | None = None
-        self._manager = CheckpointManager(
-            options.times,
-            background=options.async_save,
-            max_snapshot_bytes=options.max_snapshot_bytes,
-            on_published=self._on_published if options.async_save else lambda _: None,
-        )
+        self._save_options = options.save_options()
+        self._manager = options.manager(self._on_published)
         self._names_tag: set[Path] = set()
         """Saves in the background that ``latest`` is to name."""
-        self._warned_objects: set[str] | None = None if options.load.allow_pickle else set()
 
     def bind(self) -> None:
         """Make ``save`` and ``load`` the engine's methods, with DeepSpeed's signatures."""
@@ -225,7 +167,6 @@ class EngineCheckpoints:
         folder = check_local_path(save_dir)
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
         state = dict(check_client_state(client_state))
-        save_latest = save_latest and not self._whole_folder
         this_save = (
             folder,
             tag,
@@ -233,32 +174,26 @@ class EngineCheckpoints:
             engine.micro_steps,
             exclude_frozen_parameters,
         )
-        if self._skip_repeated and not state and this_save == self._last_save:
+        if self._loop.skip_repeated and not state and this_save == self._last_save:
             return True
         self._last_save = None
         handle = engine_handle(engine)
-        if record := dict(self._record()):
+        if record := dict(self._loop.record()):
             state[RECORD] = record
-        options = SaveOptions(
-            exclude_frozen=exclude_frozen_parameters,
-            module_weights=self._options.save_module_weights,
-            fingerprint=self._options.load.fingerprint,
-            warned_objects=self._warned_objects,
-        )
+        options = replace(self._save_options, exclude_frozen=exclude_frozen_parameters)
         with self._ranks("save", folder / tag) as ranks:
-            path, name, waits = folder, "", True
-            if not self._whole_folder:
-                step = f"save {tag}: choose a folder"
-                name, waits = ranks.broadcast(step, lambda: self._choose(folder, tag))
-                path = folder / name
+            step = f"save {tag}: choose a folder"
+            name, waits = ranks.broadcast(step, lambda: self._choose(folder, tag))
+            path = folder / name
             if waits:
                 self._manager.wait_until_finished(ranks)
-                self._manager.save(handle, path, ranks, state, options)
-                if save_latest:
+                with self._bar(ranks) as show:
+                    self._manager.save(handle, path, ranks, state, replace(options, show=show))
+                if save_latest and name:
                     ranks.broadcast(f"save {tag}: latest", lambda: write_latest(folder, name))
             else:
                 self._manager.start(handle, ranks.rank)
-                if save_latest:
+                if save_latest and name:
                     self._names_tag.add(path)
                 self._manager.save_async(handle, path, ranks, state, options)
         self._last_save = this_save
@@ -266,8 +201,8 @@ class EngineCheckpoints:
 
     def _choose(self, folder: Path, tag: str) -> tuple[str, bool]:
         """Return the name of the folder for a tag, and whether training waits for the save."""
-        name = _free_name(folder, tag)
-        return name, not self._options.async_save or self._foreground(folder / name)
+        name = "" if self._loop.whole_folder else _free_name(folder, tag)
+        return name, not self._options.async_save or self._loop.foreground(folder / name)
 
     def _on_published(self, stats: CheckpointStats) -> None:
         """Name a checkpoint that was written in the background; on rank 0, in its thread."""
@@ -329,25 +264,25 @@ class EngineCheckpoints:
         folder = check_local_path(load_dir)
         handle = engine_handle(self._engine)
         optimizer = load_optimizer_states and not load_module_only
-        options = replace(
-            self._options.load,
+        tag = None if tag is None else str(tag)
+
+        def check(manifest: Manifest) -> None:
+            self._loop.check(folder / (tag or ""), manifest)
+            if optimizer:
+                self._check_global_batch(manifest)
+
+        options = self._options.load_options(
             optimizer_state=optimizer,
             hyperparameters=optimizer or (load_lr_scheduler_states and not load_module_only),
             counters=not load_module_only,
             lr_scheduler=load_lr_scheduler_states,
             strict=load_module_strict,
+            check=check,
         )
-        tag = None if tag is None else str(tag)
-
-        def check(manifest: Manifest) -> None:
-            self._check(folder / (tag or ""), manifest)
-            if optimizer:
-                self._check_global_batch(manifest)
-
         self.wait()  # what is loaded may be what is being written
         with self._ranks("load", folder / (tag or LATEST)) as ranks:
             step = f"load {folder}: find the checkpoint"
-            whole = self._whole_folder
+            whole = self._loop.whole_folder
             found = ranks.broadcast(
                 step, lambda: _unmixed(str(folder) if whole else find_checkpoint(folder, tag))
             )
@@ -359,11 +294,16 @@ class EngineCheckpoints:
                     LATEST,
                 )
                 return None, None
-            result = load_engine(handle, found, ranks, replace(options, check=check))
+            can_replace = _series_of(Path(found), counts_steps=not whole)  # Fabric does not
+            options = replace(options, can_replace=can_replace)
+            with self._bar(ranks) as show:
+                result = load_engine(handle, found, ranks, replace(options, show=show))
         self._last_save = None
         record = result.client_state.pop(RECORD, {})
         self._log(result)
-        self._on_load(Loaded(Path(load_dir), result, record if isinstance(record, dict) else {}))
+        self._loop.on_load(
+            Loaded(Path(load_dir), result, record if isinstance(record, dict) else {})
+        )
         return result.stats.path, dict(result.client_state)
 
     def _log(self, result: LoadResult) -> None:
@@ -392,7 +332,7 @@ class EngineCheckpoints:
             return
         micro = engine.train_micro_batch_size_per_gpu()
         accumulate = engine.gradient_accumulation_steps()
-        names = self._batch_names
+        names = self._loop.batch_names
         msg = (
             f"the checkpoint was saved with {was} samples per optimizer step on "
             f"{manifest.world_size} ranks; this run has {now} ({names[0]}={micro} x "
@@ -406,7 +346,11 @@ class EngineCheckpoints:
     def _ranks(self, verb: str, path: object) -> closing[Ranks]:
         """Return the ranks for one call, which others may never make."""
         call = f"{verb} {path} at step {self._engine.global_steps}"
-        return closing(connect_ranks(self._options.times, "elastic-zero engine", call))
+        return closing(connect_ranks(self._options.timeouts(), "elastic-zero engine", call))
+
+    def _bar(self, ranks: Ranks) -> AbstractContextManager[ShowBytes]:
+        is_shown = ranks.rank == 0 and is_terminal() and self._loop.shows_bars()
+        return showing(tqdm_bar if is_shown else None)
 
 
 def _world_size(engine: Any) -> int:
@@ -519,3 +463,80 @@ def write_latest(folder: Path, name: str) -> None:
     script, target = recovery_script(), folder / RECOVERY_SCRIPT
     if script is not None and not target.exists():
         write_durably(target, script.read_bytes())
+
+
+# -- fallback --------------------------------------------------------------------------------------
+
+
+_NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
+"""A name with a number at its end, or before its suffix."""
+
+
+def _series_of(path: Path, *, counts_steps: bool) -> Callable[[AnyPath, Manifest], bool]:
+    """Return whether a checkpoint belongs to the same series: the names differ by a number only.
+
+    Others may belong to another engine with parameters of the same shapes. Where the engine counts
+    steps, the number must be the step: it may be the engine's number.
+    """
+    here = _NUMBERED.fullmatch(path.name.removesuffix(_OWN_SUFFIX))
+
+    def is_of_series(other: AnyPath, manifest: Manifest) -> bool:
+        there = _NUMBERED.fullmatch(other.name.removesuffix(_OWN_SUFFIX))
+        if not (here and there and (here[1], here[3]) == (there[1], there[3])):
+            return False
+        if counts_steps:
+            return int(there[2]) == manifest.progress.global_steps
+        return int(there[2]) <= int(here[2])
+
+    return is_of_series
+
+
+def older_folders(folder: Path) -> list[Path]:
+    """Return the folders next to one whose names have a lower number, the newest first."""
+    here, found = _NUMBERED.fullmatch(folder.name), {}
+    for other in folder.parent.glob("*"):
+        there = _NUMBERED.fullmatch(other.name)
+        if here and there and (here[1], here[3]) == (there[1], there[3]) and other.is_dir():
+            found[int(there[2])] = other
+    return [found[n] for n in sorted(found, reverse=True) if here and n < int(here[2])]
+
+
+def newest_intact(
+    asked: object,
+    candidates: Callable[[], list[Path]],
+    verify: Callable[[Path, Ranks], None],
+    options: ElasticOptions,
+) -> str:
+    """Return the first of several folders that is intact. Collective.
+
+    Args:
+        asked: what the user asked for, for messages.
+        candidates: called on rank 0.
+        verify: verifies this rank's share of a folder; raises one of ``DAMAGE_ERRORS``.
+        options: the timeouts.
+
+    Raises:
+        CheckpointNotFoundError: none is intact.
+    """
+
+    def problem(folder: Path) -> str:
+        try:
+            verify(folder, ranks)
+        except DAMAGE_ERRORS as error:
+            return str(error)
+        return ""
+
+    call, problems = f"resume {asked}", []
+    with closing(connect_ranks(options.timeouts(), "elastic-zero engine", call)) as ranks:
+        for folder in ranks.broadcast(call, lambda: [str(path) for path in candidates()]):
+            step = f"{call}: verify {folder}"
+            found = ranks.all_gather(step, functools.partial(problem, Path(folder)))
+            if any(found):
+                problems.append(f"{folder}: {next(filter(None, found))}")
+                continue
+            if problems and ranks.rank == 0:
+                log.warning("Resuming from %s, since %s", folder, "; ".join(problems))
+            return folder
+    found_text = "; ".join(problems) or "there is no folder"
+    msg = f"fallback=True found no intact checkpoint to resume from ({asked}): {found_text}"
+    raise CheckpointNotFoundError(msg)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,15 @@ from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_elastic_zero.coordination.liveness import ABSENT_TIMEOUT_S, STALL_TIMEOUT_S
+from lightning_elastic_zero.api import ElasticOptions
+from lightning_elastic_zero.core.options import take, takes
 from lightning_elastic_zero.engine.support import use_accelerator
-from lightning_elastic_zero.integrations.engines import EngineCheckpoints, Options, is_engine
+from lightning_elastic_zero.integrations.engines import (
+    EngineCheckpoints,
+    Loop,
+    LoopOptions,
+    is_engine,
+)
 from lightning_elastic_zero.registry import register_names
 
 log = logging.getLogger(__name__)
@@ -29,46 +35,18 @@ class ElasticDeepSpeedFabricStrategy(DeepSpeedStrategy):
     ``state``, and the number of samples per step is not compared. CPU ranks (gloo) work too.
 
     Args:
-        *args: as ``lightning.fabric.strategies.DeepSpeedStrategy``; ``**kwargs`` likewise.
-        strict_optimizer (bool): see ``load_checkpoint``, as the options below up to
-            ``absent_timeout_s``.
-        rename (Mapping[str, str] | None): layers that had other names.
-        allow_pickle (bool): build Python objects of any class from the saved state.
-        fallback (bool): load the newest intact checkpoint before a damaged one.
-        fingerprint (bool): saves record a fingerprint of the state, and loads compare it.
-        save_module_weights (bool): write the low-precision weights too.
-        stall_timeout_s (float): see ``save_checkpoint``.
-        absent_timeout_s (float): see ``save_checkpoint``.
+        *args: as ``lightning.fabric.strategies.DeepSpeedStrategy``.
+        **kwargs: options of ``ElasticOptions`` and of Fabric's ``DeepSpeedStrategy``.
 
     Raises:
         ValueError: an option has a value that it cannot have.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        strict_optimizer: bool = True,
-        rename: Mapping[str, str] | None = None,
-        allow_pickle: bool = False,
-        fallback: bool = False,
-        fingerprint: bool = False,
-        save_module_weights: bool = False,
-        stall_timeout_s: float = STALL_TIMEOUT_S,
-        absent_timeout_s: float = ABSENT_TIMEOUT_S,
-        **kwargs: Any,
-    ) -> None:
+    @takes(ElasticOptions)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Fabric's engine does not know the batch size.
+        self._options = replace(take(LoopOptions, kwargs), allow_global_batch_change=True)
         super().__init__(*args, **kwargs)
-        self._options = Options.of(
-            allow_global_batch_change=True,  # Fabric's engine does not know the batch size
-            strict_optimizer=strict_optimizer,
-            rename=rename,
-            allow_pickle=allow_pickle,
-            fallback=fallback,
-            fingerprint=fingerprint,
-            save_module_weights=save_module_weights,
-            stall_timeout_s=stall_timeout_s,
-            absent_timeout_s=absent_timeout_s,
-        )
 
     @classmethod
     @override
@@ -101,7 +79,16 @@ class ElasticDeepSpeedFabricStrategy(DeepSpeedStrategy):
         return engine
 
     def _bind(self, engine: Any) -> None:
-        EngineCheckpoints(engine, self._options, whole_folder=True).bind()
+        EngineCheckpoints(engine, self._options, Loop(whole_folder=True)).bind()
+
+    def wait_for_save(self) -> None:
+        """Wait until the last save is published; collective.
+
+        Raises:
+            ElasticZeroError: it failed. The checkpoint before it is intact.
+        """
+        engine: Any = self._deepspeed_engine
+        engine.wait_for_save()
 
     @override
     def load_checkpoint(

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import random
-import re
+import sys
 import weakref
 from collections.abc import Mapping
-from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,16 +16,16 @@ import torch
 import transformers
 from packaging.version import Version
 from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
+from lightning_elastic_zero.checkpoint.load import verify_share
+from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.manifest import load_json
 from lightning_elastic_zero.errors import (
-    CheckpointCorruptedError,
     CheckpointFormatError,
     CheckpointNotFoundError,
     UnsupportedError,
 )
-from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.integrations.accelerators import (
     AcceleratorBinding,
     samplers_of,
@@ -35,16 +33,16 @@ from lightning_elastic_zero.integrations.accelerators import (
 )
 from lightning_elastic_zero.integrations.engines import (
     Loaded,
-    Options,
+    Loop,
+    LoopOptions,
     find_checkpoint,
     is_elastic,
+    newest_intact,
+    older_folders,
 )
 from lightning_elastic_zero.storage.paths import read_file
 
 log = logging.getLogger(__name__)
-
-BATCH_NAMES = ("per_device_train_batch_size", "gradient_accumulation_steps")
-"""What ``TrainingArguments`` calls the two settings that make up the global batch."""
 
 
 class ResumeCallback(TrainerCallback):  # type: ignore[misc]  # transformers is untyped
@@ -172,7 +170,7 @@ def _length(sized: Any) -> int:
         return 0
 
 
-def bind_trainer(trainer: Any, options: Options) -> None:
+def bind_trainer(trainer: Any, options: LoopOptions) -> None:
     """Bind the engines that a Trainer makes, its sweeps included.
 
     Raises:
@@ -221,12 +219,15 @@ def bind_trainer(trainer: Any, options: Options) -> None:
             AcceleratorBinding(
                 accelerator,
                 options,
-                batch_names=BATCH_NAMES,
-                on_load=callback.on_load,
-                on_engine=set_micro_batch,
-                # Nothing waits for a save after train().
-                foreground=lambda _: not getattr(ref(), "is_in_train", False),
-                skip_repeated=True,
+                Loop(
+                    batch_names=("per_device_train_batch_size", "gradient_accumulation_steps"),
+                    on_load=callback.on_load,
+                    # Nothing waits for a save after train().
+                    foreground=lambda _: not getattr(ref(), "is_in_train", False),
+                    skip_repeated=True,
+                    shows_bars=lambda: not args.disable_tqdm,
+                ),
+                set_micro_batch,
             ).bind()
 
     def elastic_create() -> None:
@@ -240,8 +241,8 @@ def bind_trainer(trainer: Any, options: Options) -> None:
     ) -> Any:
         """Train as ``Trainer.train``, from an intact folder with ``fallback``."""
         trainer: Any = ref()
-        if options.load.fallback and resume_from_checkpoint:
-            resume_from_checkpoint = newest_sound_folder(
+        if options.fallback and resume_from_checkpoint:
+            resume_from_checkpoint = _intact_folder(
                 Path(trainer.args.output_dir), resume_from_checkpoint, options
             )
         result = cls.train(trainer, resume_from_checkpoint, *more, **kwargs)
@@ -259,50 +260,22 @@ def bind_trainer(trainer: Any, options: Options) -> None:
     bind_accelerator(trainer.accelerator)
 
 
-def newest_sound_folder(output_dir: Path, asked: str | Literal[True], options: Options) -> str:
-    """Return the folder to resume from: the one asked for, or an intact one before it. Collective.
+def _intact_folder(output_dir: Path, asked: str | Literal[True], options: LoopOptions) -> str:
+    """Return the folder to resume from: the one asked for, or an intact one before it.
 
     Args:
         output_dir: the Trainer's.
         asked: a ``checkpoint-<step>`` folder; True: the newest one in ``output_dir``.
         options: see ``elastic``.
-
-    Raises:
-        CheckpointNotFoundError: none is intact.
     """
-    problems: list[str] = []
-    with closing(connect_ranks(options.times, "elastic-zero engine", f"resume {asked}")) as ranks:
-        step = f"resume from {output_dir if asked is True else asked}"
-        for folder in ranks.broadcast(step, lambda: _candidates(output_dir, asked)):
-            try:
-                ranks.run_all(f"{step}: verify {folder}", partial(_verify, Path(folder), ranks))
-            except (
-                CheckpointCorruptedError,
-                CheckpointFormatError,
-                CheckpointNotFoundError,
-            ) as error:
-                problems.append(f"{folder}: {error}")
-                continue
-            if problems and ranks.rank == 0:
-                log.warning("Resuming from %s, since %s", folder, "; ".join(problems))
-            return str(folder)
-    found = "; ".join(problems) or f"{output_dir} has no folder checkpoint-<step>"
-    msg = f"fallback=True found no intact checkpoint to resume from: {found}"
-    raise CheckpointNotFoundError(msg)
 
+    def candidates() -> list[Path]:
+        if asked is not True:
+            return [Path(asked), *older_folders(Path(asked))]
+        return older_folders(output_dir / f"{PREFIX_CHECKPOINT_DIR}-{sys.maxsize}")
 
-def _candidates(output_dir: Path, asked: str | Literal[True]) -> list[str]:
-    """Return the folder asked for, and those of earlier steps next to it, the newest first."""
-    first = None if asked is True else Path(str(asked))
-    found = {}
-    for folder in (first.parent if first else output_dir).glob("checkpoint-*"):
-        if (number := re.fullmatch(r"checkpoint-(\d+)", folder.name)) and folder.is_dir():
-            found[int(number[1])] = folder
-    if first is not None:
-        number = re.fullmatch(r"checkpoint-(\d+)", first.name)
-        found = {step: path for step, path in found.items() if number and step < int(number[1])}
-    steps = sorted(found, reverse=True)
-    return [*([str(first)] if first else []), *(str(found[step]) for step in steps)]
+    what = output_dir if asked is True else asked
+    return newest_intact(what, candidates, _verify, options)
 
 
 def _verify(folder: Path, ranks: Ranks) -> None:
@@ -317,6 +290,4 @@ def _verify(folder: Path, ranks: Ranks) -> None:
     if path is None:
         msg = f"{folder} has no DeepSpeed checkpoint: the save was not finished"
         raise CheckpointNotFoundError(msg)
-    with closing(open_checkpoint(Path(path), progress=ranks.progress)) as source:
-        source.check_all()
-        source.verify_whole(ranks.rank, ranks.world_size, ranks.progress)
+    verify_share(Path(path), ranks)

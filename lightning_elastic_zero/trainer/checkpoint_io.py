@@ -37,10 +37,8 @@ from lightning_elastic_zero.checkpoint.types import (
     LoadResult,
     SaveOptions,
 )
-from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME, Group
-from lightning_elastic_zero.core.options import check_count, check_flag
 from lightning_elastic_zero.core.requirements import version_of
 from lightning_elastic_zero.data_progress.batches import infer_progress, with_loader_states
 from lightning_elastic_zero.engine.live import LiveEngine
@@ -328,23 +326,13 @@ class CheckpointSaver:
         get_ranks: Callable[[], Ranks],
         resumer: RunResumer,
         last_fit: LastFit,
-        load_options: LoadOptions,
-        *,
-        save_module_weights: bool,
+        options: SaveOptions,
     ) -> None:
-        """Prepare for runs.
-
-        Raises:
-            ValueError: An option has an invalid value.
-        """
         self._manager = manager
         self._get_ranks = get_ranks
         self._resumer = resumer
         self._last_fit = last_fit
-        self._fingerprint = load_options.fingerprint
-        self._save_module_weights = check_flag("save_module_weights", save_module_weights)
-        # Names of unpicklable objects that were warned of; None: a load will build objects.
-        self._warned_objects: set[str] | None = None if load_options.allow_pickle else set()
+        self._options = options
         self._state_dict_tracker = StateDictTracker()
         self._made_directories: list[str] = []
         self._world_size = 1
@@ -436,14 +424,12 @@ class CheckpointSaver:
         if weights_only and trainer is not None:
             add_averages(trainer, checkpoint)
         client_state, left_out = self._state_dict_tracker.remove_tracked(checkpoint)
-        options = SaveOptions(
+        options = replace(
+            self._options,
             weights_only=weights_only,
             exclude_frozen=exclude_frozen,
             left_out=left_out,
-            fingerprint=self._fingerprint,
             step=trainer.global_step if trainer is not None else None,
-            warned_objects=self._warned_objects,
-            module_weights=self._save_module_weights,
         )
         with self._hooks.saving():
             if trainer is not None and not weights_only:
@@ -495,23 +481,6 @@ class CheckpointSaver:
         end = self._manager.exit_ranks(link, interrupted=True) if interrupted else None
         with end or nullcontext(self._get_ranks()) as ranks:
             self._manager.link(path, link, ranks)
-
-
-def make_manager(
-    events: CheckpointEvents, times: Timeouts, max_snapshot_bytes: int | None, *, async_save: bool
-) -> CheckpointManager:
-    """Return a checkpoint manager for the strategy's options.
-
-    Raises:
-        ValueError: An option has an invalid value.
-    """
-    size = check_count("max_snapshot_bytes", max_snapshot_bytes, least=0, unit="bytes")
-    return CheckpointManager(
-        times,
-        background=check_flag("async_save", async_save),
-        max_snapshot_bytes=size,
-        on_published=events.on_published,
-    )
 
 
 def is_slurm_requeue(path: str | os.PathLike[str]) -> bool:

@@ -13,10 +13,10 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from typing_extensions import override
 
-from lightning_elastic_zero.api import load_options
+from lightning_elastic_zero.api import ElasticOptions
 from lightning_elastic_zero.checkpoint.types import CheckpointStats
-from lightning_elastic_zero.coordination.liveness import ABSENT_TIMEOUT_S, STALL_TIMEOUT_S, Timeouts
 from lightning_elastic_zero.coordination.ranks import Ranks
+from lightning_elastic_zero.core.options import check_flag, take, takes
 from lightning_elastic_zero.engine.support import (
     check_config,
     check_optimizer,
@@ -33,7 +33,6 @@ from lightning_elastic_zero.trainer.checkpoint_io import (
     CheckpointSaver,
     LastFit,
     check_averaging,
-    make_manager,
 )
 from lightning_elastic_zero.trainer.checks import RequiresGradCheck, WarningFilters
 from lightning_elastic_zero.trainer.launch import (
@@ -62,7 +61,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     directory. Tested on CPU with gloo; not yet tested on GPUs.
 
     Args:
-        *args: Passed to ``DeepSpeedStrategy``, as are the other keyword arguments.
+        *args: Passed to ``DeepSpeedStrategy``.
         global_batch_size (int | None): Samples per optimizer step over all devices. The strategy
             computes ``accumulate_grad_batches`` from it and the loader's ``batch_size``, and the
             integers ``limit_train_batches`` and ``val_check_interval`` count global batches.
@@ -77,32 +76,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
             checkpoint of weights alone, this starts a new run.
         load_hyperparameters (bool): False: keep the configured learning rate, weight decay and
             other hyperparameters, together with the restored optimizer state.
-        strict_optimizer (bool): False: accept other trained parameters or other parameter groups
-            than in the checkpoint. Known parameters are restored, new ones keep the state that
-            they have, and a warning names them.
-        save_module_weights (bool): Also write the low-precision weights, which can be computed
-            from the fp32 masters. DeepSpeed's own loaders need them.
-        allow_pickle (bool): Build Python objects of any class from hyperparameters and callback
-            states. This can run code: use it only with checkpoints that you trust.
-        fallback (bool): If the checkpoint of ``fit(ckpt_path=...)`` is damaged, resume from the
-            newest older one in its folder that is intact and has the same parameters, with a
-            warning. False: the error names that checkpoint. Only checkpoints of this library are
-            considered.
-        fingerprint (bool): Each save stores a checksum of the training state. Each load compares
-            it with the live state and fails on all ranks before training if they differ.
-        rename (Mapping[str, str] | None): Layers that have another name now, such as
-            ``{"encoder": "backbone.encoder"}``: prefixes of names in the checkpoint and in the
-            model, or patterns with ``*``.
-        async_save (bool): Continue training while the checkpoint is written. The call waits only
-            for a copy of the state in host memory, for which each host needs room.
-            ``wait_for_save`` waits for publication.
-        max_snapshot_bytes (int | None): Limit of the host memory of one rank's copy. State that
-            does not fit is written before the next optimizer step, which waits for it.
-        stall_timeout_s (float): Seconds that a rank may work on a save or load without progress
-            before the call fails on all ranks. Increase it if one call to the file system can
-            take longer.
-        absent_timeout_s (float): Seconds to wait for ranks that have not entered a save or load.
-            A warning names them after 30 s.
+        **kwargs: Options of ``ElasticOptions`` and of ``DeepSpeedStrategy``.
 
     Raises:
         TypeError: An option is unknown.
@@ -114,6 +88,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     num_nodes = NodesOfJob()
     parallel_devices: Any = DevicesOfNode()
 
+    @takes(ElasticOptions)
     def __init__(
         self,
         *args: Any,
@@ -122,18 +97,9 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         on_unresumable_data: UnresumableDataPolicy = "refuse",
         load_optimizer_state: bool = True,
         load_hyperparameters: bool = True,
-        strict_optimizer: bool = True,
-        save_module_weights: bool = False,
-        allow_pickle: bool = False,
-        fallback: bool = False,
-        fingerprint: bool = False,
-        rename: Mapping[str, str] | None = None,
-        async_save: bool = False,
-        max_snapshot_bytes: int | None = None,
-        stall_timeout_s: float = STALL_TIMEOUT_S,
-        absent_timeout_s: float = ABSENT_TIMEOUT_S,
         **kwargs: Any,
     ) -> None:
+        options = take(ElasticOptions, kwargs)
         later = split_parent_options(type(self), limit_waiting(kwargs))
         super().__init__(*args, **kwargs)
         vars(self).update(later)
@@ -141,23 +107,17 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         self._batches = BatchController(
             self._resumer, global_batch_size, allow_uneven_batches=allow_uneven_batches
         )
-        options = load_options(
-            load_optimizer_state=load_optimizer_state,
-            load_hyperparameters=load_hyperparameters,
-            strict_optimizer=strict_optimizer,
-            allow_pickle=allow_pickle,
-            fallback=fallback,
-            fingerprint=fingerprint,
-            rename=rename,
-        )
         self.checkpoint_events = CheckpointEvents()  # for CheckpointMonitor
-        limits = (Timeouts.of(stall_timeout_s, absent_timeout_s), max_snapshot_bytes)
-        self._manager = make_manager(self.checkpoint_events, *limits, async_save=async_save)
+        self._manager = options.manager(self.checkpoint_events.on_published)
         self._last_fit = LastFit()
         self._sigterm = SigtermAgreement()
         shared = (self._manager, self._get_ranks, self._resumer, self._last_fit)
-        self._loader = CheckpointLoader(*shared, self.checkpoint_events, options)
-        self._saver = CheckpointSaver(*shared, options, save_module_weights=save_module_weights)
+        loads = options.load_options(
+            optimizer_state=check_flag("load_optimizer_state", load_optimizer_state),
+            hyperparameters=check_flag("load_hyperparameters", load_hyperparameters),
+        )
+        self._loader = CheckpointLoader(*shared, self.checkpoint_events, loads)
+        self._saver = CheckpointSaver(*shared, options.save_options())
         self._warning_filters = WarningFilters()
         self._ranks: Ranks | None = None
         self._prepared: pl.LightningModule | None = None

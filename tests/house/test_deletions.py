@@ -144,6 +144,10 @@ PLACES: dict[tuple[str, str, str], str] = {
 NOT_ON_DISK = {
     ("cli.py", "_convert", "args.rename"),
     ("tools/conversion.py", "convert_checkpoint", "options.rename"),
+    ("api.py", "__post_init__", "self.rename"),
+    ("api.py", "load_options", "self.rename"),
+    ("core/options.py", "show", "field.replace"),
+    ("core/options.py", "show", "own.replace"),
     ("trainer/loaders.py", "_copy_of", "copy.copy"),
     ("trainer/accumulation.py", "watch", "handle.remove"),
     ("registry.py", "find_spec", "sys.meta_path.remove"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
+from lightning_elastic_zero.api import ElasticOptions
 from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
 ROOT = Path(__file__).parents[2]
@@ -42,13 +43,14 @@ def test_the_readme_starts_like_the_description() -> None:
 
 
 def own_options() -> set[str]:
-    """Return the strategy's options that are not its parent's."""
+    """Return the strategy's options that are neither its parent's nor of ``ElasticOptions``."""
     parents = inspect.signature(DeepSpeedStrategy.__init__).parameters
     own = inspect.signature(ElasticDeepSpeedStrategy.__init__).parameters.values()
     return {
         option.name
         for option in own
-        if option.kind is option.KEYWORD_ONLY and option.name not in parents
+        if option.kind is option.KEYWORD_ONLY
+        and option.name not in {*parents, *ElasticOptions.__dataclass_fields__}
     }
 
 

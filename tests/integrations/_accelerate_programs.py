@@ -6,12 +6,14 @@ import gc
 import os
 import shutil
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin
 from accelerate.state import AcceleratorState
+from accelerate.utils import ProjectConfiguration
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     LambdaLR,
@@ -221,6 +223,51 @@ def two_engines(
         engine.destroy()
     _end(accelerator)
     return states
+
+
+def fall_back_with_two_engines(folder: str) -> list[str]:
+    """Save two engines of equal shapes; return what loads take in place of damaged ones."""
+    use_gloo()
+    micro, accumulate = MICRO[dist.get_world_size()]
+    config = ds_config(2, {})
+    config["train_micro_batch_size_per_gpu"] = micro
+    config["gradient_accumulation_steps"] = accumulate
+    config["train_batch_size"] = micro * accumulate * dist.get_world_size()
+    accelerator = elastic(
+        Accelerator(
+            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+            gradient_accumulation_steps=accumulate,
+            project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True),
+        ),
+        fallback=True,
+    )
+    engines, tokens = [], Tokens().tokens[:2]
+    for _ in range(2):
+        model = tiny_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        engines.append(accelerator.prepare(model, optimizer)[0])
+    for _ in range(2):
+        for engine in engines:
+            for _ in range(accumulate):
+                engine.backward(engine(tokens, labels=tokens, index=torch.zeros(1)).loss)
+                engine.step()
+        accelerator.save_state()
+    found = []
+    for damaged in ("", "checkpoint_1/pytorch_model", "checkpoint_0/pytorch_model_1"):
+        accelerator.wait_for_everyone()
+        if damaged and accelerator.is_main_process:
+            shard = next(Path(folder, "checkpoints", damaged).rglob("*optim_states.pt"))
+            shard.write_bytes(shard.read_bytes()[:-1])
+        accelerator.wait_for_everyone()
+        try:
+            accelerator.load_state()
+            found.append(str([engine.global_steps for engine in engines]))
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            found.append(f"{type(error).__name__}: {error}")
+    for engine in engines:
+        engine.destroy()
+    _end(accelerator)
+    return found
 
 
 def stock_failure(case: LoopCase) -> str:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import io
+import time
 from collections.abc import Callable
+from contextlib import redirect_stderr
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -11,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_elastic_zero import elastic, wrap_initialize
+from lightning_elastic_zero.checkpoint import bar
 from tests.integrations._hf_programs import MICRO, State, Tokens, state_of, tiny_model
 
 
@@ -106,6 +111,62 @@ def load_module_only(folder: str) -> tuple[int, int]:
     counters = (engine.global_steps, engine.global_samples)
     engine.destroy()
     return counters
+
+
+def fall_back_beside_another_engine(folder: str) -> list[str]:
+    """Save two engines of equal shapes into one folder; load one whose saves are damaged."""
+    rank = dist.get_rank()
+    actor, critic = elastic(initialize(2)), elastic(initialize(2), fallback=True)
+    for step in (1, 2):
+        for engine, name in ((critic, "critic"), (actor, "actor")):
+            train_steps(engine, 1)
+            engine.save_checkpoint(folder, f"{name}-{step}", client_state={"is": (name, step)})
+    critic.save_checkpoint(folder, "best")
+    train_steps(actor, 1)
+    actor.save_checkpoint(folder, "best-1")
+    found = []
+    for tag, damaged in (("critic-2", "critic-2"), ("critic-2", "critic-1"), ("best", "best")):
+        dist.barrier()
+        if rank == 0:
+            shard = next(Path(folder, damaged).rglob("*optim_states.pt"))
+            shard.write_bytes(shard.read_bytes()[:-1])
+        dist.barrier()
+        try:
+            found.append(str(critic.load_checkpoint(folder, tag)[1]["is"]))
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            found.append(f"{type(error).__name__}: {error}")
+    actor.destroy()
+    critic.destroy()
+    return found
+
+
+def shown_on_a_terminal(folder: str) -> str:
+    """Save and load with a standard error that is a terminal; return what it shows on rank 0."""
+    engine, text = elastic(initialize(2)), io.StringIO()
+    train_steps(engine, 1)
+    text.isatty = lambda: True  # type: ignore[method-assign]
+    bar.QUIET_S, quiet_s = 0.0, bar.QUIET_S
+    try:
+        with redirect_stderr(text):
+            engine.save_checkpoint(folder)
+            engine.load_checkpoint(folder)
+    finally:
+        bar.QUIET_S = quiet_s
+    engine.destroy()
+    return text.getvalue()
+
+
+def save_to_several_folders(folder: str) -> tuple[str, float]:
+    """Save as Ray's template does, where each worker has a temporary folder of its own."""
+    engine = elastic(initialize(2))
+    began = time.monotonic()
+    try:
+        engine.save_checkpoint(f"{folder}/worker-{dist.get_rank()}")
+        failure = ""
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        failure = f"{type(error).__name__}: {error}"
+    engine.destroy()
+    return failure, time.monotonic() - began
 
 
 def save_stock_over(folder: str, tag: str) -> list[str]:

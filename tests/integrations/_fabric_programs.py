@@ -94,6 +94,8 @@ def run_fabric(case: FabricCase) -> tuple[Run, dict[str, Any], dict[str, Any]]:
             run.losses[state["step"]] = float(fabric.all_reduce(loss.detach()))
     if case.save:
         fabric.save(case.save, {**state, "extra": {"note": "mine"}})
+        if case.options.get("async_save"):
+            strategy.wait_for_save()
     run.states[-1] = _state(model)
     kept = {"step": state["step"], "last_epoch": schedule.last_epoch}
     fabric._strategy._deepspeed_engine.destroy()

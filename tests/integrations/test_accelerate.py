@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,13 @@ from tests.support.ranks import Pools
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from tests.integrations._accelerate_programs import LoopCase, loop, stock_failure, two_engines
+from tests.integrations._accelerate_programs import (
+    LoopCase,
+    fall_back_with_two_engines,
+    loop,
+    stock_failure,
+    two_engines,
+)
 from tests.integrations._hf_programs import Run
 
 Reference = Callable[..., tuple[Path, list[Run]]]
@@ -177,6 +184,45 @@ def test_saves_into_one_folder_are_not_mixed(
     for failure in hf_ranks.run(3, partial(stock_failure, LoopCase(load=str(first), start=8))):
         assert "CheckpointCorruptedError" in failure
         assert "is of step 8, and accelerate's files" in failure
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("damage", ["unfinished", "bytes"])
+def test_fallback_takes_the_folder_before(
+    damage: str, whole_loop: Reference, hf_ranks: Pools, tmp_path: Path
+) -> None:
+    """A folder that a kill left unfinished, or whose bytes changed, is passed over."""
+    folder, _ = whole_loop(stage=2, schedule="cosine")
+    newest, other = tmp_path / "step_9", tmp_path / "run_7"
+    for copy in (tmp_path / "step_8", newest, other):
+        shutil.copytree(folder / "step_8", copy)
+    if damage == "unfinished":
+        (newest / "lightning_elastic_zero.json").unlink()
+    else:
+        shard = next(newest.rglob("*optim_states.pt"))
+        shard.write_bytes(shard.read_bytes()[:-1])
+    case = LoopCase(schedule="cosine", load=str(newest), start=8, steps=8)
+    for failure in hf_ranks.run(3, partial(stock_failure, case)):
+        assert "CheckpointCorruptedError" in failure
+    run, *_ = hf_ranks.run(3, partial(loop, replace(case, options={"fallback": True})))
+    assert run.first_state
+    assert [f"Resuming from {tmp_path}/step_8, since" in text for text in run.warnings] == [True]
+    shutil.rmtree(tmp_path / "step_8")
+    case = replace(case, options={"fallback": True})
+    for failure in hf_ranks.run(3, partial(stock_failure, case)):
+        assert "fallback=True found no intact checkpoint to resume from" in failure
+
+
+@pytest.mark.engine
+@pytest.mark.long
+def test_fallback_takes_all_engines_of_one_folder(hf_ranks: Pools, tmp_path: Path) -> None:
+    """Never another engine of equal shapes, and never engines of two steps."""
+    found = hf_ranks.run(2, partial(fall_back_with_two_engines, str(tmp_path)))
+    for newest, older, none in found:
+        assert (newest, older) == ("[2, 2]", "[1, 1]")
+        assert "CheckpointNotFoundError" in none
+        assert "checkpoint_1" in none
+        assert "checkpoint_0" in none
 
 
 @pytest.mark.engine

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from lightning_elastic_zero import elastic
+from lightning_elastic_zero import (
+    ElasticDeepSpeedFabricStrategy,
+    ElasticDeepSpeedStrategy,
+    elastic,
+    wrap_initialize,
+)
+from lightning_elastic_zero.api import ElasticOptions
 from tests.support.ranks import Pools
 
 pytest.importorskip("transformers")
@@ -85,6 +93,39 @@ def test_fallback_passes_over_a_folder_of_two_checkpoints(hf_ranks: Pools, tmp_p
 
 
 @pytest.mark.engine
+def test_fallback_never_takes_another_engine(hf_ranks: Pools, tmp_path: Path) -> None:
+    """Two engines of equal shapes save into one folder; tags show which belongs to which."""
+    saves = partial(programs.fall_back_beside_another_engine, str(tmp_path))
+    for older, none_left, without_step in hf_ranks.run(2, saves):
+        assert older == "('critic', 1)"
+        for failure in (none_left, without_step):
+            assert "fallback=True found no older intact checkpoint" in failure
+
+
+@pytest.mark.engine
+def test_long_saves_and_loads_show_bars(hf_ranks: Pools, tmp_path: Path) -> None:
+    """On a terminal, on rank 0, as under Lightning."""
+    first, second = hf_ranks.run(2, partial(programs.shown_on_a_terminal, str(tmp_path)))
+    assert "Writing a checkpoint" in first
+    assert "Reading a checkpoint" in first
+    assert not second
+
+
+@pytest.mark.engine
+def test_ranks_must_save_into_one_folder(hf_ranks: Pools, tmp_path: Path) -> None:
+    """Temporary folders per worker, as in Ray's template, are refused at once on all ranks."""
+    for failure, seconds in hf_ranks.run(
+        3, partial(programs.save_to_several_folders, str(tmp_path))
+    ):
+        assert "SaveError" in failure
+        assert f"saves to {tmp_path}/worker-1/global_step0" in failure
+        assert f"rank 0 to {tmp_path}/worker-0/global_step0" in failure
+        assert "below RunConfig(storage_path=...)" in failure
+        assert seconds < 10
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.engine
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("tag", [None, "global_step2"])
@@ -102,4 +143,20 @@ def test_other_objects_are_refused() -> None:
     with pytest.raises(TypeError, match="elastic\\(\\) was given a dict: it takes"):
         elastic({})
     with pytest.raises(ValueError, match="fallback='yes'"):
-        elastic({}, fallback="yes")  # type: ignore[arg-type]
+        elastic({}, fallback="yes")
+    with pytest.raises(TypeError, match="'falback'"):
+        elastic({}, falback=True)
+
+
+def test_entry_points_share_their_options() -> None:
+    """``help`` shows the same keywords, with the same defaults."""
+    entries = (
+        elastic,
+        wrap_initialize,
+        ElasticDeepSpeedStrategy.__init__,
+        ElasticDeepSpeedFabricStrategy.__init__,
+    )
+    for entry in entries:
+        shown = inspect.signature(entry).parameters
+        for field in dataclasses.fields(ElasticOptions):
+            assert shown[field.name].default == field.default

@@ -40,6 +40,25 @@ def test_a_loop_goes_on_on_other_counts(
         assert abs(run.losses[step] - longer.losses[step]) < 2e-6
 
 
+@pytest.mark.engine
+@pytest.mark.long
+def test_a_background_save_and_an_older_checkpoint_are_loaded(
+    hf_ranks: Pools, tmp_path: Path
+) -> None:
+    """``async_save`` and ``fallback`` are options as under Lightning."""
+    paths = [str(tmp_path / f"step_{steps}.ckpt") for steps in (2, 3)]
+    for steps, path in zip((2, 3), paths, strict=True):
+        case = FabricCase(2, save=path, steps=steps, options={"async_save": True})
+        hf_ranks.run(2, partial(run_fabric, case))
+    shard = next(Path(paths[1]).rglob("*optim_states.pt"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    case = FabricCase(2, load=paths[1], steps=3, options={"fallback": True})
+    run, kept, _ = hf_ranks.run(3, partial(run_fabric, case))[0]
+    assert kept["step"] == 3
+    assert sorted(run.losses) == [3]
+    assert f"{paths[0]} (step 0) is loaded instead" in run.warnings[0]
+
+
 STAGES = [
     pytest.param(stage, world, id=f"{stage}-{world}") for stage in (1, 2, 3) for world in (2, 3)
 ]
