@@ -11,6 +11,7 @@ from pathlib import Path
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.processes import machine
 from lightning_elastic_zero.errors import SaveError
+from lightning_elastic_zero.storage.checkpoints import check_shareable
 from lightning_elastic_zero.storage.checksums import as_save_error, write_durably
 from lightning_elastic_zero.storage.owners import new_id
 from lightning_elastic_zero.storage.paths import parse_path
@@ -65,7 +66,8 @@ def check_directories(folders: Iterable[object], ranks: Ranks) -> list[CheckedDi
     Raises:
         SaveError: a directory cannot be written, cannot rename or sync, or is not the same one on
             all hosts (node-local storage), as far as all of them see within ten seconds.
-        UnsupportedError: a URL has an unsupported scheme, or obstore is not installed.
+        UnsupportedError: a URL has an unsupported scheme, obstore is not installed, or several
+            ranks would save into the memory of one process.
     """
 
     def paths() -> list[str]:
@@ -92,6 +94,7 @@ def _check_store(folder: StorePath, ranks: Ranks) -> None:
     step = f"check {folder}"
 
     def leave() -> str:
+        check_shareable(folder, ranks.world_size)
         name = f"{PREFIX}{new_id()}"
         with as_save_error(folder):
             check_conditional_writes(folder.store, folder)

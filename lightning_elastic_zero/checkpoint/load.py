@@ -75,6 +75,7 @@ from lightning_elastic_zero.formats.deepspeed_files import is_deepspeed
 from lightning_elastic_zero.formats.open import RenamedReader, open_checkpoint
 from lightning_elastic_zero.formats.reader import WEIGHT, CheckpointReader, SharedState, Targets
 from lightning_elastic_zero.storage.checkpoints import (
+    check_shareable,
     has_entry,
     published_ns,
     repair_target,
@@ -391,6 +392,9 @@ def _become_infinite(masters: torch.Tensor, dtype: torch.dtype) -> bool:
     return False
 
 
+_MOST_REPLACED = 5
+"""How often a load starts again because its checkpoint was replaced."""
+
 _NOTHING_TO_TAKE = (
     "fallback=True found no older intact checkpoint of this model in the same folder."
 )
@@ -461,12 +465,50 @@ def _has_same_shapes(live: LiveState, options: LoadOptions, saved: Manifest) -> 
 def _load(
     path: str | os.PathLike[str], live: LiveState, ranks: Ranks, *, options: LoadOptions
 ) -> LoadResult:
-    """Restore one checkpoint, or leave the engine as it was."""
+    """Restore one checkpoint, or leave the engine as it was.
+
+    A checkpoint that is replaced meanwhile loses its files. The new one is loaded instead.
+    """
+    found: list[str] = []
+    for _ in range(_MOST_REPLACED):
+        try:
+            return _load_once(path, live, ranks, found, options=options)
+        except DAMAGE_ERRORS:
+            step = "load: look whether the checkpoint was replaced"
+            if not ranks.broadcast(step, lambda: _is_replaced(path, found)):
+                raise
+            log.info("%s was replaced during the load; the new checkpoint is loaded", path)
+    return _load_once(path, live, ranks, found, options=options)
+
+
+def _is_replaced(path: str | os.PathLike[str], found: Collection[str]) -> bool:
+    """Rank 0: whether a checkpoint is at the path that was not found there before."""
+    with suppress(OSError):
+        manifest = _manifest_of(resolved(parse_path(path)))
+        return manifest is not None and manifest.save_id not in found
+    return False
+
+
+def _load_once(
+    path: str | os.PathLike[str],
+    live: LiveState,
+    ranks: Ranks,
+    found: list[str],
+    *,
+    options: LoadOptions,
+) -> LoadResult:
+    """Make one attempt.
+
+    Args:
+        path: the checkpoint.
+        live: the engine.
+        ranks: those that load.
+        found: gets the save id, on rank 0.
+        options: the options.
+    """
     began, asked = time.monotonic(), parse_path(path)
     requests = request_count(asked)
-    first = ranks.broadcast(
-        "load: find the checkpoint", lambda: _find(path, options, ranks.progress)
-    )
+    first = ranks.broadcast("load: find the checkpoint", lambda: _find(path, ranks, found, options))
     step = f"load {first['path']}"
     with ExitStack() as files, ExitStack() as undo:
 
@@ -502,12 +544,12 @@ def _load(
         fingerprint=verdict.fingerprint,
         requests=sum(count for _, count in costs),
     )
-    found = _source_summary(source).rstrip(",") if source.info.lacks else ""
+    summary = _source_summary(source).rstrip(",") if source.info.lacks else ""
     return LoadResult(
         dict(shared.client_state),
         source.manifest,
         stats,
-        found,
+        summary,
         filled.rank_entries,
         group_origins=filled.values.group_origins,
         fingerprint_result=verdict.text,
@@ -533,13 +575,17 @@ def _raise(failure: Exception | None) -> None:
         raise failure
 
 
-def _find(path: str | os.PathLike[str], options: LoadOptions, progress: Progress) -> dict[str, str]:
+def _find(
+    path: str | os.PathLike[str], ranks: Ranks, found: list[str], options: LoadOptions
+) -> dict[str, str]:
     """Rank 0: find the checkpoint, behind links, so that all ranks open the same one."""
-    found = parse_path(path)
-    repair_target(found)
-    directory = resolved_if_exists(found)
+    asked, progress = parse_path(path), ranks.progress
+    check_shareable(asked, ranks.world_size)
+    repair_target(asked)
+    directory = resolved_if_exists(asked)
     opened = open_checkpoint(directory, allow_pickle=options.allow_pickle, progress=progress)
     with closing(opened) as source:
+        found.append(source.manifest.save_id)
         source.check_all()
         return {"path": str(directory), "save_id": source.manifest.save_id}
 

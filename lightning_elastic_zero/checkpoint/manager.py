@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -119,6 +119,8 @@ class Retention:
     def __init__(self) -> None:
         self._resumed_from: AnyPath | None = None
         self._waiting: dict[AnyPath, object] = {}
+        self._published: dict[AnyPath, object] = {}
+        """Identity of what this run has published under a name: another run may replace it."""
         self._held_for: AnyPath | None = None
         """The last checkpoint that was to be written, while it is not there: nothing is deleted."""
         self._lock = threading.RLock()
@@ -135,7 +137,8 @@ class Retention:
         """Delete a checkpoint, now or as soon as nothing needs it: no save, and no link."""
         doomed = parse_path(path)
         with self._lock:
-            self._waiting[doomed] = identity(doomed)
+            published = self._published.pop(doomed, None)
+            self._waiting[doomed] = published or identity(doomed)
         self.delete_pending()
 
     def on_save_started(self, path: AnyPath) -> None:
@@ -153,8 +156,10 @@ class Retention:
         with self._lock:
             if path == self._held_for:
                 self._held_for = None
+            with suppress(OSError):
+                self._published[path] = identity(path)
             if path in self._waiting:
-                self._waiting[path] = identity(path)
+                self._waiting[path] = self._published.pop(path, None)
         self.delete_pending()
 
     def delete_pending(self) -> None:
@@ -165,14 +170,14 @@ class Retention:
         with self._lock:
             for path, doomed in [] if self._held_for else list(self._waiting.items()):
                 try:
-                    waits = identity(path) == doomed and not self._try(path)
+                    waits = identity(path) == doomed and not self._try(path, doomed)
                 except OSError as error:
                     log.warning("%s could not be deleted: %s", path, error)
                     waits = False
                 if not waits:
                     del self._waiting[path]
 
-    def _try(self, path: AnyPath) -> bool:
+    def _try(self, path: AnyPath, doomed: object) -> bool:
         """Delete a checkpoint; False: it has to wait."""
         if not is_link(path):
             if not exists(path):
@@ -185,7 +190,7 @@ class Retention:
                 return False
             if has_link(path):
                 return False
-        if refusal_reason := delete_checkpoint(path):
+        if refusal_reason := delete_checkpoint(path, doomed):
             log.warning(
                 "%s is not deleted, and will not be: it %s. Delete it yourself, or move your files "
                 "away.",

@@ -75,6 +75,7 @@ from lightning_elastic_zero.formats.pickles import PLAIN_DATA, unpickle
 from lightning_elastic_zero.formats.reader import EXTRA_STATES, OPTIMIZER_STATE
 from lightning_elastic_zero.storage.checkpoints import (
     Staged,
+    check_shareable,
     prepare_target,
     request_count,
     stage,
@@ -439,6 +440,7 @@ def _stage(
 ) -> dict[str, Any]:
     """Rank 0: make the folder in which all ranks write; return its description."""
     target, save_id = contents.target, uuid.uuid4().hex
+    check_shareable(target, ranks.world_size)
     warn_of_objects(target, contents.objects, contents.warned_objects)
     with as_save_error(target):
         staged.append(stage(target, save_id, ranks.progress))

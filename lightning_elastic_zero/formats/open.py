@@ -44,7 +44,12 @@ from lightning_elastic_zero.formats.reader import (
 )
 from lightning_elastic_zero.formats.torch_read import ForeignFiles, foreign_files
 from lightning_elastic_zero.formats.universal import UniversalReader
-from lightning_elastic_zero.storage.checkpoints import inspect_target, is_checkpoint, siblings
+from lightning_elastic_zero.storage.checkpoints import (
+    inspect_target,
+    is_checkpoint,
+    read_manifest,
+    siblings,
+)
 from lightning_elastic_zero.storage.ownership import LATEST, TAG
 from lightning_elastic_zero.storage.paths import NO_ENTRY, read_file
 from lightning_elastic_zero.storage.stores import AnyPath, StorePath
@@ -306,7 +311,7 @@ def _own_manifest(path: AnyPath) -> Manifest | None:
     manifest = path / MANIFEST_NAME
     try:
         # As bytes, so that line ends stay unchanged: the digest covers them.
-        text = read_file(manifest).decode()
+        text = read_manifest(path).decode()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:

@@ -10,9 +10,10 @@ from typing import TypeAlias
 
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
+from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.storage import leftovers, ownership, store_checkpoints
 from lightning_elastic_zero.storage.ownership import ExistingTarget
-from lightning_elastic_zero.storage.paths import existing_path, real_path
+from lightning_elastic_zero.storage.paths import existing_path, read_file, real_path
 from lightning_elastic_zero.storage.publish import StagedDirectory, staging_path
 from lightning_elastic_zero.storage.store_checkpoints import StagedObjects
 from lightning_elastic_zero.storage.stores import AnyPath, StorePath
@@ -85,6 +86,34 @@ def _size(path: Path) -> int | OSError:
         return error
 
 
+def read_manifest(path: AnyPath) -> bytes:
+    """Read the manifest of a checkpoint.
+
+    Raises:
+        OSError: it is missing or cannot be read.
+    """
+    if not isinstance(path, StorePath):
+        return read_file(path / MANIFEST_NAME)
+    commit = store_checkpoints.read_commit(path)
+    if commit is None:
+        raise FileNotFoundError(errno.ENOENT, "there is no such object", str(path))
+    return commit.data
+
+
+def check_shareable(path: AnyPath, world_size: int) -> None:
+    """Refuse the memory of one process as a store for several.
+
+    Raises:
+        UnsupportedError: it is that.
+    """
+    if world_size > 1 and str(path).startswith("memory://"):
+        msg = (
+            f"{path} is in the memory of one process, but {world_size} ranks save or load. Choose "
+            "a folder or a store that all ranks share"
+        )
+        raise UnsupportedError(msg)
+
+
 def request_count(path: AnyPath) -> int:
     """Return the requests of this process to the store of a path so far; 0 for a disk."""
     return path.store.requests if isinstance(path, StorePath) else 0
@@ -149,11 +178,11 @@ def inspect_target(path: AnyPath) -> ExistingTarget:
     return ownership.inspect_target(path)
 
 
-def delete_checkpoint(path: AnyPath, progress: Progress = NO_PROGRESS) -> str:
-    """See ``ownership.delete_checkpoint``."""
+def delete_checkpoint(path: AnyPath, expected: object) -> str:
+    """Delete a checkpoint of a given ``identity``; see ``ownership.delete_checkpoint``."""
     if isinstance(path, StorePath):
-        return store_checkpoints.delete_checkpoint(path, progress)
-    return ownership.delete_checkpoint(path, progress)
+        return store_checkpoints.delete_checkpoint(path, expected)
+    return ownership.delete_checkpoint(path)
 
 
 def make_link(target: AnyPath, link: AnyPath, progress: Progress = NO_PROGRESS) -> None:
@@ -185,7 +214,7 @@ def repair_target(target: AnyPath) -> None:
 def stage(target: AnyPath, save_id: str, progress: Progress = NO_PROGRESS) -> Staged:
     """Remove leftovers of killed saves, and begin to write a checkpoint; on rank 0."""
     if isinstance(target, StorePath):
-        return StagedObjects.create(target, save_id)
+        return StagedObjects.create(target, save_id, progress)
     if target.parent.is_dir():
         leftovers.remove_leftovers(target.parent, progress)
     return StagedDirectory.create(target, save_id)

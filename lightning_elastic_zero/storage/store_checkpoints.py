@@ -18,6 +18,7 @@ import json
 import logging
 import re
 import threading
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -43,16 +44,30 @@ from lightning_elastic_zero.storage.ownership import (
     recorded_files,
 )
 from lightning_elastic_zero.storage.publish import OWNER_PREFIX
-from lightning_elastic_zero.storage.stores import Store, StoredObject, StorePath, Version
+from lightning_elastic_zero.storage.stores import (
+    RETRY_S,
+    Store,
+    StoredObject,
+    StorePath,
+    Version,
+)
 
 LINK_FORMAT = "lightning_elastic_zero.link"
 """``format`` of a ``manifest.json`` that is a link."""
+
+DELETED_FORMAT = "lightning_elastic_zero.deleted"
+"""``format`` of a ``manifest.json`` that is about to be deleted."""
 
 TOUCH_INTERVAL_S = 60.0
 """Interval at which a working process writes its owner object again."""
 
 IN_FLIGHT_S = 60.0
 """Longest time after which a store carries out a request of a process that has ended."""
+
+DELETION_S = RETRY_S + IN_FLIGHT_S
+"""Longest time from the first to the last request of a deletion. A save under that name waits."""
+
+_POLL_S = 0.2
 
 _MOST_LINKS = 8
 """Links that are followed from one to the next."""
@@ -82,8 +97,10 @@ class Commit:
     """Of a checkpoint."""
     linked_to: str = ""
     """Of a link: a name in the same folder, or a URL."""
+    is_deleted: bool = False
+    """Whether the name is being deleted."""
     problem: str = ""
-    """Why it is neither; empty if it is one."""
+    """Why it is none of these; empty if it is one."""
 
     @property
     def identity(self) -> str:
@@ -92,11 +109,16 @@ class Commit:
 
 
 def read_commit(path: StorePath, progress: Progress = NO_PROGRESS) -> Commit | None:
-    """Return the commit of a name; None if there is none.
+    """Return the commit of a name; None if there is none, or if it is being deleted.
 
     Raises:
         OSError: it cannot be read.
     """
+    commit = _read_manifest(path, progress)
+    return None if commit is None or commit.is_deleted else commit
+
+
+def _read_manifest(path: StorePath, progress: Progress = NO_PROGRESS) -> Commit | None:
     try:
         found = path.store.get((path / MANIFEST_NAME).key, progress)
     except FileNotFoundError:
@@ -108,6 +130,8 @@ def read_commit(path: StorePath, progress: Progress = NO_PROGRESS) -> Commit | N
     kind = content.get("format") if isinstance(content, dict) else None
     if kind == LINK_FORMAT and isinstance(content.get("target"), str):
         return Commit(*found, linked_to=content["target"])
+    if kind == DELETED_FORMAT:
+        return Commit(*found, is_deleted=True)
     if kind == FORMAT and isinstance(content.get("save_id"), str):
         return Commit(*found, save_id=content["save_id"])
     return Commit(*found, problem=f"its {MANIFEST_NAME} was written by other software")
@@ -152,8 +176,13 @@ def can_replace(other: StorePath, path: StorePath) -> bool:
         there.weights_only and not (mine and recorded_files(mine.data).weights_only)
     ):
         return False
-    sizes = file_sizes(other)
-    return all(sizes.get(name) == size for name, size in there.sizes.items() if size is not None)
+    return _has_files(other, theirs.data)
+
+
+def _has_files(path: StorePath, manifest: bytes) -> bool:
+    """Whether all files that a manifest names are there, by their sizes."""
+    sizes, recorded = file_sizes(path), recorded_files(manifest).sizes
+    return all(sizes.get(name) == size for name, size in recorded.items() if size is not None)
 
 
 def file_sizes(path: StorePath) -> dict[str, int]:
@@ -223,16 +252,42 @@ def _is_ours(name: str) -> bool:
     return bool(_SAVE_ID.fullmatch(save_id) and WRITTEN.fullmatch(file))
 
 
-def delete_checkpoint(path: StorePath, progress: Progress = NO_PROGRESS) -> str:
-    """Delete a checkpoint or a link; see ``ownership.delete_checkpoint``."""
-    existing, commit = inspect_target(path), read_commit(path)
+def delete_checkpoint(
+    path: StorePath, identity: object = None, progress: Progress = NO_PROGRESS
+) -> str:
+    """Delete a checkpoint or a link; see ``ownership.delete_checkpoint``.
+
+    Stores delete without conditions. So the manifest is replaced on the condition that it is
+    unchanged, then deleted. A save that begins in between waits (``DELETION_S``).
+
+    Args:
+        path: the name.
+        identity: ``Commit.identity`` of what is to be deleted; None: whatever is there.
+        progress: checked after every request.
+    """
+    store, key = path.store, (path / MANIFEST_NAME).key
+    commit, existing = read_commit(path), inspect_target(path)
     if existing.refusal_reason or commit is None:
         return existing.refusal_reason
-    # First, so that it is never taken for a whole one.
-    path.store.delete([(path / MANIFEST_NAME).key], progress)
+    is_meant = identity in {None, commit.identity}
+    try:
+        if is_meant:
+            store.swap(key, _to_json(DELETED_FORMAT), commit.version, progress)
+    except FileExistsError:
+        is_meant = False
+    if not is_meant:
+        _log.warning("%s is not deleted: another process has replaced it.", path)
+        return ""
+    store.delete([key], progress)
     if commit.save_id:
         _delete_files(path, commit.save_id, progress)
     return ""
+
+
+def _to_json(kind: str, **fields: str) -> bytes:
+    """Return a unique content of ``manifest.json``."""
+    content = {"format": kind, "format_version": 1, "id": new_id(), **fields}
+    return (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()
 
 
 def _delete_files(path: StorePath, save_id: str, progress: Progress) -> None:
@@ -256,13 +311,12 @@ def make_link(target: StorePath, link: StorePath, progress: Progress = NO_PROGRE
     if target == link:
         return
     text = target.name if target.parent == link.parent else str(target)
-    content = {"format": LINK_FORMAT, "format_version": 1, "id": new_id(), "target": text}
-    data = (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()
+    data = _to_json(LINK_FORMAT, target=text)
     try:
         if refusal_reason := inspect_target(link).refusal_reason:
             msg = f"Could not link {link} to the published {target}: {link} {refusal_reason}."
             raise SaveError(msg)
-        replaced = read_commit(link, progress)
+        replaced = _read_manifest(link, progress)
         expected = replaced.version if replaced else None
         link.store.swap((link / MANIFEST_NAME).key, data, expected, progress)
     except OSError as error:
@@ -285,21 +339,15 @@ def remove_leftovers(parent: StorePath, progress: Progress = NO_PROGRESS) -> lis
     """
     _, objects = parent.store.entries(parent.key, progress)
     owners = _owners(parent, objects)
-    now = max((found.modified for found in owners.values()), default=None)
-    if now is not None:
-        probes = [each for each in objects if _below(parent, each).startswith(PROBE_PREFIX)]
-        old = timedelta(seconds=PROBE_AGE_S)
-        parent.store.delete([each.key for each in probes if now - each.modified > old], progress)
+    if not owners:
+        return []
+    now = max(found.modified for found in owners.values())
+    probes = [each for each in objects if _below(parent, each).startswith(PROBE_PREFIX)]
+    old = timedelta(seconds=PROBE_AGE_S)
+    parent.store.delete([each.key for each in probes if now - each.modified > old], progress)
     removed = []
-    for found in owners.values():
-        owner = _owner_of(parent, found)
-        if owner is None or now is None:
-            continue
-        untouched_s = (now - found.modified).total_seconds()
-        if untouched_s > IN_FLIGHT_S and owner.is_dead(untouched_s):
-            # First: a process that was only suspended must not publish what is removed here.
-            parent.store.delete([found.key], progress)
-            removed += _remove_unpublished(parent / owner.target, progress)
+    for save_id, found in owners.items():
+        removed += _remove_if_dead(parent, save_id, found.key, now, progress)
     return removed
 
 
@@ -313,24 +361,37 @@ def _owners(parent: StorePath, objects: Iterable[StoredObject]) -> dict[str, Sto
     return {save_id: each for save_id, each in found.items() if _SAVE_ID.fullmatch(save_id)}
 
 
-def _owner_of(parent: StorePath, found: StoredObject) -> ProcessIdentity | None:
+def _remove_if_dead(
+    parent: StorePath, save_id: str, owner_key: str, now: datetime, progress: Progress
+) -> list[StorePath]:
+    """Remove the saves under the name of a dead process that are unpublished and nobody writes.
+
+    The owner object is replaced first, by one that names what is removed. This fails if the process
+    has written it meanwhile, and shows a process that was only suspended what it has lost.
+    """
     try:
-        return ProcessIdentity.from_bytes(parent.store.get(found.key)[0])
+        data, version, modified = parent.store.get(owner_key, progress)
     except FileNotFoundError:
-        return None
-
-
-def _remove_unpublished(target: StorePath, progress: Progress) -> list[StorePath]:
-    """Remove the saves under a name that its manifest does not name and nobody writes."""
+        return []
+    owner, untouched_s = ProcessIdentity.from_bytes(data), (now - modified).total_seconds()
+    if owner is None or untouched_s <= IN_FLIGHT_S or not owner.is_dead(untouched_s):
+        return []
+    target = parent / owner.target
     # In this order: a save has an owner before its first file, and until after its commit.
     saves, _ = target.store.entries(target.key, progress)
-    owners = _owners(target.parent, target.store.entries(target.parent.key, progress)[1])
+    owners = _owners(parent, parent.store.entries(parent.key, progress)[1])
     commit = read_commit(target, progress)
-    kept = {*owners, commit.save_id if commit else ""}
-    gone = [save_id for save_id in saves if _SAVE_ID.fullmatch(save_id) and save_id not in kept]
-    for save_id in gone:
-        _delete_files(target, save_id, progress)
-    return [target / save_id for save_id in gone]
+    kept = {*owners} - {save_id} | {commit.save_id if commit else ""}
+    gone = [each for each in saves if _SAVE_ID.fullmatch(each) and each not in kept]
+    claim = {**load_json(owner.to_json()), "removed": gone, "id": new_id()}
+    try:
+        parent.store.swap(owner_key, json.dumps(claim).encode(), version, progress)
+    except FileExistsError:
+        return []
+    for each in gone:
+        _delete_files(target, each, progress)
+    parent.store.delete([owner_key], progress)
+    return [target / each for each in gone]
 
 
 # -- saving --------------------------------------------------------------------------------------
@@ -358,7 +419,9 @@ class StagedObjects:
         self._is_committing = False
 
     @classmethod
-    def create(cls, target: StorePath, save_id: str) -> StagedObjects:
+    def create(
+        cls, target: StorePath, save_id: str, progress: Progress = NO_PROGRESS
+    ) -> StagedObjects:
         """Show that this process writes the target.
 
         Raises:
@@ -369,21 +432,44 @@ class StagedObjects:
         with as_save_error(target):
             check_conditional_writes(target.store, target.parent)
             check_replaceable(target)
-            staged._replaced = read_commit(target)
             try:
                 staged._touch()
-                remove_leftovers(target.parent)
+                staged._replaced = staged._await_deletion(progress)
+                remove_leftovers(target.parent, progress)
             except BaseException:
                 staged.abandon()
                 raise
         return staged
 
+    def _await_deletion(self, progress: Progress) -> Commit | None:
+        """Return the commit that is replaced, after a deletion of the name has ended."""
+        began = time.monotonic()
+        now = self.target.store.get(self._owner.key, progress)[2]
+        while (commit := _read_manifest(self.target, progress)) and commit.is_deleted:
+            deleted_s = (now - commit.modified).total_seconds() + time.monotonic() - began
+            if deleted_s > DELETION_S:
+                break
+            progress.check()
+            time.sleep(_POLL_S)
+        return commit
+
     def touch_regularly(self) -> PeriodicThread:
         """Show other machines, within the context, that this process is alive."""
+        failed = threading.Event()
 
         def touch() -> None:
-            with suppress(OSError):
+            try:
                 self._touch()
+            except OSError as error:
+                if not failed.is_set():
+                    failed.set()
+                    _log.warning(
+                        "%s cannot be written (%s). After %d min without it, other runs consider "
+                        "this process dead, and its save fails.",
+                        self._owner,
+                        error.strerror,
+                        DEAD_AFTER_S // 60,
+                    )
 
         return PeriodicThread(touch, TOUCH_INTERVAL_S, "owns a save")
 
@@ -418,18 +504,15 @@ class StagedObjects:
         try:
             self._touch()
         except FileExistsError as error:
-            msg = (
-                f"Could not publish {self.target}: this process was considered dead, and its files "
-                "were removed."
-            )
-            raise SaveError(msg) from error
+            raise self._considered_dead() from error
         except OSError as error:
             msg = f"Could not publish {self.target}: {error.strerror}."
             raise SaveError(msg) from error
         self._is_committing = True
         try:
             # Without progress checks: an interrupted request may still be carried out.
-            store.swap(key, self._manifest, expected)
+            version = store.swap(key, self._manifest, expected)
+            self._check_kept(version)
         except FileExistsError as error:
             self._is_committing = False
             msg = (
@@ -441,6 +524,43 @@ class StagedObjects:
             msg = f"Could not publish {self.target}: {error.strerror}. Its files: {self.path}."
             raise SaveError(msg) from error
         self._is_committing = False
+
+    def _check_kept(self, version: Version) -> None:
+        """Undo the commit if a cleanup has read the manifest before it, and removes the files.
+
+        A cleanup reads the manifest, then replaces the owner object. This process has written the
+        manifest, and now the owner object: one of the two sees the other.
+
+        Raises:
+            SaveError: the files are removed. What was replaced is published again.
+        """
+        store, key = self.target.store, (self.target / MANIFEST_NAME).key
+        try:
+            self._touch()
+        except FileExistsError as error:
+            if self._is_kept():
+                return
+            previous = self._replaced.data if self._replaced else _to_json(DELETED_FORMAT)
+            store.swap(key, previous, version)
+            self._is_committing = False
+            raise self._considered_dead() from error
+        except OSError as error:
+            _log.warning("%s cannot be written (%s).", self._owner, error.strerror)
+
+    def _is_kept(self) -> bool:
+        """Whether the cleanup that has replaced the owner object leaves this save."""
+        try:
+            claim: Any = load_json(self.target.store.get(self._owner.key)[0])
+        except FileNotFoundError:  # It has ended.
+            return _has_files(self.target, self._manifest)
+        return self._save_id not in claim["removed"]
+
+    def _considered_dead(self) -> SaveError:
+        msg = (
+            f"Could not publish {self.target}: this process was considered dead, and its files "
+            "were removed."
+        )
+        return SaveError(msg)
 
     def clean(self, progress: Progress) -> None:
         """Remove the replaced checkpoint."""

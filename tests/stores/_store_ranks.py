@@ -114,6 +114,42 @@ def load_state(settings: Settings, url: str) -> Outcome:
     return Outcome(raised, same[0] if same else f"neither: {unlike}")
 
 
+def load_during_overwrite(settings: Settings, url: str, other: str) -> Outcome:
+    """Load a checkpoint; before the last rank reads a file, another one replaces it. Collective."""
+    from torch import distributed
+
+    from lightning_elastic_zero.storage.paths import parse_path
+    from lightning_elastic_zero.storage.stores import Read, Store, StorePath
+
+    settings.apply()
+    target, new = parse_path(url), parse_path(other)
+    assert isinstance(target, StorePath)
+    assert isinstance(new, StorePath)
+    read, waiting = Store.begin_read, [distributed.get_rank() == settings.setup.world - 1]
+
+    def begin_read(store: Store, key: str, start: int, stop: int) -> Read:
+        if waiting.pop() if waiting else False:
+            old = {found.key for found in store.objects_below(target.key)}
+            # The manifest is the last one.
+            for found in reversed(store.objects_below(new.key)):
+                copy = found.key.replace(new.key, target.key)
+                store.put(copy, store.get(found.key)[0])
+                old.discard(copy)
+            store.delete(old)
+        return read(store, key, start, stop)
+
+    Store.begin_read = begin_read  # type: ignore[method-assign,assignment]
+    try:
+        return load_state(settings, url)
+    finally:
+        Store.begin_read = read  # type: ignore[method-assign]
+
+
+def load_repeatedly(settings: Settings, url: str, count: int) -> list[Outcome]:
+    """Load one after another. Collective."""
+    return [load_state(settings, url) for _ in range(count)]
+
+
 def save_repeatedly(
     settings: Settings, url: str, states: Sequence[int], pause_s: float = 0.0
 ) -> list[Outcome]:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable, Collection
 from uuid import uuid4
 
 import pytest
 
+from lightning_elastic_zero.checkpoint.manager import Retention
 from lightning_elastic_zero.core.manifest import FileEntry
 from lightning_elastic_zero.core.progress import NO_PROGRESS
-from lightning_elastic_zero.errors import CheckpointCorruptedError, SaveError
+from lightning_elastic_zero.errors import (
+    CheckpointCorruptedError,
+    CheckpointNotFoundError,
+    SaveError,
+)
+from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.storage import store_checkpoints
 from lightning_elastic_zero.storage.checkpoints import (
     exists,
@@ -61,6 +69,11 @@ def begin(target: StorePath, content: bytes = b"content") -> StagedObjects:
     manifest = {"format": "lightning_elastic_zero", "save_id": save_id, "files": files}
     staged.seal(json.dumps(manifest).encode())
     return staged
+
+
+def identity_of(staged: StagedObjects) -> str:
+    """Return the identity of a published save."""
+    return staged.path.name
 
 
 def publish(target: StorePath, content: bytes = b"content") -> StagedObjects:
@@ -213,6 +226,236 @@ def test_leftovers_of_a_dead_process_are_removed(
     with pytest.raises(SaveError, match="considered dead"):
         dead.put_in_place()
     assert published.path.store.objects_below(published.path.key)
+
+
+def consider_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a cleanup consider the processes of all saves dead, at once."""
+    monkeypatch.setattr(store_checkpoints, "IN_FLIGHT_S", -1.0)
+    monkeypatch.setattr(ProcessIdentity, "is_dead", lambda *_: True)
+
+
+def at_request(
+    folder: StorePath,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    key: str,
+    call: Callable[[], object],
+    *,
+    after: bool = False,
+) -> None:
+    """Make a call before or after the first request of a kind whose key has an end."""
+    request = getattr(folder.store, name)
+    waiting = [call]
+
+    def wrapped(at: str | Collection[str], *args: object) -> object:
+        meant = waiting and (at if isinstance(at, str) else min(at)).endswith(key)
+        if meant and not after:
+            waiting.pop()()
+        answer = request(at, *args)
+        if meant and after:
+            waiting.pop()()
+        return answer
+
+    monkeypatch.setattr(folder.store, name, wrapped)
+
+
+def test_a_save_that_begins_during_a_cleanup_keeps_its_files(
+    folder: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cleanup lists the saves before the owners: one whose owner it did not see has files."""
+    target = folder / "a.ckpt"
+    dead = begin(target)
+    monkeypatch.setattr(store_checkpoints, "IN_FLIGHT_S", -1.0)
+    monkeypatch.setattr(ProcessIdentity, "is_dead", lambda self, _: self.pid == -1)
+    owner = folder / f".zero-owner-{dead.path.name}.json"
+    text = folder.store.get(owner.key)[0].decode()
+    folder.store.put(owner.key, re.sub('"pid": [0-9]+', '"pid": -1', text).encode())
+    began: list[StagedObjects] = []
+
+    def begin_another() -> None:
+        monkeypatch.setattr(store_checkpoints, "remove_leftovers", lambda *_: [])
+        began.append(begin(target))
+
+    # Between the list of owners of the folder and what follows.
+    at_request(folder, monkeypatch, "get", owner.key, begin_another)
+    assert remove_leftovers(folder) == [dead.path]
+    [save] = began
+    save.put_in_place()
+    save.clean(NO_PROGRESS)
+    assert keys(folder) == PUBLISHED
+
+
+def test_a_suspended_writer_does_not_publish_what_is_removed(
+    folder: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner object is not created again."""
+    published = publish(folder / "a.ckpt", b"old")
+    suspended = begin(folder / "a.ckpt")
+    consider_dead(monkeypatch)
+    assert remove_leftovers(folder) == [suspended.path]
+    with pytest.raises(SaveError, match="considered dead"):
+        suspended.put_in_place()
+    suspended.abandon()
+    assert keys(folder) == PUBLISHED
+    assert published.path.store.get((published.path / FILE).key)[0] == b"old"
+
+
+@pytest.mark.parametrize("old", [b"old", b""], ids=["overwrite", "new"])
+@pytest.mark.parametrize("cleanup", ["has ended", "is suspended"])
+def test_a_writer_suspended_before_its_commit_takes_it_back(
+    folder: StorePath,
+    monkeypatch: pytest.MonkeyPatch,
+    cleanup: str,
+    old: bytes,
+) -> None:
+    """A cleanup began after the last sign of life, and has read the manifest before the commit."""
+    target = folder / "a.ckpt"
+    if old:
+        publish(target, old)
+    suspended = begin(target)
+    consider_dead(monkeypatch)
+    delete_files, kept = store_checkpoints._delete_files, []
+
+    def clean() -> None:
+        if cleanup == "is suspended":
+            monkeypatch.setattr(store_checkpoints, "_delete_files", lambda *a: kept.append(a))
+            monkeypatch.setattr(folder.store, "delete", lambda *a: kept.append(a))
+        remove_leftovers(folder)
+        monkeypatch.undo()
+
+    at_request(folder, monkeypatch, "swap", "manifest.json", clean)
+    with pytest.raises(SaveError, match="considered dead"):
+        suspended.put_in_place()
+    for args in kept:
+        (delete_files if len(args) > 2 else folder.store.delete)(*args)
+    suspended.abandon()
+    assert is_checkpoint(target) == bool(old)
+    if old:
+        assert keys(folder) == PUBLISHED
+    else:
+        assert keys(folder) == {"a.ckpt/manifest.json"}
+
+
+@pytest.mark.parametrize("cleanup", ["has ended", "is suspended"])
+def test_a_cleanup_that_sees_the_commit_keeps_the_save(
+    folder: StorePath, monkeypatch: pytest.MonkeyPatch, cleanup: str
+) -> None:
+    """The owner object is gone, but the save is published and succeeds."""
+    target = folder / "a.ckpt"
+    publish(target, b"old")
+    suspended = begin(target, b"new")
+    consider_dead(monkeypatch)
+
+    def clean() -> None:
+        if cleanup == "is suspended":
+            monkeypatch.setattr(store_checkpoints, "_delete_files", lambda *_: None)
+            monkeypatch.setattr(folder.store, "delete", lambda *_: None)
+        remove_leftovers(folder)
+        monkeypatch.undo()
+
+    at_request(folder, monkeypatch, "swap", "manifest.json", clean, after=True)
+    suspended.put_in_place()
+    suspended.clean(NO_PROGRESS)
+    assert keys(folder) == PUBLISHED
+    assert suspended.path.store.get((suspended.path / FILE).key)[0] == b"new"
+
+
+def test_a_late_request_of_a_killed_process_publishes_a_whole_checkpoint(
+    folder: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files stay for as long as a store may still carry out its last request."""
+    target = folder / "a.ckpt"
+    killed = begin(target)
+    monkeypatch.setattr(ProcessIdentity, "is_dead", lambda *_: True)
+    assert remove_leftovers(folder) == []
+    folder.store.swap((target / "manifest.json").key, killed._manifest, None)
+    monkeypatch.setattr(store_checkpoints, "IN_FLIGHT_S", -1.0)
+    assert remove_leftovers(folder) == []
+    assert keys(folder) == PUBLISHED
+
+
+def test_an_owner_that_cannot_be_written_is_reported_once(
+    folder: StorePath, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The save may still succeed, but other runs may take it for dead."""
+    staged = begin(folder / "a.ckpt")
+    thread = staged.touch_regularly()
+    folder.store.delete([(folder / f".zero-owner-{staged.path.name}.json").key])
+    thread._call()
+    thread._call()
+    [line] = [r.getMessage() for r in caplog.records if "other runs consider" in r.getMessage()]
+    assert f".zero-owner-{staged.path.name}.json cannot be written" in line
+
+
+def test_only_the_meant_checkpoint_is_deleted(
+    folder: StorePath, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another run replaces it before the deletion, or during it."""
+    target = folder / "a.ckpt"
+    mine = identity_of(publish(target))
+    other = begin(target, b"other")
+    other.put_in_place()
+    other.clean(NO_PROGRESS)
+    assert not delete_checkpoint(target, mine)
+    last = begin(target, b"last")
+
+    def overwrite() -> None:
+        last.put_in_place()
+        last.clean(NO_PROGRESS)
+
+    at_request(folder, monkeypatch, "swap", "manifest.json", overwrite)
+    assert not delete_checkpoint(target, identity_of(other))
+    assert caplog.text.count("another process has replaced it") == 2
+    assert keys(folder) == PUBLISHED
+    assert last.path.store.get((last.path / FILE).key)[0] == b"last"
+    assert not delete_checkpoint(target, identity_of(last))
+    assert keys(folder) == set()
+
+
+def test_a_save_waits_for_a_deletion_under_way(
+    folder: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last request of the deletion would delete the manifest of the save."""
+    target = folder / "a.ckpt"
+    publish(target)
+    delete, late = folder.store.delete, []
+    monkeypatch.setattr(folder.store, "delete", lambda *args: late.append(args))
+    delete_checkpoint(target)
+    monkeypatch.setattr(folder.store, "delete", delete)
+    assert not exists(target)
+    with pytest.raises(CheckpointNotFoundError):
+        open_checkpoint(target)
+    waits: list[float] = []
+
+    def carry_out(wait_s: float) -> None:
+        waits.append(wait_s)
+        delete(*late[0])
+
+    monkeypatch.setattr("time.sleep", carry_out)
+    publish(target, b"new")
+    assert waits
+    assert is_checkpoint(target)
+    # Of a process that was killed in between, no request is under way any longer.
+    monkeypatch.setattr(folder.store, "delete", lambda *args: late.append(args))
+    delete_checkpoint(target)
+    monkeypatch.setattr(folder.store, "delete", delete)
+    monkeypatch.setattr(store_checkpoints, "DELETION_S", -1.0)
+    save = publish(target, b"newer")
+    assert is_checkpoint(target)
+    assert save.path.store.get((save.path / FILE).key)[0] == b"newer"
+    assert len(waits) == 1
+
+
+def test_retention_keeps_what_another_run_has_published(folder: StorePath) -> None:
+    """Under the name of a checkpoint of this run."""
+    target, retention = folder / "a.ckpt", Retention()
+    publish(folder / "b.ckpt")
+    publish(target)
+    retention.on_published(target)
+    other = publish(target, b"other")
+    retention.remove(str(target))
+    assert other.path.store.get((other.path / FILE).key)[0] == b"other"
+    assert is_checkpoint(target)
 
 
 def test_a_store_without_conditions_is_refused(

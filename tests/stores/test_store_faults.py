@@ -8,10 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from lightning_elastic_zero.errors import ElasticZeroError
 from tests.stores._fault_proxy import BODY_FAULTS, KINDS, Fault, FaultProxy
 from tests.stores._servers import make_bucket, s3_environment
-from tests.stores._store_ranks import NEW, OLD, prepare, save_repeatedly, save_state
+from tests.stores._store_ranks import (
+    NEW,
+    OLD,
+    load_during_overwrite,
+    load_repeatedly,
+    load_state,
+    prepare,
+    save_repeatedly,
+    save_state,
+)
 from tests.stores._store_runs import LOAD, PHASES, StoreRuns, store_environment
 from tests.support.engines import Setup
 from tests.support.processes import HANG_TIMEOUT_S
@@ -123,33 +131,27 @@ def test_two_runs_race_for_one_name(runs: StoreRuns) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("runs", [1], indirect=True)
 def test_readers_during_overwrites(runs: StoreRuns) -> None:
-    """A reader sees the old or the new checkpoint whole, or an error that names a missing object.
-
-    Such a reader began with a checkpoint that was replaced and deleted meanwhile.
-    """
+    """Each load gets the old or the new checkpoint whole."""
     runs.set_up("overwrite")
-    world = runs.pools.start(1)
+    writer, reader = runs.pools.start(1), runs.pools.start(1)
     try:
-        call = partial(save_repeatedly, runs.settings, runs.url, (NEW, OLD) * 10)
-        world.ranks[0].send(call)
-        seen, errors = [], []
-        while not world.ranks[0].poll():
-            try:
-                seen.append(runs.published())
-            except ElasticZeroError as error:
-                errors.append(str(error))
-        kind, outcomes = world.results(HANG_TIMEOUT_S)[0]
+        writer.ranks[0].send(partial(save_repeatedly, runs.settings, runs.url, (NEW, OLD) * 40))
+        reader.ranks[0].send(partial(load_repeatedly, runs.settings, runs.url, 60))
+        (kind, saves), (other, loads) = (
+            world.results(HANG_TIMEOUT_S)[0] for world in (writer, reader)
+        )
     finally:
-        world.end()
-    assert kind == "value", outcomes
-    assert not [outcome.error for outcome in outcomes if outcome.error]
-    row = "a reader during overwrites"
-    STORE_FAULTS.count(row, "tried", by=len(seen) + len(errors))
-    STORE_FAULTS.count(row, "succeeded", by=len(seen))
+        writer.end()
+        reader.end()
+    assert (kind, other) == ("value", "value"), (saves, loads)
+    assert not [outcome.error for outcome in saves if outcome.error]
+    errors = [outcome.error for outcome in loads if outcome.error]
+    row = "loads during overwrites"
+    STORE_FAULTS.count(row, "tried", by=len(loads))
+    STORE_FAULTS.count(row, "succeeded", by=len(loads) - len(errors))
     STORE_FAULTS.count(row, "raised", by=len(errors))
-    assert {OLD, NEW} <= set(seen)
-    assert all("there is no such object" in e or "missing" in e for e in errors), errors
-    assert len(errors) < len(seen)
+    assert not errors
+    assert {outcome.held for outcome in loads} == {f"state {OLD}", f"state {NEW}"}
 
 
 def test_some_requests_fail(runs: StoreRuns) -> None:
@@ -158,6 +160,23 @@ def test_some_requests_fail(runs: StoreRuns) -> None:
         runs.fail("overwrite", Fault(kind, method="PUT", key=r"state\.ckpt/manifest\.json"))
     runs.fail(LOAD, Fault("truncated body", method="GET", key="optim_states"))
     assert not runs.wrong, "\n".join(runs.wrong)
+
+
+def test_a_load_starts_again_when_its_checkpoint_is_replaced(runs: StoreRuns) -> None:
+    """All ranks load the new one."""
+    other = f"s3://{runs.bucket}/run/new.ckpt"
+    for url, state in ((runs.url, OLD), (other, NEW)):
+        runs.pools.run(2, partial(save_state, runs.settings, url, state))
+    outcomes = runs.pools.run(2, partial(load_during_overwrite, runs.settings, runs.url, other))
+    assert [outcome.error for outcome in outcomes] == ["", ""]
+    assert outcomes[0].held == f"state {NEW}"
+
+
+def test_several_ranks_do_not_save_into_memory(runs: StoreRuns) -> None:
+    """Each rank would have a store of its own."""
+    for call in (partial(save_state, state=NEW), load_state):
+        outcomes = runs.pools.run(2, partial(call, runs.settings, "memory://box/state.ckpt"))
+        assert all("is in the memory of one process, but 2 ranks" in o.error for o in outcomes)
 
 
 @pytest.mark.parametrize("runs", [1], indirect=True)
