@@ -431,10 +431,6 @@ def _scalar(parts: Any) -> Any:
     return np.array(values)[0]
 
 
-def _class_of(name: str) -> type:
-    return _CLASSES[name]
-
-
 _KINDS: dict[type, _Kind] = {
     int: (hex, lambda text: int(text, 16)),
     bytes: (list, bytes),
@@ -479,7 +475,7 @@ _KINDS: dict[type, _Kind] = {
     np.ndarray: (_array_parts, _array),
     np.generic: (lambda value: [_plain_dtype(value.dtype), value.tobytes()], _scalar),
     np.dtype: (_plain_dtype, np.dtype),
-    type: (lambda value: value.__name__, _class_of),
+    type: (lambda value: value.__name__, lambda name: _CLASSES[name]),
 }
 """The parts of instances of each known class, and the function that builds an instance of them."""
 
@@ -488,7 +484,9 @@ _BASES = (np.generic, np.dtype)
 
 _BUILD = {kind.__name__: build for kind, (_, build) in _KINDS.items()}
 
-_CLASSES = {kind.__name__: kind for kind in (*_KINDS, bool, float, str, list, tuple, complex)}
+_CLASSES: dict[str, type] = {
+    kind.__name__: kind for kind in (*_KINDS, bool, float, str, list, tuple, complex)
+}
 """Classes that may themselves be values, as the factory of a ``defaultdict``."""
 
 

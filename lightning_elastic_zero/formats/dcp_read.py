@@ -328,11 +328,6 @@ def choose_model(tree: Tree, live: Manifest, where: Path) -> TreePath:
     raise CheckpointMismatchError(msg)
 
 
-def largest_model(tree: Tree) -> TreePath:
-    """Return the subtree with the most tensors, or the top level."""
-    return max(tree.models, key=lambda path: len(tree.models[path]), default=())
-
-
 # -- data ----------------------------------------------------------------------------------------
 
 
@@ -646,7 +641,8 @@ class DcpReader(FullStateReader):
             incomplete="" if trainer else self._without_trainer_state(),
         )
         self._models: list[Mapping[str, Any]] = []
-        self._choose(largest_model(self._tree))
+        models = self._tree.models
+        self._choose(max(models, key=lambda path: len(models[path]), default=()))
         self._take(self._full_state)
 
     def _trainer_state(self) -> Mapping[str, Any]:

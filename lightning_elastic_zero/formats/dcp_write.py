@@ -101,7 +101,8 @@ class _ChunkPlanner(DefaultSavePlanner):
         super().__init__()
         self._progress = progress
         # torch's writer keeps the last chunk of each tensor, so all chunks share one memory.
-        self._memory = map_pages(max((_largest_chunk_bytes(t) for t in tensors), default=1), ())
+        sizes = [math.prod(c.sizes) * t.dtype.itemsize for t in tensors for c in _chunks(t.shape)]
+        self._memory = map_pages(max([1, *sizes]), ())
         entries: dict[str, Any] = {
             key: TensorStorageMetadata(
                 TensorProperties(dtype=t.dtype), torch.Size(t.shape), list(_chunks(t.shape))
@@ -149,11 +150,6 @@ class _ChunkPlanner(DefaultSavePlanner):
         for key, tensor in self._tensors.items():
             for result in written[format_tree_path(tensor.same_as)] if tensor.same_as else ():
                 yield replace(result, index=MetadataIndex(key, result.index.offset))
-
-
-def _largest_chunk_bytes(tensor: RowsSource) -> int:
-    numels = (math.prod(chunk.sizes) for chunk in _chunks(tensor.shape))
-    return max(max(numels) * tensor.dtype.itemsize, 1)
 
 
 def _chunks(shape: tuple[int, ...]) -> Iterator[ChunkStorageMetadata]:

@@ -152,12 +152,6 @@ class ModelFile:
     def aliases(self, name: str) -> tuple[str, ...]:
         return tuple(alias for alias, first in self._shared.items() if first == name)
 
-    def frozen_tensor(self, tree: Mapping[str, Any], name: str) -> torch.Tensor:
-        """Return a frozen weight of a model file: whole, or in ZeRO-3 the rank's piece."""
-        pieces = tree.get("frozen_param_fragments") or {}
-        found: torch.Tensor = pieces[name] if name in pieces else tree["module"][name]
-        return found
-
     def check_same(self, other: ModelFile) -> None:
         for what, mine, theirs in (
             ("number of ranks", self.world_size, other.world_size),
@@ -305,7 +299,9 @@ class TagReader(CheckpointReader):
     def _locate_frozen(self, transfer: Transfer) -> Location:
         rank, start = transfer.source_rank, transfer.start
         file = self.files.get(self._model_name(rank))
-        tensor = self._first.frozen_tensor(file.tree, transfer.name)
+        pieces = file.tree.get("frozen_param_fragments") or {}
+        whole_weights = file.tree["module"]
+        tensor = (pieces if transfer.name in pieces else whole_weights)[transfer.name]
         if self._partitioned:
             whole = math.prod(self._first.frozen[transfer.name])
             start -= piece_start(whole, self._first.world_size, rank)
@@ -345,12 +341,22 @@ class ZeroReader(TagReader):
     def __init__(self, files: ForeignFiles) -> None:
         super().__init__(files)
         first = self._first
-        self._prefix = self._choose_prefix()
+        # The shards of the model file's precision.
+        wanted = ("bf16_", "") if first.dtype == torch.bfloat16 else ("", "fp16_")
+        found = [prefix for prefix in wanted if prefix in self._folder.optimizer]
+        if not found:
+            self._refuse_missing([optimizer_name(0, wanted[0])])
+        self._prefix = found[0]
         self._shard_names = self._folder.optimizer[self._prefix]
         self._shards = ZeroShardSet(
             files, self._shard_name, first.shapes, first.world_size, OPTIMIZER
         )
-        self._check_stage()
+        if (self._shards.stage == STAGE_WEIGHTS) != self._partitioned:
+            msg = (
+                f"{files.folder}: {first.name} and {self._shard_name(0)} are not of one run: one "
+                "is from ZeRO-3, the other from ZeRO-1/2. Remove the files of one run"
+            )
+            raise CheckpointFormatError(msg)
         self.manifest = self._manifest()
         hyperparameters = any(group.hyperparameters for group in self.manifest.groups)
         groups = (
@@ -370,13 +376,6 @@ class ZeroReader(TagReader):
 
     # -- which files -----------------------------------------------------------------------------
 
-    def _choose_prefix(self) -> str:
-        wanted = ("bf16_", "") if self._first.dtype == torch.bfloat16 else ("", "fp16_")
-        found = [prefix for prefix in wanted if prefix in self._folder.optimizer]
-        if not found:
-            self._refuse_missing([optimizer_name(0, wanted[0])])
-        return found[0]
-
     def _shard_name(self, rank: int) -> str:
         if rank not in self._shard_names:
             self._refuse_missing([optimizer_name(rank, self._prefix)])
@@ -395,14 +394,6 @@ class ZeroReader(TagReader):
         self._shards.check_all()
 
     # -- content ---------------------------------------------------------------------------------
-
-    def _check_stage(self) -> None:
-        if (self._shards.stage == STAGE_WEIGHTS) != self._partitioned:
-            msg = (
-                f"{self.files.folder}: {self._first.name} and {self._shard_name(0)} are not of one "
-                "run: one is from ZeRO-3, the other from ZeRO-1/2. Remove the files of one run"
-            )
-            raise CheckpointFormatError(msg)
 
     def _mixed(self) -> str:
         """Describe why shards and model files seem to be of two saves; else empty.

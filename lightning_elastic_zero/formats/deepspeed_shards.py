@@ -29,7 +29,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, NoReturn, TypeAlias, TypeGuard
 
 import torch
 
@@ -214,11 +214,10 @@ class ZeroShardSet:
         self._shapes = shapes
         self._places = {name: i for shapes_ in shapes for i, name in enumerate(shapes_)}
         if len(flats) != len(shapes):
-            msg = (
-                f"{where}: rank 0's shard has {len(flats)} flat buffers, but the model file lists "
-                f"the parameters of {len(shapes)}: they are not of one save. {RESUME_FROM_ANOTHER}"
+            self._refuse(
+                f"rank 0's shard has {len(flats)} flat buffers, but the model file lists the "
+                f"parameters of {len(shapes)}: they are not of one save"
             )
-            raise CheckpointFormatError(msg)
         self.master_dtype = flats[0].dtype if flats else torch.float32
         self.group_of = self._groups_by_state(first) if self._is_by_parameter else metadata.groups
         self.buffers = tuple(self._buffer(first, index) for index in range(len(flats)))
@@ -278,14 +277,9 @@ class ZeroShardSet:
         )
 
     def _state_keys(self, shard: Shard, group: int) -> tuple[StateKey, ...]:
-        for index, buffer in enumerate(self.buffers):
-            if buffer.group == group and buffer.names and (state := self._state(shard, index)):
-                return tuple(
-                    sorted(
-                        (self._state_key(key, value, index) for key, value in state.items()),
-                        key=lambda k: k.name,
-                    )
-                )
+        for index, other in enumerate(self.group_of):
+            if other == group and (state := self._state(shard, index)):
+                return tuple(self._state_key(key, state[key], index) for key in sorted(state))
         return ()
 
     def _state_key(self, key: str, value: object, index: int) -> StateKey:
@@ -499,14 +493,17 @@ class ZeroShardSet:
             table = () if index in self._stateless else self.groups[self.group_of[index]].state
             keys = {key.name for key in table}
             if set(state) != keys:
-                msg = (
-                    f"{self._where}: {self._name(rank)} has the states {sorted(state)}, "
-                    f"{self._name(0)} has {sorted(keys)}: they are not of one save. "
-                    f"{RESUME_FROM_ANOTHER}"
+                self._refuse(
+                    f"{self._name(rank)} has the states {sorted(state)}, {self._name(0)} has "
+                    f"{sorted(keys)}: they are not of one save"
                 )
-                raise CheckpointFormatError(msg)
             self._check_lean(rank, index, state)
-            self._check_scalars(rank, index)
+            counters, wanted_counters = self._counters(rank, index), self._counters(0, index)
+            if canonical_repr(counters) != canonical_repr(wanted_counters):
+                self._refuse(
+                    f"{self._name(rank)} has {counters} for flat buffer {index}, {self._name(0)} "
+                    f"has {wanted_counters}: they were saved at other steps"
+                )
         # Ranks agree on overflows. Checked last: the other differences are more informative.
         scalers = [sorted(stub_fields(each.get("loss_scaler")).items()) for each in (shard, first)]
         self._check_same(rank, "loss scaler", *scalers)
@@ -518,40 +515,23 @@ class ZeroShardSet:
             if not is_lean(value):
                 continue
             held = [tensor.numel() for tensor in value]
-            parts = [
-                max(
-                    0,
-                    min(piece_numel(n, self.world_size), n - piece_start(n, self.world_size, rank)),
-                )
-                for n in numels
-            ]
+            starts = [(n, piece_start(n, self.world_size, rank)) for n in numels]
+            parts = [max(0, min(piece_numel(n, self.world_size), n - at)) for n, at in starts]
             if len(held) != len(parts) or any(
                 h < part for h, part in zip(held, parts, strict=True)
             ):
-                msg = (
-                    f"{self._where}: {self._name(rank)} has tensors of {held} elements for the "
-                    f"state {key!r} of sub-group {index}, expected {parts}: the files are of "
-                    f"different runs, or damaged. {RESUME_FROM_ANOTHER}"
+                self._refuse(
+                    f"{self._name(rank)} has tensors of {held} elements for the state {key!r} of "
+                    f"sub-group {index}, expected {parts}: the files are of different runs, or "
+                    "damaged"
                 )
-                raise CheckpointFormatError(msg)
 
     def _check_same(self, rank: int, what: str, mine: object, theirs: object) -> None:
         if mine != theirs:
-            msg = (
-                f"{self._where}: {self._name(rank)} has the {what} {mine}, {self._name(0)} has "
-                f"{theirs}: they are not of one save. {RESUME_FROM_ANOTHER}"
+            self._refuse(
+                f"{self._name(rank)} has the {what} {mine}, {self._name(0)} has {theirs}: they are "
+                "not of one save"
             )
-            raise CheckpointFormatError(msg)
-
-    def _check_scalars(self, rank: int, index: int) -> None:
-        mine, theirs = self._counters(rank, index), self._counters(0, index)
-        if canonical_repr(mine) != canonical_repr(theirs):
-            msg = (
-                f"{self._where}: {self._name(rank)} has {mine} for flat buffer {index}, "
-                f"{self._name(0)} has {theirs}: they were saved at other steps. "
-                f"{RESUME_FROM_ANOTHER}"
-            )
-            raise CheckpointFormatError(msg)
 
     def _counters(self, rank: int, index: int) -> dict[str, Scalar]:
         shard = self._shard(rank)
@@ -577,9 +557,12 @@ class ZeroShardSet:
 
     def _refuse_numel(self, rank: int, index: int, numel: int) -> None:
         whole = sum(map(numel_of, self._shapes[index].values()))
-        msg = (
-            f"{self._where}: flat buffer {index} of rank {rank}'s shard has {numel} elements, "
-            f"expected rank {rank}'s part of {whole} on {self.world_size} ranks: the files are of "
-            f"different runs, or damaged. {RESUME_FROM_ANOTHER}"
+        self._refuse(
+            f"flat buffer {index} of rank {rank}'s shard has {numel} elements, expected rank "
+            f"{rank}'s part of {whole} on {self.world_size} ranks: the files are of different "
+            "runs, or damaged"
         )
+
+    def _refuse(self, what: str) -> NoReturn:
+        msg = f"{self._where}: {what}. {RESUME_FROM_ANOTHER}"
         raise CheckpointFormatError(msg)

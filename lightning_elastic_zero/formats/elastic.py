@@ -81,8 +81,14 @@ class ElasticReader(CheckpointReader):
         progress: Progress = NO_PROGRESS,
     ) -> None:
         self.info = SourceInfo(f"{FORMAT} checkpoint")
-        prefix, manifest = _without_prefix(manifest)
-        directory = directory / prefix if prefix else directory
+        prefix = f"{manifest.save_id}/"
+        if manifest.files and all(entry.name.startswith(prefix) for entry in manifest.files):
+            # In an object store each save has its own folder, named after its id.
+            directory = directory / manifest.save_id
+            files = (
+                replace(entry, name=entry.name.removeprefix(prefix)) for entry in manifest.files
+            )
+            manifest = replace(manifest, files=tuple(files))
         self.manifest = manifest
         self.files = OpenFiles(directory, self._open, progress=progress)
         self._allow_pickle = allow_pickle
@@ -304,15 +310,6 @@ def _entry(tree: Any, path: tuple[str, ...]) -> Any:
     for key in path:
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree
-
-
-def _without_prefix(manifest: Manifest) -> tuple[str, Manifest]:
-    """Return the folder of the files (in an object store, that of the save), and names in it."""
-    prefix = f"{manifest.save_id}/"
-    if not manifest.files or not all(entry.name.startswith(prefix) for entry in manifest.files):
-        return "", manifest
-    files = (replace(entry, name=entry.name.removeprefix(prefix)) for entry in manifest.files)
-    return manifest.save_id, replace(manifest, files=tuple(files))
 
 
 SourceOf: TypeAlias = "Callable[[torch.Tensor], torch.Tensor | ChunkedSource]"

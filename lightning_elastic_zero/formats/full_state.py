@@ -474,18 +474,13 @@ def _parts(tree: object, path: Path) -> tuple[Mapping[str, Any], dict[str, Any]]
         return tree, {}
     entries = ", ".join(sorted(map(repr, tree))[:10]) or "none"
     what = f"has no `{WEIGHTS}` with the model's weights; its entries are {entries}"
-    if names := [name for name, value in tree.items() if _is_weights(value)]:
+    inside = [(n, v.values()) for n, v in tree.items() if isinstance(v, Mapping) and v]
+    if names := [n for n, vs in inside if all(isinstance(v, torch.Tensor) for v in vs)]:
         what += (
             f", of which {names[0]!r} holds names and tensors: torch.save(torch.load({path.name!r})"
             f"[{names[0]!r}], 'weights.pt') writes them as a file that is read"
         )
     return _refuse(path, what)
-
-
-def _is_weights(value: object) -> bool:
-    if not (isinstance(value, Mapping) and value):
-        return False
-    return all(isinstance(tensor, torch.Tensor) for tensor in value.values())
 
 
 def _refuse(path: Path, what: str) -> NoReturn:

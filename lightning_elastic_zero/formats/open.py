@@ -67,13 +67,6 @@ MAX_NAMES = 5
 """Names in an error message."""
 
 
-def describe_checkpoints_in(folder: Path) -> str:
-    """Describe the checkpoints in a folder; empty if there are none."""
-    if not (names := _checkpoints(folder)):
-        return ""
-    return f"it contains the checkpoints {format_names(names, MAX_NAMES)}. Pass one of them"
-
-
 def describe_content(folder: Path) -> str:
     """Describe the content of a folder that is not a checkpoint."""
     try:
@@ -360,9 +353,12 @@ def _foreign(path: Path, policy: PicklePolicy, progress: Progress) -> Checkpoint
             f"{describe_content(path)}. It is not a checkpoint, or its save did not finish. For a "
             "folder with dumps of optimizer.state_dict(), call describe_dumps first"
         )
+        if names := _checkpoints(path):
+            listed = format_names(names, MAX_NAMES)
+            why = f"it contains the checkpoints {listed}. Pass one of them"
         msg = (
             f"{path} has no {MANIFEST_NAME} and is not a checkpoint of another supported format: "
-            f"{describe_checkpoints_in(path) or why}"
+            f"{why}"
         )
         raise CheckpointFormatError(msg)
     files = foreign_files(folder, policy, progress=progress)

@@ -1,7 +1,7 @@
 """Writes safetensors files, piece by piece: eight bytes, a JSON header, then the tensors' bytes.
 
-Nothing of the ``safetensors`` package is needed for it, whose own writer wants all tensors at once
-in memory. The format is at https://github.com/huggingface/safetensors#format.
+The writer of the ``safetensors`` package is not used: it needs all tensors in memory. The format
+is at https://github.com/huggingface/safetensors#format.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def write_safetensors(
     metadata: Mapping[str, str],
     progress: Progress = NO_PROGRESS,
 ) -> None:
-    """Write one file, and the checksums of its chunks beside it, synced to disk.
+    """Write one file, and the checksums of its chunks, synced to disk.
 
     Args:
         folder: a directory that is being written.
         name: the file's.
-        tensors: what it holds, in this order.
-        metadata: texts for its header; transformers wants ``format: pt``.
+        tensors: its content, in this order.
+        metadata: texts for its header; transformers requires ``format: pt``.
         progress: receives the number of bytes written.
 
     Raises:
@@ -74,9 +74,12 @@ def write_safetensors(
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     at = 0
     for tensor in tensors:
+        if tensor.source.dtype not in _DTYPES:
+            msg = f"{tensor.name} is of {tensor.source.dtype}, which safetensors files cannot hold"
+            raise UnsupportedError(msg)
         stop = at + tensor.size_bytes
         header[tensor.name] = {
-            "dtype": _dtype_name(tensor),
+            "dtype": _DTYPES[tensor.source.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [at, stop],
         }
@@ -86,24 +89,11 @@ def write_safetensors(
     with ChecksummedWriter(folder, name, progress) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
-            _write_elements(file, tensor)
+            start = file.size_bytes
+            for chunk in tensor.source.chunks():
+                if chunk.numel():
+                    file.write(in_order(chunk).view(torch.uint8).numpy().data)
+            if (written := file.size_bytes - start) != tensor.size_bytes:
+                msg = f"{tensor.name} yielded {written} bytes, expected {tensor.size_bytes}"
+                raise ValueError(msg)
         file.finish("")
-
-
-def _dtype_name(tensor: NamedSource) -> str:
-    try:
-        return _DTYPES[tensor.source.dtype]
-    except KeyError:
-        msg = f"{tensor.name} is of {tensor.source.dtype}, which safetensors files cannot hold"
-        raise UnsupportedError(msg) from None
-
-
-def _write_elements(file: ChecksummedWriter, tensor: NamedSource) -> None:
-    written = file.size_bytes
-    for chunk in tensor.source.chunks():
-        if chunk.numel():
-            file.write(in_order(chunk).view(torch.uint8).numpy().data)
-    if file.size_bytes - written != tensor.size_bytes:
-        found = file.size_bytes - written
-        msg = f"{tensor.name} yielded {found} bytes, expected {tensor.size_bytes}"
-        raise ValueError(msg)

@@ -21,7 +21,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
@@ -52,13 +52,13 @@ from lightning_elastic_zero.storage.paths import open_file
 from lightning_elastic_zero.storage.stores import AnyPath
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
-"""What comes before a record's data: a mark, and last the lengths of two fields that follow."""
+"""The header of a record: a mark, and last the lengths of two fields that follow it."""
 
 _ZIP_MARK = b"PK\x03\x04"
 _KEPT_CHUNKS = 8
 
 _UNREADABLE = (*DAMAGED, MemoryError)
-"""What damaged or foreign data can raise in a pickle reader."""
+"""Exceptions that damaged or foreign data raises in unpicklers."""
 
 
 class RangeSource(Protocol):
@@ -87,8 +87,11 @@ class _RangeStream(io.RawIOBase):
     def __init__(self, file: RangeSource) -> None:
         super().__init__()
         self._file = file
-        self._chunk = lru_cache(_KEPT_CHUNKS)(partial(_read_chunk, file))
+        self._chunk = lru_cache(_KEPT_CHUNKS)(self._read_chunk)
         self._position = 0
+
+    def _read_chunk(self, low: int) -> bytearray:
+        return self._file.read(low, min(low + CHUNK_BYTES, self._file.size_bytes))
 
     def bytes_at(self, start: int, stop: int) -> bytes:
         """Return the bytes ``[start, stop)`` that the file has."""
@@ -130,12 +133,8 @@ def as_stream(file: RangeSource) -> io.BufferedReader:
     return io.BufferedReader(_RangeStream(file), CHUNK_BYTES)
 
 
-def _read_chunk(file: RangeSource, low: int) -> bytearray:
-    return file.read(low, min(low + CHUNK_BYTES, file.size_bytes))
-
-
 MOST_ELEMENTS = 1 << 22
-"""The most elements that are read at a time, where a block is no larger."""
+"""Elements that are read at a time, if a block has no more."""
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -219,8 +218,8 @@ class TorchFile:
 
     Attributes:
         path: the path of the file.
-        tree: the saved object. Its tensors have no values (they are on the meta device, so nobody
-            uses bytes that were not read): ``read_into`` and ``load_tree`` read them.
+        tree: the saved object. Its tensors have no values (they are on the meta device, so that
+            no bytes are used that were not read): ``read_into`` and ``load_tree`` read them.
         saved_as: the file's name when it was saved, without suffix; else ``archive``.
     """
 
@@ -598,10 +597,10 @@ class LegacyFile:
 
 
 MAX_OPEN = 4
-"""Files kept open at once: a rank's runs of most parameters lie in the same two or three."""
+"""Files kept open at once: a rank reads most of its runs from the same two or three."""
 
 MAX_WHOLE = 2
-"""The same where one is held in memory whole: those must not pile up."""
+"""Files kept in memory at once, if they are loaded whole."""
 
 F = TypeVar("F", TorchFile, "TorchFile | LegacyFile")
 P = TypeVar("P", bound=AnyPath)
@@ -621,17 +620,13 @@ class OpenFiles(Generic[F, P]):
         self.folder: P = folder
         self.progress = progress
         self._open_file: Callable[[str], F] = open_file
-        self._limit = limit
+        self.limit = limit
         self._open: OrderedDict[str, F] = OrderedDict()
-
-    def keep_open(self, limit: int) -> None:
-        """Change the number of files that are kept open."""
-        self._limit = limit
 
     def get(self, name: str) -> F:
         if name not in self._open:
             file = self._open[name] = self._open_file(name)
-            limit = MAX_WHOLE if isinstance(file, LegacyFile) else self._limit
+            limit = MAX_WHOLE if isinstance(file, LegacyFile) else self.limit
             while len(self._open) > limit:
                 self._open.popitem(last=False)[1].close()
         self._open.move_to_end(name)

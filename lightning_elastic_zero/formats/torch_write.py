@@ -244,16 +244,12 @@ class _SourceBytes:
             self._rest = rest if rest.nbytes else memoryview(b"")
             size_bytes -= part.nbytes
             yield part
-        if self._next == self.stop:
-            self._check_end()
+        if self._next == self.stop and (self._rest.nbytes or next(self._parts, None) is not None):
+            self._fail("more elements than it said")
 
     def check_complete(self) -> None:
         if self._next != self.stop:
             self._fail("no place in the tree")
-
-    def _check_end(self) -> None:
-        if self._rest.nbytes or next(self._parts, None) is not None:
-            self._fail("more elements than it said")
 
     def _fail(self, what: str) -> None:
         msg = f"A source of {self._source.numel} elements of {self._source.dtype} has {what}."

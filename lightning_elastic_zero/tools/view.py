@@ -350,7 +350,7 @@ def open_view(
     with closing(open_checkpoint(real, allow_pickle=allow_pickle)) as source:
         reader = RenamedReader(source, KeyMapping(renamed), str(real)) if renamed else source
         reader.bind_alone()
-        reader.files.keep_open(OPEN_FILES)
+        reader.files.limit = OPEN_FILES
         yield OpenCheckpoint(real, reader, progress)
 
 
