@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any
 
 from lightning_elastic_zero.checkpoint.load import load_engine
@@ -14,7 +13,6 @@ from lightning_elastic_zero.checkpoint.manager import CheckpointManager
 from lightning_elastic_zero.checkpoint.save import save_engine
 from lightning_elastic_zero.checkpoint.types import (
     CheckpointStats,
-    EngineHandle,
     LoadOptions,
     LoadResult,
     SaveOptions,
@@ -27,19 +25,12 @@ from lightning_elastic_zero.core.options import (
     check_flag,
     check_rename,
 )
-from lightning_elastic_zero.engine.live import live_engine
-from lightning_elastic_zero.engine.step import (
-    add_step_pre_hook,
-    before_change,
-    updates_state_before_step,
-)
-from lightning_elastic_zero.engine.support import recovery_script
+from lightning_elastic_zero.engine.live import LiveEngine
 
 __all__ = [
     "CheckpointStats",
     "ElasticOptions",
     "LoadResult",
-    "engine_handle",
     "load_checkpoint",
     "save_checkpoint",
 ]
@@ -189,9 +180,9 @@ def save_checkpoint(
         fingerprint=check_flag("fingerprint", fingerprint),
     )
     client = check_client_state(client_state)
-    handle, times = engine_handle(engine), Timeouts.of(stall_timeout_s, absent_timeout_s)
-    with closing(_ranks_to("save", handle, path, times)) as ranks:
-        return save_engine(handle, path, ranks, client, options)
+    live, times = LiveEngine(engine), Timeouts.of(stall_timeout_s, absent_timeout_s)
+    with closing(_ranks_to("save", live, path, times)) as ranks:
+        return save_engine(live, path, ranks, client, options)
 
 
 def load_checkpoint(
@@ -254,29 +245,13 @@ def load_checkpoint(
         fingerprint=check_flag("fingerprint", fingerprint),
         renamed=check_rename(rename),
     )
-    handle, times = engine_handle(engine), Timeouts.of(stall_timeout_s, absent_timeout_s)
-    with closing(_ranks_to("load", handle, path, times)) as ranks:
-        return load_engine(handle, path, ranks, options)
-
-
-def engine_handle(
-    engine: Any,
-    *,
-    places_checked: bool = False,
-) -> EngineHandle:
-    """Return what ``checkpoint`` needs of an engine of DeepSpeed's; see ``live_engine``."""
-    return EngineHandle(
-        open=partial(live_engine, engine, places_checked=places_checked),
-        global_step=lambda: getattr(engine, "global_steps", 0),
-        add_step_pre_hook=partial(add_step_pre_hook, engine),
-        updates_state_before_step=partial(updates_state_before_step, engine),
-        recovery_script=recovery_script,
-        before_change=partial(before_change, engine),
-    )
+    live, times = LiveEngine(engine), Timeouts.of(stall_timeout_s, absent_timeout_s)
+    with closing(_ranks_to("load", live, path, times)) as ranks:
+        return load_engine(live, path, ranks, options)
 
 
 def _ranks_to(
-    verb: str, engine: EngineHandle, path: str | os.PathLike[str], times: Timeouts
+    verb: str, engine: LiveEngine, path: str | os.PathLike[str], times: Timeouts
 ) -> Ranks:
     """Return the ranks for one call, which others may never make."""
     call = f"{verb} {os.fspath(path)} {engine.at_step()}"

@@ -29,7 +29,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.multiprocessing.spawn import start_processes
 
-from lightning_elastic_zero.api import engine_handle, load_checkpoint, save_checkpoint
+from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 from lightning_elastic_zero.checkpoint.directory_check import find_unseen
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
 from lightning_elastic_zero.checkpoint.save import save_engine
@@ -40,6 +40,7 @@ from lightning_elastic_zero.coordination.ranks import OneRank, Ranks, connect_ra
 from lightning_elastic_zero.core.manifest import STAGES
 from lightning_elastic_zero.core.requirements import version_of
 from lightning_elastic_zero.core.text import format_names
+from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.engine.selftest_engine import (
     TrialModel,
     gather_full_state,
@@ -628,8 +629,8 @@ def _save_all(job: Job, results: Results) -> None:
             with results.check(check, last=False):
                 results.put_state(engine, check)
                 with _manager(engine, job.folder) as (manager, ranks):
-                    handle = engine_handle(engine)
-                    manager.save_async(handle, job.checkpoint(check), ranks, _CLIENT, SaveOptions())
+                    live = LiveEngine(engine)
+                    manager.save_async(live, job.checkpoint(check), ranks, _CLIENT, SaveOptions())
                     train(engine, 3, 4)
                     manager.wait_until_finished(ranks)
     with results.check(SPEED, last=False):
@@ -675,7 +676,7 @@ def _save(job: Job, results: Results, engine: Any, check: str) -> None:
 @contextmanager
 def _manager(engine: Any, folder: Path) -> Iterator[tuple[CheckpointManager, Ranks]]:
     manager = CheckpointManager(Timeouts(), background=True)
-    manager.start(engine_handle(engine), engine.global_rank, [folder])
+    manager.start(LiveEngine(engine), engine.global_rank, [folder])
     try:
         with closing(manager.training_ranks()) as ranks:
             yield manager, ranks
@@ -697,7 +698,7 @@ def _lose_a_rank(job: Job, results: Results, engine: Any) -> None:
         problem = f"the save succeeded although rank {victim} was killed"
         try:
             path = job.checkpoint(OTHERS_RAISE)
-            save_engine(engine_handle(engine), path, ranks, {}, options)
+            save_engine(LiveEngine(engine), path, ranks, {}, options)
         except RanksError as error:
             problem = "" if f"rank {victim}" in str(error) else f"rank {victim} is not in: {error}"
         results.put(OTHERS_RAISE, problem)
@@ -715,7 +716,7 @@ def _measure(job: Job, results: Results) -> None:
             raw_s = ranks.run_all("selftest: raw write", partial(_write, raw, job, ranks))
             raw.unlink()
             path = job.checkpoint(f"measured {number}")
-            manager.save_async(engine_handle(engine), path, ranks, {}, SaveOptions())
+            manager.save_async(LiveEngine(engine), path, ranks, {}, SaveOptions())
             train(engine, number + 1, number + 2)
             manager.wait_until_finished(ranks)
             if (saved := manager.last_save) is not None:

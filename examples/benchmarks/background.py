@@ -75,17 +75,17 @@ class BenchmarkEngine:
     """One rank's engine, and all the ways to save it."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
-        from lightning_elastic_zero.api import engine_handle  # noqa: PLC0415 - slow to import
         from lightning_elastic_zero.checkpoint.manager import CheckpointManager  # noqa: PLC0415
         from lightning_elastic_zero.coordination.liveness import Timeouts  # noqa: PLC0415
         from lightning_elastic_zero.coordination.ranks import connect_ranks  # noqa: PLC0415
+        from lightning_elastic_zero.engine.live import LiveEngine  # noqa: PLC0415 - slow to import
 
         self.engine = make_engine(options.stage, options.width)
         self.batch = torch.randn(options.batch, options.width)
         self.folder = folder
         self.step()
         self.ranks = connect_ranks()
-        self.handle = engine_handle(self.engine)
+        self.handle = LiveEngine(self.engine)
         self.manager = CheckpointManager(
             Timeouts(), background=True, max_snapshot_bytes=options.snapshot_bytes
         )

@@ -35,17 +35,14 @@ TIMEOUT_S = 1800
 
 def measure(folder: Path, width: int, rounds: int) -> Costs:
     """Measure it on this world."""
-    from lightning_elastic_zero.api import (  # noqa: PLC0415
-        engine_handle,
-        load_checkpoint,
-        save_checkpoint,
-    )
+    from lightning_elastic_zero.api import load_checkpoint, save_checkpoint  # noqa: PLC0415
     from lightning_elastic_zero.checkpoint.fingerprint import rank_part  # noqa: PLC0415
+    from lightning_elastic_zero.engine.live import LiveEngine  # noqa: PLC0415
 
     engine = make_engine(3, width)
     train_step(engine, width)
     tensors = rank_tensors(engine)
-    live = engine_handle(engine).open()
+    live = LiveEngine(engine)
     state = live.rank_state(exclude_frozen=False, keep_module_weights=False)
     rank = torch.distributed.get_rank()
 

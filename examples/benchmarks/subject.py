@@ -77,9 +77,9 @@ def train_step(engine: Any, width: int) -> None:
 
 def rank_tensors(engine: Any) -> list[torch.Tensor]:
     """Return this rank's masters and moments."""
-    from lightning_elastic_zero.api import engine_handle  # noqa: PLC0415 - slow to import
+    from lightning_elastic_zero.engine.live import LiveEngine  # noqa: PLC0415 - slow to import
 
-    state = engine_handle(engine).open().rank_state(exclude_frozen=False, keep_module_weights=False)
+    state = LiveEngine(engine).rank_state(exclude_frozen=False, keep_module_weights=False)
     return [t for f in state.flats for t in (f.master, *f.elementwise.values())]
 
 

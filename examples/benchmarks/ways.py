@@ -178,14 +178,14 @@ class _Background:
     """Saves behind training, by the library's manager."""
 
     def __init__(self, engine: Any, path: Path) -> None:
-        from lightning_elastic_zero.api import engine_handle  # noqa: PLC0415
         from lightning_elastic_zero.checkpoint.manager import CheckpointManager  # noqa: PLC0415
         from lightning_elastic_zero.checkpoint.types import SaveOptions  # noqa: PLC0415
         from lightning_elastic_zero.coordination.liveness import Timeouts  # noqa: PLC0415
         from lightning_elastic_zero.coordination.ranks import connect_ranks  # noqa: PLC0415
+        from lightning_elastic_zero.engine.live import LiveEngine  # noqa: PLC0415
 
         self._ranks = connect_ranks()
-        handle = engine_handle(engine)
+        handle = LiveEngine(engine)
         self._manager = CheckpointManager(Timeouts(), background=True)
         self._manager.start(handle, distributed.get_rank())
         self._arguments: Any = (handle, path, self._ranks, {}, SaveOptions())

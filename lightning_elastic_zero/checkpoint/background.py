@@ -57,7 +57,7 @@ from lightning_elastic_zero.checkpoint.streams import (
     unpin,
     use_device,
 )
-from lightning_elastic_zero.checkpoint.types import CheckpointStats, EngineHandle, SaveOptions
+from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveOptions
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import (
@@ -70,6 +70,7 @@ from lightning_elastic_zero.core.tensors import (
     map_pages,
 )
 from lightning_elastic_zero.core.text import format_names
+from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import ElasticZeroError, SaveError
 from lightning_elastic_zero.formats.client_state import pickle_objects
 from lightning_elastic_zero.formats.elastic import writes_weights
@@ -659,7 +660,7 @@ class AsyncCheckpointer:
     @torch.inference_mode(mode=False)  # Its copies are filled by threads that are not in it.
     def save(
         self,
-        engine: EngineHandle,
+        engine: LiveEngine,
         path: str | os.PathLike[str],
         ranks: Ranks,
         client_state: Mapping[str, Any],

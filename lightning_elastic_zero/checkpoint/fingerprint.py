@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from lightning_elastic_zero.checkpoint.streams import can_pin
-from lightning_elastic_zero.checkpoint.types import LiveState, SaveOptions, state_to_save
+from lightning_elastic_zero.checkpoint.types import SaveOptions, state_to_save
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.compatibility import RestoreScope
 from lightning_elastic_zero.core.fingerprint import (
@@ -39,6 +39,7 @@ from lightning_elastic_zero.core.tensors import (
     is_on_device,
 )
 from lightning_elastic_zero.core.text import format_ranks
+from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
 
 PIECE_BYTES = 8 << 20
@@ -199,7 +200,7 @@ class _ComparedState:
 
 
 def check_loaded(
-    saved: SavedState, live: LiveState, scope: RestoreScope, ranks: Ranks, step: str
+    saved: SavedState, live: LiveEngine, scope: RestoreScope, ranks: Ranks, step: str
 ) -> Verdict:
     """Compare the live state with the number that its save recorded. Collective.
 
@@ -255,7 +256,7 @@ def _parsed(saved: SavedState) -> Fingerprint:
         raise CheckpointFormatError(msg) from error
 
 
-def _compared_state(saved: SavedState, live: LiveState, *, with_optimizer: bool) -> _ComparedState:
+def _compared_state(saved: SavedState, live: LiveEngine, *, with_optimizer: bool) -> _ComparedState:
     manifest = _as_saved(saved.manifest, live.describe(), with_optimizer=with_optimizer)
     state = live.rank_state(exclude_frozen=False, keep_module_weights=True)
     left_out = set(saved.manifest.excluded)
@@ -304,7 +305,7 @@ def _as_saved(saved: Manifest, here: Manifest, *, with_optimizer: bool) -> Manif
     )
 
 
-def _why_not(saved: SavedState, live: LiveState, scope: RestoreScope) -> dict[str, str]:
+def _why_not(saved: SavedState, live: LiveEngine, scope: RestoreScope) -> dict[str, str]:
     """Return why weights, and the optimizer's state, cannot have the recorded number, if so."""
     if saved.renamed:
         return dict.fromkeys(("weights", "optimizer"), "its names have changed")

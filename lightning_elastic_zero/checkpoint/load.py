@@ -24,8 +24,6 @@ from lightning_elastic_zero.checkpoint.fingerprint import SavedState, Verdict, c
 from lightning_elastic_zero.checkpoint.save import restore_extra_states
 from lightning_elastic_zero.checkpoint.types import (
     CheckpointStats,
-    EngineHandle,
-    LiveState,
     LoadOptions,
     LoadResult,
     any_replaces,
@@ -63,6 +61,7 @@ from lightning_elastic_zero.core.tensors import (
     overflowed,
     overflows,
 )
+from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
     CheckpointFormatError,
@@ -317,7 +316,7 @@ def buffer_pairs(
 
 
 def check_infinite_weights(
-    where: str, targets: RestoreTargets, saved: Manifest, live: LiveState
+    where: str, targets: RestoreTargets, saved: Manifest, live: LiveEngine
 ) -> None:
     """Name the weights that forward cannot use here, on the ranks that hold their masters.
 
@@ -401,8 +400,8 @@ _NOTHING_TO_TAKE = (
 
 
 @torch.inference_mode(mode=False)
-def load(
-    path: str | os.PathLike[str], live: LiveState, ranks: Ranks, *, options: LoadOptions
+def load_engine(
+    live: LiveEngine, path: str | os.PathLike[str], ranks: Ranks, options: LoadOptions
 ) -> LoadResult:
     """Restore a checkpoint into a live engine, completely or not at all. Collective.
 
@@ -422,6 +421,8 @@ def load(
         CheckpointCorruptedError: the checkpoint is damaged.
         RanksError: a rank failed, died, or did not call this function.
     """
+    live.before_change()
+    ranks.run_all(f"load: look at the engine {live.at_step()}", live.check)
     try:
         return _load(path, live, ranks, options=options)
     except DAMAGE_ERRORS as error:
@@ -452,7 +453,7 @@ def load(
     return replace(_load(older, live, ranks, options=options), instead_of=str(path))
 
 
-def _has_same_shapes(live: LiveState, options: LoadOptions, saved: Manifest) -> bool:
+def _has_same_shapes(live: LiveEngine, options: LoadOptions, saved: Manifest) -> bool:
     """Whether a checkpoint and the model share parameters, all of the same shapes."""
     described = live.describe()
     renaming = _renaming(described, options)
@@ -463,7 +464,7 @@ def _has_same_shapes(live: LiveState, options: LoadOptions, saved: Manifest) -> 
 
 
 def _load(
-    path: str | os.PathLike[str], live: LiveState, ranks: Ranks, *, options: LoadOptions
+    path: str | os.PathLike[str], live: LiveEngine, ranks: Ranks, *, options: LoadOptions
 ) -> LoadResult:
     """Restore one checkpoint, or leave the engine as it was.
 
@@ -491,7 +492,7 @@ def _is_replaced(path: str | os.PathLike[str], found: Collection[str]) -> bool:
 
 def _load_once(
     path: str | os.PathLike[str],
-    live: LiveState,
+    live: LiveEngine,
     ranks: Ranks,
     found: list[str],
     *,
@@ -593,7 +594,7 @@ def _find(
 def _open(
     path: str | os.PathLike[str],
     first: Mapping[str, str],
-    live: LiveState,
+    live: LiveEngine,
     options: LoadOptions,
     progress: Progress,
 ) -> CheckpointReader:
@@ -635,7 +636,7 @@ class _Load:
     """An open checkpoint and the engine that it is loaded into, on one rank."""
 
     source: CheckpointReader
-    live: LiveState
+    live: LiveEngine
     options: LoadOptions
     where: str
     ranks: Ranks
@@ -798,12 +799,3 @@ def _source_summary(source: CheckpointReader) -> str:
     by = " and ".join(f"{name} {version}" for name, version in names.items() if version)
     text = f"a {info.kind}{f' written by {by}' if by else ''} ({describe(manifest)})"
     return f"{text} without {', '.join(info.lacks)}," if info.lacks else text
-
-
-def load_engine(
-    engine: EngineHandle, path: str | os.PathLike[str], ranks: Ranks, options: LoadOptions
-) -> LoadResult:
-    """Restore a checkpoint into an engine; collective. See ``lightning_elastic_zero.api``."""
-    engine.before_change()
-    live = ranks.run_all(f"load: look at the engine {engine.at_step()}", engine.open)
-    return load(path, live, ranks, options=options)

@@ -23,10 +23,11 @@ from typing import Any
 
 from lightning_elastic_zero.checkpoint.background import DRAIN_TIMEOUT_S, AsyncCheckpointer
 from lightning_elastic_zero.checkpoint.save import save_engine
-from lightning_elastic_zero.checkpoint.types import CheckpointStats, EngineHandle, SaveOptions
+from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveOptions
 from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
+from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import ElasticZeroError
 from lightning_elastic_zero.storage.checkpoints import (
     can_replace,
@@ -248,7 +249,7 @@ class CheckpointManager:
         self._links = CheckpointLinks()
         self._unhook: Callable[[], None] = _nothing
 
-    def start(self, engine: EngineHandle, rank: int, dirpaths: Iterable[object] = ()) -> None:
+    def start(self, engine: LiveEngine, rank: int, dirpaths: Iterable[object] = ()) -> None:
         """Begin a run. Every rank does, where saves go to the background.
 
         Args:
@@ -281,7 +282,7 @@ class CheckpointManager:
 
     def save(
         self,
-        engine: EngineHandle,
+        engine: LiveEngine,
         path: str | os.PathLike[str],
         ranks: Ranks,
         client_state: Mapping[str, Any],
@@ -296,7 +297,7 @@ class CheckpointManager:
 
     def save_async(
         self,
-        engine: EngineHandle,
+        engine: LiveEngine,
         path: str | os.PathLike[str],
         ranks: Ranks,
         client_state: Mapping[str, Any],

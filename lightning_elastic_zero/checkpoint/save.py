@@ -40,7 +40,6 @@ from lightning_elastic_zero.checkpoint.consistency import (
 from lightning_elastic_zero.checkpoint.fingerprint import live_fingerprint
 from lightning_elastic_zero.checkpoint.types import (
     CheckpointStats,
-    EngineHandle,
     SaveOptions,
     ShowBytes,
     io_progress,
@@ -55,6 +54,8 @@ from lightning_elastic_zero.core.names import unwrapped
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.tensors import RankState
 from lightning_elastic_zero.core.text import TreePath, format_names, format_tree_path
+from lightning_elastic_zero.engine.live import LiveEngine
+from lightning_elastic_zero.engine.support import recovery_script
 from lightning_elastic_zero.errors import CheckpointMismatchError, SaveError, UnsupportedError
 from lightning_elastic_zero.formats.client_state import (
     Objects,
@@ -261,7 +262,7 @@ class Cancellation:
 
 
 def save_engine(
-    engine: EngineHandle,
+    engine: LiveEngine,
     path: str | os.PathLike[str],
     ranks: Ranks,
     client_state: Mapping[str, Any],
@@ -330,7 +331,7 @@ class ShardContents:
 
 
 def collect(
-    engine: EngineHandle,
+    engine: LiveEngine,
     path: str | os.PathLike[str],
     rank: int,
     client_state: Mapping[str, Any],
@@ -342,9 +343,10 @@ def collect(
         SaveError: on rank 0, the path must not be replaced.
         UnsupportedError: part of the state cannot be saved.
     """
-    target, live = parse_path(path), engine.open()
-    manifest = manifest_to_save(live.describe(), options)
-    state = live.rank_state(
+    target = parse_path(path)
+    engine.check()
+    manifest = manifest_to_save(engine.describe(), options)
+    state = engine.rank_state(
         exclude_frozen=options.exclude_frozen, keep_module_weights=options.module_weights
     )
     state = state_to_save(state, manifest, options)
@@ -357,7 +359,7 @@ def collect(
             "the module's buffers": dict(state.module_buffers),
         }
     )
-    client = dict(with_extra_states(client_state, live.module(), options))
+    client = dict(with_extra_states(client_state, engine.module(), options))
     if state.optimizer_state and not manifest.weights_only:
         client[OPTIMIZER_STATE] = dict(state.optimizer_state)
     split = split_objects(client)
@@ -369,7 +371,7 @@ def collect(
         state,
         split.plain,
         split.objects,
-        engine.recovery_script(),
+        recovery_script(),
         options.warned_objects,
         manifest.progress.global_steps if options.step is None else options.step,
         options.fingerprint,

@@ -1,4 +1,4 @@
-"""Types of saving and loading: the interface of a live engine, options, results, progress."""
+"""Options, results and progress of saves and loads."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.manifest import Manifest, Plain
 from lightning_elastic_zero.core.progress import Progress
-from lightning_elastic_zero.core.tensors import RankState, RestoreTargets
+from lightning_elastic_zero.core.tensors import RankState
 from lightning_elastic_zero.core.text import format_tree_path
 from lightning_elastic_zero.formats.client_state import Objects, find_unknown
 from lightning_elastic_zero.storage.stores import AnyPath
@@ -40,55 +39,6 @@ def accept_any(_manifest: Manifest, /) -> None:
 def any_replaces(_path: AnyPath, _manifest: Manifest, /) -> bool:
     """Accept every checkpoint in place of a damaged one."""
     return True
-
-
-class LiveState(Protocol):
-    """A live engine; ``lightning_elastic_zero.engine`` implements it with and without ZeRO."""
-
-    def describe(self) -> Manifest:
-        """Return a manifest of the engine, without files."""
-        ...
-
-    def rank_state(self, *, exclude_frozen: bool, keep_module_weights: bool) -> RankState:
-        """Return this rank's state, by reference."""
-        ...
-
-    def weights_match_masters(self) -> bool:
-        """Whether this rank's trained weights equal its rounded masters; True without masters."""
-        ...
-
-    def keeps_masters(self) -> bool:
-        """Whether masters are restored as saved, rather than rounded to the weights."""
-        ...
-
-    def module_buffers(self) -> Mapping[str, torch.Tensor]:
-        """Return the persistent module buffers, by reference."""
-        ...
-
-    def module(self) -> torch.nn.Module:
-        """Return the module; its weights may be partitioned."""
-        ...
-
-    def check_optimizer(
-        self, source: Manifest, *, state: bool, hyperparameters: bool, stepped: bool
-    ) -> None:
-        """Refuse the state or hyperparameters of a different optimizer.
-
-        Args:
-            source: the checkpoint's manifest.
-            state: whether optimizer state is restored.
-            hyperparameters: whether hyperparameters are restored.
-            stepped: whether the saved run may have taken a step.
-        """
-        ...
-
-    def check_scheduler(self, saved: Mapping[str, object]) -> None:
-        """Refuse the state of a different scheduler class."""
-        ...
-
-    def allocate_targets(self, source: Manifest, *, with_optimizer: bool) -> RestoreTargets:
-        """Allocate buffers to fill, then commit or roll back; live state is unchanged."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,28 +174,6 @@ def io_progress(
             log.info("%s a checkpoint: %.1f GB on rank 0 so far", doing, done / 1e9)
 
     return Progress(check, advance)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineHandle:
-    """Functions for an engine's state and steps, made by ``api.engine_handle``."""
-
-    open: Callable[[], LiveState]
-    """Returns the engine's state; raises UnsupportedError for unsupported engines."""
-    global_step: Callable[[], int]
-    """Returns the number of optimizer steps, which identifies a call across ranks."""
-    add_step_pre_hook: Callable[[Callable[[], None]], Callable[[], None]]
-    """Registers a function to call right before each optimizer step; returns its remover."""
-    updates_state_before_step: Callable[[], bool]
-    """Whether optimizer states change before the optimizer steps, as with Muon."""
-    recovery_script: Callable[[], Path | None]
-    """Returns DeepSpeed's recovery script, which is copied into each checkpoint."""
-    before_change: Callable[[], None] = lambda: None
-    """Waits until no background save reads the engine's own tensors."""
-
-    def at_step(self) -> str:
-        """Return the position of the run, for the name of a collective step."""
-        return f"at step {self.global_step()}"
 
 
 def manifest_to_save(manifest: Manifest, options: SaveOptions) -> Manifest:

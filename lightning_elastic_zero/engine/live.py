@@ -8,7 +8,8 @@ DeepSpeed is not patched.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import starmap
@@ -95,10 +96,8 @@ from lightning_elastic_zero.engine.restore import (
     flat_target,
     rebuild_masters,
 )
-from lightning_elastic_zero.engine.support import (
-    check_supported,
-    optimizer_wrapper,
-)
+from lightning_elastic_zero.engine.support import check_supported, optimizer_wrapper
+from lightning_elastic_zero.errors import UnsupportedError
 
 
 def flat_buffer_state(
@@ -128,26 +127,109 @@ def flat_buffer_state(
 
 log = logging.getLogger(__name__)
 
+_before_change: weakref.WeakKeyDictionary[Any, list[Callable[[], None]]]
+_before_change = weakref.WeakKeyDictionary()
+"""Hooks of engines (``LiveEngine.add_step_pre_hook``)."""
+
 
 class LiveEngine:
-    """A DeepSpeed engine as state to save and to restore (``checkpoint.types.LiveState``).
+    """A DeepSpeed engine as state to save and to restore.
 
     An engine that only evaluates has no flat buffers: its weights are treated as frozen.
 
     Create a new one for each save and load, since DeepSpeed may replace its buffers in between.
+    Nothing is read before ``check``, which a step of all ranks calls.
     """
 
-    def __init__(self, engine: Any) -> None:
-        """Read a supported engine (``check_supported``)."""
+    def __init__(self, engine: Any, *, places_checked: bool = False) -> None:
+        """Wrap the result of ``deepspeed.initialize``.
+
+        ``places_checked``: ``verify_addresses`` has already passed. Later, only a user can have
+        replaced weights, which does not affect the masters.
+        """
         self._engine = engine
-        self._wrapper = optimizer_wrapper(engine)
-        self._optimizer = engine.optimizer
-        self._names = {p: names[0] for p, names in parameter_names(engine.module).items()}
-        self._partitioned = any(hasattr(p, "ds_tensor") for p in self._names)
-        self._rank: int = engine.global_rank
-        self._world_size: int = engine.seq_dp_world_size
+        self._places_checked = places_checked
+
+    def check(self) -> None:
+        """Raise UnsupportedError for an engine or an option that is not supported."""
+        check_supported(self._engine)
+        if not self._places_checked:
+            self.verify_addresses(fresh=False)
+
+    # -- steps -------------------------------------------------------------------------------
+
+    def at_step(self) -> str:
+        """Return the position of the run, which identifies a call across ranks."""
+        return f"at step {getattr(self._engine, 'global_steps', 0)}"
+
+    def add_step_pre_hook(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Run a callback right before the optimizer changes its state, and before each load.
+
+        DeepSpeed's wrappers call ``step`` of the wrapped optimizer, ZeRO-3 once per sub-group, only
+        at the end of a window of micro-batches and without a gradient overflow. Returns a function
+        that removes the hook. Raises UnsupportedError if the wrapped optimizer is not a
+        ``torch.optim.Optimizer``.
+        """
+        if not self._wrapper:  # nothing steps
+            return lambda: None
+        inner = self._inner
+        if not isinstance(inner, torch.optim.Optimizer):
+            msg = f"{type(inner).__name__} is not a torch.optim.Optimizer: save without async_save"
+            raise UnsupportedError(msg)
+        # With partial offload, a second optimizer steps the first sub-groups.
+        stepping = [inner, *filter(None, [getattr(self._optimizer, "backup_optimizer", None)])]
+        handles = [each.register_step_pre_hook(lambda *_: call()) for each in stepping]
+        hooks = _before_change.setdefault(self._engine, [])
+        hooks.append(call)
+
+        def remove() -> None:
+            hooks.remove(call)
+            for handle in handles:
+                handle.remove()
+
+        return remove
+
+    def updates_state_before_step(self) -> bool:
+        """Whether DeepSpeed changes optimizer state before it calls the optimizer's step.
+
+        It does with Muon: it updates the momentum when gradients are complete and passes the result
+        to the optimizer as the gradient. Since 0.19.8 this happens in ``step``, in ZeRO-3 and
+        BF16_Optimizer; otherwise it happens in backward. Other wrappers that change state
+        themselves (SuperOffload, ZenFlow, 1-bit optimizers) are not supported.
+        """
+        groups = self._inner.param_groups if self._wrapper else []
+        return any(group.get("use_muon") for group in groups)
+
+    def before_change(self) -> None:
+        """Wait until no background save reads the engine's own tensors."""
+        for call in tuple(_before_change.get(self._engine, ())):
+            call()
 
     # -- state to save -----------------------------------------------------------------------
+
+    @cached_property
+    def _wrapper(self) -> str:
+        return optimizer_wrapper(self._engine)
+
+    @property
+    def _optimizer(self) -> Any:
+        return self._engine.optimizer
+
+    @cached_property
+    def _names(self) -> dict[torch.nn.Parameter, str]:
+        return {p: names[0] for p, names in parameter_names(self._engine.module).items()}
+
+    @cached_property
+    def _partitioned(self) -> bool:
+        return any(hasattr(p, "ds_tensor") for p in self._names)
+
+    @property
+    def _rank(self) -> int:
+        return int(self._engine.global_rank)
+
+    @property
+    def _world_size(self) -> int:
+        return int(self._engine.seq_dp_world_size)
 
     @cached_property
     def _buffers(self) -> list[LiveFlatBuffer]:
@@ -459,17 +541,3 @@ def follows_requires_grad(engine: Any) -> bool:
     DeepSpeed's wrappers check ``requires_grad`` once, torch's optimizers at each step.
     """
     return optimizer_wrapper(engine) == PLAIN
-
-
-def live_engine(engine: Any, *, places_checked: bool = False) -> LiveEngine:
-    """Return the state of a supported engine, with or without an optimizer.
-
-    ``places_checked``: ``LiveEngine.verify_addresses`` has already passed. Later, only a
-    user can have replaced weights, which does not affect the masters. Raises UnsupportedError for
-    an engine or an option that is not supported.
-    """
-    check_supported(engine)
-    live = LiveEngine(engine)
-    if not places_checked:
-        live.verify_addresses(fresh=False)
-    return live

@@ -1,14 +1,10 @@
-"""Hooks before an optimizer step, and gradients of an interrupted accumulation window."""
+"""Dropping the gradients of an interrupted accumulation window."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from lightning_elastic_zero.engine.buffers import inner_optimizer, live_flat_buffers
+from lightning_elastic_zero.engine.buffers import live_flat_buffers
 from lightning_elastic_zero.engine.deepspeed import (
     discard_accumulated_ids,
     discard_boundary_ids,
@@ -18,7 +14,6 @@ from lightning_elastic_zero.engine.deepspeed import (
     zero_grad,
 )
 from lightning_elastic_zero.engine.support import optimizer_wrapper
-from lightning_elastic_zero.errors import UnsupportedError
 
 
 def drop_gradients(engine: Any) -> None:
@@ -71,54 +66,3 @@ def _drop_zero_3(optimizer: Any) -> None:
     if optimizer.offload_optimizer:
         optimizer.reset_cpu_buffers()
     discard_boundary_ids(optimizer)
-
-
-_waiting: weakref.WeakKeyDictionary[Any, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
-"""Callbacks to run before the state of an engine changes."""
-
-
-def before_change(engine: Any) -> None:
-    """Run an engine's registered callbacks before its state is changed outside a step."""
-    for call in tuple(_waiting.get(engine, ())):
-        call()
-
-
-def add_step_pre_hook(engine: Any, call: Callable[[], None]) -> Callable[[], None]:
-    """Run a callback right before the optimizer changes its state.
-
-    DeepSpeed's wrappers call ``step`` of the wrapped optimizer, ZeRO-3 once per sub-group, only at
-    the end of a window of micro-batches and without a gradient overflow. Returns a function that
-    removes the hook. Raises UnsupportedError if the wrapped optimizer is not a
-    ``torch.optim.Optimizer``.
-    """
-    if not optimizer_wrapper(engine):  # nothing steps
-        return lambda: None
-    inner = inner_optimizer(engine.optimizer)
-    if not isinstance(inner, torch.optim.Optimizer):
-        msg = f"{type(inner).__name__} is not a torch.optim.Optimizer: save without async_save"
-        raise UnsupportedError(msg)
-    # With partial offload, a second optimizer steps the first sub-groups before the wrapped one.
-    stepping = [inner, *filter(None, [getattr(engine.optimizer, "backup_optimizer", None)])]
-    handles = [each.register_step_pre_hook(lambda *_: call()) for each in stepping]
-    waiting = _waiting.setdefault(engine, [])
-    waiting.append(call)
-
-    def remove() -> None:
-        waiting.remove(call)
-        for handle in handles:
-            handle.remove()
-
-    return remove
-
-
-def updates_state_before_step(engine: Any) -> bool:
-    """Whether DeepSpeed changes optimizer state before it calls the optimizer's step.
-
-    It does with Muon: it updates the momentum when gradients are complete and passes the result to
-    the optimizer as the gradient. Since 0.19.8 this happens in ``step``, in ZeRO-3 and
-    BF16_Optimizer; otherwise it happens in backward. Other wrappers that change state themselves
-    (SuperOffload, ZenFlow, 1-bit optimizers) are not supported.
-    """
-    if not optimizer_wrapper(engine):
-        return False
-    return any(group.get("use_muon") for group in inner_optimizer(engine.optimizer).param_groups)

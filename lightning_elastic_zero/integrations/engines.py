@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_elastic_zero.api import ElasticOptions, engine_handle
+from lightning_elastic_zero.api import ElasticOptions
 from lightning_elastic_zero.checkpoint.bar import is_terminal, showing, tqdm_bar
 from lightning_elastic_zero.checkpoint.load import DAMAGE_ERRORS, load_engine
 from lightning_elastic_zero.checkpoint.types import CheckpointStats, LoadResult, ShowBytes
@@ -26,6 +26,7 @@ from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME, Manifest
 from lightning_elastic_zero.core.options import check_client_state
 from lightning_elastic_zero.data_progress.batches import plan_batches
+from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.engine.support import recovery_script
 from lightning_elastic_zero.errors import (
     CheckpointFormatError,
@@ -177,7 +178,7 @@ class EngineCheckpoints:
         if self._loop.skip_repeated and not state and this_save == self._last_save:
             return True
         self._last_save = None
-        handle = engine_handle(engine)
+        live = LiveEngine(engine)
         if record := dict(self._loop.record()):
             state[RECORD] = record
         options = replace(self._save_options, exclude_frozen=exclude_frozen_parameters)
@@ -188,14 +189,14 @@ class EngineCheckpoints:
             if waits:
                 self._manager.wait_until_finished(ranks)
                 with self._bar(ranks) as show:
-                    self._manager.save(handle, path, ranks, state, replace(options, show=show))
+                    self._manager.save(live, path, ranks, state, replace(options, show=show))
                 if save_latest and name:
                     ranks.broadcast(f"save {tag}: latest", lambda: write_latest(folder, name))
             else:
-                self._manager.start(handle, ranks.rank)
+                self._manager.start(live, ranks.rank)
                 if save_latest and name:
                     self._names_tag.add(path)
-                self._manager.save_async(handle, path, ranks, state, options)
+                self._manager.save_async(live, path, ranks, state, options)
         self._last_save = this_save
         return True
 
@@ -262,7 +263,7 @@ class EngineCheckpoints:
             )
             raise UnsupportedError(msg)
         folder = check_local_path(load_dir)
-        handle = engine_handle(self._engine)
+        live = LiveEngine(self._engine)
         optimizer = load_optimizer_states and not load_module_only
         tag = None if tag is None else str(tag)
 
@@ -297,7 +298,7 @@ class EngineCheckpoints:
             can_replace = _series_of(Path(found), counts_steps=not whole)  # Fabric does not
             options = replace(options, can_replace=can_replace)
             with self._bar(ranks) as show:
-                result = load_engine(handle, found, ranks, replace(options, show=show))
+                result = load_engine(live, found, ranks, replace(options, show=show))
         self._last_save = None
         record = result.client_state.pop(RECORD, {})
         self._log(result)

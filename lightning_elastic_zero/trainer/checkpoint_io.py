@@ -23,7 +23,6 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from lightning_elastic_zero.api import engine_handle
 from lightning_elastic_zero.checkpoint.directory_check import (
     TRIAL_BYTES,
     check_directories,
@@ -32,7 +31,6 @@ from lightning_elastic_zero.checkpoint.load import load_engine
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
 from lightning_elastic_zero.checkpoint.types import (
     CheckpointStats,
-    EngineHandle,
     LoadOptions,
     LoadResult,
     SaveOptions,
@@ -371,7 +369,7 @@ class CheckpointSaver:
             "compare the places of the weights",
             lambda: LiveEngine(engine).verify_addresses(fresh=True),
         )
-        self._manager.start(engine_handle(engine, places_checked=True), rank, dirpaths)
+        self._manager.start(LiveEngine(engine, places_checked=True), rank, dirpaths)
         self._hooks.begin(trainer)
 
     def stop(self, trainer: pl.Trainer | None) -> ElasticZeroError | None:
@@ -419,7 +417,7 @@ class CheckpointSaver:
         After an evaluation, the engine that trained is saved instead of the live one.
         """
         trained = self._last_fit.engine(live, path, self._get_ranks)
-        engine = engine_handle(trained, places_checked=True)
+        engine = LiveEngine(trained, places_checked=True)
         weights_only = "optimizer_states" not in checkpoint or not self._last_fit.is_whole
         if weights_only and trainer is not None:
             add_averages(trainer, checkpoint)
@@ -438,7 +436,7 @@ class CheckpointSaver:
 
     def _write(
         self,
-        engine: EngineHandle,
+        engine: LiveEngine,
         path: str | os.PathLike[str],
         client_state: dict[str, Any],
         options: SaveOptions,
@@ -544,9 +542,9 @@ class CheckpointLoader:
         )
         live = trainer.optimizers if is_fitting(trainer) else []
         configured = configured_rates(live) if options.hyperparameters else None
-        handle = engine_handle(engine, places_checked=True)
+        live_engine = LiveEngine(engine, places_checked=True)
         with checkpoint_bar(trainer) as show:
-            loaded = load_engine(handle, path, self._get_ranks(), replace(options, show=show))
+            loaded = load_engine(live_engine, path, self._get_ranks(), replace(options, show=show))
         self._is_resumed = True
         if not fitting:
             self._last_fit.forget()

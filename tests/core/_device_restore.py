@@ -7,7 +7,6 @@ one is DeepSpeed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from lightning_elastic_zero.checkpoint.background import AsyncCheckpointer
 from lightning_elastic_zero.checkpoint.load import load_engine
 from lightning_elastic_zero.checkpoint.save import save_engine
-from lightning_elastic_zero.checkpoint.types import EngineHandle, LoadOptions, SaveOptions
+from lightning_elastic_zero.checkpoint.types import LoadOptions, SaveOptions
 from lightning_elastic_zero.coordination.ranks import OneRank
 from lightning_elastic_zero.core.layout import Fragment
 from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter, Writer
@@ -32,6 +31,7 @@ from lightning_elastic_zero.core.tensors import (
 )
 from lightning_elastic_zero.data_progress.sampler import collect_rng_states, set_rng_states
 from lightning_elastic_zero.engine.buffers import LiveFlatBuffer
+from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.engine.optimizer import split_state
 from lightning_elastic_zero.engine.restore import (
     FlatTarget,
@@ -42,6 +42,7 @@ from lightning_elastic_zero.engine.restore import (
     flat_target,
     rebuild_masters,
 )
+from tests.support.small_checkpoints import NoEngine
 
 NUMEL = 1200
 PADDED = NUMEL + 8
@@ -54,7 +55,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 @dataclass
-class DeviceRun:
+class DeviceRun(LiveEngine):
     """One parameter in bf16, its master in fp32 with padding, and an optimizer."""
 
     device: torch.device
@@ -66,6 +67,7 @@ class DeviceRun:
     buffer: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
+        super().__init__(NoEngine())
         generator = torch.Generator().manual_seed(self.seed)
         values = torch.randn(PADDED, generator=generator).to(torch.bfloat16)
         self.low = torch.nn.Parameter(values.to(self.device))
@@ -91,21 +93,21 @@ class DeviceRun:
 
     def held(self) -> dict[str, Any]:
         """Return all that must survive, on the host."""
-        elementwise, scalars = self._states()
+        elementwise, scalars = self._own_states()
         tensors = {"master": self.master, "low": self.low, **elementwise}
         found = {name: t.detach().cpu()[:NUMEL].tolist() for name, t in tensors.items()}
         small = {n: v.item() if torch.is_tensor(v) else v for n, v in scalars.items()}
         lr = self.inner.param_groups[0]["lr"]
         return {**found, **small, "buffer": self.buffer.cpu().tolist(), "lr": lr}
 
-    def _states(self) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
+    def _own_states(self) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
         return split_state(self.inner, self.master, self.inner.state.get(self.master, {}))
 
-    # -- LiveState -------------------------------------------------------------------------
+    # -- LiveEngine ------------------------------------------------------------------------
 
     def describe(self) -> Manifest:
         """Return what an engine says of itself."""
-        elementwise, scalars = self._states()
+        elementwise, scalars = self._own_states()
         keys = [state_key(k, v, elementwise=True) for k, v in elementwise.items()]
         keys += [state_key(k, v, elementwise=False) for k, v in scalars.items()]
         return Manifest(
@@ -124,10 +126,10 @@ class DeviceRun:
 
     def rank_state(self, **_: bool) -> RankState:
         """Return what there is to be saved."""
-        flat = FlatState(_FRAGMENTS, self.master.detach(), *self._states())
+        flat = FlatState(_FRAGMENTS, self.master.detach(), *self._own_states())
         return RankState((flat,), {}, self.module_buffers(), {}, {})
 
-    def module_buffers(self) -> Mapping[str, torch.Tensor]:
+    def module_buffers(self) -> dict[str, torch.Tensor]:
         """Return the one buffer."""
         return {"buffer": self.buffer}
 
@@ -154,28 +156,20 @@ class DeviceRun:
 
         @torch.no_grad()
         def commit(values: RestoreValues) -> None:
-            self._commit(flat, values)
+            self._commit_flat(flat, values)
 
         fill, kept = (flat.master,), (flat.states,)
         return RestoreTargets(_FRAGMENTS, fill, kept, commit, lambda: rebuild_masters([flat]))
 
-    def _commit(self, flat: FlatTarget, values: RestoreValues) -> None:
+    def _commit_flat(self, flat: FlatTarget, values: RestoreValues) -> None:
         commit_masters(flat, keep_fp32=True)
         commit_state(self.inner, flat, values.scalars[0])
         commit_groups(self.inner, values)
         self._round()
         self.buffer.copy_(values.module_buffers["buffer"])
 
-    def handle(self) -> EngineHandle:
-        """Return it as the engine that saves and loads open."""
-        live: Any = self
-        return EngineHandle(
-            open=lambda: live,
-            global_step=lambda: 0,
-            add_step_pre_hook=lambda _: lambda: None,
-            updates_state_before_step=lambda: False,
-            recovery_script=lambda: None,
-        )
+    def check(self) -> None:
+        """Refuse nothing."""
 
 
 _FRAGMENTS = (Fragment("w", 0, NUMEL, 0, 0, 0),)
@@ -192,7 +186,7 @@ def restore(device: torch.device, folder: Path) -> None:
                 resumed = DeviceRun(other, optimizer, 7)
                 resumed.train(50, 50 + steps)
                 set_rng_states({other.type: torch.zeros(4, dtype=torch.uint8)}, other)
-                loaded = load_engine(resumed.handle(), path, OneRank(), LoadOptions())
+                loaded = load_engine(resumed, path, OneRank(), LoadOptions())
                 assert resumed.held() == wanted, (optimizer, memory_bytes, steps)
                 assert not resumed.master.detach().cpu()[NUMEL:].any(), "padding"
                 assert resumed.master.device == resumed.low.device == other
@@ -213,10 +207,9 @@ def _saved_behind(
     module = torch.get_device_module(run.device)
     module.set_rng_state(torch.tensor([1, 2, 3, 4], dtype=torch.uint8), run.device)
     client = {"rng": collect_rng_states(run.device)}
-    handle = run.handle()
-    save_engine(handle, path.with_suffix(".blocking"), ranks, client, SaveOptions())
+    save_engine(run, path.with_suffix(".blocking"), ranks, client, SaveOptions())
     writer = AsyncCheckpointer(OneRank(), _nothing, _nothing, _nothing, memory_bytes)
-    writer.save(handle, path, ranks, client, SaveOptions())
+    writer.save(run, path, ranks, client, SaveOptions())
     writer.wait_for_copies()
     run.train(3, 6)
     writer.wait_until_finished(ranks)

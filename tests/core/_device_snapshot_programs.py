@@ -25,17 +25,19 @@ from lightning_elastic_zero.checkpoint.consistency import (
 from lightning_elastic_zero.checkpoint.fingerprint import PIECE_BYTES, rank_part
 from lightning_elastic_zero.checkpoint.save import ShardContents
 from lightning_elastic_zero.checkpoint.streams import current_device, use_device
-from lightning_elastic_zero.checkpoint.types import CheckpointStats, EngineHandle, SaveOptions
+from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveOptions
 from lightning_elastic_zero.coordination.ranks import OneRank
 from lightning_elastic_zero.core.layout import Fragment
 from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter, StateKey
 from lightning_elastic_zero.core.partition import FlatBuffer
 from lightning_elastic_zero.core.tensors import FlatState, RankState, is_on_device
 from lightning_elastic_zero.data_progress.sampler import collect_rng_states, set_rng_states
+from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.engine.optimizer import split_state
 from tests.core import _late_device
 from tests.core._device_restore import restore
 from tests.support.plain_checkpoints import make_state, manifest_of, rank_state
+from tests.support.small_checkpoints import NoEngine
 
 NUMEL = 1000
 
@@ -48,12 +50,13 @@ class Metric:
 
 
 @dataclass
-class OnOneDevice:
+class OnOneDevice(LiveEngine):
     """A live state on a device: one parameter, Adam's moments and step."""
 
     device: torch.device
 
     def __post_init__(self) -> None:
+        super().__init__(NoEngine())
         self.master = torch.arange(float(NUMEL)).to(self.device)
         self.moment = (torch.arange(float(NUMEL)) * 2).to(self.device)
         self.step = torch.tensor(3.0).to(self.device)
@@ -79,16 +82,8 @@ class OnOneDevice:
     def contents(self) -> ShardContents:
         return ShardContents(Path(), self.describe(), self.rank_state(), {})
 
-    def handle(self) -> EngineHandle:
-        """Return it as the engine that a save opens."""
-        live: Any = self
-        return EngineHandle(
-            open=lambda: live,
-            global_step=lambda: 0,
-            add_step_pre_hook=lambda _: lambda: None,
-            updates_state_before_step=lambda: False,
-            recovery_script=lambda: None,
-        )
+    def check(self) -> None:
+        """Refuse nothing."""
 
     def step_on(self) -> None:
         """Change everything in place, as an optimizer does."""
@@ -157,7 +152,7 @@ def write(device: torch.device, folder: Path) -> None:
             "metric": Metric(torch.ones(3).to(device)),
         }
         path = folder / f"{name}.ckpt"
-        writer.save(live.handle(), path, OneRank(), state, SaveOptions())
+        writer.save(live, path, OneRank(), state, SaveOptions())
         writer.wait_for_copies()
         live.step_on()
         writer.wait_until_finished(OneRank())

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_elastic_zero.api import save_checkpoint
-from lightning_elastic_zero.engine.live import live_engine
+from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.engine.support import check_config
 from lightning_elastic_zero.errors import CheckpointFormatError, ElasticZeroError, UnsupportedError
 from lightning_elastic_zero.formats.open import open_checkpoint
@@ -34,7 +34,7 @@ def test_a_client_state_that_is_no_dictionary(wrong: Any, tmp_path: Path) -> Non
 def test_a_module_is_no_engine() -> None:
     """The error names what was passed, and what is wanted."""
     with pytest.raises(UnsupportedError, match=r"Linear.*deepspeed\.initialize"):
-        live_engine(nn.Linear(1, 1))
+        LiveEngine(nn.Linear(1, 1)).check()
 
 
 @pytest.mark.parametrize("stage", ["3", 4, True, 2.0])

@@ -36,13 +36,14 @@ from lightning_elastic_zero.checkpoint.streams import (
     side_stream,
     use_device,
 )
-from lightning_elastic_zero.checkpoint.types import CheckpointStats, EngineHandle, SaveOptions
+from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveOptions
 from lightning_elastic_zero.coordination.ranks import OneRank
 from lightning_elastic_zero.core.layout import Fragment
 from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter, StateKey
 from lightning_elastic_zero.core.partition import FlatBuffer
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.tensors import FlatState, RankState
+from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.formats.torch_read import StoredRun
 from lightning_elastic_zero.formats.torch_write import ChunkedSource, piecewise
@@ -62,7 +63,7 @@ from tests.support.copy_engine import (
 )
 from tests.support.processes import HANG_TIMEOUT_S
 from tests.support.ranks import ROOT, environment
-from tests.support.small_checkpoints import manifest_of
+from tests.support.small_checkpoints import NoEngine, manifest_of
 
 NUMEL = 600
 NAMES = ("a", "b", "c")
@@ -78,7 +79,7 @@ Values = dict[str, list[float]]
 
 
 @dataclass
-class LateRun:
+class LateRun(LiveEngine):
     """Masters, moments, steps and a buffer of three parameters, each in its own group."""
 
     late: CopyEngine
@@ -94,6 +95,7 @@ class LateRun:
     hooks: list[Callable[[], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        super().__init__(NoEngine())
         self.masters = {n: torch.arange(float(NUMEL)) + 1000 * i for i, n in enumerate(NAMES)}
         keeps = self.keys is not STEP_ALONE
         self.moments = {name: self.masters[name] * 0.5 for name in NAMES if keeps}
@@ -147,17 +149,11 @@ class LateRun:
         state = small_on_devices(self.rank_state(), self.late, self.first)
         return ShardContents(Path(), self.describe(), state, {})
 
-    def handle(self) -> EngineHandle:
-        live: Any = self
-        return EngineHandle(
-            open=lambda: live,
-            global_step=lambda: 0,
-            add_step_pre_hook=self._add_hook,
-            updates_state_before_step=lambda: False,
-            recovery_script=lambda: None,
-        )
+    def check(self) -> None:
+        """Refuse nothing."""
 
-    def _add_hook(self, call: Callable[[], None]) -> Callable[[], None]:
+    def add_step_pre_hook(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Add to the calls before a step."""
         self.hooks.append(call)
         return lambda: self.hooks.remove(call)
 
@@ -349,14 +345,14 @@ def test_a_background_save_equals_a_blocking_one(
 ) -> None:
     """File by file, except the save's number."""
     run, ranks, ended = LateRun(late), OneRank(), _Ended()
-    save_engine(run.handle(), tmp_path / "blocking", ranks, {"epoch": 1}, SaveOptions())
+    save_engine(run, tmp_path / "blocking", ranks, {"epoch": 1}, SaveOptions())
     writer = AsyncCheckpointer(OneRank(), _nothing, _nothing, ended, memory_bytes)
-    end_hook = run.handle().add_step_pre_hook(writer.wait_for_copies)
+    end_hook = run.add_step_pre_hook(writer.wait_for_copies)
     for turn in range(2):  # The second one takes the same memory.
         # The memory of the first one is filled by threads that are not in inference mode.
         with torch.inference_mode(mode=not turn):
             path = tmp_path / f"behind{turn}"
-            writer.save(run.handle(), path, ranks, {"epoch": 1}, SaveOptions())
+            writer.save(run, path, ranks, {"epoch": 1}, SaveOptions())
         run.step_on()
         run.step_on()
         with late.waiting():
@@ -376,14 +372,14 @@ def test_a_save_waits_until_the_memory_of_the_previous_one_is_free(
     monkeypatch.setattr(async_save, "_GLANCE_S", 0.01)
     line = _HeldLine()
     run, ranks = LateRun(late), _OpensWhileWaiting(line)
-    save_engine(run.handle(), tmp_path / "blocking", OneRank(), {"epoch": 1}, SaveOptions())
+    save_engine(run, tmp_path / "blocking", OneRank(), {"epoch": 1}, SaveOptions())
     writer = AsyncCheckpointer(line, _nothing, _nothing, _Ended())
     run.hooks = [writer.wait_for_copies]
-    writer.save(run.handle(), tmp_path / "behind", ranks, {"epoch": 1}, SaveOptions())
+    writer.save(run, tmp_path / "behind", ranks, {"epoch": 1}, SaveOptions())
     run.step_on()
     ranks.waits = True
     with late.waiting():
-        writer.save(run.handle(), tmp_path / "next", ranks, {"epoch": 1}, SaveOptions())
+        writer.save(run, tmp_path / "next", ranks, {"epoch": 1}, SaveOptions())
         line.opened.set()
         writer.wait_until_finished(ranks)
         assert writer.stop() is None

@@ -45,10 +45,10 @@ def background_saves(
     engine: Engine, path: str, snapshot_bytes: int | None = None
 ) -> Iterator[tuple[CheckpointManager, Ranks]]:
     """Yield what saves behind an engine's training, as the strategy does."""
-    from lightning_elastic_zero.api import engine_handle
+    from lightning_elastic_zero.engine.live import LiveEngine
 
     manager = CheckpointManager(Timeouts(), background=True, max_snapshot_bytes=snapshot_bytes)
-    manager.start(engine_handle(engine), engine.global_rank, [Path(path).parent])
+    manager.start(LiveEngine(engine), engine.global_rank, [Path(path).parent])
     try:
         with closing(manager.training_ranks()) as ranks:
             yield manager, ranks
@@ -61,14 +61,14 @@ def save_behind_training(saved: Saved, snapshot_bytes: int | None) -> bool:
 
     ``saved`` has the oracle's dump of what the run held when it was told to save.
     """
-    from lightning_elastic_zero.api import engine_handle
+    from lightning_elastic_zero.engine.live import LiveEngine
 
     setup = saved.setup
     with engine_of(setup, 0) as engine:
         train(engine, setup, 0, STEPS)
         held = dump(engine, setup)
         with background_saves(engine, saved.path, snapshot_bytes) as (manager, ranks):
-            handle = engine_handle(engine)
+            handle = LiveEngine(engine)
             manager.save_async(handle, saved.path, ranks, {"epoch": STEPS}, SaveOptions())
             train(engine, setup, STEPS, 2 * STEPS)
             assert manager._writer is not None
@@ -92,7 +92,7 @@ class Stall:
 
 def stall_beside_copy(folder: str) -> Stall:
     """Measure both in turn; the first round warms up."""
-    from lightning_elastic_zero.api import engine_handle
+    from lightning_elastic_zero.engine.live import LiveEngine
 
     model = selftest_engine.TrialModel(1, state_bytes=MEASURED_BYTES)
     with (
@@ -108,7 +108,7 @@ def stall_beside_copy(folder: str) -> Stall:
             host.copy_(held)
             copies.append(time.perf_counter() - began)
             path = f"{folder}/{number}.ckpt"
-            manager.save_async(engine_handle(engine), path, ranks, {}, SaveOptions())
+            manager.save_async(LiveEngine(engine), path, ranks, {}, SaveOptions())
             selftest_engine.train(engine, number + 1, number + 2)
             manager.wait_until_finished(ranks)
             assert manager.last_save is not None

@@ -21,7 +21,6 @@ import pytest
 import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
-from lightning_elastic_zero.api import engine_handle as handle_of
 from lightning_elastic_zero.checkpoint import manager as manager_module
 from lightning_elastic_zero.checkpoint.background import Snapshotter, _Job
 from lightning_elastic_zero.checkpoint.manager import CheckpointLinks, CheckpointManager
@@ -34,6 +33,7 @@ from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter, Sta
 from lightning_elastic_zero.core.partition import ContiguousPartition, FlatBuffer
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.tensors import FlatState, RankState
+from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import RanksError
 from lightning_elastic_zero.storage import leftovers as copying
 from lightning_elastic_zero.storage.stores import AnyPath
@@ -179,7 +179,7 @@ def link_of_one_lost_after_publication(job: Job) -> None:
     """
     os.environ |= {"LOCAL_RANK": str(job.rank), "WORLD_SIZE": str(job.world_size)}
     deepspeed.init_distributed("gloo")  # takes the process group that is there
-    made, asked = handle_of(engine()), threading.Event()
+    made, asked = LiveEngine(engine()), threading.Event()
     manager = CheckpointManager(Timeouts(), background=True)
     with closing(connect_ranks()) as ranks:
         folder = Path(ranks.broadcast("make a folder", tempfile.mkdtemp))

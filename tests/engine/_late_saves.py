@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from lightning_elastic_zero.checkpoint.background import Snapshot
 from lightning_elastic_zero.checkpoint.load import load_engine
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
 from lightning_elastic_zero.checkpoint.save import ShardContents
-from lightning_elastic_zero.checkpoint.types import EngineHandle, LoadOptions, SaveOptions
+from lightning_elastic_zero.checkpoint.types import LoadOptions, SaveOptions
 from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
 from lightning_elastic_zero.core.manifest import Manifest
 from lightning_elastic_zero.core.tensors import RankState, RestoreTargets, RestoreValues
+from lightning_elastic_zero.engine.live import LiveEngine
 from tests.support.checkpoints import STEPS, Saved, differing_files
 from tests.support.copy_engine import (
     DEVICES,
@@ -33,22 +35,24 @@ from tests.support.engines import Engine, engine_of, train
 from tests.support.oracle import differences, dump
 
 
-class _LateState:
-    """A live state (``LiveState``) whose tensors lie on devices."""
+class LateEngine(LiveEngine):
+    """An engine whose tensors lie on devices."""
 
-    def __init__(self, live: Any, late: CopyEngine, first: int) -> None:
-        self._live, self._late, self._first = live, late, first
+    def __init__(self, engine: Engine, late: CopyEngine, first: int) -> None:
+        super().__init__(engine)
+        self._late, self._first = late, first
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._live, name)
+    def add_step_pre_hook(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Let the device work while a step waits."""
+        return super().add_step_pre_hook(self._late.while_waiting(call))
 
     def rank_state(self, **options: bool) -> RankState:
         """Return what is there to be saved."""
-        return large_on_devices(self._live.rank_state(**options), self._late, self._first)
+        return large_on_devices(super().rank_state(**options), self._late, self._first)
 
     def allocate_targets(self, source: Manifest, *, with_optimizer: bool) -> RestoreTargets:
         """Return what is to be filled; all copies to devices have come when it is committed."""
-        targets = self._live.allocate_targets(source, with_optimizer=with_optimizer)
+        targets = super().allocate_targets(source, with_optimizer=with_optimizer)
         late, first = self._late, self._first
 
         def commit(values: RestoreValues) -> None:
@@ -78,23 +82,11 @@ class _LateState:
         return placed
 
 
-def late_handle(engine: Engine, late: CopyEngine, first: int) -> EngineHandle:
-    """Return an engine as saves and loads see it, on devices."""
-    from lightning_elastic_zero.api import engine_handle
-
-    handle = engine_handle(engine)
-    return replace(
-        handle,
-        open=lambda: _LateState(handle.open(), late, first),
-        add_step_pre_hook=lambda call: handle.add_step_pre_hook(late.while_waiting(call)),
-    )
-
-
 @contextmanager
-def late_engine(engine: Engine, turn: int) -> Iterator[tuple[CopyEngine, EngineHandle]]:
+def late_engine(engine: Engine, turn: int) -> Iterator[tuple[CopyEngine, Callable[[], LiveEngine]]]:
     """Yield a copy engine, and an engine seen through it; no other device may be asked."""
     with CopyEngine(turn).in_place_of_torch() as late:
-        yield late, late_handle(engine, late, turn)
+        yield late, partial(LateEngine, engine, late, turn)
     assert late.contexts <= set(DEVICES), late.contexts
 
 
@@ -107,16 +99,16 @@ def save_late(engine: Engine, saved: Saved) -> None:
     setup, first = saved.setup, f"{saved.path}.blocking"
     turn = zlib.crc32(f"{setup} {saved.path.rpartition('/')[2]}".encode())
     before = dump(engine, setup)
-    with late_engine(engine, turn) as (late, handle):
-        most = (None, 0, _half_of(handle))[turn // 3 % 3]
+    with late_engine(engine, turn) as (late, live):
+        most = (None, 0, _half_of(live()))[turn // 3 % 3]
         manager = CheckpointManager(Timeouts(), background=True, max_snapshot_bytes=most)
-        manager.start(handle, engine.global_rank, [Path(saved.path).parent])
+        manager.start(live(), engine.global_rank, [Path(saved.path).parent])
         _take_small_from_devices(manager, late, turn)
         client, options = {"epoch": STEPS}, SaveOptions()
         with closing(manager.training_ranks()) as ranks:
-            manager.save(handle, first, ranks, client, options)
+            manager.save(live(), first, ranks, client, options)
             after = dump(engine, setup)
-            manager.save_async(handle, saved.path, ranks, client, options)
+            manager.save_async(live(), saved.path, ranks, client, options)
             train(engine, setup, STEPS, STEPS + 1)
             _end(manager, ranks, late)
         manager.stop(interrupted=False)
@@ -147,8 +139,8 @@ def _end(manager: CheckpointManager, ranks: Ranks, late: CopyEngine) -> None:
     assert not any(stream.immediate for stream in late.copied_on), "training's stream copies"
 
 
-def _half_of(handle: EngineHandle) -> int:
-    state = handle.open().rank_state(exclude_frozen=False, keep_module_weights=False)
+def _half_of(live: LiveEngine) -> int:
+    state = live.rank_state(exclude_frozen=False, keep_module_weights=False)
     return sum(flat.master.nbytes for flat in state.flats) * 3 // 2
 
 
@@ -156,10 +148,10 @@ def load_late(engine: Engine, saved: Saved) -> dict[str, Any]:
     """Load; return the client state."""
     turn = zlib.crc32(f"{saved.path.rpartition('/')[2]}".encode())
     with (
-        late_engine(engine, turn) as (_, handle),
+        late_engine(engine, turn) as (_, live),
         closing(connect_ranks(Timeouts())) as ranks,
     ):
-        return load_engine(handle, saved.path, ranks, LoadOptions()).client_state
+        return load_engine(live(), saved.path, ranks, LoadOptions()).client_state
 
 
 def train_and_save_late(saved: Saved) -> None:

@@ -87,7 +87,7 @@ def rates_of_both(setup: Setup, path: str, *, saves: bool) -> list[tuple[float, 
 
 def called_before_any_change(setup: Setup) -> tuple[list[bool], bool]:
     """Return whether each call before a step found the masters as they were, and they changed."""
-    from lightning_elastic_zero.engine.step import add_step_pre_hook
+    from lightning_elastic_zero.engine.live import LiveEngine
 
     with engine_of(setup, 0) as engine:
         train(engine, setup, 0, 1)
@@ -100,7 +100,12 @@ def called_before_any_change(setup: Setup) -> tuple[list[bool], bool]:
             return all(torch.equal(flat, was) for flat, was in zip(masters, before, strict=True))
 
         found: list[bool] = []
-        remove = add_step_pre_hook(engine, lambda: found.append(as_before()) if not found else None)
+
+        def look() -> None:
+            if not found:
+                found.append(as_before())
+
+        remove = LiveEngine(engine).add_step_pre_hook(look)
         train(engine, setup, 1, 2)
         remove()
         return found, not as_before()

@@ -108,34 +108,37 @@ def test_rules_say_what_engines_hold(setup: Setup, world: int, pools: Pools) -> 
 
 def refusals(setup: Setup) -> dict[str, str]:
     """Change what the library reads of an engine's flat buffers; return what it says of it."""
-    from lightning_elastic_zero.engine.live import LiveEngine, live_engine
+    from lightning_elastic_zero.engine.live import LiveEngine
 
     def at_setup(engine: Engine) -> None:
         LiveEngine(engine).verify_addresses(fresh=True)
+
+    def at_save(engine: Engine) -> None:
+        LiveEngine(engine).check()
 
     said = {}
     with engine_of(setup, 0) as engine:
         at_setup(engine)
         for what, (holder, key, value) in _changes(engine.optimizer, setup).items():
             before, holder[key] = holder[key], value
-            for when, look in (("setup", at_setup), ("save", live_engine)):
+            for when, look in (("setup", at_setup), ("save", at_save)):
                 try:
                     look(engine)
                     said[f"{what} at {when}"] = "nothing"
                 except UnsupportedError as error:
                     said[f"{what} at {when}"] = str(error)
             holder[key] = before
-        live_engine(engine)
+        at_save(engine)
     return said
 
 
 def put_elsewhere(setup: Setup) -> tuple[str, str]:
     """Put a weight where another one lies; return what a save says, after a setup and without."""
-    from lightning_elastic_zero.engine.live import LiveEngine, live_engine
+    from lightning_elastic_zero.engine.live import LiveEngine
 
     def look(*, places_checked: bool) -> str:
         try:
-            live_engine(engine, places_checked=places_checked)
+            LiveEngine(engine, places_checked=places_checked).check()
         except UnsupportedError as error:
             return str(error)
         return ""

@@ -99,10 +99,10 @@ def changed_during_save(
     Returns:
         The error of the save, and whether it was published; then it is as one without a change.
     """
-    from lightning_elastic_zero.api import engine_handle
     from lightning_elastic_zero.checkpoint.manager import CheckpointManager
     from lightning_elastic_zero.checkpoint.types import SaveOptions
     from lightning_elastic_zero.coordination.liveness import Timeouts
+    from lightning_elastic_zero.engine.live import LiveEngine
     from lightning_elastic_zero.formats.elastic import RankWriter
 
     released, write = threading.Event(), RankWriter.optimizer_shard
@@ -114,7 +114,7 @@ def changed_during_save(
     first, path, error = f"{folder}/first.ckpt", f"{folder}/later.ckpt", ""
     with engine_of(setup, 0) as engine, pytest.MonkeyPatch.context() as patch:
         train(engine, setup, 0, 1)
-        handle = engine_handle(engine)
+        handle = LiveEngine(engine)
         manager = CheckpointManager(Timeouts(), background=True, max_snapshot_bytes=most)
         manager.start(handle, engine.global_rank, [folder])
         with contextlib.closing(manager.training_ranks()) as ranks:

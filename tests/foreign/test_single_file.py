@@ -359,13 +359,13 @@ def test_names_and_tensors_alone(
 
 def groups_of(setup: Setup) -> tuple[list[list[str]], list[list[str]]]:
     """Return the names of each group as the engine tells them, and as they were given."""
-    from lightning_elastic_zero.engine.live import live_engine
+    from lightning_elastic_zero.engine.live import LiveEngine
 
     model = setup.model(0)
     names = {id(p): name for name, p in model.named_parameters()}
     given = [[names[id(p)] for p in ps] for ps in group_members(model, setup.grouping)]
     with engine_of(setup, 0, model=model) as engine:
-        told = [list(group.names) for group in live_engine(engine).describe().groups]
+        told = [list(group.names) for group in LiveEngine(engine).describe().groups]
     return told, given
 
 

@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "storage": {"core", "errors"},
     "formats": {"storage", "core", "errors"},
     "engine": {"core", "errors"},
-    "checkpoint": {"formats", "storage", "coordination", "core", "errors"},
+    "checkpoint": {"engine", "formats", "storage", "coordination", "core", "errors"},
     "data_progress": {"core", "errors"},
     "api": {"checkpoint", "engine", "coordination", "core"},
     "tools": {"formats", "storage", "core", "errors"},

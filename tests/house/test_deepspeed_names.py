@@ -37,7 +37,7 @@ DEEPSPEEDS_OWN = (
 wherever it is called so."""
 
 OTHERS = {
-    "at_step": "of this library's EngineHandle",
+    "at_step": "of this library's LiveEngine",
     "backward": "documented: selftest_engine",
     "destroy": "documented: selftest_engine",
     "device": "documented: selftest_engine",

@@ -71,6 +71,12 @@ SHARD = "checkpoint/mp_rank_00_model_states.pt"
 """A file that every checkpoint of ZeRO-1 and 2 has."""
 
 
+class NoEngine:
+    """Takes the place of DeepSpeed's engine in a ``LiveEngine`` that has its own state."""
+
+    optimizer = None
+
+
 def manifest_of(files: dict[str, str], mark: str = "") -> str:
     """Return a manifest that names files, with their sizes in bytes."""
     rows = [{"name": name, "size_bytes": len(text)} for name, text in files.items()]

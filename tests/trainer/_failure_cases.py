@@ -15,12 +15,13 @@ from deepspeed import comm
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
-from lightning_elastic_zero.api import engine_handle, load_checkpoint, save_checkpoint
+from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 from lightning_elastic_zero.checkpoint import manager
 from lightning_elastic_zero.checkpoint.save import save_engine
 from lightning_elastic_zero.checkpoint.types import SaveOptions
 from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import connect_ranks
+from lightning_elastic_zero.engine.live import LiveEngine
 from tests.support.fits import SMALL_BUCKETS, FitSpec, error_of, fit
 from tests.support.outcome import NOTHING, error_text, log_heard
 
@@ -95,7 +96,7 @@ def save_to_own_path(root: str) -> str:
 
 def save_on_first_rank_only(root: str) -> str:
     """Do what `if trainer.is_global_zero: trainer.save_checkpoint(...)` does."""
-    handle, ranks = engine_handle(engine()), connect_ranks(times=SHORT)
+    handle, ranks = LiveEngine(engine()), connect_ranks(times=SHORT)
     path = f"{root}/x.ckpt"
     try:
         if ranks.rank:

@@ -18,11 +18,11 @@ from deepspeed import comm
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
-from lightning_elastic_zero.api import engine_handle
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
 from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveOptions
 from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import OneRank
+from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import UnsupportedError
 from tests.support.ranks import Pools
 from tests.support.small_checkpoints import before_each_syscall
@@ -221,9 +221,9 @@ def test_what_never_began_is_not_waited_for(tmp_path: Path) -> None:
     target, link = tmp_path / "a.ckpt", tmp_path / "last.ckpt"
     target.mkdir()
     manager = CheckpointManager(Timeouts(), background=True)
-    manager.start(engine_handle(SimpleNamespace(optimizer=None)), 0)
+    manager.start(LiveEngine(SimpleNamespace(optimizer=None)), 0)
     with pytest.raises(UnsupportedError):
-        manager.save_async(engine_handle("no engine"), target, OneRank(), {}, SaveOptions())
+        manager.save_async(LiveEngine("no engine"), target, OneRank(), {}, SaveOptions())
     manager.link(str(target), str(link), OneRank())
     assert str(link.readlink()) == "a.ckpt"
     assert manager.stop(interrupted=False) is None
@@ -233,7 +233,7 @@ def test_a_save_that_ends_after_the_run_makes_its_links(tmp_path: Path) -> None:
     """It was given up too late, and is published: what waits for it is made, in its own thread."""
     target, link = tmp_path / "a.ckpt", tmp_path / "last.ckpt"
     manager = CheckpointManager(Timeouts(), background=True)
-    manager.start(engine_handle(SimpleNamespace(optimizer=None)), 0)
+    manager.start(LiveEngine(SimpleNamespace(optimizer=None)), 0)
     writer = manager._writer
     assert writer is not None
     writer._on_start(target)
