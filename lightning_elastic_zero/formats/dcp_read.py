@@ -215,7 +215,7 @@ def _parsed(found: Mapping[str, Any], path: Path) -> Metadata:
 def _place(info: Mapping[str, Any], path: Path) -> tuple[str, int, int]:
     name = PurePosixPath(info["relative_path"])
     if name.is_absolute() or ".." in name.parts or info["offset"] < 0 or info["length"] < 0:
-        msg = f"{path} places data at {str(name)!r}: outside of its own directory"
+        msg = f"{path} refers to {str(name)!r}, which is outside its directory"
         raise CheckpointFormatError(msg)
     if info.get("transform_descriptors"):
         msg = f"{path}: {name} is compressed. Save the checkpoint again without extensions"
@@ -320,7 +320,7 @@ def choose_model(tree: Tree, live: Manifest, where: Path) -> TreePath:
     listed = ", ".join(
         f"{format_tree_path(path)} ({count} of {len(wanted)})" for path, count in held.items()
     )
-    what = "several of them hold" if fitting else "none of them holds"
+    what = "several of them contain" if fitting else "none of them contains"
     msg = (
         f"{where} has tensors in {listed}, and {what} all parameters of this model: resume from a "
         "checkpoint of one model"
@@ -556,8 +556,8 @@ def members_alone(
     If hyperparameters are stored per parameter, parameters with equal ones form a group.
     """
     if not leaves.flattened:
-        nobody = describe_alone({}, ())
-        return members_of(state_dict_of(leaves, chunks, nobody, weights), weights)
+        without_model = describe_alone({}, ())
+        return members_of(state_dict_of(leaves, chunks, without_model, weights), weights)
     values = chunks.values_of(leaf for _, leaf in leaves.groups)
     alike: dict[str, list[str]] = {}
     for name, its_fields in _by_name(leaves.groups, values, weights).items():

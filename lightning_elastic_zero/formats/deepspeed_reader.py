@@ -1,32 +1,44 @@
-"""Reader of stock DeepSpeed checkpoints: ZeRO-1, 2, 3, BF16_Optimizer, and elastic variants.
+"""Readers of the folder of one tag, as DeepSpeed writes it.
 
-Shapes and order of the parameters are in the model files (``param_shapes``), with buffers, frozen
-weights, counters and the trainer's state. Masters and optimizer state are flat buffers in the
-optimizer shards (``deepspeed_shards``). ``param_slice_mappings`` is not used: its offsets are wrong
-with ``round_robin_gradients``. ``TagReader`` is shared with the reader of universal checkpoints.
+``ZeroReader`` reads stock checkpoints (ZeRO-1, 2, 3, BF16_Optimizer and elastic variants). Shapes
+and order of the parameters are in the model files (``param_shapes``), with buffers, frozen weights,
+counters and the trainer's state. Masters and optimizer state are flat buffers in the optimizer
+shards (``deepspeed_shards``). ``param_slice_mappings`` is not used: its offsets are wrong with
+``round_robin_gradients``.
+
+``UniversalReader`` reads Universal Checkpoints, as ``ds_to_universal`` writes them::
+
+    step3_universal/
+    ├── zero/<parameter>/fp32.pt, exp_avg.pt, exp_avg_sq.pt [, step.pt]    whole tensors
+    ├── zero/optimizer_state.pt                                            hyperparameters, ...
+    └── *_model_states.pt                            copied from the checkpoint that was converted
+
+Conversions of runs with ``round_robin_gradients`` are corrupt, because ``ds_to_universal`` splits
+them at wrong offsets. In ZeRO-1/2, their masters do not round to the weights in the model file.
 """
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 
-from lightning_elastic_zero.core.layout import Fragment, Transfer
+from lightning_elastic_zero.core.layout import Fragment, Layout, Transfer
 from lightning_elastic_zero.core.manifest import (
     STAGE_WEIGHTS,
     Group,
     Manifest,
     Parameter,
     Plain,
+    StateKey,
     TrainingProgress,
     Writer,
 )
-from lightning_elastic_zero.core.partition import FlatBuffer, piece_start
-from lightning_elastic_zero.core.tensors import Scalar, dtype_name, precision_of
+from lightning_elastic_zero.core.partition import FlatBuffer, PerParameterPartition, piece_start
+from lightning_elastic_zero.core.tensors import Scalar, dtype_name, precision_of, state_key
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
     CheckpointFormatError,
@@ -35,13 +47,19 @@ from lightning_elastic_zero.errors import (
 from lightning_elastic_zero.formats.deepspeed_files import (
     MODEL_NAME,
     OPTIMIZER,
+    OPTIMIZER_STATE,
     OURS,
     optimizer_name,
     partitioned_model_name,
     read_tag_folder,
     stub_fields,
 )
-from lightning_elastic_zero.formats.deepspeed_shards import RESUME_FROM_ANOTHER, ZeroShardSet
+from lightning_elastic_zero.formats.deepspeed_shards import (
+    RESUME_FROM_ANOTHER,
+    ZeroShardSet,
+    group_of_flats,
+    is_vector,
+)
 from lightning_elastic_zero.formats.reader import (
     WEIGHT,
     CheckpointReader,
@@ -52,6 +70,7 @@ from lightning_elastic_zero.formats.reader import (
     file_list_digest,
     is_extra_state,
 )
+from lightning_elastic_zero.formats.torch_optimizer import plain_hyperparameters
 from lightning_elastic_zero.formats.torch_read import ForeignFiles, StoredRun
 
 ENGINE_KEYS = frozenset(
@@ -110,7 +129,14 @@ class ModelFile:
         # Extra states may be tensors too.
         module = {n: value for n, value in _module_of(tree).items() if not is_extra_state(n)}
         self.world_size = int(tree["dp_world_size"])
-        self.shapes: Sequence[Mapping[str, Sequence[int]]] = tree["param_shapes"]
+        self.shapes: list[dict[str, tuple[int, ...]]] = [
+            {name: tuple(map(int, shape)) for name, shape in group.items()}
+            for group in tree["param_shapes"]
+        ]
+        """The parameters of each flat buffer, in flat order."""
+        self.numels: list[dict[str, int]] = [
+            {n: math.prod(s) for n, s in group.items()} for group in self.shapes
+        ]
         self.buffers: tuple[str, ...] = tuple(n for n in tree["buffer_names"] if n in module)
         self.deepspeed = str(tree.get("ds_version") or "")
         self.lightning = str(tree.get("pytorch-lightning_version") or "")
@@ -135,8 +161,7 @@ class ModelFile:
         if listed := tree.get("frozen_param_shapes"):
             # Weights that were frozen after the optimizer was created are listed too.
             return {n: tuple(map(int, shape)) for n, shape in listed.items() if n not in owned}
-        shapes = {name: shape for shapes in self.shapes for name, shape in shapes.items()}
-        sized = [name for name, shape in shapes.items() if 0 not in tuple(shape)]
+        sized = [name for numels in self.numels for name, numel in numels.items() if numel]
         if any(isinstance(t := module.get(n), torch.Tensor) and not t.numel() for n in sized):
             return {}  # empty placeholders of ZeRO-3
         known = owned | set(self.buffers)
@@ -157,7 +182,7 @@ class ModelFile:
             ("number of ranks", self.world_size, other.world_size),
             ("step counters", self.progress, other.progress),
             ("DeepSpeed version", self.deepspeed, other.deepspeed),
-            ("parameters", *(_as_tuples(each.shapes) for each in (self, other))),
+            ("parameters", *([[*g.items()] for g in each.shapes] for each in (self, other))),
         ):
             if mine != theirs:
                 shown = "" if what == "parameters" else f" ({mine} and {theirs})"
@@ -183,10 +208,6 @@ class ModelFile:
 def _module_of(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     module: Mapping[str, Any] = tree.get("module") or {}
     return module
-
-
-def _as_tuples(shapes: Sequence[Mapping[str, Sequence[int]]]) -> list[Any]:
-    return [[(name, tuple(map(int, shape))) for name, shape in g.items()] for g in shapes]
 
 
 def _progress(tree: Mapping[str, Any]) -> TrainingProgress:
@@ -273,7 +294,7 @@ class TagReader(CheckpointReader):
     ) -> Manifest:
         first = self._first
         owned = [
-            (name, tuple(int(size) for size in shape), buffers[index].group)
+            (name, shape, buffers[index].group)
             for index, shapes in enumerate(first.shapes)
             for name, shape in shapes.items()
         ]
@@ -349,7 +370,7 @@ class ZeroReader(TagReader):
         self._prefix = found[0]
         self._shard_names = self._folder.optimizer[self._prefix]
         self._shards = ZeroShardSet(
-            files, self._shard_name, first.shapes, first.world_size, OPTIMIZER
+            files, self._shard_name, first.numels, first.world_size, OPTIMIZER
         )
         if (self._shards.stage == STAGE_WEIGHTS) != self._partitioned:
             msg = (
@@ -438,3 +459,205 @@ class ZeroReader(TagReader):
     def _loss_scaler(self) -> Mapping[str, Plain]:
         shard = self.files.tree(self._shard_name(0))[OPTIMIZER]
         return stub_fields(shard.get("loss_scaler"))
+
+
+MASTER, STEP = "fp32", "step"
+
+ADAM_MOMENTS = {"exp_avg", "exp_avg_sq"}
+"""``ds_to_universal`` writes both for a parameter, or neither."""
+
+
+class UniversalReader(TagReader):
+    """A Universal Checkpoint."""
+
+    def __init__(self, files: ForeignFiles) -> None:
+        super().__init__(files)
+        self._numels = self._first.numels
+        self._numel_of = {name: n for numels in self._numels for name, n in numels.items()}
+        self._stage = STAGE_WEIGHTS if self._partitioned else 1
+        self._stage = int(self._optimizer.get("zero_stage", self._stage))
+        self._group_of = group_of_flats(
+            self._optimizer["param_groups"], self._stage, len(self._numels)
+        )
+        self._flat_of = {name: i for i, numels in enumerate(self._numels) for name in numels}
+        buffers = [
+            FlatBuffer(self._group_of[i], tuple(numels), tuple(numels.values()))
+            for i, numels in enumerate(self._numels)
+        ]
+        self._keys = self._find_keys()
+        master = self._tensor(self._first_held(range(len(self._numels))), WEIGHT)
+        groups = self._groups(buffers)
+        self.manifest = self._describe(self._stage, master.dtype, buffers, groups)
+        lacks = (*self._lacks, "optimizer states that are not Adam's")
+        self.info = SourceInfo("Universal Checkpoint (ds_to_universal)", lacks)
+
+    @property
+    def _optimizer(self) -> Mapping[str, Any]:
+        """Return the content of ``optimizer_state.pt``; files may be closed in between."""
+        found: Mapping[str, Any] = self.files.tree(OPTIMIZER_STATE)
+        return found
+
+    @property
+    def _listed(self) -> Sequence[str]:
+        """Return the other files, if this library's ``convert`` listed them."""
+        found: Sequence[str] = self._optimizer.get(OURS, {}).get("files", ())
+        return found
+
+    # -- what is there ---------------------------------------------------------------------------
+
+    def _check_beginning(self) -> None:
+        if not (self.files.folder / OPTIMIZER_STATE).is_file():
+            self._refuse_missing([OPTIMIZER_STATE])
+        stage = int(self._optimizer.get("zero_stage", STAGE_WEIGHTS))
+        if stage != STAGE_WEIGHTS and not self._folder.model:
+            self._refuse_missing([MODEL_NAME])
+
+    def _model_names(self) -> list[str]:
+        return [name for name in self._listed if "/" not in name] or super()._model_names()
+
+    def _find_keys(self) -> Mapping[str, tuple[str, ...]]:
+        """Return the states of each parameter that have a file."""
+        root = self.files.folder / "zero"
+        found = {}
+        for name in self._flat_of:
+            found[name] = {path.stem for path in (root / name).glob("*.pt")}
+            self.files.progress.check()
+        wanted = self._wanted_keys(found)
+        missing = [self._file(n, k) for n in found for k in sorted(wanted[n] - found[n])]
+        if missing:
+            self._refuse_missing(missing)
+        return {name: tuple(sorted(keys - {MASTER})) for name, keys in found.items()}
+
+    def _wanted_keys(self, found: Mapping[str, set[str]]) -> Mapping[str, set[str]]:
+        """Return the required states of each parameter: those listed, or those of its group.
+
+        Empty parameters may lack steps. Groups with some of Adam's states have all of them.
+        """
+        if listed := [name.split("/") for name in self._listed if "/" in name]:
+            wanted: dict[str, set[str]] = {name: {MASTER} for name in found}
+            for _, name, file in listed:
+                wanted.setdefault(name, set()).add(file.removesuffix(".pt"))
+            return wanted
+        of_group: dict[int, set[str]] = {group: {MASTER} for group in self._group_of}
+        for name, keys in found.items():
+            if self._numel_of[name]:
+                of_group[self._group_of[self._flat_of[name]]] |= keys
+        of_adam = {key for keys in of_group.values() for key in keys & {*ADAM_MOMENTS, STEP}}
+        for keys in of_group.values():
+            keys.update(of_adam if keys & ADAM_MOMENTS else ())
+        return {
+            name: of_group[self._group_of[flat]] - (set() if self._numel_of[name] else {STEP})
+            for name, flat in self._flat_of.items()
+        }
+
+    def _file(self, name: str, key: str) -> str:
+        return f"zero/{name}/{key or MASTER}.pt"
+
+    def names(self) -> Sequence[str]:
+        states = [self._file(n, key) for n, keys in self._keys.items() for key in (MASTER, *keys)]
+        return [*self._model_names(), OPTIMIZER_STATE, *states]
+
+    def _groups(self, buffers: Sequence[FlatBuffer]) -> tuple[Group, ...]:
+        groups = self.files.load(OPTIMIZER_STATE, list(self._optimizer["param_groups"]))
+        return tuple(
+            Group(
+                names=tuple(n for b in buffers if b.group == index for n in b.names),
+                hyperparameters=fields,
+                state=self._state_of(index),
+            )
+            for index, fields in enumerate(plain_hyperparameters(groups, ("params",)))
+        )
+
+    def _state_of(self, group: int) -> tuple[StateKey, ...]:
+        """Return the table of a group's states, from its first parameter with elements."""
+        flats = [i for i, g in enumerate(self._group_of) if g == group and self._numels[i]]
+        if not flats:
+            return ()
+        name = self._first_held(flats)
+        flat = self._flat_of[name]
+        table = [
+            state_key(key, self._tensor(name, key), elementwise=True)
+            for key in self._keys[name]
+            if key != STEP
+        ]
+        scalars = self._scalar_values(flat)
+        table += [state_key(key, value, elementwise=False) for key, value in scalars.items()]
+        return tuple(sorted(table, key=lambda key: key.name))
+
+    def _scalar_values(self, flat: int) -> Mapping[str, Scalar]:
+        """Return a flat buffer's scalar states, which have separate files below ZeRO-3."""
+        if self._stage == STAGE_WEIGHTS:
+            state = self._optimizer["optimizer_state_dict"]["state"].get(flat, {})
+            scalars = {k: v for k, v in state.items() if not is_vector(v)}
+            return self.files.load(OPTIMIZER_STATE, scalars)  # type: ignore[no-any-return]
+        # Many conversions write no step for an empty parameter.
+        held = self._first_held([flat]) if self._numels[flat] else ""
+        name = next((n for n in (held, *self._numels[flat]) if STEP in self._keys.get(n, ())), "")
+        return {STEP: self._step(name)} if name else {}
+
+    def _step(self, name: str) -> Scalar:
+        file = self._file(name, STEP)
+        return self.files.load(file, self.files.tree(file))  # type: ignore[no-any-return]
+
+    def _first_held(self, flats: Iterable[int]) -> str:
+        """Return the first parameter of flat buffers, if possible one with elements."""
+        names = [name for flat in flats for name in self._numels[flat]]
+        return next((name for name in names if self._numel_of[name]), names[0])
+
+    def _tensor(self, name: str, key: str) -> torch.Tensor:
+        """Return a state or master of a parameter, whole and on the meta device."""
+        file = self._file(name, key)
+        tree = self.files.tree(file)
+        tensor = tree["param"] if isinstance(tree, Mapping) else tree
+        numel = self._numel_of[name]
+        if not isinstance(tensor, torch.Tensor) or tensor.numel() != numel:
+            found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor)
+            msg = (
+                f"{self.files.folder / file} has {found}, but {name} has {numel} elements: it "
+                "was converted from a run with tensor parallelism, or is of another run"
+            )
+            raise CheckpointFormatError(msg)
+        return tensor.view(-1)
+
+    # -- CheckpointReader ------------------------------------------------------------------------
+
+    def check_files(self) -> None:
+        self._check_model_files()
+        for name, keys in self._keys.items():
+            for key in (WEIGHT, *(key for key in keys if key != STEP)):
+                self._tensor(name, key)
+        if self._stage != STAGE_WEIGHTS:
+            self._check_steps()
+
+    def _check_steps(self) -> None:
+        """Refuse a flat buffer whose parameters have different step counts."""
+        for numels in self._numels:
+            counted: dict[str, str] = {}
+            for name, numel in numels.items():
+                if numel and STEP in self._keys[name]:
+                    counted.setdefault(repr(float(self._step(name) or 0)), name)
+            if len(counted) > 1:
+                several = ", and ".join(f"{step} of {name}" for step, name in counted.items())
+                msg = (
+                    f"{self.files.folder}: the step files of one parameter group have {several}: "
+                    "they are of different checkpoints. Convert again, or resume from another "
+                    "checkpoint"
+                )
+                raise CheckpointCorruptedError(msg)
+
+    def layout_of(self, manifest: Manifest) -> Layout:
+        """Return the layout: each parameter whole, in a separate file."""
+        return PerParameterPartition(manifest.buffers, 1)
+
+    def locate(self, key: str, transfer: Transfer) -> Location:
+        if key == WEIGHT and transfer.name in self._first.frozen:
+            return self._locate_frozen(transfer)
+        tensor = self._tensor(transfer.name, key)
+        file = self.files.get(self._file(transfer.name, key))
+        return file, StoredRun(tensor, transfer.start, transfer.stop)
+
+    def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
+        return self._scalar_values(at.buffer)
+
+    def _loss_scaler(self) -> Mapping[str, Plain]:
+        return stub_fields(self._optimizer.get("loss_scaler"))

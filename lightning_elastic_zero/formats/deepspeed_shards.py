@@ -26,7 +26,6 @@ recorded sizes and paddings, and are checked against them.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias, TypeGuard
@@ -106,11 +105,6 @@ def is_lean(value: object) -> TypeGuard[list[torch.Tensor]]:
     return tensors and bool(value)
 
 
-def numel_of(shape: Sequence[int]) -> int:
-    """Return the number of elements of a shape."""
-    return math.prod(map(int, shape))
-
-
 @dataclass(frozen=True, slots=True)
 class ShardMetadata:
     """The properties of a shard that do not depend on parameter names."""
@@ -182,9 +176,8 @@ def _describe_differences(by_rank: Sequence[Groups]) -> str:
     return "; ".join(found[:MAX_SHOWN] + more)
 
 
-Shapes = Sequence[Mapping[str, Sequence[int]]]
-"""Per flat buffer: the shape of each parameter, in flat order."""
-
+Numels: TypeAlias = "Sequence[Mapping[str, int]]"
+"""Per flat buffer: the elements of each parameter, in flat order."""
 
 RESUME_FROM_ANOTHER = (
     "Resume from another checkpoint, or restore the files of all ranks from one save"
@@ -198,7 +191,7 @@ class ZeroShardSet:
         self,
         files: ForeignFiles,
         name: Callable[[int], str],
-        shapes: Shapes,
+        numels: Numels,
         world_size: int,
         entry: str = "",
     ) -> None:
@@ -211,12 +204,12 @@ class ZeroShardSet:
         metadata = shard_metadata(first, where)
         self.stage, self.engine, flats = metadata.stage, metadata.engine, metadata.flats
         self.elastic = isinstance(first.get(STATES), list)
-        self._shapes = shapes
-        self._places = {name: i for shapes_ in shapes for i, name in enumerate(shapes_)}
-        if len(flats) != len(shapes):
+        self._numels = numels
+        self._places = {name: i for names in numels for i, name in enumerate(names)}
+        if len(flats) != len(numels):
             self._refuse(
                 f"rank 0's shard has {len(flats)} flat buffers, but the model file lists the "
-                f"parameters of {len(shapes)}: they are not of one save"
+                f"parameters of {len(numels)}: they are not of one save"
             )
         self.master_dtype = flats[0].dtype if flats else torch.float32
         self.group_of = self._groups_by_state(first) if self._is_by_parameter else metadata.groups
@@ -238,8 +231,7 @@ class ZeroShardSet:
     # -- parsing rank 0's shard ------------------------------------------------------------------
 
     def _buffer(self, first: Shard, index: int) -> FlatBuffer:
-        names = tuple(self._shapes[index])
-        numels = tuple(numel_of(shape) for shape in self._shapes[index].values())
+        names, numels = tuple(self._numels[index]), tuple(self._numels[index].values())
         group = self.group_of[index]
         flat = _flats_of(first)[index].numel()
         if sum(numels) and not flat:
@@ -301,7 +293,7 @@ class ZeroShardSet:
         A step counter of one element is a scalar: DeepSpeed's elastic loader for ZeRO-1/2 adds a
         dimension to torch's counter, and later saves of that run have it too.
         """
-        if not self._shapes[index]:
+        if not self._numels[index]:
             return {}
         if self.elastic:
             step = (states := shard[STATES][index]).get("step")
@@ -323,12 +315,12 @@ class ZeroShardSet:
 
         Elastic ZeRO-3 shards do not record the parameter groups: ``regroup`` uses the live ones.
         """
-        kept = [frozenset(self._state(first, index)) for index in range(len(self._shapes))]
+        kept = [frozenset(self._state(first, index)) for index in range(len(self._numels))]
         return tuple(list(dict.fromkeys(kept)).index(states) for states in kept)
 
     def regroup(self, group_of: Mapping[str, int]) -> None:
         """Use the live model's groups, if the shards do not record them."""
-        groups = [{group_of.get(n, 0) for n in shapes} or {0} for shapes in self._shapes]
+        groups = [{group_of.get(n, 0) for n in names} or {0} for names in self._numels]
         if mixed := [i for i, found in enumerate(groups) if len(found) > 1]:
             msg = (
                 f"{self._where}: sub-group {mixed[0]} has parameters of the groups "
@@ -339,7 +331,7 @@ class ZeroShardSet:
         self.group_of = tuple(found.pop() for found in groups)
         first = self._shard(0)
         self._check_states_of_groups(first)
-        self.buffers = tuple(self._buffer(first, i) for i in range(len(self._shapes)))
+        self.buffers = tuple(self._buffer(first, i) for i in range(len(self._numels)))
         self.groups = self._groups(first)
 
     def _check_states_of_groups(self, first: Shard) -> None:
@@ -556,7 +548,7 @@ class ZeroShardSet:
         return stop - start, min(stop, max(start, total)) - start
 
     def _refuse_numel(self, rank: int, index: int, numel: int) -> None:
-        whole = sum(map(numel_of, self._shapes[index].values()))
+        whole = sum(self._numels[index].values())
         self._refuse(
             f"flat buffer {index} of rank {rank}'s shard has {numel} elements, expected rank "
             f"{rank}'s part of {whole} on {self.world_size} ranks: the files are of different "

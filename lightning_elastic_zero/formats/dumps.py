@@ -185,8 +185,8 @@ class DumpsReader(CheckpointReader):
                 "of one save, or call describe_dumps again"
             )
             raise CheckpointCorruptedError(msg)
-        shapes = [{row.name: row.shape for row in flat.parameters} for flat in table.flats]
-        self._shards = ZeroShardSet(files, self._dumps.__getitem__, shapes, len(table.dumps))
+        numels = [{p.name: math.prod(p.shape) for p in flat.parameters} for flat in table.flats]
+        self._shards = ZeroShardSet(files, self._dumps.__getitem__, numels, len(table.dumps))
         described = tuple(flat.group for flat in table.flats)
         if self._shards.group_of != described:
             msg = (

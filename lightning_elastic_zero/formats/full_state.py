@@ -457,11 +457,11 @@ class SingleFileReader(FullStateReader):
 def _parts(tree: object, path: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:
     """Split a tree into the weights and the trainer's state."""
     if not isinstance(tree, Mapping):
-        _refuse(path, f"holds a {type(tree).__name__}, not a dict with a `{WEIGHTS}`")
+        _refuse(path, f"contains a {type(tree).__name__}, expected a dict with a `{WEIGHTS}`")
     weights = tree.get(WEIGHTS)
     if isinstance(weights, Mapping):
         if not weights:
-            _refuse(path, f"has an empty `{WEIGHTS}`: its weights were saved elsewhere, or not")
+            _refuse(path, f"has an empty `{WEIGHTS}`: its weights are elsewhere, or were not saved")
         if isinstance(current := tree.get(CURRENT), Mapping) and AVERAGING in tree:
             # The optimizer state belongs to the trained weights. The callback reads the average
             # and looks for all three entries.
@@ -477,8 +477,9 @@ def _parts(tree: object, path: Path) -> tuple[Mapping[str, Any], dict[str, Any]]
     inside = [(n, v.values()) for n, v in tree.items() if isinstance(v, Mapping) and v]
     if names := [n for n, vs in inside if all(isinstance(v, torch.Tensor) for v in vs)]:
         what += (
-            f", of which {names[0]!r} holds names and tensors: torch.save(torch.load({path.name!r})"
-            f"[{names[0]!r}], 'weights.pt') writes them as a file that is read"
+            f", of which {names[0]!r} contains names and tensors: "
+            f"torch.save(torch.load({path.name!r})[{names[0]!r}], 'weights.pt') writes them as a "
+            "file that can be loaded"
         )
     return _refuse(path, what)
 
@@ -498,13 +499,13 @@ def _checked(weights: Mapping[Any, Any], path: Path) -> dict[str, torch.Tensor]:
         if not isinstance(tensor, torch.Tensor):
             what = f"a {type(tensor).__name__}"
         elif not is_dense(tensor):
-            what = f"a tensor of layout {tensor.layout} with gaps, or elements that share a place"
+            what = f"a tensor of layout {tensor.layout} with gaps or overlapping elements"
         elif not isinstance(name, str):
-            what = "a tensor that is named by no string"
+            what = "a tensor whose name is not a string"
         else:
             continue
         msg = (
-            f"{path}: {name!r} is {what}, and only tensors without gaps are read: save the model "
+            f"{path}: {name!r} is {what}. Only tensors without gaps can be read: save the model "
             "again without it, or call .contiguous() on it before"
         )
         raise UnsupportedError(msg)

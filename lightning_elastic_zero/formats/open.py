@@ -31,7 +31,7 @@ from lightning_elastic_zero.formats.deepspeed_files import (
     is_deepspeed,
     is_universal,
 )
-from lightning_elastic_zero.formats.deepspeed_reader import ZeroReader
+from lightning_elastic_zero.formats.deepspeed_reader import UniversalReader, ZeroReader
 from lightning_elastic_zero.formats.dumps import TABLE_NAME, DumpsReader
 from lightning_elastic_zero.formats.elastic import ElasticReader
 from lightning_elastic_zero.formats.full_state import WEIGHTS, SingleFileReader
@@ -43,7 +43,6 @@ from lightning_elastic_zero.formats.reader import (
     as_format_error,
 )
 from lightning_elastic_zero.formats.torch_read import ForeignFiles, foreign_files
-from lightning_elastic_zero.formats.universal import UniversalReader
 from lightning_elastic_zero.storage.checkpoints import (
     inspect_target,
     is_checkpoint,

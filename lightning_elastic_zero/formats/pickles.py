@@ -44,7 +44,7 @@ DAMAGED = (
 def unsupported_class(where: object, what: str, more: str = "") -> UnsupportedError:
     """Return the error for a class that is built only with ``allow_pickle``."""
     return UnsupportedError(
-        f"{where} holds {what}. Building it can run code. If you trust this checkpoint, pass "
+        f"{where} contains {what}. Building it can run code. If you trust this checkpoint, pass "
         f"allow_pickle=True (to ElasticDeepSpeedStrategy, or to load_checkpoint){more}"
     )
 

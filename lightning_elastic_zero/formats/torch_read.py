@@ -251,7 +251,7 @@ class TorchFile:
             reader.seek(0)
             if reader.read(2) == b"PK":
                 self._refuse(
-                    f"begins as a file of torch.save, and is cut short or damaged: its index, at "
+                    f"is truncated or damaged, or not of torch.save: its index, at "
                     f"the end, cannot be read ({str(error) or repr(error)})"
                 )
             self._refuse(f"is not a file of torch.save: {str(error) or repr(error)}")
@@ -260,7 +260,7 @@ class TorchFile:
             reader.detach()
         prefixes = [name.partition("/")[0] for name in records if name.endswith("/data.pkl")]
         if len(prefixes) != 1:
-            self._refuse("is a zip, but not of torch.save: it has no data.pkl of its own")
+            self._refuse("is a zip, but not of torch.save: expected one data.pkl")
         return prefixes[0], records
 
     def _check_byte_order(self) -> None:
@@ -309,11 +309,11 @@ class TorchFile:
             start = info.header_offset + _LOCAL_HEADER.size
             header = self._stream.bytes_at(info.header_offset, start)
             if len(header) < _LOCAL_HEADER.size or info.compress_type != zipfile.ZIP_STORED:
-                self._refuse(f"has no plain record {name}")
+                self._refuse(f"has a compressed or truncated record {name}")
             mark, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
             start += name_bytes + extra_bytes
             if mark != _ZIP_MARK or start + info.file_size > self._file.size_bytes:
-                self._refuse(f"has no sound record {name}")
+                self._refuse(f"has a damaged record {name}")
             self._starts[name] = start
         return self._starts[name]
 
@@ -350,7 +350,7 @@ class TorchFile:
                 msg = (
                     f"{self.path} is damaged: its record {name} has the CRC-32 {found:#010x}, "
                     f"expected {wanted:#010x}. Resume from another checkpoint, or copy this "
-                    "file again from where it is whole."
+                    "file again from an intact copy."
                 )
                 raise CheckpointCorruptedError(msg)
 
@@ -392,8 +392,9 @@ class TorchFile:
         run.check_fills(target, self.path)
         if not is_dense(run.tensor):
             msg = (
-                f"{self.path} holds a tensor of shape {tuple(run.tensor.shape)} with gaps between "
-                f"its elements (strides {run.tensor.stride()}): save it again after .contiguous()"
+                f"{self.path} contains a tensor of shape {tuple(run.tensor.shape)} with gaps "
+                f"between its elements (strides {run.tensor.stride()}): save it again after "
+                ".contiguous()"
             )
             raise UnsupportedError(msg)
         dtype = run.tensor.dtype

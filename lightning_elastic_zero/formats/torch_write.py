@@ -245,7 +245,7 @@ class _SourceBytes:
             size_bytes -= part.nbytes
             yield part
         if self._next == self.stop and (self._rest.nbytes or next(self._parts, None) is not None):
-            self._fail("more elements than it said")
+            self._fail("more elements than it declares")
 
     def check_complete(self) -> None:
         if self._next != self.stop:

@@ -161,7 +161,9 @@ def test_other_classes_need_permission(value: object, name: str) -> None:
     (found,) = find_unknown(objects).items()
     assert found == ("callbacks.B.x", name.replace("\\", ""))
     stored = store_objects(objects)
-    with pytest.raises(UnsupportedError, match=rf"state holds a Python object of {name} \(callba"):
+    with pytest.raises(
+        UnsupportedError, match=rf"state contains a Python object of {name} \(callba"
+    ):
         load_objects(stored, WHERE, allow_pickle=False)
     loaded = load_objects(stored, WHERE, allow_pickle=True)
     assert [path for path, _ in loaded] == [("a", 0), ("callbacks", "B", "x")]

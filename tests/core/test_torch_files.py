@@ -460,7 +460,7 @@ class TestWriting:
         ("chunks", "reason"),
         [
             ([torch.zeros(9)], "4 bytes too few"),
-            ([torch.zeros(11)], "more elements than it said"),
+            ([torch.zeros(11)], "more elements than it declares"),
             ([torch.zeros(2, 5)], r"gave torch\.float32 of shape \(2, 5\)"),
         ],
     )

@@ -235,8 +235,8 @@ def test_an_order_that_nothing_tells_is_not_guessed(pools: Pools, tmp_path: Path
 @pytest.mark.parametrize(
     ("make_tree", "options", "change", "said"),
     [
-        (averaged, {}, {}, ("model (11 of 11), ema (11 of 11)", "several of them hold")),
-        (averaged, {}, {"renamed": True}, ("model (9 of 11)", "none of them holds")),
+        (averaged, {}, {}, ("model (11 of 11), ema (11 of 11)", "several of them contain")),
+        (averaged, {}, {"renamed": True}, ("model (9 of 11)", "none of them contains")),
         (two_optimizers, {}, {}, ("2 optimizers (adam, other)", "load_optimizer_state=False")),
         (weights_at_the_top, {}, {}, ("has no optimizer state",)),
         (by_position, {}, {"grouping": "swapped"}, ("groups of 3, 6 parameters",)),
@@ -351,7 +351,7 @@ DAMAGED: list[tuple[Callable[[Path], None], str, str]] = [
     (_forget, "CheckpointCorruptedError", "no .metadata"),
     (_garble, "CheckpointCorruptedError", ".metadata is damaged"),
     (_harm, "UnsupportedError", "mkdir"),
-    (_point_elsewhere, "CheckpointFormatError", "outside of its own directory"),
+    (_point_elsewhere, "CheckpointFormatError", "outside its directory"),
     (_objects, "UnsupportedError", "argparse.Namespace"),
 ]
 

@@ -307,7 +307,7 @@ def test_a_file_of_a_checkpoint_is_no_checkpoint(name: str, tmp_path: Path, run:
     file.write_bytes(file.read_bytes()[:-100])
     code, _, err = run("verify", path)
     assert code == 1
-    assert own or "is cut short or damaged" in err
+    assert own or "is truncated or damaged" in err
 
 
 @pytest.mark.parametrize(
