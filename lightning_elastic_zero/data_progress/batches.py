@@ -68,8 +68,6 @@ class DataProgress:
     no ``ElasticSampler``."""
     consumed: tuple[Consumed | None, ...] = ()
     """For each training loader, how much of it the epoch has consumed; None: unknown."""
-    gradient: str = "mean"
-    """Gradient of a step: the mean over its samples, independent of the accumulation."""
     settings: Mapping[str, Plain] | None = None
     """Trainer settings that count batches, as given."""
     seed: int | None = None
@@ -104,7 +102,7 @@ class DataProgress:
             "world_size": self.world_size,
             "steps_per_epoch": self.steps_per_epoch,
             "planned_steps": self.planned_steps,
-            "gradient": self.gradient,
+            "gradient": "mean",  # over a step's samples, independent of the accumulation
             "settings": dict(self.settings or {}),
             "seed": self.seed,
             "loaders": [dict(loader) for loader in self.loaders],
@@ -120,11 +118,7 @@ class DataProgress:
 
     @classmethod
     def from_plain(cls, content: Mapping[str, Any], where: str) -> DataProgress:
-        """Read the result of ``to_plain``.
-
-        Raises:
-            CheckpointFormatError: A field is missing or invalid.
-        """
+        """Read the result of ``to_plain``."""
         try:
             position = Position(
                 int(content["epoch"]),
@@ -132,14 +126,16 @@ class DataProgress:
                 is_over=bool(content["epoch_is_over"]),
                 is_validated=bool(content["is_validated"]),
             )
+            counts = {n: int(content[n]) for n in ("global_step", "accumulate", "world_size")}
+            names = ("global_batch_size", "steps_per_epoch", "planned_steps")
+            optional: dict[str, Any] = {
+                n: None if content[n] is None else int(content[n]) for n in names
+            }
+            seed = content.get("seed")
             record = cls(
                 position,
-                global_step=int(content["global_step"]),
-                global_batch_size=_optional(content["global_batch_size"]),
-                accumulate=int(content["accumulate"]),
-                world_size=int(content["world_size"]),
-                steps_per_epoch=_optional(content["steps_per_epoch"]),
-                planned_steps=_optional(content["planned_steps"]),
+                **counts,
+                **optional,
                 loaders=tuple(dict(loader) for loader in content["loaders"]),
                 orders=tuple(
                     None if order is None else (int(order["epoch"]), str(order["digest"]))
@@ -149,13 +145,12 @@ class DataProgress:
                     None if part is None else Consumed(int(part["samples"]), int(part["passes"]))
                     for part in content.get("consumed", ())
                 ),
-                gradient=str(content["gradient"]),
                 settings=dict(content["settings"]),
-                seed=_optional(content.get("seed")),
+                seed=None if seed is None else int(seed),
             )
-            counts = [position.epoch, position.steps, record.global_step]
-            counts += [n for part in record.consumed if part for n in (part.samples, part.passes)]
-            if min(*counts, record.accumulate - 1, record.world_size - 1) < 0:
+            least = [position.epoch, position.steps, record.global_step]
+            least += [n for part in record.consumed if part for n in (part.samples, part.passes)]
+            if min(*least, record.accumulate - 1, record.world_size - 1) < 0:
                 msg = "negative count"
                 raise ValueError(msg)  # noqa: TRY301 (the file is as damaged as without the field)
         except (KeyError, TypeError, ValueError) as error:
@@ -176,10 +171,6 @@ class DataProgress:
         return replace(
             self.position, steps=steps, is_validated=self.position.is_validated and exact
         )
-
-
-def _optional(value: Any) -> int | None:
-    return None if value is None else int(value)
 
 
 MOST_SMALLER = 2

@@ -28,21 +28,11 @@ from lightning_elastic_zero.errors import UnsupportedError
 
 
 def collect_rng_states(device: torch.device | None = None) -> dict[str, Any]:
-    """Return the states of Python's, NumPy's, torch's and the device's generators, as plain data.
-
-    Args:
-        device: This rank's device; its generator is included if it is not the CPU.
-    """
+    """Return the states of the host's and the device's generators, as plain data."""
     name, keys, place, has_gauss, gauss = np.random.get_state()  # noqa: NPY002 (the global one)
     state: dict[str, Any] = {
         "python": random.getstate(),
-        "numpy": (
-            name,
-            torch.from_numpy(np.asarray(keys).astype(np.int64)),
-            place,
-            has_gauss,
-            gauss,
-        ),
+        "numpy": (name, torch.tensor(np.asarray(keys, np.int64)), place, has_gauss, gauss),
         "torch": torch.get_rng_state(),
     }
     if device is not None and device.type != "cpu":
@@ -101,17 +91,7 @@ _DEPTH = 4
 
 
 def epoch_order(sampler: Sampler[Any], seed: int, epoch: int, length: int) -> list[Any]:
-    """Return a user's sampler's order of an epoch, the same on all ranks and after a restart.
-
-    Args:
-        sampler: The user's sampler; its ``set_epoch`` is called if it has one.
-        seed: Seed of the run's data order.
-        epoch: Index of the epoch.
-        length: Length of the sampler.
-
-    Raises:
-        UnsupportedError: The sampler yields another number of samples than its length.
-    """
+    """Return a user's sampler's order of an epoch, the same on all ranks and after a restart."""
     if callable(set_epoch := getattr(sampler, "set_epoch", None)):
         set_epoch(epoch)
     with isolate_rng():
@@ -148,11 +128,7 @@ def digest_of(order: Sequence[Any] | torch.Tensor) -> str:
 
 
 def _plain(item: Any) -> Any:
-    """Convert an index to plain data with the same ``repr`` in every process.
-
-    Raises:
-        TypeError: It is of another type than numbers, texts, paths and containers of these.
-    """
+    """Convert an index to plain data with the same ``repr`` in every process."""
     if item is None or type(item) in (int, float, complex, str, bytes):
         return item
     for number in (int, float):
@@ -168,7 +144,6 @@ def _plain(item: Any) -> Any:
 
 
 def _seed_generators(sampler: object, seed: int, epoch: int) -> None:
-    """Seed every generator in a sampler."""
     for path, generator in _generators_in(sampler, "", _DEPTH):
         if path == ".generator":
             number = derive_seed(seed, epoch)  # the attribute of torch's own samplers
@@ -324,7 +299,6 @@ class ElasticSampler(DistributedSampler[Any]):
                 yield batch
 
     def _of_step(self, order: Sequence[Any] | torch.Tensor, step: int) -> list[Any]:
-        """Return this rank's samples of an optimizer step."""
         begin = step * self.plan.global_batch_size
         places = range(begin + self.rank, begin + self.plan.global_batch_size, self.plan.world_size)
         if isinstance(order, torch.Tensor):

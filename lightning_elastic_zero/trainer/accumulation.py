@@ -1,45 +1,30 @@
-"""How an optimizer step is made of micro-batches during a fit.
+"""Accumulation windows: the micro-batches of an optimizer step, and what is due after it.
 
-``BatchController`` resolves the batch settings of each fit. ``GradientAccumulation`` marks the end
-of each window of micro-batches for DeepSpeed, which would otherwise count across epochs, and drops
-a window that an epoch leaves open.
+An epoch ends with an optimizer step, which can have fewer micro-batches than the others. Lightning
+decides by micro-batches whether schedulers and validation are due, and would miss such a step.
+DeepSpeed would count micro-batches across epochs.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loops import fetchers
 from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from typing_extensions import override
 
-from lightning_elastic_zero.core.options import check_count, check_flag
 from lightning_elastic_zero.core.requirements import DEEPSPEED
+from lightning_elastic_zero.data_progress.batches import ceil_div
 from lightning_elastic_zero.engine.loss_scale import ensure_scaled, loss_scale
 from lightning_elastic_zero.engine.step import drop_accumulation_window
 from lightning_elastic_zero.errors import UnsupportedError
-from lightning_elastic_zero.trainer.batches import (
-    batch_size_of,
-    has_batches_for_items,
-    resolve_batch_settings,
-)
-from lightning_elastic_zero.trainer.checks import overruled_orders
-from lightning_elastic_zero.trainer.lightning import (
-    callbacks_of,
-    data_source,
-    is_fitting,
-    should_accumulate,
-)
-from lightning_elastic_zero.trainer.resume import RunResumer
-
-log = logging.getLogger(__name__)
+from lightning_elastic_zero.trainer.lightning import data_fetcher, training_loaders
+from lightning_elastic_zero.trainer.loaders import length_of
 
 TOLERANCE = 0.02
 """Relative. A bf16 gradient has 8 bits; the smallest error to detect is a factor of 2."""
@@ -62,9 +47,6 @@ class LossScalingCheck:
 
         ``loss`` is the module's loss divided by the accumulation; ``factor`` is the product of this
         library's weight and DeepSpeed's fp16 loss scale.
-
-        Raises:
-            UnsupportedError: The gradient of the module's loss is wrong.
         """
         # The graph node of the module's own loss, before Lightning's division.
         division: Any = loss.grad_fn
@@ -95,7 +77,7 @@ class LossScalingCheck:
 
 
 class GradientAccumulation:
-    """Counts the micro-batches since the last step, and drops those of an ended epoch.
+    """Marks the end of each window for DeepSpeed, and drops a window that an epoch leaves open.
 
     If ``on_train_batch_start`` returns -1, the epoch ends at once. DeepSpeed would keep the
     gradients of the open window and add them to the first step of the next epoch.
@@ -115,25 +97,19 @@ class GradientAccumulation:
         """Yield the weighted loss for a backward pass inside this context.
 
         ``weight``: that of the micro-batch, in addition to the division by the accumulation.
-
-        Raises:
-            UnsupportedError: The gradient of the module's loss is wrong (first call only).
         """
         check = self._loss_scaling_check
         scale = 1.0 if check.is_done else loss_scale(self._engine)  # other than 1 in fp16
         weighted = loss * weight if weight != 1.0 else loss
         with (
             check.watch(loss, weight * scale, trainer.accumulate_grad_batches),
-            self.ensure_scaled(weighted),
+            ensure_scaled(self._engine, weighted),
         ):
             yield weighted
 
-    def ensure_scaled(self, loss: torch.Tensor) -> AbstractContextManager[None]:
-        """Return a context in which DeepSpeed's ``backward`` scales the loss in stage 0 as well."""
-        return ensure_scaled(self._engine, loss)
-
-    def before_manual_backward(self) -> None:
-        """Warn if a module with manual optimization accumulates: ZeRO drops earlier gradients."""
+    @contextmanager
+    def manual(self, loss: torch.Tensor) -> Iterator[None]:
+        """Warn if manual optimization accumulates: ZeRO drops earlier gradients."""
         self._manual_backwards += 1
         stage = self._engine.zero_optimization_stage()
         if self._manual_backwards > 1 and stage and not self._is_warned:
@@ -144,21 +120,18 @@ class GradientAccumulation:
                 "and call manual_backward once, or use automatic optimization with "
                 "global_batch_size or accumulate_grad_batches."
             )
+        with ensure_scaled(self._engine, loss):
+            yield
 
-    def after_manual_step(self) -> None:
-        """Count the backward passes of the next step."""
+    def begin_step(self, trainer: pl.Trainer) -> bool:
+        """Set whether a micro-batch ends a window, and return it."""
         self._manual_backwards = 0
-
-    def set_boundary(self, trainer: pl.Trainer) -> bool:
-        """Set whether the next micro-batch ends a window, and return it."""
-        steps = not should_accumulate(trainer)
+        if trainer.accumulate_grad_batches == 1:
+            return False
+        steps = not trainer.fit_loop._should_accumulate()
         self._engine.set_gradient_accumulation_boundary(steps)
+        self._pending, self._epoch = 0 if steps else self._pending + 1, trainer.current_epoch
         return steps
-
-    def after_micro_batch(self, epoch: int, *, steps: bool) -> None:
-        """Count a micro-batch; ``steps``: an optimizer step was taken with it."""
-        self._pending = 0 if steps else self._pending + 1
-        self._epoch = epoch
 
     def before_batch(self, epoch: int) -> None:
         """Drop the open window of an earlier epoch."""
@@ -173,171 +146,178 @@ class GradientAccumulation:
         self._pending = 0
 
 
-_MICRO_BATCH_KEY = "train_micro_batch_size_per_gpu"
+def pending_micro_batches(trainer: pl.Trainer) -> int:
+    """Return the number of micro-batches since the last optimizer step."""
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+    done = progress.current.processed
+    ends = progress.is_last_batch or done == trainer.num_training_batches
+    is_over = ends and done == progress.current.ready
+    return 0 if is_over else int(done % trainer.accumulate_grad_batches)
 
 
-class ResolveBatchesFirst(Callback):
-    """Resolves the batches after a data module's ``setup`` and before that of other callbacks.
+def prefetch_next_batch(trainer: pl.Trainer) -> bool:
+    """Fetch the next batch before this one is trained on, if data have a limit but no length.
 
-    Inserted as the first callback; removed when the engine is set up.
+    Lightning takes ``limit_train_batches`` for the length, and notices data that end earlier only
+    when it requests one more batch: too late to take the step of the open window, or to validate.
+    No batch beyond the limit is fetched, because a continuing stream would lose it.
+
+    Returns:
+        Whether this was the first attempt in the epoch.
     """
-
-    def __init__(self, resolve: Callable[[pl.Trainer], None]) -> None:
-        self._resolve_batches = resolve
-
-    @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._resolve_batches(trainer)
-
-
-class BatchController:
-    """Resolves the batch settings of each fit, once, before anything needs them.
-
-    The first of these moments resolves them: before the ``setup`` hooks, in the first of them, when
-    a hook asks for the training loaders, or when DeepSpeed's config is completed.
-    """
-
-    def __init__(
-        self,
-        resumer: RunResumer,
-        global_batch_size: int | None,
-        *,
-        allow_uneven_batches: bool,
-    ) -> None:
-        """Check the strategy's options. The resumer receives the resolved batches.
-
-        Raises:
-            ValueError: An option has an invalid value.
-        """
-        self._resumer = resumer
-        self._global_batch_size = check_count(
-            "global_batch_size", global_batch_size, least=1, unit="samples"
-        )
-        self._allow_uneven = check_flag("allow_uneven_batches", allow_uneven_batches)
-        self._is_resolved = False
-        self._user_batch_size: int | None = None
-        self._is_configured = False  # DeepSpeed's config, for this fit
-
-    def begin(self, trainer: pl.Trainer | None, config: Any, *, is_users: bool) -> None:
-        """Resolve the batches before the first ``setup`` hook that can ask for them.
-
-        Hooks compute schedules from ``accumulate_grad_batches`` or ``estimated_stepping_batches``.
-        Loaders passed to ``fit`` exist already. Those of a data module exist after its ``setup``;
-        those of the module after its own, which may define its data.
-        ``is_users``: Lightning has not completed DeepSpeed's config yet.
-        """
-        if not is_fitting(trainer):
-            return
-        if is_users and not self._is_configured:
-            self._read_batch_size(config)
-        source, module = data_source(trainer), trainer.lightning_module
-        if not source.is_module():
-            self._resolve(trainer, self._batch_size_of_loader(trainer))
-        elif source.instance is not module or not is_overridden("setup", module):
-            callbacks_of(trainer).insert(0, ResolveBatchesFirst(self._resolve_in_hook))
-
-    def process_loader(self, loader: object, trainer: pl.Trainer | None, rank: int) -> object:
-        """Return a loader that can resume an epoch at any sample."""
-        if not is_fitting(trainer):
-            return loader
-        if trainer.training:  # a hook asked for it, before the batches were resolved
-            self._resolve(trainer, self._batch_size_in(loader))
-        return self._resumer.process_loader(loader, trainer, rank)
-
-    @property
-    def loader_batch_size(self) -> int:
-        """Batch size of the loader, for DeepSpeed's log; 1 if unknown."""
-        batches = self._resumer.batches
-        return (batches.loader_batch_size if batches is not None else None) or 1
-
-    def reset(self, trainer: pl.Trainer, config: Any) -> bool:
-        """Restore the user's batch size in a config that an evaluation or earlier fit completed.
-
-        Returns:
-            Whether the config must be completed again, because a fit begins.
-        """
-        _remove_hook(trainer)
-        if self._is_configured or not is_fitting(trainer):
-            return False
-        del config["gradient_accumulation_steps"]
-        del config[_MICRO_BATCH_KEY]
-        if self._user_batch_size is not None:
-            config[_MICRO_BATCH_KEY] = self._user_batch_size
-        return True
-
-    def configure(self, trainer: pl.Trainer | None, config: Any, *, is_users: bool) -> None:
-        """Resolve the batches and set the micro-batch size in DeepSpeed's config; see ``begin``."""
-        if is_users:
-            self._read_batch_size(config)
-        self._is_configured = is_fitting(trainer)
-        if not is_fitting(trainer):
-            return
-        if not self._is_resolved:
-            self._resolve(trainer, self._batch_size_of_loader(trainer))
-        elif self._resumer.overruled_orders is None:
-            self._batch_size_of_loader(trainer)  # a hook has already asked for them
-        batches = self._resumer.batches
-        if batches is not None and batches.plan is not None:
-            config[_MICRO_BATCH_KEY] = batches.plan.largest_micro_batch
-
-    def end(self, trainer: pl.Trainer | None) -> None:
-        """End a run and restore the user's settings."""
-        self._is_resolved = self._is_configured = False
-        if trainer is not None:
-            self._resumer.settings.restore(trainer)
-            _remove_hook(trainer)
-
-    def _resolve_in_hook(self, trainer: pl.Trainer) -> None:
-        """Resolve the batches if the user's loader hook can be called already."""
-        if not is_fitting(trainer):
-            return  # left over from a fit that failed before its engine was set up
+    fit: Any = trainer.fit_loop
+    fetcher, limit = data_fetcher(trainer), fit.max_batches
+    progress = fit.epoch_loop.batch_progress
+    at = progress.current.ready
+    if (
+        limit == float("inf")
+        or at >= limit
+        or not isinstance(fetcher, fetchers._PrefetchDataFetcher)
+    ):
+        return False
+    if all(length_of(loader) is not None for loader in training_loaders(trainer)):
+        return False
+    is_first = fetcher.length is not None
+    if is_first:
+        fetcher.length = None
         try:
-            size = self._batch_size_of_loader(trainer)
-        except Exception as error:  # noqa: BLE001 - users' code, before their own setup
-            log.debug("Batch settings are resolved later: train_dataloader raised %r", error)
-        else:
-            if size is not None:  # unknown now, but possibly known later
-                self._resolve(trainer, size)
+            fetcher.batches.append(fetchers._DataFetcher.__next__(fetcher))
+        except StopIteration:
+            progress.is_last_batch = True
+    if at + 1 == limit:
+        fetcher.iterator = iter(())
+    return is_first
 
-    def _resolve(self, trainer: pl.Trainer, batch_size: int | None) -> None:
-        """Resolve the batch settings, once per fit."""
-        if self._is_resolved:
-            return
-        batches = resolve_batch_settings(
-            trainer,
-            self._resumer.settings,
-            trainer.world_size,
-            batch_size,
-            self._global_batch_size,
-            allow_uneven=self._allow_uneven,
-        )
-        self._resumer.set_batches(batches)
-        self._is_resolved = True
 
-    def _read_batch_size(self, user_config: Any) -> None:
-        """Keep the user's batch size. A completed config contains one of this library's."""
-        size = user_config.get(_MICRO_BATCH_KEY)
-        self._user_batch_size = size if type(size) is int else None
+def _set_validation_interval(trainer: pl.Trainer, *, is_planned: bool) -> None:
+    """Set the number of micro-batches between validations.
 
-    def _batch_size_of_loader(self, trainer: pl.Trainer) -> int | None:
-        """Return the batch size of the training loader, or that of the user's config."""
-        source = data_source(trainer)
-        if not source.is_defined():
-            return self._user_batch_size
-        loaders = source.dataloader()
-        self._resumer.overruled_orders = overruled_orders(loaders)
-        return self._batch_size_in(loaders)
+    A fraction of an epoch is aligned with an optimizer step. With a global batch, an integer counts
+    global batches. ``trainer.val_check_interval`` is not changed, because callbacks use it.
+    """
+    # The attribute is missing if the interval is a time.
+    interval = getattr(trainer, "val_check_interval", None)
+    accumulate, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
+    is_endless = batches == float("inf")
+    if isinstance(interval, int) and is_planned:
+        is_by_epoch = trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches > 0
+        if is_by_epoch and not is_endless and interval > ceil_div(int(batches), accumulate):
+            msg = (
+                f"`val_check_interval` ({interval}) must be less than or equal to the number of "
+                f"optimizer steps of an epoch ({ceil_div(int(batches), accumulate)}). To "
+                "disable validation, set `limit_val_batches=0.0`. To count steps across epochs, "
+                "set `check_val_every_n_epoch=None`."
+            )
+            raise ValueError(msg)
+        trainer.val_check_batch = interval * accumulate
+    elif isinstance(interval, float) and not is_endless:
+        steps = max(1, int(ceil_div(int(batches), accumulate) * interval))
+        trainer.val_check_batch = steps * accumulate
 
-    def _batch_size_in(self, loaders: Any) -> int | None:
-        """Return the batch size of loaders or of the user's config.
 
-        1 if items are batches, unless ``global_batch_size`` requires their number of samples.
+class StepIntervals:
+    """Makes schedulers and validation due at optimizer steps, even after a short window.
+
+    For one batch at a time, this replaces the numbers that Lightning compares with its count of
+    micro-batches.
+    """
+
+    def __init__(self) -> None:
+        self._is_planned = False
+        self._frequencies: list[tuple[Any, int]] = []
+        self._interval: int | float | None = None
+        self._validated = range(0)
+        """Micro-batches of the run, counted from 1, after which no validation may run."""
+
+    def begin_fit(self, trainer: pl.Trainer, *, is_planned: bool) -> None:
+        """Begin a fit whose loaders exist. ``is_planned``: there is a ``global_batch_size``."""
+        self._is_planned = is_planned
+        self._frequencies, self._interval, self._validated = [], None, range(0)
+        _set_validation_interval(trainer, is_planned=is_planned)
+
+    def begin_batch(self, trainer: pl.Trainer) -> None:
+        """Set what is due after the batch that is about to be trained on."""
+        self.restore(trainer)
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        if progress.current.ready == 1:
+            # Lightning resets it when it recreates loaders.
+            _set_validation_interval(trainer, is_planned=self._is_planned)
+        self._apply(trainer, is_last=progress.is_last_batch, steps=trainer.global_step + 1)
+
+    def resume_at(self, trainer: pl.Trainer, *, is_last: bool) -> None:
+        """Set what is due after the last batch before the save."""
+        self.restore(trainer)
+        self._apply(trainer, is_last=is_last, steps=trainer.global_step)
+
+    def skip_validations(self, trainer: pl.Trainer, batches: int) -> None:
+        """Skip the validations after the next batches: callbacks have counted them already."""
+        done = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        self._validated = range(done + 1, done + batches + 1)
+
+    def suspend_plateau_steps(self, trainer: pl.Trainer) -> None:
+        """Keep ``ReduceLROnPlateau`` from being due when Lightning ends the last batch again."""
+        for config in trainer.lr_scheduler_configs:
+            if config.reduce_on_plateau and config.interval == "step":
+                # does not divide the number of batches so far
+                self._set_frequency(config, trainer.fit_loop.epoch_loop.batch_idx + 2)
+
+    def _set_frequency(self, config: Any, frequency: int) -> None:
+        self._frequencies.append((config, config.frequency))
+        config.frequency = frequency
+
+    def restore(self, trainer: pl.Trainer) -> None:
+        """Restore the numbers that were replaced for the last batch."""
+        while self._frequencies:
+            config, frequency = self._frequencies.pop()
+            config.frequency = frequency
+        if self._interval is not None:
+            trainer.val_check_batch, self._interval = self._interval, None
+
+    def _apply(self, trainer: pl.Trainer, *, is_last: bool, steps: int) -> None:
+        """Set what is due after a batch that the trainer's counters include.
+
+        ``is_last``: the data ends with it. ``steps``: optimizer steps of the whole run, if a window
+        ends with it.
         """
-        size = batch_size_of(loaders) or self._user_batch_size
-        is_free = size is None and self._global_batch_size is None
-        return 1 if is_free and has_batches_for_items(loaders) else size
+        ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        accumulate = trainer.accumulate_grad_batches
+        is_last = is_last or ready == trainer.num_training_batches
+        for config in trainer.lr_scheduler_configs:
+            # Make schedulers due, or not, at the end of a short window.
+            if is_last and ready % accumulate and config.interval == "step":
+                every = max(1, config.frequency // accumulate)
+                is_due = ceil_div(ready, accumulate) % every == 0
+                self._set_frequency(config, ready if is_due else sys.maxsize)
+        self._settle_validation(trainer, ready, steps, is_last=is_last)
 
+    def _settle_validation(
+        self, trainer: pl.Trainer, ready: int, steps: int, *, is_last: bool
+    ) -> None:
+        """Make validation due, or not, if Lightning's own number would decide otherwise.
 
-def _remove_hook(trainer: pl.Trainer) -> None:
-    callbacks = callbacks_of(trainer)
-    callbacks[:] = [c for c in callbacks if not isinstance(c, ResolveBatchesFirst)]
+        Without a global batch, an integer interval counts micro-batches, as in Lightning.
+        """
+        interval = getattr(trainer, "val_check_interval", None)
+        live = trainer.val_check_batch
+        if not isinstance(live, int) or interval is None:
+            return  # by time, or at the end of data without a known length
+        accumulate, counted = trainer.accumulate_grad_batches, ready
+        total = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        is_end = is_last or ready % accumulate == 0
+        if total in self._validated:
+            counted = total if trainer.check_val_every_n_epoch is None else ready
+            is_due = False
+        elif isinstance(interval, float):
+            every = live // accumulate
+            at_steps = ceil_div(ready, accumulate) % max(1, every) == 0
+            is_due = is_last if interval == 1.0 else is_end and at_steps
+        elif not self._is_planned or not trainer.lightning_module.automatic_optimization:
+            return  # manual optimization has no windows
+        elif trainer.check_val_every_n_epoch is None:
+            counted = total
+            is_due = is_end and steps % interval == 0
+        else:
+            is_due = is_end and ceil_div(ready, accumulate) % interval == 0
+        if is_due != (counted % live == 0):
+            self._interval = live
+            trainer.val_check_batch = counted if is_due else sys.maxsize

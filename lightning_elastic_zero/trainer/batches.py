@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch.utils.data import DataLoader, IterableDataset
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from typing_extensions import override
 
+from lightning_elastic_zero.core.options import check_count, check_flag
 from lightning_elastic_zero.data_progress.batches import BatchPlan, ceil_div, plan_batches
 from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.trainer.lightning import callbacks_of, is_fitting
+
+if TYPE_CHECKING:
+    from lightning_elastic_zero.trainer.resume import RunResumer
+
+log = logging.getLogger(__name__)
 
 
 class UserSettings:
@@ -77,11 +87,7 @@ class BatchSettings:
         return self.loader_batch_size * self.world_size * self.accumulate
 
     def check_fixed_batches(self, loader: object) -> None:
-        """Refuse a loader with its own order whose batches do not add up to the global batch.
-
-        Raises:
-            UnsupportedError: The plan has other micro-batches than the loader.
-        """
+        """Refuse a loader with its own order whose batches do not add up to the global batch."""
         # A loader without a batch size has the one that the user has declared.
         plan, size = self.plan, batch_size_of(loader) or self.loader_batch_size
         if plan is None or (plan.is_even and plan.largest_micro_batch == size):
@@ -96,11 +102,7 @@ class BatchSettings:
         raise UnsupportedError(msg)
 
     def check_accumulation(self, trainer: pl.Trainer) -> None:
-        """Refuse an accumulation that changed during the fit, as Lightning's strategy does.
-
-        Raises:
-            UnsupportedError: A step has another number of micro-batches now.
-        """
+        """Refuse an accumulation that changed during the fit, as Lightning's strategy does."""
         if (now := trainer.accumulate_grad_batches) == self.accumulate:
             return
         msg = (
@@ -112,15 +114,7 @@ class BatchSettings:
         raise UnsupportedError(msg)
 
     def plan_for(self, batch_size: int | None) -> BatchPlan:
-        """Return the plan for one of several loaders.
-
-        Args:
-            batch_size: Its batch size; None if its items are batches, which count as samples.
-
-        Raises:
-            UnsupportedError: The loaders have different batch sizes and cannot all keep their
-                global batch.
-        """
+        """Return the plan for one of several loaders. None: its items are batches."""
         plan, first = self.plan, self.loader_batch_size
         if plan is not None and batch_size == first:
             return plan
@@ -157,9 +151,6 @@ def resolve_batch_settings(
 
     A fractional ``limit_train_batches`` is a fraction of the optimizer steps. With a global batch,
     an integer counts global batches: the same samples on any number of devices.
-
-    Raises:
-        UnsupportedError: The global batch cannot be divided, or contradicts the accumulation.
     """
     given = int(settings.get(trainer, "accumulate_grad_batches"))
     if global_batch_size is None:
@@ -256,14 +247,15 @@ def scale_scheduler_frequency(configs: list[Any], accumulate: int) -> None:
             config.frequency *= accumulate
 
 
-def batch_size_of(loaders: Any) -> int | None:
-    """Return the batch size of the first loader that has one.
-
-    Args:
-        loaders: Return value of a ``train_dataloader`` hook.
-    """
+def _flattened(loaders: Any) -> list[Any]:
+    """Return the loaders in a return value of a ``train_dataloader`` hook."""
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
-    for loader in combined.flattened:
+    return list(combined.flattened)
+
+
+def batch_size_of(loaders: Any) -> int | None:
+    """Return the batch size of the first loader that has one; of one or several loaders."""
+    for loader in _flattened(loaders):
         # The last is for a batch sampler passed as sampler, with batch_size=None.
         batch_sampler, sampler = (
             getattr(loader, name, None) for name in ("batch_sampler", "sampler")
@@ -276,15 +268,201 @@ def batch_size_of(loaders: Any) -> int | None:
 
 
 def has_batches_for_items(loaders: Any) -> bool:
-    """Whether a map-style loader yields the data set's items as batches (``batch_size=None``).
-
-    Args:
-        loaders: Return value of a ``train_dataloader`` hook.
-    """
-    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
+    """Whether a map-style loader yields the data set's items as batches (``batch_size=None``)."""
     return any(
         isinstance(loader, DataLoader)
         and loader.batch_sampler is None
         and not isinstance(loader.dataset, IterableDataset)
-        for loader in combined.flattened
+        for loader in _flattened(loaders)
     )
+
+
+def loader_sampler(loader: object) -> Any:
+    """Return the sampler of a loader's batches; None if it has none."""
+    own = getattr(loader, "sampler", None)
+    return getattr(getattr(loader, "batch_sampler", None), "sampler", own)
+
+
+_SHUFFLED_ANYWAY = (
+    "is shuffled although it was made without shuffle=True: Lightning shuffles training data for "
+    "every distributed strategy, even on one device. To keep the order, pass "
+    "sampler=range(len(dataset)) or your own DistributedSampler(dataset, shuffle=False). To "
+    "silence this warning, pass shuffle=True"
+)
+_OWN_GENERATOR = (
+    "is shuffled by the run's seed (seed_everything) and the epoch, because Lightning ignores the "
+    "generator of the loader and of its RandomSampler. To use another order, write a sampler "
+    "class; it may draw from a generator that it keeps in an attribute"
+)
+_OTHER_SAMPLES = (
+    "yields every sample once per epoch, because Lightning replaces a RandomSampler and ignores "
+    "its replacement=True and num_samples. WeightedRandomSampler and your own sampler classes are "
+    "kept"
+)
+
+
+def overruled_orders(loaders: Any) -> list[str]:
+    """Return for each loader a warning if Lightning will replace its order; else an empty text."""
+    texts = []
+    for sampler in map(loader_sampler, _flattened(loaders)):
+        text = ""
+        if isinstance(sampler, SequentialSampler):
+            text = _SHUFFLED_ANYWAY
+        elif type(sampler) is RandomSampler:  # a subclass need not have these attributes
+            if sampler.replacement or sampler.num_samples != len(sampler.data_source):
+                text = _OTHER_SAMPLES
+            elif sampler.generator is not None:
+                text = _OWN_GENERATOR
+        texts.append(text)
+    return texts
+
+
+_MICRO_BATCH_KEY = "train_micro_batch_size_per_gpu"
+
+
+class BatchController:
+    """Resolves the batch settings of each fit, once, before anything needs them.
+
+    The first of these moments resolves them: before the ``setup`` hooks, in the first of them, when
+    a hook asks for the training loaders, or when DeepSpeed's config is completed.
+    """
+
+    def __init__(
+        self,
+        resumer: RunResumer,
+        global_batch_size: int | None,
+        *,
+        allow_uneven_batches: bool,
+    ) -> None:
+        self._resumer = resumer
+        self._global_batch_size = check_count(
+            "global_batch_size", global_batch_size, least=1, unit="samples"
+        )
+        self._allow_uneven = check_flag("allow_uneven_batches", allow_uneven_batches)
+        self._is_resolved = False
+        self._user_batch_size: int | None = None
+        self._is_configured = False  # DeepSpeed's config, for this fit
+        # Runs after a data module's ``setup`` and before that of other callbacks, until the engine
+        # is set up.
+        self._first_callback = LambdaCallback(setup=self._resolve_in_hook)
+
+    def begin(self, trainer: pl.Trainer | None, config: Any, *, is_users: bool) -> None:
+        """Resolve the batches before the first ``setup`` hook that can ask for them.
+
+        Hooks compute schedules from ``accumulate_grad_batches`` or ``estimated_stepping_batches``.
+        Loaders passed to ``fit`` exist already. Those of a data module exist after its ``setup``;
+        those of the module after its own, which may define its data.
+        ``is_users``: Lightning has not completed DeepSpeed's config yet.
+        """
+        if not is_fitting(trainer):
+            return
+        if is_users and not self._is_configured:
+            self._read_batch_size(config)
+        source, module = trainer.fit_loop._data_source, trainer.lightning_module
+        if not source.is_module():
+            self._resolve(trainer, self._batch_size_of_loader(trainer))
+        elif source.instance is not module or not is_overridden("setup", module):
+            callbacks_of(trainer).insert(0, self._first_callback)
+
+    def process_loader(self, loader: object, trainer: pl.Trainer | None, rank: int) -> object:
+        """Return a loader that can resume an epoch at any sample."""
+        if not is_fitting(trainer):
+            return loader
+        if trainer.training:  # a hook asked for it, before the batches were resolved
+            self._resolve(trainer, self._batch_size_in(loader))
+        return self._resumer.process_loader(loader, trainer, rank)
+
+    @property
+    def loader_batch_size(self) -> int:
+        """Batch size of the loader, for DeepSpeed's log; 1 if unknown."""
+        batches = self._resumer.batches
+        return (batches.loader_batch_size if batches is not None else None) or 1
+
+    def reset(self, trainer: pl.Trainer, config: Any) -> bool:
+        """Restore the user's batch size in a config that an evaluation or earlier fit completed.
+
+        Returns:
+            Whether the config must be completed again, because a fit begins.
+        """
+        self._remove_first_callback(trainer)
+        if self._is_configured or not is_fitting(trainer):
+            return False
+        del config["gradient_accumulation_steps"]
+        del config[_MICRO_BATCH_KEY]
+        if self._user_batch_size is not None:
+            config[_MICRO_BATCH_KEY] = self._user_batch_size
+        return True
+
+    def configure(self, trainer: pl.Trainer | None, config: Any, *, is_users: bool) -> None:
+        """Resolve the batches and set the micro-batch size in DeepSpeed's config; see ``begin``."""
+        if is_users:
+            self._read_batch_size(config)
+        self._is_configured = is_fitting(trainer)
+        if not is_fitting(trainer):
+            return
+        if not self._is_resolved:
+            self._resolve(trainer, self._batch_size_of_loader(trainer))
+        elif self._resumer.overruled_orders is None:
+            self._batch_size_of_loader(trainer)  # a hook has already asked for them
+        batches = self._resumer.batches
+        if batches is not None and batches.plan is not None:
+            config[_MICRO_BATCH_KEY] = batches.plan.largest_micro_batch
+
+    def end(self, trainer: pl.Trainer | None) -> None:
+        """End a run and restore the user's settings."""
+        self._is_resolved = self._is_configured = False
+        if trainer is not None:
+            self._resumer.settings.restore(trainer)
+            self._remove_first_callback(trainer)
+
+    def _remove_first_callback(self, trainer: pl.Trainer) -> None:
+        callbacks = callbacks_of(trainer)
+        callbacks[:] = [c for c in callbacks if c is not self._first_callback]
+
+    def _resolve_in_hook(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        if not is_fitting(trainer):
+            return  # left over from a fit that failed before its engine was set up
+        try:
+            size = self._batch_size_of_loader(trainer)
+        except Exception as error:  # noqa: BLE001 - users' code, before their own setup
+            log.debug("Batch settings are resolved later: train_dataloader raised %r", error)
+        else:
+            if size is not None:  # unknown now, but possibly known later
+                self._resolve(trainer, size)
+
+    def _resolve(self, trainer: pl.Trainer, batch_size: int | None) -> None:
+        if self._is_resolved:
+            return
+        batches = resolve_batch_settings(
+            trainer,
+            self._resumer.settings,
+            trainer.world_size,
+            batch_size,
+            self._global_batch_size,
+            allow_uneven=self._allow_uneven,
+        )
+        self._resumer.set_batches(batches)
+        self._is_resolved = True
+
+    def _read_batch_size(self, user_config: Any) -> None:
+        """Keep the user's batch size. A completed config contains one of this library's."""
+        size = user_config.get(_MICRO_BATCH_KEY)
+        self._user_batch_size = size if type(size) is int else None
+
+    def _batch_size_of_loader(self, trainer: pl.Trainer) -> int | None:
+        """Return the batch size of the training loader, or that of the user's config."""
+        source = trainer.fit_loop._data_source
+        if not source.is_defined():
+            return self._user_batch_size
+        loaders = source.dataloader()
+        self._resumer.overruled_orders = overruled_orders(loaders)
+        return self._batch_size_in(loaders)
+
+    def _batch_size_in(self, loaders: Any) -> int | None:
+        """Return the batch size of loaders, or that of the user's config.
+
+        1 if items are batches, unless ``global_batch_size`` requires their number of samples.
+        """
+        size = batch_size_of(loaders) or self._user_batch_size
+        is_free = size is None and self._global_batch_size is None
+        return 1 if is_free and has_batches_for_items(loaders) else size

@@ -1,20 +1,18 @@
 """Saves and loads of a trainer's run.
 
-``CheckpointSaver`` splits Lightning's checkpoint dictionary into weights, which the engine saves
-from its fp32 masters, and the state that is saved with them: loops, callbacks, averages and
-whatever hooks put into ``state_dict``. ``CheckpointLoader`` restores the engine and returns that
-state.
+A save splits Lightning's checkpoint dictionary into weights, which the engine saves from its fp32
+masters, and the state that is saved with them: loops, callbacks, averages and whatever hooks put
+into ``state_dict``. A load restores the engine and returns that state.
 """
 
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -23,10 +21,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from lightning_elastic_zero.checkpoint.directory_check import (
-    TRIAL_BYTES,
-    check_directories,
-)
+from lightning_elastic_zero.checkpoint.directory_check import TRIAL_BYTES, check_directories
 from lightning_elastic_zero.checkpoint.load import load_engine
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
 from lightning_elastic_zero.checkpoint.types import (
@@ -57,56 +52,13 @@ from lightning_elastic_zero.trainer.lightning import (
 )
 from lightning_elastic_zero.trainer.metrics import RESULTS, RESULTS_BY_RANK
 from lightning_elastic_zero.trainer.model_checkpoint import ModelCheckpointHooks
-from lightning_elastic_zero.trainer.progress import checkpoint_bar
+from lightning_elastic_zero.trainer.monitor import CheckpointEvents, checkpoint_bar
 from lightning_elastic_zero.trainer.resume import STATE_KEY, RunResumer, counted_loops
 from lightning_elastic_zero.trainer.schedulers import (
     resume_as_configured,
     resume_as_saved,
     with_new_groups,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointEvent:
-    """One save that was published, or one load."""
-
-    kind: Literal["save", "load"]
-    stats: CheckpointStats
-
-
-class CheckpointEvents:
-    """Saves and loads of a trainer since the last ``take``. Saves may end in any thread."""
-
-    def __init__(self) -> None:
-        # Bounded for runs in which nobody calls take(); far more than occur between two batches.
-        self._events: deque[CheckpointEvent] = deque(maxlen=1000)
-        self._listeners: list[Callable[[CheckpointStats], None]] = []
-
-    def subscribe(self, listener: Callable[[CheckpointStats], None]) -> Callable[[], None]:
-        """Call a function with each save published from now on; on rank 0, in any thread.
-
-        Returns:
-            A function that ends the subscription.
-        """
-        self._listeners.append(listener)
-        return lambda: self._listeners.remove(listener)
-
-    def on_published(self, stats: CheckpointStats) -> None:
-        """Record a published save; on rank 0."""
-        self._events.append(CheckpointEvent("save", stats))
-        for listener in list(self._listeners):
-            listener(stats)
-        if stats.fingerprint:
-            rank_zero_info(f"Saved {stats.path}: fingerprint {stats.fingerprint}")
-
-    def on_loaded(self, stats: CheckpointStats) -> None:
-        """Record a load."""
-        self._events.append(CheckpointEvent("load", stats))
-
-    def take(self) -> list[CheckpointEvent]:
-        """Return and forget the events since the last call, in order."""
-        return [self._events.popleft() for _ in range(len(self._events))]
-
 
 WEIGHTS = "state_dict"
 """Lightning's entry for the module's weights."""
@@ -188,39 +140,15 @@ def _averaging(trainer: pl.Trainer) -> list[Any]:
     return [c for c in callbacks_of(trainer) if cls is not None and isinstance(c, cls)]
 
 
-def check_averaging(trainer: pl.Trainer, *, partitioned: bool) -> None:
-    """Refuse to average weights that ZeRO-3 has partitioned.
-
-    Raises:
-        UnsupportedError: The callback would average empty tensors.
-    """
-    for callback in _averaging(trainer) if partitioned and is_fitting(trainer) else ():
-        msg = (
-            f"{type(callback).__name__} averages whole weights, but ZeRO-3 partitions them: use "
-            "stage 1 or 2, or keep the average in a separate module"
-        )
-        raise UnsupportedError(msg)
-
-
-def add_averages(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
-    """Let callbacks add their averages to a weights-only checkpoint.
-
-    Lightning does not call callbacks for these, so the average would be lost.
-    """
-    for callback in _averaging(trainer):
-        if has_average(callback):
-            callback.on_save_checkpoint(trainer, trainer.lightning_module, checkpoint)
-
-
-def extra_weights(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the weights in a loaded trainer's state: averages, and weights added by hooks."""
+def _extra_weights(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the weights in a loaded state: averages, and weights added by hooks."""
     found = state.get(WEIGHTS)
     if not isinstance(found, Mapping):
         return {}
     return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 
-def with_module_weights(
+def _with_module_weights(
     state: Mapping[str, Any], module: pl.LightningModule, *, fitting: bool, strict: bool
 ) -> dict[str, Any]:
     """Return a state with the loaded weights in the entries where hooks look for them.
@@ -230,7 +158,7 @@ def with_module_weights(
     saved, it starts one from them; an evaluation averages nothing.
     """
     live = module.state_dict()
-    extra = extra_weights(state)
+    extra = _extra_weights(state)
     if not strict:  # drop averages of removed parameters
         extra = {name: value for name, value in extra.items() if name in live}
     found = {**state, WEIGHTS: {**live, **extra}}
@@ -260,13 +188,10 @@ class LastFit:
     """
 
     def __init__(self) -> None:
-        self._engine: Any = None
+        self.trained: Any = None
+        """The engine that trained; None: there is no training state."""
         self._metrics: dict[str, Any] = {}
         self._shown: dict[str, Any] = {}
-
-    def begin(self, engine: Any) -> None:
-        """Keep the engine of a fit that begins."""
-        self._engine = engine
 
     def end(self, trainer: pl.Trainer) -> None:
         """Copy at the end of a fit the metrics that an evaluation overwrites."""
@@ -275,7 +200,7 @@ class LastFit:
 
     def forget(self) -> None:
         """Drop the engine: another fit begins, or a load overwrites its weights."""
-        self._engine, self._metrics, self._shown = None, {}, {}
+        self.trained, self._metrics, self._shown = None, {}, {}
 
     def engine(
         self, live: Any, path: str | os.PathLike[str], get_ranks: Callable[[], Ranks]
@@ -285,8 +210,8 @@ class LastFit:
         The engine that trained is not used for another module, nor after other weights were loaded
         into its module. Collective if there are two engines.
         """
-        if self._engine not in (None, live):
-            engine, step = self._engine, "save: compare the module with the trained weights"
+        if self.trained not in (None, live):
+            engine, step = self.trained, "save: compare the module with the trained weights"
             is_same = engine.module is live.module
             if is_same:
                 ranks = get_ranks()
@@ -294,19 +219,14 @@ class LastFit:
                 is_same = ranks.broadcast(f"{step}, on all ranks", lambda: all(on_ranks or [False]))
             if not is_same:
                 self.forget()
-        if self._engine is not None:
-            return self._engine
+        if self.trained is not None:
+            return self.trained
         rank_zero_warn(
             f"{os.fspath(path)}: saving weights only, in the module's precision, because nothing "
             "was trained here or other weights were loaded since (by an evaluation or "
             "load_state_dict). To train from this checkpoint, pass load_optimizer_state=False."
         )
         return live
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether there is a training state."""
-        return self._engine is not None
 
     def put_back(self, state: dict[str, Any]) -> None:
         """Replace the metrics in a state to be saved by those of the end of the fit."""
@@ -315,45 +235,76 @@ class LastFit:
             state[RESULTS] = {**state[RESULTS], **self._shown}
 
 
-class CheckpointSaver:
-    """Saves a trainer's run, synchronously or in the background."""
+def _is_slurm_requeue(path: str | os.PathLike[str]) -> bool:
+    """Whether SLURM ends the job right after this save, judging by Lightning's file name."""
+    return Path(path).name.startswith("hpc_ckpt_")
+
+
+def _saves(callback: Callback) -> bool:
+    """Whether a callback saves through the strategy into its ``dirpath``."""
+    if isinstance(callback, ModelCheckpoint):
+        in_an_exception = getattr(callback, "save_on_exception", False)  # since Lightning 2.6
+        return callback.save_top_k != 0 or bool(callback.save_last) or bool(in_an_exception)
+    return isinstance(callback, OnExceptionCheckpoint)
+
+
+VERSION_KEY = "pytorch-lightning_version"
+"""Entry that Lightning requires in every checkpoint."""
+
+
+class RunCheckpoints:
+    """Saves a trainer's run, synchronously or in the background, and loads it."""
 
     def __init__(
         self,
         manager: CheckpointManager,
         get_ranks: Callable[[], Ranks],
         resumer: RunResumer,
-        last_fit: LastFit,
-        options: SaveOptions,
+        events: CheckpointEvents,
+        load_options: LoadOptions,
+        save_options: SaveOptions,
     ) -> None:
         self._manager = manager
         self._get_ranks = get_ranks
         self._resumer = resumer
-        self._last_fit = last_fit
-        self._options = options
+        self._events = events
+        self._load_options = load_options
+        self._save_options = save_options
         self._state_dict_tracker = StateDictTracker()
+        self.track = self._state_dict_tracker.track
         self._made_directories: list[str] = []
         self._world_size = 1
         self._device = torch.device("cpu")
+        self._is_resumed = False
         self._hooks = ModelCheckpointHooks(
             self._link, manager.is_being_written, manager.refusal_reason
         )
+        self.prepare = self._hooks.prepare
+        self.last_fit = LastFit()
+        self.last_load: CheckpointStats | None = None
 
-    def prepare(self, trainer: pl.Trainer) -> None:
-        """Prepare callbacks that save into object stores, before a run begins."""
-        self._hooks.prepare(trainer)
-
-    def start(self, trainer: pl.Trainer, engine: Any, rank: int) -> None:
-        """Begin a run; collective.
+    def start(self, trainer: pl.Trainer, engine: Any, *, partitioned: bool) -> None:
+        """Begin a run; collective. ``partitioned``: ZeRO-3 has partitioned the weights.
 
         Raises:
-            UnsupportedError: DeepSpeed's buffers have an unknown layout on some rank.
+            UnsupportedError: DeepSpeed's buffers have an unknown layout on some rank, or a callback
+                would average partitioned weights, which are empty.
             SaveError: A ``ModelCheckpoint`` would replace files that this library did not write, or
                 its ``dirpath`` is not writable or not shared by all ranks.
         """
+        fitting = is_fitting(trainer)
+        for callback in _averaging(trainer) if partitioned and fitting else ():
+            msg = (
+                f"{type(callback).__name__} averages whole weights, but ZeRO-3 partitions them: "
+                "use stage 1 or 2, or keep the average in a separate module"
+            )
+            raise UnsupportedError(msg)
+        if fitting:
+            self.last_fit.trained = engine
+        self._is_resumed = False
         # The module may belong to another Trainer by the time of a save.
         self._world_size, self._device = trainer.world_size, trainer.strategy.root_device
-        callbacks = trainer.checkpoint_callbacks if is_fitting(trainer) else []
+        callbacks = trainer.checkpoint_callbacks if fitting else []
         dirpaths = [getattr(callback, "dirpath", None) for callback in callbacks]
         used = [] if trainer.fast_dev_run else [c.dirpath for c in callbacks if _saves(c)]  # type: ignore[attr-defined]
         for checked in check_directories(used, self._get_ranks()):
@@ -363,13 +314,14 @@ class CheckpointSaver:
                     size = f"{TRIAL_BYTES >> 20} MiB"
                     text += f"; the slowest wrote and synced {size} in {checked.write_s:.2g} s"
                 rank_zero_info(f"{text}.")
-            self._made_directories += checked.made if rank == 0 else ()
+            self._made_directories += checked.made if trainer.is_global_zero else ()
         # An unknown layout may occur on one rank only.
         self._get_ranks().run_all(
             "compare the places of the weights",
             lambda: LiveEngine(engine).verify_addresses(fresh=True),
         )
-        self._manager.start(LiveEngine(engine, places_checked=True), rank, dirpaths)
+        handle = LiveEngine(engine, places_checked=True)
+        self._manager.start(handle, trainer.global_rank, dirpaths)
         self._hooks.begin(trainer)
 
     def stop(self, trainer: pl.Trainer | None) -> ElasticZeroError | None:
@@ -380,7 +332,7 @@ class CheckpointSaver:
         """
         self._hooks.end()
         if is_fitting(trainer):
-            self._last_fit.end(trainer)
+            self.last_fit.end(trainer)
             if not is_interrupted(trainer):
                 self._resumer.recorder.end(trainer)
         failure = self._manager.stop(interrupted=is_interrupted(trainer))
@@ -389,10 +341,6 @@ class CheckpointSaver:
                 Path(made).rmdir()
         self._made_directories = []
         return failure
-
-    def track(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """Remember the weights that hooks will see, and return them."""
-        return self._state_dict_tracker.track(weights)
 
     def wait(self) -> None:
         """Wait until the last save is published; collective.
@@ -416,14 +364,16 @@ class CheckpointSaver:
 
         After an evaluation, the engine that trained is saved instead of the live one.
         """
-        trained = self._last_fit.engine(live, path, self._get_ranks)
+        trained = self.last_fit.engine(live, path, self._get_ranks)
         engine = LiveEngine(trained, places_checked=True)
-        weights_only = "optimizer_states" not in checkpoint or not self._last_fit.is_whole
+        weights_only = "optimizer_states" not in checkpoint or self.last_fit.trained is None
         if weights_only and trainer is not None:
-            add_averages(trainer, checkpoint)
+            # Lightning does not call callbacks for these, so an average would be lost.
+            for callback in filter(has_average, _averaging(trainer)):
+                callback.on_save_checkpoint(trainer, trainer.lightning_module, checkpoint)
         client_state, left_out = self._state_dict_tracker.remove_tracked(checkpoint)
         options = replace(
-            self._options,
+            self._save_options,
             weights_only=weights_only,
             exclude_frozen=exclude_frozen,
             left_out=left_out,
@@ -443,7 +393,7 @@ class CheckpointSaver:
         trainer: pl.Trainer | None,
     ) -> None:
         manager, interrupted = self._manager, is_interrupted(trainer)
-        if interrupted or is_slurm_requeue(path):
+        if interrupted or _is_slurm_requeue(path):
             # A rank that failed alone saves alone: the others do not take part. SLURM's signal may
             # arrive during another save, and the job ends as soon as this returns.
             manager.drain_local()
@@ -468,7 +418,7 @@ class CheckpointSaver:
             own = of.state_dict(trainer, record, self._device, path)
             client_state[STATE_KEY] = own
             if not is_fitting(trainer):
-                self._last_fit.put_back(own)
+                self.last_fit.put_back(own)
             states, buffers = of.loader_states(trainer), of.buffers(trainer)
         client_state["loops"] = with_loader_states(client_state["loops"], states)
         return replace(options, sampler=record.to_plain(), module_buffers=buffers)
@@ -480,50 +430,6 @@ class CheckpointSaver:
         with end or nullcontext(self._get_ranks()) as ranks:
             self._manager.link(path, link, ranks)
 
-
-def is_slurm_requeue(path: str | os.PathLike[str]) -> bool:
-    """Whether SLURM ends the job right after this save, judging by Lightning's file name."""
-    return Path(path).name.startswith("hpc_ckpt_")
-
-
-def _saves(callback: Callback) -> bool:
-    """Whether a callback saves through the strategy into its ``dirpath``."""
-    if isinstance(callback, ModelCheckpoint):
-        in_an_exception = getattr(callback, "save_on_exception", False)  # since Lightning 2.6
-        return callback.save_top_k != 0 or bool(callback.save_last) or bool(in_an_exception)
-    return isinstance(callback, OnExceptionCheckpoint)
-
-
-VERSION_KEY = "pytorch-lightning_version"
-"""Entry that Lightning requires in every checkpoint."""
-
-
-class CheckpointLoader:
-    """Restores an engine, and returns the state from which Lightning's trainer restores itself."""
-
-    def __init__(
-        self,
-        manager: CheckpointManager,
-        get_ranks: Callable[[], Ranks],
-        resumer: RunResumer,
-        last_fit: LastFit,
-        events: CheckpointEvents,
-        options: LoadOptions,
-    ) -> None:
-        self._manager = manager
-        self._get_ranks = get_ranks
-        self._resumer = resumer
-        self._last_fit = last_fit
-        self._events = events
-        self._options = options
-        self._is_resumed = False
-        self.last_load: CheckpointStats | None = None
-        """Cost of the last load."""
-
-    def start(self) -> None:
-        """Begin a run."""
-        self._is_resumed = False
-
     def load(
         self, path: str | os.PathLike[str], engine: Any, trainer: pl.Trainer | None
     ) -> dict[str, Any]:
@@ -534,10 +440,10 @@ class CheckpointLoader:
         """
         fitting = is_fitting(trainer)
         options = replace(
-            self._options,
+            self._load_options,
             strict=trainer is None or trainer.lightning_module.strict_loading,
             # An evaluation of another checkpoint than the given one would be useless.
-            fallback=self._options.fallback and fitting,
+            fallback=self._load_options.fallback and fitting,
             rank_entry_path=(STATE_KEY, RESULTS) if fitting else (),
         )
         live = trainer.optimizers if is_fitting(trainer) else []
@@ -547,16 +453,15 @@ class CheckpointLoader:
             loaded = load_engine(live_engine, path, self._get_ranks(), replace(options, show=show))
         self._is_resumed = True
         if not fitting:
-            self._last_fit.forget()
+            self.last_fit.forget()
         self.last_load = loaded.stats
         self._events.on_loaded(loaded.stats)
         self._manager.protect(loaded.stats.path)
         state = loaded.client_state
         if trainer is not None:
-            rank_zero_info(format_loaded(loaded, trainer.world_size, fitting=fitting))
+            rank_zero_info(_format_loaded(loaded, trainer.world_size, fitting=fitting))
             if not fitting:
-                extra = extra_weights(state)
-                taken = LiveEngine(engine).copy_full_weights(extra)
+                taken = LiveEngine(engine).copy_full_weights(_extra_weights(state))
                 if taken:
                     rank_zero_info(
                         f"{loaded.stats.path}: the evaluation uses the weights that callbacks or "
@@ -572,7 +477,7 @@ class CheckpointLoader:
                     "layers, and on_load_checkpoint for everything else."
                 )
             strict = options.strict and options.strict_optimizer
-            state = with_module_weights(state, module, fitting=fitting, strict=strict)
+            state = _with_module_weights(state, module, fitting=fitting, strict=strict)
         if VERSION_KEY not in state:
             rank_zero_info(
                 "The checkpoint was not saved by Lightning: loops, callbacks and schedulers start "
@@ -590,23 +495,14 @@ class CheckpointLoader:
     ) -> dict[str, Any]:
         """Return the trainer's part of a checkpoint, adapted to this run.
 
-        Args:
-            state: The trainer's state as saved.
-            loaded: Result of the load.
-            trainer: The trainer, in a fit.
-            configured: Learning rates of this run's groups: schedulers continue as saved. None:
-                they continue as configured now.
+        ``configured``: learning rates of this run's groups: schedulers continue as saved. None:
+        they continue as configured now.
         """
         manifest, path = loaded.manifest, loaded.stats.path
         if manifest.weights_only:
             rank_zero_info("The checkpoint contains weights only: a new run starts at step 0")
-            # Without loops, callbacks, data module and schedulers.
-            progress = {
-                "loops",
-                "callbacks",
-                type(getattr(trainer, "datamodule", None)).__qualname__,
-            }
-            kept = {key: value for key, value in state.items() if key not in progress}
+            data = type(getattr(trainer, "datamodule", None)).__qualname__
+            kept = {k: v for k, v in state.items() if k not in {"loops", "callbacks", data}}
             return {**kept, "epoch": 0, "global_step": 0, "lr_schedulers": []}
         state.setdefault(STATE_KEY, {})[RESULTS_BY_RANK] = loaded.rank_entries
         self._resumer.resume_from(state, manifest, trainer, path)
@@ -631,11 +527,11 @@ class CheckpointLoader:
         """
         self._get_ranks().run_all("continue without loading a checkpoint", lambda: None)
         if is_fitting(trainer) and not self._is_resumed:
-            text, has_checkpoints = format_not_resumed(self._manager.dirpaths)
+            text, has_checkpoints = _format_not_resumed(self._manager.dirpaths)
             (rank_zero_warn if has_checkpoints else rank_zero_info)(text)
 
 
-def format_loaded(loaded: LoadResult, world_size: int, *, fitting: bool) -> str:
+def _format_loaded(loaded: LoadResult, world_size: int, *, fitting: bool) -> str:
     """Return one line: the checkpoint, its origin, the position in the run, and the cost."""
     manifest, stats = loaded.manifest, loaded.stats
     saved, here = (
@@ -661,7 +557,6 @@ def _place_of_fit(loaded: LoadResult) -> str:
 
 
 def _place_of_save(loaded: LoadResult) -> str:
-    """Return the step and epoch of the save; empty if unknown."""
     match loaded.manifest.progress.sampler:
         case {"global_step": int(step), "epoch": int(epoch), "epoch_is_over": bool(is_over)}:
             return f" at step {step}, epoch {epoch + is_over}"
@@ -675,12 +570,8 @@ def _saved_step(loaded: LoadResult) -> int:
     return counted if type(counted) is int else loaded.stats.step
 
 
-def format_not_resumed(dirpaths: Iterable[object]) -> tuple[str, bool]:
-    """Return a message that training starts at step 0, and whether there are checkpoints.
-
-    Args:
-        dirpaths: Folders into which callbacks save; None if a callback has none.
-    """
+def _format_not_resumed(dirpaths: Iterable[object]) -> tuple[str, bool]:
+    """Return a message that training starts at step 0, and whether there are checkpoints."""
     folders = sorted({str(place) for place in dirpaths if place})
     found = [path for folder in folders for path in _checkpoints_in(folder)]
     if dangling := [p for p in found if is_link(p) and not exists(p)]:
@@ -694,7 +585,10 @@ def format_not_resumed(dirpaths: Iterable[object]) -> tuple[str, bool]:
             f'checkpoints ({found[-1].name}, ...). Pass ckpt_path="last" or a path to resume.'
         )
     else:
-        text = f"No checkpoint was loaded: training starts from step 0.{_unpublished(folders)}"
+        unfinished = [d for d in folders if any(Path(d).glob(f"{STAGING_PREFIX}*"))]
+        text = "No checkpoint was loaded: training starts from step 0."
+        if unfinished:
+            text += f" Unfinished saves are in {', '.join(unfinished)}."
     return text, bool(found)
 
 
@@ -704,11 +598,3 @@ def _checkpoints_in(folder: str) -> list[AnyPath]:
         entries = sorted(siblings(parse_path(folder) / MANIFEST_NAME), key=str)
         return [path for path in entries if path.suffix == ".ckpt"]
     return []
-
-
-def _unpublished(folders: Iterable[str]) -> str:
-    """Return a sentence about unfinished saves in these folders; empty if there are none."""
-    found = [place for place in folders if any(Path(place).glob(f"{STAGING_PREFIX}*"))]
-    if not found:
-        return ""
-    return f" Unfinished saves are in {', '.join(found)}."

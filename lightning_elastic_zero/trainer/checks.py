@@ -15,19 +15,18 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import nn
-from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import DistributedSampler
 
 from lightning_elastic_zero.core.manifest import Group
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.data_progress.batches import DataProgress, Position
 from lightning_elastic_zero.engine.live import follows_requires_grad, trained_parameters
+from lightning_elastic_zero.trainer.batches import loader_sampler
 from lightning_elastic_zero.trainer.loaders import (
     Stateful,
     describe_loader,
     elastic_sampler_of,
-    loader_sampler,
     resumable_part_of,
 )
 
@@ -40,49 +39,9 @@ REMEDIES = (
 BATCH_COUNT_SETTINGS = ("val_check_interval", "limit_train_batches")
 """Trainer settings that, as integers, count the batches of one rank."""
 
-_SHUFFLED_ANYWAY = (
-    "is shuffled although it was made without shuffle=True: Lightning shuffles training data for "
-    "every distributed strategy, even on one device. To keep the order, pass "
-    "sampler=range(len(dataset)) or your own DistributedSampler(dataset, shuffle=False). To "
-    "silence this warning, pass shuffle=True"
-)
-_OWN_GENERATOR = (
-    "is shuffled by the run's seed (seed_everything) and the epoch, because Lightning ignores the "
-    "generator of the loader and of its RandomSampler. To use another order, write a sampler "
-    "class; it may draw from a generator that it keeps in an attribute"
-)
-_OTHER_SAMPLES = (
-    "yields every sample once per epoch, because Lightning replaces a RandomSampler and ignores "
-    "its replacement=True and num_samples. WeightedRandomSampler and your own sampler classes are "
-    "kept"
-)
-
-
-def overruled_orders(loaders: Any) -> list[str]:
-    """Return for each loader a warning if Lightning will replace its order; else an empty text.
-
-    ``loaders``: return value of the user's ``train_dataloader`` hook.
-    """
-    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
-    texts = []
-    for sampler in map(loader_sampler, combined.flattened):
-        text = ""
-        if isinstance(sampler, SequentialSampler):
-            text = _SHUFFLED_ANYWAY
-        elif type(sampler) is RandomSampler:  # a subclass need not have these attributes
-            if sampler.replacement or sampler.num_samples != len(sampler.data_source):
-                text = _OTHER_SAMPLES
-            elif sampler.generator is not None:
-                text = _OWN_GENERATOR
-        texts.append(text)
-    return texts
-
 
 def shuffle_warnings(overruled: Sequence[str], loaders: Sequence[object]) -> Iterator[str]:
-    """Yield a warning for each training loader whose order Lightning has replaced.
-
-    ``overruled``: result of ``overruled_orders``.
-    """
+    """Yield a warning for each training loader whose order Lightning has replaced."""
     for text, loader in zip(overruled, loaders, strict=False):
         sampler = loader_sampler(loader)
         own = getattr(elastic_sampler_of(loader), "sampler", None)
@@ -145,11 +104,8 @@ def change_warnings(
 ) -> Iterator[str]:
     """Yield a warning for each relevant difference between the saved run and this one.
 
-    Args:
-        was: Record of the saved run.
-        now: Record of this run.
-        is_given: ``global_batch_size`` was passed to the strategy.
-        foreign_path: Path of the checkpoint if another program wrote it; else empty.
+    ``is_given``: ``global_batch_size`` was passed to the strategy. ``foreign_path``: path of the
+    checkpoint if another program wrote it; else empty.
     """
     sizes = {was.global_batch_size, now.global_batch_size}
     if len(sizes) > 1 and None not in sizes:

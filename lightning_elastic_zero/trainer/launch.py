@@ -36,7 +36,7 @@ from lightning_elastic_zero.coordination.store import (
     size_of_process_group,
 )
 from lightning_elastic_zero.errors import UnsupportedError
-from lightning_elastic_zero.trainer.lightning import is_fitting, note_sigterm, replace_sigterm_steps
+from lightning_elastic_zero.trainer.lightning import is_fitting
 
 RANKS, RANKS_OF_NODE, NODES = "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"
 """Environment variables set by torchrun for each rank; Ray sets the second one only."""
@@ -63,7 +63,6 @@ class NodesOfJob:
     """Descriptor of the number of nodes: that of torchrun, or else of the Trainer."""
 
     def __get__(self, strategy: DeepSpeedStrategy | None, owner: type) -> Any:
-        """Return the number of nodes, all of which must have the same number of ranks."""
         if strategy is None:
             return self
         if not _is_launched(strategy):
@@ -118,10 +117,9 @@ def limit_waiting(options: dict[str, Any]) -> dict[str, Any]:
 def prepare_to_meet(strategy: DeepSpeedStrategy, timeout: timedelta | None) -> None:
     """Prepare the connection of ranks under torchrun or Ray; collective, before ranks connect.
 
-    Under torchrun, ranks agree on a new store. A warning names the variable that torchrun needs if
-    nodes may join: without it, the agent of a joining node waits for an address that no longer
-    exists, and no worker can help it. ``timeout``: of the collectives; None: torch's default.
-    Refuses ranks of Ray that the Trainer does not have, each of which would train alone.
+    Under torchrun, ranks agree on a new store. If nodes may join, torchrun needs a variable, which
+    a warning names: otherwise the agent of a joining node waits for an address that no longer
+    exists. ``timeout``: of the collectives; None: torch's default.
     """
     workers = size_of_process_group() if _RAYS.rpartition(".")[0] in sys.modules else None
     if workers is not None and workers != strategy.world_size:
@@ -163,13 +161,13 @@ def changing_nodes(arguments: list[str], variable: str | None) -> str:
 
 
 def _is_launched(strategy: DeepSpeedStrategy) -> bool:
-    """Whether torchrun has started this rank, and the user has chosen no other environment."""
+    """Whether torchrun has started this rank, in its cluster environment."""
     by_torchrun = isinstance(strategy.cluster_environment, TorchElasticEnvironment)
     return by_torchrun and {RANKS, RANKS_OF_NODE, NODES} <= os.environ.keys()
 
 
 def _is_rays(strategy: DeepSpeedStrategy) -> bool:
-    """Whether Ray Train has started this rank, and the user has chosen Ray's environment."""
+    """Whether Ray Train has started this rank, in Ray's cluster environment."""
     environment = getattr(sys.modules.get(_RAYS), "RayLightningEnvironment", None)
     chosen = environment is not None and isinstance(strategy.cluster_environment, environment)
     return chosen and RANKS_OF_NODE in os.environ
@@ -188,9 +186,12 @@ class SigtermAgreement:
     def begin(self, trainer: pl.Trainer) -> None:
         """Replace Lightning's handler and broadcast, for a fit or an evaluation."""
         self._received = False
-        replace_sigterm_steps(
-            trainer, partial(self._on_signal, trainer), partial(self.stop_together, trainer)
-        )
+        loop: Any = trainer.fit_loop.epoch_loop
+        connector = getattr(trainer, "_signal_connector", None)
+        # Before Lightning 2.5.2, each rank ends alone, without collectives.
+        if hasattr(loop, "_broadcast_sigterm_tensor") and connector is not None:
+            loop._broadcast_sigterm_tensor = partial(self.stop_together, trainer)
+            connector._sigterm_notifier_fn = partial(self._on_signal, trainer)
 
     def _on_signal(self, trainer: pl.Trainer, number: int, _: object) -> None:
         """Record the signal, and forward it to ranks that Lightning has started.
@@ -203,15 +204,15 @@ class SigtermAgreement:
             launcher.kill(number)
         self._received = True
         if trainer.world_size == 1 or not is_fitting(trainer):
-            note_sigterm(trainer)
+            trainer._signal_connector.received_sigterm = True
 
     def stop_together(self, trainer: pl.Trainer) -> None:
-        """Raise SIGTERMException on all ranks if any rank received SIGTERM; collective."""
+        """Raise on all ranks if any rank received SIGTERM; collective."""
         if trainer.world_size == 1:
             return  # Lightning checks it.
         received = self._received or trainer.received_sigterm
         if any_rank(flag=received, device=trainer.strategy.root_device):
-            note_sigterm(trainer)
+            trainer._signal_connector.received_sigterm = True
             with suppress(RuntimeError):  # some ranks may have ended already
                 trainer.strategy.barrier()
             raise SIGTERMException

@@ -1,14 +1,15 @@
-"""The private names of Lightning and torchmetrics that this library uses, each behind a function.
+"""The private names of Lightning and torchmetrics that this library uses.
 
 Derived from Lightning 2.5.0, 2.5.6 and 2.6.6. ``check_lightning_release`` checks at setup that they
-exist. ``tests/house/test_private_names.py`` finds uses elsewhere.
+exist. A name that several files need is behind a function here; see
+``tests/house/test_private_names.py``.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, TypeGuard
 
 import lightning.pytorch as pl
@@ -23,7 +24,7 @@ from lightning.pytorch.trainer.connectors.logger_connector import result
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import MeanMetric
 
 from lightning_elastic_zero.core.options import check_known_options
 from lightning_elastic_zero.core.requirements import LIGHTNING, missing_names, version_of
@@ -130,11 +131,7 @@ EXCLUDE_FROZEN = "exclude_frozen_parameters"
 
 
 def check_lightning_release(trainer: pl.Trainer) -> None:
-    """Refuse an unsupported release of Lightning.
-
-    Raises:
-        UnsupportedError: It is outside the supported range, or a private name is missing.
-    """
+    """Refuse an unsupported release of Lightning."""
     found = version_of(LIGHTNING.package)
     reason = LIGHTNING.incompatibility(found) or "\n".join(filter(None, _missing(trainer, found)))
     if reason:
@@ -182,11 +179,7 @@ def _says(function: object, text: str) -> bool:
 
 
 def split_parent_options(strategy: type, options: dict[str, Any]) -> dict[str, Any]:
-    """Check the options for a strategy's parent; remove and return those of newer releases.
-
-    Raises:
-        TypeError: An option is known to neither class.
-    """
+    """Check the options for a strategy's parent; remove and return those of newer releases."""
     known = inspect.signature(DeepSpeedStrategy.__init__).parameters
     later = {name: options.pop(name, False) for name in {EXCLUDE_FROZEN} - known.keys()}
     check_known_options(strategy, options, known)
@@ -203,12 +196,6 @@ def reload_interval(trainer: pl.Trainer) -> int:
     return int(getattr(trainer, "reload_dataloaders_every_n_epochs", 0))
 
 
-def set_last_reload(trainer: pl.Trainer, epoch: int) -> None:
-    """Set the epoch for which the training loaders of an epoch were created."""
-    if every := reload_interval(trainer):
-        trainer.fit_loop._last_train_dl_reload_epoch = epoch - epoch % every
-
-
 def combined_loader(trainer: pl.Trainer) -> CombinedLoader | None:
     """Return the training loaders as Lightning combined them; None before they exist."""
     combined: CombinedLoader | None = trainer.fit_loop._combined_loader
@@ -221,17 +208,6 @@ def training_loaders(trainer: pl.Trainer) -> list[Any]:
     return [] if combined is None else list(combined.flattened)
 
 
-def loader_state_dicts(trainer: pl.Trainer) -> list[Any]:
-    """Return the states of the training loaders that have their own."""
-    combined = combined_loader(trainer)
-    return [] if combined is None else combined._state_dicts()
-
-
-def forget_loader_states(trainer: pl.Trainer) -> None:
-    """Keep Lightning from loading saved states into the training loaders a second time."""
-    trainer.fit_loop._combined_loader_states_to_load = []
-
-
 def repeats_shorter_loaders(combined: CombinedLoader) -> bool:
     """Whether shorter loaders restart until the longest one ends."""
     return combined._mode == "max_size_cycle"
@@ -240,11 +216,6 @@ def repeats_shorter_loaders(combined: CombinedLoader) -> bool:
 def ends_by_one_loader(combined: CombinedLoader) -> bool:
     """Whether one of several loaders ends an epoch while others still have data."""
     return len(combined.flattened) > 1 and combined._mode in ("min_size", "max_size_cycle")
-
-
-def is_mid_pass(state: Mapping[str, Any] | None) -> bool:
-    """Whether a loader's data had not ended, by its state; only torchdata's loader records it."""
-    return (state or {}).get("_iterator_finished") is False
 
 
 def exhausted_loaders(combined: CombinedLoader) -> list[bool]:
@@ -259,52 +230,15 @@ def mark_exhausted(combined: CombinedLoader, ended: list[bool]) -> None:
         iterator._consumed = ended
 
 
-def data_source(trainer: pl.Trainer) -> Any:
-    """Return the source of the training loaders."""
-    return trainer.fit_loop._data_source
-
-
 def data_fetcher(trainer: pl.Trainer) -> Any:
     """Return the fetcher of training batches; None before an epoch."""
     return trainer.fit_loop._data_fetcher
-
-
-def prefetches(fetcher: object) -> bool:
-    """Whether a fetcher can hold a batch that was fetched ahead."""
-    return isinstance(fetcher, fetchers._PrefetchDataFetcher)
-
-
-def fetch(fetcher: Any) -> Any:
-    """Fetch one batch without prefetching."""
-    return fetchers._DataFetcher.__next__(fetcher)
-
-
-def wrapped_sampler(sampler: Any) -> Any:
-    """Return the sampler that a ``DistributedSamplerWrapper`` wraps."""
-    return sampler.dataset._sampler
 
 
 def drop_iterator(loader: Any) -> None:
     """Remove the iterator of persistent workers from a loader, so that it starts new workers."""
     if isinstance(loader, DataLoader):
         loader._iterator = None
-
-
-def should_accumulate(trainer: pl.Trainer) -> bool:
-    """Whether the accumulation window continues after this micro-batch."""
-    return trainer.fit_loop._should_accumulate()
-
-
-def end_restart(trainer: pl.Trainer, *, begins_epoch: bool) -> None:
-    """Mark the fit loop as one that is not restarting.
-
-    ``begins_epoch``: Lightning creates the iterator, as in a run that is not resumed, after the
-    random states were restored. What the iterator draws on creation is then the same.
-    """
-    if begins_epoch:
-        trainer.fit_loop.epoch_loop.restarting = False
-        trainer.fit_loop._resuming_from_checkpoint = False
-    trainer.fit_loop._restarting = False
 
 
 def logged_steps(trainer: pl.Trainer) -> int:
@@ -317,101 +251,9 @@ def set_logged_steps(trainer: pl.Trainer, steps: int) -> None:
     trainer.fit_loop.epoch_loop._batches_that_stepped = steps
 
 
-def replace_sigterm_steps(
-    trainer: pl.Trainer, handler: Callable[[int, object], None], before_batch: Callable[[], None]
-) -> None:
-    """Replace a trainer's SIGTERM handler and its broadcast before each batch.
-
-    Not before Lightning 2.5.2, where each rank ends alone, without collectives.
-    """
-    loop: Any = trainer.fit_loop.epoch_loop
-    connector = getattr(trainer, "_signal_connector", None)
-    if hasattr(loop, "_broadcast_sigterm_tensor") and connector is not None:
-        loop._broadcast_sigterm_tensor = before_batch
-        connector._sigterm_notifier_fn = handler
-
-
-def note_sigterm(trainer: pl.Trainer) -> None:
-    """Set ``trainer.received_sigterm``, which ends Lightning's loops."""
-    trainer._signal_connector.received_sigterm = True
-
-
-def is_validation_due(trainer: pl.Trainer) -> bool:
-    """Whether a validation follows the current batch."""
-    fetcher = data_fetcher(trainer)
-    return fetcher is not None and trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)
-
-
-def step_scheduler(trainer: pl.Trainer, scheduler: Any, metric: Any) -> None:
-    """Update a ``ReduceLROnPlateau`` as Lightning does."""
-    call._call_lightning_module_hook(trainer, "lr_scheduler_step", scheduler, metric)
-
-
 def known_callback_metrics(trainer: pl.Trainer) -> dict[str, Any]:
     """Return the known callback metrics; the public property may compute more."""
     return dict(trainer._logger_connector._callback_metrics)
-
-
-LINK_HOOK = "_link_checkpoint"
-"""Method with which ``ModelCheckpoint`` creates its link."""
-
-EXISTS_HOOK = "file_exists"
-"""Its method that checks whether a name is in use; the only public one."""
-
-NAME_HOOK = "_get_metric_interpolated_filepath_name"
-"""Its method that names a checkpoint."""
-
-LAST_HOOK = "_find_last_checkpoints"
-"""Its method that finds the candidates for ``ckpt_path="last"``."""
-
-
-def name_checkpoint(
-    callback: ModelCheckpoint, metrics: dict[str, Any], trainer: pl.Trainer, replaced: str | None
-) -> str:
-    """Return the name that ``ModelCheckpoint`` gives to a checkpoint."""
-    return ModelCheckpoint._get_metric_interpolated_filepath_name(
-        callback, metrics, trainer, replaced
-    )
-
-
-def save_now(callback: ModelCheckpoint, trainer: pl.Trainer, path: str) -> None:
-    """Save a checkpoint as ``ModelCheckpoint`` does."""
-    callback._save_checkpoint(trainer, path)
-
-
-def last_saved_step(callback: ModelCheckpoint) -> int:
-    """Return the step of a callback's last save."""
-    return callback._last_global_step_saved
-
-
-def set_last_saved_step(callback: ModelCheckpoint, step: int) -> None:
-    """Set the step of a callback's last save, so that it does not save that step again."""
-    callback._last_global_step_saved = step
-
-
-def is_save_deferred(callback: ModelCheckpoint) -> bool:
-    """Whether a callback's next save waits for a validation, which provides its metric."""
-    return bool(getattr(callback, "_defer_save_until_validation", False))
-
-
-def defer_save(callback: ModelCheckpoint) -> None:
-    """Let a callback save at the end of the next validation."""
-    callback._defer_save_until_validation = True
-
-
-def waits_to_stop(trainer: pl.Trainer) -> bool:
-    """Whether a stop was requested that waits for min_epochs or min_steps."""
-    return trainer.should_stop and not trainer.fit_loop._can_stop_early
-
-
-def save_intervals(callback: ModelCheckpoint) -> tuple[int, int]:
-    """Return a callback's interval of saves in steps and in epochs; 0: not by these."""
-    return callback._every_n_train_steps, callback._every_n_epochs
-
-
-def numbers_names(callback: ModelCheckpoint) -> bool:
-    """Whether a callback adds a number to a name that is in use."""
-    return bool(getattr(callback, "_enable_version_counter", True))
 
 
 def has_average(callback: Any) -> bool:
@@ -424,11 +266,6 @@ def is_fitting(trainer: pl.Trainer | None) -> TypeGuard[pl.Trainer]:
     return trainer is not None and trainer.state.fn == TrainerFn.FITTING
 
 
-def is_evaluating(trainer: pl.Trainer | None) -> bool:
-    """Whether a trainer runs ``validate``, ``test`` or ``predict``."""
-    return trainer is not None and not is_fitting(trainer)
-
-
 def is_interrupted(trainer: pl.Trainer | None) -> bool:
     """Whether a trainer is handling an exception (``save_on_exception``)."""
     return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
@@ -438,47 +275,6 @@ def callbacks_of(trainer: pl.Trainer) -> list[Callback]:
     """Return the trainer's callbacks, which Lightning does not declare."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return callbacks
-
-
-Metadata = result._Metadata
-ResultCollection = result._ResultCollection
-ResultMetric = result._ResultMetric
-Sync = result._Sync
-
-FORWARD_CACHE = "_forward_cache"
-"""Attribute of a metric with the last step's value."""
-
-
-def results_of(loop: Any) -> Any:
-    """Return a loop's running results."""
-    return loop._results
-
-
-def set_results(loop: Any, results: ResultCollection) -> None:
-    """Replace a loop's running results."""
-    loop._results = results
-
-
-def default_states(metric: Metric) -> dict[str, Any]:
-    """Return a metric's initial states."""
-    return metric._defaults
-
-
-def reductions(metric: Metric) -> Mapping[str, Any]:
-    """Return the reduction over ranks of each of a metric's states."""
-    return metric._reductions
-
-
-def update_count(metric: Metric) -> int:
-    """Return how often a metric was updated."""
-    return int(metric._update_count)
-
-
-def restore_metric(metric: Metric, attributes: Mapping[str, Any], updates: int) -> None:
-    """Set a metric's states and other attributes, and drop its computed value."""
-    for name, value in attributes.items():
-        setattr(metric, name, value)
-    metric._update_count, metric._computed = updates, None
 
 
 def displayed_metrics(trainer: pl.Trainer) -> dict[str, Any]:

@@ -26,13 +26,11 @@ from lightning_elastic_zero.data_progress.sampler import (
     torch_generators_in,
 )
 from lightning_elastic_zero.errors import UnsupportedError
-from lightning_elastic_zero.trainer.batches import BatchSettings, batch_size_of
+from lightning_elastic_zero.trainer.batches import BatchSettings, batch_size_of, loader_sampler
 from lightning_elastic_zero.trainer.lightning import (
     drop_iterator,
     ends_by_one_loader,
-    is_mid_pass,
     training_loaders,
-    wrapped_sampler,
 )
 
 
@@ -86,7 +84,8 @@ def elastic_loader(
         return own
     user_sampler: Sampler[Any] | None = None
     if type(sampler) is DistributedSamplerWrapper:
-        user_sampler = wrapped_sampler(sampler)
+        dataset: Any = sampler.dataset
+        user_sampler = dataset._sampler
         if not hasattr(user_sampler, "__len__"):
             return own
     elif type(sampler) is ElasticSampler:
@@ -106,12 +105,6 @@ def elastic_loader(
         seed_workers=own.num_workers > 0,
     )
     return _with_sampler(own, elastic)
-
-
-def loader_sampler(loader: object) -> Any:
-    """Return the sampler of a loader's batches; None if it has none."""
-    own = getattr(loader, "sampler", None)
-    return getattr(getattr(loader, "batch_sampler", None), "sampler", own)
 
 
 def _with_sampler(loader: DataLoader[Any], elastic: ElasticSampler) -> DataLoader[Any]:
@@ -278,7 +271,7 @@ def ends_before_data(combined: CombinedLoader, index: int, state: Mapping[str, A
     length = length_of(combined.flattened[index])
     if limit and limit[0] < (float("inf") if length is None else length):
         return True
-    return ends_by_one_loader(combined) and is_mid_pass(state)
+    return ends_by_one_loader(combined) and (state or {}).get("_iterator_finished") is False
 
 
 def warn_state_not_restored(loader: object, saved: int, world_size: int) -> None:
@@ -319,12 +312,7 @@ class SampleOrderCheck:
         self._is_done = False
 
     def before_batch(self, trainer: pl.Trainer, batch_idx: int) -> None:
-        """Compare the orders before the first batch of an epoch; collective.
-
-        Raises:
-            UnsupportedError: The orders differ, so ranks would repeat some samples and miss others;
-                or the orders cannot be compared.
-        """
+        """Compare the orders before the first batch of an epoch; collective."""
         if batch_idx and self._is_done:
             return
         self._is_done = True

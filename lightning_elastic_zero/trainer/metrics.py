@@ -14,6 +14,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.trainer.connectors.logger_connector import result as running
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.utilities import (
@@ -26,21 +28,7 @@ from torchmetrics.utilities import (
 from typing_extensions import override
 
 from lightning_elastic_zero.data_progress.batches import Position
-from lightning_elastic_zero.trainer.lightning import (
-    FORWARD_CACHE,
-    Metadata,
-    ResultCollection,
-    ResultMetric,
-    Sync,
-    continue_epoch,
-    default_states,
-    displayed_metrics,
-    reductions,
-    restore_metric,
-    results_of,
-    set_results,
-    update_count,
-)
+from lightning_elastic_zero.trainer.lightning import continue_epoch, displayed_metrics
 
 EPOCH_END = "on_train_epoch_end"
 
@@ -63,7 +51,7 @@ ENDING = "plateau_epoch_pending"
 """Entry of the same: the epoch had ended, but the hooks at its end had not all run."""
 
 
-class ResumableResults(ResultCollection):
+class ResumableResults(running._ResultCollection):
     """Lightning's running results, which can continue from saved ones.
 
     A value may be logged with other options than in the saved run, for example ``prog_bar``.
@@ -82,11 +70,11 @@ class ResumableResults(ResultCollection):
     def of(cls, trainer: pl.Trainer) -> ResumableResults:
         """Return the training loop's results, replaced by an object of this class."""
         loop = trainer.fit_loop.epoch_loop
-        results = results_of(loop)
+        results = loop._results
         if not isinstance(results, cls):
             others, results = results, cls()
             results.update(others)
-            set_results(loop, results)
+            loop._results = results
         return results
 
     def begin_batch(self) -> None:
@@ -112,13 +100,13 @@ class ResumableResults(ResultCollection):
             if of_key["is_grouped"]:
                 continue  # its group of ranks is unknown until it is logged again
             by = "mean" if of_key["is_metric"] else of_key["by"]
-            meta = Metadata(**of_key["metadata"], reduce_fx=getattr(torch, by))
-            meta.sync = Sync(
+            meta = running._Metadata(**of_key["metadata"], reduce_fx=getattr(torch, by))
+            meta.sync = running._Sync(
                 _should=of_key["is_synced"],
                 fn=trainer.strategy.reduce,
                 rank_zero_only=of_key["rank_zero_only"],
             )
-            result = ResultMetric(meta, not of_key["is_metric"])
+            result = running._ResultMetric(meta, not of_key["is_metric"])
             if of_key["is_metric"]:
                 result.value = metric
             _fill(result, of_key, trainer.strategy.root_device)
@@ -172,13 +160,12 @@ class ResumableResults(ResultCollection):
             self._given = {}
 
 
-def _reduction(result: ResultMetric) -> str:
+def _reduction(result: running._ResultMetric) -> str:
     return str(result.meta.reduce_fx.__name__) if result.is_tensor else "a metric"
 
 
-def _plain(result: ResultMetric) -> dict[str, Any]:
-    """Return a running result as plain data."""
-    meta, latest = result.meta, getattr(result, FORWARD_CACHE)
+def _plain(result: running._ResultMetric) -> dict[str, Any]:
+    meta, latest = result.meta, result._forward_cache
     return {
         "metadata": {name: getattr(meta, name) for name in _OPTIONS},
         "by": _reduction(result),
@@ -189,17 +176,16 @@ def _plain(result: ResultMetric) -> dict[str, Any]:
         "value": result.value.detach() if result.is_tensor else None,
         "weight": getattr(result, "cumulated_batch_size", None),
         "latest": latest.detach() if isinstance(latest, torch.Tensor) else None,
-        "updates": update_count(result),
+        "updates": result._update_count,
     }
 
 
-def _fill(result: ResultMetric, saved: SavedResult, device: torch.device) -> None:
-    """Replace a running result by the saved one."""
+def _fill(result: running._ResultMetric, saved: SavedResult, device: torch.device) -> None:
     of_tensor = {"value": saved["value"], "cumulated_batch_size": saved["weight"]}
     sums = {k: v.to(device) for k, v in of_tensor.items() if result.is_tensor and v is not None}
     latest = saved["latest"]
     latest = None if latest is None else latest.to(device)
-    restore_metric(result, {**sums, FORWARD_CACHE: latest}, saved["updates"])
+    _restore(result, {**sums, "_forward_cache": latest}, saved["updates"])
     result.has_reset = False
 
 
@@ -291,14 +277,15 @@ class SavedMetrics:
         if any(source["others"] for source in sources):
             return None
         states = {}
-        for key, by in reductions(metric).items():
+        for key, by in metric._reductions.items():
             values = [source["states"][key] for source in sources]
             if by in (dim_zero_sum, dim_zero_cat):
-                joined = _JOINED[by](values)
-                empty = _nothing_of(joined, default_states(metric)[key])
+                # torch.sum would change the type of integers.
+                joined = reduce(torch.add, values) if by is dim_zero_sum else _concatenate(values)
+                empty = _nothing_of(joined, metric._defaults[key])
                 states[key] = joined if self.part == 0 else empty
             elif by in (dim_zero_max, dim_zero_min) or (by is dim_zero_mean and self.is_even):
-                states[key] = _JOINED[by](values)
+                states[key] = by(torch.stack(values))
             else:
                 return None
         updates = sum(source["updates"] for source in sources)
@@ -318,37 +305,26 @@ def _nothing_of(joined: Any, default: Any) -> Any:
     return default.to(joined, copy=True)  # a metric may add to it in place
 
 
-def _lists(values: Sequence[Any]) -> Any:
+def _concatenate(values: Sequence[Any]) -> Any:
     if isinstance(values[0], torch.Tensor):
         return torch.cat(list(values))
     return [each.reshape(each.shape or (1,)) for value in values for each in value]
-
-
-_JOINED: dict[Any, Callable[[Sequence[Any]], Any]] = {
-    dim_zero_sum: lambda values: reduce(torch.add, values),
-    dim_zero_max: lambda values: reduce(torch.maximum, values),
-    dim_zero_min: lambda values: reduce(torch.minimum, values),
-    dim_zero_mean: lambda values: torch.stack(list(values)).mean(0),
-    dim_zero_cat: _lists,
-}
-"""How the ranks' states are combined, by torchmetrics' reductions."""
 
 
 @cache
 def _of_all_metrics() -> frozenset[str]:
     """Return the attributes that every metric has: settings and temporary values."""
     plain = MeanMetric()
-    return frozenset(vars(plain)) - frozenset(default_states(plain))
+    return frozenset(vars(plain)) - frozenset(plain._defaults)
 
 
 def _others(metric: Metric) -> dict[str, Any]:
-    """Return a metric's attributes that may count something."""
     return {
         key: _copy(value)
         for key, value in vars(metric).items()
         if key not in _of_all_metrics()
         and not key.startswith(_OF_HOOKS)
-        and key not in default_states(metric)
+        and key not in metric._defaults
         and (type(value) in _NUMBERS or type(value) is torch.Tensor)
     }
 
@@ -371,8 +347,7 @@ def _equal(value: object, other: object) -> bool:
 
 
 def _fits(metric: Metric, held: Mapping[str, Any]) -> bool:
-    """Whether saved states fit a metric."""
-    defaults = default_states(metric)
+    defaults = metric._defaults
     return defaults.keys() == held["states"].keys() and all(
         isinstance(default, list)
         or not isinstance(value, torch.Tensor)
@@ -385,21 +360,20 @@ def _fits(metric: Metric, held: Mapping[str, Any]) -> bool:
 def _put(metric: Metric, held: Mapping[str, Any]) -> None:
     device = torch.device("cpu") if metric.compute_on_cpu else metric.device
     states = {
-        key: _at(value, device if isinstance(value, list) else metric.device)
+        key: move_data_to_device(value, device if isinstance(value, list) else metric.device)
         for key, value in held["states"].items()
     }
-    others = {key: _at(value, metric.device) for key, value in held["others"].items()}
-    restore_metric(metric, {**states, **others}, held["updates"])
+    others = move_data_to_device(held["others"], metric.device)
+    _restore(metric, {**states, **others}, held["updates"])
 
 
-def _at(value: Any, device: torch.device) -> Any:
-    if isinstance(value, list):
-        return [each.to(device) for each in value]
-    return value.to(device) if isinstance(value, torch.Tensor) else value
+def _restore(metric: Metric, attributes: Mapping[str, Any], updates: int) -> None:
+    for name, value in attributes.items():
+        setattr(metric, name, value)
+    metric._update_count, metric._computed = updates, None
 
 
 def _logged_metrics(logged: Mapping[str, SavedResult]) -> set[str]:
-    """Return the names of the module's metrics that were logged as objects."""
     return {s["metadata"]["metric_attribute"] for s in logged.values() if s["is_metric"]}
 
 
@@ -407,7 +381,6 @@ class EpochMetrics:
     """Lightning's running results and the module's metrics, now and at the last optimizer step."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
-        """Begin a fit."""
         self._module = trainer.lightning_module
         self._metrics: dict[str, Metric] = {}
         self._first: dict[str, dict[str, Any]] = {}
@@ -472,7 +445,7 @@ class EpochMetrics:
 
     def _reset_after_validation(self, trainer: pl.Trainer) -> set[str]:
         """Return the metrics that Lightning will reset right after the hooks that save."""
-        results = results_of(trainer.fit_loop.epoch_loop.val_loop).values()
+        results: Any = trainer.fit_loop.epoch_loop.val_loop._results.values()
         logged = {id(result.value) for result in results if not result.is_tensor}
         return {name for name, metric in self._metrics.items() if id(metric) in logged}
 
@@ -481,11 +454,9 @@ class EpochMetrics:
     ) -> dict[str, Any]:
         """Return this rank's metrics for a checkpoint, as plain data.
 
-        Args:
-            trainer: The trainer.
-            inside: The run is inside a window, and the checkpoint is of the step before it.
-            validated: All batches of the running validation are done.
-            ending: The epoch has ended, and the hooks at its end run.
+        ``inside``: the run is inside a window, and the checkpoint is of the step before it.
+        ``validated``: all batches of the running validation are done. ``ending``: the epoch has
+        ended, and the hooks at its end run.
         """
         if inside and self._noted is not None:
             logged, metrics = self._noted["logged"], self._noted["metrics"]
@@ -552,7 +523,6 @@ class EpochMetrics:
             ended.reset()
 
     def _warn_metrics_reset(self, source: SavedMetrics, lost: list[str]) -> None:
-        """Warn of metrics that could not be saved or restored."""
         lacking = {name for of in source.of_ranks.values() for name in of.get("lacking", ())}
         for names, why in (
             (sorted(lacking), "their states are not tensors and were not saved"),
@@ -563,18 +533,16 @@ class EpochMetrics:
                 rank_zero_warn(f"{text}: {why}.")
 
     def _find_new_metrics(self) -> None:
-        """Find metrics that were added to the module."""
         for name, metric in self._module.named_modules():
             if isinstance(metric, Metric) and name not in self._metrics:
                 self._metrics[name] = metric
                 self._first[name] = _others(metric)
 
     def _now(self) -> dict[str, dict[str, Any]]:
-        """Return copies of the metrics' states and attributes."""
         return {
             name: {
-                "updates": update_count(metric),
-                "states": {key: _copy(getattr(metric, key)) for key in default_states(metric)},
+                "updates": metric._update_count,
+                "states": {key: _copy(getattr(metric, key)) for key in metric._defaults},
                 "others": _others(metric),
             }
             for name, metric in self._metrics.items()
@@ -600,10 +568,7 @@ class EpochMetrics:
         return plain, lacking
 
     def _load_saved(self, sources: Sequence[States], saved: SavedMetrics) -> list[str]:
-        """Restore metrics from the saving ranks' states; return the names of those that do not fit.
-
-        ``saved`` determines this rank's part of them.
-        """
+        """Restore metrics from the saving ranks' states; return the names of misfits."""
         self._find_new_metrics()
         lost = []
         for name in dict.fromkeys(name for source in sources for name in source):

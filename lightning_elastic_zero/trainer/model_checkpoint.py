@@ -18,7 +18,7 @@ from __future__ import annotations
 import fnmatch
 import glob
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -33,16 +33,7 @@ from lightning_elastic_zero.storage.checkpoints import exists, siblings
 from lightning_elastic_zero.storage.paths import parse_path
 from lightning_elastic_zero.storage.stores import AnyPath, StorePath
 from lightning_elastic_zero.trainer.lightning import (
-    EXISTS_HOOK,
-    LAST_HOOK,
-    LINK_HOOK,
-    NAME_HOOK,
     is_fitting,
-    last_saved_step,
-    name_checkpoint,
-    numbers_names,
-    save_intervals,
-    save_now,
 )
 
 
@@ -68,14 +59,6 @@ class ModelCheckpointHooks:
         is_being_written: Callable[[str], bool],
         refusal_reason: Callable[[str], str],
     ) -> None:
-        """Prepare for runs.
-
-        Args:
-            link: Creates a link; called on all ranks with the trainer, the checkpoint's path and
-                the link's path.
-            is_being_written: On rank 0: whether a checkpoint with this path is being written.
-            refusal_reason: On rank 0: why a path must not be replaced; empty if it may.
-        """
         self._link = link
         self._is_written = is_being_written
         self._keeps = refusal_reason
@@ -92,27 +75,23 @@ class ModelCheckpointHooks:
                 isinstance(callback, ModelCheckpoint) and isinstance(_folder(callback), StorePath)
             ):
                 continue
-            if _is_lightnings_own(callback, LAST_HOOK):
-                vars(callback)[LAST_HOOK] = partial(_last_checkpoints, callback)
+            if _is_lightnings_own(callback, "_find_last_checkpoints"):
+                vars(callback)["_find_last_checkpoints"] = partial(_last_checkpoints, callback)
             if callback.save_last == "link":
                 callback.save_last = True
                 self._linking.append(callback)
 
     def begin(self, trainer: pl.Trainer) -> None:
-        """Replace the methods that the user has not overridden; collective.
-
-        Raises:
-            SaveError: A callback would replace files that this library did not write.
-        """
+        """Replace the methods that the user has not overridden; collective."""
         self.end()
         for callback in trainer.checkpoint_callbacks:
             if not isinstance(callback, ModelCheckpoint):
                 continue
             self._refuse_overwriting(trainer, callback)
             for name, answer in {
-                LINK_HOOK: partial(self._link_checkpoint, callback),
-                EXISTS_HOOK: partial(self._file_exists, callback),
-                NAME_HOOK: partial(self._free_name, callback),
+                "_link_checkpoint": partial(self._link_checkpoint, callback),
+                "file_exists": partial(self._file_exists, callback),
+                "_get_metric_interpolated_filepath_name": partial(self._free_name, callback),
             }.items():
                 if _is_lightnings_own(callback, name):
                     vars(callback)[name] = answer
@@ -123,7 +102,7 @@ class ModelCheckpointHooks:
     ) -> None:
         """Link the last checkpoint, or save it if the best k did not keep it."""
         if _is_missing(callback, trainer):
-            save_now(callback, trainer, linkpath)
+            callback._save_checkpoint(trainer, linkpath)
             return
         self._link(trainer, filepath, linkpath)
         trainer.strategy.barrier()
@@ -149,11 +128,17 @@ class ModelCheckpointHooks:
         """Name a checkpoint, but not like the one to be replaced if that must be kept."""
         why = self._keeps(del_filepath) if trainer.is_global_zero and del_filepath else ""
         replaced = None if trainer.strategy.broadcast(why) else del_filepath
-        return name_checkpoint(callback, monitor_candidates, trainer, replaced)
+        return ModelCheckpoint._get_metric_interpolated_filepath_name(
+            callback, monitor_candidates, trainer, replaced
+        )
 
     def _refuse_overwriting(self, trainer: pl.Trainer, callback: ModelCheckpoint) -> None:
         """Refuse names in use at the start if ``enable_version_counter=False`` would overwrite."""
-        if numbers_names(callback) or not callback.dirpath or not is_fitting(trainer):
+        if (
+            getattr(callback, "_enable_version_counter", True)
+            or not callback.dirpath
+            or not is_fitting(trainer)
+        ):
             return
         wrong: dict[str, str] = {}
         if trainer.is_global_zero:
@@ -211,9 +196,9 @@ def _is_missing(callback: ModelCheckpoint, trainer: pl.Trainer) -> bool:
 
     Lightning creates a link at the end of each epoch or validation, even if no save was due.
     """
-    if last_saved_step(callback) == trainer.global_step:
+    if callback._last_global_step_saved == trainer.global_step:
         return False
-    steps, epochs = save_intervals(callback)
+    steps, epochs = callback._every_n_train_steps, callback._every_n_epochs
     by_steps = steps >= 1 and trainer.global_step % steps == 0
     return by_steps or (epochs >= 1 and (trainer.current_epoch + 1) % epochs == 0)
 
@@ -223,7 +208,6 @@ def _is_there(path: str) -> bool:
 
 
 def _is_lightnings_own(callback: ModelCheckpoint, name: str) -> bool:
-    """Whether a callback's method is Lightning's own."""
     lightnings = getattr(ModelCheckpoint, name, None)
     of_its_class = getattr(type(callback), name, None)
     return lightnings is not None and of_its_class is lightnings and name not in vars(callback)
@@ -247,3 +231,37 @@ def _pattern(part: str, callback: ModelCheckpoint) -> str:
         return glob.escape(part)
     named = f"{part[1:-1].split(':', maxsplit=1)[0]}{callback.CHECKPOINT_EQUALS_CHAR}"
     return glob.escape(named if callback.auto_insert_metric_name else "") + "*"
+
+
+def saves_of(trainer: pl.Trainer, path: str) -> dict[str, dict[str, Any]]:
+    """Return each ``ModelCheckpoint``'s last saved step, and whether a save is deferred.
+
+    Its own state contains neither. The callback that saves to ``path`` now updates its step
+    afterwards.
+    """
+    saves = {}
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            own = {*callback.best_k_models, callback.best_model_path, callback.last_model_path}
+            step = trainer.global_step if path in own else callback._last_global_step_saved
+            deferred = bool(getattr(callback, "_defer_save_until_validation", False))
+            saves[callback.state_key] = {"step": step, "deferred": path not in own and deferred}
+    return saves
+
+
+def skip_repeated_saves(trainer: pl.Trainer, saves: Mapping[str, Any]) -> None:
+    """Keep each ``ModelCheckpoint`` from saving the same step again after a resume.
+
+    Inside the next accumulation window it would write the same state over the checkpoint from which
+    the run was resumed. A save that was deferred to a validation is made after that validation.
+    """
+    step = trainer.global_step
+    for callback in trainer.checkpoint_callbacks:
+        if not isinstance(callback, ModelCheckpoint):
+            continue
+        saved = saves.get(callback.state_key, {"step": -1, "deferred": False})
+        every = callback._every_n_train_steps
+        if saved["deferred"]:
+            callback._defer_save_until_validation = True
+        elif saved["step"] == step or (every >= 1 and step % every == 0):
+            callback._last_global_step_saved = step

@@ -1,21 +1,66 @@
-"""A callback that logs what each save and load has cost."""
+"""Shows saves and loads: by a progress bar while they run, and by logged metrics of their cost.
+
+The bar is of the same kind as the Trainer's own. It is shown on rank 0 if the Trainer shows a tqdm
+or rich bar, standard error is a terminal, and the work takes longer than two seconds.
+"""
 
 from __future__ import annotations
 
 import resource
-from contextlib import suppress
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_elastic_zero.checkpoint.types import CheckpointStats
+from lightning_elastic_zero.checkpoint.bar import Bar, ShowDone, is_terminal, showing, tqdm_bar
+from lightning_elastic_zero.checkpoint.types import CheckpointStats, ShowBytes
 from lightning_elastic_zero.trainer.lightning import is_fitting
-from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
+
+CheckpointEvent: TypeAlias = tuple[Literal["save", "load"], CheckpointStats]
+"""A save that was published, or a load."""
+
+
+class CheckpointEvents:
+    """Saves and loads of a trainer since the last ``take``. Saves may end in any thread."""
+
+    def __init__(self) -> None:
+        # Bounded for runs in which nobody calls take(); far more than occur between two batches.
+        self._events: deque[CheckpointEvent] = deque(maxlen=1000)
+        self._listeners: list[Callable[[CheckpointStats], None]] = []
+
+    def subscribe(self, listener: Callable[[CheckpointStats], None]) -> Callable[[], None]:
+        """Call a function with each save published from now on; on rank 0, in any thread.
+
+        Returns:
+            A function that ends the subscription.
+        """
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
+    def on_published(self, stats: CheckpointStats) -> None:
+        """Record a published save; on rank 0."""
+        self._events.append(("save", stats))
+        for listener in list(self._listeners):
+            listener(stats)
+        if stats.fingerprint:
+            rank_zero_info(f"Saved {stats.path}: fingerprint {stats.fingerprint}")
+
+    def on_loaded(self, stats: CheckpointStats) -> None:
+        """Record a load."""
+        self._events.append(("load", stats))
+
+    def take(self) -> list[CheckpointEvent]:
+        """Return and forget the events since the last call, in order."""
+        return [self._events.popleft() for _ in range(len(self._events))]
+
 
 FINGERPRINT = "checkpoint/fingerprint"
 
@@ -44,8 +89,7 @@ class CheckpointMonitor(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Warn if there is nothing to log."""
-        if not isinstance(trainer.strategy, ElasticDeepSpeedStrategy):
+        if _events_of(trainer) is None:
             found = type(trainer.strategy).__name__
             rank_zero_warn(
                 f"CheckpointMonitor logs nothing: the strategy is {found}, expected "
@@ -54,41 +98,52 @@ class CheckpointMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log the load from which the run was resumed."""
         _log_events(trainer)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        """Log the saves that were published since the last batch."""
         _log_events(trainer)
 
     @override
     def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Log the saves that were published before a failure."""
         _log_events(trainer)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Log the last save, or the load of an evaluation."""
         _log_events(trainer)
 
 
+def _events_of(trainer: pl.Trainer) -> CheckpointEvents | None:
+    events = getattr(trainer.strategy, "checkpoint_events", None)
+    return events if isinstance(events, CheckpointEvents) else None
+
+
 def _log_events(trainer: pl.Trainer) -> None:
-    if not isinstance(trainer.strategy, ElasticDeepSpeedStrategy):
-        return
-    for event in trainer.strategy.checkpoint_events.take():
-        of_fit = event.kind == "load" and is_fitting(trainer)
+    events = _events_of(trainer)
+    for kind, stats in events.take() if events is not None else ():
+        of_fit = kind == "load" and is_fitting(trainer)
         # A new run on saved weights starts at step 0.
-        step = trainer.global_step if of_fit else event.stats.step
+        step = trainer.global_step if of_fit else stats.step
         if trainer.is_global_zero:
             for logger in trainer.loggers:
-                _log(logger, event.kind, event.stats, step)
+                _log(logger, kind, stats, step)
 
 
 def _log(logger: Logger, kind: Literal["save", "load"], stats: CheckpointStats, step: int) -> None:
-    metrics: dict[str, Any] = {
-        f"checkpoint/{name}": value for name, value in figures(kind, stats).items()
-    }
+    if kind == "load":
+        rate = stats.bytes / 1e9 / max(stats.seconds, 1e-9)
+        figures = {"load_s": stats.seconds, "load_bytes": stats.bytes, "load_gb_per_s": rate}
+    else:
+        figures = {
+            "save_stall_s": stats.waited_s,
+            "save_s": stats.seconds,
+            "save_write_s": stats.write_s,
+            "save_publish_s": stats.publish_s,
+            "save_bytes": stats.bytes,
+            "save_gb_per_s": stats.bytes / 1e9 / max(stats.write_s + stats.publish_s, 1e-9),
+        }
+    figures["host_memory_peak_bytes"] = _peak_bytes()
+    metrics: dict[str, Any] = {f"checkpoint/{name}": float(v) for name, v in figures.items()}
     if stats.fingerprint and isinstance(logger, CSVLogger):
         metrics[FINGERPRINT] = stats.fingerprint
     logger.log_metrics(metrics, step)
@@ -96,7 +151,7 @@ def _log(logger: Logger, kind: Literal["save", "load"], stats: CheckpointStats, 
         logger.experiment.add_text(FINGERPRINT, stats.fingerprint, step)
 
 
-def _peak_bytes() -> float:
+def _peak_bytes() -> int:
     """Return the peak resident memory of this process.
 
     ``VmHWM`` is preferred, because ``ru_maxrss`` includes the peak of the parent before a fork.
@@ -105,23 +160,59 @@ def _peak_bytes() -> float:
     with suppress(OSError), Path("/proc/self/status").open(encoding="utf-8") as status:
         for line in status:
             if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024.0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def figures(kind: Literal["save", "load"], stats: CheckpointStats) -> dict[str, float]:
-    """Return the metrics of a save or load, by name without the prefix ``checkpoint/``."""
-    memory = {"host_memory_peak_bytes": _peak_bytes()}
-    size = float(stats.bytes)
-    if kind == "load":
-        rate = size / 1e9 / max(stats.seconds, 1e-9)
-        return {"load_s": stats.seconds, "load_bytes": size, "load_gb_per_s": rate, **memory}
-    return {
-        "save_stall_s": stats.waited_s,
-        "save_s": stats.seconds,
-        "save_write_s": stats.write_s,
-        "save_publish_s": stats.publish_s,
-        "save_bytes": size,
-        "save_gb_per_s": size / 1e9 / max(stats.write_s + stats.publish_s, 1e-9),
-        **memory,
-    }
+@contextmanager
+def _rich_bar(doing: str, total_bytes: int) -> Iterator[ShowDone]:
+    """Open a line below those of ``RichProgressBar``.
+
+    It is not a task of that bar's display, which addresses its own tasks by their index. Before
+    rich 14.1, a console has one display only: nothing is shown while Lightning's is live.
+    """
+    from rich import get_console, progress  # noqa: PLC0415 (RichProgressBar's users have it)
+    from rich.errors import LiveError  # noqa: PLC0415 (likewise)
+
+    display = progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        console=get_console(),
+        auto_refresh=False,
+        transient=True,
+    )
+    task = display.add_task(doing, total=total_bytes or None)
+    try:
+        display.start()
+    except LiveError:
+        yield lambda _: None
+        return
+    try:
+        yield lambda done_bytes: display.update(task, completed=done_bytes, refresh=True)
+    finally:
+        display.stop()
+
+
+@contextmanager
+def checkpoint_bar(
+    trainer: pl.Trainer | None, clock: Callable[[], float] = time.monotonic
+) -> Iterator[ShowBytes]:
+    """Yield a function that shows the bytes of a save or load, in the style of a trainer's bar."""
+    kind = _kind_of_bar(trainer)
+    try:
+        with showing(kind, clock) as show:
+            yield show
+    finally:
+        if trainer is not None and kind is _rich_bar:
+            trainer.progress_bar_callback.refresh(hard=True)  # type: ignore[union-attr]
+
+
+def _kind_of_bar(trainer: pl.Trainer | None) -> Bar | None:
+    if trainer is None or not trainer.is_global_zero or not is_terminal():
+        return None
+    shown = trainer.progress_bar_callback
+    if isinstance(shown, TQDMProgressBar) and shown.is_enabled:
+        return tqdm_bar
+    return _rich_bar if isinstance(shown, RichProgressBar) and shown.is_enabled else None

@@ -84,7 +84,6 @@ def notice_of(source: str) -> Notice:
 
 
 def _answer(url: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
-    """Return the body of a successful response; None without one."""
     request = urllib.request.Request(url, headers=dict(headers), method=method)  # noqa: S310 - the user's
     # No proxy: a link-local address is this machine's own.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -163,17 +162,11 @@ class PreemptionCheckpoint(Callback):
         self._fits, self._ending = 0, False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state between two fits, to be copied or sent to another process."""
         return {**vars(self), "_agreement": None, "_handlers": {}}
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check the Trainer, and move behind the callbacks whose work belongs to a batch.
-
-        Raises:
-            UnsupportedError: The strategy is not ``ElasticDeepSpeedStrategy``.
-            ValueError: The callback was passed twice.
-        """
+        """Check the Trainer, and move behind the callbacks whose work belongs to a batch."""
         if stage != "fit":
             return
         if not isinstance(trainer.strategy, ElasticDeepSpeedStrategy):
@@ -199,7 +192,6 @@ class PreemptionCheckpoint(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Install the signal handlers and start to poll, on all ranks."""
         self._close()
         self._heard, self._ending = "", False
         self._fits += 1
@@ -217,54 +209,41 @@ class PreemptionCheckpoint(Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        """Save and end the run if all ranks have agreed on this batch.
-
-        Raises:
-            SIGTERMException: A ``SystemExit`` with the exit code, after the state was saved.
-        """
         if self._agreement is not None and self._agreement.pass_batch():
             self._save_and_end(trainer, self._agreement.reason)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Report the number of validation batches to the other ranks."""
         if self._agreement is not None and self._in_validation:
             self._agreement.begin_validation(_validation_batches(trainer))
 
     @override
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        """Save and end the run inside a validation if all ranks have agreed on this batch.
-
-        Raises:
-            SIGTERMException: A ``SystemExit`` with the exit code, after the state was saved.
-        """
         if self._agreement is not None and self._agreement.pass_validation_batch():
             self._save_and_end(trainer, self._agreement.reason)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Restore the signal handlers."""
         self._close()
 
     @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Restore the signal handlers. SIGTERM before training also gets the exit code."""
+        """Also give SIGTERM before training the exit code."""
         if isinstance(exception, SIGTERMException) and exception.code is None:
             exception.code = self._code_of(trainer)
         self._close()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Restore the signal handlers."""
         self._close()
 
     def _on_signal(self, number: int, _: object) -> None:
         self._note(signal.Signals(number).name)
 
     def _listen(self) -> str:
-        """Return which notice this rank has received; empty: none."""
+        """Return the notice that this rank has received; empty: none."""
         if not self._heard and self._notice is not None and self._notice():
             self._note("the notice of its machine")
         return self._heard
@@ -295,17 +274,12 @@ class PreemptionCheckpoint(Callback):
         raise SIGTERMException(self._code_of(trainer))
 
     def _code_of(self, trainer: pl.Trainer) -> int:
-        """Return the exit code of this rank's process.
-
-        Lightning kills all ranks of a node as soon as one that it has started exits with another
-        code than 0 (``_ChildProcessObserver``).
-        """
+        """Return this rank's exit code. Lightning kills the others of a node for any code but 0."""
         environment = getattr(trainer.strategy, "cluster_environment", None)
         by_lightning = isinstance(environment, LightningEnvironment)
         return 0 if by_lightning and trainer.local_rank else self._exit_code
 
     def _path(self, trainer: pl.Trainer) -> str:
-        """Return the path of the checkpoint, where ``ckpt_path="last"`` finds it."""
         saving = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
         folders = [str(c.dirpath) for c in saving if c.dirpath]
         folder = self._dirpath or (folders or [trainer.default_root_dir])[0]
@@ -340,7 +314,6 @@ def _validation_batches(trainer: pl.Trainer) -> list[int]:
 
 
 def _has_exact_length(loader: object) -> bool:
-    """Whether a loader is certain to yield as many batches as its length."""
     return (
         isinstance(loader, DataLoader)
         and not isinstance(loader.dataset, IterableDataset)

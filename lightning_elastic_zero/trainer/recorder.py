@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_elastic_zero.data_progress.batches import (
     Consumed,
@@ -19,6 +18,7 @@ from lightning_elastic_zero.data_progress.batches import (
     read_position,
 )
 from lightning_elastic_zero.data_progress.sampler import collect_rng_states, set_rng_states
+from lightning_elastic_zero.trainer.accumulation import pending_micro_batches, prefetch_next_batch
 from lightning_elastic_zero.trainer.batches import BatchSettings, batch_size_of
 from lightning_elastic_zero.trainer.checks import BATCH_COUNT_SETTINGS
 from lightning_elastic_zero.trainer.lightning import (
@@ -26,15 +26,11 @@ from lightning_elastic_zero.trainer.lightning import (
     data_fetcher,
     exhausted_loaders,
     is_fitting,
-    is_save_deferred,
     known_callback_metrics,
-    last_saved_step,
-    loader_state_dicts,
     logged_steps,
     repeats_shorter_loaders,
     run_seed,
     training_loaders,
-    waits_to_stop,
 )
 from lightning_elastic_zero.trainer.loaders import (
     elastic_sampler_of,
@@ -44,7 +40,7 @@ from lightning_elastic_zero.trainer.loaders import (
     samples_per_step,
 )
 from lightning_elastic_zero.trainer.metrics import EpochMetrics
-from lightning_elastic_zero.trainer.windows import pending_micro_batches, prefetch_next_batch
+from lightning_elastic_zero.trainer.model_checkpoint import saves_of
 
 VALIDATED_IN_WINDOW = "validated_in_window"
 """Entry of a rank's state: micro-batches since the last step up to the last completed validation"""
@@ -91,9 +87,7 @@ class RunRecorder:
         ``given``: states loaded into stateful loaders, which may be a batch ahead by now.
         """
         self._loaders_before = copy.deepcopy(given)
-        self._latest_loaders = (
-            copy.deepcopy(loader_state_dicts(trainer)) if has_stateful_loader(trainer) else None
-        )
+        self._latest_loaders = _loader_states(trainer) if has_stateful_loader(trainer) else None
         self._is_new_fit = True
         self.after_optimizer_step(trainer, device)
 
@@ -216,8 +210,10 @@ class RunRecorder:
             "plateau_epoch_pending": ending,
             # Lightning counts a batch for the loggers when it has ended.
             "axis": logged_steps(trainer) + batch_ending,
-            "waits_to_stop": is_fitting(trainer) and waits_to_stop(trainer),
-            SAVES: dict(_saves(trainer, path)),
+            "waits_to_stop": is_fitting(trainer)
+            and trainer.should_stop
+            and not loop._can_stop_early,
+            SAVES: saves_of(trainer, path),
             "plateau_step_pending": not copies and batch_ending,
         }
 
@@ -231,7 +227,6 @@ class RunRecorder:
         return copies["loaders"] if copies else self._loaders_now(trainer)
 
     def _copies(self, trainer: pl.Trainer) -> dict[str, Any]:
-        """Return the copies of the last step if the run is inside an accumulation window."""
         return self._at_step if _is_inside_window(trainer) else {}
 
     def _generators(self, trainer: pl.Trainer) -> list[Any]:
@@ -246,7 +241,7 @@ class RunRecorder:
             is_known = self._is_new_fit or not is_first
             self._loaders_before = self._latest_loaders if is_known else None
             self._is_new_fit = False
-            self._latest_loaders = copy.deepcopy(loader_state_dicts(trainer))
+            self._latest_loaders = _loader_states(trainer)
 
     def _loaders_now(self, trainer: pl.Trainer) -> list[Any]:
         """Return the loaders' states after the batches trained on so far; empty if unknown."""
@@ -254,7 +249,7 @@ class RunRecorder:
             return []
         if getattr(data_fetcher(trainer), "batches", []):
             return self._loaders_before or []
-        return copy.deepcopy(loader_state_dicts(trainer))
+        return _loader_states(trainer)
 
     def _validated_in_window(self, trainer: pl.Trainer) -> int:
         """Return the micro-batches since the last step up to the last completed validation.
@@ -294,6 +289,12 @@ class RunRecorder:
         return tuple(parts)
 
 
+def _loader_states(trainer: pl.Trainer) -> list[Any]:
+    """Copy the states of the training loaders that have their own."""
+    combined = combined_loader(trainer)
+    return [] if combined is None else copy.deepcopy(combined._state_dicts())
+
+
 def validation_batches(trainer: pl.Trainer) -> int:
     """Return the batches of a validation on this rank; 0 if unknown."""
     batches = trainer.fit_loop.epoch_loop.val_loop.max_batches
@@ -301,7 +302,6 @@ def validation_batches(trainer: pl.Trainer) -> int:
 
 
 def _samples_of_pass(loader: object, size: int | None, accumulate: int) -> int | None:
-    """Return the samples of a complete pass through a loader; None if unknown."""
     if (elastic := elastic_sampler_of(loader)) is not None:
         return elastic.total_size
     length = length_of(loader)
@@ -329,19 +329,6 @@ def _is_ending(progress: Any) -> bool:
     return bool(progress.current.completed < progress.current.processed)
 
 
-def _saves(trainer: pl.Trainer, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the key of each ``ModelCheckpoint``, its last saved step, and if a save is deferred.
-
-    Its own state contains neither. The callback that saves now updates its step afterwards.
-    """
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint):
-            own = {*callback.best_k_models, callback.best_model_path, callback.last_model_path}
-            step = trainer.global_step if path in own else last_saved_step(callback)
-            deferred = path not in own and is_save_deferred(callback)
-            yield callback.state_key, {"step": step, "deferred": deferred}
-
-
 def _batch_counts(trainer: pl.Trainer, batches: BatchSettings | None) -> dict[str, Any]:
     """Return the settings that count batches, with integers in micro-batches of one rank."""
     found = {name: getattr(trainer, name, None) for name in BATCH_COUNT_SETTINGS}
@@ -353,7 +340,6 @@ def _batch_counts(trainer: pl.Trainer, batches: BatchSettings | None) -> dict[st
 
 
 def _planned_steps(trainer: pl.Trainer, steps_per_epoch: int | None) -> int | None:
-    """Return the planned optimizer steps of the whole run; None: unknown."""
     epochs, most = trainer.max_epochs, trainer.max_steps
     limits = [most] if most >= 0 else []
     if steps_per_epoch is not None and epochs is not None and epochs >= 0:

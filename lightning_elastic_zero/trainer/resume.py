@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
@@ -37,6 +37,7 @@ from lightning_elastic_zero.data_progress.sampler import (
     set_rng_states,
 )
 from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
+from lightning_elastic_zero.trainer.accumulation import StepIntervals, prefetch_next_batch
 from lightning_elastic_zero.trainer.batches import BatchSettings, UserSettings, batch_size_of
 from lightning_elastic_zero.trainer.checks import (
     change_warnings,
@@ -48,20 +49,12 @@ from lightning_elastic_zero.trainer.checks import (
 from lightning_elastic_zero.trainer.lightning import (
     combined_loader,
     data_fetcher,
-    defer_save,
     drop_iterator,
-    end_restart,
-    forget_loader_states,
-    is_validation_due,
     mark_exhausted,
     reload_interval,
     repeats_shorter_loaders,
     run_seed,
-    save_intervals,
-    set_last_reload,
-    set_last_saved_step,
     set_logged_steps,
-    step_scheduler,
     training_loaders,
 )
 from lightning_elastic_zero.trainer.loaders import (
@@ -83,13 +76,13 @@ from lightning_elastic_zero.trainer.loaders import (
     with_own_generator,
 )
 from lightning_elastic_zero.trainer.metrics import EpochMetrics, SavedMetrics
+from lightning_elastic_zero.trainer.model_checkpoint import skip_repeated_saves
 from lightning_elastic_zero.trainer.recorder import (
     SAVES,
     VALIDATED_IN_WINDOW,
     RunRecorder,
     validation_batches,
 )
-from lightning_elastic_zero.trainer.windows import StepIntervals, prefetch_next_batch
 
 STATE_KEY = "lightning_elastic_zero"
 """Entry of the checkpoint dictionary for this library's state."""
@@ -145,11 +138,6 @@ class RunResumer:
     """Makes a resumed run take the same steps as an uninterrupted one."""
 
     def __init__(self, on_unresumable_data: UnresumableDataPolicy) -> None:
-        """Prepare for fits.
-
-        Raises:
-            ValueError: ``on_unresumable_data`` is not a known policy.
-        """
         self._on_unresumable_data: UnresumableDataPolicy = check_choice(
             "on_unresumable_data", on_unresumable_data, get_args(UnresumableDataPolicy)
         )
@@ -178,11 +166,7 @@ class RunResumer:
         return self.batches is not None and self.batches.plan is not None
 
     def process_loader(self, loader: object, trainer: pl.Trainer, rank: int) -> object:
-        """Return a resumable version of a loader that Lightning has prepared.
-
-        Raises:
-            UnsupportedError: Its batches do not add up to ``global_batch_size``.
-        """
+        """Return a resumable version of a loader that Lightning has prepared."""
         if self.batches is None:
             return loader
         if not trainer.training:
@@ -222,11 +206,7 @@ class RunResumer:
         self.recorder.note_metrics(trainer)
 
     def before_batch(self, trainer: pl.Trainer, batch_idx: int) -> None:
-        """Determine what is due after a batch that is about to be trained on.
-
-        Raises:
-            UnsupportedError: The accumulation has changed since the fit began.
-        """
+        """Determine what is due after a batch that is about to be trained on."""
         if self.batches is not None:
             self.batches.check_accumulation(trainer)
         self.recorder.before_batch(trainer, batch_idx)
@@ -269,12 +249,7 @@ class RunResumer:
         state["epoch"] = position.epoch
 
     def on_train_start(self, trainer: pl.Trainer, device: torch.device) -> None:
-        """Restore everything before the first batch.
-
-        Raises:
-            CheckpointMismatchError: The data cannot resume at the saved position, and the policy
-                is ``"refuse"``.
-        """
+        """Restore everything before the first batch."""
         self._step_intervals.begin_fit(trainer, is_planned=self._is_planned)
         self.recorder.epoch_metrics = EpochMetrics(trainer)
         pending, self._pending = self._pending, None
@@ -320,7 +295,9 @@ class RunResumer:
             _count_batches(trainer, int(length) - done)
         self._step_intervals.resume_at(trainer, is_last=position.is_over)
         _restart_loops(trainer, position, state.get("axis"))
-        set_last_reload(trainer, position.epoch)
+        if every := reload_interval(trainer):
+            created = position.epoch - position.epoch % every
+            trainer.fit_loop._last_train_dl_reload_epoch = created
         for text in late_loader_warnings(position, reload_interval(trainer)):
             rank_zero_warn(text)
         ahead = _validated_ahead(pending, position, now)
@@ -344,7 +321,7 @@ class RunResumer:
         if bar is not None and (position.steps or position.is_over):
             # Lightning does not call this for an epoch that was entered before.
             bar.on_train_epoch_start(trainer, trainer.lightning_module)
-        _skip_repeated_saves(trainer, state.get(SAVES, {}))
+        skip_repeated_saves(trainer, state.get(SAVES, {}))
         if state.get("waits_to_stop"):
             trainer.should_stop = True
             rank_zero_info(
@@ -375,7 +352,6 @@ class RunResumer:
         )
 
     def _warn_about_data(self, trainer: pl.Trainer) -> None:
-        """Warn of reordered and unresumable training data."""
         loaders = training_loaders(trainer)
         texts = [*shuffle_warnings(self.overruled_orders or (), loaders)]
         self.overruled_orders = None
@@ -395,11 +371,6 @@ def counted_loops(state: Mapping[str, Any]) -> dict[str, Any] | None:
 def _resumable_position(
     pending: PendingResume, loaders: Sequence[Any], policy: UnresumableDataPolicy
 ) -> Position:
-    """Return the saved position, or the epoch's start if the data cannot resume there.
-
-    Raises:
-        CheckpointMismatchError: The data cannot resume there, and the policy is ``"refuse"``.
-    """
     position = pending.position
     if not loaders:
         return position
@@ -464,7 +435,6 @@ def _loader_unresumable_reason(loader: object, pending: PendingResume, *, is_kno
 
 
 def _changed_data(pending: PendingResume, loaders: Sequence[Any]) -> str:
-    """Return known differences between the data and that of the saved run."""
     was, now = pending.record.loaders, [*map(elastic_sampler_of, loaders)]
     if was and len(was) != len(now):
         return f"{len(was)} training loaders then, {len(now)} now"
@@ -556,10 +526,9 @@ def _position_loaders(
 
 
 def _rounded_down(was: Consumed, size: int, trainer: pl.Trainer, length: int | None) -> Consumed:
-    """Round down to the beginning of a step, or of a micro-batch in a loader that restarted.
+    """Round down to a step, or to a micro-batch in a loader that restarted or ended within a step.
 
-    A shorter loader can restart or end within a step. ``size``: samples per step; ``length``: of
-    the loader, in batches.
+    ``size``: samples per step; ``length``: of the loader, in batches.
     """
     unit = size // trainer.accumulate_grad_batches
     has_ended = length is not None and was.samples >= length * unit
@@ -661,8 +630,13 @@ def _restart_loops(trainer: pl.Trainer, position: Position, axis: int | None) ->
     count the loggers' steps as if a batch had been interrupted, and omit the next update of
     ``ReduceLROnPlateau``.
     """
+    fit: Any = trainer.fit_loop
     # Also if the counters are inside an epoch that starts over.
-    end_restart(trainer, begins_epoch=position.steps == 0 and not position.is_over)
+    if position.steps == 0 and not position.is_over:
+        # Lightning creates the iterator, as in a run that is not resumed, after the random states
+        # were restored, so what the iterator draws on creation is the same.
+        fit.epoch_loop.restarting = fit._resuming_from_checkpoint = False
+    fit._restarting = False
     if trainer.lightning_module.automatic_optimization:
         axis = trainer.global_step  # the loggers count optimizer steps then
     if axis is not None:
@@ -671,7 +645,8 @@ def _restart_loops(trainer: pl.Trainer, position: Position, axis: int | None) ->
 
 def _will_end_batch(trainer: pl.Trainer) -> bool:
     """Whether the restarted loop first ends the last batch, and counts it for the loggers."""
-    return bool(trainer.fit_loop.epoch_loop.restarting and is_validation_due(trainer))
+    loop, fetcher = trainer.fit_loop.epoch_loop, data_fetcher(trainer)
+    return bool(loop.restarting and fetcher is not None and loop._should_check_val_fx(fetcher))
 
 
 def _validated_ahead(pending: PendingResume, position: Position, now: DataProgress) -> int:
@@ -729,13 +704,14 @@ def _step_plateaus(trainer: pl.Trainer, interval: str, done: int) -> None:
         metric = trainer.callback_metrics.get(config.monitor or "")
         if done % config.frequency == 0 and metric is not None:
             progress.increment_ready()
-            step_scheduler(trainer, config.scheduler, metric)
+            # As Lightning updates it.
+            call._call_lightning_module_hook(trainer, "lr_scheduler_step", config.scheduler, metric)
             progress.increment_completed()
 
 
 def _restart_data(trainer: pl.Trainer, position: Position) -> None:
     """Recreate the iterator, because samplers have another start and epoch now."""
-    forget_loader_states(trainer)
+    trainer.fit_loop._combined_loader_states_to_load = []  # loaded once already
     for loader in training_loaders(trainer):
         for sampler in (
             getattr(loader, "sampler", None),
@@ -756,22 +732,3 @@ def _restart_data(trainer: pl.Trainer, position: Position) -> None:
         iter(fetcher)
         if position.steps:
             prefetch_next_batch(trainer)  # as the uninterrupted run did one batch earlier
-
-
-def _skip_repeated_saves(trainer: pl.Trainer, saves: Mapping[str, Any]) -> None:
-    """Keep each ``ModelCheckpoint`` from saving the same step again.
-
-    Its own state does not contain the step. Inside the next accumulation window it would write the
-    same state over the checkpoint from which the run was resumed. A save that was deferred to a
-    validation is made after that validation.
-    """
-    step = trainer.global_step
-    for callback in trainer.checkpoint_callbacks:
-        if not isinstance(callback, ModelCheckpoint):
-            continue
-        saved = saves.get(callback.state_key, {"step": -1, "deferred": False})
-        every, _ = save_intervals(callback)
-        if saved["deferred"]:
-            defer_save(callback)
-        elif saved["step"] == step or (every >= 1 and step % every == 0):
-            set_last_saved_step(callback, step)

@@ -55,17 +55,8 @@ def with_new_groups(
     """Return saved states adapted to other parameter groups than in the saved run.
 
     New groups get the rates that their schedule has at the saved step, if it is one of torch's
-    schedulers; otherwise they keep the configured ones. ``schedulers`` are newly created;
-    ``states`` are not changed.
-
-    Args:
-        schedulers: The live schedulers.
-        states: The saved state of each.
-        origins: For each live parameter group, the saved one; None: it is new.
-        saved_groups: Number of saved parameter groups.
-
-    Raises:
-        CheckpointMismatchError: A schedule ends before the saved step.
+    schedulers; otherwise they keep the configured ones. ``origins``: for each live parameter group,
+    the saved one; None: it is new.
     """
     if list(origins) == list(range(saved_groups)):
         return [dict(state) for state in states]
@@ -100,14 +91,7 @@ def resume_as_configured(
     states: Sequence[Mapping[str, Any]],
     saved_groups: Sequence[Group],
 ) -> list[dict[str, Any]]:
-    """Advance newly created schedulers and their rates to the saved steps, as configured now.
-
-    Returns:
-        The states to load. The saved ``states`` are not changed.
-
-    Raises:
-        CheckpointMismatchError: A schedule ends before the saved step, or has another structure.
-    """
+    """Return states that advance new schedulers to the saved steps, as configured now."""
     kept = [_resumed_state(*pair, saved_groups) for pair in zip(schedulers, states, strict=False)]
     return [*kept, *map(dict, states[len(kept) :])]
 
@@ -164,11 +148,7 @@ def _can_be_run(scheduler: object) -> bool:
 
 
 def _fast_forward(scheduler: Any, place: int, *, otherwise: str) -> None:
-    """Make a number of steps; ``otherwise``: an alternative remedy for the error message.
-
-    Raises:
-        CheckpointMismatchError: The schedule is shorter.
-    """
+    """Make a number of steps. ``otherwise``: an alternative remedy for the error message."""
     with warnings.catch_warnings():
         # Warnings that the optimizer has not stepped, and about arguments of inner schedulers.
         warnings.simplefilter("ignore", UserWarning)

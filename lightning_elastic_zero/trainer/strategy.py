@@ -25,15 +25,9 @@ from lightning_elastic_zero.engine.support import (
     use_accelerator,
 )
 from lightning_elastic_zero.registry import register_names
-from lightning_elastic_zero.trainer.accumulation import BatchController, GradientAccumulation
-from lightning_elastic_zero.trainer.batches import scale_scheduler_frequency
-from lightning_elastic_zero.trainer.checkpoint_io import (
-    CheckpointEvents,
-    CheckpointLoader,
-    CheckpointSaver,
-    LastFit,
-    check_averaging,
-)
+from lightning_elastic_zero.trainer.accumulation import GradientAccumulation
+from lightning_elastic_zero.trainer.batches import BatchController, scale_scheduler_frequency
+from lightning_elastic_zero.trainer.checkpoint_io import RunCheckpoints
 from lightning_elastic_zero.trainer.checks import RequiresGradCheck, WarningFilters
 from lightning_elastic_zero.trainer.launch import (
     DevicesOfNode,
@@ -46,11 +40,11 @@ from lightning_elastic_zero.trainer.launch import (
 from lightning_elastic_zero.trainer.lightning import (
     RESUME_END,
     check_lightning_release,
-    is_evaluating,
     is_fitting,
     split_parent_options,
 )
 from lightning_elastic_zero.trainer.loaders import SampleOrderCheck
+from lightning_elastic_zero.trainer.monitor import CheckpointEvents
 from lightning_elastic_zero.trainer.resume import RunResumer, UnresumableDataPolicy
 
 
@@ -109,15 +103,18 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         )
         self.checkpoint_events = CheckpointEvents()  # for CheckpointMonitor
         self._manager = options.manager(self.checkpoint_events.on_published)
-        self._last_fit = LastFit()
         self._sigterm = SigtermAgreement()
-        shared = (self._manager, self._get_ranks, self._resumer, self._last_fit)
-        loads = options.load_options(
-            optimizer_state=check_flag("load_optimizer_state", load_optimizer_state),
-            hyperparameters=check_flag("load_hyperparameters", load_hyperparameters),
+        self._checkpoints = RunCheckpoints(
+            self._manager,
+            self._get_ranks,
+            self._resumer,
+            self.checkpoint_events,
+            options.load_options(
+                optimizer_state=check_flag("load_optimizer_state", load_optimizer_state),
+                hyperparameters=check_flag("load_hyperparameters", load_hyperparameters),
+            ),
+            options.save_options(),
         )
-        self._loader = CheckpointLoader(*shared, self.checkpoint_events, loads)
-        self._saver = CheckpointSaver(*shared, options.save_options())
         self._warning_filters = WarningFilters()
         self._ranks: Ranks | None = None
         self._prepared: pl.LightningModule | None = None
@@ -139,7 +136,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         module = super().lightning_module
         if module is not None and module is not self._prepared:
             with suppress(RuntimeError):  # It has no trainer yet.
-                self._saver.prepare(module.trainer)
+                self._checkpoints.prepare(module.trainer)
                 self._prepared = module
         return module
 
@@ -165,7 +162,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         self._prepared = None  # the next fit may have other callbacks
         self._leave_ranks()  # left by a save after the last run, whose process group may be closed
         self._warning_filters.begin()
-        check_config(self.config or {}, trains=not is_evaluating(self._trainer))
+        check_config(self.config or {}, trains=self._trainer is None or is_fitting(self._trainer))
         prepare_to_meet(self, self._timeout)
         report_abandoned_builds(self.config or {})
         if isinstance(self.accelerator, CPUAccelerator):
@@ -181,7 +178,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         self._init_config_if_needed()
         config: Any = self.config
         if fitting := is_fitting(trainer):
-            self._last_fit.forget()
+            self._checkpoints.last_fit.forget()
         check_lightning_release(trainer)
         # Lightning reads this key in a ZeRO-3 evaluation, even if the config does not have it.
         config.setdefault("zero_allow_untested_optimizer", False)
@@ -190,18 +187,14 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         super().setup(trainer)
         scale_scheduler_frequency(self.lr_scheduler_configs, trainer.accumulate_grad_batches)
         check_supported(engine := self.deepspeed_engine)
-        check_averaging(trainer, partitioned=self.zero_stage_3)
         self._sigterm.begin(trainer)
         if fitting:
-            self._last_fit.begin(engine)
             self._accumulation = GradientAccumulation(engine)
             self._checks = (RequiresGradCheck(engine), SampleOrderCheck(self._get_ranks))
-        self._loader.start()
-        self._saver.start(trainer, engine, self.global_rank)
+        self._checkpoints.start(trainer, engine, partitioned=self.zero_stage_3)
 
     @override
     def _init_optimizers(self) -> Any:
-        """Return the module's optimizer and schedule, after a check."""
         optimizer, schedule = super()._init_optimizers()
         if (module := self.lightning_module) is not None:
             check_optimizer(optimizer, self.config or {}, module)
@@ -219,7 +212,6 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Return a loader that can resume an epoch at any sample."""
         return self._batches.process_loader(dataloader, self._trainer, self.global_rank)
 
     @property
@@ -235,8 +227,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         """Compute gradients of the mean over the global batch."""
         trainer = self._trainer
         if trainer is None or not trainer.lightning_module.automatic_optimization:
-            self._accumulation.before_manual_backward()
-            with self._accumulation.ensure_scaled(closure_loss):
+            with self._accumulation.manual(closure_loss):
                 return super().backward(closure_loss, *args, **kwargs)
         weight = self._resumer.weight(trainer, self.global_rank)
         with self._accumulation.scaled(closure_loss, weight, trainer) as loss:
@@ -245,19 +236,15 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     @override
     def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Take an optimizer step only at the end of Lightning's accumulation window."""
-        if (trainer := self._trainer) is None or trainer.accumulate_grad_batches == 1:
-            self._accumulation.after_manual_step()
-            return super().optimizer_step(optimizer, *args, **kwargs)
-        steps = self._accumulation.set_boundary(trainer)
+        trainer = self._trainer
+        ends_window = trainer is not None and self._accumulation.begin_step(trainer)
         result = super().optimizer_step(optimizer, *args, **kwargs)
-        self._accumulation.after_micro_batch(trainer.current_epoch, steps=steps)
-        if steps:
+        if trainer is not None and ends_window:
             self._resumer.recorder.after_optimizer_step(trainer, self.root_device)
         return result
 
     @override
     def on_train_start(self) -> None:
-        """Restore data, counters and random states if the run is resumed."""
         if (trainer := self._trainer) is not None:
             self._resumer.on_train_start(trainer, self.root_device)
         super().on_train_start()
@@ -293,7 +280,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the weights for hooks. They are saved from the fp32 masters, not from here."""
-        return self._saver.track(super().lightning_module_state_dict())
+        return self._checkpoints.track(super().lightning_module_state_dict())
 
     @override
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -321,7 +308,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
             msg = f"{type(self).__name__} saves to local directories: storage_options must be None"
             raise TypeError(msg)
         engine, exclude = self.deepspeed_engine, self.exclude_frozen_parameters
-        self._saver.save(checkpoint, filepath, engine, self._trainer, exclude_frozen=exclude)
+        self._checkpoints.save(checkpoint, filepath, engine, self._trainer, exclude_frozen=exclude)
 
     @property
     def last_save(self) -> CheckpointStats | None:
@@ -334,7 +321,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         Raises:
             ElasticZeroError: It failed. The checkpoint before it is intact.
         """
-        self._saver.wait()
+        self._checkpoints.wait()
 
     @override
     def remove_checkpoint(self, filepath: str | PathLike[str]) -> None:
@@ -360,16 +347,16 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
             ElasticZeroError: See ``lightning_elastic_zero.load_checkpoint``.
         """
         if self.load_full_weights and self.zero_stage_3:
-            self._last_fit.forget()
+            self._checkpoints.last_fit.forget()
             given = () if weights_only is None else (weights_only,)  # The argument came with 2.6.
             return super().load_checkpoint(fspath(checkpoint_path), *given)
         self.wait_for_save()
-        return self._loader.load(checkpoint_path, self.deepspeed_engine, self._trainer)
+        return self._checkpoints.load(checkpoint_path, self.deepspeed_engine, self._trainer)
 
     @property
     def last_load(self) -> CheckpointStats | None:
         """Cost of the last load; None before the first."""
-        return self._loader.last_load
+        return self._checkpoints.last_load
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -381,7 +368,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks. At the end of a resume, check first that all ranks resumed."""
         if RESUME_END in (*args, kwargs.get("name")):
-            self._loader.check_all_ranks_resumed(self._trainer)
+            self._checkpoints.check_all_ranks_resumed(self._trainer)
         super().barrier(*args, **kwargs)
 
     @override
@@ -394,7 +381,6 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Set the exit code after SIGTERM, for torchrun's agent."""
         set_exit_code(exception)
         super().on_exception(exception)
 
@@ -402,7 +388,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     def teardown(self) -> None:
         """End saving before tensors move. Not collective, since ranks may have died."""
         trainer = self._trainer
-        failure = self._saver.stop(trainer)
+        failure = self._checkpoints.stop(trainer)
         self._leave_ranks()
         self._warning_filters.end()
         self._batches.end(trainer)

@@ -9,11 +9,8 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lightning_elastic_zero.core.manifest import Group
-from lightning_elastic_zero.trainer.checks import (
-    configured_rates,
-    overruled_orders,
-    replaced_rates_warnings,
-)
+from lightning_elastic_zero.trainer.batches import overruled_orders
+from lightning_elastic_zero.trainer.checks import configured_rates, replaced_rates_warnings
 
 NO_RATES = [None, "relative", [0.1, 0.2], {"dtype": "float32"}, torch.ones(2)]
 """What optimizers that compute their own rate may have under ``lr``, or a checkpoint of them."""

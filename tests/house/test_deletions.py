@@ -152,7 +152,7 @@ NOT_ON_DISK = {
     ("trainer/accumulation.py", "watch", "handle.remove"),
     ("registry.py", "find_spec", "sys.meta_path.remove"),
     ("core/tensors.py", "numpy_to_python", "copy.copy"),
-    ("trainer/checkpoint_io.py", "subscribe", "self._listeners.remove"),
+    ("trainer/monitor.py", "subscribe", "self._listeners.remove"),
     ("engine/live.py", "remove", "handle.remove"),
     ("engine/live.py", "remove", "hooks.remove"),
     ("engine/loss_scale.py", "ensure_scaled", "hook.remove"),

@@ -21,7 +21,7 @@ import rich
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from rich.console import Console
 
-from lightning_elastic_zero.trainer.progress import checkpoint_bar
+from lightning_elastic_zero.trainer.monitor import checkpoint_bar
 
 _STEPS = re.compile(r"\x1b\[\??([\d;]*)([A-Za-z])|\x1b.|[\r\n]|[^\x1b\r\n]+")
 

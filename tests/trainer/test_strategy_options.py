@@ -134,11 +134,11 @@ def test_a_strategy_can_be_sent(copied: Callable[[Any], Any]) -> None:
     assert (other._manager._background, other._manager._snapshot_bytes) == (True, 7)
     assert other._resumer._on_unresumable_data == "restart_epoch"
     assert not other._manager._retention._waiting
-    assert other._saver._hooks._is_written.__self__ is other._manager
-    assert other._saver._hooks._link.__self__ is other._saver
-    assert other._saver._get_ranks.__self__ is other._loader._get_ranks.__self__ is other
-    assert other._saver._last_fit is other._loader._last_fit is other._last_fit
-    assert other._batches._resumer is other._saver._resumer is other._resumer
+    assert other._checkpoints._hooks._is_written.__self__ is other._manager
+    assert other._checkpoints._hooks._link.__self__ is other._checkpoints
+    assert other._checkpoints._get_ranks.__self__ is other
+    assert other._checkpoints.prepare.__self__ is other._checkpoints._hooks
+    assert other._batches._resumer is other._checkpoints._resumer is other._resumer
 
 
 def test_the_class_registers_this_librarys_names() -> None:
