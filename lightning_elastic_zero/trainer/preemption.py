@@ -1,7 +1,8 @@
 """A callback that saves and ends the run when a machine is about to be preempted.
 
-Besides signals, it polls a notice: a function without arguments that returns whether the machine
-will be taken away. A source that does not answer counts as no notice, so that it cannot end a run.
+Besides signals, it polls a notice in a thread: a function without arguments that returns whether
+the machine will be taken away. A source that does not answer counts as no notice, so that it cannot
+end a run. After each batch, all ranks exchange whether one of them has received a notice.
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_elastic_zero.coordination.ranks import connect_ranks
-from lightning_elastic_zero.coordination.stopping import StopAgreement
+from lightning_elastic_zero.coordination.ranks import any_rank
 from lightning_elastic_zero.errors import ElasticZeroError, UnsupportedError
 from lightning_elastic_zero.storage.paths import parse_path
 from lightning_elastic_zero.trainer.lightning import callbacks_of, has_average
@@ -44,6 +44,9 @@ notices"): 404 until two minutes before the interruption, then a document."""
 
 GCP = "http://metadata.google.internal"
 """Metadata server (Compute Engine, "Preemptible and Spot VMs"): FALSE until 30 s before."""
+
+INTERVAL_S = 2.0
+"""Interval at which the notice is polled."""
 
 _ANSWER_S = 2.0
 """Timeout of a request; metadata servers answer within milliseconds."""
@@ -157,12 +160,14 @@ class PreemptionCheckpoint(Callback):
         self._exit_code = exit_code
         self._in_validation = in_validation
         self._heard, self._heard_at = "", 0.0
-        self._agreement: StopAgreement | None = None
         self._handlers: dict[int, Any] = {}
-        self._fits, self._ending = 0, False
+        self._closing: threading.Event | None = None
+        """Ends the thread that polls; None outside training."""
+        self._interrupts_validation = False
+        self._ending = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_agreement": None, "_handlers": {}}
+        return {**vars(self), "_closing": None, "_handlers": {}}
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -194,7 +199,6 @@ class PreemptionCheckpoint(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._close()
         self._heard, self._ending = "", False
-        self._fits += 1
         if threading.current_thread() is not threading.main_thread():
             rank_zero_warn(
                 "PreemptionCheckpoint cannot handle signals: fit() does not run in the main thread."
@@ -203,24 +207,33 @@ class PreemptionCheckpoint(Callback):
             for name in self._signals:
                 number = signal.Signals[name]
                 self._handlers[number] = signal.signal(number, self._on_signal)
-        self._agreement = StopAgreement(
-            lambda: connect_ranks(name="preemption", call=f"fit {self._fits}"), self._listen
-        )
+        self._closing = threading.Event()
+        if self._notice is not None:
+            threading.Thread(
+                target=self._poll,
+                args=(self._notice, self._closing),
+                name="elastic-zero preemption notice",
+                daemon=True,
+            ).start()
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        if self._agreement is not None and self._agreement.pass_batch():
-            self._save_and_end(trainer, self._agreement.reason)
+        if self._is_any_preempted(trainer):
+            self._save_and_end(trainer)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._agreement is not None and self._in_validation:
-            self._agreement.begin_validation(_validation_batches(trainer))
+        if self._closing is not None and self._in_validation:
+            # Otherwise one rank may train while another validates.
+            batches = _validation_batches(trainer)
+            is_equal = trainer.strategy.broadcast(batches) == batches
+            is_known = is_equal and bool(batches) and all(batches)
+            self._interrupts_validation = not _any_rank(trainer, flag=not is_known)
 
     @override
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        if self._agreement is not None and self._agreement.pass_validation_batch():
-            self._save_and_end(trainer, self._agreement.reason)
+        if self._interrupts_validation and self._is_any_preempted(trainer):
+            self._save_and_end(trainer)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -242,21 +255,31 @@ class PreemptionCheckpoint(Callback):
     def _on_signal(self, number: int, _: object) -> None:
         self._note(signal.Signals(number).name)
 
-    def _listen(self) -> str:
-        """Return the notice that this rank has received; empty: none."""
-        if not self._heard and self._notice is not None and self._notice():
-            self._note("the notice of its machine")
-        return self._heard
+    def _poll(self, notice: Notice, closing: threading.Event) -> None:
+        level = logging.WARNING
+        while not (self._heard or closing.wait(INTERVAL_S)):
+            try:
+                if notice():
+                    self._note("the notice of its machine")
+            except Exception as error:  # noqa: BLE001 - of a user's function, a disk or a server
+                found = f"{type(error).__name__}: {error}"
+                log.log(level, "could not check whether this machine is being preempted: %s", found)
+                level = logging.DEBUG
+
+    def _is_any_preempted(self, trainer: pl.Trainer) -> bool:
+        return _any_rank(trainer, flag=bool(self._heard))
 
     def _note(self, what: str) -> None:
         if not self._heard:
             self._heard_at = time.monotonic()
             self._heard = f"{what} on {socket.gethostname()}"
 
-    def _save_and_end(self, trainer: pl.Trainer, reason: str) -> None:
+    def _save_and_end(self, trainer: pl.Trainer) -> None:
         self._ending = True  # the handlers stay: further signals change nothing
         strategy = cast("ElasticDeepSpeedStrategy", trainer.strategy)  # checked in setup()
         path = self._path(trainer)
+        heard = strategy._get_ranks().all_gather("end a preempted run", lambda: self._heard)
+        reason = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(heard) if what)
         rank_zero_info(f"This run will be preempted ({reason}): saving to {path}.")
         try:
             strategy.wait_for_save()
@@ -286,15 +309,21 @@ class PreemptionCheckpoint(Callback):
         return str(parse_path(folder) / NAME)
 
     def _close(self) -> None:
-        agreement, self._agreement = self._agreement, None
-        if agreement is not None:
-            agreement.close()
+        if self._closing is not None:
+            self._closing.set()
+        self._closing, self._interrupts_validation = None, False
         if self._ending:
             return  # Lightning's teardown restores the first ones
         handlers, self._handlers = self._handlers, {}
         for number, handler in handlers.items():
             if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+def _any_rank(trainer: pl.Trainer, *, flag: bool) -> bool:
+    if trainer.world_size == 1:
+        return flag
+    return any_rank(flag=flag, device=trainer.strategy.root_device)
 
 
 def _validation_batches(trainer: pl.Trainer) -> list[int]:

@@ -133,3 +133,21 @@ def test_garbage_is_no_notice() -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         assert not url_notice(f"http://127.0.0.1:{server.server_port}/x")
         server.shutdown()
+
+
+def test_a_source_that_fails_is_no_notice(caplog: pytest.LogCaptureFixture) -> None:
+    """It is warned of once, and what is heard later counts."""
+    answers = [OSError(116, "Stale file handle"), RuntimeError("a user's"), True]
+
+    def notice() -> bool:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return bool(answer)
+
+    callback, closing = PreemptionCheckpoint(notice), threading.Event()
+    closing.wait = lambda timeout=None: False  # type: ignore[method-assign] # do not wait 2 s
+    callback._poll(notice, closing)
+    assert callback._heard.startswith("the notice of its machine on ")
+    (record,) = caplog.records
+    assert "is being preempted: OSError: [Errno 116] Stale file handle" in record.getMessage()
