@@ -90,6 +90,32 @@ def save_state(settings: Settings, url: str, state: int, **options: Any) -> Outc
     return Outcome()
 
 
+def save_in_background(settings: Settings, url: str, state: int) -> Outcome:
+    """Save a state in a thread, and wait for it. Collective."""
+    from torch import distributed
+
+    from lightning_elastic_zero.api import engine_handle
+    from lightning_elastic_zero.checkpoint.manager import CheckpointManager
+    from lightning_elastic_zero.checkpoint.types import SaveOptions
+    from lightning_elastic_zero.coordination.liveness import Timeouts
+    from lightning_elastic_zero.errors import ElasticZeroError
+
+    settings.apply()
+    handle = engine_handle(settings.engine(state))
+    manager = CheckpointManager(Timeouts(), background=True)
+    manager.start(handle, distributed.get_rank())
+    ranks = manager.training_ranks()
+    try:
+        manager.save_async(handle, url, ranks, {"state": state}, SaveOptions())
+        manager.wait_until_finished(ranks)
+    except ElasticZeroError as error:
+        return Outcome(f"{type(error).__name__}: {error}")
+    finally:
+        manager.stop(interrupted=False)
+        ranks.close()
+    return Outcome()
+
+
 def load_state(settings: Settings, url: str) -> Outcome:
     """Load into an engine that holds something else. Collective."""
     from lightning_elastic_zero.api import load_checkpoint

@@ -14,13 +14,22 @@ from lightning_elastic_zero.errors import ElasticZeroError
 from tests.faults._state_digests import read_digests
 from tests.stores._fault_proxy import Fault, FaultProxy, Request
 from tests.stores._servers import s3_environment
-from tests.stores._store_ranks import NEW, OLD, Outcome, Settings, load_state, prepare, save_state
+from tests.stores._store_ranks import (
+    NEW,
+    OLD,
+    Outcome,
+    Settings,
+    load_state,
+    prepare,
+    save_in_background,
+    save_state,
+)
 from tests.support.engines import Setup
 from tests.support.ranks import Pools, World
 from tests.support.tables import STORE_FAULTS
 
-SAVE, OVERWRITE, LOAD = "save", "overwrite", "load"
-PHASES = (SAVE, OVERWRITE, LOAD)
+SAVE, OVERWRITE, BACKGROUND, LOAD = "save", "overwrite", "background overwrite", "load"
+PHASES = (SAVE, OVERWRITE, BACKGROUND, LOAD)
 
 FOREIGN = {
     "run/notes.txt": b"a file of a user",
@@ -88,9 +97,10 @@ class StoreRuns:
         """Return what the ranks do."""
         if phase == LOAD:
             return partial(load_state, self.settings, self.url)
-        return partial(save_state, self.settings, self.url, state)
+        save = save_in_background if phase == BACKGROUND else save_state
+        return partial(save, self.settings, self.url, state)
 
-    def fail(self, phase: str, fault: Fault, row: str = "") -> None:
+    def fail(self, phase: str, fault: Fault, row: str = "", *, must_raise: bool = False) -> None:
         """Run a phase with a fault, and check what is left."""
         state = self.set_up(phase)
         before = self.published() if phase != SAVE else None
@@ -106,6 +116,8 @@ class StoreRuns:
         STORE_FAULTS.count(row, "tried")
         raised = any(errors)
         STORE_FAULTS.count(row, "raised" if raised else "succeeded")
+        if must_raise and not raised:
+            self._note(row, "silent errors", f"{what}: nothing was raised")
         if raised and not all(errors):
             self._note(row, "silent errors", f"{what}: only some ranks raised: {errors}")
         if phase == LOAD:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores._fault_proxy import BODY_FAULTS, KINDS, Fault, FaultProxy
+from tests.stores._fault_proxy import BODY_FAULTS, KINDS, STATUSES, Fault, FaultProxy
 from tests.stores._servers import make_bucket, s3_environment
 from tests.stores._store_ranks import (
     NEW,
@@ -20,7 +20,7 @@ from tests.stores._store_ranks import (
     save_repeatedly,
     save_state,
 )
-from tests.stores._store_runs import LOAD, PHASES, StoreRuns, store_environment
+from tests.stores._store_runs import LOAD, OVERWRITE, PHASES, SAVE, StoreRuns, store_environment
 from tests.support.engines import Setup
 from tests.support.processes import HANG_TIMEOUT_S
 from tests.support.ranks import ForkServer, Pools
@@ -32,7 +32,9 @@ pytest.importorskip("obstore")
 boto3 = pytest.importorskip("boto3")
 
 KILLS = tuple(kind for kind in KINDS if kind.startswith("kill"))
-OUTAGES = ("reset", "500", "503", "429", "truncated body")
+ANSWERS = (*STATUSES, "500 after execution")
+CONNECTIONS = tuple(kind for kind in KINDS if kind not in {*KILLS, *ANSWERS})
+OUTAGES = ("reset", "503")
 
 
 @pytest.fixture
@@ -59,38 +61,44 @@ def runs(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("kinds", [ANSWERS, CONNECTIONS], ids=["answers", "connections"])
 @pytest.mark.parametrize("phase", PHASES)
-def test_each_request_fails_once_in_each_way(phase: str, runs: StoreRuns) -> None:
+def test_each_request_fails_once_in_each_way(
+    phase: str, kinds: tuple[str, ...], runs: StoreRuns
+) -> None:
     """Every request of a save, an overwrite and a load, and every fault."""
     for request in runs.requests_of(phase):
-        for kind in KINDS:
+        for kind in kinds:
             # The order of two ranks' requests may change: a method tells whether there is a body.
-            has_body = request.method in {"GET", "POST"}
-            if kind not in KILLS and (has_body or kind not in BODY_FAULTS):
+            if request.method in {"GET", "POST"} or kind not in BODY_FAULTS:
                 runs.fail(phase, Fault(kind, request.number, delay_s=0.7))
     assert not runs.wrong, "\n".join(runs.wrong)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KILLS)
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", [SAVE, OVERWRITE, LOAD])
 def test_a_kill_at_each_request(phase: str, kind: str, runs: StoreRuns) -> None:
     """All ranks are killed before or after the store executes a request."""
     for request in runs.requests_of(phase):
-        # Before a read equals after the request that precedes it.
-        if kind == "kill after execution" or request.method not in {"GET", "HEAD"}:
-            runs.kill(phase, Fault(kind, request.number))
+        runs.kill(phase, Fault(kind, request.number))
     assert not runs.wrong, "\n".join(runs.wrong)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_store_that_stays_away(phase: str, runs: StoreRuns) -> None:
-    """All requests from one on fail: the error is raised on all ranks, after bounded retries."""
-    count = len(runs.requests_of(phase))
-    for number in sorted({1, 2, count // 2, count - 2, count}):
+    """All requests from one on fail: the error is raised on all ranks, after bounded retries.
+
+    After the commit, requests only remove what is not needed any longer.
+    """
+    requests = runs.requests_of(phase)
+    commits = [each.number for each in requests if "state.ckpt/manifest.json" in each.target]
+    for number in sorted({1, len(requests) // 2, commits[-1], len(requests)}):
         for kind in OUTAGES:
-            runs.fail(phase, Fault(kind, number, times=1_000_000), row=f"{kind}, from then on")
+            must_raise = phase == LOAD or number <= commits[-1]
+            fault = Fault(kind, number, times=1_000_000)
+            runs.fail(phase, fault, f"{kind}, from then on", must_raise=must_raise)
     assert not runs.wrong, "\n".join(runs.wrong)
 
 
@@ -135,8 +143,8 @@ def test_readers_during_overwrites(runs: StoreRuns) -> None:
     runs.set_up("overwrite")
     writer, reader = runs.pools.start(1), runs.pools.start(1)
     try:
-        writer.ranks[0].send(partial(save_repeatedly, runs.settings, runs.url, (NEW, OLD) * 40))
-        reader.ranks[0].send(partial(load_repeatedly, runs.settings, runs.url, 60))
+        writer.ranks[0].send(partial(save_repeatedly, runs.settings, runs.url, (NEW, OLD) * 20))
+        reader.ranks[0].send(partial(load_repeatedly, runs.settings, runs.url, 30))
         (kind, saves), (other, loads) = (
             world.results(HANG_TIMEOUT_S)[0] for world in (writer, reader)
         )
