@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +21,15 @@ from lightning_elastic_zero.formats.dcp_read import is_dcp
 from lightning_elastic_zero.formats.deepspeed_files import describe_missing_latest, is_deepspeed
 from lightning_elastic_zero.formats.open import MARKS, looks_like_checkpoint
 from lightning_elastic_zero.formats.torch_read import foreign_files
-from lightning_elastic_zero.storage.checkpoints import exists
+from lightning_elastic_zero.storage.checkpoints import (
+    exists,
+    is_checkpoint,
+    published_ns,
+    resolved,
+    siblings,
+)
 from lightning_elastic_zero.storage.ownership import TAG
 from lightning_elastic_zero.storage.paths import (
-    check_local_path,
     open_file,
     parse_path,
     real_path,
@@ -174,13 +179,14 @@ def newest_sound_checkpoint(
     threads: int = 0,
     progress: Progress = NO_PROGRESS,
     on_verified: Callable[[Verification], None] = lambda _: None,
-) -> Path | None:
+) -> AnyPath | None:
     """Find the newest intact checkpoint in a folder; every byte of it is verified.
 
     Checkpoints without checksums are skipped.
 
     Args:
-        folder: contains checkpoints of any kind; hidden names are ignored.
+        folder: contains checkpoints of any kind, or of this library if it is a URL; hidden names
+            are ignored.
         threads: see ``verify_checkpoint``.
         progress: see ``verify_checkpoint``.
         on_verified: called with the result for each candidate, the newest first.
@@ -191,15 +197,30 @@ def newest_sound_checkpoint(
     Raises:
         CheckpointNotFoundError: the folder does not exist.
     """
-    for path in checkpoints_in(check_local_path(folder)):
+    location = parse_path(folder)
+    if isinstance(location, StorePath):
+        candidates: Sequence[AnyPath] = _checkpoints_in_store(location)
+    else:
+        candidates = checkpoints_in(location)
+    for path in candidates:
         try:
-            found = verify_checkpoint(path, threads=threads, progress=progress)
+            found = verify_checkpoint(str(path), threads=threads, progress=progress)
         except ElasticZeroError as error:  # Unreadable, or deleted by another run.
             found = Verification(str(path), "", 0, str(error), False, 0, 0.0)  # noqa: FBT003
         on_verified(found)
         if found.is_sound and found.bytes:  # 0 bytes: it has no checksums.
             return path
     return None
+
+
+def _checkpoints_in_store(folder: StorePath) -> list[AnyPath]:
+    """Return the checkpoints in a folder of a store, newest first, each once."""
+    try:
+        found = {resolved(path) for path in siblings(folder / MANIFEST_NAME) if is_checkpoint(path)}
+        return sorted(found, key=lambda path: (published_ns(path), str(path)), reverse=True)
+    except OSError as error:
+        msg = f"{folder} cannot be listed ({error.strerror})"
+        raise CheckpointNotFoundError(msg) from error
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

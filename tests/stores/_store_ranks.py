@@ -94,19 +94,19 @@ def save_in_background(settings: Settings, url: str, state: int) -> Outcome:
     """Save a state in a thread, and wait for it. Collective."""
     from torch import distributed
 
-    from lightning_elastic_zero.api import engine_handle
     from lightning_elastic_zero.checkpoint.manager import CheckpointManager
     from lightning_elastic_zero.checkpoint.types import SaveOptions
     from lightning_elastic_zero.coordination.liveness import Timeouts
+    from lightning_elastic_zero.engine.live import LiveEngine
     from lightning_elastic_zero.errors import ElasticZeroError
 
     settings.apply()
-    handle = engine_handle(settings.engine(state))
+    live = LiveEngine(settings.engine(state))
     manager = CheckpointManager(Timeouts(), background=True)
-    manager.start(handle, distributed.get_rank())
+    manager.start(live, distributed.get_rank())
     ranks = manager.training_ranks()
     try:
-        manager.save_async(handle, url, ranks, {"state": state}, SaveOptions())
+        manager.save_async(live, url, ranks, {"state": state}, SaveOptions())
         manager.wait_until_finished(ranks)
     except ElasticZeroError as error:
         return Outcome(f"{type(error).__name__}: {error}")

@@ -90,6 +90,7 @@ class StoreRuns:
     def requests_of(self, phase: str) -> list[Request]:
         """Return the requests of an undisturbed run."""
         state = self.set_up(phase)
+        self.proxy.reset()
         self._succeed(self.call(phase, state))
         return self.proxy.requests
 

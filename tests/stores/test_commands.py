@@ -10,6 +10,8 @@ from uuid import uuid4
 import pytest
 
 from lightning_elastic_zero.cli import main
+from lightning_elastic_zero.storage.paths import parse_path
+from lightning_elastic_zero.storage.stores import StorePath
 from tests.stores._servers import with_environment
 from tests.support.checkpoints import Saved, train_and_save
 from tests.support.engines import Setup
@@ -41,7 +43,14 @@ def test_commands_take_urls(
     assert main(["verify", url]) == 0
     assert main(["diff", url, local.path]) == 0
     assert main(["convert", url, str(tmp_path / "w.safetensors"), "--to", "safetensors"]) == 0
+    assert main(["plan", url, "--devices", "3", "--stage", "3"]) == 0
     capsys.readouterr()
+    assert main(["fingerprint", "--tensors", url, local.path]) == 0
+    prints = capsys.readouterr().out.split(url)
+    assert prints[0] in prints[1], "the fingerprints differ"
+    for verb in (["convert", local.path, url, "--to", "fp32"], ["selftest", "--dir", folder]):
+        assert main(verb) == 2
+        assert "is in an object store. Choose a path on a file system" in capsys.readouterr().err
     assert main(["inspect", f"{folder}/step-4"]) == 2
     assert (
         f"there is no checkpoint at {folder}/step-4. {folder} contains" in capsys.readouterr().err
@@ -49,6 +58,12 @@ def test_commands_take_urls(
     _download(url, tmp_path / "copy")
     assert main(["verify", str(tmp_path / "copy")]) == 0
     assert main(["diff", url, str(tmp_path / "copy")]) == 0
+    _copy_damaged(url, f"{folder}/step-5")
+    capsys.readouterr()
+    assert main(["verify", "--newest-sound", folder]) == 0
+    found = capsys.readouterr()
+    assert found.out.strip() == url
+    assert f"{folder}/step-5" in found.err
 
 
 def _save_to(setup: Setup, url: str) -> int:
@@ -62,10 +77,18 @@ def _save_to(setup: Setup, url: str) -> int:
         return save_checkpoint(engine, url).requests
 
 
-def _download(url: str, folder: Path) -> None:
-    from lightning_elastic_zero.storage.paths import parse_path
-    from lightning_elastic_zero.storage.stores import StorePath
+def _copy_damaged(url: str, target: str) -> None:
+    source, copy = parse_path(url), parse_path(target)
+    assert isinstance(source, StorePath)
+    assert isinstance(copy, StorePath)
+    for found in source.store.objects_below(source.key):
+        data = source.store.get(found.key)[0]
+        if found.key.endswith("optim_states.pt"):
+            data = data.replace(b"\0", b"\1", 1)
+        source.store.put(found.key.replace(source.key, copy.key), data)
 
+
+def _download(url: str, folder: Path) -> None:
     path = parse_path(url)
     assert isinstance(path, StorePath)
     for found in path.store.objects_below(path.key):
