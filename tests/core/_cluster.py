@@ -40,8 +40,6 @@ SHORT = Timeouts(
 
 
 def raising(error: BaseException | None) -> Work:
-    """Return work that raises an error, if there is one."""
-
     def work() -> None:
         if error is not None:
             raise error
@@ -50,8 +48,6 @@ def raising(error: BaseException | None) -> Work:
 
 
 class Rank:
-    """One rank: the thread that takes the turns of its session, and its caller."""
-
     def __init__(self, cluster: Cluster, rank: int) -> None:
         self.cluster, self.rank = cluster, rank
         self.open()
@@ -59,7 +55,6 @@ class Rank:
         self.done, self.result = True, None
 
     def open(self, name: str = "s", call: str = "") -> None:
-        """Enter the next session."""
         cluster, self.orders = self.cluster, deque[Command]()
         keys = join_session(cluster.store, name, self.rank, call)
         size, times = cluster.world_size, cluster.times
@@ -69,19 +64,16 @@ class Rank:
         self.answered_s = cluster.now_s
 
     def talk(self) -> None:
-        """Take a turn of the session."""
         self.session.take_turn(self.orders.popleft() if self.orders else None)
         self.answered_s = self.cluster.now_s
 
     def go_on(self) -> None:
-        """Go on with the program, up to its next pause."""
         try:
             next(self.program)
         except StopIteration:
             self.done = True
 
     def sleep(self, seconds: float) -> Pauses[None]:
-        """Advance the clock."""
         until = self.cluster.now_s + seconds
         while self.cluster.now_s < until:
             yield
@@ -148,7 +140,7 @@ class Rank:
             yield
 
     def _silent_s(self) -> Pauses[float]:
-        """Return for how long the thread has taken no turn, and takes none in the next moment."""
+        """Return how long the thread has taken no turn, unless it takes one in the next moment."""
         answered_s, times = self.answered_s, self.cluster.times
         silent_s = self.cluster.now_s - answered_s
         if silent_s > times.heartbeat_timeout_s:
@@ -160,7 +152,7 @@ class Rank:
 
 
 class Cluster:
-    """A job, whose time passes when it is told to."""
+    """A job whose time passes only when the test advances it."""
 
     def __init__(self, world_size: int, times: Timeouts = SHORT) -> None:
         self.world_size, self.times, self.now_s = world_size, times, 1000.0
@@ -175,7 +167,6 @@ class Cluster:
         self.ranks = [Rank(self, rank) for rank in range(world_size)]
 
     def tick(self, order: Iterable[int] = ()) -> None:
-        """Advance the clock by a moment, in which every rank takes a turn that is not stopped."""
         self.now_s += TICK_S
         for rank in list(order) or range(self.world_size):
             if rank not in self.stopped:
@@ -184,13 +175,11 @@ class Cluster:
                 self.ranks[rank].go_on()
 
     def pass_time(self, seconds: float) -> None:
-        """Advance the clock by so many seconds."""
         until = self.now_s + seconds
         while self.now_s < until:
             self.tick()
 
     def start(self, program: Callable[[Rank], Pauses[Any]]) -> None:
-        """Set the program of each rank."""
         for rank in self.ranks:
             rank.program, rank.done, rank.result = self._noting(rank, program), False, None
 
@@ -198,11 +187,7 @@ class Cluster:
         rank.result = yield from program(rank)
 
     def finish(self, most_s: float = 120.0) -> list[Any]:
-        """Advance the clock until every rank that is not stopped has ended its program.
-
-        Returns:
-            What the programs returned, by rank; None for those that are stopped.
-        """
+        """Run until all ranks that are not stopped have ended; return their results."""
         until = self.now_s + most_s
         while not all(rank.done for rank in self.ranks if rank.rank not in self.stopped):
             self.tick()
@@ -210,14 +195,12 @@ class Cluster:
         return [rank.result if rank.done else None for rank in self.ranks]
 
     def run(self, program: Callable[[Rank], Pauses[Any]]) -> list[Any]:
-        """Run a program on every rank to its end."""
         self.start(program)
         return self.finish()
 
     def run_step(
         self, kind: str = "run_all", name: str = "write", works: dict[int, Work] | None = None
     ) -> list[dict[str, Any]]:
-        """Do a step on every rank, with other work on some."""
         return self.run(lambda rank: rank.step(kind, name, (works or {}).get(rank.rank)))
 
 

@@ -1,9 +1,4 @@
-"""A run on a device that is no processor's: it is saved, behind training too, and restored.
-
-Masters and states of torch's own optimizers lie on the device, steps of some of them too; the
-library's own functions cut, allocate and commit them, as they do for an engine. What is missing of
-one is DeepSpeed.
-"""
+"""Save a run on a device, also in the background, and restore it, without DeepSpeed."""
 
 from __future__ import annotations
 
@@ -78,7 +73,6 @@ class DeviceRun(LiveEngine):
         self.buffer = torch.full((3,), float(self.seed)).to(self.device)
 
     def train(self, first: int, last: int) -> None:
-        """Take steps whose gradients depend on nothing but their number."""
         for step in range(first, last):
             generator = torch.Generator().manual_seed(1000 + step)
             self.master.grad = torch.randn(PADDED, generator=generator).to(self.device)
@@ -92,7 +86,6 @@ class DeviceRun(LiveEngine):
         self.low.copy_(self.master.to(torch.bfloat16))
 
     def held(self) -> dict[str, Any]:
-        """Return all that must survive, on the host."""
         elementwise, scalars = self._own_states()
         tensors = {"master": self.master, "low": self.low, **elementwise}
         found = {name: t.detach().cpu()[:NUMEL].tolist() for name, t in tensors.items()}
@@ -106,7 +99,6 @@ class DeviceRun(LiveEngine):
     # -- LiveEngine ------------------------------------------------------------------------
 
     def describe(self) -> Manifest:
-        """Return what an engine says of itself."""
         elementwise, scalars = self._own_states()
         keys = [state_key(k, v, elementwise=True) for k, v in elementwise.items()]
         keys += [state_key(k, v, elementwise=False) for k, v in scalars.items()]
@@ -125,20 +117,16 @@ class DeviceRun(LiveEngine):
         )
 
     def rank_state(self, **_: bool) -> RankState:
-        """Return what there is to be saved."""
         flat = FlatState(_FRAGMENTS, self.master.detach(), *self._own_states())
         return RankState((flat,), {}, self.module_buffers(), {}, {})
 
     def module_buffers(self) -> dict[str, torch.Tensor]:
-        """Return the one buffer."""
         return {"buffer": self.buffer}
 
     def keeps_masters(self) -> bool:
-        """Return that masters are restored as they were saved."""
         return True
 
     def module(self) -> torch.nn.Module:
-        """Return a module that keeps nothing else."""
         return torch.nn.Module()
 
     def check_optimizer(self, *_: object, **__: object) -> None:
@@ -148,7 +136,6 @@ class DeviceRun(LiveEngine):
         """Refuse nothing."""
 
     def allocate_targets(self, source: Manifest, *, with_optimizer: bool) -> RestoreTargets:
-        """Return what is to be filled, as ``LiveEngine`` does for each flat buffer."""
         assert with_optimizer
         live = LiveFlatBuffer(0, (self.low,), (), self.master, self.low.data)
         states = allocate_states(self.inner, live, _FRAGMENTS, source)
@@ -176,7 +163,7 @@ _FRAGMENTS = (Fragment("w", 0, NUMEL, 0, 0, 0),)
 
 
 def restore(device: torch.device, folder: Path) -> None:
-    """What is saved on a device is restored on another one, bit for bit, and goes on so."""
+    """A state saved on a device is restored on another one bit for bit, and training goes on so."""
     other = torch.device(device.type, 1)
     for optimizer in OPTIMIZERS:
         for memory_bytes in (None, 0):
@@ -200,7 +187,6 @@ def restore(device: torch.device, folder: Path) -> None:
 def _saved_behind(
     run: DeviceRun, path: Path, memory_bytes: int | None
 ) -> tuple[DeviceRun, dict[str, Any]]:
-    """Train, save in both ways, train on; return what was held at the saves."""
     ranks = OneRank()
     run.train(0, 3)
     wanted = run.held()

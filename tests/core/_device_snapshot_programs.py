@@ -1,8 +1,4 @@
-"""Saves of a state that lies on a device, each in a process of its own.
-
-Run as ``python -m tests.core._device_snapshot_programs cases LIBRARY FOLDER``; every case asserts
-by itself.
-"""
+"""Saves of a device state: ``python -m tests.core._device_snapshot_programs CASES LIBRARY FOLDER``."""
 
 from __future__ import annotations
 
@@ -43,8 +39,6 @@ NUMEL = 1000
 
 
 class Metric:
-    """An object of a user's that holds tensors."""
-
     def __init__(self, total: torch.Tensor) -> None:
         self.total = total
 
@@ -86,28 +80,22 @@ class OnOneDevice(LiveEngine):
         """Refuse nothing."""
 
     def step_on(self) -> None:
-        """Change everything in place, as an optimizer does."""
         for tensor in (self.master, self.moment, self.step):
             tensor.add_(1000.0)
 
     def offload(self) -> None:
-        """Free the memory, as DeepSpeed's ``offload_states`` does.
-
-        It moves to the host; torch moves no tensor of a backend of one's own there by ``data``.
-        """
+        """Memory that is freed after a snapshot is read before it is used again."""
         for tensor in (self.master, self.moment):
             tensor.data = tensor.data.cpu() if tensor.is_cuda else tensor.data.clone()
 
 
 def check(state: RankState) -> None:
-    """Fail unless a state is what ``OnOneDevice`` began with, on the host or not."""
     (flat,) = state.flats
     assert torch.equal(flat.master.cpu(), torch.arange(float(NUMEL)))
     assert torch.equal(flat.elementwise["exp_avg"].cpu(), torch.arange(float(NUMEL)) * 2)
 
 
 def copies(device: torch.device, _: Path) -> None:
-    """Copies that are made late hold what was there when the snapshot was taken."""
     live, camera = OnOneDevice(device), Snapshotter()
     for _turn in range(2):  # the second one takes the same memory
         snapshot = camera.take(live.contents(), 0)
@@ -119,7 +107,7 @@ def copies(device: torch.device, _: Path) -> None:
 
 
 def offload(device: torch.device, _: Path) -> None:
-    """Memory that is given back behind a snapshot is read before anybody else has it."""
+    """Memory that is freed after a snapshot is read before it is used again."""
     for memory_bytes in (None, 0):  # copied, and written from where it is
         live, camera = OnOneDevice(device), Snapshotter(memory_bytes)
         if device.type == "cuda":
@@ -140,7 +128,6 @@ def _nothing(*_: object) -> None:
 
 
 def write(device: torch.device, folder: Path) -> None:
-    """What is written behind training, and in which thread on which device."""
     use_device(device)
     assert current_device() == device
     for name, memory_bytes in (("copied", None), ("live", 0)):
@@ -178,7 +165,6 @@ def _contexts(device: torch.device) -> list[int]:
 
 
 def scalars(device: torch.device, folder: Path) -> None:
-    """Scalars that an optimizer keeps on its parameter's device are compared by value."""
     drafts = []
     for index in range(2):
         own = torch.device(device.type, index)
@@ -197,7 +183,6 @@ def scalars(device: torch.device, folder: Path) -> None:
 
 
 def randomness(device: torch.device, _: Path) -> None:
-    """A device's generator is kept by the device's kind: ranks have other indices than before."""
     if device.type == "late":
         module = torch.get_device_module(device)
         module.set_rng_state(torch.tensor([1, 2, 3, 4], dtype=torch.uint8), device)
@@ -208,7 +193,6 @@ def randomness(device: torch.device, _: Path) -> None:
 
 
 def fingerprint(device: torch.device, _: Path) -> None:
-    """What lies on a device has the number that it has on the host, also in several pieces."""
     state = make_state({"large": (3, PIECE_BYTES // 8 + 5), "small": (3,)})
     manifest = manifest_of(state, 2, 1)
     held = rank_state(state, manifest, 0)
@@ -225,7 +209,7 @@ def fingerprint(device: torch.device, _: Path) -> None:
 
 
 def unreadable(device: torch.device, folder: Path) -> None:
-    """Say where the memory of a tensor lies, and read there: the process ends by it."""
+    """Show where the memory of a tensor is, and read there: this ends the process."""
     tensor = torch.ones(4).to(device)
     assert tensor.cpu().tolist() == [1.0] * 4
     print("reads", flush=True)
@@ -246,7 +230,6 @@ CASES: dict[str, Callable[[torch.device, Path], Any]] = {
 
 
 def main(cases: str, library: str, folder: str) -> None:
-    """Run cases, separated by commas, on a late device, or on ``cuda:N`` in the library's place."""
     if library.startswith("cuda"):
         device = torch.device(library)
     else:

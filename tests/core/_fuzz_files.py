@@ -54,7 +54,6 @@ def cases(draw: st.DrawFn) -> bytes:
 
 
 def check(data: bytes) -> None:
-    """Open a file, and read what is in it."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "a.pt"
         path.write_bytes(data)

@@ -1,4 +1,4 @@
-"""Pickles made of the parts of sound ones: what a directory of chunks says of itself."""
+"""Pickles made of the parts of sound ones: the metadata of a directory of chunks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ def parts_of(data: bytes) -> list[bytes]:
 
 
 def called(name: str, *arguments: bytes) -> list[bytes]:
-    """Make the parts of a call."""
     module, _, attribute = name.rpartition(".")
     return [
         b"c" + module.encode() + b"\n" + attribute.encode() + b"\n",
@@ -72,12 +71,10 @@ NUMBERS = [
 
 
 def text(value: bytes) -> bytes:
-    """Push a text."""
     return pickle.BINUNICODE + struct.pack("<I", len(value)) + value
 
 
 def blob(value: bytes) -> bytes:
-    """Push bytes."""
     return pickle.BINBYTES + struct.pack("<I", len(value)) + value
 
 
@@ -87,7 +84,6 @@ MODULE = "torch.distributed.checkpoint.metadata"
 
 
 def sound(rows: int) -> Metadata:
-    """Make what a directory says of a weight in chunks of rows, and of an object."""
     chunks = [ChunkStorageMetadata(torch.Size([row, 0]), torch.Size([1, 3])) for row in range(rows)]
     weight = TensorStorageMetadata(TensorProperties(), torch.Size([rows, 3]), chunks)
     places = {
@@ -121,7 +117,6 @@ _values = st.one_of(
 
 @st.composite
 def _instances(draw: st.DrawFn) -> list[bytes]:
-    """Make an instance, perhaps by a call with arguments, and set fields of it."""
     begin = called(draw(_names), *draw(st.lists(_values, max_size=2)))
     fields = draw(st.lists(st.tuples(st.sampled_from(_FIELDS), _values), max_size=3))
     inside = [part for name, value in fields for part in (text(name), value)]
@@ -141,7 +136,7 @@ _pieces = st.one_of(
 
 @st.composite
 def cases(draw: st.DrawFn) -> bytes:
-    """Pickles: a sound one with parts put in, taken out and said twice, or parts alone."""
+    """Pickles: a sound one with parts inserted, removed and repeated, or parts alone."""
     parts = list(draw(st.one_of(st.just([]), st.sampled_from(SOUND))))
     for _ in range(draw(st.integers(1, 6))):
         at = draw(st.integers(0, len(parts)))
@@ -150,7 +145,6 @@ def cases(draw: st.DrawFn) -> bytes:
 
 
 def check(data: bytes) -> None:
-    """Open a directory that says this of itself; see that no class has changed."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / ".metadata").write_bytes(data)
         (Path(folder) / "__0_0.distcp").write_bytes(b"0123")

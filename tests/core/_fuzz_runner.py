@@ -38,7 +38,6 @@ def fuzz(program: str, count: int, first: int, folder: Path) -> None:
 
 
 def _fuzz(program: str, count: int, seeded: int, case: Path) -> None:
-    """Try cases of a program in one process."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.core._fuzz_runner", program]
     done = subprocess.run(
         [*command, str(count), str(seeded), str(case)],
@@ -58,14 +57,13 @@ def _fuzz(program: str, count: int, seeded: int, case: Path) -> None:
 
 
 def limit_memory() -> None:
-    """Make every request for much memory fail."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     limit = pages * resource.getpagesize() + SPARE_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def refuse_much_memory(error: BaseException | None) -> None:
-    """Fail where an error, or what it came from, says that there was no memory."""
+    """Fail where an error, or its cause, says that there was no memory."""
     while error is not None:
         asked = isinstance(error, MemoryError) or "allocate" in str(error)
         assert not asked, f"asked for much memory: {error!r}"
@@ -73,7 +71,6 @@ def refuse_much_memory(error: BaseException | None) -> None:
 
 
 def main() -> None:
-    """Run a program."""
     name, count, seeded, path = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
     program = importlib.import_module(f"tests.core.{name}")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT)

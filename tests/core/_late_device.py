@@ -46,7 +46,6 @@ def build() -> Path:
 
 
 def register(library: Path) -> None:
-    """Make it torch's accelerator, for the rest of this process."""
     torch.utils.rename_privateuse1_backend("late")  # type: ignore[attr-defined]
     torch.ops.load_library(library)  # type: ignore[no-untyped-call]
     torch.ops.late_device.register_hooks()
@@ -64,6 +63,5 @@ def register(library: Path) -> None:
 
 
 def contexts() -> list[int]:
-    """List the devices on which this process has a context."""
     found: list[int] = torch.ops.late_device.contexts()
     return found

@@ -1,7 +1,4 @@
-"""What snapshots take of a machine's memory, each measured in a process of its own.
-
-Run as ``python -m tests.core._memory fork``; it prints bytes.
-"""
+"""Memory of snapshots: ``python -m tests.core._memory fork`` prints bytes."""
 
 from __future__ import annotations
 
@@ -21,23 +18,21 @@ MB = 1_000_000
 
 
 def field_bytes(file: str, name: str) -> int:
-    """Return a figure of a process."""
     (line,) = (ln for ln in Path(file).read_text().splitlines() if ln.startswith(name))
     return int(line.split()[1]) * 1024
 
 
 def share_bytes(pid: int | str) -> int:
-    """Return what a process holds; of what it shares with others, its share."""
+    """Return what a process holds; of shared memory, its share."""
     return field_bytes(f"/proc/{pid}/smaps_rollup", "Pss:")
 
 
 def zeros(size_bytes: int) -> torch.Tensor:
-    """Return a state of some size that takes no memory itself."""
     return torch.zeros(1).expand(size_bytes // 4)
 
 
 def fork() -> int:
-    """Fill a block, fork, fill it again; give how much more the two then hold together."""
+    """Fill a block, fork, fill it again; return how much more the two then hold together."""
     state, memory = [zeros(64 * MB)], HostBuffer()
     memory.allocate_like(state)[0].copy_(state[0])
     before = share_bytes("self")
@@ -54,7 +49,7 @@ def fork() -> int:
 
 
 def grow(*, at_once: bool) -> int:
-    """Take a snapshot, and then a larger one; give the most that was held of both."""
+    """Take a snapshot, and then a larger one; return the peak of both."""
     camera, before = Snapshotter(), field_bytes("/proc/self/status", "VmRSS:")
     for size_bytes in (128 * MB, 192 * MB):
         camera.take(_draft(zeros(size_bytes), at_once=at_once), 0).wait(lambda: False)

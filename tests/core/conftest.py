@@ -20,5 +20,4 @@ settings.load_profile("house")
 
 @pytest.fixture
 def job() -> Cluster:
-    """Return a job of four ranks."""
     return Cluster(WORLD)

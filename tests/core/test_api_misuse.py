@@ -23,45 +23,40 @@ from tests.support.small_checkpoints import fill
 
 
 @pytest.mark.parametrize("wrong", ["step5", [1, 2], 5])
-def test_a_client_state_that_is_no_dictionary(wrong: Any, tmp_path: Path) -> None:
-    """A tag, as ``engine.save_checkpoint(folder, tag)`` has it, is told apart before any save."""
+def test_a_tag_as_client_state_is_refused(wrong: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"client_state=.*a dictionary.*no tag") as refused:
         save_checkpoint(None, tmp_path / "x", wrong)
     assert repr(wrong) in str(refused.value)
     assert not (tmp_path / "x").exists()
 
 
-def test_a_module_is_no_engine() -> None:
-    """The error names what was passed, and what is wanted."""
+def test_a_module_instead_of_an_engine_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"Linear.*deepspeed\.initialize"):
         LiveEngine(nn.Linear(1, 1)).check()
 
 
 @pytest.mark.parametrize("stage", ["3", 4, True, 2.0])
-def test_a_stage_that_is_none_of_zeros(stage: Any) -> None:
-    """DeepSpeed takes "3" for ZeRO-3, for which Lightning does not: each then does its own."""
+def test_an_invalid_stage_is_refused(stage: Any) -> None:
+    """DeepSpeed accepts "3" and Lightning does not, so each would do something else."""
     with pytest.raises(UnsupportedError, match=r"stage: .*expected 0, 1, 2 or 3"):
         check_config({"zero_optimization": {"stage": stage}})
     check_config({"zero_optimization": {"stage": 3}})
 
 
 def stock_tag_in(path: Path, tag: str) -> None:
-    """Do as ``engine.save_checkpoint(path, tag)`` does, into a checkpoint that is there."""
     (path / tag).mkdir()
     (path / tag / "mp_rank_00_model_states.pt").write_text("of DeepSpeed")
     (path / "latest").write_text(tag)
 
 
-def test_a_later_tag_of_deepspeeds_is_not_passed_over(tmp_path: Path) -> None:
-    """Else a load goes back to what was saved before it, and says nothing."""
+def test_a_later_tag_of_deepspeed_is_an_error(tmp_path: Path) -> None:
     stock_tag_in(fill(tmp_path / "run", "ours"), "step9")
     with pytest.raises(CheckpointFormatError, match="step9") as refused:
         open_checkpoint(tmp_path / "run")
     assert str(tmp_path / "run" / "step9") in str(refused.value)
 
 
-def test_that_tag_is_looked_at_by_itself(tmp_path: Path) -> None:
-    """The path that the error names leads to it; the folder of our own files does not."""
+def test_the_tag_can_be_read_by_its_path(tmp_path: Path) -> None:
     stock_tag_in(fill(tmp_path / "run", "ours"), "step9")
     for tag, inside in (("step9", False), ("checkpoint", True)):
         with pytest.raises(Exception, match=r".") as refused:
@@ -96,7 +91,6 @@ def _kinds(kind: str, folder: Path) -> Path:
 
 
 def _damaged(whole: Path, target: Path) -> Iterator[Path]:
-    """Yield a copy for each file, in which that file has other bytes, or none."""
     if whole.is_file():
         yield whole
         return
@@ -109,8 +103,7 @@ def _damaged(whole: Path, target: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("kind", ["universal", "dcp", "zero1-ds0.19", "zero3-ds0.19", "single"])
-def test_nothing_stays_open(kind: str, tmp_path: Path) -> None:
-    """A reader that refuses what it is given has closed it by then, with its error still held."""
+def test_readers_close_files_that_they_refuse(kind: str, tmp_path: Path) -> None:
     whole = _kinds(kind, tmp_path)
     refused = []
     for path in _damaged(whole, tmp_path / "damaged"):

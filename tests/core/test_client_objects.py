@@ -33,8 +33,6 @@ WHERE = "a.ckpt/checkpoint/client_objects.pt"
 
 
 class Mine:
-    """A class that this library does not know."""
-
     def __init__(self, value: object) -> None:
         self.value = value
 
@@ -46,7 +44,6 @@ class Mine:
 
 
 def written_and_read(value: object, *, allow_pickle: bool = False) -> object:
-    """Write a value to a file as a save does, and load it."""
     file = io.BytesIO()
     torch.save(store_objects(((("x",), value),)), file)
     file.seek(0)
@@ -126,7 +123,6 @@ def test_known_classes_need_no_permission(value: object) -> None:
 
 
 def test_arrays_keep_their_memory_order() -> None:
-    """A Fortran array stays one; arrays can be written to and do not share memory."""
     one = np.asfortranarray(np.arange(6.0).reshape(2, 3))
     found: Any = written_and_read([one, one])
     assert found[0].flags.fnc
@@ -135,7 +131,6 @@ def test_arrays_keep_their_memory_order() -> None:
 
 
 def a_list_that_contains_itself() -> list[Any]:
-    """Return a list that is its own item."""
     found: list[Any] = [Path("x")]
     found.append(found)
     return found
@@ -156,7 +151,6 @@ UNKNOWN = [
 
 @pytest.mark.parametrize(("value", "name"), UNKNOWN, ids=lambda value: f"{value!s:.30}")
 def test_other_classes_need_permission(value: object, name: str) -> None:
-    """The save and the load name the class and the place of the object."""
     objects = (((("a"), 0), Path("x")), (("callbacks", "B", "x"), value))
     (found,) = find_unknown(objects).items()
     assert found == ("callbacks.B.x", name.replace("\\", ""))
@@ -171,7 +165,6 @@ def test_other_classes_need_permission(value: object, name: str) -> None:
 
 
 def test_objects_of_other_classes_stay_shared() -> None:
-    """An object in two places of the state is one object after the load."""
     one = Mine(1)
     stored = store_objects(((("a",), one), (("b",), [one])))
     (_, first), (_, second) = load_objects(stored, WHERE, allow_pickle=True)
@@ -179,13 +172,11 @@ def test_objects_of_other_classes_stay_shared() -> None:
 
 
 def test_an_object_that_cannot_be_pickled_is_named() -> None:
-    """A save names the place of the object."""
     with pytest.raises(SaveError, match=r"deep\.f, a function that cannot be pickled"):
         store_objects(((("deep", "f"), lambda: 0),))
 
 
-def test_a_class_that_is_gone() -> None:
-    """With permission, an error names the class that cannot be imported."""
+def test_a_missing_class_is_named() -> None:
     stored = store_objects(((("x",), Mine(1)),))
     data = stored["pickle"].numpy().tobytes().replace(b"Mine", b"Gone")
     stored["pickle"] = torch.frombuffer(bytearray(data), dtype=torch.uint8)

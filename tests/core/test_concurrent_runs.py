@@ -39,7 +39,6 @@ tenancy.end()
 
 @contextmanager
 def another_run(*folders: Path) -> Iterator[subprocess.Popen[str]]:
-    """Make another process save into folders."""
     pipe = subprocess.PIPE
     call = [sys.executable, "-c", CHILD, *map(str, folders)]
     with subprocess.Popen(call, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as child:
@@ -52,12 +51,10 @@ def another_run(*folders: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def markers(folder: Path) -> list[Path]:
-    """Return the notes in a folder."""
     return sorted(folder.glob(f"{RUN_MARKER_PREFIX}*"))
 
 
 def left(folder: Path, owner: ProcessIdentity) -> Path:
-    """Leave the note of some run."""
     path = folder / f"{RUN_MARKER_PREFIX}{owner.pid}.json"
     path.write_bytes(owner.to_json())
     return path
@@ -66,7 +63,6 @@ def left(folder: Path, owner: ProcessIdentity) -> Path:
 def test_a_live_run_is_named_once_on_both_sides(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Process, host and folder; the one that was there first is told as well."""
     ours = ConcurrentRunMonitor([tmp_path, str(tmp_path), None])
     ours.begin()
     assert len(markers(tmp_path)) == 1
@@ -87,17 +83,15 @@ def test_a_live_run_is_named_once_on_both_sides(
 
 
 def wait_for(found: Callable[[], object]) -> None:
-    """Wait until something is found."""
     end = time.monotonic() + HANG_TIMEOUT_S
     while not found():
         assert time.monotonic() < end
         time.sleep(0.01)
 
 
-def test_runs_that_begin_together_are_both_told(
+def test_runs_that_begin_together_warn_each_other(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder comes with the first save, so that none sees the other before its own."""
     monkeypatch.setattr(concurrent_runs, "TOUCH_INTERVAL_S", 2 * HANG_TIMEOUT_S)
     folder = tmp_path / "later"
     ours = ConcurrentRunMonitor([folder])
@@ -122,7 +116,7 @@ def test_runs_that_begin_together_are_both_told(
 
 
 def goes_unheard(marker: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """See that a note of a dead run is removed by the next one, without a word."""
+    """See that a note of a dead run is removed by the next one without a warning."""
     ours = ConcurrentRunMonitor([marker.parent])
     ours.look()
     assert marker not in markers(marker.parent)
@@ -131,16 +125,16 @@ def goes_unheard(marker: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
-def test_a_run_that_was_killed_is_no_news(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its note goes with the run that comes after it."""
+def test_a_killed_run_is_not_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with another_run(tmp_path):
         (marker,) = markers(tmp_path)
     assert marker.exists()
     goes_unheard(marker, caplog)
 
 
-def test_a_process_has_one_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A second fit, or Trainer, of one process is not another run; nor is another folder's."""
+def test_a_second_fit_of_one_process_is_not_another_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "link").symlink_to("a")
     first, second = (
@@ -156,10 +150,9 @@ def test_a_process_has_one_run(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert not markers(tmp_path / "a")
 
 
-def test_another_machines_run_is_alive_when_it_shows_it(
+def test_another_machines_run_is_alive_if_its_note_is_touched(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A note that is young says nothing: its run may have been killed just now."""
     owner = replace(ProcessIdentity.of_this_process("a"), machine="node7 boot pid:[1]", pid=77)
     marker = left(tmp_path, owner)
     ours = ConcurrentRunMonitor([tmp_path])
@@ -175,10 +168,9 @@ def test_another_machines_run_is_alive_when_it_shows_it(
     assert markers(tmp_path) == [marker]
 
 
-def test_another_machines_run_that_fell_silent_is_dead(
+def test_another_machines_silent_run_is_dead_after_half_an_hour(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its note goes after half an hour, by the file system's clock."""
     marker = left(
         tmp_path, replace(ProcessIdentity.of_this_process("a"), machine="node7 boot pid:[1]")
     )
@@ -187,8 +179,7 @@ def test_another_machines_run_that_fell_silent_is_dead(
     goes_unheard(marker, caplog)
 
 
-def test_what_only_has_such_a_name_stays(tmp_path: Path) -> None:
-    """A user's file, folder or link under a note's name is nobody's note."""
+def test_foreign_files_with_the_name_of_a_note_stay(tmp_path: Path) -> None:
     mine = {
         f"{RUN_MARKER_PREFIX}mine.json": "the user's only one",
         f"{RUN_MARKER_PREFIX}list.json": json.dumps([1]),
@@ -209,8 +200,7 @@ def test_what_only_has_such_a_name_stays(tmp_path: Path) -> None:
     assert {name: (tmp_path / name).read_text() for name in mine} == mine
 
 
-def test_a_folder_that_comes_later(tmp_path: Path) -> None:
-    """Nothing is made for a run that saves nothing; a note is left when the folder is there."""
+def test_a_note_is_left_when_the_folder_exists(tmp_path: Path) -> None:
     folder = tmp_path / "later"
     ours = ConcurrentRunMonitor([folder, "s3://bucket/run"])
     ours.look()
@@ -223,10 +213,9 @@ def test_a_folder_that_comes_later(tmp_path: Path) -> None:
     assert not markers(folder)
 
 
-def test_a_folder_that_cannot_be_written_is_a_saves_to_tell(
+def test_an_unwritable_folder_raises_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing is raised; what others have left there is none of this run's."""
     (tmp_path / "file").write_text("")
     ours = ConcurrentRunMonitor([tmp_path / "file" / "below", "/proc/self"])
     ours.begin()
@@ -234,8 +223,7 @@ def test_a_folder_that_cannot_be_written_is_a_saves_to_tell(
     assert not caplog.records
 
 
-def test_a_copy_stays_nowhere(tmp_path: Path) -> None:
-    """A strategy is copied; the run is the one that has begun."""
+def test_a_copied_strategy_has_no_run(tmp_path: Path) -> None:
     ours = ConcurrentRunMonitor([tmp_path])
     ours.begin()
     other = copy.deepcopy(ours)

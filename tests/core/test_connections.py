@@ -20,7 +20,6 @@ THREADS, EACH = 4, 500
 
 
 def ends(work: Callable[[], object]) -> bool:
-    """Whether work comes to its end."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(PROMPT_TIMEOUT_S)
@@ -28,8 +27,8 @@ def ends(work: Callable[[], object]) -> bool:
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 1e-9, 1e-6, 1e-4])
-def test_a_wait_ends_however_short_it_is(timeout_s: float) -> None:
-    """Also the first one after an order, which holds up ``queue.SimpleQueue`` for good."""
+def test_a_wait_ends_in_time(timeout_s: float) -> None:
+    """Also the first one after an order; ``queue.SimpleQueue`` may block forever there."""
     queue = CommandQueue()
     found: list[bool] = []
 
@@ -42,8 +41,7 @@ def test_a_wait_ends_however_short_it_is(timeout_s: float) -> None:
     assert found == [True, False] * 2000
 
 
-def test_no_order_is_lost_and_each_threads_come_in_order() -> None:
-    """However many give them at once, and however long the one waits."""
+def test_no_order_is_lost_or_reordered() -> None:
     queue = CommandQueue()
     done: list[tuple[int, int]] = []
 
@@ -66,8 +64,7 @@ def test_no_order_is_lost_and_each_threads_come_in_order() -> None:
         assert [n for t, n in done if t == thread_number] == list(range(EACH))
 
 
-def test_an_order_wakes_who_waits() -> None:
-    """It does not wait for the end of its time."""
+def test_an_order_ends_a_wait_at_once() -> None:
     queue = CommandQueue()
     threading.Timer(0.05, lambda: queue.put(lambda: None)).start()
     assert ends(lambda: queue.get(10 * PROMPT_TIMEOUT_S))
@@ -83,7 +80,6 @@ def port() -> Iterator[int]:
 
 
 def connect(port: int, *, hosts: bool = False) -> TCPStore:
-    """Return a rank's connection."""
     return TCPStore(
         "127.0.0.1",
         port,
@@ -94,7 +90,7 @@ def connect(port: int, *, hosts: bool = False) -> TCPStore:
 
 
 def meet(port: int, ranks: range) -> list[int]:
-    """Start the ranks of a world, the last ones first; return what each has agreed on."""
+    """Start the ranks of a world, the last ones first; return what each agreed on."""
     with ThreadPoolExecutor(len(ranks)) as threads:
         calls = [
             threads.submit(agree_on_port, connect(port), rank, len(ranks), HANG_TIMEOUT_S)
@@ -103,15 +99,13 @@ def meet(port: int, ranks: range) -> list[int]:
         return [call.result() for call in calls]
 
 
-def test_worlds_one_after_another_agree_each_for_itself(port: int) -> None:
-    """All ranks have one port, and never that of a world before, also of another size."""
+def test_successive_worlds_agree_on_new_ports(port: int) -> None:
     found = [meet(port, range(world)) for world in (3, 3, 2, 4, 1, 3)]
     assert all(len(set(of_world)) == 1 for of_world in found)
     assert len({of_world[0] for of_world in found}) == len(found)
 
 
-def test_a_rank_that_was_killed_is_not_taken_for_the_new_one(port: int) -> None:
-    """What it asked is answered, but rank 0 waits until the one that lives has heard it."""
+def test_a_killed_rank_is_not_taken_for_its_successor(port: int) -> None:
     connect(port).set("elastic-zero/meeting/word/1", "of a rank that is dead")
     done = threading.Event()
     found: list[int] = []
@@ -133,7 +127,6 @@ def test_a_rank_that_was_killed_is_not_taken_for_the_new_one(port: int) -> None:
 @pytest.mark.parametrize(
     ("rank", "named"), [(0, "ranks 1, 2 of 3 did not join"), (2, "rank 0 did not answer")]
 )
-def test_who_does_not_come_is_named(rank: int, named: str, port: int) -> None:
-    """And so is torchrun's setting by which there is nothing to agree on."""
+def test_an_absent_rank_is_named(rank: int, named: str, port: int) -> None:
     with pytest.raises(RanksError, match=f"(?s){named}.*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         agree_on_port(connect(port), rank, 3, 0.2)

@@ -1,5 +1,3 @@
-"""Runs of elements and boxes of a tensor meet where they should, whatever the dimensions."""
-
 from __future__ import annotations
 
 import torch
@@ -14,7 +12,6 @@ Box = tuple[list[int], list[int], list[int], tuple[int, int]]
 
 @st.composite
 def boxes(draw: st.DrawFn) -> Box:
-    """Return a shape, a box in it (offsets, sizes), and a run of its elements."""
     shape = draw(st.lists(st.integers(1, 5), max_size=4))
     starts = [draw(st.integers(0, size - 1)) for size in shape]
     sizes = [draw(st.integers(0, n - at)) for n, at in zip(shape, starts, strict=True)]
@@ -24,8 +21,7 @@ def boxes(draw: st.DrawFn) -> Box:
 
 
 @given(boxes())
-def test_each_element_of_both_is_found_once(case: Box) -> None:
-    """What overlaps is exactly the elements that are in the box and in the run, at their places."""
+def test_overlaps_of_a_box_and_a_run_are_found_once(case: Box) -> None:
     shape, starts, sizes, (start, stop) = case
     elements = torch.arange(torch.Size(shape).numel()).reshape(shape)
     box = elements[tuple(slice(o, o + n) for o, n in zip(starts, sizes, strict=True))].reshape(-1)

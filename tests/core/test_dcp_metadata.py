@@ -22,8 +22,7 @@ def _read(data: bytes, folder: Path) -> Metadata:
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_what_was_written_is_read(protocol: int, tmp_path: Path) -> None:
-    """Names, shapes, types and places come back, in each protocol."""
+def test_metadata_round_trips(protocol: int, tmp_path: Path) -> None:
     found = _read(pickle.dumps(sound(3), protocol), tmp_path)
     weight, epoch = found.leaves
     assert found.ordered
@@ -35,8 +34,7 @@ def test_what_was_written_is_read(protocol: int, tmp_path: Path) -> None:
     assert epoch.chunks == (Chunk((), (), FILE, 3, 1),)
 
 
-def test_chunks_have_each_element_once(tmp_path: Path) -> None:
-    """A directory whose chunks overlap, or leave elements out, is refused."""
+def test_overlapping_or_missing_chunks_are_refused(tmp_path: Path) -> None:
     for change in ("offsets", "sizes"):
         metadata = sound(3)
         chunk = metadata.state_dict_metadata["model.weight"].chunks[2]  # type: ignore[union-attr]
@@ -49,7 +47,6 @@ def test_chunks_have_each_element_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [b"Metadata", b"_MEM_FORMAT_ENCODING"])
 def test_classes_of_this_process_do_not_change(name: bytes, tmp_path: Path) -> None:
-    """A pickle sets attributes only of the stand-ins that were made for it."""
     state = b"(N}X\x07\x00\x00\x00changedK\x07st"
     for target in (MODULE + name + b"\n", MODULE + name + b"\n)\x81"):
         with pytest.raises(CheckpointCorruptedError, match="is damaged, or not of torch's"):
@@ -58,7 +55,6 @@ def test_classes_of_this_process_do_not_change(name: bytes, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", [b"os\nsystem", b"torch\nload", b"builtins\neval", b"torch\nhub"])
-def test_other_classes_are_refused(name: bytes, tmp_path: Path) -> None:
-    """Nothing is imported for a pickle."""
+def test_other_classes_are_not_imported(name: bytes, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=rf"object of {name.decode().replace(chr(10), '.')}"):
         _read(b"\x80\x02c" + name + b"\n)R.", tmp_path)

@@ -1,4 +1,4 @@
-"""Saves behind training of a state that is on a device: torch's interface, not one kind's."""
+"""Background saves of a state on a device, by torch's interface for any device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ TIMEOUT_S = 250
 
 
 def run_case(case: str, where: str, folder: Path, status: int = 0) -> None:
-    """Run a case of ``_on_device`` in a process of its own."""
     command = [
         sys.executable,
         "-m",
@@ -55,7 +54,6 @@ def late_device() -> str:
 def test_the_writer_waits_for_small_copies_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its stream waits for what was queued before it was made: so it is made after all copies."""
     made: list[str] = []
 
     def recorded(module: Any, name: str) -> None:
@@ -85,25 +83,19 @@ def test_the_writer_waits_for_small_copies_too(
     "case", ["copies", "offload", "scalars", "randomness", "fingerprint", "restore"]
 )
 def test_a_state_on_a_device(case: str, late_device: str, tmp_path: Path) -> None:
-    """Copies that are made late, memory given back meanwhile, scalars and generators of a device.
-
-    What was saved there is restored on another one.
-
-    In a process of its own each, since a process has one accelerator for good.
-    """
+    """Each case in its own process, since a process has one accelerator."""
     run_case(case, late_device, tmp_path)
 
 
 @pytest.mark.long
-def test_no_host_reads_the_devices_memory(late_device: str, tmp_path: Path) -> None:
-    """A read of it ends the process, so that what the cases above do, they do by copies."""
+def test_a_host_read_of_device_memory_ends_the_process(late_device: str, tmp_path: Path) -> None:
     run_case("unreadable", late_device, tmp_path, status=-signal.SIGSEGV)
     assert not (tmp_path / "was read").exists()
 
 
 @pytest.mark.long
 def test_the_writer_works_on_its_ranks_device(late_device: str, tmp_path: Path) -> None:
-    """Nothing ever asks for device 0, and no file names a device: it loads where there is none."""
+    """Device 0 is never used, and no file names a device."""
     run_case("write", late_device, tmp_path)
     for name in ("copied", "live"):
         files = sorted((tmp_path / f"{name}.ckpt").rglob("*.pt"))
@@ -114,7 +106,7 @@ def test_the_writer_works_on_its_ranks_device(late_device: str, tmp_path: Path) 
 
 
 def test_events_of_cuda_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``torch.Event`` ignores ``blocking``, so that CUDA's own is made: a thread must not spin."""
+    """``torch.Event`` ignores ``blocking``, and a waiting thread would spin."""
     made: list[dict[str, Any]] = []
 
     class FakeEvent:
@@ -129,8 +121,7 @@ def test_events_of_cuda_block(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made == [{"blocking": True, "recorded": True}]
 
 
-def test_without_an_accelerator_nothing_is_started() -> None:
-    """On the CPU there is no device, and no CUDA is initialised by asking for it."""
+def test_without_an_accelerator_cuda_is_not_initialised() -> None:
     before = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if not before:
         assert device_streams.current_device() is None

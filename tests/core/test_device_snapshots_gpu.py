@@ -1,7 +1,4 @@
-"""What needs real GPUs: contexts, threads and copies on CUDA.
-
-Engines on them are in ``tests/devices``.
-"""
+"""Contexts, threads and copies on CUDA; engines on GPUs are in ``tests/devices``."""
 
 from __future__ import annotations
 
@@ -20,20 +17,17 @@ two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer th
 
 
 @pytest.mark.parametrize("case", ["copies", "offload"])
-def test_copies_behind_training(case: str, tmp_path: Path) -> None:
-    """What a snapshot holds is what was there, also where memory is given back meanwhile."""
+def test_a_snapshot_is_unaffected_by_later_training_and_frees(case: str, tmp_path: Path) -> None:
     run_case(case, "cuda:0", tmp_path)
 
 
 @two_devices
 @pytest.mark.parametrize("case", ["write", "scalars"])
-def test_a_rank_of_the_second_device(case: str, tmp_path: Path) -> None:
-    """Nothing makes a context on device 0, and scalars of two devices are alike."""
+def test_device_0_gets_no_context(case: str, tmp_path: Path) -> None:
     run_case(case, "cuda:1", tmp_path)
 
 
-def test_work_goes_to_a_stream_of_its_device_and_back() -> None:
-    """Device and stream are those from before, whatever was done in between."""
+def test_on_stream_restores_device_and_stream() -> None:
     last = torch.device("cuda", torch.cuda.device_count() - 1)
     before = torch.accelerator.current_stream()
     stream = device_streams.side_stream(last)
@@ -48,8 +42,7 @@ def test_work_goes_to_a_stream_of_its_device_and_back() -> None:
     assert float(ones.sum()) == 1000
 
 
-def test_no_device_goes_into_a_file() -> None:
-    """Client state is written as on the host, objects too."""
+def test_client_state_on_a_device_is_written_as_on_the_host() -> None:
     held = torch.ones(3, device="cuda")
     parameter = torch.nn.Parameter(held.clone())
     plain = split_objects({"a": held, "b": [parameter]}).plain

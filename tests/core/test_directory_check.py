@@ -23,13 +23,12 @@ from tests.support.processes import HANG_TIMEOUT_S
 
 @pytest.fixture(autouse=True)
 def is_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make each test be the first that meets a device."""
+    """Forget the devices that earlier tests have checked."""
     monkeypatch.setattr(directory_check, "_tried_devices", set())
 
 
 @pytest.fixture
 def two_ranks() -> Iterator[list[Ranks]]:
-    """Yield two ranks, for two threads."""
     store, times = HashStore(), Timeouts()
     with ExitStack() as opened:
         ranks = [StoreRanks(store, rank, 2, name="a", times=times) for rank in range(2)]
@@ -39,8 +38,6 @@ def two_ranks() -> Iterator[list[Ranks]]:
 
 
 def on_both(ranks: list[Ranks], work: Callable[[Ranks], object]) -> list[object]:
-    """Return what each rank returned, or raised."""
-
     def outcome(of_rank: Ranks) -> object:
         try:
             return work(of_rank)
@@ -53,14 +50,12 @@ def on_both(ranks: list[Ranks], work: Callable[[Ranks], object]) -> list[object]
 
 
 def test_only_the_directory_is_left(tmp_path: Path) -> None:
-    """It is made as by a first save; of the trial nothing is left."""
     (checked,) = check_directories([tmp_path / "logs" / "checkpoints", None, ""], OneRank())
     assert (checked.path, checked.hosts) == (str(tmp_path / "logs" / "checkpoints"), 1)
     assert list(tmp_path.rglob("*")) == [tmp_path / "logs", tmp_path / "logs" / "checkpoints"]
 
 
 def test_a_users_files_stay(tmp_path: Path) -> None:
-    """All that was there is there, empty folders too."""
     there = tmp_path / "checkpoints"
     (there / "empty").mkdir(parents=True)
     (there / "mine.txt").write_text("mine")
@@ -68,8 +63,7 @@ def test_a_users_files_stay(tmp_path: Path) -> None:
     assert sorted(path.name for path in there.rglob("*")) == ["empty", "mine.txt"]
 
 
-def test_one_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
-    """A file lies in the way: the error names the path, and the file stays."""
+def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(SaveError, match=str(tmp_path / "file" / "checkpoints")):
         check_directories([tmp_path / "file" / "checkpoints"], OneRank())
@@ -77,14 +71,13 @@ def test_one_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_remote_storage_is_refused() -> None:
-    """With what to do instead."""
     with pytest.raises(UnsupportedError, match="ftp://"):
         check_directories(["ftp://bucket/run"], OneRank())
 
 
-def test_what_a_directory_cannot_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is refused by what the system says; it is asked again the next time."""
-
+def test_a_missing_capability_is_refused_and_checked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(self: Path, target: Path) -> None:
         raise PermissionError(1, "Operation not permitted")
 
@@ -98,8 +91,7 @@ def test_what_a_directory_cannot_do(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert check_directories([tmp_path], OneRank())
 
 
-def test_ranks_agree_on_rank_zeros(two_ranks: list[Ranks], tmp_path: Path) -> None:
-    """Whatever folders the others name: all are told the same."""
+def test_the_folder_of_rank_0_is_checked(two_ranks: list[Ranks], tmp_path: Path) -> None:
     first, second = on_both(
         two_ranks, lambda ranks: check_directories([tmp_path / "0"][ranks.rank :], ranks)
     )
@@ -107,10 +99,9 @@ def test_ranks_agree_on_rank_zeros(two_ranks: list[Ranks], tmp_path: Path) -> No
     assert list(tmp_path.rglob("*")) == [tmp_path / "0"]
 
 
-def test_a_rank_that_sees_other_files(
+def test_ranks_that_do_not_share_files_are_named(
     two_ranks: list[Ranks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All ranks are told who does not see whose file, in both directions."""
     soon = partial(await_shared, wait_s=0.2)
     monkeypatch.setattr(directory_check, "await_shared", soon)
     folders = [tmp_path / name / "folder" for name in ("one", "two")]

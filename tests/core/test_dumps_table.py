@@ -29,8 +29,7 @@ TABLE = DumpsTable(
 )
 
 
-def test_a_table_comes_back_as_it_was(tmp_path: Path) -> None:
-    """All that is written is read."""
+def test_a_table_round_trips(tmp_path: Path) -> None:
     (tmp_path / TABLE_NAME).write_text(TABLE.to_json())
     assert read_table(tmp_path) == TABLE
 
@@ -52,7 +51,6 @@ def test_a_table_comes_back_as_it_was(tmp_path: Path) -> None:
 def test_a_value_of_another_type_is_refused(
     edit: Callable[[Any], object], said: str, tmp_path: Path
 ) -> None:
-    """Nothing is made of what was not written: a text is no shape, and no name is none."""
     content = json.loads(TABLE.to_json())
     edit(content)
     (tmp_path / TABLE_NAME).write_text(json.dumps(content))

@@ -1,4 +1,4 @@
-"""What only warns of a user's settings takes whatever a user may have there."""
+"""Warnings about a user's settings accept any settings."""
 
 from __future__ import annotations
 
@@ -17,14 +17,11 @@ NO_RATES = [None, "relative", [0.1, 0.2], {"dtype": "float32"}, torch.ones(2)]
 
 
 class Optimizer:
-    """An optimizer's groups."""
-
     def __init__(self, rate: object) -> None:
         self.param_groups = [{"lr": rate}]
 
 
 def warned(configured: object, saved: object) -> list[str]:
-    """Return the warnings of a run with one rate that is given another."""
     hyperparameters: dict[str, Any] = {"lr": saved}
     group = Group(names=("weight",), hyperparameters=hyperparameters, state=())
     rates = configured_rates([Optimizer(configured)])
@@ -32,28 +29,23 @@ def warned(configured: object, saved: object) -> list[str]:
 
 
 @pytest.mark.parametrize("value", NO_RATES, ids=str)
-def test_what_is_no_rate_is_not_compared(value: object) -> None:
-    """On either side; the checkpoint's counts, as always."""
+def test_values_that_are_not_rates_are_not_compared(value: object) -> None:
     assert warned(value, 0.1) == warned(0.1, value) == warned(value, value) == []
 
 
 @pytest.mark.parametrize("rate", [0.3, torch.tensor(0.3), torch.tensor([0.3])], ids=repr)
 def test_rates_are_compared_as_numbers_and_tensors(rate: float | torch.Tensor) -> None:
-    """A saved tensor is a dictionary that holds it."""
     saved = {"tensor": 0.1} if isinstance(rate, torch.Tensor) else 0.1
     assert len(warned(rate, saved)) == 1
     assert warned(rate, {"tensor": float(rate)}) == []
 
 
 class Own(RandomSampler):
-    """A sampler that has nothing of its parent's."""
-
     def __init__(self) -> None:
         """Leave out the parent's."""
 
 
-def test_a_sampler_of_a_users_class_is_not_looked_into() -> None:
-    """It need not have what torch's has."""
+def test_a_sampler_of_a_users_class_is_not_inspected() -> None:
     data = TensorDataset(torch.zeros(4, 1))
     assert overruled_orders(DataLoader(data, sampler=Own())) == [""]
     assert overruled_orders(DataLoader(data, shuffle=True)) == [""]

@@ -1,4 +1,4 @@
-"""What is said of checkpoints that hold whole tensors by name: single files, and directories."""
+"""Checkpoints that contain whole tensors by name: single files and directories."""
 
 from __future__ import annotations
 
@@ -33,14 +33,12 @@ DTYPES = [
 
 
 def save_file(tree: dict[str, object], folder: Path) -> Path:
-    """Write a single file."""
     path = folder / "model.ckpt"
     torch.save({"state_dict": tree}, path)
     return path
 
 
 def save_directory(tree: dict[str, object], folder: Path) -> Path:
-    """Write a directory of ``torch.distributed.checkpoint``, without a process group."""
     path = folder / "model.distcp"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # It says that there is no process group.
@@ -52,7 +50,6 @@ WRITERS = [save_file, save_directory]
 
 
 def live_of(tree: dict[str, torch.Tensor], owned: set[str]) -> Manifest:
-    """Describe a live model that trains some of its parameters; what is integral is a buffer."""
     return Manifest(
         save_id="",
         stage=1,
@@ -78,7 +75,6 @@ def live_of(tree: dict[str, torch.Tensor], owned: set[str]) -> Manifest:
 def test_the_precision_is_that_of_the_weights(
     dtype: torch.dtype, precision: str, write: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """A checkpoint is described by the dtype that it has, before and after it meets a model."""
     tree = {
         # A buffer may come first, and is no weight.
         "positions": torch.arange(3),
@@ -97,8 +93,7 @@ def test_the_precision_is_that_of_the_weights(
 
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("alike", [True, False])
-def test_positions_in_an_unknown_order(ordered: bool, alike: bool) -> None:
-    """Where nothing tells the order, states of one shape are refused; other ones are placed."""
+def test_states_of_one_shape_in_an_unknown_order_are_refused(ordered: bool, alike: bool) -> None:
     shapes = {"a": (4, 3), "b": (4, 3) if alike else (3, 4)}
     tree = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     state = {index: {"step": 1.0, "exp_avg": tree[name]} for index, name in enumerate(("a", "b"))}
@@ -129,13 +124,12 @@ FUSED = {"lr": 0.1, "betas": (0.9, 0.999), "bias_correction": True, "step": 0}
     ],
     ids=str,
 )
-def test_steps_that_one_parameter_counts_for_its_group(
+def test_steps_kept_by_one_parameter_are_those_of_the_group(
     steps: tuple[int | torch.Tensor, ...],
     read: list[float],
     hyperparameters: dict[str, object],
     tmp_path: Path,
 ) -> None:
-    """Such a count is that of the whole group; all others are read as they are."""
     if hyperparameters != FUSED:  # another optimizer's
         read = [float(step) for step in steps]
     names = ["a", "b", "c"]
@@ -152,7 +146,6 @@ def test_steps_that_one_parameter_counts_for_its_group(
 
 
 def adam_of(*shapes: tuple[int, ...]) -> dict[int, dict[str, torch.Tensor]]:
-    """Return Adam's states of parameters by position."""
     return {
         index: {
             "step": torch.tensor(2.0),
@@ -163,8 +156,7 @@ def adam_of(*shapes: tuple[int, ...]) -> dict[int, dict[str, torch.Tensor]]:
     }
 
 
-def test_the_state_of_a_single_number_is_no_other_weights() -> None:
-    """A trained scale has moments without dimensions: they fit it, and nothing else."""
+def test_the_state_of_a_scalar_weight_fits_it_alone() -> None:
     weights = {
         "scale": torch.tensor(1.5),
         "first": torch.zeros(2, 3),

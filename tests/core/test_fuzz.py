@@ -1,7 +1,4 @@
-"""Readers of files that anybody may have written: no crash, no write, no more memory than a file's.
-
-2,000 cases of each reader behind ``long``, or as many as ``--fuzz-cases`` says.
-"""
+"""Readers given invalid files: no crash, no write, and no more memory than the file's."""
 
 from __future__ import annotations
 
@@ -17,7 +14,6 @@ PROGRAMS = ["_fuzz_files", "_fuzz_metadata"]
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_reader_reads_or_refuses(program: str, seed: int, tmp_path: Path) -> None:
-    """Whatever a file holds, a reader gives the value or an error of its own."""
     fuzz(program, 250, seed, tmp_path)
 
 
@@ -27,5 +23,4 @@ def test_a_reader_reads_or_refuses(program: str, seed: int, tmp_path: Path) -> N
 def test_a_reader_reads_or_refuses_in_each_of_many_cases(
     program: str, pytestconfig: pytest.Config, seed: int, tmp_path: Path
 ) -> None:
-    """Whatever a file holds, a reader gives the value or an error of its own."""
     fuzz(program, pytestconfig.getoption("--fuzz-cases"), seed, tmp_path)

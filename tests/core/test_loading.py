@@ -46,13 +46,11 @@ SHAPES = {"a": (5, 3), "b": (4,), "c": (7,)}
 
 
 def one_group(steps: Sequence[float]) -> WholeState:
-    """Return a state of one parameter group in two sub-groups, which have taken these steps."""
     state = make_state(SHAPES)
     return replace(state, groups=(tuple(SHAPES),), rates=(1e-3,), steps=tuple(steps))
 
 
 def sub_groups(*names: Sequence[str]) -> tuple[FlatBuffer, ...]:
-    """Return ZeRO-3's sub-groups of one parameter group."""
     numel = {"a": 15, "b": 4, "c": 7, "new": 2}
     return tuple(FlatBuffer(0, tuple(n), tuple(numel[name] for name in n)) for n in names)
 
@@ -67,27 +65,23 @@ def steps_of(path: Path, steps: Sequence[float], live: tuple[FlatBuffer, ...]) -
     return [float(scalars["step"]) for scalars in found]  # type: ignore[arg-type]
 
 
-def test_a_sub_group_goes_on_with_its_own_steps(tmp_path: Path) -> None:
-    """Sub-groups of one group may have taken different steps."""
+def test_each_sub_group_keeps_its_steps(tmp_path: Path) -> None:
     assert steps_of(tmp_path, (3.0, 5.0), sub_groups("ab", "c")) == [3.0, 5.0]
     assert steps_of(tmp_path / "cut", (3.0, 5.0), sub_groups("a", "c", "b")) == [3.0, 5.0, 3.0]
 
 
-def test_sub_groups_that_become_one_agree(tmp_path: Path) -> None:
-    """One flat buffer has one value of each: those that differ are refused, and both are named."""
+def test_merged_sub_groups_need_equal_steps(tmp_path: Path) -> None:
     assert steps_of(tmp_path, (4.0, 4.0), sub_groups("abc")) == [4.0]
     with pytest.raises(CheckpointMismatchError, match=r"3\..*5\..*sub_group_size"):
         steps_of(tmp_path / "differ", (3.0, 5.0), sub_groups("abc"))
 
 
-def test_a_new_parameter_counts_as_its_group_does(tmp_path: Path) -> None:
-    """What was not saved takes the steps of the others in its group, alone in a buffer or not."""
+def test_a_new_parameter_takes_the_steps_of_its_group(tmp_path: Path) -> None:
     assert steps_of(tmp_path, (4.0, 4.0), sub_groups("abc", ["new"])) == [4.0, 4.0]
     assert steps_of(tmp_path / "beside", (3.0, 5.0), sub_groups("ab", ["c", "new"])) == [3.0, 5.0]
 
 
-def test_states_are_read_where_they_are_wanted(tmp_path: Path) -> None:
-    """Of a parameter with fresh states the weights are read, and its states stay what they are."""
+def test_states_of_fresh_parameters_are_not_read(tmp_path: Path) -> None:
     state = make_state(SHAPES)
     write_elastic(tmp_path, state, 1, 2)
     wanted = (Fragment("a", 0, 15, 0, 0, 0), Fragment("b", 1, 4, 0, 0, 15))
@@ -115,7 +109,6 @@ NUMEL = (1 << 20) + 3
 
 
 def manifest(dtype: str, *names: str, frozen: tuple[str, ...] = ()) -> Manifest:
-    """Describe a run of these parameters."""
     parameters = [Parameter(n, (NUMEL,), dtype, None if n in frozen else 0) for n in names]
     return Manifest(
         "", 0, 1, "any", "float32", tuple(parameters), (Group(names, {}, ()),), (), (), ()
@@ -123,7 +116,7 @@ def manifest(dtype: str, *names: str, frozen: tuple[str, ...] = ()) -> Manifest:
 
 
 def targets(*held: tuple[str, torch.Tensor]) -> RestoreTargets:
-    """Return what a rank received: each tensor between two elements that are no parameter's."""
+    """Return received tensors, each between two elements that belong to no parameter."""
     huge = torch.full((1,), 3e38)
     return RestoreTargets(
         tuple(Fragment(n, 0, v.numel(), 0, i, 1) for i, (n, v) in enumerate(held)),
@@ -135,7 +128,6 @@ def targets(*held: tuple[str, torch.Tensor]) -> RestoreTargets:
 
 
 def with_last(number: float) -> torch.Tensor:
-    """Return masters whose last one is a number."""
     values = torch.zeros(NUMEL)
     values[-1] = number
     return values
@@ -158,17 +150,15 @@ def with_last(number: float) -> torch.Tensor:
         ("float32", "float16", math.nan, False),
     ],
 )
-def test_a_weight_is_named_if_this_load_makes_it_infinite(
+def test_a_weight_that_a_cast_makes_infinite_is_named(
     saved: str, here: str, number: float, named: bool
 ) -> None:
-    """Its own elements are looked at, all of them; what was infinite stays so without a word."""
     held = targets(("a", with_last(0.0)), ("b", with_last(number)), ("b", with_last(number)))
     found = infinite_weights(held, manifest(saved, "a", "b", "gone"), manifest(here, "a", "b"))
     assert found == (["b"] if named else [])
 
 
-def test_other_parameters_are_not_looked_at() -> None:
-    """Frozen ones have no masters; one that is not in the checkpoint was never cast."""
+def test_frozen_and_new_parameters_are_not_checked() -> None:
     held = targets(("frozen", with_last(7e4)), ("new", with_last(7e4)))
     here = manifest("float16", "frozen", "new", frozen=("frozen",))
     assert infinite_weights(held, manifest("float32", "frozen"), here) == []
@@ -185,10 +175,9 @@ def test_other_parameters_are_not_looked_at() -> None:
         ("float16", "float16", math.inf, False),
     ],
 )
-def test_masters_that_will_be_rounded_are_looked_at_whatever_was_saved(
+def test_masters_are_checked_against_the_rounded_type(
     saved: str, here: str, number: float, named: bool
 ) -> None:
-    """They were finite in a run that did not round them."""
     held = targets(("a", with_last(number)))
     wanted = manifest(saved, "a"), manifest(here, "a")
     assert infinite_weights(held, *wanted, rounds_masters=True) == (["a"] if named else [])
@@ -199,20 +188,17 @@ HUGE_NUMEL = (1 << 20) + 12
 
 
 def zip_file(weight: torch.Tensor, folder: Path) -> Path:
-    """Write a single file."""
     torch.save({"state_dict": {"w": weight}}, folder / "model.ckpt")
     return folder / "model.ckpt"
 
 
 def legacy_file(weight: torch.Tensor, folder: Path) -> Path:
-    """Write a single file that is no zip."""
     path = folder / "model.ckpt"
     torch.save({"state_dict": {"w": weight}}, path, _use_new_zipfile_serialization=False)
     return path
 
 
 def transposed(weight: torch.Tensor, folder: Path) -> Path:
-    """Write a single file whose elements lie in another order."""
     return zip_file(weight.view(4, -1).t().contiguous().t(), folder)
 
 
@@ -237,7 +223,6 @@ CASTS = [
 
 
 def read(path: Path, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
-    """Read elements of the one weight as a load does."""
     with closing(open_checkpoint(path)) as source:
         target = torch.zeros(stop - start, dtype=dtype)
         wanted = Fragment("w", start, stop, rank=0, buffer=0, offset=0)
@@ -247,20 +232,18 @@ def read(path: Path, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
 
 
 def layout_of(source: CheckpointReader) -> Layout:
-    """Return where the weight lies, whether an optimizer owns it or not."""
     return source.layout() if source.manifest.optimized else source.frozen_layout()
 
 
 @pytest.mark.parametrize("write", KINDS)
 @pytest.mark.parametrize(("saved", "here", "number"), CASTS, ids=str)
-def test_a_number_that_is_too_large_is_refused(
+def test_a_number_that_is_too_large_is_refused_by_name(
     write: Callable[..., Path],
     saved: torch.dtype,
     here: torch.dtype,
     number: float,
     tmp_path: Path,
 ) -> None:
-    """By parameter, number and type; a run that does not hold it is read."""
     weight = torch.arange(HUGE_NUMEL, dtype=torch.float32).remainder(7).to(saved)
     weight[0], weight[-3] = math.inf, number
     path = write(weight, tmp_path)
@@ -272,14 +255,13 @@ def test_a_number_that_is_too_large_is_refused(
 
 @pytest.mark.parametrize("write", KINDS)
 @pytest.mark.parametrize(("saved", "here", "number"), CASTS, ids=str)
-def test_what_is_not_finite_in_the_file_stays_so(
+def test_infinities_and_nan_of_the_file_are_kept(
     write: Callable[..., Path],
     saved: torch.dtype,
     here: torch.dtype,
     number: float,
     tmp_path: Path,
 ) -> None:
-    """Infinities and NaN; and a number that is too large is no error in its own type."""
     weight = torch.ones(HUGE_NUMEL, dtype=saved)
     weight[::1000], weight[1], weight[-1] = math.inf, -math.inf, math.nan
     found = read(write(weight, tmp_path), here, 0, HUGE_NUMEL)
@@ -299,10 +281,9 @@ def test_what_is_not_finite_in_the_file_stays_so(
         (torch.float64, torch.float32, 1),
     ],
 )
-def test_nothing_is_read_again_where_nothing_can_become_infinite(
+def test_only_non_finite_parts_of_narrowing_casts_are_read_again(
     saved: torch.dtype, here: torch.dtype, reads: int
 ) -> None:
-    """Only what was read into a narrower type and is not finite, in parts around it."""
     numel = 2 * HUGE_NUMEL
     stored = torch.ones(numel, dtype=saved)
     if saved.is_floating_point:
@@ -321,8 +302,7 @@ def test_nothing_is_read_again_where_nothing_can_become_infinite(
     assert sum(run.stop - run.start for run in wanted) < HUGE_NUMEL
 
 
-def test_an_optimizer_state_is_named_with_what_helps() -> None:
-    """The state, the parameter, and that a load without it is possible."""
+def test_an_infinite_optimizer_state_is_named_with_a_remedy() -> None:
     stored = torch.full((3,), 1e39, dtype=torch.float64)
 
     def read_into(pairs: Iterable[tuple[torch.Tensor, StoredRun]]) -> int:

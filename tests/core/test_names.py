@@ -55,8 +55,9 @@ from lightning_elastic_zero.errors import CheckpointMismatchError
         ({}, "one", "one"),
     ],
 )
-def test_beginnings(of: dict[str, str], saved: str, here: str) -> None:
-    """Whole names between dots, or patterns; the longest one that fits counts."""
+def test_prefixes_and_patterns_rename_whole_names(
+    of: dict[str, str], saved: str, here: str
+) -> None:
     assert KeyMapping(of).here(saved) == here
 
 
@@ -72,14 +73,14 @@ def test_beginnings(of: dict[str, str], saved: str, here: str) -> None:
         ({"net._orig_mod": "net"}, "net.w", "net._orig_mod.w", "net.w"),
     ],
 )
-def test_compiled_layers_are_the_same(of: dict[str, str], live: str, saved: str, here: str) -> None:
-    """Names differ by what wrappers put into them, on either side, and beside what is renamed."""
+def test_prefixes_of_wrappers_are_ignored(
+    of: dict[str, str], live: str, saved: str, here: str
+) -> None:
     assert mapping_to([live, "other"], of).here(saved) == here
     assert mapping_to([live, "other"], of).table([saved], "a.ckpt") == {saved: here}
 
 
-def test_a_layer_beside_its_compiled_self() -> None:
-    """Where both are in the model, each keeps its name."""
+def test_a_layer_and_its_compiled_copy_keep_their_names() -> None:
     both = ("net.w", "net._orig_mod.w")
     assert mapping_to(both, {}).table(both, "a.ckpt") == dict(zip(both, both, strict=True))
 
@@ -97,8 +98,7 @@ def test_a_layer_beside_its_compiled_self() -> None:
         ({"b*": "a*"}, "maps both 'a.x' and 'b.x' to 'a.x'"),
     ],
 )
-def test_what_cannot_be(of: dict[str, str], says: str | None) -> None:
-    """What fits no name, two names that would be one, and a name of nothing, are refused."""
+def test_impossible_renamings_are_refused(of: dict[str, str], says: str | None) -> None:
     if says is None:
         assert KeyMapping(of).table(["a.x", "b.x"], "") == {"a.x": "ya", "b.x": "yb"}
         return
@@ -107,8 +107,7 @@ def test_what_cannot_be(of: dict[str, str], says: str | None) -> None:
 
 
 @pytest.mark.parametrize("value", [["a"], "a", {"a": 1}, {1: "a"}, True])
-def test_what_is_no_renaming(value: object) -> None:
-    """It is refused where it is passed."""
+def test_an_invalid_renaming_is_refused_where_it_is_passed(value: object) -> None:
     with pytest.raises(ValueError, match=r"^rename=.*: expected a dictionary of names"):
         check_rename(value)
     assert check_rename(None) == {}
@@ -125,15 +124,13 @@ def test_what_is_no_renaming(value: object) -> None:
         ({"old.w": 1}, {}, {}),
     ],
 )
-def test_what_is_likely(
+def test_likely_renamings(
     unexpected: dict[str, int], missing: dict[str, int], expected: dict[str, str]
 ) -> None:
-    """One change of a beginning that leads from names of one side to names of the other."""
     assert guess_key_mapping(unexpected, missing) == expected
 
 
-def test_what_fits_is_not_renamed() -> None:
-    """Only as much of a name is renamed as no name has that both sides have."""
+def test_names_that_match_are_not_renamed() -> None:
     assert guess_key_mapping(
         {"enc.w": 1, "enc.b": 2}, {"m.enc.w": 1, "m.enc.b": 2}, ["head.w", "head.b"]
     ) == {"enc": "m.enc"}
@@ -141,7 +138,6 @@ def test_what_fits_is_not_renamed() -> None:
 
 
 def test_of_many_the_first_are_suggested() -> None:
-    """An error shows what to do; it does not do it."""
     found = guess_key_mapping(
         {f"l{i}.w": 1 for i in range(999)}, {f"k{i}.w": 1 for i in range(999)}
     )
@@ -149,7 +145,7 @@ def test_of_many_the_first_are_suggested() -> None:
 
 
 def described(*groups: list[str], rate: float) -> Manifest:
-    """Describe a model whose groups have rates that follow from their places."""
+    """Describe a model whose groups have rates that follow from their positions."""
     return Manifest(
         save_id="",
         stage=3,
@@ -171,8 +167,7 @@ def described(*groups: list[str], rate: float) -> Manifest:
     )
 
 
-def test_a_group_goes_on_with_what_its_members_had() -> None:
-    """By its members and not by its place; what is new has what is configured."""
+def test_a_group_gets_the_values_of_its_members() -> None:
     saved = described(["a", "b"], ["c"], rate=0.1)
     live = described(["new"], ["c", "other"], ["b", "a"], ["a2"], rate=5.0)
     groups = with_live_groups(saved, live).groups
@@ -181,8 +176,7 @@ def test_a_group_goes_on_with_what_its_members_had() -> None:
     assert with_live_groups(saved, replace(saved, groups=saved.groups)) == saved
 
 
-def test_a_schedulers_values_go_with_their_groups() -> None:
-    """What is one value for each group moves; all else, and what only has its length, stays."""
+def test_a_schedulers_values_move_with_their_groups() -> None:
     saved = {
         "base_lrs": [1, 2],
         "_milestones": [10, 20],
@@ -210,8 +204,7 @@ def test_a_schedulers_values_go_with_their_groups() -> None:
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.5, 0.99)])
-def test_how_large_updates_become_that_are_not_corrected(betas: tuple[float, float]) -> None:
-    """The figure is what torch's Adam does to a parameter whose first steps are called late."""
+def test_the_size_of_uncorrected_updates_is_that_of_adam(betas: tuple[float, float]) -> None:
     late, new = (nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in range(2))
     optimizers = [torch.optim.Adam([p], lr=1.0, betas=betas, eps=0.0) for p in (late, new)]
     zeros = {key: torch.zeros_like(late.data) for key in ("exp_avg", "exp_avg_sq")}
@@ -244,14 +237,12 @@ BEGINS = {"Adagrad": {"sum": 0.25}, "Rprop": {"prev": 0.0, "step_size": 0.125}}
 
 
 def held_by(inner: torch.optim.Optimizer) -> Group:
-    """Return what a group of an optimizer that has stepped is saved as."""
     (flat,) = inner.param_groups[0]["params"]
     fields = {k: v for k, v in inner.param_groups[0].items() if k != "params"}
     return Group(("a",), fields, state_keys(*split_state(inner, flat, inner.state[flat])))
 
 
 def stepped(kind: Callable[..., Any], options: dict[str, Any]) -> torch.optim.Optimizer:
-    """Return an optimizer that has taken a step with gradients of one."""
     flat = nn.Parameter(torch.ones(3))
     inner: torch.optim.Optimizer = kind([flat], **options)
     flat.grad = torch.ones(3)
@@ -260,8 +251,7 @@ def stepped(kind: Callable[..., Any], options: dict[str, Any]) -> torch.optim.Op
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_a_fresh_state_is(name: str) -> None:
-    """It is that of a parameter that has had gradients of zero, whatever the weights decay by."""
+def test_a_fresh_state_is_that_of_zero_gradients(name: str) -> None:
     inner = stepped(*OPTIMIZERS[name])
     held = held_by(inner)
     found = initial_values(inner, 0, held)
@@ -275,18 +265,15 @@ def test_what_a_fresh_state_is(name: str) -> None:
 
 
 class KeepsWeights(torch.optim.SGD):
-    """As schedule-free optimizers: a state begins as the weights."""
+    """Like schedule-free optimizers: a state begins as the weights."""
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Keep the weights."""
         for p in self.param_groups[0]["params"]:
             self.state[p].setdefault("z", p.detach().clone())
         super().step(closure)
 
 
 class AsksForMore(torch.optim.SGD):
-    """One of a user's whose constructor cannot be called by others."""
-
     def __init__(self, params: list[Any], mine: str) -> None:
         super().__init__(params, lr=0.1, momentum=0.9)
         self.mine = mine
@@ -299,10 +286,9 @@ class AsksForMore(torch.optim.SGD):
         (AsksForMore, {"mine": "?"}, "a trial step of another AsksForMore failed"),
     ],
 )
-def test_what_cannot_be_fresh_beside_others_is_refused(
+def test_states_that_cannot_be_fresh_are_refused_by_name(
     kind: Callable[..., Any], options: dict[str, Any], says: str
 ) -> None:
-    """By name, with what helps."""
     inner = stepped(kind, options)
     with pytest.raises(CheckpointMismatchError) as refused:
         initial_values(inner, 0, held_by(inner))
@@ -312,7 +298,6 @@ def test_what_cannot_be_fresh_beside_others_is_refused(
 
 @pytest.mark.parametrize("hyperparameters", [True, False])
 def test_members_stay_with_their_algorithm(hyperparameters: bool) -> None:
-    """What Adam trained has no momentum of Muon's, which would begin anew in silence."""
     saved, live = described(["a", "b"], ["c"], rate=0.1), described(["a"], ["b", "c"], rate=0.1)
     kinds = [{"use_muon": True}, {"use_muon": False}]
     of = {

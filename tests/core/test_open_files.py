@@ -1,5 +1,3 @@
-"""Files that are kept open: no more than there may be, and none that was refused."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -16,8 +14,7 @@ def _is_open(path: Path) -> bool:
     return any(link.exists() and link.resolve() == path.resolve() for link in links)
 
 
-def test_what_was_refused_is_refused_again(tmp_path: Path) -> None:
-    """A file whose name is another one's is not kept, and not given to who asks once more."""
+def test_a_refused_file_is_refused_again(tmp_path: Path) -> None:
     name = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
     torch.save({"a": torch.ones(3)}, tmp_path / name.format(1))
     path = (tmp_path / name.format(1)).rename(tmp_path / name.format(0))
@@ -30,8 +27,7 @@ def test_what_was_refused_is_refused_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("legacy", "kept"), [(False, 4), (True, 2)])
-def test_few_files_are_open_at_once(legacy: bool, kept: int, tmp_path: Path) -> None:
-    """The one that was used longest ago is closed; what is held whole does not pile up."""
+def test_the_least_recently_used_file_is_closed(legacy: bool, kept: int, tmp_path: Path) -> None:
     names = [f"{index}.pt" for index in range(6)]
     for name in names:
         torch.save({"n": name}, tmp_path / name, _use_new_zipfile_serialization=not legacy)

@@ -26,18 +26,14 @@ TOKEN = "a-token"  # noqa: S105 - of this server alone
 
 
 class Metadata(BaseHTTPRequestHandler):
-    """Answers as the metadata servers of clouds are documented to."""
-
     told = False
 
     def do_PUT(self) -> None:
-        """Hand out a token for the asking with a time to live."""
         known = self.path == "/latest/api/token"
         lives = self.headers.get("X-aws-ec2-metadata-token-ttl-seconds")
         self._answer(200 if known and lives else 400, TOKEN)
 
     def do_GET(self) -> None:
-        """Answer documented requests with whether the machine is taken away."""
         if self.path == "/latest/meta-data/spot/instance-action":
             allowed = self.headers.get("X-aws-ec2-metadata-token") == TOKEN
             document = '{"action": "terminate", "time": "2026-11-22T08:22:00Z"}'
@@ -73,7 +69,6 @@ def metadata_server() -> Iterator[tuple[str, type[Metadata]]]:
 
 
 def test_metadata_servers_are_asked_as_documented() -> None:
-    """No notice first, then one; a server that asks for a token or a header gets it."""
     with metadata_server() as (address, answers):
         notices: dict[str, Notice] = {
             "aws": partial(aws_notice, address),
@@ -90,7 +85,6 @@ def test_metadata_servers_are_asked_as_documented() -> None:
 
 
 def test_no_answer_is_no_notice() -> None:
-    """A server that is gone, refuses, or knows nothing of it, ends no run."""
     with metadata_server() as (address, _):
         refused = notice_of(f"{address}/computeMetadata/v1/instance/preempted")  # without header
         unknown = notice_of(f"{address}/nothing")
@@ -100,8 +94,7 @@ def test_no_answer_is_no_notice() -> None:
     assert not gcp_notice(address)
 
 
-def test_a_file_that_appears(tmp_path: Path) -> None:
-    """As a daemon or a scheduler's script puts it."""
+def test_a_file_that_appears_is_a_notice(tmp_path: Path) -> None:
     notice = notice_of(str(tmp_path / "preempted"))
     assert not notice()
     (tmp_path / "preempted").touch()
@@ -109,17 +102,13 @@ def test_a_file_that_appears(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["aws", "gcp", "http://127.0.0.1:1/x", "/a/file"])
-def test_notices_travel(name: str) -> None:
-    """A Trainer is copied and sent to other processes with its callbacks."""
+def test_notices_can_be_copied_and_pickled(name: str) -> None:
     callback = pickle.loads(pickle.dumps(PreemptionCheckpoint(name)))  # noqa: S301 - from here
     assert pickle.dumps(callback._notice) == pickle.dumps(notice_of(name))
 
 
 class Garbage(BaseHTTPRequestHandler):
-    """Answers with what is no HTTP."""
-
     def do_GET(self) -> None:
-        """Answer with something."""
         self.wfile.write(b"garbage\n")
 
     @override
@@ -128,7 +117,6 @@ class Garbage(BaseHTTPRequestHandler):
 
 
 def test_garbage_is_no_notice() -> None:
-    """Nor is what raises no OSError."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Garbage) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         assert not url_notice(f"http://127.0.0.1:{server.server_port}/x")

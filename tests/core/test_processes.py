@@ -26,7 +26,6 @@ pytestmark = pytest.mark.skipif(
 
 
 def wait_for(found: Callable[[], ProcessState], wanted: ProcessState) -> None:
-    """Wait until the system says so."""
     end = time.monotonic() + WAIT_S
     while found() is not wanted:
         assert time.monotonic() < end, found()
@@ -34,7 +33,6 @@ def wait_for(found: Callable[[], ProcessState], wanted: ProcessState) -> None:
 
 
 def test_states_of_a_process() -> None:
-    """It runs, is stopped, runs again; it has ended before its parent takes note, and after."""
     child = subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True
     )
@@ -56,7 +54,6 @@ def test_states_of_a_process() -> None:
 
 
 def test_this_process_runs() -> None:
-    """Its key is the same at each look, and of this machine."""
     key = ProcessKey.of_this_process()
     assert key == ProcessKey.of_this_process()
     assert key.pid == os.getpid()
@@ -64,21 +61,18 @@ def test_this_process_runs() -> None:
     assert key.state() is ProcessState.RUNNING
 
 
-def test_a_number_that_was_given_out_again() -> None:
-    """Another process has the number of one that has ended."""
+def test_a_reused_process_id_is_another_process() -> None:
     key = ProcessKey.of_this_process()
     assert replace(key, started=str(int(key.started) - 1)).state() is ProcessState.ENDED
 
 
 @pytest.mark.parametrize("change", [{"machine": "another"}, {"started": ""}])
 def test_nothing_is_known_of_other_machines(change: dict[str, str]) -> None:
-    """Nor of a process whose machine did not tell when it has started."""
     state = replace(ProcessKey.of_this_process(), **change).state()  # type: ignore[arg-type]
     assert state is ProcessState.UNKNOWN
 
 
-def test_one_whose_parent_has_not_taken_note_is_dead() -> None:
-    """It has ended, although the system still has its number."""
+def test_a_zombie_is_dead() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         started = start_time(child.pid)
@@ -96,16 +90,14 @@ def test_one_whose_parent_has_not_taken_note_is_dead() -> None:
         child.wait(PROMPT_TIMEOUT_S)
 
 
-def test_a_start_time_that_is_not_known_goes_by_the_file() -> None:
-    """A process of that number runs; whether it is that one, only the file's time tells."""
+def test_without_a_start_time_the_age_of_the_file_decides() -> None:
     identity = replace(ProcessIdentity.of_this_process("a"), started="")
     assert not identity.is_dead()
     assert not identity.is_dead(DEAD_AFTER_S)
     assert identity.is_dead(DEAD_AFTER_S + 1.0)
 
 
-def test_numbers_of_another_namespace_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process namespace without a ``/proc`` of its own, the numbers there are others'."""
+def test_process_ids_of_another_namespace_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_sees_itself", lambda: False)
     identity = ProcessIdentity.of_this_process("a")
     assert identity.started == ""
@@ -114,7 +106,6 @@ def test_numbers_of_another_namespace_are_not_recorded(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("text", [b"[" * 200_000, b"{}", b'{"target": "../a"}', b"\xff", b""])
-def test_what_is_no_identity(text: bytes, tmp_path: Path) -> None:
-    """Nothing is read from it, and nothing raised."""
+def test_an_invalid_identity_is_ignored(text: bytes, tmp_path: Path) -> None:
     (path := tmp_path / "owner.json").write_bytes(text)
     assert ProcessIdentity.read(path) is None

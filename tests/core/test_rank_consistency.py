@@ -35,14 +35,12 @@ class OnDevice(torch.Tensor):
 
 
 def on(device: str, value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Make a scalar that is printed as one of a device."""
     tensor = torch.tensor(value, dtype=dtype).as_subclass(OnDevice)
     tensor.at = device
     return tensor
 
 
 def contents(scalars: dict[str, Scalar], **hyperparameters: Any) -> ShardContents:
-    """Make what a rank is about to write: one flat buffer with scalars, one group."""
     group = Group((), hyperparameters, (StateKey("step", "scalar", "float32"),))
     manifest = Manifest("", 1, 2, "fp32", "float32", (), (group,), (), (), ())
     flat = FlatState((), torch.zeros(3), {}, scalars)
@@ -50,14 +48,12 @@ def contents(scalars: dict[str, Scalar], **hyperparameters: Any) -> ShardContent
 
 
 def compare(first: ShardContents, other: ShardContents, path: Path) -> None:
-    """Make rank 1 compare itself with rank 0."""
     write_tables(path, first.tables())
     check_consistent(RankZeroTables(table_digests(first.tables()), other.tables(), path))
 
 
 @pytest.mark.parametrize("value", [3.0, math.nan, 0.1])
-def test_ranks_on_two_devices_are_alike(value: float, tmp_path: Path) -> None:
-    """Ranks of one node hold their scalars on devices of their own: that is no difference."""
+def test_equal_scalars_on_two_devices_do_not_differ(value: float, tmp_path: Path) -> None:
     first, other = (contents({"step": on(f"cuda:{rank}", value)}) for rank in range(2))
     compare(first, other, tmp_path)
 
@@ -75,7 +71,6 @@ def test_ranks_on_two_devices_are_alike(value: float, tmp_path: Path) -> None:
 def test_scalars_that_differ_are_named(
     mine: Scalar, theirs: Scalar, named: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """The error says which state of which buffer differs, and both values."""
     with pytest.raises(UnsupportedError) as raised:
         compare(contents({"step": theirs}), contents({"step": mine}), tmp_path)
     assert all(name in str(raised.value) for name in named), raised.value
@@ -92,16 +87,16 @@ def test_scalars_that_differ_are_named(
     ],
     ids=["stage", "buffers", "steps", "another hyperparameter", "groups"],
 )
-def test_two_runs_are_refused(change: Callable[[Manifest], Manifest], tmp_path: Path) -> None:
-    """What is not one run's is refused, also where the hyperparameters' names differ."""
+def test_ranks_of_different_runs_are_refused(
+    change: Callable[[Manifest], Manifest], tmp_path: Path
+) -> None:
     first = contents({}, lr=0.1)
     other = replace(first, manifest=change(first.manifest))
     with pytest.raises(UnsupportedError, match="do not hold one run"):
         compare(first, other, tmp_path)
 
 
-def test_rates_that_drifted_are_no_reason_to_end_a_run(tmp_path: Path) -> None:
-    """A save goes on where ranks train with other rates."""
+def test_different_learning_rates_do_not_fail_a_save(tmp_path: Path) -> None:
     compare(contents({}, lr=0.1), contents({}, lr=0.01), tmp_path)
 
 
@@ -110,7 +105,6 @@ numbers = st.one_of(st.floats(), st.integers(-(2**63), 2**63 - 1), st.booleans()
 
 @given(numbers, numbers)
 def test_values_are_compared_exactly(a: object, b: object) -> None:
-    """Two values compare alike just where type and value are: NaN is NaN, -0.0 is 0.0."""
     both_nan = a != a and b != b  # noqa: PLR0124
     assert (canonical_repr(a) == canonical_repr(b)) == (type(a) is type(b) and (a == b or both_nan))
     if type(a) is float and type(b) is float:

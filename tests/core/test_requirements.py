@@ -1,4 +1,4 @@
-"""What is installed is held against what pyproject.toml promises and the library relies upon."""
+"""Installed releases are compared with pyproject.toml and with the names that the library needs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("requirement", [DEEPSPEED, LIGHTNING], ids=lambda r: r.package)
-def test_the_range_is_that_of_pyproject(requirement: Requirement) -> None:
-    """What is refused at setup is what pip would not have installed; tested is what is pinned."""
+def test_the_refused_range_is_that_of_pyproject(requirement: Requirement) -> None:
     assert f'"{requirement}"' in (ROOT / "pyproject.toml").read_text()
     pinned = f"{requirement.package}=={requirement.newest_tested}"
     assert pinned in (ROOT / "constraints.txt").read_text().split("\n")
@@ -52,7 +51,6 @@ def test_the_range_is_that_of_pyproject(requirement: Requirement) -> None:
     ],
 )
 def test_a_release_outside_the_range_is_refused(found: str, refused: bool) -> None:
-    """The sentence names the release that was found and the range that is wanted."""
     reason = DEEPSPEED.incompatibility(found)
     assert (reason is not None) is refused
     if reason is not None:
@@ -64,8 +62,7 @@ def test_a_release_outside_the_range_is_refused(found: str, refused: bool) -> No
         )
 
 
-def test_missing_names_are_listed() -> None:
-    """All at once, with whose they are, the release found and the range wanted."""
+def test_missing_names_are_listed_with_the_release() -> None:
     missing = missing_names(torch.nn.Linear(1, 1), ("weight", "gone", "bias", "lost"))
     sentence = LIGHTNING.missing_names_message("9.9", "Linear", missing)
     assert sentence is not None
@@ -77,7 +74,7 @@ def test_missing_names_are_listed() -> None:
 def passed(
     check: LossScalingCheck, factor: float, *, weight: float = 1.0, accumulate: int = 4
 ) -> float:
-    """Go through a backward pass whose gradient is scaled where DeepSpeed hangs its hooks."""
+    """Run a backward pass whose gradient is scaled where DeepSpeed places its hooks."""
     parameter = torch.ones(3, requires_grad=True)
     returned = parameter.sum()
     returned.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
@@ -91,22 +88,19 @@ def passed(
 @pytest.mark.parametrize("accumulate", [1, 2, 3, 4, 64])
 @pytest.mark.parametrize("weight", [1.0, 0.75])
 def test_a_loss_that_is_divided_once_passes(accumulate: int, weight: float) -> None:
-    """Whatever the accumulation, the weight of a micro-batch and the loss scale."""
     gradient = passed(LossScalingCheck(), 1.0, weight=weight, accumulate=accumulate)
     assert gradient == pytest.approx(8.0 * weight / accumulate)
 
 
 @pytest.mark.parametrize("factor", [0.25, 4.0, 0.5])
-def test_a_loss_that_is_scaled_once_more_is_refused(factor: float) -> None:
-    """A factor other than one is refused by its size; without accumulation there is nothing to."""
+def test_a_loss_that_is_scaled_twice_is_refused(factor: float) -> None:
     with pytest.raises(UnsupportedError, match=re.escape(f"are {factor:g} times")) as refused:
         passed(LossScalingCheck(), factor)
     assert "deepspeed>=0.16,!=0.17.6,!=0.18.0,!=0.18.1,!=0.18.2,!=0.18.3" in str(refused.value)
     assert passed(LossScalingCheck(), factor, accumulate=1) == factor * 8.0
 
 
-def test_it_looks_once() -> None:
-    """A micro-batch of no weight says nothing; after the first that does, nothing is looked at."""
+def test_the_loss_scale_is_checked_once() -> None:
     check = LossScalingCheck()
     passed(check, 0.25, weight=0.0)
     passed(check, 1.0)
@@ -114,7 +108,6 @@ def test_it_looks_once() -> None:
 
 
 def test_releases_are_read_once() -> None:
-    """Each save records some: parsing a package's metadata takes milliseconds."""
     version_of("torch")
     before = version_of.cache_info().hits
     assert version_of("torch") == torch.__version__
@@ -125,8 +118,7 @@ def test_releases_are_read_once() -> None:
     ("found", "is_new"),
     [("0.19.8", True), ("0.19.8+cu128", True), ("0.20.0", True), ("0.19.7", False), ("", False)],
 )
-def test_what_a_release_brought_is_asked_of_newer_ones(found: str, is_new: bool) -> None:
-    """Older releases do without some names, and were tested so."""
+def test_names_of_newer_releases_are_required_of_those_only(found: str, is_new: bool) -> None:
     assert DEEPSPEED.is_at_least(found, "0.19.8") is is_new
 
 
@@ -139,8 +131,9 @@ def test_what_a_release_brought_is_asked_of_newer_ones(found: str, is_new: bool)
         ("an operator's builder", SimpleNamespace(load=None), "NAME"),
     ],
 )
-def test_missing_names_of_operators(title: str, live: object, lost: str) -> None:
-    """A release without them is refused before an AttributeError during setup."""
+def test_missing_names_of_operators_are_refused_at_setup(
+    title: str, live: object, lost: str
+) -> None:
     (sentence,) = missing(title, live, "0.20.0")
     assert f"DeepSpeed 0.20.0 has no {lost} in {title}" in sentence
     assert "0.19.8 is the newest" in sentence

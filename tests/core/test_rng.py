@@ -35,8 +35,9 @@ def drawn() -> list[float]:
 
 
 @given(SEEDS, st.integers(0, 3), st.sampled_from([None, torch.device("cpu")]))
-def test_streams_go_on_where_they_were(seed: int, before: int, device: torch.device | None) -> None:
-    """Each of them, and between two numbers that were made at once."""
+def test_streams_continue_where_they_were(
+    seed: int, before: int, device: torch.device | None
+) -> None:
     seed_host_rng(seed)
     for _ in range(before):
         drawn()
@@ -48,8 +49,7 @@ def test_streams_go_on_where_they_were(seed: int, before: int, device: torch.dev
 
 
 @given(SEEDS, st.sets(st.sampled_from(["python", "numpy", "torch"])))
-def test_a_stream_that_was_not_kept_goes_on(seed: int, kept: set[str]) -> None:
-    """It is not set back, and those that were kept are."""
+def test_a_stream_that_was_not_kept_is_unchanged(seed: int, kept: set[str]) -> None:
     seed_host_rng(seed)
     state = collect_rng_states()
     first, second = drawn(), drawn()
@@ -64,7 +64,6 @@ def test_a_stream_that_was_not_kept_goes_on(seed: int, kept: set[str]) -> None:
 
 
 def test_isolated_draws_leave_the_streams_alone() -> None:
-    """Also where what draws fails."""
     state = collect_rng_states()
     expected = drawn()
     set_rng_states(state)
@@ -75,7 +74,6 @@ def test_isolated_draws_leave_the_streams_alone() -> None:
 
 @given(SEEDS, st.integers(0, 10**6), st.integers(0, 10**4))
 def test_a_new_rank_draws_the_same_in_each_resume(seed: int, step: int, rank: int) -> None:
-    """Whatever was drawn before; and nothing that another seed, step or rank draws."""
     found = []
     for numbers in ((seed, step, rank), (seed + 1, step, rank), (seed, step + 1, rank)):
         seed_rng_streams(*numbers)
@@ -88,8 +86,7 @@ def test_a_new_rank_draws_the_same_in_each_resume(seed: int, step: int, rank: in
         assert len(set(streams)) == len(streams)
 
 
-def test_near_numbers_give_far_seeds() -> None:
-    """63 bits, each of which differs for about half of them, in any order and number."""
+def test_similar_numbers_give_different_seeds() -> None:
     seeds = [derive_seed(*numbers) for n in (1, 2, 3) for numbers in product(range(12), repeat=n)]
     assert len(set(seeds)) == len(seeds)
     counts = [sum(seed >> bit & 1 for seed in seeds) for bit in range(64)]
@@ -99,7 +96,6 @@ def test_near_numbers_give_far_seeds() -> None:
 
 @given(SEEDS)
 def test_each_library_seeds_its_own_generator(seed: int) -> None:
-    """What is drawn is known from the seed alone."""
     seed_host_rng(seed)
     assert random.random() == random.Random(seed).random()
     assert np.random.rand() == np.random.RandomState(seed % 2**32).rand()  # noqa: NPY002
@@ -107,8 +103,7 @@ def test_each_library_seeds_its_own_generator(seed: int) -> None:
 
 
 @pytest.mark.gpu
-def test_a_devices_own_stream_is_kept_and_begun_like_the_others() -> None:
-    """Where the state holds it; where it does not, the device's stream goes on."""
+def test_a_devices_stream_is_kept_and_seeded() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     seed_rng_streams(1, 2, 3)
     state = collect_rng_states(device)

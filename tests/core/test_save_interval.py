@@ -24,7 +24,6 @@ def time_per_useful_second(period_s: float, stall_s: float, mtbf_s: float) -> fl
 
 
 def least_time(stall_s: float, mtbf_s: float) -> float:
-    """Return the least time per useful second, by narrowing down where it is."""
     low, high = 0.0, mtbf_s
     for _ in range(200):
         one, other = low + (high - low) / 3, high - (high - low) / 3
@@ -39,7 +38,6 @@ def least_time(stall_s: float, mtbf_s: float) -> float:
 
 @given(stall_s=stalls, ratio=st.floats(1e-8, 100))
 def test_no_other_interval_costs_noticeably_less(stall_s: float, ratio: float) -> None:
-    """At any stall, a millionth of the time between failures or a hundred times it."""
     mtbf_s = stall_s / ratio
     period_s = optimal_save_interval(stall_s, mtbf_s)
     assert period_s > stall_s
@@ -59,8 +57,8 @@ def test_a_guess_of_the_failure_rate_is_enough(mtbf_s: float, ratio: float, wron
 @pytest.mark.parametrize(
     ("mtbf_min", "published_min"), [(24 * 60, "117"), (6 * 60, "57"), (15, "9.1")]
 )
-def test_it_is_what_daly_published(mtbf_min: float, published_min: str) -> None:
-    """Figures 3 to 5 of the paper, for a stall of five minutes; he counts without the stall."""
+def test_intervals_equal_those_of_dalys_paper(mtbf_min: float, published_min: str) -> None:
+    """Figures 3 to 5, for a stall of five minutes; he counts without the stall."""
     found_min = optimal_save_interval(300.0, mtbf_min * 60) / 60 - 5
     digits = len(published_min.partition(".")[2])
     assert f"{found_min:.{digits}f}" == published_min
@@ -68,14 +66,12 @@ def test_it_is_what_daly_published(mtbf_min: float, published_min: str) -> None:
 
 @given(stall_s=stalls, mtbf_s=times_between_failures)
 def test_units_do_not_matter(stall_s: float, mtbf_s: float) -> None:
-    """Both in minutes: the interval in minutes."""
     in_minutes = optimal_save_interval(stall_s / 60, mtbf_s / 60)
     assert in_minutes * 60 == pytest.approx(optimal_save_interval(stall_s, mtbf_s))
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, math.inf, math.nan])
-def test_what_is_no_time_is_refused(seconds: float) -> None:
-    """The message names the argument, what it was and what it must be."""
+def test_invalid_times_are_refused_by_name(seconds: float) -> None:
     wanted = f"={seconds!r}: expected a finite number of seconds greater than 0"
     with pytest.raises(ValueError, match=f"^save_stall_s{wanted}$"):
         optimal_save_interval(seconds, 1.0)

@@ -1,4 +1,4 @@
-"""What a hook has made of the weights that it was handed: what it took out, and what it renamed."""
+"""Which weights a hook has removed from a state dict, and which it has renamed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ Weights = dict[str, Any]
 
 
 def without(weights: Weights, *names: str) -> Weights:
-    """Return the weights without some."""
     return {name: value for name, value in weights.items() if name not in names}
 
 
@@ -55,8 +54,8 @@ CASES: dict[str, tuple[Callable[[Weights], Weights], set[str], set[str]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_left_out_is_what_was_taken_out(case: str) -> None:
-    """Not what has another name now; where that cannot be told, it is saved, with a warning."""
+def test_removed_weights_are_excluded_and_renamed_ones_are_not(case: str) -> None:
+    """Where that cannot be told apart, the weight is saved, with a warning."""
     change, gone, unclear = CASES[case]
     given: Weights = {"student": torch.ones(4), "teacher": torch.ones(2, 2), "bias": torch.ones(5)}
     given["extra"] = {"calls": 3}  # as of a module's ``get_extra_state``

@@ -41,13 +41,7 @@ def live(groups: Sequence[Sequence[str]], order: Sequence[str] = tuple(SHAPES)) 
 def saved(
     groups: Sequence[Sequence[int | str]], names: dict[Any, str], *, without: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return a state dict.
-
-    Args:
-        groups: the ids.
-        names: what each id means; state is made for those that are not frozen.
-        without: names that have no state.
-    """
+    """Return a state dict of these groups; frozen names and ``without`` have no state."""
     states = {
         key: {"exp_avg": torch.empty(SHAPES[name], device="meta"), "step": torch.tensor(3.0)}
         for key, name in names.items()
@@ -59,13 +53,11 @@ def saved(
 def meaning(
     tree: dict[str, Any], manifest: Manifest, order: Sequence[str] = ""
 ) -> NamedOptimizerState:
-    """Match."""
     names = order or [p.name for p in manifest.parameters]
     return name_states(tree, manifest, names, {n: n for n in SHAPES})
 
 
-def test_positions_in_the_optimizers_order() -> None:
-    """An optimizer of torch's counts what the optimizer was given, group after group."""
+def test_positions_in_the_order_of_the_optimizer() -> None:
     tree = saved([[0, 1], [2, 3]], {0: "c", 1: "a", 2: "d", 3: "b"})
     found = meaning(tree, live([["c", "a"], ["d", "b"]]))
     assert [g.names for g in found.groups] == [("c", "a"), ("d", "b")]
@@ -77,7 +69,7 @@ def test_positions_in_the_optimizers_order() -> None:
     assert found.groups[1].hyperparameters == {"lr": 0.5}
 
 
-def test_positions_in_the_models_order() -> None:
+def test_positions_in_the_order_of_the_model() -> None:
     """Lightning's FSDP counts the model's parameters, frozen ones too."""
     tree = saved([[0, 2], [1, 3]], {0: "a", 1: "b", 2: "c", 3: "d"})
     found = meaning(tree, live([["c", "a"], ["d", "b"]]))
@@ -85,8 +77,7 @@ def test_positions_in_the_models_order() -> None:
     assert found.states["c"] is tree["state"][2]
 
 
-def test_frozen_parameters_in_the_one_group() -> None:
-    """``Adam(model.parameters())`` counts frozen parameters, which have no state."""
+def test_frozen_parameters_in_the_only_group_are_counted() -> None:
     order = ("f", "a", "b", "c", "d")
     tree = saved([[0, 1, 2, 3, 4]], dict(enumerate(order)))
     found = meaning(tree, live([["a", "b", "c", "d"]], order))
@@ -94,8 +85,7 @@ def test_frozen_parameters_in_the_one_group() -> None:
     assert found.states["a"] is tree["state"][1]
 
 
-def test_names() -> None:
-    """Names are taken at their word, also where they stand beside positions."""
+def test_names_may_stand_next_to_positions() -> None:
     by_name = saved([["a", "c"], ["b", "d", "f"]], {n: n for n in SHAPES})
     manifest = live([["c", "a"], ["d", "b"]])
     found = meaning(by_name, manifest)
@@ -113,7 +103,7 @@ def test_names() -> None:
     [("model.{}", "{}"), ("{}", "model.{}"), ("_forward_module.net.{}", "net.{}")],
 )
 def test_names_of_a_submodule_or_of_a_wrapper(given: str, live_names: str) -> None:
-    """``AdamW(self.model.named_parameters())``: names lack a part, or have one before them."""
+    """``AdamW(self.model.named_parameters())``: names lack a prefix or have one more."""
     order = ("c", "a", "d", "b")
     tree = saved([[0, 1], [2, 3]], dict(enumerate(order)))
     for group in tree["param_groups"]:
@@ -169,16 +159,14 @@ REFUSED: dict[str, tuple[dict[str, Any], Manifest, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_fit_is_refused(case: str) -> None:
-    """The numbers or names that do not fit are told, and what helps."""
+def test_numbers_and_names_that_do_not_fit_are_refused(case: str) -> None:
     tree, manifest, message = REFUSED[case]
     with pytest.raises(CheckpointMismatchError, match=message) as raised:
         meaning(tree, manifest)
     assert "load_optimizer_state=False" in str(raised.value)
 
 
-def test_another_order_of_the_model_is_no_position() -> None:
-    """Where the saved model had its parameters in another order, the optimizer may have had too."""
+def test_positions_of_a_reordered_model_are_refused() -> None:
     manifest = live([["a", "c"], ["b", "d"]])
     tree = saved([[0, 1], [2, 3]], {0: "a", 1: "c", 2: "b", 3: "d"})
     assert meaning(tree, manifest, "abcdf").states
@@ -186,8 +174,7 @@ def test_another_order_of_the_model_is_no_position() -> None:
         meaning(tree, manifest, "cbadf")
 
 
-def test_no_state_leaves_only_the_groups() -> None:
-    """SGD has no state: its groups are matched all the same."""
+def test_groups_without_state_are_matched() -> None:
     tree = saved([[0, 1], [2, 3]], {})
     found = meaning(tree, live([["a", "c"], ["b", "d"]]))
     assert [g.names for g in found.groups] == [("a", "c"), ("b", "d")]
@@ -195,6 +182,5 @@ def test_no_state_leaves_only_the_groups() -> None:
 
 
 @pytest.mark.parametrize("tree", [{}, {"state": {}}, {"state": {}, "param_groups": [1]}, None, []])
-def test_other_trees_are_no_optimizer(tree: object) -> None:
-    """What lacks states or groups is no optimizer's state dict."""
+def test_trees_without_states_or_groups_are_refused(tree: object) -> None:
     assert not is_optimizer(tree)

@@ -32,10 +32,12 @@ NEW_FILES = "tests/core/test_storage.py::TestChecksummedWriter::test_a_file_is_n
 LATEST_FILE = "tests/core/test_storage.py::TestReplaceDurably::test_only_the_named_file_changes"
 TAKEN = RACES + "test_a_name_taken_during_the_save_is_refused"
 EXPORTS = "tests/tools/test_conversion.py::test_nothing_is_overwritten_and_"
-KILLED_EXPORT = "tests/tools/test_conversion_processes.py::test_somebody_elses_file_stays"
-CAME_TO_EXPORT = "tests/tools/test_conversion.py::test_a_file_that_came_meanwhile"
+KILLED_EXPORT = (
+    "tests/tools/test_conversion_processes.py::test_a_foreign_file_in_a_killed_conversion_stays"
+)
+CAME_TO_EXPORT = "tests/tools/test_conversion.py::test_a_file_that_appears_at_the_target_stays"
 SELFTEST = "tests/tools/test_selftest.py::test_a_users_files_stay"
-SELFTEST_WORLDS = "tests/tools/test_selftest.py::test_it_holds_alone"
+SELFTEST_WORLDS = "tests/tools/test_selftest.py::test_selftest_holds_alone"
 CAME = RACES + "test_a_directory_with_a_new_file_is_kept"
 
 PLACES: dict[tuple[str, str, str], str] = {
@@ -112,7 +114,7 @@ PLACES: dict[tuple[str, str, str], str] = {
         LEFT + "test_the_clocks_file_does_not_replace_one"
     ),
     ("storage/owners.py", "_remove", "marker.unlink"): (
-        "tests/core/test_concurrent_runs.py::test_what_only_has_such_a_name_stays"
+        "tests/core/test_concurrent_runs.py::test_foreign_files_with_the_name_of_a_note_stay"
     ),
     ("trainer/checkpoint_io.py", "stop", "Path(made).rmdir"): (
         "tests/trainer/test_directory_check.py::test_a_missing_checkpoint_leaves_no_trace"

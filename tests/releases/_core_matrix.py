@@ -19,7 +19,7 @@ TESTS = (
     "tests/trainer/test_directory_check.py",
     "tests/trainer/test_preemption.py",
     "tests/trainer/test_async_save.py::test_it_equals_a_blocking_save",
-    "tests/core/test_device_snapshots.py::test_without_an_accelerator_nothing_is_started",
+    "tests/core/test_device_snapshots.py::test_without_an_accelerator_cuda_is_not_initialised",
     "tests/core/test_background.py",
 )
 """Any stage, world and precision to any other; Trainers that resume, keep and evaluate; gradients

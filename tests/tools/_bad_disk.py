@@ -15,20 +15,12 @@ SOURCE = Path(__file__).with_name("bad_disk.c")
 
 
 def bad_disk_library(folder: Path) -> Path:
-    """Compile the library that makes a disk bad.
-
-    Raises:
-        pytest.skip.Exception: there is no C compiler.
-    """
+    """Compile the library that makes a disk bad; skip without a C compiler."""
     return compiled(SOURCE, folder)
 
 
 def compiled(source: Path, folder: Path) -> Path:
-    """Compile a library that processes are started with, from C.
-
-    Raises:
-        pytest.skip.Exception: there is no C compiler.
-    """
+    """Compile a library that processes are started with, from C; skip without a C compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("what stands before the C library needs a C compiler")
@@ -39,12 +31,6 @@ def compiled(source: Path, folder: Path) -> Path:
 
 
 def bad_disk(library: Path, directory: Path, refused: Mapping[str, int]) -> dict[str, str]:
-    """Return the environment of a process for which calls fail below a directory.
-
-    Args:
-        library: see ``bad_disk_library``.
-        directory: where they do.
-        refused: calls, and the numbers of the errors that they end with.
-    """
+    """Return the environment of a process for which calls fail below a directory."""
     calls = ",".join(f"{call}={number}" for call, number in refused.items())
     return {"LD_PRELOAD": str(library), "BAD_DISK": str(directory), "BAD_CALLS": calls}

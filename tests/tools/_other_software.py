@@ -21,7 +21,6 @@ from tests.support.plain_checkpoints import WholeState, write_elastic
 
 
 def trained(model: nn.Module, steps: int = 2) -> torch.optim.AdamW:
-    """Set states of a model's trainable parameters, as training would."""
     torch.manual_seed(3)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     for _ in range(steps):
@@ -34,7 +33,6 @@ def trained(model: nn.Module, steps: int = 2) -> torch.optim.AdamW:
 
 
 def state_of(model: nn.Module, prefix: str = "") -> WholeState:
-    """Train a model, and return what a checkpoint of it holds."""
     optimizer = trained(model)
     named = {f"{prefix}{n}": p for n, p in model.named_parameters()}
     own = {n: p for n, p in named.items() if p.requires_grad}
@@ -55,14 +53,12 @@ def state_of(model: nn.Module, prefix: str = "") -> WholeState:
 
 
 def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Fail unless tensors of the same names are the same."""
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor), name
 
 
 def tiny_llama(seed: int) -> Any:
-    """Make a small model of transformers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -79,7 +75,7 @@ def tiny_llama(seed: int) -> Any:
 
 
 def with_transformers(folder: str) -> None:
-    """Shards and their index are what ``from_pretrained`` reads, without Lightning's prefix."""
+    """``from_pretrained`` reads the shards and their index, without Lightning's prefix."""
     from transformers import LlamaForCausalLM
 
     model = tiny_llama(0)
@@ -94,7 +90,7 @@ def with_transformers(folder: str) -> None:
 
 
 def with_peft(folder: str) -> None:
-    """The adapter's folder is what ``PeftModel.from_pretrained`` reads; outputs are the same."""
+    """``PeftModel.from_pretrained`` reads the adapter's folder; outputs are the same."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
     config = LoraConfig(
@@ -115,16 +111,12 @@ def with_peft(folder: str) -> None:
 
 
 def small_model(seed: int) -> nn.Module:
-    """Make a model with a buffer."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
 
 
 def with_fsdp2(folder: str) -> None:
-    """The directory is what code with FSDP2 loads: model, optimizer's state and hyperparameters.
-
-    An int step, as DeepSpeed's optimizers count, becomes what torch's optimizer counts with.
-    """
+    """Code with FSDP2 loads model, states and hyperparameters; int steps become tensors."""
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load
     from torch.distributed.device_mesh import init_device_mesh
@@ -154,7 +146,7 @@ def with_fsdp2(folder: str) -> None:
 
 
 def with_lightning(folder: str) -> None:
-    """The file is what ``load_from_checkpoint`` takes, its optimizer state what torch's does."""
+    """``load_from_checkpoint`` reads the file; its optimizer state is as torch's."""
     import lightning.pytorch as pl
 
     class Model(pl.LightningModule):
@@ -190,7 +182,6 @@ def with_lightning(folder: str) -> None:
 
 
 def _save_engine(folder: str, setup: Setup) -> Any:
-    """Train and save; return what the engine held, whose number its checkpoints have."""
     from lightning_elastic_zero.api import save_checkpoint
     from lightning_elastic_zero.engine.live import LiveEngine
 
@@ -234,10 +225,8 @@ def _with_deepspeed(folder: str, zero: str) -> None:
 
 
 def with_deepspeed_2(folder: str) -> None:
-    """DeepSpeed's own loader of Universal Checkpoints takes it at ZeRO-2."""
     _with_deepspeed(folder, "2")
 
 
 def with_deepspeed_3(folder: str) -> None:
-    """And at ZeRO-3."""
     _with_deepspeed(folder, "3")

@@ -22,6 +22,5 @@ def _load_all_but_a_bit(engine: Any, path: Path) -> object:
 
 
 def broken_rank(index: int, *given: Any) -> None:
-    """Be a worker."""
     vars(selftest).update(STAGES=(1,), load_checkpoint=_load_all_but_a_bit)
     run_rank(index, *given)

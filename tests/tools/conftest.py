@@ -1,5 +1,3 @@
-"""What the tests of the tools share."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -12,7 +10,7 @@ from lightning_elastic_zero.cli import main
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Return what runs a command line; it returns the exit code, and what was printed to both."""
+    """Return a function that runs a command line; it returns exit code, stdout and stderr."""
 
     def call(*args: str | Path) -> tuple[int, str, str]:
         try:

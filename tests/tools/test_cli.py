@@ -38,8 +38,7 @@ print(*sorted({{"torch", "numpy", "lightning", "deepspeed"}} & set(sys.modules))
 """
 
 
-def test_help_imports_nothing_that_is_dear() -> None:
-    """``--help`` answers before torch is imported, and ``--version`` too."""
+def test_help_and_version_do_not_import_torch() -> None:
     for args in [["--help"], ["inspect", "--help"], ["--version"]]:
         done = subprocess.run(
             [sys.executable, "-c", HELP.format(args=args)],
@@ -51,8 +50,7 @@ def test_help_imports_nothing_that_is_dear() -> None:
         assert done.stdout.splitlines()[-1] == "loaded"
 
 
-def test_the_module_is_the_command(run: Run) -> None:
-    """``python -m lightning_elastic_zero`` is the same; every verb has a sentence."""
+def test_the_module_is_the_command_and_describes_every_verb(run: Run) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "lightning_elastic_zero", "--version"],
         capture_output=True,
@@ -67,16 +65,14 @@ def test_the_module_is_the_command(run: Run) -> None:
         assert f" {verb} " in out
 
 
-def test_a_wrong_command_line(run: Run) -> None:
-    """It is an error of use: 2, like what could not be done."""
+def test_a_wrong_command_line_exits_with_2(run: Run) -> None:
     for args in ([], ["unknown"], ["inspect"]):
         code, out, err = run(*args)
         assert (code, out) == (2, "")
         assert "usage" in err
 
 
-def test_exit_codes_and_streams(tmp_path: Path, run: Run) -> None:
-    """They are those of docs/tools.md: results on stdout, whatever is wrong on stderr alone."""
+def test_exit_codes_and_streams_are_those_of_the_page(tmp_path: Path, run: Run) -> None:
     page = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
     table = page.partition("## Exit codes")[2].partition("\n## ")[0]
     path = write_elastic(tmp_path / "a.ckpt", make_state())
@@ -122,7 +118,7 @@ def test_exit_codes_and_streams(tmp_path: Path, run: Run) -> None:
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[TextIO, Callable[[], str]]]:
-    """Yield a stream that is a terminal, and what reads from the terminal's other side."""
+    """Yield a stream that is a terminal, and a reader of the terminal's other side."""
     ours, theirs = pty.openpty()
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -141,14 +137,13 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[TextIO, Callable
 
 
 @pytest.mark.parametrize("refused", [{}, {"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=str)
-def test_colours_are_for_terminals(
+def test_only_terminals_get_colours(
     refused: dict[str, str],
     terminal: tuple[TextIO, Callable[[], str]],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     run: Run,
 ) -> None:
-    """Nothing else gets any, nor a terminal that refuses them; the words are the same."""
     path = write_elastic(tmp_path / ("long" * 40) / "a.ckpt", make_state())
     next(path.rglob("*_optim_states.pt")).unlink()
     stream, shown = terminal
@@ -166,10 +161,9 @@ def test_colours_are_for_terminals(
         assert re.sub(r"\x1b\[[\d;]*m", "", said) == plain
 
 
-def test_progress_is_for_long_work_on_terminals(
+def test_progress_appears_on_terminals_after_two_seconds(
     terminal: tuple[TextIO, Callable[[], str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After two seconds: bytes and throughput, removed at the end; nothing is shown elsewhere."""
     stream, shown = terminal
     for on_terminal, quiet_s, seen in ((True, 60.0, False), (True, 0.0, True), (False, 0.0, False)):
         monkeypatch.setattr(report, "QUIET_S", quiet_s)
@@ -204,8 +198,9 @@ printf '%s\n' "${COMPREPLY[@]}"
     ],
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",
 )
-def test_bash_completes(words: list[str], offered: set[str], tmp_path: Path, run: Run) -> None:
-    """Verbs, options, their values and paths, by the script that the command prints."""
+def test_bash_completes_verbs_options_and_paths(
+    words: list[str], offered: set[str], tmp_path: Path, run: Run
+) -> None:
     code, script, err = run("--print-completion", "bash")
     assert (code, err) == (0, "")
     assert all(verb in script for verb in VERBS)
@@ -223,8 +218,7 @@ def test_bash_completes(words: list[str], offered: set[str], tmp_path: Path, run
     assert run("--print-completion", "ksh")[0] == 2
 
 
-def test_what_is_no_checkpoint_is_no_damaged_one(tmp_path: Path, run: Run) -> None:
-    """A mistyped path is an error of the command line (2); damage is an answer (1)."""
+def test_a_missing_path_exits_with_2_and_damage_with_1(tmp_path: Path, run: Run) -> None:
     good = tmp_path / "run" / "good.ckpt"
     good.parent.mkdir()
     write_elastic(good, make_state())
@@ -239,7 +233,6 @@ def test_what_is_no_checkpoint_is_no_damaged_one(tmp_path: Path, run: Run) -> No
 
 
 def test_one_damaged_checkpoint_does_not_hide_the_others(tmp_path: Path, run: Run) -> None:
-    """``fingerprint`` goes through its whole list, as ``verify`` does."""
     good = tmp_path / "good.ckpt"
     write_elastic(good, make_state())
     code, out, error = run("fingerprint", str(tmp_path / "not there"), str(good))
@@ -248,8 +241,7 @@ def test_one_damaged_checkpoint_does_not_hide_the_others(tmp_path: Path, run: Ru
     assert "not there" in error
 
 
-def test_a_conversion_leaves_its_source_alone(tmp_path: Path, run: Run) -> None:
-    """Nothing is written into the checkpoint that is read, nor shards of no size."""
+def test_a_conversion_does_not_change_its_source(tmp_path: Path, run: Run) -> None:
     good = tmp_path / "good.ckpt"
     write_elastic(good, make_state())
     before = sorted(good.rglob("*"))
@@ -267,7 +259,6 @@ def test_a_conversion_leaves_its_source_alone(tmp_path: Path, run: Run) -> None:
 
 @pytest.fixture
 def forbidden(tmp_path: Path) -> Iterator[Path]:
-    """Return a checkpoint that may not be looked into, by a user whom permissions bind."""
     path = write_elastic(tmp_path / "forbidden.ckpt", make_state())
     inner = tmp_path / "forbidden.ckpt" / "checkpoint"
     user, mode = os.geteuid(), path.stat().st_mode
@@ -282,8 +273,9 @@ def forbidden(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("verb", ["inspect", "verify", "plan", "diff", "fingerprint"])
-def test_what_may_not_be_read(verb: str, forbidden: Path, tmp_path: Path, run: Run) -> None:
-    """It is said in a sentence with what the system says; a script gets 2, no traceback."""
+def test_missing_permissions_exit_with_2_and_a_sentence(
+    verb: str, forbidden: Path, tmp_path: Path, run: Run
+) -> None:
     more = {"plan": ["--devices", "2", "--stage", "2"], "diff": [str(forbidden)]}.get(verb, [])
     code, out, err = run(verb, forbidden, *more)
     assert (code, out) == (2, "")
@@ -295,8 +287,7 @@ def test_what_may_not_be_read(verb: str, forbidden: Path, tmp_path: Path, run: R
 
 
 @pytest.mark.parametrize("name", ["zero2-ds0.19", "own"])
-def test_a_file_of_a_checkpoint_is_no_checkpoint(name: str, tmp_path: Path, run: Run) -> None:
-    """To ask for it is a mistake in the command line, of ``verify`` too; a cut one is told so."""
+def test_a_file_of_a_checkpoint_is_a_usage_error(name: str, tmp_path: Path, run: Run) -> None:
     own = name == "own"
     path = write_elastic(tmp_path / "a", make_state()) if own else unpack(name, tmp_path).checkpoint
     for file in sorted(path.rglob("*.pt")):
@@ -322,8 +313,9 @@ def test_a_file_of_a_checkpoint_is_no_checkpoint(name: str, tmp_path: Path, run:
     ],
     ids=lambda arguments: arguments[0],
 )
-def test_the_folder_of_a_trainer_is_taken(arguments: list[str], run: Run, tmp_path: Path) -> None:
-    """``checkpoint-10`` is the checkpoint that ``latest`` in it names."""
+def test_a_folder_of_transformers_trainer_is_read(
+    arguments: list[str], run: Run, tmp_path: Path
+) -> None:
     folder = tmp_path / "checkpoint-10"
     folder.mkdir()
     write_elastic(folder / "global_step10", make_state(), 2, 2)
@@ -332,8 +324,7 @@ def test_the_folder_of_a_trainer_is_taken(arguments: list[str], run: Run, tmp_pa
     assert (code, err) == (0, ""), err
 
 
-def test_the_newest_folder_of_a_trainer_is_found(run: Run, tmp_path: Path) -> None:
-    """``verify --newest-sound`` looks into each ``checkpoint-N`` of an output directory."""
+def test_newest_sound_finds_folders_of_transformers_trainer(run: Run, tmp_path: Path) -> None:
     for step in (5, 10):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()

@@ -50,12 +50,10 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 def weights_of(state: WholeState) -> dict[str, torch.Tensor]:
-    """Return the weights and buffers of a state, by name."""
     return {**state.masters, **state.frozen, **state.buffers}
 
 
 def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    """Fail unless names, types, shapes and bits are the same."""
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert found[name].dtype == tensor.dtype, name
@@ -71,8 +69,9 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
     ],
 )
 @pytest.mark.parametrize("to", ["elastic", "universal", "dcp", "lightning"])
-def test_the_state_stays_what_it_was(to: str, stage: int, world_size: int, tmp_path: Path) -> None:
-    """Whatever holds a whole state has its fingerprint, after two conversions too, and is sound."""
+def test_a_conversion_and_back_keeps_the_fingerprint(
+    to: str, stage: int, world_size: int, tmp_path: Path
+) -> None:
     source = write_elastic(tmp_path / "a.ckpt", make_state(), stage, world_size)
     wanted = fingerprint_checkpoint(source)
     there, back = tmp_path / "there.ckpt", tmp_path / "back.ckpt"
@@ -87,8 +86,7 @@ def test_the_state_stays_what_it_was(to: str, stage: int, world_size: int, tmp_p
 @pytest.mark.parametrize(
     "name", ["zero2-ds0.19", "zero3-ds0.19", "bf16-ds0.16", "momentum", "stale3", "universal3"]
 )
-def test_what_other_software_wrote(name: str, tmp_path: Path) -> None:
-    """Their checkpoints become ours with the same state."""
+def test_checkpoints_of_other_software_become_ours(name: str, tmp_path: Path) -> None:
     source = unpack(name, tmp_path / "unpacked").checkpoint
     convert_checkpoint(source, tmp_path / "own.ckpt", "elastic")
     assert fingerprint_checkpoint(tmp_path / "own.ckpt") == fingerprint_checkpoint(source)
@@ -96,8 +94,8 @@ def test_what_other_software_wrote(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["fp32", "bf16"])
-def test_one_file_of_weights(to: str, tmp_path: Path) -> None:
-    """Names and tensors; tied names share memory; buffers keep their types."""
+def test_a_single_file_of_weights(to: str, tmp_path: Path) -> None:
+    """Tied names share memory; buffers keep their types."""
     fixture = unpack("zero3-ds0.19", tmp_path / "unpacked")
     convert_checkpoint(fixture.checkpoint, tmp_path / "w.pt", to)
     found = torch.load(tmp_path / "w.pt", weights_only=True)
@@ -114,8 +112,7 @@ def test_one_file_of_weights(to: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["fp32", "bf16", "lightning", "dcp", "universal", "elastic"])
-def test_tied_names_of_a_single_file(to: str, tmp_path: Path) -> None:
-    """A file that has a tied weight under both names gives both to what has room for them."""
+def test_tied_names_of_a_single_file_are_converted(to: str, tmp_path: Path) -> None:
     model = torch.nn.ModuleDict(
         {"embedding": torch.nn.Embedding(5, 3), "head": torch.nn.Linear(3, 5, bias=False)}
     )
@@ -142,8 +139,7 @@ def test_tied_names_of_a_single_file(to: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["fp32", "bf16", "lightning", "dcp", "safetensors"])
-def test_buffers_that_are_named_keep_their_type(to: str, tmp_path: Path) -> None:
-    """Of a source that does not tell buffers, those that the options name are not rounded."""
+def test_named_buffers_are_not_rounded(to: str, tmp_path: Path) -> None:
     odd = torch.rand(6, dtype=torch.float64)
     tree = {"w": torch.randn(3, 2), "mean": odd, "unnamed": odd.clone(), "count": torch.tensor(3)}
     torch.save(tree, tmp_path / "a.pt")
@@ -166,8 +162,7 @@ def test_buffers_that_are_named_keep_their_type(to: str, tmp_path: Path) -> None
     assert_same(found, wanted)
 
 
-def test_safetensors(tmp_path: Path) -> None:
-    """One file, or shards and an index, with every bit; the optimizer's state beside it."""
+def test_safetensors_in_one_file_or_shards(tmp_path: Path) -> None:
     state = make_state()
     source = write_elastic(tmp_path / "a.ckpt", state, 3, 3)
     convert_checkpoint(source, tmp_path / "one", "safetensors")
@@ -193,8 +188,7 @@ def test_safetensors(tmp_path: Path) -> None:
     assert [tuple(g["params"]) for g in groups] == list(state.groups)
 
 
-def test_what_is_chosen(tmp_path: Path, run: Run) -> None:
-    """Patterns choose among new names; weights are cast, buffers are not."""
+def test_patterns_select_new_names_and_buffers_are_not_cast(tmp_path: Path, run: Run) -> None:
     state = make_state()
     source = write_elastic(tmp_path / "a.ckpt", state)
     code, out, err = run(
@@ -223,8 +217,7 @@ def test_what_is_chosen(tmp_path: Path, run: Run) -> None:
     assert not (tmp_path / "t").exists()
 
 
-def test_names_are_changed_by_patterns(tmp_path: Path, run: Run) -> None:
-    """Each ``*`` is what stood there; tied to no place in the name; what cannot be is said."""
+def test_patterns_rename(tmp_path: Path, run: Run) -> None:
     state = make_state()
     source = write_elastic(tmp_path / "a.ckpt", state, 3, 2)
     patterns = ("layers.*.weight=h.*.kernel", "*.bias=*.offset", "head.=", "mean=running.mean")
@@ -254,8 +247,7 @@ def test_names_are_changed_by_patterns(tmp_path: Path, run: Run) -> None:
     assert names_in(tmp_path) == ["a.ckpt", "b.ckpt"]
 
 
-def test_states_that_have_no_room_are_told(tmp_path: Path, run: Run) -> None:
-    """A Universal Checkpoint has a parameter's step, and no other value of one number."""
+def test_lost_scalar_states_are_reported(tmp_path: Path, run: Run) -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.NAdam(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
@@ -271,8 +263,7 @@ def test_states_that_have_no_room_are_told(tmp_path: Path, run: Run) -> None:
     assert fingerprint_checkpoint(tmp_path / "d") == fingerprint_checkpoint(tmp_path / "a.ckpt")
 
 
-def test_counters_that_have_no_room_are_told(tmp_path: Path, run: Run) -> None:
-    """A directory of chunks has moments, so that it looks like a run to resume."""
+def test_lost_counters_are_reported(tmp_path: Path, run: Run) -> None:
     source = write_elastic(tmp_path / "a.ckpt", make_state())
     steps = inspect_checkpoint(source).steps
     code, _, error = run("convert", source, tmp_path / "d", "--to", "dcp")
@@ -282,8 +273,7 @@ def test_counters_that_have_no_room_are_told(tmp_path: Path, run: Run) -> None:
 
 
 @pytest.mark.parametrize("size", ["0", "-1"])
-def test_targets_that_cannot_be(size: str, tmp_path: Path, run: Run) -> None:
-    """Each is told in a sentence; nothing is written."""
+def test_impossible_targets_are_refused_in_one_line(size: str, tmp_path: Path, run: Run) -> None:
     source = write_elastic(tmp_path / "a.ckpt", make_state())
     (tmp_path / "file").write_text("mine")
     for to in ("fp32", "safetensors", "universal", "dcp", "elastic"):
@@ -300,14 +290,12 @@ def test_targets_that_cannot_be(size: str, tmp_path: Path, run: Run) -> None:
     assert names_in(tmp_path) == ["a.ckpt", "file"]
 
 
-def test_the_command_knows_the_targets() -> None:
-    """It names them without importing what writes them."""
+def test_the_command_lists_all_targets() -> None:
     assert tuple(TARGETS) == CLI_TARGETS
 
 
 @pytest.mark.parametrize("to", [t for t in TARGETS if t != "adapter"])
 def test_nothing_is_overwritten_and_nothing_left(to: str, tmp_path: Path) -> None:
-    """What lies at the target stays; a conversion that fails leaves nothing, under no name."""
     source = write_elastic(tmp_path / "a.ckpt", make_state())
     target = tmp_path / "out" / "target"
     target.parent.mkdir()
@@ -326,8 +314,7 @@ def test_nothing_is_overwritten_and_nothing_left(to: str, tmp_path: Path) -> Non
     assert names_in(target.parent) == []
 
 
-def test_a_file_that_came_meanwhile(tmp_path: Path) -> None:
-    """It keeps its name, and the conversion fails."""
+def test_a_file_that_appears_at_the_target_stays(tmp_path: Path) -> None:
     source = write_elastic(tmp_path / "a.ckpt", make_state())
     for to in ("fp32", "safetensors"):
         target = tmp_path / f"{to}.out"
@@ -342,7 +329,6 @@ def test_a_file_that_came_meanwhile(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_ours_is_not_overwritten(tmp_path: Path) -> None:
-    """Not by its own conversion, nor where it came, or an empty folder, while another ran."""
     source = write_elastic(tmp_path / "a.ckpt", make_state())
     other = write_elastic(tmp_path / "b.ckpt", make_state(), 3, 3)
     lean = ConvertOptions(optimizer=False)
@@ -363,8 +349,7 @@ def test_a_checkpoint_of_ours_is_not_overwritten(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["a.ckpt", "c.ckpt"]
 
 
-def test_what_cannot_be_converted(tmp_path: Path) -> None:
-    """It is said what lacks: states, what is trained, an adapter, its configuration."""
+def test_missing_parts_are_named(tmp_path: Path) -> None:
     source = write_elastic(tmp_path / "a.ckpt", make_state(), weights_only=True)
     whole = write_elastic(tmp_path / "b.ckpt", make_state())
     torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
@@ -385,8 +370,7 @@ def test_what_cannot_be_converted(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_names_of_an_adapter() -> None:
-    """They are PEFT's."""
+def test_adapter_names_are_those_of_peft() -> None:
     base = "base_model.model.layers.0.q_proj"
     assert adapter_key(f"model.{base}.lora_A.default.weight", "default") == f"{base}.lora_A.weight"
     assert adapter_key(f"{base}.lora_embedding_A.other", "other") == f"{base}.lora_embedding_A"
@@ -397,8 +381,7 @@ def test_names_of_an_adapter() -> None:
     assert adapter_key("lora_A.default.weight", "default") == ""
 
 
-def test_an_adapter_is_written_whole(tmp_path: Path) -> None:
-    """Trained weights that are not the adapter's are named, unless they are left out on purpose."""
+def test_trained_weights_outside_an_adapter_are_refused_by_name(tmp_path: Path) -> None:
     layer = "base_model.model.layers.0"
     shapes = {
         f"{layer}.lora_A.default.weight": (2, 3),
@@ -424,8 +407,7 @@ def test_an_adapter_is_written_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_run_of_stage_0_tells_its_buffers(world_size: int, tmp_path: Path) -> None:
-    """Its frozen weights stay what they are: whole numbers, and what a pattern fits, too."""
+def test_buffers_of_stage_0_are_known(world_size: int, tmp_path: Path) -> None:
     state = make_state()
     state.frozen["codes"] = torch.arange(6)
     source = write_elastic(tmp_path / "a.ckpt", state, 0, world_size)
@@ -441,10 +423,9 @@ def test_a_run_of_stage_0_tells_its_buffers(world_size: int, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("to", "optimizer"), [("fp32", "yes"), ("bf16", "yes"), ("adapter", "yes"), ("universal", "no")]
 )
-def test_an_optimizer_option_is_not_passed_over(
+def test_unsupported_optimizer_options_are_refused(
     to: str, optimizer: str, tmp_path: Path, run: Run
 ) -> None:
-    """Where a target cannot do as it is told, it says so and what would, and writes nothing."""
     source = write_elastic(tmp_path / "a.ckpt", make_state())
     out = tmp_path / "out"
     code, said, error = run("convert", source, out, "--to", to, "--optimizer", optimizer)
@@ -460,8 +441,9 @@ def test_an_optimizer_option_is_not_passed_over(
     [ConvertOptions(include=["layers.*"]), ConvertOptions(exclude=["layers.*"])],
     ids=["include", "exclude"],
 )
-def test_an_optimizer_is_written_whole(to: str, patterns: ConvertOptions, tmp_path: Path) -> None:
-    """Patterns and the optimizer's state are refused together; without it, they choose."""
+def test_patterns_and_optimizer_states_are_refused_together(
+    to: str, patterns: ConvertOptions, tmp_path: Path
+) -> None:
     source = write_elastic(tmp_path / "a.ckpt", make_state())
     chosen = replace(patterns, optimizer=None if to == "dcp" else True)
     with pytest.raises(UnsupportedError, match=r"--optimizer no"):
@@ -483,18 +465,18 @@ PROGRAMS = [
 @pytest.mark.engine
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
-def test_the_other_software_loads_it(
+def test_other_software_loads_the_result(
     program: Callable[[str], None], pools: Pools, tmp_path: Path
 ) -> None:
-    """What is written is loaded by whom it is for, by its own code, and is the state."""
     pools.run(1, partial(program, str(tmp_path)))
 
 
 @pytest.mark.parametrize(
     ("name", "why"), [("a/b.weight", "contains a slash"), ("a" * 256, "more than 255 bytes")]
 )
-def test_a_name_that_no_folder_can_have(name: str, why: str, tmp_path: Path, run: Run) -> None:
-    """A Universal Checkpoint cannot hold it; renamed, it can; dcp has no folders."""
+def test_names_that_are_not_folder_names_are_refused_by_universal(
+    name: str, why: str, tmp_path: Path, run: Run
+) -> None:
     source = write_elastic(tmp_path / "a.ckpt", make_state({name: (4, 3), "b": (2,)}))
     code, _, error = run("convert", source, tmp_path / "u", "--to", "universal")
     assert code == 2
@@ -506,8 +488,7 @@ def test_a_name_that_no_folder_can_have(name: str, why: str, tmp_path: Path, run
     assert run("convert", source, tmp_path / "d", "--to", "dcp")[0] == 0
 
 
-def test_an_empty_parameter_hides_no_count(tmp_path: Path) -> None:
-    """The first one of a group has no elements; the group's steps are those of the others."""
+def test_steps_of_a_group_skip_an_empty_first_parameter(tmp_path: Path) -> None:
     state = make_state({"empty": (0,), "a": (4, 3), "b": (2,)})
     source = write_elastic(tmp_path / "a.ckpt", replace(state, groups=(("empty", "a"), ("b",))))
     convert_checkpoint(source, tmp_path / "b.ckpt", "elastic")
@@ -518,8 +499,7 @@ def test_an_empty_parameter_hides_no_count(tmp_path: Path) -> None:
         }
 
 
-def test_steps_are_counted_by_the_optimizer_where_nothing_else_does(tmp_path: Path) -> None:
-    """A directory of torch.distributed.checkpoint has no counters; ours always says a number."""
+def test_without_counters_steps_are_those_of_the_optimizer(tmp_path: Path) -> None:
     source = write_elastic(tmp_path / "a.ckpt", make_state())
     convert_checkpoint(source, tmp_path / "dcp", "dcp", ConvertOptions(optimizer=True))
     convert_checkpoint(tmp_path / "dcp", tmp_path / "b.ckpt", "elastic")
@@ -528,8 +508,9 @@ def test_steps_are_counted_by_the_optimizer_where_nothing_else_does(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("to", "dtype"), [("fp32", "bf16"), ("bf16", "fp16"), ("bf16", "fp32")])
-def test_a_type_that_the_target_contradicts(to: str, dtype: str, tmp_path: Path) -> None:
-    """It is refused, not passed over; the target's own is no contradiction."""
+def test_a_dtype_that_contradicts_the_target_is_refused(
+    to: str, dtype: str, tmp_path: Path
+) -> None:
     source = write_elastic(tmp_path / "a.ckpt", make_state())
     with pytest.raises(UnsupportedError, match=f"{to} contains weights in .*dtype={dtype}"):
         convert_checkpoint(source, tmp_path / "b", to, ConvertOptions(dtype=dtype))
@@ -551,10 +532,9 @@ LARGEST = torch.finfo(torch.float32).max
     ],
     ids=str,
 )
-def test_no_number_becomes_infinite(
+def test_numbers_that_would_become_infinite_are_refused(
     value: float, dtype: torch.dtype, options: tuple[str, ...], tmp_path: Path, run: Run
 ) -> None:
-    """It is refused by its name and value, wherever it is, and nothing is written."""
     weights = {"a": torch.ones(3, dtype=dtype), "b": torch.ones(5, 1 << 20, dtype=dtype)}
     weights["b"][4, 77] = value
     torch.save(weights, tmp_path / "w.pt")
@@ -573,8 +553,7 @@ def test_no_number_becomes_infinite(
 
 
 @pytest.mark.parametrize("back", ["elastic", "dcp", "universal", "lightning"])
-def test_a_tie_goes_through_a_dcp_directory(back: str, tmp_path: Path) -> None:
-    """Both names mean the same bytes there: the tie, and the number of the state, come back."""
+def test_ties_survive_a_dcp_directory(back: str, tmp_path: Path) -> None:
     source = unpack("zero3-ds0.19", tmp_path / "unpacked").checkpoint
     wanted = fingerprint_checkpoint(source)
     tied = {p.name: p.aliases for p in inspect_checkpoint(source).parameters if p.aliases}
@@ -589,8 +568,7 @@ def test_a_tie_goes_through_a_dcp_directory(back: str, tmp_path: Path) -> None:
     assert fingerprint_checkpoint(tmp_path / "dcp") == wanted
 
 
-def test_torchs_own_code_reads_both_names_of_a_tie(tmp_path: Path) -> None:
-    """It gives each name the values, though they lie there once."""
+def test_torch_reads_both_names_of_a_tie(tmp_path: Path) -> None:
     large = torch.randn(300, 100)
     torch.save({"a": large, "b": large, "c": torch.ones(2)}, tmp_path / "w.pt")
     convert_checkpoint(tmp_path / "w.pt", tmp_path / "dcp", "dcp")
@@ -605,7 +583,7 @@ def test_torchs_own_code_reads_both_names_of_a_tie(tmp_path: Path) -> None:
 
 
 def _channels_last(tree: Any) -> Any:
-    """Return a tree whose images of weights lie as training in that memory format has them."""
+    """Return a tree whose image weights have the channels_last memory format."""
     if isinstance(tree, torch.Tensor):
         return tree.to(memory_format=torch.channels_last) if tree.dim() == 4 else tree
     if isinstance(tree, dict):
@@ -614,8 +592,7 @@ def _channels_last(tree: Any) -> Any:
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-def test_channels_last(legacy: bool, tmp_path: Path) -> None:
-    """A file of a model in this memory format has the state of one in torch's usual format."""
+def test_channels_last_does_not_change_the_state(legacy: bool, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv2d(6, 8, 3), nn.Conv2d(8, 4, 5))
     usual = {"optimizer_states": [trained(model).state_dict()], "state_dict": model.state_dict()}
     tree = _channels_last(usual)
@@ -638,8 +615,7 @@ def test_channels_last(legacy: bool, tmp_path: Path) -> None:
         assert torch.equal(found[name], tensor.to(found[name].dtype)), name
 
 
-def test_two_ways_to_look_at_one_storage_are_no_tie(tmp_path: Path) -> None:
-    """A square matrix and its transpose share their place, and are two weights."""
+def test_a_transposed_view_is_not_a_tie(tmp_path: Path) -> None:
     square = torch.randn(5, 5)
     torch.save({"a": square, "b": square.t()}, tmp_path / "w.pt")
     assert not any(p.aliases for p in inspect_checkpoint(tmp_path / "w.pt").parameters)
@@ -649,8 +625,7 @@ def test_two_ways_to_look_at_one_storage_are_no_tie(tmp_path: Path) -> None:
     assert torch.equal(found["b"], square.t())
 
 
-def test_an_own_checkpoint_is_rounded_only_as_asked(tmp_path: Path, run: Run) -> None:
-    """The check of the range is of what is cast: masters as they are stored pass as they are."""
+def test_masters_are_rounded_only_as_asked(tmp_path: Path, run: Run) -> None:
     state = make_state()
     state.masters["scale"].fill_(LARGEST)
     source = write_elastic(tmp_path / "a.ckpt", state)
@@ -690,7 +665,6 @@ def _scalars(path: Path) -> dict[str, str]:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Set the type of new tensors, as a training script may have done."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -702,7 +676,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("to", ["dcp", "lightning", "elastic"])
 def test_scalars_keep_type_and_value(to: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Numbers, None and 0-d tensors come back the same, whatever the default type of tensors."""
+    """Numbers, None and 0-d tensors, with any default dtype."""
     rates = {key: plain(value, key) for key, value in RATES.items() if key != "lr"}
     state = replace(make_state(), scalars=SCALARS, hyperparameters=rates)
     state.client[OPTIMIZER_STATE] = {"global": dict(SCALARS)}
@@ -722,8 +696,7 @@ def test_scalars_keep_type_and_value(to: str, dtype: torch.dtype, tmp_path: Path
         assert {key: held[key] for key in rates} == rates
 
 
-def test_other_software_finds_tensors_as_rates(tmp_path: Path) -> None:
-    """A rate that was a tensor is one in what other software reads, not this library's tag."""
+def test_a_tensor_as_rate_is_written_as_a_tensor(tmp_path: Path) -> None:
     rates = {key: plain(value, key) for key, value in RATES.items() if key != "lr"}
     source = write_elastic(tmp_path / "a.ckpt", replace(make_state(), hyperparameters=rates))
     for to in ("lightning", "universal"):
@@ -738,8 +711,7 @@ def test_other_software_finds_tensors_as_rates(tmp_path: Path) -> None:
             assert bitwise_repr(group[key]) == bitwise_repr(RATES[key])
 
 
-def test_a_folder_of_safetensors_holds_every_scalar(tmp_path: Path) -> None:
-    """Tensors are in its files; Python's own numbers, and None, in its JSON, as they are."""
+def test_a_safetensors_folder_has_every_scalar(tmp_path: Path) -> None:
     source = write_elastic(tmp_path / "a.ckpt", replace(make_state(), scalars=SCALARS))
     convert_checkpoint(source, tmp_path / "s", "safetensors", ConvertOptions(optimizer=True))
     tensors = load_file(tmp_path / "s" / "optimizer.safetensors")
@@ -797,8 +769,9 @@ _AMBIGUOUS = ("lightning", _GROUPS[2])
     ("to", "groups"),
     [(to, groups) for to in _TARGETS for groups in _GROUPS if (to, groups) != _AMBIGUOUS],
 )
-def test_empty_members(to: str, groups: tuple[tuple[str, ...], ...], tmp_path: Path) -> None:
-    """An empty parameter, wherever it is in its group, takes no state from it, nor its type."""
+def test_empty_parameters_take_no_state_or_dtype_from_their_group(
+    to: str, groups: tuple[tuple[str, ...], ...], tmp_path: Path
+) -> None:
     names = [name for names in groups for name in names]
     sizes = {"empty": (0,), "nil": (2, 0), "a": (4, 3), "b": (2,)}
     state = replace(make_state({name: sizes[name] for name in names}), groups=groups)
@@ -835,8 +808,7 @@ def test_every_member_of_a_universal_checkpoint_has_its_step(tmp_path: Path) -> 
     assert _steps(tmp_path / "u") == {"empty": 3.0, "a": 3.0, "b": 3.0}
 
 
-def test_a_group_with_several_steps(tmp_path: Path) -> None:
-    """A universal checkpoint has one for a group: others are not lost, but refused."""
+def test_several_steps_in_a_group_are_refused_by_universal(tmp_path: Path) -> None:
     source = _write_dcp(tmp_path / "dcp", {"a": 3, "b": 5, "c": 3}, {})
     with pytest.raises(UnsupportedError, match=r"3.0 of a, 5.0 of b.* one step per group"):
         convert_checkpoint(source, tmp_path / "u", "universal")
@@ -845,8 +817,7 @@ def test_a_group_with_several_steps(tmp_path: Path) -> None:
     assert _steps(tmp_path / "own") == {"a": 3.0, "b": 5.0, "c": 3.0}
 
 
-def test_a_universal_checkpoint_with_several_steps(tmp_path: Path) -> None:
-    """One that has them is refused in a load, and is not sound: one step would be lost."""
+def test_a_universal_checkpoint_with_several_steps_is_refused(tmp_path: Path) -> None:
     source = _write_dcp(tmp_path / "dcp", {"a": 3, "b": 3}, {})
     convert_checkpoint(source, tmp_path / "u", "universal")
     assert verify_checkpoint(tmp_path / "u").is_sound
@@ -858,8 +829,7 @@ def test_a_universal_checkpoint_with_several_steps(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", [math.nan, math.inf])
 @pytest.mark.parametrize("to", ["elastic", "universal"])
-def test_a_step_that_is_no_number(to: str, step: float, tmp_path: Path) -> None:
-    """It is refused by the parameter's name, and weights alone can still be had."""
+def test_an_invalid_step_is_refused_by_name(to: str, step: float, tmp_path: Path) -> None:
     source = _write_dcp(tmp_path / "dcp", {"a": 3, "b": step}, {})
     with pytest.raises(CheckpointFormatError, match=f"'step' of b is {step}"):
         convert_checkpoint(source, tmp_path / "target", to)
@@ -868,8 +838,7 @@ def test_a_step_that_is_no_number(to: str, step: float, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [7, 7.0, torch.tensor(7)])
-def test_a_step_of_the_group(step: float | torch.Tensor, tmp_path: Path) -> None:
-    """Some optimizers count in the group: that is how far the run had come."""
+def test_steps_counted_by_the_group_are_read(step: float | torch.Tensor, tmp_path: Path) -> None:
     source = _write_dcp(tmp_path / "dcp", {"a": None, "b": None}, {}, step=step)
     convert_checkpoint(source, tmp_path / "own", "elastic")
     with open_view(tmp_path / "own") as view:
@@ -878,8 +847,7 @@ def test_a_step_of_the_group(step: float | torch.Tensor, tmp_path: Path) -> None
     assert torch.load(tmp_path / "u" / "universal" / "zero" / "b" / "step.pt") == 7
 
 
-def test_a_step_of_the_group_that_is_no_number(tmp_path: Path) -> None:
-    """It is refused as those of parameters are; what is no number at all is no count."""
+def test_an_invalid_step_of_a_group_is_refused(tmp_path: Path) -> None:
     source = _write_dcp(tmp_path / "nan", {"a": None, "b": None}, {}, step=math.nan)
     with pytest.raises(CheckpointFormatError, match="'step' of a is nan"):
         convert_checkpoint(source, tmp_path / "own", "elastic")
@@ -889,8 +857,7 @@ def test_a_step_of_the_group_that_is_no_number(tmp_path: Path) -> None:
         assert view.manifest.progress.global_steps == 0
 
 
-def test_an_empty_first_parameter_of_another_type(tmp_path: Path) -> None:
-    """The masters' type is that of the first one with elements."""
+def test_the_masters_dtype_skips_empty_parameters(tmp_path: Path) -> None:
     source = _write_dcp(tmp_path / "dcp", {"a": 3, "b": 3}, {"a": 0})
     convert_checkpoint(source, tmp_path / "own", "elastic")
     with open_view(tmp_path / "own") as view:

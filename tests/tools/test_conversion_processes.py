@@ -25,7 +25,6 @@ ABOUT = {"ds_version": "0.19.8", "mp_world_size": 1}
 
 
 def write_stock(folder: Path, state: WholeState, stage: int, world_size: int) -> Path:
-    """Write a checkpoint of ZeRO-2 or ZeRO-3; return its folder."""
     tag = folder / "global_step3"
     tag.mkdir(parents=True)
     (folder / "latest").write_text(tag.name)
@@ -43,7 +42,6 @@ def write_stock(folder: Path, state: WholeState, stage: int, world_size: int) ->
 
 
 def _piece(tensor: torch.Tensor, world_size: int, rank: int) -> torch.Tensor:
-    """Return a rank's part of a tensor, filled up with zeros, as ZeRO cuts it."""
     numel = -(-tensor.numel() // world_size)
     piece = torch.zeros(numel, dtype=tensor.dtype)
     mine = tensor.reshape(-1)[rank * numel : (rank + 1) * numel]
@@ -85,7 +83,6 @@ def _groups(state: WholeState) -> list[dict[str, Any]]:
 
 
 def _shard_2(state: WholeState, world_size: int, rank: int) -> dict[str, Any]:
-    """Return what ZeRO-2 saves: a part of each group's flat buffer."""
     masters, states, paddings = [], {}, []
     for index, names in enumerate(state.groups):
         flat = torch.cat([state.masters[n].reshape(-1) for n in names])
@@ -110,8 +107,6 @@ def _shard_2(state: WholeState, world_size: int, rank: int) -> dict[str, Any]:
 
 
 def _shard_3(state: WholeState, world_size: int, rank: int) -> dict[str, Any]:
-    """Return what ZeRO-3 saves: a part of each parameter, one sub-group for each group."""
-
     def flat(whole: dict[str, torch.Tensor], names: tuple[str, ...]) -> torch.Tensor:
         return torch.cat([_piece(whole[name], world_size, rank) for name in names])
 
@@ -147,11 +142,7 @@ convert_checkpoint(source, target, to, progress=Progress(show=stop))
 
 @contextmanager
 def stopped_conversion(source: Path, target: Path, to: str) -> Iterator[subprocess.Popen[str]]:
-    """Yield a process that has written a part of a conversion, and stays there until it is ended.
-
-    Yields:
-        the process.
-    """
+    """Yield a process that is stopped after it has written a part of a conversion."""
     with subprocess.Popen(
         [sys.executable, "-c", CONVERT, source, target, to], stdout=subprocess.PIPE, text=True
     ) as process:
@@ -165,14 +156,12 @@ def stopped_conversion(source: Path, target: Path, to: str) -> Iterator[subproce
 
 
 def hidden(folder: Path) -> list[str]:
-    """Return the hidden names in a folder."""
     return [path.name for path in sorted(folder.iterdir()) if path.name.startswith(".")]
 
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("to", ["fp32", "safetensors", "lightning", "universal", "dcp", "elastic"])
-def test_a_killed_conversion(to: str, tmp_path: Path) -> None:
-    """Nothing is at its target; the next one removes its folder, but not while it lives."""
+def test_a_killed_conversion_is_removed_by_the_next(to: str, tmp_path: Path) -> None:
     source = write_elastic(tmp_path / "a.ckpt", make_state(), 3, 2)
     folder = tmp_path / "out"
     folder.mkdir()
@@ -191,8 +180,7 @@ def test_a_killed_conversion(to: str, tmp_path: Path) -> None:
         assert fingerprint_checkpoint(folder / "target") == fingerprint_checkpoint(source)
 
 
-def test_somebody_elses_file_stays(tmp_path: Path) -> None:
-    """A file in a killed conversion's folder that no conversion writes keeps all of it there."""
+def test_a_foreign_file_in_a_killed_conversion_stays(tmp_path: Path) -> None:
     source = write_elastic(tmp_path / "a.ckpt", make_state(), 3, 2)
     with stopped_conversion(source, tmp_path / "target", "safetensors"):
         (left,) = (path for path in tmp_path.glob(".zero-export-*") if path.is_dir())
@@ -208,8 +196,7 @@ def test_somebody_elses_file_stays(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["a.ckpt"]
 
 
-def test_a_save_removes_it_too(tmp_path: Path) -> None:
-    """What a conversion into a run's folder left goes with what killed saves leave there."""
+def test_a_save_removes_a_killed_conversion(tmp_path: Path) -> None:
     source = write_elastic(tmp_path / "a.ckpt", make_state(), 3, 2)
     with stopped_conversion(source, tmp_path / "target", "safetensors"):
         assert remove_leftovers(tmp_path) == []
@@ -264,7 +251,6 @@ def state() -> WholeState:
 
 @pytest.fixture(scope="module")
 def large(state: WholeState, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a checkpoint of it; a configuration of PEFT's beside it."""
     folder = tmp_path_factory.mktemp("large")
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     source = write_elastic(folder / "a.ckpt", state, 3, 2)
@@ -273,7 +259,6 @@ def large(state: WholeState, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def convert_bounded(source: Path, target: Path, to: str, config: Path) -> int:
-    """Convert in a process that may not have as much memory as the state takes; return the peak."""
     done = subprocess.run(
         [sys.executable, "-c", CONVERT_BOUNDED, source, target, to, config, str(LIMIT_BYTES)],
         capture_output=True,
@@ -289,7 +274,7 @@ def convert_bounded(source: Path, target: Path, to: str, config: Path) -> int:
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("to", TARGETS)
 def test_memory_is_bounded(to: str, large: Path, tmp_path: Path) -> None:
-    """A state, with the optimizer's, is converted under a limit (``ulimit -d``) that is smaller."""
+    """Under a limit (``ulimit -d``) that is smaller than the state."""
     config = large.parent / "adapter_config.json"
     assert convert_bounded(large, tmp_path / "out", to, config) < MOST_BYTES
     # The adapter's weights are a third of it, and all that is there of it.
@@ -308,10 +293,9 @@ SOURCES = [
 @pytest.mark.cases(1)
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(("kind", "to"), SOURCES)
-def test_memory_is_bounded_whatever_is_read(
+def test_memory_is_bounded_for_other_sources(
     kind: str, to: str, state: WholeState, large: Path, tmp_path: Path
 ) -> None:
-    """It is, of a source of another kind too: of stock DeepSpeed's ranks, and of whole tensors."""
     source = tmp_path / "source"
     if kind.startswith("zero"):
         write_stock(source, state, int(kind[-1]), 3)

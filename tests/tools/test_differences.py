@@ -17,8 +17,7 @@ from tests.support.plain_checkpoints import make_state, write_elastic
 Run = Callable[..., tuple[int, str, str]]
 
 
-def test_the_same_state(tmp_path: Path, run: Run) -> None:
-    """Other stages, other numbers of devices: no difference, and the exit code says so."""
+def test_equal_states_have_no_difference(tmp_path: Path, run: Run) -> None:
     one = write_elastic(tmp_path / "one", make_state(), 3, 4)
     other = write_elastic(tmp_path / "other", make_state(), 1, 3)
     found = diff_checkpoints(one, other)
@@ -29,8 +28,7 @@ def test_the_same_state(tmp_path: Path, run: Run) -> None:
     assert out == "21 tensors compared: equal\n"
 
 
-def test_each_kind_of_difference(tmp_path: Path) -> None:
-    """Weights, states, buffers, steps, rates, names and shapes are told apart."""
+def test_each_kind_of_difference_is_reported(tmp_path: Path) -> None:
     one = write_elastic(tmp_path / "one", make_state(), 2, 3)
     state = make_state()
     state.masters["scale"] += 0.5
@@ -60,8 +58,7 @@ def test_each_kind_of_difference(tmp_path: Path) -> None:
     assert values["group 1 (layers.1.bias): lr"] == ("0.0005", "0.0001")
 
 
-def test_the_command_says_no(tmp_path: Path, run: Run) -> None:
-    """The exit code tells a difference from a failure; weights can be compared alone."""
+def test_exit_codes_of_the_command(tmp_path: Path, run: Run) -> None:
     state = make_state()
     one = write_elastic(tmp_path / "one", state)
     state.masters["scale"] += 0.5
@@ -81,8 +78,7 @@ def test_the_command_says_no(tmp_path: Path, run: Run) -> None:
     assert run("diff", one, tmp_path / "none")[0] == 2
 
 
-def test_kinds_beside_each_other(tmp_path: Path) -> None:
-    """A universal checkpoint of a run has the state of the folder that it was made of."""
+def test_checkpoints_of_two_formats_are_compared(tmp_path: Path) -> None:
     folder = unpack("universal-beside", tmp_path).checkpoint
     stock = next(p for p in folder.iterdir() if p.is_dir() and "universal" not in p.name)
     universal = next(p for p in folder.iterdir() if p.is_dir() and "universal" in p.name)
@@ -91,8 +87,7 @@ def test_kinds_beside_each_other(tmp_path: Path) -> None:
     assert not [what for what, *_ in found.values if "step" in what]
 
 
-def test_numbers_that_are_none() -> None:
-    """NaN is like NaN, -0.0 like 0.0; what is infinite on one side is infinitely far."""
+def test_nan_zero_and_infinity_are_compared() -> None:
     nan, inf = math.nan, math.inf
     one = torch.tensor([nan, 0.0, 1.0, -2.0])
     assert compare_values(one, torch.tensor([nan, -0.0, 1.0, -2.0])) == (0, 0.0, 0.0)
@@ -103,8 +98,7 @@ def test_numbers_that_are_none() -> None:
     assert compare_values(torch.tensor([1, 2]), torch.tensor([1, 4])) == (1, 2.0, 0.5)
 
 
-def test_no_value_is_taken_for_another() -> None:
-    """Complex numbers of one magnitude, and integers that float64 does not tell apart, differ."""
+def test_values_of_equal_magnitude_or_float64_differ() -> None:
     one = torch.tensor([1 + 1j, 2 - 3j])
     assert compare_values(one, one.conj().resolve_conj())[:2] == (2, 6.0)
     assert compare_values(one, one.to(torch.complex128)) == (0, 0.0, 0.0)
@@ -146,8 +140,9 @@ _INTEGERS = [
 
 
 @pytest.mark.parametrize(("one", "kind", "other", "other_kind"), _INTEGERS)
-def test_integers(one: int, kind: str, other: int, other_kind: str) -> None:
-    """The distance is Python's own, as far as float64 holds it; both ways round."""
+def test_the_distance_of_integers_is_exact(
+    one: int, kind: str, other: int, other_kind: str
+) -> None:
     distance = abs(one - other)
     relative = distance / max(abs(one), abs(other))
     a, b = _integer(one, kind), _integer(other, other_kind)
@@ -158,23 +153,20 @@ def test_integers(one: int, kind: str, other: int, other_kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", _TYPES)
-def test_integers_beside_smaller_types(kind: str) -> None:
-    """One value in two types is no difference, and others are told as they are."""
+def test_integers_of_two_types_are_compared(kind: str) -> None:
     small = torch.tensor([0, 1, 127], dtype=torch.int8)
     wide = torch.tensor([0, 1, 127], dtype=_TYPES[kind])
     assert compare_values(small, wide) == (0, 0.0, 0.0)
     assert compare_values(small + torch.tensor([0, 1, 0], dtype=torch.int8), wide) == (1, 1.0, 0.5)
 
 
-def test_the_largest_of_many() -> None:
-    """Of several differences the largest one is told, and only what differs is counted."""
+def test_the_largest_difference_is_reported() -> None:
     one = torch.tensor([0, 2**63, 2**64 - 1, 5], dtype=torch.uint64)
     other = torch.tensor([0, 2**63 + 1, 2**64 - 4, 5], dtype=torch.uint64)
     assert compare_values(one, other)[:2] == (2, 3.0)
 
 
-def test_parts_of_complex_numbers() -> None:
-    """NaN in one part hides no difference of the other, and is like NaN; so is infinity."""
+def test_nan_and_infinity_in_parts_of_complex_numbers() -> None:
     nan, inf = math.nan, math.inf
     for same in (nan, inf, -inf):
         one, other = torch.tensor([complex(same, 1)]), torch.tensor([complex(same, 3)])

@@ -32,7 +32,7 @@ Make = Callable[[Path], Path]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of checkpoint, and what it does not have."""
+    """A kind of checkpoint, and what it lacks."""
 
     name: str
     make: Make
@@ -53,7 +53,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Stranger:
-    """What is no checkpoint that can be read, and what is said of it."""
+    """Something that is not a readable checkpoint, and the expected error."""
 
     name: str
     make: Make
@@ -261,12 +261,10 @@ WITH_STATE = {"universal", "elastic", "dcp"}
 
 
 def names_of(kind: Kind | Stranger) -> str:
-    """Return how a case is called."""
     return kind.name
 
 
 def weights_in(checkpoint: OpenCheckpoint) -> dict[str, torch.Tensor]:
-    """Return weights and buffers by all of their names."""
     return {
         name: torch.cat([torch.empty(0, dtype=checkpoint.dtype(e)), *checkpoint.chunks(e)])
         for e in checkpoint.weights()
@@ -275,13 +273,11 @@ def weights_in(checkpoint: OpenCheckpoint) -> dict[str, torch.Tensor]:
 
 
 def numbers(out: str) -> tuple[str, str]:
-    """Return the two numbers that ``fingerprint`` has printed."""
     weights, _, optimizer = out.split(maxsplit=1)[0].partition("-")
     return weights, optimizer
 
 
 def refused(kind: Kind, to: str) -> str:
-    """Return what a conversion says that cannot be; empty where it can."""
     if to == "adapter":
         return "lora_alpha"
     if (to == "universal" and not kind.optimizer) or (to == "dcp" and kind.ambiguous):
@@ -294,7 +290,6 @@ def refused(kind: Kind, to: str) -> str:
 
 
 def check_looks(kind: Kind, path: Path, run: Run) -> None:
-    """Ask the verbs that write nothing."""
     code, out, err = run("inspect", path)
     assert (code, err) == (0, "")
     code, out, err = run("inspect", path, "--json", "--parameters", "--files")
@@ -317,7 +312,6 @@ def check_looks(kind: Kind, path: Path, run: Run) -> None:
 
 
 def check_written(to: str, path: Path, target: Path, run: Run) -> None:
-    """Compare what was written with its source: what is read again, by this library; else all."""
     if to in WITH_STATE or to == "lightning":
         source, found = (numbers(run("fingerprint", p)[1]) for p in (path, target))
         assert found[0] == source[0]
@@ -347,7 +341,6 @@ def check_written(to: str, path: Path, target: Path, run: Run) -> None:
 
 
 def check_kind(kind: Kind, tmp_path: Path, run: Run) -> None:
-    """Ask every verb, and convert to everything."""
     source, out = tmp_path / "source", tmp_path / "out"
     source.mkdir()
     out.mkdir()
@@ -376,20 +369,19 @@ def check_kind(kind: Kind, tmp_path: Path, run: Run) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=names_of)
-def test_every_verb_takes_it(kind: Kind, tmp_path: Path, run: Run) -> None:
-    """It is inspected, verified, compared, planned and converted; what cannot be is said."""
+def test_every_verb_reads_each_kind(kind: Kind, tmp_path: Path, run: Run) -> None:
     check_kind(kind, tmp_path, run)
 
 
 @pytest.mark.cases(6)
 @pytest.mark.parametrize("kind", FOREIGN, ids=names_of)
-def test_every_verb_takes_what_others_wrote(kind: Kind, tmp_path: Path, run: Run) -> None:
-    """Checkpoints of other software, of four releases of DeepSpeed, too."""
+def test_every_verb_reads_checkpoints_of_other_software(
+    kind: Kind, tmp_path: Path, run: Run
+) -> None:
     check_kind(kind, tmp_path, run)
 
 
-def test_every_verb_takes_buffers_that_are_views(tmp_path: Path, run: Run) -> None:
-    """One element of a column is contiguous to torch, and has no bytes that follow one another."""
+def test_every_verb_reads_buffers_that_are_views(tmp_path: Path, run: Run) -> None:
     column = torch.arange(12.0).reshape(3, 4)[1:2, 2]
     state = make_state()
     state.buffers["column"] = column
@@ -406,8 +398,9 @@ def test_every_verb_takes_buffers_that_are_views(tmp_path: Path, run: Run) -> No
 
 
 @pytest.mark.parametrize("stranger", STRANGERS, ids=names_of)
-def test_what_cannot_be_read_is_refused(stranger: Stranger, tmp_path: Path, run: Run) -> None:
-    """By a sentence on stderr, each time the same, with exit code 2; ``verify`` tells damage: 1."""
+def test_unreadable_paths_are_refused_in_a_sentence(
+    stranger: Stranger, tmp_path: Path, run: Run
+) -> None:
     source = tmp_path / "source"
     source.mkdir()
     path = stranger.make(source)
@@ -443,7 +436,6 @@ HARMLESS = re.compile(
 
 
 def _without_each(path: Path) -> Iterator[Path]:
-    """Yield each file of a checkpoint while it has another name."""
     away = path.parent / "away"
     for file in [p for p in sorted(path.rglob("*")) if p.is_file()] if path.is_dir() else [path]:
         file.rename(away)
@@ -452,7 +444,6 @@ def _without_each(path: Path) -> Iterator[Path]:
 
 
 def check_without_each(kind: Kind, folder: Path, run: Run) -> None:
-    """Ask about a checkpoint that lacks a file, for each of its files."""
     path = kind.make(folder)
     assert run("verify", path)[0] == 0
     whole = fingerprint_checkpoint(path)
@@ -481,7 +472,6 @@ def check_without_each(kind: Kind, folder: Path, run: Run) -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=names_of)
 def test_a_missing_file_is_named(kind: Kind, tmp_path: Path, run: Run) -> None:
-    """Of every kind that this library, or plain torch, writes."""
     check_without_each(kind, tmp_path, run)
 
 
@@ -493,5 +483,4 @@ ALONE = [kind for kind in FOREIGN if kind.name not in NOT_ALONE]
 @pytest.mark.cases(6)
 @pytest.mark.parametrize("kind", ALONE, ids=names_of)
 def test_a_missing_file_of_others_is_named(kind: Kind, tmp_path: Path, run: Run) -> None:
-    """Of what DeepSpeed, Lightning, transformers and accelerate wrote, too."""
     check_without_each(kind, tmp_path, run)

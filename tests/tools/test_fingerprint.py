@@ -39,17 +39,13 @@ ONES = (1 << 64) - 1
 
 
 def part(values: torch.Tensor, start: int = 0, **changes: object) -> FingerprintPart:
-    """Return what a run of a tensor adds; by default it is the whole tensor."""
     shape = (values.numel(),)
     which = {"part": "weights", "name": "w", "key": "", "dtype": values.dtype, "shape": shape}
     return run_part(TensorId(**{**which, **changes}), start, values)  # type: ignore[arg-type]
 
 
 def by_the_formula(values: torch.Tensor, tensor: TensorId) -> int:
-    """Return what a whole tensor adds, as the module's docstring has it, bit by bit.
-
-    Each byte's lowest bit is sent first, so that polynomials are read from the right.
-    """
+    """Return the value of a whole tensor by the module's formula, bit by bit, lowest bit first."""
     polynomial = int(f"{0xAD93D23594C93659:064b}"[::-1], 2)
 
     def times_x(register: int) -> int:
@@ -76,16 +72,12 @@ def by_the_formula(values: torch.Tensor, tensor: TensorId) -> int:
 
 @pytest.fixture(scope="module")
 def long() -> torch.Tensor:
-    """Return more elements than one call is given, and some."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(PIECE_BYTES // 4 + 77, generator=generator)
 
 
-def test_the_formula(long: torch.Tensor) -> None:
-    """What the package computes, in whatever way on this processor, is what the docstring states.
-
-    The check value of the standard is that of nine digits, with its initial value and inversion.
-    """
+def test_the_fingerprint_is_that_of_the_formula(long: torch.Tensor) -> None:
+    """The standard gives a check value for nine digits, with initial value and inversion."""
     assert crc64nvme(b"123456789") == 0xAE8B14860A799888
     for count in (1, 2, 77, 5000):
         values = long[:count]
@@ -93,8 +85,7 @@ def test_the_formula(long: torch.Tensor) -> None:
         assert part(values).weights == by_the_formula(values, which)
 
 
-def test_the_number_is_that_of_every_release() -> None:
-    """Saves record it: what a later release computes of the same tensor has to be the same."""
+def test_the_fingerprint_never_changes_between_releases() -> None:
     values = torch.arange(4.0)
     text = b"\0weights\0w\0\0float32\x004"
     behind, there = (xxhash.xxh3_128_intdigest(what + text) for what in (b"tensor", b"there"))
@@ -106,8 +97,7 @@ def test_the_number_is_that_of_every_release() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_runs_add_up(dtype: torch.dtype, long: torch.Tensor) -> None:
-    """Cut anywhere, and added in any order, it is the same number."""
+def test_parts_add_up_in_any_order(dtype: torch.dtype, long: torch.Tensor) -> None:
     values = (long * 100).to(dtype)
     shape = (len(values),)
     cuts = [0, 1, 2, 1000, 65535, 65539, 2 << 20, len(values)]
@@ -122,8 +112,7 @@ def test_runs_add_up(dtype: torch.dtype, long: torch.Tensor) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_errors_show(data: st.DataObject) -> None:
-    """What happens by accident gives another number: flips, swaps, shifts, zeros, pairs of them."""
+def test_flips_swaps_shifts_and_zeros_change_the_fingerprint(data: st.DataObject) -> None:
     numel = data.draw(st.integers(3, 200))
     values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
     a = data.draw(st.integers(0, numel - 2))
@@ -148,8 +137,7 @@ def test_errors_show(data: st.DataObject) -> None:
     assert part(other) != part(values)
 
 
-def test_all_signs_in_pairs() -> None:
-    """Flipped signs: no two of them cancel, be they neighbours or far from one another."""
+def test_no_two_flipped_signs_cancel() -> None:
     zeros = torch.zeros(1 << 17)
     seen = {part(zeros)}
     places = [0, 1, 2, 100, 65535, 65536, 65537, len(zeros) - 1]
@@ -163,15 +151,13 @@ def test_all_signs_in_pairs() -> None:
     assert len(seen) == count
 
 
-def test_tensors_that_change_places() -> None:
-    """Equal runs of two tensors do not cancel, nor do two tensors that take each other's name."""
+def test_swapped_tensors_change_the_fingerprint() -> None:
     one, other, zeros = torch.randn(50), torch.randn(50), torch.zeros(50)
     assert part(one) + part(one, name="v") != part(zeros) + part(zeros, name="v")
     assert part(one) + part(other, name="v") != part(other) + part(one, name="v")
 
 
-def test_elements_that_the_tensor_does_not_have() -> None:
-    """A run that reaches behind the last element is refused: it would count as another place."""
+def test_a_part_beyond_the_tensor_is_refused() -> None:
     part(torch.ones(3), 6, shape=(3, 3))
     with pytest.raises(ValueError, match="no 3 elements from 7 on"):
         part(torch.ones(3), 7, shape=(3, 3))
@@ -198,15 +184,13 @@ def test_elements_that_the_tensor_does_not_have() -> None:
         "negative",
     ],
 )
-def test_values_count_however_they_lie(values: torch.Tensor) -> None:
-    """Buffers may be views: what they hold counts, not what lies in memory, nor its strides."""
+def test_strides_do_not_change_the_fingerprint(values: torch.Tensor) -> None:
     held = torch.tensor(values.tolist(), dtype=values.dtype)
     assert part(values) == part(held)
     assert part(values) != part(held + 1)
 
 
-def test_what_else_counts() -> None:
-    """Name, key, type and shape do, of zeros too; a step does by its value."""
+def test_name_key_type_shape_and_step_change_the_fingerprint() -> None:
     values = torch.zeros(9)
     parts = [
         part(values),
@@ -224,8 +208,9 @@ def test_what_else_counts() -> None:
 
 
 @pytest.mark.parametrize(("stage", "world_size"), [(1, 1), (1, 3), (2, 5), (3, 2), (3, 7)])
-def test_any_cut_of_a_state(stage: int, world_size: int, tmp_path: Path) -> None:
-    """A checkpoint at any stage on any number of ranks has one number, and so have its engines."""
+def test_the_fingerprint_does_not_depend_on_the_sharding(
+    stage: int, world_size: int, tmp_path: Path
+) -> None:
     state = make_state()
     reference = fingerprint_checkpoint(write_elastic(tmp_path / "whole", state, 1, 1), threads=1)
     cut = write_elastic(tmp_path / "cut", state, stage, world_size)
@@ -241,8 +226,7 @@ def test_any_cut_of_a_state(stage: int, world_size: int, tmp_path: Path) -> None
         assert live_fingerprint(manifest, held, OneRank()) == reference
 
 
-def test_states_of_several_pieces() -> None:
-    """What is larger than a piece counts as a whole, to its last element."""
+def test_large_tensors_are_covered_to_the_last_element() -> None:
     state = make_state({"large": (5, PIECE_BYTES // 8 + 3), "small": (3,)})
     manifest = manifest_of(state, 2, 1)
     held = rank_state(state, manifest, 0)
@@ -265,8 +249,7 @@ def test_states_of_several_pieces() -> None:
     assert rank_part(manifest, held, 0) == one
 
 
-def test_weights_alone(tmp_path: Path) -> None:
-    """They have the weights' number of the whole, and none of the optimizer."""
+def test_weights_only_have_the_fingerprint_of_the_weights(tmp_path: Path) -> None:
     state = make_state()
     whole = fingerprint_checkpoint(write_elastic(tmp_path / "whole", state))
     lean = fingerprint_checkpoint(write_elastic(tmp_path / "lean", state, weights_only=True))
@@ -274,8 +257,7 @@ def test_weights_alone(tmp_path: Path) -> None:
     assert whole.optimizer
 
 
-def test_tensors_and_the_command(tmp_path: Path, run: Run) -> None:
-    """A changed element shows in its tensor's number alone; the command prints both."""
+def test_a_changed_element_changes_its_tensor_alone(tmp_path: Path, run: Run) -> None:
     state = make_state()
     one = write_elastic(tmp_path / "one", state, 3, 2)
     state.states["head.weight"]["exp_avg"][2, 3] += 1
@@ -290,8 +272,7 @@ def test_tensors_and_the_command(tmp_path: Path, run: Run) -> None:
     assert numbers[0] != numbers[1]
 
 
-def test_the_command_compares_with_what_was_recorded(tmp_path: Path, run: Run) -> None:
-    """A recorded number is looked at: equal is said, another one is named, and is a no."""
+def test_the_command_compares_with_the_recorded_fingerprint(tmp_path: Path, run: Run) -> None:
     state = make_state()
     bare = write_elastic(tmp_path / "bare", state)
     number = str(fingerprint_checkpoint(bare))
@@ -306,8 +287,7 @@ def test_the_command_compares_with_what_was_recorded(tmp_path: Path, run: Run) -
     assert run("fingerprint", other)[:2] == (1, expected)
 
 
-def test_a_fingerprint_as_text() -> None:
-    """It comes back as it was written; no other text passes for one."""
+def test_a_fingerprint_round_trips_as_text() -> None:
     for number in (Fingerprint("0f" * 8, "a1" * 8), Fingerprint("0f" * 8, "")):
         assert Fingerprint.from_text(str(number)) == number
     for text in ("", "none-none", "0f" * 8, f"{'0f' * 8}-", f"{'0F' * 8}-none"):
@@ -316,8 +296,7 @@ def test_a_fingerprint_as_text() -> None:
 
 
 @pytest.mark.parametrize("name", ["zero2-ds0.19", "universal3", "elastic2-ds0.19", "momentum"])
-def test_foreign_checkpoints(name: str, tmp_path: Path) -> None:
-    """Its number is what the engine held that wrote it, element by element."""
+def test_the_fingerprint_of_other_software_is_that_of_its_engine(name: str, tmp_path: Path) -> None:
     fixture = unpack(name, tmp_path)
     truth = fixture.truth()
     found = tensor_fingerprints(fixture.checkpoint)

@@ -27,8 +27,6 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 def bytes_read_by(call: Callable[[], object]) -> int:
-    """Return how many bytes this process asked the system for meanwhile."""
-
     def counted() -> int:
         lines = Path("/proc/self/io").read_text().splitlines()
         return int(lines[0].removeprefix("rchar: "))
@@ -38,8 +36,7 @@ def bytes_read_by(call: Callable[[], object]) -> int:
     return counted() - before
 
 
-def test_an_own_checkpoint(tmp_path: Path) -> None:
-    """Stage, world, progress, groups, states, parameters and files are the manifest's."""
+def test_an_own_checkpoint_is_described_by_its_manifest(tmp_path: Path) -> None:
     report = inspect_checkpoint(write_elastic(tmp_path / "a.ckpt", make_state(), 2, 3))
     assert (report.stage, report.world_size, report.precision) == (2, 3, "bf16")
     assert (report.steps, report.epoch, report.epoch_samples, report.samples) == (3, 2, 12, 36)
@@ -55,8 +52,7 @@ def test_an_own_checkpoint(tmp_path: Path) -> None:
     assert "1, 2, 3, 4, 6, 12 devices" in report.resumable_on
 
 
-def test_a_run_of_stage_0(tmp_path: Path, run: Run) -> None:
-    """It has masters, unlike a file of whole tensors, and ranks."""
+def test_stage_0_has_masters_and_ranks(tmp_path: Path, run: Run) -> None:
     path = write_elastic(tmp_path / "a.ckpt", make_state(), 0, 2)
     head = next(p for p in inspect_checkpoint(path).parameters if p.name == "head.weight")
     assert (head.dtype, head.weight_bytes, head.state_bytes) == ("bfloat16", 65 * 4, 65 * 8)
@@ -70,8 +66,9 @@ def test_a_run_of_stage_0(tmp_path: Path, run: Run) -> None:
 @pytest.mark.parametrize(
     "name", ["zero2-ds0.19", "zero3-ds0.19", "bf16-ds0.19", "universal3", "lightning3"]
 )
-def test_a_foreign_checkpoint(name: str, tmp_path: Path, run: Run) -> None:
-    """What other software wrote is told of in the same words; its files are those of the save."""
+def test_checkpoints_of_other_software_are_described_alike(
+    name: str, tmp_path: Path, run: Run
+) -> None:
     fixture = unpack(name, tmp_path)
     report = inspect_checkpoint(fixture.checkpoint)
     assert report.steps == fixture.setup_steps
@@ -86,8 +83,7 @@ def test_a_foreign_checkpoint(name: str, tmp_path: Path, run: Run) -> None:
     assert json.loads(out) == json.loads(json.dumps(report.to_plain()))
 
 
-def test_what_weights_alone_say(tmp_path: Path) -> None:
-    """A single file has no optimizer; what is no floating-point number is a weight like others."""
+def test_a_file_of_weights_is_described(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3, 2), "n": torch.tensor(1)}, tmp_path / "w.pt")
     report = inspect_checkpoint(tmp_path / "w.pt")
     assert report.weights_only
@@ -98,8 +94,7 @@ def test_what_weights_alone_say(tmp_path: Path) -> None:
     assert "a new run" in report.resumable_on
 
 
-def test_a_lightning_file_without_names(tmp_path: Path) -> None:
-    """Positions of an optimizer's state are explained where shapes leave one way to."""
+def test_positions_of_an_optimizer_are_explained_if_shapes_allow(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 4))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
@@ -138,8 +133,7 @@ def test_no_tensor_is_read(tmp_path: Path) -> None:
     assert abs(read[0] - read[2]) < 1000
 
 
-def test_what_is_printed(tmp_path: Path, run: Run) -> None:
-    """Parameters can be selected, sorted, and summed up by module."""
+def test_parameters_are_selected_sorted_and_summed(tmp_path: Path, run: Run) -> None:
     path = write_elastic(tmp_path / "a.ckpt", make_state())
     code, out, _ = run("inspect", path, "--filter", "*.weight", "--sort", "size")
     rows = [line.split()[0] for line in out.splitlines() if " group " in line or "frozen" in line]
@@ -155,7 +149,6 @@ def test_what_is_printed(tmp_path: Path, run: Run) -> None:
 
 
 def test_missing_and_cut_files_are_named(tmp_path: Path, run: Run) -> None:
-    """By their names and sizes, wherever a manifest or a tag lists them; a whole one has none."""
     path = write_elastic(tmp_path / "a.ckpt", make_state(), 2, 3)
     assert inspect_checkpoint(path).damage == ()
     assert "DAMAGED" not in run("inspect", path)[1]
@@ -177,7 +170,6 @@ def test_missing_and_cut_files_are_named(tmp_path: Path, run: Run) -> None:
 
 
 def test_missing_and_cut_checksums_are_named(tmp_path: Path, run: Run) -> None:
-    """Without its checksums no byte of a file is read: they are files of the checkpoint too."""
     path = write_elastic(tmp_path / "a.ckpt", make_state(), 2, 3)
     listed = {file.name for file in inspect_checkpoint(path).files}
     held = {p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()}
@@ -196,7 +188,6 @@ def test_missing_and_cut_checksums_are_named(tmp_path: Path, run: Run) -> None:
 
 @pytest.mark.parametrize("name", ["zero2-ds0.19", "zero3-ds0.19"])
 def test_missing_files_of_other_software_are_named(name: str, tmp_path: Path, run: Run) -> None:
-    """A tag says how many ranks it was saved by: the last one's shard is missed."""
     fixture = unpack(name, tmp_path)
     assert inspect_checkpoint(fixture.checkpoint).damage == ()
     lost = max(Path(fixture.checkpoint).rglob("*_optim_states.pt"))
@@ -209,8 +200,7 @@ def test_missing_files_of_other_software_are_named(name: str, tmp_path: Path, ru
     )
 
 
-def test_what_is_no_checkpoint(tmp_path: Path, run: Run) -> None:
-    """It is an error on stderr, and the exit code 2."""
+def test_other_paths_exit_with_2(tmp_path: Path, run: Run) -> None:
     with pytest.raises(CheckpointNotFoundError):
         inspect_checkpoint(tmp_path / "none")
     code, out, err = run("inspect", tmp_path / "none")
@@ -218,15 +208,13 @@ def test_what_is_no_checkpoint(tmp_path: Path, run: Run) -> None:
     assert "there is no checkpoint at" in err
 
 
-def test_device_counts() -> None:
-    """Devices share a global batch evenly."""
+def test_device_counts_divide_the_global_batch() -> None:
     assert device_counts(12) == [1, 2, 3, 4, 6, 12]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("devices", [1, 3, 4])
-def test_a_ranks_part(stage: int, devices: int, tmp_path: Path) -> None:
-    """It is what a rank of that layout holds; frozen weights are whole on each below ZeRO-3."""
+def test_the_part_of_a_rank_is_that_of_the_layout(stage: int, devices: int, tmp_path: Path) -> None:
     state = make_state()
     plan = plan_resume(write_elastic(tmp_path / "a.ckpt", state, 2, 2), devices, stage)
     manifest = manifest_of(state, stage, devices)
@@ -242,8 +230,7 @@ def test_a_ranks_part(stage: int, devices: int, tmp_path: Path) -> None:
     assert plan.is_possible
 
 
-def test_batches_and_obstacles(tmp_path: Path, run: Run) -> None:
-    """The same global batch is taken in each way that is even; where there is none, it is said."""
+def test_a_plan_lists_batches_and_obstacles(tmp_path: Path, run: Run) -> None:
     path = write_elastic(tmp_path / "a.ckpt", make_state())
     assert plan_resume(path, 2, 2).batches == (
         BatchChoice(6, 1),
@@ -282,7 +269,6 @@ FLAT_BUFFERS = (
 
 
 def saved_and_held(setup: Setup, path: str) -> int:
-    """Train a step and save; return the bytes of weights, masters and states in the engine."""
     from lightning_elastic_zero.api import save_checkpoint
 
     with engine_of(setup, 0) as engine:
@@ -305,10 +291,9 @@ def saved_and_held(setup: Setup, path: str) -> int:
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("zero", ["0", "1", "2", "3"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_memory_is_what_an_engine_takes(
+def test_the_planned_memory_is_that_of_an_engine(
     zero: str, precision: str, pools: Pools, tmp_path: Path
 ) -> None:
-    """Masters that are the weights themselves count once, copies of them twice, as in memory."""
     setup = Setup(1, zero, precision)
     (held,) = pools.run(1, partial(saved_and_held, setup, str(tmp_path / "a.ckpt")))
     plan = plan_resume(tmp_path / "a.ckpt", 1, setup.stage)
@@ -318,7 +303,6 @@ def test_the_memory_is_what_an_engine_takes(
 
 @pytest.mark.parametrize("devices", [1, 3])
 def test_in_stage_0_each_rank_reads_all(devices: int, tmp_path: Path) -> None:
-    """Nothing is cut there: a rank takes what one device alone takes in ZeRO-1."""
     path = write_elastic(tmp_path / "a.ckpt", make_state(), 2, 2)
     plan, alone = plan_resume(path, devices, 0), plan_resume(path, 1, 1)
     assert plan.read_bytes_per_rank == alone.read_bytes_per_rank
@@ -326,8 +310,7 @@ def test_in_stage_0_each_rank_reads_all(devices: int, tmp_path: Path) -> None:
     assert plan.read_bytes == devices * alone.read_bytes
 
 
-def test_a_cut_file_stands_in_the_way(tmp_path: Path) -> None:
-    """Sizes are as cheap to look at as names."""
+def test_a_truncated_file_is_an_obstacle(tmp_path: Path) -> None:
     path = write_elastic(tmp_path / "a.ckpt", make_state(), 2, 2)
     assert plan_resume(path, 1, 3).is_possible
     shard = next(path.rglob("*_optim_states.pt"))

@@ -71,12 +71,10 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def setting_of(*, launched: int = 0, gpus: int = 0, hosts: int = 1) -> Setting:
-    """Return a setting on this machine."""
     return Setting("cuda" if gpus else "cpu", hosts, world_sizes(launched, gpus), {})
 
 
 def output_of(program: str, *args: str, **variables: str) -> str:
-    """Run a Python program; return its output."""
     done = subprocess.run(
         [sys.executable, "-c", program, *args],
         env={**os.environ, **variables},
@@ -91,7 +89,6 @@ def output_of(program: str, *args: str, **variables: str) -> str:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the library that makes calls fail."""
     return bad_disk_library(tmp_path_factory.mktemp("bad"))
 
 
@@ -117,10 +114,9 @@ print(json.dumps([[row.what, row.outcome, row.details] for row in rows]))
         ("renameat2", errno.EINVAL, EXCHANGE, "does without"),
     ],
 )
-def test_missing_capabilities_are_found(
+def test_a_failing_call_fails_its_row_and_a_missing_one_is_worked_around(
     call: str, number: int, what: str, result: str, library: Path, tmp_path: Path
 ) -> None:
-    """A failing call fails its row; a call that the system lacks is done without."""
     refused = bad_disk(library, tmp_path, {call: number})
     rows = [Row(*row) for row in json.loads(output_of(PROBE, str(tmp_path), **refused))]
     found = {row.what: row for row in rows}
@@ -133,7 +129,6 @@ def test_missing_capabilities_are_found(
 
 
 def test_a_good_directory_holds(tmp_path: Path) -> None:
-    """On one host, visibility between hosts is not checked."""
     rows = {row.what: row for row in directory_rows(OneRank(), tmp_path, setting_of())}
     assert "FAILS" not in {row.result for row in rows.values()}
     assert rows[RENAME].result == "holds"
@@ -141,8 +136,7 @@ def test_a_good_directory_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(file_system(Path("/dev/shm")) != "tmpfs", reason="no tmpfs is mounted")  # noqa: S108
-def test_syncs_are_not_checked_in_memory() -> None:
-    """On tmpfs a sync proves nothing."""
+def test_syncs_are_not_checked_on_tmpfs() -> None:
     with scratch_folder(Path("/dev/shm"), PREFIX) as folder:  # noqa: S108
         found = {row.what: row for row in directory_rows(OneRank(), folder, setting_of())}
     for what in (SYNC_FILE, SYNC_NAMES):
@@ -152,7 +146,6 @@ def test_syncs_are_not_checked_in_memory() -> None:
 
 
 def test_links_to_a_directory_are_followed(tmp_path: Path) -> None:
-    """The file system is the target's, and the report shows the target."""
     (tmp_path / "real").mkdir()
     link = tmp_path / "link"
     link.symlink_to("real")
@@ -163,7 +156,6 @@ def test_links_to_a_directory_are_followed(tmp_path: Path) -> None:
 
 
 def test_a_users_files_stay(tmp_path: Path) -> None:
-    """Only the selftest's own folder is made and removed, also after an error."""
     theirs = {name: tmp_path / name for name in ("file", "last.ckpt", f"{PREFIX}mine")}
     for name, path in theirs.items():
         path.write_text(name)
@@ -176,8 +168,7 @@ def test_a_users_files_stay(tmp_path: Path) -> None:
     assert {path.read_text() for path in theirs.values()} == set(theirs)
 
 
-def test_an_unusable_directory(run: Run, tmp_path: Path) -> None:
-    """The error names the path and the problem, and nothing is made."""
+def test_an_unusable_directory_is_named(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("nowhere")
     for path, problem in (
@@ -195,8 +186,7 @@ def test_an_unusable_directory(run: Run, tmp_path: Path) -> None:
         pass
 
 
-def test_a_bad_disk_ends_it_early(library: Path, tmp_path: Path) -> None:
-    """Failed directory checks are printed, and engines are not tried."""
+def test_a_bad_disk_ends_the_selftest_early(library: Path, tmp_path: Path) -> None:
     directory = tmp_path / "disk"
     directory.mkdir()
     refused = {"rename": errno.EIO, "fsync": errno.EIO}
@@ -225,8 +215,9 @@ def test_a_bad_disk_ends_it_early(library: Path, tmp_path: Path) -> None:
 # -- devices and launchers ------------------------------------------------------------------------
 
 
-def test_an_unsupported_device(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is refused by the variable's name, and nothing is made."""
+def test_an_unsupported_device_is_refused(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "xpu")
     code, out, err = run("selftest", "--dir", tmp_path)
     assert (code, out) == (2, "")
@@ -234,17 +225,16 @@ def test_an_unsupported_device(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     assert not list(tmp_path.iterdir())
 
 
-def test_a_missing_gpu() -> None:
-    """The error names the rank's variable and the number of GPUs."""
+def test_a_missing_gpu_is_named() -> None:
     beyond = torch.cuda.device_count()
     with pytest.raises(UnsupportedError, match=rf"LOCAL_RANK={beyond}, but torch finds {beyond} "):
         device_name("cuda", beyond)
 
 
-def test_a_launcher_without_local_rank(
+def test_a_launcher_without_local_rank_is_refused(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is refused, because all ranks of a host would use its first GPU."""
+    """All ranks of a host would use its first GPU."""
     for name, value in zip(LAUNCHED, ("1", "2", "127.0.0.1", "1"), strict=True):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
@@ -268,12 +258,10 @@ def test_a_launcher_without_local_rank(
 def test_the_number_of_devices_changes_if_it_can(
     launched: int, gpus: int, sizes: tuple[int, int]
 ) -> None:
-    """With one device it cannot."""
     assert world_sizes(launched, gpus) == sizes
 
 
 def test_the_port_of_a_world_is_reserved() -> None:
-    """No other process gets it while workers import; a store with this port can listen."""
     with ExitStack() as held:
         address, port = meeting_point(1, held)
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
@@ -327,8 +315,8 @@ print("went on")
 """
 
 
-def test_signals(tmp_path: Path) -> None:
-    """Each signal interrupts once; nohup's SIGHUP and handlers not set by Python stay."""
+def test_signals_interrupt_once(tmp_path: Path) -> None:
+    """Nohup's SIGHUP and handlers that are not Python's stay."""
     assert output_of(SIGNALS).split() == ["interrupted"] * 3
     source = tmp_path / "handler.c"
     source.write_text(FOREIGN_HANDLER)
@@ -350,8 +338,7 @@ print(len(calls))
 """
 
 
-def test_a_slow_disk_is_awaited_in_pieces(tmp_path: Path) -> None:
-    """No wait of the raw write covers more than 1 MiB, and each is followed by progress."""
+def test_the_raw_write_waits_for_at_most_1_mib_per_call(tmp_path: Path) -> None:
     disk = SlowDisk(tmp_path, 1e12)
     calls = int(output_of(RAW_WRITE, str(disk.folder / "file"), **disk.environment))
     waits = disk.waits()
@@ -374,8 +361,7 @@ ROWS = st.builds(
 @given(st.lists(ROWS, max_size=5))
 @example([Row("\\|", "holds", "\\\\|"), Row("|", "holds", "\\")])
 @example([Row("a\x00b", "holds", "\x1b[31m"), Row("\udc80", "holds", "\u202e")])
-def test_a_report(rows: list[Row]) -> None:
-    """It holds if nothing failed and something was checked; a row is one line of the table."""
+def test_a_report_holds_if_nothing_failed_and_each_row_is_one_line(rows: list[Row]) -> None:
     report = SelftestReport({"torch": "2"}, tuple(rows))
     results = [row.result for row in rows]
     assert report.holds == ("FAILS" not in results and "holds" in results)
@@ -403,7 +389,6 @@ def cells_of(line: str) -> list[str]:
 
 
 def test_nothing_holds_without_records() -> None:
-    """Every row is unchecked until processes record something."""
     assert {row.result for row in rows_of([], setting_of())} == {"not checked"}
 
 
@@ -420,7 +405,6 @@ def test_nothing_holds_without_records() -> None:
 def test_a_check_holds_if_all_ranks_record_success(
     records: list[tuple[int, str]], result: str, details: str
 ) -> None:
-    """A rank without a record has not checked it; one problem is a failure."""
     told = [Record(rank, INTACT, problem) for rank, problem in records]
     (row,) = [row for row in rows_of(told, setting_of()) if row.what == INTACT]
     assert row.result == result
@@ -428,7 +412,6 @@ def test_a_check_holds_if_all_ranks_record_success(
 
 
 def test_records_survive_a_kill(tmp_path: Path) -> None:
-    """Each record is in the file when ``put`` returns; success is recorded by the last part."""
     job = Job("save", 2, tmp_path, setting_of(), {})
     results = Results(job, 1)
     results.put("a", value={"c": "d"})
@@ -479,7 +462,6 @@ def started(
 
 @pytest.fixture
 def not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the workers of this process in the environment of ranks of tests."""
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
     for name in LAUNCHED:
@@ -487,13 +469,11 @@ def not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def printed_rows(out: str) -> list[Row]:
-    """Return the rows of a printed table."""
     cells = [cells_of(line) for line in out.splitlines() if line.startswith("| ")]
     return [Row(*row) for row in [row for row in cells if len(row) == 3][2:]]  # type: ignore[arg-type]
 
 
 def assert_held(rows: list[Row], saves: int, loads: int) -> None:
-    """Fail unless everything that can be checked here holds."""
     found = {row.what: row.result for row in rows}
     assert "FAILS" not in found.values(), rows
     assert found[SPEED] == "measured"
@@ -506,7 +486,7 @@ def assert_held(rows: list[Row], saves: int, loads: int) -> None:
 
 
 @pytest.mark.long
-def test_it_holds_alone(tmp_path: Path) -> None:
+def test_selftest_holds_alone(tmp_path: Path) -> None:
     """On 2 and 3 processes, through a relative path and a link; a user's files stay."""
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
@@ -522,8 +502,7 @@ def test_it_holds_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_it_holds_without_exchanges_and_links(tmp_path: Path) -> None:
-    """As on exFAT: both rows are done without, and the exit code is 0."""
+def test_selftest_holds_without_exchanges_and_links(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     refused = {"renameat2": errno.EINVAL, "symlink": errno.EPERM, "link": errno.EPERM}
@@ -538,13 +517,11 @@ def test_it_holds_without_exchanges_and_links(tmp_path: Path) -> None:
 
 
 def torchrun(*options: str) -> list[str]:
-    """Return the command of an agent."""
     return [sys.executable, "-m", "torch.distributed.run", *options, *SELFTEST[1:]]
 
 
 @pytest.mark.long
-def test_it_holds_under_torchrun(tmp_path: Path) -> None:
-    """Rank 0 alone prints, and no launched rank is killed."""
+def test_selftest_holds_under_torchrun(tmp_path: Path) -> None:
     launch = torchrun("--nproc-per-node=2", f"--master-port={free_port()}")
     with started([*launch, "--dir", str(tmp_path)], tmp_path) as process:
         out, err = process.communicate(timeout=HANG_TIMEOUT_S)
@@ -556,8 +533,7 @@ def test_it_holds_under_torchrun(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_it_holds_under_two_agents(tmp_path: Path) -> None:
-    """Of two nodes with their own addresses, the node of rank 0 prints one table."""
+def test_selftest_holds_under_two_agents(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     node = ("--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.2")
@@ -582,7 +558,6 @@ def test_it_holds_under_two_agents(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_failure_under_torchrun_is_printed(tmp_path: Path) -> None:
-    """Torchrun ends all ranks once one has failed; the report is printed and nothing stays."""
     launch = torchrun("--nproc-per-node=2", f"--master-port={free_port()}")
     with started([*launch, "--dir", str(tmp_path), "--timeout", "0.5"], tmp_path) as process:
         out, err = process.communicate(timeout=HANG_TIMEOUT_S)
@@ -595,8 +570,7 @@ def test_a_failure_under_torchrun_is_printed(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("not_launched")
-def test_a_broken_load_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One bit of one rank's state fails the row of its checkpoint, by name, and no other."""
+def test_a_wrong_bit_fails_its_row_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selftest, "_run_rank", broken_rank)
     report = run_selftest(tmp_path)
     assert not report.holds
@@ -612,7 +586,6 @@ def test_a_broken_load_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("not_launched")
 def test_a_hanging_world_is_killed(tmp_path: Path) -> None:
-    """It is reported, nothing of it stays, and none of its checks holds."""
     before = set(psutil.Process().children(recursive=True))
     report = run_selftest(tmp_path, timeout_s=0.01)
     assert not report.holds
@@ -629,8 +602,7 @@ def test_a_hanging_world_is_killed(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_it_can_be_stopped(number: signal.Signals, tmp_path: Path) -> None:
-    """All processes end and the folder is removed; after SIGKILL its name tells what it is."""
+def test_signals_end_all_processes(number: signal.Signals, tmp_path: Path) -> None:
     with started([*SELFTEST, "--dir", str(tmp_path)], tmp_path) as process:
         while not list(tmp_path.glob(f"{PREFIX}*/*.ckpt")):
             assert process.poll() is None
@@ -651,8 +623,7 @@ def test_it_can_be_stopped(number: signal.Signals, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_directory_that_is_not_shared(tmp_path: Path) -> None:
-    """Ranks with different directories under one path fail, with a remedy."""
+def test_a_directory_that_is_not_shared_fails(tmp_path: Path) -> None:
     store, times = HashStore(), Timeouts()
     folders = [tmp_path / name / "folder" for name in ("one", "two")]
     for folder in folders:

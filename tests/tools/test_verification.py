@@ -43,7 +43,6 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 def flip(path: Path, offset: int) -> None:
-    """Change one byte of a file."""
     with path.open("r+b") as file:
         file.seek(offset)
         byte = file.read(1)[0]
@@ -52,7 +51,6 @@ def flip(path: Path, offset: int) -> None:
 
 
 def middle_of_the_largest_record(path: Path) -> int:
-    """Return where in a file of torch.save some tensor's bytes are."""
     with zipfile.ZipFile(path) as archive:
         record = max(archive.infolist(), key=lambda record: record.file_size)
     header = path.read_bytes()[record.header_offset :][:30]
@@ -62,10 +60,9 @@ def middle_of_the_largest_record(path: Path) -> int:
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(("stage", "world_size"), [(2, 2), (3, 3)])
-def test_a_sound_checkpoint(
+def test_a_sound_checkpoint_is_read_once(
     stage: int, world_size: int, threads: int, tmp_path: Path, run: Run
 ) -> None:
-    """It is, and every byte that the manifest names was verified, once."""
     path = write_elastic(tmp_path / "a.ckpt", make_state(), stage, world_size)
     told: list[int] = []
     found = verify_checkpoint(path, threads=threads, progress=Progress(show=told.append))
@@ -77,10 +74,9 @@ def test_a_sound_checkpoint(
     assert out.count("intact: lightning_elastic_zero checkpoint of step 3") == 2
 
 
-def test_where_the_system_tells_no_affinity(
+def test_without_cpu_affinity_all_processors_are_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On macOS, which says how many processors there are only: all of them are taken."""
     monkeypatch.delattr(os, "sched_getaffinity")
     assert verify_checkpoint(write_elastic(tmp_path / "a.ckpt", make_state())).is_sound
 
@@ -117,8 +113,9 @@ def _change_manifest(path: Path) -> None:
         (_change_manifest, "digest"),
     ],
 )
-def test_damage(damage: Callable[[Path], None], word: str, tmp_path: Path, run: Run) -> None:
-    """It is named; the exit code says no, also where another checkpoint is sound."""
+def test_each_damage_is_named(
+    damage: Callable[[Path], None], word: str, tmp_path: Path, run: Run
+) -> None:
     path = write_elastic(tmp_path / "a.ckpt", make_state())
     sound = shutil.copytree(path, tmp_path / "b.ckpt")
     damage(path)
@@ -131,23 +128,20 @@ def test_damage(damage: Callable[[Path], None], word: str, tmp_path: Path, run: 
     assert f"{sound}: intact" in out
 
 
-def test_nothing_there(tmp_path: Path, run: Run) -> None:
-    """A missing checkpoint, or a path and a folder at once, is an error of use."""
+def test_a_missing_path_is_a_usage_error(tmp_path: Path, run: Run) -> None:
     with pytest.raises(CheckpointNotFoundError):
         verify_checkpoint(tmp_path / "none")
     assert run("verify", tmp_path, "--newest-sound", tmp_path)[0] == 2
 
 
-def test_the_inside_of_a_checkpoint(tmp_path: Path, run: Run) -> None:
-    """It was not asked for as it has to be, which says nothing of the checkpoint."""
+def test_the_inside_of_a_checkpoint_is_a_usage_error(tmp_path: Path, run: Run) -> None:
     path = write_elastic(tmp_path / "a.ckpt", make_state())
     code, _, err = run("verify", path / "checkpoint")
     assert (code, f"is inside a checkpoint. Pass {path}" in err) == (2, True)
 
 
 @pytest.mark.parametrize("name", ["zero2-ds0.19", "zero3-ds0.19", "bf16-ds0.19", "universal1"])
-def test_foreign_checkpoints(name: str, tmp_path: Path) -> None:
-    """Theirs are sound too; masters are compared where weights lie beside them."""
+def test_checkpoints_of_other_software_are_sound(name: str, tmp_path: Path) -> None:
     path = unpack(name, tmp_path).checkpoint
     found = verify_checkpoint(path)
     assert found.problem == ""
@@ -160,8 +154,7 @@ def test_foreign_checkpoints(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["zero2-ds0.19", "zero3-ds0.19", "lightning2", "universal3", "own"]
 )
-def test_nothing_names_the_tag(name: str, tmp_path: Path, run: Run) -> None:
-    """It is whole and can be resumed from; that DeepSpeed itself will not find it is said."""
+def test_a_missing_latest_is_reported_but_sound(name: str, tmp_path: Path, run: Run) -> None:
     if name == "own":
         path = write_elastic(tmp_path / "a.ckpt", make_state())
     else:
@@ -191,8 +184,7 @@ def test_nothing_names_the_tag(name: str, tmp_path: Path, run: Run) -> None:
         assert verify_checkpoint(path / tag).note == ""  # Which tag is meant is clear.
 
 
-def test_the_one_model_file_is_missing(tmp_path: Path) -> None:
-    """It is named as ZeRO-2 has it, and as ZeRO-3: the shards tell no stage."""
+def test_the_missing_model_file_is_named_for_both_stages(tmp_path: Path) -> None:
     path = unpack("zero2-ds0.19", tmp_path).checkpoint
     (model,) = path.rglob("*_model_states.pt")
     model.unlink()
@@ -201,7 +193,6 @@ def test_the_one_model_file_is_missing(tmp_path: Path) -> None:
 
 
 def _recut(path: Path, change: int) -> None:
-    """Move the borders between ranks in the manifest, whose own digest is right."""
     manifest = manifest_from_json((path / "manifest.json").read_text(), "here")
     first, *others = manifest.buffers
     moved = replace(first, partition_numel=first.partition_numel + change)
@@ -210,8 +201,7 @@ def _recut(path: Path, change: int) -> None:
 
 
 @pytest.mark.parametrize("change", [-3, 5])
-def test_pieces_that_do_not_tile(change: int, tmp_path: Path) -> None:
-    """A gap, or elements that two ranks hold, show though every checksum is right."""
+def test_pieces_that_do_not_tile_are_found(change: int, tmp_path: Path) -> None:
     path = write_elastic(tmp_path / "a.ckpt", make_state(), 2, 3)
     assert verify_checkpoint(path).is_sound
     _recut(path, change)
@@ -219,7 +209,6 @@ def test_pieces_that_do_not_tile(change: int, tmp_path: Path) -> None:
 
 
 def _move_chunk(rows: int, path: Path) -> None:
-    """Change where the second chunk of a tensor begins, in torch's own metadata."""
     reader = FileSystemReader(path)
     metadata = reader.read_metadata()
     entry = metadata.state_dict_metadata["model.w"]
@@ -235,8 +224,7 @@ def _move_chunk(rows: int, path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", [-1, 1])
-def test_chunks_that_do_not_tile(rows: int, tmp_path: Path) -> None:
-    """In a directory of torch.distributed.checkpoint a gap, and an overlap, are found."""
+def test_chunks_that_do_not_tile_are_found(rows: int, tmp_path: Path) -> None:
     torch.save({"w": torch.randn(5, 1 << 21)}, tmp_path / "w.pt")
     convert_checkpoint(tmp_path / "w.pt", tmp_path / "dcp", "dcp")
     assert verify_checkpoint(tmp_path / "dcp").is_sound
@@ -245,8 +233,7 @@ def test_chunks_that_do_not_tile(rows: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["zero2-ds0.19", "bf16-ds0.18"])
-def test_one_master_that_does_not_round(name: str, tmp_path: Path) -> None:
-    """A file that was written anew, with one other master, has right checksums: weights tell."""
+def test_a_master_that_does_not_round_to_its_weight_is_found(name: str, tmp_path: Path) -> None:
     path = unpack(name, tmp_path).checkpoint
     assert verify_checkpoint(path).compared_masters
     shard = min(path.rglob("*_optim_states.pt"))
@@ -257,14 +244,12 @@ def test_one_master_that_does_not_round(name: str, tmp_path: Path) -> None:
     assert "do not round to" in verify_checkpoint(path).problem
 
 
-def test_masters_that_are_not_the_weights(tmp_path: Path) -> None:
-    """What ds_to_universal cuts in the wrong places is found, without a model."""
+def test_wrong_slices_of_ds_to_universal_are_found(tmp_path: Path) -> None:
     found = verify_checkpoint(unpack("universal-corrupt", tmp_path).checkpoint)
     assert "do not round to" in found.problem
 
 
-def test_whole_tensors(tmp_path: Path) -> None:
-    """A single file's records are verified."""
+def test_single_files_are_verified(tmp_path: Path) -> None:
     torch.save({"w": torch.arange(100.0)}, tmp_path / "w.ckpt")
     assert verify_checkpoint(tmp_path / "w.ckpt").is_sound
     data = (tmp_path / "w.ckpt").read_bytes()
@@ -272,8 +257,7 @@ def test_whole_tensors(tmp_path: Path) -> None:
     assert "CRC-32" in verify_checkpoint(tmp_path / "w.ckpt").problem
 
 
-def test_the_newest_sound_one(tmp_path: Path, run: Run) -> None:
-    """Damaged ones, hidden ones and what is no checkpoint are passed over; links are followed."""
+def test_the_newest_sound_checkpoint(tmp_path: Path, run: Run) -> None:
     state = make_state()
     for number, name in enumerate(("a.ckpt", "b.ckpt", "c.ckpt", ".hidden.ckpt")):
         path = write_elastic(tmp_path / name, state)
@@ -294,8 +278,7 @@ def test_the_newest_sound_one(tmp_path: Path, run: Run) -> None:
     assert run("verify", "--newest-sound", tmp_path / "none")[0] == 2
 
 
-def test_what_has_no_checksums_is_not_called_sound(tmp_path: Path, run: Run) -> None:
-    """Its bytes cannot be verified: that is said, and no script resumes from it."""
+def test_a_checkpoint_without_checksums_is_not_called_sound(tmp_path: Path, run: Run) -> None:
     source = write_elastic(tmp_path / "runs" / "a.ckpt", make_state())
     convert_checkpoint(source, tmp_path / "runs" / "b.ckpt", "fp32")
     code, out, _ = run("verify", tmp_path / "runs" / "b.ckpt")
@@ -306,10 +289,7 @@ def test_what_has_no_checksums_is_not_called_sound(tmp_path: Path, run: Run) -> 
 
 
 @pytest.mark.parametrize("tree", [[1, 2], {"a": {"b": "x"}}])
-def test_a_whole_file_of_something_else_is_not_damaged(
-    tree: object, tmp_path: Path, run: Run
-) -> None:
-    """It is as it was written, but no checkpoint; with another byte in it, it is damaged."""
+def test_a_file_of_something_else_is_not_damaged(tree: object, tmp_path: Path, run: Run) -> None:
     path = tmp_path / "x.pt"
     torch.save(tree, path)
     code, _, err = run("verify", path)
@@ -322,7 +302,6 @@ def test_a_whole_file_of_something_else_is_not_damaged(
 
 
 def test_a_file_without_checksums_may_be_damaged(tmp_path: Path, run: Run) -> None:
-    """As ``convert`` writes: nothing tells that a name in it was another one."""
     source = write_elastic(tmp_path / "a.ckpt", make_state())
     path = tmp_path / "b.ckpt"
     convert_checkpoint(source, path, "lightning")
@@ -333,7 +312,6 @@ def test_a_file_without_checksums_may_be_damaged(tmp_path: Path, run: Run) -> No
 
 
 def test_each_path_gets_its_answer(tmp_path: Path, run: Run) -> None:
-    """One that is not there does not keep the others from being looked at."""
     sound = write_elastic(tmp_path / "a.ckpt", make_state())
     code, out, err = run("verify", tmp_path / "nothing", sound)
     assert code == 2
@@ -346,8 +324,6 @@ def test_each_path_gets_its_answer(tmp_path: Path, run: Run) -> None:
 
 
 def ends(work: Callable[[], object]) -> bool:
-    """Whether work ends, well or by an error of ours; a thread that does not is left behind."""
-
     def run() -> None:
         with suppress(ElasticZeroError):
             work()
@@ -359,8 +335,7 @@ def ends(work: Callable[[], object]) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["own", "zero3-ds0.19", "universal", "dcp"])
-def test_no_pipe_is_waited_for(kind: str, tmp_path: Path) -> None:
-    """Not in a load, nor where a save looks at what lies at its target."""
+def test_pipes_are_not_waited_for(kind: str, tmp_path: Path) -> None:
     whole = write_elastic(tmp_path / "own.ckpt", make_state())
     if kind in {"universal", "dcp"}:
         convert_checkpoint(whole, tmp_path / kind, kind)
@@ -379,8 +354,7 @@ def test_no_pipe_is_waited_for(kind: str, tmp_path: Path) -> None:
         shutil.rmtree(damaged)
 
 
-def test_a_folder_in_a_files_place_leaves_nothing_open(tmp_path: Path) -> None:
-    """What looks at a target again and again must not run out of open files."""
+def test_a_folder_in_a_files_place_leaves_no_open_file(tmp_path: Path) -> None:
     target = write_elastic(tmp_path / "new.ckpt", make_state())
     (target / "manifest.json").unlink()
     (target / "manifest.json").mkdir()
@@ -407,8 +381,7 @@ sys.stdin.read()
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system has no leases")
 @pytest.mark.parametrize("name", ["manifest.json", "shard"])
-def test_a_file_that_is_leased_is_sound(name: str, tmp_path: Path) -> None:
-    """It is had as soon as it is given back, and not taken for a damaged one."""
+def test_a_leased_file_is_sound(name: str, tmp_path: Path) -> None:
     path = write_elastic(tmp_path / "own.ckpt", make_state())
     file = path / name if name == "manifest.json" else next(path.rglob("*optim_states.pt"))
     command = [sys.executable, "-c", HOLD_LEASE, str(file)]
@@ -432,13 +405,9 @@ def _inspected(path: Path) -> str:
 
 
 @pytest.mark.parametrize(("stage", "world_size"), [(1, 2), (2, 24)])
-def test_a_rank_opens_no_file_for_them_but_what_it_reads(
+def test_scalars_are_read_from_files_that_a_rank_reads_anyway(
     stage: int, world_size: int, tmp_path: Path
 ) -> None:
-    """Every optimizer shard has the scalars of all flat buffers.
-
-    Of 24 ranks some hold elements of the first parameter group only, and some nothing at all.
-    """
     state = make_state()
     folder = write_elastic(tmp_path / "x.ckpt", state, stage, world_size)
     opened_others = 0
