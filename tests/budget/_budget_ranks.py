@@ -27,21 +27,17 @@ STATE_BYTES = LAYERS * (WIDTH * WIDTH + WIDTH) * BYTES_PER_PARAMETER
 
 
 class Mlp(nn.Module):
-    """Square layers, applied one after the other."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(LAYERS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a loss."""
         for layer in self.layers:
             x = torch.relu(layer(x))
         return x.pow(2).mean()
 
 
 def anonymous_bytes() -> int:
-    """Return this process's anonymous memory, by the operating system's count."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
@@ -57,10 +53,7 @@ def bytes_read() -> int:
 
 
 class PeakMemory:
-    """Watches the highest anonymous memory while a block runs."""
-
     def __enter__(self) -> PeakMemory:
-        """Begin to watch."""
         self.before = self.highest = anonymous_bytes()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -72,20 +65,15 @@ class PeakMemory:
             self.highest = max(self.highest, anonymous_bytes())
 
     def __exit__(self, *_: object) -> None:
-        """Stop watching."""
         self._done.set()
         self._thread.join()
         self.highest = max(self.highest, anonymous_bytes())
 
 
 class CopiedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's own
-    """Counts the bytes that torch copies from one tensor to another in this thread.
-
-    And those that it is asked to gather: gloo takes memory of its own for them, and copies them.
-    """
+    """Counts the bytes that torch copies or gathers (gloo copies those) in this thread."""
 
     def __init__(self) -> None:
-        """Begin at none."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.count = self.gathered = 0
 
@@ -106,7 +94,6 @@ class CopiedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's
 
 
 def make_engine(stage: int, width: int = WIDTH) -> Any:
-    """Build an engine with Adam."""
     import deepspeed
 
     # Which fills all memory that is asked for, as if it were used: see support/fork_server.py.
@@ -123,7 +110,6 @@ def make_engine(stage: int, width: int = WIDTH) -> Any:
 
 
 def save(stage: int, path: str) -> dict[str, int]:
-    """Train one step and save; give what the save cost this rank in memory."""
     from lightning_elastic_zero.api import save_checkpoint
 
     engine = make_engine(stage)
@@ -136,7 +122,6 @@ def save(stage: int, path: str) -> dict[str, int]:
 
 
 def load(stage: int, path: str) -> dict[str, int]:
-    """Load into a fresh engine; give the bytes that were read, and memory above own state."""
     from lightning_elastic_zero.api import load_checkpoint
 
     engine = make_engine(stage)
@@ -155,10 +140,7 @@ def load(stage: int, path: str) -> dict[str, int]:
 
 
 def reload(stage: int, path: str) -> dict[str, int]:
-    """Load into an engine that has trained, thrice; return what the second load took of memory.
-
-    And the bytes that the third one copied from tensor to tensor.
-    """
+    """Load thrice; return the memory of the second load, and the bytes that the third copied."""
     from lightning_elastic_zero.api import load_checkpoint
 
     engine = make_engine(stage)
@@ -183,7 +165,6 @@ def reload(stage: int, path: str) -> dict[str, int]:
 
 
 def evaluate(stage: int, path: str) -> dict[str, int]:
-    """Load into an engine without optimizer; give the bytes that were read."""
     import deepspeed
 
     from lightning_elastic_zero.api import load_checkpoint
@@ -200,10 +181,7 @@ SMALL_WIDTH = 64
 
 
 class Operations:
-    """Counts what this process asks of the disk below a folder, and how often ranks agree."""
-
     def __init__(self, folder: str) -> None:
-        """Count from now on, until the process ends."""
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         self._folder, self.counts = folder, Counter[str]()
@@ -236,7 +214,6 @@ class Operations:
             self.opened.append(Path(str(args[0])).name)
 
     def of(self, work: Callable[[], object]) -> tuple[dict[str, int], list[str]]:
-        """Do work; return what it has counted, and the names of the files that it opened."""
         self.counts.clear()
         self.opened.clear()
         work()
@@ -244,7 +221,6 @@ class Operations:
 
 
 def operations(stage: int, path: str) -> dict[str, Any]:
-    """Save over an old checkpoint, and load; return what each asked of the disk and the ranks."""
     from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 
     engine = make_engine(stage, SMALL_WIDTH)
@@ -272,7 +248,6 @@ def with_sub_groups(layers: int) -> nn.Module:
 
 @contextmanager
 def swapped_engine(layers: int) -> Iterator[Any]:
-    """Make an engine all of whose sub-groups are in files, and leave no file of them."""
     import deepspeed
 
     # Which fills all memory that is asked for, as if it were used: see support/fork_server.py.
@@ -302,7 +277,6 @@ def swapped_engine(layers: int) -> Iterator[Any]:
 
 
 def step(engine: Any) -> None:
-    """Take a step, after which all that was trained is in files."""
     engine.backward(engine(torch.randn(1, SWAPPED_WIDTH)).pow(2).mean())
     engine.step()
     flats = engine.optimizer.fp32_partitioned_groups_flat
@@ -311,17 +285,13 @@ def step(engine: Any) -> None:
 
 
 def resident_bytes(name: str) -> int:
-    """Return a line of what the operating system says of this process's memory."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (found,) = (line for line in lines if line.startswith(f"{name}:"))
     return int(found.split()[1]) * 1024
 
 
 def measured(work: Callable[[], object]) -> dict[str, int]:
-    """Do work; return its peaks in bytes: of anonymous memory, and of all that is resident.
-
-    The second has the pages of mapped files, too, which the system takes back when it wants to.
-    """
+    """Do work; return the peaks of anonymous and of resident memory, mapped files included."""
     Path("/proc/self/clear_refs").write_text("5")  # The high-water mark begins anew.
     resident = resident_bytes("VmRSS")
     with PeakMemory() as peak:
@@ -333,7 +303,6 @@ def measured(work: Callable[[], object]) -> dict[str, int]:
 
 
 def save_swapped(layers: int, path: str) -> dict[str, int]:
-    """Train a step and save, twice; return what the second save took of memory."""
     from lightning_elastic_zero.api import save_checkpoint
 
     with swapped_engine(layers) as engine:
@@ -343,7 +312,6 @@ def save_swapped(layers: int, path: str) -> dict[str, int]:
 
 
 def load_swapped(layers: int, path: str, *, steps_before: int) -> dict[str, int]:
-    """Load into a fresh engine, or one that has trained; return what that took of memory."""
     from lightning_elastic_zero.api import load_checkpoint
 
     with swapped_engine(layers) as engine:

@@ -1,4 +1,4 @@
-"""What saving and loading may cost: bytes and memory in proportion to the state, and operations."""
+"""Costs of saving and loading: bytes and memory in proportion to the state, and operations."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ EXTRA_BYTES = 64e6
 
 @pytest.fixture
 def measured(fork_server: ForkServer) -> Callable[..., list[dict[str, Any]]]:
-    """Return what runs new ranks, whose memory no other test has grown, and what each measured."""
-
     def run(
         call: Callable[[int, str], dict[str, Any]], ranks: int, stage: int, path: Path
     ) -> list[dict[str, Any]]:
@@ -34,15 +32,10 @@ def measured(fork_server: ForkServer) -> Callable[..., list[dict[str, Any]]]:
 
 
 @pytest.mark.engine
-def test_a_rank_reads_what_it_needs_into_place(
+def test_ranks_read_the_state_once_and_hold_one_chunk_more(
     measured: Callable[..., list[dict[str, Any]]], tmp_path: Path
 ) -> None:
-    """Any rank count reads the state once in all, and holds one bounded chunk more than its own.
-
-    Bytes by the system's count of what was read, summed over ranks, at most 1.05 times the state;
-    anonymous memory at most 64 MB above a rank's own state; a save of as little, and its files no
-    larger than the state and a hundredth.
-    """
+    """Ranks read 1.05 times the state at most, and hold 64 MB above their own state at most."""
     path = tmp_path / "big.ckpt"
     for saved in measured(save, 2, 3, path):
         assert saved["extra"] < EXTRA_BYTES
@@ -68,14 +61,7 @@ LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 def test_a_load_into_live_state_takes_each_page_once(
     measured: Callable[..., list[dict[str, Any]]], tmp_path: Path
 ) -> None:
-    """States are received beside the live ones, since a failed load must leave those: no more.
-
-    fp32 masters are received in place. What it takes it gives back; and where the system has large
-    pages, memory of its own costs a page fault for each of those: nothing else is new.
-
-    The memory in which states were received is theirs from then on: no byte of them is copied, and
-    of masters each once, into the weights.
-    """
+    """fp32 masters are received in place; states next to the live ones, whose memory is freed."""
     path = tmp_path / "live.ckpt"
     measured(save, 2, 3, path)
     for stage in (2, 3):
@@ -98,13 +84,10 @@ LOOKS_PER_FILE, OTHER_LOOKS = 5, 50
 
 
 @pytest.mark.engine
-def test_fixed_costs(measured: Callable[..., list[dict[str, Any]]], tmp_path: Path) -> None:
-    """What a save or load costs however small the state: agreements, syncs, looks, opened files.
-
-    A sync takes milliseconds on many disks, a look at a file a round trip on network filesystems,
-    and rank 0 does both for all ranks; a load opens what it reads, and no file of another rank's
-    that it reads nothing else of.
-    """
+def test_fixed_costs_of_agreements_syncs_and_files(
+    measured: Callable[..., list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    """These cost milliseconds or a round trip each, however small the state."""
     for stage, own_files in ((2, 1), (3, 2)):
         path = tmp_path / f"{stage}.ckpt"
         of_ranks = measured(operations, 3, stage, path)

@@ -1,5 +1,3 @@
-"""What a save or load of an optimizer in files (offload to NVMe) costs: no memory for the state."""
-
 from __future__ import annotations
 
 import shutil
@@ -24,12 +22,7 @@ OTHER_PAGES_BYTES = 64e6
 def test_memory_does_not_grow_with_the_sub_groups(
     fork_server: ForkServer, pools: Pools, tmp_path: Path
 ) -> None:
-    """A rank holds less than its part of one sub-group more than before, however many there are.
-
-    Saved and loaded, into a run that begins and into one that has trained: the state is only ever
-    mapped. By the system's high-water mark, which counts the pages of mapped files, it is no more
-    than the state.
-    """
+    """States in files are only mapped; by the system's peak, which counts pages of mapped files."""
     skip_without("AsyncIOBuilder", pools)
     for sub_groups in SUB_GROUPS:
         path = tmp_path / f"{sub_groups}.ckpt"

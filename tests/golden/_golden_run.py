@@ -1,8 +1,4 @@
-"""The run that golden checkpoints are of, and what its engine holds by DeepSpeed's own account.
-
-Old and new code run it alike: of this library it uses the strategy alone, and of ``tests`` nothing.
-What is held is asked of DeepSpeed (``safe_get_full_fp32_param`` and its like) and of torch.
-"""
+"""The run of the golden checkpoints, and what its engine holds according to DeepSpeed and torch."""
 
 from __future__ import annotations
 
@@ -34,8 +30,6 @@ Held = dict[str, Any]
 
 @dataclass(frozen=True)
 class GoldenRun:
-    """One fit."""
-
     stage: int
     world: int
     precision: str
@@ -50,8 +44,6 @@ class GoldenRun:
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a rank found once it had loaded."""
-
     held: Held
     samples: list[int]
     """What all ranks were given until the end of the epoch, sorted."""
@@ -59,8 +51,6 @@ class Resumed:
 
 
 class Samples(Dataset[Any]):
-    """Samples that tell their index."""
-
     def __len__(self) -> int:
         return SAMPLES
 
@@ -71,8 +61,6 @@ class Samples(Dataset[Any]):
 
 
 class GoldenNet(pl.LightningModule):
-    """Odd shapes, two groups, a frozen layer, a buffer that differs between ranks, and dropout."""
-
     def __init__(self, run: GoldenRun) -> None:
         super().__init__()
         self.of = run
@@ -125,8 +113,6 @@ class GoldenNet(pl.LightningModule):
 
 
 class Witness(Callback):
-    """Saves after so many steps, or looks at what was loaded."""
-
     def __init__(self, run: GoldenRun) -> None:
         self.of = run
         self.kept = CALLBACK if run.save else {}
@@ -159,14 +145,12 @@ class Witness(Callback):
 
 
 def everyones(samples: list[int]) -> list[int]:
-    """Return the samples of all ranks, sorted. Collective."""
     parts: list[Any] = [None] * comm.get_world_size()
     distributed.all_gather_object(parts, samples)
     return sorted(index for part in parts for index in part)
 
 
 def held_by(trainer: pl.Trainer, net: GoldenNet) -> Held:
-    """Return what the ranks hold: masters, moments, weights, rates, counters. Collective."""
     engine: Any = trainer.strategy.deepspeed_engine  # type: ignore[attr-defined]
     held: Held = {}
     if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
@@ -204,7 +188,6 @@ def held_by(trainer: pl.Trainer, net: GoldenNet) -> Held:
 
 
 def fit(run: GoldenRun) -> Resumed:
-    """Fit, and return what this rank found. Collective."""
     from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
     warnings.simplefilter("ignore")

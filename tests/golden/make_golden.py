@@ -39,11 +39,6 @@ IMPORTED = ("deepspeed.runtime.zero.muon.muon_optimizer", "lightning.pytorch")
 
 
 def on_ranks(world: int, work: Callable[[], None]) -> None:
-    """Do something on all ranks of a world, forked from this process.
-
-    Raises:
-        RuntimeError: a rank failed, or hangs.
-    """
     for module in IMPORTED:
         importlib.import_module(module)
     fork, port = multiprocessing.get_context("fork"), free_port()
@@ -61,7 +56,6 @@ def on_ranks(world: int, work: Callable[[], None]) -> None:
 
 
 def be_rank(rank: int, world: int, port: int, work: Callable[[], None]) -> None:
-    """Join the world's process group, and work."""
     import deepspeed
 
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -72,13 +66,11 @@ def be_rank(rank: int, world: int, port: int, work: Callable[[], None]) -> None:
 
 
 def save_all(folder: Path) -> None:
-    """Save each run's checkpoint and what was held, into a folder of its own. On each rank."""
     for name, run in RUNS.items():
         fit(replace(run, save=str(folder / name)))
 
 
 def about(name: str) -> str:
-    """Return how a checkpoint was made."""
     run = RUNS[name]
     content = {
         "name": name,
@@ -93,7 +85,6 @@ def about(name: str) -> str:
 
 
 def make(data: Path) -> None:
-    """Write all of them, and pack each with what was held."""
     data.mkdir(exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="ez-golden-"))
     try:

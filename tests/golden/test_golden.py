@@ -25,7 +25,6 @@ OF_A_RANK = ("buffer", "random")
 
 
 def unpack(name: str, folder: Path) -> tuple[Path, Held]:
-    """Return a checkpoint, and what DeepSpeed said was held when it was saved."""
     with tarfile.open(DATA / f"{name}.tar.xz") as archive:
         archive.extractall(folder, filter="data")
     held: Held = torch.load(folder / "truth.pt", weights_only=True)
@@ -33,19 +32,16 @@ def unpack(name: str, folder: Path) -> tuple[Path, Held]:
 
 
 def differing(wanted: Held, found: Held) -> list[str]:
-    """Name what is not the same, bit for bit."""
     return [key for key, value in wanted.items() if not same(value, found.get(key))]
 
 
 def same(wanted: Any, found: Any) -> bool:
-    """Return whether two entries are the same."""
     if isinstance(wanted, torch.Tensor):
         return isinstance(found, torch.Tensor) and same_bits(wanted, found)
     return bool(wanted == found)
 
 
 def wanted_on(held: Held, source: GoldenRun, world: int) -> Held:
-    """Return what ranks of that number have to hold."""
     whole = {k: v for k, v in held.items() if k.partition("/")[0] not in (*OF_A_RANK, "samples")}
     if world == source.world:
         return whole | {k: v for k, v in held.items() if k.partition("/")[0] in OF_A_RANK}
@@ -53,8 +49,7 @@ def wanted_on(held: Held, source: GoldenRun, world: int) -> Held:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_manifest_says_what_was_held(name: str, tmp_path: Path) -> None:
-    """The records that are read of its text are the run's, and written again they are its bytes."""
+def test_the_manifest_is_read_and_written_unchanged(name: str, tmp_path: Path) -> None:
     checkpoint, held = unpack(name, tmp_path)
     text = (checkpoint / "manifest.json").read_text(encoding="utf-8")
     manifest = manifest_from_json(text, "manifest.json")
@@ -87,8 +82,9 @@ def test_the_manifest_says_what_was_held(name: str, tmp_path: Path) -> None:
         pytest.param("zero3", 3, 2, marks=pytest.mark.essential),
     ],
 )
-def test_a_run_goes_on(name: str, world: int, stage: int, worlds: Pools, tmp_path: Path) -> None:
-    """Masters, moments, steps, rates, counters, buffers, random states and samples come back."""
+def test_golden_checkpoints_resume(
+    name: str, world: int, stage: int, worlds: Pools, tmp_path: Path
+) -> None:
     checkpoint, held = unpack(name, tmp_path)
     source = RUNS[name]
     target = GoldenRun(stage, world, source.precision, load=str(checkpoint), seed=9, rate=0.9)
@@ -100,7 +96,6 @@ def test_a_run_goes_on(name: str, world: int, stage: int, worlds: Pools, tmp_pat
 
 
 def test_each_archive_is_small_and_says_how_it_was_made() -> None:
-    """There are as many as runs, of a few kilobytes each."""
     archives = sorted(DATA.iterdir())
     assert [path.name for path in archives] == [f"{name}.tar.xz" for name in NAMES]
     assert all(path.stat().st_size <= 40_000 for path in archives)

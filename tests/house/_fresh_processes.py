@@ -1,8 +1,4 @@
-"""Forks a process for each program, with torch and DeepSpeed imported, but not Lightning or us.
-
-What takes seconds to import, and is not what is asked about, is so imported once. Each line of
-input is a program and a path for what it prints; each line of output is its exit status.
-"""
+"""Fork a process for each program, with torch and DeepSpeed imported, but not Lightning or us."""
 
 from __future__ import annotations
 
@@ -19,7 +15,6 @@ ASKED_ABOUT = {"lightning", "pytorch_lightning", "lightning_elastic_zero"}
 
 
 def main() -> None:
-    """Run what is asked for, in a child that ends as a process of its own does."""
     assert not ASKED_ABOUT & set(sys.modules)
     print("ready", flush=True)
     for line in sys.stdin:

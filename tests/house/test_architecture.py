@@ -1,8 +1,4 @@
-"""Which module may import which.
-
-The tables below are the rule, and CONTRIBUTING.md holds the same ones: to let a module import
-another one is to change both, and so a decision that is seen.
-"""
+"""Import rules: these tables and those of CONTRIBUTING.md are the same."""
 
 from __future__ import annotations
 
@@ -121,13 +117,11 @@ SOURCES = sorted(ROOT.rglob("*.py"))
 
 
 def unit_of(source: Path) -> str:
-    """Name the row of the table that a file belongs to: its module, or its package's."""
     first = source.relative_to(ROOT).parts[0]
     return first.removesuffix(".py")
 
 
 def unit_of_name(dotted: str) -> str:
-    """Name the row that ``lightning_elastic_zero.<...>`` belongs to; the door's, if no module's."""
     _, _, rest = dotted.partition(".")
     first = rest.split(".")[0]
     is_module = (ROOT / first).is_dir() or (ROOT / f"{first}.py").is_file()
@@ -135,7 +129,6 @@ def unit_of_name(dotted: str) -> str:
 
 
 def assert_in_each_source(wrong_in: Callable[[Path], object], *units: str) -> None:
-    """Fail with all that is wrong, by file; in the files of those rows, or of all."""
     wrong = {
         str(source.relative_to(ROOT)): found
         for source in SOURCES
@@ -147,18 +140,15 @@ def assert_in_each_source(wrong_in: Callable[[Path], object], *units: str) -> No
 
 @cache
 def tree_of(source: Path) -> ast.Module:
-    """Parse a file, once."""
     return ast.parse(source.read_text(encoding="utf-8"), filename=str(source))
 
 
 @cache
 def nodes_of(source: Path) -> tuple[ast.AST, ...]:
-    """Return all nodes of a file."""
     return tuple(ast.walk(tree_of(source)))
 
 
 def names_imported(node: ast.AST) -> Iterator[str]:
-    """Yield the full dotted name of all that one node imports, by whichever way."""
     match node:
         case ast.Import(names=names):
             yield from (alias.name for alias in names)
@@ -173,7 +163,6 @@ def names_imported(node: ast.AST) -> Iterator[str]:
 
 @cache
 def imports_of(source: Path) -> list[tuple[int, str]]:
-    """List the imports of a file with their lines, wherever they stand: in functions too."""
     return [
         (node.lineno, name)
         for node in nodes_of(source)
@@ -183,12 +172,11 @@ def imports_of(source: Path) -> list[tuple[int, str]]:
 
 
 def is_or_is_in(name: str, module: str) -> bool:
-    """Return whether a dotted name is that module, or something in it."""
     return name == module or name.startswith(f"{module}.")
 
 
 def runs_at_import(tree: ast.Module) -> Iterator[ast.AST]:
-    """Yield the nodes that run when a module is imported: no function's, none for type checkers."""
+    """Yield the nodes that run on import: not those of functions or type checkers."""
     waiting: list[ast.AST] = list(tree.body)
     while waiting:
         node = waiting.pop()
@@ -201,14 +189,12 @@ def runs_at_import(tree: ast.Module) -> Iterator[ast.AST]:
         waiting.extend(ast.iter_child_nodes(node))
 
 
-def test_the_table_goes_one_way() -> None:
-    """No module reaches itself through what it may import."""
+def test_the_table_has_no_cycle() -> None:
     order = list(graphlib.TopologicalSorter(MAY_IMPORT).static_order())
     assert set(order) == set(MAY_IMPORT)
 
 
 def test_every_module_has_its_row() -> None:
-    """The table has a row for each module, and none for a module that is not there."""
     units = {unit_of(source) for source in SOURCES} - {LAZY_INIT}
     assert units == set(MAY_IMPORT), (
         f"The dependency table lacks {sorted(units - set(MAY_IMPORT))} of {PACKAGE}, and has "
@@ -217,8 +203,7 @@ def test_every_module_has_its_row() -> None:
     )
 
 
-def test_the_table_is_the_one_of_the_page() -> None:
-    """CONTRIBUTING.md has the rows of MAY_IMPORT, in their words."""
+def test_the_table_is_that_of_contributing() -> None:
     text = (ROOT.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| (.*)\|$", text, re.MULTILINE)
     page = {module: set(re.findall(r"`(\w+)`", names)) for module, names in rows}
@@ -227,8 +212,6 @@ def test_the_table_is_the_one_of_the_page() -> None:
 
 
 def test_imports_follow_the_table() -> None:
-    """A module imports only what its row names."""
-
     def wrong_in(source: Path) -> list[str]:
         unit = unit_of(source)
         allowed = {*MAY_IMPORT[unit], unit}
@@ -242,7 +225,6 @@ def test_imports_follow_the_table() -> None:
 
 
 def test_imports_are_absolute() -> None:
-    """No relative import hides what a module stands on."""
     assert_in_each_source(
         lambda source: [
             f"line {node.lineno}: a relative import"
@@ -252,8 +234,7 @@ def test_imports_are_absolute() -> None:
     )
 
 
-def test_third_party_imports() -> None:
-    """DeepSpeed, Lightning and torch.distributed are imported only where the table says."""
+def test_third_party_imports_follow_the_table() -> None:
     assert_in_each_source(
         lambda source: [
             f"line {line}: {name} (only in {sorted(ONLY_IN[guest]) or 'no module'})"
@@ -265,9 +246,7 @@ def test_third_party_imports() -> None:
     )
 
 
-def test_no_collectives_outside_ranks() -> None:
-    """Where torch.distributed may only be asked, nothing else of it is used, under any name."""
-
+def test_no_collectives_outside_of_ranks() -> None:
     def wrong_in(source: Path) -> set[str]:
         imported_by_name = {
             name.removeprefix("torch.distributed.")
@@ -285,9 +264,7 @@ def test_no_collectives_outside_ranks() -> None:
     assert_in_each_source(wrong_in, *NO_COMMUNICATION)
 
 
-def test_collectives_of_deepspeed() -> None:
-    """Through DeepSpeed's ``comm``, too, nothing communicates but what is listed."""
-
+def test_collectives_of_deepspeed_are_listed() -> None:
     def used_in(source: Path) -> set[tuple[str, str]]:
         by_name = {name for _, name in imports_of(source) if name.startswith("deepspeed.comm.")}
         used = {
@@ -303,7 +280,6 @@ def test_collectives_of_deepspeed() -> None:
 
 
 def test_paths_are_made_absolute_in_one_file() -> None:
-    """What is one place for one rank, or in one step, is so for all: ``storage.paths`` says how."""
     uses = {
         f"{source.relative_to(ROOT)}, line {line}: {name}"
         for source in SOURCES
@@ -319,7 +295,6 @@ def test_paths_are_made_absolute_in_one_file() -> None:
 
 
 def test_the_core_is_pure() -> None:
-    """Layout, partition and manifest need the standard library and nothing else."""
     core = {PACKAGE, *sys.stdlib_module_names}
     wrong = [
         f"{name}, line {line}: {imported}"
@@ -338,7 +313,6 @@ def test_the_core_is_pure() -> None:
 
 
 def test_package_init_is_lazy() -> None:
-    """Importing the package imports the errors and no other module of it."""
     at_once = {
         unit_of_name(name)
         for node in runs_at_import(tree_of(ROOT / "__init__.py"))
@@ -350,10 +324,7 @@ def test_package_init_is_lazy() -> None:
 
 
 def test_importing_loads_no_more_than_needed() -> None:
-    """What takes seconds to import is not imported by what does not need it.
-
-    One process imports one module after the other, those that may load least first.
-    """
+    """One process imports the modules one by one, those that may load least first."""
     order = sorted(LOADS_WITHOUT, key=lambda module: -len(LOADS_WITHOUT[module]))
     program = "".join(f"import sys, {m}; print('{m}', *sys.modules)\n" for m in order)
     done = subprocess.run(

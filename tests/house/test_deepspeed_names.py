@@ -1,7 +1,4 @@
-"""DeepSpeed's names that the library uses are listed in ``engine.deepspeed``.
-
-Private ones are used in that file only.
-"""
+"""DeepSpeed's names that the library uses are listed in ``engine.deepspeed``."""
 
 from __future__ import annotations
 
@@ -66,7 +63,6 @@ def holder(node: ast.expr) -> str:
 
 
 def used_in(source: Path) -> Iterator[tuple[int, str]]:
-    """Yield each name of DeepSpeed's that a file reads, with its line."""
     for node in ast.walk(ast.parse(source.read_text())):
         if isinstance(node, ast.Attribute):
             if holder(node.value) in DEEPSPEEDS_OWN or node.attr.startswith(ON_PARAMETERS):
@@ -79,8 +75,7 @@ def used_in(source: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, str(name.value)
 
 
-def test_names_stand_in_releases() -> None:
-    """Each name that is read of an engine, a wrapper or a swapper is listed, or is torch's."""
+def test_names_of_deepspeed_are_listed() -> None:
     found = [(source, *use) for source in SOURCES for use in used_in(source)]
     assert len(found) > len(KNOWN)
     unknown = [
@@ -92,7 +87,6 @@ def test_names_stand_in_releases() -> None:
 
 
 def attributes_in(tree: ast.AST) -> Iterator[tuple[int, ast.expr, str]]:
-    """Yield each attribute that a file reads, writes or asks for: its line, of what, its name."""
     for node in ast.walk(tree):
         match node:
             case ast.Attribute(value=of, attr=name):
@@ -103,7 +97,6 @@ def attributes_in(tree: ast.AST) -> Iterator[tuple[int, ast.expr, str]]:
 
 
 def private_in(source: Path) -> Iterator[tuple[int, str]]:
-    """Yield each private name of DeepSpeed's in a file's code, by whichever way, with its line."""
     tree = ast.parse(source.read_text())
     if source == INTERNALS:  # without the tables that list the names
         tree.body = [node for node in tree.body if not isinstance(node, ast.AnnAssign | ast.Assign)]
@@ -122,7 +115,6 @@ def private_in(source: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_private_names_are_used_in_one_file() -> None:
-    """So that what a release takes away is replaced in one place; ``releases`` lists them."""
     found = {
         f"{name}, line {line}: {private}"
         for source in SOURCES
@@ -135,8 +127,7 @@ def test_private_names_are_used_in_one_file() -> None:
     assert {name for _, name in private_in(INTERNALS)} == listed
 
 
-def test_no_name_stands_there_for_nothing() -> None:
-    """What is not used any more refuses no release."""
+def test_listed_names_are_used() -> None:
     lines = "\n".join(source.read_text() for source in SOURCES)
     words = [
         node.value
@@ -151,14 +142,13 @@ def test_no_name_stands_there_for_nothing() -> None:
     assert not unused
 
 
-def test_fields_of_a_scale_are_of_stage_0() -> None:
-    """Of those that a wrapper itself had before ``loss_scale_config``, one is always there."""
+def test_fields_of_the_loss_scale_are_of_stage_0() -> None:
+    """One of those that wrappers had before ``loss_scale_config`` always exists."""
     assert NAMES["an optimizer without loss_scale_config"] == {"": "cur_scale"}
     assert "cur_scale" in SCALE_FIELDS
 
 
 def test_each_object_is_checked_with_some_engine() -> None:
-    """By ``test_lost_names``, except those of older releases and of operators."""
     engines = [*CHECKED.values(), *CHECKED_WITHOUT_OPTIMIZER.values()]
     checked = {title for titles in engines for title in titles}
     operators = {"deepspeed.ops", "the accelerator", "an operator's builder"}

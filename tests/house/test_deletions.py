@@ -1,8 +1,4 @@
-"""Every place that can remove, replace or overwrite something on disk, and what shows it harmless.
-
-Nothing is ever removed that this library did not write. The table is the rule: a new call of this
-kind is refused until it has a row, and each row names a test that puts somebody else's files there.
-"""
+"""Every call that can remove, replace or overwrite a file, and the test that shows it harmless."""
 
 from __future__ import annotations
 
@@ -167,7 +163,6 @@ NOT_ON_DISK = {
 
 @cache
 def calls() -> Counter[tuple[str, str, str]]:
-    """Count every use in the package of what can remove or replace something on disk."""
     found: Counter[tuple[str, str, str]] = Counter()
     for source in sorted(PACKAGE.rglob("*.py")):
         where = source.relative_to(PACKAGE).as_posix()
@@ -177,7 +172,6 @@ def calls() -> Counter[tuple[str, str, str]]:
 
 
 def calls_in(node: ast.AST, function: str) -> Iterator[tuple[str, str]]:
-    """Yield the function that a use stands in, and its text."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         function = node.name
     match node:
@@ -193,14 +187,12 @@ def calls_in(node: ast.AST, function: str) -> Iterator[tuple[str, str]]:
 
 
 def may_write(call: ast.Call) -> bool:
-    """Whether a file is opened with another mode than one for reading, or one that is not plain."""
     given = [*call.args, *(keyword.value for keyword in call.keywords)]
     texts = [a.value for a in given if isinstance(a, ast.Constant) and isinstance(a.value, str)]
     return any(set(text) & set("wax+") and set(text) <= set("rwaxbt+") for text in texts)
 
 
 def test_every_place_is_in_the_table() -> None:
-    """What can remove something is a decision that is seen."""
     unknown = set(calls()) - set(PLACES) - NOT_ON_DISK
     assert not unknown, f"say which test shows that these remove nothing of a user's: {unknown}"
     gone = (set(PLACES) | NOT_ON_DISK) - set(calls())
@@ -209,12 +201,10 @@ def test_every_place_is_in_the_table() -> None:
 
 @cache
 def tree_of(source: str) -> ast.Module:
-    """Parse a file, once."""
     return ast.parse((ROOT / source).read_text(encoding="utf-8"))
 
 
 def test_every_row_names_a_test() -> None:
-    """And that test is there."""
     for test in sorted(set(PLACES.values())):
         source, *names = test.split("::")
         tree: ast.AST = tree_of(source)

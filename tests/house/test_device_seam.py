@@ -15,10 +15,7 @@ BY_NAME = {"get_device_module", "getattr", "import_module", "__import__"}
 
 
 def cuda_names(text: str) -> list[str]:
-    """Return where a program names ``torch.cuda``, or asks a tensor whether it is CUDA's.
-
-    A module may also be asked for by its name, or by a constant that holds the name.
-    """
+    """Return where a program names ``torch.cuda``, also as text, or uses ``is_cuda``."""
     tree = ast.parse(text)
     constants = {name for node in ast.walk(tree) for name in _bound_to_cuda(node)}
     found = []
@@ -36,7 +33,6 @@ def cuda_names(text: str) -> list[str]:
 
 
 def _is_attribute_of_cuda(node: ast.AST) -> bool:
-    """Whether an expression names the module, or asks a tensor whether it is CUDA's."""
     if not isinstance(node, ast.Attribute):
         return False
     return node.attr == "is_cuda" or ast.unparse(node).startswith("torch.cuda")
@@ -47,14 +43,12 @@ def _is_cudas(name: str) -> bool:
 
 
 def _says_cuda(node: ast.AST | None) -> bool:
-    """Whether an expression is the name of CUDA, of one of its devices, or of torch's module."""
     if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
         return False
     return node.value.removeprefix("torch.").partition(":")[0].partition(".")[0] == "cuda"
 
 
 def _bound_to_cuda(node: ast.AST) -> list[str]:
-    """Return the names that a statement gives to it."""
     if isinstance(node, ast.Assign | ast.AnnAssign) and _says_cuda(node.value):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         return [ast.unparse(target) for target in targets]
@@ -62,7 +56,6 @@ def _bound_to_cuda(node: ast.AST) -> list[str]:
 
 
 def _asks_for_cuda(node: ast.AST, constants: set[str]) -> bool:
-    """Whether an expression is a call that hands out torch's module of CUDA by its name."""
     if not isinstance(node, ast.Call) or ast.unparse(node.func).rpartition(".")[2] not in BY_NAME:
         return False
     given = [*node.args, *(keyword.value for keyword in node.keywords)]
@@ -71,7 +64,6 @@ def _asks_for_cuda(node: ast.AST, constants: set[str]) -> bool:
 
 
 def test_one_module_names_cuda() -> None:
-    """So that ROCm, XPU, NPU and HPU go the way that CUDA goes."""
     files = [path for path in PACKAGE.rglob("*.py") if path != SEAM]
     assert len(files) > 100
     named = {str(p.relative_to(PACKAGE)): cuda_names(p.read_text(encoding="utf-8")) for p in files}
@@ -98,7 +90,6 @@ def test_one_module_names_cuda() -> None:
     ],
 )
 def test_each_way_to_name_it_is_found(text: str) -> None:
-    """Imported or not, or asked for by its name."""
     assert cuda_names(text)
 
 
@@ -111,6 +102,5 @@ def test_each_way_to_name_it_is_found(text: str) -> None:
         'getattr(torch, "accelerator")',
     ],
 )
-def test_what_is_for_any_device_is_not_taken_for_it(text: str) -> None:
-    """Else nothing could say the name of the kind of device that it was told."""
+def test_names_for_any_device_are_allowed(text: str) -> None:
     assert not cuda_names(text)

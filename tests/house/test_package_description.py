@@ -1,5 +1,3 @@
-"""What a package index shows stands by itself: it has no files beside it."""
-
 from __future__ import annotations
 
 import inspect
@@ -18,21 +16,18 @@ LINK = re.compile(r"\]\(([^)\s]+)[^)]*\)|<(?:img|a)[^>]*(?:src|href)=[\"']([^\"'
 
 
 def description() -> str:
-    """Return the long description, which pyproject.toml names."""
     named: str
     (named,) = re.findall(r'^readme = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     return (ROOT / named).read_text()
 
 
-def test_its_links_lead_somewhere() -> None:
-    """They are absolute, or there are none; a relative one would lead nowhere on an index."""
+def test_links_of_the_description_are_absolute() -> None:
     links = [one or other for one, other in LINK.findall(description())]
     assert [link for link in links if not link.startswith("https://")] == []
     assert LINK.findall("see [a](docs/a.md)") == [("docs/a.md", "")]
 
 
 def test_the_readme_starts_like_the_description() -> None:
-    """Claim and status are the same; the description has the lines that the README adds."""
     readme = (ROOT / "README.md").read_text()
     assert description().splitlines()[:3] == readme.splitlines()[:3]
     (diff,) = re.findall(r"```diff\n(.*?)```", readme, re.DOTALL)
@@ -55,7 +50,6 @@ def own_options() -> set[str]:
 
 
 def test_every_option_is_described() -> None:
-    """The strategy's docstring, from which the API reference is made, describes each option."""
     text = inspect.getdoc(ElasticDeepSpeedStrategy) or ""
     arguments = text.partition("Args:\n")[2].partition("\nRaises:")[0]
     assert {*re.findall(r"^    (\w+) \(", arguments, re.MULTILINE)} == own_options()
@@ -65,8 +59,7 @@ PAGES = [*sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_links_between_pages(page: Path) -> None:
-    """What a page of the documentation links to is there, down to the heading."""
+def test_links_between_pages_are_valid(page: Path) -> None:
     for one, other in LINK.findall(page.read_text()):
         link = one or other
         if link.startswith("https://"):

@@ -1,4 +1,4 @@
-"""Lightning's private names that are used are checked at setup, and each is used in one file."""
+"""Lightning's private names that are used are checked at setup, and used in two files."""
 
 from __future__ import annotations
 
@@ -34,12 +34,10 @@ DOTTED = re.compile(r"_?[A-Za-z]\w*(\._?[A-Za-z]\w*)*")
 
 
 def is_private(name: str) -> bool:
-    """Return whether a name is private; what Python gives a meaning is not."""
     return PRIVATE.fullmatch(name) is not None
 
 
 def own_names(tree: ast.AST) -> set[str]:
-    """Return the private names that a file gives to its own classes, functions and values."""
     defined = {
         node.name
         for node in ast.walk(tree)
@@ -60,7 +58,6 @@ INHERITED = {name for name in dir(DeepSpeedStrategy()) if is_private(name)}
 
 
 def texts_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield the strings of a file that are no documentation, with their lines."""
     said = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in said:
@@ -68,7 +65,6 @@ def texts_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def used_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield the private names of others that a file uses, by whichever way, with their lines."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             of = ast.unparse(node.value)
@@ -86,7 +82,6 @@ def used_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def tree_of(source: Path) -> ast.Module:
-    """Parse a file; of the one that lists the names, without the lists."""
     tree = ast.parse(source.read_text())
     tree.body = [
         node
@@ -97,13 +92,11 @@ def tree_of(source: Path) -> ast.Module:
 
 
 def names_bound_by(node: ast.AnnAssign | ast.Assign) -> set[str]:
-    """Return the names that an assignment binds."""
     targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
     return {ast.unparse(target) for target in targets}
 
 
-def test_private_names_stand_in_releases() -> None:
-    """A private name is an attribute, an override, an import or a string: each is checked."""
+def test_private_names_are_listed() -> None:
     unknown = [
         f"{source.relative_to(ROOT)}, line {line}: {name}"
         for source in SOURCES
@@ -125,8 +118,7 @@ def test_each_private_name_is_used_in_one_file() -> None:
     assert not shared, f"use these by a function of trainer/lightning.py: {shared}"
 
 
-def test_no_name_is_checked_for_nothing() -> None:
-    """What is not used any more refuses no release."""
+def test_listed_names_are_used() -> None:
     used = {name for source in SOURCES for _, name in used_in(tree_of(source))}
     # ``trainer.lightning`` itself looks there for the barrier's name.
     assert {name for name in KNOWN if is_private(name)} - used <= {"_checkpoint_connector"}
@@ -134,8 +126,9 @@ def test_no_name_is_checked_for_nothing() -> None:
 
 
 @pytest.mark.parametrize(("owner", "name"), [(o, n) for o, ns in PRIVATE_NAMES.items() for n in ns])
-def test_a_lost_name_is_refused(owner: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At setup, with whose it is and what it is needed for."""
+def test_a_missing_name_is_refused_at_setup(
+    owner: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = Trainer(
         accelerator="cpu", strategy=ElasticDeepSpeedStrategy(), devices=1, logger=False
     )
@@ -148,7 +141,7 @@ def test_a_lost_name_is_refused(owner: str, name: str, monkeypatch: pytest.Monke
 
 
 def test_a_renamed_barrier_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without its name, ranks that resumed from different checkpoints would not be noticed."""
+    """Without its name, ranks that resumed from different checkpoints go unnoticed."""
     trainer = Trainer(
         accelerator="cpu", strategy=ElasticDeepSpeedStrategy(), devices=1, logger=False
     )

@@ -1,4 +1,4 @@
-"""What users may import from the package itself, pinned: growth is a decision."""
+"""The public names of the package: a new one is a decision."""
 
 from __future__ import annotations
 
@@ -65,7 +65,6 @@ RunFresh = Callable[[str], str]
 
 @pytest.fixture(scope="module")
 def run_fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunFresh]:
-    """Yield what runs a program where this library and Lightning are not imported yet."""
     folder = tmp_path_factory.mktemp("fresh")
     with subprocess.Popen(
         [sys.executable, _fresh_processes.__file__],
@@ -95,19 +94,16 @@ def run_fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunFresh]:
 
 
 def test_the_public_names_are_these() -> None:
-    """No name appears or disappears by accident."""
     assert set(lightning_elastic_zero.__all__) == PUBLIC
 
 
 def test_every_public_name_is_on_the_api_page() -> None:
-    """The page that the site generates its API from names each of them once, and no other."""
     page = (Path(__file__).parents[2] / "docs" / "api.rst").read_text(encoding="utf-8")
     named = re.findall(r"^\.\. [\w:]+:: lightning_elastic_zero\.(\w+)$", page, re.MULTILINE)
     assert sorted(named) == sorted(PUBLIC)
 
 
 def test_every_error_is_public() -> None:
-    """What the library raises on purpose can be caught by a public name."""
     classes = {
         name
         for name, value in inspect.getmembers(errors, inspect.isclass)
@@ -117,31 +113,26 @@ def test_every_error_is_public() -> None:
 
 
 @pytest.mark.parametrize("function", ["save_checkpoint", "load_checkpoint"])
-def test_what_is_returned_is_public(function: str) -> None:
-    """What a function returns can be named in an annotation, without knowing a module."""
+def test_returned_types_are_public(function: str) -> None:
     returned = inspect.signature(getattr(lightning_elastic_zero, function)).return_annotation
     assert returned in PUBLIC
 
 
 def test_every_error_has_one_root() -> None:
-    """``except ElasticZeroError`` catches them all, and ``except Exception`` does too."""
     assert issubclass(errors.ElasticZeroError, Exception)
 
 
-def test_every_public_name_is_there() -> None:
-    """Each name can be reached, lazily or not, and is listed."""
+def test_every_public_name_is_an_attribute() -> None:
     reached = {name for name in PUBLIC if getattr(lightning_elastic_zero, name) is not None}
     assert reached == PUBLIC & set(dir(lightning_elastic_zero))
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    """A misspelt name fails as in any module, so that hasattr and the import statement work."""
     with pytest.raises(AttributeError, match="no attribute 'ElasticStrategy'"):
         getattr(lightning_elastic_zero, "ElasticStrategy")  # noqa: B009 (mypy sees the other form)
 
 
 def test_the_strategy_registers_where_lightning_is_loaded(run_fresh: RunFresh) -> None:
-    """``Trainer(strategy="elastic_deepspeed")`` needs no more than importing the package."""
     program = (
         "import lightning.pytorch, lightning_elastic_zero\n"
         "from lightning.pytorch.strategies import StrategyRegistry\n"
@@ -155,7 +146,6 @@ def test_the_strategy_registers_where_lightning_is_loaded(run_fresh: RunFresh) -
 def test_the_strategy_registers_when_lightning_is_imported_later(
     name: str, run_fresh: RunFresh
 ) -> None:
-    """Importing this package first is no mistake: the Trainer knows the names all the same."""
     program = (
         "import lightning_elastic_zero, sys\n"
         "assert 'lightning' not in sys.modules\n"
@@ -169,8 +159,9 @@ def test_the_strategy_registers_when_lightning_is_imported_later(
 
 @pytest.mark.long
 @pytest.mark.parametrize("module", ["trainer.resume", "trainer.strategy"])
-def test_what_imports_lightning_can_be_imported_first(module: str, run_fresh: RunFresh) -> None:
-    """A module that imports Lightning is whole when the names are registered, or not needed."""
+def test_modules_that_import_lightning_can_be_imported_first(
+    module: str, run_fresh: RunFresh
+) -> None:
     run_fresh(f"import lightning_elastic_zero.{module}")
 
 
@@ -185,8 +176,9 @@ def test_what_imports_lightning_can_be_imported_first(module: str, run_fresh: Ru
         "lightning.pytorch",
     ],
 )
-def test_the_twin_says_what_to_import(first: str, run_fresh: RunFresh) -> None:
-    """``pytorch_lightning``, of other classes, takes no strategy of ours, by name or itself."""
+def test_pytorch_lightning_is_refused_with_the_right_import(
+    first: str, run_fresh: RunFresh
+) -> None:
     program = (
         f"import {first}, pytorch_lightning, lightning_elastic_zero as ez\n"
         "for strategy in ('elastic_deepspeed_stage_3', ez.ElasticDeepSpeedStrategy()):\n"
@@ -202,8 +194,7 @@ def test_the_twin_says_what_to_import(first: str, run_fresh: RunFresh) -> None:
 
 
 @pytest.mark.long
-def test_the_strategy_registers_where_it_is_first_reached(run_fresh: RunFresh) -> None:
-    """The order of the imports does not matter, once the strategy itself is asked for."""
+def test_the_strategy_registers_on_first_access(run_fresh: RunFresh) -> None:
     program = (
         "import lightning_elastic_zero, sys\n"
         "assert 'lightning' not in sys.modules\n"
@@ -215,8 +206,7 @@ def test_the_strategy_registers_where_it_is_first_reached(run_fresh: RunFresh) -
 
 
 @pytest.mark.long
-def test_the_trainer_takes_it_by_each_of_its_names(run_fresh: RunFresh) -> None:
-    """The stages and offloading that Lightning has names for, where this package came first."""
+def test_the_trainer_accepts_every_registered_name(run_fresh: RunFresh) -> None:
     program = (
         "import lightning_elastic_zero as ez\n"
         "ez.ElasticDeepSpeedStrategy\n"
@@ -231,7 +221,6 @@ def test_the_trainer_takes_it_by_each_of_its_names(run_fresh: RunFresh) -> None:
 
 
 def test_fields_of_public_records_are_documented() -> None:
-    """Each field of an exported dataclass says what it holds."""
     public = [getattr(lightning_elastic_zero, name) for name in lightning_elastic_zero.__all__]
     classes = [thing for thing in public if inspect.isclass(thing)]
     for record in filter(dataclasses.is_dataclass, classes):

@@ -1,4 +1,4 @@
-"""What pyproject.toml and the README promise of releases is what tests/releases runs."""
+"""The releases that pyproject.toml and the README promise are those that tests/releases runs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,12 @@ LIGHTNINGS = ("2.5.0.post0", "2.5.6", "2.6.0", "2.6.6")
 
 
 def promised(package: str) -> Requirement:
-    """Return what pyproject.toml asks of a package."""
     found = re.search(rf'^ +"({package}[><=!][^"]*)",', PYPROJECT, re.MULTILINE)
     assert found is not None
     return Requirement(found[1])
 
 
-def test_each_end_is_run() -> None:
-    """Both ends of each minor release, each torch and each Python, in one cell at least."""
+def test_each_minor_release_is_run() -> None:
     assert {cell.deepspeed for cell in CELLS} == {*DEEPSPEEDS}
     assert {cell.lightning for cell in CELLS} == {*LIGHTNINGS}
     assert {cell.base.python for cell in CELLS} == {"3.10", "3.11", "3.12", "3.13"}
@@ -37,8 +35,7 @@ def test_each_end_is_run() -> None:
     assert len({*CELLS}) == len(CELLS)
 
 
-def test_no_cell_is_outside_of_what_is_promised() -> None:
-    """Each is one that pip installs, and the lowest ends are among them; the refused one is not."""
+def test_cells_are_within_the_promised_ranges() -> None:
     for package, of in (("deepspeed", "deepspeed"), ("lightning", "lightning")):
         specifier = promised(package).specifier
         assert all(specifier.contains(getattr(cell, of)) for cell in CELLS)
@@ -51,21 +48,18 @@ def test_no_cell_is_outside_of_what_is_promised() -> None:
 
 
 def test_the_readme_promises_the_same() -> None:
-    """The lowest releases, and no others."""
     lowest = "torch 2.6, DeepSpeed 0.16 and Lightning 2.5, or newer"
     assert lowest in " ".join(README.split())
 
 
-def test_the_pinned_cell_is_what_is_pinned() -> None:
-    """So that one cell is what all other tests run with, installed by ranges."""
+def test_the_pinned_cell_has_the_pinned_releases() -> None:
     for pin in (f"torch=={PINNED.base.torch}", f"deepspeed=={PINNED.deepspeed}"):
         assert pin in CONSTRAINTS
     assert f"lightning=={PINNED.lightning}" in CONSTRAINTS
 
 
 @pytest.mark.parametrize("of", ["deepspeed", "torch"])
-def test_the_ends_resume_one_another(of: str) -> None:
-    """The exchanges reach from the oldest release to the newest, of DeepSpeed and of torch."""
+def test_oldest_and_newest_releases_resume_each_other(of: str) -> None:
     releases = {
         cell: Version(cell.deepspeed if of == "deepspeed" else cell.base.torch) for cell in CELLS
     }
@@ -73,14 +67,12 @@ def test_the_ends_resume_one_another(of: str) -> None:
     assert any({releases[one], releases[other]} == ends for one, other in EXCHANGES)
 
 
-def test_the_newest_leaves_nothing_out() -> None:
-    """What a release lacks is left out of that release's cells only."""
+def test_the_newest_release_skips_nothing() -> None:
     assert not left_out(PINNED)
     assert "not alignment" in left_out(min(CELLS, key=lambda cell: Version(cell.deepspeed)))
 
 
 def rows_of_configurations() -> list[tuple[str, str]]:
-    """Return each row of the page of configurations that is tested, and its column of releases."""
     tables = (ROOT / "docs" / "configurations.md").read_text().partition("## What is refused")[0]
     rows = [line for line in tables.splitlines() if line.startswith("| ")]
     assert all(row.endswith(("| releases |", "| cells |", "| pinned |", "| |")) for row in rows)
@@ -88,7 +80,6 @@ def rows_of_configurations() -> list[tuple[str, str]]:
 
 
 def test_the_page_of_configurations_says_what_cells_run() -> None:
-    """A row that names its tests is of the cells if one of those is in the core matrix."""
     core = {test.partition("::")[0].removeprefix("tests/") for test in TESTS}
     named = {row: {*re.findall(r"`(\w+/test_\w+\.py)", row)} for row, _ in rows_of_configurations()}
     assert sum(map(bool, named.values())) > 10
@@ -96,7 +87,6 @@ def test_the_page_of_configurations_says_what_cells_run() -> None:
         assert not named[row] or (releases == "cells") == bool(named[row] & core), row
 
 
-def test_the_page_of_configurations_leaves_no_row_open() -> None:
-    """Releases are missing only where nothing is supported, or nothing was run."""
+def test_every_supported_configuration_names_releases() -> None:
     for row, releases in rows_of_configurations():
         assert releases or re.search(r"refused|not run", row), row

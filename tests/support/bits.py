@@ -18,11 +18,7 @@ from lightning_elastic_zero.storage.files import VerifiedFile
 
 
 def bitwise_repr(value: object) -> str:
-    """Spell a value out.
-
-    NaN is not equal to itself, but 1, 1.0 and True are, and 0.0 and -0.0; here it is the other way
-    round. The order of a dict or set does not show.
-    """
+    """Spell a value out with types, NaN payloads and signs of zero, not the order of keys."""
     kind = type(value).__name__
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return f"{kind} {_spelled_array(value)}"
@@ -54,24 +50,20 @@ NAME = "checkpoint/shard.pt"
 
 
 def any_bits(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """Make elements of every bit pattern: NaN with payloads, infinities, denormals among them."""
     generator = torch.Generator().manual_seed(seed)
     size = (numel * dtype.itemsize,)
     return torch.randint(0, 256, size, dtype=torch.uint8, generator=generator).view(dtype)
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """Return a tensor's bytes: NaN equals itself only so."""
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def write_tree(directory: Path, tree: object, builder: TorchFileWriter | None = None) -> FileEntry:
-    """Write a file of a tree, and of what its stand-ins stand for."""
     return (builder or TorchFileWriter()).write(tree, directory, NAME, save_id=SAVE_ID)
 
 
 def open_verified(
     directory: Path, record: FileEntry, save_id: str | None = None
 ) -> closing[TorchFile]:
-    """Open a file that was written with its checksums; it is closed at the end of a ``with``."""
     return closing(TorchFile(VerifiedFile(directory, record, save_id)))

@@ -34,7 +34,7 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint, and what the engine held that saved it."""
+    """A checkpoint, and what the engine that saved it held."""
 
     setup: Setup
     path: str
@@ -42,7 +42,6 @@ class Saved:
 
     @property
     def dump_path(self) -> str:
-        """Where the oracle's dump lies."""
         return f"{self.path}.dump"
 
     def dump(self) -> Dump:
@@ -53,8 +52,6 @@ class Saved:
 
 @dataclass(frozen=True)
 class StateComparison:
-    """What the oracle says of a restored engine."""
-
     tensors: int
     """Tensors compared."""
     differing: dict[str, int]
@@ -63,7 +60,6 @@ class StateComparison:
     """Weights that are not their masters, rounded."""
 
     def assert_same(self) -> None:
-        """Fail unless everything is the same, bit for bit."""
         assert self.tensors > 0
         assert not self.differing
         assert not self.unrounded
@@ -76,11 +72,7 @@ def compare_states(wanted: Dump, found: Dump) -> StateComparison:
 
 
 def comparable(held: Dump, other: Dump) -> Dump:
-    """Return a dump with what can be compared of the loss scaler.
-
-    BF16_Optimizer has none, and stage 0 has another one than ZeRO: where both change their scale by
-    themselves, they have in common what they know of the run so far.
-    """
+    """Keep the entries of loss scalers that both kinds have: BF16_Optimizer has none."""
     one, two = ({k for k in d if k.startswith("scaler/")} for d in (held, other))
     changes = [
         d.get("scaler/dynamic", d.get("scaler/dynamic_loss_scale", "False")) for d in (held, other)
@@ -94,7 +86,6 @@ def comparable(held: Dump, other: Dump) -> Dump:
 
 
 def save(engine: Engine, saved: Saved) -> None:
-    """Save an engine and what it holds. Collective."""
     from lightning_elastic_zero.api import save_checkpoint
 
     before = dump(engine, saved.setup)
@@ -106,7 +97,6 @@ def save(engine: Engine, saved: Saved) -> None:
 
 
 def train_and_save(saved: Saved, *, steps: int = STEPS, seed: int = 0) -> None:
-    """Train a run from its start, and save it."""
     with engine_of(saved.setup, seed) as engine:
         train(engine, saved.setup, 0, steps)
         save(engine, saved)
@@ -121,16 +111,7 @@ def load(
     copy_to: Saved | None = None,
     late: bool = False,
 ) -> StateComparison | None:
-    """Load into a run from another seed, with other hyperparameters; rank 0 judges.
-
-    Args:
-        setup: of the run that loads.
-        saved: what it loads.
-        options: of ``load_checkpoint``.
-        steps_before: trained before the load.
-        copy_to: save what was loaded there.
-        late: load and save through the adversarial copy engine, without options.
-    """
+    """Load into a run with another seed and hyperparameters; ``late``: by the copy engine."""
     from lightning_elastic_zero.api import load_checkpoint
     from tests.engine._late_saves import load_late, save_late
 
@@ -156,10 +137,7 @@ def load(
 
 
 def of_any_adam(held: Dump) -> Dump:
-    """Return a dump with what all kinds of Adam have in common.
-
-    DeepSpeed's count steps in an integer, torch's in a tensor; hyperparameters have each its own.
-    """
+    """Keep what all Adams have in common; DeepSpeed's count steps in an integer."""
     shared = ("/lr", "/betas", "/eps", "/weight_decay", "/initial_lr")
     held = {k: v for k, v in held.items() if not k.startswith("group/") or k.endswith(shared)}
     steps = {
@@ -171,12 +149,11 @@ def of_any_adam(held: Dump) -> Dump:
 
 
 def assert_whole_windows(engine: Engine) -> None:
-    """Fail unless the next backward pass is the first of an accumulation window."""
     assert engine.micro_steps == engine.global_steps * engine.gradient_accumulation_steps()
 
 
 def assert_zero_padding(engine: Engine, setup: Setup) -> None:
-    """Fail unless masters and states are zero where no parameter lies: it was NaN before."""
+    """Fail unless masters and states are zero in padding, where they were NaN."""
     for places, (flat, states) in zip(positions(setup), held_values(engine, setup), strict=True):
         for held in (flat, *states.values()):
             if torch.is_tensor(held) and held.ndim and held.shape == flat.shape:
@@ -214,7 +191,6 @@ def found_after_load(
 
 
 def found_by_deepspeed(setup: Setup, saved: Saved) -> Dump | None:
-    """Return what a run holds after DeepSpeed's own loader has restored a checkpoint."""
     with engine_of(setup, 7) as engine:
         if setup.zero == "3":
             assert hasattr(engine.optimizer, "_elastic_load_state_dict"), "not pull request 8031"
@@ -233,17 +209,7 @@ def found_by_deepspeed(setup: Setup, saved: Saved) -> Dump | None:
 
 
 def saved_after_deepspeed(setup: Setup, saved: Saved, ours: str, theirs: str) -> Dump | None:
-    """Train on after DeepSpeed's own load; save by this library and by DeepSpeed.
-
-    Args:
-        setup: of the run.
-        saved: what DeepSpeed loads.
-        ours: where this library saves.
-        theirs: where DeepSpeed saves.
-
-    Returns:
-        What was saved, on rank 0.
-    """
+    """Train on after DeepSpeed's own load, save in both ways; return what was saved."""
     from lightning_elastic_zero.api import save_checkpoint
 
     with engine_of(setup, 7) as engine:
@@ -259,8 +225,6 @@ def saved_after_deepspeed(setup: Setup, saved: Saved, ours: str, theirs: str) ->
 
 @dataclass(frozen=True)
 class Refusal:
-    """How a load or save was refused."""
-
     error: str
     message: str
     seconds: float
@@ -276,15 +240,7 @@ def refusal(
     look: bool = True,
     prepare: Callable[[Engine], object] | None = None,
 ) -> Refusal:
-    """Do what must be refused to a run that has trained, and look at what is left of it.
-
-    Args:
-        setup: of the run.
-        act: what must be refused.
-        steps: trained before.
-        look: compare what the run held before and after; the oracle cannot look at each.
-        prepare: done to the engine before it trains.
-    """
+    """Do what must be refused to a run that has trained (``prepare`` before), and compare it."""
     with engine_of(setup, 7, tilt=3.0) as engine:
         if prepare is not None:
             prepare(engine)
@@ -305,24 +261,19 @@ def refusal(
 
 @dataclass(frozen=True)
 class Loading:
-    """``load_checkpoint``, to be pickled."""
-
     path: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, engine: Engine) -> object:
-        """Load."""
         from lightning_elastic_zero.api import load_checkpoint
 
         return load_checkpoint(engine, self.path, **self.options)
 
 
 class LoadingBesideSchedule(Loading):
-    """One that must leave the engine's scheduler, and the rates, as they are."""
+    """A load that leaves the engine's scheduler and rates alone."""
 
     def __call__(self, engine: Engine) -> object:
-        """Load, and compare."""
-
         def rates() -> object:
             lrs = [group["lr"] for group in engine.optimizer.param_groups]
             return dict(engine.lr_scheduler.state_dict()), lrs
@@ -335,19 +286,15 @@ class LoadingBesideSchedule(Loading):
 
 @dataclass(frozen=True)
 class Saving:
-    """``save_checkpoint``, to be pickled."""
-
     path: str
 
     def __call__(self, engine: Engine) -> object:
-        """Save."""
         from lightning_elastic_zero.api import save_checkpoint
 
         return save_checkpoint(engine, self.path)
 
 
 def evaluated_weights(setup: Setup, saved: Saved) -> dict[str, Any]:
-    """Load into an engine without an optimizer, and give what it holds."""
     import deepspeed
 
     from lightning_elastic_zero.api import load_checkpoint
@@ -371,7 +318,6 @@ def evaluated_weights(setup: Setup, saved: Saved) -> dict[str, Any]:
 
 
 def group_origins_of(setup: Setup, path: str, options: dict[str, Any]) -> tuple[int | None, ...]:
-    """Load, and return which saved group each of the live ones goes on with."""
     from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 7) as engine:
@@ -391,12 +337,9 @@ def save_unlike(setup: Setup, path: str) -> None:
 
 @dataclass(frozen=True)
 class Scheduler:
-    """Make DeepSpeed step a scheduler, to be pickled."""
-
     kind: str
 
     def __call__(self, engine: Engine) -> None:
-        """Set the engine's scheduler."""
         from deepspeed.runtime.lr_schedules import WarmupLR
 
         inner = inner_of(engine)
@@ -412,20 +355,17 @@ LAST = 2 * STEPS + 1
 
 @dataclass(frozen=True)
 class Continued:
-    """A resumed run beside one that was never stopped, on one rank."""
-
     losses: tuple[list[float], list[float]]
     differing: dict[str, int]
 
     def assert_same(self) -> None:
-        """Fail unless losses and state are bit-identical."""
         uninterrupted, resumed = self.losses
         assert resumed == uninterrupted
         assert not self.differing
 
 
 def same_world(setup: Setup, saved: Saved) -> Continued:
-    """Train on after a save, and train on after a load, from the same step."""
+    """Train on after a save, and after a load, from the same step."""
     from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 0) as engine:
@@ -442,17 +382,13 @@ def same_world(setup: Setup, saved: Saved) -> Continued:
 
 
 def uninterrupted_masters(setup: Setup, path: str) -> None:
-    """Train a run that is never stopped, and leave its masters there."""
     with engine_of(setup, 0) as engine:
         train(engine, setup, 0, LAST)
         _leave_masters(dump(engine, setup), path)
 
 
 def resumed_masters(setup: Setup, saved: Saved, path: str) -> ReferenceComparison | None:
-    """Resume a run on another world, leave its masters there, and train another beside it.
-
-    The other one is made to hold the saved state by hand.
-    """
+    """Resume on another world, save the masters, and train a run with the state written by hand."""
     from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 7, tilt=3.0) as engine:
@@ -470,12 +406,11 @@ def _leave_masters(found: Dump | None, path: str) -> None:
 
 
 def differing_files(one: Path, other: Path) -> list[str]:
-    """Return the places, in files or the manifest, in which two checkpoints differ."""
     return [*_differing(files_of(one), files_of(other), "")]
 
 
 def files_of(checkpoint: Path) -> dict[str, Any]:
-    """Read all that was written, but for what tells one save from another."""
+    """Read everything that was written except the ids of the save."""
     found: dict[str, Any] = {}
     for file in sorted(checkpoint.rglob("*.pt")):
         found[file.name] = _without_ids(torch.load(file, weights_only=True))
@@ -515,7 +450,6 @@ RunOnRanks: TypeAlias = Callable[[int, Callable[[], Any]], list[Any]]
 
 
 def assert_restored(run: RunOnRanks, target: Setup, saved: Saved, **options: Any) -> None:
-    """Load on the target's ranks; fail unless each state is the saved one, bit for bit."""
     verdict = run(target.world, partial(load, target, saved, **options))[0]
     assert verdict is not None
     verdict.assert_same()
@@ -527,7 +461,6 @@ def assert_continues(
     folder: Path,
     program: Callable[[Setup, Saved], Continued] = same_world,
 ) -> None:
-    """Fail unless a run that is resumed from a checkpoint in ``folder`` equals one that is not."""
     saved = Saved(setup, str(folder / "half.ckpt"))
     for continued in run(setup.world, partial(program, setup, saved)):
         continued.assert_same()

@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -44,8 +45,6 @@ _GLANCE_S = 0.005
 
 @dataclass(eq=False)
 class Stream:
-    """Work in order, beside other streams'."""
-
     device: torch.device
     engine: CopyEngine
     immediate: bool = False
@@ -59,13 +58,11 @@ class Stream:
     """Memory that was recorded on this stream, until it has come so far."""
 
     def give(self, job: Callable[[], None], after: Event | None = None) -> int:
-        """Enqueue a job; return its number."""
         self.given += 1
         self.jobs.append((self.given, job, after))
         return self.given
 
     def wait_stream(self, other: Stream) -> None:
-        """Begin with what follows when the other has done what it was given so far."""
         with self.engine.changed:
             event = Event(self.engine, other)
             for stream, place in event.behind.items():
@@ -77,27 +74,21 @@ class Event:
     """How far a stream has come, and all that it was ordered behind."""
 
     def __init__(self, engine: CopyEngine, stream: Stream) -> None:
-        self._engine, self._stream = engine, stream
+        self._engine, self.stream = engine, stream
         self.record()
 
     def record(self) -> None:
-        """Note what the stream has been given so far."""
-        stream = self._stream
+        stream = self.stream
         self.place = stream.given
         self.behind = {**stream.behind, stream: stream.given}
 
     def synchronize(self) -> None:
-        """Wait until that is done."""
         self._engine.touch()
         self._engine.hold_back()
         with self._engine.changed:
-            self._engine.finish(self._stream, self.place)
+            self._engine.finish(self.stream, self.place)
             for stream, place in self.behind.items():
                 self._engine.known[stream] = max(self._engine.known.get(stream, 0), place)
-
-    def needs(self) -> tuple[Stream, int]:
-        """Return the stream, and how far it has to come."""
-        return self._stream, self.place
 
 
 class CopyEngine:
@@ -125,13 +116,11 @@ class CopyEngine:
     # -- what torch has --------------------------------------------------------------------
 
     def new_stream(self, device: torch.device) -> Stream:
-        """Return a stream that waits for nothing."""
         with self.changed:
             self._streams.append(Stream(device, self))
             return self._streams[-1]
 
     def current_stream(self, device: torch.device | None = None) -> Stream:
-        """Return the calling thread's stream on a device, or on its own one."""
         index = self.current_index() if device is None else device.index
         chosen: dict[int, Stream] = self._local.__dict__.setdefault("streams", {})
         if index not in chosen:
@@ -144,17 +133,14 @@ class CopyEngine:
         return chosen[index]
 
     def set_stream(self, stream: Stream) -> None:
-        """Make a stream the calling thread's, and its device."""
         self.current_stream(stream.device)
         self._local.streams[stream.device.index] = stream
         self._local.device = stream.device.index
 
     def current_index(self) -> int:
-        """Return the calling thread's device."""
         return int(self._local.__dict__.setdefault("device", 0))
 
     def touch(self) -> None:
-        """Note that a thread asks its device for something."""
         self.contexts.add(self.current_index())
 
     # -- what may happen when ----------------------------------------------------------------
@@ -167,17 +153,17 @@ class CopyEngine:
             self._step(self._random.choice(others) if hasty else self._ready(stream))
 
     def _ready(self, stream: Stream) -> Stream:
-        """Return the stream whose next job has to be done so that this one gets on."""
+        """Return the stream whose next job this stream needs."""
         while not self._is_ready(stream):
             after = stream.jobs[0][2]
             assert after is not None
-            stream = after.needs()[0]
+            stream = after.stream
         return stream
 
     @staticmethod
     def _is_ready(stream: Stream) -> bool:
         after = stream.jobs[0][2]
-        return after is None or after.needs()[0].done >= after.needs()[1]
+        return after is None or after.stream.done >= after.place
 
     @staticmethod
     def _step(stream: Stream) -> None:
@@ -187,13 +173,11 @@ class CopyEngine:
         stream.kept = [(until, kept) for until, kept in stream.kept if until > place]
 
     def finish_all(self) -> None:
-        """Do all that was given."""
         with self.changed:
             for stream in self._streams:
                 self.finish(stream, stream.given)
 
     def pending_copies(self) -> int:
-        """Return how many jobs streams have that copy."""
         with self.changed:
             return sum(job is not _nothing for s in self._streams for _, job, _ in s.jobs)
 
@@ -220,8 +204,6 @@ class CopyEngine:
                 self._waiting_since = None
 
     def while_waiting(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Return a call by which training may wait for others."""
-
         def waits() -> None:
             with self.waiting():
                 call()
@@ -231,7 +213,6 @@ class CopyEngine:
     # -- what tensors hold -------------------------------------------------------------------
 
     def stamp(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Note that a stream writes a tensor now."""
         with self.changed:
             stream.given += 1
             if stream.immediate and not stream.jobs:
@@ -241,17 +222,17 @@ class CopyEngine:
             self._written[tensor.untyped_storage().data_ptr()] = (stream, stream.given)
 
     def is_ordered(self, address: int, stream: Stream, behind: dict[Stream, int]) -> bool:
-        """Whether what is read at an address on a stream has been written before."""
+        """Return whether an address was written before a stream reads it."""
         writer, place = self._written.get(address, (stream, 0))
         return writer is stream or max(behind.get(writer, 0), self.known.get(writer, 0)) >= place
 
     @contextmanager
     def in_place_of_torch(self) -> Iterator[CopyEngine]:
-        """Be what the library finds in ``device_streams`` in here; all is done at the end."""
+        """Replace torch in ``device_streams``; all jobs are done at the end."""
         from lightning_elastic_zero.checkpoint import streams as device_streams
 
         names: Any = device_streams
-        real, names.torch = names.torch, _Torch(self)
+        real, names.torch = names.torch, _torch(self)
         try:
             yield self
         finally:
@@ -262,55 +243,32 @@ class CopyEngine:
             names.torch = real
 
 
-class _Torch:
-    """What ``device_streams`` asks torch for."""
-
-    def __init__(self, engine: CopyEngine) -> None:
-        self.accelerator = _Accelerator(engine)
-        self.Stream = engine.new_stream
-        self._engine = engine
-
-    def Event(self, device: torch.device, *, blocking: bool) -> Event:  # noqa: N802 (torch's name)
-        """Make an event; it is recorded on the current stream."""
-        assert blocking, "a thread that waits must not spin"
-        return _LateEvent(self._engine, device)
-
-    @staticmethod
-    def get_device_module(_: torch.device) -> type[_Module]:
-        """Return what says whether the device was started."""
-        return _Module
+def _torch(engine: CopyEngine) -> Any:
+    """Return what ``device_streams`` uses of torch."""
+    return SimpleNamespace(
+        accelerator=SimpleNamespace(
+            current_stream=engine.current_stream,
+            set_stream=engine.set_stream,
+            current_accelerator=lambda: torch.device(KIND),
+        ),
+        Stream=engine.new_stream,
+        Event=lambda device, *, blocking: _LateEvent(engine, device, blocking=blocking),
+        get_device_module=lambda _: SimpleNamespace(is_initialized=lambda: True),
+    )
 
 
 class _LateEvent(Event):
     """One that is not recorded when it is made."""
 
-    def __init__(self, engine: CopyEngine, device: torch.device) -> None:
+    def __init__(self, engine: CopyEngine, device: torch.device, *, blocking: bool) -> None:
+        assert blocking, "a thread that waits must not spin"
         self._engine, self._device = engine, device
 
     def record(self) -> None:
-        """Note what the current stream has been given so far."""
         self._engine.touch()
         with self._engine.changed:
-            self._stream = self._engine.current_stream(self._device)
+            self.stream = self._engine.current_stream(self._device)
             super().record()
-
-
-class _Module:
-    @staticmethod
-    def is_initialized() -> bool:
-        return True
-
-
-class _Accelerator:
-    """``torch.accelerator``."""
-
-    def __init__(self, engine: CopyEngine) -> None:
-        self.current_stream, self.set_stream = engine.current_stream, engine.set_stream
-
-    @staticmethod
-    def current_accelerator() -> torch.device:
-        """Return the kind of device."""
-        return torch.device(KIND)
 
 
 def _nothing() -> None:
@@ -326,11 +284,7 @@ _COMPUTES = {"clone", "zeros_like", "empty_like"}
 
 
 class LateTensor(torch.Tensor):
-    """A tensor that says it lies on a device; views of it share its memory.
-
-    One whose place is the host is read there, but by other threads than training's only as late as
-    the copy engine lets them.
-    """
+    """A tensor that claims to be on a device, or on the host and read late; views share memory."""
 
     place: torch.device
     engine: CopyEngine
@@ -365,13 +319,11 @@ class LateTensor(torch.Tensor):
         return _wrapped(result, late[0].place, late[0].engine)
 
     def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
-        """Keep the memory until a stream has come so far; torch's takes no stream but its own."""
         with self.engine.changed:
             stream.kept.append((stream.given, _raw(self)))
 
 
 def on_device(tensor: torch.Tensor, engine: CopyEngine, place: torch.device) -> LateTensor:
-    """Return a live tensor as one that lies on a device, or on the host, written by training."""
     wrapped = _wrapped(tensor.detach(), place, engine)
     if place != HOST:
         engine.stamp(wrapped, engine.current_stream(place))
@@ -379,13 +331,11 @@ def on_device(tensor: torch.Tensor, engine: CopyEngine, place: torch.device) -> 
 
 
 def some_place(number: int) -> torch.device:
-    """Return a device, another one or the host, in turn."""
     turn = number % (len(DEVICES) + 1)
     return HOST if turn == len(DEVICES) else torch.device(KIND, DEVICES[turn])
 
 
 def large_on_devices(state: RankState, engine: CopyEngine, first: int = 0) -> RankState:
-    """Return a rank's state, its large tensors on two devices and on the host in turn."""
     placed = _Placing(engine, first)
     return replace(
         state,
@@ -399,7 +349,6 @@ def large_on_devices(state: RankState, engine: CopyEngine, first: int = 0) -> Ra
 
 
 def small_on_devices(state: RankState, engine: CopyEngine, first: int = 0) -> RankState:
-    """Return it with buffers and scalars there, which a save wants to be of no class of ours."""
     placed = _Placing(engine, first)
     return replace(
         state,
@@ -429,7 +378,6 @@ def _wrapped(tensor: torch.Tensor, place: torch.device, engine: CopyEngine) -> L
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a plain tensor."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.detach().as_subclass(torch.Tensor)
 
@@ -440,7 +388,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def poison(tensor: torch.Tensor) -> None:
-    """Fill with NaN; integers with -1, all bits of both being set."""
+    """Fill with NaN; integers with -1: all bits of both are set."""
     with torch.no_grad():
         raw = _raw(tensor)
         if raw.is_contiguous():
@@ -448,7 +396,7 @@ def poison(tensor: torch.Tensor) -> None:
 
 
 def _read(source: LateTensor) -> torch.Tensor:
-    """Return a copy of what is there on the calling thread's stream, once that has come so far."""
+    """Return a copy on the calling thread's stream, after its jobs."""
     engine = source.engine
     engine.hold_back()
     if source.place == HOST:
@@ -464,7 +412,6 @@ def _read(source: LateTensor) -> torch.Tensor:
 
 
 def _computed(result: torch.Tensor, like: LateTensor) -> LateTensor:
-    """Return what a device has computed on the current stream, of what had been written."""
     engine, place = like.engine, like.place
     if place == HOST:
         return _wrapped(result, place, engine)
@@ -489,10 +436,6 @@ def _to(source: LateTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return found.clone() if copies and found.data_ptr() == _address(source) else found
 
 
-def _cpu(source: LateTensor) -> torch.Tensor:
-    return _to(source, HOST)
-
-
 def _numpy(source: LateTensor) -> Any:
     if source.place != HOST:
         msg = f"can't convert {source.place} tensor to numpy: no host reads a device's memory"
@@ -501,7 +444,6 @@ def _numpy(source: LateTensor) -> Any:
 
 
 def _copy(to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """Copy as ``Tensor.copy_`` does, from a device or to it."""
     if not isinstance(to, LateTensor):
         assert isinstance(source, LateTensor)
         _from_device(to, source, non_blocking=non_blocking)
@@ -538,7 +480,7 @@ def _put(to: torch.Tensor, found: torch.Tensor | None) -> None:
 
 
 def _later(source: LateTensor, stream: Stream) -> Callable[[], torch.Tensor | None]:
-    """Return what reads a source that may be gone by then, or not be written yet."""
+    """Return a function that reads a source, which may be freed or not be written by then."""
     engine, address, raw = source.engine, _address(source), _raw(source)
     behind = dict(stream.behind)
     memory: Any = StorageWeakRef(raw.untyped_storage())  # type: ignore[no-untyped-call]
@@ -570,6 +512,6 @@ def _to_device(to: LateTensor, source: torch.Tensor, *, non_blocking: bool) -> N
 _OWN: dict[str, Callable[..., Any]] = {
     "copy_": _copy,
     "to": _to,
-    "cpu": _cpu,
+    "cpu": lambda source: _to(source, HOST),
     "numpy": _numpy,
 }

@@ -9,7 +9,6 @@ import sys
 
 
 def main(path: str, rank: str, world: str, port: str, device: str) -> None:
-    """Set torch up as the ranks of ``fork_server`` have it, and serve the session."""
     faulthandler.register(signal.SIGUSR1)
     # Without it cuBLAS does not compute the same twice; it is read when cuBLAS starts.
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"

@@ -21,11 +21,7 @@ DEVICE = pytest.StashKey[str]()
 
 
 def chosen_device(told: str | None) -> str:
-    """Return what ``--device`` says, else ``DS_ACCELERATOR``, else what the machine has.
-
-    Raises:
-        pytest.UsageError: it is a card, and there is none: nothing of what was asked for would run.
-    """
+    """Return ``--device``, else ``DS_ACCELERATOR``, else what the machine has."""
     told = told or os.environ.get("DS_ACCELERATOR")
     if told == "cpu":
         return told
@@ -47,11 +43,7 @@ def skip_without_devices(device: str, world: int) -> None:
 
 
 class DeviceRanks:
-    """Starts worlds of ranks, each a new process: after a fork, CUDA may work or not.
-
-    That depends on what of torch and DeepSpeed has asked for a device before. CPU ranks are started
-    in the same way, so that it is tested where there is no card.
-    """
+    """Starts each rank as a new process: after a fork, CUDA may not work."""
 
     def __init__(self, device: str) -> None:
         """Begin with no rank."""
@@ -61,7 +53,6 @@ class DeviceRanks:
         self._worlds = 0
 
     def start(self, world: int) -> World:
-        """Start a world of ranks that is the caller's own, to end."""
         self._worlds += 1
         path = Path(self._folder.name) / f"{self._worlds}-of-{world}"
         logs = tuple(path.with_name(f"{path.name}.{rank}.log") for rank in range(world))
@@ -85,7 +76,6 @@ class DeviceRanks:
             return joined_world(listener, tuple(rank.pid for rank in ranks), logs)
 
     def close(self) -> None:
-        """End whoever was started."""
         for process in self._processes:
             process.kill()
             process.wait(HANG_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""The small model, one configuration of a run (`Setup`), and the engine built from it."""
+"""The small model, the configuration of a run (`Setup`), and the engine built from it."""
 
 from __future__ import annotations
 
@@ -131,7 +131,6 @@ def batch(step: int, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that an optimizer is given, by name, in the module's order."""
     return {n: p for n, p in model.named_parameters() if p.requires_grad}
 
 
@@ -159,10 +158,7 @@ def group_members(model: nn.Module, grouping: str) -> list[list[nn.Parameter]]:
 
 @contextmanager
 def fp16_on_cpu() -> Iterator[None]:
-    """Make DeepSpeed build engines in fp16 on processors that have no instructions for it.
-
-    It asks whether oneDNN has some, and refuses; torch computes in fp16 all the same.
-    """
+    """Make DeepSpeed build fp16 engines on CPUs for which oneDNN has no fp16; torch's suffices."""
     from deepspeed.accelerator import get_accelerator, set_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
@@ -180,7 +176,7 @@ def fp16_on_cpu() -> Iterator[None]:
 
 
 def forget_autocast() -> None:
-    """Undo ``torch_autocast``, which DeepSpeed keeps for the process, for all later engines."""
+    """Undo ``torch_autocast``, which DeepSpeed keeps for the process."""
     from deepspeed.runtime import torch_autocast
 
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
@@ -189,10 +185,7 @@ def forget_autocast() -> None:
 
 @contextmanager
 def wrapper_of_0_18_4() -> Iterator[None]:
-    """Make DeepSpeed take stage 0's wrapper for ZeRO-1 in bf16 with fp32 gradients, as 0.18.4 does.
-
-    It has one name for two kinds, by which it chooses: nothing is partitioned then.
-    """
+    """Make DeepSpeed use stage 0's wrapper for ``B``, by its name, as 0.18.4 does."""
     from deepspeed.runtime import engine
 
     if engine.DDP_BFLOAT16 == engine.BFLOAT16:  # So it is, or another such engine is alive.
@@ -217,19 +210,13 @@ OTHERS = {
 
 
 def optimizer_of_class(name: str, groups: list[dict[str, Any]]) -> Any:
-    """Make an optimizer.
-
-    Args:
-        name: its class with its module; of torch's, by itself, one that takes a single group.
-        groups: the parameter groups.
-    """
+    """Make an optimizer of a class with module, or of one of torch's for a single group."""
     if "." in name:
         return class_of(name)(groups, **OTHERS.get(name, {"lr": 1e-3}))
     return class_of(f"torch.optim.{name}")([p for group in groups for p in group["params"]])
 
 
 def class_of(name: str) -> Any:
-    """Import a class by its full name."""
     package, _, kind = name.rpartition(".")
     return getattr(importlib.import_module(package), kind)
 
@@ -242,12 +229,10 @@ AIO = {"block_size": SMALLEST_BYTES}
 
 
 def swap_folder() -> Path:
-    """Return where this process swaps to: a folder of its own."""
     return Path(tempfile.gettempdir()) / f"elastic-zero-swap-{os.getpid()}"
 
 
 def offload_options(setup: Setup) -> dict[str, Any]:
-    """Return what of a DeepSpeed config says where optimizer and weights are."""
     options: dict[str, Any] = {}
     if setup.offload:
         options["offload_optimizer"] = {
@@ -272,7 +257,6 @@ def offload_options(setup: Setup) -> dict[str, Any]:
 
 @contextmanager
 def surroundings(setup: Setup) -> Iterator[None]:
-    """What a setup needs around its engine."""
     with ExitStack() as stack:
         if setup.nvme:
             stack.enter_context(_small_tensors_swapped())
@@ -285,7 +269,7 @@ def surroundings(setup: Setup) -> Iterator[None]:
 
 @contextmanager
 def _small_tensors_swapped() -> Iterator[None]:
-    """Make DeepSpeed swap what is smaller than a MiB, and clear up what it leaves."""
+    """Make DeepSpeed swap tensors smaller than a MiB, and remove what it leaves."""
     from deepspeed.runtime.swap_tensor import optimizer_utils
 
     least, optimizer_utils.MIN_AIO_BYTES = optimizer_utils.MIN_AIO_BYTES, SMALLEST_BYTES
@@ -297,11 +281,7 @@ def _small_tensors_swapped() -> Iterator[None]:
 
 
 def step_some_on_device(engine: Any, setup: Setup) -> None:
-    """Make partial offload's second optimizer step what it would step on a device.
-
-    On a CPU DeepSpeed cannot tell its devices apart: this is the same one by another name. On a
-    card it does so by itself.
-    """
+    """On a CPU, give the optimizer of partial offload a device by another name."""
     if setup.ratio < 1 and engine.device.type == "cpu":
         devices = engine.optimizer.subgroup_to_device
         devices.update(dict.fromkeys(range(int((1 - setup.ratio) * len(devices))), "cpu:0"))
@@ -399,40 +379,35 @@ class Setup:
 
     @property
     def stage(self) -> int:
-        """The ZeRO stage."""
         return 1 if self.zero == "B" else int(self.zero)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights that forward uses."""
         return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision, torch.float32)
 
     @property
     def master_dtype(self) -> torch.dtype:
-        """Of the masters."""
         return torch.bfloat16 if self.bf16_masters else torch.float32
 
     @property
     def state_dtype(self) -> torch.dtype:
-        """Of the optimizer's states: the masters', but for an optimizer that says otherwise."""
+        """The masters' dtype, except for optimizers with their own."""
         return torch.float32 if self.optimizer == "CPUAdam" else self.master_dtype
 
     @property
     def momentum_dtype(self) -> torch.dtype:
-        """Of Muon's momentum: as gradients are communicated, where they are not made fp32 first."""
+        """Muon's momentum has the dtype in which gradients are communicated, if not fp32 first."""
         in_files = self.nvme and not self.muon_in_memory
         if (self.zero == "3" and not in_files) or (self.zero in "12" and not self.offload):
             return self.dtype
         return self.master_dtype
 
     def dtype_of_state(self, kind: str) -> torch.dtype:
-        """Return the type of an element-wise state, by its name."""
         is_muons = self.optimizer == "Muon" and kind == "momentum_buffer"
         return self.momentum_dtype if is_muons else self.state_dtype
 
     @property
     def buffers_kept(self) -> tuple[str, ...]:
-        """Names of the persistent buffers."""
         return BUFFERS
 
     def model(self, seed: int) -> Net:
@@ -447,7 +422,7 @@ class Setup:
         )
 
     def twin(self) -> Setup:
-        """Return the setup that lays its flat buffers out in the same way."""
+        """Return the setup with the same layout of flat buffers."""
         fused = self.zero == "0" and self.optimizer == "FusedAdam"
         # Muon sorts its parameters by size.
         optimizer = self.optimizer if fused or self.optimizer == "Muon" else "SGD"
@@ -498,7 +473,6 @@ class Setup:
         }
 
     def _types(self) -> dict[str, Any]:
-        """Return the part of the config that says in which types a run computes."""
         types: dict[str, Any] = {"bf16": {"enabled": self.precision == "bf16"}}
         if self.precision == "fp16":
             types["fp16"] = {"enabled": True, **QUICK_SCALER}
@@ -527,15 +501,12 @@ class Quantized(torch.Tensor):
 
 
 class OddState(torch.optim.Optimizer):
-    """An optimizer whose state has a shape of its own: no rule says how it is cut."""
-
     def __init__(self, params: Any, shape: tuple[int, ...]) -> None:
         super().__init__(params, {"lr": 0.01})
         self.shape = shape
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step as SGD, and keep what has the shape."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -545,13 +516,7 @@ class OddState(torch.optim.Optimizer):
 
 
 def make_optimizer(name: str, members: list[list[nn.Parameter]], tilt: float) -> Engine:
-    """Make an optimizer whose groups differ in their hyperparameters.
-
-    Args:
-        name: which one.
-        members: the parameters of each group.
-        tilt: factor on learning rates and weight decays, so that another run's differ.
-    """
+    """Make an optimizer; its groups differ, and ``tilt`` scales rates and weight decays."""
     rates, decays = (1e-3, 5e-3, 2e-3), (0.1, 0.01, 0.02)
     groups: list[dict[str, Any]] = [
         {"params": ps, "lr": rates[i] * tilt, "weight_decay": decays[i] * tilt}
@@ -607,13 +572,11 @@ DEEPSPEEDS = {
 
 
 def deepspeeds_own(name: str) -> Any:
-    """Return the class of one of DeepSpeed's own optimizers."""
     module, kind, _ = DEEPSPEEDS[name]
     return class_of(f"{module}.{kind}")
 
 
 def _muon(members: list[list[nn.Parameter]], tilt: float) -> Engine:
-    """Make Muon on matrices, with the Adam that comes with it on the rest."""
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
     matrices, rest = members
@@ -637,7 +600,6 @@ def inner_of(engine: Engine) -> Engine:
 def engine_of(
     setup: Setup, seed: int, *, tilt: float = 1.0, model: nn.Module | None = None
 ) -> Iterator[Engine]:
-    """Make a DeepSpeed engine, and leave nothing of it."""
     import deepspeed
 
     model = setup.model(seed) if model is None else model
@@ -661,13 +623,13 @@ def engine_of(
 
 
 def grad_scaler_of(engine: Engine) -> Engine:
-    """Return torch's scaler with ``torch_autocast``: in stage 0 it is the engine's; or None."""
+    """Return torch's scaler with ``torch_autocast`` (in stage 0 the engine's), or None."""
     own = getattr(engine, "torch_autocast_z0_gradscaler", None)
     return own or getattr(engine.optimizer, "torch_autocast_gradscaler", None)
 
 
 def reset_secondary_partition(setup: Setup) -> None:
-    """Undo hpZ: DeepSpeed keeps its groups for the process, and uses them in every engine."""
+    """Undo hpZ: DeepSpeed keeps its groups for the process."""
     if setup.hpz > 1:
         from deepspeed.utils import groups
 
@@ -675,10 +637,7 @@ def reset_secondary_partition(setup: Setup) -> None:
 
 
 def train(engine: Engine, setup: Setup, first: int, last: int) -> list[float]:
-    """Train steps ``[first, last)``, whose data depend on nothing but step and rank.
-
-    In fp16, one step in four overflows.
-    """
+    """Train steps ``[first, last)`` on fixed data; in fp16, one step in four overflows."""
     rank, losses = distributed.get_rank(), []
     for step in range(first, last):
         if setup.steady:

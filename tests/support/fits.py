@@ -25,12 +25,10 @@ SMALL_BUCKETS = {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000
 
 
 def elastic(**options: Any) -> ElasticDeepSpeedStrategy:
-    """Return a strategy with small buckets, of stage 2 unless told otherwise."""
     return ElasticDeepSpeedStrategy(**{"stage": 2, **SMALL_BUCKETS, **options})
 
 
 def quiet_trainer(strategy: Any, *callbacks: Callback, **options: Any) -> pl.Trainer:
-    """Return a Trainer on this world's ranks; it saves checkpoints where a callback does."""
     saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     quiet = {
         "logger": False,
@@ -52,10 +50,9 @@ SAMPLES, GLOBAL_BATCH, WIDTH = 24, 12, 13
 
 
 class Norm(nn.BatchNorm1d):
-    """BatchNorm in its buffers' precision, which may be another one than the weights'."""
+    """BatchNorm in its buffers' precision, which may differ from that of the weights."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
-        """Normalise."""
         mean, var = self.running_mean, self.running_var
         assert mean is not None
         x, weight, bias = (t.to(mean.dtype) for t in (input, self.weight, self.bias))
@@ -64,8 +61,6 @@ class Norm(nn.BatchNorm1d):
 
 
 class RegressionNet(pl.LightningModule):
-    """A small regression with two groups, a frozen layer, BatchNorm, and state of its own."""
-
     strategy: ClassVar[dict[str, Any]] = {}
     """Options that the strategy needs for it."""
 
@@ -75,7 +70,6 @@ class RegressionNet(pl.LightningModule):
         self.mine: dict[str, Any] = {}
 
     def configure_model(self) -> None:
-        """Build the layers, drawn from the seed."""
         if hasattr(self, "first"):
             return
         torch.manual_seed(self.seed)
@@ -85,7 +79,6 @@ class RegressionNet(pl.LightningModule):
         self.last = nn.Linear(31, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Predict."""
         hidden = self.norm(self.first(x.to(self.first.weight.dtype)))
         return torch.as_tensor(self.last(torch.tanh(self.frozen(hidden))))
 
@@ -95,23 +88,18 @@ class RegressionNet(pl.LightningModule):
         return nn.functional.mse_loss(self(x).float(), y.float())
 
     def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
-        """Return the loss."""
         return self._loss(batch)
 
     def validation_step(self, batch: list[torch.Tensor], _: int) -> None:
-        """Log the loss."""
         self.log("val_loss", self._loss(batch), sync_dist=True)
 
     def test_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
-        """Log it."""
         self.log("test_loss", self._loss(batch), sync_dist=True)
 
     def predict_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
-        """Return predictions."""
         return torch.as_tensor(self(batch[0]).float())
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW on two groups, and a schedule."""
         trained = [p for p in self.parameters() if p.requires_grad]
         groups = [
             {"params": trained[:2], "lr": self.lr},
@@ -121,17 +109,13 @@ class RegressionNet(pl.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Leave something of the module's."""
         checkpoint["mine"] = {"epoch": self.current_epoch, "tensor": torch.arange(3)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take it back."""
         self.mine = checkpoint["mine"]
 
 
 class Data(pl.LightningDataModule):
-    """The same few samples every time, and a counter that is saved."""
-
     def __init__(self) -> None:
         super().__init__()
         self.loaded: dict[str, Any] = {}
@@ -147,16 +131,14 @@ class Data(pl.LightningDataModule):
     train_dataloader = val_dataloader = test_dataloader = predict_dataloader = _loader
 
     def state_dict(self) -> dict[str, Any]:
-        """Leave something of the data's."""
         return {"seen": 7}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take it back."""
         self.loaded = state_dict
 
 
 class WeightRecorder(Callback):
-    """Has a value of each rank's own, and looks at the weights when training starts and ends."""
+    """Has one value per rank, and digests the weights when training starts and ends."""
 
     def __init__(self) -> None:
         self.loaded: dict[str, Any] = {}
@@ -165,20 +147,16 @@ class WeightRecorder(Callback):
         self.lrs: list[float] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Leave this rank's number."""
         return {"rank": comm.get_rank(), "common": [1, 2.5, "three"]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take it back."""
         self.loaded = state_dict
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Look."""
         self.at_start = digests(pl_module)
         self.lrs = [group["lr"] for group in trainer.optimizers[0].param_groups]
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Look."""
         self.at_end = digests(pl_module)
 
 
@@ -192,15 +170,12 @@ def digests(module: nn.Module) -> dict[str, str]:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Digest a tensor's bits."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return hashlib.sha256(flat.cpu().numpy().tobytes()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class FitSpec:
-    """One Trainer's work."""
-
     root: str
     stage: int = 2
     epochs: int = 1
@@ -214,7 +189,6 @@ class FitSpec:
     strict: bool = True
 
     def make(self) -> tuple[pl.Trainer, RegressionNet, Data, WeightRecorder]:
-        """Make the Trainer and what it works on."""
         warnings.simplefilter("ignore")
         watch = WeightRecorder()
         kept = {"enable_version_counter": False, **self.checkpoint}
@@ -233,7 +207,6 @@ class FitSpec:
 
 
 def fit(plan: FitSpec) -> dict[str, Any]:
-    """Fit, and give what the ranks hold and were given."""
     trainer, net, data, watch = plan.make()
     trainer.fit(net, data, ckpt_path=plan.ckpt_path)
     strategy = trainer.strategy
@@ -256,7 +229,6 @@ def fit(plan: FitSpec) -> dict[str, Any]:
 
 
 def evaluate(plan: FitSpec, verb: str) -> dict[str, Any]:
-    """Validate, test or predict from a checkpoint."""
     trainer, net, data, _ = plan.make()
     found = getattr(trainer, verb)(net, data, ckpt_path=plan.ckpt_path)
     strategy = trainer.strategy
@@ -268,10 +240,8 @@ def evaluate(plan: FitSpec, verb: str) -> dict[str, Any]:
 
 
 def error_of(plan: FitSpec, verb: str = "fit") -> str:
-    """Return the class and the message of what a Trainer raises."""
     return error_text(lambda: fit(plan) if verb == "fit" else evaluate(plan, verb))
 
 
 def listing(root: str) -> dict[str, bool]:
-    """Return the entries of a folder, hidden ones too, and whether each is a whole checkpoint."""
     return {p.name: (p / "manifest.json").is_file() for p in sorted(Path(root).iterdir())}

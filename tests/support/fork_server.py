@@ -1,7 +1,4 @@
-"""A process that imports torch and DeepSpeed once and forks every rank.
-
-It also forks programs: processes that run one call and whose exit status can be queried.
-"""
+"""A process that imports torch and DeepSpeed once and forks every rank and program."""
 
 from __future__ import annotations
 
@@ -24,7 +21,6 @@ COLLECTIVE_TIMEOUT = timedelta(seconds=300)
 
 
 def connect(path: str) -> Connection:
-    """Open a connection to the test session."""
     client = socket.socket(socket.AF_UNIX)
     client.connect(path)
     return Connection(client.detach())
@@ -41,8 +37,6 @@ IMPORTED = (
 
 @dataclass(frozen=True)
 class WorldRequest:
-    """A world of ranks, which the answer names by their process ids."""
-
     name: str
     world: int
     port: int
@@ -50,8 +44,6 @@ class WorldRequest:
 
 @dataclass(frozen=True)
 class ProgramRequest:
-    """A process that makes a call and then ends; the answer is its id."""
-
     pickled_call: bytes
     """Unpickled by that process alone, so that nobody else imports what it needs."""
     folder: str
@@ -61,20 +53,15 @@ class ProgramRequest:
 
 @dataclass(frozen=True)
 class StatusRequest:
-    """The exit status of a program, negative where a signal ended it; None while it runs."""
-
     pid: int
 
 
 @dataclass(frozen=True)
 class ImportRequest:
-    """Modules that ranks forked from now on find imported; the answer is None."""
-
     modules: tuple[str, ...]
 
 
 def main(folder: str) -> None:
-    """Import what is dear, then fork a world of ranks or a program for each request."""
     import torch
 
     torch.set_num_threads(1)
@@ -122,7 +109,6 @@ _STATUSES: dict[int, int] = {}
 
 
 def _reap(*_: object) -> None:
-    """Keep the exit status of each child that has ended."""
     with suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -132,7 +118,6 @@ def _reap(*_: object) -> None:
 
 
 def _fork_program(request: ProgramRequest) -> int:
-    """Fork; the child's output goes to its files."""
     sys.stdout.flush()
     sys.stderr.flush()
     # Its id may have been that of one that ended long ago, and it may end at once.
@@ -172,7 +157,6 @@ def _fork(path: str, rank: int, world: int, port: int) -> int:
 
 
 def serve(path: str, rank: int, world: int, port: int, device: str) -> None:
-    """Join the world's process group and run what the session asks for, one call at a time."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

@@ -1,4 +1,4 @@
-"""Runs a function of a test module as several ranks: processes that end as any does."""
+"""Run a function of a test module as several ranks: processes that end as any does."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from tests.support.ranks import ForkServer, Program
 
 @dataclass(frozen=True)
 class RankResult:
-    """What is left of one rank."""
-
     notes: dict[str, Any]
     """What it noted, by case."""
 
@@ -34,8 +32,6 @@ class RankResult:
 
 @dataclass(frozen=True)
 class Job:
-    """What a rank's function is given: a gloo process group has been initialised."""
-
     rank: int
     world_size: int
 

@@ -51,7 +51,6 @@ class OracleError(Exception):
 
 
 def require(holds: object, what: str) -> None:
-    """Raise what is wrong unless it holds."""
     if not holds:
         raise OracleError(what)
 
@@ -60,10 +59,7 @@ def require(holds: object, what: str) -> None:
 
 
 def flat_buffers(engine: Engine, setup: Setup) -> list[torch.Tensor]:
-    """Return this rank's flat master buffers, raw, in the optimizer's order.
-
-    In stage 0 each of what the optimizer steps is one, of any shape; all ranks have the same ones.
-    """
+    """Return this rank's raw master buffers; in stage 0 each tensor that is stepped is one."""
     if setup.zero == "3":
         return list(engine.optimizer.fp32_partitioned_groups_flat)
     stepped = [p for group in inner_of(engine).param_groups for p in group["params"]]
@@ -73,11 +69,7 @@ def flat_buffers(engine: Engine, setup: Setup) -> list[torch.Tensor]:
 
 
 def _is_replicated(engine: Engine, setup: Setup) -> bool:
-    """Whether each rank has everything, as in stage 0.
-
-    Not in bf16 before DeepSpeed 0.18, which has no stage 0; but with ``B`` in 0.18.4, which takes
-    stage 0's wrapper for it.
-    """
+    """Whether ranks hold all: stage 0 (not in bf16 before DeepSpeed 0.18), and ``B`` in 0.18.4."""
     kind = type(engine.optimizer).__name__
     return kind.startswith("FP16_") or (setup.zero == "0" and kind != "BF16_Optimizer")
 
@@ -125,10 +117,7 @@ def _check_tiling(flats: list[torch.Tensor], numel: int, copies: int) -> None:
 
 
 def held_values(engine: Engine, setup: Setup) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-    """Return copies on the host of each flat buffer's masters and states, swapped in from files.
-
-    What DeepSpeed swaps in lies in buffers that it uses again.
-    """
+    """Return copies on the host of each flat buffer's masters and states, swapped in from files."""
     optimizer, found = engine.optimizer, []
     for index, flat in enumerate(flat_buffers(engine, setup)):
         inner, swapped = inner_of(engine), False
@@ -153,10 +142,7 @@ def held_values(engine: Engine, setup: Setup) -> list[tuple[torch.Tensor, dict[s
 
 
 def _count_by_group(engine: Engine, setup: Setup, found: list[dict[str, Any]]) -> None:
-    """Set all states of a group to the step by which FusedAdam goes: its last parameter's.
-
-    In stage 0 the others' counts are never looked at. In ZeRO-3 all of them count.
-    """
+    """Set all states of a group to the step that FusedAdam uses in stage 0: the last one's."""
     group_of = {
         id(parameter): group
         for group in inner_of(engine).param_groups
@@ -172,10 +158,7 @@ def _count_by_group(engine: Engine, setup: Setup, found: list[dict[str, Any]]) -
 
 
 def take_whole_momenta(engine: Engine, setup: Setup, piece: dict[str, Any]) -> None:
-    """Turn Muon's whole momenta (ZeRO-1/2) into states like others, and keep them to be compared.
-
-    DeepSpeed keeps the momentum of each parameter of which a rank has a part.
-    """
+    """Turn Muon's whole momenta (ZeRO-1/2) into element-wise states, and keep them to compare."""
     names = {p: name for name, p in trained(engine.module).items()}
     numels = {name: p.numel() for name, p in trained(setup.model(0)).items()}
     piece["momenta"] = {}
@@ -195,7 +178,6 @@ def take_whole_momenta(engine: Engine, setup: Setup, piece: dict[str, Any]) -> N
 
 
 def _piece(engine: Engine, setup: Setup) -> dict[str, Any]:
-    """Return all that this rank holds, as it lies there, with the map of what it is."""
     inner = inner_of(engine)
     held = held_values(engine, setup)
     scaler, grad_scaler = scaler_of(engine), grad_scaler_of(engine)
@@ -219,14 +201,12 @@ def _piece(engine: Engine, setup: Setup) -> dict[str, Any]:
 
 
 def scaler_of(engine: Engine) -> Engine:
-    """Return what scales the loss; None where nothing does."""
     return getattr(engine.optimizer, "loss_scaler", None) or getattr(
         engine.optimizer, "loss_scale_config", None
     )
 
 
 def _flat_states(states: dict[str, Any], flat: torch.Tensor) -> dict[str, Any]:
-    """Return the states of a buffer, the element-wise ones flat as it is."""
     return {
         key: value.flatten() if _is_vector(value) and value.shape == flat.shape else value
         for key, value in states.items()
@@ -234,12 +214,11 @@ def _flat_states(states: dict[str, Any], flat: torch.Tensor) -> dict[str, Any]:
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy that no engine changes, and that is compared with those of other devices."""
     return tensor.detach().to("cpu", copy=True)
 
 
 def _weights(engine: Engine, setup: Setup) -> dict[str, torch.Tensor]:
-    """Return whole module weights: as forward would find them, and, in ZeRO-3, gathered anew."""
+    """Return whole module weights: as forward finds them, and, in ZeRO-3, gathered anew."""
     parameters = dict(engine.module.named_parameters())
     if setup.zero != "3":
         return {name: _on_host(p) for name, p in parameters.items()}
@@ -258,11 +237,7 @@ def _weights(engine: Engine, setup: Setup) -> dict[str, torch.Tensor]:
 
 
 def dump(engine: Engine, setup: Setup) -> Dump | None:
-    """Return everything that must survive, whole, on rank 0. Collective.
-
-    Raises:
-        OracleError: ranks contradict one another, or weights are not their masters, rounded.
-    """
+    """Return everything that must survive, whole, on rank 0. Collective."""
     piece = _piece(engine, setup)
     take_whole_momenta(engine, setup, piece)
     pieces: list[Any] | None = [None] * setup.world if distributed.get_rank() == 0 else None
@@ -291,7 +266,7 @@ def dump(engine: Engine, setup: Setup) -> Dump | None:
 def _elementwise(
     pieces: list[dict[str, Any]], numel: int
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Put masters and element-wise states of all ranks into one vector each, with what it has."""
+    """Join masters and element-wise states of all ranks; return each with the covered elements."""
     found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for piece in pieces:
         for places, master, state in zip(
@@ -314,10 +289,7 @@ def _elementwise(
 
 
 def _scalars(pieces: list[dict[str, Any]], names: list[str], starts: list[int]) -> Dump:
-    """Return each parameter's scalar states.
-
-    All ranks must agree on them, also those that hold nothing but padding of its flat buffer.
-    """
+    """Return each parameter's scalar states, on which all ranks must agree."""
     found: Dump = {}
     begins = torch.tensor(starts)
     for index in range(len(pieces[0]["masters"])):
@@ -361,19 +333,17 @@ def _once(pieces: list[dict[str, Any]], names: list[str]) -> Dump:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are the same bit for bit; NaN is like itself, -0 is not 0."""
+    """Return whether two tensors are equal bit for bit: NaN equals itself, -0 is not 0."""
     return one.dtype == other.dtype and one.shape == other.shape and differing_bits(one, other) == 0
 
 
 def differing_bits(one: torch.Tensor, other: torch.Tensor) -> int:
-    """Count the bits in which two tensors of the same type and shape differ."""
     ones, others = (t.contiguous().flatten().view(torch.uint8) for t in (one, other))
     counts = Counter((ones ^ others).tolist())
     return sum(value.bit_count() * count for value, count in counts.items())
 
 
 def unrounded(found: Dump) -> list[str]:
-    """Return the weights that are not their masters, rounded."""
     weights = {k.removeprefix("weight/"): v for k, v in found.items() if k.startswith("weight/")}
     return [
         name
@@ -403,7 +373,7 @@ def expected_in(saved: Dump, source: Setup, target: Setup) -> Dump:
 
 
 def differences(wanted: Dump, found: Dump) -> dict[str, int]:
-    """Return what differs, with the number of its bits that do; -1 where bits cannot be counted."""
+    """Return the number of differing bits of each entry; -1 where bits cannot be counted."""
     differing = dict.fromkeys(wanted.keys() ^ found.keys(), -1)
     for key in wanted.keys() & found.keys():
         one, other = wanted[key], found[key]
@@ -417,7 +387,6 @@ def differences(wanted: Dump, found: Dump) -> dict[str, int]:
 
 
 def tensors_in(found: Dump) -> int:
-    """Count the tensors of a dump."""
     return sum(isinstance(value, torch.Tensor) for value in found.values())
 
 
@@ -429,14 +398,7 @@ NO_STATES = {"master", "weight", "frozen", "buffer", "group", "counter", "scaler
 
 
 def write_state(engine: Engine, setup: Setup, held: Dump, *, states: bool = True) -> None:
-    """Make an engine hold what a dump says. Collective; each rank has the whole dump.
-
-    Args:
-        engine: any that was made of ``setup``.
-        setup: of the engine.
-        held: as the oracle gives it.
-        states: with the optimizer's states; without them they stay what they are.
-    """
+    """Make an engine hold a dump, perhaps without optimizer states. Collective, on all ranks."""
     names = list(trained(setup.model(0)))
     with torch.no_grad():
         _write_flats(engine, setup, held, names, states=states)
@@ -454,7 +416,6 @@ def write_state(engine: Engine, setup: Setup, held: Dump, *, states: bool = True
 
 
 def parsed(text: str) -> Any:
-    """Return what a ``repr`` in a dump stands for."""
     if text.startswith("tensor("):
         return torch.tensor(ast.literal_eval(text.removeprefix("tensor(").removesuffix(")")))
     return ast.literal_eval(text)
@@ -463,7 +424,6 @@ def parsed(text: str) -> Any:
 def _write_flats(
     engine: Engine, setup: Setup, held: Dump, names: list[str], *, states: bool
 ) -> None:
-    """Write masters and the optimizer's states into this rank's flat buffers."""
     inner = inner_of(engine)
     masters = _whole(held, "master", setup)
     kinds = {key.partition("/")[0] for key in held} - NO_STATES
@@ -483,7 +443,6 @@ def _write_flats(
 
 
 def _whole(held: Dump, kind: str, setup: Setup) -> torch.Tensor:
-    """Return all elements of a kind in the order of their numbers."""
     pieces = []
     for name, parameter in trained(setup.model(0)).items():
         found = held.get(f"{kind}/{name}", torch.zeros(parameter.shape))
@@ -504,7 +463,6 @@ def _writable_scalars(held: Dump, names: list[str]) -> dict[str, Any]:
 
 
 def _write_weights(engine: Engine, setup: Setup, held: Dump) -> None:
-    """Write the weights that forward uses, frozen ones too."""
     parameters = dict(engine.module.named_parameters())
     trainable = trained(setup.model(0))
     wanted = {n: held[f"{'weight' if n in trainable else 'frozen'}/{n}"] for n in parameters}
@@ -537,7 +495,7 @@ TrainOn = Callable[[Engine, Setup, int, int], list[float]]
 
 @dataclass(frozen=True)
 class ReferenceComparison:
-    """How a resumed run went on, and how one did that was made to hold the writer's state."""
+    """A resumed run next to one into which the saved state was written by hand."""
 
     lacking: dict[str, int]
     """What the other run did not hold although it was put there: must be empty."""
@@ -549,11 +507,7 @@ class ReferenceComparison:
     """What differs at the end if the writer's weights have a fresh optimizer."""
 
     def assert_same(self, *, stateless: bool = False) -> None:
-        """Fail unless both runs went on bit for bit alike.
-
-        Args:
-            stateless: the writer's optimizer had no state yet, and was as good as a fresh one.
-        """
+        """Fail unless both are equal; ``stateless``: the saved optimizer had no state yet."""
         assert not self.lacking
         resumed, other = self.losses
         assert all(resumed)
@@ -607,7 +561,6 @@ def compare_with_reference(
 
 
 def restored_differences(wanted: Dump, found: Dump) -> dict[str, int]:
-    """Return what differs of all that is restored."""
     return {
         key: bits
         for key, bits in differences(wanted, found).items()

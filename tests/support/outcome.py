@@ -11,7 +11,6 @@ NOTHING = "nothing was raised"
 
 
 def error_text(work: Callable[[], object]) -> str:
-    """Return the class and the message of what is raised."""
     try:
         work()
     except Exception as error:  # noqa: BLE001 - it is what the test looks at
@@ -21,7 +20,7 @@ def error_text(work: Callable[[], object]) -> str:
 
 @contextmanager
 def warnings_heard(about: str = "") -> Iterator[list[str]]:
-    """Yield a list that has, afterwards, all that was warned; or only what has a text in it."""
+    """Yield a list that has all warnings afterwards, or those that contain a text."""
     said: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -33,7 +32,6 @@ def warnings_heard(about: str = "") -> Iterator[list[str]]:
 
 @contextmanager
 def log_heard(logger: str, level: int = logging.NOTSET) -> Iterator[list[str]]:
-    """Yield a list of what a logger says inside, from a level on that is the logger's meanwhile."""
     said: list[str] = []
     handler = logging.Handler(level)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

@@ -1,8 +1,4 @@
-"""Checkpoints of this library's format, written in a plain process: any stage, any number of ranks.
-
-The state is made element by element and cut by the layout of the manifest, as engines cut theirs;
-what the writer then writes is read by nobody here.
-"""
+"""Checkpoints of this library's format, of any stage and rank count, written in one process."""
 
 from __future__ import annotations
 
@@ -47,8 +43,6 @@ def _values(seed: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tens
 
 @dataclass
 class WholeState:
-    """A state, whole: what every checkpoint of it holds."""
-
     masters: dict[str, torch.Tensor]
     states: dict[str, dict[str, torch.Tensor]]
     """By parameter and key."""
@@ -67,7 +61,6 @@ class WholeState:
 
 
 def make_state(shapes: dict[str, tuple[int, ...]] | None = None) -> WholeState:
-    """Return a state, the same one each time."""
     shapes = SHAPES if shapes is None else shapes
     names = tuple(shapes)
     flat = torch.float32
@@ -89,7 +82,6 @@ def make_state(shapes: dict[str, tuple[int, ...]] | None = None) -> WholeState:
 
 
 def manifest_of(state: WholeState, stage: int, world_size: int, **changes: Any) -> Manifest:
-    """Describe it at a stage on so many ranks."""
     group_of = {name: i for i, names in enumerate(state.groups) for name in names}
     keys: tuple[StateKey, ...] = (
         *(StateKey(k, "elementwise", "float32") for k in STATES),
@@ -141,7 +133,6 @@ def _counted(step: float) -> torch.Tensor | int:
 
 
 def _cut(fragments: list[Fragment], whole: dict[str, torch.Tensor], numel: int) -> torch.Tensor:
-    """Return a flat buffer: what its fragments say, and NaN as padding."""
     flat = torch.full((numel,), float("nan"))
     for f in fragments:
         flat[f.offset : f.offset + f.stop - f.start] = whole[f.name].view(-1)[f.start : f.stop]
@@ -149,7 +140,6 @@ def _cut(fragments: list[Fragment], whole: dict[str, torch.Tensor], numel: int) 
 
 
 def rank_state(state: WholeState, manifest: Manifest, rank: int) -> RankState:
-    """Return what a rank holds of it."""
     held = manifest.layout().on_rank(rank)
     flats = []
     for index in range(len(manifest.buffers)):
@@ -183,7 +173,6 @@ def write_elastic(
     fingerprint: str = "",
     **changes: Any,
 ) -> Path:
-    """Write a checkpoint of this library's format."""
     (folder / "checkpoint").mkdir(parents=True)
     manifest = manifest_of(state, stage, world_size, **changes)
     files = []

@@ -1,8 +1,4 @@
-"""Time limits, free ports and shared memory of the processes that tests start.
-
-Tests do not judge by time: they wait for an event or for the end of a process. The limits here
-only tell a hang from an answer on a machine with twenty times its load.
-"""
+"""Time limits, free ports and shared memory of test processes; the limits only detect hangs."""
 
 from __future__ import annotations
 
@@ -33,7 +29,6 @@ _NAME = re.compile(r"deepspeed_allreduce_buffer_[^\s/]*")
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
     while True:
         port = _draw.randrange(_FIRST, _LAST)
         try:
@@ -45,11 +40,7 @@ def free_port() -> int:
 
 
 def remove_shared_memory() -> None:
-    """Remove what killed worlds have left: 69 MB of memory each, until a reboot.
-
-    DeepSpeed names it by the world's port. What has another one than this process has drawn is a
-    launcher's: it goes as soon as it is a minute old and no process has mapped it.
-    """
+    """Remove DeepSpeed's memory (69 MB per killed world): of our ports, and old unmapped ones."""
     mapped = _mapped()
     for left in SHARED_MEMORY.glob("deepspeed_allreduce_buffer_*"):
         with suppress(OSError, ValueError):
@@ -61,7 +52,6 @@ def remove_shared_memory() -> None:
 
 
 def _mapped() -> set[str]:
-    """Return the names of shared memory that processes have mapped, as far as they may be asked."""
     found: set[str] = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):
@@ -80,7 +70,6 @@ That the times that ranks have by default keep its 10 s and 60 s is a sum, and t
 
 
 def output_of(command: Sequence[str | Path], folder: Path, environment: Mapping[str, str]) -> str:
-    """Run a command that has to succeed; return all that it printed."""
     process = subprocess.Popen(
         [str(word) for word in command],
         cwd=folder,

@@ -44,14 +44,13 @@ class World:
     logs: tuple[Path, ...]
 
     def end(self) -> None:
-        """Kill the ranks, by their ids."""
         for pid, connection in zip(self.pids, self.ranks, strict=True):
             connection.close()
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def results(self, timeout_s: float) -> dict[int, tuple[str, Any]]:
-        """Wait for all ranks' answers; once one has failed, a little for the others'."""
+        """Wait for all ranks' answers; after a failure only briefly."""
         found: dict[int, tuple[str, Any]] = {}
         waiting = {connection: rank for rank, connection in enumerate(self.ranks)}
         end = time.monotonic() + timeout_s
@@ -68,7 +67,6 @@ class World:
         return found
 
     def output_tail(self) -> str:
-        """Return the end of what each rank printed, with its stack if it hangs."""
         for pid in self.pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
@@ -87,11 +85,6 @@ class Program:
     stderr: Path
 
     def wait(self, end: float) -> int:
-        """Return its exit status, negative where a signal ended it.
-
-        Raises:
-            TimeoutError: it runs yet when ``time.monotonic()`` has come to ``end``.
-        """
         while time.monotonic() < end:
             if (status := self.poll()) is not None:
                 return status
@@ -99,13 +92,12 @@ class Program:
         raise TimeoutError
 
     def poll(self) -> int | None:
-        """Return its exit status; None while it runs."""
         self.server.send(fork_server.StatusRequest(self.pid))
         status = self.server.recv()
         return None if status is None else int(status)
 
     def kill(self) -> None:
-        """Kill it, if it runs yet: else its id may be another's by now."""
+        """Kill it if it still runs: otherwise its id may have been reused."""
         if self.poll() is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -123,7 +115,6 @@ class ForkServer:
         self._worlds = 0
 
     def start(self, world: int) -> World:
-        """Start a world of ranks that is the caller's own, to end."""
         connection = self._connection or self._start_process()
         folder = Path(self._folder.name)
         self._worlds += 1
@@ -135,7 +126,6 @@ class ForkServer:
             return joined_world(listener, pids, logs)
 
     def start_program(self, call: Callable[[], object], folder: Path, name: str) -> Program:
-        """Start a process that makes a call and then ends as any does; its output goes to files."""
         connection = self._connection or self._start_process()
         stdout, stderr = folder / f"{name}.out", folder / f"{name}.err"
         connection.send(
@@ -144,13 +134,11 @@ class ForkServer:
         return Program(connection, int(connection.recv()), stdout, stderr)
 
     def import_modules(self, *modules: str) -> None:
-        """Import modules once, for all ranks and programs that are started from now on."""
         connection = self._connection or self._start_process()
         connection.send(fork_server.ImportRequest(modules))
         connection.recv()
 
     def close(self) -> None:
-        """End the process, and whoever it has started."""
         if self._process is not None and self._connection is not None:
             self._connection.close()
             with suppress(ProcessLookupError):
@@ -196,8 +184,6 @@ class RankServer(Protocol):
 
 
 class Pools:
-    """Starts worlds when they are first asked for, and ends them all."""
-
     def __init__(self, server: RankServer | None = None) -> None:
         """Take what starts the ranks; without it, start and end a fork server of its own."""
         self._own = None if server else ForkServer()
@@ -205,11 +191,7 @@ class Pools:
         self._worlds: dict[int, World] = {}
 
     def run(self, world: int, call: Callable[[], T], timeout_s: float = HANG_TIMEOUT_S) -> list[T]:
-        """Run ``call`` on all ranks of a world; return what each returned.
-
-        Raises:
-            AssertionError: a rank raised, died, or took too long. Such a world is not used again.
-        """
+        """Run ``call`` on all ranks of a world; a failed world is not reused."""
         if world not in self._worlds:
             self._worlds[world] = self.start(world)
         ranks = self._worlds[world]
@@ -226,12 +208,10 @@ class Pools:
         return [results[rank][1] for rank in range(world)]
 
     def start(self, world: int) -> World:
-        """Start a world of ranks that is the caller's own, to end."""
         assert self._server is not None
         return self._server.start(world)
 
     def close(self) -> None:
-        """End every process that was started here."""
         for world in self._worlds.values():
             world.end()
         if self._own is not None:
@@ -239,10 +219,6 @@ class Pools:
 
 
 def environment(device: str = "cpu") -> dict[str, str]:
-    """Return the ranks of a device what the Makefile exports, where a test is run without it.
-
-    ``make test-gpu`` exports what is for a card, and has CPU ranks too.
-    """
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     defaults = {"TORCH_EXTENSIONS_DIR": str(ROOT / ".cache" / "torch_extensions" / device)}
     # Without it, DeepSpeed starts `numactl` at each reduction of gradients, to count what it has.
@@ -257,7 +233,6 @@ def environment(device: str = "cpu") -> dict[str, str]:
 
 
 def joined_world(listener: socket.socket, pids: tuple[int, ...], logs: tuple[Path, ...]) -> World:
-    """Return a world once all its ranks have come, and have joined their process group."""
     world = len(pids)
     try:
         arrived = [_accept(listener) for _ in range(world)]
@@ -273,7 +248,6 @@ def joined_world(listener: socket.socket, pids: tuple[int, ...], logs: tuple[Pat
 
 
 def listening(path: Path) -> socket.socket:
-    """Return a socket to which ranks connect."""
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
@@ -289,7 +263,7 @@ def _accept(listener: socket.socket) -> Connection:
 
 
 def missing_operator(name: str) -> str:
-    """Return why an operator of DeepSpeed's cannot be had; nothing, where it can."""
+    """Return why an operator of DeepSpeed is unavailable, or ""."""
     from deepspeed.ops import op_builder
 
     try:
@@ -300,6 +274,6 @@ def missing_operator(name: str) -> str:
 
 
 def skip_without(name: str, pools: Pools) -> None:
-    """Skip a test where an operator cannot be had; one process compiles it for all ranks."""
+    """Skip without an operator of DeepSpeed; one process compiles it for all ranks."""
     if missing := pools.run(1, partial(missing_operator, name))[0]:
         pytest.skip(missing)

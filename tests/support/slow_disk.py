@@ -1,8 +1,4 @@
-"""A disk that is slow, or does not answer, for processes that are started with it.
-
-Slow file systems need rights that tests do not have. So the calls are slow by which a process waits
-for its disk: ``slow_disk.c`` stands in front of the C library's, for any program, unchanged.
-"""
+"""A slow disk for processes: ``slow_disk.c`` delays the C library's calls that wait for one."""
 
 from __future__ import annotations
 
@@ -19,8 +15,6 @@ SOURCE = Path(__file__).with_name("slow_disk.c")
 
 
 class SlowDisk:
-    """A folder on a disk of some speed."""
-
     def __init__(self, folder: Path, bytes_per_s: float) -> None:
         """Make the folder, and the library that makes its disk slow.
 
@@ -41,18 +35,12 @@ class SlowDisk:
         self.set_speed(bytes_per_s)
 
     def set_speed(self, bytes_per_s: float, *, latency_s: float = 0.0) -> None:
-        """Go on at another speed; 0: not at all.
-
-        Args:
-            bytes_per_s: of what is written.
-            latency_s: of opening a file.
-        """
+        """Change the speed (0: stop), and the latency of opening a file."""
         for name, number in (("speed", bytes_per_s), ("latency", latency_s)):
             new = self.folder / f"{name}.{os.getpid()}"
             new.write_text(str(number))
             new.rename(self.folder / name)
 
     def waits(self) -> list[int]:
-        """Return how many bytes each call has waited for."""
         log = self.folder / "waits"
         return [int(line.split()[1]) for line in log.read_text().splitlines()]

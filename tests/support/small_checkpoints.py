@@ -1,7 +1,4 @@
-"""Small directories that look like checkpoints, for code that never reads the tensors.
-
-Files can be inspected before each of a process's own system calls, as a kill would leave them.
-"""
+"""Small directories that look like checkpoints, and a hook before each system call."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ def _on_event(event: str, _: object) -> None:
 
 @contextmanager
 def before_each_syscall(look: Callable[[], None]) -> Iterator[None]:
-    """Look before each system call that Python tells of, in whatever thread, and at the end."""
+    """Call ``look`` before each audited system call in any thread, and at the end."""
     if _on_event not in _hooked:
         # A process cannot take it back; without looks it does nothing.
         sys.addaudithook(_on_event)
@@ -51,13 +48,12 @@ def before_each_syscall(look: Callable[[], None]) -> Iterator[None]:
 
 
 class InterruptAtCall:
-    """Raises what Ctrl-C raises, before the n-th system call, and before the m-th after that."""
+    """Raises KeyboardInterrupt before the n-th system call, and before the m-th after that."""
 
     def __init__(self, *calls: int) -> None:
         self.calls, self.seen = list(calls), 0
 
     def __call__(self) -> None:
-        """Count a system call."""
         if not self.calls:
             return
         self.seen += 1
@@ -78,13 +74,12 @@ class NoEngine:
 
 
 def manifest_of(files: dict[str, str], mark: str = "") -> str:
-    """Return a manifest that names files, with their sizes in bytes."""
     rows = [{"name": name, "size_bytes": len(text)} for name, text in files.items()]
     return json.dumps({"format": "lightning_elastic_zero", "mark": mark, "files": rows})
 
 
 def fill(path: Path, text: str, *, published: bool = True) -> Path:
-    """Write a checkpoint whose every file holds one text, into a directory that may be there."""
+    """Write a checkpoint whose every file holds one text."""
     shard = path / SHARD
     shard.parent.mkdir(parents=True, exist_ok=True)
     shard.write_text(text)
@@ -94,24 +89,20 @@ def fill(path: Path, text: str, *, published: bool = True) -> Path:
 
 
 def whole(text: str) -> dict[str, str]:
-    """Return what ``fill`` leaves, as ``contents`` finds it."""
     return {SHARD: text, "manifest.json": manifest_of({SHARD: text}, text)}
 
 
 def contents(directory: Path) -> dict[str, str]:
-    """Return the text of each file in a tree."""
     files = (path for path in directory.rglob("*") if path.is_file())
     return {str(path.relative_to(directory)): path.read_text() for path in files}
 
 
 def names_in(directory: Path) -> list[str]:
-    """List a directory, hidden names too."""
     return sorted(path.name for path in directory.iterdir())
 
 
 @contextmanager
 def no_exchange(*, possible: bool = False) -> Iterator[None]:
-    """Make the system exchange two names within, or not."""
     real = vars(atomic)["exchange_names"]
     if not possible:
         vars(atomic)["exchange_names"] = lambda *_: False

@@ -35,27 +35,22 @@ world_sizes = st.integers(1, MAX_RANKS)
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Flat buffers and the ranks that share them: what a layout is made of."""
-
     stage: int
     buffers: tuple[FlatBuffer, ...]
     world_size: int
 
     def layout(self) -> Layout:
-        """Make the layout, by the class of the stage."""
         rule = PerParameterPartition if self.stage == 3 else ContiguousPartition
         return rule(self.buffers, self.world_size)
 
 
 def cut_to(whole: Fragment, start: int, stop: int) -> Fragment:
-    """Return the part of a fragment inside ``[start, stop)``, which overlaps it."""
     first = max(whole.start, start)
     offset = whole.offset + first - whole.start
     return replace(whole, start=first, stop=min(whole.stop, stop), offset=offset)
 
 
 def tables(min_numel: int = 1) -> st.SearchStrategy[dict[str, int]]:
-    """Parameters and their elements; names with dots, one-element parameters, any order."""
     names = st.sampled_from(["a", "b", "a.b", "layers.0.weight", "layers.10.weight", "bias", "g"])
     # Small numbers of elements, so that there are often more ranks than elements.
     return st.dictionaries(names, st.integers(min_numel, 90), min_size=1)
@@ -63,7 +58,6 @@ def tables(min_numel: int = 1) -> st.SearchStrategy[dict[str, int]]:
 
 @st.composite
 def _parted(draw: st.DrawFn, names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Names in any order, cut into buffers anywhere."""
     order = draw(st.permutations(names))
     borders = draw(st.sets(st.integers(1, len(order) - 1))) if len(order) > 1 else set()
     ends = [*sorted(borders), len(order)]
@@ -95,13 +89,11 @@ def per_parameter_cuts(draw: st.DrawFn, table: dict[str, int]) -> Cut:
 
 
 def cuts(table: dict[str, int]) -> st.SearchStrategy[Cut]:
-    """Any stage's way to cut a table."""
     return st.one_of(contiguous_cuts(table), per_parameter_cuts(table))
 
 
 @st.composite
 def pairs_of_cuts(draw: st.DrawFn) -> tuple[dict[str, int], Cut, Cut]:
-    """One table, cut in two ways: as it is held and as it is wanted."""
     table = draw(tables())
     return table, draw(cuts(table)), draw(cuts(table))
 
@@ -133,7 +125,6 @@ _state_keys = st.builds(
 
 @st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
-    """Manifests whose tables fit together, with any values in them."""
     table = draw(tables())
     cut = draw(cuts(table))
     group_of = {name: buffer.group for buffer in cut.buffers for name in buffer.names}
@@ -209,7 +200,6 @@ tree_keys = st.one_of(st.sampled_from(["a", "b", "a.b", "0", "1", "[", '["a"]'])
 
 
 def trees(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Client states: named entries of nested dicts and lists, with those leaves."""
     nested: st.SearchStrategy[Any] = st.recursive(
         leaves,
         lambda inner: st.one_of(

@@ -1,7 +1,4 @@
-"""Tables of what was tried: shown at the end of a run, and kept in docs/results.md by hand.
-
-Each process that runs tests has its own; the one that shows them is sent the others' counts.
-"""
+"""Tables of what was tried, shown at the end of a run and copied to docs/results.md by hand."""
 
 from __future__ import annotations
 
@@ -11,29 +8,23 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Table:
-    """Counts, by row and column; the last row is their sum."""
-
     title: str
     columns: tuple[str, ...]
     rows: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def count(self, row: str, column: str, by: int = 1) -> None:
-        """Add to a cell."""
         cells = self.rows.setdefault(row, dict.fromkeys(self.columns, 0))
         cells[column] += by
 
     def total(self, column: str) -> int:
-        """Sum a column up."""
         return sum(cells[column] for cells in self.rows.values())
 
     def add(self, rows: Mapping[str, Mapping[str, int]]) -> None:
-        """Add what another process has counted."""
         for row, cells in rows.items():
             for column, value in cells.items():
                 self.count(row, column, value)
 
     def lines(self) -> Iterator[str]:
-        """Yield the table as Markdown has it."""
         if not self.rows:
             return
         yield f"| | {' | '.join(self.columns)} |"

@@ -1,5 +1,3 @@
-"""Test helpers: the fork server, shared memory and the slow disk."""
-
 from __future__ import annotations
 
 import mmap
@@ -17,8 +15,8 @@ from tests.support.ranks import ROOT
 from tests.support.slow_disk import SlowDisk
 
 
-def test_what_nobody_uses_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher's, once it is old and no process has mapped it; one of a port of ours at once."""
+def test_unused_shared_memory_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher's after a minute without a mapping; ours at once."""
     monkeypatch.setattr(processes, "SHARED_MEMORY", tmp_path)
     mine = processes.free_port()
     name = "deepspeed_allreduce_buffer_0_10.0.0.1_{}_0"
@@ -68,10 +66,7 @@ print(signs)
 @pytest.mark.skipif(sys.platform != "linux", reason="stands in front of glibc's calls")
 @pytest.mark.parametrize("way", ["write", "copy"])
 def test_no_call_waits_for_much_of_a_slow_disk(way: str, tmp_path: Path) -> None:
-    """Of 24 MiB, however they are written, no call waits for more than one; each gives a sign.
-
-    A disk of 20 kB/s is then no stall for users, who wait for 50 s.
-    """
+    """However 24 MiB are written, a call waits for at most one and reports progress."""
     disk = SlowDisk(tmp_path, 32 * MB)
     (tmp_path / "source").write_bytes(bytes(24 * MB))
     done = subprocess.run(
@@ -118,8 +113,7 @@ print(server._STATUSES[pid])
 """
 
 
-def test_a_process_id_that_was_anothers_has_no_status_yet(tmp_path: Path) -> None:
-    """Ids come again, after 32,768 processes of a whole machine; one that ends at once is told."""
+def test_a_reused_process_id_has_no_status_yet(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", REUSED],
         cwd=tmp_path,
