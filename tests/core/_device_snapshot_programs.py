@@ -1,4 +1,4 @@
-"""Saves of a device state: ``python -m tests.core._device_snapshot_programs CASES LIBRARY FOLDER``."""
+"""Saves on a device: ``python -m tests.core._device_snapshot_programs CASES LIBRARY FOLDER``."""
 
 from __future__ import annotations
 
