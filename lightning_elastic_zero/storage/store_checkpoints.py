@@ -269,18 +269,13 @@ def delete_checkpoint(
     commit, existing = read_commit(path), inspect_target(path)
     if existing.refusal_reason or commit is None:
         return existing.refusal_reason
-    is_meant = identity in {None, commit.identity}
-    try:
-        if is_meant:
+    if identity in {None, commit.identity}:
+        with suppress(FileExistsError):
             store.swap(key, _to_json(DELETED_FORMAT), commit.version, progress)
-    except FileExistsError:
-        is_meant = False
-    if not is_meant:
-        _log.warning("%s is not deleted: another process has replaced it.", path)
-        return ""
-    store.delete([key], progress)
-    if commit.save_id:
-        _delete_files(path, commit.save_id, progress)
+            store.delete([key], progress)
+            _delete_files(path, commit.save_id, progress)
+            return ""
+    _log.warning("%s is not deleted: another process has replaced it.", path)
     return ""
 
 
@@ -291,7 +286,7 @@ def _to_json(kind: str, **fields: str) -> bytes:
 
 
 def _delete_files(path: StorePath, save_id: str, progress: Progress) -> None:
-    """Delete the objects of one save, and nothing else."""
+    """Delete the objects of one save; of a link or a deleted name there are none."""
     if not _SAVE_ID.fullmatch(save_id):
         return
     found = path.store.objects_below((path / save_id).key, progress)
@@ -322,7 +317,7 @@ def make_link(target: StorePath, link: StorePath, progress: Progress = NO_PROGRE
     except OSError as error:
         msg = f"Could not link {link} to the published {target}: {error.strerror or error}."
         raise SaveError(msg) from error
-    if replaced is not None and replaced.save_id:
+    if replaced is not None:
         with suppress(OSError):
             _delete_files(link, replaced.save_id, progress)
 
@@ -364,10 +359,10 @@ def _owners(parent: StorePath, objects: Iterable[StoredObject]) -> dict[str, Sto
 def _remove_if_dead(
     parent: StorePath, save_id: str, owner_key: str, now: datetime, progress: Progress
 ) -> list[StorePath]:
-    """Remove the saves under the name of a dead process that are unpublished and nobody writes.
+    """If the process of an owner object is dead, remove its saves that are not published.
 
-    The owner object is replaced first, by one that names what is removed. This fails if the process
-    has written it meanwhile, and shows a process that was only suspended what it has lost.
+    First the owner object is replaced by one that lists them. This fails if the process is alive
+    and has written it meanwhile. A process that was only suspended reads the list.
     """
     try:
         data, version, modified = parent.store.get(owner_key, progress)
@@ -553,7 +548,7 @@ class StagedObjects:
             claim: Any = load_json(self.target.store.get(self._owner.key)[0])
         except FileNotFoundError:  # It has ended.
             return _has_files(self.target, self._manifest)
-        return self._save_id not in claim["removed"]
+        return self._save_id not in claim.get("removed", ())
 
     def _considered_dead(self) -> SaveError:
         msg = (
@@ -566,7 +561,7 @@ class StagedObjects:
         """Remove the replaced checkpoint."""
         # The checkpoint is published: a failure costs space only.
         try:
-            if self._replaced is not None and self._replaced.save_id:
+            if self._replaced is not None:
                 _delete_files(self.target, self._replaced.save_id, progress)
             self.target.store.delete([self._owner.key], progress)
         except OSError as error:
@@ -598,12 +593,9 @@ def check_conditional_writes(store: Store, folder: StorePath) -> None:
     key = (folder / f"{PROBE_PREFIX}{new_id()}").key
     try:
         version = store.swap(key, b"1", None)
-        second = _refuses(store, key, b"2", None)
-        try:
-            store.swap(key, b"3", version)
-        except FileExistsError:
-            second = False
-        if not (second and _refuses(store, key, b"4", version)):
+        attempts = ((b"2", None), (b"3", version), (b"4", version))
+        refused = [_refuses(store, key, data, expected) for data, expected in attempts]
+        if refused != [True, False, True]:
             msg = (
                 f"{store.root} does not support conditional writes, without which a checkpoint "
                 "could be torn or replaced silently. Save to another store, or to a disk."

@@ -4,9 +4,9 @@
 only if the object is unchanged (``swap``), lists and deletions. It stands on obstore, which is
 imported when the first URL is used. Errors are ``OSError``, as those of a disk.
 
-obstore repeats requests that failed for a reason that may pass. ``Store`` adds what it cannot
-decide: an answer that was cut short, and a conditional write whose answer was lost or that met
-another one, where the object is read back.
+obstore repeats requests after temporary failures. ``Store`` adds two cases: after a truncated
+answer it repeats the request; after a failed conditional write, which may have been carried out, it
+reads the object back.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class StoredObject:
 
 
 RETRY_S = 60.0
-"""How long a request that fails for a reason that may pass is repeated."""
+"""How long a request is repeated after temporary failures."""
 
 _REQUEST_S = 30.0
 """Longest duration of one request, such as the upload of one part."""
@@ -221,11 +221,7 @@ class Store:
     def entries(
         self, prefix: str, progress: Progress = NO_PROGRESS
     ) -> tuple[list[str], list[StoredObject]]:
-        """Return the sorted names of the paths directly below a path that have objects below them.
-
-        Returns:
-            The names, and the objects directly below the path.
-        """
+        """Return the names of folders and the objects directly below a path, sorted."""
 
         async def call() -> tuple[list[str], list[StoredObject]]:
             found = await self._obstore.list_with_delimiter_async(self._handle, prefix or None)
@@ -237,7 +233,7 @@ class Store:
     # -- writes ------------------------------------------------------------------------------
 
     def put(self, key: str, data: bytes, progress: Progress = NO_PROGRESS) -> None:
-        """Write a small object, whatever is there."""
+        """Write a small object unconditionally."""
 
         async def call() -> None:
             await self._obstore.put_async(self._handle, key, data, use_multipart=False)
@@ -381,7 +377,7 @@ class Read:
         return self._result(progress)
 
     def cancel(self) -> None:
-        """Give up the read, if it is still under way."""
+        """Cancel the read."""
         self._future.cancel()
 
 
@@ -440,14 +436,14 @@ class StoreWriter:
 
 
 class _Waits:
-    """Waits between repetitions of one request."""
+    """Waits between repetitions of one request, until ``RETRY_S`` have passed."""
 
     def __init__(self) -> None:
         self._next_s = _FIRST_WAIT_S
         self._end = time.monotonic() + RETRY_S
 
     def next_s(self) -> float | None:
-        """Return the next wait; None: too long since the first request."""
+        """Return the next wait; None: no repetition."""
         wait_s = self._next_s * random.uniform(0.5, 1.0)  # noqa: S311 (no secret)
         self._next_s = min(2 * self._next_s, _LONGEST_WAIT_S)
         return wait_s if time.monotonic() + wait_s < self._end else None

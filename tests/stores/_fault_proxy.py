@@ -122,6 +122,8 @@ class FaultProxy:
         self._requests: list[Request] = []
         self._fault: Fault | None = None
         self._matched = 0
+        self.late = threading.Lock()
+        """Held until a late request was executed."""
         self.drops_conditions = False
         """Whether the store ignores the conditions of writes."""
         self.conditional = threading.Lock()
@@ -230,9 +232,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(request, *STATUSES[kind])
             return
         if fault and kind == "executed late":
-            self._reset()
-            time.sleep(fault.delay_s)
-            self._ask_store(body)
+            with self.proxy.late:
+                self._reset()
+                time.sleep(fault.delay_s)
+                self._ask_store(body)
             return
         if fault and kind == "slow response":
             time.sleep(fault.delay_s)
