@@ -14,6 +14,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
+from itertools import islice
 from os import fspath
 from typing import Any
 
@@ -288,11 +289,9 @@ class ElasticSampler(DistributedSampler[Any]):
         order = self._order(epoch)
         sizes = self.plan.micro_batches_of(self.rank)
         for step in range(first, self.steps):
-            samples = self._of_step(order, step)
-            begin = 0
+            samples = iter(self._of_step(order, step))
             for micro_batch, size in enumerate(sizes):
-                batch = samples[begin : begin + size]
-                begin += size
+                batch = list(islice(samples, size))
                 if self.seed_workers:
                     place = (epoch, step, micro_batch, self.rank)
                     batch[0] = _seeding(batch[0], derive_seed(self.seed, *place))

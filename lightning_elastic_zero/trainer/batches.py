@@ -237,16 +237,6 @@ def _limit_epoch(
         settings.make(trainer, "limit_train_batches", StepFraction.make(limit, accumulate))
 
 
-def scale_scheduler_frequency(configs: list[Any], accumulate: int) -> None:
-    """Make ``frequency`` of schedulers with interval "step" count optimizer steps.
-
-    Lightning compares it with the number of micro-batches.
-    """
-    for config in configs:
-        if config.interval == "step":
-            config.frequency *= accumulate
-
-
 def _flattened(loaders: Any) -> list[Any]:
     """Return the loaders in a return value of a ``train_dataloader`` hook."""
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)

@@ -40,7 +40,7 @@ from lightning_elastic_zero.storage.checkpoints import exists, is_link, siblings
 from lightning_elastic_zero.storage.paths import parse_path
 from lightning_elastic_zero.storage.publish import STAGING_PREFIX
 from lightning_elastic_zero.storage.stores import AnyPath
-from lightning_elastic_zero.trainer.checks import configured_rates, replaced_rates_warnings
+from lightning_elastic_zero.trainer.checks import configured_rates, warn_of_replaced_rates
 from lightning_elastic_zero.trainer.lightning import (
     WEIGHT_AVERAGING,
     callbacks_of,
@@ -235,11 +235,6 @@ class LastFit:
             state[RESULTS] = {**state[RESULTS], **self._shown}
 
 
-def _is_slurm_requeue(path: str | os.PathLike[str]) -> bool:
-    """Whether SLURM ends the job right after this save, judging by Lightning's file name."""
-    return Path(path).name.startswith("hpc_ckpt_")
-
-
 def _saves(callback: Callback) -> bool:
     """Whether a callback saves through the strategy into its ``dirpath``."""
     if isinstance(callback, ModelCheckpoint):
@@ -393,9 +388,10 @@ class RunCheckpoints:
         trainer: pl.Trainer | None,
     ) -> None:
         manager, interrupted = self._manager, is_interrupted(trainer)
-        if interrupted or _is_slurm_requeue(path):
+        # Lightning's name for a save after which SLURM ends the job at once.
+        if interrupted or Path(path).name.startswith("hpc_ckpt_"):
             # A rank that failed alone saves alone: the others do not take part. SLURM's signal may
-            # arrive during another save, and the job ends as soon as this returns.
+            # arrive during another save.
             manager.drain_local()
             with manager.exit_ranks(path, interrupted=interrupted) as ranks:
                 manager.save(engine, path, ranks, client_state, options)
@@ -419,7 +415,7 @@ class RunCheckpoints:
             client_state[STATE_KEY] = own
             if not is_fitting(trainer):
                 self.last_fit.put_back(own)
-            states, buffers = of.loader_states(trainer), of.buffers(trainer)
+            states, buffers = of.loader_states_and_buffers(trainer)
         client_state["loops"] = with_loader_states(client_state["loops"], states)
         return replace(options, sampler=record.to_plain(), module_buffers=buffers)
 
@@ -513,9 +509,7 @@ class RunCheckpoints:
         if configured is None:
             state["lr_schedulers"] = resume_as_configured(schedulers, saved, groups)
             return state
-        scheduled = bool(schedulers or saved)
-        for text in replaced_rates_warnings(configured, groups, scheduled=scheduled):
-            rank_zero_warn(text)
+        warn_of_replaced_rates(configured, groups, scheduled=bool(schedulers or saved))
         state["lr_schedulers"] = resume_as_saved(schedulers, saved)
         return state
 

@@ -1,13 +1,10 @@
-"""Warnings about a fit: its data, changes since the checkpoint, frozen and unfrozen parameters.
-
-Functions named ``*_warnings`` yield texts; the caller decides when to emit them.
-"""
+"""Warnings about a fit: its data, changes since the checkpoint, frozen and unfrozen parameters."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from numbers import Real
 from typing import Any
@@ -40,45 +37,45 @@ BATCH_COUNT_SETTINGS = ("val_check_interval", "limit_train_batches")
 """Trainer settings that, as integers, count the batches of one rank."""
 
 
-def shuffle_warnings(overruled: Sequence[str], loaders: Sequence[object]) -> Iterator[str]:
-    """Yield a warning for each training loader whose order Lightning has replaced."""
+def warn_of_shuffling(overruled: Sequence[str], loaders: Sequence[object]) -> None:
+    """Warn of each training loader whose order Lightning has replaced."""
     for text, loader in zip(overruled, loaders, strict=False):
         sampler = loader_sampler(loader)
         own = getattr(elastic_sampler_of(loader), "sampler", None)
         is_replaced = own is None and isinstance(sampler, DistributedSampler) and sampler.shuffle
         if text and is_replaced:
-            yield f"The training {describe_loader(loader)} {text}"
+            rank_zero_warn(f"The training {describe_loader(loader)} {text}")
 
 
-def unresumable_warnings(
+def warn_of_unresumable_data(
     loaders: Sequence[object], world_size: int, samples_per_step: Sequence[int | None]
-) -> Iterator[str]:
-    """Yield a warning for each loader that cannot resume in the middle of an epoch."""
+) -> None:
+    """Warn of each loader that cannot resume in the middle of an epoch."""
     for loader, size in zip(loaders, samples_per_step, strict=True):
         name = describe_loader(loader)
         if elastic_sampler_of(loader) is not None:
             continue
         if resumable_part_of(loader) is not None:
             if size is None:
-                yield (
+                rank_zero_warn(
                     f"A checkpoint inside an epoch will be refused on resume: the {name} has no "
                     "batch_size, so the samples of a step are unknown. Pass global_batch_size and "
                     "logging_batch_size_per_gpu to the strategy."
                 )
         elif isinstance(loader, Stateful):
-            yield (
+            rank_zero_warn(
                 f"A checkpoint inside an epoch will be refused on another number of devices than "
                 f"{world_size}: the {name} has one state per rank. {REMEDIES}."
             )
         else:
-            yield (
+            rank_zero_warn(
                 f"A checkpoint inside an epoch will be refused on resume: the {name} cannot start "
                 f"at a given sample. {REMEDIES}."
             )
 
 
-def worker_warnings(loaders: Sequence[object], position: Position) -> Iterator[str]:
-    """Yield a warning for each loader whose workers draw different random numbers after a resume.
+def warn_of_workers(loaders: Sequence[object], position: Position) -> None:
+    """Warn of each loader whose workers draw different random numbers after a resume.
 
     Workers of loaders with an ``ElasticSampler`` are seeded for each micro-batch.
     """
@@ -92,17 +89,17 @@ def worker_warnings(loaders: Sequence[object], position: Position) -> Iterator[s
             why = "with persistent_workers=True their generators continue across epochs"
         else:
             continue
-        yield (
+        rank_zero_warn(
             f"The workers of the {describe_loader(loader)} draw other random numbers than in the "
             f"uninterrupted run: {why}. Derive random numbers from the sample's index to make them "
             "reproducible."
         )
 
 
-def change_warnings(
+def warn_of_changes(
     was: DataProgress, now: DataProgress, *, is_given: bool, foreign_path: str
-) -> Iterator[str]:
-    """Yield a warning for each relevant difference between the saved run and this one.
+) -> None:
+    """Warn of each relevant difference between the saved run and this one.
 
     ``is_given``: ``global_batch_size`` was passed to the strategy. ``foreign_path``: path of the
     checkpoint if another program wrote it; else empty.
@@ -115,7 +112,7 @@ def change_warnings(
             else f"ElasticDeepSpeedStrategy(global_batch_size={was.global_batch_size}) keeps it on "
             "any number of devices"
         )
-        yield (
+        rank_zero_warn(
             f"The global batch changes from {was.global_batch_size} samples ({_devices(was)}, "
             f"accumulation {was.accumulate}) to {now.global_batch_size} ({_devices(now)}, "
             f"accumulation {now.accumulate}), so the learning rate, schedules and max_steps may no "
@@ -123,15 +120,15 @@ def change_warnings(
         )
     planned = {was.planned_steps, now.planned_steps}
     if not foreign_path and len(planned) > 1 and None not in planned:
-        yield (
+        rank_zero_warn(
             f"The run was planned for {was.planned_steps} optimizer steps and is now planned for "
             f"{now.planned_steps}: schedules with a fixed total (OneCycleLR, cosine) continue as "
             f"saved, for {was.planned_steps}. Pass load_hyperparameters=False to use the new total."
         )
     if was.accumulate != now.accumulate or len(sizes) > 1:
-        yield from _changed_settings(was, now)
+        _warn_of_changed_settings(was, now)
     if foreign_path and was.accumulate > 1:
-        yield (
+        rank_zero_warn(
             f"{foreign_path}: the saved run may have divided gradients by its accumulation "
             f"({was.accumulate}) twice, as Lightning's DeepSpeedStrategy does. Here a gradient is "
             "the mean over the global batch. Adam's moments adapt within a few steps; "
@@ -143,14 +140,14 @@ def _devices(run: DataProgress) -> str:
     return f"{run.world_size} device{'s' if run.world_size > 1 else ''}"
 
 
-def _changed_settings(was: DataProgress, now: DataProgress) -> Iterator[str]:
+def _warn_of_changed_settings(was: DataProgress, now: DataProgress) -> None:
     for name in BATCH_COUNT_SETTINGS:
         value, given = ((run.settings or {}).get(name) for run in (was, now))
         if type(value) is not int or type(given) is not int:
             continue
         then, today = value / was.accumulate, given / now.accumulate
         if then != today:
-            yield (
+            rank_zero_warn(
                 f"Trainer({name}={given}) counts batches of one device: {then:g} optimizer steps "
                 f"in the saved run ({was.world_size * was.accumulate} micro-batches per step), "
                 f"{today:g} now ({now.world_size * now.accumulate}). With global_batch_size it "
@@ -158,14 +155,14 @@ def _changed_settings(was: DataProgress, now: DataProgress) -> Iterator[str]:
             )
 
 
-def late_loader_warnings(position: Position, every: int) -> Iterator[str]:
-    """Yield a warning if training loaders were created in another epoch than in the saved run.
+def warn_of_late_loaders(position: Position, every: int) -> None:
+    """Warn if training loaders were created in another epoch than in the saved run.
 
     ``every``: ``reload_dataloaders_every_n_epochs``; 0: never.
     """
     epoch = position.epoch + position.is_over
     if every and (late := epoch % every):
-        yield (
+        rank_zero_warn(
             f"reload_dataloaders_every_n_epochs={every}: the uninterrupted run calls "
             f"train_dataloader in epoch {epoch - late} for epoch {epoch}; this run called it in "
             f"epoch {position.epoch}. If train_dataloader depends on the epoch, let it use "
@@ -182,10 +179,10 @@ def configured_rates(optimizers: Iterable[Any]) -> list[dict[str, float]]:
     return [_rates(group) for optimizer in optimizers for group in optimizer.param_groups]
 
 
-def replaced_rates_warnings(
+def warn_of_replaced_rates(
     configured: Sequence[Mapping[str, float]], saved: Sequence[Group], *, scheduled: bool
-) -> Iterator[str]:
-    """Yield a warning if saved learning rates differ from the configured ones.
+) -> None:
+    """Warn if saved learning rates differ from the configured ones.
 
     With a scheduler, ``initial_lr`` is compared. A scheduler that does not keep it
     (``ReduceLROnPlateau``) can lead to any rate, so nothing is compared then. ``scheduled``: a
@@ -202,7 +199,7 @@ def replaced_rates_warnings(
             changes.append(f"group {index}: configured {now:g}, saved {then:g}")
     if changes:
         more = [f"and {len(changes) - _MOST} more"] if len(changes) > _MOST else []
-        yield (
+        rank_zero_warn(
             f"Continuing with the saved learning rate{' and schedule' if scheduled else ''}, "
             f"not with the configured one ({'; '.join(changes[:_MOST] + more)}). Pass "
             "load_hyperparameters=False to train with the configured one."

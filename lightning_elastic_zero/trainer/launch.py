@@ -59,48 +59,41 @@ _DEVICES = "_parallel_devices"
 """Attributes with the Trainer's values; the second name is Lightning's."""
 
 
-class NodesOfJob:
-    """Descriptor of the number of nodes: that of torchrun, or else of the Trainer."""
-
-    def __get__(self, strategy: DeepSpeedStrategy | None, owner: type) -> Any:
-        if strategy is None:
-            return self
-        if not _is_launched(strategy):
-            return int(vars(strategy).get(_NODES, 1))
-        ranks, here, nodes = (int(os.environ[name]) for name in (RANKS, RANKS_OF_NODE, NODES))
-        if here * nodes != ranks:
-            msg = (
-                f"torchrun has started {ranks} ranks on {nodes} nodes, {here} of them on this one. "
-                "Give every node the same --nproc-per-node"
-            )
-            raise UnsupportedError(msg)
-        return nodes
-
-    def __set__(self, strategy: DeepSpeedStrategy, configured: int) -> None:
-        vars(strategy)[_NODES] = configured
+def _nodes_of_job(strategy: DeepSpeedStrategy) -> int:
+    if not _is_launched(strategy):
+        return int(vars(strategy).get(_NODES, 1))
+    ranks, here, nodes = (int(os.environ[name]) for name in (RANKS, RANKS_OF_NODE, NODES))
+    if here * nodes != ranks:
+        msg = (
+            f"torchrun has started {ranks} ranks on {nodes} nodes, {here} of them on this one. "
+            "Give every node the same --nproc-per-node"
+        )
+        raise UnsupportedError(msg)
+    return nodes
 
 
-class DevicesOfNode:
-    """Descriptor of this node's devices: one per rank started by torchrun or Ray, or as configured.
+def _devices_of_node(strategy: DeepSpeedStrategy) -> list[torch.device] | None:
+    devices: list[torch.device] | None = vars(strategy)[_DEVICES]
+    accelerator = strategy.accelerator
+    if devices and accelerator is not None and (_is_launched(strategy) or _is_rays(strategy)):
+        here = int(os.environ[RANKS_OF_NODE])
+        if here != len(devices):
+            devices = accelerator.get_parallel_devices(accelerator.parse_devices(here))
+    if devices and devices[0].type == "cpu":
+        return [torch.device("cpu", index) for index in range(len(devices))]
+    return devices
 
-    CPUs are numbered too, because DeepSpeed needs each device's index.
-    """
 
-    def __get__(self, strategy: DeepSpeedStrategy | None, owner: type) -> Any:
-        if strategy is None:
-            return self
-        devices: list[torch.device] | None = vars(strategy)[_DEVICES]
-        accelerator = strategy.accelerator
-        if devices and accelerator is not None and (_is_launched(strategy) or _is_rays(strategy)):
-            here = int(os.environ[RANKS_OF_NODE])
-            if here != len(devices):
-                devices = accelerator.get_parallel_devices(accelerator.parse_devices(here))
-        if devices and devices[0].type == "cpu":
-            return [torch.device("cpu", index) for index in range(len(devices))]
-        return devices
+nodes_of_job: Any = property(_nodes_of_job, lambda strategy, n: vars(strategy).update({_NODES: n}))
+"""A strategy's number of nodes: that of torchrun, or else of the Trainer."""
 
-    def __set__(self, strategy: DeepSpeedStrategy, configured: list[torch.device] | None) -> None:
-        vars(strategy)[_DEVICES] = configured
+devices_of_node: Any = property(
+    _devices_of_node, lambda strategy, devices: vars(strategy).update({_DEVICES: devices})
+)
+"""A strategy's devices on this node: one per rank started by torchrun or Ray, or as configured.
+
+CPUs are numbered too, because DeepSpeed needs each device's index.
+"""
 
 
 def limit_waiting(options: dict[str, Any]) -> dict[str, Any]:

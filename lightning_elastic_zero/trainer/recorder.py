@@ -187,14 +187,20 @@ class RunRecorder:
         self, trainer: pl.Trainer, record: DataProgress, device: torch.device, path: str
     ) -> dict[str, Any]:
         """Return this rank's state of this moment for a checkpoint at a path."""
-        copies = self._copies(trainer)
+        inside = _is_inside_window(trainer)
+        copies = self._at_step if inside else {}
+        loaders = training_loaders(trainer)
+        generators = copies.get("generators", [*map(generator_states, loaders)])
+        if not copies and not loaders and self._at_end is not None:
+            generators = self._at_end[1]
         # Only known values: computing more could communicate with ranks that do not save.
         metrics = known_callback_metrics(trainer)
         validating = is_fitting(trainer) and trainer.validating
-        validated, inside = validating and _is_validation_over(trainer), _is_inside_window(trainer)
+        validated = validating and _is_validation_over(trainer)
         loop = trainer.fit_loop
         ending = record.position.steps == 0 and _is_ending(loop.epoch_progress)
         batch_ending = _is_ending(loop.epoch_loop.batch_progress) or trainer.validating
+        waits_to_stop = is_fitting(trainer) and trainer.should_stop and not loop._can_stop_early
         kept: dict[str, Any] = {}
         if (epoch := self.epoch_metrics) is not None:
             kept = epoch.state(trainer, inside=inside, validated=validated, ending=ending)
@@ -205,35 +211,26 @@ class RunRecorder:
             VALIDATED_IN_WINDOW: max(0, self._validated_in_window(trainer)) if inside else 0,
             "validation_batches": validation_batches(trainer),
             "random": random or collect_rng_states(device),
-            "generators": copies["generators"] if copies else self._generators(trainer),
+            "generators": generators,
             "metrics": {name: value.detach().cpu() for name, value in metrics.items()},
             "plateau_epoch_pending": ending,
             # Lightning counts a batch for the loggers when it has ended.
             "axis": logged_steps(trainer) + batch_ending,
-            "waits_to_stop": is_fitting(trainer)
-            and trainer.should_stop
-            and not loop._can_stop_early,
+            "waits_to_stop": waits_to_stop,
             SAVES: saves_of(trainer, path),
             "plateau_step_pending": not copies and batch_ending,
         }
 
-    def buffers(self, trainer: pl.Trainer) -> Mapping[str, torch.Tensor] | None:
-        """Return the buffers of the last optimizer step; None if the live ones are equal."""
-        return self._copies(trainer).get("buffers")
+    def loader_states_and_buffers(
+        self, trainer: pl.Trainer
+    ) -> tuple[list[Any], Mapping[str, torch.Tensor] | None]:
+        """Return the states of stateful loaders, and the buffers, at the last optimizer step.
 
-    def loader_states(self, trainer: pl.Trainer) -> list[Any]:
-        """Return the states of stateful loaders at the last optimizer step."""
-        copies = self._copies(trainer)
-        return copies["loaders"] if copies else self._loaders_now(trainer)
-
-    def _copies(self, trainer: pl.Trainer) -> dict[str, Any]:
-        return self._at_step if _is_inside_window(trainer) else {}
-
-    def _generators(self, trainer: pl.Trainer) -> list[Any]:
-        loaders = training_loaders(trainer)
-        if not loaders and self._at_end is not None:
-            return self._at_end[1]
-        return [*map(generator_states, loaders)]
+        Buffers are None if the live ones are equal.
+        """
+        copies = self._at_step if _is_inside_window(trainer) else {}
+        loaders = copies["loaders"] if copies else self._loaders_now(trainer)
+        return loaders, copies.get("buffers")
 
     def _record_loaders(self, trainer: pl.Trainer, *, is_first: bool) -> None:
         if has_stateful_loader(trainer):

@@ -40,11 +40,11 @@ from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedEr
 from lightning_elastic_zero.trainer.accumulation import StepIntervals, prefetch_next_batch
 from lightning_elastic_zero.trainer.batches import BatchSettings, UserSettings, batch_size_of
 from lightning_elastic_zero.trainer.checks import (
-    change_warnings,
-    late_loader_warnings,
-    shuffle_warnings,
-    unresumable_warnings,
-    worker_warnings,
+    warn_of_changes,
+    warn_of_late_loaders,
+    warn_of_shuffling,
+    warn_of_unresumable_data,
+    warn_of_workers,
 )
 from lightning_elastic_zero.trainer.lightning import (
     combined_loader,
@@ -256,7 +256,12 @@ class RunResumer:
         given: list[Any] = []
         if pending is not None:
             given = self._resume(pending, trainer, device)
-        self._warn_about_data(trainer)
+        loaders = training_loaders(trainer)
+        warn_of_shuffling(self.overruled_orders or (), loaders)
+        self.overruled_orders = None
+        if self._on_unresumable_data == "refuse":
+            sizes = samples_per_step(self.batches, loaders)
+            warn_of_unresumable_data(loaders, trainer.world_size, sizes)
         self.recorder.begin_training(trainer, given, device)
 
     def _resume(
@@ -267,10 +272,7 @@ class RunResumer:
         now = self.recorder.record(trainer, trainer.fit_loop.state_dict(), trainer.world_size)
         foreign_path = "" if pending.is_own_format else pending.where
         planned = now if trainer.lr_scheduler_configs else replace(now, planned_steps=None)
-        for text in change_warnings(
-            record, planned, is_given=self._is_planned, foreign_path=foreign_path
-        ):
-            rank_zero_warn(text)
+        warn_of_changes(record, planned, is_given=self._is_planned, foreign_path=foreign_path)
         # Another position than at the load if train_dataloader now returns another batch size.
         position = record.at_batch_size(now.global_batch_size)
         _count_batches(trainer, (position.steps - pending.position.steps) * now.accumulate)
@@ -298,8 +300,7 @@ class RunResumer:
         if every := reload_interval(trainer):
             created = position.epoch - position.epoch % every
             trainer.fit_loop._last_train_dl_reload_epoch = created
-        for text in late_loader_warnings(position, reload_interval(trainer)):
-            rank_zero_warn(text)
+            warn_of_late_loaders(position, every)
         ahead = _validated_ahead(pending, position, now)
         if position.is_validated or ahead:
             self.recorder.mark_validated(trainer, ahead)
@@ -328,38 +329,27 @@ class RunResumer:
                 "A callback requested a stop before the save: training ends at min_epochs/min_steps"
             )
         if "random" in state:
-            self._restore_random(pending, position, device)
+            _restore_random(pending, position, device)
         return pending.loader_states_at(position)
 
-    @staticmethod
-    def _restore_random(pending: PendingResume, position: Position, device: torch.device) -> None:
-        trainer, state = pending.trainer, pending.state
-        loaders = training_loaders(trainer)
-        kinds = ("workers", "order") if pending.is_same_world else ("order",)
-        saved = () if pending.makes_loaders else state.get("generators", ())
-        for loader, states in zip(loaders, saved, strict=False):
-            set_generator_states(loader, states, *kinds)
-        if pending.is_same_world:
-            for text in worker_warnings(loaders, position):
-                rank_zero_warn(text)
-            set_rng_states(state["random"], device)
-            return
-        seed_rng_streams(run_seed(), trainer.global_step, trainer.global_rank)
-        rank_zero_info(
-            f"Random numbers: saved on {pending.record.world_size} devices, so each of the "
-            f"{trainer.world_size} ranks starts a new stream from seed {run_seed()}, step "
-            f"{trainer.global_step} and its rank"
-        )
 
-    def _warn_about_data(self, trainer: pl.Trainer) -> None:
-        loaders = training_loaders(trainer)
-        texts = [*shuffle_warnings(self.overruled_orders or (), loaders)]
-        self.overruled_orders = None
-        if self._on_unresumable_data == "refuse":
-            sizes = samples_per_step(self.batches, loaders)
-            texts += unresumable_warnings(loaders, trainer.world_size, sizes)
-        for text in texts:
-            rank_zero_warn(text)
+def _restore_random(pending: PendingResume, position: Position, device: torch.device) -> None:
+    trainer, state = pending.trainer, pending.state
+    loaders = training_loaders(trainer)
+    kinds = ("workers", "order") if pending.is_same_world else ("order",)
+    saved = () if pending.makes_loaders else state.get("generators", ())
+    for loader, states in zip(loaders, saved, strict=False):
+        set_generator_states(loader, states, *kinds)
+    if pending.is_same_world:
+        warn_of_workers(loaders, position)
+        set_rng_states(state["random"], device)
+        return
+    seed_rng_streams(run_seed(), trainer.global_step, trainer.global_rank)
+    rank_zero_info(
+        f"Random numbers: saved on {pending.record.world_size} devices, so each of the "
+        f"{trainer.world_size} ranks starts a new stream from seed {run_seed()}, step "
+        f"{trainer.global_step} and its rank"
+    )
 
 
 def counted_loops(state: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -26,14 +26,14 @@ from lightning_elastic_zero.engine.support import (
 )
 from lightning_elastic_zero.registry import register_names
 from lightning_elastic_zero.trainer.accumulation import GradientAccumulation
-from lightning_elastic_zero.trainer.batches import BatchController, scale_scheduler_frequency
+from lightning_elastic_zero.trainer.batches import BatchController
 from lightning_elastic_zero.trainer.checkpoint_io import RunCheckpoints
 from lightning_elastic_zero.trainer.checks import RequiresGradCheck, WarningFilters
 from lightning_elastic_zero.trainer.launch import (
-    DevicesOfNode,
-    NodesOfJob,
     SigtermAgreement,
+    devices_of_node,
     limit_waiting,
+    nodes_of_job,
     prepare_to_meet,
     set_exit_code,
 )
@@ -79,8 +79,8 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
 
     _accumulation: GradientAccumulation  # set for each fit, as _checks
     _checks: tuple[RequiresGradCheck, SampleOrderCheck]
-    num_nodes = NodesOfJob()
-    parallel_devices: Any = DevicesOfNode()
+    num_nodes = nodes_of_job
+    parallel_devices = devices_of_node
 
     @takes(ElasticOptions)
     def __init__(
@@ -185,7 +185,10 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         if self._batches.reset(trainer, config):
             self._format_batch_size_and_grad_accum_config()
         super().setup(trainer)
-        scale_scheduler_frequency(self.lr_scheduler_configs, trainer.accumulate_grad_batches)
+        for config in self.lr_scheduler_configs:
+            if config.interval == "step":
+                # Lightning compares it with the number of micro-batches.
+                config.frequency *= trainer.accumulate_grad_batches
         check_supported(engine := self.deepspeed_engine)
         self._sigterm.begin(trainer)
         if fitting:

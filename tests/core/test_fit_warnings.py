@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lightning_elastic_zero.core.manifest import Group
 from lightning_elastic_zero.trainer.batches import overruled_orders
-from lightning_elastic_zero.trainer.checks import configured_rates, replaced_rates_warnings
+from lightning_elastic_zero.trainer.checks import configured_rates, warn_of_replaced_rates
+from tests.support.outcome import warnings_heard
 
 NO_RATES = [None, "relative", [0.1, 0.2], {"dtype": "float32"}, torch.ones(2)]
 """What optimizers that compute their own rate may have under ``lr``, or a checkpoint of them."""
@@ -25,7 +26,9 @@ def warned(configured: object, saved: object) -> list[str]:
     hyperparameters: dict[str, Any] = {"lr": saved}
     group = Group(names=("weight",), hyperparameters=hyperparameters, state=())
     rates = configured_rates([Optimizer(configured)])
-    return [*replaced_rates_warnings(rates, [group], scheduled=False)]
+    with warnings_heard() as heard:
+        warn_of_replaced_rates(rates, [group], scheduled=False)
+    return heard
 
 
 @pytest.mark.parametrize("value", NO_RATES, ids=str)
