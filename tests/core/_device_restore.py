@@ -102,19 +102,12 @@ class DeviceRun(LiveEngine):
         elementwise, scalars = self._own_states()
         keys = [state_key(k, v, elementwise=True) for k, v in elementwise.items()]
         keys += [state_key(k, v, elementwise=False) for k, v in scalars.items()]
-        return Manifest(
-            save_id="",
-            stage=1,
-            world_size=1,
-            precision="bf16",
-            master_dtype="float32",
-            parameters=(Parameter("w", (NUMEL,), "bfloat16", 0),),
-            groups=(Group(("w",), {"lr": self.inner.param_groups[0]["lr"]}, tuple(keys)),),
-            buffers=(FlatBuffer(0, ("w",), (NUMEL,), (), PADDED),),
-            module_buffers=("buffer",),
-            files=(),
-            writer=Writer(optimizer=type(self.inner).__name__),
-        )
+        parameter = Parameter("w", (NUMEL,), "bfloat16", 0)
+        group = Group(("w",), {"lr": self.inner.param_groups[0]["lr"]}, tuple(keys))
+        buffer = FlatBuffer(0, ("w",), (NUMEL,), (), PADDED)
+        tables = ((parameter,), (group,), (buffer,), ("buffer",), ())
+        about = Writer(optimizer=type(self.inner).__name__)
+        return Manifest("", 1, 1, "bf16", "float32", *tables, writer=about)
 
     def rank_state(self, **_: bool) -> RankState:
         flat = FlatState(_FRAGMENTS, self.master.detach(), *self._own_states())

@@ -109,18 +109,11 @@ class LateRun(LiveEngine):
         return found | {"average": self.average.tolist()}
 
     def describe(self) -> Manifest:
-        return Manifest(
-            save_id="",
-            stage=1,
-            world_size=1,
-            precision="fp32",
-            master_dtype="float32",
-            parameters=tuple(Parameter(n, (NUMEL,), "float32", i) for i, n in enumerate(NAMES)),
-            groups=tuple(Group((name,), {"lr": 0.1}, self.keys) for name in NAMES),
-            buffers=tuple(FlatBuffer(i, (n,), (NUMEL,), (), NUMEL) for i, n in enumerate(NAMES)),
-            module_buffers=("average",),
-            files=(),
-        )
+        parameters = tuple(Parameter(n, (NUMEL,), "float32", i) for i, n in enumerate(NAMES))
+        groups = tuple(Group((name,), {"lr": 0.1}, self.keys) for name in NAMES)
+        buffers = tuple(FlatBuffer(i, (n,), (NUMEL,), (), NUMEL) for i, n in enumerate(NAMES))
+        tables = (parameters, groups, buffers, ("average",), ())
+        return Manifest("", 1, 1, "fp32", "float32", *tables)
 
     def rank_state(self, **_: bool) -> RankState:
         state = RankState(

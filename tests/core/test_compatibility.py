@@ -34,27 +34,13 @@ WEIGHTS = RestoreScope(optimizer_state=False, hyperparameters=False)
 
 
 def model(*groups: list[str], frozen: tuple[str, ...] = (), **fields: Any) -> Manifest:
-    parameters = [
-        Parameter(name, (4,), "float32", index)
-        for index, names in enumerate(groups)
-        for name in names
-    ]
+    owners = [(name, index) for index, names in enumerate(groups) for name in names]
+    parameters = [Parameter(name, (4,), "float32", index) for name, index in owners]
     parameters += [Parameter(name, (4,), "float32", None) for name in frozen]
-    described = Manifest(
-        save_id="",
-        stage=3,
-        world_size=2,
-        precision="fp32",
-        master_dtype="float32",
-        parameters=tuple(parameters),
-        groups=tuple(Group(tuple(names), {"lr": 0.1}, ()) for names in groups),
-        buffers=tuple(
-            FlatBuffer(index, tuple(names), (4,) * len(names)) for index, names in enumerate(groups)
-        ),
-        module_buffers=("bn.mean",),
-        files=(),
-        writer=Writer(optimizer="AdamW"),
-    )
+    numels = [FlatBuffer(i, tuple(names), (4,) * len(names)) for i, names in enumerate(groups)]
+    owned = tuple(Group(tuple(names), {"lr": 0.1}, ()) for names in groups)
+    tables = (tuple(parameters), owned, tuple(numels), ("bn.mean",), ())
+    described = Manifest("", 3, 2, "fp32", "float32", *tables, writer=Writer(optimizer="AdamW"))
     return replace(described, **fields)
 
 
@@ -147,89 +133,54 @@ class TestWhatFits:
         assert differences(saved, model(["a"], frozen=("f",))) == []
 
 
+SHAPES = "saved (4,), here (2, 2)"
+ONE, TWO = model(["a"]), model(["a", "b"])
+FROZEN_B, FROZEN_F = (model(["a"], frozen=(name,)) for name in "bf")
+DIFFERENCES = {
+    "missing": (ONE, TWO, ["missing from the checkpoint: b" + NEW]),
+    "missing frozen": (ONE, FROZEN_F, ["missing from the checkpoint: f" + KEPT]),
+    "unexpected": (TWO, ONE, ["in the checkpoint, but not in the model: b" + UNUSED]),
+    "unexpected frozen": (FROZEN_F, ONE, ["in the checkpoint, but not in the model: f" + BEYOND]),
+    "shapes": (
+        TWO,
+        reshaped(model(["b", "a"]), "a", "b"),
+        [f"different shapes: b ({SHAPES}), a ({SHAPES})" + resized("b")],
+    ),
+    "frozen here": (TWO, FROZEN_B, ["trained when saved, frozen here: b" + OWNERS]),
+    "trained here": (FROZEN_B, TWO, ["frozen when saved, trained here: b" + OWNERS]),
+    "left out": (
+        replace(FROZEN_B, excluded=("b",)),
+        TWO,
+        ["frozen when saved, trained here: b" + OWNERS, LEFT_OUT],
+    ),
+    "number of groups": (
+        TWO,
+        model(["a"], ["b"]),
+        ["saved with 1 parameter groups, here are 2" + GROUPS],
+    ),
+    "moved": (
+        model(["a", "b"], ["c"], ["d"]),
+        model(["a", "c"], ["b", "d"], []),
+        [
+            "in parameter group 0 here, in 1 when saved: c" + GROUPS,
+            "in parameter group 1 here, in 0, 2 when saved: b, d" + GROUPS,
+        ],
+    ),
+    "buffers": (
+        replace(ONE, module_buffers=("mean", "old")),
+        replace(ONE, module_buffers=("var", "mean")),
+        [
+            "buffers missing from the checkpoint: var" + KEPT,
+            "buffers in the checkpoint, but not in the model: old" + BEYOND,
+        ],
+    ),
+    "weights only": (replace(ONE, weights_only=True), ONE, [NO_STATE]),
+}
+
+
 class TestDifferences:
     @pytest.mark.parametrize(
-        ("saved", "live", "expected"),
-        [
-            (model(["a"]), model(["a", "b"]), ["missing from the checkpoint: b" + NEW]),
-            (model(["a"]), model(["a"], frozen=("f",)), ["missing from the checkpoint: f" + KEPT]),
-            (
-                model(["a", "b"]),
-                model(["a"]),
-                ["in the checkpoint, but not in the model: b" + UNUSED],
-            ),
-            (
-                model(["a"], frozen=("f",)),
-                model(["a"]),
-                ["in the checkpoint, but not in the model: f" + BEYOND],
-            ),
-            (
-                model(["a", "b"]),
-                reshaped(model(["b", "a"]), "a", "b"),
-                [
-                    "different shapes: b (saved (4,), here (2, 2)), a (saved (4,), here (2, 2))"
-                    + resized("b")
-                ],
-            ),
-            (
-                model(["a", "b"]),
-                model(["a"], frozen=("b",)),
-                ["trained when saved, frozen here: b" + OWNERS],
-            ),
-            (
-                model(["a"], frozen=("b",)),
-                model(["a", "b"]),
-                ["frozen when saved, trained here: b" + OWNERS],
-            ),
-            (
-                model(["a"], frozen=("b",), excluded=("b",)),
-                model(["a", "b"]),
-                [
-                    "frozen when saved, trained here: b" + OWNERS,
-                    LEFT_OUT,
-                ],
-            ),
-            (
-                model(["a", "b"]),
-                model(["a"], ["b"]),
-                ["saved with 1 parameter groups, here are 2" + GROUPS],
-            ),
-            (
-                model(["a", "b"], ["c"], ["d"]),
-                model(["a", "c"], ["b", "d"], []),
-                [
-                    "in parameter group 0 here, in 1 when saved: c" + GROUPS,
-                    "in parameter group 1 here, in 0, 2 when saved: b, d" + GROUPS,
-                ],
-            ),
-            (
-                model(["a"], module_buffers=("mean", "old")),
-                model(["a"], module_buffers=("var", "mean")),
-                [
-                    "buffers missing from the checkpoint: var" + KEPT,
-                    "buffers in the checkpoint, but not in the model: old" + BEYOND,
-                ],
-            ),
-            (
-                model(["a"], weights_only=True),
-                model(["a"]),
-                [NO_STATE],
-            ),
-        ],
-        ids=[
-            "missing",
-            "missing frozen",
-            "unexpected",
-            "unexpected frozen",
-            "shapes",
-            "frozen here",
-            "trained here",
-            "left out",
-            "number of groups",
-            "moved",
-            "buffers",
-            "weights only",
-        ],
+        ("saved", "live", "expected"), DIFFERENCES.values(), ids=[*DIFFERENCES]
     )
     def test_each_difference_has_its_line(
         self, saved: Manifest, live: Manifest, expected: list[str]
@@ -262,12 +213,8 @@ class TestDifferences:
         assert not differences(typed("int8"), typed("int8"))
 
     def test_all_differences_are_in_one_message(self) -> None:
-        saved = model(
-            ["a", "gone", "shape"],
-            ["moved", "then frozen"],
-            frozen=("unfrozen",),
-            module_buffers=("old",),
-        )
+        groups = ["a", "gone", "shape"], ["moved", "then frozen"]
+        saved = model(*groups, frozen=("unfrozen",), module_buffers=("old",))
         live = reshaped(
             model(
                 ["a", "moved", "new", "shape"],
@@ -416,10 +363,8 @@ class TestOtherParameters:
         )
         configured = replace(self.lenient, hyperparameters=False)
         assert differences(saved, live, configured) == []
-        (line,) = (
-            n for n in differences(saved, model(["a", "c"]), configured) if "have the states" in n
-        )
-        assert "groups 0, 2, which have the states" in line
+        found = differences(saved, model(["a", "c"]), configured)
+        (line,) = (n for n in found if "groups 0, 2, which have the states" in n)
         assert "['exp_avg', 'step']" in line
 
     def test_an_evaluation_needs_strict_for_missing_weights(self) -> None:
@@ -438,22 +383,21 @@ def with_state(manifest: Manifest) -> Manifest:
     )
 
 
-class TestDescribe:
-    @pytest.mark.parametrize(
-        ("manifest", "expected"),
-        [
-            (
-                model(["a"], precision="bf16", groups=(), weights_only=True),
-                "ZeRO-3 on 2 devices, bf16, 1 parameters with 4 elements, AdamW, weights only",
-            ),
-            (
-                model(frozen=("a",), stage=0, world_size=1, writer=Writer()),
-                "no ZeRO, fp32, 1 parameters with 4 elements",
-            ),
-        ],
-    )
-    def test_a_summary_is_one_line(self, manifest: Manifest, expected: str) -> None:
-        assert describe(manifest) == expected
+@pytest.mark.parametrize(
+    ("manifest", "expected"),
+    [
+        (
+            model(["a"], precision="bf16", groups=(), weights_only=True),
+            "ZeRO-3 on 2 devices, bf16, 1 parameters with 4 elements, AdamW, weights only",
+        ),
+        (
+            model(frozen=("a",), stage=0, world_size=1, writer=Writer()),
+            "no ZeRO, fp32, 1 parameters with 4 elements",
+        ),
+    ],
+)
+def test_a_summary_is_one_line(manifest: Manifest, expected: str) -> None:
+    assert describe(manifest) == expected
 
 
 def pair(name: str, saved: torch.Tensor, here: torch.Tensor) -> BufferPair:
@@ -483,30 +427,24 @@ def test_buffers_that_do_not_fit_are_listed() -> None:
     ]
     with pytest.raises(CheckpointMismatchError) as refused:
         check_compatible(saved, live, EVERYTHING, "a.ckpt", buffers)
-    assert str(refused.value).splitlines()[3:] == [
-        f"  - different shapes: a (saved (5,), here (4,)){resized('a')}",
-        (
-            "  - buffers of different shapes: wide (saved (1,), here (4,)), square (saved (), here "
-            "(2, 2)); register them with the saved shapes, or rename the saved ones, as in "
-            f"{away('wide')}, with {STRICT}"
-        ),
-        (
-            "  - buffers of types that cannot represent the saved values: half (saved float32, "
-            "here float16), count (saved int64, here uint8)"
-        ),
-        (
-            "  - buffers that cannot be written (expanded views, sparse, or on the meta device): "
-            "view; register a .clone() of expanded ones"
-        ),
-    ]
+    assert str(refused.value).partition("  - ")[2] == (
+        f"different shapes: a (saved (5,), here (4,)){resized('a')}\n"
+        "  - buffers of different shapes: wide (saved (1,), here (4,)), square (saved (), here "
+        "(2, 2)); register them with the saved shapes, or rename the saved ones, as in "
+        f"{away('wide')}, with {STRICT}\n"
+        "  - buffers of types that cannot represent the saved values: half (saved float32, "
+        "here float16), count (saved int64, here uint8)\n"
+        "  - buffers that cannot be written (expanded views, sparse, or on the meta device): "
+        "view; register a .clone() of expanded ones"
+    )
 
 
 @pytest.mark.parametrize(("precision", "evaluates"), [("fp16", False), ("fp32", True)])
 def test_a_run_in_low_precision_may_round_buffers(precision: str, evaluates: bool) -> None:
     live = replace(model(["a"]), precision=precision)
-    live = replace(live, groups=()) if evaluates else live
+    live, wanted = (replace(live, groups=()), WEIGHTS) if evaluates else (live, EVERYTHING)
     half = [pair("half", torch.full((2,), 0.1), torch.zeros(2, dtype=torch.float16))]
-    check_compatible(model(["a"]), live, WEIGHTS if evaluates else EVERYTHING, "a.ckpt", half)
+    check_compatible(model(["a"]), live, wanted, "a.ckpt", half)
     assert rounded_buffers(half, live) == ["half"]
     lowest = torch.tensor([torch.finfo(torch.float32).min, -torch.inf])
     mask = pair("mask", lowest, lowest.half())
@@ -515,9 +453,7 @@ def test_a_run_in_low_precision_may_round_buffers(precision: str, evaluates: boo
     assert not pair("mask", lowest[1:], lowest[1:].half()).overflows
     integer = [pair("integer", torch.full((2,), 0.1), torch.zeros(2, dtype=torch.int64))]
     with pytest.raises(CheckpointMismatchError, match="integer"):
-        check_compatible(
-            model(["a"]), live, WEIGHTS if evaluates else EVERYTHING, "a.ckpt", integer
-        )
+        check_compatible(model(["a"]), live, wanted, "a.ckpt", integer)
 
 
 @pytest.mark.parametrize(

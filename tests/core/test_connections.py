@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -14,16 +14,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from lightning_elastic_zero.coordination.client import CommandQueue
 from lightning_elastic_zero.coordination.store import agree_on_port
 from lightning_elastic_zero.errors import RanksError
-from tests.support.processes import HANG_TIMEOUT_S, PROMPT_TIMEOUT_S, free_port
+from tests.support.processes import HANG_TIMEOUT_S, PROMPT_TIMEOUT_S, ends, free_port
 
 THREADS, EACH = 4, 500
-
-
-def ends(work: Callable[[], object]) -> bool:
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(PROMPT_TIMEOUT_S)
-    return not thread.is_alive()
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 1e-9, 1e-6, 1e-4])

@@ -39,30 +39,19 @@ from tests.support.small_checkpoints import (
 NO_EXCHANGE = "lightning_elastic_zero.storage.publish.exchange_names"
 
 
-checkpoint = fill
-
-
 def said_by(path: Path) -> str:
     """Return which checkpoint is at a path: "old", "new", "a part" or "" for none."""
     found = contents(path)
     return next((text for text in ("old", "new") if found == whole(text)), "a part" * bool(found))
 
 
-def nothing(_: Path) -> None:
-    """Leave nothing in the link's place."""
-
-
 def a_link(link: Path) -> None:
-    checkpoint(link.parent / "old.ckpt", "old")
+    fill(link.parent / "old.ckpt", "old")
     link.symlink_to("old.ckpt")
 
 
-def a_dangling_link(link: Path) -> None:
-    link.symlink_to("gone.ckpt")
-
-
 def a_directory(link: Path) -> None:
-    checkpoint(link, "old")
+    fill(link, "old")
 
 
 def refuse_links(number: int, patch: pytest.MonkeyPatch) -> None:
@@ -72,13 +61,17 @@ def refuse_links(number: int, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Path, "symlink_to", symlink_to)
 
 
-PLACES = [nothing, a_link, a_dangling_link, a_directory]
-IN_PLACE = pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
+PLACES: dict[str, Callable[[Path], object]] = {
+    "nothing": lambda _: None,
+    "a link": a_link,
+    "a dangling link": lambda link: link.symlink_to("gone.ckpt"),
+    "a directory": a_directory,
+}
 WITH_LINKS = pytest.mark.parametrize("has_links", [True, False], ids=["linked", "copied"])
 
 
 class TestMakeLink:
-    @IN_PLACE
+    @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
     @WITH_LINKS
     def test_a_link_replaces_what_was_there(
         self,
@@ -88,7 +81,7 @@ class TestMakeLink:
         *,
         has_links: bool,
     ) -> None:
-        target, link = checkpoint(tmp_path / "new.ckpt", "new"), tmp_path / "last.ckpt"
+        target, link = fill(tmp_path / "new.ckpt", "new"), tmp_path / "last.ckpt"
         place(link)
         if not has_links:
             refuse_links(errno.EPERM, monkeypatch)
@@ -97,7 +90,7 @@ class TestMakeLink:
         assert said_by(link) == said_by(target) == "new"
         assert not [name for name in names_in(tmp_path) if name.startswith(".")]
 
-    @pytest.mark.parametrize("place", [a_link, a_directory], ids=lambda place: place.__name__)
+    @pytest.mark.parametrize("place", [a_link, a_directory])
     @WITH_LINKS
     def test_a_kill_leaves_the_old_or_the_new_link(
         self,
@@ -110,7 +103,7 @@ class TestMakeLink:
         folder, snapshots = tmp_path / "run", tmp_path / "snapshots"
         folder.mkdir()
         snapshots.mkdir()
-        target, link = checkpoint(folder / "new.ckpt", "new"), folder / "last.ckpt"
+        target, link = fill(folder / "new.ckpt", "new"), folder / "last.ckpt"
         place(link)
         if not has_links:
             refuse_links(errno.ENOTSUP, monkeypatch)
@@ -142,7 +135,7 @@ class TestMakeLink:
         came, call = True, 0
         while came:
             folder = tmp_path / str(call)
-            target, link = checkpoint(folder / "new.ckpt", "new"), folder / "last.ckpt"
+            target, link = fill(folder / "new.ckpt", "new"), folder / "last.ckpt"
             a_directory(link)
             interrupted = InterruptAtCall(call)
             with before_each_syscall(interrupted):
@@ -160,7 +153,7 @@ class TestMakeLink:
     def test_a_kill_between_two_renames_is_repaired(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        target, link = checkpoint(tmp_path / "new.ckpt", "new"), tmp_path / "last.ckpt"
+        target, link = fill(tmp_path / "new.ckpt", "new"), tmp_path / "last.ckpt"
         a_directory(link)
         monkeypatch.setattr(NO_EXCHANGE, lambda *_: False)
         copies = tmp_path.parent / f"{tmp_path.name}-copies"
@@ -184,7 +177,7 @@ class TestMakeLink:
     def test_without_exchange_a_directory_is_replaced_by_two_renames(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_links: bool
     ) -> None:
-        target, link = checkpoint(tmp_path / "new.ckpt", "new"), tmp_path / "last.ckpt"
+        target, link = fill(tmp_path / "new.ckpt", "new"), tmp_path / "last.ckpt"
         a_directory(link)
         monkeypatch.setattr(NO_EXCHANGE, lambda *_: False)
         if not has_links:
@@ -196,7 +189,7 @@ class TestMakeLink:
     def test_a_failed_second_rename_restores_the_old_one(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        target, link = checkpoint(tmp_path / "new.ckpt", "new"), tmp_path / "last.ckpt"
+        target, link = fill(tmp_path / "new.ckpt", "new"), tmp_path / "last.ckpt"
         a_directory(link)
         rename = Path.rename
 
@@ -212,20 +205,17 @@ class TestMakeLink:
         assert said_by(link) == "old"
         assert names_in(tmp_path) == ["last.ckpt", "new.ckpt"]
 
-    @pytest.mark.parametrize(
-        ("target", "text"),
-        [("a.ckpt", "a.ckpt"), ("deep/a.ckpt", "deep/a.ckpt"), ("../a.ckpt", "../a.ckpt")],
-    )
-    def test_links_are_relative(self, target: str, text: str, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("target", ["a.ckpt", "deep/a.ckpt", "../a.ckpt"])
+    def test_links_are_relative(self, target: str, tmp_path: Path) -> None:
         folder = tmp_path / "run"
         folder.mkdir()
         there = Path(os.path.normpath(folder / target))
-        checkpoint(there, "new")
+        fill(there, "new")
         make_link(there, folder / "last.ckpt")
-        assert str((folder / "last.ckpt").readlink()) == text
+        assert str((folder / "last.ckpt").readlink()) == target
 
     def test_a_checkpoint_is_not_linked_to_itself(self, tmp_path: Path) -> None:
-        target = checkpoint(tmp_path / "last.ckpt", "new")
+        target = fill(tmp_path / "last.ckpt", "new")
         make_link(target, target)
         assert said_by(target) == "new"
         assert not target.is_symlink()
@@ -233,7 +223,7 @@ class TestMakeLink:
     def test_a_full_disk_raises_instead_of_copying(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        target, link = checkpoint(tmp_path / "new.ckpt", "new"), tmp_path / "last.ckpt"
+        target, link = fill(tmp_path / "new.ckpt", "new"), tmp_path / "last.ckpt"
         a_link(link)
         refuse_links(errno.ENOSPC, monkeypatch)
         told = r"Could not link .*last\.ckpt to the published .*new\.ckpt: No space left"
@@ -245,7 +235,7 @@ class TestMakeLink:
     def test_a_failed_copy_leaves_the_old_link(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        target, link = checkpoint(tmp_path / "new.ckpt", "new"), tmp_path / "last.ckpt"
+        target, link = fill(tmp_path / "new.ckpt", "new"), tmp_path / "last.ckpt"
         a_link(link)
         refuse_links(errno.EPERM, monkeypatch)
 
@@ -262,7 +252,7 @@ class TestMakeLink:
     def test_copying_reports_progress(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        target = checkpoint(tmp_path / "new.ckpt", "new")
+        target = fill(tmp_path / "new.ckpt", "new")
         with (target / SHARD).open("wb") as file:
             file.truncate(40 << 20)
         sizes = {"name": SHARD, "size_bytes": 40 << 20}
@@ -287,7 +277,7 @@ class TestLinks:
         links.on_save_started(target)
         links.make(target, link)
         assert said_by(link) == "old"
-        checkpoint(target, "new")
+        fill(target, "new")
         links.make(target, link)
         assert said_by(link) == "old"
         links.on_save_ended(target, published=True)
@@ -306,11 +296,11 @@ class TestLinks:
     def test_links_to_other_checkpoints_are_made_at_once(self, link: Path) -> None:
         links = CheckpointLinks()
         links.on_save_started(link.parent / "being_written.ckpt")
-        links.make(checkpoint(link.parent / "new.ckpt", "new"), link)
+        links.make(fill(link.parent / "new.ckpt", "new"), link)
         assert said_by(link) == "new"
 
     def test_a_link_to_a_published_checkpoint_is_made_at_once(self, link: Path) -> None:
-        target = checkpoint(link.parent / "new.ckpt", "new")
+        target = fill(link.parent / "new.ckpt", "new")
         links = CheckpointLinks()
         links.on_save_started(target)
         links.on_save_ended(target, published=True)
@@ -325,13 +315,9 @@ class TestLinks:
         links.make(target, link)
         links.on_save_ended(link.parent / "given_up.ckpt", published=True)
         assert said_by(link) == "old"
-        checkpoint(target, "new")
+        fill(target, "new")
         links.on_save_ended(target, published=True)
         assert said_by(link) == "new"
-
-
-def retained_checkpoint(parent: Path, name: str, *, published: bool = True) -> Path:
-    return fill(parent / name, "data", published=published)
 
 
 def link(path: Path, target: str) -> None:
@@ -339,48 +325,31 @@ def link(path: Path, target: str) -> None:
     path.symlink_to(target)
 
 
-def of_other_software(path: Path) -> None:
-    (path / MANIFEST_NAME).write_text('{"name": "app", "icons": []}')
-
-
-def without_its_manifest_whole(path: Path) -> None:
-    text = (path / MANIFEST_NAME).read_text()
-    (path / MANIFEST_NAME).write_text(text[: len(text) // 2])
-
-
-def without_a_file(path: Path) -> None:
-    (path / SHARD).unlink()
-
-
-def with_a_short_file(path: Path) -> None:
-    (path / SHARD).write_text("d")
-
-
 def of_weights_alone(path: Path) -> None:
     fields = json.loads((path / MANIFEST_NAME).read_text())
     (path / MANIFEST_NAME).write_text(json.dumps({**fields, "weights_only": True}))
 
 
-SPOILED = [
-    of_other_software,
-    without_its_manifest_whole,
-    without_a_file,
-    with_a_short_file,
-    of_weights_alone,
-]
+SPOILED: dict[str, Callable[[Path], object]] = {
+    "of other software": lambda path: (path / MANIFEST_NAME).write_text('{"icons": []}'),
+    "half a manifest": lambda path: os.truncate(path / MANIFEST_NAME, 40),
+    "a missing file": lambda path: (path / SHARD).unlink(),
+    "a short file": lambda path: (path / SHARD).write_text("d"),
+    "weights only": of_weights_alone,
+}
 
 
 class TestRemove:
     def test_a_checkpoint_is_deleted_if_another_good_one_exists(self, tmp_path: Path) -> None:
-        retained_checkpoint(tmp_path, "new.ckpt")
-        Retention().remove(retained_checkpoint(tmp_path, "old.ckpt"))
+        fill(tmp_path / "new.ckpt", "data")
+        Retention().remove(fill(tmp_path / "old.ckpt", "data"))
         assert names_in(tmp_path) == ["new.ckpt"]
 
     def test_a_missing_checkpoint_is_no_error(self, tmp_path: Path) -> None:
         Retention().remove(tmp_path / "old.ckpt")
 
     def test_a_link_is_deleted_but_not_its_target(self, tmp_path: Path) -> None:
-        retained_checkpoint(tmp_path, "a.ckpt")
+        fill(tmp_path / "a.ckpt", "data")
         link(tmp_path / "last.ckpt", "a.ckpt")
         Retention().remove(tmp_path / "last.ckpt")
         assert names_in(tmp_path) == ["a.ckpt"]
@@ -388,7 +357,7 @@ class TestRemove:
     def test_a_killed_deletion_leaves_only_a_hidden_directory(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        retained_checkpoint(tmp_path, "new.ckpt")
+        fill(tmp_path / "new.ckpt", "data")
         seen = []
 
         def killed(path: Path, _: object, **__: object) -> None:
@@ -398,13 +367,13 @@ class TestRemove:
         with monkeypatch.context() as patch:
             patch.setattr(deleting, "remove_own_files", killed)
             with pytest.raises(KeyboardInterrupt):
-                Retention().remove(retained_checkpoint(tmp_path, "old.ckpt"))
+                Retention().remove(fill(tmp_path / "old.ckpt", "data"))
         ((hidden, content),) = seen
         assert names_in(tmp_path) == [hidden, "new.ckpt"]
         assert hidden.startswith(DELETING_PREFIX)
         assert not hidden.endswith(".ckpt")
         assert content == ["checkpoint", MANIFEST_NAME]
-        Retention().remove(retained_checkpoint(tmp_path, "older.ckpt"))
+        Retention().remove(fill(tmp_path / "older.ckpt", "data"))
         assert names_in(tmp_path) == ["new.ckpt"]
 
     def test_a_failed_deletion_is_a_warning(
@@ -413,8 +382,8 @@ class TestRemove:
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        retained_checkpoint(tmp_path, "new.ckpt")
-        old, retention = retained_checkpoint(tmp_path, "old.ckpt"), Retention()
+        fill(tmp_path / "new.ckpt", "data")
+        old, retention = fill(tmp_path / "old.ckpt", "data"), Retention()
 
         def refused(path: Path, target: Path) -> Path:
             raise PermissionError(13, "Permission denied", str(path), None, str(target))
@@ -434,18 +403,18 @@ class TestRemove:
 
 class TestResumedFrom:
     def test_the_resumed_checkpoint_is_never_deleted(self, tmp_path: Path) -> None:
-        retained_checkpoint(tmp_path, "new.ckpt")
-        old, retention = retained_checkpoint(tmp_path, "old.ckpt"), Retention()
+        fill(tmp_path / "new.ckpt", "data")
+        old, retention = fill(tmp_path / "old.ckpt", "data"), Retention()
         retention.protect(old)
         retention.remove(old)
         retention.delete_pending()
         assert names_in(tmp_path) == ["new.ckpt", "old.ckpt"]
 
     def test_the_resumed_target_of_a_moved_link_is_not_deleted(self, tmp_path: Path) -> None:
-        old, retention = retained_checkpoint(tmp_path, "old.ckpt"), Retention()
+        old, retention = fill(tmp_path / "old.ckpt", "data"), Retention()
         link(tmp_path / "last.ckpt", "old.ckpt")
         retention.protect(tmp_path / "last.ckpt")
-        retained_checkpoint(tmp_path, "new.ckpt")
+        fill(tmp_path / "new.ckpt", "data")
         link(tmp_path / "last.ckpt", "new.ckpt")
         retention.remove(old)
         retention.remove(tmp_path / "elsewhere" / ".." / "old.ckpt")
@@ -454,25 +423,25 @@ class TestResumedFrom:
     def test_a_checkpoint_resumed_through_a_linked_folder_is_not_deleted(
         self, tmp_path: Path
     ) -> None:
-        retained_checkpoint(tmp_path / "runs", "new.ckpt")
-        old, retention = retained_checkpoint(tmp_path / "runs", "old.ckpt"), Retention()
+        fill(tmp_path / "runs" / "new.ckpt", "data")
+        old, retention = fill(tmp_path / "runs" / "old.ckpt", "data"), Retention()
         (tmp_path / "here").symlink_to("runs")
         retention.protect(tmp_path / "here" / "old.ckpt")
         retention.remove(old)
         assert names_in(tmp_path / "runs") == ["new.ckpt", "old.ckpt"]
 
     def test_other_checkpoints_are_deleted(self, tmp_path: Path) -> None:
-        old, retention = retained_checkpoint(tmp_path, "old.ckpt"), Retention()
+        old, retention = fill(tmp_path / "old.ckpt", "data"), Retention()
         retention.protect(old)
-        retention.remove(retained_checkpoint(tmp_path, "old-v1.ckpt"))
+        retention.remove(fill(tmp_path / "old-v1.ckpt", "data"))
         assert names_in(tmp_path) == ["old.ckpt"]
 
 
 class TestWaiting:
     def test_a_deletion_waits_until_no_link_names_the_checkpoint(self, tmp_path: Path) -> None:
-        old, retention = retained_checkpoint(tmp_path, "old.ckpt"), Retention()
+        old, retention = fill(tmp_path / "old.ckpt", "data"), Retention()
         link(tmp_path / "last.ckpt", "old.ckpt")
-        retained_checkpoint(tmp_path, "new.ckpt")
+        fill(tmp_path / "new.ckpt", "data")
         retention.remove(old)
         assert (tmp_path / "last.ckpt").exists()
         retention.delete_pending()
@@ -482,18 +451,18 @@ class TestWaiting:
         assert names_in(tmp_path) == ["last.ckpt", "new.ckpt"]
 
     def test_the_last_good_checkpoint_stays_until_there_is_another(self, tmp_path: Path) -> None:
-        old, retention = retained_checkpoint(tmp_path, "old.ckpt"), Retention()
+        old, retention = fill(tmp_path / "old.ckpt", "data"), Retention()
         retention.remove(old)
-        retained_checkpoint(tmp_path, "torn.ckpt", published=False)
+        fill(tmp_path / "torn.ckpt", "data", published=False)
         retention.delete_pending()
         assert old.exists()
-        retained_checkpoint(tmp_path, "new.ckpt")
+        fill(tmp_path / "new.ckpt", "data")
         retention.delete_pending()
         assert names_in(tmp_path) == ["new.ckpt", "torn.ckpt"]
 
     def test_an_unfinished_link_does_not_keep_a_checkpoint(self, tmp_path: Path) -> None:
-        old = retained_checkpoint(tmp_path, "old.ckpt")
-        retained_checkpoint(tmp_path, "new.ckpt")
+        old = fill(tmp_path / "old.ckpt", "data")
+        fill(tmp_path / "new.ckpt", "data")
         link(tmp_path / f"{LINK_PREFIX}last.ckpt.new", "old.ckpt")
         Retention().remove(old)
         assert not old.exists()
@@ -501,39 +470,37 @@ class TestWaiting:
     @pytest.mark.parametrize(
         "hidden",
         [
-            ".zero-staging-5a7e",
-            ".zero-previous-5a7e",
-            DELETING_PREFIX + "0",
-            LINK_PREFIX + "last.ckpt.old",
+            *(".zero-staging-5a7e", ".zero-previous-5a7e"),
+            *(f"{DELETING_PREFIX}0", f"{LINK_PREFIX}last.ckpt.old"),
         ],
     )
     def test_hidden_directories_do_not_count_as_good(self, tmp_path: Path, hidden: str) -> None:
-        retained_checkpoint(tmp_path, hidden)
-        old = retained_checkpoint(tmp_path, "old.ckpt")
+        fill(tmp_path / hidden, "data")
+        old = fill(tmp_path / "old.ckpt", "data")
         Retention().remove(old)
         assert old.exists()
 
-    @pytest.mark.parametrize("spoil", SPOILED, ids=lambda spoil: spoil.__name__)
+    @pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED)
     def test_unusable_checkpoints_do_not_count_as_good(
         self, spoil: Callable[[Path], None], tmp_path: Path
     ) -> None:
-        spoil(retained_checkpoint(tmp_path, "other.ckpt"))
-        old, retention = retained_checkpoint(tmp_path, "old.ckpt"), Retention()
+        spoil(fill(tmp_path / "other.ckpt", "data"))
+        old, retention = fill(tmp_path / "old.ckpt", "data"), Retention()
         retention.remove(old)
         assert old.exists()
-        retained_checkpoint(tmp_path, "new.ckpt")
+        fill(tmp_path / "new.ckpt", "data")
         retention.delete_pending()
         assert names_in(tmp_path) == ["new.ckpt", "other.ckpt"]
 
     def test_weights_only_checkpoints_replace_each_other(self, tmp_path: Path) -> None:
-        old = retained_checkpoint(tmp_path, "old.ckpt")
-        for path in (old, retained_checkpoint(tmp_path, "new.ckpt")):
+        old = fill(tmp_path / "old.ckpt", "data")
+        for path in (old, fill(tmp_path / "new.ckpt", "data")):
             of_weights_alone(path)
         Retention().remove(old)
         assert names_in(tmp_path) == ["new.ckpt"]
 
     def test_a_link_to_a_checkpoint_does_not_count_as_another(self, tmp_path: Path) -> None:
-        old, retention = retained_checkpoint(tmp_path, "old.ckpt"), Retention()
+        old, retention = fill(tmp_path / "old.ckpt", "data"), Retention()
         link(tmp_path / "last.ckpt", "old.ckpt")
         retention.remove(old)
         (tmp_path / "last.ckpt").unlink()
@@ -542,20 +509,17 @@ class TestWaiting:
 
     def test_deleting_all_keeps_one(self, tmp_path: Path) -> None:
         retention = Retention()
-        for path in [
-            retained_checkpoint(tmp_path, "a.ckpt"),
-            retained_checkpoint(tmp_path, "b.ckpt"),
-        ]:
+        for path in [fill(tmp_path / name, "data") for name in ("a.ckpt", "b.ckpt")]:
             retention.remove(path)
         assert names_in(tmp_path) == ["b.ckpt"]
 
     def test_a_pending_deletion_spares_a_new_checkpoint_of_that_name(self, tmp_path: Path) -> None:
-        best, retention = retained_checkpoint(tmp_path, "best.ckpt"), Retention()
+        best, retention = fill(tmp_path / "best.ckpt", "data"), Retention()
         retention.remove(best)
-        again = retained_checkpoint(tmp_path, "staged")
+        again = fill(tmp_path / "staged", "data")
         best.rename(tmp_path / "gone")
         again.rename(best)
-        retained_checkpoint(tmp_path, "other.ckpt")
+        fill(tmp_path / "other.ckpt", "data")
         retention.delete_pending()
         assert best.exists()
 
@@ -564,15 +528,15 @@ class TestSavedAnew:
     """Saves to a path whose deletion is pending."""
 
     def scheduled_deletion(self, folder: Path, retention: Retention) -> Path:
-        old = retained_checkpoint(folder, "best.ckpt")
+        old = fill(folder / "best.ckpt", "data")
         link(folder / "last.ckpt", "best.ckpt")
-        retained_checkpoint(folder, "other.ckpt")
+        fill(folder / "other.ckpt", "data")
         retention.remove(old)
         assert old.exists()
         return old
 
     def publish(self, path: Path) -> None:
-        again = retained_checkpoint(path.parent, "staged")
+        again = fill(path.parent / "staged", "data")
         path.rename(path.parent / ".gone")
         again.rename(path)
 
@@ -595,8 +559,8 @@ class TestSavedAnew:
         assert (best / MANIFEST_NAME).exists()
 
     def test_pending_deletions_wait_for_a_successful_save(self, tmp_path: Path) -> None:
-        retention, other = Retention(), retained_checkpoint(tmp_path, "other.ckpt")
-        new = retained_checkpoint(tmp_path, "new.ckpt")
+        retention, other = Retention(), fill(tmp_path / "other.ckpt", "data")
+        new = fill(tmp_path / "new.ckpt", "data")
         retention.on_save_started(new)
         retention.remove(other)
         assert other.exists()
@@ -621,5 +585,5 @@ class TestSavedAnew:
         best = self.scheduled_deletion(tmp_path, retention)
         retention.on_save_started(tmp_path / "new.ckpt")
         link(tmp_path / "last.ckpt", "other.ckpt")
-        retention.on_published(retained_checkpoint(tmp_path, "new.ckpt"))
+        retention.on_published(fill(tmp_path / "new.ckpt", "data"))
         assert not best.exists()

@@ -146,14 +146,6 @@ def test_padding_becomes_zero(in_place: bool) -> None:
     assert torch.equal(buffer.master.data, wanted)
 
 
-def _own(values: torch.Tensor) -> torch.Tensor:
-    return values.clone()
-
-
-def _view(values: torch.Tensor) -> torch.Tensor:
-    return torch.cat((values, values))[: values.numel()]
-
-
 def _shared(values: torch.Tensor) -> torch.Tensor:
     shared = values.clone()
     shared.share_memory_()  # type: ignore[no-untyped-call]
@@ -162,7 +154,11 @@ def _shared(values: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("live_of", "copied"),
-    [(_own, False), (_view, True), (_shared, True)],
+    [
+        (torch.clone, False),
+        (lambda values: torch.cat((values, values))[: values.numel()], True),
+        (_shared, True),
+    ],
     ids=["own", "view", "shared"],
 )
 def test_a_live_state_keeps_its_tensor_and_takes_the_memory(
@@ -304,19 +300,10 @@ def test_bit_sums_differ_for_one_bit_in_every_type() -> None:
 
 Kind: TypeAlias = "type[torch.optim.Optimizer]"
 
-FUSED_LAMB: dict[str, Plain] = {
-    "lr": 0.1,
-    "bias_correction": True,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 0.0,
-    "max_grad_norm": 0.0,
-    "max_coeff": 10.0,
-    "min_coeff": 0.01,
-}
-"""DeepSpeed's; its states are called as Adam's are."""
-
-FUSED_ADAM = {k: FUSED_LAMB[k] for k in ("lr", "bias_correction", "betas", "eps", "weight_decay")}
+FUSED_ADAM: dict[str, Plain] = {"lr": 0.1, "bias_correction": True, "betas": (0.9, 0.999)}
+FUSED_ADAM |= {"eps": 1e-8, "weight_decay": 0.0}
+FUSED_LAMB = {**FUSED_ADAM, "max_grad_norm": 0.0, "max_coeff": 10.0, "min_coeff": 0.01}
+"""DeepSpeed's; its states have the names of Adam's."""
 
 
 def optimizer(kind: Kind, **options: Any) -> torch.optim.Optimizer:
@@ -329,19 +316,8 @@ def own(inner: torch.optim.Optimizer, **changes: Any) -> Group:
 
 
 def manifest(group: Group, saved_by: str = "") -> Manifest:
-    return Manifest(
-        save_id="",
-        stage=2,
-        world_size=2,
-        precision="fp32",
-        master_dtype="float32",
-        parameters=(),
-        groups=(group,),
-        buffers=(),
-        module_buffers=(),
-        files=(),
-        writer=Writer(optimizer=saved_by),
-    )
+    about = Writer(optimizer=saved_by)
+    return Manifest("", 2, 2, "fp32", "float32", (), (group,), (), (), (), writer=about)
 
 
 @pytest.mark.parametrize(
@@ -368,10 +344,7 @@ def test_states_of_another_optimizer_are_refused(
         ({**FUSED_ADAM, "step": 3, "initial_lr": 0.1}, torch.optim.AdamW),
         ({**FUSED_ADAM, "amsgrad": False, "name": "decay"}, torch.optim.Adam),
         (own(optimizer(torch.optim.Adam)).hyperparameters, torch.optim.AdamW),
-        (
-            own(optimizer(torch.optim.SGD), param_names=["a"]).hyperparameters,
-            torch.optim.SGD,
-        ),
+        (own(optimizer(torch.optim.SGD), param_names=["a"]).hyperparameters, torch.optim.SGD),
         ({}, torch.optim.SGD),
     ],
 )
@@ -432,9 +405,8 @@ def test_deepspeeds_kind_of_weight_decay_is_compared() -> None:
     assert "was in the gradient (Adam's) in the checkpoint" in found
     assert "so steps will differ" in found
     assert found[0] + found[-1] == "W."
-    assert not weight_decay_change(
-        manifest(own(optimizer(torch.optim.AdamW, weight_decay=0.1))), inner
-    )
+    same = own(optimizer(torch.optim.AdamW, weight_decay=0.1))
+    assert not weight_decay_change(manifest(same), inner)
 
 
 @pytest.mark.parametrize(("saved_by", "mine"), [("Adam", 3), ("AdamW", None)])

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -172,12 +173,8 @@ class TestReadRuns:
                 bytes_read = file.bytes_read - before
         assert b"".join(piece for _, piece in pieces) == b"".join(data[a:b] for a, b in runs)
         assert all(data[start : start + len(piece)] == piece for start, piece in pieces)
-        touched = {
-            chunk
-            for a, b in runs
-            if a < b
-            for chunk in range(a // CHUNK_BYTES, -(-b // CHUNK_BYTES))
-        }
+        chunks = (range(a // CHUNK_BYTES, -(-b // CHUNK_BYTES)) for a, b in runs if a < b)
+        touched = {chunk for of_run in chunks for chunk in of_run}
         expected = sum(min(CHUNK_BYTES, size_bytes - chunk * CHUNK_BYTES) for chunk in touched)
         assert bytes_read == expected
 
@@ -219,21 +216,16 @@ class TestReadRuns:
         path.write_bytes(content[:100_000] + bytes([content[100_000] ^ 1]) + content[100_001:])
         place = memoryview(bytearray(len(content)))
         damaged = rf"bytes \[{CHUNK_BYTES}, {2 * CHUNK_BYTES}\) do not match"
-        with (
-            VerifiedFile(tmp_path, record, SAVE_ID) as file,
-            pytest.raises(CheckpointCorruptedError, match=damaged),
-        ):
+        refused = pytest.raises(CheckpointCorruptedError, match=damaged)
+        with VerifiedFile(tmp_path, record, SAVE_ID) as file, refused:
             next(file.read_runs([(0, len(content))], [(0, place)]))
 
     def test_pieces_are_bounded_and_aligned(self, tmp_path: Path) -> None:
         size_bytes = 2 * READ_BYTES + CHUNK_BYTES
         with VerifiedFile(tmp_path, write_file(tmp_path, bytes(size_bytes))) as file:
             pieces = [(start, view.nbytes) for start, view in file.read_runs([(8, size_bytes)])]
-        assert pieces == [
-            (8, READ_BYTES - 8),
-            (READ_BYTES, READ_BYTES),
-            (2 * READ_BYTES, CHUNK_BYTES),
-        ]
+        whole, last = (READ_BYTES, READ_BYTES), (2 * READ_BYTES, CHUNK_BYTES)
+        assert pieces == [(8, READ_BYTES - 8), whole, last]
 
     @pytest.mark.parametrize("slow", [True, False])
     def test_blocks_of_a_slow_disk_are_announced_once(
@@ -319,10 +311,8 @@ class TestReadRuns:
     def test_unsorted_overlapping_or_outside_runs_are_refused(
         self, tmp_path: Path, runs: list[tuple[int, int]]
     ) -> None:
-        with (
-            VerifiedFile(tmp_path, write_file(tmp_path, bytes(100))) as file,
-            pytest.raises(ValueError, match="expected a sorted run"),
-        ):
+        refused = pytest.raises(ValueError, match="expected a sorted run")
+        with VerifiedFile(tmp_path, write_file(tmp_path, bytes(100))) as file, refused:
             list(file.read_runs(runs))
 
 
@@ -342,6 +332,17 @@ def change_sidecar(directory: Path, record: FileEntry, **fields: object) -> File
     return FileEntry(record.name, record.size_bytes, xxhash.xxh3_128_hexdigest(data))
 
 
+WRONG_SIZES = {
+    size: f"it has {size} bytes, expected {SIZE_BYTES}"
+    for size in (0, SIZE_BYTES - 1, SIZE_BYTES + 1)
+}
+
+
+def put_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 class TestDamage:
     @given(position=st.integers(0, SIZE_BYTES - 1), bit=st.integers(0, 7))
     def test_a_flipped_bit_is_found_in_its_chunk_only(self, position: int, bit: int) -> None:
@@ -351,9 +352,8 @@ class TestDamage:
         with tempfile.TemporaryDirectory() as folder:
             record = write_file(Path(folder), data)
             path = Path(folder) / record.name
-            path.write_bytes(
-                data[:position] + bytes([data[position] ^ 1 << bit]) + data[position + 1 :]
-            )
+            flipped = bytes([data[position] ^ 1 << bit])
+            path.write_bytes(data[:position] + flipped + data[position + 1 :])
             with VerifiedFile(Path(folder), record) as file:
                 assert file.read(0, low) == data[:low]
                 assert file.read(high, SIZE_BYTES) == data[high:]
@@ -366,19 +366,31 @@ class TestDamage:
         with (tmp_path / shard.name).open("r+b") as file:
             file.seek(CHUNK_BYTES)
             file.write(bytes(CHUNK_BYTES))
-        with (
-            VerifiedFile(tmp_path, shard) as damaged,
-            pytest.raises(CheckpointCorruptedError, match=r"shard\.pt.*\[65536, 131072\)"),
-        ):
+        found = pytest.raises(CheckpointCorruptedError, match=r"shard\.pt.*\[65536, 131072\)")
+        with VerifiedFile(tmp_path, shard) as damaged, found:
             damaged.read(0, SIZE_BYTES)
 
-    @pytest.mark.parametrize("size_bytes", [0, SIZE_BYTES - 1, SIZE_BYTES + 1])
-    def test_a_file_of_another_size_is_refused(
-        self, tmp_path: Path, shard: FileEntry, size_bytes: int
+    @pytest.mark.parametrize(
+        ("suffix", "damage", "reason"),
+        [
+            *(("", partial(os.truncate, length=size), said) for size, said in WRONG_SIZES.items()),
+            ("", Path.unlink, "it is missing"),
+            (".sums", Path.unlink, "sums, are"),
+            ("", put_pipe, "not a regular file"),
+            (".sums", put_pipe, "not a regular file"),
+        ],
+        ids=["empty", "short", "long", "missing", "no sidecar", "pipe", "pipe as sidecar"],
+    )
+    def test_a_damaged_file_or_sidecar_is_refused_on_opening(
+        self,
+        suffix: str,
+        damage: Callable[[Path], object],
+        reason: str,
+        tmp_path: Path,
+        shard: FileEntry,
     ) -> None:
-        os.truncate(tmp_path / shard.name, size_bytes)
-        message = f"shard.pt is damaged: it has {size_bytes} bytes, expected {SIZE_BYTES}"
-        with pytest.raises(CheckpointCorruptedError, match=message):
+        damage(tmp_path / f"{shard.name}{suffix}")
+        with pytest.raises(CheckpointCorruptedError, match=rf"shard\.pt is damaged: .*{reason}"):
             VerifiedFile(tmp_path, shard)
 
     def test_a_file_truncated_while_open_is_an_error(
@@ -388,22 +400,6 @@ class TestDamage:
             os.truncate(tmp_path / shard.name, 100)
             with pytest.raises(CheckpointCorruptedError, match=r"shard\.pt.*ends at byte 100"):
                 file.read(0, SIZE_BYTES)
-
-    @pytest.mark.parametrize(("suffix", "reason"), [("", "it is missing"), (".sums", "sums, are")])
-    def test_a_missing_file_or_sidecar_is_damage(
-        self, tmp_path: Path, shard: FileEntry, suffix: str, reason: str
-    ) -> None:
-        (tmp_path / f"{shard.name}{suffix}").unlink()
-        with pytest.raises(CheckpointCorruptedError, match=rf"shard\.pt is damaged: .*{reason}"):
-            VerifiedFile(tmp_path, shard)
-
-    @pytest.mark.parametrize("suffix", ["", ".sums"])
-    def test_a_pipe_is_refused_at_once(self, tmp_path: Path, shard: FileEntry, suffix: str) -> None:
-        path = tmp_path / f"{shard.name}{suffix}"
-        path.unlink()
-        os.mkfifo(path)
-        with pytest.raises(CheckpointCorruptedError, match=r"is damaged: .*not a regular file"):
-            VerifiedFile(tmp_path, shard)
 
     def test_the_checksums_of_another_file_are_refused(
         self, tmp_path: Path, shard: FileEntry
@@ -529,8 +525,5 @@ class TestSharedDirectory:
 
 
 def test_storage_needs_no_torch() -> None:
-    code = (
-        "import sys; import lightning_elastic_zero.storage.files; sys.exit('torch' in sys.modules)"
-    )
-    root = str(Path(__file__).parents[2])
-    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
+    code = "import lightning_elastic_zero.storage.files, sys; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)

@@ -24,18 +24,9 @@ FROZEN = ("f",)
 def live(groups: Sequence[Sequence[str]], order: Sequence[str] = tuple(SHAPES)) -> Manifest:
     """Describe a live run; what is in no group is frozen."""
     of = {name: index for index, names in enumerate(groups) for name in names}
-    return Manifest(
-        save_id="",
-        stage=2,
-        world_size=2,
-        precision="fp32",
-        master_dtype="float32",
-        parameters=tuple(Parameter(n, SHAPES[n], "float32", of.get(n)) for n in order),
-        groups=tuple(Group(tuple(names), {"lr": 0.1}, ()) for names in groups),
-        buffers=(),
-        module_buffers=(),
-        files=(),
-    )
+    parameters = tuple(Parameter(n, SHAPES[n], "float32", of.get(n)) for n in order)
+    tables = tuple(Group(tuple(names), {"lr": 0.1}, ()) for names in groups)
+    return Manifest("", 2, 2, "fp32", "float32", parameters, tables, (), (), ())
 
 
 def saved(
@@ -62,10 +53,8 @@ def test_positions_in_the_order_of_the_optimizer() -> None:
     found = meaning(tree, live([["c", "a"], ["d", "b"]]))
     assert [g.names for g in found.groups] == [("c", "a"), ("d", "b")]
     assert found.states["c"] is tree["state"][0]
-    assert [(k.name, k.kind) for k in found.groups[0].state] == [
-        ("exp_avg", "elementwise"),
-        ("step", "scalar"),
-    ]
+    kinds = {key.name: key.kind for key in found.groups[0].state}
+    assert kinds == {"exp_avg": "elementwise", "step": "scalar"}
     assert found.groups[1].hyperparameters == {"lr": 0.5}
 
 

@@ -8,8 +8,9 @@ import re
 import signal
 import socket
 import subprocess
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -67,6 +68,14 @@ PROMPT_TIMEOUT_S = 300.0
 
 That the times that ranks have by default keep its 10 s and 60 s is a sum, and tested as one.
 """
+
+
+def ends(work: Callable[[], object]) -> bool:
+    """Return whether work ends in a thread, which is left alone otherwise."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(PROMPT_TIMEOUT_S)
+    return not thread.is_alive()
 
 
 def output_of(command: Sequence[str | Path], folder: Path, environment: Mapping[str, str]) -> str:
