@@ -187,13 +187,7 @@ def test_another_programs_accumulation_is_inferred(told: int, steps: int, expect
     taken["total"]["completed"] = steps
     progress = TrainingProgress(gradient_accumulation_steps=told, global_batch_size=12)
     found = infer_progress(state, progress, 2, 7)
-    assert found == DataProgress(
-        Position(0, 6 // expected),
-        global_step=7,
-        global_batch_size=12,
-        accumulate=expected,
-        world_size=2,
-    )
+    assert found == DataProgress(Position(0, 6 // expected), 7, 12, expected, 2)
 
 
 @given(st.integers(0, 12), st.integers(1, 5), st.booleans())
@@ -272,11 +266,7 @@ def test_a_written_position_is_read_in_the_new_worlds_units(
 
 @pytest.mark.parametrize(
     ("position", "expected"),
-    [
-        (Position(0, 5, is_over=True), 9),
-        (Position(0, 4, is_over=True), 8),
-        (Position(0, 5), 10),
-    ],
+    [(Position(0, 5, is_over=True), 9), (Position(0, 4, is_over=True), 8), (Position(0, 5), 10)],
 )
 def test_a_short_last_window_keeps_its_count(position: Position, expected: int) -> None:
     state = loops((1, 1, 0, 0), (9, 9, 9, 9), is_last=True)
@@ -364,17 +354,10 @@ def test_samples_of_several_loaders_are_not_guessed() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"epoch": None},
-        {"epoch": "x"},
-        {"epoch": -1},
-        {"epoch_steps": -1},
-        {"global_step": -1},
-        {"accumulate": 0},
-        {"world_size": 0},
-        {"loaders": 3},
-        {"global_batch_size": "many"},
-        {"consumed": [{"samples": -1, "passes": 0}]},
-        {"consumed": [{"samples": 1}]},
+        *({"epoch": value} for value in (None, "x", -1)),
+        *({"epoch_steps": -1}, {"global_step": -1}, {"accumulate": 0}, {"world_size": 0}),
+        *({"loaders": 3}, {"global_batch_size": "many"}),
+        *({"consumed": [{"samples": -1, "passes": 0}]}, {"consumed": [{"samples": 1}]}),
     ],
 )
 def test_invalid_records_are_refused_with_the_file_name(change: dict[str, Any]) -> None:

@@ -184,7 +184,6 @@ def test_masters_are_checked_against_the_rounded_type(
 
 
 HUGE_NUMEL = (1 << 20) + 12
-"""More elements than are looked at at a time."""
 
 
 def zip_file(weight: torch.Tensor, folder: Path) -> Path:
@@ -238,11 +237,7 @@ def layout_of(source: CheckpointReader) -> Layout:
 @pytest.mark.parametrize("write", KINDS)
 @pytest.mark.parametrize(("saved", "here", "number"), CASTS, ids=str)
 def test_a_number_that_is_too_large_is_refused_by_name(
-    write: Callable[..., Path],
-    saved: torch.dtype,
-    here: torch.dtype,
-    number: float,
-    tmp_path: Path,
+    write: Callable[..., Path], saved: torch.dtype, here: torch.dtype, number: float, tmp_path: Path
 ) -> None:
     weight = torch.arange(HUGE_NUMEL, dtype=torch.float32).remainder(7).to(saved)
     weight[0], weight[-3] = math.inf, number
@@ -256,11 +251,7 @@ def test_a_number_that_is_too_large_is_refused_by_name(
 @pytest.mark.parametrize("write", KINDS)
 @pytest.mark.parametrize(("saved", "here", "number"), CASTS, ids=str)
 def test_infinities_and_nan_of_the_file_are_kept(
-    write: Callable[..., Path],
-    saved: torch.dtype,
-    here: torch.dtype,
-    number: float,
-    tmp_path: Path,
+    write: Callable[..., Path], saved: torch.dtype, here: torch.dtype, number: float, tmp_path: Path
 ) -> None:
     weight = torch.ones(HUGE_NUMEL, dtype=saved)
     weight[::1000], weight[1], weight[-1] = math.inf, -math.inf, math.nan

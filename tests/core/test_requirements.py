@@ -33,21 +33,10 @@ def test_the_refused_range_is_that_of_pyproject(requirement: Requirement) -> Non
 @pytest.mark.parametrize(
     ("found", "refused"),
     [
-        ("0.15.4", True),
-        ("0.16.0", False),
-        ("0.17.5", False),
-        ("0.17.6", True),
-        ("0.18.0", True),
-        ("0.18", True),
-        ("0.18.1", True),
-        ("0.18.2", True),
-        ("0.18.3", True),
+        *((r, True) for r in ("0.15.4", "0.17.6", "0.18.0", "0.18", "0.18.1", "0.18.2", "0.18.3")),
         ("0.18.3+cu126", True),
-        ("0.18.4", False),
-        ("0.19.8", False),
-        ("0.20.0.dev1+abcdef", False),
-        ("", False),
-        ("unknown", False),
+        *((r, False) for r in ("0.16.0", "0.17.5", "0.18.4", "0.19.8", "0.20.0.dev1+abcdef")),
+        *(("", False), ("unknown", False)),
     ],
 )
 def test_a_release_outside_the_range_is_refused(found: str, refused: bool) -> None:

@@ -109,12 +109,7 @@ def test_the_order_is_torchs_without_padding(
 ) -> None:
     plan = BatchPlan(world * micro, world, 1)
     for rank in range(world):
-        own: DistributedSampler[int] = DistributedSampler(
-            range(length),  # type: ignore[arg-type]
-            world,
-            rank,
-            seed=3,
-        )
+        own: DistributedSampler[int] = DistributedSampler(range(length), world, rank, seed=3)  # type: ignore[arg-type]
         ours = sampler_of(length, plan, rank, shuffle=True, seed=3)
         own.set_epoch(epoch)
         ours.set_epoch(epoch)

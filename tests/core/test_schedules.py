@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.optim import SGD, AdamW, Optimizer, swa_utils
 from torch.optim import lr_scheduler as lrs
-from torch.optim import lr_scheduler as torch_schedulers
 
 from lightning_elastic_zero.core.manifest import Group
 from lightning_elastic_zero.core.tensors import cast_like, plain
@@ -57,58 +55,38 @@ def nested(o: Optimizer, gamma: float) -> lrs.ChainedScheduler:
     return lrs.ChainedScheduler([lrs.SequentialLR(o, parts, [3]), lrs.StepLR(o, 4, gamma=0.5)], o)
 
 
+def pair(kind: Any, saved: tuple[Any, ...], live: tuple[Any, ...]) -> tuple[Make, Make]:
+    return lambda o: kind(o, *saved), lambda o: kind(o, *live)
+
+
+def chained(o: Optimizer, factor: float, gamma: float) -> lrs.ChainedScheduler:
+    return lrs.ChainedScheduler([lrs.ConstantLR(o, factor), lrs.ExponentialLR(o, gamma)], o)
+
+
 PAIRS: dict[str, tuple[Make, Make]] = {
-    "LambdaLR": (lambda o: lrs.LambdaLR(o, lambda _: 1.0), lambda o: lrs.LambdaLR(o, halves)),
-    "LambdaLR of an object": (
-        lambda o: lrs.LambdaLR(o, Warmup(3)),
-        lambda o: lrs.LambdaLR(o, Warmup(15)),
+    "LambdaLR": pair(lrs.LambdaLR, (lambda _: 1.0,), (halves,)),
+    "LambdaLR of an object": pair(lrs.LambdaLR, (Warmup(3),), (Warmup(15),)),
+    "MultiplicativeLR": pair(
+        lrs.MultiplicativeLR, (lambda _: 0.7,), (lambda step: 0.95 if step % 2 else 0.9,)
     ),
-    "MultiplicativeLR": (
-        lambda o: lrs.MultiplicativeLR(o, lambda _: 0.7),
-        lambda o: lrs.MultiplicativeLR(o, lambda step: 0.95 if step % 2 else 0.9),
-    ),
-    "StepLR": (lambda o: lrs.StepLR(o, 2), lambda o: lrs.StepLR(o, 3, gamma=0.5)),
-    "MultiStepLR": (
-        lambda o: lrs.MultiStepLR(o, [2, 4]),
-        lambda o: lrs.MultiStepLR(o, [8, 12], gamma=0.5),
-    ),
-    "ConstantLR": (lrs.ConstantLR, lambda o: lrs.ConstantLR(o, 0.5, total_iters=12)),
-    "LinearLR": (
-        lambda o: lrs.LinearLR(o, 0.01, total_iters=4),
-        lambda o: lrs.LinearLR(o, 0.01, total_iters=4),
-    ),
-    "LinearLR, longer": (
-        lambda o: lrs.LinearLR(o, total_iters=10),
-        lambda o: lrs.LinearLR(o, start_factor=0.5, total_iters=20),
-    ),
-    "ExponentialLR": (lambda o: lrs.ExponentialLR(o, 0.9), lambda o: lrs.ExponentialLR(o, 0.5)),
-    "PolynomialLR": (
-        lambda o: lrs.PolynomialLR(o, total_iters=10),
-        lambda o: lrs.PolynomialLR(o, total_iters=30, power=2.0),
-    ),
-    "CosineAnnealingLR": (
-        lambda o: lrs.CosineAnnealingLR(o, 10),
-        lambda o: lrs.CosineAnnealingLR(o, 20, eta_min=0.001),
-    ),
-    "CosineAnnealingWarmRestarts": (
-        lambda o: lrs.CosineAnnealingWarmRestarts(o, 4),
-        lambda o: lrs.CosineAnnealingWarmRestarts(o, 3, T_mult=2, eta_min=0.001),
-    ),
-    "OneCycleLR": (
-        lambda o: lrs.OneCycleLR(o, SAVED_RATE, total_steps=10),
-        lambda o: lrs.OneCycleLR(o, 2 * RATE, total_steps=20),
-    ),
+    "StepLR": pair(lrs.StepLR, (2,), (3, 0.5)),
+    "MultiStepLR": pair(lrs.MultiStepLR, ([2, 4],), ([8, 12], 0.5)),
+    "ConstantLR": pair(lrs.ConstantLR, (), (0.5, 12)),
+    "LinearLR": pair(lrs.LinearLR, (0.01, 1.0, 4), (0.01, 1.0, 4)),
+    "LinearLR, longer": pair(lrs.LinearLR, (1 / 3, 1.0, 10), (0.5, 1.0, 20)),
+    "ExponentialLR": pair(lrs.ExponentialLR, (0.9,), (0.5,)),
+    "PolynomialLR": pair(lrs.PolynomialLR, (10,), (30, 2.0)),
+    "CosineAnnealingLR": pair(lrs.CosineAnnealingLR, (10,), (20, 0.001)),
+    "CosineAnnealingWarmRestarts": pair(lrs.CosineAnnealingWarmRestarts, (4,), (3, 2, 0.001)),
+    "OneCycleLR": pair(lrs.OneCycleLR, (SAVED_RATE, 10), (2 * RATE, 20)),
     "CyclicLR": (
         lambda o: lrs.CyclicLR(o, SAVED_RATE, 1.0, step_size_up=3),
         lambda o: lrs.CyclicLR(o, RATE, 0.1, step_size_up=7, mode="exp_range", gamma=0.9),
     ),
-    "SequentialLR": (warmed, lambda o: warmed(o, 4, 0.001)),
-    "SequentialLR, still warming up": (warmed, lambda o: warmed(o, 12)),
-    "ChainedScheduler": (
-        lambda o: lrs.ChainedScheduler([lrs.ConstantLR(o), lrs.ExponentialLR(o, 0.9)], o),
-        lambda o: lrs.ChainedScheduler([lrs.ConstantLR(o, 0.5), lrs.ExponentialLR(o, 0.5)], o),
-    ),
-    "nested": (lambda o: nested(o, 0.9), lambda o: nested(o, 0.5)),
+    "SequentialLR": pair(warmed, (), (4, 0.001)),
+    "SequentialLR, still warming up": pair(warmed, (), (12,)),
+    "ChainedScheduler": pair(chained, (1 / 3, 0.9), (0.5, 0.5)),
+    "nested": pair(nested, (0.9,), (0.5,)),
     "another kind": (lambda o: lrs.StepLR(o, 2), warmed),
     "another kind, nested": (warmed, lambda o: nested(o, 0.5)),
 }
@@ -379,26 +357,23 @@ def test_every_field_of_torchs_is_configuration_or_position() -> None:
 
 GROUP_STEPS, PLACE, LATER = 20, 7, 5
 
-SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
-    "step": lambda o: torch_schedulers.StepLR(o, 3, gamma=0.5),
-    "cosine": lambda o: torch_schedulers.CosineAnnealingLR(o, GROUP_STEPS),
-    "warm-up": lambda o: torch_schedulers.LambdaLR(o, lambda step: min(1.0, (step + 1) / 10)),
-    "one cycle": lambda o: torch_schedulers.OneCycleLR(o, max_lr=0.4, total_steps=GROUP_STEPS),
-    "sequence": lambda o: torch_schedulers.SequentialLR(
-        o,
-        [torch_schedulers.ConstantLR(o, 0.5, 4), torch_schedulers.ExponentialLR(o, 0.9)],
-        [4],
+SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
+    "step": lambda o: lrs.StepLR(o, 3, gamma=0.5),
+    "cosine": lambda o: lrs.CosineAnnealingLR(o, GROUP_STEPS),
+    "warm-up": lambda o: lrs.LambdaLR(o, lambda step: min(1.0, (step + 1) / 10)),
+    "one cycle": lambda o: lrs.OneCycleLR(o, max_lr=0.4, total_steps=GROUP_STEPS),
+    "sequence": lambda o: lrs.SequentialLR(
+        o, [lrs.ConstantLR(o, 0.5, 4), lrs.ExponentialLR(o, 0.9)], [4]
     ),
 }
 
 
-def made(rates: list[float], kind: str) -> tuple[torch.optim.Optimizer, Any]:
-    groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates]
-    optimizer = torch.optim.AdamW(groups)
+def made(rates: list[float], kind: str) -> tuple[Optimizer, Any]:
+    optimizer = AdamW([{"params": [weight()], "lr": rate} for rate in rates])
     return optimizer, SCHEDULES[kind](optimizer)
 
 
-def rates_of(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> list[list[float]]:
+def rates_of(optimizer: Optimizer, scheduler: Any, steps: int) -> list[list[float]]:
     found = [[group["lr"] for group in optimizer.param_groups]]
     for _ in range(steps):
         optimizer.step()

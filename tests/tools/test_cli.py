@@ -6,7 +6,6 @@ import io
 import os
 import pty
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +18,8 @@ from lightning_elastic_zero.cli import main
 from lightning_elastic_zero.tools import report
 from tests.foreign._fixtures import unpack
 from tests.support.plain_checkpoints import make_state, write_elastic
-from tests.support.processes import HANG_TIMEOUT_S
+from tests.support.processes import output_of
+from tests.support.ranks import ROOT
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -40,25 +40,13 @@ print(*sorted({{"torch", "numpy", "lightning", "deepspeed"}} & set(sys.modules))
 
 def test_help_and_version_do_not_import_torch() -> None:
     for args in [["--help"], ["inspect", "--help"], ["--version"]]:
-        done = subprocess.run(
-            [sys.executable, "-c", HELP.format(args=args)],
-            capture_output=True,
-            check=True,
-            text=True,
-            timeout=HANG_TIMEOUT_S,
-        )
-        assert done.stdout.splitlines()[-1] == "loaded"
+        command = (sys.executable, "-c", HELP.format(args=args))
+        assert output_of(command, ROOT, os.environ).splitlines()[-1] == "loaded"
 
 
 def test_the_module_is_the_command_and_describes_every_verb(run: Run) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_elastic_zero", "--version"],
-        capture_output=True,
-        check=True,
-        text=True,
-        timeout=HANG_TIMEOUT_S,
-    )
-    assert lightning_elastic_zero.__version__ in done.stdout
+    command = (sys.executable, "-m", "lightning_elastic_zero", "--version")
+    assert lightning_elastic_zero.__version__ in output_of(command, ROOT, os.environ)
     code, out, _ = run("--help")
     assert code == 0
     for verb in VERBS:
@@ -73,7 +61,7 @@ def test_a_wrong_command_line_exits_with_2(run: Run) -> None:
 
 
 def test_exit_codes_and_streams_are_those_of_the_page(tmp_path: Path, run: Run) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "tools.md").read_text(encoding="utf-8")
     table = page.partition("## Exit codes")[2].partition("\n## ")[0]
     path = write_elastic(tmp_path / "a.ckpt", make_state())
     other = write_elastic(tmp_path / "b.ckpt", make_state(), 3, 1)
@@ -206,15 +194,8 @@ def test_bash_completes_verbs_options_and_paths(
     assert all(verb in script for verb in VERBS)
     (tmp_path / "script").write_text(script, encoding="utf-8")
     (tmp_path / "some-checkpoint").mkdir()
-    done = subprocess.run(
-        ["bash", "--norc", "-c", COMPLETE, "bash", "script", "lightning-elastic-zero", *words],
-        capture_output=True,
-        check=True,
-        cwd=tmp_path,
-        text=True,
-        timeout=HANG_TIMEOUT_S,
-    )
-    assert set(done.stdout.split()) == offered
+    bash = ("bash", "--norc", "-c", COMPLETE, "bash", "script", "lightning-elastic-zero", *words)
+    assert set(output_of(bash, tmp_path, os.environ).split()) == offered
     assert run("--print-completion", "ksh")[0] == 2
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -107,29 +108,26 @@ def _model() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, trained(model)
 
 
+_ABOUT = {"epoch": 1, "global_step": 1, "pytorch-lightning_version": "2.5.0"}
+
+
 def _saved(tree: object, folder: Path, **options: bool) -> Path:
     torch.save(tree, folder / "file.pt", **options)
     return folder / "file.pt"
 
 
-def _plain(folder: Path) -> Path:
-    return _saved(_model()[0].state_dict(), folder)
+def _weights(prefix: str = "") -> dict[str, torch.Tensor]:
+    return {f"{prefix}{name}": tensor for name, tensor in _model()[0].state_dict().items()}
 
 
 def _legacy(folder: Path) -> Path:
-    weights = _model()[0].state_dict()
-    return _saved(weights, folder, _use_new_zipfile_serialization=False)
-
-
-def _ddp(folder: Path) -> Path:
-    return _saved({f"module.{n}": t for n, t in _model()[0].state_dict().items()}, folder)
+    return _saved(_weights(), folder, _use_new_zipfile_serialization=False)
 
 
 def _lightning(optimizers: int, folder: Path) -> Path:
     model, optimizer = _model()
     states = [optimizer.state_dict()] * optimizers
-    about = {"epoch": 1, "global_step": 1, "pytorch-lightning_version": "2.5.0"}
-    return _saved({"state_dict": model.state_dict(), "optimizer_states": states, **about}, folder)
+    return _saved({"state_dict": model.state_dict(), "optimizer_states": states, **_ABOUT}, folder)
 
 
 def _dcp(flat: bool, with_optimizer: bool, folder: Path) -> Path:
@@ -137,8 +135,12 @@ def _dcp(flat: bool, with_optimizer: bool, folder: Path) -> Path:
     tree = model.state_dict() if flat else {"model": model.state_dict(), "epoch": 3}
     if with_optimizer:
         tree["optimizer"] = optimizer.state_dict()
+    return _saved_dcp(tree, folder)
+
+
+def _saved_dcp(tree: dict[str, Any], folder: Path) -> Path:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # It tells that there is no process group.
+        warnings.simplefilter("ignore")  # There is no process group.
         save_dcp(tree, checkpoint_id=folder / "dcp", no_dist=True)
     return folder / "dcp"
 
@@ -147,11 +149,7 @@ def _lightning_dcp(folder: Path) -> Path:
     """Return a directory as Lightning's FSDP and ModelParallel strategies write them."""
     model, optimizer = _model()
     tree = {"model": model.state_dict(), "optimizer_0": optimizer.state_dict()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        save_dcp(tree, checkpoint_id=folder / "dcp", no_dist=True)
-    about = {"epoch": 1, "global_step": 1, "pytorch-lightning_version": "2.5.0"}
-    torch.save(about, folder / "dcp" / "meta.pt")
+    torch.save(_ABOUT, _saved_dcp(tree, folder) / "meta.pt")
     return folder / "dcp"
 
 
@@ -174,9 +172,9 @@ KINDS = [
     Kind("converted lightning weights", partial(_converted, "lightning", False), _FILE, **_alone),
     Kind("converted fp32", partial(_converted, "fp32", None), _FILE, **_alone),
     Kind("converted bf16", partial(_converted, "bf16", None), _FILE, **_alone),
-    Kind("state dict", _plain, _FILE, **_alone),
+    Kind("state dict", lambda folder: _saved(_weights(), folder), _FILE, **_alone),
     Kind("state dict before zips", _legacy, _FILE, **_alone),
-    Kind("state dict of DDP", _ddp, _FILE, **_alone),
+    Kind("state dict of DDP", lambda folder: _saved(_weights("module."), folder), _FILE, **_alone),
     Kind("Lightning", partial(_lightning, 1), _FILE),
     Kind("Lightning, two optimizers", partial(_lightning, 2), _FILE, **_alone, ambiguous=True),
     Kind("dcp", partial(_dcp, False, True), _DCP),
@@ -189,33 +187,9 @@ KINDS = [
 # -- what is none --------------------------------------------------------------------------------
 
 
-def _corrupt(folder: Path) -> Path:
-    return unpack("universal-corrupt", folder).checkpoint
-
-
-def _undescribed(folder: Path) -> Path:
-    return unpack("dumps2", folder).checkpoint
-
-
 def _model_and_optimizer(first: str, second: str, folder: Path) -> Path:
     model, optimizer = _model()
     return _saved({first: model.state_dict(), second: optimizer.state_dict()}, folder)
-
-
-def _optimizer_alone(folder: Path) -> Path:
-    return _saved(_model()[1].state_dict(), folder)
-
-
-def _whole_module(folder: Path) -> Path:
-    return _saved(_model()[0], folder)
-
-
-def _empty_folder(folder: Path) -> Path:
-    return folder
-
-
-def _missing(folder: Path) -> Path:
-    return folder / "missing"
 
 
 def _text(folder: Path) -> Path:
@@ -234,19 +208,27 @@ def _safetensors_file(folder: Path) -> Path:
 
 
 STRANGERS = [
-    Stranger("corrupt universal", _corrupt, "do not round to", code=1),
-    Stranger("dumps that nobody has described", _undescribed, "describe_dumps"),
+    Stranger("corrupt universal", partial(_fixture, "universal-corrupt"), "round to", code=1),
+    Stranger(
+        "dumps without description", lambda f: unpack("dumps2", f).checkpoint, "describe_dumps"
+    ),
     Stranger("model", partial(_model_and_optimizer, "model", "optimizer"), "['model']"),
     Stranger(
         "model_state_dict",
         partial(_model_and_optimizer, "model_state_dict", "optimizer_state_dict"),
         "['model_state_dict']",
     ),
-    Stranger("optimizer alone", _optimizer_alone, "its entries are 'param_groups', 'state'"),
-    Stranger("whole module", _whole_module, "torch.nn.modules.container.Sequential"),
+    Stranger(
+        "optimizer alone",
+        lambda folder: _saved(_model()[1].state_dict(), folder),
+        "its entries are 'param_groups', 'state'",
+    ),
+    Stranger(
+        "whole module", lambda f: _saved(_model()[0], f), "torch.nn.modules.container.Sequential"
+    ),
     Stranger("empty dict", partial(_saved, {}), "its entries are none"),
-    Stranger("empty folder", _empty_folder, "it is empty"),
-    Stranger("nothing", _missing, "there is no checkpoint at"),
+    Stranger("empty folder", lambda folder: folder, "it is empty"),
+    Stranger("nothing", lambda folder: folder / "missing", "there is no checkpoint at"),
     Stranger("text", _text, "is not a file of torch.save"),
     Stranger("empty file", _empty_file, "is empty", code=1),
     Stranger("safetensors file", _safetensors_file, "is not a file of torch.save"),

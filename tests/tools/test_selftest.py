@@ -57,8 +57,8 @@ from lightning_elastic_zero.storage.probe import (
     SYNC_NAMES,
 )
 from lightning_elastic_zero.storage.shared import scratch_folder
-from tests.support.processes import HANG_TIMEOUT_S, free_port
-from tests.support.ranks import environment
+from tests.support.processes import HANG_TIMEOUT_S, free_port, output_of
+from tests.support.ranks import ROOT, environment
 from tests.support.slow_disk import SlowDisk
 from tests.tools._bad_disk import bad_disk, bad_disk_library, compiled
 from tests.tools._selftest_worker import broken_rank
@@ -74,17 +74,8 @@ def setting_of(*, launched: int = 0, gpus: int = 0, hosts: int = 1) -> Setting:
     return Setting("cuda" if gpus else "cpu", hosts, world_sizes(launched, gpus), {})
 
 
-def output_of(program: str, *args: str, **variables: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", program, *args],
-        env={**os.environ, **variables},
-        capture_output=True,
-        check=False,
-        text=True,
-        timeout=HANG_TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run_python(program: str, *args: str, **variables: str) -> str:
+    return output_of((sys.executable, "-c", program, *args), ROOT, {**os.environ, **variables})
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +109,7 @@ def test_a_failing_call_fails_its_row_and_a_missing_one_is_worked_around(
     call: str, number: int, what: str, result: str, library: Path, tmp_path: Path
 ) -> None:
     refused = bad_disk(library, tmp_path, {call: number})
-    rows = [Row(*row) for row in json.loads(output_of(PROBE, str(tmp_path), **refused))]
+    rows = [Row(*row) for row in json.loads(run_python(PROBE, str(tmp_path), **refused))]
     found = {row.what: row for row in rows}
     assert found[what].result == result
     assert found[what].details
@@ -317,11 +308,11 @@ print("went on")
 
 def test_signals_interrupt_once(tmp_path: Path) -> None:
     """Nohup's SIGHUP and handlers that are not Python's stay."""
-    assert output_of(SIGNALS).split() == ["interrupted"] * 3
+    assert run_python(SIGNALS).split() == ["interrupted"] * 3
     source = tmp_path / "handler.c"
     source.write_text(FOREIGN_HANDLER)
     preload = {"LD_PRELOAD": str(compiled(source, tmp_path))}
-    assert output_of(WITH_FOREIGN_HANDLER, **preload) == "went on\n"
+    assert run_python(WITH_FOREIGN_HANDLER, **preload) == "went on\n"
 
 
 RAW_WRITE = """
@@ -340,7 +331,7 @@ print(len(calls))
 
 def test_the_raw_write_waits_for_at_most_1_mib_per_call(tmp_path: Path) -> None:
     disk = SlowDisk(tmp_path, 1e12)
-    calls = int(output_of(RAW_WRITE, str(disk.folder / "file"), **disk.environment))
+    calls = int(run_python(RAW_WRITE, str(disk.folder / "file"), **disk.environment))
     waits = disk.waits()
     assert sum(waits) == 12 << 20
     assert max(waits) <= 1 << 20
