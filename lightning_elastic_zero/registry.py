@@ -81,9 +81,9 @@ def _refuse_in_twin() -> None:
 
 def _refuse(**_: Any) -> NoReturn:
     msg = (
-        f"this is the Trainer of {PYTORCH_LIGHTNING}, whose classes are not those of "
-        "lightning.pytorch: use `import lightning.pytorch as pl` in the place of "
-        "`import pytorch_lightning as pl`, for modules, callbacks and loggers too"
+        f"this is the Trainer of {PYTORCH_LIGHTNING}, expected that of lightning.pytorch: replace "
+        "`import pytorch_lightning as pl` by `import lightning.pytorch as pl`, for modules, "
+        "callbacks and loggers too"
     )
     raise UnsupportedError(msg)
 

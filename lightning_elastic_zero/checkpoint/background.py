@@ -734,8 +734,8 @@ class AsyncCheckpointer:
             progress.check()
             if job.reported and time.monotonic() - began > DRAIN_TIMEOUT_S:
                 msg = (
-                    f"{job.target} is still being written, long after a wait for it failed: the "
-                    "disk may not respond"
+                    f"{job.target} is still being written, long after a wait for it failed: check "
+                    "that its disk responds"
                 )
                 raise SaveError(msg)
         failure, job.failure = job.failure, None

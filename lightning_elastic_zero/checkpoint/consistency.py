@@ -119,8 +119,8 @@ def check_consistent(first: RankZeroTables) -> None:
     if differ := [name for name, table in first["tables"].items() if tables[name] != table]:
         here, there = _first_difference(tables[differ[0]], first["tables"][differ[0]])
         msg = (
-            f"the ranks do not agree on their {', '.join(differ)}: they do not hold one run. The "
-            f"first difference is {here} here, and {there} on rank 0"
+            f"the ranks differ in their {', '.join(differ)}: first {here} on this rank, {there} on "
+            "rank 0. Build the same model and optimizer, and take the same steps, on all ranks"
         )
         raise UnsupportedError(msg)
     for index, (mine, theirs) in enumerate(
@@ -129,11 +129,10 @@ def check_consistent(first: RankZeroTables) -> None:
         for key in sorted(mine.keys() | theirs.keys()):
             if mine.get(key) != theirs.get(key):
                 msg = (
-                    f"the optimizer's state {key!r} of flat buffer {index} is "
-                    f"{mine.get(key, 'not there')} here and {theirs.get(key, 'not there')} on rank "
-                    "0: states that are one value per buffer must be the same on all ranks, or "
-                    "they do not hold one run. With torch_autocast in float16, DeepSpeed 0.18.9 "
-                    "lets each rank skip steps by itself: train in bfloat16 there"
+                    f"the optimizer state {key!r} of flat buffer {index} is "
+                    f"{mine.get(key, 'missing')} on this rank and {theirs.get(key, 'missing')} on "
+                    "rank 0, expected one value on all ranks. With torch_autocast in float16, "
+                    "DeepSpeed 0.18.9 lets each rank skip other steps: train in bfloat16 there"
                 )
                 raise UnsupportedError(msg)
 
@@ -167,10 +166,9 @@ def warn_of_replicas(manifest: Manifest, of_ranks: Sequence[Sequence[int]]) -> N
         return
     names = [n for i in sorted(set().union(*of_ranks)) for n in manifest.buffers[i].names]
     log.warning(
-        "The weights have drifted apart between ranks, each of which trains all of them in stage "
-        "0: those of %s are not rank 0's (%s). Each rank writes a part, and a resume gives the "
-        "same weights to all ranks again. Whatever a step depends on has to be the same on all "
-        "ranks, rates and changes of weights by hand too.",
+        "In stage 0 every rank trains all weights, but those of %s differ from rank 0's (%s). Each "
+        "rank writes a part of them, and a resume gives the same weights to all ranks. Use the "
+        "same hyperparameters on all ranks, and make the same changes to weights.",
         format_ranks(ranks),
         format_names(names, _MOST_TOLD),
     )
@@ -198,10 +196,10 @@ def warn_of_drift(manifest: Manifest, of_ranks: Sequence[list[list[Any]]]) -> No
     if len(values) > _MOST_TOLD:
         told.append(f"{len(values) - _MOST_TOLD} more")
     log.warning(
-        "The ranks do not train with the same hyperparameters: %s. Each steps its part of the "
-        "weights with its own. The checkpoint holds rank 0's, and a resume gives them, and the "
-        "states of rank 0's schedulers, to every rank. A scheduler that steps on a metric needs "
-        "the same value on all ranks: self.log(..., sync_dist=True).",
+        "The ranks train with different hyperparameters: %s. Each rank updates its part of the "
+        "weights with its own values. The checkpoint contains rank 0's values and schedulers, and "
+        "a resume uses them on every rank. A scheduler that steps on a metric needs the same value "
+        "on all ranks: self.log(..., sync_dist=True).",
         "; ".join(told),
     )
 

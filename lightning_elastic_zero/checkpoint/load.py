@@ -563,7 +563,7 @@ def _commit(filled: _Filled) -> RanksError | None:
         filled.targets.commit(filled.values)
     except Exception as error:  # noqa: BLE001 (raised on all ranks)
         failure = RanksError(
-            "the load failed while changing the engine, which now holds a mixture of states: "
+            "the load failed while changing the engine, which now has a mixture of states: "
             f"{type(error).__name__}: {error}. Do not continue training: restart the run."
         )
         failure.__cause__ = error
@@ -606,8 +606,9 @@ def _open(
     source = open_checkpoint(directory, allow_pickle=options.allow_pickle, progress=progress)
     if source.manifest.save_id != first["save_id"]:
         msg = (
-            f"{directory} is save {source.manifest.save_id} on this rank and {first['save_id']} on "
-            "rank 0: the ranks do not share the directory, or a save just replaced it"
+            f"{directory} contains save {source.manifest.save_id} on this rank and "
+            f"{first['save_id']} on rank 0. Load from a directory that all ranks share; if a save "
+            "has just replaced it, load again"
         )
         raise CheckpointFormatError(msg)
     renaming = _renaming(live.describe(), options)
@@ -708,11 +709,11 @@ class _Load:
         where, source = self.where, self.source
         log.info("loading %s: %s into %s", where, _source_summary(source), describe(here))
         if source.info.mixed:
-            log.warning("%s may not be of one save: %s", where, source.info.mixed)
+            log.warning("%s may contain files of several saves: %s", where, source.info.mixed)
         if scope.lr_scheduler and not source.info.hyperparameters:
             log.warning(
-                "%s holds no hyperparameters of the parameter groups: learning rate, weight decay, "
-                "... stay as they are configured in this run",
+                "%s contains no hyperparameters of the parameter groups: this run's configured "
+                "learning rate, weight decay, ... are used",
                 where,
             )
         if rounded := rounded_buffers(buffers, here):

@@ -193,8 +193,7 @@ class Retention:
                 return False
         if refusal_reason := delete_checkpoint(path, doomed):
             log.warning(
-                "%s is not deleted, and will not be: it %s. Delete it yourself, or move your files "
-                "away.",
+                "%s is not deleted, because it %s. Delete it yourself, or move your files away.",
                 path,
                 refusal_reason,
             )

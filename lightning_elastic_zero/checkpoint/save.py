@@ -251,7 +251,7 @@ class Cancellation:
             SaveError: the save was cancelled.
         """
         if self._cancelled:
-            msg = "it was given up before it was written: the run has ended"
+            msg = "the save was cancelled before it was written, because the run has ended"
             raise SaveError(msg)
 
     def commit(self) -> None:

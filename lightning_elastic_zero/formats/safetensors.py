@@ -75,7 +75,10 @@ def write_safetensors(
     at = 0
     for tensor in tensors:
         if tensor.source.dtype not in _DTYPES:
-            msg = f"{tensor.name} is of {tensor.source.dtype}, which safetensors files cannot hold"
+            msg = (
+                f"{tensor.name} is of {tensor.source.dtype}, which safetensors files cannot "
+                "contain. Exclude it, or write fp32 or lightning"
+            )
             raise UnsupportedError(msg)
         stop = at + tensor.size_bytes
         header[tensor.name] = {

@@ -208,8 +208,8 @@ class AcceleratorBinding:
             accelerator.step = steps * accumulate
             if in_window:
                 log.warning(
-                    "%s was saved after %d of %d micro-batches of an optimizer step; their "
-                    "gradients are not in it, and the step begins anew",
+                    "%s was saved after %d of %d micro-batches of an optimizer step and does not "
+                    "contain their gradients: the step is repeated",
                     loaded.load_dir,
                     in_window,
                     loaded.accumulate,
@@ -248,7 +248,7 @@ def warn_of_data(
     found += _data_differences(loader, loaded.result.manifest.progress.global_batch_size)
     if found and accelerator.is_main_process:
         log.warning(
-            "This run has %d ranks, the one that saved %s had %d: %s",
+            "This run has %d ranks, %s was saved on %d: %s",
             accelerator.num_processes,
             loaded.load_dir,
             loaded.world_size,

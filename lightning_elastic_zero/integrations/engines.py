@@ -536,7 +536,7 @@ def newest_intact(
                 problems.append(f"{folder}: {next(filter(None, found))}")
                 continue
             if problems and ranks.rank == 0:
-                log.warning("Resuming from %s, since %s", folder, "; ".join(problems))
+                log.warning("Resuming from %s, because %s", folder, "; ".join(problems))
             return folder
     found_text = "; ".join(problems) or "there is no folder"
     msg = f"fallback=True found no intact checkpoint to resume from ({asked}): {found_text}"

@@ -136,7 +136,7 @@ class ElasticDeepSpeedFabricStrategy(DeepSpeedStrategy):
         known = {id(engine), *map(id, optimizers)}
         missing = [repr(k) for k, v in state.items() if id(v) not in known and k not in saved]
         if missing and self.is_global_zero:
-            log.warning("%s has no entry %s: the state keeps its own", path, ", ".join(missing))
+            log.warning("%s has no entry %s: state keeps its value", path, ", ".join(missing))
         rest = {}
         for key, value in saved.items():
             if key not in state:

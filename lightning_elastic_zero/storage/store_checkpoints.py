@@ -552,8 +552,8 @@ class StagedObjects:
 
     def _considered_dead(self) -> SaveError:
         msg = (
-            f"Could not publish {self.target}: this process was considered dead, and its files "
-            "were removed."
+            f"Could not publish {self.target}: another save considered this process dead and "
+            "removed its files. Save again."
         )
         return SaveError(msg)
 

@@ -467,7 +467,7 @@ def _check_trained(checkpoint: OpenCheckpoint) -> None:
     if not checkpoint.manifest.groups:
         why = checkpoint.reader.info.unmatched or "it has no optimizer state by name"
         msg = (
-            f"{checkpoint.path} does not say which of its weights are trained ({why}), which a "
+            f"{checkpoint.path} does not record which of its weights are trained ({why}), which a "
             "checkpoint of this library needs: resume from it directly"
         )
         raise CheckpointMismatchError(msg)

@@ -228,7 +228,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
     try:
         entries = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
     except OSError as error:
-        msg = f"{folder} cannot be listed ({error.strerror})"
+        msg = f"{folder} cannot be listed ({error.strerror}): check the path and its permissions"
         raise CheckpointNotFoundError(msg) from error
     found = {real_path(e) for e in entries if e.exists() and looks_like_checkpoint(e)}
     return sorted(found, key=lambda path: (_published_at(path), str(path)), reverse=True)

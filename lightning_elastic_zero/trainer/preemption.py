@@ -149,7 +149,10 @@ class PreemptionCheckpoint(Callback):
     ) -> None:
         unknown = [name for name in signals if name not in signal.Signals.__members__]
         if unknown:
-            msg = f"signals={list(signals)!r}: there is no signal {unknown[0]!r} on this system"
+            msg = (
+                f"signals={list(signals)!r}: there is no signal {unknown[0]!r} on this system, "
+                "expected names such as SIGUSR1"
+            )
             raise ValueError(msg)
         if exit_code not in range(1, 256):
             msg = f"exit_code={exit_code!r}: expected 1 to 255, because 0 means a complete run"

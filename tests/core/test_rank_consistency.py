@@ -92,7 +92,7 @@ def test_ranks_of_different_runs_are_refused(
 ) -> None:
     first = contents({}, lr=0.1)
     other = replace(first, manifest=change(first.manifest))
-    with pytest.raises(UnsupportedError, match="do not hold one run"):
+    with pytest.raises(UnsupportedError, match="the ranks differ in their"):
         compare(first, other, tmp_path)
 
 

@@ -352,7 +352,7 @@ class TestDeleting:
         retention.remove(tmp_path / "best.ckpt")
         retention.delete_pending()
         assert snapshot(tmp_path) == before
-        assert caplog.text.count("best.ckpt is not deleted, and will not be: it ") == 1
+        assert caplog.text.count("best.ckpt is not deleted, because it ") == 1
 
     def test_a_file_added_before_the_rename_is_restored(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -351,7 +351,7 @@ def test_the_difference_is_named_all_the_same(count: int, saved: list[RankResult
     """Every rank hears which parameter is another one, and what it is on both."""
     for result in saved:
         _, said, left = result.notes[f"parameters {count}"]
-        assert "do not agree on their parameters" in said
+        assert "the ranks differ in their parameters" in said
         assert f"rank {WORLD - 1} of {WORLD}" in said
         assert "model.odd.weight" in said
         assert f"model.layers.{count // 2}.weight" in said

@@ -393,7 +393,7 @@ def test_a_change_that_fails_on_one_rank(
     load = LoadingAfter(saved_by(setup).path, refuse_hyperparameters, unchanged=False)
     for refused in pools.run(setup.world, partial(refusal, setup, load, look=False)):
         assert refused.error == "RanksError", refused
-        assert "now holds a mixture of states: TypeError: " in refused.message
+        assert "now has a mixture of states: TypeError: " in refused.message
         assert refused.seconds < PROMPT_TIMEOUT_S
 
 

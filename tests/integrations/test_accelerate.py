@@ -206,7 +206,7 @@ def test_fallback_takes_the_folder_before(
         assert "CheckpointCorruptedError" in failure
     run, *_ = hf_ranks.run(3, partial(loop, replace(case, options={"fallback": True})))
     assert run.first_state
-    assert [f"Resuming from {tmp_path}/step_8, since" in text for text in run.warnings] == [True]
+    assert [f"Resuming from {tmp_path}/step_8, because" in text for text in run.warnings] == [True]
     shutil.rmtree(tmp_path / "step_8")
     case = replace(case, options={"fallback": True})
     for failure in hf_ranks.run(3, partial(stock_failure, case)):

@@ -265,7 +265,7 @@ def refused(kind: Kind, to: str) -> str:
     if (to == "universal" and not kind.optimizer) or (to == "dcp" and kind.ambiguous):
         return "its optimizer state cannot be converted"
     if to == "elastic" and not kind.trained:
-        return "does not say which of its weights are trained"
+        return "does not record which of its weights are trained"
     if to == "elastic" and not kind.hyperparameters:
         return "lacks the hyperparameters"
     return ""
