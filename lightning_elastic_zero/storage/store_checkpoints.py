@@ -552,7 +552,7 @@ class StagedObjects:
 
     def _considered_dead(self) -> SaveError:
         msg = (
-            f"Could not publish {self.target}: another save considered this process dead and "
+            f"Could not publish {self.target}: this process was considered dead, and another save "
             "removed its files. Save again."
         )
         return SaveError(msg)
