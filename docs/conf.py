@@ -43,7 +43,6 @@ nitpicky = False
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # They are in the signatures and in the docstrings.
-autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 
