@@ -415,12 +415,12 @@ def test_the_example_of_the_page_is_read() -> None:
     assert (manifest.stage, manifest.world_size) == (3, 2)
     assert json.loads(manifest.to_json()) == content
     for entry in manifest.files:
-        assert f"| `{DIGEST_FIELD}` |" in PAGE
+        assert f"- `{DIGEST_FIELD}`: " in PAGE
         assert Path(entry.name).name in PAGE.partition("## manifest.json")[0]
 
 
 def test_numbers_and_names_of_the_page_are_those_of_the_code() -> None:
-    assert f"| `format_version` | {FORMAT_VERSION} |" in PAGE
+    assert f"- `format_version`: {FORMAT_VERSION}\n" in PAGE
     assert json.loads(examples()[1])["chunk_bytes"] == CHUNK_BYTES
     for name in (
         *(constants.OURS, constants.OPTIMIZER, constants.STATES, constants.FROZEN),
