@@ -614,7 +614,8 @@ class UniversalReader(TagReader):
             found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor)
             msg = (
                 f"{self.files.folder / file} has {found}, but {name} has {numel} elements: it "
-                "was converted from a run with tensor parallelism, or is of another run"
+                "was converted from a run with tensor parallelism, or belongs to another run. "
+                "Convert the checkpoint again"
             )
             raise CheckpointFormatError(msg)
         return tensor.view(-1)

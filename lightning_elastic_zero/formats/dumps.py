@@ -273,7 +273,7 @@ class DumpsReader(CheckpointReader):
         names = self._names.get(name, (name,))
         found = next((weights[each] for each in names if each in weights), None)
         if not isinstance(found, torch.Tensor):
-            msg = f"{path} lacks {name}: it is not the file that was described"
+            msg = f"{path} lacks {name}: it was replaced. Call describe_dumps again"
             raise CheckpointFormatError(msg)
         if not found.is_contiguous():
             msg = f"{path}: {name} has the strides {found.stride()}. Save it contiguous"
