@@ -18,7 +18,13 @@ from accelerate.checkpointing import load_accelerator_state
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import MODEL_NAME, DeepSpeedSchedulerWrapper, DistributedType
 from packaging.version import Version
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from lightning_elastic_zero.checkpoint.load import verify_share
 from lightning_elastic_zero.coordination.ranks import Ranks
@@ -245,7 +251,9 @@ def warn_of_data(
     found = [*differences]
     if loader is not None and accelerator.dataloader_config.use_stateful_dataloader:
         found.append("use_stateful_dataloader keeps one rank's position, which no other can use")
-    found += _data_differences(loader, loaded.result.manifest.progress.global_batch_size)
+    samples = loaded.result.manifest.progress.global_batch_size or 0
+    accumulations = {loaded.accumulate, accelerator.gradient_accumulation_steps}
+    found += _data_differences(loader, samples, {max(1, samples // each) for each in accumulations})
     if found and accelerator.is_main_process:
         log.warning(
             "This run has %d ranks, %s was saved on %d: %s",
@@ -256,7 +264,8 @@ def warn_of_data(
         )
 
 
-def _data_differences(loader: object, samples: int | None) -> Iterator[str]:
+def _data_differences(loader: object, samples: int, micro_steps: set[int]) -> Iterator[str]:
+    """Yield differences, given the samples of an optimizer step and of the runs' micro-steps."""
     if not isinstance(loader, DataLoader):
         return
     if isinstance(loader.dataset, IterableDataset):
@@ -273,9 +282,11 @@ def _data_differences(loader: object, samples: int | None) -> Iterator[str]:
             f"the order of {type(sampler).__name__} cannot be repeated, and a resumed epoch has "
             "other samples: use a sampler whose set_epoch(epoch) seeds the order"
         )
-    count = len(sampler) if isinstance(sampler, Sized) else 0
-    if not samples or not count or not (rest := count % samples):
+    counted = sampler.dataset if isinstance(sampler, DistributedSampler) else sampler
+    count = len(counted) if isinstance(counted, Sized) else 0
+    if not samples or not any(count % each for each in micro_steps):
         return
+    rest = count % samples
     if getattr(batches, "drop_last", False):
         yield (
             f"{count} samples are not a multiple of the {samples} of a step, and drop_last makes "

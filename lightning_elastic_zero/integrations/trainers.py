@@ -60,7 +60,7 @@ class ResumeCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     def on_load(self, loaded: Loaded) -> None:
         """Note what the engine has loaded."""
         self._loaded = loaded
-        self._rng_due = loaded.world_size != self._trainer.args.world_size
+        self._rng_due = True
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Warn of data that another number of ranks reads in another order."""
@@ -90,8 +90,9 @@ class ResumeCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         The epoch is set here for a sampler of the user's: accelerate does not pass it on through
         the batches that are skipped.
         """
-        if self._loaded is not None:
-            _, sampler = samplers_of(self._trainer.callback_handler.train_dataloader)
+        loader = self._trainer.callback_handler.train_dataloader
+        if self._loaded is not None and hasattr(loader, "set_epoch"):  # else nobody sets epochs
+            _, sampler = samplers_of(loader)
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(int(state.epoch or 0))
         if self._rng_due and (args.ignore_data_skip or not self._in_epoch(args, state)):
@@ -122,8 +123,9 @@ class ResumeCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
             return
         own = _rng_file(loaded.load_dir, args.process_index, args.world_size)
         source = args.process_index % loaded.world_size
-        other = _rng_file(loaded.load_dir, source, loaded.world_size)
-        if own.is_file() or not other.is_file():
+        others = (_rng_file(loaded.load_dir, rank, loaded.world_size) for rank in (source, 0))
+        other = next((file for file in others if file.is_file()), None)
+        if own.is_file() or other is None:
             return  # The Trainer itself has restored it, or there is none.
         numpy: list[Any] = [np.ndarray, np.dtype, type(np.dtype(np.uint32)), _reconstruct()]
         with torch.serialization.safe_globals(numpy):

@@ -23,7 +23,13 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from torch.utils.data import Dataset, Sampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    Sampler,
+    WeightedRandomSampler,
+)
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -206,6 +212,9 @@ class TrainerCase:
     """Whether the Trainer makes the model, as sweeps require."""
     sampler: str = ""
     """The user's own: ``weighted``, or ``epochs``, with a seed for each epoch."""
+    sharded: bool = False
+    """Whether ``get_train_dataloader`` returns a loader of the user's, not prepared by accelerate,
+    whose ``DistributedSampler`` is never given an epoch."""
     zero3_init: str = ""
     """``pretrained`` or ``config``: what the model is made from, partitioned from the start."""
 
@@ -335,6 +344,9 @@ def make_trainer(case: TrainerCase, run: Run) -> Any:
     watch.trainer = trainer
     if case.sampler:
         trainer._get_train_sampler = lambda *_: sampler_of(case.sampler, case.samples)
+    if case.sharded:
+        sampler: Any = DistributedSampler(data, dist.get_world_size(), dist.get_rank(), seed=5)
+        trainer.get_train_dataloader = lambda: DataLoader(data, batch_size=micro, sampler=sampler)
     if case.bound:
         assert elastic(trainer, **case.options) is trainer
     return trainer

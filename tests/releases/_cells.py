@@ -68,3 +68,13 @@ EXCHANGES = ((OLDEST, NEWER), (OLDEST, NEWEST), (OLDEST, PINNED))
 
 REFUSED = Cell(PINNED_TORCH, "0.18.3", "2.6.6", promised=False)
 """A release that pip installs against the library's word only."""
+
+HUGGING_FACE = {
+    "transformers4.57.3-accelerate1.15.0": (
+        *("transformers==4.57.3", "accelerate==1.15.0"),
+        *("huggingface_hub==0.36.2", "tokenizers==0.22.2"),
+    ),
+    "transformers5.24.0-accelerate1.15.0": ("transformers==5.24.0", "accelerate==1.15.0"),
+}
+"""Both ends of what ``elastic`` supports. These packages precede those of the pinned environment,
+which has all others; the oldest transformers also needs older ones."""

@@ -6,6 +6,7 @@ import fcntl
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,6 +63,23 @@ def environment(cell: Cell) -> dict[str, str]:
         if not (folder / ".installed").is_file():
             _install(cell, folder)
     return _variables(folder)
+
+
+def preceding(name: str, packages: tuple[str, ...]) -> dict[str, str]:
+    """Install packages into a folder, unless they are, and return how this Python finds them first.
+
+    Raises:
+        AssertionError: pip could not install them.
+    """
+    folder = FOLDER / name
+    with _alone():
+        if not (folder / ".installed").is_file():
+            shutil.rmtree(folder, ignore_errors=True)
+            command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+            options = [*os.environ.get("PIP_ARGS", "").split(), "--target", str(folder)]
+            subprocess.run([*command, *options, *packages], check=True, timeout=INSTALL_TIMEOUT_S)
+            (folder / ".installed").touch()
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
 
 
 def _variables(folder: Path) -> dict[str, str]:

@@ -7,14 +7,16 @@ import os
 import re
 import signal
 import subprocess
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from lightning_elastic_zero.core.requirements import DEEPSPEED
-from tests.releases._cells import CELLS, EXCHANGES, REFUSED, Cell
+from tests.releases._cells import CELLS, EXCHANGES, HUGGING_FACE, REFUSED, Cell
 from tests.releases._core_matrix import TESTS, left_out
-from tests.releases._install import ROOT, EnvironmentUnavailableError, environment
+from tests.releases._install import ROOT, EnvironmentUnavailableError, environment, preceding
 from tests.support.tables import RELEASES
 
 pytestmark = [pytest.mark.engine, pytest.mark.releases, pytest.mark.timeout(10_800)]
@@ -75,8 +77,13 @@ def run(cell: Cell, *arguments: str) -> str:
         AssertionError: it failed.
     """
     variables = of(cell)
+    return run_python(f"{variables['VIRTUAL_ENV']}/bin/python", arguments, variables)
+
+
+def run_python(python: str, arguments: Iterable[str], variables: dict[str, str]) -> str:
+    """Run a Python; see ``run``."""
     process = subprocess.Popen(
-        [f"{variables['VIRTUAL_ENV']}/bin/python", *arguments],
+        [python, *arguments],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -109,9 +116,27 @@ def test_the_core_matrix_passes(cell: Cell, tmp_path: Path) -> None:
         *("-k", left_out(cell)),
         *TESTS,
     )
+    count_outcomes(str(cell), said)
+
+
+def count_outcomes(cell: str, said: str) -> None:
+    """Note for the table how many tests passed."""
     for outcome in ("passed", "skipped"):
         if found := re.search(rf"(\d+) {outcome}\b", said.splitlines()[-1]):
-            RELEASES.count(str(cell), f"tests {outcome}", int(found[1]))
+            RELEASES.count(cell, f"tests {outcome}", int(found[1]))
+
+
+@pytest.mark.parametrize("cell", HUGGING_FACE)
+def test_hugging_face_resumes(cell: str, tmp_path: Path) -> None:
+    """The tests of the Trainer and of accelerate pass with both ends of the releases."""
+    tests = [f"tests/integrations/test_{name}.py" for name in ("trainer", "accelerate")]
+    options = ["-q", "-W", "ignore", "-m", "not (long or gpu)", "-p", "no:xdist"]
+    said = run_python(
+        sys.executable,
+        ["-m", "pytest", *options, "-o", f"cache_dir={tmp_path}", *tests],
+        preceding(cell, HUGGING_FACE[cell]),
+    )
+    count_outcomes(cell, said)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
