@@ -36,13 +36,17 @@ from lightning_elastic_zero.errors import (
     ElasticZeroError,
     UnsupportedError,
 )
-from lightning_elastic_zero.formats.full_state import AVERAGING, FullState, FullStateReader
+from lightning_elastic_zero.formats.full_state import (
+    AVERAGING,
+    FullState,
+    FullStateReader,
+    refuse_several,
+)
 from lightning_elastic_zero.formats.pickles import PicklePolicy
 from lightning_elastic_zero.formats.reader import FRESH_OPTIMIZER_HINT, file_list_digest
 from lightning_elastic_zero.formats.torch_optimizer import (
     MEMBERS,
     Members,
-    describe_alone,
     members_of,
 )
 from lightning_elastic_zero.formats.torch_read import (
@@ -523,16 +527,10 @@ class Chunks:
 StateDict = dict[str, Any]
 
 
-def state_dict_of(
-    leaves: OptimizerLeaves, chunks: Chunks, live: Manifest, names: Iterable[str]
-) -> StateDict:
+def state_dict_of(leaves: OptimizerLeaves, chunks: Chunks) -> StateDict:
     """Return the saved state dict of an optimizer; its tensors have no values yet."""
     values = chunks.values_of(leaf for _, leaf in leaves.groups)
     states = chunks.values_of(leaf for _, leaf in leaves.state if leaf.tensor is None)
-    if leaves.flattened:
-        named = _by_name(leaves.state, states, names)
-        groups = _groups_by_name(_by_name(leaves.groups, values, names), named, live)
-        return {"state": named, "param_groups": groups}
     state: dict[Any, StateDict] = {}
     for path, leaf in leaves.state:
         if len(path) > 1:
@@ -548,22 +546,18 @@ def state_dict_of(
     return {"state": state, "param_groups": groups}
 
 
-def members_alone(
-    leaves: OptimizerLeaves, chunks: Chunks, weights: Mapping[str, torch.Tensor]
-) -> Members:
-    """Return the members of the groups without a live model.
+def flattened_state_dict_of(
+    leaves: OptimizerLeaves, chunks: Chunks, live: Manifest, names: Iterable[str]
+) -> StateDict:
+    """Return such a state dict in the live groups, if it has hyperparameters per parameter.
 
-    If hyperparameters are stored per parameter, parameters with equal ones form a group.
+    ``names`` are the names in the saved model.
     """
-    if not leaves.flattened:
-        without_model = describe_alone({}, ())
-        return members_of(state_dict_of(leaves, chunks, without_model, weights), weights)
     values = chunks.values_of(leaf for _, leaf in leaves.groups)
-    alike: dict[str, list[str]] = {}
-    for name, its_fields in _by_name(leaves.groups, values, weights).items():
-        fields = {key: value for key, value in its_fields.items() if key not in MEMBERS}
-        alike.setdefault(canonical_repr(fields, name), []).append(name)
-    return tuple(map(tuple, alike.values()))
+    states = chunks.values_of(leaf for _, leaf in leaves.state if leaf.tensor is None)
+    named = _by_name(leaves.state, states, names)
+    groups = _groups_by_name(_by_name(leaves.groups, values, names), named, live)
+    return {"state": named, "param_groups": groups}
 
 
 def _by_name(
@@ -584,6 +578,10 @@ def _by_name(
     return found
 
 
+def _hyperparameters(fields: StateDict) -> StateDict:
+    return {key: value for key, value in fields.items() if key not in MEMBERS}
+
+
 def _groups_by_name(
     held: Mapping[str, StateDict], state: Mapping[str, StateDict], live: Manifest
 ) -> list[StateDict]:
@@ -597,7 +595,7 @@ def _groups_by_name(
             if name in state:  # It was trained when saved, so it must be reported.
                 groups[0]["params"].append(name)
             continue
-        fields = {key: value for key, value in its_fields.items() if key not in MEMBERS}
+        fields = _hyperparameters(its_fields)
         group = groups[index]
         have = {key: value for key, value in group.items() if key != "params"}
         if group["params"] and canonical_repr(have, name) != canonical_repr(fields, name):
@@ -643,7 +641,7 @@ class DcpReader(FullStateReader):
         self._models: list[Mapping[str, Any]] = []
         models = self._tree.models
         self._choose(max(models, key=lambda path: len(models[path]), default=()))
-        self._take(self._full_state)
+        self._set_content(self._full_state)
 
     def _trainer_state(self) -> Mapping[str, Any]:
         if not (self._path / TRAINER_STATE).is_file():
@@ -681,15 +679,23 @@ class DcpReader(FullStateReader):
     def bind(self, live: Manifest) -> None:
         self._bind_to(choose_model(self._tree, live, self._path), live)
 
-    def _bind_to_own(self, own: Manifest) -> None:
+    def _bind_to_itself(self, own: Manifest) -> None:
         self._bind_to(self._model, own)
 
-    def _optimizer_count(self) -> int:
-        return len(self._tree.optimizers)
-
-    def _members(self) -> Members:
-        leaves = next(iter(self._tree.optimizers.values()))
-        return members_alone(leaves, self._chunks, self._full_state.weights)
+    def _members_without_model(self) -> Members:
+        optimizers, weights = list(self._tree.optimizers.values()), self._full_state.weights
+        refuse_several(len(optimizers))
+        if not optimizers:
+            return ()
+        if not optimizers[0].flattened:
+            return members_of(state_dict_of(optimizers[0], self._chunks), weights)
+        # Parameters with equal hyperparameters form a group.
+        groups = optimizers[0].groups
+        values = self._chunks.values_of(leaf for _, leaf in groups)
+        alike: dict[str, list[str]] = {}
+        for name, fields in _by_name(groups, values, weights).items():
+            alike.setdefault(canonical_repr(_hyperparameters(fields), name), []).append(name)
+        return tuple(map(tuple, alike.values()))
 
     def names(self) -> Sequence[str]:
         return self._names
@@ -698,7 +704,7 @@ class DcpReader(FullStateReader):
         self._choose(model)
         optimizers, why = self._optimizers(live)
         self._full_state = replace(self._full_state, optimizers=optimizers, unmatched=why)
-        self._take(self._full_state, live)
+        self._set_content(self._full_state, live)
 
     def _optimizers(self, live: Manifest) -> tuple[list[dict[str, Any]], str]:
         """Return the optimizer's state dict, and the reason if it cannot be used."""
@@ -717,7 +723,10 @@ class DcpReader(FullStateReader):
             return [{} for _ in found], ""
         leaves = next(iter(found.values()))
         try:
-            return [state_dict_of(leaves, self._chunks, live, self._full_state.weights)], ""
+            if not leaves.flattened:
+                return [state_dict_of(leaves, self._chunks)], ""
+            names = self._full_state.weights
+            return [flattened_state_dict_of(leaves, self._chunks, live, names)], ""
         except CheckpointMismatchError as error:
             return [{}], str(error)
 

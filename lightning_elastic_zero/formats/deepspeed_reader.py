@@ -238,7 +238,7 @@ class TagReader(CheckpointReader):
         self._folder = read_tag_folder(files.folder)
         self._partitioned = not self._folder.model
         """Whether the weights are partitioned (ZeRO-3)."""
-        self._check_beginning()
+        self._check_required_files()
         self._first = ModelFile(self.files, self._model_name(0))
         shared = self._first.buffers and not self._partitioned
         self._lacks = ("RNG states", *(["buffers of ranks other than 0"] if shared else []))
@@ -246,7 +246,7 @@ class TagReader(CheckpointReader):
 
     # -- which files -----------------------------------------------------------------------------
 
-    def _check_beginning(self) -> None:
+    def _check_required_files(self) -> None:
         """Check the other files before a model file is opened."""
 
     def _model_name(self, rank: int) -> str:
@@ -505,7 +505,7 @@ class UniversalReader(TagReader):
 
     # -- what is there ---------------------------------------------------------------------------
 
-    def _check_beginning(self) -> None:
+    def _check_required_files(self) -> None:
         if not (self.files.folder / OPTIMIZER_STATE).is_file():
             self._refuse_missing([OPTIMIZER_STATE])
         stage = int(self._optimizer.get("zero_stage", STAGE_WEIGHTS))

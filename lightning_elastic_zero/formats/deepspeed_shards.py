@@ -185,7 +185,11 @@ RESUME_FROM_ANOTHER = (
 
 
 class ZeroShardSet:
-    """The shards of all ranks of one save."""
+    """The shards of all ranks of one save.
+
+    Rank 0's shard is parsed at once; ``check_all`` compares the others with it. ``name`` returns
+    the name of a rank's file; the shard is its entry ``entry``, or the whole file if that is empty.
+    """
 
     def __init__(
         self,

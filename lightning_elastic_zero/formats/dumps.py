@@ -64,6 +64,7 @@ from lightning_elastic_zero.formats.reader import (
     as_format_error,
     differing_sizes,
     file_list_digest,
+    read_run,
     same_rounded,
 )
 from lightning_elastic_zero.formats.torch_read import ForeignFiles, StoredRun, foreign_files
@@ -506,53 +507,43 @@ def _orders(
     rows: Rows,
     trained: list[str],
 ) -> list[Order]:
-    """Return the possible orders of the parameters in each group, the likeliest first.
-
-    Each order is followed by the one that ``round_robin_gradients`` makes of it.
-    """
+    """Return the order of the parameters, and that which ``round_robin_gradients`` makes of it."""
     first, held = shards[0], _group_numels(shards)
 
     def numels(order: Order) -> list[int]:
         return [sum(_numel_in_flat(first, rows[n]) for n in names) for names in order]
 
+    listed = [
+        list(dict.fromkeys(name for o in shards for name in o.names[index]))
+        for index in range(len(first.flats))
+        if all(len(o.names) == len(o.flats) for o in shards)
+    ]
+    base: Order
     if groups is not None:
-        bases = [_checked_groups(groups, rows, len(held))]
+        base = _checked_groups(groups, rows, len(held))
+    elif all(n in rows for names in listed for n in names) and numels(listed) == held:
+        base = listed
+    elif len(held) == 1:
+        base = [trained]
     else:
-        listed = [
-            list(dict.fromkeys(name for o in shards for name in o.names[index]))
-            for index in range(len(first.flats))
-            if all(len(o.names) == len(o.flats) for o in shards)
-        ]
-        named = all(n in rows for names in listed for n in names) and numels(listed) == held
-        bases = [listed] if named else []
-        bases += [[trained]] if len(held) == 1 else []
-    if not bases:
         msg = (
             f"{folder}: the dumps do not name the parameters of their {len(held)} parameter "
             f"groups. {GROUPS_HINT}"
         )
         raise CheckpointMismatchError(msg)
-    fitting: list[Order] = [base for base in bases if numels(base) == held]
-    if not fitting:
-        wanted = numels(bases[0])
-        index = next(i for i, numel in enumerate(wanted) if numel != held[i])
-        each = " on each rank" if first.stage == STAGE_WEIGHTS else ""
-        msg = (
-            f"{folder}: the dumps contain {held[index]:,} master weights{each} of parameter group "
-            f"{index}, but its {len(bases[0][index])} parameters have {wanted[index]:,}. Pass the "
-            f"model that was trained, with the same parameters frozen. {GROUPS_HINT}"
-        )
-        raise CheckpointMismatchError(msg)
+    for index, (numel, wanted) in enumerate(zip(held, numels(base), strict=True)):
+        if numel != wanted:
+            each = " on each rank" if first.stage == STAGE_WEIGHTS else ""
+            msg = (
+                f"{folder}: the dumps contain {numel:,} master weights{each} of parameter group "
+                f"{index}, but its {len(base[index])} parameters have {wanted:,}. Pass the model "
+                f"that was trained, with the same parameters frozen. {GROUPS_HINT}"
+            )
+            raise CheckpointMismatchError(msg)
     if first.stage == STAGE_WEIGHTS or len(shards) == 1:
-        return fitting
-    return [
-        order
-        for base in fitting
-        for order in (
-            base,
-            [[names[i] for i in round_robin_order(len(names), len(shards))] for names in base],
-        )
-    ]
+        return [base]
+    round_robin = [[names[i] for i in round_robin_order(len(names), len(shards))] for names in base]
+    return [base, round_robin]
 
 
 def _numel_in_flat(first: ShardMetadata, row: ParameterRow) -> int:
@@ -626,14 +617,7 @@ def _mismatches(reader: DumpsReader) -> Iterator[Fragment]:
             for start, stop in spans(fragment.start, fragment.stop, COMPARED_ELEMENTS):
                 offset = fragment.offset + start - fragment.start
                 at = Transfer(fragment.name, start, stop, rank, fragment.buffer, offset, 0, 0)
-                master = _read(reader.locate(WEIGHT, at))
-                if not same_rounded(master, _read(reader.model_weights(at))):
+                master = read_run(reader.locate(WEIGHT, at))
+                if not same_rounded(master, read_run(reader.model_weights(at))):
                     yield fragment
                     break
-
-
-def _read(location: Location) -> torch.Tensor:
-    file, run = location
-    found = torch.empty(run.stop - run.start, dtype=run.tensor.dtype)
-    file.read_into([(found, run)])
-    return found

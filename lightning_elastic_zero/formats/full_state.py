@@ -42,13 +42,13 @@ from lightning_elastic_zero.formats.reader import (
     duplicate_names,
     file_list_digest,
     is_extra_state,
+    read_run,
     storage_location,
 )
 from lightning_elastic_zero.formats.torch_optimizer import (
     Members,
     NamedOptimizerState,
     by_position,
-    describe_alone,
     is_optimizer,
     members_of,
     name_states,
@@ -143,29 +143,26 @@ def _named_states(
         )
     elif live.groups and is_optimizer(next(iter(full_state.optimizers), None)):
         saved = full_state.optimizers[0]
-        if not full_state.ordered and (alike := _alike(saved, live)):
-            why = (
-                "the optimizer state is stored by position, but the order of the saved parameters "
-                f"is unknown: the states of {alike[0]} and {alike[1]}, which have the same shape, "
-                f"are ambiguous; {FRESH_OPTIMIZER_HINT}"
-            )
-        else:
-            try:
-                return name_states(saved, live, order, canonical)
-            except CheckpointMismatchError as error:
-                why = str(error)
+        try:
+            if not full_state.ordered and by_position(saved):
+                _check_distinct_shapes(live)
+            return name_states(saved, live, order, canonical)
+        except CheckpointMismatchError as error:
+            why = str(error)
     return NamedOptimizerState(_without_state(live, saved), {}, why)
 
 
-def _alike(saved: Mapping[str, Any], live: Manifest) -> tuple[str, str] | None:
-    """Return two trained parameters of one shape if states are stored by position, else None."""
-    if not by_position(saved):
-        return None
+def _check_distinct_shapes(live: Manifest) -> None:
+    """Refuse parameters that only their position distinguishes."""
     first: dict[tuple[int, ...], str] = {}
     for parameter in live.optimized:
-        if first.setdefault(parameter.shape, parameter.name) != parameter.name:
-            return first[parameter.shape], parameter.name
-    return None
+        if (other := first.setdefault(parameter.shape, parameter.name)) != parameter.name:
+            msg = (
+                "the optimizer state is stored by position, but the order of the saved parameters "
+                f"is unknown: the states of {other} and {parameter.name}, which have the same "
+                f"shape, are ambiguous; {FRESH_OPTIMIZER_HINT}"
+            )
+            raise CheckpointMismatchError(msg)
 
 
 def _without_state(live: Manifest, saved: Mapping[str, Any]) -> tuple[Group, ...]:
@@ -234,6 +231,13 @@ def _dtype_of(parameters: Sequence[Parameter]) -> torch.dtype:
     return max(numels, key=lambda dtype: numels[dtype], default=torch.float32)
 
 
+def refuse_several(optimizers: int) -> None:
+    """Raise ``CheckpointMismatchError`` if there is more than one optimizer."""
+    if optimizers > 1:
+        msg = f"it contains the states of {optimizers} optimizers"
+        raise CheckpointMismatchError(msg)
+
+
 class FullStateReader(CheckpointReader):
     """A checkpoint of whole tensors by name, read by ranges: no rank reads the others' parts."""
 
@@ -244,7 +248,7 @@ class FullStateReader(CheckpointReader):
         self._path = path
         self._tensors = tensors
 
-    def _take(self, full_state: FullState, live: Manifest | None = None) -> None:
+    def _set_content(self, full_state: FullState, live: Manifest | None = None) -> None:
         """Match the content with a live model, if given, and set ``manifest`` and ``info``."""
         if live is None:
             names = {name: name for name in full_state.weights}
@@ -273,29 +277,32 @@ class FullStateReader(CheckpointReader):
             incomplete=full_state.incomplete,
         )
 
-    def bind_alone(self) -> None:
-        count, why = self._optimizer_count(), ""
+    def bind_without_model(self) -> None:
         members: Members = ()
-        if count > 1:
-            why = f"it contains the states of {count} optimizers"
-        elif count:
-            try:
-                members = self._members()
-            except CheckpointMismatchError as error:
-                why = str(error)
-        self._bind_to_own(describe_alone(self._full_state.weights, members))
+        why = ""
+        try:
+            members = self._members_without_model()
+        except CheckpointMismatchError as error:
+            why = str(error)
+        weights = self._full_state.weights
+        again = duplicate_names(weights)
+        aliases: dict[str, tuple[str, ...]] = {}
+        for other, first in again.items():
+            aliases[first] = (*aliases.get(first, ()), other)
+        names = {name: name for name in weights if name not in again}
+        groups = tuple(Group(of_group, {}, ()) for of_group in members)
+        self._bind_to_itself(_manifest(self._full_state, names, (), groups, aliases))
         if why:
             self.info = replace(self.info, unmatched=why)
 
-    def _bind_to_own(self, own: Manifest) -> None:
+    def _bind_to_itself(self, own: Manifest) -> None:
         self.bind(own)
 
-    def _optimizer_count(self) -> int:
-        return len(self._full_state.optimizers)
-
-    def _members(self) -> Members:
-        """Return the members of the one optimizer's groups."""
-        return members_of(self._full_state.optimizers[0], self._full_state.weights)
+    def _members_without_model(self) -> Members:
+        """Return the members of the optimizer's groups; raise an error if they are unclear."""
+        optimizers = self._full_state.optimizers
+        refuse_several(len(optimizers))
+        return members_of(optimizers[0], self._full_state.weights) if optimizers else ()
 
     def trainer_entry(self, name: str) -> object:
         return self._full_state.trainer.get(name)
@@ -305,15 +312,12 @@ class FullStateReader(CheckpointReader):
             return True
         if one.shape != other.shape or one.dtype != other.dtype:
             return False
-        return all(
-            torch.equal(self._bits(one, start, stop), self._bits(other, start, stop))
-            for start, stop in spans(0, one.numel(), COMPARED_ELEMENTS)
-        )
-
-    def _bits(self, tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        found = torch.empty(stop - start, dtype=tensor.dtype)
-        self._tensors.read_into([(found, StoredRun(tensor, start, stop))])
-        return found.view(torch.uint8)
+        for start, stop in spans(0, one.numel(), COMPARED_ELEMENTS):
+            runs = (StoredRun(tensor, start, stop) for tensor in (one, other))
+            bits = (read_run((self._tensors, run)).view(torch.uint8) for run in runs)
+            if not torch.equal(*bits):
+                return False
+        return True
 
     def locate(self, key: str, transfer: Transfer) -> Location:
         if key == WEIGHT:
@@ -408,7 +412,7 @@ class SingleFileReader(FullStateReader):
             trainer=trainer,
             kind=f"{KIND}{'' if self._average is None else averaged}",
         )
-        self._take(self._full_state)
+        self._set_content(self._full_state)
 
     def _optimizers(self, tree: Mapping[str, Any]) -> list[dict[str, Any]]:
         found = tree.get(OPTIMIZERS) if WEIGHTS in tree else None
@@ -432,7 +436,7 @@ class SingleFileReader(FullStateReader):
         if self._average is not None and not live.groups:
             kind = f"{KIND} with averaged weights (taken: the average)"
             self._full_state = replace(self._full_state, weights=self._average, kind=kind)
-        self._take(self._full_state, live)
+        self._set_content(self._full_state, live)
 
     def load_client_state(self) -> dict[str, Any]:
         """Return the trainer's state."""

@@ -130,7 +130,10 @@ _UNCHANGED = (
 
 
 class RenamedReader(CheckpointReader):
-    """An open checkpoint, presented under the model's parameter names."""
+    """An open checkpoint, presented under the model's parameter names.
+
+    ``where`` identifies it in messages about names that would become equal or do not exist.
+    """
 
     def __init__(self, source: CheckpointReader, renaming: KeyMapping, where: str) -> None:
         self.files = source.files
@@ -166,8 +169,8 @@ class RenamedReader(CheckpointReader):
         self._source.bind(_with_names(live, self._saved_name))
         self._describe()
 
-    def bind_alone(self) -> None:
-        self._source.bind_alone()
+    def bind_without_model(self) -> None:
+        self._source.bind_without_model()
         self._describe()
 
     def locate(self, key: str, transfer: Transfer) -> Location:

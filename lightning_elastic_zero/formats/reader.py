@@ -200,6 +200,14 @@ Location: TypeAlias = "tuple[StoredTensors, StoredRun]"
 """An open file, and a run of one of its tensors."""
 
 
+def read_run(location: Location) -> torch.Tensor:
+    """Return a run as a 1-D tensor on the host, in the type of the file."""
+    file, run = location
+    found = torch.empty(run.stop - run.start, dtype=run.tensor.dtype)
+    file.read_into([(found, run)])
+    return found
+
+
 class CheckpointReader(ABC):
     """An open checkpoint of some format, read by one rank.
 
@@ -234,7 +242,7 @@ class CheckpointReader(ABC):
     def bind(self, live: Manifest) -> None:  # noqa: B027 (as above)
         """Match the checkpoint with a live model: some formats store positions, not names."""
 
-    def bind_alone(self) -> None:  # noqa: B027 (as above)
+    def bind_without_model(self) -> None:  # noqa: B027 (as above)
         """Match optimizer state and parameters without a live model, for tools.
 
         If that is ambiguous, ``info.unmatched`` gives the reason and the manifest has no states.

@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 
-from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter, Plain, StateKey
-from lightning_elastic_zero.core.tensors import dtype_name, plain, state_key
+from lightning_elastic_zero.core.manifest import Group, Manifest, Plain, StateKey
+from lightning_elastic_zero.core.tensors import plain, state_key
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.formats.reader import FRESH_OPTIMIZER_HINT, duplicate_names
@@ -44,6 +44,11 @@ class NamedOptimizerState:
     """The states of each parameter, by key; their tensors need no values."""
     unmatched: str = ""
     """As in ``SourceInfo``."""
+
+
+def _refuse(why: str) -> NoReturn:
+    msg = f"{why}; {FRESH_OPTIMIZER_HINT}"
+    raise CheckpointMismatchError(msg)
 
 
 def is_optimizer(tree: object) -> bool:
@@ -126,13 +131,21 @@ class _IdInterpretations:
         if fitting:
             first, second = sorted(fitting)
             differ = [n for n, m in zip(chain(*first), chain(*second), strict=True) if n != m]
-            msg = (
+            _refuse(
                 "the optimizer state is stored by position, and positions in the order of the "
                 "optimizer and of the model both fit, but differ in "
-                f"{format_names(differ)}; {FRESH_OPTIMIZER_HINT}"
+                f"{format_names(differ)}"
             )
-            raise CheckpointMismatchError(msg)
-        raise CheckpointMismatchError(self._why())
+        saved = ", ".join(str(len(group["params"])) for group in self.groups)
+        here = ", ".join(str(len(group.names)) for group in self.live.groups)
+        stateless = sum(key not in self.states for key in ids)
+        msg = (
+            f"the optimizer state is stored by position, in groups of {saved} parameters "
+            f"({stateless} of them without state). This run has groups of {here} trained "
+            f"parameters and {len(self.live.frozen)} frozen ones, and no order matches the shapes: "
+            f"configure the groups of the saved run, or {FRESH_OPTIMIZER_HINT}"
+        )
+        raise CheckpointMismatchError(msg)
 
     def _full(self, names: list[list[str]]) -> list[list[str]]:
         """Return the model's names for names that were passed to the optimizer.
@@ -159,8 +172,7 @@ class _IdInterpretations:
         """Return the live names; unknown names are kept and reported."""
         table = self._known(names)
         if misfit := next(self._misfits(table), None):
-            msg = f"the optimizer's state of {misfit}; {FRESH_OPTIMIZER_HINT}"
-            raise CheckpointMismatchError(msg)
+            _refuse(f"the optimizer's state of {misfit}")
         return table
 
     def _positions(self) -> Iterator[Table]:
@@ -214,18 +226,6 @@ class _IdInterpretations:
                             f"{shape}: state that is not element-wise cannot be cut"
                         )
 
-    def _why(self) -> str:
-        saved = ", ".join(str(len(group["params"])) for group in self.groups)
-        here = ", ".join(str(len(group.names)) for group in self.live.groups)
-        frozen = len(self.live.frozen)
-        stateless = sum(key not in self.states for group in self.groups for key in group["params"])
-        return (
-            f"the optimizer state is stored by position, in groups of {saved} parameters "
-            f"({stateless} of them without state). This run has groups of {here} trained "
-            f"parameters and {frozen} frozen ones, and no order matches the shapes: configure the "
-            f"groups of the saved run, or {FRESH_OPTIMIZER_HINT}"
-        )
-
 
 def with_dimensions(states: Iterable[object]) -> frozenset[str]:
     """Return the states that are more than one number for some parameter."""
@@ -244,11 +244,7 @@ def _elementwise(
     """Return the states with one value per element, as parameters with dimensions show."""
     shaped = [state for name, state in states.items() if shapes.get(name, (1,))]
     if states and not shaped:
-        msg = (
-            "all trained parameters are scalars, so element-wise states cannot be recognised; "
-            f"{FRESH_OPTIMIZER_HINT}"
-        )
-        raise CheckpointMismatchError(msg)
+        _refuse("all trained parameters are scalars, so element-wise states cannot be recognised")
     return with_dimensions(shaped)
 
 
@@ -261,20 +257,18 @@ def _table_of(
     if lacking := [name for name in names if not states.get(name)]:
         if len(lacking) == len(names):
             return ()
-        msg = (
+        _refuse(
             f"the optimizer has no state for {format_names(lacking)}, which had not been trained "
-            f"when it was saved, but for others of the group; {FRESH_OPTIMIZER_HINT}"
+            f"when it was saved, but for others of the group"
         )
-        raise CheckpointMismatchError(msg)
     tables = {name: _keys(states[name], elementwise) for name in names}
     first = tables[names[0]] if names else ()
     if others := [name for name in names if tables[name] != first]:
-        msg = (
+        _refuse(
             f"the optimizer has the states {[k.name for k in first]} for {names[0]}, but "
             f"{[k.name for k in tables[others[0]]]} for {others[0]} of the same group, or of other "
-            f"types; {FRESH_OPTIMIZER_HINT}"
+            f"types"
         )
-        raise CheckpointMismatchError(msg)
     return first
 
 
@@ -287,32 +281,6 @@ Members: TypeAlias = "tuple[tuple[str, ...], ...]"
 """The names of each parameter group's members."""
 
 _Shaped: TypeAlias = "Sequence[tuple[str, tuple[int, ...]]]"
-
-
-def describe_alone(weights: Mapping[str, torch.Tensor], members: Members) -> Manifest:
-    """Describe the model that a checkpoint itself implies: its weights, by their first names."""
-    aliases: dict[str, tuple[str, ...]] = {}
-    for other, first in duplicate_names(weights).items():
-        aliases[first] = (*aliases.get(first, ()), other)
-    again = {name for names in aliases.values() for name in names}
-    group_of = {name: index for index, names in enumerate(members) for name in names}
-    return Manifest(
-        save_id="",
-        stage=0,
-        world_size=1,
-        precision="fp32",
-        master_dtype="float32",
-        parameters=tuple(
-            Parameter(name, tuple(t.shape), dtype_name(t.dtype), group_of.get(name), others)
-            for name, t in weights.items()
-            if name not in again
-            for others in [aliases.get(name, ())]
-        ),
-        groups=tuple(Group(names, {}, ()) for names in members),
-        buffers=(),
-        module_buffers=(),
-        files=(),
-    )
 
 
 def members_of(saved: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> Members:

@@ -349,7 +349,7 @@ def open_view(
     real = resolve_latest(resolved_if_exists(parse_path(path)))
     with closing(open_checkpoint(real, allow_pickle=allow_pickle)) as source:
         reader = RenamedReader(source, KeyMapping(renamed), str(real)) if renamed else source
-        reader.bind_alone()
+        reader.bind_without_model()
         reader.files.limit = OPEN_FILES
         yield OpenCheckpoint(real, reader, progress)
 
