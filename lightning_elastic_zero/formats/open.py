@@ -363,7 +363,8 @@ def _foreign(path: Path, policy: PicklePolicy, progress: Progress) -> Checkpoint
             f"{why}"
         )
         raise CheckpointFormatError(msg)
-    files = foreign_files(folder, policy, progress=progress)
+    of_tag = reader in (UniversalReader, ZeroReader)
+    files = foreign_files(folder, policy, progress=progress, check_names=of_tag)
     try:
         with as_format_error(where):
             return reader(files)

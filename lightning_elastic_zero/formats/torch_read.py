@@ -674,8 +674,12 @@ def foreign_files(
     *,
     limit: int = MAX_OPEN,
     progress: Progress = NO_PROGRESS,
+    check_names: bool = False,
 ) -> ForeignFiles:
-    """Return the files of ``torch.save`` in a folder."""
+    """Return the files of ``torch.save`` in a folder.
+
+    ``check_names`` refuses files that were saved under DeepSpeed's name of another file.
+    """
 
     def open_file(name: str) -> TorchFile | LegacyFile:
         path = folder / name
@@ -685,7 +689,8 @@ def foreign_files(
             return LegacyFile(path, policy, progress)
         file = TorchFile(RangeFile(path, progress), policy)
         try:
-            check_saved_name(path, file.saved_as)
+            if check_names:
+                check_saved_name(path, file.saved_as)
         except BaseException:
             file.close()
             raise

@@ -18,7 +18,7 @@ def test_a_refused_file_is_refused_again(tmp_path: Path) -> None:
     name = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
     torch.save({"a": torch.ones(3)}, tmp_path / name.format(1))
     path = (tmp_path / name.format(1)).rename(tmp_path / name.format(0))
-    files = foreign_files(tmp_path)
+    files = foreign_files(tmp_path, check_names=True)
     for _ in range(2):
         with pytest.raises(CheckpointFormatError, match="was saved as"):
             files.get(path.name)

@@ -207,6 +207,17 @@ def test_names_of_files_are_free(copy: Copy) -> None:
         describe(fixture, dumps=["second", "first"], model_file="weights.bin")
 
 
+def test_the_model_file_may_be_deepspeeds_under_another_name(copy: Copy) -> None:
+    """A copy of DeepSpeed's model file has its weights under a key, and the name model.pt."""
+    fixture = copy("dumps1")
+    folder = fixture.checkpoint
+    found = describe(fixture)
+    saved = folder / "mp_rank_00_model_states.pt"
+    torch.save({"module": load(folder / "model.pt")}, saved)
+    saved.replace(folder / "model.pt")
+    assert describe(fixture).parameters == found.parameters
+
+
 # -- what is refused when a folder is described ---------------------------------------------------
 
 
