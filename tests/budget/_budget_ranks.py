@@ -37,19 +37,19 @@ class Mlp(nn.Module):
         return x.pow(2).mean()
 
 
+def resident_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (found,) = (line for line in lines if line.startswith(f"{name}:"))
+    return int(found.split()[1]) * 1024
+
+
 def anonymous_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    return 0
+    return resident_bytes("RssAnon")
 
 
 def bytes_read() -> int:
     """Return what this process has read through the system, from the cache or the disk."""
-    for line in Path("/proc/self/io").read_text().splitlines():
-        if line.startswith("rchar:"):
-            return int(line.split()[1])
-    return 0
+    return int(Path("/proc/self/io").read_text().split()[1])  # rchar
 
 
 class PeakMemory:
@@ -282,12 +282,6 @@ def step(engine: Any) -> None:
     flats = engine.optimizer.fp32_partitioned_groups_flat
     assert len(flats) == len(list(engine.module.parameters()))
     assert not any(flat.numel() for flat in flats)
-
-
-def resident_bytes(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (found,) = (line for line in lines if line.startswith(f"{name}:"))
-    return int(found.split()[1]) * 1024
 
 
 def measured(work: Callable[[], object]) -> dict[str, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import mmap
-import subprocess
 import sys
 import threading
 import time
@@ -12,13 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_elastic_zero.checkpoint import background as async_save
-from lightning_elastic_zero.checkpoint import background as host_buffer
+from lightning_elastic_zero.checkpoint import background
 from lightning_elastic_zero.checkpoint import streams as device_streams
 from lightning_elastic_zero.checkpoint.background import (
     AsyncCheckpointer,
@@ -61,7 +60,7 @@ from tests.support.copy_engine import (
     on_device,
     small_on_devices,
 )
-from tests.support.processes import HANG_TIMEOUT_S
+from tests.support.processes import HANG_TIMEOUT_S, output_of
 from tests.support.ranks import ROOT, environment
 from tests.support.small_checkpoints import NoEngine, manifest_of
 
@@ -214,10 +213,7 @@ def _read(contents: ShardContents) -> Values:
     return found
 
 
-SEEDS = range(3)
-
-
-@pytest.fixture(params=SEEDS)
+@pytest.fixture(params=range(3))
 def late(request: pytest.FixtureRequest) -> Iterator[CopyEngine]:
     """Yield a copy engine in torch's place, with a random order of copies."""
     with CopyEngine(request.param).in_place_of_torch() as engine:
@@ -337,9 +333,12 @@ def test_a_background_save_equals_a_blocking_one(
     memory_bytes: int | None, late: CopyEngine, tmp_path: Path
 ) -> None:
     """File by file, except the save's number."""
-    run, ranks, ended = LateRun(late), OneRank(), _Ended()
+    run, ranks = LateRun(late), OneRank()
+    ended: list[CheckpointStats | None] = []
     save_engine(run, tmp_path / "blocking", ranks, {"epoch": 1}, SaveOptions())
-    writer = AsyncCheckpointer(OneRank(), _nothing, _nothing, ended, memory_bytes)
+    writer = AsyncCheckpointer(
+        OneRank(), _nothing, _nothing, lambda _, stats: ended.append(stats), memory_bytes
+    )
     end_hook = run.add_step_pre_hook(writer.wait_for_copies)
     for turn in range(2):  # The second one takes the same memory.
         # The memory of the first one is filled by threads that are not in inference mode.
@@ -350,7 +349,7 @@ def test_a_background_save_equals_a_blocking_one(
         run.step_on()
         with late.waiting():
             writer.wait_until_finished(ranks)
-        assert ended.stats[-1] is not None
+        assert ended[-1] is not None
         run.step_back()
     end_hook()
     with late.waiting():
@@ -362,11 +361,11 @@ def test_a_background_save_equals_a_blocking_one(
 def test_a_save_waits_until_the_memory_of_the_previous_one_is_free(
     late: CopyEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(async_save, "_GLANCE_S", 0.01)
+    monkeypatch.setattr(background, "_GLANCE_S", 0.01)
     line = _HeldLine()
     run, ranks = LateRun(late), _OpensWhileWaiting(line)
     save_engine(run, tmp_path / "blocking", OneRank(), {"epoch": 1}, SaveOptions())
-    writer = AsyncCheckpointer(line, _nothing, _nothing, _Ended())
+    writer = AsyncCheckpointer(line, _nothing, _nothing, _nothing)
     run.hooks = [writer.wait_for_copies]
     writer.save(run, tmp_path / "behind", ranks, {"epoch": 1}, SaveOptions())
     run.step_on()
@@ -416,14 +415,6 @@ class _OpensWhileWaiting(OneRank):
             self._line.opened.set()
 
 
-class _Ended:
-    def __init__(self) -> None:
-        self.stats: list[CheckpointStats | None] = []
-
-    def __call__(self, _: object, stats: CheckpointStats | None) -> None:
-        self.stats.append(stats)
-
-
 def _nothing(*_: object) -> None:
     """Do nothing."""
 
@@ -461,16 +452,7 @@ def test_memory_is_reused_and_grows_as_needed() -> None:
 
 def measured(program: str) -> int:
     command = [sys.executable, "-m", "tests.core._memory", program]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        timeout=HANG_TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    return int(done.stdout)
+    return int(output_of(command, ROOT, environment()).splitlines()[-1])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts pages as Linux tells them")
@@ -506,17 +488,6 @@ def test_a_kernel_without_madvise_is_supported(monkeypatch: pytest.MonkeyPatch) 
     assert given.fill_(2.0).sum() == 2000
 
 
-class Driver:
-    def __init__(self, pins: threading.Event) -> None:
-        self._pins = pins
-
-    def cudaHostRegister(self, *_: int) -> int:  # noqa: N802 (as the driver has it)
-        return 0 if self._pins.wait(60) else 1
-
-    def cudaHostUnregister(self, _: int) -> int:  # noqa: N802 (as the driver has it)
-        return 0
-
-
 def test_pinning_shows_progress_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     pins, seen = threading.Event(), []
 
@@ -525,9 +496,12 @@ def test_pinning_shows_progress_for_a_bounded_time(monkeypatch: pytest.MonkeyPat
         if len(seen) == 8:
             pins.set()
 
-    monkeypatch.setattr(device_streams, "_cudart", lambda: Driver(pins))
-    monkeypatch.setattr(host_buffer, "_TOUCHED_BYTES", MB)
-    monkeypatch.setattr(host_buffer, "_SHOWN_EVERY_S", 0.01)
+    driver = SimpleNamespace(
+        cudaHostRegister=lambda *_: 0 if pins.wait(60) else 1, cudaHostUnregister=lambda _: 0
+    )
+    monkeypatch.setattr(device_streams, "_cudart", lambda: driver)
+    monkeypatch.setattr(background, "_TOUCHED_BYTES", MB)
+    monkeypatch.setattr(background, "_SHOWN_EVERY_S", 0.01)
     memory = HostBuffer()
     memory._of(5 * MB, Progress(note), pinned=True)
     assert pins.is_set()
@@ -535,7 +509,7 @@ def test_pinning_shows_progress_for_a_bounded_time(monkeypatch: pytest.MonkeyPat
     memory.release()
 
     pins.clear()
-    monkeypatch.setattr(host_buffer, "_PIN_S", 0.05)
+    monkeypatch.setattr(background, "_PIN_S", 0.05)
     threading.Timer(1.0, pins.set).start()
     before = len(seen)
     memory._of(5 * MB, Progress(lambda: seen.append(0.0)), pinned=True)
@@ -556,15 +530,12 @@ def test_pinned_memory_takes_asynchronous_copies() -> None:
 
 def test_a_copy_of_plain_data_shares_no_memory() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
-    tree: dict[str, Any] = {
-        "a": [1, {"t": torch.ones(2)}, (torch.ones(1),)],
-        "w": weight,
-        "same": weight,
-    }
+    nested: list[Any] = [1, {"t": torch.ones(2)}, (torch.ones(1),)]
+    tree: dict[str, Any] = {"a": nested, "w": weight, "same": weight}
     copied = copy_plain_data(tree)
-    tree["a"][1]["t"].zero_()
-    tree["a"][2][0].zero_()
-    tree["a"].append(2)
+    nested[1]["t"].zero_()
+    nested[2][0].zero_()
+    nested.append(2)
     weight.data.zero_()
     assert len(copied["a"]) == 3
     assert copied["a"][1]["t"].tolist() == [1.0, 1.0]

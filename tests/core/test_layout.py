@@ -246,11 +246,7 @@ class TestRules:
         assert (piece - 1) * world_size < numel <= piece * world_size or numel == piece == 0
 
 
-@given(
-    st.integers(min_value=0, max_value=99),
-    st.integers(min_value=1, max_value=9),
-    st.integers(min_value=0, max_value=20),
-)
+@given(st.integers(0, 99), st.integers(1, 9), st.integers(0, 20))
 def test_pieces_and_partitions_are_contiguous(numel: int, world_size: int, part: int) -> None:
     starts = [piece_start(numel, world_size, rank) for rank in range(world_size + 1)]
     assert starts[0] == 0
@@ -262,10 +258,7 @@ def test_pieces_and_partitions_are_contiguous(numel: int, world_size: int, part:
     assert {stop - start for start, stop in ranges} == {part}
 
 
-EMPTY = ("", -1)
-"""What is in a buffer where nothing was written."""
-
-Buffers = dict[tuple[int, int], list[tuple[str, int]]]
+Buffers = dict[tuple[int, int], list[Element]]
 
 
 def sizes(cut: Cut) -> dict[int, int]:
@@ -279,7 +272,7 @@ def sizes(cut: Cut) -> dict[int, int]:
 
 def empty_buffers(cut: Cut) -> Buffers:
     return {
-        (rank, index): [EMPTY] * size
+        (rank, index): [PADDING] * size
         for rank in range(cut.world_size)
         for index, size in sizes(cut).items()
     }
@@ -291,7 +284,7 @@ def held_by(cut: Cut) -> Buffers:
         for fragment in cut.layout().on_rank(rank):
             for index in range(fragment.start, fragment.stop):
                 at = fragment.offset + index - fragment.start
-                assert buffers[rank, fragment.buffer][at] == EMPTY
+                assert buffers[rank, fragment.buffer][at] == PADDING
                 buffers[rank, fragment.buffer][at] = (fragment.name, index)
     return buffers
 
@@ -315,6 +308,18 @@ class Scripted:
         yield from self.on_rank(0)
 
 
+RUNS: dict[str, tuple[list[tuple[int, int]], int]] = {
+    "nothing": ([], 0),
+    "hole at the start": ([(1, 4)], 0),
+    "hole at the end": ([(0, 3)], 3),
+    "hole inside": ([(0, 1), (2, 4)], 1),
+    "overlap inside": ([(0, 3), (2, 4)], 3),
+    "all twice": ([(0, 4), (0, 4)], 4),
+    "the end twice": ([(0, 4), (3, 4)], 4),
+    "more than was asked for": ([(0, 2), (2, 5)], 2),
+}
+
+
 class TestPlan:
     @given(pairs_of_cuts())
     def test_each_wanted_element_is_filled_once_with_itself(
@@ -327,10 +332,10 @@ class TestPlan:
                 for i in range(t.stop - t.start):
                     element = source[t.source_rank, t.source_buffer][t.source_offset + i]
                     assert element == (t.name, t.start + i)
-                    assert target[rank, t.target_buffer][t.target_offset + i] == EMPTY
+                    assert target[rank, t.target_buffer][t.target_offset + i] == PADDING
                     target[rank, t.target_buffer][t.target_offset + i] = element
         assert target == held_by(wanted)
-        filled = [e for buffer in target.values() for e in buffer if e != EMPTY]
+        filled = [e for buffer in target.values() for e in buffer if e != PADDING]
         assert sorted(filled) == sorted((name, i) for name in table for i in range(table[name]))
 
     @given(pairs_of_cuts())
@@ -370,29 +375,7 @@ class TestPlan:
             Transfer("w", 2, 3, 1, 0, 2, 5, 9),
         ]
 
-    @pytest.mark.parametrize(
-        ("runs", "reached"),
-        [
-            ([], 0),
-            ([(1, 4)], 0),
-            ([(0, 3)], 3),
-            ([(0, 1), (2, 4)], 1),
-            ([(0, 3), (2, 4)], 3),
-            ([(0, 4), (0, 4)], 4),
-            ([(0, 4), (3, 4)], 4),
-            ([(0, 2), (2, 5)], 2),
-        ],
-        ids=[
-            "nothing",
-            "hole at the start",
-            "hole at the end",
-            "hole inside",
-            "overlap inside",
-            "all twice",
-            "the end twice",
-            "more than was asked for",
-        ],
-    )
+    @pytest.mark.parametrize(("runs", "reached"), RUNS.values(), ids=RUNS)
     def test_gaps_and_overlaps_are_refused(self, runs: list[tuple[int, int]], reached: int) -> None:
         held: Layout = Scripted(*runs)
         with pytest.raises(CheckpointFormatError) as caught:
@@ -469,9 +452,8 @@ class TestFragment:
 @given(st.integers(0, 99), st.integers(0, 99), st.integers(1, 20))
 def test_spans_cover_a_run_in_equal_parts(start: int, numel: int, size: int) -> None:
     parts = list(spans(start, start + numel, size))
-    assert [i for first, stop in parts for i in range(first, stop)] == [
-        *range(start, start + numel)
-    ]
+    found = [i for first, stop in parts for i in range(first, stop)]
+    assert found == [*range(start, start + numel)]
     assert all(stop - first == size for first, stop in parts[:-1])
     assert all(0 < stop - first <= size for first, stop in parts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections import OrderedDict
@@ -18,7 +19,8 @@ from lightning_elastic_zero.tools.conversion import TARGETS, convert_checkpoint
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
 from lightning_elastic_zero.tools.weight_files import ConvertOptions
 from tests.support.plain_checkpoints import STATES, WholeState, make_state, write_elastic
-from tests.support.processes import HANG_TIMEOUT_S
+from tests.support.processes import HANG_TIMEOUT_S, output_of
+from tests.support.ranks import ROOT
 from tests.support.small_checkpoints import names_in
 
 ABOUT = {"ds_version": "0.19.8", "mp_world_size": 1}
@@ -259,15 +261,9 @@ def large(state: WholeState, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def convert_bounded(source: Path, target: Path, to: str, config: Path) -> int:
-    done = subprocess.run(
-        [sys.executable, "-c", CONVERT_BOUNDED, source, target, to, config, str(LIMIT_BYTES)],
-        capture_output=True,
-        check=False,
-        text=True,
-        timeout=HANG_TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr
-    return int(done.stdout)
+    words = (source, target, to, config, str(LIMIT_BYTES))
+    printed = output_of((sys.executable, "-c", CONVERT_BOUNDED, *words), ROOT, os.environ)
+    return int(printed.splitlines()[-1])
 
 
 @pytest.mark.cases(1)

@@ -206,13 +206,28 @@ def test_a_bad_disk_ends_the_selftest_early(library: Path, tmp_path: Path) -> No
 # -- devices and launchers ------------------------------------------------------------------------
 
 
-def test_an_unsupported_device_is_refused(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+LAUNCHER = dict(zip(LAUNCHED, ("1", "2", "127.0.0.1", "1"), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [({"DS_ACCELERATOR": "xpu"}, "DS_ACCELERATOR=xpu"), (LAUNCHER, "LOCAL_RANK is not")],
+    ids=["device", "launcher"],
+)
+def test_an_unsupported_device_or_launcher_is_refused(
+    variables: dict[str, str],
+    said: str,
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("DS_ACCELERATOR", "xpu")
+    """Without LOCAL_RANK, all ranks of a host would use its first GPU."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     code, out, err = run("selftest", "--dir", tmp_path)
     assert (code, out) == (2, "")
-    assert "DS_ACCELERATOR=xpu" in err
+    assert said in err
     assert not list(tmp_path.iterdir())
 
 
@@ -222,28 +237,11 @@ def test_a_missing_gpu_is_named() -> None:
         device_name("cuda", beyond)
 
 
-def test_a_launcher_without_local_rank_is_refused(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All ranks of a host would use its first GPU."""
-    for name, value in zip(LAUNCHED, ("1", "2", "127.0.0.1", "1"), strict=True):
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    code, out, err = run("selftest", "--dir", tmp_path)
-    assert (code, out) == (2, "")
-    assert "LOCAL_RANK is not" in err
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
     ("launched", "gpus", "sizes"),
     [
-        (0, 0, (2, 3)),
-        (0, 1, (1, 1)),
-        (0, 2, (2, 1)),
-        (0, 16, (8, 7)),
-        (1, 0, (1, 1)),
-        (5, 0, (5, 4)),
+        *((0, 0, (2, 3)), (0, 1, (1, 1)), (0, 2, (2, 1))),
+        *((0, 16, (8, 7)), (1, 0, (1, 1)), (5, 0, (5, 4))),
     ],
 )
 def test_the_number_of_devices_changes_if_it_can(
