@@ -48,12 +48,7 @@ from lightning_elastic_zero.engine.selftest_engine import (
     train,
     trial_engine,
 )
-from lightning_elastic_zero.errors import (
-    ElasticZeroError,
-    RanksError,
-    SaveError,
-    UnsupportedError,
-)
+from lightning_elastic_zero.errors import ElasticZeroError, RanksError, SaveError, UnsupportedError
 from lightning_elastic_zero.storage.checksums import Writeback
 from lightning_elastic_zero.storage.ownership import delete_checkpoint
 from lightning_elastic_zero.storage.paths import check_local_path, real_path
@@ -155,11 +150,7 @@ def _cell(text: str) -> str:
 # -- start and end ---------------------------------------------------------------------------------
 
 
-def run_selftest(
-    directory: str | os.PathLike[str],
-    *,
-    timeout_s: float = 600.0,
-) -> SelftestReport:
+def run_selftest(directory: str | os.PathLike[str], *, timeout_s: float = 600.0) -> SelftestReport:
     """Check saving and loading on this machine or cluster, and in a directory.
 
     Small DeepSpeed engines at all ZeRO stages are saved, blocking and in the background, loaded on

@@ -33,11 +33,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
-from lightning_elastic_zero.coordination.liveness import (
-    Report,
-    Timeouts,
-    unresponsive_reason,
-)
+from lightning_elastic_zero.coordination.liveness import Report, Timeouts, unresponsive_reason
 from lightning_elastic_zero.coordination.session import (
     CHECK_INTERVAL_S,
     LONGEST_PAUSE_S,

@@ -308,10 +308,7 @@ class RankMonitor:
     """Detects that one rank is lost or stalled, from its heartbeats."""
 
     def __init__(
-        self,
-        times: Timeouts,
-        clock: Clock = time.monotonic,
-        state_of: StateOf = ProcessKey.state,
+        self, times: Timeouts, clock: Clock = time.monotonic, state_of: StateOf = ProcessKey.state
     ) -> None:
         self._times, self._state_of = times, state_of
         self.heartbeats = IdleTimer(2 * times.heartbeat_interval_s, clock)

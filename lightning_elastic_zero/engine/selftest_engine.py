@@ -14,11 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_elastic_zero.engine.deepspeed import (
-    link_states,
-    links_states,
-    unlink_states,
-)
+from lightning_elastic_zero.engine.deepspeed import link_states, links_states, unlink_states
 from lightning_elastic_zero.engine.support import use_accelerator
 
 VOCABULARY, WIDTH, HIDDEN = 29, 17, 13
@@ -180,9 +176,7 @@ def _whole(engine: Any, parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _master_and_moments(
-    engine: Any,
-    inner: torch.optim.Optimizer,
-    parameter: nn.Parameter,
+    engine: Any, inner: torch.optim.Optimizer, parameter: nn.Parameter
 ) -> dict[str, torch.Tensor]:
     if engine.zero_optimization_stage() == 0:
         state = inner.state.get(parameter, {})

@@ -193,11 +193,7 @@ class ChecksummedWriter:
     """
 
     def __init__(
-        self,
-        directory: AnyPath,
-        name: str,
-        progress: Progress = NO_PROGRESS,
-        size_bytes: int = 0,
+        self, directory: AnyPath, name: str, progress: Progress = NO_PROGRESS, size_bytes: int = 0
     ) -> None:
         """Create the file, which must not exist, and the folder in its name.
 

@@ -384,11 +384,7 @@ def remove_interrupted_deletions(parent: Path, progress: Progress = NO_PROGRESS)
 
 
 def remove_hidden(
-    path: Path,
-    known_as: Path | None,
-    progress: Progress = NO_PROGRESS,
-    *,
-    unfinished: bool = True,
+    path: Path, known_as: Path | None, progress: Progress = NO_PROGRESS, *, unfinished: bool = True
 ) -> None:
     """Remove a checkpoint or a link under a hidden name, if it exists.
 

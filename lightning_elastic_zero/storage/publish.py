@@ -28,11 +28,7 @@ from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage.checksums import SUMS_SUFFIX, as_save_error, write_durably
-from lightning_elastic_zero.storage.owners import (
-    ProcessIdentity,
-    new_id,
-    touch_regularly,
-)
+from lightning_elastic_zero.storage.owners import ProcessIdentity, new_id, touch_regularly
 from lightning_elastic_zero.storage.ownership import (
     TAG,
     inspect_target,

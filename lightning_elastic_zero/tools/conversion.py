@@ -19,11 +19,7 @@ from typing import Any, TypeAlias
 import torch
 
 from lightning_elastic_zero.core.layout import Fragment
-from lightning_elastic_zero.core.manifest import (
-    STAGE_WEIGHTS,
-    Manifest,
-    TrainingProgress,
-)
+from lightning_elastic_zero.core.manifest import STAGE_WEIGHTS, Manifest, TrainingProgress
 from lightning_elastic_zero.core.partition import FlatBuffer
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.requirements import version_of

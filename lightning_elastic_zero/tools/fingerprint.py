@@ -21,12 +21,7 @@ from lightning_elastic_zero.core.fingerprint import (
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import Scalar
 from lightning_elastic_zero.formats.reader import WEIGHT
-from lightning_elastic_zero.tools.view import (
-    OpenCheckpoint,
-    StateRun,
-    open_view,
-    run_parts,
-)
+from lightning_elastic_zero.tools.view import OpenCheckpoint, StateRun, open_view, run_parts
 
 
 def fingerprint_checkpoint(

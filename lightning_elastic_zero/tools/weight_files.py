@@ -27,11 +27,7 @@ from lightning_elastic_zero.formats.safetensors import NamedSource, write_safete
 from lightning_elastic_zero.formats.torch_write import ChunkedSource, TorchFileWriter
 from lightning_elastic_zero.storage.checksums import write_durably
 from lightning_elastic_zero.storage.publish import staged_export
-from lightning_elastic_zero.tools.view import (
-    OpenCheckpoint,
-    TensorEntry,
-    holds_whole_tensors,
-)
+from lightning_elastic_zero.tools.view import OpenCheckpoint, TensorEntry, holds_whole_tensors
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes to which weights can be cast."""
