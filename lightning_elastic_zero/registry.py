@@ -101,7 +101,6 @@ class _ImportHook(MetaPathFinder):
         path: Sequence[str] | None,  # noqa: ARG002 (the others look there)
         target: ModuleType | None = None,  # noqa: ARG002 (likewise)
     ) -> ModuleSpec | None:
-        """Return what the others find, and run the function after the package's code."""
         if fullname != self._package:
             return None
         sys.meta_path.remove(self)

@@ -421,7 +421,6 @@ class Job:
         return self.folder / f"{self.task}-{rank}.jsonl"
 
     def checkpoint(self, check: str) -> Path:
-        """Return the path of the checkpoint of a check."""
         return self.folder / f"{re.sub('[^A-Za-z0-9-]+', '-', check)}.ckpt"
 
     @property
@@ -560,7 +559,6 @@ class Results:
         self._path = job.results_file(rank)
 
     def put(self, check: str, problem: str = "", value: object = None) -> None:
-        """Record a check, its problem, and a value."""
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps([check, problem, value]) + "\n")
 

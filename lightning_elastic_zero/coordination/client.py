@@ -53,14 +53,10 @@ Command: TypeAlias = Callable[[], None]
 class CommandQueue:
     """A FIFO queue of commands for one thread, which finalizers may fill as well.
 
-    ``queue.SimpleQueue`` does not work: in CPython 3.10 to 3.13 its ``get(timeout)`` waits forever
-    if its thread is not scheduled for longer than the timeout between the first attempt and the
-    wait for the remaining time, which is negative then and means "no limit"
-    (``Modules/_queuemodule.c``). With a timeout of a millisecond on an overloaded machine, that
-    occasionally ended a rank's heartbeats.
-
-    ``queue.Queue`` does not work either: its ``put`` takes a lock, so that a finalizer which the
-    garbage collector runs while its own thread has that lock would never return.
+    ``queue.SimpleQueue.get(timeout)`` of CPython 3.10 to 3.13 waits forever if its thread is not
+    scheduled between the first attempt and the computation of the remaining time, which is negative
+    then (``Modules/_queuemodule.c``). ``queue.Queue.put`` takes a lock, which deadlocks in a
+    finalizer that the garbage collector runs while the same thread has it.
     """
 
     def __init__(self) -> None:
@@ -197,7 +193,6 @@ class StoreThread(threading.Thread):
             self.join(CHECK_INTERVAL_S)
 
     def run(self) -> None:
-        """Serve the session until it is closed or the store is lost."""
         try:
             self._open()
             while not (self._closing or self._lost):
@@ -272,28 +267,23 @@ class StoreRanks:
         self._close.atexit = False  # The thread has its own exit hook.
 
     def run_all(self, step: str, work: Callable[[], T]) -> T:
-        """Run ``work`` on every rank; see ``Ranks``."""
         own: list[T] = []
         self._run("run_all", step, lambda: own.append(work()))
         return own[0]
 
     def gather(self, step: str, work: Callable[[], J]) -> list[J] | None:
-        """Return all results on rank 0; see ``Ranks``."""
         values = self._run("gather", step, work)
         return values if self.rank == 0 else None
 
     def broadcast(self, step: str, work: Callable[[], J]) -> J:
-        """Return the result of rank 0; see ``Ranks``."""
         value: J = self._run("broadcast", step, work if self.rank == 0 else None)[0]
         return value
 
     def all_gather(self, step: str, work: Callable[[], J]) -> list[J]:
-        """Return all results; see ``Ranks``."""
         return self._run("all_gather", step, work)
 
     @property
     def progress(self) -> Progress:
-        """The progress of long work; see ``Ranks``."""
         return Progress(self._report_progress)  # Not kept: a cycle would delay the finalizer.
 
     def _report_progress(self) -> None:
@@ -305,12 +295,10 @@ class StoreRanks:
             self._thread.check()
 
     def has_failed(self) -> bool:
-        """Whether the current step has failed; see ``Ranks``."""
         step = self._thread.step
         return not step.reported.is_set() and step.failure is not None
 
     def close(self) -> None:
-        """Stop the thread; see ``Ranks``."""
         self._close()
 
     def _run(self, kind: str, name: str, work: Callable[[], object] | None) -> list[Any]:

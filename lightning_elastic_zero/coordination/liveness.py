@@ -46,30 +46,24 @@ class Timeouts:
 
     heartbeat_interval_s: float = 2.0
     """Interval between two heartbeats of a rank."""
-
     heartbeat_timeout_s: float = 30.0
     """Without a heartbeat for this long, a rank or the store's host is considered lost.
 
     On the same machine the operating system is asked as well: a process that has ended is reported
     at once, and a running one is given ``held_up_timeout_s``.
     """
-
     held_up_timeout_s: float = 200.0
     """Heartbeat timeout for a process that runs according to the operating system."""
-
     stall_timeout_s: float = STALL_TIMEOUT_S
     """A rank that works on a step for this long without progress has stalled."""
-
     absent_timeout_s: float = ABSENT_TIMEOUT_S
     """A living rank must enter a step within this time after the first one.
 
     Much longer than the others, because being late is legitimate: rank 0 may spend minutes in a
     logging callback before it saves. But a call that is made on one rank only must end.
     """
-
     late_warning_s: float = 30.0
     """After this time the ranks that have not entered a step are logged."""
-
     failure_grace_s: float = 1.0
     """After a first failure, other ranks may add theirs for this long before the verdict."""
 
@@ -145,15 +139,11 @@ class Report:
 
     value: Any = None
     """The result: plain data."""
-
     error: str = ""
     """Nearest error class of this library that the raised error is of; empty after a success."""
-
     error_type: str = ""
     """Name of the raised class."""
-
     message: str = ""
-
     is_mismatch: bool = False
     """The rank entered the step under another name than the first rank."""
 
@@ -166,7 +156,6 @@ class Report:
         return cls(None, next(known, "RanksError"), type(error).__name__, message)
 
     def packed(self) -> str:
-        """Return the report as text for the store; see ``pack``."""
         return pack(
             [self.value, self.error, self.error_type, self.message, self.is_mismatch]
             if self.error
@@ -175,7 +164,6 @@ class Report:
 
     @classmethod
     def unpacked(cls, text: bytes) -> Report:
-        """Read a report from the store."""
         return cls(*unpack(text))
 
 
@@ -185,12 +173,9 @@ class Verdict:
 
     values: list[Any] = field(default_factory=list)
     """Results for the ranks, if the step has succeeded."""
-
     error: str = ""
     """Name of the error class that all ranks raise; empty if the step has succeeded."""
-
     message: str = ""
-
     by_leader: bool = False
     """Rank 0 has decided, and will read no report of the step any more."""
 
@@ -201,12 +186,10 @@ class Verdict:
         return cls([], "RanksError", f"step {step!r} cannot be finished without {ranks}")
 
     def packed(self) -> str:
-        """Return the verdict as text for the store; see ``pack``."""
         return pack([self.values, self.error, self.message, self.by_leader])
 
     @classmethod
     def unpacked(cls, text: bytes) -> Verdict:
-        """Read a verdict from the store."""
         return cls(*unpack(text))
 
 
@@ -216,35 +199,27 @@ class Heartbeat:
 
     count: int
     """Number of heartbeats that the rank has sent."""
-
     seq: int
     """The step that it entered last; 0 before the first one."""
-
     kind: str
     name: str
-
     activity: str
     """``working`` or ``waiting`` in that step, ``done`` with it, ``gone``: gave it up although the
     others finished it, or ``closed``."""
-
     work_count: int
     """Number of progress reports in that step."""
-
     process: ProcessKey
     """Ranks on the same machine can ask the operating system for this process."""
 
     def packed(self) -> str:
-        """Return the heartbeat as text for the store."""
         return pack(astuple(self))
 
     @classmethod
     def unpacked(cls, text: bytes) -> Heartbeat:
-        """Read a heartbeat from the store."""
         count, seq, kind, name, activity, work_count, process = unpack(text)
         return cls(count, seq, kind, name, activity, work_count, ProcessKey(*process))
 
     def last_seen(self) -> str:
-        """Return the position of the rank, for messages."""
         if self.seq == 0:
             return "last seen before its first step"
         where = {"working": "working in", "waiting": "waiting in"}.get(self.activity, "after")

@@ -96,13 +96,9 @@ class Ranks(Protocol):
     """
 
     @property
-    def rank(self) -> int:
-        """This rank."""
-
+    def rank(self) -> int: ...
     @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-
+    def world_size(self) -> int: ...
     def run_all(self, step: str, work: Callable[[], T]) -> T:
         """Run ``work`` on every rank; return its own result once it has succeeded on all."""
 
@@ -134,28 +130,22 @@ class OneRank:
     progress = NO_PROGRESS
 
     def run_all(self, step: str, work: Callable[[], T]) -> T:  # noqa: ARG002
-        """Run ``work``."""
         return work()
 
     def gather(self, step: str, work: Callable[[], J]) -> list[J] | None:
-        """Run ``work`` and return its result as the only one."""
         return [self.broadcast(step, work)]
 
     def broadcast(self, step: str, work: Callable[[], J]) -> J:  # noqa: ARG002
-        """Run ``work`` and return its result as JSON represents it."""
         result: J = json.loads(json.dumps(work()))
         return result
 
     def all_gather(self, step: str, work: Callable[[], J]) -> list[J]:
-        """Run ``work`` and return its result as the only one."""
         return [self.broadcast(step, work)]
 
     def has_failed(self) -> bool:
-        """Return False: there is no other rank."""
         return False
 
-    def close(self) -> None:
-        """Do nothing: nothing is open."""
+    def close(self) -> None: ...
 
 
 def connect_ranks(

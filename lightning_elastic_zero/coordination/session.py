@@ -276,33 +276,23 @@ class Step:
 
     kind: str
     """The method that was called."""
-
     name: str
-
     seq: int = 0
     """Counted from 1, equal on all ranks; set when the session enters the step."""
-
     arrived: threading.Event = field(default_factory=threading.Event)
     """The store shows that this rank has entered; an existing verdict has been read."""
-
     reported: threading.Event = field(default_factory=threading.Event)
     """The store has this rank's report, or nobody needs it any more."""
-
     decided: threading.Event = field(default_factory=threading.Event)
     """There is a verdict."""
-
     work_count: int = 0
     """Number of progress reports."""
-
     has_stored_report: bool = False
     """The store has a report of this rank, which this rank deletes after rank 0's verdict."""
-
     failed_here: bool = False
     """This rank has reported a failure."""
-
     failure: ElasticZeroError | None = None
     """The verdict, if the step has failed."""
-
     values: list[Any] = field(default_factory=list)
     """The verdict, if the step has succeeded and there are results for this rank."""
 

@@ -59,7 +59,6 @@ class FingerprintPart:
         return FingerprintPart(self.weights ^ other.weights, self.optimizer ^ other.optimizer)
 
     def to_plain(self) -> list[int]:
-        """Return it as JSON data, for other ranks."""
         return [getattr(self, field.name) for field in fields(self)]
 
     def total(self) -> Fingerprint:
@@ -113,7 +112,6 @@ class TensorId:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def bytes_behind(self) -> int:

@@ -148,7 +148,6 @@ class Parameter:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
         return math.prod(self.shape)
 
 
@@ -286,7 +285,6 @@ class Manifest:
         return (*(p.name for p in self.parameters), *aliases, *self.module_buffers)
 
     def layout(self) -> Layout:
-        """Return the layout of masters and optimizer state in the ranks' files."""
         return zero_layout(self.stage, self.buffers, self.world_size)
 
     def frozen_layout(self) -> PerParameterPartition:

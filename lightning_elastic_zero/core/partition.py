@@ -95,7 +95,6 @@ class _Partition:
         """By name, ordered by buffer and offset."""
 
     def on_rank(self, rank: int) -> list[Fragment]:
-        """Return a rank's fragments, ordered by buffer and offset."""
         return [
             fragment
             for name in self._near(rank)
@@ -103,7 +102,6 @@ class _Partition:
         ]
 
     def covering(self, name: str, start: int, stop: int) -> Iterator[Fragment]:
-        """Yield the runs that hold ``[start, stop)`` of a parameter, in order."""
         place = self._places[name]
         stop = min(stop, place.numel)
         if start < stop:

@@ -21,10 +21,8 @@ class ProcessState(enum.Enum):
     RUNNING = "running"
     STOPPED = "stopped"
     """By a signal or a debugger: none of its threads runs."""
-
     ENDED = "ended"
     """Also while it dumps core, or as a zombie."""
-
     UNKNOWN = "unknown"
     """It is on another machine, or this system does not report it."""
 
@@ -35,7 +33,6 @@ class ProcessKey:
 
     machine: str
     """Digest of ``machine()``, 16 characters."""
-
     pid: int
     started: str
     """Start time in the system's own count; empty if unknown."""
@@ -52,7 +49,6 @@ class ProcessKey:
         return self.machine == _machine_digest()
 
     def state(self) -> ProcessState:
-        """Return its state; takes microseconds."""
         if not self.is_on_this_machine or not self.started or not _sees_itself():
             return ProcessState.UNKNOWN
         started = start_time(self.pid)

@@ -54,7 +54,6 @@ class TrialModel(nn.Module):
         self.register_buffer("seen", torch.tensor(seed))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return a loss."""
         h = torch.relu(self.inner(self.embedding(tokens)))
         with torch.no_grad():
             self.average.lerp_(h.float().mean(0).to(self.average.dtype), 0.25)

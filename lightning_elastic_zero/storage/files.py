@@ -73,7 +73,6 @@ class _BoundedFile(io.FileIO):
         self._progress = progress
 
     def readinto(self, buffer: Any, /) -> int:
-        """Read at most ``READ_BYTES``."""
         count = super().readinto(memoryview(buffer).cast("B")[:READ_BYTES])
         self._progress.check()
         return count
@@ -96,7 +95,6 @@ class _LocalSource:
         self.size_bytes = status.st_size
 
     def announce(self, blocks: Iterable[_Block]) -> None:
-        """Announce reads to the system."""
         for start, stop, *_ in blocks:
             with suppress(OSError, AttributeError):  # It is only an optimization.
                 os.posix_fadvise(self._descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
@@ -104,9 +102,7 @@ class _LocalSource:
     def read_into(self, memory: memoryview, start: int) -> int:
         return os.preadv(self._descriptor, [memory], start)
 
-    def forget(self, blocks: Iterable[_Block]) -> None:
-        """Do nothing: the system manages its own cache."""
-
+    def forget(self, blocks: Iterable[_Block]) -> None: ...
     def close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -320,7 +316,6 @@ class _Speed:
 
     @contextmanager
     def of(self, size_bytes: int) -> Iterator[None]:
-        """Measure a read."""
         began = perf_counter()
         yield
         self._seconds += perf_counter() - began

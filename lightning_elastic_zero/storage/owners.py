@@ -41,7 +41,6 @@ class PeriodicThread(threading.Thread):
         self._asked, self._over = threading.Event(), False
 
     def run(self) -> None:
-        """Call the function regularly."""
         while True:
             self._asked.wait(self._interval_s)
             self._asked.clear()
@@ -50,11 +49,9 @@ class PeriodicThread(threading.Thread):
             self._call()
 
     def call_soon(self) -> None:
-        """Request an immediate call in the thread."""
         self._asked.set()
 
     def end(self) -> None:
-        """Stop the calls."""
         self._over = True
         self._asked.set()
         self.join(END_S)
@@ -83,18 +80,14 @@ class ProcessIdentity:
 
     target: str
     """The name that it is going to publish."""
-
     machine: str
     """Host, boot and process namespace, in which ``pid`` is valid; see ``processes.machine``."""
-
     pid: int
-
     started: str
     """Start time in the system's own count, because pids are reused; empty if unknown."""
 
     @classmethod
     def of_this_process(cls, target: str) -> ProcessIdentity:
-        """Return the identity of this process."""
         key = ProcessKey.of_this_process()
         return cls(target, machine(), key.pid, key.started)
 
@@ -117,12 +110,10 @@ class ProcessIdentity:
         return owner if os.path.basename(owner.target) == owner.target else None  # noqa: PTH119
 
     def to_json(self) -> bytes:
-        """Return the content of the file that ``read`` reads."""
         return json.dumps(asdict(self)).encode()
 
     @property
     def host(self) -> str:
-        """The name of its host."""
         return self.machine.split(" ", maxsplit=1)[0]
 
     def is_on_this_machine(self) -> bool:

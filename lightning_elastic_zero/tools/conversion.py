@@ -39,6 +39,7 @@ from lightning_elastic_zero.storage.publish import StagedDirectory, check_free, 
 from lightning_elastic_zero.tools.view import (
     OpenCheckpoint,
     TensorEntry,
+    entry_of,
     holds_whole_tensors,
     open_view,
 )
@@ -211,9 +212,9 @@ def write_universal(
             place = folder / "zero" / parameter.name
             place.mkdir()
             for key in (WEIGHT, *checkpoint.state_keys(parameter.name, "elementwise")):
-                entry = TensorEntry("trained", parameter.name, key, parameter.shape)
                 builder = TorchFileWriter()
-                tensor = builder.add(source_of(checkpoint, entry)).view(parameter.shape)
+                source = source_of(checkpoint, entry_of(parameter, key))
+                tensor = builder.add(source).view(parameter.shape)
                 save({"param": tensor}, place, f"{key or _MASTER}.pt", builder)
             if (step := checkpoint.step(parameter.name)) is not None:
                 save(step, place, f"{_STEP}.pt")
@@ -285,9 +286,7 @@ def _universal_model(checkpoint: OpenCheckpoint, builder: TorchFileWriter) -> di
     manifest = checkpoint.manifest
     progress = manifest.progress
     frozen = {
-        p.name: builder.add(
-            source_of(checkpoint, TensorEntry("frozen", p.name, WEIGHT, p.shape))
-        ).view(p.shape)
+        p.name: builder.add(source_of(checkpoint, entry_of(p))).view(p.shape)
         for p in manifest.frozen
     }
     empty = {p.name: torch.empty(0, dtype=getattr(torch, p.dtype)) for p in manifest.optimized}
@@ -423,7 +422,7 @@ def write_elastic(
     placeholders = _Placeholders(checkpoint)
     state = RankState(
         flats=tuple(placeholders.flats(manifest)),
-        frozen={p.name: placeholders.add(_frozen(checkpoint, p.name)) for p in manifest.frozen},
+        frozen={p.name: placeholders.add(entry_of(p)) for p in manifest.frozen},
         module_buffers=buffers,
         module_weights={},
         loss_scaler=shared.loss_scaler,
@@ -475,15 +474,13 @@ def _unmarked_buffers(
     """Return the buffers of a source that stores them as weights."""
     if not holds_whole_tensors(checkpoint.manifest):
         return {}
-    entries = [_frozen(checkpoint, p.name) for p in checkpoint.manifest.frozen]
-    return {
-        entry.name: torch.cat([torch.empty(0, dtype=dtype), *checkpoint.chunks(entry)]).view(
-            entry.shape
-        )
-        for entry in entries
-        for dtype in [checkpoint.dtype(entry)]
-        if not dtype.is_floating_point or options.marks_as_buffer(checkpoint, entry)
-    }
+    found = {}
+    for entry in map(entry_of, checkpoint.manifest.frozen):
+        dtype = checkpoint.dtype(entry)
+        if not dtype.is_floating_point or options.marks_as_buffer(checkpoint, entry):
+            parts = [torch.empty(0, dtype=dtype), *checkpoint.chunks(entry)]
+            found[entry.name] = torch.cat(parts).view(entry.shape)
+    return found
 
 
 def _elastic_manifest(
@@ -491,8 +488,7 @@ def _elastic_manifest(
 ) -> Manifest:
     """Describe the state on one rank of ZeRO-3, with the source's flat buffers unpartitioned."""
     source = checkpoint.manifest
-    masters = [TensorEntry("trained", p.name, WEIGHT, p.shape) for p in source.optimized]
-    first = _first_held(masters)
+    first = _first_held([entry_of(p) for p in source.optimized])
     dtype = dtype_name(checkpoint.dtype(first)) if first else source.master_dtype
     return replace(
         source,
@@ -526,10 +522,6 @@ def _first_held(entries: Sequence[TensorEntry]) -> TensorEntry | None:
     return next((entry for entry in entries if entry.numel), next(iter(entries), None))
 
 
-def _frozen(checkpoint: OpenCheckpoint, name: str) -> TensorEntry:
-    return TensorEntry("frozen", name, WEIGHT, checkpoint.parameters[name].shape)
-
-
 class _Placeholders:
     """Meta tensors in place of the state, and the contents of any piece that is cut from them."""
 
@@ -539,11 +531,9 @@ class _Placeholders:
         self._held: list[torch.Tensor] = []
 
     def add(self, entry: TensorEntry) -> torch.Tensor:
-        """Return a 1-D placeholder for one tensor."""
         return self._join([entry], [0], entry.numel)
 
     def flats(self, manifest: Manifest) -> Iterator[FlatState]:
-        """Yield each flat buffer with its states."""
         held = manifest.layout().on_rank(0)
         for index, buffer in enumerate(manifest.buffers):
             mine = tuple(f for f in held if f.buffer == index)
@@ -556,7 +546,7 @@ class _Placeholders:
 
     def _flat(self, fragments: Sequence[Fragment], key: str) -> torch.Tensor:
         parameters = self._checkpoint.parameters
-        entries = [TensorEntry("trained", f.name, key, parameters[f.name].shape) for f in fragments]
+        entries = [entry_of(parameters[f.name], key) for f in fragments]
         return self._join(entries, [f.offset for f in fragments], sum(e.numel for e in entries))
 
     def _join(

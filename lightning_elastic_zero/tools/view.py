@@ -54,7 +54,6 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -86,7 +85,6 @@ class OpenCheckpoint:
 
     @property
     def manifest(self) -> Manifest:
-        """Description of the checkpoint."""
         return self.reader.manifest
 
     @cached_property
@@ -103,9 +101,10 @@ class OpenCheckpoint:
     def weights(self) -> Iterator[TensorEntry]:
         """Yield masters and frozen weights in the model's order, then buffers."""
         excluded = set(self.manifest.excluded)
-        for p in self.manifest.parameters:
-            if p.name not in excluded:
-                yield _entry(p, WEIGHT)
+        yield from (entry_of(p) for p in self.manifest.parameters if p.name not in excluded)
+        yield from self._buffer_entries()
+
+    def _buffer_entries(self) -> Iterator[TensorEntry]:
         for name, tensor in self.buffers.items():
             yield TensorEntry("buffer", name, WEIGHT, tuple(tensor.shape))
 
@@ -118,7 +117,7 @@ class OpenCheckpoint:
         """Yield the element-wise optimizer states of all parameters."""
         for p in self.manifest.optimized:
             for key in self.state_keys(p.name, "elementwise"):
-                yield _entry(p, key)
+                yield entry_of(p, key)
 
     def state_keys(self, name: str, kind: str) -> Sequence[str]:
         """Return the names of a parameter's optimizer states of one kind."""
@@ -236,10 +235,9 @@ class OpenCheckpoint:
         weights and buffers.
         """
         if part == 0 and not masters_only:
-            for name, tensor in self.buffers.items():
-                entry = TensorEntry("buffer", name, WEIGHT, tuple(tensor.shape))
+            for entry in self._buffer_entries():
                 if entry.numel:
-                    yield StateRun(entry, 0, tensor.reshape(-1))
+                    yield StateRun(entry, 0, self.buffers[entry.name].reshape(-1))
         batch: list[StateRun] = []
         transfers: list[Transfer] = []
         held = 0
@@ -282,13 +280,13 @@ class OpenCheckpoint:
         for key in sorted({key for names in keys.values() for key in names}):
             table += [(f, key) for f in stateful if key in keys[f.name]]
         for fragment, key in table:
-            entry = _entry(self.parameters[fragment.name], key)
+            entry = entry_of(self.parameters[fragment.name], key)
             for start, stop in spans(fragment.start, fragment.stop, CHUNK_ELEMENTS):
                 yield entry, _held_run(fragment, start, stop)
 
     def has_rounded_weights(self) -> bool:
         """Whether low-precision weights are stored next to masters."""
-        trained = (_entry(p, WEIGHT) for p in self.manifest.optimized if p.numel)
+        trained = (entry_of(p) for p in self.manifest.optimized if p.numel)
         return any(self.reader.locate_rounded(self._transfers(e, 0, 1)[0]) for e in trained)
 
     def check_tiling(self) -> None:
@@ -310,7 +308,8 @@ def holds_whole_tensors(manifest: Manifest) -> bool:
     return manifest.stage == 0 and not manifest.writer.engine
 
 
-def _entry(parameter: Parameter, key: str) -> TensorEntry:
+def entry_of(parameter: Parameter, key: str = WEIGHT) -> TensorEntry:
+    """Return the weight of a parameter, or one of its element-wise states."""
     role: Role = "frozen" if parameter.group is None else "trained"
     return TensorEntry(role, parameter.name, key, parameter.shape)
 

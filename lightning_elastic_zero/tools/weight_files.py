@@ -27,7 +27,12 @@ from lightning_elastic_zero.formats.safetensors import NamedSource, write_safete
 from lightning_elastic_zero.formats.torch_write import ChunkedSource, TorchFileWriter
 from lightning_elastic_zero.storage.checksums import write_durably
 from lightning_elastic_zero.storage.publish import staged_export
-from lightning_elastic_zero.tools.view import OpenCheckpoint, TensorEntry, holds_whole_tensors
+from lightning_elastic_zero.tools.view import (
+    OpenCheckpoint,
+    TensorEntry,
+    entry_of,
+    holds_whole_tensors,
+)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes to which weights can be cast."""
@@ -66,13 +71,11 @@ class ConvertOptions:
     """Name of the adapter in the model."""
 
     def __post_init__(self) -> None:
-        """Check the dtype."""
         if self.dtype is not None and self.dtype not in DTYPES:
             msg = f"dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}"
             raise UnsupportedError(msg)
 
     def selects(self, name: str) -> bool:
-        """Whether a tensor is included."""
         included = not self.include or any(fnmatch.fnmatchcase(name, p) for p in self.include)
         return included and not any(fnmatch.fnmatchcase(name, p) for p in self.exclude)
 
@@ -256,21 +259,18 @@ def write_lightning(
 
 def _optimizer_state(builder: TorchFileWriter, checkpoint: OpenCheckpoint) -> dict[str, Any]:
     """Return the optimizer state with torch's numbering: one group after another."""
-    state: dict[int, Mapping[str, Any]] = {}
+    state: dict[int, dict[str, Any]] = {}
     groups = []
     for group in checkpoint.manifest.groups:
         first = len(state)
         for name in group.names:
-            shape = checkpoint.parameters[name].shape
-            entry = partial(TensorEntry, "trained", name, shape=shape)
-            state[len(state)] = {
-                # Copies: torch.save would keep a shared step shared, and optimizers change it.
-                **{key: copy.deepcopy(held) for key, held in checkpoint.scalars(name).items()},
-                **{
-                    key: builder.add(source_of(checkpoint, entry(key))).view(shape)
-                    for key in checkpoint.state_keys(name, "elementwise")
-                },
-            }
+            parameter = checkpoint.parameters[name]
+            # Copies: torch.save would keep a shared step shared, and optimizers change it.
+            held = {key: copy.deepcopy(value) for key, value in checkpoint.scalars(name).items()}
+            for key in checkpoint.state_keys(name, "elementwise"):
+                source = source_of(checkpoint, entry_of(parameter, key))
+                held[key] = builder.add(source).view(parameter.shape)
+            state[len(state)] = held
         ids = list(range(first, len(state)))
         groups.append({**unplain(group.hyperparameters), "params": ids})
     return {"state": state, "param_groups": groups}
@@ -328,11 +328,8 @@ def _states(checkpoint: OpenCheckpoint) -> Iterator[NamedSource]:
     for parameter in checkpoint.manifest.optimized:
         for key, value in checkpoint.scalars(parameter.name).items():
             if isinstance(value, torch.Tensor):
-                yield _number(f"state.{parameter.name}.{key}", value)
-
-
-def _number(name: str, value: torch.Tensor) -> NamedSource:
-    return NamedSource(name, (), ChunkedSource(1, value.dtype, lambda: iter([value.reshape(1)])))
+                source = ChunkedSource(1, value.dtype, partial(iter, [value.reshape(1)]))
+                yield NamedSource(f"state.{parameter.name}.{key}", (), source)
 
 
 def write_sharded(
