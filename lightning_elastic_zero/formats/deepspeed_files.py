@@ -211,7 +211,7 @@ def read_tag_folder(path: Path) -> TagFolder:
                 "library resumes data-parallel (ZeRO) runs only"
             )
             raise UnsupportedError(msg)
-    # A Universal Checkpoint may have one for each kind of engine.
+    # A Universal Checkpoint may have model files of both kinds.
     if model and models and not is_universal(path):
         msg = (
             f"{path} contains {model} of a ZeRO-1/2 run and {models[min(models)]} of a ZeRO-3 run: "

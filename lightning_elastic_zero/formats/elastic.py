@@ -40,6 +40,7 @@ from lightning_elastic_zero.formats.client_state import (
 from lightning_elastic_zero.formats.deepspeed_files import (
     CLIENT_OBJECTS,
     FROZEN,
+    GROUP_STEP,
     OPTIMIZER,
     OURS,
     STATES,
@@ -413,7 +414,7 @@ class RankWriter:
                 self._lean_states(builder, index, flat) for index, flat in enumerate(state.flats)
             ]
             if (step := _optimizer_step(manifest)) is not None:
-                inner["base_optimizer_state_step"] = step
+                inner[GROUP_STEP] = step
         own: dict[str, Any] = {"client_state": [list(item) for item in client.own]}
         if client.own_objects:
             own["objects"] = store_objects(client.own_objects)

@@ -214,7 +214,7 @@ def _manifest(
         ),
         module_buffers=buffers,
         files=(),
-        # Samples and passes are DeepSpeed's own counts.
+        # Only DeepSpeed counts samples and micro steps.
         progress=TrainingProgress(global_steps=step if type(step) is int else 0),
         writer=Writer(lightning=str(version or "")),
         weights_only=not full_state.optimizers,

@@ -38,7 +38,7 @@ DAMAGED = (
     ImportError,
     OverflowError,
 )
-"""Exceptions that damaged or foreign data raises in unpicklers, besides ``MemoryError``."""
+"""Exceptions that damaged or foreign data raises in unpicklers, and sometimes ``MemoryError``."""
 
 
 def unsupported_class(where: object, what: str, more: str = "") -> UnsupportedError:
@@ -71,7 +71,7 @@ FOREIGN_TREE = PicklePolicy(CLASS_STUBS)
 
 
 class _AnyClassUnpickler(pickle.Unpickler):
-    """Builds objects of any class, with stubs and storages in the place of some."""
+    """Builds objects of any class, except those with a stub."""
 
     def __init__(self, data: bytes, policy: PicklePolicy, storage_of: Callable[[Any], Any]) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")

@@ -27,12 +27,12 @@ from lightning_elastic_zero.storage.stores import AnyPath
 COPY_BYTES = 16 << 20
 """Bytes that are copied to the host at a time."""
 
-# A mapping that is never touched takes no memory; with this flag it is not counted as promised
-# memory either, nor, where it is shared, as data (ulimit -d). Older Pythons do not know it by name.
+# An untouched mapping takes no memory. With this flag the system reserves none for it either, and
+# a shared mapping does not count as data (ulimit -d). Older Pythons lack the name.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
-# torch's own checksum of each record halves the speed of writing, and nothing reads it. It can
-# only be switched for the whole process.
+# torch's checksum of each record halves the speed of writing, and nothing reads it. The setting is
+# one of the whole process.
 _crc32_lock = threading.Lock()
 
 
@@ -231,7 +231,9 @@ class _SourceBytes:
     def take(self, address: int, size_bytes: int) -> Iterator[memoryview]:
         """Return the bytes of an address; calls must be in the order of the addresses."""
         if address != self._next:
-            msg = "torch.save wrote parts of one storage out of order; this release is not known."
+            msg = (
+                "torch.save wrote parts of one storage out of order. Use another release of torch."
+            )
             raise RuntimeError(msg)
         self._next += size_bytes
         while size_bytes:
