@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import sys
-import types
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -39,7 +37,6 @@ from lightning_elastic_zero.integrations.engines import (
     is_elastic,
     is_engine,
     newest_intact,
-    older_folders,
 )
 from lightning_elastic_zero.storage.checksums import replace_durably
 from lightning_elastic_zero.storage.ownership import is_checkpoint
@@ -89,46 +86,10 @@ class AcceleratorBinding:
                 "script with accelerate launch --use_deepspeed"
             )
             raise UnsupportedError(msg)
-        prepare, load_state = accelerator.prepare, accelerator.load_state
-        save_state, free_memory = accelerator.save_state, accelerator.free_memory
-
-        @functools.wraps(type(accelerator).prepare)
-        def elastic_prepare(_accelerator: object, *args: Any, **kwargs: Any) -> Any:
-            prepared = prepare(*args, **kwargs)
-            self._bind_engines(prepared if isinstance(prepared, tuple) else (prepared,))
-            return prepared
-
-        @functools.wraps(type(accelerator).load_state)
-        def elastic_load_state(
-            _accelerator: object, input_dir: str | None = None, *args: Any, **kwargs: Any
-        ) -> Any:
-            self.loaded = None
-            naming = accelerator.project_configuration.automatic_checkpoint_naming
-            if self.options.fallback and (input_dir is not None or naming):
-                input_dir = self._intact_folder(input_dir)
-            loaded = load_state(input_dir, *args, **kwargs)
-            self._after_load()
-            return loaded
-
-        @functools.wraps(type(accelerator).save_state)
-        def elastic_save_state(_accelerator: object, *args: Any, **kwargs: Any) -> Any:
-            self.wait()  # accelerate deletes old checkpoints before it saves a new one
-            folder = save_state(*args, **kwargs)
-            accelerator.wait_for_everyone()
-            if accelerator.is_main_process:
-                self._write_steps(Path(folder))
-            return folder
-
-        @functools.wraps(type(accelerator).free_memory)
-        def elastic_free_memory(_accelerator: object, *args: Any, **kwargs: Any) -> Any:
-            while self.bound:
-                self.bound.pop().stop()
-            return free_memory(*args, **kwargs)
-
-        accelerator.prepare = types.MethodType(elastic_prepare, accelerator)
-        accelerator.load_state = types.MethodType(elastic_load_state, accelerator)
-        accelerator.save_state = types.MethodType(elastic_save_state, accelerator)
-        accelerator.free_memory = types.MethodType(elastic_free_memory, accelerator)
+        for method in (self._prepare, self._load_state, self._save_state, self._free_memory):
+            name = method.__name__.removeprefix("_")
+            bound = functools.partial(method, getattr(accelerator, name))
+            setattr(accelerator, name, functools.wraps(getattr(accelerator, name))(bound))
         if Version(accelerate.__version__) < Version("1.15"):  # returns a loader of epoch 0
             accelerator.skip_first_batches = _in_same_epoch(accelerator.skip_first_batches)
         accelerator.wait_for_save = self.wait
@@ -139,24 +100,43 @@ class AcceleratorBinding:
         for engine in self.bound:
             engine.wait()
 
-    def _intact_folder(self, asked: str | None) -> str:
-        """Return the folder to load, or an intact one with a lower number next to it."""
+    def _prepare(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        prepared = prepare(*args, **kwargs)
+        self._bind_engines(prepared if isinstance(prepared, tuple) else (prepared,))
+        return prepared
 
-        def candidates() -> list[Path]:
-            if asked is not None:
-                folder = Path(asked).expanduser()
-                return [folder, *older_folders(folder)]
-            folders = Path(self.accelerator.project_dir, "checkpoints")
-            return older_folders(folders / f"checkpoint_{sys.maxsize}")
+    def _load_state(
+        self, load: Callable[..., Any], input_dir: str | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        self.loaded = None
+        naming = self.accelerator.project_configuration.automatic_checkpoint_naming
+        if self.options.fallback and (input_dir is not None or naming):
+            asked = None if input_dir is None else Path(input_dir).expanduser()
+            series = Path(self.accelerator.project_dir or "", "checkpoints", "checkpoint_")
+            input_dir = newest_intact(asked, series, self._verify, self.options)
+        loaded = load(input_dir, *args, **kwargs)
+        self._after_load()
+        return loaded
 
-        def verify(folder: Path, ranks: Ranks) -> None:
-            for index in range(len(self.accelerator._models)):  # noqa: SLF001 (there is no public list)
-                path = folder / _tag(index)
-                with closing(open_checkpoint(path)) as source:
-                    check_steps(path, source.manifest)
-                verify_share(path, ranks)
+    def _save_state(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.wait()  # accelerate deletes old checkpoints before it saves a new one
+        folder = save(*args, **kwargs)
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            self._write_steps(Path(folder))
+        return folder
 
-        return newest_intact(asked, candidates, verify, self.options)
+    def _free_memory(self, free: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        while self.bound:
+            self.bound.pop().stop()
+        return free(*args, **kwargs)
+
+    def _verify(self, folder: Path, ranks: Ranks) -> None:
+        for index in range(len(self.accelerator._models)):  # noqa: SLF001 (there is no public list)
+            path = folder / _tag(index)
+            with closing(open_checkpoint(path)) as source:
+                check_steps(path, source.manifest)
+            verify_share(path, ranks)
 
     def _write_steps(self, folder: Path) -> None:
         """Record that accelerate has written its own files, and at which step of each engine."""

@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 import re
+import sys
 import types
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing, suppress
@@ -503,22 +504,27 @@ def older_folders(folder: Path) -> list[Path]:
 
 
 def newest_intact(
-    asked: object,
-    candidates: Callable[[], list[Path]],
+    asked: Path | None,
+    series: Path,
     verify: Callable[[Path, Ranks], None],
     options: ElasticOptions,
 ) -> str:
-    """Return the first of several folders that is intact. Collective.
+    """Return the folder to resume from, or the newest intact one before it. Collective.
 
     Args:
-        asked: what the user asked for, for messages.
-        candidates: called on rank 0.
+        asked: the folder that the user asked for; None: the newest of the series.
+        series: the path of the loop's folders, without their number.
         verify: verifies this rank's share of a folder; raises one of ``DAMAGE_ERRORS``.
         options: the timeouts.
 
     Raises:
         CheckpointNotFoundError: none is intact.
     """
+
+    def candidates() -> list[str]:
+        newer = series.with_name(f"{series.name}{sys.maxsize}")
+        found = [asked, *older_folders(asked)] if asked else older_folders(newer)
+        return [str(path) for path in found]
 
     def problem(folder: Path) -> str:
         try:
@@ -527,9 +533,9 @@ def newest_intact(
             return str(error)
         return ""
 
-    call, problems = f"resume {asked}", []
+    call, problems = f"resume from {asked or series.parent}", []
     with closing(connect_ranks(options.timeouts(), "elastic-zero engine", call)) as ranks:
-        for folder in ranks.broadcast(call, lambda: [str(path) for path in candidates()]):
+        for folder in ranks.broadcast(call, candidates):
             step = f"{call}: verify {folder}"
             found = ranks.all_gather(step, functools.partial(problem, Path(folder)))
             if any(found):
@@ -538,6 +544,6 @@ def newest_intact(
             if problems and ranks.rank == 0:
                 log.warning("Resuming from %s, because %s", folder, "; ".join(problems))
             return folder
-    found_text = "; ".join(problems) or "there is no folder"
-    msg = f"fallback=True found no intact checkpoint to resume from ({asked}): {found_text}"
+    reasons = "; ".join(problems) or f"{series.parent} has no folder {series.name}<number>"
+    msg = f"fallback=True found no intact checkpoint to resume from: {reasons}"
     raise CheckpointNotFoundError(msg)

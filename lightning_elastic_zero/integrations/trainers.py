@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import random
-import sys
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import accelerate
 import numpy as np
@@ -38,7 +37,6 @@ from lightning_elastic_zero.integrations.engines import (
     find_checkpoint,
     is_elastic,
     newest_intact,
-    older_folders,
 )
 from lightning_elastic_zero.storage.paths import read_file
 
@@ -144,7 +142,6 @@ def _skipping_resets_epoch() -> bool:
 
 
 def _rng_file(folder: Path, rank: int, world_size: int) -> Path:
-    """Return where the Trainer keeps a rank's random state."""
     return folder / ("rng_state.pth" if world_size == 1 else f"rng_state_{rank}.pth")
 
 
@@ -165,7 +162,6 @@ def _set_rng(states: Mapping[str, Any], device: torch.device) -> None:
 
 
 def _length(sized: Any) -> int:
-    """Return a length; 0 if there is none."""
     try:
         return len(sized)
     except TypeError:
@@ -185,25 +181,25 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
             "TrainingArguments(deepspeed=<config>), or start it with accelerate launch "
             "--use_deepspeed"
         )
-        raise UnsupportedError(msg)
-    if args.save_on_each_node:
+    elif args.save_on_each_node:
         msg = (
             "elastic() needs one output_dir that all ranks share, and save_on_each_node=True is "
             "set: set it to False, and give an output_dir on a shared filesystem"
         )
-        raise UnsupportedError(msg)
-    if trainer.accelerator.dataloader_config.split_batches:
+    elif trainer.accelerator.dataloader_config.split_batches:
         msg = (
             "accelerator_config sets split_batches=True: DeepSpeed then counts more samples per "
             "step than the Trainer reads, and the global batch cannot be checked. Set it to False, "
             "and divide per_device_train_batch_size by the number of ranks"
         )
-        raise UnsupportedError(msg)
-    if options.async_save and args.save_total_limit == 1:
+    elif options.async_save and args.save_total_limit == 1:
         msg = (
             "async_save=True with save_total_limit=1: the Trainer would delete the only checkpoint "
             "while the next one is being written. Set save_total_limit=2"
         )
+    else:
+        msg = ""
+    if msg:
         raise UnsupportedError(msg)
     if is_elastic(trainer):
         return
@@ -244,9 +240,9 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
         """Train as ``Trainer.train``, from an intact folder with ``fallback``."""
         trainer: Any = ref()
         if options.fallback and resume_from_checkpoint:
-            resume_from_checkpoint = _intact_folder(
-                Path(trainer.args.output_dir), resume_from_checkpoint, options
-            )
+            asked = None if resume_from_checkpoint is True else Path(resume_from_checkpoint)
+            series = Path(trainer.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-")
+            resume_from_checkpoint = newest_intact(asked, series, _verify, options)
         result = cls.train(trainer, resume_from_checkpoint, *more, **kwargs)
         wait_for_save()
         return result
@@ -260,24 +256,6 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
     trainer.wait_for_save = wait_for_save
     trainer.add_callback(callback)
     bind_accelerator(trainer.accelerator)
-
-
-def _intact_folder(output_dir: Path, asked: str | Literal[True], options: LoopOptions) -> str:
-    """Return the folder to resume from: the one asked for, or an intact one before it.
-
-    Args:
-        output_dir: the Trainer's.
-        asked: a ``checkpoint-<step>`` folder; True: the newest one in ``output_dir``.
-        options: see ``elastic``.
-    """
-
-    def candidates() -> list[Path]:
-        if asked is not True:
-            return [Path(asked), *older_folders(Path(asked))]
-        return older_folders(output_dir / f"{PREFIX_CHECKPOINT_DIR}-{sys.maxsize}")
-
-    what = output_dir if asked is True else asked
-    return newest_intact(what, candidates, _verify, options)
 
 
 def _verify(folder: Path, ranks: Ranks) -> None:

@@ -28,7 +28,6 @@ NEEDS_MORE = (
 
 DIFFERENT = {
     "test_save_checkpoints": "files are in global_step5/checkpoint",
-    "test_ds_config_object": "a deleted Trainer is freed by the garbage collector only",
 }
 """Tests of transformers that pass without ``elastic`` only, and why."""
 
