@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, fields
 from typing import Any
@@ -113,13 +113,12 @@ class ElasticOptions:
             warned_objects=None if self.allow_pickle else set(),
         )
 
-    def manager(self, on_published: Callable[[CheckpointStats], None]) -> CheckpointManager:
+    def manager(self) -> CheckpointManager:
         """Return a manager of the checkpoints of a run; see ``CheckpointManager``."""
         return CheckpointManager(
             self.timeouts(),
             background=self.async_save,
             max_snapshot_bytes=self._check_snapshot_bytes(),
-            on_published=on_published,
         )
 
     def _check_snapshot_bytes(self) -> int | None:

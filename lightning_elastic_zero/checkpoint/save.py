@@ -14,7 +14,7 @@ import pickle
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -237,6 +237,8 @@ class Cancellation:
         self._deciding = threading.Lock()
         self._cancelled = False
         self.committed = False
+        self.published = False
+        """Whether the checkpoint is in its place, even if not all ranks have agreed on it."""
 
     def cancel(self) -> bool:
         """Cancel the save; return False if it is already being published."""
@@ -383,7 +385,6 @@ def write_shards(
     contents: ShardContents,
     ranks: Ranks,
     cancellation: Cancellation | None = None,
-    on_published: Callable[[], None] = lambda: None,
 ) -> CheckpointStats:
     """Write the collected state and publish the checkpoint; see ``save_engine``. Collective.
 
@@ -391,8 +392,6 @@ def write_shards(
         contents: the state that this rank writes.
         ranks: the ranks of the calling thread.
         cancellation: lets another thread cancel the save.
-        on_published: called on rank 0 as soon as the checkpoint is published, whatever happens to
-            the other ranks after that; must not raise.
     """
     began, cancellation = time.monotonic(), cancellation or Cancellation()
     requests = request_count(contents.target)
@@ -415,7 +414,7 @@ def write_shards(
         staged[0].sync(ranks.progress)
         cancellation.commit()
         staged[0].put_in_place()
-        on_published()
+        cancellation.published = True
         staged[0].clean(ranks.progress)
         cost = _cost(files, time.monotonic() - began, write_s)
         others = sum(of_rank["requests"] for of_rank in (written or [])[1:])

@@ -22,13 +22,12 @@ from typing import Any
 from lightning_elastic_zero.api import ElasticOptions
 from lightning_elastic_zero.checkpoint.bar import is_terminal, showing, tqdm_bar
 from lightning_elastic_zero.checkpoint.load import DAMAGE_ERRORS, load_engine
-from lightning_elastic_zero.checkpoint.types import CheckpointStats, LoadResult, ShowBytes
+from lightning_elastic_zero.checkpoint.types import LoadResult, ShowBytes
 from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME, Manifest
 from lightning_elastic_zero.core.options import check_client_state
 from lightning_elastic_zero.data_progress.batches import plan_batches
 from lightning_elastic_zero.engine.live import LiveEngine
-from lightning_elastic_zero.engine.support import recovery_script
 from lightning_elastic_zero.errors import (
     CheckpointFormatError,
     CheckpointMismatchError,
@@ -39,9 +38,8 @@ from lightning_elastic_zero.errors import (
 from lightning_elastic_zero.formats.deepspeed_files import LATEST_UNIVERSAL, OURS, is_deepspeed
 from lightning_elastic_zero.formats.open import resolve_latest
 from lightning_elastic_zero.formats.torch_read import TorchFile
-from lightning_elastic_zero.storage.checksums import replace_durably, write_durably
 from lightning_elastic_zero.storage.files import RangeFile
-from lightning_elastic_zero.storage.ownership import LATEST, RECOVERY_SCRIPT, TAG, is_checkpoint
+from lightning_elastic_zero.storage.ownership import LATEST, TAG, is_checkpoint
 from lightning_elastic_zero.storage.paths import check_local_path, read_file
 from lightning_elastic_zero.storage.stores import AnyPath
 
@@ -130,9 +128,7 @@ class EngineCheckpoints:
         self._loop = loop
         self._last_save: tuple[object, ...] | None = None
         self._save_options = options.save_options()
-        self._manager = options.manager(self._on_published)
-        self._names_tag: set[Path] = set()
-        """Saves in the background that ``latest`` is to name."""
+        self._manager = options.manager()
 
     def bind(self) -> None:
         """Make ``save`` and ``load`` the engine's methods, with DeepSpeed's signatures."""
@@ -191,13 +187,11 @@ class EngineCheckpoints:
                 self._manager.wait_until_finished(ranks)
                 with self._bar(ranks) as show:
                     self._manager.save(live, path, ranks, state, replace(options, show=show))
-                if save_latest and name:
-                    ranks.broadcast(f"save {tag}: latest", lambda: write_latest(folder, name))
             else:
                 self._manager.start(live, ranks.rank)
-                if save_latest and name:
-                    self._names_tag.add(path)
                 self._manager.save_async(live, path, ranks, state, options)
+            if save_latest and name:
+                self._manager.link(str(path), str(folder / LATEST), ranks)
         self._last_save = this_save
         return True
 
@@ -205,13 +199,6 @@ class EngineCheckpoints:
         """Return the name of the folder for a tag, and whether training waits for the save."""
         name = "" if self._loop.whole_folder else _free_name(folder, tag)
         return name, not self._options.async_save or self._loop.foreground(folder / name)
-
-    def _on_published(self, stats: CheckpointStats) -> None:
-        """Name a checkpoint that was written in the background; on rank 0, in its thread."""
-        path = Path(stats.path)
-        if path in self._names_tag:
-            self._names_tag.discard(path)
-            write_latest(path.parent, path.name)
 
     def wait(self) -> None:
         """Wait until the last save is published; collective.
@@ -453,18 +440,6 @@ def _written(folder: Path) -> float:
     if is_checkpoint(folder):
         return (folder / MANIFEST_NAME).stat().st_mtime
     return max((file.stat().st_mtime for file in folder.glob("*.pt")), default=-1.0)
-
-
-def write_latest(folder: Path, name: str) -> None:
-    """Name the newest checkpoint of a folder, as DeepSpeed's tools look for it; on rank 0.
-
-    Raises:
-        SaveError: the system refused.
-    """
-    replace_durably(folder / LATEST, f"{name}/{TAG}".encode())
-    script, target = recovery_script(), folder / RECOVERY_SCRIPT
-    if script is not None and not target.exists():
-        write_durably(target, script.read_bytes())
 
 
 # -- fallback --------------------------------------------------------------------------------------

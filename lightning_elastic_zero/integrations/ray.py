@@ -39,7 +39,7 @@ class RayCheckpointReport(Callback):
         self._metrics: dict[int, dict[str, float]] = {}
         """Metrics of saves that are not reported yet, by step."""
         self._published: list[CheckpointStats] = []
-        """Published saves that are not reported yet; on rank 0, appended to in any thread."""
+        """Published saves that are not reported yet; on rank 0."""
         self._known: set[str] = set()
         """Paths that were reported to Ray; on rank 0."""
         self._is_due = False
@@ -131,6 +131,7 @@ class RayCheckpointReport(Callback):
     def _report(self, trainer: pl.Trainer) -> None:
         """Report published saves; collective."""
         self._is_due = False
+        _strategy(trainer).checkpoint_events.collect()
         new = self._take_new() if trainer.is_global_zero else []
         ray_train = _ray_train()
         storage = ray_train.get_context().get_storage()

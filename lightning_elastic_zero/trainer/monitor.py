@@ -21,6 +21,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_elastic_zero.checkpoint.bar import Bar, ShowDone, is_terminal, showing, tqdm_bar
+from lightning_elastic_zero.checkpoint.manager import CheckpointManager
 from lightning_elastic_zero.checkpoint.types import CheckpointStats, ShowBytes
 from lightning_elastic_zero.trainer.lightning import is_fitting
 
@@ -29,15 +30,16 @@ CheckpointEvent: TypeAlias = tuple[Literal["save", "load"], CheckpointStats]
 
 
 class CheckpointEvents:
-    """Saves and loads of a trainer since the last ``take``. Saves may end in any thread."""
+    """Saves and loads of a trainer since the last ``take``."""
 
-    def __init__(self) -> None:
+    def __init__(self, manager: CheckpointManager) -> None:
+        self._manager = manager
         # Bounded for runs in which nobody calls take(); far more than occur between two batches.
         self._events: deque[CheckpointEvent] = deque(maxlen=1000)
         self._listeners: list[Callable[[CheckpointStats], None]] = []
 
     def subscribe(self, listener: Callable[[CheckpointStats], None]) -> Callable[[], None]:
-        """Call a function with each save published from now on; on rank 0, in any thread.
+        """Call a function with each save published from now on; on rank 0.
 
         Returns:
             A function that ends the subscription.
@@ -45,13 +47,14 @@ class CheckpointEvents:
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
-    def on_published(self, stats: CheckpointStats) -> None:
-        """Record a published save; on rank 0."""
-        self._events.append(("save", stats))
-        for listener in list(self._listeners):
-            listener(stats)
-        if stats.fingerprint:
-            rank_zero_info(f"Saved {stats.path}: fingerprint {stats.fingerprint}")
+    def collect(self) -> None:
+        """Record the saves that were published since the last call; on rank 0."""
+        for stats in self._manager.take_published():
+            self._events.append(("save", stats))
+            for listener in list(self._listeners):
+                listener(stats)
+            if stats.fingerprint:
+                rank_zero_info(f"Saved {stats.path}: fingerprint {stats.fingerprint}")
 
     def on_loaded(self, stats: CheckpointStats) -> None:
         """Record a load."""
@@ -59,6 +62,7 @@ class CheckpointEvents:
 
     def take(self) -> list[CheckpointEvent]:
         """Return and forget the events since the last call, in order."""
+        self.collect()
         return [self._events.popleft() for _ in range(len(self._events))]
 
 

@@ -101,8 +101,8 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         self._batches = BatchController(
             self._resumer, global_batch_size, allow_uneven_batches=allow_uneven_batches
         )
-        self.checkpoint_events = CheckpointEvents()  # for CheckpointMonitor
-        self._manager = options.manager(self.checkpoint_events.on_published)
+        self._manager = options.manager()
+        self.checkpoint_events = CheckpointEvents(self._manager)  # for CheckpointMonitor
         self._sigterm = SigtermAgreement()
         self._checkpoints = RunCheckpoints(
             self._manager,
@@ -261,6 +261,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.checkpoint_events.collect()
         if (trainer := self._trainer) is not None:
             self._resumer.before_batch(trainer, batch_idx)
             self._accumulation.before_batch(trainer.current_epoch)
@@ -312,6 +313,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
             raise TypeError(msg)
         engine, exclude = self.deepspeed_engine, self.exclude_frozen_parameters
         self._checkpoints.save(checkpoint, filepath, engine, self._trainer, exclude_frozen=exclude)
+        self.checkpoint_events.collect()
 
     @property
     def last_save(self) -> CheckpointStats | None:
@@ -325,6 +327,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
             ElasticZeroError: It failed. The checkpoint before it is intact.
         """
         self._checkpoints.wait()
+        self.checkpoint_events.collect()
 
     @override
     def remove_checkpoint(self, filepath: str | PathLike[str]) -> None:
@@ -392,6 +395,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         """End saving before tensors move. Not collective, since ranks may have died."""
         trainer = self._trainer
         failure = self._checkpoints.stop(trainer)
+        self.checkpoint_events.collect()
         self._leave_ranks()
         self._warning_filters.end()
         self._batches.end(trainer)

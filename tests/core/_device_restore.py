@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from lightning_elastic_zero.checkpoint.background import AsyncCheckpointer
 from lightning_elastic_zero.checkpoint.load import load_engine
+from lightning_elastic_zero.checkpoint.manager import AsyncCheckpointer, CheckpointLinks, Retention
 from lightning_elastic_zero.checkpoint.save import save_engine
 from lightning_elastic_zero.checkpoint.types import LoadOptions, SaveOptions
 from lightning_elastic_zero.coordination.ranks import OneRank
@@ -187,14 +187,10 @@ def _saved_behind(
     module.set_rng_state(torch.tensor([1, 2, 3, 4], dtype=torch.uint8), run.device)
     client = {"rng": collect_rng_states(run.device)}
     save_engine(run, path.with_suffix(".blocking"), ranks, client, SaveOptions())
-    writer = AsyncCheckpointer(OneRank(), _nothing, _nothing, _nothing, memory_bytes)
+    writer = AsyncCheckpointer(OneRank(), CheckpointLinks(), Retention(), memory_bytes)
     writer.save(run, path, ranks, client, SaveOptions())
     writer.wait_for_copies()
     run.train(3, 6)
     writer.wait_until_finished(ranks)
     assert writer.stop() is None
     return run, wanted
-
-
-def _nothing(*_: object) -> None:
-    """Take no notice."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_elastic_zero.checkpoint.background import AsyncCheckpointer, Snapshotter
+from lightning_elastic_zero.checkpoint.background import Snapshotter
 from lightning_elastic_zero.checkpoint.consistency import (
     RankZeroTables,
     check_consistent,
@@ -19,9 +19,10 @@ from lightning_elastic_zero.checkpoint.consistency import (
     write_tables,
 )
 from lightning_elastic_zero.checkpoint.fingerprint import PIECE_BYTES, rank_part
+from lightning_elastic_zero.checkpoint.manager import AsyncCheckpointer, CheckpointLinks, Retention
 from lightning_elastic_zero.checkpoint.save import ShardContents
 from lightning_elastic_zero.checkpoint.streams import current_device, use_device
-from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveOptions
+from lightning_elastic_zero.checkpoint.types import SaveOptions
 from lightning_elastic_zero.coordination.ranks import OneRank
 from lightning_elastic_zero.core.layout import Fragment
 from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter, StateKey
@@ -123,37 +124,26 @@ def offload(device: torch.device, _: Path) -> None:
         camera.close()
 
 
-def _nothing(*_: object) -> None:
-    """Take no notice."""
-
-
 def write(device: torch.device, folder: Path) -> None:
     use_device(device)
     assert current_device() == device
     for name, memory_bytes in (("copied", None), ("live", 0)):
-        live, ended = OnOneDevice(device), _Ended()
-        writer = AsyncCheckpointer(OneRank(), _nothing, _nothing, ended, memory_bytes)
+        live = OnOneDevice(device)
+        writer = AsyncCheckpointer(OneRank(), CheckpointLinks(), Retention(), memory_bytes)
         state = {
             "best": torch.tensor(0.25).to(device),
             "weight": torch.nn.Parameter(torch.ones(2).to(device)),
             "metric": Metric(torch.ones(3).to(device)),
         }
         path = folder / f"{name}.ckpt"
-        writer.save(live, path, OneRank(), state, SaveOptions())
+        saved = writer.save(live, path, OneRank(), state, SaveOptions())
         writer.wait_for_copies()
         live.step_on()
         writer.wait_until_finished(OneRank())
-        assert ended.figures is not None
+        assert saved.result(0).bytes
         assert writer.stop() is None
     assert current_device() == device
     assert _contexts(device) == [device.index], _contexts(device)
-
-
-class _Ended:
-    figures: CheckpointStats | None = None
-
-    def __call__(self, _: object, figures: CheckpointStats | None) -> None:
-        self.figures = figures
 
 
 def _contexts(device: torch.device) -> list[int]:

@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_elastic_zero.checkpoint import background
+from lightning_elastic_zero.checkpoint import background, manager
 from lightning_elastic_zero.checkpoint import streams as device_streams
 from lightning_elastic_zero.checkpoint.background import (
-    AsyncCheckpointer,
     HostBuffer,
     Snapshot,
     Snapshotter,
     UncopiedTensors,
     copy_plain_data,
 )
+from lightning_elastic_zero.checkpoint.manager import AsyncCheckpointer, CheckpointLinks, Retention
 from lightning_elastic_zero.checkpoint.save import ShardContents, save_engine
 from lightning_elastic_zero.checkpoint.streams import (
     current_device,
@@ -35,7 +35,7 @@ from lightning_elastic_zero.checkpoint.streams import (
     side_stream,
     use_device,
 )
-from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveOptions
+from lightning_elastic_zero.checkpoint.types import SaveOptions
 from lightning_elastic_zero.coordination.ranks import OneRank
 from lightning_elastic_zero.core.layout import Fragment
 from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter, StateKey
@@ -334,22 +334,19 @@ def test_a_background_save_equals_a_blocking_one(
 ) -> None:
     """File by file, except the save's number."""
     run, ranks = LateRun(late), OneRank()
-    ended: list[CheckpointStats | None] = []
     save_engine(run, tmp_path / "blocking", ranks, {"epoch": 1}, SaveOptions())
-    writer = AsyncCheckpointer(
-        OneRank(), _nothing, _nothing, lambda _, stats: ended.append(stats), memory_bytes
-    )
+    writer = AsyncCheckpointer(OneRank(), CheckpointLinks(), Retention(), memory_bytes)
     end_hook = run.add_step_pre_hook(writer.wait_for_copies)
     for turn in range(2):  # The second one takes the same memory.
         # The memory of the first one is filled by threads that are not in inference mode.
         with torch.inference_mode(mode=not turn):
             path = tmp_path / f"behind{turn}"
-            writer.save(run, path, ranks, {"epoch": 1}, SaveOptions())
+            saved = writer.save(run, path, ranks, {"epoch": 1}, SaveOptions())
         run.step_on()
         run.step_on()
         with late.waiting():
             writer.wait_until_finished(ranks)
-        assert ended[-1] is not None
+        assert saved.result(0).path == str(path)
         run.step_back()
     end_hook()
     with late.waiting():
@@ -361,11 +358,11 @@ def test_a_background_save_equals_a_blocking_one(
 def test_a_save_waits_until_the_memory_of_the_previous_one_is_free(
     late: CopyEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "_GLANCE_S", 0.01)
+    monkeypatch.setattr(manager, "_GLANCE_S", 0.01)
     line = _HeldLine()
     run, ranks = LateRun(late), _OpensWhileWaiting(line)
     save_engine(run, tmp_path / "blocking", OneRank(), {"epoch": 1}, SaveOptions())
-    writer = AsyncCheckpointer(line, _nothing, _nothing, _nothing)
+    writer = AsyncCheckpointer(line, CheckpointLinks(), Retention())
     run.hooks = [writer.wait_for_copies]
     writer.save(run, tmp_path / "behind", ranks, {"epoch": 1}, SaveOptions())
     run.step_on()
@@ -413,10 +410,6 @@ class _OpensWhileWaiting(OneRank):
     def _open(self) -> None:
         if self.waits:
             self._line.opened.set()
-
-
-def _nothing(*_: object) -> None:
-    """Do nothing."""
 
 
 STATE = [

@@ -12,7 +12,6 @@ import tempfile
 import threading
 import time
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,14 @@ import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_elastic_zero.checkpoint import manager as manager_module
-from lightning_elastic_zero.checkpoint.background import Snapshotter, _Job
-from lightning_elastic_zero.checkpoint.manager import CheckpointLinks, CheckpointManager
-from lightning_elastic_zero.checkpoint.save import ShardContents, write_shards
+from lightning_elastic_zero.checkpoint.background import Snapshotter
+from lightning_elastic_zero.checkpoint.manager import (
+    BackgroundSave,
+    CheckpointLinks,
+    CheckpointManager,
+    Retention,
+)
+from lightning_elastic_zero.checkpoint.save import Cancellation, ShardContents, write_shards
 from lightning_elastic_zero.checkpoint.types import SaveOptions
 from lightning_elastic_zero.coordination.client import StoreRanks
 from lightning_elastic_zero.coordination.liveness import Timeouts
@@ -152,23 +156,18 @@ def saves(job: Job) -> None:
 
 def lost_after_publication(job: Job) -> None:
     """Save; the last rank dies as soon as the checkpoint is in its place, before rank 0 goes on."""
-    told: list[bool] = []
+    cancellation = Cancellation()
     with closing(connect_ranks()) as ranks:
         path = Path(ranks.broadcast("make a folder", tempfile.mkdtemp)) / "new.ckpt"
         dies = job.rank == job.world_size - 1
         if dies:
             _die_when_published(path)
 
-        def published() -> None:
-            told.append((path / "manifest.json").exists())
-            while not ranks.has_failed():
-                time.sleep(0.01)
-
         # The one that dies does not come to the step in which rank 0 publishes.
         own: Any = _StopsBefore(ranks, "publish") if dies else ranks
-        said = attempt(lambda: str(write_shards(contents(job, path, FEW), own, None, published)))
+        said = attempt(lambda: str(write_shards(contents(job, path, FEW), own, cancellation)))
         job.note("said", said)
-        job.note("told", told)
+        job.note("published", cancellation.published)
         job.note("whole", (path / "manifest.json").exists())
 
 
@@ -231,16 +230,12 @@ def slow_link(job: Job) -> None:
         links.on_save_started(path)
         links.make(path, link)
         snapshot = Snapshotter().take(contents(job, path, FEW), job.rank, ranks.progress)
-        ended: list[bool] = []
-        published = partial(links.on_save_ended, published=True)
-        saves = _Job(
-            snapshot, ranks, published, lambda _, stats: ended.append(stats is not None), 0.0
-        )
+        saves = BackgroundSave(snapshot, ranks, links, Retention(), 0.0)
         saves.start()
         saves.join()
         job.note("said", str(saves.failure))
-        job.note("ended", ended)
-        job.note("whole", (link / "manifest.json").exists())
+        job.note("ended", saves.result.exception() is None)
+        job.note("whole", job.rank > 0 or (link / "manifest.json").exists())
 
 
 def _die_when_published(path: Path) -> None:
@@ -261,10 +256,10 @@ class _LinksAfter(CheckpointLinks):
         super().__init__()
         self._asked = asked
 
-    def on_save_ended(self, target: AnyPath, *of: Any, published: bool) -> None:
+    def on_save_ended(self, target: AnyPath, *, published: bool) -> None:
         """Wait for the question first."""
         self._asked.wait()
-        super().on_save_ended(target, *of, published=published)
+        super().on_save_ended(target, published=published)
 
 
 class _StopsBefore:
@@ -288,8 +283,8 @@ def test_a_rank_that_is_lost_hides_no_checkpoint(fork_server: ForkServer) -> Non
     """The save fails, as not all agree on it; who makes links has heard before that it is there."""
     first, second, dead = run_ranks(lost_after_publication, WORLD, fork_server)
     assert dead.returncode == -signal.SIGKILL
-    assert first.notes["told"] == [True]
-    assert second.notes["told"] == []
+    assert first.notes["published"]
+    assert not second.notes["published"]
     for result in (first, second):
         assert result.notes["said"]["error"] == "RanksError"
         assert f"rank {WORLD - 1}" in result.notes["said"]["message"]
@@ -313,7 +308,7 @@ def test_its_link_follows_though_a_rank_is_lost(fork_server: ForkServer) -> None
 def test_a_link_may_take_long(fork_server: ForkServer) -> None:
     """Where the disk has none it is a copy, for which the other ranks wait: work goes on."""
     for result in run_ranks(slow_link, 2, fork_server):
-        assert result.notes == {"said": "None", "ended": [True], "whole": True}, result.stderr
+        assert result.notes == {"said": "None", "ended": True, "whole": True}, result.stderr
 
 
 NUMBERS_BYTES = 200

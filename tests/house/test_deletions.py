@@ -119,6 +119,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("trainer/checkpoint_io.py", "_link", "self._manager.link"): (
         LINKS + "test_a_link_does_not_replace_foreign_files"
     ),
+    ("integrations/engines.py", "save", "self._manager.link"): LATEST_FILE,
     ("storage/leftovers.py", "_make", "new.symlink_to"): LINKS
     + "test_a_link_does_not_replace_foreign_files",
     ("storage/leftovers.py", "_copy_file", "target.open to write"): (
@@ -150,6 +151,7 @@ NOT_ON_DISK = {
     ("trainer/accumulation.py", "watch", "handle.remove"),
     ("registry.py", "find_spec", "sys.meta_path.remove"),
     ("core/tensors.py", "numpy_to_python", "copy.copy"),
+    ("checkpoint/manager.py", "_collect", "self._saves.remove"),
     ("trainer/monitor.py", "subscribe", "self._listeners.remove"),
     ("engine/live.py", "remove", "handle.remove"),
     ("engine/live.py", "remove", "hooks.remove"),

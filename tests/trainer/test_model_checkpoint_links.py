@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
-from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveOptions
+from lightning_elastic_zero.checkpoint.types import SaveOptions
 from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import OneRank
 from lightning_elastic_zero.engine.live import LiveEngine
@@ -234,14 +234,13 @@ def test_a_save_that_ends_after_the_run_makes_its_links(tmp_path: Path) -> None:
     target, link = tmp_path / "a.ckpt", tmp_path / "last.ckpt"
     manager = CheckpointManager(Timeouts(), background=True)
     manager.start(LiveEngine(SimpleNamespace(optimizer=None)), 0)
-    writer = manager._writer
-    assert writer is not None
-    writer._on_start(target)
+    links = manager._links
+    links.on_save_started(target)
     manager.link(str(target), str(link), OneRank())
     manager.stop(interrupted=True)
     assert not link.is_symlink()
     target.mkdir()
-    writer._on_end(target, CheckpointStats(str(target), 1.0, 1, 1.0))
+    links.on_save_ended(target, published=True)
     assert str(link.readlink()) == "a.ckpt"
 
 
