@@ -56,53 +56,45 @@ from lightning_elastic_zero.formats.torch_write import ChunkedSource, piecewise
 from lightning_elastic_zero.storage.owners import PeriodicThread
 
 _ALIGNED_BYTES = 64
-"""Where tensors begin, so that copies are not slowed down."""
+"""Alignment of tensors, for fast copies."""
 
 _TOUCHED_BYTES = 256 << 20
-"""How much is touched at a time."""
+"""Bytes touched between two reports of progress."""
 
 _PIN_S, _PIN_S_PER_BYTE = 10.0, 2e-9
-"""How long pinning may take before it counts as work without progress: one call, and no part of a
-block is pinned alone, because a tensor and its copy may then reach across two pinned regions."""
+"""Time in which pinning counts as progress. It is one call: if parts of a block were pinned
+separately, a copy could cross two pinned regions."""
 
 _SHOWN_EVERY_S = 1.0
 
 
 class HostBuffer:
-    """One block for the copies of one save, as large as they are together and no larger.
+    """One block of host memory for the copies of one save.
 
-    Pages are large where the system has such: to touch 400 MB for the first time then takes 0.24 s
-    instead of 1.3 s, and every later copy runs at the speed of memory. Pinned memory is not taken
-    from torch, which rounds it up to a power of two.
+    It uses large pages if the system has them: the first touch of 400 MB then takes 0.24 s instead
+    of 1.3 s. Pinned memory does not come from torch, which rounds it up to a power of two.
     """
 
     def __init__(self) -> None:
-        """Begin with nothing."""
         self._block: torch.Tensor | None = None
         self._pinned = False
 
     @property
     def size_bytes(self) -> int:
-        """How much is allocated."""
+        """Size of the block."""
         return 0 if self._block is None else self._block.numel()
 
     def allocate_like(
         self, tensors: Sequence[torch.Tensor], progress: Progress = NO_PROGRESS
     ) -> list[torch.Tensor]:
-        """Return a contiguous host tensor of the shape and type of each, without values.
+        """Return an uninitialized contiguous host tensor like each; earlier ones become invalid.
 
-        What was given before is given up: it is the same memory.
-
-        Args:
-            tensors: the tensors to copy.
-            progress: checked regularly: allocating and pinning hundreds of GB takes minutes.
-
-        Raises:
-            SaveError: host memory is exhausted.
+        ``progress`` is checked regularly: allocating and pinning hundreds of GB takes minutes.
+        Raises SaveError if host memory is exhausted.
         """
         sizes = [tensor.nbytes for tensor in tensors]
         starts = [0, *itertools.accumulate(map(aligned_bytes, tensors))]
-        # Other devices copy from and to pages as they are, if not behind.
+        # Other devices copy to pageable memory, without overlap.
         pinned = any(can_pin(tensor.device) for tensor in tensors)
         block = self._of(starts[-1], progress, pinned=pinned)
         return [
@@ -111,7 +103,7 @@ class HostBuffer:
         ]
 
     def _of(self, size_bytes: int, progress: Progress, *, pinned: bool) -> torch.Tensor:
-        """Return the block, a new one where the old one is too small or not pinned."""
+        """Return the block; replace it if it is too small or not pinned."""
         if self._block is None or self.size_bytes < size_bytes or pinned > self._pinned:
             self.release()
             self._block = _pages(size_bytes)
@@ -123,14 +115,14 @@ class HostBuffer:
         return self._block
 
     def release(self) -> None:
-        """Release the memory, once nothing reads or fills it any more."""
+        """Release the memory, which nothing may use any more."""
         if self._block is not None and self._pinned and self.size_bytes:
             unpin(self._block.data_ptr())
         self._block, self._pinned = None, False
 
 
 def aligned_bytes(tensor: torch.Tensor) -> int:
-    """Return how much memory a tensor's copy takes."""
+    """Return the size of a tensor's copy."""
     return -(-tensor.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
@@ -148,18 +140,18 @@ def _pages(size_bytes: int) -> torch.Tensor:
 
 
 def _touch(block: torch.Tensor, progress: Progress) -> None:
-    """Make a block's pages, part by part: to make them is most of what pinning them takes."""
+    """Touch a block's pages, which takes most of the time of pinning them."""
     for start in range(0, block.numel(), _TOUCHED_BYTES):
         block[start : start + _TOUCHED_BYTES : mmap.PAGESIZE] = 0
         progress.check()
 
 
 def _shown(progress: Progress, most_s: float) -> PeriodicThread:
-    """Show progress within, for so long at most, while one call works that shows none."""
+    """Report progress during a call that reports none, for at most ``most_s``."""
     end = time.monotonic() + most_s
 
     def show() -> None:
-        # What fails the step elsewhere is raised by who calls next in the step's own thread.
+        # The step's own thread raises its failures.
         with suppress(ElasticZeroError):
             if time.monotonic() < end:
                 progress.check()
@@ -168,11 +160,7 @@ def _shown(progress: Progress, most_s: float) -> PeriodicThread:
 
 
 def _pin(block: torch.Tensor) -> None:
-    """Lock pages in memory, so that the device copies into them by itself.
-
-    Raises:
-        SaveError: the system does not allow it.
-    """
+    """Lock pages in memory for asynchronous copies; raise SaveError if that is not allowed."""
     failed = pin(block.data_ptr(), block.numel())
     if failed:
         msg = (
@@ -187,7 +175,7 @@ _GLANCE_S = 1.0
 
 
 class UncopiedTensors:
-    """What the writer still has to read before the optimizer may step. Used by two threads."""
+    """Live tensors that the writer must read before the optimizer steps. Used by two threads."""
 
     def __init__(
         self,
@@ -195,13 +183,13 @@ class UncopiedTensors:
         numel: int,
         check_unchanged: Callable[[], None] = lambda: None,
     ) -> None:
-        """Hold the tensors, as they are now; they must not change until ``wait`` has returned.
+        """Hold masters and optimizer states, which must not change until ``wait`` has returned.
 
         Args:
-            tensors: masters and optimizer states.
-            numel: how many of their elements are written; the others are padding.
-            check_unchanged: called when all have been read, before the optimizer may step; raises
-                where one changed all the same.
+            tensors: the tensors.
+            numel: the number of their elements that are written; the others are padding.
+            check_unchanged: called after the last read, before the optimizer may step; raises if a
+                tensor changed.
         """
         self._check_unchanged = check_unchanged
         self._tensors = tensors  # Held, so that no other memory gets these addresses.
@@ -236,18 +224,14 @@ class UncopiedTensors:
     def _read(self, piece: torch.Tensor) -> Iterator[torch.Tensor]:
         for chunk in piecewise([piece], piece.dtype).chunks():
             yield chunk
-            # The next one is asked for when this one has been written.
+            # The chunk has been written when the next one is requested.
             self._unread -= chunk.numel()
             if self._unread <= 0:
                 self._check_unchanged()
             self._look()
 
     def wait(self, cancelled: Callable[[], bool]) -> None:
-        """Wait until all have been read, or need not be.
-
-        Args:
-            cancelled: tells whether what is still being written will not be published.
-        """
+        """Wait until all have been read, or ``cancelled`` returns True."""
         while not (self._over.wait(_GLANCE_S) or cancelled()):
             pass
 
@@ -260,23 +244,23 @@ _HASHED_BYTES = 16 << 20
 """Bytes that are hashed before progress is reported."""
 
 _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
-"""Copies to be made: to, from."""
+"""Pairs of target and source."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """When each large tensor that a rank writes is copied."""
+    """Time at which each large tensor of a rank is copied."""
 
     at_once: list[torch.Tensor]
-    """Weights that forward may change: while training waits."""
+    """While training waits: weights that forward may change."""
     behind: list[torch.Tensor]
-    """Masters and optimizer states: beside forward and backward."""
+    """During forward and backward: masters and optimizer states."""
     uncopied: list[torch.Tensor]
-    """Those that are written first and for which there is no room: never."""
+    """Never: those that are written first, if memory is limited."""
 
     @classmethod
     def of(cls, contents: ShardContents, rank: int, memory_bytes: float) -> CopyPlan:
-        """Plan the copies of what a rank writes, into so much memory beside what has to be."""
+        """Plan the copies of a rank; ``memory_bytes`` limits those that can be avoided."""
         state, at_once = contents.state, list[torch.Tensor]()
         if writes_weights(contents.manifest, rank):
             at_once = [*state.frozen.values(), *state.module_weights.values()]
@@ -298,9 +282,9 @@ class _Digest:
 
     digest: bytes
     key: str
-    """The state's name; empty: the master weights."""
+    """Name of the state; empty for master weights."""
     names: tuple[str, ...]
-    """Of the parameters in it."""
+    """Names of its parameters."""
 
     @classmethod
     def of_state(
@@ -317,11 +301,7 @@ class _Digest:
         ]
 
     def check(self, now: torch.Tensor) -> None:
-        """Refuse a copy, or a live tensor, that is not what it was.
-
-        Raises:
-            SaveError: it changed.
-        """
+        """Raise SaveError if a copy or live tensor has changed."""
         if _digest(now) != self.digest:
             what = f"the optimizer's state {self.key!r}" if self.key else "the master weights"
             msg = (
@@ -344,15 +324,15 @@ def _digest(tensor: torch.Tensor, progress: Progress = NO_PROGRESS) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What is written, its tensors copies as soon as ``wait_for_copies`` has returned."""
+    """The contents of a save; its tensors are copies after ``wait_for_copies``."""
 
     contents: ShardContents
     live: UncopiedTensors
-    """Those of its tensors that are no copies."""
+    """Tensors that are not copied."""
     _on_host: Future[None]
     _on_device: tuple[Event, ...]
     _copies: tuple[tuple[_Digest | None, torch.Tensor], ...] = ()
-    """Copies that were made behind training, and what they have to be."""
+    """Copies made during training, and their expected digests."""
 
     def wait_for_copies(self) -> None:
         """Wait until all copies are made. It may be called from any thread."""
@@ -362,7 +342,7 @@ class Snapshot:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Write in here, in the writer's thread, once all copies are made."""
+        """Enter in the writer's thread: waits for all copies and checks them."""
         with self.live.reading():
             self.wait_for_copies()
             for wanted, copied in self._copies:
@@ -371,27 +351,20 @@ class Snapshot:
             yield
 
     def wait(self, cancelled: Callable[[], bool]) -> None:
-        """Wait until nothing live is read any more, or is read in vain; not for the writer."""
+        """Wait in training's thread until live tensors are no longer needed."""
         self.wait_for_copies()
         self.live.wait(cancelled)
 
 
 class Snapshotter:
-    """Takes snapshots, one at a time: a new one overwrites the last one's memory.
+    """Takes snapshots, one at a time: each overwrites the memory of the last one.
 
-    Host tensors are copied by a thread, for the sake of states that are offloaded to the host
-    while forward and backward run on a device. Where these run on the same cores it makes no
-    difference (400 MB on 2 busy cores: 0.87 s for forward and backward with the copy behind them,
-    0.86 s after it), but that it hides the first touch of new memory.
+    A thread copies host tensors, so that offloaded states are copied while forward and backward run
+    on a device.
     """
 
     def __init__(self, memory_bytes: int | None = None) -> None:
-        """Begin with nothing: no memory is allocated.
-
-        Args:
-            memory_bytes: the most that copies may take, as far as they need not be made at once;
-                None: one times what is written.
-        """
+        """Allocate nothing yet. ``memory_bytes`` limits copies made during training."""
         self._most_bytes = math.inf if memory_bytes is None else memory_bytes
         self._memory = HostBuffer()
         self._thread = ThreadPoolExecutor(1, "elastic-zero snapshot")
@@ -403,24 +376,16 @@ class Snapshotter:
         rank: int,
         progress: Progress = NO_PROGRESS,
     ) -> Snapshot:
-        """Copy what is to be written.
+        """Copy the contents of a save.
 
-        Args:
-            contents: by reference.
-            rank: this one.
-            progress: checked regularly.
-
-        Raises:
-            SaveError: the trainer's state holds something that cannot be pickled, or there is no
-                memory for the copy.
+        Raises SaveError if the trainer's state cannot be pickled, or memory is exhausted.
         """
         self._forget_last()
         plan = CopyPlan.of(contents, rank, self._most_bytes)
         copied = [*plan.at_once, *plan.behind]
         made = self._memory.allocate_like(copied, progress)
         copies = {id(source): to for source, to in zip(copied, made, strict=True)}
-        # By tensors of our own on the same memory: DeepSpeed's ``offload_states`` gives its tensors
-        # other memory, and theirs back.
+        # Own tensors on the same memory: DeepSpeed's ``offload_states`` moves its tensors.
         copies.update((id(tensor), tensor.detach()) for tensor in plan.uncopied)
         pairs = [(copies[id(tensor)], tensor.detach()) for tensor in plan.behind]
         wanted = _Digest.of_state(contents.state, plan.behind, progress)
@@ -438,7 +403,7 @@ class Snapshotter:
         on_device = [pair for pair in pairs if is_on_device(pair[1])]
         events = _copy_on_side_streams(on_device, _devices_of_small_copies(contents.state))
         to_host = self._thread.submit(_copy, [p for p in pairs if not is_on_device(p[1])])
-        # Last of all: its stream waits for what devices have been given so far, small copies too.
+        # Last: its stream waits for all work enqueued so far, small copies too.
         uncopied = [copies[id(tensor)] for tensor in plan.uncopied]
 
         def check_unchanged() -> None:
@@ -453,20 +418,20 @@ class Snapshotter:
         return self._last
 
     def close(self) -> None:
-        """Release the memory, once nothing reads the last snapshot any more."""
+        """Release the memory after the last snapshot's use."""
         self._forget_last()
         self._thread.shutdown()
         self._memory.release()
 
     def _forget_last(self) -> None:
-        """Hold nothing of the last snapshot's memory, which may have to be replaced."""
+        """Drop references to memory that may be replaced."""
         last, self._last = self._last, None
         if last is not None:
             last.wait_for_copies()
 
 
 def _with_copies(state: RankState, copies: dict[int, torch.Tensor]) -> RankState:
-    """Return what is written: each large tensor's copy in its place, and small ones copied now."""
+    """Return the state with large tensors replaced by their copies; copy small ones now."""
 
     def written(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: copies[id(t)] for name, t in tensors.items() if id(t) in copies}
@@ -496,7 +461,7 @@ def _with_copies(state: RankState, copies: dict[int, torch.Tensor]) -> RankState
 
 
 def _written_numel(state: RankState, tensors: Sequence[torch.Tensor]) -> int:
-    """Return how many elements of masters and states are written: those of fragments."""
+    """Return the number of elements in fragments of these masters and states."""
     known = {id(tensor) for tensor in tensors}
     return sum(
         fragment.stop - fragment.start
@@ -514,7 +479,7 @@ def _copy(pairs: _Pairs) -> None:
 
 
 def _devices_of_small_copies(state: RankState) -> set[torch.device]:
-    """Return the devices on which scalars, or tensors of the trainer's, have been copied."""
+    """Return the devices of scalars and of the trainer's tensors."""
     scalars = (value for flat in state.flats for value in flat.scalars.values())
     found = {v.device for v in scalars if isinstance(v, torch.Tensor) and is_on_device(v)}
     own = current_device()
@@ -522,14 +487,9 @@ def _devices_of_small_copies(state: RankState) -> set[torch.device]:
 
 
 def _copy_on_side_streams(pairs: _Pairs, others: set[torch.device]) -> tuple[Event, ...]:
-    """Start copies that run while devices compute; return the event that ends each.
+    """Start copies that run while devices compute; return an event for the end of each.
 
-    Also where there is nothing large to copy: a device's event tells that small copies, which the
-    writer reads in a thread whose streams wait for nothing, are there too.
-
-    Args:
-        pairs: on any devices.
-        others: devices on which there may be none.
+    ``others`` are devices with small copies only: the writer's thread must wait for these too.
     """
     devices = others.union(source.device for _, source in pairs)
     return tuple(_copy_on_side_stream(device, pairs) for device in devices)
@@ -541,13 +501,13 @@ def _copy_on_side_stream(device: torch.device, pairs: _Pairs) -> Event:
         for to, source in pairs:
             if source.device == device:
                 to.copy_(source, non_blocking=True)
-                # It may be given back before it has been read (DeepSpeed's offload_states).
+                # DeepSpeed's offload_states may free the memory before it was read.
                 source.record_stream(stream)
         return record_event(device)
 
 
 def copy_plain_data(value: Any) -> Any:
-    """Copy plain data, tensors where they are, so that nobody else can change it."""
+    """Copy plain data deeply; tensors stay on their devices."""
     return _copy_plain_data(value, {})
 
 

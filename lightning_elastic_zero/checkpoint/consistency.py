@@ -32,7 +32,7 @@ SCHEDULERS = "lr_schedulers"
 DIGESTS = "digests"
 
 Tables = Mapping[str, Any]
-"""What ranks compare, as JSON has it, by the names of the tables; never changed."""
+"""JSON data that ranks compare, by name."""
 
 _Drift = tuple[int, str]
 """Index of a parameter group, and a hyperparameter of it."""
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 def comparison_tables(manifest: Manifest, state: RankState) -> Tables:
-    """Return what must be alike on all ranks, and the hyperparameters' digests."""
+    """Return the tables that must be equal on all ranks, and the hyperparameters' digests."""
     return {
         "tables": _tables(manifest),
         "scalars": [
@@ -58,45 +58,33 @@ def comparison_tables(manifest: Manifest, state: RankState) -> Tables:
 
 
 def table_digests(tables: Tables) -> dict[str, str]:
-    """Return a digest of each table, of the same length for any."""
+    """Return a digest of each table."""
     return {name: xxhash.xxh3_128_hexdigest(_table_text(table)) for name, table in tables.items()}
 
 
 def write_tables(directory: AnyPath, tables: Tables) -> None:
-    """Write rank 0's tables into a directory, until ``remove_shared``.
-
-    Raises:
-        SaveError: they could not be written.
-    """
+    """Write rank 0's tables into a directory, until ``remove_shared``."""
     for name, table in tables.items():
         leave_shared(directory, f"{TABLE_PREFIX}{name}", _table_text(table))
 
 
 class RankZeroTables:
-    """Rank 0's tables, to a rank that has its own: read where those differ, and only then."""
+    """Rank 0's tables. A table is read only if this rank's own differs.
+
+    ``sent`` are rank 0's digests, ``directory`` contains its tables.
+    """
 
     def __init__(self, sent: Mapping[str, str], own: Tables, directory: AnyPath) -> None:
-        """Hold what is needed to compare.
-
-        Args:
-            sent: rank 0's digests.
-            own: this rank's tables.
-            directory: where rank 0's lie.
-        """
         self._sent, self.own, self._directory = sent, own, directory
         self._digests = table_digests(own)
         self._read: dict[str, Any] = {}
 
     def is_same(self, name: str) -> bool:
-        """Whether this rank's table is rank 0's."""
+        """Whether this rank's table equals rank 0's."""
         return self._sent[name] == self._digests[name]
 
     def __getitem__(self, name: str) -> Any:
-        """Return rank 0's table.
-
-        Raises:
-            SaveError: it cannot be read, or is not what rank 0 has written.
-        """
+        """Return rank 0's table; raise SaveError if it cannot be read."""
         if self.is_same(name):
             return self.own[name]
         if name not in self._read:
@@ -138,29 +126,20 @@ def check_consistent(first: RankZeroTables) -> None:
 
 
 def drifted_hyperparameters(first: RankZeroTables, manifest: Manifest) -> list[list[Any]]:
-    """Return this rank's hyperparameters of the groups in which they differ from rank 0's.
-
-    Returns:
-        ``[group, {key: text}]`` each; of many groups the first ones.
-    """
+    """Return ``[group, {key: text}]`` for the first groups that differ from rank 0's."""
     pairs = zip(first.own["hyperparameters"], first["hyperparameters"], strict=True)
     drifted = [index for index, (mine, theirs) in enumerate(pairs) if mine != theirs]
     return [[index, _texts(manifest.groups[index])] for index in drifted[:_MOST_SENT]]
 
 
 def drifted_replicas(first: RankZeroTables) -> list[int]:
-    """Return the flat buffers whose masters are not rank 0's, where each rank has all of them."""
+    """Stage 0: return the flat buffers whose masters differ from rank 0's."""
     pairs = zip(first.own["replicas"], first["replicas"], strict=True)
     return [index for index, (mine, theirs) in enumerate(pairs) if mine != theirs][:_MOST_SENT]
 
 
 def warn_of_replicas(manifest: Manifest, of_ranks: Sequence[Sequence[int]]) -> None:
-    """Log which ranks have other weights than rank 0, where all have all of them; on rank 0.
-
-    Args:
-        manifest: rank 0's.
-        of_ranks: what ``drifted_replicas`` returned on each rank, in order.
-    """
+    """Rank 0: warn of ranks whose weights differ, from the ``drifted_replicas`` of each rank."""
     ranks = [rank for rank, drifted in enumerate(of_ranks) if drifted]
     if not ranks:
         return
@@ -175,12 +154,7 @@ def warn_of_replicas(manifest: Manifest, of_ranks: Sequence[Sequence[int]]) -> N
 
 
 def warn_of_drift(manifest: Manifest, of_ranks: Sequence[list[list[Any]]]) -> None:
-    """Log which hyperparameters differ, with each rank's value; on rank 0.
-
-    Args:
-        manifest: rank 0's.
-        of_ranks: what ``drifted_hyperparameters`` returned on each rank, in order.
-    """
+    """Rank 0: warn of differing hyperparameters, from the ``drifted_hyperparameters`` of ranks."""
     own = list(map(_texts, manifest.groups))
     values: dict[_Drift, dict[int, str]] = {}
     for rank, groups in enumerate(of_ranks):
@@ -217,7 +191,7 @@ def _sentence(
 
 
 def _first_difference(mine: Sequence[str], theirs: Sequence[str]) -> tuple[str, str]:
-    """Return the first rows that differ, the same rows cut to where they do."""
+    """Return the first rows that differ; long ones are cut around the difference."""
     rows = itertools.zip_longest(mine, theirs, fillvalue="nothing")
     one, other = next((one, other) for one, other in rows if one != other)
     if len(one) <= _MOST_SHOWN and len(other) <= _MOST_SHOWN:
@@ -229,7 +203,7 @@ def _first_difference(mine: Sequence[str], theirs: Sequence[str]) -> tuple[str, 
 
 
 def _tables(manifest: Manifest) -> dict[str, list[str]]:
-    """Return the rows of what must be alike on all ranks, by the name that a message calls it."""
+    """Return the rows that must be equal on all ranks, by their title in messages."""
     groups = [(g.names, sorted(g.hyperparameters), g.state) for g in manifest.groups]
     return {
         "parameters": list(map(repr, manifest.parameters)),
@@ -243,7 +217,7 @@ def _tables(manifest: Manifest) -> dict[str, list[str]]:
 
 
 def _texts(group: Group) -> dict[str, str]:
-    """Return a group's hyperparameters as they are compared and shown."""
+    """Return a group's hyperparameters as text."""
     return {key: canonical_repr(value) for key, value in group.hyperparameters.items()}
 
 

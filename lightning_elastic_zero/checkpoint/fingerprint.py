@@ -43,10 +43,10 @@ from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
 
 PIECE_BYTES = 8 << 20
-"""What is added up between two signs of life: some 0.3 ms."""
+"""Bytes between two reports of progress: about 0.3 ms."""
 
 _Run: TypeAlias = "tuple[TensorId, int, torch.Tensor]"
-"""Whose elements, the place of the first one, and they themselves."""
+"""A tensor, the index of the first element, and the elements."""
 
 
 def live_fingerprint(
@@ -56,22 +56,15 @@ def live_fingerprint(
     step: str = "fingerprint",
     progress: Progress | None = None,
 ) -> Fingerprint:
-    """Compute the number that a checkpoint of a state would have. Collective; 16 bytes per rank.
+    """Compute the fingerprint that a checkpoint of a state would have. Collective.
 
-    What is on the host is read where it is, what is on a device by way of a small buffer.
-
-    Args:
-        manifest: what the engine says of itself, with what a save leaves out.
-        state: what this rank holds, by reference.
-        ranks: who agree.
-        step: what they do, in words.
-        progress: used instead of ``ranks.progress``.
+    Tensors on a device are read through a small buffer. ``progress`` replaces ``ranks.progress``.
     """
 
     def own_part() -> list[int]:
         return rank_part(manifest, state, ranks.rank, progress or ranks.progress).to_plain()
 
-    # By way of rank 0: of a thousand ranks none is told what each has added.
+    # Through rank 0, so that ranks do not receive the parts of all others.
     parts = ranks.gather(step, own_part)
     return Fingerprint.from_text(
         ranks.broadcast(f"{step}: add up", lambda: str(add_up(parts or []).total()))
@@ -85,14 +78,7 @@ def rank_part(
     rank: int,
     progress: Progress = NO_PROGRESS,
 ) -> FingerprintPart:
-    """Return what one rank adds: its flat buffers, its pieces of frozen weights; rank 0 buffers.
-
-    Args:
-        manifest: what the engine says of itself.
-        state: what this rank holds.
-        rank: this one.
-        progress: checked regularly.
-    """
+    """Return one rank's part: flat buffers, pieces of frozen weights; on rank 0 module buffers."""
     total = FingerprintPart()
     for index, flat in enumerate(state.flats):
         group = manifest.groups[manifest.buffers[index].group]
@@ -111,7 +97,7 @@ def rank_part(
 
 
 def _runs(manifest: Manifest, state: RankState, rank: int) -> Iterator[_Run]:
-    """Yield all that a rank adds element by element."""
+    """Yield the runs of elements in a rank's part."""
     shapes = {p.name: p.shape for p in manifest.parameters}
     for flat in state.flats:
         for fragment in flat.fragments:
@@ -138,7 +124,7 @@ class _HostBuffer:
         self._memory: torch.Tensor | None = None
 
     def on_host(self, piece: torch.Tensor) -> torch.Tensor:
-        """Return a piece on the host, until the next one is asked for."""
+        """Return a piece on the host; it is valid until the next call."""
         if not is_on_device(piece):
             return piece
         if self._memory is None:
@@ -162,58 +148,51 @@ NOT_RECORDED = "its save recorded no fingerprint"
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """What a checkpoint says of the state in it."""
+    """The state in a checkpoint."""
 
     where: str
-    """Its path."""
+    """Path of the checkpoint."""
     recorded: str
-    """The fingerprint that its save recorded; empty: none."""
+    """Recorded fingerprint; empty if none."""
     manifest: Manifest
-    """Under the model's names."""
+    """With the model's names."""
     buffers: Mapping[str, torch.Tensor]
-    """Module buffers, as they were saved."""
+    """Saved module buffers."""
     renamed: bool
-    """Whether the names are others than when it was saved."""
+    """Whether names differ from the saved ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a comparison told that did not fail."""
+    """Result of a comparison without a difference."""
 
     fingerprint: str
-    """The live state's, where it was computed; else empty."""
+    """Fingerprint of the live state; empty if it was not computed."""
     text: str
-    """In words, to be said behind what was loaded."""
+    """Result in words."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ComparedState:
-    """What this rank has to compare."""
+    """The live state of this rank."""
 
     manifest: Manifest
-    """What the engine says of itself, without what the save had left out."""
+    """The engine's manifest, without state that the save left out."""
     state: RankState
     weights: str
-    """A digest of the weights that each rank has whole. Of buffers ranks may have others."""
+    """Digest of the weights that each rank has whole. Buffers may differ between ranks."""
     matches: bool
-    """Whether the weights that forward reads are the masters, rounded."""
+    """Whether the weights equal the rounded masters."""
 
 
 def check_loaded(
     saved: SavedState, live: LiveEngine, scope: RestoreScope, ranks: Ranks, step: str
 ) -> Verdict:
-    """Compare the live state with the number that its save recorded. Collective.
-
-    Args:
-        saved: what was loaded.
-        live: what has become of it.
-        scope: what of it was to be restored.
-        ranks: who hold the live state together, and agree.
-        step: what they do, in words; alike on all ranks.
+    """Compare the live state with the recorded fingerprint. Collective.
 
     Raises:
-        CheckpointCorruptedError: it is another state; the message has both numbers.
-        CheckpointFormatError: what was recorded is no fingerprint.
+        CheckpointCorruptedError: the states differ; the message has both fingerprints.
+        CheckpointFormatError: the recorded fingerprint is invalid.
     """
     if not saved.recorded:
         return Verdict("", NOT_RECORDED)
@@ -270,10 +249,9 @@ def _compared_state(saved: SavedState, live: LiveEngine, *, with_optimizer: bool
 
 
 def _check_weights(where: str, held: _ComparedState, ranks: Ranks, step: str) -> None:
-    """Compare what is no part of the number: what forward reads, and what all ranks have.
+    """Compare weights with masters and between ranks, which the fingerprint does not cover.
 
-    Raises:
-        CheckpointCorruptedError: a rank's weights are others than its masters, or than rank 0's.
+    Raises CheckpointCorruptedError if they differ.
     """
     of_ranks = ranks.gather(f"{step}: weights", lambda: [held.weights, held.matches]) or []
 
@@ -295,7 +273,7 @@ def _check_weights(where: str, held: _ComparedState, ranks: Ranks, step: str) ->
 
 
 def _as_saved(saved: Manifest, here: Manifest, *, with_optimizer: bool) -> Manifest:
-    """Return what the engine says of itself, without what the save had left out."""
+    """Return the engine's manifest without state that the save left out."""
     left_out, buffers = set(saved.excluded), set(saved.module_buffers)
     return replace(
         here,
@@ -306,7 +284,7 @@ def _as_saved(saved: Manifest, here: Manifest, *, with_optimizer: bool) -> Manif
 
 
 def _why_not(saved: SavedState, live: LiveEngine, scope: RestoreScope) -> dict[str, str]:
-    """Return why weights, and the optimizer's state, cannot have the recorded number, if so."""
+    """Return why the weights or the optimizer's state cannot be compared; empty if they can."""
     if saved.renamed:
         return dict.fromkeys(("weights", "optimizer"), "its names have changed")
     held, here = saved.manifest, _as_saved(saved.manifest, live.describe(), with_optimizer=True)
@@ -328,7 +306,7 @@ def _why_not(saved: SavedState, live: LiveEngine, scope: RestoreScope) -> dict[s
 
 
 def _weights(manifest: Manifest) -> dict[str, str]:
-    """Return the type and shape of each weight by its name: of trained ones, the master's."""
+    """Return dtype and shape of each weight by name; for trained ones, of the master."""
     trained = ((p, manifest.master_dtype) for p in manifest.optimized)
     frozen = ((p, p.dtype) for p in manifest.frozen)
     return {p.name: f"{dtype} {p.shape}" for p, dtype in (*trained, *frozen)}
@@ -339,7 +317,7 @@ def _buffers(buffers: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def _states(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Yield each optimizer state of each parameter, and what of it counts beside the values."""
+    """Yield each optimizer state of each parameter, with its kind, dtype and shape."""
     shapes = {p.name: p.shape for p in manifest.optimized}
     for group in manifest.groups:
         for name in group.names:
@@ -351,14 +329,14 @@ def _states(manifest: Manifest) -> Iterator[tuple[str, str]]:
 
 
 def _counts_apart(group: Group) -> bool:
-    """Whether a parameter group keeps the step, and not each of its states."""
+    """Whether the step count is in the parameter group instead of its states."""
     kept = any(key.name == STEP and key.kind == "scalar" for key in group.state)
     step = group.hyperparameters.get(STEP)
     return bool(group.state) and not kept and isinstance(step, int | float)
 
 
 def _first_difference(saved: Mapping[str, str], here: Mapping[str, str]) -> str:
-    """Return in words the first name that is not alike on both sides; empty where all are."""
+    """Describe the first name that differs; empty if none does."""
     for name in sorted(saved.keys() | here.keys()):
         if saved.get(name) != here.get(name):
             was, now = saved.get(name, "not there"), here.get(name, "not there")

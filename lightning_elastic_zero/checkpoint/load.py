@@ -91,16 +91,9 @@ from lightning_elastic_zero.storage.stores import AnyPath, StorePath
 def plans(
     source: CheckpointReader, targets: RestoreTargets, with_state: Collection[str]
 ) -> tuple[TransferPlan, TransferPlan]:
-    """Plan the runs to be read: of masters, and of the states beside them; of frozen weights.
+    """Return the plans of reads into ``read_targets``: masters with states, and frozen weights.
 
-    Args:
-        source: the checkpoint.
-        targets: what is wanted.
-        with_state: the parameters whose optimizer states are wanted; others that lie beside them
-            have fresh ones already.
-
-    Returns:
-        Plans into ``read_targets``.
+    ``with_state`` are the parameters whose optimizer states are wanted; others keep fresh ones.
     """
     alone = len(targets.weights)
     wanted = [
@@ -117,7 +110,7 @@ def plans(
 
 
 def read_targets(targets: RestoreTargets) -> Targets:
-    """Return what is filled: the weights with their states, and then the same weights alone."""
+    """Return the targets: the weights with their states, then the same weights without."""
     weights = [{WEIGHT: tensor} for tensor in targets.weights]
     return [{**w, **s} for w, s in zip(weights, targets.states, strict=True)] + weights
 
@@ -127,13 +120,8 @@ def scalars_by_buffer(
 ) -> tuple[Mapping[str, Scalar], ...]:
     """Return the scalar states of each live flat buffer.
 
-    Parameters that have none yet take those of the others in their parameter group, so that what
-    they are does not depend on which of the group share a buffer with them.
-
-    Args:
-        source: the checkpoint.
-        live: what the engine says of itself.
-        groups: what was saved, in the groups that the engine has.
+    Parameters without saved ones take those of their parameter group, so that the result does not
+    depend on which parameters share a buffer. ``groups`` are the saved ones in live groups.
     """
     layout, found = source.layout(), []
     for buffer in live.buffers:
@@ -147,10 +135,9 @@ def scalars_by_buffer(
 def _scalars_of(
     source: CheckpointReader, layout: Layout, names: Iterable[str]
 ) -> Mapping[str, Scalar]:
-    """Return the scalars of a live flat buffer, whose parameters may have lain in several.
+    """Return the scalars of a live flat buffer.
 
-    Raises:
-        CheckpointMismatchError: those differ, and the live buffer can have one value only.
+    Raises CheckpointMismatchError if the saved buffers of its parameters had different ones.
     """
     held: dict[int, Fragment] = {}
     for name in names:
@@ -169,7 +156,7 @@ def _scalars_of(
 
 
 DAMAGE_ERRORS = (CheckpointCorruptedError, CheckpointFormatError, CheckpointNotFoundError)
-"""What may mean that the checkpoint which was asked for is not what it was."""
+"""Errors of a damaged checkpoint."""
 
 
 def find_fallback(
@@ -301,7 +288,7 @@ _CHECKED_ELEMENTS = 1 << 20
 def buffer_pairs(
     saved: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor]
 ) -> Iterator[BufferPair]:
-    """Yield the module buffers that both have, as they are there and here."""
+    """Yield the module buffers that both sides have."""
     for name, held, wanted in ((n, saved[n], live[n]) for n in live if n in saved):
         yield BufferPair(
             name,
@@ -318,16 +305,9 @@ def buffer_pairs(
 def check_infinite_weights(
     where: str, targets: RestoreTargets, saved: Manifest, live: LiveEngine
 ) -> None:
-    """Name the weights that forward cannot use here, on the ranks that hold their masters.
+    """Warn of finite masters whose weights become infinite, on the ranks that have the masters.
 
-    Args:
-        where: the checkpoint's path.
-        targets: filled.
-        saved: the checkpoint.
-        live: the engine that it is loaded into.
-
-    Raises:
-        CheckpointMismatchError: the masters would be infinite too.
+    Raises CheckpointMismatchError if the masters would become infinite too.
     """
     here, keeps = live.describe(), live.keeps_masters()
     found = infinite_weights(targets, saved, here, rounds_masters=not keeps)
@@ -351,17 +331,10 @@ def check_infinite_weights(
 def infinite_weights(
     targets: RestoreTargets, saved: Manifest, here: Manifest, *, rounds_masters: bool = False
 ) -> list[str]:
-    """Return the parameters of which this rank received a master that its weight cannot hold.
+    """Return the parameters with masters on this rank that are too large for their weights.
 
-    Only where weights had a type of larger numbers when they were saved: in one of the same type
-    they were infinite then too, and such a run goes on as it was.
-
-    Args:
-        targets: filled. ``weights`` are masters, where the engine has some.
-        saved: the checkpoint. A parameter's ``dtype`` is that of its weight, not of its master.
-        here: the live engine.
-        rounds_masters: masters will be rounded to the weights, and so are looked at whatever type
-            the weights had.
+    Weights that were saved in the same dtype were infinite then too, and are not reported unless
+    ``rounds_masters``: then the masters are rounded to the weights.
     """
     was = {p.name: getattr(torch, p.dtype) for p in saved.parameters}
     types = {
@@ -380,7 +353,7 @@ def infinite_weights(
 
 
 def _become_infinite(masters: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a finite master is infinite in a type; a bounded part of them at a time."""
+    """Whether a finite master is infinite in a dtype; compares bounded parts."""
     if not can_overflow(masters.dtype, dtype):
         return False
     for start, stop in spans(0, masters.numel(), _CHECKED_ELEMENTS):
@@ -750,7 +723,7 @@ class _Load:
         return check_loaded(saved, self.live, scope, self.ranks, step)
 
     def _values(self, scope: RestoreScope, shared: SharedState, saved: Manifest) -> RestoreValues:
-        """Return what is restored beside the buffers; weights alone begin a new run."""
+        """Return the values to commit with the buffers; weights alone begin a new run."""
         source, here = self.source, self.live.describe()
         resumes = bool(here.groups) and not saved.weights_only and self.options.counters
         return RestoreValues(

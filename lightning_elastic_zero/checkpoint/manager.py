@@ -68,7 +68,7 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointLinks:
-    """Makes links to checkpoints when these are published. Used on one rank, by two threads."""
+    """Makes links to checkpoints after publication. Used on rank 0, by two threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -76,26 +76,23 @@ class CheckpointLinks:
         self._waiting: list[AnyPath] = []
 
     def __reduce__(self) -> tuple[type[CheckpointLinks], tuple[()]]:
-        """Copy as a new one: the links that wait here are made by this one only."""
+        """Copy without the waiting links."""
         return CheckpointLinks, ()
 
     def on_save_started(self, target: AnyPath) -> None:
-        """Defer links to this checkpoint: it is about to be written in the background."""
+        """Defer links to this checkpoint until its save has ended."""
         with self._lock:
             self._target, self._waiting = target, []
 
     def is_deferred(self, target: AnyPath) -> bool:
-        """Whether this checkpoint is being written."""
+        """Whether links to this checkpoint wait."""
         with self._lock:
             return target == self._target
 
     def make(self, target: AnyPath, link: AnyPath, progress: Progress = NO_PROGRESS) -> None:
         """Make a link to a checkpoint, now or when it is published.
 
-        Where nothing is, because its save has failed, the link stays what it was.
-
-        Raises:
-            SaveError: it could not be made, and is what it was.
+        After a failed save, the link is unchanged. Raises SaveError if it could not be made.
         """
         with self._lock:
             if target == self._target:
@@ -108,8 +105,7 @@ class CheckpointLinks:
     def on_save_ended(self, target: AnyPath, *, published: bool) -> None:
         """Make the links that waited for this checkpoint, or forget them if it failed.
 
-        Raises:
-            SaveError: a link could not be made and is unchanged.
+        Raises SaveError if a link could not be made.
         """
         with self._lock:
             if target != self._target:
@@ -133,7 +129,7 @@ def _make(target: AnyPath, link: AnyPath, progress: Progress = NO_PROGRESS) -> N
 
 
 class Retention:
-    """Deletes checkpoints, unless they are still needed. Used on one rank, by any thread."""
+    """Deletes checkpoints that nothing needs. Used on rank 0, by any thread."""
 
     def __init__(self) -> None:
         self._resumed_from: AnyPath | None = None
@@ -141,19 +137,19 @@ class Retention:
         self._published: dict[AnyPath, object] = {}
         """Identity of what this run has published under a name: another run may replace it."""
         self._held_for: AnyPath | None = None
-        """The last checkpoint that was to be written, while it is not there: nothing is deleted."""
+        """The last checkpoint of which a save began, until it is published: nothing is deleted."""
         self._lock = threading.RLock()
 
     def __reduce__(self) -> tuple[type[Retention], tuple[()]]:
-        """Copy as a new one: what waits here is deleted by this one only."""
+        """Copy without the waiting deletions."""
         return Retention, ()
 
     def protect(self, path: str | os.PathLike[str]) -> None:
-        """Keep the checkpoint that the run was resumed from, behind whatever link."""
+        """Keep the checkpoint that the run was resumed from; links are resolved."""
         self._resumed_from = resolved(parse_path(path))
 
     def remove(self, path: str | os.PathLike[str]) -> None:
-        """Delete a checkpoint, now or as soon as nothing needs it: no save, and no link."""
+        """Delete a checkpoint as soon as no save and no link needs it."""
         doomed = parse_path(path)
         with self._lock:
             published = self._published.pop(doomed, None)
@@ -161,7 +157,7 @@ class Retention:
         self.delete_pending()
 
     def on_save_started(self, path: AnyPath) -> None:
-        """Cancel the deletion of a path, and delay all others until its new save is published."""
+        """Cancel the deletion of a path, and delay others until its new save is published."""
         with self._lock:
             self._waiting.pop(path, None)
             self._held_for = path
@@ -169,8 +165,7 @@ class Retention:
     def on_published(self, path: AnyPath) -> None:
         """Delete what waited for a new checkpoint.
 
-        If it is doomed itself, that was said while it was being written: it is meant, and not what
-        was there before.
+        A deletion of the new checkpoint itself was requested while it was written, and means it.
         """
         with self._lock:
             if path == self._held_for:
@@ -184,7 +179,7 @@ class Retention:
     def delete_pending(self) -> None:
         """Delete what waited and is free now, unless a save is in flight or has failed.
 
-        What cannot be deleted is left where it is: it takes up room, but a run does not end for it.
+        A failed deletion takes up space, but does not end the run.
         """
         with self._lock:
             for path, doomed in [] if self._held_for else list(self._waiting.items()):
@@ -197,7 +192,7 @@ class Retention:
                     del self._waiting[path]
 
     def _try(self, path: AnyPath, doomed: object) -> bool:
-        """Delete a checkpoint; False: it has to wait."""
+        """Delete a checkpoint; return False if it must wait."""
         if not is_link(path):
             if not exists(path):
                 return True
@@ -219,17 +214,17 @@ class Retention:
 
 
 def _is_only_checkpoint(path: AnyPath) -> bool:
-    """Whether a path is a checkpoint, and no other one beside it can take its place."""
+    """Whether a path is a checkpoint, and no other one in its folder can replace it."""
     real = resolved(path)
     others = (entry for entry in siblings(path) if resolved(entry) != real)
     return is_checkpoint(path) and not any(can_replace(other, path) for other in others)
 
 
 _WRITERS_ABSENT_S = 60.0
-"""Writers come to a step together: training's threads have just agreed on a snapshot."""
+"""Absent timeout of writers, which begin a step together after a snapshot."""
 
 _IN_EXCEPTION_ABSENT_S = 30.0
-"""How long a rank that saves in an exception waits for the others to come: it may be alone."""
+"""Absent timeout of a rank that saves in an exception: it may be alone."""
 
 
 NICE = 10
@@ -536,7 +531,7 @@ class CheckpointManager:
         """Create a manager without a run.
 
         Args:
-            times: how long ranks wait for each other.
+            times: timeouts of ranks.
             background: whether saves run in the background.
             max_snapshot_bytes: limit of host memory for one rank's snapshot.
         """
@@ -558,12 +553,12 @@ class CheckpointManager:
         self._unhook: Callable[[], None] = _nothing
 
     def start(self, engine: LiveEngine, rank: int, dirpaths: Iterable[object] = ()) -> None:
-        """Begin a run. Every rank does, where saves go to the background.
+        """Begin a run. If saves run in the background, every rank must call it.
 
         Args:
-            engine: whose steps wait for the copies of a save in the background.
-            rank: this one.
-            dirpaths: the folders into which callbacks will save; None for one that has none.
+            engine: its steps wait for the copies of a background save.
+            rank: this rank.
+            dirpaths: the folders of callbacks; None for a callback without one.
         """
         self._is_rank_zero = rank == 0
         self.dirpaths = tuple(dirpaths)
@@ -609,10 +604,9 @@ class CheckpointManager:
         client_state: Mapping[str, Any],
         options: SaveOptions,
     ) -> bool:
-        """Save in the background, when the save before has ended. Collective.
+        """Save in the background after the save before has ended. Collective.
 
-        Returns:
-            False: no run is going on; nothing was done.
+        Returns False, and does nothing, outside of a run.
         """
         if self._writer is None:
             return False
@@ -650,7 +644,7 @@ class CheckpointManager:
         return connect_ranks(self._times)
 
     def exit_ranks(self, call: object, *, interrupted: bool) -> closing[Ranks]:
-        """Return the ranks for a call when a run may end: one that failed alone waits briefly."""
+        """Return the ranks for a call at the end of a run; if interrupted, it waits briefly."""
         times = replace(self._times, absent_timeout_s=_IN_EXCEPTION_ABSENT_S)
         times = times if interrupted else self._times
         return closing(connect_ranks(times, "elastic-zero at the end", str(call)))
@@ -662,7 +656,7 @@ class CheckpointManager:
         self._retention.remove(path)
 
     def is_being_written(self, path: str) -> bool:
-        """Whether a checkpoint is being written in the background; on the first rank."""
+        """Whether a checkpoint is being written in the background; on rank 0."""
         return self._links.is_deferred(parse_path(path))
 
     @staticmethod
@@ -674,10 +668,9 @@ class CheckpointManager:
             return f"cannot be inspected ({error.strerror or error})"
 
     def link(self, path: str, link: str, ranks: Ranks) -> None:
-        """Make a link to a checkpoint as soon as that is published. Collective.
+        """Make a link as soon as the checkpoint is published. Collective.
 
-        Raises:
-            SaveError: it could not be made, and is what it was.
+        Raises SaveError if it could not be made.
         """
 
         def make() -> None:
@@ -697,18 +690,15 @@ class CheckpointManager:
             self._writer.wait_until_finished(ranks)
 
     def drain_local(self) -> None:
-        """After an exception: let the save in flight end, or end it; no collective."""
+        """After an exception: wait for the save in flight, then cancel it; not collective."""
         if self._writer is not None and (failure := self._writer.drain_local(DRAIN_TIMEOUT_S)):
             log.error("%s", failure)
 
     def stop(self, *, interrupted: bool) -> ElasticZeroError | None:
-        """End the run, and delete what waited; no collective, since ranks may be gone.
+        """End the run, and delete what waited; not collective, since ranks may be gone.
 
-        Args:
-            interrupted: by an exception or a signal: the save in flight has to be quick.
-
-        Returns:
-            What the last save failed by, where nobody was told so far; interrupted, it is logged.
+        Returns a failure of the last save that was not raised yet. After an interruption (an
+        exception or a signal), the save in flight has limited time and a failure is logged.
         """
         failure = None
         self._run_monitor.end()

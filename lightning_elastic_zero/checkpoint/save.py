@@ -99,13 +99,9 @@ _PROTOCOL = 2
 
 
 def check_loads_weights_only(parts: Mapping[str, Any]) -> None:
-    """Refuse what ``torch.load(weights_only=True)`` would not read.
+    """Refuse values that ``torch.load(weights_only=True)`` cannot read.
 
-    Args:
-        parts: what is saved, by the words in which a message names it.
-
-    Raises:
-        SaveError: it would not; the message names the innermost value with which it fails.
+    ``parts`` are values by their title in messages. Raises SaveError with the innermost such value.
     """
     for name, value in parts.items():
         if (why := _unreadable(value)) is None:
@@ -120,7 +116,7 @@ def check_loads_weights_only(parts: Mapping[str, Any]) -> None:
 
 
 def _innermost(path: TreePath, value: Any, why: str) -> tuple[TreePath, Any, str]:
-    """Find the value itself in what holds it."""
+    """Return the path, value and reason of the innermost unreadable value."""
     for key, inner in _inside(value):
         if (its := _unreadable(inner)) is not None:
             return _innermost((*path, key), inner, its)
@@ -135,7 +131,7 @@ def _inside(value: object) -> Iterator[tuple[str | int, Any]]:
 
 
 def _unreadable(value: object) -> str | None:
-    """Describe why a value could not be read; None where it can."""
+    """Return why a value cannot be read; None if it can."""
     stream = io.BytesIO()
     try:
         _WithoutTensors(stream, _PROTOCOL).dump(value)
@@ -146,14 +142,10 @@ def _unreadable(value: object) -> str | None:
 
 
 class _WithoutTensors(pickle.Pickler):
-    """Pickles a value but the contents of its tensors."""
+    """Pickles a value without the contents of its tensors."""
 
     def persistent_id(self, obj: Any) -> tuple[str] | None:
-        """Return a name for a tensor, which is written in its place.
-
-        Raises:
-            ValueError: it is one of which no ranges of bytes can be read.
-        """
+        """Return a placeholder for a tensor; raise ValueError if it is not a plain one."""
         if not isinstance(obj, torch.Tensor):
             return None
         if not is_plain(obj):
@@ -168,7 +160,7 @@ log = logging.getLogger(__name__)
 def with_extra_states(
     client_state: Mapping[str, Any], module: torch.nn.Module, options: SaveOptions
 ) -> Mapping[str, Any]:
-    """Return the trainer's state with those of modules, under the names of ``state_dict``."""
+    """Return the trainer's state with extra states of modules, by name as in ``state_dict``."""
     base = torch.nn.Module.get_extra_state
     keep = {n: m for n, m in _named(module).items() if type(m).get_extra_state is not base}
     states = {n: m.get_extra_state() for n, m in keep.items() if n not in options.left_out}
@@ -178,16 +170,16 @@ def with_extra_states(
 def restore_extra_states(
     module: torch.nn.Module, saved: Mapping[str, Any], where: str, *, warns: bool
 ) -> None:
-    """Hand modules what was saved of them, on this rank; one of which nothing was keeps its own.
+    """Restore the extra states of modules on this rank; modules without one keep theirs.
 
     Args:
-        module: whose weights are restored already.
-        saved: by the names in the model; what wrappers put into them is not looked at.
+        module: the module; its weights are restored already.
+        saved: states by name; prefixes of wrappers are ignored.
         where: the checkpoint.
-        warns: whether this rank tells what only one side has.
+        warns: whether this rank warns of states that only one side has.
 
     Raises:
-        CheckpointMismatchError: a module does not take what was saved of it.
+        CheckpointMismatchError: a module does not accept its state.
     """
     base = torch.nn.Module.set_extra_state
     takes = {n: m for n, m in _named(module).items() if type(m).set_extra_state is not base}
@@ -210,7 +202,7 @@ def restore_extra_states(
 
 
 def _warn(where: str, missing: list[str], surplus: list[str]) -> None:
-    """Warn of what only the model has, and only the checkpoint."""
+    """Warn of states that only the model or only the checkpoint has."""
     if missing:
         log.warning(
             "%s has no extra state for these modules, which keep their current one: %s",
@@ -226,7 +218,7 @@ def _warn(where: str, missing: list[str], surplus: list[str]) -> None:
 
 
 def _named(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return every module once, by the name of its extra state."""
+    """Return each module by the name of its extra state."""
     return {f"{n}.{EXTRA_STATE}" if n else EXTRA_STATE: m for n, m in module.named_modules()}
 
 
@@ -247,11 +239,7 @@ class Cancellation:
         return self._cancelled
 
     def check(self) -> None:
-        """End a cancelled save.
-
-        Raises:
-            SaveError: the save was cancelled.
-        """
+        """Raise SaveError if the save was cancelled."""
         if self._cancelled:
             msg = "the save was cancelled before it was written, because the run has ended"
             raise SaveError(msg)
@@ -475,10 +463,9 @@ def _fingerprint(contents: ShardContents, target: str, ranks: Ranks, progress: P
 
 
 def _await_staging(first: Mapping[str, Any], target: AnyPath) -> AnyPath:
-    """Wait until this rank sees what rank 0 has written, and return the folder for this save.
+    """Wait until this rank sees rank 0's files, and return the folder for this save.
 
-    Raises:
-        SaveError: this rank has another path, or does not see it.
+    Raises SaveError if this rank has another path or does not see the files.
     """
     if str(target) != first["path"]:
         msg = (
@@ -517,12 +504,7 @@ def _own_part(
 ) -> tuple[RankState, ClientPart]:
     """Return the state that this rank writes: rank 0 all, other ranks what differs from rank 0.
 
-    Args:
-        contents: this rank's state.
-        first: the tables of rank 0.
-        rank: this rank.
-        drifted: whether its hyperparameters differ from the saved ones; its schedulers are then
-            left out.
+    ``drifted``: this rank's hyperparameters differ, so its schedulers are left out.
     """
     if not rank:
         return contents.state, ClientPart(contents.client, contents.objects)
