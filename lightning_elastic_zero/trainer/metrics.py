@@ -347,13 +347,12 @@ def _equal(value: object, other: object) -> bool:
 
 
 def _fits(metric: Metric, held: Mapping[str, Any]) -> bool:
-    defaults = metric._defaults
-    return defaults.keys() == held["states"].keys() and all(
-        isinstance(default, list)
-        or not isinstance(value, torch.Tensor)
-        or not default.numel()
-        or default.shape == value.shape
-        for default, value in zip(defaults.values(), map(held["states"].get, defaults), strict=True)
+    defaults, states = metric._defaults, held["states"]
+    return defaults.keys() == states.keys() and all(
+        default.shape == states[key].shape
+        for key, default in defaults.items()
+        if isinstance(default, torch.Tensor) and default.numel()
+        if isinstance(states[key], torch.Tensor)
     )
 
 
@@ -508,7 +507,15 @@ class EpochMetrics:
             {name: held for name, held in of["metrics"].items() if keeps_all or name not in over}
             for of in source.of_ranks.values()
         ]
-        self._warn_metrics_reset(source, self._load_saved(wanted, source))
+        lost = self._load_saved(wanted, source)
+        lacking = {name for of in source.of_ranks.values() for name in of.get("lacking", ())}
+        for names, why in (
+            (sorted(lacking), "their states are not tensors and were not saved"),
+            (lost, "missing in the module, with other states, or not divisible among the devices"),
+        ):
+            if names:
+                text = f"The metrics {', '.join(names)} cover only the batches after the resume"
+                rank_zero_warn(f"{text}: {why}.")
         if inside:
             kept = {k: s for k, s in logged.items() if s["metadata"]["fx"] != EPOCH_END}
             ResumableResults.of(trainer).load_saved(kept, trainer)
@@ -521,16 +528,6 @@ class EpochMetrics:
             ended.load_saved(logged, trainer)
             _show(trainer, ended, on_step=False)
             ended.reset()
-
-    def _warn_metrics_reset(self, source: SavedMetrics, lost: list[str]) -> None:
-        lacking = {name for of in source.of_ranks.values() for name in of.get("lacking", ())}
-        for names, why in (
-            (sorted(lacking), "their states are not tensors and were not saved"),
-            (lost, "missing in the module, with other states, or not divisible among the devices"),
-        ):
-            if names:
-                text = f"The metrics {', '.join(names)} cover only the batches after the resume"
-                rank_zero_warn(f"{text}: {why}.")
 
     def _find_new_metrics(self) -> None:
         for name, metric in self._module.named_modules():

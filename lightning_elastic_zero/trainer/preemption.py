@@ -221,7 +221,7 @@ class PreemptionCheckpoint(Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        if self._is_any_preempted(trainer):
+        if _any_rank(trainer, flag=bool(self._heard)):
             self._save_and_end(trainer)
 
     @override
@@ -235,7 +235,7 @@ class PreemptionCheckpoint(Callback):
 
     @override
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        if self._interrupts_validation and self._is_any_preempted(trainer):
+        if self._interrupts_validation and _any_rank(trainer, flag=bool(self._heard)):
             self._save_and_end(trainer)
 
     @override
@@ -268,9 +268,6 @@ class PreemptionCheckpoint(Callback):
                 found = f"{type(error).__name__}: {error}"
                 log.log(level, "could not check whether this machine is being preempted: %s", found)
                 level = logging.DEBUG
-
-    def _is_any_preempted(self, trainer: pl.Trainer) -> bool:
-        return _any_rank(trainer, flag=bool(self._heard))
 
     def _note(self, what: str) -> None:
         if not self._heard:

@@ -297,13 +297,9 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     ) -> None:
         """Write a checkpoint directory; collective. ``last_save`` is its ``CheckpointStats``.
 
-        Args:
-            checkpoint: State from Lightning's trainer.
-            filepath: Directory of the checkpoint, equal on all ranks.
-            storage_options: Not supported.
+        ``filepath`` is equal on all ranks; ``storage_options`` must be None.
 
         Raises:
-            TypeError: ``storage_options`` were given.
             SaveError: It could not be written. The last published checkpoint is intact.
             UnsupportedError: A part of the state cannot be saved.
             RanksError: A rank failed, died or did not call this function.
@@ -341,9 +337,8 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     ) -> dict[str, Any]:
         """Restore a checkpoint that was saved on any number of devices; collective.
 
-        Args:
-            checkpoint_path: Directory or file of the checkpoint. All ranks use rank 0's value.
-            weights_only: Unused: objects are unpickled only with ``allow_pickle``.
+        All ranks use rank 0's ``checkpoint_path``. ``weights_only`` is not used: objects are
+        unpickled only with ``allow_pickle``.
 
         Returns:
             The trainer's state, from which Lightning restores loops, callbacks and schedulers.
