@@ -171,6 +171,19 @@ def load_during_overwrite(settings: Settings, url: str, other: str) -> Outcome:
         Store.begin_read = read  # type: ignore[method-assign]
 
 
+def delete(settings: Settings, url: str) -> list[str]:
+    """Delete a checkpoint; return what is left of it."""
+    from lightning_elastic_zero.storage.paths import parse_path
+    from lightning_elastic_zero.storage.store_checkpoints import delete_checkpoint
+    from lightning_elastic_zero.storage.stores import StorePath
+
+    settings.apply()
+    path = parse_path(url)
+    assert isinstance(path, StorePath)
+    assert not delete_checkpoint(path)
+    return [found.key for found in path.store.objects_below(path.key)]
+
+
 def load_repeatedly(settings: Settings, url: str, count: int) -> list[Outcome]:
     """Load one after another. Collective."""
     return [load_state(settings, url) for _ in range(count)]

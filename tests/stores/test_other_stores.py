@@ -1,4 +1,4 @@
-"""Saves, overwrites and loads in azurite and in memory, bit for bit."""
+"""Saves, overwrites, loads and deletions in azurite and in memory, bit for bit."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ from collections.abc import Mapping
 from functools import partial
 
 import pytest
+from torch import distributed
 
 from tests.stores._servers import azure_environment, make_container
-from tests.stores._store_ranks import NEW, OLD, Settings, load_state, save_state
+from tests.stores._store_ranks import NEW, OLD, Settings, delete, load_state, save_state
 from tests.support.engines import Setup
 from tests.support.ranks import ForkServer, Pools
 
 pytest.importorskip("obstore")
 pytestmark = pytest.mark.engine
+
+
+def _delete_on_first(settings: Settings, url: str) -> list[str]:
+    return [] if distributed.get_rank() else delete(settings, url)
 
 
 def save_overwrite_load(
@@ -27,6 +32,7 @@ def save_overwrite_load(
             assert not any(outcome.error for outcome in outcomes), outcomes
         outcome = pools.run(world, partial(load_state, settings, url))[0]
         assert (outcome.error, outcome.held) == ("", f"state {NEW}")
+        assert not any(pools.run(world, partial(_delete_on_first, settings, url)))
     finally:
         pools.close()
 
