@@ -49,10 +49,11 @@ class Settings:
     """Age at which leftovers of an ended process are removed; negative: at once."""
 
     def apply(self) -> None:
-        """Use the store of the environment, with small parts and short retries."""
+        """Use the store of the environment, with small parts, short retries and a new check."""
         from lightning_elastic_zero.storage import store_checkpoints, stores
 
         os.environ.update(self.environment)
+        store_checkpoints._probed.clear()
         stores.PART_BYTES = self.part_bytes
         stores.RETRY_S = self.retry_s
         store_checkpoints.IN_FLIGHT_S = store_checkpoints.PROBE_AGE_S = self.leftovers_age_s
