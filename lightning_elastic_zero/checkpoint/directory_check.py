@@ -1,9 +1,9 @@
-"""Check, before training, that all ranks share each checkpoint directory and can save there."""
+"""Check before training that all ranks share each checkpoint directory and can save there."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,22 +19,20 @@ from lightning_elastic_zero.storage.probe import probe_capabilities
 from lightning_elastic_zero.storage.shared import (
     await_shared,
     leave_shared,
-    leave_token,
     remove_shared,
     scratch_folder,
-    token_name,
 )
 from lightning_elastic_zero.storage.store_checkpoints import check_conditional_writes
 from lightning_elastic_zero.storage.stores import StorePath
 
 PREFIX = "zero-directory-check-"
-"""Beginning of the trial folder's name; it is there for milliseconds."""
+"""Prefix of the temporary folder's name."""
 
 TRIAL_BYTES = 4 << 20
-"""What each of several hosts writes, to learn how fast the directory is."""
+"""Size of the file that each host writes to measure the directory's speed."""
 
 _tried_devices: set[int] = set()
-"""Devices of which this process knows what they can do: of rank 0 only."""
+"""Devices whose capabilities this process has checked; used on rank 0 only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +41,10 @@ class CheckedDirectory:
 
     path: str
     hosts: int
-    """Hosts (containers count as such) that see the same files in it."""
-
+    """Number of hosts that see the same files in it; a container counts as a host."""
     write_s: float
-    """Seconds in which the slowest host wrote ``TRIAL_BYTES`` and brought them to the disk; 0 where
-    nothing was written: there is one host, or the same device was tried before."""
-
+    """Seconds in which the slowest host wrote and synced ``TRIAL_BYTES``; 0 if not measured, with
+    one host or on a device that was checked before."""
     made: tuple[str, ...]
     """Directories that this check created, the outermost first."""
 
@@ -56,16 +52,12 @@ class CheckedDirectory:
 def check_directories(folders: Iterable[object], ranks: Ranks) -> list[CheckedDirectory]:
     """Check that all ranks share each directory and that checkpoints can be published there.
 
-    Collective. Directories that are not there are made, as by the first save. A trial folder is
-    made in each, and removed again.
-
-    Args:
-        folders: paths; all ranks take rank 0's. None and empty ones are left out.
-        ranks: those of the run.
+    Collective. Creates missing directories, as the first save would, and a temporary folder in each
+    directory. All ranks use rank 0's ``folders``; None and empty paths are skipped.
 
     Raises:
-        SaveError: a directory cannot be written, cannot rename or sync, or is not the same one on
-            all hosts (node-local storage), as far as all of them see within ten seconds.
+        SaveError: a directory does not support writing, renaming or syncing, or a rank does not see
+            the files of another host within ten seconds (node-local storage).
         UnsupportedError: a URL has an unsupported scheme, obstore is not installed, or several
             ranks would save into the memory of one process.
     """
@@ -78,19 +70,19 @@ def check_directories(folders: Iterable[object], ranks: Ranks) -> list[CheckedDi
     if not wanted:
         return []
     hosts = ranks.all_gather("check directories: hosts", _host)
-    leavers = [hosts.index(host) for host in dict.fromkeys(hosts)]
+    writers = [hosts.index(host) for host in dict.fromkeys(hosts)]
     checked = []
     for path in map(parse_path, wanted):
         if isinstance(path, StorePath):
             _check_store(path, ranks)
-            checked.append(CheckedDirectory(str(path), len(leavers), 0.0, ()))
+            checked.append(CheckedDirectory(str(path), len(writers), 0.0, ()))
         else:
-            checked.append(_check(path, ranks, leavers))
+            checked.append(_check(path, ranks, writers))
     return checked
 
 
 def _check_store(folder: StorePath, ranks: Ranks) -> None:
-    """Check that rank 0 can write into a store, and that all ranks can read it. Collective."""
+    """Check that rank 0 can write into a store and that all ranks can read it. Collective."""
     step = f"check {folder}"
 
     def leave() -> str:
@@ -109,13 +101,13 @@ def _check_store(folder: StorePath, ranks: Ranks) -> None:
             remove_shared(folder, name)
 
 
-def _check(directory: Path, ranks: Ranks, leavers: Collection[int]) -> CheckedDirectory:
-    """Check one directory. Collective."""
+def _check(directory: Path, ranks: Ranks, writers: Collection[int]) -> CheckedDirectory:
+    """Check one directory. Collective; ``writers`` has the first rank of each host."""
     step = f"check {directory}"
     with ExitStack() as opened:
 
         def make() -> tuple[str, bool, list[str]]:
-            # It stays: others may begin to use it now.
+            # The directory is kept, since another run may already use it.
             with as_save_error(directory):
                 missing = [p for p in (directory, *directory.parents) if not p.exists()]
                 directory.mkdir(parents=True, exist_ok=True)
@@ -123,74 +115,64 @@ def _check(directory: Path, ranks: Ranks, leavers: Collection[int]) -> CheckedDi
             is_new = device not in _tried_devices
             folder = opened.enter_context(scratch_folder(directory, PREFIX, ranks.progress))
             if is_new:
-                _try_out(directory, folder / "abilities")
+                _check_capabilities(directory, folder / "abilities")
                 _tried_devices.add(device)
             return str(folder), is_new, [str(p) for p in reversed(missing)]
 
-        # The other ranks get lists, as JSON has no tuples.
+        # The other ranks receive lists, because JSON has no tuples.
         name, is_new, made = ranks.broadcast(step, make)
         folder, seconds = Path(name), [0.0]
-        if unseen := find_unseen(ranks, folder, leavers, step):
+        if unseen := find_unseen(ranks, folder, writers, step):
             raise SaveError(unseen)
-        if is_new and len(leavers) > 1:
-            seconds = ranks.all_gather(f"{step}: write", lambda: _write(folder, ranks, leavers))
-    return CheckedDirectory(str(directory), len(leavers), max(seconds), tuple(made))
+        if is_new and len(writers) > 1:
+            seconds = ranks.all_gather(f"{step}: write", lambda: _write(folder, ranks, writers))
+    return CheckedDirectory(str(directory), len(writers), max(seconds), tuple(made))
 
 
-def find_unseen(ranks: Ranks, folder: Path, leavers: Collection[int], step: str) -> str:
-    """Return which rank does not see what another one wrote; empty where all do. Collective.
+def find_unseen(ranks: Ranks, folder: Path, writers: Collection[int], step: str) -> str:
+    """Return which rank does not see another rank's file; empty if all do. Collective.
 
-    Args:
-        ranks: all of which look for what rank 0 leaves in the folder.
-        folder: empty, made by rank 0.
-        leavers: ranks that leave something, for which rank 0 looks; rank 0 is one of them.
-        step: what this is a part of, for messages.
+    All ranks look for the file of rank 0, and rank 0 for those of all ``writers``, which include
+    rank 0. ``step`` is the name of this check in messages.
     """
-    told = ranks.all_gather(f"{step}: leave a file", lambda: _leave(folder, ranks, leavers))
-    if any(told):
-        return next(filter(None, told))
-    return ranks.broadcast(f"{step}: see all files", lambda: _look(folder, ranks, leavers))
 
-
-def _leave(folder: Path, ranks: Ranks, leavers: Collection[int]) -> str:
-    """Look for what rank 0 leaves, and leave something too; return what went wrong."""
-    try:
+    def write() -> None:
         if ranks.rank:
-            await_shared(folder, token_name(0))
-        if ranks.rank in leavers:
-            leave_token(folder, ranks.rank)
-    except OSError as error:
-        return f"rank {ranks.rank} cannot write into {folder.parent}: {error.strerror or error}"
-    except SaveError as error:
-        return str(error)
-    return ""
+            await_shared(folder, _token(0))
+        if ranks.rank in writers:
+            leave_shared(folder, _token(ranks.rank))
 
-
-def _look(folder: Path, ranks: Ranks, leavers: Collection[int]) -> str:
-    """Look for what the others have left; return what went wrong."""
-    try:
-        for rank in leavers:
-            await_shared(folder, token_name(rank), writer=rank)
+    def look() -> None:
+        for rank in writers:
+            await_shared(folder, _token(rank), writer=rank)
             ranks.progress.check()
-    except SaveError as error:
-        return str(error)
-    return ""
+
+    def failure_of(work: Callable[[], None]) -> str:
+        try:
+            work()
+        except SaveError as error:
+            return f"rank {ranks.rank}: {error}"
+        return ""
+
+    failures = ranks.all_gather(f"{step}: write files", lambda: failure_of(write))
+    if any(failures):
+        return next(filter(None, failures))
+    return ranks.broadcast(f"{step}: see all files", lambda: failure_of(look))
+
+
+def _token(rank: int) -> str:
+    return f"seen-by-{rank}"
 
 
 def _host() -> str:
-    """Return what tells this host, or this container, from the others."""
-    # Two containers of one host may have other things mounted at one path.
+    """Return an identifier of this host or container."""
+    # Containers of one host may have different mounts at the same path.
     with suppress(OSError):
         return f"{machine()} {Path('/proc/self/ns/mnt').readlink()}"
     return machine()
 
 
-def _try_out(directory: Path, folder: Path) -> None:
-    """Try out what a save needs.
-
-    Raises:
-        SaveError: something fails.
-    """
+def _check_capabilities(directory: Path, folder: Path) -> None:
     with as_save_error(directory):
         folder.mkdir()
     failed = [found for found in probe_capabilities(folder) if found.outcome == "FAILS"]
@@ -200,9 +182,9 @@ def _try_out(directory: Path, folder: Path) -> None:
         raise SaveError(msg)
 
 
-def _write(folder: Path, ranks: Ranks, leavers: Collection[int]) -> float:
-    """Return the seconds of a small write by the first rank of each host."""
-    if ranks.rank not in leavers:
+def _write(folder: Path, ranks: Ranks, writers: Collection[int]) -> float:
+    """Return the seconds that a small write took; 0 on ranks that are not ``writers``."""
+    if ranks.rank not in writers:
         return 0.0
     began = time.monotonic()
     with as_save_error(folder.parent):

@@ -37,7 +37,7 @@ def await_shared(
 ) -> bytes:
     """Wait for a file of another rank, and read it.
 
-    Network file systems show the files of other hosts with a delay. ``is_whole`` tells whether the
+    Network file systems show the files of other hosts with a delay. ``is_whole`` checks that the
     data are complete; ``writer`` is the rank that wrote them, for the message.
     """
     stop_s = time.monotonic() + wait_s
@@ -114,17 +114,6 @@ def scratch_folder(
         yield folder
     finally:
         _remove(folder, progress)
-
-
-def leave_token(folder: Path, rank: int) -> None:
-    """Write a token for the other ranks."""
-    with (folder / token_name(rank)).open("xb"):
-        pass
-
-
-def token_name(rank: int) -> str:
-    """Return the name of a rank's token."""
-    return f"seen-by-{rank}"
 
 
 def _remove(folder: Path, progress: Progress) -> None:

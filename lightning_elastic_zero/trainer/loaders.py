@@ -54,9 +54,9 @@ class ResumesAtSample(Protocol):
 class Stateful(Protocol):
     """A loader with its own state, which Lightning saves and restores."""
 
-    def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
+    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...  # noqa: D102
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 def elastic_loader(

@@ -131,7 +131,6 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("storage/probe.py", "_rename", "(place / 'new').replace"): SELFTEST,
     ("storage/probe.py", "_exchange", "exchange_names"): SELFTEST,
     ("storage/probe.py", "_links", "(place / 'try').symlink_to"): SELFTEST,
-    ("storage/shared.py", "leave_token", "(folder / token_name(rank)).open to write"): (SELFTEST),
     ("storage/shared.py", "_remove", "shutil.rmtree"): SELFTEST,
     ("selftest.py", "_measure", "raw.unlink"): SELFTEST_WORLDS,
     ("selftest.py", "_write", "path.open to write"): SELFTEST_WORLDS,
