@@ -290,10 +290,7 @@ def measured(work: Callable[[], object]) -> dict[str, int]:
     resident = resident_bytes("VmRSS")
     with PeakMemory() as peak:
         work()
-    return {
-        "anonymous": peak.highest - peak.before,
-        "resident": resident_bytes("VmHWM") - resident,
-    }
+    return {"anonymous": peak.highest - peak.before, "resident": resident_bytes("VmHWM") - resident}
 
 
 def save_swapped(layers: int, path: str) -> dict[str, int]:

@@ -377,10 +377,7 @@ class TestRemove:
         assert names_in(tmp_path) == ["new.ckpt"]
 
     def test_a_failed_deletion_is_a_warning(
-        self,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture,
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         fill(tmp_path / "new.ckpt", "data")
         old, retention = fill(tmp_path / "old.ckpt", "data"), Retention()

@@ -368,8 +368,7 @@ class TestRefusals:
 
 class TestFileEntry:
     @pytest.mark.parametrize(
-        "name",
-        ["", ".", "..", "../a", "a/..", "a/../b", "/a", "./a", "a/", "a//b", "a\\b", "a\0b"],
+        "name", ["", ".", "..", "../a", "a/..", "a/../b", "/a", "./a", "a/", "a//b", "a\\b", "a\0b"]
     )
     def test_file_names_outside_the_directory_are_refused(self, name: str) -> None:
         with pytest.raises(CheckpointFormatError, match="invalid name of a file"):

@@ -341,10 +341,7 @@ class TestElsewhere:
         assert remove_leftovers(tmp_path) == [staged.path, note]
 
     def test_a_running_save_touches_its_note(
-        self,
-        left: tuple[StagedDirectory, Path],
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
+        self, left: tuple[StagedDirectory, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         staged, note = left
         monkeypatch.setattr(process_identity, "TOUCH_INTERVAL_S", 0.01)

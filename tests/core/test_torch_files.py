@@ -39,11 +39,7 @@ from lightning_elastic_zero.formats.torch_read import (
     is_dense,
     is_legacy,
 )
-from lightning_elastic_zero.formats.torch_write import (
-    ChunkedSource,
-    TorchFileWriter,
-    piecewise,
-)
+from lightning_elastic_zero.formats.torch_write import ChunkedSource, TorchFileWriter, piecewise
 from lightning_elastic_zero.storage import files as range_file
 from lightning_elastic_zero.storage.checksums import CHUNK_BYTES, ChecksummedWriter
 from lightning_elastic_zero.storage.files import RangeFile

@@ -20,13 +20,7 @@ VOCABULARY, WIDTH, HIDDEN = 50, 33, 65
 GLOBAL_BATCH = 24  # Divides by 1, 2, 3, 4 and 8 ranks.
 
 UNTRAINED = "never"
-BUFFERS = (
-    "bn.running_mean",
-    "bn.running_var",
-    "bn.num_batches_tracked",
-    "average",
-    "seen",
-)
+BUFFERS = ("bn.running_mean", "bn.running_var", "bn.num_batches_tracked", "average", "seen")
 """The persistent ones; ``scratch`` is not."""
 
 ODD_BUFFERS = {
@@ -48,12 +42,7 @@ class Norm(nn.BatchNorm1d):
         assert self.running_var is not None
         mean, var = self.running_mean.float(), self.running_var.float()
         found = nn.functional.batch_norm(
-            input.float(),
-            mean,
-            var,
-            self.weight.float(),
-            self.bias.float(),
-            training=self.training,
+            input.float(), mean, var, self.weight.float(), self.bias.float(), training=self.training
         )
         if self.training and mean is not self.running_mean:
             self.running_mean.copy_(mean)

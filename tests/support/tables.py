@@ -64,8 +64,7 @@ MATRIX = Table(
     ("cases", "tensors compared", "differing", "differing bits"),
 )
 ELASTIC = Table(
-    "jobs that lose and gain nodes",
-    ("tried", "steps taken again", "seconds to the next step"),
+    "jobs that lose and gain nodes", ("tried", "steps taken again", "seconds to the next step")
 )
 RELEASES = Table(
     "other releases",

@@ -49,13 +49,7 @@ from lightning_elastic_zero.selftest import (
     usable,
     world_sizes,
 )
-from lightning_elastic_zero.storage.probe import (
-    EXCHANGE,
-    LINKS,
-    RENAME,
-    SYNC_FILE,
-    SYNC_NAMES,
-)
+from lightning_elastic_zero.storage.probe import EXCHANGE, LINKS, RENAME, SYNC_FILE, SYNC_NAMES
 from lightning_elastic_zero.storage.shared import scratch_folder
 from tests.support.processes import HANG_TIMEOUT_S, free_port, output_of
 from tests.support.ranks import ROOT, environment
@@ -215,11 +209,7 @@ LAUNCHER = dict(zip(LAUNCHED, ("1", "2", "127.0.0.1", "1"), strict=True))
     ids=["device", "launcher"],
 )
 def test_an_unsupported_device_or_launcher_is_refused(
-    variables: dict[str, str],
-    said: str,
-    run: Run,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str], said: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without LOCAL_RANK, all ranks of a host would use its first GPU."""
     monkeypatch.delenv("LOCAL_RANK", raising=False)

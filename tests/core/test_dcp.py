@@ -1,4 +1,4 @@
-"""The metadata of a directory of chunks is read as it was written, and changes nothing else."""
+"""The metadata and the chunks of a directory of ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_elastic_zero.errors import CheckpointCorruptedError, UnsupportedError
-from lightning_elastic_zero.formats.dcp_read import Chunk, Metadata, read_metadata
+from lightning_elastic_zero.formats.dcp_read import Chunk, Metadata, overlaps, read_metadata
+from lightning_elastic_zero.formats.torch_read import StoredRun
 from tests.core._fuzz_metadata import BEFORE, CLASSES, MEMBERS, sound
 
 MODULE = b"ctorch.distributed.checkpoint.metadata\n"
@@ -58,3 +61,31 @@ def test_classes_of_this_process_do_not_change(name: bytes, tmp_path: Path) -> N
 def test_other_classes_are_not_imported(name: bytes, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=rf"object of {name.decode().replace(chr(10), '.')}"):
         _read(b"\x80\x02c" + name + b"\n)R.", tmp_path)
+
+
+Box = tuple[list[int], list[int], list[int], tuple[int, int]]
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> Box:
+    shape = draw(st.lists(st.integers(1, 5), max_size=4))
+    starts = [draw(st.integers(0, size - 1)) for size in shape]
+    sizes = [draw(st.integers(0, n - at)) for n, at in zip(shape, starts, strict=True)]
+    numel = torch.Size(shape).numel()
+    start = draw(st.integers(0, numel - 1))
+    return shape, starts, sizes, (start, draw(st.integers(start + 1, numel)))
+
+
+@given(boxes())
+def test_overlaps_of_a_box_and_a_run_are_found_once(case: Box) -> None:
+    shape, starts, sizes, (start, stop) = case
+    elements = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    box = elements[tuple(slice(o, o + n) for o, n in zip(starts, sizes, strict=True))].reshape(-1)
+    wanted = {int(e): at for at, e in enumerate(box.tolist()) if start <= e < stop}
+    found: dict[int, int] = {}
+    run = StoredRun(torch.empty(0), start, stop)
+    for at, low, high in overlaps(run, shape, starts, sizes):
+        for shift in range(high - low):
+            assert low + shift not in found
+            found[low + shift] = at + shift
+    assert found == wanted
