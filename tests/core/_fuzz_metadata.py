@@ -51,23 +51,7 @@ SINGLE = [
     *(pickle.NEWOBJ, pickle.APPENDS, pickle.SETITEM, pickle.TUPLE1, pickle.TUPLE2),
     pickle.EMPTY_LIST,
 ]
-NUMBERS = [
-    0,
-    1,
-    -1,
-    2,
-    3,
-    7,
-    8,
-    16,
-    255,
-    1 << 31,
-    (1 << 31) - 1,
-    1 << 33,
-    1 << 40,
-    1 << 62,
-    1 << 63,
-]
+NUMBERS = [0, 1, -1, 2, 3, 7, 8, 16, 255, (1 << 31) - 1, *(1 << n for n in (31, 33, 40, 62, 63))]
 
 
 def text(value: bytes) -> bytes:

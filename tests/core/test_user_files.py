@@ -141,17 +141,8 @@ DIRECTORIES: list[Place] = [
     with_file("checkpoint/notes.txt"),
     with_file("eval/results.json"),
     with_file("checkpoint/zero_pp_rank_7_mp_rank_00_model_states.pt"),
-    with_a_link,
-    with_a_linked_folder,
-    overwritten_by_stock,
-    deepspeeds,
-    stock_lightnings,
-    of_other_software,
-    damaged,
-    nested,
-    of_no_size,
-    a_dirpath,
-    a_root,
+    *(with_a_link, with_a_linked_folder, overwritten_by_stock, deepspeeds, stock_lightnings),
+    *(of_other_software, damaged, nested, of_no_size, a_dirpath, a_root),
 ]
 DANGLING: list[Place] = [
     a_link_to_an_unmounted_disk,
@@ -159,11 +150,7 @@ DANGLING: list[Place] = [
     a_link_to_a_dangling_link,
 ]
 OTHERS: list[Place] = [
-    a_file,
-    a_link_to_a_file,
-    a_link_to_a_folder,
-    a_link_to_an_empty_folder,
-    *DANGLING,
+    *(a_file, a_link_to_a_file, a_link_to_a_folder, a_link_to_an_empty_folder, *DANGLING),
 ]
 
 

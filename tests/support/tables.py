@@ -44,15 +44,8 @@ LOADS = Table(
 KILLS = Table(
     "kills while saving",
     (
-        "tried",
-        "landed",
-        "checkpoints checked",
-        "not loadable",
-        "restarts",
-        "not restarted",
-        "silent errors",
-        "last-good losses",
-        "links to nothing",
+        *("tried", "landed", "checkpoints checked", "not loadable", "restarts", "not restarted"),
+        *("silent errors", "last-good losses", "links to nothing"),
     ),
 )
 FAULTS = Table(
@@ -69,12 +62,8 @@ ELASTIC = Table(
 RELEASES = Table(
     "other releases",
     (
-        "tests passed",
-        "tests skipped",
-        "lost names refused",
-        "resumed here",
-        "resumed elsewhere",
-        "not to be had here",
+        *("tests passed", "tests skipped", "lost names refused", "resumed here"),
+        *("resumed elsewhere", "not to be had here"),
     ),
 )
 STALLS = Table(
@@ -84,16 +73,8 @@ STALLS = Table(
 STORE_FAULTS = Table(
     "requests to an object store that fail",
     (
-        "tried",
-        "succeeded",
-        "raised",
-        "old one kept",
-        "new one published",
-        "silent errors",
-        "lost checkpoints",
-        "objects of others",
-        "not saved again",
-        "leftovers",
+        *("tried", "succeeded", "raised", "old one kept", "new one published", "silent errors"),
+        *("lost checkpoints", "objects of others", "not saved again", "leftovers"),
     ),
 )
 TABLES = (MATRIX, CORRUPTIONS, LOADS, KILLS, FAULTS, ELASTIC, RELEASES, STALLS, STORE_FAULTS)

@@ -245,14 +245,9 @@ PADDING_BYTES = 512
 """The most that DeepSpeed's buffers have besides here: a few elements for each of them."""
 
 FLAT_BUFFERS = (
-    "bit16_groups_flat",
-    "single_partition_of_fp32_groups",
-    "fp16_partitioned_groups_flat",
-    "fp32_partitioned_groups_flat",
-    "fp32_groups_flat",
-    "fp16_groups_flat",
-    "fp32_groups",
-    "fp16_groups",
+    *("bit16_groups_flat", "single_partition_of_fp32_groups", "fp16_partitioned_groups_flat"),
+    *("fp32_partitioned_groups_flat", "fp32_groups_flat", "fp16_groups_flat"),
+    *("fp32_groups", "fp16_groups"),
 )
 """Where DeepSpeed's wrappers keep weights and masters."""
 
