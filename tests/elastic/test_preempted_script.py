@@ -28,9 +28,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 AT = 12
 
-AGREED = "all ranks stop after the same batch"
-"""What rank 0 logs as soon as they have agreed."""
-
 
 def start(folder: Path, devices: int) -> subprocess.Popen[bytes]:
     """Start the example on as many ranks, all of them in one process group."""
@@ -62,9 +59,6 @@ def test_the_script_ends_by_the_code_and_goes_on(undisturbed: Undisturbed, tmp_p
             assert time.monotonic() < end, (tmp_path / "log").read_text()[-4000:]
             time.sleep(0.1)
         os.kill(processes[0].pid, signal.SIGTERM)
-        while AGREED not in (tmp_path / "log").read_text():
-            assert time.monotonic() < end, (tmp_path / "log").read_text()[-4000:]
-            time.sleep(0.1)
         hold.unlink()
         code = processes[0].wait(HANG_TIMEOUT_S)
         assert code == 75, (tmp_path / "log").read_text()[-4000:]
