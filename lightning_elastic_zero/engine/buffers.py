@@ -164,9 +164,7 @@ def weights_are_offloaded(optimizer: Any) -> bool:
 
 
 def weight_partitions(
-    optimizer: Any,
-    group: int,
-    partitions: list[torch.Tensor],
+    optimizer: Any, group: int, partitions: list[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     """Return the low-precision weights of all ranks of a ZeRO-1/2 group, offloaded or not.
 
@@ -253,11 +251,7 @@ _CONTIGUOUS = {
         "single_partition_of_fp32_groups",
         "parallel_partitioned_bit16_groups",
     ),
-    "BF16_Optimizer": (
-        "bf16_groups",
-        "fp32_groups_flat_partition",
-        "bf16_partitioned_groups",
-    ),
+    "BF16_Optimizer": ("bf16_groups", "fp32_groups_flat_partition", "bf16_partitioned_groups"),
 }
 """Attributes of ZeRO-1/2: each group's parameters, masters, and all ranks' weight partitions."""
 

@@ -35,10 +35,7 @@ def links_states(optimizer: Any) -> bool:
     return hasattr(optimizer, "_hp_optimizer_states_linked")
 
 
-def unlink_states(
-    optimizer: Any,
-    parameters: Iterable[torch.nn.Parameter] = (),
-) -> None:
+def unlink_states(optimizer: Any, parameters: Iterable[torch.nn.Parameter] = ()) -> None:
     """Make a wrapper recreate its links from parameters to optimizer states.
 
     The links of the given parameters are removed, because they would keep old states alive.

@@ -363,10 +363,7 @@ class LiveEngine:
         left_out = exclude_frozen and self._wrapper
         flats = tuple(
             FlatState(
-                fragments,
-                buffer.values.detach(),
-                *states,
-                in_module=buffer.low is buffer.master,
+                fragments, buffer.values.detach(), *states, in_module=buffer.low is buffer.master
             )
             for (buffer, _, fragments), states in zip(self._placed, self._states, strict=True)
         )
@@ -454,9 +451,7 @@ class LiveEngine:
         refuse_offloaded(self._optimizer)
         self._partition()
         held = {p.name for p in source.parameters} - set(source.excluded)
-        check_not_inference(
-            {name: b.low for b, row, _ in self._placed for name in row.names},
-        )
+        check_not_inference({name: b.low for b, row, _ in self._placed for name in row.names})
         flats = []
         for buffer, row, fragments in self._placed:
             inner = stepping_optimizer(self._optimizer, buffer.sub_group)

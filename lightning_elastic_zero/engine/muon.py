@@ -126,11 +126,7 @@ def _momentum_in_memory(optimizer: Any, buffer: LiveFlatBuffer) -> torch.Tensor 
     return kept.get(buffer.sub_group)
 
 
-def _place_whole_momenta(
-    optimizer: Any,
-    buffer: LiveFlatBuffer,
-    state: dict[str, Any],
-) -> None:
+def _place_whole_momenta(optimizer: Any, buffer: LiveFlatBuffer, state: dict[str, Any]) -> None:
     """Reassemble whole momenta from the partitions of all ranks, in bounded parts."""
     from deepspeed import comm  # noqa: PLC0415 (DeepSpeed takes seconds to import)
 

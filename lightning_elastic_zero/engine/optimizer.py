@@ -55,9 +55,7 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def split_state(
-    optimizer: Any,
-    flat: torch.Tensor,
-    held: Mapping[str, Any],
+    optimizer: Any, flat: torch.Tensor, held: Mapping[str, Any]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
     """Split the states of one flat buffer into 1-D element-wise tensors and scalars.
 
@@ -126,9 +124,7 @@ def _is_scalar(value: object) -> bool:
 
 
 def shared_state(
-    optimizer: Any,
-    stepped: Collection[torch.Tensor],
-    names: Mapping[Any, str],
+    optimizer: Any, stepped: Collection[torch.Tensor], names: Mapping[Any, str]
 ) -> dict[Any, Any]:
     """Return the optimizer state under keys that are not tensors, which all ranks share.
 
@@ -205,11 +201,7 @@ def package_of(optimizer: object) -> str:
     return next((name for name in packages if name in _PACKAGES), packages[0])
 
 
-def check_same_optimizer(
-    saved: str,
-    inner: Any,
-    states: Collection[str],
-) -> None:
+def check_same_optimizer(saved: str, inner: Any, states: Collection[str]) -> None:
     """Refuse to restore one optimizer's state or hyperparameters into another.
 
     ``saved`` is empty if unknown. Raises CheckpointMismatchError if the classes differ and are not
@@ -232,11 +224,7 @@ def check_same_optimizer(
 
 
 def place_scalar(
-    key: str,
-    value: Scalar,
-    inner: Any,
-    group: Mapping[str, Any],
-    device: torch.device,
+    key: str, value: Scalar, inner: Any, group: Mapping[str, Any], device: torch.device
 ) -> Scalar:
     """Return a scalar in the form and on the device that the live optimizer uses."""
     if key == "step" and value is not None:
@@ -260,11 +248,7 @@ WEIGHTS = (0.0, 1.0)
 """Values of the probe's parameter: they differ, to detect states that depend on the weights."""
 
 
-def probe_after_a_step(
-    inner: Any,
-    index: int,
-    saved: Mapping[str, Plain],
-) -> dict[str, Any]:
+def probe_after_a_step(inner: Any, index: int, saved: Mapping[str, Plain]) -> dict[str, Any]:
     """Return the states of a parameter of two elements after a step with gradients of zero.
 
     The live optimizer is not changed. Some saved hyperparameters (amsgrad) determine the states.
@@ -297,12 +281,7 @@ ADAM_KEYS = (
 """Hyperparameters of every optimizer of Adam's family, torch's and DeepSpeed's."""
 
 
-def check_unnamed_state(
-    saved: Sequence[Group],
-    inner: Any,
-    *,
-    stepped: bool,
-) -> None:
+def check_unnamed_state(saved: Sequence[Group], inner: Any, *, stepped: bool) -> None:
     """Refuse another optimizer's state if the checkpoint does not name the optimizer's class.
 
     ``stepped``: whether the saved run may have taken a step; before the first one, there is no
@@ -322,12 +301,7 @@ def check_unnamed_state(
             _refuse_stateless(index, held, name)
 
 
-def check_configured_state(
-    saved: Sequence[Group],
-    inner: Any,
-    *,
-    hyperparameters: bool,
-) -> str:
+def check_configured_state(saved: Sequence[Group], inner: Any, *, hyperparameters: bool) -> str:
     """Refuse saved state that the optimizer, as it will be configured, cannot step with.
 
     Optimizers create their states only at a parameter's first step. With ``amsgrad=True``, the next
@@ -374,9 +348,7 @@ def _changed_numbers(held: Group, here: Mapping[str, Any]) -> str:
 
 
 def check_unnamed_hyperparameters(
-    saved: Sequence[Group],
-    live: Sequence[Group],
-    inner: Any,
+    saved: Sequence[Group], live: Sequence[Group], inner: Any
 ) -> None:
     """Refuse another optimizer's hyperparameters; see ``check_unnamed_state``."""
     name = type(inner).__name__
@@ -500,8 +472,7 @@ def backup_hyperparameters(optimizer: Any, group: int) -> dict[str, Any]:
 
 
 def restore_backup_hyperparameters(
-    optimizer: Any,
-    saved: Sequence[Mapping[str, Any]] | None,
+    optimizer: Any, saved: Sequence[Mapping[str, Any]] | None
 ) -> None:
     """Copy the first optimizer's hyperparameters to the second, then restore its own saved ones."""
     for group, held in enumerate(saved or ()):
@@ -548,10 +519,7 @@ def describe_groups(
             names=tuple(names[p] for p in members[index]),
             hyperparameters={
                 key: plain(value, f"{key!r} of parameter group {index}")
-                for key, value in {
-                    **group,
-                    **backup_hyperparameters(optimizer, index),
-                }.items()
+                for key, value in {**group, **backup_hyperparameters(optimizer, index)}.items()
                 if key != "params"
             },
             state=tables.get(index, ()),

@@ -44,11 +44,7 @@ from lightning_elastic_zero.engine.step import drop_gradients
 from lightning_elastic_zero.errors import CheckpointMismatchError
 
 
-def initial_values(
-    inner: Any,
-    index: int,
-    held: Group,
-) -> dict[str, float]:
+def initial_values(inner: Any, index: int, held: Group) -> dict[str, float]:
     """Return each element-wise state's value for a parameter whose gradients were all zero.
 
     Raises CheckpointMismatchError if a value depends on the weights or cannot be determined.
@@ -177,12 +173,7 @@ def allocate_states(
     return targets
 
 
-def _state_dtype(
-    inner: Any,
-    key: StateKey,
-    source: Manifest,
-    master: torch.Tensor,
-) -> torch.dtype:
+def _state_dtype(inner: Any, key: StateKey, source: Manifest, master: torch.Tensor) -> torch.dtype:
     """Return the type in which the live optimizer keeps an element-wise state.
 
     DeepSpeed's CPU optimizers have an option for it. Others of Adam's family use the masters' type.
@@ -394,10 +385,7 @@ def commit_counters(engine: Any, values: RestoreValues) -> None:
 
 
 def commit_optimizer(
-    engine: Any,
-    wrapper: str,
-    flats: Sequence[FlatTarget],
-    values: RestoreValues,
+    engine: Any, wrapper: str, flats: Sequence[FlatTarget], values: RestoreValues
 ) -> None:
     """Commit masters, states, groups and counters. Collective; call after all ranks agreed.
 
