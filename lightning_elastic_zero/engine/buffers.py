@@ -2,14 +2,13 @@
 
 In stage 0 there are none, or they are not partitioned; views of the weights take their place.
 
-DeepSpeed's mapping from parameters to fragments is never read: it is wrong with
+DeepSpeed's mapping from parameters to fragments is not used: it is wrong with
 ``round_robin_gradients`` and empty in several states. ``addresses`` computes the offsets.
 
-Offload to NVMe: between steps, DeepSpeed's tensors of a swapped sub-group are empty, and each has a
-file. A save reads these files through a private mapping, which changes only with the optimizer's
-step, like a live tensor. A load receives values in unnamed files in the same folder and moves them
-through DeepSpeed's swapper, one sub-group at a time. Neither needs memory for the state, because
-the kernel can reclaim pages of files.
+Offload to NVMe: between steps, the tensors of a swapped sub-group are empty, and each has a file. A
+save maps these files, which change only in the optimizer's step, like live tensors. A load receives
+values in unnamed files in the same folder and passes them through DeepSpeed's swapper, one
+sub-group at a time. Neither needs memory for the state: the kernel can reclaim pages of files.
 
 ``engine.offload_states()``: masters and optimizer states keep their tensors, on the host. DeepSpeed
 drops its views of the low-precision weights until ``reload_states()``; meanwhile they are read from
@@ -20,8 +19,7 @@ from __future__ import annotations
 
 import mmap
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from os import posix_fallocate
 from pathlib import Path
@@ -33,12 +31,11 @@ from torch.distributed import get_global_rank, get_rank
 from lightning_elastic_zero.core.layout import spans
 from lightning_elastic_zero.engine.deepspeed import (
     OFFLOADED_COPY_SUFFIX,
+    PLAIN,
+    ZERO_3,
     is_swapped,
-    link_states,
     parameter_paddings,
-    swap_in,
-    swap_out,
-    unlink_states,
+    relink_states,
     write_weights,
 )
 from lightning_elastic_zero.errors import UnsupportedError
@@ -51,7 +48,6 @@ class SwappedSubGroup:
     optimizer: Any
     """ZeRO-3's wrapper."""
     index: int
-    """Index of the sub-group."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -65,7 +61,6 @@ class SwappedSubGroup:
         return int(self.optimizer.fp16_partitioned_groups_flat_numel[self.index])
 
     def masters(self) -> torch.Tensor:
-        """Return the master weights, mapped read-only from their file."""
         return self._mapped(self._files()[0])
 
     def states(self, held: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +92,6 @@ class SwappedSubGroup:
         return tensors
 
     def _mapped(self, file: Any) -> torch.Tensor:
-        """Map a file that DeepSpeed has written."""
         path = Path(file.swap_path)
         found = path.stat().st_size if path.exists() else 0
         if found < (wanted := self.numel * self.dtype.itemsize):
@@ -111,7 +105,7 @@ class SwappedSubGroup:
 
 
 def swapped_sub_group(optimizer: Any, index: int) -> SwappedSubGroup | None:
-    """Return a sub-group in files; None for one in memory, such as a small one."""
+    """Return a sub-group in files, or None if it is in memory."""
     if not getattr(optimizer, "swap_optimizer", False):
         return None
     return SwappedSubGroup(optimizer, index) if is_swapped(optimizer, index) else None
@@ -128,22 +122,6 @@ def forget_swapped_states(optimizer: Any) -> None:
     for index, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
         if swapped_sub_group(optimizer, index):
             optimizer.optimizer.state.pop(flat, None)
-
-
-@contextmanager
-def swapped_in(sub_group: SwappedSubGroup | None) -> Iterator[None]:
-    """Read a sub-group into memory and write it back with its low-precision weights.
-
-    None does nothing. Its states must be new to the swapper (``forget_swapped_states``).
-    """
-    if sub_group is None:
-        yield
-        return
-    optimizer, index = sub_group.optimizer, sub_group.index
-    swap_in(optimizer, index)
-    yield
-    write_weights(optimizer, index)
-    swap_out(optimizer, index)
 
 
 def refuse_offloaded(optimizer: Any) -> None:
@@ -190,9 +168,6 @@ def without_copies(state: Mapping[str, Any]) -> Mapping[str, Any]:
     copies = {key for key in state if key.removesuffix(suffix) in state and key.endswith(suffix)}
     return {key: value for key, value in state.items() if key not in copies} if copies else state
 
-
-PLAIN = "torch.optim.Optimizer"
-"""Stands for the wrapper's class name if the optimizer is not wrapped."""
 
 REPLICATED = (PLAIN, "FP16_Optimizer", "FP16_UnfusedOptimizer")
 """Stage 0: every rank has all masters and states."""
@@ -260,12 +235,11 @@ def live_flat_buffers(optimizer: Any, wrapper: str) -> list[LiveFlatBuffer]:
     """Return the flat buffers of a wrapper of that class name.
 
     ZeRO-1/2 has one per parameter group in equal partitions, ZeRO-3 one per sub-group with each
-    parameter partitioned separately. In stage 0, each parameter is its own flat buffer, except in
-    ``FP16_Optimizer``.
+    parameter partitioned separately. Stage 0 has one per parameter, except in ``FP16_Optimizer``.
     """
     if wrapper in REPLICATED:
         return _replicated_buffers(optimizer, wrapper)
-    if wrapper == "DeepSpeedZeroOptimizer_Stage3":
+    if wrapper == ZERO_3:
         lows = weight_sub_groups(optimizer)
         return [
             LiveFlatBuffer(
@@ -345,55 +319,46 @@ def refresh_low_precision(optimizer: Any, wrapper: str, *, has_state: bool) -> N
     """Write the masters into the low-precision weights of all ranks. Collective except in stage 0.
 
     ZeRO-3's parameters must be partitioned (``checkpoint_event_prologue``) and gathered again
-    afterwards. ``has_state`` is needed for DeepSpeed's own links to the states.
+    afterwards. ``has_state``: whether every group has optimizer state.
     """
-    if wrapper == "DeepSpeedZeroOptimizer_Stage3":
+    if wrapper == ZERO_3:
         for sub_group in range(len(optimizer.fp16_groups)):
-            if swapped_sub_group(optimizer, sub_group):
-                continue  # Refreshed when its masters were written (``swapped_in``).
-            write_weights(optimizer, sub_group)
+            if not swapped_sub_group(optimizer, sub_group):  # ``swapped_in`` has written them.
+                write_weights(optimizer, sub_group)
         return
     buffers = live_flat_buffers(optimizer, wrapper)
     if wrapper in REPLICATED:
-        _write_replicated_weights(buffers)
+        for buffer in buffers:
+            if buffer.low is not buffer.master:
+                sizes = [parameter.numel() for parameter in buffer.parameters]
+                pieces: Any = torch.split(buffer.master.data[: sum(sizes)], sizes)
+                for parameter, values in zip(buffer.parameters, pieces, strict=True):
+                    parameter.data.copy_(values.view(parameter.shape))
         return
     for buffer in buffers:
         buffer.low.data.copy_(buffer.master.data)
-        _gather_partitions(buffer, optimizer.real_dp_process_group[buffer.group])
+        if len(buffer.partitions) > 1 and buffer.low.numel():
+            _gather_partitions(buffer, optimizer.real_dp_process_group[buffer.group])
     # The states' tensors may be new.
-    unlink_states(optimizer, (p for buffer in buffers for p in buffer.parameters))
-    if has_state:
-        link_states(optimizer)
-
-
-def _write_replicated_weights(buffers: Sequence[LiveFlatBuffer]) -> None:
-    """Stage 0: write masters into the weights unless they are the same tensor."""
-    for buffer in buffers:
-        at = 0
-        for parameter in buffer.parameters if buffer.low is not buffer.master else ():
-            values = buffer.master.data[at : at + parameter.numel()]
-            parameter.data.copy_(values.view(parameter.shape))
-            at += parameter.numel()
+    parameters = (parameter for buffer in buffers for parameter in buffer.parameters)
+    relink_states(optimizer, parameters, has_state=has_state)
 
 
 def _gather_partitions(buffer: LiveFlatBuffer, process_group: Any) -> None:
-    """Gather all partitions of a flat buffer on every rank. Collective."""
-    if len(buffer.partitions) == 1 or not buffer.low.numel():
-        return
-    if buffer.low.device.type == "cpu":
-        _broadcast_partitions(buffer, process_group)
-    else:
-        _gather_on_device(buffer, process_group)
+    """Gather all partitions of a flat buffer on every rank. Collective.
 
-
-def _broadcast_partitions(buffer: LiveFlatBuffer, process_group: Any) -> None:
-    """Broadcast each rank's partition directly into its place.
-
-    Gloo's all_gather would use its own memory and copy from it: twice the work, and a second copy
-    of the whole buffer.
+    On a device, in bounded parts to limit memory; DeepSpeed's ``update_lp_params`` gathers the
+    whole buffer at once. On the host, by broadcasts into place: Gloo's all_gather would hold and
+    copy a second copy of the buffer.
     """
     from deepspeed import comm  # noqa: PLC0415 (DeepSpeed takes seconds to import)
 
+    if buffer.low.device.type != "cpu":
+        size = max(GATHER_ELEMENTS // len(buffer.partitions), 1)
+        for start, stop in spans(0, buffer.low.numel(), size):
+            parts = [partition.data[start:stop] for partition in buffer.partitions]
+            comm.all_gather(parts, buffer.low.data[start:stop], group=process_group)
+        return
     sent = [
         # As bytes, which all CPU backends support.
         comm.broadcast(
@@ -406,17 +371,3 @@ def _broadcast_partitions(buffer: LiveFlatBuffer, process_group: Any) -> None:
     ]
     for work in sent:
         work.wait()
-
-
-def _gather_on_device(buffer: LiveFlatBuffer, process_group: Any) -> None:
-    """Gather in bounded parts to limit device memory.
-
-    DeepSpeed's ``update_lp_params`` gathers the whole buffer at once.
-    """
-    from deepspeed import comm  # noqa: PLC0415 (DeepSpeed takes seconds to import)
-
-    for start, stop in spans(
-        0, buffer.low.numel(), max(GATHER_ELEMENTS // len(buffer.partitions), 1)
-    ):
-        parts = [partition.data[start:stop] for partition in buffer.partitions]
-        comm.all_gather(parts, buffer.low.data[start:stop], group=process_group)

@@ -1,10 +1,9 @@
-"""DeepSpeed's internal names, which only this module uses, and their check at setup.
+"""DeepSpeed's private names, which only this module uses, and their check at setup.
 
 ``NAMES`` lists each name that the library relies on, and the first release that has it. It was
 verified in the sources of 0.16.0, 0.16.9, 0.17.0, 0.17.5, 0.18.4, 0.18.9, 0.19.0 and 0.19.8, and
 applies from the construction of an engine to its ``destroy()``: between steps, within a window of
-micro-batches, and while ``offload_states()`` has moved states to the host. Functions here hide
-differences between releases from the rest of ``engine``.
+micro-batches, and while ``offload_states()`` has moved states to the host.
 ``tests/house/test_deepspeed_names.py`` finds names that are used elsewhere or not listed.
 """
 
@@ -12,13 +11,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from lightning_elastic_zero.core.requirements import DEEPSPEED, missing_names
+
+PLAIN = "torch.optim.Optimizer"
+"""Replaces the wrapper's class name if the optimizer is not wrapped."""
+
+ZERO_3 = "DeepSpeedZeroOptimizer_Stage3"
 
 OFFLOADED_COPY_SUFFIX = "_offload_buffer"
 """Suffix of the keys of host copies in ZeRO-3's optimizer states."""
@@ -30,51 +34,67 @@ def compatible_operators(ops: Any) -> dict[str, bool]:
     return table
 
 
-def links_states(optimizer: Any) -> bool:
-    """Whether a wrapper links parameters to their optimizer states: ZeRO-1/2, BF16_Optimizer."""
-    return hasattr(optimizer, "_hp_optimizer_states_linked")
+def relink_states(
+    optimizer: Any, parameters: Iterable[torch.nn.Parameter] = (), *, has_state: bool = True
+) -> None:
+    """Make ZeRO-1/2 or BF16_Optimizer recreate its links from parameters to optimizer states.
 
-
-def unlink_states(optimizer: Any, parameters: Iterable[torch.nn.Parameter] = ()) -> None:
-    """Make a wrapper recreate its links from parameters to optimizer states.
-
-    The links of the given parameters are removed, because they would keep old states alive.
+    The links of the given parameters are removed, because they would keep old states alive. Without
+    state, DeepSpeed links parameters at the next step.
     """
+    if not hasattr(optimizer, "_hp_optimizer_states_linked"):
+        return
     optimizer._hp_optimizer_states_linked = False
     for parameter in parameters:
-        if (link := link_to_master(parameter)) is not None:
+        if (link := _link_to_master(parameter)) is not None:
             link.optim_fragment = None
+    if has_state:
+        optimizer._lazy_init_hp_params_optimizer_state()
 
 
-def link_to_master(parameter: torch.nn.Parameter) -> Any:
-    """Return a parameter's link to its master and states, or None."""
+def _link_to_master(parameter: torch.nn.Parameter) -> Any:
     return getattr(parameter, "_hp_mapping", None)
 
 
-def link_states(optimizer: Any) -> None:
-    """Link parameters to their existing optimizer states, unless they are linked."""
-    optimizer._lazy_init_hp_params_optimizer_state()
-
-
-def release_gradient_buckets(optimizer: Any) -> None:
-    """Drop ZeRO-1/2's buckets for reducing gradients."""
-    optimizer._release_ipg_buffers()
-
-
-def discard_accumulated_ids(optimizer: Any) -> None:
-    """Discard ZeRO-1/2's ids of parameters with offloaded gradients, if it keeps any."""
-    getattr(optimizer, "_offload_accumulated_param_ids", set()).clear()
-
-
-def discard_boundary_ids(optimizer: Any) -> None:
-    """Discard ZeRO-3's ids of parameters with gradients to offload, if it keeps any."""
-    getattr(optimizer, "_offload_boundary_param_ids", set()).clear()
-
-
-def reset_backward_count(engine: Any) -> None:
-    """Reset an engine's count of backward passes since its last step, if it has one."""
+def discard_gradients(engine: Any, wrapper: str) -> None:
+    """Discard all gradients of a window except those of offloaded masters."""
+    optimizer = engine.optimizer
+    # Of the parameters, of BF16_Optimizer's fp32 copies, and ZeRO-3's count of micro-batches.
+    if wrapper == PLAIN:
+        optimizer.zero_grad()  # DeepSpeed's own optimizers take no argument.
+    elif hasattr(optimizer, "zero_grad"):
+        optimizer.zero_grad(set_to_none=True)
+    else:  # BF16_Optimizer of 0.16.
+        optimizer.clear_hp_grads()
+    for parameter in engine.module.parameters():
+        parameter.grad = None
+    if wrapper == "DeepSpeedZeroOptimizer":
+        _discard_gradients_of_zero_1_2(optimizer)
+    elif wrapper == ZERO_3:
+        optimizer.averaged_gradients = {}
+        if optimizer.grad_partitions_flat_buffer is not None:  # A step reads views of it.
+            optimizer.grad_partitions_flat_buffer.zero_()
+        if optimizer.offload_optimizer:
+            optimizer.reset_cpu_buffers()
+        getattr(optimizer, "_offload_boundary_param_ids", set()).clear()
+    # Counters and sums of the engine until the next step, in the releases that have them.
     if hasattr(engine, "_unmanaged_backward_count"):
         engine._unmanaged_backward_count = 0
+    if hasattr(engine, "losses"):
+        engine.losses = None
+
+
+def _discard_gradients_of_zero_1_2(optimizer: Any) -> None:
+    optimizer._release_ipg_buffers()
+    optimizer.micro_step_id = module_of(optimizer).INITIAL_MICRO_STEP_ID
+    for gradients in (optimizer.averaged_gradients, getattr(optimizer, "all_grad_tensors", {})):
+        for group in gradients:
+            gradients[group] = None
+    if optimizer.cpu_offload:
+        optimizer.reset_cpu_buffers()
+        for gradient in optimizer.accumulated_grads_in_cpu.values():
+            gradient.zero_()
+        getattr(optimizer, "_offload_accumulated_param_ids", set()).clear()
 
 
 def updates_offloaded_momentum(optimizer: Any) -> bool:
@@ -92,12 +112,6 @@ def module_of(optimizer: Any) -> ModuleType:
     return sys.modules[type(optimizer).__module__]
 
 
-def initial_micro_step(optimizer: Any) -> int:
-    """Return ZeRO-1/2's number of the first micro-batch of a window."""
-    first: int = module_of(optimizer).INITIAL_MICRO_STEP_ID
-    return first
-
-
 def write_weights(optimizer: Any, sub_group: int) -> None:
     """Write the masters of a ZeRO-3 sub-group in memory into its low-precision weights."""
     optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
@@ -108,13 +122,15 @@ def is_swapped(optimizer: Any, sub_group: int) -> bool:
     return bool(optimizer._swappable_optimizer_subgroup(sub_group))
 
 
-def swap_in(optimizer: Any, sub_group: int) -> None:
-    """Read the masters, states and gradients of a sub-group from its files into memory."""
+@contextmanager
+def swapped_in(optimizer: Any, sub_group: int) -> Iterator[None]:
+    """Read a sub-group's files into memory, and write them back with its low-precision weights.
+
+    Its states must be new to the swapper (``buffers.forget_swapped_states``).
+    """
     optimizer._optimizer_states_and_gradient_swap_in(sub_group)
-
-
-def swap_out(optimizer: Any, sub_group: int) -> None:
-    """Write the masters and states of a sub-group to files, and free their memory."""
+    yield
+    write_weights(optimizer, sub_group)
     optimizer._optimizer_states_and_gradient_swap_out(sub_group)
 
 
@@ -220,58 +236,6 @@ def parameter_paddings(optimizer: Any, group: int) -> tuple[int, ...]:
     return tuple(paddings[group]) if paddings and any(paddings[group]) else ()
 
 
-@dataclass(frozen=True, slots=True)
-class LossScalerAccess:
-    """The loss scaler of a DeepSpeed wrapper."""
-
-    name: str
-    """Name of its class."""
-    holder: Any
-    """The object with its fields."""
-    fields: tuple[str, ...]
-    """Names of its fields."""
-
-
-SCALE_FIELDS = (
-    "cur_iter",
-    "cur_scale",
-    "dynamic_loss_scale",
-    "last_overflow_iter",
-    "min_loss_scale",
-    "scale_factor",
-    "scale_window",
-)
-"""Fields of stage 0's scaler."""
-
-
-def loss_scaler(optimizer: Any) -> LossScalerAccess | None:
-    """Return a wrapper's loss scaler, or None.
-
-    Stage 0 has had a ``LossScaleConfig`` since 0.18.9 or earlier; in 0.18.4 the wrapper itself had
-    its fields.
-    """
-    if (scaler := getattr(optimizer, "loss_scaler", None)) is not None:
-        return LossScalerAccess(type(scaler).__name__, scaler, tuple(vars(scaler)))
-    if type(optimizer).__name__ not in {"FP16_Optimizer", "FP16_UnfusedOptimizer"}:
-        return None
-    holder = getattr(optimizer, "loss_scale_config", optimizer)
-    fields = tuple(name for name in SCALE_FIELDS if hasattr(holder, name))
-    return LossScalerAccess("LossScaleConfig", holder, fields)
-
-
-def zero_grad(optimizer: Any) -> None:
-    """Drop the gradients of a wrapper's parameters.
-
-    ``BF16_Optimizer`` got ``zero_grad`` after 0.16; before, the engine cleared its fp32 gradients.
-    """
-    if isinstance(optimizer, torch.optim.Optimizer):
-        optimizer.zero_grad()  # In stage 0; DeepSpeed's own optimizers take no argument.
-    elif hasattr(optimizer, "zero_grad"):
-        optimizer.zero_grad(set_to_none=True)
-    else:
-        optimizer.clear_hp_grads()
-
-
 def check_names(engine: Any, wrapper: str, found: str) -> Iterator[str]:
     """Yield a sentence for each object of an engine that lacks names in the installed release.
 
@@ -299,7 +263,7 @@ def live_objects(engine: Any, wrapper: str) -> Iterator[tuple[str, Any]]:
         yield kind, optimizer
         yield from _by_option(optimizer, kind)
         yield from _links(optimizer, kind)
-    if kind == _ZERO_3 and (getattr(engine, "zero_partial_offload", lambda: 1.0)() or 1.0) < 1.0:
+    if kind == ZERO_3 and (getattr(engine, "zero_partial_offload", lambda: 1.0)() or 1.0) < 1.0:
         yield "an optimizer with partial offload", optimizer
     if (swapper := getattr(optimizer, "optimizer_swapper", None)) is not None:
         yield "the optimizer swapper", swapper
@@ -314,9 +278,6 @@ def live_objects(engine: Any, wrapper: str) -> Iterator[tuple[str, Any]]:
             break
 
 
-_ZERO_3 = "DeepSpeedZeroOptimizer_Stage3"
-
-
 def _by_option(optimizer: Any, kind: str) -> Iterator[tuple[str, Any]]:
     """Yield a wrapper under the titles that depend on its configuration and release."""
     for option in ("swap_optimizer", "cpu_offload", "offload_optimizer"):
@@ -328,7 +289,7 @@ def _by_option(optimizer: Any, kind: str) -> Iterator[tuple[str, Any]]:
         yield f"{kind} without zero_grad", optimizer
     elif kind.startswith("FP16_") and not hasattr(optimizer, "loss_scale_config"):
         yield "an optimizer without loss_scale_config", optimizer
-    elif kind == _ZERO_3:
+    elif kind == ZERO_3:
         if not getattr(optimizer, "offload_param", False):
             yield "an optimizer without offload_param", optimizer
         in_memory = getattr(optimizer, "save_muon_momentum_buffer_in_memory", False)
@@ -343,6 +304,6 @@ def _links(optimizer: Any, kind: str) -> Iterator[tuple[str, Any]]:
     parameters = [parameter for group in groups for parameter in group]
     if parameters:
         yield "a parameter of ZeRO-1/2", parameters[0]
-    links = (link_to_master(parameter) for parameter in parameters)
+    links = (_link_to_master(parameter) for parameter in parameters)
     if (link := next((link for link in links if link is not None), None)) is not None:
         yield "a parameter's link to its master", link

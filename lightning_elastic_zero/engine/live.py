@@ -59,7 +59,6 @@ from lightning_elastic_zero.engine.addresses import (
     write_piece,
 )
 from lightning_elastic_zero.engine.buffers import (
-    PLAIN,
     REPLICATED,
     LiveFlatBuffer,
     group_parameters,
@@ -69,6 +68,7 @@ from lightning_elastic_zero.engine.buffers import (
     weights_are_offloaded,
     without_copies,
 )
+from lightning_elastic_zero.engine.deepspeed import PLAIN
 from lightning_elastic_zero.engine.loss_scale import loss_scaler_fields
 from lightning_elastic_zero.engine.muon import (
     keeps_whole_momenta,

@@ -12,7 +12,6 @@ import torch
 from lightning_elastic_zero.core.manifest import Plain
 from lightning_elastic_zero.core.tensors import numpy_to_python
 from lightning_elastic_zero.engine.buffers import REPLICATED
-from lightning_elastic_zero.engine.deepspeed import LossScalerAccess, loss_scaler
 from lightning_elastic_zero.engine.muon import momentum_is_scaled
 
 log = logging.getLogger(__name__)
@@ -29,6 +28,12 @@ LEARNED = ("cur_scale", "cur_iter", "last_overflow_iter")
 HYSTERESIS, FULL_HYSTERESIS = "cur_hysteresis", "delayed_shift"
 """Overflows until ZeRO's scaler lowers the scale: remaining and initial."""
 
+SCALE_FIELDS = (
+    *("cur_iter", "cur_scale", "dynamic_loss_scale", "last_overflow_iter", "min_loss_scale"),
+    *("scale_factor", "scale_window"),
+)
+"""Fields of stage 0's scaler."""
+
 
 def loss_scale(engine: Any) -> float:
     """Return the factor by which DeepSpeed multiplies a loss."""
@@ -43,12 +48,11 @@ def loss_scale(engine: Any) -> float:
 def ensure_scaled(engine: Any, loss: torch.Tensor) -> Iterator[None]:
     """Scale the gradients of a loss if stage 0 in fp16 would only divide them.
 
-    DeepSpeed 0.19.8 scales a loss only for ZeRO but divides in stage 0 too, so each gradient would
-    be too small by the scale. In releases that scale the loss, the gradient at the loss is not one
-    but the scale, and is not changed.
+    DeepSpeed 0.19.8 scales a loss only in ZeRO but divides gradients in stage 0 too. In releases
+    that scale the loss, the gradient at the loss is the scale instead of 1, and is not changed.
 
-    The hook is active for one backward pass, inside the context: the graph may be kept for another
-    pass after a change of the scale, or the loss may be a part of another loss.
+    The hook is active only in the context, for one backward pass: the graph may be used again after
+    a change of the scale, or the loss may be a part of another loss.
     """
     replicated = type(engine.optimizer).__name__ in REPLICATED and loss.requires_grad
     scale = loss_scale(engine) if replicated else 1.0
@@ -65,9 +69,8 @@ def ensure_scaled(engine: Any, loss: torch.Tensor) -> Iterator[None]:
 
 def loss_scaler_fields(engine: Any) -> dict[str, Plain]:
     """Return the class and the numeric fields of an engine's loss scalers; empty without any."""
-    fields: dict[str, Plain] = {}
-    if scaler := loss_scaler(engine.optimizer):
-        fields = {"class": scaler.name, **_numbers(scaler)}
+    name, _, numbers = _loss_scaler(engine.optimizer)
+    fields: dict[str, Plain] = {"class": name, **numbers} if name else {}
     grad_scaler = _grad_scaler(engine)
     if grad_scaler is not None:
         fields[GRAD_SCALER] = grad_scaler.state_dict()
@@ -77,15 +80,24 @@ def loss_scaler_fields(engine: Any) -> dict[str, Plain]:
 
 
 def restore_loss_scaler(engine: Any, saved: Mapping[str, Any], *, settings: bool) -> None:
-    """Continue with a saved scale, converted between kinds of scalers where possible.
+    """Continue with a saved scale, converted between classes of scalers where possible.
 
-    A fixed scale does not become dynamic or the reverse, and a run without scaling provides none. A
-    warning lists settings that differ from the configured ones. ``settings`` restores the saved
-    settings too, including a fixed scale. The state of torch's scaler contains its settings.
+    Nothing is restored between a fixed and a dynamic scale, or from a run without scaling.
+    ``settings`` restores the saved settings too, including a fixed scale, and warns of those that
+    differ from the configured ones. The state of torch's scaler contains its settings.
     """
-    scaler = loss_scaler(engine.optimizer)
-    if scaler and _kind(_numbers(scaler)) == _kind(saved):
-        changed = _restore_fields(scaler, saved, settings=settings)
+    name, holder, live = _loss_scaler(engine.optimizer)
+    if name and _kind(live) == _kind(saved):
+        dynamic, same_class = _kind(live)[0], saved.get("class") == name
+        learned = {*LEARNED, HYSTERESIS} if dynamic else set(LEARNED) - {"cur_scale"}
+        if dynamic and not same_class and FULL_HYSTERESIS in live:
+            setattr(holder, HYSTERESIS, live[FULL_HYSTERESIS])  # The other class has none.
+        changed = []
+        for key in sorted(live.keys() & saved.keys()):
+            if key in learned or (settings and (same_class or key in LEARNED)):
+                setattr(holder, key, saved[key])
+                if key not in learned and live[key] != saved[key]:
+                    changed.append(f"{key} {saved[key]} (here {live[key]})")
         if changed and engine.global_rank == 0:
             log.warning(
                 "loss scale: the saved settings replace the configured ones: %s. Pass "
@@ -130,28 +142,21 @@ def _momentum_scale(engine: Any) -> float | None:
     return loss_scale(engine) if scaled else 1.0
 
 
-def _restore_fields(
-    scaler: LossScalerAccess, saved: Mapping[str, Any], *, settings: bool
-) -> list[str]:
-    """Restore the fields of a scaler of the same kind; return the settings that changed."""
-    live, changed = _numbers(scaler), []
-    dynamic, _ = _kind(live)
-    same_class = saved.get("class") == scaler.name
-    learned = {*LEARNED, HYSTERESIS} if dynamic else set(LEARNED) - {"cur_scale"}
-    if dynamic and not same_class and FULL_HYSTERESIS in live:
-        setattr(scaler.holder, HYSTERESIS, live[FULL_HYSTERESIS])  # The other class has none.
-    for key in sorted(live.keys() & saved.keys()):
-        if key in learned or (settings and (same_class or key in LEARNED)):
-            setattr(scaler.holder, key, saved[key])
-            if key not in learned and live[key] != saved[key]:
-                changed.append(f"{key} {saved[key]} (here {live[key]})")
-    return changed
+def _loss_scaler(optimizer: Any) -> tuple[str, Any, dict[str, Plain]]:
+    """Return the class name of DeepSpeed's scaler ("" without one), its object, and its numbers.
 
-
-def _numbers(scaler: LossScalerAccess) -> dict[str, Plain]:
-    """Return the numeric fields of DeepSpeed's scaler."""
-    held = numpy_to_python({key: getattr(scaler.holder, key) for key in scaler.fields})
-    return {k: v for k, v in held.items() if isinstance(v, (bool, int, float))}
+    In stage 0 the object is a ``LossScaleConfig`` since 0.18.9 or earlier; in 0.18.4 it was the
+    wrapper itself.
+    """
+    if (holder := getattr(optimizer, "loss_scaler", None)) is not None:
+        name, fields = type(holder).__name__, vars(holder)
+    elif type(optimizer).__name__ in {"FP16_Optimizer", "FP16_UnfusedOptimizer"}:
+        name, holder = "LossScaleConfig", getattr(optimizer, "loss_scale_config", optimizer)
+        fields = {key: getattr(holder, key) for key in SCALE_FIELDS if hasattr(holder, key)}
+    else:
+        return "", None, {}
+    held = numpy_to_python(dict(fields))
+    return name, holder, {k: v for k, v in held.items() if isinstance(v, (bool, int, float))}
 
 
 def _kind(fields: Mapping[str, object]) -> tuple[bool, bool]:
@@ -161,7 +166,7 @@ def _kind(fields: Mapping[str, object]) -> tuple[bool, bool]:
 
 
 def _grad_scaler(engine: Any) -> Any:
-    """Return torch's scaler, the engine's in stage 0 and otherwise the optimizer's, or None."""
+    """Return torch's scaler, or None. In stage 0 the engine has it, otherwise the optimizer."""
     of_engine = getattr(engine, "torch_autocast_z0_gradscaler", None)
     if of_engine is not None:
         return of_engine

@@ -4,10 +4,9 @@ State keys are discovered, never listed: another optimizer of the same class tak
 (``probe_after_a_step``). Files of other software do not name the optimizer's class, so it is
 compared by the names of its states and hyperparameters (``check_unnamed_state``).
 
-With partial offload (``offload_optimizer.ratio`` below 1), ZeRO-3 leaves the first sub-groups on
-the device, where torch's AdamW steps them, and DeepSpeedCPUAdam steps the others. Algorithm and
-state are the same; only the type of the step count differs. Stock checkpoints lack the state of the
-second optimizer.
+With partial offload (``offload_optimizer.ratio`` below 1), torch's AdamW steps ZeRO-3's first
+sub-groups on the device, and DeepSpeedCPUAdam steps the others. Only the type of the step count
+differs. Stock checkpoints lack the state of the second optimizer.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from lightning_elastic_zero.engine.muon import MOMENTUM_KEY
 from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
 
 ADAM_FAMILY = frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"})
-"""One algorithm with one state: a run may change between them, as with CPU offload."""
+"""They have the same state: a run may change between them, as with CPU offload."""
 
 INT_STEPS = frozenset(
     {"FusedAdam", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedLion", "DeepSpeedCPUAdagrad"}
@@ -36,8 +35,7 @@ INT_STEPS = frozenset(
 """DeepSpeed's optimizers that count steps in a Python int; torch's use a tensor."""
 
 BITSANDBYTES = "bitsandbytes"
-"""Its optimizers have the names of torch's but other states: ``state1``, ``state2`` and an int step
-count."""
+"""Its optimizers are named like torch's, with the states ``state1``, ``state2`` and an int step."""
 
 _PACKAGES = {BITSANDBYTES, "torchao", "deepspeed", "torch"}
 
@@ -65,7 +63,11 @@ def split_state(
     elementwise: dict[str, torch.Tensor] = {}
     scalars: dict[str, Scalar] = {}
     for key, found in held.items():
-        value = without_dimension(key, numpy_to_python(found))
+        value = numpy_to_python(found)
+        if key == "step" and isinstance(value, torch.Tensor) and value.shape == (1,):
+            # DeepSpeed's elastic loader for ZeRO-1/2 adds this dimension to torch's step count
+            # (stage_1_and_2.py, line 3603 of 0.19.8). It remains in training and later saves.
+            value = value.reshape(())
         if _is_elementwise(optimizer, flat, key, value):
             elementwise[key] = value if value.ndim == 1 else value.detach().reshape(-1)
         elif _is_scalar(value):
@@ -83,25 +85,15 @@ def split_state(
     return elementwise, scalars
 
 
-def without_dimension(key: str, value: Any) -> Any:
-    """Return a step counter as a scalar.
-
-    DeepSpeed's elastic loader for ZeRO-1/2 adds a dimension to torch's (stage_1_and_2.py, line 3603
-    of release 0.19.8), which remains in training and later saves.
-    """
-    is_vector = isinstance(value, torch.Tensor) and value.shape == (1,)
-    return value.reshape(()) if key == "step" and is_vector else value
-
-
 def _is_elementwise(optimizer: Any, flat: torch.Tensor, key: str, value: object) -> bool:
     """Whether a state has one value per element.
 
-    For a weight without dimensions (stage 0), both kinds are one value, so the states of the other
-    weights decide. Raises UnsupportedError if there are no other weights.
+    The state of a 0-dimensional weight (stage 0) is one value in either case, so the other weights'
+    states decide. Raises UnsupportedError if there are none.
     """
-    if not isinstance(value, torch.Tensor) or value.shape != flat.shape:
+    if not isinstance(value, torch.Tensor) or type(value) not in _PLAIN_TENSORS:
         return False
-    if type(value) not in _PLAIN_TENSORS:
+    if value.shape != flat.shape:
         return False
     if value.ndim:
         return True
@@ -128,12 +120,12 @@ def shared_state(
 ) -> dict[Any, Any]:
     """Return the optimizer state under keys that are not tensors, which all ranks share.
 
-    ``stepped`` are the tensors that it steps, whose states are saved separately. Raises
+    ``stepped``: the tensors that it steps, whose states are saved separately. Raises
     UnsupportedError for the state of another tensor.
     """
     found, known = dict[Any, Any](), set(stepped)
-    # Optimizers that create state in their constructor (Adagrad) leave that of the parameters that
-    # DeepSpeed replaced. It has the names of what the replacements have, and nothing reads it.
+    # Optimizers that create state in their constructor (Adagrad) still have unused states of the
+    # parameters that DeepSpeed replaced, with the same names as those of the new parameters.
     usual = {name for key in known for name in optimizer.state.get(key, ())}
     for key, value in optimizer.state.items():
         if not isinstance(key, torch.Tensor):
@@ -143,7 +135,7 @@ def shared_state(
             kept = f"{type(optimizer).__name__} keeps {sorted(map(str, value))}"
             msg = (
                 f"{kept} for {name}, which it does not step: DeepSpeed replaced its parameters "
-                "when the engine was built, so this state cannot be restored. Delete it "
+                "when the engine was built, so this state cannot be restored. Delete it"
             )
             raise UnsupportedError(msg)
     return found
@@ -157,10 +149,9 @@ def with_group_steps(
 ) -> tuple[tuple[dict[str, torch.Tensor], dict[str, Scalar]], ...]:
     """Return the states of stage 0's parameters with one step count per group.
 
-    DeepSpeed's FusedAdam steps a whole group and counts on its last parameter with a gradient
-    (``deepspeed/ops/adam/fused_adam.py``). The counts of the others keep their initial value.
-    ``trained``: whether each parameter requires a gradient; DeepSpeed gives one to all that
-    do.
+    DeepSpeed's FusedAdam steps a whole group but counts only on its last parameter with a gradient
+    (``deepspeed/ops/adam/fused_adam.py``). ``trained``: whether each parameter requires a gradient;
+    DeepSpeed gives one to all that do.
     """
     if type(optimizer).__name__ != "FusedAdam":
         return tuple(states)
@@ -193,8 +184,7 @@ FRESH = (
 def package_of(optimizer: object) -> str:
     """Return the package of an optimizer's class or of its nearest known base class.
 
-    A user's subclass of bitsandbytes' ``AdamW`` belongs to bitsandbytes. An optimizer derived only
-    from torch's base class belongs to the package that defines it.
+    torch's base class does not count.
     """
     kinds = [kind for kind in type(optimizer).__mro__ if kind is not torch.optim.Optimizer]
     packages = [kind.__module__.partition(".")[0] for kind in kinds]
@@ -232,14 +222,14 @@ def place_scalar(
         if live in INT_STEPS or package_of(inner) == BITSANDBYTES:
             return int(value)
         if live in ADAM_FAMILY and not isinstance(value, torch.Tensor):
-            # As torch counts, whatever the default type of tensors. Fused kernels take fp32 only.
+            # In torch's type, whatever the default one. Fused kernels accept fp32 only.
             exact = torch.tensor(value, dtype=torch.float64)
             rounded = exact.float()
             value = rounded if rounded == exact or group.get("fused") else exact
     if not isinstance(value, torch.Tensor):
         return value
-    # torch keeps `step` on the host, but for fused and capturable steps; each flat buffer needs
-    # a tensor of its own, since the optimizer counts it up in place.
+    # torch keeps `step` on the host except for fused and capturable steps. Each flat buffer needs
+    # a separate tensor, since the optimizer increments it in place.
     on_device = key != "step" or group.get("fused") or group.get("capturable")
     return value.detach().clone().to(device if on_device else "cpu")
 
@@ -251,7 +241,7 @@ WEIGHTS = (0.0, 1.0)
 def probe_after_a_step(inner: Any, index: int, saved: Mapping[str, Plain]) -> dict[str, Any]:
     """Return the states of a parameter of two elements after a step with gradients of zero.
 
-    The live optimizer is not changed. Some saved hyperparameters (amsgrad) determine the states.
+    Some saved hyperparameters (amsgrad) determine the states. The live optimizer is not changed.
     Raises whatever the optimizer's constructor or step raises.
     """
     group = inner.param_groups[index]
@@ -284,9 +274,8 @@ ADAM_KEYS = (
 def check_unnamed_state(saved: Sequence[Group], inner: Any, *, stepped: bool) -> None:
     """Refuse another optimizer's state if the checkpoint does not name the optimizer's class.
 
-    ``stepped``: whether the saved run may have taken a step; before the first one, there is no
-    state. Raises CheckpointMismatchError if the names of the states differ, or a group lacks its
-    state.
+    ``stepped``: whether the saved run may have taken a step. Raises CheckpointMismatchError if the
+    names of the states differ, or a group lacks its state.
     """
     name = type(inner).__name__
     others = any(group.state for group in saved)
@@ -298,16 +287,22 @@ def check_unnamed_state(saved: Sequence[Group], inner: Any, *, stepped: bool) ->
         if states and kept is not None and kept != states:
             _refuse(index, f"kept the states {sorted(states)}", f"{name} keeps {sorted(kept)}")
         if not states and (kept or (kept is None and others)):
-            _refuse_stateless(index, held, name)
+            msg = (
+                f"no optimizer state for parameter group {index} ({format_names(held.names, 3)}), "
+                f"but {name} keeps some. A stock checkpoint of partial offload "
+                "(offload_optimizer's ratio) lacks the state on the GPU, and a group that was "
+                "never trained has none. Pass load_optimizer_state=False to start a fresh "
+                "optimizer on the saved weights"
+            )
+            raise CheckpointMismatchError(msg)
 
 
 def check_configured_state(saved: Sequence[Group], inner: Any, *, hyperparameters: bool) -> str:
     """Refuse saved state that the optimizer, as it will be configured, cannot step with.
 
-    Optimizers create their states only at a parameter's first step. With ``amsgrad=True``, the next
-    step fails on states that were saved without it. Returns a warning that lists the restored
-    states that the optimizer will not use; empty if none. Raises CheckpointMismatchError if states
-    are missing.
+    Optimizers create states only at a parameter's first step: with ``amsgrad=True``, the next step
+    fails on states that were saved without it. Returns a warning that lists the restored states
+    that the optimizer will not use, or "". Raises CheckpointMismatchError if states are missing.
     """
     unused = []
     for index, held in enumerate(saved[: len(inner.param_groups)]):
@@ -315,7 +310,7 @@ def check_configured_state(saved: Sequence[Group], inner: Any, *, hyperparameter
         kept = _kept_states(inner, index, held.hyperparameters if hyperparameters else {})
         if not states or kept is None:
             continue
-        # A state that the saved settings require too is not missing because of the settings.
+        # The configuration is not the reason if the saved settings require the state too.
         here, saved_keys = inner.param_groups[index], _own_keys(held.hyperparameters)
         known = not hyperparameters and _own_keys(here) <= saved_keys
         expected = _kept_states(inner, index, held.hyperparameters) if known else None
@@ -338,7 +333,6 @@ def check_configured_state(saved: Sequence[Group], inner: Any, *, hyperparameter
 
 
 def _changed_numbers(held: Group, here: Mapping[str, Any]) -> str:
-    """Return the numbers and flags that differ from a saved group's, in parentheses."""
     changes = [
         f"{key} was {value!r} and is {here[key]!r}"
         for key, value in held.hyperparameters.items()
@@ -359,13 +353,11 @@ def check_unnamed_hyperparameters(
 
 
 def _alike(held: Group, theirs: set[str], ours: set[str], name: str) -> bool:
-    """Whether hyperparameters belong to one kind of optimizer."""
     if name not in ADAM_FAMILY:
         return theirs ^ ours <= NEWER_KEYS
-    # Any other number belongs to an algorithm that extends Adam.
-    strange = theirs - ours - NEWER_KEYS - frozenset().union(*ADAM_KEYS)
-    # DeepSpeed's FusedAdam counted its steps here in older releases.
-    strange -= {"step"}
+    # Any other number belongs to an algorithm that extends Adam. Older releases of DeepSpeed's
+    # FusedAdam counted steps here.
+    strange = theirs - ours - NEWER_KEYS - frozenset({"step"}).union(*ADAM_KEYS)
     numbers = [key for key in strange if isinstance(held.hyperparameters[key], (int, float))]
     return any(keys <= theirs for keys in ADAM_KEYS) and not numbers
 
@@ -379,16 +371,6 @@ def _refuse(index: int, saved: str, live: str) -> None:
     msg = (
         f"the saved optimizer {saved} in parameter group {index}, this run's {live}: configure the "
         f"saved optimizer, or {FRESH}"
-    )
-    raise CheckpointMismatchError(msg)
-
-
-def _refuse_stateless(index: int, held: Group, live: str) -> None:
-    msg = (
-        f"no optimizer state for parameter group {index} ({format_names(held.names, 3)}), but "
-        f"{live} keeps some. A stock checkpoint of partial offload (offload_optimizer's ratio) "
-        "lacks the state on the GPU, and a group that was never trained has none. Pass "
-        "load_optimizer_state=False to start a fresh optimizer on the saved weights"
     )
     raise CheckpointMismatchError(msg)
 
@@ -409,9 +391,7 @@ def _kept_states(inner: Any, index: int, saved: Mapping[str, Plain]) -> set[str]
 
 DECOUPLED_KEY = "decoupled_weight_decay"
 """Where newer releases of torch store the kind. DeepSpeed's optimizers have an attribute."""
-
 BY_CLASS = {"AdamW": True, "Adam": False}
-
 NAMED = {True: "decoupled (AdamW's)", False: "in the gradient (Adam's)"}
 
 
@@ -474,7 +454,7 @@ def backup_hyperparameters(optimizer: Any, group: int) -> dict[str, Any]:
 def restore_backup_hyperparameters(
     optimizer: Any, saved: Sequence[Mapping[str, Any]] | None
 ) -> None:
-    """Copy the first optimizer's hyperparameters to the second, then restore its own saved ones."""
+    """Copy the first optimizer's hyperparameters to the second, then its saved differences."""
     for group, held in enumerate(saved or ()):
         main, other = _groups(optimizer, group)
         if other is main:  # No second optimizer here, or it shares the dict.
@@ -485,7 +465,7 @@ def restore_backup_hyperparameters(
 
 
 def _groups(optimizer: Any, group: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a group's dict of both optimizers. Only for the first group are they different."""
+    """Return a group's dict of both optimizers. They differ only for the first group."""
     main: dict[str, Any] = inner_optimizer(optimizer).param_groups[group]
     if not hasattr(optimizer, "backup_optimizer"):
         return main, main

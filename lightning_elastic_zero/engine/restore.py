@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +26,10 @@ from lightning_elastic_zero.engine.buffers import (
     LiveFlatBuffer,
     forget_swapped_states,
     inner_optimizer,
+    live_flat_buffers,
     refresh_low_precision,
-    swapped_in,
 )
+from lightning_elastic_zero.engine.deepspeed import discard_gradients, swapped_in
 from lightning_elastic_zero.engine.loss_scale import restore_loss_scaler, warn_of_momentum_scale
 from lightning_elastic_zero.engine.muon import MOMENTUM_KEY, place_momentum
 from lightning_elastic_zero.engine.optimizer import (
@@ -40,7 +42,7 @@ from lightning_elastic_zero.engine.optimizer import (
     restore_backup_hyperparameters,
     stepping_optimizer,
 )
-from lightning_elastic_zero.engine.step import drop_gradients
+from lightning_elastic_zero.engine.support import optimizer_wrapper
 from lightning_elastic_zero.errors import CheckpointMismatchError
 
 
@@ -398,7 +400,8 @@ def commit_optimizer(
     forget_swapped_states(optimizer)
     try:
         for flat, scalars in zip(flats, values.scalars, strict=True):
-            with swapped_in(flat.buffer.swapped):
+            swapped = flat.buffer.swapped
+            with swapped_in(optimizer, swapped.index) if swapped else nullcontext():
                 commit_masters(flat, keep_fp32=keep_fp32)
                 commit_state(stepping_optimizer(optimizer, flat.buffer.sub_group), flat, scalars)
                 place_momentum(optimizer, wrapper, flat.buffer)
@@ -410,4 +413,19 @@ def commit_optimizer(
     commit_counters(engine, values)
     if any(MOMENTUM_KEY in flat.states for flat in flats):
         warn_of_momentum_scale(engine, values.loss_scaler)
-    drop_gradients(engine)
+    drop_gradients(engine, wrapper)
+
+
+def drop_gradients(engine: Any, wrapper: str) -> None:
+    """Make the next micro-batch the first of its window, as in a new engine."""
+    discard_gradients(engine, wrapper)
+    # With offload, the masters have gradients in reused memory.
+    for buffer in live_flat_buffers(engine.optimizer, wrapper):
+        if buffer.master.grad is not None:
+            buffer.master.grad.zero_()
+
+
+def drop_accumulation_window(engine: Any) -> None:
+    """Drop the gradients of an incomplete window and count it as complete."""
+    drop_gradients(engine, optimizer_wrapper(engine))
+    engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_elastic_zero.engine.deepspeed import link_states, links_states, unlink_states
+from lightning_elastic_zero.engine.deepspeed import relink_states
 from lightning_elastic_zero.engine.support import use_accelerator
 
 VOCABULARY, WIDTH, HIDDEN = 29, 17, 13
@@ -136,10 +136,8 @@ def gather_full_state(engine: Any) -> tuple[dict[str, torch.Tensor | str], list[
     # At stage 0 with fp32 DeepSpeed does not wrap the optimizer.
     inner = engine.optimizer
     inner = inner if isinstance(inner, torch.optim.Optimizer) else inner.optimizer
-    if links_states(engine.optimizer):
-        # By itself it links states once, when the other groups may not have any yet.
-        unlink_states(engine.optimizer)
-        link_states(engine.optimizer)
+    # DeepSpeed links states only once, when the other groups may not have any yet.
+    relink_states(engine.optimizer)
     found: dict[str, torch.Tensor | str] = {}
     wrong: list[str] = []
     for name, parameter in engine.module.named_parameters():

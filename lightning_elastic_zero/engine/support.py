@@ -26,13 +26,13 @@ from lightning_elastic_zero.core.requirements import DEEPSPEED, version_of
 from lightning_elastic_zero.core.tensors import dtype_name
 from lightning_elastic_zero.engine.addresses import full_shape
 from lightning_elastic_zero.engine.buffers import (
-    PLAIN,
     REPLICATED,
     LiveFlatBuffer,
     inner_optimizer,
     live_flat_buffers,
 )
 from lightning_elastic_zero.engine.deepspeed import (
+    PLAIN,
     check_names,
     compatible_operators,
     missing,

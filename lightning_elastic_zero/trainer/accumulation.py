@@ -21,7 +21,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_elastic_zero.core.requirements import DEEPSPEED
 from lightning_elastic_zero.data_progress.batches import ceil_div
 from lightning_elastic_zero.engine.loss_scale import ensure_scaled, loss_scale
-from lightning_elastic_zero.engine.step import drop_accumulation_window
+from lightning_elastic_zero.engine.restore import drop_accumulation_window
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.trainer.lightning import data_fetcher, training_loaders
 from lightning_elastic_zero.trainer.loaders import length_of

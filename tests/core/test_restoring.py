@@ -31,7 +31,8 @@ from lightning_elastic_zero.core.tensors import (
 )
 from lightning_elastic_zero.engine import restore as initial_state
 from lightning_elastic_zero.engine.addresses import flat_buffer_row, own_slices, rank_fragments
-from lightning_elastic_zero.engine.buffers import PLAIN, LiveFlatBuffer, live_flat_buffers
+from lightning_elastic_zero.engine.buffers import LiveFlatBuffer, live_flat_buffers
+from lightning_elastic_zero.engine.deepspeed import PLAIN
 from lightning_elastic_zero.engine.optimizer import (
     check_configured_state,
     check_unnamed_hyperparameters,

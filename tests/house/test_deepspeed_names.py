@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_elastic_zero.engine.deepspeed import NAMES, SCALE_FIELDS, UNCHECKED
+from lightning_elastic_zero.engine.deepspeed import NAMES, UNCHECKED
+from lightning_elastic_zero.engine.loss_scale import SCALE_FIELDS
 from tests.engine._name_tables import CHECKED, CHECKED_WITHOUT_OPTIMIZER
 
 ROOT = Path(__file__).parents[2] / "lightning_elastic_zero"
