@@ -31,12 +31,12 @@ def main(args: Sequence[str] | None = None) -> int:
     code: int = FAILED
     try:
         code = given.run(given)
-    except ElasticZeroError as error:
+    except BrokenPipeError:  # `| head` has closed the pipe.
+        sys.stderr.close()
+    except (ElasticZeroError, OSError) as error:
         _show_error(f"{_PROG} {given.verb}:", str(error))
     except KeyboardInterrupt:
         _show_error(f"{_PROG} {given.verb}:", "interrupted")
-    except BrokenPipeError:  # `| head` has closed the pipe.
-        sys.stderr.close()
     return code
 
 
@@ -219,7 +219,7 @@ def _verify(args: Namespace) -> int:
         try:
             with show_progress("verifying") as progress:
                 verified = verify_checkpoint(path, threads=args.threads, progress=progress)
-        except ElasticZeroError as error:
+        except (ElasticZeroError, OSError) as error:
             _show_error(f"{path}:", str(error))
             code = FAILED
             continue
@@ -244,7 +244,7 @@ def _fingerprint(args: Namespace) -> int:
             with show_progress("reading") as progress:
                 found = fingerprint_checkpoint(path, threads=args.threads, progress=progress)
             recorded = recorded_fingerprint(path)
-        except ElasticZeroError as error:
+        except (ElasticZeroError, OSError) as error:
             _show_error(f"{path}:", str(error))
             code = FAILED
             continue

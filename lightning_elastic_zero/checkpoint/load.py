@@ -385,7 +385,7 @@ def load_engine(
     the commit: such an error means that the engine has already changed.
 
     If the checkpoint is damaged, the error names an older intact one. With ``fallback`` it is
-    loaded instead, with a warning.
+    loaded instead, with a warning. An ``OSError`` of the disk is not damage: it may be temporary.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint at the path.

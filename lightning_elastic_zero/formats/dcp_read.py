@@ -57,7 +57,7 @@ from lightning_elastic_zero.formats.torch_read import (
     with_copies,
 )
 from lightning_elastic_zero.storage.files import READ_BYTES, bounded_stream
-from lightning_elastic_zero.storage.paths import read_file
+from lightning_elastic_zero.storage.paths import raise_unless_damage, read_file
 
 METADATA_NAME = ".metadata"
 
@@ -382,6 +382,7 @@ class _Section:
             count = self._file.readinto(data)  # type: ignore[attr-defined] # typeshed lacks it
             why = "" if count == len(data) else f"it ends after {count} bytes"
         except OSError as error:
+            raise_unless_damage(error, self.path)
             why = str(error.strerror)
         if why:
             msg = (

@@ -50,7 +50,7 @@ from lightning_elastic_zero.storage.checkpoints import (
     siblings,
 )
 from lightning_elastic_zero.storage.ownership import LATEST, TAG
-from lightning_elastic_zero.storage.paths import NO_ENTRY, read_file
+from lightning_elastic_zero.storage.paths import NO_ENTRY, raise_unless_damage, read_file
 from lightning_elastic_zero.storage.stores import AnyPath, StorePath
 
 MARKS = (MANIFEST_NAME, LATEST, LATEST_UNIVERSAL, METADATA_NAME, TABLE_NAME)
@@ -310,6 +310,8 @@ def _own_manifest(path: AnyPath) -> Manifest | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError):
+            raise_unless_damage(error, manifest)
         msg = f"{manifest} cannot be read ({error}). Resume from another checkpoint"
         raise CheckpointFormatError(msg) from error
     if not isinstance(path, StorePath):

@@ -35,6 +35,7 @@ from lightning_elastic_zero.errors import (
 )
 from lightning_elastic_zero.formats.torch_read import OpenFiles, StoredRun
 from lightning_elastic_zero.storage.checkpoints import file_sizes
+from lightning_elastic_zero.storage.paths import raise_unless_damage
 from lightning_elastic_zero.storage.stores import AnyPath
 
 _CHECKED_ELEMENTS = 1 << 20
@@ -442,6 +443,7 @@ def differing_sizes(
     for name, found in file_sizes(folder, expected):
         progress.check()
         if isinstance(found, OSError):
+            raise_unless_damage(found, folder / name)
             wrong.append(f"{name} cannot be read ({found.strerror})")
         elif found != expected[name]:
             wrong.append(f"{name} has {found} bytes, expected {expected[name]}")

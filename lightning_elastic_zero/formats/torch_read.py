@@ -48,7 +48,7 @@ from lightning_elastic_zero.formats.pickles import (
 )
 from lightning_elastic_zero.storage.checksums import CHUNK_BYTES
 from lightning_elastic_zero.storage.files import PlacedView, RangeFile, bounded_stream
-from lightning_elastic_zero.storage.paths import open_file
+from lightning_elastic_zero.storage.paths import open_file, raise_unless_damage
 from lightning_elastic_zero.storage.stores import AnyPath
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
@@ -248,6 +248,8 @@ class TorchFile:
             with zipfile.ZipFile(reader) as archive:
                 records = {info.filename: info for info in archive.infolist()}
         except (zipfile.BadZipFile, OSError, *_UNREADABLE) as error:
+            if isinstance(error, OSError):
+                raise_unless_damage(error, self.path)
             reader.seek(0)
             if reader.read(2) == b"PK":
                 self._refuse(
@@ -561,6 +563,7 @@ def is_legacy(path: Path) -> bool:
         with os.fdopen(open_file(path)[0], "rb") as file:
             return file.read(len(_ZIP_MARK)) != _ZIP_MARK
     except OSError as error:
+        raise_unless_damage(error, path)
         msg = f"{path} cannot be read ({error.strerror}): resume from another checkpoint"
         raise CheckpointCorruptedError(msg) from error
 
@@ -582,6 +585,8 @@ class LegacyFile:
         except ElasticZeroError:
             raise  # a class that is refused, or another rank's failure meanwhile
         except Exception as error:
+            if isinstance(error, OSError):
+                raise_unless_damage(error, path)
             # Without torch's advice to trust the file.
             why = f"{type(error).__name__}: {str(error).partition('Weights only load')[0]}"
             msg = (

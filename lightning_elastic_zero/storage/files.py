@@ -26,7 +26,7 @@ from lightning_elastic_zero.storage.checksums import (
     SUMS_SUFFIX,
     Sidecar,
 )
-from lightning_elastic_zero.storage.paths import open_file, read_file
+from lightning_elastic_zero.storage.paths import open_file, raise_unless_damage, read_file
 from lightning_elastic_zero.storage.stores import AnyPath, Read, StorePath
 
 READ_BYTES = 8 << 20
@@ -184,6 +184,7 @@ class RangeFile:
         except FileNotFoundError:
             self._refuse("it is missing")
         except OSError as error:
+            raise_unless_damage(error, self.path)
             self._refuse(f"it cannot be opened ({error.strerror})")
 
     def _check_block(self, block: memoryview, start: int) -> None:
@@ -271,6 +272,7 @@ class RangeFile:
             except FileNotFoundError:
                 self._refuse("it is missing")
             except OSError as error:
+                raise_unless_damage(error, self.path)
                 self._refuse(f"its bytes [{start}, {stop}) cannot be read ({error.strerror})")
             if not count:
                 self._refuse(f"it ends at byte {filled}, expected {self.size_bytes} bytes")
@@ -423,6 +425,7 @@ class VerifiedFile(RangeFile):
         except FileNotFoundError:
             self._refuse(f"its checksums, {path.name}, are missing")
         except OSError as error:
+            raise_unless_damage(error, path)
             self._refuse(f"its checksums, {path.name}, cannot be read ({error.strerror})")
         self.bytes_read += len(data)
         digest = xxhash.xxh3_128_hexdigest(data)

@@ -20,7 +20,17 @@ NO_ENTRY = {
 }
 """Errors of a path that does not exist or is not accessible to this user."""
 
+_DAMAGE = {*NO_ENTRY, errno.EINVAL, errno.ESTALE, None}
+"""Errors of a file that is missing, was removed meanwhile (NFS), or is not a regular file."""
+
 _NOT_FOR_DIRECTORIES = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES}
+
+
+def raise_unless_damage(error: OSError, path: AnyPath) -> None:
+    """Raise an error of the disk or store with the path: it may be temporary, and is not damage."""
+    if error.errno not in _DAMAGE:
+        why = f"{error.strerror}. If another attempt fails too, load another checkpoint"
+        raise OSError(error.errno, why, str(path)) from error
 
 
 def parse_path(path: str | os.PathLike[str] | StorePath) -> AnyPath:

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_elastic_zero.core.manifest import FileEntry
+from lightning_elastic_zero.core.manifest import MANIFEST_NAME, FileEntry
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
@@ -392,6 +393,46 @@ class TestDamage:
         damage(tmp_path / f"{shard.name}{suffix}")
         with pytest.raises(CheckpointCorruptedError, match=rf"shard\.pt is damaged: .*{reason}"):
             VerifiedFile(tmp_path, shard)
+
+    @pytest.mark.parametrize(
+        ("call", "name"),
+        [("open", "shard.pt"), ("open", "shard.pt.sums"), ("preadv", "shard.pt")],
+    )
+    def test_an_error_of_the_disk_is_not_damage(
+        self,
+        call: str,
+        name: str,
+        tmp_path: Path,
+        shard: FileEntry,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """It may be temporary. Damage would make a load fall back to an older checkpoint."""
+        real = getattr(os, call)
+
+        def failing(first: Any, *arguments: Any) -> Any:
+            if call == "preadv" or str(first).endswith(name):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real(first, *arguments)
+
+        monkeypatch.setattr(os, call, failing)
+        with pytest.raises(OSError, match=rf"Input/output error.*{name}") as caught:
+            VerifiedFile(tmp_path, shard).read(0, SIZE_BYTES)
+        assert caught.value.errno == errno.EIO
+
+    def test_neither_is_one_at_the_manifest(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / MANIFEST_NAME).write_text("{}")
+        real = os.open
+
+        def failing(path: Any, *arguments: Any) -> Any:
+            if Path(path).name == MANIFEST_NAME:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return real(path, *arguments)
+
+        monkeypatch.setattr(os, "open", failing)
+        with pytest.raises(OSError, match=rf"Input/output error.*{MANIFEST_NAME}"):
+            open_checkpoint(tmp_path)
 
     def test_a_file_truncated_while_open_is_an_error(
         self, tmp_path: Path, shard: FileEntry
