@@ -13,12 +13,8 @@ class Progress:
         check: Callable[[], None] = lambda: None,
         show: Callable[[int], object] = lambda _: None,
     ) -> None:
-        """Combine the two receivers.
-
-        ``check`` is called after each piece of work, for example to show the other ranks that this
-        one is alive, or to cancel a save: an error that it raises ends the work. ``show`` is called
-        with the number of bytes read or written since its last call.
-        """
+        # check: shows the other ranks that this one is alive, or raises to cancel the work.
+        # show: receives the number of bytes read or written since its last call.
         self._check = check
         self._show = show
 
@@ -34,3 +30,19 @@ class Progress:
 
 NO_PROGRESS = Progress()
 """Reports nothing."""
+
+
+class ByteCount(Progress):
+    """Counts the bytes of several threads, and forwards them to another progress."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__(progress.check)
+        self._counts: list[int] = []  # append() needs no lock.
+        self._progress = progress
+
+    def advance(self, n_bytes: int) -> None:
+        self._counts.append(n_bytes)
+        self._progress.advance(n_bytes)
+
+    def total(self) -> int:
+        return sum(self._counts)

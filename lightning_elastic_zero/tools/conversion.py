@@ -21,7 +21,7 @@ import torch
 from lightning_elastic_zero.core.layout import Fragment
 from lightning_elastic_zero.core.manifest import STAGE_WEIGHTS, Manifest, TrainingProgress
 from lightning_elastic_zero.core.partition import FlatBuffer
-from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
+from lightning_elastic_zero.core.progress import NO_PROGRESS, ByteCount, Progress
 from lightning_elastic_zero.core.requirements import version_of
 from lightning_elastic_zero.core.tensors import FlatState, RankState, Scalar, dtype_name, unplain
 from lightning_elastic_zero.core.text import format_tree_path
@@ -111,14 +111,8 @@ def convert_checkpoint(
         UnsupportedError: the target cannot hold the source's state, or the options conflict.
         SaveError: ``target`` exists or could not be written.
     """
-    options, written = options or ConvertOptions(), 0
+    options, written = options or ConvertOptions(), ByteCount(progress)
     _check_options(to, options)
-
-    def count(size_bytes: int) -> None:
-        nonlocal written
-        written += size_bytes
-        progress.advance(size_bytes)
-
     with open_view(source, allow_pickle=options.allow_pickle, renamed=options.rename) as checkpoint:
         path = check_local_path(target)
         if checkpoint.path in real_path(path).parents:
@@ -126,13 +120,14 @@ def convert_checkpoint(
             raise SaveError(msg)
         with suppress(OSError):  # Leftovers that cannot be listed or removed stay.
             remove_leftovers(path.parent)
-        TARGETS[to](checkpoint, path, options, Progress(progress.check, count))
+        TARGETS[to](checkpoint, path, options, written)
         info = checkpoint.reader.info
-        return Conversion(str(target), info.kind, written, info.lacks, _lost(to, checkpoint))
+        return Conversion(
+            str(target), info.kind, written.total(), info.lacks, _lost(to, checkpoint)
+        )
 
 
 def _check_options(to: str, options: ConvertOptions) -> None:
-    """Refuse a ``dtype`` or ``optimizer`` that contradicts the target."""
     msg = ""
     if to in DTYPES and options.dtype not in {None, to}:
         other = options.dtype if options.dtype in TARGETS else "safetensors"
@@ -202,8 +197,7 @@ def write_universal(
     _check_steps(checkpoint)
 
     def save(tree: object, folder: Path, name: str, builder: TorchFileWriter | None = None) -> None:
-        builder = builder or TorchFileWriter()
-        builder.write(tree, folder, name, save_id="", progress=progress)
+        (builder or TorchFileWriter()).write(tree, folder, name, save_id="", progress=progress)
 
     with staged_export(target) as export:
         folder = export.path / _UNIVERSAL
@@ -339,9 +333,6 @@ def write_dcp(
         path: tuple[str | int, ...], entry: TensorEntry, dtype: torch.dtype | None = None
     ) -> RowsSource:
         stored = dtype or checkpoint.dtype(entry)
-        if entry.role == "buffer":
-            flat = checkpoint.buffers[entry.name].reshape(-1)
-            return RowsSource(path, entry.shape, stored, lambda a, b: flat[a:b])
         return RowsSource(
             path,
             entry.shape,
@@ -400,18 +391,14 @@ def write_elastic(
     """Write this library's format, as one device would save it with ZeRO-3.
 
     State of single ranks (random state, buffers that differ) is not included. Unlike a save, this
-    never replaces an existing checkpoint.
-
-    Raises:
-        SaveError: the target exists, possibly since the conversion started.
+    never replaces an existing checkpoint. Raises SaveError if the target exists.
     """
     check_free(target)  # The target may be the source.
     options.check_whole("a checkpoint of this library")
-    _check_trained(checkpoint)
     lean = options.optimizer is False or checkpoint.manifest.weights_only
+    _check_complete(checkpoint, lean=lean)
     if not lean:
         check_optimizer(checkpoint, options)
-        _check_hyperparameters(checkpoint)
     shared = checkpoint.reader.module_state(0, checkpoint.manifest.world_size)
     extra: dict[str, Any] = {EXTRA_STATES: dict(shared.extra_states)} if shared.extra_states else {}
     if not lean and (of_optimizer := checkpoint.reader.optimizer_state()):
@@ -447,23 +434,18 @@ def write_elastic(
         raise
 
 
-def _check_hyperparameters(checkpoint: OpenCheckpoint) -> None:
-    """Refuse optimizer state without hyperparameters: a load of our format restores both."""
-    if not checkpoint.reader.info.hyperparameters:
-        msg = (
-            f"{checkpoint.path} lacks the hyperparameters of the parameter groups, which a "
-            "checkpoint of this library needs: resume from it directly, or convert its weights "
-            "only (--optimizer no)"
-        )
-        raise CheckpointMismatchError(msg)
-
-
-def _check_trained(checkpoint: OpenCheckpoint) -> None:
+def _check_complete(checkpoint: OpenCheckpoint, *, lean: bool) -> None:
+    info, why = checkpoint.reader.info, ""
     if not checkpoint.manifest.groups:
-        why = checkpoint.reader.info.unmatched or "it has no optimizer state by name"
+        unmatched = info.unmatched or "it has no optimizer state by name"
+        why = f"does not record which of its weights are trained ({unmatched})"
+    elif not lean and not info.hyperparameters:  # A load of our format restores both.
+        why = "lacks the hyperparameters of the parameter groups"
+    if why:
         msg = (
-            f"{checkpoint.path} does not record which of its weights are trained ({why}), which a "
-            "checkpoint of this library needs: resume from it directly"
+            f"{checkpoint.path} {why}, which a checkpoint of this library needs: resume from it "
+            "directly, or convert its weights only, to safetensors, fp32, lightning or dcp "
+            "(--optimizer no)"
         )
         raise CheckpointMismatchError(msg)
 

@@ -116,16 +116,14 @@ def _compare(
         )
         if before != after
     ]
-    result = TensorDifference(mine.name, mine.key, 0, mine.numel, 0.0, 0.0, "; ".join(changes))
-    if mine.shape != its.shape:
-        return result
     differing, largest, relative = 0, 0.0, 0.0
-    for a, b in zip(one.chunks(mine), other.chunks(its), strict=True):
+    same_shape = mine.shape == its.shape
+    for a, b in zip(one.chunks(mine), other.chunks(its), strict=True) if same_shape else ():
         count, absolute, ratio = compare_values(a, b)
         differing += count
         largest, relative = _larger(largest, absolute), _larger(relative, ratio)
     return TensorDifference(
-        mine.name, mine.key, differing, mine.numel, largest, relative, result.change
+        mine.name, mine.key, differing, mine.numel, largest, relative, "; ".join(changes)
     )
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from lightning_elastic_zero.core.manifest import (
     STAGE_WEIGHTS,
     STAGES,
-    Group,
     Manifest,
     Parameter,
     Plain,
@@ -212,7 +211,8 @@ def _group(manifest: Manifest, index: int) -> GroupReport:
 def _parameter(manifest: Manifest, parameter: Parameter) -> ParameterReport:
     has_master = parameter.group is not None and not holds_whole_tensors(manifest)
     dtype = manifest.master_dtype if has_master else parameter.dtype
-    group = None if parameter.group is None else manifest.groups[parameter.group]
+    keys = () if parameter.group is None else manifest.groups[parameter.group].state
+    states = [itemsize_of(key.dtype) for key in keys if key.kind == "elementwise"]
     held = parameter.numel if parameter.name not in manifest.excluded else 0
     return ParameterReport(
         name=parameter.name,
@@ -220,15 +220,10 @@ def _parameter(manifest: Manifest, parameter: Parameter) -> ParameterReport:
         dtype=parameter.dtype,
         elements=parameter.numel,
         weight_bytes=held * itemsize_of(dtype),
-        state_bytes=held * _state_itemsize(group),
+        state_bytes=held * sum(states),
         group=parameter.group,
         aliases=parameter.aliases,
     )
-
-
-def _state_itemsize(group: Group | None) -> int:
-    keys = () if group is None else group.state
-    return sum(itemsize_of(key.dtype) for key in keys if key.kind == "elementwise")
 
 
 def _files(checkpoint: OpenCheckpoint) -> Iterator[FileReport]:

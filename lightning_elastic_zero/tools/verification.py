@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
-from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
+from lightning_elastic_zero.core.progress import NO_PROGRESS, ByteCount, Progress
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
     CheckpointFormatError,
@@ -29,11 +29,7 @@ from lightning_elastic_zero.storage.checkpoints import (
     siblings,
 )
 from lightning_elastic_zero.storage.ownership import TAG
-from lightning_elastic_zero.storage.paths import (
-    open_file,
-    parse_path,
-    real_path,
-)
+from lightning_elastic_zero.storage.paths import open_file, parse_path, real_path
 from lightning_elastic_zero.storage.stores import AnyPath, StorePath
 from lightning_elastic_zero.tools.view import open_view, run_parts
 
@@ -91,8 +87,18 @@ def verify_checkpoint(
         CheckpointFormatError: it is not a checkpoint, not even a damaged one.
         UnsupportedError: the run that wrote it cannot be resumed.
     """
-    began, count = time.monotonic(), _ByteCount(progress)
+    began, count = time.monotonic(), ByteCount(progress)
     kind, steps, rounded, problem, note = "", 0, False, "", ""
+
+    def verify_bytes(part: int, parts: int) -> None:
+        with open_view(path) as checkpoint:
+            checkpoint.reader.verify_whole(part, parts, count)
+
+    def compare_masters(part: int, parts: int) -> None:
+        with open_view(path, progress=count) as checkpoint:
+            for _ in checkpoint.runs(part, parts, masters_only=True):
+                pass  # Reading compares them.
+
     try:
         with open_view(path) as checkpoint:
             kind, steps = checkpoint.reader.info.kind, checkpoint.manifest.progress.global_steps
@@ -102,9 +108,9 @@ def verify_checkpoint(
             problem = checkpoint.reader.info.mixed or checkpoint.reader.info.incomplete
             note = describe_missing_latest(checkpoint.path)
         if not problem:
-            run_parts(_bytes_of(path, count), threads)
+            run_parts(verify_bytes, threads)
             if rounded:
-                run_parts(_masters_of(path, count), threads)
+                run_parts(compare_masters, threads)
     except DAMAGE as error:
         if not kind and not _may_be_checkpoint(parse_path(path)):
             raise
@@ -133,44 +139,11 @@ def _may_be_checkpoint(path: AnyPath) -> bool:
 
 def _is_intact(path: Path) -> bool:
     """Whether the path is a file of ``torch.save`` whose records match their CRC-32."""
-    verified = _ByteCount(NO_PROGRESS)
+    verified = ByteCount(NO_PROGRESS)
     with suppress(ElasticZeroError, OSError), closing(foreign_files(path.parent)) as files:
         files.get(path.name).verify(verified)
         return verified.total() > 0  # 0: the file has no checksums.
     return False
-
-
-class _ByteCount(Progress):
-    """Counts bytes from several threads; ``list.append`` needs no lock."""
-
-    def __init__(self, progress: Progress) -> None:
-        super().__init__(progress.check)
-        self._counts: list[int] = []
-        self._progress = progress
-
-    def advance(self, n_bytes: int) -> None:
-        self._counts.append(n_bytes)
-        self._progress.advance(n_bytes)
-
-    def total(self) -> int:
-        return sum(self._counts)
-
-
-def _bytes_of(path: str | os.PathLike[str], progress: Progress) -> Callable[[int, int], None]:
-    def work(part: int, parts: int) -> None:
-        with open_view(path) as checkpoint:
-            checkpoint.reader.verify_whole(part, parts, progress)
-
-    return work
-
-
-def _masters_of(path: str | os.PathLike[str], progress: Progress) -> Callable[[int, int], None]:
-    def work(part: int, parts: int) -> None:
-        with open_view(path, progress=progress) as checkpoint:
-            for _ in checkpoint.runs(part, parts, masters_only=True):
-                pass  # Reading compares them.
-
-    return work
 
 
 def newest_sound_checkpoint(

@@ -82,6 +82,7 @@ class OpenCheckpoint:
         self.path = path
         self.reader = reader
         self._progress = progress
+        self._scalars: dict[int, Mapping[str, Scalar]] = {}
 
     @property
     def manifest(self) -> Manifest:
@@ -169,10 +170,6 @@ class OpenCheckpoint:
         yield from self.manifest.groups[self.parameters[name].group or 0].names
 
     @cached_property
-    def _scalars(self) -> dict[int, Mapping[str, Scalar]]:
-        return {}
-
-    @cached_property
     def _layout(self) -> Layout:
         return self.reader.layout()
 
@@ -210,16 +207,17 @@ class OpenCheckpoint:
         return [transfer for _, transfers in by_rank for transfer in transfers]
 
     def chunks(self, entry: TensorEntry) -> Iterator[torch.Tensor]:
-        """Yield all elements of a tensor in order, in new 1-D tensors of bounded size.
+        """Yield all elements of a tensor in order, in 1-D tensors of bounded size.
 
         Raises CheckpointFormatError if an element is not stored exactly once.
         """
-        flat = self.buffers[entry.name].reshape(-1) if entry.role == "buffer" else None
         for start, stop in spans(0, entry.numel, CHUNK_ELEMENTS):
-            yield self.elements(entry, start, stop) if flat is None else flat[start:stop]
+            yield self.elements(entry, start, stop)
 
     def elements(self, entry: TensorEntry, start: int, stop: int) -> torch.Tensor:
-        """Return elements ``[start, stop)`` of a parameter or its state in the stored dtype."""
+        """Return elements ``[start, stop)`` of a tensor in the stored dtype."""
+        if entry.role == "buffer":
+            return self.buffers[entry.name].reshape(-1)[start:stop]
         transfers = self._transfers(entry, start, stop)
         target = host_chunk(stop - start, self._stored_dtype(entry.key, transfers[0]))
         self.reader.read(transfers, [{entry.key: target}], self._progress)
@@ -275,14 +273,25 @@ class OpenCheckpoint:
     ) -> Iterator[tuple[TensorEntry, Transfer]]:
         # One key after another: most files store the same state of all parameters together.
         table = [(f, WEIGHT) for f in fragments]
-        stateful = () if masters_only else fragments
-        keys = {f.name: self.state_keys(f.name, "elementwise") for f in stateful}
-        for key in sorted({key for names in keys.values() for key in names}):
-            table += [(f, key) for f in stateful if key in keys[f.name]]
+        if not masters_only:
+            states = [(f, k) for f in fragments for k in self.state_keys(f.name, "elementwise")]
+            table += sorted(states, key=lambda pair: pair[1])
         for fragment, key in table:
             entry = entry_of(self.parameters[fragment.name], key)
             for start, stop in spans(fragment.start, fragment.stop, CHUNK_ELEMENTS):
-                yield entry, _held_run(fragment, start, stop)
+                yield (
+                    entry,
+                    Transfer(
+                        name=fragment.name,
+                        start=start,
+                        stop=stop,
+                        source_rank=fragment.rank,
+                        source_buffer=fragment.buffer,
+                        source_offset=fragment.offset + start - fragment.start,
+                        target_buffer=0,
+                        target_offset=0,
+                    ),
+                )
 
     def has_rounded_weights(self) -> bool:
         """Whether low-precision weights are stored next to masters."""
@@ -312,19 +321,6 @@ def entry_of(parameter: Parameter, key: str = WEIGHT) -> TensorEntry:
     """Return the weight of a parameter, or one of its element-wise states."""
     role: Role = "frozen" if parameter.group is None else "trained"
     return TensorEntry(role, parameter.name, key, parameter.shape)
-
-
-def _held_run(fragment: Fragment, start: int, stop: int) -> Transfer:
-    return Transfer(
-        name=fragment.name,
-        start=start,
-        stop=stop,
-        source_rank=fragment.rank,
-        source_buffer=fragment.buffer,
-        source_offset=fragment.offset + start - fragment.start,
-        target_buffer=0,
-        target_offset=0,
-    )
 
 
 @contextmanager

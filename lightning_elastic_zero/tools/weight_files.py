@@ -387,7 +387,8 @@ def write_adapter_folder(
     weights = [
         NamedSource(key, entry.shape, source)
         for entry, source in selected_weights(checkpoint, options)
-        if (key := adapter_key(entry.name, options.adapter_name))
+        for adapter, key in [adapter_key(entry.name)]
+        if adapter == options.adapter_name
     ]
     if not weights:
         msg = (
@@ -407,8 +408,7 @@ def write_adapter_folder(
 def _check_nothing_left_out(checkpoint: OpenCheckpoint, options: ConvertOptions) -> None:
     """Refuse to drop trained weights, except excluded ones and those of other adapters."""
     trained = [p.name for p in checkpoint.manifest.optimized if options.selects(p.name)]
-    adapters = [options.adapter_name, *filter(None, map(_adapter_of, trained))]
-    lost = [name for name in trained if not any(adapter_key(name, a) for a in adapters)]
+    lost = [name for name in trained if not adapter_key(name)[0]]
     if lost:
         msg = (
             f"{checkpoint.path}: {format_names(lost, limit=len(lost))} were trained, but the "
@@ -418,27 +418,17 @@ def _check_nothing_left_out(checkpoint: OpenCheckpoint, options: ConvertOptions)
         raise CheckpointMismatchError(msg)
 
 
-def _adapter_of(name: str) -> str:
-    """Return the name of the adapter that a weight belongs to; empty: none."""
+def adapter_key(name: str) -> tuple[str, str]:
+    """Return the adapter that a weight belongs to and the weight's name in PEFT's file.
+
+    Both are empty if the weight belongs to no adapter.
+    """
     parts = name.partition(_BASE)[2].split(".")
-    pairs = itertools.pairwise(parts)
-    return next((b for a, b in pairs if a == _SAVED or a.startswith("lora_")), "")
-
-
-def adapter_key(name: str, adapter: str) -> str:
-    """Return PEFT's name of a weight in its file; empty if it does not belong to the adapter."""
-    _, found, below = name.partition(_BASE)
-    parts = below.split(".")
-    if not found or adapter not in parts[1:]:
-        return ""
-    at = parts.index(adapter, 1)
-    if parts[at - 1] == _SAVED:
-        kept = [*parts[: at - 1], *parts[at + 1 :]]
-    elif parts[at - 1].startswith("lora_"):
-        kept = [*parts[:at], *parts[at + 1 :]]
-    else:
-        return ""
-    return _BASE + ".".join(kept)
+    for at, (part, adapter) in enumerate(itertools.pairwise(parts)):
+        if part == _SAVED or part.startswith("lora_"):
+            kept = [*parts[: at + (part != _SAVED)], *parts[at + 2 :]]
+            return adapter, _BASE + ".".join(kept)
+    return "", ""
 
 
 def _adapter_config(checkpoint: OpenCheckpoint, options: ConvertOptions) -> bytes:

@@ -372,13 +372,17 @@ def test_missing_parts_are_named(tmp_path: Path) -> None:
 
 def test_adapter_names_are_those_of_peft() -> None:
     base = "base_model.model.layers.0.q_proj"
-    assert adapter_key(f"model.{base}.lora_A.default.weight", "default") == f"{base}.lora_A.weight"
-    assert adapter_key(f"{base}.lora_embedding_A.other", "other") == f"{base}.lora_embedding_A"
-    saved = "net.base_model.model.head.modules_to_save.default.bias"
-    assert adapter_key(saved, "default") == "base_model.model.head.bias"
-    assert adapter_key(f"{base}.base_layer.weight", "default") == ""
-    assert adapter_key(f"{base}.lora_A.default.weight", "other") == ""
-    assert adapter_key("lora_A.default.weight", "default") == ""
+    names = {
+        f"model.{base}.lora_A.default.weight": ("default", f"{base}.lora_A.weight"),
+        f"{base}.lora_embedding_A.other": ("other", f"{base}.lora_embedding_A"),
+        "net.base_model.model.head.modules_to_save.default.bias": (
+            "default",
+            "base_model.model.head.bias",
+        ),
+        f"{base}.base_layer.weight": ("", ""),
+        "lora_A.default.weight": ("", ""),
+    }
+    assert {name: adapter_key(name) for name in names} == names
 
 
 def test_trained_weights_outside_an_adapter_are_refused_by_name(tmp_path: Path) -> None:
