@@ -8,6 +8,7 @@ end a run. After each batch, all ranks exchange whether one of them has received
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
 import threading
@@ -273,6 +274,8 @@ class PreemptionCheckpoint(Callback):
         if not self._heard:
             self._heard_at = time.monotonic()
             self._heard = f"{what} on {socket.gethostname()}"
+            # Not through logging: a signal may have interrupted a write to the same stream.
+            os.write(2, f"{self._heard}: all ranks save and end after this batch.\n".encode())
 
     def _save_and_end(self, trainer: pl.Trainer) -> None:
         self._ending = True  # the handlers stay: further signals change nothing

@@ -18,7 +18,7 @@ from tests.elastic._job import (
     seconds_to_next_step,
     steps_taken_again,
 )
-from tests.elastic.test_preempted_script import AGREED
+from tests.elastic.test_preempted_script import NOTICED
 from tests.support.processes import HANG_TIMEOUT_S
 from tests.support.tables import ELASTIC
 
@@ -33,7 +33,7 @@ CALLBACK = "--trainer.callbacks+=lightning_elastic_zero.PreemptionCheckpoint"
 def wait_for_agreements(nodes: Job, count: int) -> None:
     """Wait until ranks have agreed so many times to stop."""
     nodes.wait_until(
-        lambda: sum(nodes.log_of(node).count(AGREED) for node in nodes.agents) >= count,
+        lambda: sum(nodes.log_of(node).count(NOTICED) for node in nodes.agents) >= count,
         "agreement",
     )
 

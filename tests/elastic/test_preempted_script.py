@@ -28,6 +28,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 AT = 12
 
+NOTICED = "all ranks save and end after this batch"
+"""What a rank writes when it receives the signal."""
+
 
 def start(folder: Path, devices: int) -> subprocess.Popen[bytes]:
     """Start the example on as many ranks, all of them in one process group."""
@@ -59,6 +62,9 @@ def test_the_script_ends_by_the_code_and_goes_on(undisturbed: Undisturbed, tmp_p
             assert time.monotonic() < end, (tmp_path / "log").read_text()[-4000:]
             time.sleep(0.1)
         os.kill(processes[0].pid, signal.SIGTERM)
+        while NOTICED not in (tmp_path / "log").read_text():
+            assert time.monotonic() < end, (tmp_path / "log").read_text()[-4000:]
+            time.sleep(0.1)
         hold.unlink()
         code = processes[0].wait(HANG_TIMEOUT_S)
         assert code == 75, (tmp_path / "log").read_text()[-4000:]

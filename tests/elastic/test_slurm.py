@@ -217,8 +217,8 @@ pytestmark = [
 EXAMPLE = ROOT / "examples" / "slurm" / "train.sbatch"
 AT = 12
 
-AGREED = "all ranks stop after the same batch"
-"""What rank 0 logs as soon as they have agreed."""
+NOTICED = "all ranks save and end after this batch"
+"""What a rank writes when it receives the signal."""
 
 
 def submit(cluster: SlurmCluster, run: Path, *options: str) -> str:
@@ -251,7 +251,7 @@ def test_a_preempted_job_goes_on_on_other_nodes(undisturbed: Undisturbed, tmp_pa
         assert cluster.state(job)["NumNodes"] == "3"
         since = time.time()
         urgent = cluster.submit(f"--partition={URGENT}", "--nodes=1", "--wrap=sleep 600")
-        cluster.wait_until(lambda: AGREED in cluster.output(job), "agreement", job)
+        cluster.wait_until(lambda: NOTICED in cluster.output(job), "signal", job)
         (run / f"hold-{AT}").unlink()
         # Seen once: it ran again, and three nodes stood there still.
         requeued = {"JobState": "RUNNING", "Restarts": "1", "NumNodes": "2"}
@@ -281,7 +281,7 @@ def test_a_job_is_requeued_before_its_time_limit(undisturbed: Undisturbed, tmp_p
         job = submit(cluster, run, "--nodes=2")
         for name in ("CONT", "USR1", "USR1"):
             cluster.run("scancel", f"--signal={name}", job)
-        cluster.wait_until(lambda: AGREED in cluster.output(job), "agreement", job)
+        cluster.wait_until(lambda: NOTICED in cluster.output(job), "signal", job)
         (run / f"hold-{AT}").unlink()
         cluster.wait_until(lambda: cluster.state(job)["JobState"] == "COMPLETED", "end", job)
         assert cluster.state(job)["Restarts"] == "1"
@@ -305,7 +305,7 @@ def test_a_requeued_job_takes_a_node_that_is_free_again(
         cluster.wait_until(lambda: cluster.state(urgent)["JobState"] == "CANCELLED", "end", urgent)
         since = time.time()
         cluster.run("scancel", "--signal=USR1", job)
-        cluster.wait_until(lambda: AGREED in cluster.output(job), "agreement", job)
+        cluster.wait_until(lambda: NOTICED in cluster.output(job), "signal", job)
         (run / f"hold-{AT}").unlink()
         cluster.wait_until(lambda: cluster.state(job)["JobState"] == "COMPLETED", "end", job)
         assert cluster.state(job)["NumNodes"] == "3"
