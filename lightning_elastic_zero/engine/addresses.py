@@ -1,9 +1,8 @@
 """The parameters and buffers of a live engine, and the addresses of their fragments.
 
 ``core.partition`` computes the addresses from the order, sizes and paddings of the parameters.
-``verify_addresses`` compares them with DeepSpeed's tensors: each weight is a view of its flat
-buffer, so its address shows its offset. Masters have the layout of the low-precision weights,
-because DeepSpeed's step copies one into the other.
+``verify_addresses`` compares them with DeepSpeed's weights, which are views of their flat buffers.
+Masters have the layout of the low-precision weights, because DeepSpeed's step copies them.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ import torch
 from torch import distributed
 
 from lightning_elastic_zero.core.layout import Fragment, Layout, spans
-from lightning_elastic_zero.core.manifest import STAGE_WEIGHTS, Parameter
+from lightning_elastic_zero.core.manifest import STAGE_WEIGHTS
 from lightning_elastic_zero.core.partition import (
     FlatBuffer,
     piece_numel,
     replicated_layout,
     zero_layout,
 )
-from lightning_elastic_zero.core.tensors import FlatState, dtype_name, is_writable, same_bits
+from lightning_elastic_zero.core.tensors import FlatState, is_writable, same_bits
 from lightning_elastic_zero.engine.buffers import LiveFlatBuffer
 from lightning_elastic_zero.errors import (
     CheckpointFormatError,
@@ -40,25 +39,6 @@ def parameter_names(module: torch.nn.Module) -> dict[torch.nn.Parameter, list[st
     return names
 
 
-def parameter_table(
-    module: torch.nn.Module, groups: Mapping[torch.nn.Parameter, int]
-) -> tuple[Parameter, ...]:
-    """Return the manifest's parameter table, in the module's order.
-
-    ``groups`` maps each parameter that the optimizer owns to its group.
-    """
-    return tuple(
-        Parameter(
-            name=names[0],
-            shape=full_shape(parameter),
-            dtype=dtype_name(parameter.dtype),
-            group=groups.get(parameter),
-            aliases=tuple(names[1:]),
-        )
-        for parameter, names in parameter_names(module).items()
-    )
-
-
 def full_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
     """Return the whole parameter's shape, even if ZeRO-3 has partitioned it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
@@ -67,10 +47,9 @@ def full_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
 def weight_piece(parameter: Any) -> tuple[int, torch.Tensor]:
     """Return the first element and a 1-D view of this rank's piece of a module weight.
 
-    If the elements are not contiguous (a frozen weight in ``channels_last``), it is a copy;
-    ``write_piece`` writes either. Under ZeRO-3, the piece is the rank's partition without padding,
-    which may be empty; the parameter must be partitioned, not gathered. Otherwise it is the whole
-    parameter.
+    Under ZeRO-3, the piece is the rank's partition without padding, which may be empty; the
+    parameter must not be gathered. Otherwise it is the whole parameter, copied if its elements are
+    not contiguous (a frozen weight in ``channels_last``).
     """
     if not hasattr(parameter, "ds_tensor"):
         return 0, parameter.data.reshape(-1)
@@ -89,10 +68,7 @@ def write_piece(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
 
 
 def check_not_inference(weights: Mapping[str, torch.Tensor]) -> None:
-    """Refuse weights that can be neither changed nor trained.
-
-    Raises CheckpointMismatchError if some were assigned under ``torch.inference_mode``.
-    """
+    """Raise CheckpointMismatchError if weights were assigned under ``torch.inference_mode``."""
     if unfit := [name for name, weight in weights.items() if weight.is_inference()]:
         msg = (
             "weights assigned under torch.inference_mode() can be neither changed nor trained: "
@@ -126,14 +102,6 @@ def allocate_pieces(
     return pieces
 
 
-def commit_pieces(
-    parameters: Mapping[str, torch.nn.Parameter], pieces: Mapping[Fragment, torch.Tensor]
-) -> None:
-    """Copy received values into this rank's pieces of weights."""
-    for fragment, values in pieces.items():
-        write_piece(parameters[fragment.name], values)
-
-
 def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the persistent buffers by name; shared ones appear under each name."""
     return {name: buffer for name, buffer in _buffers(module, "") if buffer is not None}
@@ -151,8 +119,8 @@ def _buffers(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.
 def write_buffers(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:
     """Copy values into the module's persistent buffers.
 
-    A buffer assigned under ``torch.inference_mode`` can neither be changed outside of it nor be
-    used in training, so a normal tensor replaces it under all its names.
+    A buffer assigned under ``torch.inference_mode`` can be neither changed nor trained outside of
+    it, so a normal tensor replaces it under all its names.
     """
     normal: dict[torch.Tensor, torch.Tensor] = {}
     for name, buffer in persistent_buffers(module).items():
@@ -169,9 +137,8 @@ def write_buffers(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -
 def drop_secondary_tensors(module: torch.nn.Module) -> None:
     """Drop hpZ's secondary copies of weights, which forward would gather instead of new ones.
 
-    DeepSpeed recreates them when it next partitions the weight. Its own
-    ``invalidate_secondary_tensor`` skips weights that no optimizer owns and does not exist without
-    an optimizer.
+    DeepSpeed recreates them when it next partitions the weight. Its own function for this,
+    ``invalidate_secondary_tensor``, skips weights that no optimizer owns.
     """
     for parameter in module.parameters():
         if getattr(parameter, "ds_secondary_tensor", None) is not None:
@@ -187,13 +154,6 @@ def module_weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
         name: parameter.detach() if not hasattr(parameter, "ds_id") else torch.empty(0)
         for name, parameter in module.named_parameters(remove_duplicate=False)
     }
-
-
-def engine_precision(engine: Any) -> str:
-    """Return ``"bf16"``, ``"fp16"`` or ``"fp32"``."""
-    if engine.bfloat16_enabled():
-        return "bf16"
-    return "fp16" if engine.fp16_enabled() else "fp32"
 
 
 COMPARE_ELEMENTS = 1 << 20
@@ -261,9 +221,8 @@ def verify_addresses(
 ) -> None:
     """Refuse a flat buffer in which DeepSpeed's weights have other offsets than computed.
 
-    ``fresh``: only DeepSpeed has touched the module: then a weight that is not a view of
-    the flat buffer is refused in ZeRO-1/2. Later, a user may have replaced its tensor, which does
-    not affect the masters.
+    ``fresh``: only DeepSpeed has touched the module, so a weight of ZeRO-1/2 that is not a view of
+    the flat buffer is refused. Later, a user may have replaced it, which does not affect masters.
     """
     if buffer.low.shape != buffer.values.shape:
         shapes = f"{tuple(buffer.values.shape)} masters for {tuple(buffer.low.shape)} weights"

@@ -11,8 +11,8 @@ values in unnamed files in the same folder and passes them through DeepSpeed's s
 sub-group at a time. Neither needs memory for the state: the kernel can reclaim pages of files.
 
 ``engine.offload_states()``: masters and optimizer states keep their tensors, on the host. DeepSpeed
-drops its views of the low-precision weights until ``reload_states()``; meanwhile they are read from
-its buffers.
+drops its views of the low-precision weights until ``reload_states()``; meanwhile its buffers are
+read.
 """
 
 from __future__ import annotations
@@ -141,27 +141,6 @@ def weights_are_offloaded(optimizer: Any) -> bool:
     return any(state.value == "lp_params" for state in found)
 
 
-def weight_partitions(
-    optimizer: Any, group: int, partitions: list[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
-    """Return the low-precision weights of all ranks of a ZeRO-1/2 group, offloaded or not.
-
-    ``partitions`` are DeepSpeed's views of them, empty while they are offloaded.
-    """
-    if partitions or not weights_are_offloaded(optimizer):
-        return tuple(partitions)
-    return tuple(optimizer.bit16_groups_flat[group].split(int(optimizer.partition_size[group])))
-
-
-def weight_sub_groups(optimizer: Any) -> list[torch.Tensor]:
-    """Return this rank's low-precision weights of each ZeRO-3 sub-group, offloaded or not."""
-    if not weights_are_offloaded(optimizer):
-        found: list[torch.Tensor] = optimizer.fp16_partitioned_groups_flat
-        return found
-    sizes = [sum(p.partition_numel() for p in members) for members in optimizer.fp16_groups]
-    return list(optimizer.lp_param_buffer.split(sizes))
-
-
 def without_copies(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return an optimizer's states without the host copies of them."""
     suffix = OFFLOADED_COPY_SUFFIX
@@ -239,8 +218,13 @@ def live_flat_buffers(optimizer: Any, wrapper: str) -> list[LiveFlatBuffer]:
     """
     if wrapper in REPLICATED:
         return _replicated_buffers(optimizer, wrapper)
+    # DeepSpeed then has no views of the weights, only the buffers below.
+    offloaded = weights_are_offloaded(optimizer)
     if wrapper == ZERO_3:
-        lows = weight_sub_groups(optimizer)
+        lows = optimizer.fp16_partitioned_groups_flat
+        if offloaded:
+            sizes = [sum(p.partition_numel() for p in members) for members in optimizer.fp16_groups]
+            lows = optimizer.lp_param_buffer.split(sizes)
         return [
             LiveFlatBuffer(
                 group=optimizer.sub_group_to_group_id[sub_group],
@@ -254,15 +238,17 @@ def live_flat_buffers(optimizer: Any, wrapper: str) -> list[LiveFlatBuffer]:
             for sub_group, parameters in enumerate(optimizer.fp16_groups)
         ]
     groups, masters, live = (getattr(optimizer, name) for name in _CONTIGUOUS[wrapper])
-    partitions = [weight_partitions(optimizer, group, held) for group, held in enumerate(live)]
+    if offloaded:
+        flats = zip(optimizer.bit16_groups_flat, optimizer.partition_size, strict=True)
+        live = [values.split(int(size)) for values, size in flats]
     return [
         LiveFlatBuffer(
             group=group,
             parameters=tuple(parameters),
             paddings=parameter_paddings(optimizer, group),
             master=masters[group],
-            low=partitions[group][get_rank(group=optimizer.real_dp_process_group[group])],
-            partitions=partitions[group],
+            low=live[group][get_rank(group=optimizer.real_dp_process_group[group])],
+            partitions=tuple(live[group]),
         )
         for group, parameters in enumerate(groups)
     ]

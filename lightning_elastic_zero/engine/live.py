@@ -2,7 +2,6 @@
 
 ``support`` refuses unsupported engines, ``buffers`` finds each wrapper's flat buffers,
 ``addresses`` computes and verifies the fragments in them, and ``restore`` commits received state.
-DeepSpeed is not patched.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from lightning_elastic_zero.core.manifest import (
     STAGE_WEIGHTS,
     Group,
     Manifest,
+    Parameter,
     TrainingProgress,
     Writer,
 )
@@ -40,15 +40,12 @@ from lightning_elastic_zero.core.tensors import (
 from lightning_elastic_zero.engine.addresses import (
     allocate_pieces,
     check_not_inference,
-    commit_pieces,
     drop_secondary_tensors,
-    engine_precision,
     flat_buffer_row,
     full_shape,
     module_weights,
     own_slices,
     parameter_names,
-    parameter_table,
     persistent_buffers,
     rank_fragments,
     verify_addresses,
@@ -99,32 +96,6 @@ from lightning_elastic_zero.engine.restore import (
 from lightning_elastic_zero.engine.support import check_supported, optimizer_wrapper
 from lightning_elastic_zero.errors import UnsupportedError
 
-
-def flat_buffer_state(
-    optimizer: Any,
-    wrapper: str,
-    buffer: LiveFlatBuffer,
-    row: FlatBuffer,
-    fragments: Sequence[Fragment],
-    *,
-    stepped: bool,
-) -> Mapping[str, Any]:
-    """Return the states of a flat buffer by name, in the layout of the masters.
-
-    States in files are read-only. ``stepped``: whether the run has taken a step.
-    """
-    if keeps_whole_momenta(optimizer, wrapper, buffer.group):
-        return partitioned_momentum(optimizer, buffer, row, fragments, stepped=stepped)
-    state: Mapping[str, Any] = stepping_optimizer(optimizer, buffer.sub_group).state.get(
-        buffer.key, {}
-    )
-    if buffer.swapped:
-        return buffer.swapped.states(state)
-    if state and is_stepped_on_device(optimizer, buffer.sub_group):
-        return {**state, "step": int(state["step"])}  # As the offloaded optimizer counts.
-    return without_copies(state)
-
-
 log = logging.getLogger(__name__)
 
 _before_change: weakref.WeakKeyDictionary[Any, list[Callable[[], None]]]
@@ -135,23 +106,19 @@ _before_change = weakref.WeakKeyDictionary()
 class LiveEngine:
     """A DeepSpeed engine as state to save and to restore.
 
-    An engine that only evaluates has no flat buffers: its weights are treated as frozen.
-
     Create a new one for each save and load, since DeepSpeed may replace its buffers in between.
-    Nothing is read before ``check``, which a step of all ranks calls.
+    Nothing is read before ``check``, which a step of all ranks calls. The weights of an engine that
+    only evaluates are treated as frozen.
+
+    ``places_checked``: ``verify_addresses`` has already passed. Later, only a user can have
+    replaced weights, which does not affect the masters.
     """
 
     def __init__(self, engine: Any, *, places_checked: bool = False) -> None:
-        """Wrap the result of ``deepspeed.initialize``.
-
-        ``places_checked``: ``verify_addresses`` has already passed. Later, only a user can have
-        replaced weights, which does not affect the masters.
-        """
         self._engine = engine
         self._places_checked = places_checked
 
     def check(self) -> None:
-        """Raise UnsupportedError for an engine or an option that is not supported."""
         check_supported(self._engine)
         if not self._places_checked:
             self.verify_addresses(fresh=False)
@@ -165,10 +132,9 @@ class LiveEngine:
     def add_step_pre_hook(self, call: Callable[[], None]) -> Callable[[], None]:
         """Run a callback right before the optimizer changes its state, and before each load.
 
-        DeepSpeed's wrappers call ``step`` of the wrapped optimizer, ZeRO-3 once per sub-group, only
-        at the end of a window of micro-batches and without a gradient overflow. Returns a function
-        that removes the hook. Raises UnsupportedError if the wrapped optimizer is not a
-        ``torch.optim.Optimizer``.
+        DeepSpeed's wrappers call ``step`` of the wrapped optimizer only at the end of a window of
+        micro-batches and without a gradient overflow; ZeRO-3 calls it once per sub-group. Returns a
+        function that removes the hook. Raises UnsupportedError without a ``torch.optim.Optimizer``.
         """
         if not self._wrapper:  # nothing steps
             return lambda: None
@@ -192,10 +158,9 @@ class LiveEngine:
     def updates_state_before_step(self) -> bool:
         """Whether DeepSpeed changes optimizer state before it calls the optimizer's step.
 
-        It does with Muon: it updates the momentum when gradients are complete and passes the result
-        to the optimizer as the gradient. Since 0.19.8 this happens in ``step``, in ZeRO-3 and
-        BF16_Optimizer; otherwise it happens in backward. Other wrappers that change state
-        themselves (SuperOffload, ZenFlow, 1-bit optimizers) are not supported.
+        With Muon, it updates the momentum when gradients are complete and passes the result to the
+        optimizer as the gradient: in ``step`` in ZeRO-3 and BF16_Optimizer since 0.19.8, otherwise
+        in backward. No other supported wrapper changes state itself.
         """
         groups = self._inner.param_groups if self._wrapper else []
         return any(group.get("use_muon") for group in groups)
@@ -263,10 +228,9 @@ class LiveEngine:
         return list(zip(self._buffers, self._rows, held, strict=True))
 
     def verify_addresses(self, *, fresh: bool) -> None:
-        """Compare the computed offsets with DeepSpeed's weights in the flat buffers.
+        """Raise UnsupportedError if DeepSpeed's weights have other offsets than computed.
 
-        The result may differ between ranks: call it within a step of all ranks. Raises
-        UnsupportedError on a rank where an offset differs.
+        The result may differ between ranks: call it within a step of all ranks.
         """
         if not self._wrapper or weights_are_offloaded(self._optimizer):
             return
@@ -293,13 +257,23 @@ class LiveEngine:
         """
         engine = self._engine
         groups_of = {p: b.group for b in self._buffers for p in b.parameters}
+        other = "fp16" if engine.fp16_enabled() else "fp32"
         manifest = Manifest(
             save_id="",
             stage=self._stage,
             world_size=self._world_size,
-            precision=engine_precision(engine),
+            precision="bf16" if engine.bfloat16_enabled() else other,
             master_dtype="",
-            parameters=parameter_table(engine.module, groups_of),
+            parameters=tuple(
+                Parameter(
+                    name=names[0],
+                    shape=full_shape(parameter),
+                    dtype=dtype_name(parameter.dtype),
+                    group=groups_of.get(parameter),
+                    aliases=tuple(names[1:]),
+                )
+                for parameter, names in parameter_names(engine.module).items()
+            ),
             groups=(),
             buffers=self._rows,
             module_buffers=tuple(persistent_buffers(engine.module)),
@@ -338,13 +312,8 @@ class LiveEngine:
     @cached_property
     def _states(self) -> tuple[tuple[dict[str, torch.Tensor], dict[str, Scalar]], ...]:
         """The element-wise and scalar optimizer states of each flat buffer."""
-        stepped = self._engine.global_steps > self._engine.skipped_steps
         found = tuple(
-            split_state(
-                self._inner,
-                placed[0].shaped,
-                flat_buffer_state(self._optimizer, self._wrapper, *placed, stepped=stepped),
-            )
+            split_state(self._inner, placed[0].shaped, self._buffer_state(*placed))
             for placed in self._placed
         )
         if self._stage or not found:  # An evaluation has no optimizer.
@@ -353,6 +322,22 @@ class LiveEngine:
         trained = [any(p.requires_grad for p in buffer.parameters) for buffer in self._buffers]
         return with_group_steps(self._inner, found, groups, trained)
 
+    def _buffer_state(
+        self, buffer: LiveFlatBuffer, row: FlatBuffer, fragments: Sequence[Fragment]
+    ) -> Mapping[str, Any]:
+        """Return the states of a flat buffer by name, in the layout of the masters."""
+        optimizer = self._optimizer
+        if keeps_whole_momenta(optimizer, self._wrapper, buffer.group):
+            stepped = self._engine.global_steps > self._engine.skipped_steps
+            return partitioned_momentum(optimizer, buffer, row, fragments, stepped=stepped)
+        state: Mapping[str, Any]
+        state = stepping_optimizer(optimizer, buffer.sub_group).state.get(buffer.key, {})
+        if buffer.swapped:
+            return buffer.swapped.states(state)
+        if state and is_stepped_on_device(optimizer, buffer.sub_group):
+            return {**state, "step": int(state["step"])}  # As the offloaded optimizer counts.
+        return without_copies(state)
+
     def rank_state(self, *, exclude_frozen: bool, keep_module_weights: bool) -> RankState:
         """Return this rank's state by reference, without collectives or changes.
 
@@ -360,7 +345,7 @@ class LiveEngine:
         optimizer), ``keep_module_weights`` adds the module's low-precision weights.
         """
         module, scheduler = self._engine.module, self._engine.lr_scheduler
-        left_out = exclude_frozen and self._wrapper
+        frozen = {} if exclude_frozen and self._wrapper else self._frozen()
         flats = tuple(
             FlatState(
                 fragments, buffer.values.detach(), *states, in_module=buffer.low is buffer.master
@@ -374,9 +359,7 @@ class LiveEngine:
         state = RankState(
             flats=flats,
             replica_sums=sums,
-            frozen={}
-            if left_out
-            else {name: weight_piece(p)[1] for name, p in self._frozen().items()},
+            frozen={name: weight_piece(p)[1] for name, p in frozen.items()},
             module_buffers=persistent_buffers(module),
             module_weights=module_weights(module) if keep_module_weights else {},
             loss_scaler={},
@@ -410,10 +393,7 @@ class LiveEngine:
     def check_optimizer(
         self, source: Manifest, *, state: bool, hyperparameters: bool, stepped: bool
     ) -> None:
-        """Refuse state and hyperparameters of another optimizer.
-
-        Raises CheckpointMismatchError if they belong to another class, or a group lacks its state.
-        """
+        """Raise CheckpointMismatchError for another optimizer's state or hyperparameters."""
         if saved := source.writer.optimizer:
             states = {key.name for group in source.groups for key in group.state if state}
             check_same_optimizer(saved, self._inner, states)
@@ -431,11 +411,10 @@ class LiveEngine:
                 log.warning("%s", warning)
 
     def check_scheduler(self, saved: Mapping[str, object]) -> None:
-        """Refuse state of another kind of scheduler."""
         check_scheduler(self._engine.lr_scheduler, saved)
 
     def _partition(self) -> None:
-        """ZeRO-3: partition the gathered parameters. Collective."""
+        """Partition ZeRO-3's gathered parameters. Collective."""
         if self._partitioned and self._wrapper:
             self._optimizer.checkpoint_event_prologue()
         elif self._partitioned:
@@ -444,9 +423,8 @@ class LiveEngine:
     def allocate_targets(self, source: Manifest, *, with_optimizer: bool) -> RestoreTargets:
         """Allocate the buffers that receive this rank's part of a checkpoint.
 
-        No live state is lost before ``commit``: optimizer states and frozen weights are received
-        separately. Masters are received in place if the low-precision weights can rebuild them
-        (a fresh engine, or one that trains in fp32), otherwise separately too.
+        No live state is lost before ``commit``: only masters that the low-precision weights can
+        rebuild are received in place (``flat_target``).
         """
         refuse_offloaded(self._optimizer)
         self._partition()
@@ -481,12 +459,13 @@ class LiveEngine:
         frozen: Mapping[Fragment, torch.Tensor],
         values: RestoreValues,
     ) -> None:
-        """Commit received state. Collective; call after all ranks have agreed."""
         try:
             if self._wrapper:
                 vars(self).pop("_states", None)  # Frees the old states with each buffer.
                 commit_optimizer(self._engine, self._wrapper, flats, values)
-            commit_pieces(self._frozen(), frozen)
+            parameters = self._frozen()
+            for fragment, piece in frozen.items():
+                write_piece(parameters[fragment.name], piece)
         finally:  # Collective: other ranks wait here even if this one failed.
             self._after_weights_changed(values.module_buffers)
 
@@ -494,8 +473,7 @@ class LiveEngine:
     def copy_full_weights(self, weights: Mapping[str, torch.Tensor]) -> list[str]:
         """Write whole weights and buffers to an engine without optimizer. Collective (ZeRO-3).
 
-        Unknown names and other shapes are ignored. Returns the names of the parameters that were
-        written.
+        Unknown names and other shapes are ignored. Returns the names of the written parameters.
         """
         if not weights:
             return []

@@ -1,14 +1,15 @@
 """Muon's momentum, which DeepSpeed updates itself, in a different place in each wrapper.
 
 ZeRO-3, BF16_Optimizer and offloaded ZeRO-1/2 keep a partition with the layout of the masters.
-ZeRO-1/2 without offload concatenates the whole momentum of every parameter that overlaps the
-partition, on each rank that shares the parameter. A save stores fragments, as for any other state;
-a load reassembles the whole momenta from all ranks.
+ZeRO-1/2 without offload concatenates the whole momenta of all parameters that overlap the rank's
+partition. A save stores fragments, as for any other state; a load reassembles the whole momenta
+from all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, zip_longest
 from typing import Any
 
 import torch
@@ -60,8 +61,8 @@ def partitioned_momentum(
 ) -> dict[str, torch.Tensor]:
     """Return a copy of the momentum of whole parameters in the layout of the masters.
 
-    ``stepped``: whether the run has taken a step. A rank with only padding has no momentum but
-    must report the same state keys as the others.
+    A rank with only padding has no momentum, but must report the state keys of the others if the
+    run has taken a step (``stepped``).
     """
     whole = inner_optimizer(optimizer).state.get(buffer.key, {}).get(MOMENTUM_KEY)
     if whole is None:
@@ -97,9 +98,9 @@ def momentum_dtype(optimizer: Any, wrapper: str, buffer: LiveFlatBuffer) -> torc
 
 
 def place_momentum(optimizer: Any, wrapper: str, buffer: LiveFlatBuffer) -> None:
-    """Move the momentum in a flat buffer's state to its place. Collective in ZeRO-1/2.
+    """Move a momentum that was restored in the layout of the masters to the wrapper's place.
 
-    It was restored in the layout of the masters. Each wrapper expects it in its own place and type.
+    Collective in ZeRO-1/2.
     """
     dtype = momentum_dtype(optimizer, wrapper, buffer)
     if dtype is None:
@@ -120,7 +121,7 @@ def place_momentum(optimizer: Any, wrapper: str, buffer: LiveFlatBuffer) -> None
 
 
 def _momentum_in_memory(optimizer: Any, buffer: LiveFlatBuffer) -> torch.Tensor | None:
-    """Return the momentum that ZeRO-3 keeps outside the optimizer, if it does."""
+    """Return the momentum that ZeRO-3 keeps outside the optimizer, or None."""
     kept: Mapping[int | None, torch.Tensor]
     kept = getattr(optimizer, "muon_momentum_buffer_partitioned_groups_flat", {})
     return kept.get(buffer.sub_group)
@@ -134,7 +135,8 @@ def _place_whole_momenta(optimizer: Any, buffer: LiveFlatBuffer, state: dict[str
     members = optimizer.params_in_partition[buffer.group]
     starts, size = _starts(members), part.numel()
     whole = part.new_zeros(sum(p.numel() for p in members))
-    wanted = [(at, p.numel(), starts[p]) for p, at in _flat_starts(buffer) if p in starts]
+    flat_starts = _starts(buffer.parameters, buffer.paddings)
+    wanted = [(at, p.numel(), starts[p]) for p, at in flat_starts.items() if p in starts]
     ranks = len(buffer.partitions)
     for start, stop in spans(0, size, max(GATHER_ELEMENTS // ranks, 1)):
         parts = [part.new_empty(stop - start) for _ in range(ranks)]
@@ -151,8 +153,8 @@ def _copy_overlaps(
 ) -> None:
     """Copy the overlap of a run of the group's flat elements with some parameters.
 
-    ``wanted`` has the first element in the flat group, the size, and the offset in ``whole`` of
-    each parameter; ``at`` is the first element of ``values`` in the flat group.
+    ``wanted``: each parameter's offset in the flat group, size, and offset in ``whole``. ``at``:
+    offset of ``values`` in the flat group.
     """
     for first, numel, place in wanted:
         start, stop = max(first, at), min(first + numel, at + values.numel())
@@ -160,21 +162,12 @@ def _copy_overlaps(
             whole[place + start - first : place + stop - first] = values[start - at : stop - at]
 
 
-def _starts(members: Sequence[torch.nn.Parameter]) -> Mapping[torch.nn.Parameter, int]:
-    """Return the offset of each parameter if they are concatenated."""
-    found, at = {}, 0
-    for parameter in members:
-        found[parameter] = at
-        at += parameter.numel()
-    return found
-
-
-def _flat_starts(buffer: LiveFlatBuffer) -> Iterator[tuple[torch.nn.Parameter, int]]:
-    """Yield the offset of each parameter in a ZeRO-1/2 group."""
-    at = 0
-    for index, parameter in enumerate(buffer.parameters):
-        yield parameter, at
-        at += parameter.numel() + (buffer.paddings[index] if buffer.paddings else 0)
+def _starts(
+    members: Sequence[torch.nn.Parameter], paddings: Sequence[int] = ()
+) -> dict[torch.nn.Parameter, int]:
+    """Return the offset of each parameter if they are concatenated with paddings after them."""
+    sizes = [sum(pair) for pair in zip_longest(map(torch.numel, members), paddings, fillvalue=0)]
+    return dict(zip(members, accumulate(sizes, initial=0), strict=False))
 
 
 def _gradient_dtype(optimizer: Any) -> torch.dtype:

@@ -401,15 +401,13 @@ def weight_decay_change(source: Manifest, inner: Any) -> str:
     if name not in ADAM_FAMILY:
         return ""
     for index, (held, group) in enumerate(zip(source.groups, inner.param_groups, strict=False)):
-        if not held.hyperparameters.get("weight_decay"):
-            continue
-        own = BY_CLASS.get(source.writer.optimizer)
-        was = held.hyperparameters.get(DECOUPLED_KEY, own)
+        known = held.hyperparameters
+        was = known.get(DECOUPLED_KEY, BY_CLASS.get(source.writer.optimizer))
         now = group.get(DECOUPLED_KEY, getattr(inner, "adam_w_mode", BY_CLASS.get(name)))
-        if was is None or now is None or bool(was) == bool(now):
+        if not known.get("weight_decay") or None in (was, now) or bool(was) == bool(now):
             continue
         saved, here = NAMED[bool(was)], NAMED[bool(now)]
-        if DECOUPLED_KEY in held.hyperparameters and DECOUPLED_KEY in group:
+        if DECOUPLED_KEY in known and DECOUPLED_KEY in group:
             return (
                 f"Weight decay of parameter group {index} stays {saved}, as in the checkpoint; "
                 f"{name} is configured with {here} weight decay. Pass load_hyperparameters=False "

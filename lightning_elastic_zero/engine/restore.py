@@ -45,6 +45,8 @@ from lightning_elastic_zero.engine.optimizer import (
 from lightning_elastic_zero.engine.support import optimizer_wrapper
 from lightning_elastic_zero.errors import CheckpointMismatchError
 
+log = logging.getLogger(__name__)
+
 
 def initial_values(inner: Any, index: int, held: Group) -> dict[str, float]:
     """Return each element-wise state's value for a parameter whose gradients were all zero.
@@ -57,8 +59,7 @@ def initial_values(inner: Any, index: int, held: Group) -> dict[str, float]:
     try:
         states = probe_after_a_step(inner, index, settings)
     except Exception as error:
-        why = f"a trial step of another {name} failed ({error!r})"
-        raise CheckpointMismatchError(_refusal(name, index, why)) from error
+        raise _refusal(name, index, f"a trial step of another {name} failed ({error!r})") from error
     found: dict[str, float] = {}
     for key in held.state:
         if key.kind != "elementwise":
@@ -66,22 +67,19 @@ def initial_values(inner: Any, index: int, held: Group) -> dict[str, float]:
         state = states.get(key.name)
         if not isinstance(state, torch.Tensor) or state.ndim != 1:
             why = f"{name} does not keep {key.name!r} from its first step on"
-            raise CheckpointMismatchError(_refusal(name, index, why))
+            raise _refusal(name, index, why)
         if not torch.equal(state[:1], state[1:]):
             why = f"{key.name!r} starts with a value that depends on the weights"
-            raise CheckpointMismatchError(_refusal(name, index, why))
+            raise _refusal(name, index, why)
         found[key.name] = float(state[0])
     return found
 
 
-def _refusal(name: str, index: int, why: str) -> str:
-    return (
+def _refusal(name: str, index: int, why: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
         f"parameter group {index} mixes parameters with and without saved state, and the initial "
         f"state of {name} cannot be determined: {why}; {OWN_GROUP}"
     )
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +88,6 @@ class FlatTarget:
 
     buffer: LiveFlatBuffer
     fragments: tuple[Fragment, ...]
-    """The buffer's fragments on this rank."""
     master: torch.Tensor
     """The live masters, or a tensor of their shape on the host."""
     in_place: bool
@@ -108,9 +105,9 @@ def flat_target(
 ) -> FlatTarget:
     """Choose where a flat buffer's masters are received.
 
-    They are received in place if the low-precision weights can rebuild them, as in a fresh engine
-    or one that trains in fp32. This saves a copy of the masters. ``whole``: whether all of it
-    is received; if not, the rest keeps its values.
+    To save a copy, they are received in place if the low-precision weights can rebuild them, as in
+    a fresh engine or one that trains in fp32. Unless the ``whole`` buffer is received, the rest
+    keeps its values.
     """
     live, low = buffer.values, buffer.low.data
     if not (buffer.swapped or buffer.low is buffer.master) and all(
@@ -144,8 +141,7 @@ def allocate_states(
 
     The states are on the host if the live ones can take the values in their own memory, so that the
     device never holds them twice. Otherwise they are on the device, so that a full device is
-    detected before ``commit``. Swapped states are received in files. Values that overflow in the
-    type of Muon's momentum are refused before anything changes.
+    detected before ``commit``. Swapped states are received in files.
     """
     master, live = buffer.values, inner.state.get(buffer.key, {})
     targets: dict[str, torch.Tensor] = {}
@@ -157,11 +153,10 @@ def allocate_states(
             if buffer.swapped:
                 targets[key.name] = buffer.swapped.empty(dtype)
                 continue
-            has_place = _has_place(live.get(key.name), buffer.key, dtype)
-            on_host = has_place or master.device.type == "cpu"
+            on_host = _has_place(live.get(key.name), buffer.key, dtype)
             targets[key.name] = (
                 host_zeros((master.numel(),), dtype)
-                if on_host
+                if on_host or master.device.type == "cpu"
                 else torch.zeros(master.numel(), dtype=dtype, device=master.device)
             )
     known = set(source.groups[buffer.group].names)
@@ -178,8 +173,8 @@ def allocate_states(
 def _state_dtype(inner: Any, key: StateKey, source: Manifest, master: torch.Tensor) -> torch.dtype:
     """Return the type in which the live optimizer keeps an element-wise state.
 
-    DeepSpeed's CPU optimizers have an option for it. Others of Adam's family use the masters' type.
-    For any other optimizer, a state that was saved in the masters' type uses the live masters'.
+    DeepSpeed's CPU optimizers have an option for fp32. Otherwise Adam's family uses the masters'
+    type, and other optimizers do so for states that were saved in the masters' type.
     """
     keeps_fp32 = getattr(inner, "fp32_optimizer_states", None)
     if keeps_fp32:
@@ -192,7 +187,6 @@ def _state_dtype(inner: Any, key: StateKey, source: Manifest, master: torch.Tens
 
 
 def _has_place(live: object, stepped: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a live state can take the values of a type in place."""
     return (
         isinstance(live, torch.Tensor)
         and not live.is_inference()
@@ -211,20 +205,15 @@ def commit_masters(target: FlatTarget, *, keep_fp32: bool) -> None:
     master = target.buffer.master.data
     if not target.in_place:
         master.copy_(target.master)
-    if not keep_fp32:
-        _round(master, target.buffer.low.dtype)
+    if not keep_fp32:  # In bounded parts, as the device may be full.
+        for start, stop in spans(0, master.numel(), COMPARE_ELEMENTS):
+            master[start:stop] = master[start:stop].to(target.buffer.low.dtype)
     reached = 0
     for fragment in target.fragments:
         master[reached : fragment.offset].zero_()
         reached = fragment.offset + fragment.stop - fragment.start
     master[reached:].zero_()
     target.buffer.write_back()
-
-
-def _round(master: torch.Tensor, dtype: torch.dtype) -> None:
-    """Round masters to a narrower type in bounded parts, as the device may be full."""
-    for start, stop in spans(0, master.numel(), COMPARE_ELEMENTS):
-        master[start:stop] = master[start:stop].to(dtype)
 
 
 def commit_state(inner: Any, target: FlatTarget, scalars: Mapping[str, Scalar]) -> None:
@@ -246,10 +235,9 @@ def commit_state(inner: Any, target: FlatTarget, scalars: Mapping[str, Scalar]) 
 
 
 def _take(live: object, value: torch.Tensor, stepped: torch.Tensor) -> torch.Tensor:
-    """Move received values into the live state if they fit; otherwise return them as its state.
+    """Move received values into the live state if they fit; otherwise return a new state.
 
-    The live tensor stays the same object. On the host it takes over the received memory without a
-    copy.
+    On the host, the live tensor takes over the received memory without a copy.
     """
     if isinstance(live, torch.Tensor) and _has_place(live, stepped, value.dtype):
         if not _can_have_other_memory(live):
@@ -265,8 +253,8 @@ def _take(live: object, value: torch.Tensor, stepped: torch.Tensor) -> torch.Ten
 def _can_have_other_memory(live: torch.Tensor) -> bool:
     """Whether nothing else depends on the memory of a live state.
 
-    Examples are a device (pinned memory), another process, and a larger tensor that it is a view
-    of. DeepSpeed's links, views of the state, are rebuilt (``refresh_low_precision``).
+    It may be pinned, shared with another process, or a view of a larger tensor. DeepSpeed's links,
+    views of the state, are rebuilt (``refresh_low_precision``).
     """
     from deepspeed.accelerator import get_accelerator  # noqa: PLC0415 (takes seconds to import)
 
@@ -293,10 +281,7 @@ def _reset_state(inner: Any, flat: torch.Tensor) -> None:
 
 
 def commit_shared_state(inner: Any, values: RestoreValues, flats: Sequence[FlatTarget]) -> None:
-    """Restore the optimizer's state under keys that are not parameters.
-
-    Tensors go to the device of the masters, since their original device is not saved.
-    """
+    """Restore the optimizer's state under keys that are not parameters, on the masters' device."""
     live = [key for key in inner.state if not isinstance(key, torch.Tensor)]
     if values.optimizer_state is None:
         if live:
@@ -325,7 +310,7 @@ def _on_device(value: Any, device: torch.device) -> Any:
 def commit_groups(inner: Any, values: RestoreValues) -> None:
     """Restore the groups' hyperparameters in place, since schedulers refer to the dicts.
 
-    If the saved optimizer has another class, its specific hyperparameters are ignored.
+    Those that only the saved optimizer's class has are ignored.
     """
     if values.hyperparameters is None:
         return
@@ -337,16 +322,8 @@ def commit_groups(inner: Any, values: RestoreValues) -> None:
                 group[key] = unplain(value, group.get(key))
 
 
-_START_NEW_SCHEDULER = (
-    "configure the saved scheduler, or pass load_hyperparameters=False to start a new one"
-)
-
-
 def check_scheduler(live: Any, saved: Mapping[str, Any]) -> None:
-    """Refuse the state of another kind of scheduler before anything is restored.
-
-    Raises CheckpointMismatchError if it lacks entries of the live one.
-    """
+    """Raise CheckpointMismatchError if a scheduler's state lacks entries of the live one's."""
     if live is None:
         return
     state = live.state_dict()
@@ -354,19 +331,18 @@ def check_scheduler(live: Any, saved: Mapping[str, Any]) -> None:
     # Names with "_" and `verbose` depend on torch's release; nested schedulers do not.
     public = {key for key in kept if not key.startswith("_")} - {"verbose"}
     lacking = public - saved.keys() | (kept ^ saved.keys()) & {"_schedulers"}
-    chained, saved_chained = (held.get("_schedulers", []) for held in (state, saved))
-    if not lacking and len(chained) != len(saved_chained):
-        msg = (
-            f"the saved learning-rate scheduler chains {len(saved_chained)} schedulers, this run's "
-            f"{type(live).__name__} chains {len(chained)}: {_START_NEW_SCHEDULER}"
-        )
-        raise CheckpointMismatchError(msg)
+    chained, saved_chained = (len(held.get("_schedulers", [])) for held in (state, saved))
     if lacking:
-        msg = (
-            f"the saved learning-rate scheduler keeps {sorted(saved)}, this run's "
-            f"{type(live).__name__} keeps {sorted(kept)}: {_START_NEW_SCHEDULER}"
-        )
-        raise CheckpointMismatchError(msg)
+        was, now = f"keeps {sorted(saved)}", f"keeps {sorted(kept)}"
+    elif chained != saved_chained:
+        was, now = f"chains {saved_chained} schedulers", f"chains {chained}"
+    else:
+        return
+    msg = (
+        f"the saved learning-rate scheduler {was}, this run's {type(live).__name__} {now}: "
+        "configure the saved scheduler, or pass load_hyperparameters=False to start a new one"
+    )
+    raise CheckpointMismatchError(msg)
 
 
 def commit_counters(engine: Any, values: RestoreValues) -> None:
@@ -380,10 +356,9 @@ def commit_counters(engine: Any, values: RestoreValues) -> None:
     engine.micro_steps = windows * engine.gradient_accumulation_steps()
     restore_loss_scaler(engine, values.loss_scaler, settings=values.hyperparameters is not None)
     if values.lr_scheduler is not None and engine.lr_scheduler is not None:
-        scheduler = engine.lr_scheduler
-        live = scheduler.state_dict()
+        live = engine.lr_scheduler.state_dict()
         saved = regrouped(values.lr_scheduler, live, values.group_origins, values.saved_groups)
-        scheduler.load_state_dict(cast_like(saved, live))
+        engine.lr_scheduler.load_state_dict(cast_like(saved, live))
 
 
 def commit_optimizer(

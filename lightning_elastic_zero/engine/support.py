@@ -41,6 +41,8 @@ from lightning_elastic_zero.engine.deepspeed import (
 from lightning_elastic_zero.engine.optimizer import BITSANDBYTES, package_of
 from lightning_elastic_zero.errors import UnsupportedError
 
+log = logging.getLogger(__name__)
+
 UNFIT_OPTIMIZERS = {
     **dict.fromkeys(
         ("OnebitAdam", "OnebitLamb", "ZeroOneAdam"),  # DeepSpeed 0.19.8 removed them.
@@ -51,20 +53,13 @@ UNFIT_OPTIMIZERS = {
 }
 """Optimizers that are refused at every stage, and why."""
 
-LAMB = ("FusedLamb", "Lamb", "LAMB")
 LAMB_IN_ZERO = (
     "its update depends on how the parameters are partitioned; use stage 0, or Adam or AdamW"
 )
 
-TWO_MOMENTS = ("AdEMAMix", "AdEMAMix32bit", "PagedAdEMAMix", "PagedAdEMAMix32bit")
-"""Optimizers of bitsandbytes that keep two moments of a parameter in one tensor."""
-
 
 def unfit_name(section: Mapping[str, Any], stage: object) -> Iterator[str]:
-    """Yield the reasons to refuse an optimizer that the DeepSpeed config names in any case.
-
-    Some releases of DeepSpeed refuse some of these themselves.
-    """
+    """Yield the reasons to refuse an optimizer that the DeepSpeed config names, in any case."""
     found = str(section.get("type", "")).lower()
     for name, why in UNFIT_OPTIMIZERS.items():
         if found == name.lower():
@@ -83,7 +78,7 @@ def unfit_class(inner: torch.optim.Optimizer, *, in_zero: bool) -> Iterator[str]
         yield f"the optimizer {name}: {UNFIT_OPTIMIZERS[name]}"
     if package == BITSANDBYTES:
         yield from _bitsandbytes(inner, name, in_zero=in_zero)
-    elif in_zero and name in LAMB:
+    elif in_zero and name in ("FusedLamb", "Lamb", "LAMB"):
         yield f"the optimizer {name}: {LAMB_IN_ZERO}"
     if in_zero and name == "Muon" and package == "torch":
         yield (
@@ -91,7 +86,8 @@ def unfit_class(inner: torch.optim.Optimizer, *, in_zero: bool) -> Iterator[str]
             'partitions; use stage 0, or DeepSpeed\'s Muon ("optimizer": {"type": "Muon"} in its '
             "config)"
         )
-    if not in_zero and name == "Adafactor" and _has_matrices(inner):
+    has_matrices = any(p.ndim > 1 for group in inner.param_groups for p in group["params"])
+    if not in_zero and name == "Adafactor" and has_matrices:
         yield (
             f"the optimizer {name} in stage 0: it keeps factors of each matrix, which cannot be "
             "partitioned for another number of devices; use stage 1, 2 or 3"
@@ -104,7 +100,6 @@ def unfit_class(inner: torch.optim.Optimizer, *, in_zero: bool) -> Iterator[str]
 
 
 def _bitsandbytes(inner: Any, name: str, *, in_zero: bool) -> Iterator[str]:
-    """Yield the reasons to refuse an optimizer of bitsandbytes, other than the state's bits."""
     keeps_norm = getattr(getattr(inner, "args", None), "max_unorm", 0.0) > 0.0
     if in_zero and (keeps_norm or name == "PytorchLARS"):
         yield (
@@ -116,15 +111,11 @@ def _bitsandbytes(inner: Any, name: str, *, in_zero: bool) -> Iterator[str]:
             f"the optimizer {BITSANDBYTES}.{name} in stage 0: its state unorm_vec is neither "
             "element-wise nor a scalar; use Adam or AdamW"
         )
-    if name in TWO_MOMENTS:
+    if name in ("AdEMAMix", "AdEMAMix32bit", "PagedAdEMAMix", "PagedAdEMAMix32bit"):
         yield (
             f"the optimizer {BITSANDBYTES}.{name}: it keeps two moments of a parameter in one "
             "tensor, which cannot be partitioned; use Adam or AdamW"
         )
-
-
-def _has_matrices(inner: torch.optim.Optimizer) -> bool:
-    return any(p.ndim > 1 for group in inner.param_groups for p in group["params"])
 
 
 def _is_quantized(inner: Any) -> bool:
@@ -148,42 +139,18 @@ OPTIMIZER_WRAPPERS = {
 }
 """The supported optimizer wrappers, by exact class name."""
 
-NO_OPTIMIZER_CLASSES = ("NoneType", "DeepSpeedZeRoOffload", "DummyOptim")
-"""Classes of ``engine.optimizer`` in an engine for inference."""
-
 NVME_WEIGHTS = (
     "zero_optimization.offload_param.device = nvme: weights in files cannot be saved or restored; "
     "offload weights to cpu instead"
-)
-SUPER_OFFLOAD = (
-    "zero_optimization.offload_optimizer.super_offload: another process owns the optimizer, and "
-    "its state is not accessible; remove the option: offload_optimizer to cpu works without it"
 )
 ZENFLOW = (
     "zero_optimization.zenflow: a second optimizer steps the largest gradients, and its state is "
     "not accessible; remove the option: offload_optimizer to cpu works without it"
 )
 EXPERTS = "each rank has only some of the experts"
-EXPERT_PARALLEL = (
-    f"expert_parallel.enabled: expert parallelism, in which {EXPERTS}; remove the option: all "
-    "ranks then have all experts, and ZeRO-3 partitions their weights"
-)
-EXPERT_LAYERS = (
-    f"mixture-of-experts layers of DeepSpeed: expert parallelism, in which {EXPERTS}; use layers "
-    "with all experts on all ranks, such as those of transformers: ZeRO-3 partitions their weights"
-)
-PIPELINE = (
-    "a PipelineModule: pipeline parallelism, in which each rank has only some of the layers; use a "
-    "plain torch.nn.Module: ZeRO-3 partitions its weights"
-)
 QUANTIZED_FROZEN_WEIGHTS = (
     "zero_optimization.zero_quantized_nontrainable_weights: frozen weights would be integers with "
     "separate scales; remove the option"
-)
-SEQUENCE_MESH = (
-    "sequence_parallel_size and data_parallel_size: ZeRO would partition over the data ranks only, "
-    "and sequence ranks would hold copies; remove them. With a plain engine, configure sequence "
-    "parallelism with an mpu: deepspeed.runtime.sequence_parallel.parallel_state_sp"
 )
 RANDOM_LTD = (
     "data_efficiency.data_routing.random_ltd: the state of its scheduler would be lost; remove the "
@@ -196,23 +163,17 @@ CURRICULUM = (
 
 
 def optimizer_wrapper(engine: Any) -> str:
-    """Return the class name of the engine's optimizer wrapper; empty without an optimizer.
-
-    An unwrapped optimizer (stage 0) has the name ``PLAIN``.
-    """
+    """Return the class name of the engine's wrapper, PLAIN without one, "" without an optimizer."""
     if isinstance(engine.optimizer, torch.optim.Optimizer):
         return PLAIN
     name = type(engine.optimizer).__name__
     if name == "BF16_Optimizer" and not getattr(engine.optimizer, "using_real_optimizer", True):
         return ""
-    return "" if name in NO_OPTIMIZER_CLASSES else name
+    return "" if name in ("NoneType", "DeepSpeedZeRoOffload", "DummyOptim") else name
 
 
 def check_supported(engine: Any) -> None:
-    """Refuse an engine that the library cannot save and resume.
-
-    Raises UnsupportedError with every reason.
-    """
+    """Raise UnsupportedError with every reason why an engine cannot be saved and resumed."""
     if not hasattr(engine, "optimizer"):
         found = f"{type(engine).__module__}.{type(engine).__qualname__}"
         _refuse([f"{found} is not a DeepSpeed engine: pass deepspeed.initialize(...)[0]"])
@@ -227,10 +188,9 @@ def check_supported(engine: Any) -> None:
 def check_config(config: Mapping[str, Any], *, trains: bool = True) -> None:
     """Refuse an unsupported DeepSpeed config before an engine is built with it.
 
-    ``check_supported`` checks what only a live engine shows. For an evaluation (``trains=False``),
-    Lightning builds its engine from the precision and the ZeRO-3 section only: each rank has the
-    whole model, whatever else the config contains, and reads only weights. Raises UnsupportedError
-    with every reason.
+    For an evaluation (``trains=False``), Lightning uses only the precision and the ZeRO-3 section:
+    whatever else the config contains, each rank has the whole model and reads only weights. Raises
+    UnsupportedError with every reason.
     """
     if reason := DEEPSPEED.incompatibility(version_of(DEEPSPEED.package)):
         _refuse([reason])
@@ -262,11 +222,14 @@ def check_optimizer(
 
 
 def _zero_options(zero: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the ZeRO options that keep state where it is not accessible."""
     if (zero.get("offload_param") or {}).get("device") == "nvme":
         yield NVME_WEIGHTS
     if (zero.get("offload_optimizer") or {}).get("super_offload"):
-        yield SUPER_OFFLOAD
+        yield (
+            "zero_optimization.offload_optimizer.super_offload: another process owns the "
+            "optimizer, and its state is not accessible; remove the option: offload_optimizer to "
+            "cpu works without it"
+        )
     if zero.get("zenflow"):
         yield ZENFLOW
     if zero.get("zero_quantized_nontrainable_weights"):
@@ -274,14 +237,21 @@ def _zero_options(zero: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _other_ranks(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the kinds of parallelism other than data parallelism in a config."""
     size = (config.get("tensor_parallel") or {}).get("autotp_size", 0)
     if size > 1:
         yield f"tensor_parallel.autotp_size = {size}: {_tensor_parallelism(size)}"
     if (config.get("expert_parallel") or {}).get("enabled"):
-        yield EXPERT_PARALLEL
+        yield (
+            f"expert_parallel.enabled: expert parallelism, in which {EXPERTS}; remove the option: "
+            "all ranks then have all experts, and ZeRO-3 partitions their weights"
+        )
     if "data_parallel_size" in config and config.get("sequence_parallel_size", 1) > 1:
-        yield SEQUENCE_MESH
+        yield (
+            "sequence_parallel_size and data_parallel_size: ZeRO would partition over the data "
+            "ranks only, and sequence ranks would hold copies; remove them. With a plain engine, "
+            "configure sequence parallelism with an mpu: "
+            "deepspeed.runtime.sequence_parallel.parallel_state_sp"
+        )
 
 
 def _tensor_parallelism(size: int) -> str:
@@ -292,7 +262,6 @@ def _tensor_parallelism(size: int) -> str:
 
 
 def _data_efficiency(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the data schedules with their own state, which is not saved."""
     for part, name, title in (
         ("data_sampling", "curriculum_learning", CURRICULUM),
         ("data_routing", "random_ltd", RANDOM_LTD),
@@ -303,29 +272,27 @@ def _data_efficiency(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _stage(stage: object) -> Iterator[str]:
-    """Refuse a stage such as "3", which DeepSpeed accepts and Lightning does not."""
+    # DeepSpeed accepts "3", Lightning does not.
     if type(stage) is not int or stage not in STAGES:
         hint = " without quotes" if isinstance(stage, str) else ""
         yield f"zero_optimization.stage: {stage!r}, expected 0, 1, 2 or 3{hint}"
 
 
 def _refuse(reasons: list[str], *, trains: bool = True) -> None:
-    """Raise one error with all reasons, so that a user can fix a config in one pass."""
     if reasons:
-        what = (
-            "save and resume this run"
-            if trains
-            else "evaluate this model: its weights can be neither loaded nor saved"
-        )
+        evaluate = "evaluate this model: its weights can be neither loaded nor saved"
+        what = "save and resume this run" if trains else evaluate
         listed = "\n".join(f"  - {reason}" for reason in reasons)
         msg = f"lightning_elastic_zero cannot {what}:\n{listed}"
         raise UnsupportedError(msg)
 
 
 def _parallelism(engine: Any) -> Iterator[str]:
-    """Yield the kinds of parallelism other than data parallelism that are in use."""
     if "PipelineEngine" in {kind.__name__ for kind in type(engine).__mro__}:
-        yield PIPELINE
+        yield (
+            "a PipelineModule: pipeline parallelism, in which each rank has only some of the "
+            "layers; use a plain torch.nn.Module: ZeRO-3 partitions its weights"
+        )
     elif engine.mp_world_size > 1:
         yield _tensor_parallelism(engine.mp_world_size)
     elif engine.seq_dp_world_size != get_world_size():
@@ -337,11 +304,14 @@ def _parallelism(engine: Any) -> Iterator[str]:
             "all of them"
         )
     if engine.has_moe_layers:
-        yield EXPERT_LAYERS
+        yield (
+            f"mixture-of-experts layers of DeepSpeed: expert parallelism, in which {EXPERTS}; use "
+            "layers with all experts on all ranks, such as those of transformers: ZeRO-3 "
+            "partitions their weights"
+        )
 
 
 def _optimizer(engine: Any, wrapper: str) -> Iterator[str]:
-    """Yield the reasons to refuse the optimizer and its wrapper."""
     if not wrapper:
         return
     if wrapper not in OPTIMIZER_WRAPPERS:
@@ -375,7 +345,6 @@ def _optimizer(engine: Any, wrapper: str) -> Iterator[str]:
 def _not_in_module(
     members: Iterable[tuple[int, torch.nn.Parameter]], module: torch.nn.Module
 ) -> Iterator[str]:
-    """Yield the parameter groups with parameters that have no name in the module."""
     known, unnamed = set(module.parameters()), dict[int, list[str]]()
     for group, parameter in members:
         if parameter not in known:
@@ -389,7 +358,6 @@ def _not_in_module(
 
 
 def _mixed_types(buffers: Iterable[LiveFlatBuffer]) -> Iterator[str]:
-    """Yield the parameter groups of stage 0 that mix types of weights."""
     types = dict[int, set[str]]()
     for buffer in buffers:
         types.setdefault(buffer.group, set()).add(dtype_name(buffer.values.dtype))
@@ -414,7 +382,6 @@ def _added_later(engine: Any) -> Iterator[str]:
 
 
 def _options(engine: Any) -> Iterator[str]:
-    """Yield the options in use whose state cannot be saved or restored."""
     for is_used, reason in (
         (getattr(engine.optimizer, "params_in_nvme_and_cpu", False), NVME_WEIGHTS),
         (getattr(engine, "zenflow", False), ZENFLOW),
@@ -426,8 +393,6 @@ def _options(engine: Any) -> Iterator[str]:
             yield reason
 
 
-log = logging.getLogger(__name__)
-
 _OLD_S = 600.0
 """Longer than any operator's build. An older lock is abandoned, even on another machine."""
 
@@ -438,9 +403,9 @@ _LOOK_AGAIN_S = 0.5
 def use_accelerator(name: str, *, compiles: bool = True) -> None:
     """Set DeepSpeed's accelerator to the trainer's: ``"cpu"`` or ``"cuda"``.
 
-    DeepSpeed decides once per process, by ``DS_ACCELERATOR`` or by detection. ``compiles`` tells
-    whether to wait, if necessary, while DeepSpeed compiles its gloo extension. Raises
-    UnsupportedError if DeepSpeed already uses another accelerator.
+    DeepSpeed decides once per process, by ``DS_ACCELERATOR`` or by detection. ``compiles``: whether
+    DeepSpeed may compile its gloo extension. Raises UnsupportedError if DeepSpeed already uses
+    another accelerator.
     """
     os.environ.setdefault("DS_ACCELERATOR", name)
     from deepspeed.accelerator import get_accelerator  # noqa: PLC0415 (after the variable is set)
@@ -481,9 +446,9 @@ def report_abandoned_builds(config: Mapping[str, Any]) -> None:
 def abandoned_builds() -> dict[str, Path]:
     """Return the locks of operator builds that no visible process has open.
 
-    torch (``torch.utils.file_baton``) creates the file before it builds or loads an operator, and
-    closes and removes it at the end. Other processes wait until it is gone, forever if the build
-    was killed. No lock is removed here: it may belong to another machine.
+    torch (``torch.utils.file_baton``) creates the file before it builds or loads an operator and
+    removes it at the end. Other processes wait until then, forever if the build was killed. No lock
+    is removed here: it may belong to another machine.
     """
     first = _unheld_locks()
     if first:
@@ -493,7 +458,7 @@ def abandoned_builds() -> dict[str, Path]:
 
 
 def _unheld_locks() -> dict[Path, tuple[int, int]]:
-    """Return the locks that no process has open, each with its inode and time of change."""
+    """Return the locks that no process has open, with inode and time of change."""
     if root := os.environ.get("TORCH_EXTENSIONS_DIR"):
         locks = Path(root).glob("*/lock")
     else:
@@ -511,7 +476,6 @@ def _unheld_locks() -> dict[Path, tuple[int, int]]:
 
 
 def _is_open(file: os.stat_result) -> bool:
-    """Whether any readable process has the file open."""
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             for descriptor in (process / "fd").iterdir():
@@ -524,9 +488,8 @@ def _is_open(file: os.stat_result) -> bool:
 def _do_without_shared_memory_op(accelerator: Any, *, tries: bool) -> None:
     """Let DeepSpeed start on a machine that cannot compile its shared-memory collectives.
 
-    They only speed up gloo, but ``init_distributed`` raises if they do not build. DeepSpeed checks
-    its table of compatible operators first, so they are removed from it. ``tries``: whether to
-    build them at all.
+    They only speed up gloo, but ``init_distributed`` raises if they do not build, unless its table
+    of compatible operators excludes them. ``tries``: whether to build them at all.
     """
     from deepspeed import ops  # noqa: PLC0415 (DeepSpeed takes seconds to import)
 
@@ -540,33 +503,30 @@ def _do_without_shared_memory_op(accelerator: Any, *, tries: bool) -> None:
     table = compatible_operators(ops)
     if not table.get(builder.NAME, False):
         return
-    if tries and (lock := abandoned_builds().get(builder.NAME)):
-        log.warning("continuing without DeepSpeed's shared-memory collectives: stale lock %s", lock)
-        tries = False
-    if not tries:
-        table[builder.NAME] = False
-        return
-    try:
-        builder.load()
-    except (RuntimeError, ImportError, OSError, SubprocessError) as error:
-        log.warning("continuing without DeepSpeed's shared-memory collectives: %s", error)
-        table[builder.NAME] = False
+    if tries:
+        reason: object = None
+        if lock := abandoned_builds().get(builder.NAME):
+            reason = f"stale lock {lock}"
+        else:
+            try:
+                builder.load()
+            except (RuntimeError, ImportError, OSError, SubprocessError) as error:
+                reason = error
+        if reason is None:
+            return
+        log.warning("continuing without DeepSpeed's shared-memory collectives: %s", reason)
+    table[builder.NAME] = False
 
 
 def recovery_script() -> Path | None:
     """Return DeepSpeed's ``zero_to_fp32.py``, which checkpoints include; None if not found."""
     spec = util.find_spec("deepspeed")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    script = Path(next(iter(spec.submodule_search_locations))) / "utils" / "zero_to_fp32.py"
-    return script if script.is_file() else None
+    script = Path((spec and spec.origin) or "").parent / "utils" / "zero_to_fp32.py"
+    return script if spec and script.is_file() else None
 
 
 def replace_initialize(wrap: Callable[[Any], Any]) -> Callable[[], None]:
-    """Make ``deepspeed.initialize`` pass each engine through a function, until it is undone.
-
-    Returns a function that restores it.
-    """
+    """Make ``deepspeed.initialize`` return ``wrap(engine)``; return a function that undoes it."""
     import deepspeed  # noqa: PLC0415 (takes seconds)
 
     original = deepspeed.initialize
