@@ -364,20 +364,19 @@ def _renamed_away(name: str) -> str:
 
 
 def _changes(changes: Iterable[tuple[str, object, object]]) -> str:
-    """List names with their saved and current value."""
     return list_names(f"{name} (saved {saved}, here {here})" for name, saved, here in changes)
 
 
 def describe_unrestored(saved: Manifest, live: Manifest, wanted: RestoreScope) -> Iterator[str]:
     """Yield what a compatible load does not restore, by name."""
-    have, want = ({p.name: p for p in m.parameters} for m in (saved, live))
+    have, want = _by_name(saved.parameters), _by_name(live.parameters)
     left_out = set(saved.excluded)
     kept = [n for n in want if n not in have]
-    trained = [n for n in kept if want[n].group is not None] + left_out_but_trained(saved, live)
+    trained = [n for n in kept if _owned(want[n])] + left_out_but_trained(saved, live)
     if trained:
         yield f"not in the checkpoint, trained from the current values: {list_names(trained)}"
     gone = left_out.union(kept).difference(trained)
-    frozen = [n for n in want if n in gone and want[n].group is None]
+    frozen = [n for n in want if n in gone and not _owned(want[n])]
     if frozen:
         yield f"not in the checkpoint, left at the current values: {list_names(frozen)}"
     beyond = [n for n in have if n not in want and n not in left_out]
@@ -396,12 +395,11 @@ def describe_unrestored(saved: Manifest, live: Manifest, wanted: RestoreScope) -
 
 def _describe_other_owners(saved: Manifest, live: Manifest) -> Iterator[str]:
     """Yield the parameters whose optimizer state is fresh or dropped, and groups that changed."""
-    want = {p.name: p for p in live.parameters}
-    held = {p.name for p in saved.frozen}
+    want, held = _by_name(live.parameters), {p.name for p in saved.frozen}
     if thawed := [p.name for p in live.optimized if p.name in held]:
         text = "frozen in the checkpoint, trained here with fresh optimizer state"
         yield f"{text}: {list_names(thawed)}"
-    frozen = [p.name for p in saved.optimized if p.name in want and want[p.name].group is None]
+    frozen = [p.name for p in saved.optimized if p.name in want and not _owned(want[p.name])]
     if frozen:
         text = "trained in the checkpoint, frozen here: optimizer state not restored"
         yield f"{text}: {list_names(frozen)}"

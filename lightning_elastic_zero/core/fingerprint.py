@@ -24,15 +24,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import xxhash
-from awscrt.checksums import (  # type: ignore[import-untyped]
-    combine_crc64nvme,
-    crc64nvme,
-)
+from awscrt.checksums import combine_crc64nvme, crc64nvme  # type: ignore[import-untyped]
 
 from lightning_elastic_zero.core.tensors import Scalar, dtype_name, in_order
 
@@ -42,8 +39,7 @@ STEP = "step"
 NO_OPTIMIZER = "none"
 """Replaces the number if there is no optimizer state."""
 
-_NUMBER = re.compile("[0-9a-f]{16}")
-_NUMBER_OR_NONE = re.compile(f"[0-9a-f]{{16}}|{NO_OPTIMIZER}")
+_TEXT = re.compile(f"([0-9a-f]{{16}})-([0-9a-f]{{16}}|{NO_OPTIMIZER})")
 
 _ONES = (1 << 64) - 1
 
@@ -59,7 +55,7 @@ class FingerprintPart:
         return FingerprintPart(self.weights ^ other.weights, self.optimizer ^ other.optimizer)
 
     def to_plain(self) -> list[int]:
-        return [getattr(self, field.name) for field in fields(self)]
+        return [self.weights, self.optimizer]
 
     def total(self) -> Fingerprint:
         """Return the fingerprint of a whole state from the sum of all parts."""
@@ -88,11 +84,10 @@ class Fingerprint:
     @classmethod
     def from_text(cls, text: str) -> Fingerprint:
         """Parse the text that ``str`` returned; raise ValueError for other texts."""
-        weights, _, optimizer = text.partition("-")
-        if not _NUMBER.fullmatch(weights) or not _NUMBER_OR_NONE.fullmatch(optimizer):
+        if not (found := _TEXT.fullmatch(text)):
             msg = f"{text!r}: expected two numbers of 16 hexadecimal digits"
             raise ValueError(msg)
-        return cls(weights, optimizer if optimizer != NO_OPTIMIZER else "")
+        return cls(found[1], found[2] if found[2] != NO_OPTIMIZER else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,11 @@ def from_json(cls: type[R], row: object, untag: Callable[[Any], Any] = lambda va
         if is_dataclass(kind):
             values[known.name] = from_json(kind, value, untag)  # type: ignore[arg-type]
         elif inner and is_dataclass(inner[0]):
-            values[known.name] = _rows(inner[0], value, untag)
+            row_type: Any = inner[0]
+            if not isinstance(value, list):
+                msg = f"{value!r} is not a table of {row_type.__name__}"
+                raise TypeError(msg)
+            values[known.name] = tuple(from_json(row_type, row, untag) for row in value)
         else:
             value = untag(value) if get_origin(kind) is Mapping else value
             value = tuple(value) if isinstance(value, list) else value
@@ -77,13 +81,6 @@ def from_json(cls: type[R], row: object, untag: Callable[[Any], Any] = lambda va
 def _fields_of(cls: type[Any]) -> list[tuple[Field[Any], Any]]:
     hints = get_type_hints(cls)
     return [(field, hints[field.name]) for field in fields(cls)]
-
-
-def _rows(cls: Any, rows: object, untag: Callable[[Any], Any]) -> tuple[Any, ...]:
-    if not isinstance(rows, list):
-        msg = f"{rows!r} is not a table of {cls.__name__}"
-        raise TypeError(msg)
-    return tuple(from_json(cls, row, untag) for row in rows)
 
 
 def _is(kind: Any, value: object) -> bool:
@@ -333,34 +330,25 @@ def manifest_from_json(text: str, where: str) -> Manifest:
         )
         raise CheckpointCorruptedError(msg)
     try:
-        manifest = _manifest(content)
-        _check_tables(manifest)
+        return _checked(content)
     except (KeyError, TypeError, ValueError) as error:
-        msg = (
-            f"{where}: a field is missing or invalid ({error!r}): the file is damaged; resume from "
-            "another checkpoint"
-        )
-        raise CheckpointFormatError(msg) from error
+        problem = f"{where}: a field is missing or invalid ({error!r})"
+        cause: Exception = error
     except CheckpointFormatError as error:
-        msg = (
-            f"{where} contradicts itself ({error}): the file is damaged; resume from another "
-            "checkpoint"
-        )
-        raise CheckpointFormatError(msg) from error
-    return manifest
+        problem, cause = f"{where} contradicts itself ({error})", error
+    msg = f"{problem}: the file is damaged; resume from another checkpoint"
+    raise CheckpointFormatError(msg) from cause
 
 
-def _manifest(content: Mapping[str, Any]) -> Manifest:
+def _checked(content: Mapping[str, Any]) -> Manifest:
     # Defaults are for the code only: on disk, all fields of the manifest are required.
     if lacking := sorted(Manifest.__dataclass_fields__.keys() - content.keys()):
         raise KeyError(*lacking)
-    return from_json(Manifest, content, _untag_tuples)
-
-
-def _check_tables(manifest: Manifest) -> None:
+    manifest = from_json(Manifest, content, _untag_tuples)
     if wrong := next(_contradictions(manifest), ""):
         raise CheckpointFormatError(wrong)
     manifest.layout()  # It refuses flat buffers that cannot hold their parameters.
+    return manifest
 
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:
@@ -406,7 +394,6 @@ _TAGS = ({"tuple"}, {"dict"})
 
 
 def _untag_tuples(value: Any) -> Any:
-    """Undo ``_tag_tuples``."""
     if isinstance(value, list):
         return [_untag_tuples(v) for v in value]
     if not isinstance(value, dict):

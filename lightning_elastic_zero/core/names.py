@@ -65,33 +65,27 @@ class KeyMapping:
         Raises CheckpointMismatchError if two names become one, a name becomes empty, a prefix or
         pattern matches no name, or its two sides differ in the number of ``*``.
         """
-        self._check_stars(where)
-        names = list(saved)
-        found = {name: self.here(name) for name in names}
-        used = {self._beginning(name) for name in names}
-        used |= {self._beginning(unwrapped(name)) for name in names}
-        if strange := [beginning for beginning in self.of if beginning not in used]:
-            msg = (
-                f"{where}: rename={strange[0]!r} matches no name in the checkpoint; its names are "
-                f"{', '.join(names[:4])}, ..."
-            )
+        found = {name: self.here(name) for name in saved}
+        if problem := next(self._problems(found), ""):
+            msg = f"{where}: {problem}"
             raise CheckpointMismatchError(msg)
+        return found
+
+    def _problems(self, found: Mapping[str, str]) -> Iterator[str]:
+        for old, new in self.of.items():
+            if old.count("*") != new.count("*"):
+                yield f"rename of {old!r} to {new!r}: both sides need the same number of *"
+        used = {self._beginning(form) for name in found for form in (name, unwrapped(name))}
+        for old in self.of:
+            if old not in used:
+                names = f"its names are {', '.join(islice(found, 4))}, ..."
+                yield f"rename={old!r} matches no name in the checkpoint; {names}"
         first: dict[str, str] = {}
         for name, here in found.items():
             if not here:
-                msg = f"{where}: rename turns {name!r} into an empty name"
-                raise CheckpointMismatchError(msg)
-            if here in first:
-                msg = f"{where}: rename maps both {first[here]!r} and {name!r} to {here!r}"
-                raise CheckpointMismatchError(msg)
-            first[here] = name
-        return found
-
-    def _check_stars(self, where: str) -> None:
-        for old, new in self.of.items():
-            if old.count("*") != new.count("*"):
-                msg = f"{where}: rename of {old!r} to {new!r}: both sides need the same number of *"
-                raise CheckpointMismatchError(msg)
+                yield f"rename turns {name!r} into an empty name"
+            if first.setdefault(here, name) != name:
+                yield f"rename maps both {first[here]!r} and {name!r} to {here!r}"
 
     def _beginning(self, name: str) -> str | None:
         fitting = [b for b in self.of if _fits(name, b)]
@@ -123,7 +117,7 @@ def _fits(name: str, beginning: str) -> bool:
 
 def _renamed(name: str, beginning: str, new: str) -> str:
     if "*" not in beginning:
-        return _joined(new.rstrip("."), _rest(name, beginning))
+        return ".".join(filter(None, (new.rstrip("."), _rest(name, beginning))))
     found = _pattern(beginning).fullmatch(name)
     parts = iter(found.groups() if found else ())
     return "".join(next(parts, "") if char == "*" else char for char in new)
@@ -141,10 +135,6 @@ def _rest(name: str, beginning: str) -> str | None:
     if not parts:
         return name
     return name[len(parts) + 1 :] if name.startswith(f"{parts}.") else None
-
-
-def _joined(beginning: str, rest: str | None) -> str:
-    return ".".join(part for part in (beginning, rest) if part)
 
 
 def guess_key_mapping(
@@ -195,7 +185,6 @@ def _name_difference(name: str, other: str, kept: AbstractSet[str]) -> tuple[str
 def _explained(
     pair: tuple[str, str], left: Mapping[str, object], free: Mapping[str, object]
 ) -> dict[str, str]:
-    """Return the names that a renamed prefix maps to a missing one."""
     renaming = KeyMapping(dict([pair]))
     renamed = {name: renaming.here(name) for name in left}
     return {was: now for was, now in renamed.items() if now in free and left[was] == free[now]}
@@ -358,7 +347,6 @@ def regrouped(
 def _regrouped(
     key: str, value: object, live: Mapping[str, Any], origins: Sequence[int | None], count: int
 ) -> object:
-    """Return one entry of a scheduler's state; nested schedulers are rearranged recursively."""
     here = live.get(key)
     if not (isinstance(value, list) and isinstance(here, list)):
         return value

@@ -6,6 +6,7 @@ import difflib
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar, get_type_hints
 
 T = TypeVar("T", bound=str)
@@ -26,17 +27,16 @@ def check_flag(name: str, value: object) -> bool:
 
 
 def check_count(name: str, value: object, *, least: int, unit: str) -> int | None:
-    """Return an option that is a whole number or None.
+    """Return an option that is None or a whole number, Python's or NumPy's, of at least ``least``.
 
-    Integers of NumPy count as whole numbers; ``least`` is the smallest valid number, ``unit`` what
-    it counts.
+    ``unit`` is the counted thing, for the message.
     """
     if value is None:
         return None
-    number = None if isinstance(value, bool) else _index(value)
-    if number is None or number < least:
-        raise _refusal(name, value, f"a whole number of {unit}, at least {least}, or None")
-    return number
+    with suppress(TypeError):
+        if not isinstance(value, bool) and (number := operator.index(value)) >= least:  # type: ignore[arg-type]
+            return number
+    raise _refusal(name, value, f"a whole number of {unit}, at least {least}, or None")
 
 
 def check_choice(name: str, value: object, choices: Sequence[T]) -> T:
@@ -84,7 +84,7 @@ def takes(options: type) -> Callable[[F], F]:
     def show(function: F) -> F:
         own = inspect.signature(function)
         *before, rest = own.parameters.values()
-        after = [rest] if rest.name == "kwargs" else []  # others than the fields
+        after = [rest] if rest.name == "kwargs" else []  # Options that are not fields.
         types = get_type_hints(options)
         fields = inspect.signature(options).parameters.values()
         shown = [field.replace(annotation=types[field.name]) for field in fields]
@@ -95,11 +95,7 @@ def takes(options: type) -> Callable[[F], F]:
 
 
 def take(options: type[D], given: dict[str, Any]) -> D:
-    """Remove from keywords those that are fields of a dataclass, and return it with their values.
-
-    Raises:
-        ValueError: An option has an invalid value.
-    """
+    """Move keywords that are fields of a dataclass into an instance of it."""
     known = inspect.signature(options).parameters
     return options(**{name: given.pop(name) for name in known if name in given})
 
@@ -120,14 +116,7 @@ def check_client_state(value: object) -> Mapping[str, Any]:
     raise ValueError(msg)
 
 
-def _index(value: object) -> int | None:
-    try:
-        return operator.index(value)  # type: ignore[arg-type]  # it says whether it is one
-    except TypeError:
-        return None
-
-
 def _refusal(name: str, value: object, allowed: str) -> ValueError:
     quoted = isinstance(value, str) and not allowed.startswith("'")
-    hint = ", and no string: leave out the quotes" if quoted else ""
-    return ValueError(f"{name}={value!r}: it must be {allowed}{hint}")
+    hint = ", without quotes" if quoted else ""
+    return ValueError(f"{name}={value!r}: expected {allowed}{hint}")
