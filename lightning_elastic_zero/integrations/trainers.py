@@ -49,7 +49,6 @@ class ResumeCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     def __init__(self, trainer: weakref.ref[Any]) -> None:
         self._ref = trainer
         self._loaded: Loaded | None = None
-        self._rng_due = False
 
     @property
     def _trainer(self) -> Any:
@@ -58,7 +57,6 @@ class ResumeCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     def on_load(self, loaded: Loaded) -> None:
         """Note what the engine has loaded."""
         self._loaded = loaded
-        self._rng_due = True
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Warn of data that another number of ranks reads in another order."""
@@ -82,40 +80,23 @@ class ResumeCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         loader = None if same else trainer.callback_handler.train_dataloader
         warn_of_data(loaded, trainer.accelerator, loader, differences)
 
-    def on_epoch_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-        """Restore random states where the Trainer does: before a whole epoch.
+    def on_epoch_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:  # noqa: ARG002
+        """Set the epoch of a sampler of the user's.
 
-        The epoch is set here for a sampler of the user's: accelerate does not pass it on through
-        the batches that are skipped.
+        accelerate does not pass it on through the batches that are skipped.
         """
         loader = self._trainer.callback_handler.train_dataloader
         if self._loaded is not None and hasattr(loader, "set_epoch"):  # else nobody sets epochs
             _, sampler = samplers_of(loader)
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(int(state.epoch or 0))
-        if self._rng_due and (args.ignore_data_skip or not self._in_epoch(args, state)):
-            self._restore_rng()
 
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Restore random states where the Trainer does: after the batches that are skipped."""
-        if self._rng_due:
-            self._restore_rng()
-
-    def _in_epoch(self, args: Any, state: Any) -> bool:
-        loader = self._trainer.callback_handler.train_dataloader
-        length = _length(loader)
-        if not length:
-            return bool(state.global_step)
-        steps = max(1, -(-length // args.gradient_accumulation_steps))
-        return bool(state.global_step % steps)
-
-    def _restore_rng(self) -> None:
+    def restore_rng(self) -> None:
         """Give a rank for which no random state was saved that of another rank.
 
         All ranks of a Trainer begin with one seed, and samplers of a later ``train()`` take their
         seed from the generator: a stream of a seed of its own would give ranks other data orders.
         """
-        self._rng_due = False
         loaded, args = self._loaded, self._trainer.args
         if loaded is None:
             return
@@ -132,7 +113,7 @@ class ResumeCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Forget the load: a second ``train()`` may begin without one."""
-        self._loaded, self._rng_due = None, False
+        self._loaded = None
 
 
 def _skipping_resets_epoch() -> bool:
@@ -159,13 +140,6 @@ def _set_rng(states: Mapping[str, Any], device: torch.device) -> None:
         kept = kept[device.index or 0] if (device.index or 0) < len(kept) else kept[0]
     if kept is not None:
         torch.get_device_module(device).set_rng_state(kept, device)
-
-
-def _length(sized: Any) -> int:
-    try:
-        return len(sized)
-    except TypeError:
-        return 0
 
 
 def bind_trainer(trainer: Any, options: LoopOptions) -> None:
@@ -206,6 +180,7 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
     # A weak reference: a Trainer that is deleted frees its memory at once, as without this library.
     ref = weakref.ref(trainer)
     callback, cls = ResumeCallback(ref), type(trainer)
+    load_rng, load_best = cls._load_rng_state, cls._load_best_model
 
     def set_micro_batch(engine: Any) -> None:
         # With auto_find_batch_size, the configuration keeps the size that was tried first.
@@ -247,12 +222,25 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
         wait_for_save()
         return result
 
+    def elastic_load_rng(checkpoint: str | None) -> None:
+        """Restore random states where the Trainer does: callbacks may draw before and after."""
+        load_rng(ref(), checkpoint)
+        if checkpoint is not None:
+            callback.restore_rng()
+
+    def elastic_load_best() -> None:
+        """Load the best folder, whose save may not be finished."""
+        wait_for_save()
+        load_best(ref())
+
     def wait_for_save() -> None:
         trainer: Any = ref()
         trainer.accelerator.wait_for_save()  # a trial has its own
 
     trainer.create_accelerator_and_postprocess = elastic_create
     trainer.train = elastic_train
+    trainer._load_rng_state = elastic_load_rng  # noqa: SLF001
+    trainer._load_best_model = elastic_load_best  # noqa: SLF001
     trainer.wait_for_save = wait_for_save
     trainer.add_callback(callback)
     bind_accelerator(trainer.accelerator)

@@ -206,6 +206,8 @@ class TrainerCase:
     config: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     dropout: float = 0.0
+    draws: bool = False
+    """Whether a callback draws a random number at the start of each step."""
     lora: bool = False
     evaluate: bool = False
     model_init: bool = False
@@ -244,6 +246,10 @@ class Watch(TrainerCallback):  # type: ignore[misc]  # untyped
         _seen.clear()
         if self.case.resume:
             self.run.first_state = state_of(self.trainer.model_wrapped)
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        if self.case.draws:
+            torch.rand(())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         step = state.global_step

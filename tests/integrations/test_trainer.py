@@ -216,12 +216,13 @@ def test_a_script_without_the_line_fails(
 
 @pytest.mark.engine
 @pytest.mark.long
+@pytest.mark.parametrize("draws", [False, True])
 def test_additional_ranks_have_random_states(
-    reference: Reference, resumed: Callable[..., list[Run]]
+    draws: bool, reference: Reference, resumed: Callable[..., list[Run]]
 ) -> None:
-    """A rank for which none was saved takes that of a rank that saved one."""
+    """A rank for which none was saved takes that of another, before any callback draws."""
     folder, whole = reference(stage=3, dropout=0.1)
-    runs = resumed(folder, 3, dropout=0.1)
+    runs = resumed(folder, 3, dropout=0.1, draws=draws)
     assert runs[2].draws == runs[0].draws
     assert whole[0].draws[10] == whole[1].draws[10]  # as the Trainer seeds all ranks alike
 
@@ -263,6 +264,21 @@ def test_background_saves_are_resumed(
     run, *_ = resumed(folder, 3, options={"async_save": True, "fingerprint": True})
     assert_equal(run.first_state, whole.states[10])
     assert_continues(run, whole)
+
+
+@pytest.mark.engine
+def test_the_best_may_be_the_last_background_save(hf_ranks: Pools, tmp_path: Path) -> None:
+    """load_best_model_at_end waits for the save that is under way."""
+    args = {
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+    }
+    options = {"async_save": True}
+    case = TrainerCase(str(tmp_path), evaluate=True, args=args, options=options, state_at=(16,))
+    run, *_ = hf_ranks.run(2, partial(train, case))
+    assert_equal(run.states[-1], run.states[16])
 
 
 @pytest.mark.engine
