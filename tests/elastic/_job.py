@@ -24,8 +24,6 @@ from tests.support.ranks import ROOT, environment
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepRecord:
-    """What a rank has noted once."""
-
     time: float
     """In seconds, by the clock that all nodes share here."""
 
@@ -42,14 +40,12 @@ class StepRecord:
 
     @property
     def is_step(self) -> bool:
-        """Whether it tells of an optimizer step, not of a start."""
+        """Whether this is an optimizer step, not a start."""
         return self.event == "step"
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An optimizer step of all ranks of a world."""
-
     samples: tuple[int, ...]
     """Of all ranks, sorted."""
 
@@ -61,7 +57,7 @@ Undisturbed: TypeAlias = dict[int, Step]
 
 
 def read_lines(folder: Path) -> list[StepRecord]:
-    """Return what all ranks have noted, by time; a line that was cut was never finished."""
+    """Return the records of all ranks by time, without a last line that was cut."""
     found = []
     for path in folder.glob("steps-*.jsonl"):
         for text in path.read_text().splitlines():
@@ -72,7 +68,7 @@ def read_lines(folder: Path) -> list[StepRecord]:
 
 
 def steps_of(lines: Iterable[StepRecord]) -> dict[tuple[str, int], Step]:
-    """Return the steps that all ranks of a world have taken, by world and step."""
+    """Return the steps that all ranks of a world have completed, by world and step."""
     by_step: dict[tuple[str, int], dict[int, StepRecord]] = defaultdict(dict)
     for line in lines:
         if line.is_step:
@@ -85,7 +81,7 @@ def steps_of(lines: Iterable[StepRecord]) -> dict[tuple[str, int], Step]:
 
 
 def check_steps(lines: list[StepRecord], undisturbed: Mapping[int, Step]) -> None:
-    """Check that each step, also one that was taken twice, is that of the undisturbed run."""
+    """Check that each step, repeated ones included, equals that of the undisturbed run."""
     steps = steps_of(lines)
     assert {step for _, step in steps} == set(undisturbed)
     for (_, number), step in steps.items():
@@ -94,7 +90,7 @@ def check_steps(lines: list[StepRecord], undisturbed: Mapping[int, Step]) -> Non
 
 
 def steps_taken_again(lines: list[StepRecord]) -> dict[float, int]:
-    """Return, by when a world after the first one started, how many steps were lost before it."""
+    """Return how many steps were repeated by each world after the first, by its start."""
     starts: dict[str, StepRecord] = {}
     for line in lines:
         if not line.is_step:
@@ -108,7 +104,7 @@ def steps_taken_again(lines: list[StepRecord]) -> dict[float, int]:
 
 
 def seconds_to_next_step(lines: list[StepRecord], since: float) -> float:
-    """Return how long after an instant a world that began later has taken its first step."""
+    """Return the time from an instant to the first step of a world that began later."""
     began = {line.met_at for line in lines if not line.is_step and line.time > since}
     later = [line.time for line in lines if line.is_step and line.met_at in began]
     return min(later) - since
@@ -124,7 +120,7 @@ STEPS = SAMPLES // GLOBAL_BATCH * EPOCHS
 
 
 def arguments(folder: Path, *more: str) -> list[str]:
-    """Return what the tests add to the example's command line: a small model, and the recorder."""
+    """Return arguments for the example: a small model, and the recorder."""
     return [
         "--model.n_embd=32",
         "--model.n_layer=1",
@@ -144,7 +140,7 @@ def arguments(folder: Path, *more: str) -> list[str]:
 
 @dataclass
 class Job:
-    """A job's nodes, by number; each has an address of its own, 127.0.0.2 and on."""
+    """A job's nodes by number; each has its own address, 127.0.0.2 and up."""
 
     folder: Path
     port: int
@@ -158,7 +154,7 @@ class Job:
     killed: set[int] = field(default_factory=set)
 
     def start(self, *nodes: int) -> None:
-        """Start nodes, or start them again, by the example's own script."""
+        """Start or restart nodes by the example's own script."""
         for node in nodes:
             self.killed.discard(node)
             with (self.folder / f"node-{node}.log").open("ab") as log:
@@ -172,15 +168,13 @@ class Job:
                 )
 
     def command(self) -> list[str]:
-        """Return what a node runs: the example's script."""
         return ["sh", str(EXAMPLE / "start.sh"), *arguments(self.folder, *self.more)]
 
     def entered(self, node: int) -> tuple[str, ...]:
-        """Return what is put before a node's command: nothing, on loopback addresses."""
+        """Return the prefix of a node's command: empty on loopback addresses."""
         return ()
 
     def settings(self, node: int) -> dict[str, str]:
-        """Return a node's environment."""
         return {
             "PYTHON": sys.executable,
             "RUN_DIR": str(self.folder),
@@ -192,7 +186,7 @@ class Job:
         }
 
     def processes(self, node: int, *, agent: bool) -> list[psutil.Process]:
-        """Return a node's workers, after its agent if that is asked for."""
+        """Return a node's workers, after its agent if requested."""
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(self.agents[node].pid)
             below = process.children(recursive=True)
@@ -200,7 +194,7 @@ class Job:
         return []
 
     def signal(self, node: int, number: int, *, agent: bool = True) -> float:
-        """Send a signal to a node's workers, and to its agent; return when."""
+        """Send a signal to a node's workers, and to its agent; return the time."""
         now = time.time()
         for process in self.processes(node, agent=agent):
             with suppress(psutil.NoSuchProcess):
@@ -208,7 +202,7 @@ class Job:
         return now
 
     def kill(self, *nodes: int) -> float:
-        """Kill nodes, agents and workers at once; return when."""
+        """Kill nodes, agents and workers at once; return the time."""
         self.killed.update(nodes)
         now = min([self.signal(node, signal.SIGKILL) for node in nodes])
         for node in nodes:
@@ -217,16 +211,16 @@ class Job:
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints really are."""
+        """The directory behind the nodes' own paths."""
         return self.folder / "checkpoints"
 
     def last_step(self) -> int:
-        """Return the step of the newest published checkpoint; 0: there is none."""
+        """Return the step of the newest published checkpoint; 0 if there is none."""
         name = (self.checkpoints / "last.ckpt").resolve().stem
         return int(name.rpartition("=")[2]) if "=" in name else 0
 
     def stop_in_a_save(self, node: int) -> None:
-        """Stop the workers of rank 0's node in the midst of a save, which is not published then."""
+        """Stop the workers of rank 0's node during a save, before it is published."""
 
         def stopped() -> bool:
             if not self.unpublished():
@@ -242,7 +236,6 @@ class Job:
         self.wait_until(stopped, "save")
 
     def _have_stopped(self, node: int) -> bool:
-        """Whether all threads of a node's workers stand still."""
         for process in self.processes(node, agent=False):
             for stat in Path(f"/proc/{process.pid}/task").glob("*/stat"):
                 with suppress(OSError):
@@ -251,23 +244,21 @@ class Job:
         return True
 
     def unpublished(self) -> list[Path]:
-        """Return the hidden folders of saves that go on or have died."""
+        """Return the hidden folders of running or dead saves."""
         return list(self.checkpoints.glob(".zero-staging-*"))
 
     def hold(self, step: int) -> None:
-        """Make ranks wait at the end of a step, until ``go_on``."""
+        """Make ranks wait at the end of a step, until `go_on`."""
         (self.folder / f"hold-{step}").touch()
 
     def go_on(self, step: int) -> None:
-        """Release ranks from a step that was held."""
         (self.folder / f"hold-{step}").unlink()
 
     def lines(self) -> list[StepRecord]:
-        """Return what ranks have noted so far, by time."""
         return read_lines(self.folder)
 
     def wait_for_step(self, step: int, world: int) -> None:
-        """Wait until all ranks of a world of this size have taken a step."""
+        """Wait until all ranks of a world of this size have completed a step."""
 
         def taken() -> bool:
             of_world: dict[str, set[int]] = {}
@@ -279,7 +270,7 @@ class Job:
         self.wait_until(taken, f"step {step} on {world} ranks")
 
     def wait_for_start(self, world: int, since: float) -> None:
-        """Wait until all ranks of a world of this size have started to train, after an instant."""
+        """Wait until all ranks of a world of this size have started training after an instant."""
 
         def started() -> bool:
             of_world: dict[str, set[int]] = {}
@@ -291,11 +282,7 @@ class Job:
         self.wait_until(started, f"world of {world} ranks")
 
     def wait_until(self, holds: Callable[[], bool], what: str) -> None:
-        """Wait for something.
-
-        Raises:
-            TimeoutError: it does not come, or all agents have ended.
-        """
+        """Wait for a condition; raise TimeoutError if all agents end without it."""
         until = time.monotonic() + HANG_TIMEOUT_S
         while not holds():
             if time.monotonic() > until or not any(a.poll() is None for a in self.agents.values()):
@@ -304,11 +291,7 @@ class Job:
             time.sleep(0.01)
 
     def finish(self) -> None:
-        """Wait for all agents that were not killed; all have to end well.
-
-        Raises:
-            AssertionError: one did not.
-        """
+        """Wait for all agents that were not killed; all must succeed."""
         until = time.monotonic() + HANG_TIMEOUT_S
         for node, agent in self.agents.items():
             if node not in self.killed:
@@ -316,23 +299,19 @@ class Job:
                 assert status == 0, f"node {node} ended with {status}\n{self.output_tail()}"
 
     def log_of(self, node: int) -> str:
-        """Return what a node has printed so far."""
         return (self.folder / f"node-{node}.log").read_text(errors="replace")
 
     def signals_sent(self, node: int) -> int:
-        """Return how often a node's agent has told a worker to end."""
         return self.log_of(node).count("closing signal SIGTERM")
 
     def forced(self) -> list[int]:
-        """Return the nodes whose agents killed workers that did not end by SIGTERM within 30 s."""
+        """Return the nodes whose agents killed workers that did not end within 30 s of SIGTERM."""
         return [node for node in self.agents if "forcefully exiting" in self.log_of(node)]
 
     def output_tail(self) -> str:
-        """Return the end of what each node has printed."""
         return "\n".join(f"-- node {node}\n{self.log_of(node)[-6000:]}" for node in self.agents)
 
     def end(self) -> None:
-        """Kill whoever is left."""
         for node in self.agents:
             self.signal(node, signal.SIGKILL)
             self.agents[node].wait(HANG_TIMEOUT_S)
@@ -345,7 +324,7 @@ class Job:
 
 @contextmanager
 def job(folder: Path, *more: str, kind: type[Job] = Job) -> Iterator[Job]:
-    """Yield a job that has no nodes yet; its store is on none of them, and outlives all."""
+    """Yield a job without nodes; its store runs on none of them, and outlives all."""
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
     with store_of_example(port, folder / "store.log"):
@@ -358,7 +337,7 @@ def job(folder: Path, *more: str, kind: type[Job] = Job) -> Iterator[Job]:
 
 @contextmanager
 def store_of_example(port: int, log: Path) -> Iterator[None]:
-    """Run the example's store; it listens by then."""
+    """Run the example's store, ready to accept connections."""
     command = [sys.executable, str(EXAMPLE / "store.py"), "--host=127.0.0.1", f"--port={port}"]
     with log.open("wb") as output:
         store = subprocess.Popen(command, env=environment(), stdout=output, stderr=output)

@@ -26,7 +26,7 @@ NAME, KEPT = "run", 2
 
 
 def train(config: dict[str, str]) -> None:
-    """Run on each worker what ``_job.arguments`` say of the other launchers' example."""
+    """Run the other launchers' example on each worker, with `_job.arguments`."""
     L.seed_everything(SEED)
     data = StdlibText(samples_per_epoch=SAMPLES)
     model = GPT(data.vocab_size, n_layer=1, n_embd=32, dropout=0.0, warmup_steps=10, lr=1e-3)
@@ -37,7 +37,7 @@ def train(config: dict[str, str]) -> None:
 
 
 def main() -> None:
-    """Run, and write down what Ray returns."""
+    """Run, and record what Ray returns."""
     parser = argparse.ArgumentParser()
     parser.add_argument("address")
     parser.add_argument("folder", type=Path)

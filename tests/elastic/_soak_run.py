@@ -31,8 +31,6 @@ STEP_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class SoakRun:
-    """What a rank is told."""
-
     folder: str
     stage: int = 3
     async_save: bool = False
@@ -42,17 +40,15 @@ class SoakRun:
 
     @classmethod
     def read(cls, text: str) -> SoakRun:
-        """Return what was written by ``write``."""
         plain = json.loads(text)
         return cls(**{**plain, "told_at": tuple(plain["told_at"])})
 
     def write(self) -> str:
-        """Return it as an argument."""
         return json.dumps(asdict(self))
 
 
 class Watch(Recorder):
-    """Notes each step, and what is held by the start of a world, by DeepSpeed's own account."""
+    """Records each step, and the state at the start of a world by DeepSpeed's functions."""
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -70,7 +66,7 @@ class Watch(Recorder):
 
 
 class ReportEvents(Callback):
-    """Notes what an undisturbed run holds after some steps."""
+    """Records the state of an undisturbed run after some steps."""
 
     def __init__(self, run: SoakRun) -> None:
         self.run = run
@@ -84,14 +80,14 @@ class ReportEvents(Callback):
 
 
 def tell(folder: Path, step: int, held: dict[str, str]) -> None:
-    """Note what is held after a step."""
+    """Record the state after a step."""
     line = json.dumps({"step": step, "held": held, "time": time.time()})
     with (folder / f"held-{os.getpid()}.jsonl").open("a") as file:
         file.write(f"{line}\n")
 
 
 def main(run: SoakRun) -> None:
-    """Train until this is killed, or all has been told."""
+    """Train until this is killed, or until all is recorded."""
     warnings.simplefilter("ignore")
     callbacks: list[Callback] = [ReportEvents(run)]
     if not run.told_at:

@@ -15,7 +15,7 @@ from tests.support.ranks import ForkServer
 
 @pytest.fixture(scope="session")
 def undisturbed(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    """Return the steps of a run on one device, without torchrun, to which nothing happens."""
+    """Return the steps of an undisturbed run on one device, without torchrun."""
     folder = tmp_path_factory.mktemp("undisturbed")
     command = ["fit", "--config", str(EXAMPLE / "fit.yaml"), *arguments(folder)]
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -16,14 +16,7 @@ from typing_extensions import override
 
 
 class Recorder(Callback):
-    """Notes the samples and the loss of each optimizer step of this rank, and waits where told.
-
-    A sample is known by the checksum of its characters: each process writes a file of its own, a
-    line for each step, and ends a step that the test holds when the test lets it go on.
-
-    Args:
-        folder: where the files are, and the test's ``hold-<step>``.
-    """
+    """Records checksums of samples and the loss of each step; waits where the test holds it."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
@@ -59,7 +52,7 @@ class Recorder(Callback):
             time.sleep(0.02)
 
     def write(self, line: dict[str, Any], trainer: pl.Trainer) -> None:
-        """Add a line, with the time and with what tells this world from others."""
+        """Add a line with the time and the identity of this world."""
         restart = os.environ.get("SLURM_RESTART_COUNT", "")  # a job keeps its port
         about = {
             "rank": trainer.global_rank,

@@ -42,7 +42,7 @@ DAMAGE = "all are killed, the newest checkpoint is damaged"
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What was done to the job, and what it cost."""
+    """An event of the job, and its cost."""
 
     kind: str
     at: float
@@ -68,14 +68,11 @@ class Event:
 
     @property
     def lost(self) -> int:
-        """Return how many steps were taken again."""
         return self.step - self.resumed
 
 
 @dataclass
 class SoakJob(Job):
-    """A job of the soak's own script."""
-
     run: SoakRun = field(default_factory=lambda: SoakRun(""))
     generation: int = 0
     """Jobs started so far: each meets under a name of its own."""
@@ -98,17 +95,16 @@ class SoakJob(Job):
 
     @override
     def start(self, *nodes: int) -> None:
-        """Start nodes, each at an address of its own."""
+        """Start nodes, each at its own address."""
         super().start(*nodes)
 
     @property
     def alive(self) -> list[int]:
-        """The nodes that run."""
         return [node for node in self.agents if node not in self.killed]
 
 
 class Soak:
-    """The driver: does things to a job until its time is up, and looks at what came of them."""
+    """The driver: does things to a job until its time is up, and checks the results."""
 
     def __init__(self, nodes: SoakJob, seed: int) -> None:
         self.nodes, self.random = nodes, random.Random(seed)
@@ -117,7 +113,6 @@ class Soak:
         """Inode and time of the manifests of damaged checkpoints: until a run saves over them."""
 
     def run(self, seconds: float) -> None:
-        """Start a job, and do one thing after another to it."""
         until = time.monotonic() + seconds
         self._start_all()
         began = self._wait_for_step(since=0.0, world=len(self.nodes.alive)).time
@@ -159,7 +154,7 @@ class Soak:
         return self.random.choice(kinds)
 
     def _do(self, kind: str) -> Event:
-        """Do it; return what is known of it at once."""
+        """Perform an event; return the details that are known at once."""
         nodes = self.nodes
         node = self.random.choice(nodes.alive)
         if kind == KILL_IN_SAVE:
@@ -183,7 +178,7 @@ class Soak:
         return Event(kind, at, len(nodes.alive), step, published, in_background)
 
     def _start_all(self) -> None:
-        """Start a job of another size, stage and way to save."""
+        """Start a job with another size, stage and way to save."""
         nodes = self.nodes
         nodes.generation += 1
         nodes.run = replace(
@@ -195,7 +190,7 @@ class Soak:
         nodes.start(*range(self.random.randint(1, MOST_NODES)))
 
     def _damage_newest(self) -> None:
-        """Change a byte of the newest checkpoint, where there is another one before it."""
+        """Change a byte of the newest checkpoint, if there is an older one."""
         *others, newest = sorted(self._sound().items()) or [(0, Path())]
         if not others:
             return
@@ -207,7 +202,7 @@ class Soak:
         path.write_bytes(data)
 
     def _sound(self) -> dict[int, Path]:
-        """Return the published checkpoints that were not damaged, by their step."""
+        """Return the published checkpoints that were not damaged, by step."""
         found = {}
         for path in self.nodes.checkpoints.glob("step=*.ckpt"):
             with suppress(FileNotFoundError):  # A run that lives deletes, too.
@@ -219,7 +214,6 @@ class Soak:
         return [line for line in self.nodes.lines() if line.is_step]
 
     def _wait_for_step(self, since: float, world: int) -> StepRecord:
-        """Wait until a world of so many ranks, begun after an instant, has taken a step."""
         found: list[StepRecord] = []
 
         def taken() -> bool:
@@ -235,7 +229,7 @@ class Soak:
 
 
 def _written(checkpoint: Path) -> tuple[int, int]:
-    """Return what tells a published checkpoint from the one that takes its place."""
+    """Return a value that distinguishes a published checkpoint from its replacement."""
     status = (checkpoint / "manifest.json").stat()
     return status.st_ino, status.st_mtime_ns
 
@@ -261,7 +255,7 @@ def wrong_restarts(soak: Soak, folder: Path) -> list[str]:
 
 
 def _told(folder: Path) -> list[tuple[int, dict[str, str]]]:
-    """Return what worlds have told of what they hold, by step."""
+    """Return the recorded states, by step."""
     found = []
     for path in folder.glob("held-*.jsonl"):
         for line in path.read_text().splitlines():
@@ -272,7 +266,7 @@ def _told(folder: Path) -> list[tuple[int, dict[str, str]]]:
 
 
 def _undisturbed(folder: Path, steps: Iterable[int]) -> dict[int, dict[str, str]]:
-    """Return what a run on one device holds after these steps, to which nothing happens."""
+    """Return the states of an undisturbed run on one device after these steps."""
     wanted = tuple(sorted(steps))
     if not wanted:
         return {}
@@ -291,7 +285,6 @@ def _undisturbed(folder: Path, steps: Iterable[int]) -> dict[int, dict[str, str]
 
 @contextmanager
 def soak_job(folder: Path) -> Iterator[SoakJob]:
-    """Yield a job that has no nodes yet."""
     with job(folder, kind=SoakJob) as nodes:
         assert isinstance(nodes, SoakJob)
         nodes.run = SoakRun(str(folder))
@@ -299,7 +292,6 @@ def soak_job(folder: Path) -> Iterator[SoakJob]:
 
 
 def report(events: list[Event]) -> Iterator[str]:
-    """Yield a table of what was done, and what it cost."""
     yield "| | restarts | steps lost, in all | most | seconds to the next step, median | most |"
     yield "|---|---:|---:|---:|---:|---:|"
     for kind in sorted({event.kind for event in events}):
@@ -318,7 +310,6 @@ def _row(name: str, events: list[Event]) -> str:
 
 
 def plot(lines: list[StepRecord], events: list[Event], path: Path) -> None:
-    """Draw the steps over time, by the number of nodes, and what was done."""
     from matplotlib.figure import Figure
 
     began = min(line.time for line in lines)
@@ -336,7 +327,7 @@ def plot(lines: list[StepRecord], events: list[Event], path: Path) -> None:
 
 
 def main() -> int:
-    """Run the soak from a command line; 1 where a restart was wrong."""
+    """Run the soak from a command line; return 1 if a restart was wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)

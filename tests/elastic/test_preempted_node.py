@@ -31,7 +31,7 @@ CALLBACK = "--trainer.callbacks+=lightning_elastic_zero.PreemptionCheckpoint"
 
 
 def wait_for_agreements(nodes: Job, count: int) -> None:
-    """Wait until ranks have agreed so many times to stop."""
+    """Wait until ranks have agreed to stop this many times."""
     nodes.wait_until(
         lambda: sum(nodes.log_of(node).count(NOTICED) for node in nodes.agents) >= count,
         "agreement",
@@ -39,13 +39,10 @@ def wait_for_agreements(nodes: Job, count: int) -> None:
 
 
 @pytest.mark.parametrize("leaves", [FIRST, SECOND], ids=["rank 0's", "another"])
-def test_a_node_is_taken_away_and_comes_back(
+def test_no_step_is_lost_when_a_node_is_preempted_and_returns(
     leaves: int, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    """SIGTERM to its agent; the rest saves, and goes on from the step at which all have stopped.
-
-    A node that joins costs nothing either: agents stop their workers by SIGTERM.
-    """
+    """Agents stop their workers by SIGTERM, also when a node joins."""
     with job(tmp_path / "run", CALLBACK) as nodes:
         nodes.hold(AT)
         nodes.hold(LATER)

@@ -33,7 +33,7 @@ NOTICED = "all ranks save and end after this batch"
 
 
 def start(folder: Path, devices: int) -> subprocess.Popen[bytes]:
-    """Start the example on as many ranks, all of them in one process group."""
+    """Start the example on as many ranks, all in one process group."""
     command = [
         *(sys.executable, str(ROOT / "examples" / "cli.py"), "fit"),
         *("--config", str(EXAMPLE / "fit.yaml"), *arguments(folder)),
@@ -52,8 +52,9 @@ def start(folder: Path, devices: int) -> subprocess.Popen[bytes]:
         )
 
 
-def test_the_script_ends_by_the_code_and_goes_on(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """No rank is killed for the code of another; three devices go on where two have ended."""
+def test_a_preempted_script_exits_with_its_code_and_resumes_on_three_devices(
+    undisturbed: Undisturbed, tmp_path: Path
+) -> None:
     (hold := tmp_path / f"hold-{AT}").touch()
     processes = [start(tmp_path, 2)]
     try:

@@ -67,20 +67,19 @@ SETTINGS = {
 
 
 def is_ray_installed() -> bool:
-    """Whether Ray Train is here, which is an extra."""
     return find_spec("ray") is not None and find_spec("ray.train.v2") is not None
 
 
 @dataclass
 class RayJob(Job):
-    """A cluster's nodes, each with an address and a CPU of its own: room for one worker."""
+    """A cluster's nodes, each with its own address and one CPU: room for one worker."""
 
     session: str = ""
     """Where Ray has its files: a short path, since it has sockets there."""
 
     @override
     def start(self, *nodes: int) -> None:
-        """Start nodes, the head first; again where Ray's own 15 and 30 s were not enough."""
+        """Start nodes, the head first; retry if Ray's timeouts of 15 and 30 s were too short."""
         for node in nodes:
             self.killed.discard(node)
             until = time.monotonic() + HANG_TIMEOUT_S
@@ -90,7 +89,6 @@ class RayJob(Job):
                     raise TimeoutError(msg)
 
     def _starts(self, node: int) -> bool:
-        """Start a node; return whether it is there."""
         meeting = (
             [
                 *("--head", f"--port={self.port}", f"--temp-dir={self.session}"),
@@ -117,7 +115,6 @@ class RayJob(Job):
         return False
 
     def drive(self) -> None:
-        """Start the run."""
         script = str(Path(__file__).with_name("_ray_driver.py"))
         self._run(DRIVER, [sys.executable, script, self._address, str(self.folder)])
 
@@ -138,7 +135,7 @@ class RayJob(Job):
             )
 
     def kill_worker(self, rank: int, world: int) -> float:
-        """Kill the process of a worker's actor, and nothing else; return when."""
+        """Kill the process of a worker's actor only; return the time."""
         of_rank = [line for line in self.lines() if (line.rank, line.world) == (rank, world)]
         now = time.time()
         os.kill(of_rank[-1].pid, signal.SIGKILL)
@@ -147,18 +144,18 @@ class RayJob(Job):
     @property
     @override
     def checkpoints(self) -> Path:
-        """Where the example saves: below the run's folder in Ray's storage."""
+        """The example's folder below the run's folder in Ray's storage."""
         return self.folder / "run" / "checkpoints"
 
     @override
     def finish(self) -> None:
-        """Wait for the driver, which has to end well."""
+        """Wait for the driver, which must succeed."""
         status = self.agents[DRIVER].wait(HANG_TIMEOUT_S)
         assert status == 0, f"the driver ended with {status}\n{self.output_tail()}"
 
     @override
     def end(self) -> None:
-        """Kill whoever is left, the workers too: each is its own process group."""
+        """Kill all processes; each worker is its own process group."""
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 if self.session in " ".join(process.cmdline()):
@@ -174,7 +171,6 @@ class RayJob(Job):
 
 @contextmanager
 def ray_job(folder: Path) -> Iterator[RayJob]:
-    """Yield a cluster that has no nodes yet."""
     folder.mkdir(parents=True)
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as session:
         nodes = RayJob(folder, free_port(), session=session)
@@ -196,7 +192,6 @@ AT, LATER = 12, 22
 
 
 def check_run(nodes: RayJob, undisturbed: Undisturbed) -> None:
-    """Check the steps of all worlds, and what Ray returns and keeps."""
     lines = nodes.lines()
     check_steps(lines, undisturbed)
     assert max(steps_taken_again(lines).values()) <= SAVE_EVERY
@@ -212,7 +207,7 @@ def check_run(nodes: RayJob, undisturbed: Undisturbed) -> None:
 
 
 def note(nodes: RayJob, event: str, since: float) -> None:
-    """Note what an event has cost, for the table."""
+    """Record the cost of an event for the table."""
     lines = nodes.lines()
     again = next(steps for start, steps in steps_taken_again(lines).items() if start > since)
     ELASTIC.count(event, "tried")
@@ -220,8 +215,9 @@ def note(nodes: RayJob, event: str, since: float) -> None:
     ELASTIC.count(event, "seconds to the next step", round(seconds_to_next_step(lines, since)))
 
 
-def test_fewer_workers_and_more(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """A node is killed with its worker, and the run goes on without; then the node comes back."""
+def test_a_ray_run_continues_without_a_killed_node_and_with_it_again(
+    undisturbed: Undisturbed, tmp_path: Path
+) -> None:
     with ray_job(tmp_path / "run") as nodes:
         nodes.hold(AT)
         nodes.hold(LATER)
@@ -241,8 +237,9 @@ def test_fewer_workers_and_more(undisturbed: Undisturbed, tmp_path: Path) -> Non
         note(nodes, "Ray gains a node", gained)
 
 
-def test_a_worker_alone(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """A worker's actor is killed, and its node stays: all workers are started anew."""
+def test_ray_restarts_all_workers_when_one_is_killed(
+    undisturbed: Undisturbed, tmp_path: Path
+) -> None:
     with ray_job(tmp_path / "run") as nodes:
         nodes.hold(AT)
         nodes.start(HEAD, SECOND)

@@ -32,11 +32,7 @@ As long as NFS keeps those of directories (``acdirmin``). Opening a file reads i
 
 
 def in_own_mounts(commands: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Return what is put before a command, so that it runs with further mounts that it alone has.
-
-    Args:
-        commands: which make the mounts, in this order.
-    """
+    """Return a prefix that runs a command after these mount commands in a mount namespace."""
     text = " && ".join(shlex.join(command) for command in commands)
     return ("unshare", "--mount", "sh", "-c", f'{text} && exec "$@"', "sh")
 
@@ -49,7 +45,7 @@ def cached(source: Path, target: Path) -> tuple[str, ...]:
 
 @contextmanager
 def caches_end(folder: Path) -> Iterator[None]:
-    """End those who serve the mounts below a folder: each holds its mounts, and they hold it."""
+    """End the servers of the mounts below a folder, which keep each other alive."""
     try:
         yield
     finally:
@@ -60,7 +56,7 @@ def caches_end(folder: Path) -> Iterator[None]:
 
 
 def can_mount(*command: str) -> bool:
-    """Whether this process may make mounts of its own, and has what these need."""
+    """Whether this process may make its own mounts, and has the programs for these."""
     if shutil.which("unshare") is None or not all(map(shutil.which, command)):
         return False
     mounts = in_own_mounts([("mount", "-t", "tmpfs", "none", "/mnt")])
@@ -69,7 +65,7 @@ def can_mount(*command: str) -> bool:
 
 @dataclass
 class JobWithCaches(Job):
-    """A job whose nodes see the checkpoints late, each through a cache of its own."""
+    """A job whose nodes see the checkpoints late, each through its own cache."""
 
     @property
     @override
@@ -83,7 +79,7 @@ class JobWithCaches(Job):
 
 @contextmanager
 def job_with_caches(folder: Path, *more: str) -> Iterator[Job]:
-    """Yield a job that has no nodes yet, whose directory of checkpoints is there."""
+    """Yield a job without nodes, whose checkpoint directory exists."""
     for name in ("server", "checkpoints"):
         (folder / name).mkdir(parents=True)
     with caches_end(folder), job(folder, *more, kind=JobWithCaches) as nodes:
@@ -109,7 +105,7 @@ print(json.dumps(told))
 def told_by_ranks(
     directory: Path, mounts: Callable[[int], list[tuple[str, ...]]], world_size: int = 3
 ) -> list[list[object]]:
-    """Return what ranks with mounts of their own are told of a directory."""
+    """Return what `check_directory` reports to ranks with their own mounts."""
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks: list[subprocess.Popen[str]] = []
     for rank in range(world_size):
@@ -143,24 +139,20 @@ needs_bindfs = pytest.mark.skipif(not can_mount("bindfs"), reason="no bindfs, or
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """Return a directory on a disk that all ranks have."""
     (tmp_path / "checkpoints").mkdir()
     return tmp_path / "checkpoints"
 
 
 @pytest.mark.long
 @needs_mounts
-def test_one_directory_on_all_hosts(directory: Path) -> None:
-    """All ranks are told on how many hosts it is the same, and that it was written to."""
+def test_a_shared_directory_is_recognized_on_all_hosts(directory: Path) -> None:
     assert told_by_ranks(directory, lambda _: []) == [[3, True]] * 3
     assert list(directory.iterdir()) == []
 
 
 @pytest.mark.long
 @needs_mounts
-def test_a_disk_of_its_own(directory: Path) -> None:
-    """One host has its own disk at that path: all ranks are told, and nothing is left on either."""
-
+def test_a_host_with_its_own_disk_is_reported_and_nothing_is_left(directory: Path) -> None:
     def mounts(rank: int) -> list[tuple[str, ...]]:
         return [("mount", "-t", "tmpfs", "none", str(directory))] if rank == 1 else []
 
@@ -175,8 +167,7 @@ def test_a_disk_of_its_own(directory: Path) -> None:
 
 @pytest.mark.long
 @needs_mounts
-def test_a_disk_of_its_own_above_the_shared_one(directory: Path, tmp_path: Path) -> None:
-    """A host that sees the others' files, but whose own stay with it, as overlays have it."""
+def test_an_overlay_that_keeps_a_hosts_writes_is_reported(directory: Path, tmp_path: Path) -> None:
     mine = tmp_path / "mine"
 
     def mounts(rank: int) -> list[tuple[str, ...]]:
@@ -200,8 +191,7 @@ def test_a_disk_of_its_own_above_the_shared_one(directory: Path, tmp_path: Path)
 
 @pytest.mark.long
 @needs_bindfs
-def test_caches_are_waited_for(tmp_path: Path) -> None:
-    """Hosts that see one directory through caches of their own see each other's files in time."""
+def test_a_shared_directory_behind_caches_is_recognized(tmp_path: Path) -> None:
     server, directory = tmp_path / "server", tmp_path / "checkpoints"
     server.mkdir()
     directory.mkdir()
@@ -214,8 +204,10 @@ def test_caches_are_waited_for(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.engine
 @needs_bindfs
-def test_a_worker_killed_where_names_are_cached(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """What other hosts have published since is found, and what they have deleted is not missed."""
+def test_a_killed_worker_resumes_where_names_are_cached(
+    undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    """Checkpoints of other hosts must be found, and deleted ones must not be missed."""
     with job_with_caches(tmp_path / "run") as nodes:
         nodes.hold(AT)
         nodes.hold(LATER)

@@ -36,13 +36,13 @@ SPOT, URGENT = "spot", "urgent"
 
 
 def can_run_slurm() -> bool:
-    """Whether Debian's slurm-wlm and munge are installed, and may be started."""
+    """Whether Debian's slurm-wlm and munge are installed and may be started."""
     return os.geteuid() == 0 and all(shutil.which(name) for name in DAEMONS)
 
 
 @dataclass
 class SlurmCluster:
-    """Daemons that run, and the commands that talk to them."""
+    """Running daemons, and the commands for them."""
 
     folder: Path
     nodes: int
@@ -50,11 +50,9 @@ class SlurmCluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return what its commands need."""
         return {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def run(self, *command: str, **more: str) -> str:
-        """Run one of SLURM's commands; return what it printed."""
         done = subprocess.run(
             command,
             cwd=ROOT,
@@ -68,7 +66,7 @@ class SlurmCluster:
         return done.stdout.strip()
 
     def run_quietly(self, *command: str) -> str:
-        """Return what a command printed, whether it succeeded or not."""
+        """Return the output of a command, whether it succeeded or not."""
         done = subprocess.run(
             command,
             env=self.environment,
@@ -80,22 +78,19 @@ class SlurmCluster:
         return done.stdout.strip()
 
     def submit(self, *options: str, **environment: str) -> str:
-        """Submit a job; return its number."""
         out = self.folder / "job-%j.out"
         return self.run("sbatch", "--parsable", f"--output={out}", *options, **environment)
 
     def state(self, job: str) -> dict[str, str]:
-        """Return what SLURM says of a job, by name: JobState, NumNodes, Restarts, ..."""
+        """Return SLURM's properties of a job: JobState, NumNodes, Restarts, ..."""
         words = self.run("scontrol", "show", "job", "--oneliner", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def output(self, job: str) -> str:
-        """Return what a job has printed."""
         path = self.folder / f"job-{job}.out"
         return path.read_text(errors="replace") if path.exists() else ""
 
     def wait_until(self, found: Callable[[], bool], what: str, job: str) -> None:
-        """Wait for something that a job does."""
         end = time.monotonic() + HANG_TIMEOUT_S
         while not found():
             told = f"{what}: {self.state(job)}\n{self.output(job)[-4000:]}"
@@ -103,7 +98,7 @@ class SlurmCluster:
             time.sleep(0.2)
 
     def start(self) -> None:
-        """Start the daemons, in the foreground, so that they end with the test."""
+        """Start the daemons in the foreground, so that they end with the test."""
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
@@ -171,7 +166,7 @@ class SlurmCluster:
             )
 
     def end(self) -> None:
-        """Cancel what runs, and end the daemons, the last one first."""
+        """Cancel all jobs, and end the daemons in reverse order."""
         subprocess.run(
             ["scancel", "--user=root", "--full"],
             env=self.environment,
@@ -190,7 +185,7 @@ class SlurmCluster:
 
 @contextmanager
 def slurm_cluster(nodes: int) -> Iterator[SlurmCluster]:
-    """Run a cluster within, in a folder with a short name: it has sockets."""
+    """Run a cluster in a folder with a short name, since it has sockets."""
     folder = Path(tempfile.mkdtemp(prefix="ez-slurm-"))
     cluster = SlurmCluster(folder, nodes)
     try:
@@ -239,12 +234,12 @@ def submit(cluster: SlurmCluster, run: Path, *options: str) -> str:
 
 
 def at_step(run: Path, step: int) -> bool:
-    """Whether a rank has taken a step."""
     return any(line.is_step and line.step >= step for line in read_lines(run))
 
 
-def test_a_preempted_job_goes_on_on_other_nodes(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """From three nodes to two, while an urgent job has the third: no step is lost or changed."""
+def test_a_preempted_job_continues_on_two_of_three_nodes_without_loss(
+    undisturbed: Undisturbed, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     with slurm_cluster(3) as cluster:
         job = submit(cluster, run, "--nodes=2-3")
@@ -274,8 +269,10 @@ def test_a_preempted_job_goes_on_on_other_nodes(undisturbed: Undisturbed, tmp_pa
     ELASTIC.count("a SLURM job is preempted", "seconds to the next step", seconds)
 
 
-def test_a_job_is_requeued_before_its_time_limit(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """SIGUSR1, as ``--signal`` sends it, to all tasks of the step; twice, and SIGCONT before."""
+def test_a_job_requeues_itself_before_its_time_limit(
+    undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    """`--signal` sends SIGUSR1 to all tasks of the step; here twice, after SIGCONT."""
     run = tmp_path / "run"
     with slurm_cluster(2) as cluster:
         job = submit(cluster, run, "--nodes=2")
@@ -291,10 +288,9 @@ def test_a_job_is_requeued_before_its_time_limit(undisturbed: Undisturbed, tmp_p
     assert list(steps_taken_again(lines).values()) == [0]
 
 
-def test_a_requeued_job_takes_a_node_that_is_free_again(
+def test_a_requeued_job_uses_a_node_that_is_free_again(
     undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    """From two nodes to three: an urgent job that had the third one has ended."""
     run = tmp_path / "run"
     with slurm_cluster(3) as cluster:
         urgent = cluster.submit(f"--partition={URGENT}", "--nodes=1", "--wrap=sleep 600")

@@ -14,8 +14,7 @@ MINUTES = 3
 
 @pytest.mark.engine
 @pytest.mark.long
-def test_minutes_of_it(seed: int, tmp_path: Path) -> None:
-    """The hour's short form; each seed does other things."""
+def test_a_short_soak_has_no_wrong_restart(seed: int, tmp_path: Path) -> None:
     with soak_job(tmp_path / "run") as nodes:
         soak = Soak(nodes, seed)
         soak.run(MINUTES * 60)

@@ -46,7 +46,6 @@ NAME = f"ez{os.getpid() % 100_000}"
 
 
 def ip(*words: str) -> None:
-    """Run ``ip``."""
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
@@ -62,7 +61,7 @@ def can_make_namespaces() -> bool:
 
 @dataclass
 class JobInNamespaces(Job):
-    """A job's nodes, each with a network namespace, at a bridge of this process's."""
+    """A job whose nodes have their own network namespaces at a bridge of this process."""
 
     @override
     def entered(self, node: int) -> tuple[str, ...]:
@@ -78,7 +77,7 @@ class JobInNamespaces(Job):
         }
 
     def cut_off(self, node: int) -> float:
-        """Take a node's network away for good; return when. How its agent ends, nobody asks."""
+        """Remove a node's network for good; return the time. Its agent may end in any way."""
         self.killed.add(node)
         ip("-n", f"{NAME}n{node}", "link", "set", "eth0", "down")
         return time.time()
@@ -86,7 +85,6 @@ class JobInNamespaces(Job):
 
 @contextmanager
 def job_in_namespaces(folder: Path, nodes: Sequence[int], *more: str) -> Iterator[JobInNamespaces]:
-    """Yield a job that has no agents yet, but a network for each node."""
     folder.mkdir(parents=True)
     with ExitStack() as stack:
         ip("link", "add", f"{NAME}b", "type", "bridge")
@@ -134,7 +132,7 @@ MINUTE_S = 60.0
 
 
 def check_job(nodes: Job, undisturbed: Undisturbed, event: str, since: float) -> None:
-    """Check all that a job leaves, once its agents have ended; note what the event cost."""
+    """Check all results of a job whose agents have ended; record the cost of the event."""
     assert set(undisturbed) == set(range(1, STEPS + 1))
     lines = nodes.lines()
     check_steps(lines, undisturbed)
@@ -152,10 +150,7 @@ def check_job(nodes: Job, undisturbed: Undisturbed, event: str, since: float) ->
 
 
 def check_curve(nodes: Job, undisturbed: Undisturbed) -> None:
-    """Check TensorBoard's files: one for each start of a rank 0, all in the one folder.
-
-    A step that was taken twice stands in two of them, likewise; each has the undisturbed loss.
-    """
+    """Check TensorBoard's files, one for each start of a rank 0; repeated steps are equal."""
     lines = nodes.lines()
     starts = [line for line in lines if not line.is_step and line.rank == 0]
     assert len(list(nodes.folder.rglob("events.out.tfevents.*"))) == len(starts)
@@ -171,11 +166,10 @@ def check_curve(nodes: Job, undisturbed: Undisturbed) -> None:
 
 
 @pytest.mark.long
-def test_a_worker_killed_in_the_first_save(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """A new folder, and one that holds an unpublished save alone: a fresh start, which is said.
-
-    So is the variable without which a node that joins would be waited for in vain.
-    """
+def test_a_kill_in_the_first_save_leads_to_a_fresh_start(
+    undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    """The log also names the variable that joining nodes need."""
     with job(tmp_path / "run") as nodes:
         nodes.own_settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "0"
         nodes.start(FIRST)
@@ -197,22 +191,19 @@ def lose_a_worker(nodes: Job) -> float:
 
 
 def lose_a_node(nodes: Job) -> float:
-    """Kill a node, agent and worker at once."""
     return nodes.kill(SECOND)
 
 
 def lose_the_first_node(nodes: Job) -> float:
-    """Kill the node of rank 0."""
     return nodes.kill(FIRST)
 
 
 def lose_two_nodes(nodes: Job) -> float:
-    """Kill two nodes at once."""
     return nodes.kill(SECOND, THIRD)
 
 
 def end_the_first_node(nodes: Job) -> float:
-    """End the agent of rank 0's node by SIGTERM, which it passes on to its worker, and no other."""
+    """Send SIGTERM to the agent of rank 0's node, which passes it on to its worker only."""
     nodes.killed.add(FIRST)  # an agent that is told to stop does not end by 0
     now = time.time()
     os.kill(nodes.agents[FIRST].pid, signal.SIGTERM)
@@ -230,13 +221,12 @@ EVENTS = [
 
 @pytest.mark.long
 @pytest.mark.parametrize(("event", "begun"), EVENTS, ids=[event.__name__ for event, _ in EVENTS])
-def test_what_is_lost(
+def test_the_job_continues_exactly_after_a_loss(
     event: Callable[[Job], float],
     begun: tuple[int, ...],
     undisturbed: Undisturbed,
     tmp_path: Path,
 ) -> None:
-    """The rest goes on from the last checkpoint, with the samples and losses of each step."""
     with job(tmp_path / "run") as nodes:
         nodes.hold(AT)
         nodes.start(*begun)
@@ -250,11 +240,10 @@ def test_what_is_lost(
 
 @pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_node_that_comes_back(workers: int, undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """All ranks are stopped, and a larger world goes on, twice: after a loss and a gain.
-
-    Nodes and devices are those of torchrun, whatever the configuration says of them.
-    """
+def test_the_job_grows_after_a_loss_and_a_gain(
+    workers: int, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    """Nodes and devices are those of torchrun, not of the configuration."""
     with job(tmp_path / "run") as nodes:
         nodes.own_settings["WORKERS"] = str(workers)
         nodes.hold(AT)
@@ -277,10 +266,9 @@ def test_a_node_that_comes_back(workers: int, undisturbed: Undisturbed, tmp_path
 
 
 @pytest.mark.long
-def test_the_saved_configuration_is_of_use(
+def test_the_saved_configuration_alone_continues_the_run(
     undisturbed: Undisturbed, fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    """It is written again by each start; alone, it goes on with the run, without torchrun."""
     with job(tmp_path / "run") as nodes:
         nodes.hold(AT)
         nodes.start(FIRST, SECOND)
@@ -307,10 +295,9 @@ def test_the_saved_configuration_is_of_use(
 
 @pytest.mark.long
 @pytest.mark.parametrize("background", [False, True], ids=["blocking", "background"])
-def test_a_node_killed_in_a_save(
+def test_a_kill_of_the_publishing_node_falls_back_to_the_checkpoint_before(
     background: bool, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    """The one of rank 0, which publishes: the rest goes on from the checkpoint before."""
     way = f"--trainer.strategy.init_args.async_save={str(background).lower()}"
     with job(tmp_path / "run", way) as nodes:
         nodes.start(FIRST, SECOND)
@@ -323,8 +310,9 @@ def test_a_node_killed_in_a_save(
 
 
 @pytest.mark.long
-def test_a_node_that_stops_for_a_minute(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """The rest goes on without it when a collective times out; it joins again when it wakes."""
+def test_a_stopped_node_is_left_behind_and_joins_again(
+    undisturbed: Undisturbed, tmp_path: Path
+) -> None:
     with job(tmp_path / "run", TIMEOUT) as nodes:
         nodes.hold(AT)
         nodes.hold(LATER)
@@ -343,8 +331,9 @@ def test_a_node_that_stops_for_a_minute(undisturbed: Undisturbed, tmp_path: Path
 
 @pytest.mark.long
 @pytest.mark.skipif(not can_make_namespaces(), reason="no rights to make network namespaces")
-def test_a_node_that_is_cut_off(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """The rest goes on without it; its worker neither trains nor saves, and has ended by then."""
+def test_a_node_without_network_neither_trains_nor_saves(
+    undisturbed: Undisturbed, tmp_path: Path
+) -> None:
     with job_in_namespaces(tmp_path / "run", (FIRST, SECOND), TIMEOUT) as nodes:
         nodes.hold(AT)
         nodes.start(FIRST, SECOND)
@@ -363,8 +352,8 @@ def test_a_node_that_is_cut_off(undisturbed: Undisturbed, tmp_path: Path) -> Non
 
 
 @pytest.mark.long
-def test_agents_that_share_their_store(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """As torchrun has it by default: a world does not take for its own what one before it wrote."""
+def test_agents_can_share_their_store(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """As by torchrun's default: a world must not read the keys of an earlier one."""
     with job(tmp_path / "run") as nodes:
         nodes.own_settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "0"
         nodes.hold(AT)

@@ -17,8 +17,6 @@ LARGEST_HOLE = 1 << 20
 
 @dataclass(frozen=True)
 class Damage:
-    """What was done, and to which file."""
-
     what: str
     file: str
     """Below the checkpoint."""
@@ -31,13 +29,12 @@ Corruption: TypeAlias = "Callable[[Path, Path, random.Random], Damage]"
 
 
 def files_of(checkpoint: Path) -> list[str]:
-    """Return all files below a checkpoint."""
     found = (p for p in checkpoint.rglob("*") if p.is_file())
     return sorted(str(p.relative_to(checkpoint)) for p in found)
 
 
 def _any(checkpoint: Path, draw: random.Random) -> str:
-    """Return a file; data files and the manifest more often than what no reader uses."""
+    """Return a file; data files and the manifest more often than files that readers do not use."""
     names = files_of(checkpoint)
     used = [n for n in names if n == MANIFEST or n.startswith("checkpoint/")]
     return draw.choice(used if draw.random() < 0.9 else names)
@@ -48,7 +45,6 @@ def _shards(checkpoint: Path, ending: str = ".pt") -> list[str]:
 
 
 def flipped_bit(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
-    """Change one bit of any file."""
     name = _any(checkpoint, draw)
     data = bytearray((checkpoint / name).read_bytes())
     bit = draw.randrange(8 * len(data))
@@ -58,7 +54,7 @@ def flipped_bit(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
 
 
 def zeroed_hole(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
-    """Fill a stretch with zeros, as a disk that lost a block does; its length is any."""
+    """Fill a stretch with zeros, as a disk that lost a block does."""
     name = _any(checkpoint, draw)
     data = bytearray((checkpoint / name).read_bytes())
     start = draw.randrange(len(data))
@@ -69,7 +65,6 @@ def zeroed_hole(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
 
 
 def truncation(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
-    """Cut a file short, or let it go on."""
     name = _any(checkpoint, draw)
     size = (checkpoint / name).stat().st_size
     to = draw.choice([0, size - 1, size + 1, draw.randrange(size), size + draw.randrange(1, 9999)])
@@ -78,14 +73,13 @@ def truncation(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
 
 
 def missing_file(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
-    """Lose a file."""
     name = _any(checkpoint, draw)
     (checkpoint / name).unlink()
     return Damage("lost", name)
 
 
 def swapped_shards(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
-    """Exchange two files; their sums with them, or not."""
+    """Exchange two files, with or without their checksums."""
     one, other = draw.sample(_shards(checkpoint), 2)
     for ending in draw.choice([("",), ("", ".sums"), (".sums",)]):
         first, second = checkpoint / f"{one}{ending}", checkpoint / f"{other}{ending}"
@@ -96,7 +90,7 @@ def swapped_shards(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
 
 
 def shard_of_another_save(checkpoint: Path, other: Path, draw: random.Random) -> Damage:
-    """Take a file from another save of the same run, of the same size; its sums too, or not."""
+    """Take a file of equal size from another save, with or without its checksum."""
     name = draw.choice(_shards(checkpoint))
     for ending in draw.choice([("",), ("", ".sums"), (".sums",)]):
         shutil.copyfile(other / f"{name}{ending}", checkpoint / f"{name}{ending}")
@@ -104,7 +98,7 @@ def shard_of_another_save(checkpoint: Path, other: Path, draw: random.Random) ->
 
 
 def bytes_of_another_save(checkpoint: Path, other: Path, draw: random.Random) -> Damage:
-    """Mix two saves within a file, as an interrupted copy over an older one does."""
+    """Mix two saves in a file, as an interrupted copy over an older file does."""
     name = draw.choice(_shards(checkpoint))
     mine, theirs = (checkpoint / name).read_bytes(), (other / name).read_bytes()
     at = draw.randrange(len(mine))
@@ -113,13 +107,12 @@ def bytes_of_another_save(checkpoint: Path, other: Path, draw: random.Random) ->
 
 
 def manifest_of_another_save(checkpoint: Path, other: Path, _: random.Random) -> Damage:
-    """Take the manifest of another save."""
     shutil.copyfile(other / MANIFEST, checkpoint / MANIFEST)
     return Damage("another save's", MANIFEST)
 
 
 def edited_manifest(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
-    """Change one value anywhere in the manifest, or lose it, and leave the digest as it was."""
+    """Change one value anywhere in the manifest, or remove it; keep the digest."""
     path = checkpoint / MANIFEST
     content = json.loads(path.read_text())
     where, key = draw.choice([p for p in _places(content) if p[1] != "digest"])
@@ -153,7 +146,7 @@ def _other_value(old: Any, draw: random.Random) -> Any:
 
 
 def newer_version(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
-    """Claim a later version of the format, with or without a digest that fits."""
+    """Claim a later version of the format, with or without a matching digest."""
     from lightning_elastic_zero.core.manifest import dump_with_digest
 
     content = json.loads((checkpoint / MANIFEST).read_text())
@@ -164,7 +157,7 @@ def newer_version(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
 
 
 def another_step(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
-    """Claim that it is of another step, with a digest that fits."""
+    """Claim another step, with a matching digest."""
     from lightning_elastic_zero.core.manifest import dump_with_digest
 
     content = json.loads((checkpoint / MANIFEST).read_text())
@@ -174,7 +167,7 @@ def another_step(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
 
 
 def unreadable_file(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
-    """Make a file one that cannot be opened: a link to itself, for root may read all others."""
+    """Replace a file by a link to itself: root can read all other files."""
     name = _any(checkpoint, draw)
     (checkpoint / name).unlink()
     (checkpoint / name).symlink_to(Path(name).name)
@@ -182,7 +175,7 @@ def unreadable_file(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
 
 
 def foreign_file(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
-    """Put something else in a file's place: a directory, a pipe, or other bytes of its size."""
+    """Put a directory, a pipe or other bytes of equal size in a file's place."""
     name = _any(checkpoint, draw)
     path = checkpoint / name
     size = path.stat().st_size
@@ -198,14 +191,13 @@ def foreign_file(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
 
 
 def foreign_folder(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
-    """Put a file in the place of the folder of shards."""
     shutil.rmtree(checkpoint / "checkpoint")
     (checkpoint / "checkpoint").write_bytes(draw.randbytes(99))
     return Damage("a file in its place", "checkpoint")
 
 
 def extra_file(checkpoint: Path, other: Path, draw: random.Random) -> Damage:
-    """Leave more files, which look like shards of a larger world: they mean nothing."""
+    """Add files that look like shards of a larger world: readers must ignore them."""
     name = draw.choice(_shards(checkpoint)).replace("rank_1", "rank_7").replace("_00_", "_03_")
     shutil.copyfile(other / draw.choice(_shards(other)), checkpoint / name)
     (checkpoint / draw.choice(["notes.txt", "checkpoint/.nfs01", "manifest.json~"])).touch()

@@ -13,8 +13,6 @@ from tests.support.outcome import NOTHING, error_text
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one load ended on one rank."""
-
     message: str
     """Class and message of what was raised."""
     as_wanted: bool
@@ -22,7 +20,7 @@ class Outcome:
 
 
 def load_each(setup: Setup, good: str, damaged: tuple[str, ...]) -> list[Outcome]:
-    """Load one after another into one engine, which trains a step before each."""
+    """Load each checkpoint into one engine, which trains a step before each load."""
     from lightning_elastic_zero.api import load_checkpoint
 
     found = []
@@ -40,12 +38,12 @@ def load_each(setup: Setup, good: str, damaged: tuple[str, ...]) -> list[Outcome
 
 
 def fit_from_each(root: str, damaged: tuple[str, ...], good: str) -> list[str]:
-    """Resume a Trainer from each, and at the end from the whole one; give what was raised."""
+    """Resume a Trainer from each damaged checkpoint, then from the intact one; list the errors."""
     plans = [FitSpec(f"{root}/out", 2, epochs=1, ckpt_path=path) for path in (*damaged, good)]
     return [error_of(plan) for plan in plans]
 
 
 def save_two(root: str) -> None:
-    """Leave two checkpoints of one run: after one epoch, and after two."""
+    """Save one run after one epoch and after two."""
     keep = {"save_top_k": -1, "filename": "{epoch}", "auto_insert_metric_name": False}
     fit(FitSpec(root, 2, epochs=2, checkpoint=keep))

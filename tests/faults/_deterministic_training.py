@@ -34,14 +34,13 @@ Table = dict[int, dict[str, str]]
 
 
 class Layer(nn.Module):
-    """A weight whose gradient is what it is given."""
+    """A weight whose gradient is the input."""
 
     def __init__(self, numel: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(numel))
 
     def forward(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return what has this gradient."""
         return (self.weight * gradient).sum()
 
 
@@ -49,7 +48,6 @@ class DeterministicModel(pl.LightningModule):
     """A model whose state after each step is known in advance."""
 
     def configure_model(self) -> None:
-        """Build the layers."""
         if hasattr(self, "layers"):
             return
         torch.manual_seed(3)
@@ -58,7 +56,6 @@ class DeterministicModel(pl.LightningModule):
         self.register_buffer("seen", torch.zeros(3))
 
     def training_step(self, _: object, __: int) -> torch.Tensor:
-        """Return a loss whose gradients are drawn from the step."""
         generator = torch.Generator().manual_seed(self.global_step)
         self.seen += 1.5
         drawn = [torch.randint(1, 99, (n,), generator=generator) * 12.0 for n in SIZES]
@@ -66,7 +63,6 @@ class DeterministicModel(pl.LightningModule):
         return torch.stack(losses).sum()
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW on two groups, and a rate that changes with each step."""
         first, *others = self.parameters()
         groups: list[dict[str, Any]] = [
             {"params": [first]},
@@ -80,13 +76,12 @@ class DeterministicModel(pl.LightningModule):
         }
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Return batches of nothing."""
         samples = TensorDataset(torch.zeros(GLOBAL_BATCH * STEPS_PER_EPOCH))
         return DataLoader(samples, batch_size=GLOBAL_BATCH // self.trainer.world_size)
 
 
 def state_digests(trainer: pl.Trainer, module: nn.Module) -> dict[str, str]:
-    """Digest what a run holds, by DeepSpeed's own functions; collective."""
+    """Digest the state of a run, gathered by DeepSpeed's own functions; collective."""
     wrapped: Any = trainer.strategy.model and trainer.strategy.model.optimizer
     if hasattr(wrapped, "_lazy_init_hp_params_optimizer_state"):
         # ZeRO-1/2 look for their state once, which may be before there is any.
@@ -106,8 +101,6 @@ def state_digests(trainer: pl.Trainer, module: nn.Module) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Training:
-    """One run: where it saves, where it goes on from, and where it is killed."""
-
     root: str
     stage: int = 2
     steps: int = 3
@@ -122,25 +115,22 @@ class Training:
 
     @property
     def over(self) -> Path:
-        """The folder in which one checkpoint is overwritten again and again."""
+        """The folder in which one checkpoint is overwritten after each step."""
         return Path(self.root) / "over"
 
     @property
     def top(self) -> Path:
-        """The folder in which the newest two are kept, and a link to the last."""
+        """The folder with the newest two checkpoints and a link to the last."""
         return Path(self.root) / "top"
 
 
 class SaveEachStep(Callback):
-    """Overwrites one checkpoint after each step, and notes what is there already."""
-
     def __init__(self, training: Training) -> None:
         self.training = training
         self.held: Table = {}
         self.witness: SaveStepTracer | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Look at what was restored; begin to watch for the step."""
         if trainer.global_step:
             self.held[trainer.global_step] = state_digests(trainer, pl_module)
         kill_point, root = self.training.kill_point, Path(self.training.root)
@@ -153,14 +143,13 @@ class SaveEachStep(Callback):
             (root / "started").write_text(json.dumps(self.held))
 
     def on_train_batch_start(self, *_: Any) -> None:
-        """Note the newest checkpoints that are there: less must never be there again."""
+        """Record the newest published checkpoints: a later kill must not lose any of them."""
         if comm.get_rank() == 0 and self.training.saves:
             record_newest_steps(self.training)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
-        """Save over the last one."""
         if self.training.recorded:
             self.held[trainer.global_step] = state_digests(trainer, pl_module)
         if self.training.saves:
@@ -168,7 +157,7 @@ class SaveEachStep(Callback):
 
 
 class LinkedModelCheckpoint(ModelCheckpoint):
-    """Links to what it saved last; the link may then still wait for that to be published."""
+    """Links to its last save, which may not be published yet."""
 
     def __init__(self, ledger: SaveEachStep, **options: Any) -> None:
         super().__init__(**options)
@@ -181,7 +170,7 @@ class LinkedModelCheckpoint(ModelCheckpoint):
 
 
 def published(folder: Path) -> dict[int, Path]:
-    """Return the checkpoints that a folder shows, by their step."""
+    """Return the published checkpoints of a folder, by step."""
     found = {}
     for manifest in folder.glob("*/manifest.json"):
         path = manifest.parent
@@ -191,7 +180,7 @@ def published(folder: Path) -> dict[int, Path]:
 
 
 def record_newest_steps(training: Training) -> None:
-    """Write down the newest step in each folder, in one piece."""
+    """Write the newest step of each folder to a file, atomically."""
     floor = {f.name: max(published(f), default=0) for f in (training.over, training.top)}
     path = Path(training.root) / "floor"
     path.with_suffix(".new").write_text(json.dumps(floor))
@@ -199,7 +188,7 @@ def record_newest_steps(training: Training) -> None:
 
 
 def train(training: Training) -> Table:
-    """Train, and give what was held at the start, or after each step."""
+    """Train; record the state at the start or after each step."""
     warnings.simplefilter("ignore")
     Path(training.root).mkdir(exist_ok=True)
     ledger = SaveEachStep(training)

@@ -25,8 +25,6 @@ SLOW_S = 0.12
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong, for whom, and when."""
-
     kind: str
     rank: int = 0
     nth: int = 1
@@ -44,7 +42,7 @@ Act = Callable[[], object]
 
 @contextmanager
 def inject_fault(fault: Fault, folder: Path, rank: int) -> Iterator[None]:
-    """Inject the fault while this context is open; the folder is the one that is saved into."""
+    """Inject the fault during this context into saves to the folder."""
     if fault.kind in AROUND:
         # Another rank's disk is the same one.
         if rank == 0:
@@ -61,7 +59,7 @@ def inject_fault(fault: Fault, folder: Path, rank: int) -> Iterator[None]:
 
 @contextmanager
 def on_nth_write(nth: int, act: Act, *, every: bool) -> Iterator[None]:
-    """Do something when a shard is written to for the nth time."""
+    """Call a function at the nth write to a shard."""
     real, count = os.write, 0
 
     def write(descriptor: int, data: Any) -> int:
@@ -106,7 +104,7 @@ def _die(_: Path) -> Act:
 
 
 def hang_marker(folder: Path) -> Path:
-    """Name the file that is there while the disk below a folder does not answer."""
+    """Return the file that exists while the disk below a folder does not answer."""
     return folder.with_name("hangs")
 
 
@@ -134,7 +132,7 @@ ACTS: dict[str, Callable[[Path], Act]] = {
 
 @contextmanager
 def _full(fault: Fault, folder: Path) -> Iterator[None]:
-    """Fill a real file system, but for a little."""
+    """Fill a real file system up to a small remainder."""
     filler = folder / "filler"
     with filler.open("wb", buffering=0) as file:
         free_bytes = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
@@ -148,7 +146,7 @@ def _full(fault: Fault, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _read_only(_: Fault, folder: Path) -> Iterator[None]:
-    """Take the right to write away, from root too."""
+    """Remove the right to write, from root too."""
     _mount("-o", "remount,ro", str(folder))
     try:
         yield
@@ -158,7 +156,7 @@ def _read_only(_: Fault, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _moved(_: Fault, folder: Path) -> Iterator[None]:
-    """Move the folder away, as an automounter does, and put a file where it was."""
+    """Move the folder away, as an automounter does, and put a file in its place."""
     away = folder.with_name("away")
     folder.rename(away)
     folder.touch()
@@ -182,11 +180,7 @@ ON_TMPFS = {"full disk", "read-only"}
 
 @contextmanager
 def tmpfs(folder: Path) -> Iterator[None]:
-    """Yield a small file system.
-
-    Raises:
-        PermissionError: this user may not make one.
-    """
+    """Yield a small file system; raise PermissionError if this user may not make one."""
     folder.mkdir()
     if _mount("-t", "tmpfs", "-o", f"size={TMPFS_BYTES}", "tmpfs", str(folder), check=False):
         msg = "a small file system can be mounted by root only"

@@ -40,7 +40,7 @@ STAGES = (2, 3, 1)
 
 @dataclass
 class KillSequence:
-    """Runs one after another, each of them killed, in one folder."""
+    """Runs one after another in one folder, each of them killed."""
 
     pools: Pools
     root: Path
@@ -58,7 +58,7 @@ class KillSequence:
     """Whether ``last.ckpt`` was there, so that it must never be gone."""
 
     def kill(self, kill_point: KillPoint) -> bool:
-        """Kill a run at a step, and check all that is left; tell whether it came to that."""
+        """Kill a run at a step and check what it leaves; return whether it reached the step."""
         (self.root / "landed").unlink(missing_ok=True)
         self._run(self._until_dead, kill_point)
         landed = (self.root / "landed").exists()
@@ -66,7 +66,7 @@ class KillSequence:
         return landed
 
     def kill_at_random(self, draw: random.Random) -> None:
-        """Kill one rank, or all, at any instant of a run that saves."""
+        """Kill one rank or all at a random instant of a run that saves."""
         delay_s, everyone = draw.uniform(0, 0.6), draw.random() < 0.5
 
         def strike(world: World) -> None:
@@ -80,10 +80,7 @@ class KillSequence:
         self._check(f"after {delay_s:.3f} s, {everyone=}", landed=True)
 
     def go_on(self) -> None:
-        """Run once undisturbed: at the start, so that there is something to lose, and at the end.
-
-        What the killed ones left behind is gone then.
-        """
+        """Run once undisturbed; this removes the leftovers of killed runs."""
         self._run(self._until_dead, None, steps=2)
         self._check("undisturbed", landed=None)
         # A note that was cut while it was written names nobody who could be dead: it goes by age.
@@ -122,7 +119,7 @@ class KillSequence:
         self._check_restart(training, said)
 
     def _until_dead(self, world: World) -> None:
-        """Wait until all ranks have ended, or one died and the others had a moment."""
+        """Wait until all ranks have ended, or until one died and the others had time to react."""
         waiting = list(world.ranks)
         end = time.monotonic() + RUN_S
         while waiting and (ready := wait(waiting, max(0.0, end - time.monotonic()))):
@@ -136,7 +133,7 @@ class KillSequence:
                 end = min(end, time.monotonic() + PATIENCE_S)
 
     def _resume_from(self) -> str | None:
-        """Return what a user would go on from: the newest of one of the folders, or its last."""
+        """Return the newest checkpoint of one of the folders, or its last."""
         over, top = self.root / "over", self.root / "top"
         repair(over)
         last = top / "last.ckpt"
@@ -163,7 +160,7 @@ class KillSequence:
                 self._note("silent errors", f"restart at step {step} from {training}: {differ}")
 
     def _check(self, what: str, *, landed: bool | None) -> None:
-        """Read every published checkpoint; compare it with what was trained, bit for bit."""
+        """Compare every published checkpoint with the trained state, bit for bit."""
         if landed is not None:
             KILLS.count(self.row, "tried")
             KILLS.count(self.row, "landed", by=landed)
@@ -230,11 +227,7 @@ MODES: dict[str, Mapping[str, Any]] = {
 
 
 def wait_for_published(trainer: pl.Trainer) -> None:
-    """Wait until what was saved is published, where that goes on behind training.
-
-    Raises:
-        ElasticZeroError: it could not be.
-    """
+    """Wait until a background save is published; raise ElasticZeroError if it failed."""
     wait_for_save = getattr(trainer.strategy, "wait_for_save", None)
     if wait_for_save is not None:
         wait_for_save()

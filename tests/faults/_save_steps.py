@@ -64,21 +64,19 @@ ALL, FIRST, OTHER = "all", "rank 0", "another"
 
 @dataclass(frozen=True)
 class KillPoint:
-    """Who is killed, where, and at which time it is reached."""
-
     step: str
     whom: str = ALL
     nth: int = 1
 
     @classmethod
     def drawn(cls, step: str, turn: int) -> KillPoint:
-        """Return who is killed in turn, at any of the times that the step is reached."""
+        """Return who is killed, and at which visit to the step; ranks take turns."""
         draw = random.Random(f"{step}-{turn}")
         return cls(step, (ALL, FIRST, OTHER)[turn % 3], 1 + draw.randrange(OFTEN.get(step, 3)))
 
 
 class SaveStepTracer:
-    """Counts the steps that this process reaches, and kills when the one is reached."""
+    """Counts the steps that this process reaches, and kills at the selected one."""
 
     def __init__(self, kill_point: KillPoint, root: Path, rank: int, world: int) -> None:
         self._kill_point, self._root = kill_point, root
@@ -93,7 +91,6 @@ class SaveStepTracer:
         (root / f"pid-{rank}").write_text(str(os.getpid()))
 
     def watch(self) -> None:
-        """Look at this process's system calls from now on."""
         os.write, os.fsync = self._on_write, self._on_fsync  # type: ignore[assignment]
         exchange = atomic.exchange_names
 
@@ -112,7 +109,6 @@ class SaveStepTracer:
         sys.addaudithook(self._on_event)
 
     def reach(self, step: str) -> None:
-        """Take notice of a step; it may be the last thing that this process does."""
         if step != self._kill_point.step or not self._acts:
             return
         with self._lock:

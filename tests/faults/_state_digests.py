@@ -20,21 +20,15 @@ from tests.support.bits import bitwise_repr
 
 
 def bits_of(tensor: torch.Tensor) -> bytes:
-    """Return a tensor's bits."""
     return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def digest(data: bytes) -> str:
-    """Return a short digest."""
     return hashlib.sha256(data).hexdigest()[:16]
 
 
 def read_digests(path: AnyPath) -> dict[str, str]:
-    """Return a digest of every value that a load could be given, by what it is.
-
-    Raises:
-        ElasticZeroError: the checkpoint is refused.
-    """
+    """Return a digest of each value that a load can receive, by its identity."""
     with closing(open_checkpoint(path)) as source:
         source.check_all()
         source.verify(0, 1, NO_PROGRESS)
@@ -79,7 +73,7 @@ def _keys_of(manifest: Manifest, name: str) -> Mapping[str, torch.dtype]:
 
 
 def _once(source: CheckpointReader) -> Iterator[tuple[str, str]]:
-    """Yield what is held once, as each rank of the save would be given it."""
+    """Yield each value once, as each rank of the save would receive it."""
     manifest = source.manifest
     for rank in range(manifest.world_size):
         once: Any = source.module_state(rank, manifest.world_size)

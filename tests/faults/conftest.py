@@ -33,10 +33,7 @@ def saved(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 
 @pytest.fixture(scope="session")
 def table(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Table:
-    """Return what is held after each step, by a run undisturbed and without a save.
-
-    Of all steps that a chain can come to: 40 kills, a run before and one after, each of 4 steps.
-    """
+    """Return the state after each step of an undisturbed run: 40 kills and 2 runs, 4 steps each."""
     root = str(tmp_path_factory.mktemp("undisturbed"))
     training = Training(root, stage=1, steps=42 * 4, saves=False, recorded=True)
     return pools.run(1, partial(train, training))[0]
@@ -44,8 +41,6 @@ def table(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Table:
 
 @pytest.fixture
 def chain(pools: Pools, table: Table, tmp_path: Path) -> MakeChain:
-    """Return runs one after another, in a folder of their own."""
-
     def make(mode: str, row: str) -> KillSequence:
         return KillSequence(pools, tmp_path, table, f"{row} ({mode})", MODES[mode])
 

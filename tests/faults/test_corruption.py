@@ -24,13 +24,12 @@ FEW = 120
 
 
 def drawn(count: int) -> Iterator[tuple[str, Corruption]]:
-    """Return kinds of corruption, each as often as its share says."""
+    """Return kinds of corruption, each as often as its share."""
     shares = [(kind, act) for kind, (act, share) in KINDS.items() for _ in range(share)]
     return itertools.islice(itertools.cycle(shares), count)
 
 
 def judged(damaged: Path, damage: Damage, whole: dict[str, str]) -> tuple[str, str]:
-    """Read a damaged checkpoint; give what came of it, and what was said."""
     try:
         found = read_digests(damaged)
     except ElasticZeroError as error:
@@ -44,7 +43,7 @@ def judged(damaged: Path, damage: Damage, whole: dict[str, str]) -> tuple[str, s
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_no_corruption_is_taken_for_what_was_written(
+def test_a_corruption_is_refused_by_file_or_changes_no_value(
     stage: str,
     many: bool,
     saved: Callable[..., Path],
@@ -52,7 +51,6 @@ def test_no_corruption_is_taken_for_what_was_written(
     pytestconfig: pytest.Config,
     seed: int,
 ) -> None:
-    """At any offset of any file, an error names the file, or every value read is what it was."""
     count = pytestconfig.getoption("--corruptions") if many else FEW
     checkpoint, other = saved(stage, 3), saved(stage, 4)
     whole = read_digests(checkpoint)

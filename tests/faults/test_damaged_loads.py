@@ -25,7 +25,7 @@ Damaged = tuple[str, Damage, Path]
 
 
 def damaged_copies(checkpoint: Path, other: Path, folder: Path, count: int) -> list[Damaged]:
-    """Damage copies in every way in turn; give the kind, what was done, and where it lies."""
+    """Damage copies in every way in turn; return the kind, the damage and the folder."""
     kinds = list(KINDS)
     found = []
     for index in range(count):
@@ -38,7 +38,7 @@ def damaged_copies(checkpoint: Path, other: Path, folder: Path, count: int) -> l
 
 
 def count_up(row: str, message: list[str], damaged: Damaged, *, as_wanted: bool = True) -> str:
-    """Count a load; give what is wrong with how it ended."""
+    """Count a load; return the problems with its outcome."""
     kind, damage, path = damaged
     LOADS.count(row, "tried")
     refused = [text != NOTHING for text in message]
@@ -55,10 +55,9 @@ def count_up(row: str, message: list[str], damaged: Damaged, *, as_wanted: bool 
 @pytest.mark.long
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("stage", ["2", "3"])
-def test_an_engine_is_left_as_it_was(
+def test_a_refused_load_changes_no_bit_of_an_engine(
     stage: str, count: int, pools: Pools, saved: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """All ranks raise, naming the checkpoint, and no bit of the live state has changed."""
     damaged = damaged_copies(saved(stage, 3), saved(stage, 4), tmp_path, count)
     paths = tuple(str(path) for _, _, path in damaged)
     ranks = pools.run(2, partial(load_each, Setup(2, stage), str(saved(stage, 3)), paths))
@@ -75,8 +74,9 @@ def test_an_engine_is_left_as_it_was(
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_a_trainer_refuses_it(count: int, pools: Pools, tmp_path: Path) -> None:
-    """All ranks of a Trainer raise what names the checkpoint; from the whole one they go on."""
+def test_a_trainer_refuses_damage_by_name_and_resumes_from_the_intact_one(
+    count: int, pools: Pools, tmp_path: Path
+) -> None:
     pools.run(2, partial(save_two, str(tmp_path)))
     checkpoint, other = tmp_path / "0.ckpt", tmp_path / "1.ckpt"
     damaged = damaged_copies(checkpoint, other, tmp_path, count)

@@ -21,13 +21,12 @@ from tests.support.ranks import ForkServer
 
 
 class KillAfterStep(Callback):
-    """Kills a rank after the first step; the others go on once it is gone."""
+    """Kills a rank after the first step; the others continue when it is gone."""
 
     def __init__(self, folder: str, job: Job, dies: int) -> None:
         self.pid, self.job, self.dies = Path(folder) / "pid", job, dies
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
-        """Kill, or wait for it."""
         if self.job.rank == self.dies:
             self.pid.write_text(str(os.getpid()))
         trainer.strategy.barrier()
@@ -48,7 +47,6 @@ def _is_gone(pid: str) -> bool:
 
 
 def lose_a_rank(folder: str, dies: int, stage: int, job: Job) -> None:
-    """Be one rank of it; note what ended it."""
     warnings.simplefilter("ignore")
     rank = {"RANK": job.rank, "LOCAL_RANK": job.rank, "WORLD_SIZE": job.world_size}
     os.environ.update({key: str(value) for key, value in rank.items()})
@@ -78,11 +76,10 @@ pytestmark = pytest.mark.engine
         ),
     ],
 )
-def test_the_others_end(dies: int, stage: int, fork_server: ForkServer, tmp_path: Path) -> None:
-    """Lightning hides that its broadcast before the next batch has failed.
-
-    A rank without a connection to the dead one would then wait for one that is a collective ahead.
-    """
+def test_ranks_end_when_another_dies_between_steps(
+    dies: int, stage: int, fork_server: ForkServer, tmp_path: Path
+) -> None:
+    """Lightning hides a failed broadcast; a rank could wait in a later collective."""
     program = partial(lose_a_rank, str(tmp_path), dies, stage)
     ranks = run_ranks(program, 4, fork_server, store_of_launcher=True, timeout_s=PROMPT_TIMEOUT_S)
     codes = {rank: result.returncode for rank, result in enumerate(ranks)}

@@ -50,8 +50,6 @@ WAITING, NEXT_SAVE, END = "waiting", "the next save", "the end"
 
 @dataclass
 class FaultRunResult:
-    """What one rank saw."""
-
     message: str = "nothing was raised"
     seconds: float = 0.0
     again: str = ""
@@ -69,7 +67,7 @@ class FaultRunResult:
 
 @dataclass(frozen=True)
 class FaultRun:
-    """One run of three steps, saved over one checkpoint after each; the second save meets it."""
+    """One run of three steps with a save after each; the fault hits the second save."""
 
     folder: str
     fault: Fault
@@ -82,13 +80,11 @@ class FaultRun:
 
     @property
     def stopped_s(self) -> float:
-        """How long a rank is stopped, where nobody notices: longer than it is waited for."""
+        """How long a rank is stopped: longer than the heartbeat timeout."""
         return 8.0 if self.short else Timeouts().heartbeat_timeout_s + 15.0
 
 
 class SaveWithFault(Callback):
-    """Saves after each step, and lets it happen at the second one."""
-
     def __init__(self, fault_run: FaultRun) -> None:
         self.fault_run, self.endured = fault_run, FaultRunResult()
         self.path = Path(fault_run.folder) / "good.ckpt"
@@ -96,7 +92,6 @@ class SaveWithFault(Callback):
         self.trained_at = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Record which rank this is; make the waiting short."""
         (self.pids / f"pid-{comm.get_rank()}").write_text(str(os.getpid()))
         strategy = trainer.strategy
         assert isinstance(strategy, ElasticDeepSpeedStrategy)
@@ -110,7 +105,6 @@ class SaveWithFault(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
-        """Save."""
         hears = self.fault_run.hears
         if trainer.global_step == 2:
             self._save_badly(trainer)
@@ -131,7 +125,6 @@ class SaveWithFault(Callback):
         wait_for_published(trainer)
 
     def _ask(self, call: Callable[[], object]) -> None:
-        """Hear what became of the save."""
         began = time.monotonic()
         try:
             call()
@@ -140,7 +133,7 @@ class SaveWithFault(Callback):
         self.endured.seconds = time.monotonic() - began
 
     def _ask_again(self, trainer: pl.Trainer) -> None:
-        """Wait for it while the disk still does not answer; then let it."""
+        """Wait for the save while the disk does not answer; then let it answer."""
         first, first_s = self.endured.message, self.endured.seconds
         self._ask(lambda: wait_for_published(trainer))
         self.endured.again, self.endured.message = self.endured.message, first
@@ -180,7 +173,7 @@ class SaveWithFault(Callback):
             self._look_at_the_last_good(trainer)
 
     def _wake(self, in_s: float) -> subprocess.Popen[bytes] | None:
-        """Continue who is stopped, once it is; it cannot do that itself."""
+        """Continue the stopped rank, which cannot do that itself."""
         fault = self.fault_run.fault
         if fault.kind == "hanging disk":
             while not hang_marker(self.path.parent).exists():
@@ -194,7 +187,6 @@ class SaveWithFault(Callback):
 
 
 def run_with_fault(fault_run: FaultRun) -> FaultRunResult:
-    """Train through it, and give what this rank saw."""
     warnings.simplefilter("ignore")
     callback = SaveWithFault(fault_run)
     strategy = elastic(stage=fault_run.stage, **fault_run.strategy)
@@ -237,27 +229,26 @@ SAYS = {
 
 @pytest.fixture(scope="module")
 def table(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Table:
-    """Return what is held after each step, by a run undisturbed and without a save."""
+    """Return the state after each step of an undisturbed run without saves."""
     root = str(tmp_path_factory.mktemp("undisturbed"))
     training = Training(root, stage=1, steps=STEPS, saves=False, recorded=True)
     return pools.run(1, partial(train, training))[0]
 
 
 def same(wanted: Mapping[str, str], found: Mapping[str, str]) -> bool:
-    """Return whether a checkpoint gives what was trained, bit for bit."""
+    """Return whether a checkpoint contains the trained state, bit for bit."""
     return bool(found) and all(found.get(k) == v for k, v in wanted.items() if k != "lr")
 
 
 @pytest.fixture(params=MODES)
 def mode(request: pytest.FixtureRequest) -> str:
-    """Return the name of each way to save."""
     return str(request.param)
 
 
 def run(
     pools: Pools, folder: Path, fault: Fault, table: Table, mode: str, **options: Any
 ) -> list[FaultRunResult]:
-    """Run two ranks through it; what they hold after each step is what it would have been."""
+    """Run two ranks through a fault; check their state after each step."""
     row = f"{fault.kind} ({mode})"
     FAULTS.count(row, "tried")
     fault_run = FaultRun(str(folder), fault, strategy=MODES[mode], **options)
@@ -279,10 +270,7 @@ def check(
     says: str,
     steps: tuple[int, ...] = (1,),
 ) -> None:
-    """See that all ranks raised what they should, and that the last good one is whole.
-
-    It is of one of these steps. In time: no rank waited for a default of half an hour.
-    """
+    """Check that all ranks raised in bounded time, and a checkpoint of these steps is intact."""
     for rank in ranks:
         assert says in rank.message, rank.message
         assert rank.seconds < PROMPT_TIMEOUT_S
@@ -292,10 +280,9 @@ def check(
 
 
 @pytest.mark.parametrize("fault", RAISING, ids=str)
-def test_what_a_disk_does(
+def test_a_disk_fault_is_raised_on_all_ranks_and_the_run_continues(
     fault: Fault, mode: str, pools: Pools, table: Table, tmp_path: Path
 ) -> None:
-    """All ranks raise the same in bounded time; the last good one is whole; the run goes on."""
     folder = tmp_path / "saves"
     if fault.kind in ON_TMPFS:
         try:
@@ -311,8 +298,9 @@ def test_what_a_disk_does(
 
 
 @pytest.mark.long
-def test_a_slow_disk_is_no_fault(mode: str, pools: Pools, table: Table, tmp_path: Path) -> None:
-    """A disk that takes longer than a rank may stall, but writes, is waited for."""
+def test_a_disk_slower_than_the_stall_timeout_is_waited_for(
+    mode: str, pools: Pools, table: Table, tmp_path: Path
+) -> None:
     (tmp_path / "saves").mkdir()
     ranks = run(pools, tmp_path / "saves", Fault("slow disk", 1), table, mode)
     assert [rank.message for rank in ranks] == ["nothing was raised"] * 2
@@ -325,7 +313,7 @@ def test_a_slow_disk_is_no_fault(mode: str, pools: Pools, table: Table, tmp_path
     "short", [True, pytest.param(False, marks=pytest.mark.long)], ids=["short", "as for users"]
 )
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_stalls(
+def test_a_stopped_rank_is_named_on_all_ranks(
     rank: int,
     short: bool,
     mode: str,
@@ -333,11 +321,7 @@ def test_a_rank_that_stalls(
     table: Table,
     tmp_path: Path,
 ) -> None:
-    """A stopped rank is named in bounded time on all others, and on itself when it goes on.
-
-    Behind training, what could not be finished is their waiting: where the rank goes on just then,
-    its writer may be in time to finish the save.
-    """
+    """A writer that continues just in time may still finish a background save."""
     fault = Fault("a rank stalls", rank, 2)
     (tmp_path / "saves").mkdir()
     ranks = run(pools, tmp_path / "saves", fault, table, mode, short=short)
@@ -352,13 +336,9 @@ def test_a_rank_that_stalls(
 )
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("hears", [NEXT_SAVE, END])
-def test_a_rank_that_stalls_behind_training(
+def test_a_background_save_of_a_stopped_rank_fails_once(
     hears: str, rank: int, short: bool, pools: Pools, table: Table, tmp_path: Path
 ) -> None:
-    """Training waits for it anyway; when it goes on, the save has failed, as the ranks hear next.
-
-    They hear it once: the save after that is sound.
-    """
     fault = Fault("a rank stalls", rank, 2)
     (tmp_path / "saves").mkdir()
     ranks = run(pools, tmp_path / "saves", fault, table, "background", short=short, hears=hears)
@@ -371,10 +351,9 @@ def test_a_rank_that_stalls_behind_training(
 @pytest.mark.parametrize(
     "rank", [1, pytest.param(0, marks=pytest.mark.long)], ids=["rank 1", "rank 0"]
 )
-def test_a_disk_that_hangs_behind_training(
+def test_no_background_save_hangs_with_the_disk(
     rank: int, pools: Pools, table: Table, tmp_path: Path
 ) -> None:
-    """Neither that save nor the ones after it hang; once it answers, the next one is sound."""
     fault = Fault("hanging disk", rank, 2)
     (tmp_path / "saves").mkdir()
     ranks = run(pools, tmp_path / "saves", fault, table, "background", hears=NEXT_SAVE)
@@ -389,7 +368,7 @@ def test_a_disk_that_hangs_behind_training(
     "short", [True, pytest.param(False, marks=pytest.mark.long)], ids=["short", "as for users"]
 )
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_dies(
+def test_a_dead_rank_is_reported_and_the_last_checkpoint_is_intact(
     rank: int,
     short: bool,
     mode: str,
@@ -397,7 +376,6 @@ def test_a_rank_that_dies(
     table: Table,
     tmp_path: Path,
 ) -> None:
-    """All others are told in bounded time, and what was published last is what it was."""
     fault = Fault("a rank dies", rank, 2)
     row = f"{fault.kind} ({mode})"
     FAULTS.count(row, "tried")

@@ -32,8 +32,6 @@ from tests.support.ranks import ForkServer
 
 @dataclass(frozen=True)
 class ExceptionRun:
-    """What the processes are told."""
-
     folder: str
     rank: int
     """Whose disk it is."""
@@ -53,7 +51,6 @@ class RaiseDuringSave(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
-        """Act after a step."""
         strategy = trainer.strategy
         assert isinstance(strategy, ElasticDeepSpeedStrategy)
         path = Path(self.exception_run.folder) / "good.ckpt"
@@ -82,7 +79,6 @@ class RaiseDuringSave(Callback):
 
 
 def raise_while_saving(exception_run: ExceptionRun, job: Job) -> None:
-    """Be one rank of it."""
     warnings.simplefilter("ignore")
     rank = {"RANK": job.rank, "LOCAL_RANK": job.rank, "WORLD_SIZE": job.world_size}
     os.environ.update({key: str(value) for key, value in rank.items()})
@@ -135,7 +131,7 @@ SLOW_S = {SHORT_S: 0.2, DRAIN_TIMEOUT_S: 0.8}
         ),
     ],
 )
-def test_a_save_in_flight_is_given_up(
+def test_an_exception_ends_processes_during_a_save(
     *,
     slow: bool,
     rank: int,
@@ -143,11 +139,7 @@ def test_a_save_in_flight_is_given_up(
     tmp_path: Path,
     fork_server: ForkServer,
 ) -> None:
-    """It has its patience, and no more: the processes end, and the last good one is what it was.
-
-    Where the disk is only slow, nothing is left behind; where it does not answer at all, what lies
-    in the hidden directory goes with the next save.
-    """
+    """A slow disk leaves nothing behind; a hanging one leaves files for the next save to remove."""
     folder = tmp_path / "saves"
     folder.mkdir()
     short_s = None if patience_s == DRAIN_TIMEOUT_S else patience_s

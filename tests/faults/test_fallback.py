@@ -27,8 +27,6 @@ from tests.support.ranks import Pools
 
 @dataclass(frozen=True)
 class FallbackResult:
-    """How a load ended on one rank."""
-
     message: str
     """Class and message of what was raised."""
     instead_of: str
@@ -38,14 +36,11 @@ class FallbackResult:
 
 
 class WarningCollector(logging.Handler):
-    """Keeps warnings."""
-
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep one."""
         self.texts.append(record.getMessage())
 
 
@@ -70,10 +65,7 @@ def load_from(setup: Setup, path: str, older: Saved, options: dict[str, Any]) ->
 
 
 def fit_and_test(root: str, path: str) -> tuple[int, str]:
-    """Resume with leave to fall back, then test from the same path; give the step, what was said.
-
-    To evaluate another checkpoint than the one that was named is no use to anybody.
-    """
+    """Resume with fallback, then test from the same path; return the step and the messages."""
     from tests.support.fits import error_of, fit
 
     plan = FitSpec(f"{root}/out", 2, epochs=2, ckpt_path=path, strategy={"fallback": True})
@@ -97,7 +89,6 @@ def kept(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(kept: Path, tmp_path: Path) -> Path:
-    """Return a copy of it, with a link to the last."""
     copy = Path(shutil.copytree(kept, tmp_path / "run"))
     (copy / "last.ckpt").symlink_to("c.ckpt")
     return copy
@@ -112,8 +103,9 @@ def loaded(
     return pools.run(2, partial(load_from, SETUP, str(path), saved, options))
 
 
-def test_the_newest_sound_one_is_named(pools: Pools, folder: Path) -> None:
-    """All ranks are told what is wrong with the last, and which older one is verified."""
+def test_the_error_names_the_damage_and_the_newest_intact_checkpoint(
+    pools: Pools, folder: Path
+) -> None:
     _damaged_checkpoints.flip_bit(folder / "c.ckpt")
     _damaged_checkpoints.flip_bit(folder / "b.ckpt")
     for rank in loaded(pools, folder / "last.ckpt"):
@@ -133,8 +125,9 @@ def test_the_newest_sound_one_is_named(pools: Pools, folder: Path) -> None:
         _damaged_checkpoints.cut_manifest,
     ],
 )
-def test_it_is_taken_where_that_is_allowed(damage: object, pools: Pools, folder: Path) -> None:
-    """All ranks hold what its writer held, bit for bit; a warning says what was wrong."""
+def test_fallback_loads_the_older_checkpoint_and_warns(
+    damage: object, pools: Pools, folder: Path
+) -> None:
     assert callable(damage)
     damage(folder / "c.ckpt")
     ranks = loaded(pools, folder / "last.ckpt", "b", fallback=True)
@@ -146,8 +139,7 @@ def test_it_is_taken_where_that_is_allowed(damage: object, pools: Pools, folder:
     assert f"{folder / 'b.ckpt'} (step 2) is loaded instead" in warning
 
 
-def test_a_link_to_what_is_gone(pools: Pools, folder: Path) -> None:
-    """A last.ckpt whose checkpoint is gone is treated as a damaged one is."""
+def test_a_dangling_link_counts_as_damaged(pools: Pools, folder: Path) -> None:
     shutil.rmtree(folder / "c.ckpt")
     for rank in loaded(pools, folder / "last.ckpt"):
         assert rank.message.startswith("CheckpointNotFoundError")
@@ -156,8 +148,7 @@ def test_a_link_to_what_is_gone(pools: Pools, folder: Path) -> None:
     assert [rank.message for rank in ranks] == ["", ""]
 
 
-def test_what_is_there_no_more_and_what_never_was(pools: Pools, folder: Path) -> None:
-    """Without a sound one none is taken; a misspelt path is told what is there, and takes none."""
+def test_missing_and_misspelt_paths_load_nothing(pools: Pools, folder: Path) -> None:
     for rank in loaded(pools, folder / "lsat.ckpt", fallback=True):
         assert rank.message.startswith("CheckpointNotFoundError")
         assert "sound" not in rank.message
@@ -171,16 +162,14 @@ def test_what_is_there_no_more_and_what_never_was(pools: Pools, folder: Path) ->
         assert "fallback" not in rank.message
 
 
-def test_a_newer_one_is_not_taken(pools: Pools, folder: Path) -> None:
-    """Who asks for an old checkpoint by name does not get a newer one."""
+def test_no_newer_checkpoint_replaces_an_older_one(pools: Pools, folder: Path) -> None:
     _damaged_checkpoints.flip_bit(folder / "b.ckpt")
     ranks = loaded(pools, folder / "b.ckpt", "a", fallback=True)
     assert [rank.message for rank in ranks] == ["", ""]
     assert all(rank.is_older for rank in ranks)
 
 
-def test_the_newest_is_the_one_published_last(pools: Pools, folder: Path) -> None:
-    """Steps of another run in the same folder say nothing about which one is newest."""
+def test_newest_means_published_last_not_highest_step(pools: Pools, folder: Path) -> None:
     _damaged_checkpoints.flip_bit(folder / "c.ckpt")
     os.utime(folder / "b.ckpt" / "manifest.json", (1e9, 1e9))
     for rank in loaded(pools, folder / "last.ckpt"):
@@ -188,7 +177,7 @@ def test_the_newest_is_the_one_published_last(pools: Pools, folder: Path) -> Non
 
 
 def rot_manifest(checkpoint: Path, damage: Callable[[Path], object]) -> None:
-    """Make a manifest unreadable as a bad disk does: nobody writes, and no time changes."""
+    """Make a manifest unreadable as a bad disk does: no file's time changes."""
     manifest = checkpoint / MANIFEST_NAME
     times = {path: path.stat().st_mtime_ns for path in (checkpoint, manifest)}
     damage(checkpoint)
@@ -200,7 +189,7 @@ def rot_manifest(checkpoint: Path, damage: Callable[[Path], object]) -> None:
 def proposed_for(
     checkpoint: Path, fits_model: Callable[[Manifest], bool] = lambda _: True
 ) -> str | None:
-    """Return the name of the checkpoint that is proposed in place of another."""
+    """Return the checkpoint that is proposed in place of another."""
     older = find_fallback(checkpoint, OneRank(), fits_model)
     return None if older is None else Path(older[0]).name
 
@@ -208,10 +197,9 @@ def proposed_for(
 @pytest.mark.parametrize(
     "damage", [_damaged_checkpoints.cut_manifest, _damaged_checkpoints.lose_manifest]
 )
-def test_without_a_manifest_times_tell_what_is_older(
+def test_without_a_manifest_only_earlier_files_are_proposed(
     damage: Callable[[Path], object], folder: Path
 ) -> None:
-    """Where nothing says at which step the damaged one was, none that came after it is proposed."""
     rot_manifest(folder / "b.ckpt", damage)
     assert proposed_for(folder / "b.ckpt") == "a.ckpt"
     rot_manifest(folder / "a.ckpt", damage)
@@ -220,8 +208,8 @@ def test_without_a_manifest_times_tell_what_is_older(
     assert proposed_for(folder / "last.ckpt") is None
 
 
-def test_beside_one_of_other_software_none_is_named(folder: Path) -> None:
-    """What this library did not write may be another run's; so may any checkpoint beside it."""
+def test_nothing_is_proposed_for_checkpoints_of_other_software(folder: Path) -> None:
+    """They may be of another run, and so may any checkpoint in the same folder."""
     (folder / "file.ckpt").write_bytes(b"PK, and no more")
     shard = folder / "stock" / "global_step3" / "mp_rank_00_model_states.pt"
     shard.parent.mkdir(parents=True)
@@ -233,8 +221,9 @@ def test_beside_one_of_other_software_none_is_named(folder: Path) -> None:
 @pytest.mark.parametrize(
     "damage", [_damaged_checkpoints.flip_bit, _damaged_checkpoints.cut_manifest]
 )
-def test_one_of_another_model_is_not_named(damage: Callable[[Path], object], folder: Path) -> None:
-    """Names and shapes are those of the damaged one; where that says nothing, of the model."""
+def test_no_checkpoint_of_another_model_is_proposed(
+    damage: Callable[[Path], object], folder: Path
+) -> None:
     manifest = manifest_from_json((folder / "b.ckpt" / MANIFEST_NAME).read_text(), "b.ckpt")
     fits = partial(_shares_shapes, manifest)
     turned = [replace(p, shape=p.shape[::-1]) for p in manifest.parameters]
@@ -252,8 +241,7 @@ def _shares_shapes(model: Manifest, saved: Manifest) -> bool:
     }
 
 
-def test_only_a_newer_one_is_none(pools: Pools, folder: Path) -> None:
-    """With leave to fall back, all ranks fail for the first checkpoint, and name no other."""
+def test_a_newer_checkpoint_alone_is_no_fallback(pools: Pools, folder: Path) -> None:
     rot_manifest(folder / "a.ckpt", _damaged_checkpoints.cut_manifest)
     for rank in loaded(pools, folder / "a.ckpt", "b", fallback=True):
         assert rank.message
@@ -262,8 +250,7 @@ def test_only_a_newer_one_is_none(pools: Pools, folder: Path) -> None:
         assert "c.ckpt" not in rank.message
 
 
-def test_weights_alone_are_none(pools: Pools, folder: Path) -> None:
-    """Where nothing says that the damaged one was of weights only, none such is proposed for it."""
+def test_weights_only_checkpoints_are_no_fallback(pools: Pools, folder: Path) -> None:
     light = Saved(SETUP, str(folder / "light.ckpt"), {"weights_only": True})
     pools.run(2, partial(train_and_save, light, steps=2))
     before_c = (folder / "c.ckpt" / MANIFEST_NAME).stat().st_mtime - 0.01
@@ -276,8 +263,7 @@ def test_weights_alone_are_none(pools: Pools, folder: Path) -> None:
     assert proposed_for(folder / "c.ckpt") is None
 
 
-def test_a_trainer_goes_on_from_it(pools: Pools, tmp_path: Path) -> None:
-    """fit(ckpt_path=...) goes on from the older one; test(ckpt_path=...) evaluates no other."""
+def test_fit_falls_back_but_test_does_not(pools: Pools, tmp_path: Path) -> None:
     pools.run(2, partial(save_two, str(tmp_path)))
     _damaged_checkpoints.flip_bit(tmp_path / "1.ckpt")
     call = partial(fit_and_test, str(tmp_path), str(tmp_path / "1.ckpt"))

@@ -17,8 +17,10 @@ SOME = 3
 
 @pytest.mark.parametrize("count", [SOME, pytest.param(len(STEPS), marks=pytest.mark.long)])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_kill_at_each_step(mode: str, count: int, chain: MakeChain, seed: int) -> None:
-    """One kill for each step in turn, of one rank, of rank 0, of all; each restart is the next."""
+def test_a_run_resumes_exactly_after_a_kill_at_each_step(
+    mode: str, count: int, chain: MakeChain, seed: int
+) -> None:
+    """Kills one rank, rank 0 and all ranks in turn; each restart is the next run."""
     runs = chain(mode, "each step once")
     now = random.Random(f"{seed} {mode}").sample(STEPS, count)
     runs.go_on()
@@ -37,8 +39,9 @@ def test_a_kill_at_each_step(mode: str, count: int, chain: MakeChain, seed: int)
 @pytest.mark.long
 @pytest.mark.parametrize("count", [2, pytest.param(40, marks=pytest.mark.long)])
 @pytest.mark.parametrize("mode", MODES)
-def test_kills_at_random_instants(mode: str, count: int, chain: MakeChain, seed: int) -> None:
-    """No instant is left out because nobody has thought of it."""
+def test_a_run_resumes_exactly_after_kills_at_random_instants(
+    mode: str, count: int, chain: MakeChain, seed: int
+) -> None:
     runs, draw = chain(mode, "any instant"), random.Random(f"instants-{mode}-{seed}")
     runs.go_on()
     for _ in range(count):

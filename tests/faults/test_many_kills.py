@@ -16,13 +16,9 @@ MORE_TRIES = 6
 @pytest.mark.long
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("mode", MODES)
-def test_many_kills_at_one_step(
+def test_a_run_resumes_exactly_after_many_kills_at_one_step(
     mode: str, step: str, chain: MakeChain, seed: int, pytestconfig: pytest.Config
 ) -> None:
-    """So many kills land; each time all that is published is sound, and a run goes on.
-
-    Each seed kills others, at other times that the step is reached.
-    """
     wanted = pytestconfig.getoption("--kills")
     runs = chain(mode, step)
     runs.go_on()

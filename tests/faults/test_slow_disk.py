@@ -36,8 +36,6 @@ WORLD = 2
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rank saw."""
-
     message: str
     seconds: float
     differing: list[str]
@@ -45,7 +43,6 @@ class Seen:
 
 
 def attempt(act: Callable[[], Any]) -> tuple[str, float]:
-    """Return what was raised, and how long it took."""
     began = time.monotonic()
     try:
         act()
@@ -55,7 +52,6 @@ def attempt(act: Callable[[], Any]) -> tuple[str, float]:
 
 
 def save_then_load(disk: SlowDisk, way: str) -> Seen:
-    """Save a trained engine, or load one, while the disk is as ``way`` says."""
     path = disk.folder / f"{way}.ckpt"
     with engine_of(SETUP, 0) as engine:
         train(engine, SETUP, 0, 1)
@@ -88,17 +84,15 @@ def weights(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def save(engine: Engine, path: Path) -> None:
-    """Save with short patience."""
     save_checkpoint(engine, path, stall_timeout_s=STALL_TIMEOUT_S)
 
 
 def load(engine: Engine, path: Path) -> None:
-    """Load with short patience."""
     load_checkpoint(engine, path, stall_timeout_s=STALL_TIMEOUT_S)
 
 
 def turn(disk: SlowDisk, bytes_per_s: float, *, latency_s: float = 0.0) -> None:
-    """Make the disk answer in another way, for all ranks."""
+    """Change how the disk answers, for all ranks."""
     distributed.barrier()
     if distributed.get_rank() == 0:
         disk.set_speed(bytes_per_s, latency_s=latency_s)
@@ -107,7 +101,6 @@ def turn(disk: SlowDisk, bytes_per_s: float, *, latency_s: float = 0.0) -> None:
 
 @pytest.fixture(scope="module")
 def on_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], list[Seen]]]:
-    """Yield what runs on ranks whose disk is the slow one."""
     disk = SlowDisk(tmp_path_factory.mktemp("slow"), FAST)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in disk.environment.items():
@@ -120,22 +113,19 @@ def on_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
 
 
 @pytest.mark.parametrize("way", ["slow", "load"])
-def test_a_slow_disk_is_waited_for(way: str, on_disk: Callable[[str], list[Seen]]) -> None:
-    """A save at 1 MB/s for each rank, and a load that opens files of DeepSpeed's slowly, succeed.
-
-    Both take longer than a stall is waited for, and what was saved is what is restored.
-    """
+def test_slow_saves_and_loads_outlast_the_stall_timeout_and_succeed(
+    way: str, on_disk: Callable[[str], list[Seen]]
+) -> None:
+    """Saves are written at 1 MB/s for each rank; loads open files of DeepSpeed's slowly."""
     ranks = on_disk(way)
     assert [seen.message for seen in ranks] == ["", ""]
     assert min(seen.seconds for seen in ranks) > 2 * STALL_TIMEOUT_S
     assert not any(seen.differing for seen in ranks)
 
 
-def test_a_disk_that_does_not_answer_is_reported(on_disk: Callable[[str], list[Seen]]) -> None:
-    """No rank waits for it: the others are told, and it itself when it comes back.
-
-    The next save is sound.
-    """
+def test_a_hanging_disk_is_reported_on_all_ranks_and_the_next_save_succeeds(
+    on_disk: Callable[[str], list[Seen]],
+) -> None:
     ranks = on_disk("stalled")
     for seen in ranks:
         assert "alive, but without progress" in seen.message, seen.message
