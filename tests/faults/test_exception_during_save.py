@@ -16,9 +16,8 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import Callback
 
-from lightning_elastic_zero.checkpoint import background as async_save
 from lightning_elastic_zero.checkpoint import manager
-from lightning_elastic_zero.checkpoint.background import DRAIN_TIMEOUT_S
+from lightning_elastic_zero.checkpoint.manager import DRAIN_TIMEOUT_S
 from lightning_elastic_zero.storage.leftovers import remove_leftovers
 from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 from tests.faults._deterministic_training import DeterministicModel, state_digests
@@ -84,8 +83,7 @@ def raise_while_saving(exception_run: ExceptionRun, job: Job) -> None:
     os.environ.update({key: str(value) for key, value in rank.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     if exception_run.patience_s is not None:
-        for module in (async_save, manager):
-            vars(module)["DRAIN_TIMEOUT_S"] = exception_run.patience_s
+        vars(manager)["DRAIN_TIMEOUT_S"] = exception_run.patience_s
     options: dict[str, Any] = {"stage": 2, "async_save": True, **SMALL_BUCKETS}
     trainer = pl.Trainer(
         accelerator="cpu",
