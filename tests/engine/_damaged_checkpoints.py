@@ -7,24 +7,21 @@ from pathlib import Path
 
 
 def copied(path: str, folder: Path) -> Path:
-    """Return a copy to be damaged."""
     return Path(shutil.copytree(path, folder / "damaged.ckpt"))
 
 
 def last_shard(checkpoint: Path) -> Path:
-    """Return the optimizer file of the last rank."""
     return max(checkpoint.glob("checkpoint/*_optim_states.pt"))
 
 
 def lose_shard(checkpoint: Path) -> str:
-    """Delete a rank's file; give what the error must name."""
+    """Delete a rank's file; return the text that the error must contain."""
     shard = last_shard(checkpoint)
     shard.unlink()
     return shard.name
 
 
 def truncate_shard(checkpoint: Path) -> str:
-    """Cut a rank's file in half."""
     shard = last_shard(checkpoint)
     data = shard.read_bytes()
     shard.write_bytes(data[: len(data) // 2])
@@ -32,7 +29,7 @@ def truncate_shard(checkpoint: Path) -> str:
 
 
 def flip_bit(checkpoint: Path) -> str:
-    """Change one bit in the middle of a rank's file, where its tensors lie."""
+    """Change one bit in the middle of a rank's file, among its tensors."""
     shard = last_shard(checkpoint)
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
@@ -41,13 +38,12 @@ def flip_bit(checkpoint: Path) -> str:
 
 
 def lose_manifest(checkpoint: Path) -> str:
-    """Delete the mark of a whole checkpoint."""
+    """Delete the manifest, the mark of a complete checkpoint."""
     (checkpoint / "manifest.json").unlink()
     return checkpoint.name
 
 
 def cut_manifest(checkpoint: Path) -> str:
-    """Cut the manifest in half."""
     manifest = checkpoint / "manifest.json"
     text = manifest.read_text()
     manifest.write_text(text[: len(text) // 2])

@@ -36,7 +36,7 @@ from tests.support.oracle import differences, dump
 
 
 class LateEngine(LiveEngine):
-    """An engine whose tensors lie on devices."""
+    """An engine whose tensors are on devices."""
 
     def __init__(self, engine: Engine, late: CopyEngine, first: int) -> None:
         super().__init__(engine)
@@ -47,11 +47,10 @@ class LateEngine(LiveEngine):
         return super().add_step_pre_hook(self._late.while_waiting(call))
 
     def rank_state(self, **options: bool) -> RankState:
-        """Return what is there to be saved."""
         return large_on_devices(super().rank_state(**options), self._late, self._first)
 
     def allocate_targets(self, source: Manifest, *, with_optimizer: bool) -> RestoreTargets:
-        """Return what is to be filled; all copies to devices have come when it is committed."""
+        """Return the targets; all copies to devices have arrived when they are committed."""
         targets = super().allocate_targets(source, with_optimizer=with_optimizer)
         late, first = self._late, self._first
 
@@ -84,18 +83,14 @@ class LateEngine(LiveEngine):
 
 @contextmanager
 def late_engine(engine: Engine, turn: int) -> Iterator[tuple[CopyEngine, Callable[[], LiveEngine]]]:
-    """Yield a copy engine, and an engine seen through it; no other device may be asked."""
+    """Yield a copy engine and an engine seen through it; no other device may be queried."""
     with CopyEngine(turn).in_place_of_torch() as late:
         yield late, partial(LateEngine, engine, late, turn)
     assert late.contexts <= set(DEVICES), late.contexts
 
 
 def save_late(engine: Engine, saved: Saved) -> None:
-    """Save while training waits, and once more while it goes on: both hold what the engine held.
-
-    What lies on devices and on the host, the order of copies, and how much is copied is drawn by
-    the setup.
-    """
+    """Save while training waits and while it continues: both must contain the engine's state."""
     setup, first = saved.setup, f"{saved.path}.blocking"
     turn = zlib.crc32(f"{setup} {saved.path.rpartition('/')[2]}".encode())
     before = dump(engine, setup)
@@ -120,7 +115,7 @@ def save_late(engine: Engine, saved: Saved) -> None:
 
 
 def _take_small_from_devices(manager: CheckpointManager, late: CopyEngine, turn: int) -> None:
-    """Make snapshots find buffers and scalars on devices too, once it was checked what they are."""
+    """Let snapshots find buffers and scalars on devices too, after their check."""
     assert manager._writer is not None
     snapshotter: Any = manager._writer._snapshotter
     take = snapshotter.take

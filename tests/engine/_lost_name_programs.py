@@ -15,8 +15,6 @@ from tests.support.engines import Engine, Setup, engine_of, train
 
 @dataclass(frozen=True)
 class Refusals:
-    """The results of the checks of an engine."""
-
     release: str
     """The installed release of DeepSpeed."""
     checked: set[str]
@@ -34,7 +32,6 @@ def refusals(setup: Setup) -> Refusals:
 
 
 def refusals_without_optimizer(setup: Setup) -> Refusals:
-    """Check an engine that evaluates."""
     import deepspeed
 
     config = setup.config()
@@ -63,12 +60,7 @@ def _refusals(engine: Engine) -> Refusals:
 
 
 def missed_later(setup: Setup, states: tuple[str, ...]) -> dict[str, list[str]]:
-    """Return what is missed at later moments: within a window, between steps, while offloaded.
-
-    Args:
-        setup: of the run, whose windows have two micro-batches.
-        states: what is put on the host; none: nothing is.
-    """
+    """Return names that are missing within a window, between steps, and while offloaded."""
     model = setup.model(0)
     if states and setup.zero == "3":  # DeepSpeed's ``offload_states`` fails with frozen weights.
         model.frozen = torch.nn.Identity()  # type: ignore[assignment]
@@ -83,7 +75,7 @@ def missed_later(setup: Setup, states: tuple[str, ...]) -> dict[str, list[str]]:
 def _moments(
     engine: Engine, setup: Setup, states: tuple[str, ...]
 ) -> dict[str, Callable[[], object]]:
-    """Return what is done one after the other to an engine that has just been made."""
+    """Return actions that bring a fresh engine to each moment in turn."""
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
     include = [OffloadStateTypeEnum(state) for state in states]

@@ -17,10 +17,7 @@ from tests.support.ranks import ForkServer, Pools
 
 @pytest.fixture(scope="session")
 def saved_by(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Saved]:
-    """Return the checkpoint that a run of some setup has saved, made once per session.
-
-    One that is ``late`` was saved through the adversarial copy engine.
-    """
+    """Return a run's checkpoint, made once per session; `late`: by the adversarial copy engine."""
     folder: Path = tmp_path_factory.mktemp("saved")
     made: dict[str, Saved] = {}
 

@@ -69,7 +69,6 @@ def mixtral() -> nn.Module:
 
 
 def lora() -> nn.Module:
-    """Make adapters on a frozen Llama."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -78,15 +77,13 @@ def lora() -> nn.Module:
 
 
 def checkpointed() -> nn.Module:
-    """Make a GPT-2 that computes its activations again, as transformers does it."""
+    """Make a GPT-2 with activation checkpointing, as transformers does it."""
     model = gpt2(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
     model.gradient_checkpointing_enable()  # type: ignore[operator]
     return model
 
 
 class Layers(nn.Module):
-    """Linear layers by name, one of which a wrapper may be put around."""
-
     def __init__(self, wrapper: str = "") -> None:
         super().__init__()
         self.embedding = nn.Embedding(TOKENS, 16)
@@ -102,7 +99,6 @@ class Layers(nn.Module):
             self.inner = checkpoint_wrapper.checkpoint_wrapper(self.inner)  # type: ignore[assignment]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a score for each token."""
         h = self.embedding(x)
         if self.recomputed:
             from deepspeed.runtime.activation_checkpointing import checkpointing
@@ -115,14 +111,14 @@ class Layers(nn.Module):
 
 
 def normed(norm: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    """Make layers whose weights are computed from other parameters, and from buffers."""
+    """Make layers whose weights are computed from other parameters and from buffers."""
     model = Layers()
     model.inner[0], model.inner[2] = norm(model.inner[0]), norm(model.inner[2])
     return model
 
 
 class Images(nn.Module):
-    """Convolutions with BatchNorm, behind a frozen one; see ``in_channels_last``."""
+    """Convolutions with BatchNorm, behind a frozen one; see `in_channels_last`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,13 +128,12 @@ class Images(nn.Module):
         self.last = nn.Linear(7, TOKENS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a score for each class."""
         found = torch.relu(self.norm(self.conv(self.frozen(x)))).mean((2, 3))
         return torch.as_tensor(self.last(found))
 
 
 def in_channels_last(engine: Engine, setup: ModelSetup) -> None:
-    """Partition frozen weights otherwise, which DeepSpeed does not take before it has started."""
+    """Partition frozen weights in another order, which DeepSpeed accepts only before it starts."""
     if setup.kind == "images" and setup.zero != "3":
         engine.module.frozen.to(memory_format=torch.channels_last)
         assert not engine.module.frozen.weight.is_contiguous()
@@ -165,12 +160,9 @@ BUILDERS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class ModelSetup(Setup):
-    """A run of one of these models."""
-
     kind: str = "gpt2"
 
     def model(self, seed: int) -> nn.Module:  # type: ignore[override]
-        """Make the model."""
         torch.manual_seed(seed)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the libraries among themselves
@@ -178,18 +170,17 @@ class ModelSetup(Setup):
         return model
 
     def twin(self) -> ModelSetup:
-        """Return the setup that lays its flat buffers out in the same way."""
+        """Return the setup with the same layout of flat buffers."""
         return replace(self, optimizer="SGD")
 
     @property
     def buffers_kept(self) -> tuple[str, ...]:
-        """Names of the persistent buffers."""
         model = self.model(0)
         return tuple(name for name, _ in model.named_buffers() if name in model.state_dict())
 
 
 def train_model(engine: Engine, setup: ModelSetup, first: int, last: int) -> list[float]:
-    """Train steps ``[first, last)``, whose data depend on nothing but step and rank."""
+    """Train steps `[first, last)` on data that depend on step and rank only."""
     rank, losses = distributed.get_rank(), []
     size = GLOBAL_BATCH // setup.world
     for step in range(first, last):
@@ -227,7 +218,6 @@ WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")
 
 
 def saved_dump(setup: ModelSetup, path: str, options: Mapping[str, Any]) -> Dump | None:
-    """Train and save; return what was held."""
     from lightning_elastic_zero.api import save_checkpoint
 
     with engine_of(setup, 0) as engine:
@@ -239,7 +229,7 @@ def saved_dump(setup: ModelSetup, path: str, options: Mapping[str, Any]) -> Dump
 
 
 def loaded_dumps(setup: ModelSetup, path: str) -> tuple[Dump, Dump, list[float]] | None:
-    """Load into a run of another seed, and go on; return what was held before and after."""
+    """Load into a run of another seed, and train on; return the state before and after."""
     from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 7, tilt=3.0) as engine:
@@ -260,7 +250,7 @@ def unwrapped(held: Dump) -> Dump:
 def resumed(
     pools: Pools, source: ModelSetup, target: ModelSetup, path: Path, **options: Any
 ) -> tuple[Dump, Dump, Dump]:
-    """Return what must be held, and what was held before and after a load."""
+    """Return the expected state, and the state before and after a load."""
     for setup in (source, target):
         if module := NEEDS.get(setup.kind):
             pytest.importorskip(module)
@@ -292,7 +282,7 @@ STAGES = [("2", 2, "3", 3, "fp32"), ("3", 3, "2", 2, "bf16")]
 
 @pytest.mark.parametrize(("zero", "world", "then", "on", "precision"), STAGES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_restored(
+def test_built_models_are_restored_on_other_devices_and_stages(
     kind: str,
     zero: str,
     world: int,
@@ -302,7 +292,6 @@ def test_it_is_restored(
     pools: Pools,
     tmp_path: Path,
 ) -> None:
-    """On another number of devices, in another stage: masters, states, buffers, frozen weights."""
     if kind == "DeepSpeed's checkpointing":  # Its recomputation does not gather ZeRO-3's weights.
         zero, then = zero.replace("3", "1"), then.replace("3", "1")
     # Their buffers stay fp32 in a bf16 engine, which torch's own kernels do not take.
@@ -317,13 +306,10 @@ def test_it_is_restored(
 @pytest.mark.long
 @pytest.mark.parametrize("other", ["compiled layer", "compiled", "torch's checkpointing"])
 @pytest.mark.parametrize("back", [False, True])
-def test_wrapped_layers_are_the_same_layers(
+def test_wrappers_do_not_change_the_names_of_layers(
     other: str, back: bool, pools: Pools, tmp_path: Path
 ) -> None:
-    """Saved with or without a wrapper around them, they are restored without or with it.
-
-    What is compiled runs in ZeRO-1/2: DeepSpeed's hooks of ZeRO-3 fail on it by themselves.
-    """
+    """Compiled layers run in ZeRO-1/2: DeepSpeed's own hooks of ZeRO-3 fail on them."""
     plain, wrapped = ModelSetup(3, "3", kind="plain"), ModelSetup(2, "2", kind=other)
     source, target = (wrapped, plain) if back else (plain, wrapped)
     wanted, _, after = resumed(pools, source, target, tmp_path)
@@ -333,10 +319,9 @@ def test_wrapped_layers_are_the_same_layers(
 
 @pytest.mark.long
 @pytest.mark.parametrize(("zero", "world", "then", "on", "precision"), STAGES)
-def test_adapters_alone(
+def test_adapters_saved_alone_are_restored_on_the_models_own_base(
     zero: str, world: int, then: str, on: int, precision: str, pools: Pools, tmp_path: Path
 ) -> None:
-    """Without the frozen base in the checkpoint they are restored on the model's own base."""
     source = ModelSetup(world, zero, precision, kind="lora")
     target = ModelSetup(on, then, precision, kind="lora")
     wanted, before, after = resumed(pools, source, target, tmp_path, exclude_frozen_parameters=True)

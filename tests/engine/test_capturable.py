@@ -30,8 +30,6 @@ OPTIONS = ("capturable", "foreach", "fused")
 
 @dataclass(frozen=True)
 class LoadedSteps:
-    """How a run that has loaded counts its steps, on one rank."""
-
     counts: list[object]
     """Of each flat buffer: the value, its type and dimensions, whether it is beside the masters."""
     shared: bool
@@ -41,7 +39,7 @@ class LoadedSteps:
 
 
 def steps_after_load(setup: Setup, saved: Saved) -> LoadedSteps:
-    """Load, and look at the counts of steps and at what the parameter groups say of them."""
+    """Load; return the counts of steps, and the options of the parameter groups."""
     from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 7, tilt=3.0) as engine:
@@ -56,7 +54,7 @@ def steps_after_load(setup: Setup, saved: Saved) -> LoadedSteps:
 
 
 def first_step(setup: Setup) -> str:
-    """Train a step, and return what it raises."""
+    """Train a step, and return its error."""
     with engine_of(setup, 0) as engine:
         try:
             train(engine, setup, 0, 1)
@@ -78,10 +76,9 @@ ENABLED = {name: tuple(option in name for option in OPTIONS) for name in (*CAPTU
 
 @pytest.mark.parametrize("other", [*OTHERS, "fused capturable"])
 @pytest.mark.parametrize("saves", [True, False], ids=["saved by it", "loaded by it"])
-def test_it_saves_and_resumes(
+def test_a_capturable_optimizer_is_restored_on_other_devices_and_stages(
     other: str, saves: bool, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """From it and onto it, on other devices, in another stage, after steps and before any."""
     others = Setup(3, "3", optimizer=other, sub_group=700)
     source, target = (FUSED, others) if saves else (others, FUSED)
     saved = saved_by(source)
@@ -92,10 +89,9 @@ def test_it_saves_and_resumes(
 @pytest.mark.long
 @pytest.mark.parametrize("name", CAPTURABLE)
 @pytest.mark.parametrize("zero", ["0", "1", "3"])
-def test_it_loads_before_its_first_step(
+def test_state_loaded_before_the_first_step_is_saved_again(
     name: str, zero: str, pools: Pools, saved_by: Callable[..., Saved], tmp_path: Path
 ) -> None:
-    """What it has loaded it saves again, and a run without it takes that."""
     middle = Setup(2, zero, optimizer=name)
     saved, copy = saved_by(Setup(3, "2")), Saved(middle, str(tmp_path / "copy.ckpt"))
     verdicts = [
@@ -109,10 +105,9 @@ def test_it_loads_before_its_first_step(
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [*CAPTURABLE, "AdamW"])
-def test_options_are_those_configured(
+def test_capturable_and_fused_are_those_configured(
     name: str, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """A checkpoint restores none of them; each flat buffer counts in a tensor of its own."""
     source = replace(FUSED, optimizer="AdamW" if name in CAPTURABLE else "fused capturable")
     target = Setup(3, "3", optimizer=name, sub_group=700)
     for found in pools.run(3, partial(steps_after_load, target, saved_by(source))):
@@ -123,15 +118,13 @@ def test_options_are_those_configured(
 
 @pytest.mark.long
 @pytest.mark.parametrize("zero", ["0", "2", "3"])
-def test_the_fused_one_goes_on_bit_for_bit(zero: str, pools: Pools, tmp_path: Path) -> None:
-    """Losses and state are those of the uninterrupted run."""
+def test_a_fused_run_continues_bit_for_bit(zero: str, pools: Pools, tmp_path: Path) -> None:
     setup = replace(FUSED, zero=zero)
     assert_continues(pools.run, setup, tmp_path)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", CAPTURABLE)
-def test_what_torch_steps_on_a_cpu(name: str, pools: Pools) -> None:
-    """What docs/configurations.md says needs a card does need one."""
+def test_torch_refuses_capturable_steps_on_a_cpu(name: str, pools: Pools) -> None:
     refused = pools.run(1, partial(first_step, Setup(1, "2", optimizer=name)))[0]
     assert ("capturable=True" in refused) == ("fused" not in name), refused

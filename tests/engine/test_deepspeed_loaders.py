@@ -59,7 +59,7 @@ def wanted_in(saved: Saved, target: Setup) -> Dump:
 
 
 def assert_restored(saved: Saved, target: Setup, pools: Pools) -> None:
-    """Load with DeepSpeed, and compare each element with what the saving engine held."""
+    """Load with DeepSpeed, and compare each element with the state of the saving engine."""
     found = pools.run(target.world, partial(found_by_deepspeed, target, saved))[0]
     assert found is not None
     wanted = wanted_in(saved, target)
@@ -79,30 +79,25 @@ ELASTIC = (
 
 
 @pytest.mark.parametrize("setup", ELASTIC, ids=str)
-def test_zero_1_and_2(setup: Setup, pools: Pools, saved_by: Callable[..., Saved]) -> None:
-    """With ``elastic_checkpoint: true``, on the same count, which DeepSpeed insists on."""
+def test_deepspeed_loads_elastic_zero_1_and_2_on_the_same_count(
+    setup: Setup, pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
     saved = saved_by(setup, save_module_weights=True)
     assert_restored(saved, replace(setup, elastic=True), pools)
 
 
 @pytest.mark.parametrize("setup", [FUSED, Setup(3, "2", "bf16", optimizer="Momentum")], ids=str)
-def test_zero_1_and_2_as_configured_by_default(
+def test_deepspeed_loads_zero_1_and_2_without_elastic_checkpoint(
     setup: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """Without ``elastic_checkpoint``, where no optimizer state is a tensor without dimensions.
-
-    DeepSpeed's loader would append the padding of the flat buffer to it.
-    """
+    """Without scalar states: DeepSpeed's loader would append the flat buffer's padding to them."""
     assert_restored(saved_by(setup, save_module_weights=True), setup, pools)
 
 
-def test_runs_come_back_from_deepspeed(
+def test_a_run_continued_by_deepspeed_loads_from_either_save(
     pools: Pools, saved_by: Callable[..., Saved], tmp_path: Path
 ) -> None:
-    """A run that went on with DeepSpeed is saved by both, and loaded from either.
-
-    DeepSpeed's loader gives the step of torch's AdamW a dimension, with which both save.
-    """
+    """DeepSpeed's loader gives the step of torch's AdamW a dimension, with which both save."""
     saved, elastic = saved_by(AT_HOME, save_module_weights=True), replace(AT_HOME, elastic=True)
     ours, theirs = str(tmp_path / "ours"), str(tmp_path / "theirs")
     went_on = partial(saved_after_deepspeed, elastic, saved, ours, theirs)
@@ -164,10 +159,10 @@ def shard_structures(checkpoint: str, *, sizes: bool) -> list[Structure]:
         ("elastic3-momentum-pr8031", False),
     ],
 )
-def test_zero_3_has_the_structure_of_the_pull_request(
+def test_zero_3_files_have_the_structure_of_pull_request_8031(
     name: str, sizes: bool, pools: Pools, tmp_path: Path
 ) -> None:
-    """Key by key and tensor by tensor, but for the loss scaler, which is plain data here."""
+    """Except the loss scaler, which is plain data here."""
     fixture = unpack(name, tmp_path)
     saved = Saved(replace(fixture.setup, elastic=False), str(tmp_path / "ours"))
     pools.run(saved.setup.world, partial(train_and_save, saved, steps=fixture.setup_steps))
@@ -201,8 +196,9 @@ def in_pr_8031(setup: Setup, world: int) -> Setup:
     ],
     ids=str,
 )
-def test_zero_3(setup: Setup, pr_8031: Pools, saved_by: Callable[..., Saved]) -> None:
-    """On the same count, with frozen weights."""
+def test_pull_request_8031_loads_zero_3_on_the_same_count(
+    setup: Setup, pr_8031: Pools, saved_by: Callable[..., Saved]
+) -> None:
     saved = saved_by(setup, save_module_weights=True)
     assert_restored(saved, in_pr_8031(setup, setup.world), pr_8031)
 
@@ -219,7 +215,7 @@ def test_zero_3(setup: Setup, pr_8031: Pools, saved_by: Callable[..., Saved]) ->
     ],
     ids=str,
 )
-def test_zero_3_on_fewer_ranks(
+def test_pull_request_8031_loads_zero_3_on_fewer_ranks(
     setup: Setup, world: int, pr_8031: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     """Without the frozen weights, of which the loader reads pieces of the current size only.
@@ -245,7 +241,7 @@ RUNS = (
 
 
 def expected(saved: Saved) -> dict[str, torch.Tensor]:
-    """Return what the oracle had found in the run that saved, in a state dict's words."""
+    """Return the state that the oracle found in the saving run, as a state dict."""
     held = saved.dump()
     masters = {k.removeprefix("master/"): v for k, v in held.items() if k.startswith("master/")}
     frozen = {k.removeprefix("frozen/"): v for k, v in held.items() if k.startswith("frozen/")}
@@ -256,7 +252,6 @@ def expected(saved: Saved) -> dict[str, torch.Tensor]:
 
 
 def assert_exact(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    """Fail unless names, types and values are the same."""
     assert found.keys() == wanted.keys()
     assert not [name for name, w in wanted.items() if not same_bits(found[name], w)]
 
@@ -270,7 +265,7 @@ def recovered(path: str, *, exclude_frozen: bool) -> dict[str, Any]:
 
 
 def converted(path: str, output: str) -> dict[str, Any]:
-    """Run Lightning's function, and give what its file holds too."""
+    """Run Lightning's function; return its result and its file."""
     from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 
     found: dict[str, Any] = convert_zero_checkpoint_to_fp32_state_dict(path, output)
@@ -278,10 +273,9 @@ def converted(path: str, output: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("setup", RUNS, ids=str)
-def test_deepspeed_recovers_weights(
+def test_deepspeeds_function_recovers_the_weights(
     setup: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """Masters, frozen and tied weights and buffers, at every stage; frozen ones on demand."""
     saved = saved_by(setup)
     wanted = expected(saved)
     program = partial(recovered, saved.path, exclude_frozen=False)
@@ -294,10 +288,9 @@ def test_deepspeed_recovers_weights(
 
 @pytest.mark.long
 @pytest.mark.parametrize("setup", RUNS, ids=str)
-def test_lightning_recovers_weights(
+def test_lightnings_function_recovers_and_writes_the_same_weights(
     setup: Setup, pools: Pools, saved_by: Callable[..., Saved], tmp_path: Path
 ) -> None:
-    """Its function gives the same, with the client state beside it, and writes it down."""
     saved = saved_by(setup)
     output = tmp_path / "weights.pt"
     found = pools.run(1, partial(converted, saved.path, str(output)))[0]
@@ -307,10 +300,9 @@ def test_lightning_recovers_weights(
 
 @pytest.mark.skipif(find_spec("huggingface_hub") is None, reason="the script asks for it")
 @pytest.mark.parametrize("setup", [RUNS[1], RUNS[4], RUNS[6]], ids=str)
-def test_the_script_inside_recovers_weights(
+def test_the_script_in_the_checkpoint_recovers_the_weights(
     setup: Setup, saved_by: Callable[..., Saved], tmp_path: Path
 ) -> None:
-    """``python zero_to_fp32.py . output``, run inside the checkpoint."""
     saved = saved_by(setup)
     command = [sys.executable, "zero_to_fp32.py", ".", str(tmp_path)]
     ran = subprocess.run(
@@ -333,10 +325,9 @@ def test_the_script_inside_recovers_weights(
 @pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"weights_only": True}, {"save_module_weights": True}])
 @pytest.mark.parametrize("setup", RUNS, ids=str)
-def test_every_file_is_plain(
+def test_every_file_loads_with_weights_only(
     setup: Setup, options: dict[str, bool], saved_by: Callable[..., Saved]
 ) -> None:
-    """Every file loads with ``weights_only=True``, by whoever has torch alone."""
     saved = saved_by(setup, **options)
     files = sorted(Path(saved.path).rglob("*.pt"))
     assert sum(f.name.endswith("_optim_states.pt") for f in files) == setup.world
@@ -347,8 +338,9 @@ def test_every_file_is_plain(
 
 @pytest.mark.long
 @pytest.mark.parametrize("setup", [RUNS[2], RUNS[6]], ids=str)
-def test_module_weights_can_be_kept(setup: Setup, saved_by: Callable[..., Saved]) -> None:
-    """They stand in the model file as forward uses them, and are left out otherwise."""
+def test_module_weights_are_in_the_model_file_on_request_only(
+    setup: Setup, saved_by: Callable[..., Saved]
+) -> None:
     kept, lean = saved_by(setup, save_module_weights=True), saved_by(setup)
     held = kept.dump()
     names = [k.removeprefix("weight/") for k in held if k.startswith("weight/")]

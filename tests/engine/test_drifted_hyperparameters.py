@@ -17,21 +17,12 @@ from tests.support.ranks import Pools
 
 @dataclass(frozen=True)
 class Drifted:
-    """What a rank had when it saved."""
-
     rates: list[float]
     warnings: list[str]
 
 
 def save_drifted(setup: Setup, path: str, rates: list[float], *, steps: int = 0) -> Drifted:
-    """Save where each rank trains with a rate of its own, and has a scheduler to match.
-
-    Args:
-        setup: of the run.
-        path: of the checkpoint.
-        rates: of each rank.
-        steps: trained with them.
-    """
+    """Save where each rank has its own rate and a matching scheduler."""
     from lightning_elastic_zero.api import save_checkpoint
 
     warned = _Kept()
@@ -53,7 +44,7 @@ def save_drifted(setup: Setup, path: str, rates: list[float], *, steps: int = 0)
 
 
 def resume_drifted(setup: Setup, path: str) -> tuple[list[float], dict[str, Any]]:
-    """Load, and give the rates of this rank and its part of the client state."""
+    """Load; return the rates of this rank and its part of the client state."""
     from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 7, tilt=3.0) as engine:
@@ -62,8 +53,6 @@ def resume_drifted(setup: Setup, path: str) -> tuple[list[float], dict[str, Any]
 
 
 class _Kept(logging.Handler):
-    """Keeps warnings."""
-
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.messages: list[str] = []
@@ -76,14 +65,10 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize("source", [Setup(3, "2"), Setup(3, "3", sub_group=700)], ids=str)
-def test_drifted_rates_are_told_and_rank_0s_are_saved(
+def test_drifted_rates_are_warned_of_and_rank_0s_are_saved(
     source: Setup, pools: Pools, tmp_path: Path
 ) -> None:
-    """The warning names group, key and each rank's value; a resume gives all ranks rank 0's.
-
-    So it does with the schedulers, whose states go with the rates. What else ranks had of their
-    own comes back to them where there are as many as before.
-    """
+    """Schedulers follow the rates; other client state of each rank comes back on as many ranks."""
     path, rates = str(tmp_path / "drifted.ckpt"), [0.5, 0.25, 0.25]
     saved = pools.run(3, partial(save_drifted, source, path, rates))
     assert [drifted.rates[0] for drifted in saved] == rates
@@ -102,10 +87,9 @@ def test_drifted_rates_are_told_and_rank_0s_are_saved(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_weights_that_have_drifted_apart_in_stage_0_are_told(
+def test_weights_that_drifted_apart_in_stage_0_are_found(
     precision: str, pools: Pools, tmp_path: Path
 ) -> None:
-    """Every rank has all weights: a step with a rate of its own is a difference that is found."""
     setup, path = Setup(3, "0", precision), str(tmp_path / "drifted.ckpt")
     saved = pools.run(3, partial(save_drifted, setup, path, [0.5, 0.5, 0.25], steps=1))
     rates, weights = saved[0].warnings
@@ -116,8 +100,9 @@ def test_weights_that_have_drifted_apart_in_stage_0_are_told(
     assert not any(drifted.warnings for drifted in saved)
 
 
-def test_ranks_that_agree_are_not_warned(pools: Pools, tmp_path: Path) -> None:
-    """Like rates are no news, and each rank's own part of the schedulers comes back to it."""
+def test_equal_rates_cause_no_warning_and_schedulers_stay_per_rank(
+    pools: Pools, tmp_path: Path
+) -> None:
     setup, path = Setup(2, "1"), str(tmp_path / "agreed.ckpt")
     saved = pools.run(2, partial(save_drifted, setup, path, [0.5, 0.5]))
     assert not any(drifted.warnings for drifted in saved)

@@ -19,7 +19,7 @@ STEPS = 2
 
 
 class Keeping(nn.Module):
-    """A module that keeps one value, which is not plain data where a class says so."""
+    """A module that keeps one value; in some classes the value is not plain data."""
 
     def __init__(self, value: object = None) -> None:
         super().__init__()
@@ -27,11 +27,9 @@ class Keeping(nn.Module):
         self.register_buffer("flag", torch.zeros(1))
 
     def get_extra_state(self) -> object:
-        """Return it."""
         return self.value
 
     def set_extra_state(self, state: object) -> None:
-        """Take it back; nothing else is taken for a number."""
         if isinstance(self.value, int) and not isinstance(state, int):
             msg = f"wants a number, not {state!r}"
             raise TypeError(msg)
@@ -39,19 +37,16 @@ class Keeping(nn.Module):
 
 
 class _Told(logging.Handler):
-    """Keeps the texts of what is logged."""
-
     def __init__(self) -> None:
         super().__init__()
         self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep one."""
         self.texts.append(record.getMessage())
 
 
 def _model(setup: Setup, values: dict[str, Any]) -> Any:
-    """Return a model with modules that keep values, two of them deeper down."""
+    """Return a model with modules that keep values, two of them nested deeper."""
     model = setup.model(0)
     model.kept = nn.ModuleDict({name: Keeping(value) for name, value in values.items()})
     return model
@@ -66,7 +61,7 @@ def _values(rank: int) -> dict[str, Any]:
 
 
 def save_extra_states(setup: Setup, folder: str) -> None:
-    """Save a run by this library, by DeepSpeed itself, and by torch where weights are whole."""
+    """Save a run by this library, by DeepSpeed, and by torch where weights are whole."""
     from lightning_elastic_zero.api import save_checkpoint
 
     with engine_of(setup, 0, model=_model(setup, _values(distributed.get_rank()))) as engine:
@@ -81,10 +76,7 @@ def save_extra_states(setup: Setup, folder: str) -> None:
 def load_extra_states(
     setup: Setup, paths: Sequence[str], values: dict[str, Any], **options: Any
 ) -> list[tuple[Any, list[str]]]:
-    """Load each into a model that keeps other values; give those it has then, or the error.
-
-    Beside each the warnings of it that name extra states.
-    """
+    """Load each into a model with other values; return its values or the error, and warnings."""
     found = []
     for path in paths:
         with engine_of(setup, 1, model=_model(setup, values)) as engine:
@@ -122,8 +114,10 @@ EMPTY: dict[str, Any] = {"scales": None, "bytes": None, "rank": None}
 
 
 @pytest.mark.parametrize(("source", "target"), RUNS, ids=str)
-def test_extra_states_come_back(source: Setup, target: Setup, pools: Pools, tmp_path: Path) -> None:
-    """Dictionaries, tensors, each rank's own where as many load; others' files have rank 0's."""
+def test_extra_states_are_restored_per_rank_or_from_rank_0(
+    source: Setup, target: Setup, pools: Pools, tmp_path: Path
+) -> None:
+    """Per rank on as many ranks; files of other software have rank 0's."""
     pools.run(source.world, partial(save_extra_states, source, str(tmp_path)))
     paths = sorted(map(str, tmp_path.iterdir()))
     assert len(paths) == 3 + (source.stage < 3)
@@ -141,8 +135,9 @@ def test_extra_states_come_back(source: Setup, target: Setup, pools: Pools, tmp_
 
 
 @pytest.mark.long
-def test_extra_states_of_one_side_alone(pools: Pools, tmp_path: Path) -> None:
-    """A warning names what only the model has, and what only the checkpoint has; all else comes."""
+def test_extra_states_of_model_or_checkpoint_alone_are_warned_of(
+    pools: Pools, tmp_path: Path
+) -> None:
     source, target = Setup(2, "2"), Setup(2, "3")
     pools.run(source.world, partial(save_extra_states, source, str(tmp_path)))
     values = {"scales": None, "bytes": None, "other": "as it is"}
@@ -157,8 +152,7 @@ def test_extra_states_of_one_side_alone(pools: Pools, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_module_that_does_not_take_it(pools: Pools, tmp_path: Path) -> None:
-    """The error has the module's own words, on all ranks; a renamed module gets its state."""
+def test_the_error_of_set_extra_state_is_raised_on_all_ranks(pools: Pools, tmp_path: Path) -> None:
     source, target = Setup(2, "2"), Setup(2, "1")
     pools.run(source.world, partial(save_extra_states, source, str(tmp_path)))
     path = [str(tmp_path / "ours.ckpt")]

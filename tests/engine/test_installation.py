@@ -19,7 +19,7 @@ NVME = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return where torch builds operators, with the locks of two that were killed."""
+    """Return torch's folder of operators, with the locks of two killed builds."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     for name in (SHARED_MEMORY, FILES):
         (tmp_path / name).mkdir()
@@ -28,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def start_deepspeed(folder: Path, job: Job) -> None:
-    """Do what a strategy does at setup, then DeepSpeed's part, and a collective."""
+    """Run the strategy's setup, DeepSpeed's initialization, and a collective."""
     rank, world = str(job.rank), str(job.world_size)
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
     os.environ.update(here, TORCH_EXTENSIONS_DIR=str(folder))
@@ -44,10 +44,9 @@ def start_deepspeed(folder: Path, job: Job) -> None:
 
 
 @pytest.mark.engine
-def test_ranks_start_beside_the_lock_of_a_killed_build(
+def test_stale_locks_of_builds_are_reported_and_not_waited_for(
     folder: Path, fork_server: ForkServer
 ) -> None:
-    """They do without what gloo does as well, and one of them names each lock, and what helps."""
     ranks = run_ranks(partial(start_deepspeed, folder), 2, fork_server, timeout_s=60)
     assert [(rank.returncode, rank.notes) for rank in ranks] == [(0, {"sum": 2.0})] * 2
     for name in (SHARED_MEMORY, FILES):
@@ -58,8 +57,8 @@ def test_ranks_start_beside_the_lock_of_a_killed_build(
         assert "continuing without DeepSpeed's shared-memory collectives" in rank.stderr
 
 
-def test_a_build_that_goes_on_is_waited_for(folder: Path) -> None:
-    """Its lock is open in a process; so may one be that was just made elsewhere."""
+def test_a_running_build_is_waited_for(folder: Path) -> None:
+    """Its lock is open in a process, or so new that a build elsewhere may hold it."""
     with (folder / FILES / "lock").open():
         assert [*installation.abandoned_builds()] == [SHARED_MEMORY]
         installation.report_abandoned_builds(NVME)
@@ -68,8 +67,7 @@ def test_a_build_that_goes_on_is_waited_for(folder: Path) -> None:
     installation.report_abandoned_builds(NVME)
 
 
-def test_an_old_lock_of_what_is_needed_is_refused(folder: Path) -> None:
-    """Nothing else takes the operator's place: a run would wait for it without end."""
+def test_a_stale_lock_of_a_required_operator_is_refused(folder: Path) -> None:
     os.utime(folder / FILES / "lock", (0, 0))
     installation.report_abandoned_builds({})
     with pytest.raises(UnsupportedError, match=f"delete {folder}/{FILES}/lock"):

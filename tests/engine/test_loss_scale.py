@@ -23,13 +23,11 @@ SETTINGS = {"scale_window": 5, "min_scale": 4.0, "delayed_shift": 3, "cur_hyster
 
 
 def numbers(engine: Engine) -> dict[str, Any]:
-    """Return the numbers of an engine's loss scaler."""
     fields = vars(scaler_of(engine))
     return {key: value for key, value in fields.items() if isinstance(value, bool | int | float)}
 
 
 def save_with_fixed_scale(setup: Setup, path: str, scale: float) -> None:
-    """Save a run whose scale is fixed. Collective."""
     from lightning_elastic_zero.api import save_checkpoint
 
     with engine_of(setup, 0) as engine:
@@ -46,7 +44,7 @@ def after_load(
     steps: int = 0,
     **options: Any,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Load, some steps after the start; return the scaler's numbers, and warnings of it."""
+    """Load some steps after the start; return the scaler's numbers, and warnings about it."""
     from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 7) as engine:
@@ -58,10 +56,10 @@ def after_load(
         return numbers(engine), [text for text in said if "loss scale" in text]
 
 
-def test_the_hysteresis_begins_anew_after_stage_0(
+def test_the_hysteresis_is_reset_after_stage_0(
     pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """Stage 0 counts none: a run under way kept what its own overflows had left."""
+    """Stage 0 counts none, so a running engine must not keep its own count."""
     saved, target = saved_by(Setup(2, "0", "fp16")), Setup(2, "2", "fp16")
     fresh, under_way = (
         pools.run(2, partial(after_load, target, saved.path, {}, steps=steps)) for steps in (0, 2)
@@ -73,10 +71,10 @@ def test_the_hysteresis_begins_anew_after_stage_0(
         assert not warned
 
 
-def test_settings_are_those_saved_unless_hyperparameters_are_not(
+def test_scaler_settings_follow_load_hyperparameters(
     pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """What was configured in their place is told, by rank 0; what the run has learned goes on."""
+    """Rank 0 warns of configured settings that are replaced; learned values always continue."""
     saved, target = saved_by(Setup(2, "2", "fp16")), Setup(2, "3", "fp16")
     look = partial(after_load, target, saved.path)
     as_saved = {
@@ -103,8 +101,9 @@ def test_settings_are_those_saved_unless_hyperparameters_are_not(
 
 
 @pytest.mark.parametrize("target", [Setup(1, "2"), Setup(1, "0", "bf16")], ids=str)
-def test_a_fixed_scale_is_a_setting(target: Setup, pools: Pools, tmp_path: Path) -> None:
-    """Between the scalers of ZeRO and of stage 0 too."""
+def test_a_fixed_scale_is_a_setting_in_every_stage(
+    target: Setup, pools: Pools, tmp_path: Path
+) -> None:
     path = str(tmp_path / "fixed.ckpt")
     pools.run(1, partial(save_with_fixed_scale, Setup(1, "1"), path, 128.0))
     look = partial(after_load, target, path, {"cur_scale": 512.0})

@@ -30,8 +30,7 @@ MOMENTS = [
 
 
 @pytest.mark.parametrize("setup", CHECKED, ids=str)
-def test_each_lost_name_is_refused(setup: Setup, pools: Pools) -> None:
-    """The installed release has all names; the absence of each one is reported."""
+def test_each_missing_deepspeed_name_is_reported(setup: Setup, pools: Pools) -> None:
     if setup.optimizer in DEEPSPEEDS:
         skip_without(DEEPSPEEDS[setup.optimizer][2], pools)
     if setup.nvme:
@@ -51,10 +50,9 @@ needs_newest = pytest.mark.skipif(
 @pytest.mark.long
 @needs_newest
 @pytest.mark.parametrize(("setup", "states"), MOMENTS, ids=str)
-def test_nothing_is_missed_at_any_moment(
+def test_no_name_is_missing_within_a_window_or_while_offloaded(
     setup: Setup, states: tuple[str, ...], pools: Pools
 ) -> None:
-    """A save within a window, or of an engine whose states are on the host, is not refused."""
     missed = pools.run(1, partial(missed_later, setup, states))[0]
     assert len(missed) == (6 if states else 4)
     assert not {moment: said for moment, said in missed.items() if said}
@@ -63,8 +61,7 @@ def test_nothing_is_missed_at_any_moment(
 @pytest.mark.long
 @needs_newest
 @pytest.mark.parametrize("setup", CHECKED_WITHOUT_OPTIMIZER, ids=str)
-def test_engines_that_evaluate_are_asked_for_less(setup: Setup, pools: Pools) -> None:
-    """They have no optimizer, or one that steps nothing."""
+def test_engines_without_an_optimizer_need_fewer_names(setup: Setup, pools: Pools) -> None:
     found = pools.run(1, partial(refusals_without_optimizer, setup))[0]
     assert not found.missed
     assert found.checked == CHECKED_WITHOUT_OPTIMIZER[setup]

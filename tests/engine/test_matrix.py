@@ -26,7 +26,7 @@ CANDIDATES = 40
 def pairwise(
     factors: Mapping[str, Sequence[str | int]], allowed: Callable[[Case], bool]
 ) -> list[Case]:
-    """Return cases that cover every pair of values which some allowed case has; always the same."""
+    """Return cases that cover every pair of values in an allowed case; deterministic."""
     draw = random.Random(0)
     missing = dict.fromkeys(_all_pairs(factors))
     cases: list[Case] = []
@@ -117,7 +117,6 @@ KNOBS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def setup_of(zero: str, world: int, precision: str, knob: str) -> Setup:
-    """Make a setup."""
     return Setup(world, zero, precision, **KNOBS[knob].get(zero, {}))
 
 
@@ -139,7 +138,7 @@ SECONDARY = [
 
 
 def small_matrix() -> list[tuple[Setup, Setup]]:
-    """Return the runs that save and those that load, so that all pairs of values meet."""
+    """Return saving and loading runs so that all pairs of values meet."""
     factors: dict[str, Sequence[str | int]] = {
         "from": ZEROS,
         "onto": ZEROS,
@@ -159,7 +158,6 @@ def small_matrix() -> list[tuple[Setup, Setup]]:
 
 
 def full_sources() -> list[Setup]:
-    """Return every run that saves in the full matrix."""
     knobs = list(KNOBS)
     return [
         setup_of(zero, n, precision, _fitting(zero, knobs[(i + n) % len(knobs)]))
@@ -171,7 +169,7 @@ def full_sources() -> list[Setup]:
 
 
 def full_targets(source: Setup) -> Iterator[Setup]:
-    """Yield every run that loads what one has saved, in its precision, and a few in the other."""
+    """Yield every loading run of the full matrix in its precision, and a few in the other."""
     knobs = list(KNOBS)
     for i, zero in enumerate(ZEROS):
         for m in WORLDS:
@@ -185,7 +183,6 @@ def full_targets(source: Setup) -> Iterator[Setup]:
 
 
 def precisions(case: Case) -> tuple[str, str]:
-    """Return the precisions of the run that saves and of the one that loads."""
     first, _, second = str(case["precision"]).partition(" to ")
     return first, second or first
 
@@ -209,14 +206,13 @@ pytestmark = pytest.mark.engine
 
 
 def restored(pools: Pools, setup: Setup, saved: Saved) -> StateComparison:
-    """Load on a world, and give the judgement of its rank 0."""
+    """Load on a world; return rank 0's verdict."""
     verdict = pools.run(setup.world, partial(load, setup, saved, late=True))[0]
     assert verdict is not None
     return verdict
 
 
 def count(kind: str, verdict: StateComparison) -> None:
-    """Add a case to the table that a run ends with."""
     MATRIX.count(kind, "cases")
     MATRIX.count(kind, "tensors compared", verdict.tensors)
     MATRIX.count(kind, "differing", len(verdict.differing) + len(verdict.unrounded))
@@ -233,33 +229,30 @@ def count(kind: str, verdict: StateComparison) -> None:
     ],
     ids=str,
 )
-def test_state_survives(
+def test_each_pair_of_settings_restores_the_state(
     source: Setup,
     target: Setup,
     pools: Pools,
     saved_by: Callable[..., Saved],
 ) -> None:
-    """Masters, states, steps, groups, buffers, frozen and rounded weights are those saved."""
     verdict = restored(pools, target, saved_by(source, late=True))
     count("pairwise", verdict)
     verdict.assert_same()
 
 
 @pytest.mark.parametrize("zero", ["2", "3"])
-def test_what_is_read_into_narrower_masters_is_looked_at_in_time(
+def test_overflow_in_narrower_masters_is_found_after_the_copies(
     zero: str, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """A load looks there for numbers that became infinite: not before they are copied."""
     target = Setup(2, zero, "bf16", bf16_masters=True)
     restored(pools, target, saved_by(Setup(2, "2"), late=True)).assert_same()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("source", full_sources(), ids=str)
-def test_state_survives_everywhere(
+def test_each_run_of_the_full_matrix_restores_in_all_others(
     source: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """As above, from each run of the full matrix to all others."""
     saved = saved_by(source, late=True)
     for target in full_targets(source):
         verdict = restored(pools, target, saved)
@@ -268,8 +261,9 @@ def test_state_survives_everywhere(
 
 
 @pytest.mark.long
-def test_eight_ranks_to_four_and_back(pools: Pools, saved_by: Callable[..., Saved]) -> None:
-    """Two resizes lose nothing: what comes back to 8 ranks is what they had saved first."""
+def test_eight_ranks_to_four_and_back_lose_nothing(
+    pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
     eight, four = Setup(8, "2", "bf16"), Setup(4, "2", "bf16")
     first = saved_by(eight, late=True)
     second = Saved(four, f"{first.path}.4")

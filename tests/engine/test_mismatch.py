@@ -37,7 +37,7 @@ RUNS = [
 def assert_refused(
     pools: Pools, target: Setup, path: str, error: str, *names: str, **options: Any
 ) -> None:
-    """Fail unless every rank refuses the same, in bounded time, and is what it was before."""
+    """Fail unless every rank refuses in bounded time with one message, and is unchanged."""
     found = pools.run(target.world, partial(refusal, target, Loading(path, options)))
     assert [refused.error for refused in found] == [error] * target.world, found
     assert all(name in refused.message for name in names for refused in found), found[0].message
@@ -57,7 +57,7 @@ def assert_refused(
     ids=["renamed", "reshaped", "swapped groups", "another group", "another optimizer"],
 )
 @pytest.mark.parametrize(("source", "target"), RUNS, ids=str)
-def test_another_model_is_refused(
+def test_all_differences_of_another_model_are_listed(
     source: Setup,
     target: Setup,
     change: dict[str, Any],
@@ -65,10 +65,7 @@ def test_another_model_is_refused(
     pools: Pools,
     saved_by: Callable[..., Saved],
 ) -> None:
-    """All differences are listed by name, with what was saved and what is here.
-
-    Another optimizer's state is refused without its hyperparameters, too.
-    """
+    """Another optimizer's state is refused with load_hyperparameters=False, too."""
     saved, here = saved_by(source), replace(target, **change)
     assert_refused(pools, here, saved.path, "CheckpointMismatchError", *names)
     if "optimizer" in change:
@@ -78,10 +75,9 @@ def test_another_model_is_refused(
 
 @pytest.mark.essential
 @pytest.mark.parametrize("target", [Setup(2, "1"), Setup(3, "3", "bf16"), Setup(2, "0")], ids=str)
-def test_settings_that_need_other_states_are_refused(
+def test_amsgrad_on_states_without_it_is_refused(
     target: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """With ``load_hyperparameters=False``: amsgrad on states that were saved without it."""
     saved, here = saved_by(RUNS[0][0]), replace(target, optimizer="AMSGrad")
     options = {"load_hyperparameters": False}
     names = ("max_exp_avg_sq", "amsgrad was False and is True", "load_optimizer_state=False")
@@ -93,7 +89,7 @@ RESIZED = ("a", "b", "bn", "frozen", "average")
 
 
 def kept_in_a_resized_model(setup: Setup, path: str) -> dict[str, bool]:
-    """Load as the error advises; return whether each parameter is what it was before."""
+    """Load as the error advises; return which parameters are unchanged."""
     from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 1) as engine:
@@ -106,10 +102,9 @@ def kept_in_a_resized_model(setup: Setup, path: str) -> dict[str, bool]:
 
 
 @pytest.mark.long
-def test_resized_layers_start_as_they_are_if_renamed_away(
+def test_resized_layers_that_are_renamed_away_are_not_loaded(
     pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """What the error advises for a layer of another size works: the others are restored."""
     source, target = RUNS[1]
     target = replace(target, hidden=64)
     refused = pools.run(target.world, partial(refusal, target, Loading(saved_by(source).path, {})))
@@ -133,7 +128,7 @@ def test_resized_layers_start_as_they_are_if_renamed_away(
     ],
 )
 @pytest.mark.parametrize(("source", "target"), RUNS, ids=str)
-def test_a_damaged_checkpoint_is_refused(
+def test_a_damaged_file_of_another_rank_is_refused_by_name(
     source: Setup,
     target: Setup,
     damage: Callable[[Path], str],
@@ -142,25 +137,24 @@ def test_a_damaged_checkpoint_is_refused(
     saved_by: Callable[..., Saved],
     tmp_path: Path,
 ) -> None:
-    """A lost, cut or changed file is named, though it is not of a rank that asks for it."""
     damaged = _damaged_checkpoints.copied(saved_by(source).path, tmp_path)
     named = damage(damaged)
     assert_refused(pools, target, str(damaged), error, named)
 
 
 @pytest.mark.parametrize("target", [pair[1] for pair in RUNS], ids=str)
-def test_nothing_there_is_refused(target: Setup, pools: Pools, tmp_path: Path) -> None:
-    """The path is named."""
+def test_a_missing_checkpoint_is_refused_by_path(
+    target: Setup, pools: Pools, tmp_path: Path
+) -> None:
     path = str(tmp_path / "nowhere.ckpt")
     assert_refused(pools, target, path, "CheckpointNotFoundError", "nowhere.ckpt")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("target", [pair[1] for pair in RUNS], ids=str)
-def test_frozen_weights_that_were_left_out_are_wanted_for_training(
+def test_excluded_frozen_weights_of_another_model_are_refused(
     target: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """What was excluded when saved, and is another model's besides, is refused by name."""
     saved = saved_by(Setup(2, "2"), exclude_frozen_parameters=True)
     changed = replace(target, hidden=64)
     assert_refused(pools, changed, saved.path, "CheckpointMismatchError", "a.weight")
@@ -168,11 +162,10 @@ def test_frozen_weights_that_were_left_out_are_wanted_for_training(
 
 @pytest.mark.long
 @pytest.mark.parametrize("target", [Setup(2, "2"), Setup(2, "3")], ids=str)
-def test_another_scheduler_is_refused(target: Setup, pools: Pools, tmp_path: Path) -> None:
-    """A scheduler's state that the live one cannot read is found before anything is changed.
-
-    Without hyperparameters none is restored: the engine's scheduler and its rates stay.
-    """
+def test_another_scheduler_is_refused_before_any_change(
+    target: Setup, pools: Pools, tmp_path: Path
+) -> None:
+    """Without hyperparameters none is restored: the engine's scheduler and its rates stay."""
     path = str(tmp_path / "steps.ckpt")
     saved = partial(refusal, target, Saving(path), prepare=Scheduler("steps"), look=False)
     assert {found.error for found in pools.run(target.world, saved)} == {"NoneType"}

@@ -36,7 +36,7 @@ RESHAPED = ("average (saved (65,), here (1,))", "seen (saved (), here (2, 2))")
     ],
 )
 @pytest.mark.parametrize(("source", "target"), RUNS, ids=str)
-def test_other_buffers_are_refused(
+def test_different_buffers_are_listed_and_nothing_changes(
     source: Setup,
     target: Setup,
     change: str,
@@ -44,7 +44,6 @@ def test_other_buffers_are_refused(
     pools: Pools,
     saved_by: Callable[..., Saved],
 ) -> None:
-    """All of them are listed beside the other differences, and the run stays as it was."""
     for other in (replace(target, buffers=change), replace(target, buffers=change, hidden=64)):
         for refused in pools.run(
             target.world, partial(refusal, other, Loading(saved_by(source).path))
@@ -57,10 +56,9 @@ def test_other_buffers_are_refused(
 
 @pytest.mark.long
 @pytest.mark.parametrize(("source", "target"), RUNS[:2], ids=str)
-def test_saved_buffers_that_would_be_broadcast(
+def test_a_saved_scalar_does_not_fill_a_larger_buffer(
     source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """One value is no substitute for 65."""
     saved = saved_by(replace(source, buffers="reshaped"))
     for refused in pools.run(target.world, partial(refusal, target, Loading(saved.path))):
         assert refused.error == "CheckpointMismatchError", refused
@@ -70,8 +68,9 @@ def test_saved_buffers_that_would_be_broadcast(
 
 
 @pytest.mark.parametrize("setup", [Setup(2, "2"), Setup(2, "3")], ids=str)
-def test_buffers_of_one_rank_alone(setup: Setup, pools: Pools, tmp_path: Path) -> None:
-    """Where ranks have buffers of their own, each one's own are compared; all ranks refuse."""
+def test_all_ranks_refuse_different_buffers_of_one_rank(
+    setup: Setup, pools: Pools, tmp_path: Path
+) -> None:
     path = str(tmp_path / "unlike.ckpt")
     pools.run(setup.world, partial(save_unlike, setup, path))
     for refused in pools.run(setup.world, partial(refusal, setup, Loading(path))):
@@ -83,8 +82,7 @@ def test_buffers_of_one_rank_alone(setup: Setup, pools: Pools, tmp_path: Path) -
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_other_formats(pools: Pools, tmp_path: Path) -> None:
-    """Stock and universal checkpoints, single files, torch.distributed.checkpoint: all the same."""
+def test_every_format_refuses_different_buffers(pools: Pools, tmp_path: Path) -> None:
     recorded = ("zero2-ds0.19", "zero3-ds0.19", "universal2", "lightning1-fp32")
     paths = [str(unpack(name, tmp_path / name).checkpoint) for name in recorded]
     weights = Net(0, hidden=5).state_dict()

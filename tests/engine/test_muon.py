@@ -21,7 +21,6 @@ pytestmark = pytest.mark.engine
 
 
 def muon(world: int, zero: str, precision: str = "fp32", **options: object) -> Setup:
-    """Return a run of Muon's."""
     return Setup(world, zero, precision, optimizer="Muon", **options)  # type: ignore[arg-type]
 
 
@@ -39,13 +38,10 @@ def muon(world: int, zero: str, precision: str = "fp32", **options: object) -> S
     ],
     ids=str,
 )
-def test_momentum_survives(
+def test_momentum_is_restored_in_every_stage(
     source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """Each rank has the momentum that its stage wants: a partition, or that of whole parameters.
-
-    The oracle also compares what ranks hold of one parameter in ZeRO-1/2.
-    """
+    """The oracle also compares the copies of one parameter on several ranks in ZeRO-1/2."""
     saved = saved_by(source)
     assert any(key.startswith("momentum_buffer/") for key in saved.dump())
     assert_restored(pools.run, target, saved, steps_before=1)
@@ -67,10 +63,9 @@ def test_momentum_survives(
     ],
     ids=str,
 )
-def test_momentum_takes_the_type_of_its_stage(
+def test_momentum_has_the_type_of_the_loading_stage(
     source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """Saved in bf16 it is fp32 in stage 0, or whatever the stage that loads it keeps; no other."""
     if source.nvme or target.nvme:
         skip_without("AsyncIOBuilder", pools)
     saved = saved_by(source)
@@ -98,15 +93,14 @@ def test_momentum_takes_the_type_of_its_stage(
     ],
     ids=str,
 )
-def test_it_goes_on_bit_for_bit(setup: Setup, pools: Pools, tmp_path: Path) -> None:
-    """Losses, and all that the run holds some steps later, are those of the uninterrupted run."""
+def test_a_muon_run_continues_bit_for_bit(setup: Setup, pools: Pools, tmp_path: Path) -> None:
     if setup.nvme:
         skip_without("AsyncIOBuilder", pools)
     assert_continues(pools.run, setup, tmp_path)
 
 
 def warned_of_momentum(setup: Setup, path: str, **options: Any) -> list[str]:
-    """Load; return what this rank was warned of momentum."""
+    """Load; return this rank's warnings about momentum."""
     from lightning_elastic_zero.api import load_checkpoint
 
     with (
@@ -134,14 +128,14 @@ REACHED = CONFIGURED / 2
     ],
     ids=str,
 )
-def test_momentum_of_gradients_of_another_scale_is_told(
+def test_momentum_from_gradients_of_another_scale_is_warned_of(
     source: Setup,
     target: Setup,
     scales: tuple[float, float] | None,
     pools: Pools,
     saved_by: Callable[..., Saved],
 ) -> None:
-    """It is that many times too large for the gradients here, or too small, whose scale it has."""
+    """Momentum has the scale of its gradients, so it is too large or too small by that factor."""
     path = saved_by(source).path
     first, *others = pools.run(target.world, partial(warned_of_momentum, target, path))
     assert not any(others)
@@ -154,8 +148,8 @@ def test_momentum_of_gradients_of_another_scale_is_told(
     assert not any("loss scale" in text for said in pools.run(target.world, fresh) for text in said)
 
 
-def test_momentum_has_the_scale_of_its_gradients(saved_by: Callable[..., Saved]) -> None:
-    """In ZeRO without offload: so DeepSpeed has it, and the warning says it."""
+def test_deepspeeds_momentum_has_the_scale_of_the_gradients(saved_by: Callable[..., Saved]) -> None:
+    """In ZeRO without offload; the warning relies on this."""
     scaled, divided = (
         saved_by(setup).dump()
         for setup in (muon(2, "2", "fp16"), muon(2, "2", "fp16", offload=True))
@@ -177,14 +171,13 @@ NEEDS_TORCHS_MUON = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class MatricesSetup(Setup):
-    """A run that trains the matrices of its model only, as torch's Muon wants it."""
+    """A run that trains only the matrices of its model, as torch's Muon requires."""
 
     zero: str = "0"
     optimizer: str = "torch.optim.Muon"
     grouping: str = "one"
 
     def model(self, seed: int) -> Net:
-        """Make the model."""
         model = super().model(seed)
         for parameter in model.parameters():
             if parameter.ndim != 2:
@@ -202,13 +195,12 @@ class MatricesSetup(Setup):
     ],
     ids=str,
 )
-def test_momentum_of_torchs_muon_survives(
+def test_the_momentum_of_torchs_muon_is_restored(
     source: MatricesSetup,
     target: MatricesSetup,
     pools: Pools,
     saved_by: Callable[..., Saved],
 ) -> None:
-    """It is one value per element of a matrix, cut for the save as any other."""
     saved = saved_by(source)
     assert any(key.startswith("momentum_buffer/") for key in saved.dump())
     assert_restored(pools.run, target, saved, steps_before=1)
@@ -216,7 +208,6 @@ def test_momentum_of_torchs_muon_survives(
 
 @NEEDS_TORCHS_MUON
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_torchs_muon_goes_on_bit_for_bit(precision: str, pools: Pools, tmp_path: Path) -> None:
-    """Its update is computed of the whole momentum, which all ranks have again."""
+def test_torchs_muon_continues_bit_for_bit(precision: str, pools: Pools, tmp_path: Path) -> None:
     setup = MatricesSetup(2, precision=precision)
     assert_continues(pools.run, setup, tmp_path)

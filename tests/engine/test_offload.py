@@ -26,7 +26,7 @@ from tests.support.ranks import Pools, skip_without
 
 @dataclass(frozen=True)
 class OffloadedSave:
-    """A run that saved before, while, and after its states were on the host."""
+    """A run that saved before, during and after the offload of its states."""
 
     refusal: str
     """How a load was refused meanwhile."""
@@ -35,7 +35,6 @@ class OffloadedSave:
 
 
 def save_offloaded(setup: Setup, folder: str, states: tuple[str, ...]) -> OffloadedSave:
-    """Save, offload states, save again, reload them and train on."""
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
     from deepspeed.runtime.zero.offload_states import offload_adam_states, reload_adam_states
 
@@ -65,10 +64,7 @@ def save_offloaded(setup: Setup, folder: str, states: tuple[str, ...]) -> Offloa
 
 
 def rates_of_both(setup: Setup, path: str, *, saves: bool) -> list[tuple[float, float]]:
-    """Save a run that a schedule has slowed down, or load it; return the rates of both.
-
-    DeepSpeed's second one has its own for the first group, which no schedule changes.
-    """
+    """Save a run slowed by a schedule, or load it; return the rates of both optimizers."""
     from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 
     with engine_of(setup, 0 if saves else 7, tilt=1.0 if saves else 3.0) as engine:
@@ -86,7 +82,7 @@ def rates_of_both(setup: Setup, path: str, *, saves: bool) -> list[tuple[float, 
 
 
 def called_before_any_change(setup: Setup) -> tuple[list[bool], bool]:
-    """Return whether each call before a step found the masters as they were, and they changed."""
+    """Return whether each step's hook ran before the masters changed."""
     from lightning_elastic_zero.engine.live import LiveEngine
 
     with engine_of(setup, 0) as engine:
@@ -112,7 +108,6 @@ def called_before_any_change(setup: Setup) -> tuple[list[bool], bool]:
 
 
 def tensors_of(checkpoint: Path) -> dict[str, Any]:
-    """Return every tensor of a checkpoint's files, by file and place."""
     found: dict[str, Any] = {}
 
     def walk(value: object, place: str) -> None:
@@ -131,10 +126,7 @@ def tensors_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def elements_in_memory(setup: Setup, path: str) -> list[int]:
-    """Load over a run that has stepped; return what of its swapped state is in memory.
-
-    Before the load, after it, and after one more step.
-    """
+    """Load over a run; count swapped elements in memory before, after, and a step later."""
     from lightning_elastic_zero.api import load_checkpoint
 
     def held() -> int:
@@ -155,7 +147,6 @@ def elements_in_memory(setup: Setup, path: str) -> list[int]:
 
 
 def save_without_swap_files(engine: Engine, path: str) -> object:
-    """Lose the files of one rank, and save."""
     from lightning_elastic_zero.api import save_checkpoint
 
     if engine.global_rank == 1:
@@ -175,7 +166,7 @@ TORCH_KEYS = ("foreach", "maximize", "capturable", "differentiable", "fused", "d
 
 
 def of_adam(verdict: StateComparison) -> StateComparison:
-    """Return what is said of all but the hyperparameters that only torch's AdamW has."""
+    """Return a dump without the hyperparameters that only torch's AdamW has."""
     differing = {
         key: bits
         for key, bits in verdict.differing.items()
@@ -194,10 +185,9 @@ def of_adam(verdict: StateComparison) -> StateComparison:
     ],
     ids=str,
 )
-def test_what_the_second_optimizer_holds_survives(
+def test_states_of_both_optimizers_of_partial_offload_are_restored(
     source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """Partial offload has two optimizers; whichever steps a parameter later has its states."""
     skip_without("CPUAdamBuilder", pools)
     call = partial(load, target, saved_by(source), steps_before=1)
     verdict = pools.run(target.world, call)[0]
@@ -206,15 +196,14 @@ def test_what_the_second_optimizer_holds_survives(
 
 
 @pytest.mark.long
-def test_a_save_behind_training_is_told_before_either_steps(pools: Pools) -> None:
-    """The second optimizer steps first: what is copied behind training is not torn by it."""
+def test_a_background_save_is_notified_before_either_optimizer_steps(pools: Pools) -> None:
+    """The second optimizer steps first."""
     skip_without("CPUAdamBuilder", pools)
     assert pools.run(2, partial(called_before_any_change, PARTLY)) == [([True], True)] * 2
 
 
 @pytest.mark.long
-def test_the_rates_of_both_optimizers_survive(pools: Pools, tmp_path: Path) -> None:
-    """Where a schedule has changed those of one, each goes on with its own."""
+def test_the_rates_of_both_optimizers_are_restored(pools: Pools, tmp_path: Path) -> None:
     skip_without("CPUAdamBuilder", pools)
     path = str(tmp_path / "slow.ckpt")
     saved = pools.run(2, partial(rates_of_both, PARTLY, path, saves=True))
@@ -244,10 +233,10 @@ def test_the_rates_of_both_optimizers_survive(pools: Pools, tmp_path: Path) -> N
     ],
     ids=str,
 )
-def test_swapped_states_survive(
+def test_swapped_states_are_restored_to_and_from_memory(
     source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """From files into files, into memory, and from memory; ZeRO-1/2 takes "nvme" for "cpu"."""
+    """ZeRO-1/2 treats "nvme" as "cpu"."""
     skip_without("AsyncIOBuilder", pools)
     saved = saved_by(source)
     for steps in (0, 1):
@@ -265,26 +254,22 @@ def test_swapped_states_survive(
     ],
     ids=str,
 )
-def test_a_swapped_run_goes_on_bit_for_bit(setup: Setup, pools: Pools, tmp_path: Path) -> None:
-    """Where stock DeepSpeed resumes without moments."""
+def test_a_swapped_run_continues_bit_for_bit(setup: Setup, pools: Pools, tmp_path: Path) -> None:
+    """Stock DeepSpeed resumes without moments."""
     skip_without("AsyncIOBuilder", pools)
     assert_continues(pools.run, setup, tmp_path)
 
 
 @pytest.mark.long
-def test_what_is_loaded_is_swapped_out(pools: Pools, saved_by: Callable[..., Saved]) -> None:
-    """A load leaves none of it in memory, and DeepSpeed goes on to swap it.
-
-    With a pipeline DeepSpeed itself leaves its tensors views of buffers that it uses again.
-    """
+def test_loaded_states_are_swapped_out(pools: Pools, saved_by: Callable[..., Saved]) -> None:
+    """With a pipeline, DeepSpeed leaves its tensors views of buffers that it reuses."""
     skip_without("AsyncIOBuilder", pools)
     call = partial(elements_in_memory, SWAPPED, saved_by(SWAPPED).path)
     assert pools.run(SWAPPED.world, call) == [[0, 0, 0]] * SWAPPED.world
 
 
 @pytest.mark.long
-def test_lost_swap_files_are_named(pools: Pools, tmp_path: Path) -> None:
-    """A save whose state has been removed fails on every rank, and names the file."""
+def test_missing_swap_files_are_named_on_every_rank(pools: Pools, tmp_path: Path) -> None:
     skip_without("AsyncIOBuilder", pools)
     act = partial(save_without_swap_files, path=str(tmp_path / "never.ckpt"))
     for refused in pools.run(2, partial(refusal, SWAPPED, act, look=False)):
@@ -304,10 +289,9 @@ def test_lost_swap_files_are_named(pools: Pools, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_offloaded_states_are_saved(
+def test_offload_states_does_not_change_a_save_and_a_load_asks_for_a_reload(
     setup: Setup, states: tuple[str, ...], pools: Pools, tmp_path: Path
 ) -> None:
-    """``engine.offload_states()`` changes nothing of what is saved; a load asks for a reload."""
     found = pools.run(setup.world, partial(save_offloaded, setup, str(tmp_path), states))
     for rank in found:
         assert rank.refusal.startswith("UnsupportedError"), rank

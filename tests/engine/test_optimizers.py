@@ -63,7 +63,7 @@ COMPILED_FIRST = {"CPULion": {"exp_avg", "exp_avg_sq"}, "CPUAdagrad": {"exp_avg_
 
 
 def state_kinds(saved: Saved) -> set[str]:
-    """Return the kinds of tensors that the oracle found beside masters, weights and buffers."""
+    """Return the kinds of tensors that the oracle found besides masters, weights and buffers."""
     kinds = {key.split("/")[0] for key in saved.dump()}
     return kinds - {"master", "weight", "frozen", "buffer", "group", "counter", "scaler", "scalar"}
 
@@ -78,10 +78,9 @@ def state_kinds(saved: Saved) -> set[str]:
         if not (name == "Adafactor" and "0" in which)
     ],
 )
-def test_every_state_survives(
+def test_every_state_is_restored_on_another_world_and_stage(
     name: str, runs: tuple[Setup, Setup], pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """All states that the optimizer has are restored on another world, in another stage."""
     options: dict[str, Any] = {"optimizer": name, "grouping": "one" if name == "Adagrad" else "two"}
     if name in DEEPSPEEDS:
         skip_without(DEEPSPEEDS[name][2], pools)
@@ -92,8 +91,10 @@ def test_every_state_survives(
     assert_restored(pools.run, target, saved, steps_before=1)
 
 
-def test_fused_adam_counts_by_group(pools: Pools, saved_by: Callable[..., Saved]) -> None:
-    """In stage 0 it counts on a group's last parameter only: all of them go on from that count."""
+def test_fused_adam_resumes_the_count_of_each_group(
+    pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    """In stage 0 it counts on a group's last parameter only."""
     skip_without("FusedAdamBuilder", pools)
     saved = saved_by(Setup(3, "0", optimizer="FusedAdam"))
     steps = {value for key, value in saved.dump().items() if key.startswith("scalar/step/")}
@@ -108,10 +109,10 @@ def test_fused_adam_counts_by_group(pools: Pools, saved_by: Callable[..., Saved]
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", COMPILED_FIRST)
-def test_every_state_of_an_offloaded_optimizer_survives(
+def test_every_state_of_a_cpu_optimizer_is_restored(
     name: str, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """As above, for those that DeepSpeed has for the CPU only, in memory that is not pinned too."""
+    """Also from memory that is not pinned."""
     skip_without(f"{name}Builder", pools)
     grouping = "one" if name == "CPUAdagrad" else "two"
     for runs in RUNS.values():
@@ -124,8 +125,10 @@ def test_every_state_of_an_offloaded_optimizer_survives(
         assert_restored(pools.run, target, saved, steps_before=1)
 
 
-def test_adagrad_begins_anew(pools: Pools, saved_by: Callable[..., Saved]) -> None:
-    """It makes its state when it is made: without the saved one, that is set back to its start."""
+def test_adagrad_without_saved_state_is_reset_to_its_start(
+    pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    """It makes its state in its constructor."""
     source, target = (replace(run, optimizer="Adagrad", grouping="one") for run in RUNS["3 to 1"])
     options = {"load_optimizer_state": False}
     program = partial(found_after_load, target, saved_by(source), options, steps_before=1)
@@ -154,10 +157,9 @@ def test_adagrad_begins_anew(pools: Pools, saved_by: Callable[..., Saved]) -> No
     ],
     ids=str,
 )
-def test_a_state_without_a_rule_is_refused(
+def test_a_state_without_a_rule_is_refused_by_name_at_save(
     setup: Setup, names: tuple[str, ...], pools: Pools, tmp_path: Path
 ) -> None:
-    """At save, by name, on every rank, and nothing is left on disk."""
     act = Saving(str(tmp_path / "never.ckpt"))
     steps = 1 if setup.optimizer in ODD_SHAPES else 0  # With the others DeepSpeed cannot step.
     program = partial(refusal, setup, act, steps=steps, look=False)
@@ -181,16 +183,14 @@ EACH_OF_OTHERS = pytest.mark.parametrize("name", STATES_OF_OTHERS)
 
 
 def need(name: str) -> None:
-    """Skip a test whose package is not installed."""
     pytest.importorskip(name.partition(".")[0])
 
 
 @EACH_OF_OTHERS
 @pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
-def test_every_state_of_other_packages_survives(
+def test_every_state_of_other_packages_is_restored(
     name: str, runs: tuple[Setup, Setup], pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """Moments, and steps in the optimizer's own type, in another stage and another world."""
     need(name)
     source, target = (replace(run, optimizer=name) for run in runs)
     saved = saved_by(source)
@@ -200,19 +200,18 @@ def test_every_state_of_other_packages_survives(
 
 @EACH_OF_OTHERS
 @pytest.mark.parametrize("zero", ["0", "2", "3"])
-def test_optimizers_of_other_packages_go_on_bit_for_bit(
+def test_optimizers_of_other_packages_continue_bit_for_bit(
     name: str, zero: str, pools: Pools, tmp_path: Path
 ) -> None:
-    """What was restored is what the optimizer's own code steps with."""
     need(name)
     setup = Setup(2, zero, optimizer=name)
     assert_continues(pools.run, setup, tmp_path)
 
 
-def test_lars_goes_on_where_nothing_is_cut(
+def test_lars_continues_in_stage_0(
     pools: Pools, saved_by: Callable[..., Saved], tmp_path: Path
 ) -> None:
-    """In stage 0 its norms are of whole parameters, on any number of ranks."""
+    """Its norms are of whole parameters."""
     name = "bitsandbytes.optim.PytorchLARS"
     need(name)
     source, target = (Setup(world, "0", optimizer=name) for world in (2, 3))
@@ -224,10 +223,9 @@ def test_lars_goes_on_where_nothing_is_cut(
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("saves_torchs", [True, False])
-def test_an_optimizer_of_the_same_name_is_refused(
+def test_an_optimizer_of_the_same_name_in_another_package_is_refused(
     saves_torchs: bool, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """Both packages have an AdamW, and neither can step with the other's states."""
     name = "bitsandbytes.optim.AdamW"
     need(name)
     names = ("AdamW", name) if saves_torchs else (name, "AdamW")

@@ -28,7 +28,7 @@ from tests.support.ranks import Pools
 
 
 def flipped_bits_found(setup: Setup) -> dict[str, tuple[dict[str, int], list[str]]] | None:
-    """Flip a bit of the first element of a buffer on the last rank; give what the oracle finds."""
+    """Flip a bit in a buffer on the last rank; return the oracle's findings."""
     found: dict[str, tuple[dict[str, int], list[str]]] = {}
     with engine_of(setup, 0) as engine:
         train(engine, setup, 0, 1)
@@ -45,7 +45,6 @@ def flipped_bits_found(setup: Setup) -> dict[str, tuple[dict[str, int], list[str
 
 
 def _some_element(engine: Engine, setup: Setup) -> tuple[torch.Tensor, int]:
-    """Return an element that this rank holds."""
     for flat, places in zip(flat_buffers(engine, setup), positions(setup), strict=True):
         held = (places != PADDING).nonzero()
         if len(held):
@@ -63,7 +62,7 @@ Values: TypeAlias = "dict[str, list[float]]"
 
 
 def public_values(setup: Setup) -> tuple[Values, Values]:
-    """Return what the oracle finds in a trained run, and what DeepSpeed's public functions give."""
+    """Return the oracle's values of a trained run, and those of DeepSpeed's public functions."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     # After a first step ZeRO-1/2 does not find the states of groups that were stepped last.
@@ -93,7 +92,7 @@ RUNS = (
 
 
 def must_differ(saved: Dump) -> set[str]:
-    """Return what cannot be the same by chance in a run from another seed with other rates."""
+    """Return keys that cannot be equal by chance in a run with another seed and other rates."""
     kinds = ("master", "weight", "frozen", "buffer", "exp_avg", "exp_avg_sq", "scalar")
     differing = {k for k in saved if k.split("/")[0] in kinds}
     differing |= {k for k in saved if k.endswith(("/lr", "/weight_decay", "/betas"))}
@@ -104,10 +103,9 @@ def must_differ(saved: Dump) -> set[str]:
 
 @pytest.mark.parametrize("setup", [*RUNS, Setup(3, "0")], ids=str)
 @pytest.mark.parametrize("steps", [0, 2])
-def test_a_run_that_loaded_nothing_fails(
+def test_a_run_that_loaded_nothing_differs_everywhere(
     setup: Setup, steps: int, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """Of a fresh run, or one trained from another seed, every tensor that should differ does."""
     saved = saved_by(setup)
     verdict = pools.run(setup.world, partial(fresh, setup, saved, steps=steps))[0]
     assert verdict is not None
@@ -115,8 +113,7 @@ def test_a_run_that_loaded_nothing_fails(
 
 
 @pytest.mark.parametrize("setup", RUNS, ids=str)
-def test_one_bit_on_one_rank_is_found(setup: Setup, pools: Pools) -> None:
-    """The lowest bit of one master or one state, on the last rank alone, is found and named."""
+def test_one_flipped_bit_on_one_rank_is_found_and_named(setup: Setup, pools: Pools) -> None:
     found = pools.run(setup.world, partial(flipped_bits_found, setup))[0]
     assert found is not None
     for kind, (differing, rounded_off) in found.items():
@@ -126,15 +123,13 @@ def test_one_bit_on_one_rank_is_found(setup: Setup, pools: Pools) -> None:
 
 
 @pytest.mark.parametrize("setup", RUNS, ids=str)
-def test_deepspeed_says_the_same(setup: Setup, pools: Pools) -> None:
-    """What DeepSpeed's public ``safe_get_full_*`` give is what the oracle found."""
+def test_the_oracle_agrees_with_safe_get_full(setup: Setup, pools: Pools) -> None:
     ours, theirs = pools.run(setup.world, partial(public_values, setup))[0]
     assert ours
     assert theirs == ours
 
 
-def test_the_oracle_owes_nothing_to_the_library() -> None:
-    """Neither the oracle nor the runs that it looks at import the library."""
+def test_the_oracle_does_not_import_the_library() -> None:
     for module in (oracle, engines):
         tree = ast.parse(Path(module.__file__ or "").read_text())
         imported = [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]

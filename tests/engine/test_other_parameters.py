@@ -34,19 +34,16 @@ STATES = ("exp_avg", "exp_avg_sq")
 
 
 class Listed(logging.Handler):
-    """Keeps what is warned of."""
-
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep it."""
         self.texts.append(record.getMessage())
 
 
 def loaded(setup: Setup, saved: Saved, steps_before: int) -> tuple[Any, ...] | None:
-    """Load leniently; return what was held before, after, and a step later, and the warnings."""
+    """Load leniently; return the state before, after, and a step later, and the warnings."""
     from lightning_elastic_zero.api import load_checkpoint
     from tests.support.oracle import dump
 
@@ -66,12 +63,11 @@ def loaded(setup: Setup, saved: Saved, steps_before: int) -> tuple[Any, ...] | N
 
 
 def of_layers(found: Dump, *names: str) -> Dump:
-    """Return what a dump has of some parameters."""
     return {key: value for key, value in found.items() if key.partition("/")[2] in names}
 
 
 def without(found: Dump, *names: str) -> Dump:
-    """Return what a dump has of all others; BF16_Optimizer alone has no loss scaler."""
+    """Return the other entries of a dump; only BF16_Optimizer has no loss scaler."""
     skipped = ("group/", "scaler/")
     return {
         key: value
@@ -83,7 +79,7 @@ def without(found: Dump, *names: str) -> Dump:
 @pytest.mark.parametrize("steps_before", [0, 2])
 @pytest.mark.parametrize("grouping", ["two", "new apart"])
 @pytest.mark.parametrize(("source", "target"), RUNS, ids=str)
-def test_what_is_known_is_restored(
+def test_known_parameters_are_restored_and_others_are_warned_of(
     source: Setup,
     target: Setup,
     grouping: str,
@@ -91,7 +87,7 @@ def test_what_is_known_is_restored(
     pools: Pools,
     saved_by: Callable[..., Saved],
 ) -> None:
-    """Bit for bit; unfrozen and new parameters begin anew, and all others are told by name."""
+    """Unfrozen and new parameters start fresh."""
     saved = saved_by(source)
     here = replace(target, renamed=True, thawed=True, grouping=grouping)
     found = pools.run(here.world, partial(loaded, here, saved, steps_before))[0]
@@ -154,8 +150,9 @@ def _assert_groups(wanted: Dump, before: Dump, after: Dump, *, apart: bool) -> N
         assert all(before[key] == after[key] for key in keys)
 
 
-def test_the_strict_error_names_the_option(pools: Pools, saved_by: Callable[..., Saved]) -> None:
-    """Everything that differs stands in it, and what helps; nothing has changed."""
+def test_the_strict_error_lists_all_differences_and_names_the_option(
+    pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
     source, target = RUNS[0]
     here = replace(target, renamed=True, thawed=True, grouping="new apart")
     for refused in pools.run(here.world, partial(refusal, here, Loading(saved_by(source).path))):

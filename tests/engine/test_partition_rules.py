@@ -24,7 +24,7 @@ pytestmark = pytest.mark.engine
 
 
 def observed(setup: Setup) -> list[list[list[int]]]:
-    """Return the numbers of the elements in each flat buffer, by rank."""
+    """Return the element numbers in each flat buffer, by rank."""
     of_ranks: list[list[list[int]]] = [[] for _ in range(setup.world)]
     mine = [places.tolist() for places in positions(setup)]
     distributed.all_gather_object(of_ranks, mine)
@@ -32,7 +32,7 @@ def observed(setup: Setup) -> list[list[list[int]]]:
 
 
 def predicted(setup: Setup) -> list[list[list[int]]]:
-    """Compute the same by the rules, from nothing but names, sizes and the configuration."""
+    """Compute the same from names, sizes and the configuration alone."""
     model = setup.model(0)
     parameters = trained(model)
     names = {p: name for name, p in parameters.items()}
@@ -100,14 +100,15 @@ def _numel_on_rank(setup: Setup, buffer: FlatBuffer) -> int:
     ],
     ids=str,
 )
-def test_rules_say_what_engines_hold(setup: Setup, world: int, pools: Pools) -> None:
-    """Each place of each flat buffer of each rank holds the element that the rules say."""
+def test_the_rules_predict_each_element_of_each_flat_buffer(
+    setup: Setup, world: int, pools: Pools
+) -> None:
     setup = Setup(**{**vars(setup), "world": world})
     assert pools.run(world, partial(observed, setup))[0] == predicted(setup)
 
 
 def refusals(setup: Setup) -> dict[str, str]:
-    """Change what the library reads of an engine's flat buffers; return what it says of it."""
+    """Change the library's reading of an engine's flat buffers; return the error."""
     from lightning_elastic_zero.engine.live import LiveEngine
 
     def at_setup(engine: Engine) -> None:
@@ -133,7 +134,7 @@ def refusals(setup: Setup) -> dict[str, str]:
 
 
 def put_elsewhere(setup: Setup) -> tuple[str, str]:
-    """Put a weight where another one lies; return what a save says, after a setup and without."""
+    """Swap the places of two weights; return the errors of a save, with and without a setup."""
     from lightning_elastic_zero.engine.live import LiveEngine
 
     def look(*, places_checked: bool) -> str:
@@ -151,15 +152,15 @@ def put_elsewhere(setup: Setup) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("setup", [Setup(1, "1"), Setup(1, "2", "bf16")], ids=str)
-def test_a_weight_that_a_user_puts_elsewhere_is_no_other_layout(setup: Setup, pools: Pools) -> None:
-    """Masters lie where they lay at setup. Where nobody looked then, the save is refused."""
+def test_a_moved_weight_does_not_move_its_master(setup: Setup, pools: Pools) -> None:
+    """Without a setup that recorded the places, the save is refused."""
     ((after_setup, without),) = pools.run(1, partial(put_elsewhere, setup))
     assert after_setup == ""
     assert ".data" in without
 
 
 def _changes(optimizer: Engine, setup: Setup) -> dict[str, tuple[Any, Any, Any]]:
-    """Name what another release of DeepSpeed might do otherwise: holder, key and other value."""
+    """Return possible differences of another DeepSpeed release: holder, key and other value."""
     of_stage = {"3": "fp16_groups", "B": "bf16_groups"}
     groups = getattr(optimizer, of_stage.get(setup.zero, "round_robin_bit16_groups"))
     order = list(groups[0])
@@ -188,8 +189,8 @@ def _changes(optimizer: Engine, setup: Setup) -> dict[str, tuple[Any, Any, Any]]
     ],
     ids=str,
 )
-def test_places_that_are_not_deepspeeds_are_refused(setup: Setup, pools: Pools) -> None:
-    """What is computed of order, alignment, padding and cut is compared with the live weights."""
+def test_a_layout_unlike_that_of_the_live_weights_is_refused(setup: Setup, pools: Pools) -> None:
+    """The computed order, alignment, padding and cuts are compared with the live weights."""
     for said in pools.run(setup.world, partial(refusals, setup)):
         assert said
         unseen = {what for what, text in said.items() if "unknown layout of parameters" not in text}

@@ -17,7 +17,7 @@ from tests.support.ranks import Pools
 
 
 def refused_by_deepspeed(setup: Setup) -> tuple[bool, str]:
-    """Make an engine and train a step; return whether there was an engine, and what was raised."""
+    """Make an engine and train a step; return whether it was made, and the error."""
     made = False
     try:
         with engine_of(setup, 0) as engine:
@@ -42,16 +42,14 @@ ALONE = Setup(1, "3", quantized="gradients")
     ],
     ids=str,
 )
-def test_quantized_gradients_change_nothing_of_a_checkpoint(
+def test_quantized_gradients_do_not_change_a_checkpoint(
     source: Setup, target: Setup, steps: int, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """Where such a run can be made, it saves and loads like any other."""
     assert_restored(pools.run, target, saved_by(source), steps_before=steps)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("what", "made"), [("weights", False), ("gradients", True)])
-def test_what_deepspeed_refuses_on_a_cpu(what: str, made: bool, pools: Pools) -> None:
-    """What docs/configurations.md says of CPU ranks: nothing of it comes to a save."""
+def test_deepspeed_refuses_quantized_weights_on_a_cpu(what: str, made: bool, pools: Pools) -> None:
     refused = pools.run(2, partial(refused_by_deepspeed, Setup(2, "3", quantized=what)))
     assert all(found == made and "not been implemented on CPU" in said for found, said in refused)

@@ -47,7 +47,7 @@ Change = Callable[[Engine, str], None]
 
 
 def load_public(engine: Engine, path: str) -> None:
-    """Load by the public function, which knows nothing of the save."""
+    """Load by the public function, which does not know of the save."""
     from lightning_elastic_zero.api import load_checkpoint
 
     load_checkpoint(engine, path)
@@ -85,7 +85,7 @@ def change_nothing(_: Engine, __: str) -> None:
 
 
 def copy_last_state(engine: Engine, _: str) -> None:
-    """Change one element of what is written last, in place."""
+    """Change one element of the last written state, in place."""
     *_, state = inner_of(engine).state.values()
     with torch.no_grad():
         state["exp_avg_sq"].view(-1)[-1:].copy_(torch.ones(1))
@@ -94,11 +94,7 @@ def copy_last_state(engine: Engine, _: str) -> None:
 def changed_during_save(
     setup: Setup, folder: str, change: Change, most: int | None
 ) -> tuple[str, bool]:
-    """Change the state while a save in the background has read nothing yet.
-
-    Returns:
-        The error of the save, and whether it was published; then it is as one without a change.
-    """
+    """Change the state before a background save reads; return its error, and if it published."""
     from lightning_elastic_zero.checkpoint.manager import CheckpointManager
     from lightning_elastic_zero.checkpoint.types import SaveOptions
     from lightning_elastic_zero.coordination.liveness import Timeouts
@@ -173,7 +169,6 @@ class Evaluations:
 
 
 def evaluated(source: Setup, target: Setup, saved: Saved) -> Evaluations:
-    """Evaluate a run at its save, and an engine without an optimizer that has loaded it."""
     import deepspeed
     from deepspeed.utils import groups
 
@@ -199,7 +194,6 @@ def evaluated(source: Setup, target: Setup, saved: Saved) -> Evaluations:
 
 
 def loss_of(engine: Engine, setup: Setup) -> float:
-    """Evaluate a batch."""
     engine.eval()
     x, y = batch(500, distributed.get_rank(), setup.world)
     with torch.no_grad():
@@ -210,7 +204,7 @@ def loss_of(engine: Engine, setup: Setup) -> float:
 
 @dataclass(frozen=True)
 class InterruptedLoad:
-    """How a load ended whose last read failed, and what it left changed."""
+    """The outcome of a load whose last read failed, and the state that it changed."""
 
     error: str
     differing: dict[str, int]
@@ -251,7 +245,7 @@ def interrupted_load(setup: Setup, path: str) -> InterruptedLoad:
 
 @contextlib.contextmanager
 def _at_each_read(act: Callable[[], None]) -> Iterator[None]:
-    """Do something whenever a range of a file is read."""
+    """Call a function at each read of a range of a file."""
     real = os.preadv
 
     def preadv(*arguments: Any) -> int:
@@ -267,7 +261,7 @@ def _at_each_read(act: Callable[[], None]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Held:
-    """What a run's memory held before and after loads over its own state."""
+    """The memory of a run before and after loads over its own state."""
 
     tensor_bytes: tuple[int, ...]
     """Of all tensors in the process: before, and after each load."""
@@ -280,7 +274,6 @@ class Held:
 
 
 def loaded_over(setup: Setup, saved: Saved, loads: int) -> Held:
-    """Load several times over live state."""
     from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 7, tilt=3.0) as engine:
@@ -300,7 +293,7 @@ def loaded_over(setup: Setup, saved: Saved, loads: int) -> Held:
 
 
 def _differing_over_narrow(engine: Engine, saved: Saved) -> tuple[str, ...]:
-    """Load over states of a narrower type; return those that are not what they were."""
+    """Load over states of a narrower type; return those that differ afterwards."""
     from lightning_elastic_zero.api import load_checkpoint
 
     wanted = {key: state.clone() for key, state in _states(engine).items()}
@@ -351,10 +344,10 @@ pytestmark = pytest.mark.engine
         (Setup(2, "0"), copy_last_state, 0),
     ],
 )
-def test_state_that_changes_during_a_save(
+def test_state_that_changes_during_a_save_fails_it_by_name(
     setup: Setup, change: Change, most: int | None, pools: Pools, tmp_path: Path
 ) -> None:
-    """A load waits for a save in the background; after other changes the save fails by name."""
+    """A load, however, waits for a background save."""
     program = partial(changed_during_save, setup, str(tmp_path), change, most)
     for error, published in pools.run(setup.world, program):
         if change is load_public or (most is None and published):
@@ -375,10 +368,10 @@ PIPELINED = Setup(2, "3", nvme="pipelined", sub_group=700)
 @pytest.mark.parametrize("most", [None, 0])
 @pytest.mark.parametrize("change", [change_nothing, set_masters, set_local_states])
 @pytest.mark.parametrize("setup", [PARTLY, SWAPPED, PIPELINED], ids=str)
-def test_offloaded_state_that_changes_during_a_save(
+def test_a_save_of_changing_offloaded_state_fails_or_is_consistent(
     setup: Setup, change: Change, most: int | None, pools: Pools, tmp_path: Path
 ) -> None:
-    """Also of two optimizers, and in files: the save fails, or holds what was there."""
+    """Also with two optimizers, and with swap files."""
     skip_without("AsyncIOBuilder" if setup.nvme else "CPUAdamBuilder", pools)
     program = partial(changed_during_save, setup, str(tmp_path), change, most)
     for error, published in pools.run(setup.world, program):
@@ -393,15 +386,18 @@ HPZ = Setup(4, "3", hpz=2, persistence=100)
 
 
 @pytest.mark.long
-def test_frozen_layers_with_second_copies(pools: Pools, tmp_path: Path) -> None:
-    """Second copies of weights (hpZ), which frozen ones keep for good, do not get into training."""
+def test_training_does_not_use_stale_second_copies_of_frozen_weights(
+    pools: Pools, tmp_path: Path
+) -> None:
+    """Frozen weights keep their second copies (hpZ) for good."""
     assert_continues(pools.run, HPZ, tmp_path)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_evaluation_with_second_copies(precision: str, pools: Pools, tmp_path: Path) -> None:
-    """Evaluation with hpZ is of the weights that were loaded, not of those that were there."""
+def test_evaluation_does_not_use_stale_second_copies(
+    precision: str, pools: Pools, tmp_path: Path
+) -> None:
     setup = Setup(4, "3", precision, hpz=2, persistence=100)
     saved = Saved(setup, str(tmp_path / "hpz.ckpt"))
     for rank, found in enumerate(pools.run(setup.world, partial(evaluated, setup, setup, saved))):
@@ -425,8 +421,9 @@ def test_evaluation_with_second_copies(precision: str, pools: Pools, tmp_path: P
     ],
     ids=str,
 )
-def test_a_load_within_an_accumulation_window(setup: Setup, pools: Pools, tmp_path: Path) -> None:
-    """No gradient of the run that is replaced gets into the next step."""
+def test_a_load_drops_the_gradients_of_the_interrupted_window(
+    setup: Setup, pools: Pools, tmp_path: Path
+) -> None:
     assert_continues(pools.run, setup, tmp_path, within_window)
 
 
@@ -441,13 +438,10 @@ def test_a_load_within_an_accumulation_window(setup: Setup, pools: Pools, tmp_pa
     ],
     ids=str,
 )
-def test_a_load_over_live_state_takes_its_place(
+def test_a_load_over_live_state_reuses_its_memory(
     setup: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """States stay the tensors that they are, and memory is held once.
-
-    Those of another type make room. A run without state at the save leaves none behind either.
-    """
+    """States of another type free their memory; states missing in the checkpoint are removed."""
     saved, stateless = saved_by(setup), saved_by(setup, steps=0)
     for held in pools.run(setup.world, partial(loaded_over, setup, saved, 3)):
         assert not held.replaced, held
@@ -467,13 +461,10 @@ def test_a_load_over_live_state_takes_its_place(
     ],
     ids=str,
 )
-def test_a_load_that_breaks_off_leaves_the_run_as_it_was(
+def test_an_interrupted_load_leaves_the_run_unchanged(
     setup: Setup, steps: int, pools: Pools, saved_by: Callable[..., Saved], tmp_path: Path
 ) -> None:
-    """What was received over live masters is undone on all ranks, where one could not read.
-
-    In bf16 masters are received beside the live ones if a part of them is no rounded weight.
-    """
+    """In bf16, masters are received in other memory if some are not rounded weights."""
     checkpoint = copied(saved_by(setup, steps=steps).path, tmp_path)
     for found in pools.run(setup.world, partial(interrupted_load, setup, str(checkpoint))):
         assert "RanksError" in found.error

@@ -27,7 +27,7 @@ NEW = ("c.weight", "c.bias")
 def found_after(
     pools: Pools, target: Setup, saved: Saved, steps_before: int = 0, **options: object
 ) -> tuple[Dump, Dump]:
-    """Return what rank 0 of a run held before and after a load."""
+    """Return rank 0's state before and after a load."""
     program = partial(found_after_load, target, saved, options, steps_before=steps_before)
     found = pools.run(target.world, program)[0]
     assert found is not None
@@ -35,10 +35,9 @@ def found_after(
 
 
 @pytest.mark.parametrize(("source", "target"), RUNS, ids=str)
-def test_renamed_layers_are_restored(
+def test_renamed_layers_are_restored_bit_for_bit(
     source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """With ``rename`` everything is what was saved, bit for bit, optimizer state too."""
     saved, here = saved_by(source), replace(target, renamed=True)
     _, found = found_after(pools, here, saved, rename={"b": "c"})
     wanted = {
@@ -51,13 +50,10 @@ def test_renamed_layers_are_restored(
 
 @pytest.mark.long
 @pytest.mark.parametrize(("source", "target"), RUNS, ids=str)
-def test_new_layers_begin_as_they_are(
+def test_new_layers_start_from_their_own_values(
     source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """A fresh optimizer, not strictly: what the checkpoint lacks is trained from what it is.
-
-    In bf16, too, where its masters have more to them than its weights.
-    """
+    """Also in bf16, where masters are more precise than weights."""
     saved, here = saved_by(source), replace(target, renamed=True)
     options = {"load_optimizer_state": False, "strict": False}
     before, after = found_after(pools, here, saved, steps_before=1, **options)
@@ -74,10 +70,9 @@ def test_new_layers_begin_as_they_are(
 
 @pytest.mark.long
 @pytest.mark.parametrize(("source", "target"), RUNS[:1], ids=str)
-def test_what_helps_is_said(
+def test_errors_propose_a_rename_and_refuse_wrong_ones(
     source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """A likely renaming is named; a rename that fits nothing, or two names, is refused."""
     saved, here = saved_by(source), replace(target, renamed=True)
     for options, says in (
         ({}, ("c.weight", "rename={'b': 'c'}")),

@@ -17,7 +17,6 @@ VALUES = 3
 
 
 def train_and_save(setup: Setup, path: str) -> None:
-    """Save a run that has stepped."""
     from lightning_elastic_zero.api import save_checkpoint
 
     with engine_of(setup, 0) as engine:
@@ -27,7 +26,6 @@ def train_and_save(setup: Setup, path: str) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_replicated_state_is_written_once(precision: str, pools: Pools, tmp_path: Path) -> None:
-    """Files of 4 ranks are as large together as the state, and not four times as large."""
     setup = Setup(4, "0", precision, hidden=600, thawed=True)
     path = tmp_path / "run.ckpt"
     pools.run(4, partial(train_and_save, setup, str(path)))

@@ -37,8 +37,7 @@ pytestmark = pytest.mark.engine
     ],
     ids=str,
 )
-def test_the_same_world_goes_on_bit_for_bit(setup: Setup, pools: Pools, tmp_path: Path) -> None:
-    """Losses, and all that the run holds some steps later, are those of the uninterrupted run."""
+def test_the_same_world_continues_bit_for_bit(setup: Setup, pools: Pools, tmp_path: Path) -> None:
     assert_continues(pools.run, setup, tmp_path)
 
 
@@ -54,14 +53,10 @@ def test_the_same_world_goes_on_bit_for_bit(setup: Setup, pools: Pools, tmp_path
     ],
     ids=str,
 )
-def test_another_world_goes_on_up_to_the_order_of_a_sum(
+def test_another_world_continues_up_to_the_order_of_sums(
     source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved], tmp_path: Path
 ) -> None:
-    """It computes what a run does that was made to hold the state, bit for bit.
-
-    From uninterrupted runs it differs as they do from one another, by the order of sums: in fp32 by
-    much less than a step.
-    """
+    """A run made with the restored state is equal; others differ by the order of sums."""
     source, target = (
         replace(source, steady=True),
         replace(target, steady=True),

@@ -44,7 +44,6 @@ def of_kinds(found: Dump, *kinds: str) -> Dump:
 def before_and_after(
     pools: Pools, setup: Setup, saved: Saved, *, steps_after: int = 0, **options: Any
 ) -> tuple[Dump, Dump]:
-    """Return what a run held before and after a load."""
     program = partial(found_after_load, setup, saved, options, steps_after=steps_after)
     found = pools.run(setup.world, program)[0]
     assert found is not None
@@ -52,17 +51,15 @@ def before_and_after(
 
 
 def bytes_of(paths: Iterable[Path]) -> int:
-    """Add up the sizes of files."""
     return sum(path.stat().st_size for path in paths)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("steps_before", [0, 2])
 @pytest.mark.parametrize(("source", "target"), ELSEWHERE, ids=str)
-def test_no_state_stays_no_state(
+def test_a_run_saved_before_its_first_step_removes_states(
     source: Setup, target: Setup, steps_before: int, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """Saved before its first step, a run has no states after the load; one that had them, none."""
     saved = saved_by(source, steps=0)
     assert not of_kinds(saved.dump(), *STATES)
     assert_restored(pools.run, target, saved, steps_before=steps_before)
@@ -70,18 +67,16 @@ def test_no_state_stays_no_state(
 
 @pytest.mark.long
 @pytest.mark.parametrize(("source", "target"), ELSEWHERE, ids=str)
-def test_a_run_that_has_stepped_is_restored(
+def test_a_load_replaces_all_state_of_a_run_that_has_stepped(
     source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """Nothing of what it had is left."""
     assert_restored(pools.run, target, saved_by(source), steps_before=2)
 
 
 @pytest.mark.parametrize(("source", "target"), ELSEWHERE, ids=str)
-def test_a_fresh_optimizer_on_saved_weights(
+def test_without_optimizer_state_the_optimizer_starts_fresh(
     source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """Without optimizer state all else is restored, and the optimizer makes its state anew."""
     saved = saved_by(source)
     _, after = before_and_after(pools, target, saved, load_optimizer_state=False)
     wanted = expected_in(saved.dump(), source, target)
@@ -93,10 +88,9 @@ def test_a_fresh_optimizer_on_saved_weights(
 
 
 @pytest.mark.parametrize(("source", "target"), ELSEWHERE, ids=str)
-def test_configured_hyperparameters_with_restored_moments(
+def test_load_hyperparameters_false_restores_moments_only(
     source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """The groups stay as they are configured; all that the optimizer has learned is restored."""
     saved = saved_by(source)
     before, after = before_and_after(pools, target, saved, load_hyperparameters=False)
     wanted = expected_in(saved.dump(), source, target)
@@ -106,13 +100,10 @@ def test_configured_hyperparameters_with_restored_moments(
 
 
 @pytest.mark.parametrize(("source", "target"), ELSEWHERE, ids=str)
-def test_weights_only(
+def test_weights_only_saves_no_optimizer_state_and_loads_say_so(
     source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """No byte of optimizer state is on disk; a load for training says so, and what helps.
-
-    Rates and counters of a new run are its own.
-    """
+    """Rates and counters of a new run are its own."""
     saved, whole = saved_by(source, weights_only=True), saved_by(source)
     folder = Path(saved.path) / "checkpoint"
     for path in folder.glob("*_optim_states.pt"):
@@ -135,10 +126,9 @@ def test_weights_only(
 
 @pytest.mark.long
 @pytest.mark.parametrize(("saved_as", "resumed_as"), [("one", "two"), ("two", "one")])
-def test_another_number_of_groups_as_configured(
+def test_groups_load_by_their_names_or_from_weights_alone(
     saved_as: str, resumed_as: str, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """Weights alone go into a run with other groups, of which each names a saved one, or none."""
     saved = saved_by(Setup(2, "2", grouping=saved_as))
     options = {"load_optimizer_state": False, "load_hyperparameters": False}
     call = partial(group_origins_of, Setup(2, "3", grouping=resumed_as), saved.path, options)
@@ -147,7 +137,6 @@ def test_another_number_of_groups_as_configured(
 
 
 def _tensors(state: object) -> list[torch.Tensor]:
-    """Return all tensors inside plain data."""
     if isinstance(state, torch.Tensor):
         return [state]
     if isinstance(state, dict):
@@ -157,10 +146,9 @@ def _tensors(state: object) -> list[torch.Tensor]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("source", "target"), ELSEWHERE, ids=str)
-def test_frozen_parameters_left_out(
+def test_excluded_frozen_parameters_keep_the_models_values(
     source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """They are not on disk, and keep what the model itself gave them; all else is restored."""
     saved = saved_by(source, exclude_frozen_parameters=True)
     sizes = [bytes_of(Path(s.path).rglob("*.pt")) for s in (saved_by(source), saved)]
     frozen = of_kinds(saved.dump(), "frozen").values()
@@ -183,10 +171,10 @@ def test_frozen_parameters_left_out(
     ],
     ids=str,
 )
-def test_an_empty_parameter(
+def test_an_empty_parameter_is_saved_and_loaded(
     source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """A parameter without elements disturbs nothing (ZeRO-3's own forward fails with one)."""
+    """ZeRO-3's own forward fails with one."""
     saved = saved_by(source)
     assert "frozen/empty" in saved.dump() or "weight/empty" in saved.dump()
     assert_restored(pools.run, target, saved)
@@ -194,10 +182,9 @@ def test_an_empty_parameter(
 
 @pytest.mark.parametrize("source", [pair[0] for pair in ELSEWHERE], ids=str)
 @pytest.mark.parametrize(("zero", "world"), [("3", 4), ("0", 1), ("0", 2)])
-def test_evaluation_without_an_optimizer(
+def test_an_evaluating_engine_gets_rounded_masters_and_rank_0s_buffers(
     zero: str, world: int, source: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """An engine that only evaluates gets the masters, rounded, and rank 0's buffers everywhere."""
     saved = saved_by(source)
     setup = Setup(world, zero, source.precision)
     wanted = expected_in(saved.dump(), source, setup)

@@ -24,7 +24,7 @@ TOKENS, LENGTH, HEADS, WIDTH = 30, 8, 2, 8
 
 
 class Attention(nn.Module):
-    """One layer of attention, whose heads are shared out over the ranks of a sequence."""
+    """One layer of attention, whose heads are split over the ranks of a sequence."""
 
     def __init__(self, seed: int, sequence: int) -> None:
         super().__init__()
@@ -61,22 +61,20 @@ class SequenceSetup(Setup):
     sequence: int = 1
 
     def model(self, seed: int) -> nn.Module:  # type: ignore[override]
-        """Make the model."""
         return Attention(seed, self.sequence)
 
     def twin(self) -> SequenceSetup:
-        """Return the setup that lays its flat buffers out in the same way, without sequences."""
+        """Return the setup without sequence ranks and with the same layout of flat buffers."""
         return replace(self, optimizer="SGD", sequence=1)
 
     @property
     def buffers_kept(self) -> tuple[str, ...]:
-        """It has none."""
         return ()
 
 
 @contextmanager
 def engine_over(setup: SequenceSetup, seed: int, *, mesh: bool = False) -> Iterator[Engine]:
-    """Make an engine, and undo what DeepSpeed keeps for the process."""
+    """Make an engine, and undo DeepSpeed's global state."""
     import deepspeed
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
     from deepspeed.utils import groups
@@ -104,7 +102,7 @@ def engine_over(setup: SequenceSetup, seed: int, *, mesh: bool = False) -> Itera
 
 
 def train_over(engine: Engine, setup: SequenceSetup, first: int, last: int) -> list[float]:
-    """Train steps; a rank has a part of the batch, and of its sequences."""
+    """Train on this rank's part of the batch and of its sequences."""
     rank, losses = distributed.get_rank(), []
     at, part = divmod(rank, setup.sequence)
     size, length = GLOBAL_BATCH * setup.sequence // setup.world, LENGTH // setup.sequence
@@ -122,7 +120,7 @@ def train_over(engine: Engine, setup: SequenceSetup, first: int, last: int) -> l
 
 
 def saved_over(setup: SequenceSetup, path: str) -> tuple[Dump, list[float]] | None:
-    """Train and save; return what was held, and the losses that follow."""
+    """Train and save; return the state and the losses that follow."""
     from lightning_elastic_zero.api import save_checkpoint
 
     with engine_over(setup, 0) as engine:
@@ -134,7 +132,7 @@ def saved_over(setup: SequenceSetup, path: str) -> tuple[Dump, list[float]] | No
 
 
 def loaded_over(setup: SequenceSetup, path: str) -> tuple[Dump, list[float]] | None:
-    """Load into another run; return what is held then, and the losses that follow."""
+    """Load into another run; return its state and the losses that follow."""
     from lightning_elastic_zero.api import load_checkpoint
 
     with engine_over(setup, 7) as engine:
@@ -163,10 +161,9 @@ def loaded_over(setup: SequenceSetup, path: str) -> tuple[Dump, list[float]] | N
     ],
     ids=str,
 )
-def test_it_is_another_way_to_have_ranks(
+def test_sequence_ranks_restore_on_other_data_and_sequence_ranks(
     source: SequenceSetup, target: SequenceSetup, pools: Pools, tmp_path: Path
 ) -> None:
-    """The state is restored on other data and sequence ranks, and training goes on as it would."""
     path = str(tmp_path / "a.ckpt")
     saved = pools.run(source.world, partial(saved_over, source, path))[0]
     found = pools.run(target.world, partial(loaded_over, target, path))[0]
@@ -178,12 +175,11 @@ def test_it_is_another_way_to_have_ranks(
 
 
 def whole_counts(held: Dump) -> Dump:
-    """Return a dump with whole counters: with sequence ranks, DeepSpeed's own are floats."""
+    """Return a dump with integer counters: with sequence ranks, DeepSpeed's are floats."""
     return {k: str(int(float(v))) if k.startswith("counter/") else v for k, v in held.items()}
 
 
 def refused_over(setup: SequenceSetup, path: str) -> str:
-    """Save, which must fail; return why."""
     from lightning_elastic_zero.api import save_checkpoint
     from lightning_elastic_zero.errors import UnsupportedError
 
@@ -195,8 +191,7 @@ def refused_over(setup: SequenceSetup, path: str) -> str:
     return ""
 
 
-def test_a_mesh_whose_sequence_ranks_hold_copies_is_refused(pools: Pools, tmp_path: Path) -> None:
-    """By name, with what to pass instead."""
+def test_a_mesh_with_copies_on_sequence_ranks_is_refused(pools: Pools, tmp_path: Path) -> None:
     setup = SequenceSetup(4, "2", sequence=2, grouping="one")
     for refused in pools.run(4, partial(refused_over, setup, str(tmp_path / "a.ckpt"))):
         assert "ZeRO over 2 of 4 ranks" in refused

@@ -26,7 +26,6 @@ def _give_up(*_: object) -> None:
 
 
 def _saved(engine: Engine, path: Path, timeout_s: int) -> str:
-    """Save, and return what was raised, if so."""
     from lightning_elastic_zero.api import save_checkpoint
 
     signal.signal(signal.SIGALRM, _give_up)
@@ -55,8 +54,7 @@ def saves(folder: str) -> list[str]:
     return found
 
 
-def test_a_save_on_one_rank_leaves_later_saves_as_they_are(pools: Pools, tmp_path: Path) -> None:
-    """The later ones agree, and are published; of the first one nothing is left."""
+def test_a_save_on_one_rank_does_not_disturb_later_saves(pools: Pools, tmp_path: Path) -> None:
     first, second = pools.run(SETUP.world, partial(saves, str(tmp_path)))
     assert first == ["_TimeIsUpError: ", "saved", "saved"]
     assert second == ["saved", "saved"]

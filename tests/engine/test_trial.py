@@ -11,7 +11,7 @@ from tests.support.ranks import Pools
 
 
 def wrong_weights_of_a_changed_weight(stage: int) -> list[str]:
-    """Change a weight, but not its master, on rank 1; return the weights reported as wrong."""
+    """Change a weight, but not its master, on rank 1; return the reported names."""
     from lightning_elastic_zero.engine.selftest_engine import (
         TrialModel,
         gather_full_state,
@@ -30,7 +30,6 @@ def wrong_weights_of_a_changed_weight(stage: int) -> list[str]:
 pytestmark = pytest.mark.engine
 
 
-def test_weights_that_differ_from_their_masters(pools: Pools) -> None:
-    """The rank with a wrong weight reports it, after all ranks have read the state together."""
+def test_weights_that_differ_from_their_masters_are_reported_by_their_rank(pools: Pools) -> None:
     found = pools.run(2, partial(wrong_weights_of_a_changed_weight, 1))
     assert found == [[], ["embedding.weight"]]

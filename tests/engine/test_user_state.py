@@ -25,12 +25,12 @@ STEPS = 3
 
 
 def cosine(epoch: int) -> Any:
-    """Return a factor as NumPy has it."""
+    """Return a NumPy factor."""
     return np.cos(epoch / 10)
 
 
 class Ratio:
-    """A callable whose fields a scheduler keeps, one of them no plain data."""
+    """A callable whose fields a scheduler keeps; one of them is not plain data."""
 
     def __init__(self) -> None:
         self.ratio = fractions.Fraction(1, 3)
@@ -40,11 +40,10 @@ class Ratio:
 
 
 class Annealed(torch.optim.SGD):
-    """An optimizer with state under a key that is no parameter: each step is smaller."""
+    """An optimizer with state under a key that is not a parameter: each step is smaller."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step, and count."""
         begin = {"scale": 1.0, "seen": 0, "sums": torch.zeros(2), "last": (None, True)}
         kept: Any = self.state.setdefault("global", begin)  # type: ignore[call-overload]
         for group in self.param_groups:
@@ -59,7 +58,7 @@ ANNEALED = f"{Annealed.__module__}.{Annealed.__name__}"
 
 
 def global_state(setup: Setup, folder: str, steps: int) -> tuple[Any, Any, str]:
-    """Save after some steps; give the state, and how it goes on, of this and of a resumed run."""
+    """Save after some steps; return the state, and how this and a resumed run continue."""
     from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
     from lightning_elastic_zero.errors import ElasticZeroError
 
@@ -92,7 +91,7 @@ def global_state(setup: Setup, folder: str, steps: int) -> tuple[Any, Any, str]:
 
 
 class FailsToUnpickle(Exception):  # noqa: N818 (it is a value here)
-    """An object that can be pickled, and not be made of its pickle."""
+    """An object that can be pickled but not unpickled."""
 
     def __init__(self, one: int, other: int) -> None:
         super().__init__(f"{one} {other}")
@@ -103,7 +102,7 @@ def _schedule(engine: Engine, factor: Any) -> None:
 
 
 def _found(engine: Engine, losses: list[float]) -> dict[str, Any]:
-    """Return what depends on the scheduler and on the scalar states."""
+    """Return everything that depends on the scheduler and on the scalar states."""
     inner = engine.optimizer.optimizer
     states = [{k: s[k] for k in ("scale", "count", "flag")} for s in inner.state.values()]
     return {
@@ -116,7 +115,7 @@ def _found(engine: Engine, losses: list[float]) -> dict[str, Any]:
 
 
 def numbers_of_numpy(setup: Setup, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Save a run with numbers of NumPy wherever it can; give how it and a resumed one go on."""
+    """Save a run with NumPy numbers in all places; return how it and a resumed run continue."""
     from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 
     path = f"{folder}/numbers.ckpt"
@@ -142,7 +141,7 @@ def numbers_of_numpy(setup: Setup, folder: str) -> tuple[dict[str, Any], dict[st
 
 
 def _load_beside_another_scaler(engine: Engine, path: str) -> None:
-    """Fail unless a scaler of another class, as a run in fp16 has, stays as it is."""
+    """Check that a scaler of another class, as in fp16, is not changed."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
     from lightning_elastic_zero.api import load_checkpoint
@@ -156,7 +155,7 @@ def _load_beside_another_scaler(engine: Engine, path: str) -> None:
 
 
 def refused_saves(setup: Setup, folder: str) -> dict[str, str]:
-    """Save what no load could read; give the errors, and what else is in the folder then."""
+    """Save state that no load could read; return the errors, and the folder's other contents."""
     from lightning_elastic_zero.api import save_checkpoint
     from lightning_elastic_zero.errors import ElasticZeroError
 
@@ -244,7 +243,7 @@ def leave(_: Engine) -> None:
 
 @dataclass(frozen=True)
 class LoadingAfter:
-    """A load into an engine that was changed; to be pickled."""
+    """A picklable load into an engine that was changed."""
 
     path: str
     change: Callable[[Engine], None]
@@ -264,14 +263,12 @@ class LoadingAfter:
 
 
 def reassign_frozen(engine: Engine) -> None:
-    """Assign a frozen weight of the last rank under inference mode."""
     if engine.global_rank:
         with torch.inference_mode():
             engine.module.frozen.bias.data = engine.module.frozen.bias * 2
 
 
 def reassign_trained(engine: Engine) -> None:
-    """Assign a trained weight of the last rank under inference mode."""
     if engine.global_rank:
         with torch.inference_mode():
             engine.module.b.bias.data = engine.module.b.bias * 2
@@ -285,21 +282,19 @@ def expand_frozen(engine: Engine) -> None:
 
 
 class Stubborn(dict[str, Any]):
-    """A parameter group that takes no other values."""
+    """A parameter group that raises when it is changed."""
 
     def __setitem__(self, key: str, value: object) -> None:
         raise TypeError(key)
 
 
 def refuse_hyperparameters(engine: Engine) -> None:
-    """Let the last rank's optimizer take no hyperparameters."""
     if engine.global_rank:
         groups = engine.optimizer.optimizer.param_groups
         groups[0] = Stubborn(groups[0])
 
 
 def leave_buffer_on_meta(engine: Engine) -> None:
-    """Move a buffer of the last rank to the meta device."""
     if engine.global_rank:
         engine.module.average = engine.module.average.to("meta")
 
@@ -308,8 +303,8 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize("setup", [Setup(2, "1", "fp32"), Setup(2, "3", "fp32")], ids=str)
-def test_numbers_of_numpy_come_back(setup: Setup, pools: Pools, tmp_path: Path) -> None:
-    """A schedule over NumPy, a state, a loss scale: a resumed run goes on as the first one did."""
+def test_numpy_numbers_are_restored(setup: Setup, pools: Pools, tmp_path: Path) -> None:
+    """In a schedule, an optimizer state and a loss scale."""
     program = partial(numbers_of_numpy, setup, str(tmp_path))
     for went_on, resumed in pools.run(setup.world, program):
         assert resumed == went_on
@@ -327,10 +322,9 @@ def test_numbers_of_numpy_come_back(setup: Setup, pools: Pools, tmp_path: Path) 
     ],
     ids=str,
 )
-def test_state_of_no_parameter_comes_back(
+def test_optimizer_state_outside_parameters_is_restored_or_removed(
     setup: Setup, steps: int, pools: Pools, tmp_path: Path
 ) -> None:
-    """What an optimizer keeps for the whole run is restored exactly; where it had none, none is."""
     program = partial(global_state, setup, str(tmp_path), steps)
     for went_on, resumed, stock in pools.run(setup.world, program):
         assert resumed == went_on
@@ -339,8 +333,7 @@ def test_state_of_no_parameter_comes_back(
             assert "state that belongs to no parameter (keys 'global')" in stock
 
 
-def test_what_no_load_could_read_is_not_saved(pools: Pools, tmp_path: Path) -> None:
-    """The error names the place, and nothing is published, whatever it is that cannot be read."""
+def test_state_that_no_load_could_read_is_refused_at_save(pools: Pools, tmp_path: Path) -> None:
     setup = Setup(2, "2")
     for found in pools.run(setup.world, partial(refused_saves, setup, str(tmp_path))):
         assert "the trainer's state has 'mine', which contains itself" in found["within"]
@@ -366,8 +359,9 @@ def test_what_no_load_could_read_is_not_saved(pools: Pools, tmp_path: Path) -> N
     [Setup(2, "0"), Setup(2, "2", "bf16"), Setup(2, "3", sub_group=700)],
     ids=str,
 )
-def test_a_load_under_inference_mode_trains_on(setup: Setup, pools: Pools, tmp_path: Path) -> None:
-    """As within a validation: the states that a load makes can be trained, bit for bit."""
+def test_training_continues_after_a_load_under_inference_mode(
+    setup: Setup, pools: Pools, tmp_path: Path
+) -> None:
     program = partial(load_after, setup, str(tmp_path), leave, torch.inference_mode)
     for differing, went_on, resumed in pools.run(setup.world, program):
         assert resumed == went_on
@@ -375,8 +369,9 @@ def test_a_load_under_inference_mode_trains_on(setup: Setup, pools: Pools, tmp_p
 
 
 @pytest.mark.essential
-def test_a_buffer_that_an_evaluation_has_reassigned(pools: Pools, tmp_path: Path) -> None:
-    """One that was made under inference mode, on one rank, is restored and can be trained."""
+def test_a_buffer_made_under_inference_mode_is_restored_and_trains(
+    pools: Pools, tmp_path: Path
+) -> None:
     setup = Setup(2, "2")
     change = partial(load_after, setup, str(tmp_path), reassign_average, contextlib.nullcontext)
     for differing, went_on, resumed in pools.run(setup.world, change):
@@ -386,10 +381,10 @@ def test_a_buffer_that_an_evaluation_has_reassigned(pools: Pools, tmp_path: Path
 
 @pytest.mark.essential
 @pytest.mark.parametrize("setup", [Setup(2, "1"), Setup(2, "3")], ids=str)
-def test_a_change_that_fails_on_one_rank(
+def test_a_commit_that_fails_on_one_rank_raises_on_all(
     setup: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """All ranks raise at once, and say that the engine is of no use any more."""
+    """The error says that the engine must not be used any more."""
     load = LoadingAfter(saved_by(setup).path, refuse_hyperparameters, unchanged=False)
     for refused in pools.run(setup.world, partial(refusal, setup, load, look=False)):
         assert refused.error == "RanksError", refused
@@ -407,13 +402,12 @@ def test_a_change_that_fails_on_one_rank(
         (reassign_trained, "neither changed nor trained: b.bias."),
     ],
 )
-def test_what_cannot_be_written_on_one_rank(
+def test_all_ranks_refuse_a_target_that_one_cannot_write(
     change: Callable[[Engine], None],
     says: str,
     pools: Pools,
     saved_by: Callable[..., Saved],
 ) -> None:
-    """All ranks refuse it by name before anything is changed, and at once."""
     setup = Setup(2, "0" if change is reassign_trained else "1")
     load = LoadingAfter(saved_by(setup).path, change)
     program = partial(refusal, setup, load, look=False)

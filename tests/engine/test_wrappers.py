@@ -82,7 +82,6 @@ GOING_ON = [
 
 
 def need_ops(pools: Pools, *setups: Setup) -> None:
-    """Skip where DeepSpeed's own optimizers do not build."""
     for builder in {"FusedAdam", "CPUAdam"} & {setup.optimizer for setup in setups}:
         skip_without(f"{builder}Builder", pools)
 
@@ -90,10 +89,9 @@ def need_ops(pools: Pools, *setups: Setup) -> None:
 @pytest.mark.parametrize(
     ("source", "target"), [pair for pairs in PAIRS.values() for pair in pairs], ids=str
 )
-def test_state_survives_between_wrappers(
+def test_state_is_restored_between_wrappers(
     source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """Masters, states, steps, groups, weights and the loss scale are those saved."""
     need_ops(pools, source, target)
     saved = saved_by(source)
     held = saved.dump()
@@ -107,7 +105,7 @@ def test_state_survives_between_wrappers(
 
 @pytest.mark.long
 @pytest.mark.parametrize("setup", GOING_ON, ids=str)
-def test_a_resumed_run_goes_on_bit_for_bit(setup: Setup, pools: Pools, tmp_path: Path) -> None:
-    """Steps that overflow, and changes of the scale, are those of the uninterrupted run."""
+def test_a_resumed_run_continues_bit_for_bit(setup: Setup, pools: Pools, tmp_path: Path) -> None:
+    """Including steps that overflow, and changes of the scale."""
     need_ops(pools, setup)
     assert_continues(pools.run, setup, tmp_path)

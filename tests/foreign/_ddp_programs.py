@@ -34,7 +34,7 @@ class UnshardedNet(LitNet):
 
 
 class Keep(pl.Callback):
-    """Says what is held at the end."""
+    """Records the state at the end."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -60,7 +60,7 @@ def fit_ddp(run: Run) -> None:
 
 
 def start(path: str, target: Setup, options: dict[str, Any]) -> tuple[int, Dump | None]:
-    """Fit one step from a checkpoint; give the step and what was held before it. Collective."""
+    """Fit one step from a checkpoint; return the step and the state before it. Collective."""
     from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
     warnings.simplefilter("ignore")

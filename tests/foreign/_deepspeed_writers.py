@@ -44,7 +44,7 @@ def wait_for_gathers() -> None:
 
 
 def write(row: FixtureRow, folder: str) -> None:
-    """Train, save, and keep what was held; nothing that is computed later is kept. Collective."""
+    """Train, save, and keep the state at the save. Collective."""
     wait_for_gathers()
     with engine_of(row.setup, 0) as engine:
         train(engine, row.setup, 0, row.steps)
@@ -57,7 +57,6 @@ def write(row: FixtureRow, folder: str) -> None:
 
 
 def write_larger(row: FixtureRow, folder: str) -> None:
-    """Save a run of one more rank. Collective."""
     larger = replace(row.setup, world=row.setup.world + 1)
     wait_for_gathers()
     with engine_of(larger, 0) as engine:
@@ -75,7 +74,7 @@ def _save(engine: Engine, row: FixtureRow, folder: str, steps: int, **options: A
 
 
 def _save_by_hand(engine: Engine, path: Path) -> None:
-    """Save as those do who use an Accelerator, and torch.save for the rest."""
+    """Save as users of Accelerator do, and with torch.save for the rest."""
     whole = engine.zero_optimization_stage() == 3
     weights = engine._consolidated_16bit_state_dict() if whole else engine.module.state_dict()
     rank = distributed.get_rank()

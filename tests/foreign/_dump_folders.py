@@ -16,7 +16,7 @@ NAMES = "param_slice_mappings"
 
 
 def load(path: Path) -> Any:
-    """Load a file without what is left in it of DeepSpeed's classes: scalers, and places."""
+    """Load a file without DeepSpeed's classes: scalers, and places."""
     pairs: Any = [(cls, name) for name, cls in CLASS_STUBS.items()]
     with torch.serialization.safe_globals(pairs):
         return _plain(torch.load(path, weights_only=True))
@@ -44,13 +44,13 @@ def dumps_in(folder: Path) -> list[Path]:
 
 
 def forget_names(folder: Path) -> None:
-    """Take the names away that newer releases leave in the dumps."""
+    """Remove the names that newer releases write to the dumps."""
     for path in dumps_in(folder):
         change(path, **{NAMES: None})
 
 
 def from_stock(fixture: Fixture, folder: Path) -> Path:
-    """Leave of a stock checkpoint what somebody would have saved by hand at the same step."""
+    """Reduce a stock checkpoint to the files that a user would have saved by hand."""
     tag = (fixture.checkpoint / "latest").read_text().strip()
     shards = sorted((fixture.checkpoint / tag).glob("*zero_pp_rank_*_optim_states.pt"))
     for rank, path in enumerate(shards):
@@ -60,7 +60,7 @@ def from_stock(fixture: Fixture, folder: Path) -> Path:
 
 
 def model_file(held: Dump) -> dict[str, torch.Tensor]:
-    """Return the state dict of a run that held this."""
+    """Return the state dict of a run with this state."""
     kinds = ("weight/", "frozen/", "buffer/0/")
     found = {
         k.removeprefix(kind): v for k, v in held.items() for kind in kinds if k.startswith(kind)

@@ -15,8 +15,6 @@ PR_8031 = "0.19.2+pr8031"
 
 @dataclass(frozen=True)
 class FixtureRow:
-    """One checkpoint to make."""
-
     name: str
     setup: Setup
     shows: str
@@ -30,7 +28,7 @@ class FixtureRow:
 
     @property
     def path(self) -> str:
-        """Where the checkpoint lies that one would be told to resume from."""
+        """The path to resume from."""
         inside = {
             "lightning": f"/step{self.steps}.ckpt",
             "transformers": f"/checkpoint-{self.steps}",
@@ -131,10 +129,7 @@ def _elastic() -> list[FixtureRow]:
 
 
 def _elastic_3() -> list[FixtureRow]:
-    """Return checkpoints of elastic ZeRO-3.
-
-    Its code cannot save torch's AdamW, whose step is a tensor.
-    """
+    """Return checkpoints of elastic ZeRO-3, which cannot save the tensor steps of torch's AdamW."""
     setups = {
         "elastic3": (
             small(2, "3", grouping="two", sub_group=15, elastic=True, optimizer="CPUAdam"),

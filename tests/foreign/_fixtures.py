@@ -18,8 +18,6 @@ DATA = Path(__file__).parent / "data"
 
 @dataclass(frozen=True)
 class Fixture:
-    """One checkpoint, unpacked."""
-
     folder: Path
     setup: Setup
     """Of the run that wrote it."""
@@ -32,27 +30,25 @@ class Fixture:
 
     @property
     def checkpoint(self) -> Path:
-        """What its writer would be told to resume from."""
+        """The path to resume from."""
         return self.folder / str(self.about.get("path", "checkpoint"))
 
     def truth(self) -> Dump:
-        """Return what the engine held at the save."""
         found: Dump = torch.load(self.folder / "truth.pt", weights_only=True)
         return found
 
     def later(self) -> Dump:
-        """Return what the engine held at its second save; one row has one."""
+        """Return the engine's state at its second save; one row has one."""
         found: Dump = torch.load(self.folder / "later.pt", weights_only=True)
         return found
 
 
 def names() -> list[str]:
-    """Return the names of what there is."""
     return sorted(path.name.removesuffix(".tar.xz") for path in DATA.glob("*.tar.xz"))
 
 
 def unpack(name: str, folder: Path) -> Fixture:
-    """Unpack one into an empty folder."""
+    """Unpack a fixture into an empty folder."""
     with tarfile.open(DATA / f"{name}.tar.xz") as archive:
         archive.extractall(folder, filter="data")
     about = json.loads((folder / "about.json").read_text())

@@ -24,7 +24,7 @@ TARGETS = (
 
 
 def as_fixture(run: Run) -> Fixture:
-    """Return what a writer held as a fixture; its buffers are those of one rank."""
+    """Return a writer's state as a fixture; its buffers are those of one rank."""
     folder = Path(f"{run.path}.d")
     folder.mkdir(exist_ok=True)
     truth = folder / "truth.pt"
@@ -36,7 +36,7 @@ def as_fixture(run: Run) -> Fixture:
 def assert_restored(
     pools: Pools, run: Run, target: Setup, client_state: dict[str, Any], **changes: Any
 ) -> None:
-    """Fail unless a load gives bit for bit what the writer held."""
+    """Fail unless a load gives the writer's state, bit for bit."""
     case = Case(
         fixture=as_fixture(run),
         target=target,
@@ -51,14 +51,14 @@ def assert_restored(
 
 
 def refused_all(pools: Pools, target: Setup, paths: list[str], **options: Any) -> list[Refusal]:
-    """Return how loads of several checkpoints are refused by one run, which does not change."""
+    """Return the errors of loads of several checkpoints into one run, which does not change."""
     of_ranks = pools.run(target.world, partial(refusals, target, paths, **options))
     assert all(found == of_ranks[0] for found in of_ranks), of_ranks
     return [Refusal(*found, 0.0, unchanged=True) for found in of_ranks[0]]
 
 
 def refusals(target: Setup, paths: list[str], **options: Any) -> list[tuple[str, str]]:
-    """Try to load each; give the errors' names and messages. Collective."""
+    """Try to load each; return the errors' names and messages. Collective."""
     with engine_of(target, 7, tilt=3.0) as engine:
         train(engine, target, 100, 101)
         before = dump(engine, target)
@@ -76,7 +76,7 @@ def refusals(target: Setup, paths: list[str], **options: Any) -> list[tuple[str,
 
 
 def refused(pools: Pools, target: Setup, path: str, **options: Any) -> Refusal:
-    """Return how a load is refused: alike on all ranks, in bounded time, with nothing changed."""
+    """Return the error of a load: equal on all ranks, in bounded time, with nothing changed."""
     found = pools.run(target.world, partial(refusal, target, Loading(path, options)))
     first = found[0]
     assert all((r.error, r.message) == (first.error, first.message) for r in found), found

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def pack(folder: Path, archive: Path) -> None:
-    """Put a folder's files into an archive, the same bytes for the same files."""
+    """Pack a folder into an archive; equal files give equal bytes."""
     with tarfile.open(archive, "w:xz", preset=9) as tar:
         for path in sorted(folder.rglob("*")):
             tar.add(path, str(path.relative_to(folder)), recursive=False, filter=_anonymous)

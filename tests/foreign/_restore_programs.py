@@ -25,8 +25,6 @@ from tests.support.oracle import (
 
 @dataclass(frozen=True)
 class Case:
-    """One load of one checkpoint."""
-
     fixture: Fixture
     target: Setup
     path: str
@@ -44,8 +42,6 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What rank 0 found."""
-
     verdict: StateComparison
     """Of what was restored."""
     compare_with_reference: ReferenceComparison | None = None
@@ -53,7 +49,7 @@ class Outcome:
 
 
 def restore(case: Case) -> Outcome | None:
-    """Load into a run from another seed, with other hyperparameters; rank 0 judges. Collective."""
+    """Load into a run with another seed and other hyperparameters; rank 0 judges. Collective."""
     with summing_in_lanes() if case.other_order else nullcontext():
         return _restore(case)
 
@@ -98,7 +94,7 @@ def _restore(case: Case) -> Outcome | None:
 
 
 def _wanted(case: Case, before: Dump) -> Dump:
-    """Return what the run must hold after the load."""
+    """Return the expected state after the load."""
     wanted = wanted_of(case.fixture, case.target, before)
     kept = [kind for kind, held in (("group", case.groups), ("counter", case.counters)) if not held]
     for kind in kept:
@@ -156,7 +152,7 @@ def saved_with_scheduler(setup: Setup, folder: str, steps: int) -> list[float]:
 
 
 def resumed_with_scheduler(setup: Setup, folder: str, steps: int) -> list[float]:
-    """Load that into a run of another seed; return the rates of its next two steps."""
+    """Load it into a run of another seed; return the rates of the next two steps."""
     from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 7) as engine:

@@ -25,8 +25,6 @@ from tests.support.oracle import MORE, Dump, ReferenceComparison, compare_with_r
 
 @dataclass(frozen=True)
 class Resumed:
-    """What came of it, on rank 0."""
-
     differing: dict[str, int]
     """Of what the writer held, right after the load."""
     step: int
@@ -43,7 +41,7 @@ class Resumed:
 
 
 class Kept(Watch):
-    """Takes its state back; its name is the writer's callback's."""
+    """Restores its state; it has the name of the writer's callback."""
 
     @property
     @override
@@ -59,7 +57,7 @@ class Kept(Watch):
 
 
 class Look(Callback):
-    """Says what the engine holds when training starts, and when it ends."""
+    """Records the engine's state when training starts, and when it ends."""
 
     def __init__(self, setup: Setup) -> None:
         self.of = setup
@@ -97,7 +95,7 @@ class StepsFrom(Steps):
 
 
 class ResumingModel(LitNet):
-    """The writer's module, with another seed, which takes its own state back."""
+    """The writer's module with another seed, which restores its own state."""
 
     mine: Any = None
     first = 0
@@ -116,7 +114,7 @@ class ResumingModel(LitNet):
 
 
 def resume(fixture: Fixture, target: Setup, path: str) -> Resumed | None:
-    """Fit on from a checkpoint, two more steps. Collective."""
+    """Resume from a checkpoint for two more steps. Collective."""
     from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
     warnings.simplefilter("ignore")
@@ -176,7 +174,7 @@ def train_as_fit(engine: Engine, setup: Setup, first: int, last: int) -> list[fl
 
 
 class ValidatingModel(ResumingModel):
-    """Looks at its weights when it is validated."""
+    """Records its weights when it is validated."""
 
     weights: dict[str, torch.Tensor]
 
@@ -194,12 +192,11 @@ class ValidatingModel(ResumingModel):
             self.weights = {name: p.detach().clone() for name, p in parameters.items()}
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """Return one batch."""
         return DataLoader(Steps(self.setup_, 1), batch_size=None)
 
 
 def validate(fixture: Fixture, target: Setup) -> dict[str, torch.Tensor]:
-    """Validate with a checkpoint; give the weights that forward found. Collective."""
+    """Validate with a checkpoint; return the weights in forward. Collective."""
     from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
     warnings.simplefilter("ignore")

@@ -33,8 +33,6 @@ Change = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """What a writer trains."""
-
     path: str
     """Where its checkpoint goes; what it held goes beside it."""
     world: int = 1
@@ -49,12 +47,10 @@ class Run:
 
     @property
     def truth_path(self) -> str:
-        """Where what it held lies."""
         return f"{self.path}.truth"
 
 
 def loss_of(model: nn.Module, run: Run, step: int, rank: int) -> torch.Tensor:
-    """Return a step's loss on a rank's part of the batch."""
     x, y = batch(step, rank, run.world)
     loss: torch.Tensor = (model(x).float() - y).pow(2).mean()
     never = model.get_parameter("never")
@@ -101,7 +97,6 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer, run: Run) -> Dump:
 
 
 def keep(found: Dump, run: Run) -> None:
-    """Write what a run holds, on rank 0."""
     if distributed.get_rank() == 0:
         torch.save(found, run.truth_path)
     distributed.barrier()
@@ -133,29 +128,22 @@ def fit_lightning(run: Run, *, weights_only: bool = False, sharded: str = "") ->
     from torch.utils.data import DataLoader
 
     class Lit(Net, pl.LightningModule):
-        """The model, as Lightning wants it."""
-
         def training_step(self, step: int, _: int) -> torch.Tensor:
-            """Return the loss."""
             return loss_of(self, run, step, distributed.get_rank())
 
         def train_dataloader(self) -> Any:
-            """Return the numbers of the steps."""
             return DataLoader(range(run.steps), batch_size=None)  # type: ignore[arg-type]
 
         def configure_model(self) -> None:
-            """Shard the parameters."""
             if sharded and self.device_mesh is not None:
                 mesh = self.device_mesh["data_parallel"]
                 fully_shard(self.a, mesh=mesh)
                 fully_shard(self, mesh=mesh)
 
         def configure_optimizers(self) -> Engine:
-            """Return the optimizer."""
             return make_optimizer(run.optimizer, group_members(self, run.grouping), 1.0)
 
         def on_train_end(self) -> None:
-            """Describe what is held."""
             if sharded:
                 share_buffers(self)
             optimizer = self.optimizers()
@@ -187,7 +175,7 @@ def fit_lightning(run: Run, *, weights_only: bool = False, sharded: str = "") ->
 
 
 def train_alone(run: Run) -> tuple[Net, torch.optim.Optimizer]:
-    """Train without anybody's help on one rank, and say what is held."""
+    """Train one rank without Lightning; return the state."""
     model = make(run)
     members: list[Any] = group_members(model, run.grouping)
     if run.named:
@@ -200,7 +188,6 @@ def train_alone(run: Run) -> tuple[Net, torch.optim.Optimizer]:
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, run: Run, rank: int) -> None:
-    """Train."""
     for step in range(run.steps):
         loss_of(model, run, step, rank).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -208,7 +195,6 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, run: Run, rank: in
 
 
 def lightning_rest(run: Run) -> dict[str, Any]:
-    """Return what Lightning keeps beside weights and optimizer."""
     return {
         "epoch": 1,
         "global_step": run.steps,
@@ -222,7 +208,7 @@ def lightning_rest(run: Run) -> dict[str, Any]:
 def save_alone(
     run: Run, change: Callable[[dict[str, Any], nn.Module], object] | None = None
 ) -> None:
-    """Save in the layout of Lightning's files; ``change`` sees the file and the model before."""
+    """Save in the layout of Lightning's files; `change` gets the file and the model before."""
     model, optimizer = train_alone(run)
     tree = {
         **lightning_rest(run),
@@ -235,7 +221,7 @@ def save_alone(
 
 
 def save_legacy(run: Run) -> None:
-    """Save a file that is no zip."""
+    """Save a file in torch's format before zip."""
     model, optimizer = train_alone(run)
     states = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()]}
     torch.save({**lightning_rest(run), **states}, run.path, _use_new_zipfile_serialization=False)
@@ -245,7 +231,7 @@ def save_legacy(run: Run) -> None:
 
 
 def train_fsdp(run: Run) -> tuple[Net, torch.optim.Optimizer]:
-    """Train with fully sharded parameters, and say what is held. Collective."""
+    """Train with fully sharded parameters; return the state. Collective."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -261,7 +247,7 @@ def train_fsdp(run: Run) -> tuple[Net, torch.optim.Optimizer]:
 
 
 def share_buffers(model: nn.Module) -> None:
-    """Give all ranks rank 0's buffers: of those that differ torch saves any one's. Collective."""
+    """Give all ranks rank 0's buffers: torch saves those of any rank. Collective."""
     for buffer in model.buffers():
         distributed.broadcast(buffer, 0)
 
@@ -329,7 +315,7 @@ def save_sharded(run: Run, layout: str) -> None:
 
 
 def save_columns(run: Run) -> None:
-    """Save matrices that are cut by columns, as tensor parallelism cuts them. Collective."""
+    """Save matrices that are cut by columns, as tensor parallelism does. Collective."""
     from torch.distributed import checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -353,7 +339,6 @@ def save_columns(run: Run) -> None:
 
 
 def save_tree(run: Run, make_tree: Callable[[Net, torch.optim.Optimizer], dict[str, Any]]) -> None:
-    """Save any tree as a directory, from one rank."""
     from torch.distributed import checkpoint as dcp
 
     tree = make_tree(*train_alone(run))

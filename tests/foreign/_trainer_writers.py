@@ -28,7 +28,7 @@ DECAY = 0.75
 
 
 class Steps(Dataset[Any]):
-    """A rank's part of each step's batch, which depends on nothing but step and rank."""
+    """A rank's part of each batch, which depends on step and rank only."""
 
     def __init__(self, setup: Setup, steps: int) -> None:
         self.setup, self.steps = setup, steps
@@ -51,7 +51,6 @@ class LitNet(Net, pl.LightningModule):
         self.setup_, self.losses = setup, list[float]()
 
     def training_step(self, pair: tuple[torch.Tensor, torch.Tensor], _: int) -> torch.Tensor:
-        """Return the loss."""
         self.bn.eval()
         x, y = pair
         loss: torch.Tensor = (self(x).float() - y).pow(2).mean()
@@ -60,7 +59,6 @@ class LitNet(Net, pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        """Return what the setup says, and a schedule."""
         members = group_members(self, self.setup_.grouping)
         optimizer = make_optimizer(self.setup_.optimizer, members, 1.0)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=DECAY)
@@ -71,20 +69,17 @@ class LitNet(Net, pl.LightningModule):
         return DataLoader(Steps(self.setup_, 8), batch_size=None)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Leave something of the module's."""
         checkpoint["mine"] = {"tensor": torch.arange(3), "name": "net"}
 
 
 class Watch(Callback):
-    """Has a state that is saved."""
-
     @override
     def state_dict(self) -> dict[str, Any]:
         return {"rank": distributed.get_rank(), "common": [1, 2.5, "three"]}
 
 
 class OnCPU(DeepSpeedStrategy):
-    """Lightning's own strategy, allowed on CPUs; says what the engine holds before it saves."""
+    """Lightning's own strategy on CPUs; records the engine's state before it saves."""
 
     def __init__(self, row: FixtureRow, folder: str) -> None:
         super().__init__(config=row.setup.config())

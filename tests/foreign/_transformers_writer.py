@@ -20,8 +20,6 @@ from tests.support.oracle import dump
 
 
 class Samples(Dataset[Any]):
-    """All steps' samples, one after the other."""
-
     def __init__(self, steps: int) -> None:
         batches = [batch(step, 0, 1) for step in range(steps)]
         self.samples = [{"x": x, "y": y} for xs, ys in batches for x, y in zip(xs, ys, strict=True)]
@@ -34,8 +32,6 @@ class Samples(Dataset[Any]):
 
 
 class LossNet(Net):
-    """The toy model, with its loss."""
-
     def train(self, mode: bool = True) -> LossNet:
         """Train all but BatchNorm."""
         super().train(mode)
@@ -43,7 +39,6 @@ class LossNet(Net):
         return self
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
-        """Return the loss."""
         loss = (super().forward(x).float() - y).pow(2).mean()
         return {"loss": loss}
 
@@ -56,21 +51,21 @@ class InOrder(transformers.Trainer):  # type: ignore[misc]
 
 
 class SaveWhenDue(transformers.TrainerCallback):  # type: ignore[misc]
-    """Says what the engine holds when it is saved."""
+    """Records the engine's state when it is saved."""
 
     def __init__(self, row: FixtureRow, folder: str) -> None:
         self.row, self.folder = row, folder
         self.trainer: Any = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Announce what is saved next, and save it only then."""
+        """Announce the next save, and save only then."""
         if state.global_step == self.row.steps:
             keep(dump(self.trainer.model_wrapped, self.row.setup), self.folder, "truth")
         control.should_save = state.global_step == self.row.steps
 
 
 def train(row: FixtureRow, folder: str) -> None:
-    """Train with a Trainer that saves once, and has an optimizer of its own. Collective."""
+    """Train with a Trainer that saves once, and has its own optimizer. Collective."""
     wait_for_gathers()
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     PartialState(backend="gloo")

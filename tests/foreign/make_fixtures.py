@@ -38,7 +38,7 @@ COPIED = ("zero_to_fp32.py", "zero_to_torch.py")
 
 
 def versions(release: str) -> dict[str, str]:
-    """Return the versions of what writes."""
+    """Return the versions of the writing software."""
     packages = ("deepspeed", "torch", "lightning", "accelerate", "transformers")
     found = {name: metadata.version(name) for name in packages if util.find_spec(name)}
     return {**found, "deepspeed": PR_8031} if release == PR_8031 else found
@@ -75,7 +75,7 @@ def make(row: FixtureRow, pools: Pools, folder: Path) -> None:
 
 
 def program(row: FixtureRow) -> Callable[[FixtureRow, str], None]:
-    """Return what the ranks do."""
+    """Return the program of the ranks."""
     if row.kind == "transformers":
         from tests.foreign._transformers_writer import train
 
@@ -116,7 +116,7 @@ def wanted(names: list[str], checkout: Path | None) -> list[FixtureRow]:
 
 
 def main(names: list[str], checkout: Path | None) -> int:
-    """Make what is wanted; give the number of rows that failed."""
+    """Make the selected fixtures; return the number of rows that failed."""
     DATA.mkdir(exist_ok=True)
     if checkout:
         run_checkout(checkout)

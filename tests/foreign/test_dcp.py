@@ -45,7 +45,7 @@ Tree = dict[str, Any]
 
 @pytest.fixture(scope="session")
 def sharded(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
-    """Return what a world has saved in a layout, made once per session."""
+    """Return the checkpoint of a world in a layout, made once per session."""
     folder = tmp_path_factory.mktemp("sharded")
     made: dict[tuple[str, int], Run] = {}
 
@@ -64,7 +64,6 @@ def sharded(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 
 def rest_of(layout: str, run: Run) -> dict[str, Any]:
-    """Return what is to come back as client state."""
     if layout == "model parallel":
         found: dict[str, Any] = torch.load(Path(run.path) / "meta.pt", weights_only=True)
         return found
@@ -82,10 +81,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("layout", "world", "target"), CASES, ids=str)
-def test_all_comes_back(
+def test_a_sharded_checkpoint_restores_all_state(
     layout: str, world: int, target: Setup, pools: Pools, sharded: Callable[..., Run]
 ) -> None:
-    """Weights, moments, steps, hyperparameters, buffers and the trainer's state: all of it."""
     run = sharded(layout, world)
     # Counters are Lightning's; plain torch has none.
     counters = "global_step" in rest_of(layout, run)
@@ -93,8 +91,9 @@ def test_all_comes_back(
 
 
 @pytest.mark.parametrize("target", TARGETS[1:], ids=str)
-def test_columns(target: Setup, pools: Pools, sharded: Callable[..., Run]) -> None:
-    """Chunks that are no runs of rows, as tensor parallelism makes them, are put together too."""
+def test_chunks_of_columns_are_put_together(
+    target: Setup, pools: Pools, sharded: Callable[..., Run]
+) -> None:
     assert_restored(pools, sharded("columns", 2), target, {}, counters=False)
 
 
@@ -104,43 +103,36 @@ def alone(
     make_tree: Callable[[Net, torch.optim.Optimizer], Tree],
     **options: Any,
 ) -> Run:
-    """Return what one rank saved."""
     run = Run(str(folder / "alone"), 1, **options)
     pools.run(1, partial(writers.save_tree, run, make_tree))
     return run
 
 
 def by_position(model: Net, optimizer: torch.optim.Optimizer) -> Tree:
-    """Return the state dicts of a run that is not sharded: states by position."""
     return {"weights": model.state_dict(), "adam": optimizer.state_dict(), "note": {"of": [1, "2"]}}
 
 
 def averaged(model: Net, optimizer: torch.optim.Optimizer) -> Tree:
-    """Return a model, and an average of it."""
     return {"model": model.state_dict(), "ema": model.state_dict(), "o": optimizer.state_dict()}
 
 
 def averaged_in_part(model: Net, optimizer: torch.optim.Optimizer) -> Tree:
-    """Return a model, and an average of a part of it."""
     return {**by_position(model, optimizer), "ema": {"a.weight": model.a.weight}}
 
 
 def weights_at_the_top(model: Net, _: torch.optim.Optimizer) -> Tree:
-    """Return a state dict alone."""
     return dict(model.state_dict())
 
 
 def two_optimizers(model: Net, optimizer: torch.optim.Optimizer) -> Tree:
-    """Return two optimizers."""
     return {**by_position(model, optimizer), "other": optimizer.state_dict()}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("make_tree", [by_position, averaged_in_part])
-def test_saved_from_one_rank(
+def test_state_dicts_saved_from_one_rank_are_recognized(
     make_tree: Callable[[Net, torch.optim.Optimizer], Tree], pools: Pools, tmp_path: Path
 ) -> None:
-    """Plain state dicts, and subtrees that hold a part of the parameters, are told apart."""
     run = alone(pools, tmp_path, make_tree)
     assert_restored(pools, run, TARGETS[1], {"note": {"of": [1, "2"]}}, counters=False)
 
@@ -149,7 +141,6 @@ def test_saved_from_one_rank(
 
 
 def _layers(count: int = 5) -> dict[str, torch.Tensor]:
-    """Return the parameters of equal layers."""
     named: dict[str, torch.Tensor] = {}
     for index in range(count):
         named[f"layers.{index}.weight"] = torch.full((8, 8), float(index))
@@ -158,7 +149,7 @@ def _layers(count: int = 5) -> dict[str, torch.Tensor]:
 
 
 def save_replicated(path: str) -> list[str]:
-    """Save what DDP has: the same on each rank, states by position. Give the order on disk."""
+    """Save as DDP does: equal on each rank, states by position. Return the order on disk."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -177,7 +168,6 @@ def save_replicated(path: str) -> list[str]:
 
 
 def _live_layers() -> Manifest:
-    """Describe the live model."""
     parameters = tuple(Parameter(n, tuple(t.shape), "float32", 0) for n, t in _layers().items())
     return Manifest(
         save_id="",
@@ -195,8 +185,10 @@ def _live_layers() -> Manifest:
     )
 
 
-def test_replicated_states_go_to_their_own_parameters(pools: Pools, tmp_path: Path) -> None:
-    """Ranks share out the writing by load, in another order than the model's: names keep theirs."""
+def test_replicated_states_are_matched_by_position_not_file_order(
+    pools: Pools, tmp_path: Path
+) -> None:
+    """Ranks share the writing by load, in another order than the model's."""
     path = tmp_path / "replicated"
     on_disk = pools.run(2, partial(save_replicated, str(path)))[0]
     assert on_disk != [f"model.{name}" for name in _layers()], "the order is the model's own here"
@@ -213,8 +205,8 @@ def test_replicated_states_go_to_their_own_parameters(pools: Pools, tmp_path: Pa
 
 
 @pytest.mark.long
-def test_an_order_that_nothing_tells_is_not_guessed(pools: Pools, tmp_path: Path) -> None:
-    """Without the planner's notes states of equal shapes are refused, and names stay usable."""
+def test_states_of_unknown_order_are_refused(pools: Pools, tmp_path: Path) -> None:
+    """Without the planner's notes positions mean nothing, but names still do."""
     path = tmp_path / "replicated"
     pools.run(2, partial(save_replicated, str(path)))
     metadata = pickle.loads((path / ".metadata").read_bytes())  # noqa: S301 (just written)
@@ -244,7 +236,7 @@ def test_an_order_that_nothing_tells_is_not_guessed(pools: Pools, tmp_path: Path
         (by_position, {}, {"optimizer": "Momentum"}, ("this run's SGD",)),
     ],
 )
-def test_what_cannot_be_matched_is_refused(
+def test_unmatched_entries_are_refused_by_name(
     make_tree: Callable[[Net, torch.optim.Optimizer], Tree],
     options: dict[str, Any],
     change: dict[str, Any],
@@ -252,7 +244,6 @@ def test_what_cannot_be_matched_is_refused(
     pools: Pools,
     tmp_path: Path,
 ) -> None:
-    """Each rank refuses by name, and nothing is changed."""
     run = alone(pools, tmp_path, make_tree, **options)
     found = refused(pools, replace(TARGETS[1], **change), run.path)
     assert found.error == "CheckpointMismatchError", found.message
@@ -269,10 +260,9 @@ def test_what_cannot_be_matched_is_refused(
         ("flattened", {"grouping": "one"}, "were saved with the hyperparameters"),
     ],
 )
-def test_another_run_is_refused(
+def test_other_shapes_and_groups_are_refused_by_name(
     layout: str, change: dict[str, Any], said: str, pools: Pools, sharded: Callable[..., Run]
 ) -> None:
-    """Shapes and groups that are not this run's are told by name."""
     path = sharded(layout, 2 if layout == "fsdp" else 3).path
     found = refused(pools, replace(TARGETS[1], **change), path)
     assert found.error == "CheckpointMismatchError", found.message
@@ -280,10 +270,10 @@ def test_another_run_is_refused(
 
 
 @pytest.mark.long
-def test_an_average_in_the_place_of_the_weights_is_refused(
+def test_swapped_averages_are_refused(
     pools: Pools, sharded: Callable[..., Run], tmp_path: Path
 ) -> None:
-    """Lightning's WeightAveraging swaps the two, and chunks hold one of them."""
+    """Lightning's WeightAveraging swaps average and weights, and chunks hold one of them."""
     path = tmp_path / "averaged"
     shutil.copytree(sharded("fsdp", 2).path, path)
     state = torch.load(path / "meta.pt", weights_only=True)
@@ -321,8 +311,6 @@ def _garble(folder: Path) -> None:
 
 
 class _Harm:
-    """Runs code when it is unpickled."""
-
     def __reduce__(self) -> Any:
         return os.mkdir, ("harm",)
 
@@ -356,8 +344,9 @@ DAMAGED: list[tuple[Callable[[Path], None], str, str]] = [
 ]
 
 
-def test_damage_is_found(pools: Pools, sharded: Callable[..., Run], tmp_path: Path) -> None:
-    """What is missing, damaged or harmful is refused by name before anything is changed."""
+def test_damage_is_refused_before_any_change(
+    pools: Pools, sharded: Callable[..., Run], tmp_path: Path
+) -> None:
     folders = [tmp_path / str(index) for index in range(len(DAMAGED))]
     for folder, (damage, *_) in zip(folders, DAMAGED, strict=True):
         shutil.copytree(sharded("fsdp", 2).path, folder)
@@ -371,10 +360,9 @@ def test_damage_is_found(pools: Pools, sharded: Callable[..., Run], tmp_path: Pa
 
 
 @pytest.mark.long
-def test_what_is_allowed_comes_back(
+def test_allow_pickle_restores_the_trainers_objects(
     pools: Pools, sharded: Callable[..., Run], tmp_path: Path
 ) -> None:
-    """With ``allow_pickle`` the trainer's objects come back."""
     run = sharded("fsdp", 2)
     folder = tmp_path / "copy"
     shutil.copytree(run.path, folder)
@@ -386,8 +374,7 @@ def test_what_is_allowed_comes_back(
 
 
 @pytest.mark.long
-def test_what_it_lacks_is_said(pools: Pools, tmp_path: Path) -> None:
-    """Tensors that are left out are told of."""
+def test_excluded_tensors_are_reported(pools: Pools, tmp_path: Path) -> None:
     run = alone(pools, tmp_path, averaged_in_part)
     reader = open_checkpoint(Path(run.path))
     assert reader.info.kind == "directory of torch.distributed.checkpoint"

@@ -51,7 +51,6 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Unpack:
 
 
 def case_of(fixture: Fixture, name: str, **changes: Any) -> Case:
-    """Return what a stock checkpoint holds."""
     values: dict[str, Any] = {
         "fixture": fixture,
         "target": fixture.setup,
@@ -63,7 +62,6 @@ def case_of(fixture: Fixture, name: str, **changes: Any) -> Case:
 
 
 def run(pools: Pools, case: Case) -> Outcome:
-    """Restore on all ranks of the target's world."""
     outcome = pools.run(case.target.world, partial(restore, case))[0]
     assert outcome is not None
     # How a step is computed (foreach, fused) is the live run's own, and not restored.
@@ -73,8 +71,9 @@ def run(pools: Pools, case: Case) -> Outcome:
 
 
 @pytest.mark.parametrize("name", STOCK)
-def test_same_world_goes_on_as_the_writer_did(name: str, pools: Pools, unpacked: Unpack) -> None:
-    """On the same world and stage the state is the writer's, and so is what it computes next."""
+def test_a_stock_checkpoint_continues_as_its_writer_on_the_same_world(
+    name: str, pools: Pools, unpacked: Unpack
+) -> None:
     fixture = unpacked(name)
     outcome = run(pools, case_of(fixture, name, goes_on=True))
     outcome.verdict.assert_same()
@@ -83,10 +82,9 @@ def test_same_world_goes_on_as_the_writer_did(name: str, pools: Pools, unpacked:
 
 
 @pytest.mark.parametrize("name", ["zero1-ds0.19", "zero2-ds0.16", "zero3-ds0.19"])
-def test_another_processor_computes_otherwise_and_holds_the_same(
+def test_another_order_of_sums_changes_losses_only(
     name: str, pools: Pools, unpacked: Unpack
 ) -> None:
-    """Where sums are taken in another order the losses are others, and nothing else changes."""
     case = case_of(unpacked(name), name, goes_on=True)
     outcomes = [run(pools, case), run(pools, replace(case, other_order=True))]
     for outcome in outcomes:
@@ -100,16 +98,17 @@ def test_another_processor_computes_otherwise_and_holds_the_same(
 
 
 @pytest.mark.parametrize("name", [n for n in STOCK if not n.endswith(("0.17", "0.18"))])
-def test_another_world_and_stage(name: str, pools: Pools, unpacked: Unpack) -> None:
-    """On another world, at another stage, the state is the writer's bit for bit."""
+def test_a_stock_checkpoint_loads_on_another_world_and_stage(
+    name: str, pools: Pools, unpacked: Unpack
+) -> None:
     fixture = unpacked(name)
     target = another(fixture.setup, STOCK.index(name))
     run(pools, case_of(fixture, name, target=target)).verdict.assert_same()
 
 
 @pytest.mark.parametrize("elastic", [True, False])
-def test_the_schedule_goes_on(elastic: bool, pools: Pools, tmp_path: Path) -> None:
-    """Also where groups are not restored, since elastic checkpoints hold no hyperparameters."""
+def test_the_schedule_continues(elastic: bool, pools: Pools, tmp_path: Path) -> None:
+    """Also without restored groups, since elastic checkpoints contain no hyperparameters."""
     writer, steps = Setup(2, "2", elastic=elastic), 5
     rates = pools.run(2, partial(saved_with_scheduler, writer, str(tmp_path), steps))[0]
     assert len(set(rates)) > steps, rates
@@ -122,16 +121,17 @@ def test_the_schedule_goes_on(elastic: bool, pools: Pools, tmp_path: Path) -> No
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", STOCK)
-def test_all_worlds_and_stages(name: str, pools: Pools, unpacked: Unpack) -> None:
-    """On every world and at every stage the state is the writer's bit for bit."""
+def test_a_stock_checkpoint_loads_on_all_worlds_and_stages(
+    name: str, pools: Pools, unpacked: Unpack
+) -> None:
     fixture = unpacked(name)
     for turn in range(12):
         target = another(fixture.setup, turn)
         run(pools, case_of(fixture, name, target=target)).verdict.assert_same()
 
 
-def test_the_tag_that_is_asked_for_is_read(pools: Pools, unpacked: Unpack) -> None:
-    """A tag's folder means this tag, also where ``latest`` names another."""
+def test_a_tags_folder_selects_the_tag(pools: Pools, unpacked: Unpack) -> None:
+    """Also if `latest` names another tag."""
     fixture = unpacked("two-tags")
     named = (Path(fixture.checkpoint) / "latest").read_text()
     tags = sorted(p.name for p in fixture.checkpoint.iterdir() if p.is_dir())

@@ -44,7 +44,7 @@ SHARDS = "*_optim_states.pt"
 
 
 def unpack_others(name: str, folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Return a checkpoint that somebody else made, and what its writer held."""
+    """Return a checkpoint by another writer, and its writer's state."""
     with tarfile.open(DATA / "pr8031" / f"{name}.tar.xz") as archive:
         archive.extractall(folder, filter="data")
     truth: dict[str, Any] = torch.load(folder / "truth.pt", weights_only=True)
@@ -52,8 +52,6 @@ def unpack_others(name: str, folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 class Model(nn.Module):
-    """What the other writer trained."""
-
     def __init__(self) -> None:
         super().__init__()
         self.a, self.n = nn.Linear(5, 7), nn.LayerNorm(7)
@@ -72,7 +70,7 @@ def groups_of(model: nn.Module, *, two: bool) -> list[dict[str, Any]]:
 
 
 def held_after_load(path: str, zero: int, *, two: bool) -> dict[str, Any]:
-    """Load into an engine; return what it holds, whole, by DeepSpeed's own account. Collective."""
+    """Load into an engine; return its whole state by DeepSpeed's functions. Collective."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -114,7 +112,6 @@ def held_after_load(path: str, zero: int, *, two: bool) -> dict[str, Any]:
 
 
 def assert_loads(name: str, targets: list[tuple[int, int]], pools: Pools, folder: Path) -> None:
-    """Fail unless engines of these worlds and stages hold what the writer held."""
     path, truth = unpack_others(name, folder)
     two = len(truth["hyperparameters"]) > 1
     frozen = {k: v for k, v in read_whole(path).items() if k.startswith("frozen/")}
@@ -137,8 +134,7 @@ def assert_loads(name: str, targets: list[tuple[int, int]], pools: Pools, folder
 
 
 @pytest.mark.parametrize("name", OF_OTHERS)
-def test_the_files_hold_what_their_writer_held(name: str, tmp_path: Path) -> None:
-    """Masters, both moments and steps of every parameter, without an engine."""
+def test_the_files_contain_their_writers_state(name: str, tmp_path: Path) -> None:
     path, truth = unpack_others(name, tmp_path)
     found = read_whole(path)
     for of, states in truth["state"].items():
@@ -153,30 +149,33 @@ def test_the_files_hold_what_their_writer_held(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.long
 @pytest.mark.engine
-def test_engines_hold_what_the_writer_held(pools: Pools, tmp_path: Path) -> None:
-    """On one to three ranks and three stages: state, counters, client state, configured rates."""
+def test_engines_load_the_writers_state_on_three_worlds_and_stages(
+    pools: Pools, tmp_path: Path
+) -> None:
     assert_loads("groups-on-4", [(1, 2), (2, 0), (3, 3)], pools, tmp_path)
 
 
 @pytest.mark.long
 @pytest.mark.engine
 @pytest.mark.parametrize("name", OF_OTHERS)
-def test_engines_of_all_worlds_and_stages(name: str, pools: Pools, tmp_path: Path) -> None:
-    """The same for each of them on one to four ranks and at each stage."""
+def test_engines_load_the_writers_state_on_all_worlds_and_stages(
+    name: str, pools: Pools, tmp_path: Path
+) -> None:
     targets = [(world, zero) for world in (1, 2, 3, 4) for zero in (0, 1, 2, 3)]
     assert_loads(name, targets, pools, tmp_path)
 
 
 def row_case(name: str, folder: Path, target: Setup, **changes: Any) -> Case:
-    """Return the load of a checkpoint of the table."""
     fixture = unpack(name, folder)
     return Case(fixture, target, str(fixture.checkpoint), groups=False, **changes)
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize(("turn", "name"), list(enumerate(ROWS)), ids=ROWS)
-def test_any_number_of_ranks_and_stage(turn: int, name: str, pools: Pools, tmp_path: Path) -> None:
-    """Several groups and sub-groups, bf16, padding that was saved, momentum: all bit for bit."""
+def test_fixtures_load_on_any_world_and_stage(
+    turn: int, name: str, pools: Pools, tmp_path: Path
+) -> None:
+    """Several groups and sub-groups, bf16, saved padding, momentum."""
     base = another(unpack(name, tmp_path / "setup").setup, 0)
     target = replace(base, world=1 + turn, zero="012"[turn])
     case = row_case(name, tmp_path / name, target)
@@ -186,7 +185,7 @@ def test_any_number_of_ranks_and_stage(turn: int, name: str, pools: Pools, tmp_p
 
 
 def held_without_optimizer(target: Setup, path: str, keep_fp32: bool) -> Any:
-    """Load without the optimizer's state; return what is held before and after. Collective."""
+    """Load without optimizer state; return the state before and after. Collective."""
     from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(target, 7, tilt=3.0) as engine:
@@ -197,8 +196,7 @@ def held_without_optimizer(target: Setup, path: str, keep_fp32: bool) -> Any:
 
 
 @pytest.mark.engine
-def test_masters_are_the_fp32_ones(pools: Pools, tmp_path: Path) -> None:
-    """Without the optimizer's state too, unless DeepSpeed's config wants them rounded to bf16."""
+def test_masters_are_fp32_unless_the_config_rounds_them(pools: Pools, tmp_path: Path) -> None:
     fixture = unpack("elastic3-pr8031", tmp_path)
     target, truth = small(1, "2", grouping="two"), fixture.truth()
     masters = {key: value for key, value in truth.items() if key.startswith("master/")}
@@ -227,27 +225,23 @@ def edited(
 
 
 def cut_a_tensor(shard: dict[str, Any]) -> None:
-    """Shorten a lean tensor."""
     moments = shard["base_optimizer_state"][1]["exp_avg"]
     moments[0] = moments[0][:-1].clone()
 
 
 def lose_a_tensor(shard: dict[str, Any]) -> None:
-    """Lose the tensor of a parameter."""
     shard["base_optimizer_state"][0]["exp_avg_sq"].pop()
 
 
 def lose_a_state(shard: dict[str, Any]) -> None:
-    """Lose one of a sub-group's states."""
     del shard["base_optimizer_state"][1]["exp_avg"]
 
 
 @pytest.mark.parametrize("change", [cut_a_tensor, lose_a_tensor, lose_a_state])
 @pytest.mark.parametrize("rank", [0, 2])
-def test_what_does_not_fit_is_refused(
+def test_shards_without_their_tensors_are_refused_by_name(
     change: Callable[[dict[str, Any]], object], rank: int, tmp_path: Path
 ) -> None:
-    """A shard without the tensors of its parameters is named before anything is read."""
     path, _ = unpack_others("groups-on-4", tmp_path)
     damaged = edited(path / "elastic", tmp_path / "damaged", rank, change)
     with (
@@ -259,8 +253,8 @@ def test_what_does_not_fit_is_refused(
 
 
 @pytest.mark.engine
-def test_other_parameter_groups_are_refused(pools: Pools, tmp_path: Path) -> None:
-    """The file has no groups: a sub-group cannot belong to two of this run's."""
+def test_sub_groups_across_two_groups_are_refused(pools: Pools, tmp_path: Path) -> None:
+    """The file has no groups."""
     fixture = unpack("elastic3-momentum-pr8031", tmp_path)
     target = replace(fixture.setup, world=1, zero="2", grouping="two")
     found = refused(pools, target, str(fixture.checkpoint))
@@ -275,8 +269,8 @@ def count_in_groups(shard: dict[str, Any]) -> None:
         del states["step"]
 
 
-def test_steps_of_the_groups_are_not_dropped(tmp_path: Path) -> None:
-    """An optimizer that counts in its groups alone would begin anew: its state is refused."""
+def test_optimizers_that_count_in_groups_are_refused(tmp_path: Path) -> None:
+    """They would count from zero."""
     path, _ = unpack_others("plain-on-2", tmp_path)
     folder = path / "elastic"
     for rank in (0, 1):
@@ -288,8 +282,7 @@ def test_steps_of_the_groups_are_not_dropped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["fp32", "lightning", "universal", "dcp"])
-def test_conversions_hold_the_weights(to: str, tmp_path: Path) -> None:
-    """Each target that has room for them has the masters and frozen weights, bit for bit."""
+def test_conversions_contain_masters_and_frozen_weights(to: str, tmp_path: Path) -> None:
     path, truth = unpack_others("groups-on-4", tmp_path)
     convert_checkpoint(path, tmp_path / "there", to)
     with open_view(tmp_path / "there") as view:
@@ -300,7 +293,6 @@ def test_conversions_hold_the_weights(to: str, tmp_path: Path) -> None:
 
 
 def test_deepspeeds_script_recovers_the_weights(tmp_path: Path) -> None:
-    """``zero_to_fp32`` of the installed DeepSpeed."""
     path, truth = unpack_others("groups-on-4", tmp_path)
     command = [sys.executable, "-m", "deepspeed.utils.zero_to_fp32", str(path), str(tmp_path / "o")]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)

@@ -44,8 +44,6 @@ Copy: TypeAlias = "Callable[[str], Fixture]"
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Copy:
-    """Return a fixture of this test's own."""
-
     def give(name: str) -> Fixture:
         folder = tmp_path / name
         folder.mkdir()
@@ -60,14 +58,13 @@ def describe(fixture: Fixture, **options: Any) -> Manifest:
 
 
 def groups_of(fixture: Fixture) -> list[list[str]]:
-    """Return the names in each parameter group that the run gave to its optimizer."""
+    """Return the names in each parameter group of the run's optimizer."""
     model = fixture.setup.model(3)
     names = {parameter: name for name, parameter in model.named_parameters()}
     return [[names[p] for p in ps] for ps in group_members(model, fixture.setup.grouping)]
 
 
 def case_of(fixture: Fixture, **changes: Any) -> Case:
-    """Return what dumps hold."""
     target = replace(fixture.setup, **changes)
     return Case(fixture, target, str(fixture.checkpoint), counters=False, client_state={})
 
@@ -78,10 +75,7 @@ def case_of(fixture: Fixture, **changes: Any) -> Case:
 @pytest.mark.engine
 @pytest.mark.parametrize("forgotten", [False, True], ids=["with-names", "without-names"])
 @pytest.mark.parametrize("name", DUMPS)
-def test_dumps_come_back_on_the_same_ranks(
-    name: str, forgotten: bool, pools: Pools, copy: Copy
-) -> None:
-    """Masters, moments, steps, hyperparameters and buffers are those that were dumped."""
+def test_dumps_load_on_the_same_ranks(name: str, forgotten: bool, pools: Pools, copy: Copy) -> None:
     fixture = copy(name)
     if forgotten:
         forget_names(fixture.checkpoint)
@@ -107,10 +101,9 @@ def test_dumps_come_back_on_the_same_ranks(
         ("dumps-bf16", 3, "3"),
     ],
 )
-def test_dumps_come_back_on_other_ranks(
+def test_dumps_load_on_other_ranks_and_stages(
     name: str, world: int, zero: str, pools: Pools, copy: Copy
 ) -> None:
-    """So they are on fewer and on more ranks, at the same stage and at another one."""
     fixture = copy(name)
     describe(fixture)
     case = case_of(fixture, world=world, zero=zero, sub_group=20)
@@ -121,10 +114,9 @@ def test_dumps_come_back_on_other_ranks(
 
 @pytest.mark.parametrize("forgotten", [False, True], ids=["with-names", "without-names"])
 @pytest.mark.parametrize("name", STOCK)
-def test_the_order_is_the_one_that_deepspeed_itself_writes_down(
+def test_the_found_order_is_the_one_in_deepspeeds_files(
     name: str, forgotten: bool, copy: Copy, tmp_path: Path
 ) -> None:
-    """The order of a stock checkpoint's names is found in the dumps, or from the groups."""
     fixture = copy(name)
     folder = tmp_path / "by hand"
     folder.mkdir()
@@ -144,8 +136,7 @@ def test_the_order_is_the_one_that_deepspeed_itself_writes_down(
     assert {p.name: (p.shape, p.group, p.aliases) for p in found.parameters} == shapes
 
 
-def test_a_folder_says_what_it_lacks(copy: Copy) -> None:
-    """What dumps never hold is told, with what this model file does not hold."""
+def test_missing_state_of_dumps_is_reported(copy: Copy) -> None:
     fixture = copy("dumps2")
     weights = load(fixture.checkpoint / "model.pt")
     torch.save(
@@ -170,8 +161,8 @@ def test_a_folder_says_what_it_lacks(copy: Copy) -> None:
     )
 
 
-def test_a_file_of_the_descriptions_name_stays(copy: Copy) -> None:
-    """What is not of this library is not overwritten; a description, also half of one, is."""
+def test_a_file_with_the_descriptions_name_is_not_overwritten(copy: Copy) -> None:
+    """A description by this library is, also one that was cut."""
     fixture = copy("dumps2")
     table = fixture.checkpoint / "elastic_dumps.json"
     table.write_text('{"mine": 1}')
@@ -185,8 +176,7 @@ def test_a_file_of_the_descriptions_name_stays(copy: Copy) -> None:
     assert not list(fixture.checkpoint.glob(".*.tmp"))
 
 
-def test_the_model_may_have_no_memory_of_its_own(copy: Copy) -> None:
-    """Names and shapes are enough: the module may be on the meta device."""
+def test_a_model_on_the_meta_device_is_enough(copy: Copy) -> None:
     fixture = copy("dumps3")
     whole = describe(fixture)
     with torch.device("meta"):
@@ -194,8 +184,7 @@ def test_the_model_may_have_no_memory_of_its_own(copy: Copy) -> None:
     assert describe_dumps(fixture.checkpoint, model) == whole
 
 
-def test_names_of_files_are_free(copy: Copy) -> None:
-    """Dumps may have any names, in the order of the ranks."""
+def test_dumps_may_have_any_names_in_rank_order(copy: Copy) -> None:
     fixture = copy("dumps1")
     folder = fixture.checkpoint
     for path, name in zip(dumps_in(folder), ("first", "second"), strict=True):
@@ -207,8 +196,7 @@ def test_names_of_files_are_free(copy: Copy) -> None:
         describe(fixture, dumps=["second", "first"], model_file="weights.bin")
 
 
-def test_the_model_file_may_be_deepspeeds_under_another_name(copy: Copy) -> None:
-    """A copy of DeepSpeed's model file has its weights under a key, and the name model.pt."""
+def test_a_renamed_model_file_of_deepspeed_is_accepted(copy: Copy) -> None:
     fixture = copy("dumps1")
     folder = fixture.checkpoint
     found = describe(fixture)
@@ -222,7 +210,7 @@ def test_the_model_file_may_be_deepspeeds_under_another_name(copy: Copy) -> None
 
 
 def moved(fixture: Fixture) -> dict[str, torch.Tensor]:
-    """Return weights as another step would have left them: each a quarter larger."""
+    """Return weights of another step: each a quarter larger."""
     held = fixture.truth()
     weights = {k: v * 1.25 for k, v in held.items() if k.startswith("weight/")}
     return model_file({**held, **weights})
@@ -242,12 +230,10 @@ def one_element(fixture: Fixture) -> None:
 
 
 def missing_dump(fixture: Fixture) -> None:
-    """Lose the last rank's dump."""
     dumps_in(fixture.checkpoint)[-1].unlink()
 
 
 def missing_first(fixture: Fixture) -> None:
-    """Lose the first rank's dump."""
     dumps_in(fixture.checkpoint)[0].unlink()
 
 
@@ -269,7 +255,6 @@ def other_run(fixture: Fixture) -> None:
 
 
 def other_moments(fixture: Fixture) -> None:
-    """Change one rank's step counter."""
     path = dumps_in(fixture.checkpoint)[1]
     state = load(path)["base_optimizer_state"]
     state["state"][0]["step"] += 1
@@ -291,34 +276,28 @@ def no_masters(fixture: Fixture) -> None:
 
 
 def no_zero(fixture: Fixture) -> None:
-    """Write an ordinary optimizer's states."""
     for path in dumps_in(fixture.checkpoint):
         torch.save({"state": {}, "param_groups": []}, path)
 
 
 def no_dumps(fixture: Fixture) -> None:
-    """Remove all dumps."""
     for path in dumps_in(fixture.checkpoint):
         path.unlink()
 
 
 def no_model_file(fixture: Fixture) -> None:
-    """Lose the model file."""
     (fixture.checkpoint / "model.pt").unlink()
 
 
 def no_weights(fixture: Fixture) -> None:
-    """Write a model file of something else."""
     torch.save({"epoch": 3}, fixture.checkpoint / "model.pt")
 
 
 def two_of_a_rank(fixture: Fixture) -> None:
-    """Write two dumps of one rank."""
     shutil.copy(dumps_in(fixture.checkpoint)[0], fixture.checkpoint / "optimizer.0.pt")
 
 
 def cut_short(fixture: Fixture) -> None:
-    """Copy one dump not to its end."""
     path = dumps_in(fixture.checkpoint)[1]
     path.write_bytes(path.read_bytes()[:-100])
 
@@ -361,14 +340,13 @@ def cut_short(fixture: Fixture) -> None:
     ],
 )
 @pytest.mark.parametrize("forgotten", [False, True], ids=["with-names", "without-names"])
-def test_a_bad_folder_is_not_described(
+def test_inconsistent_folders_are_refused_and_not_described(
     harm: Callable[[Fixture], None],
     error: type[Exception],
     text: str,
     forgotten: bool,
     copy: Copy,
 ) -> None:
-    """Whatever does not belong together is refused by name, and nothing is written."""
     fixture = copy("dumps2")
     if forgotten:
         forget_names(fixture.checkpoint)
@@ -386,15 +364,15 @@ def test_a_bad_folder_is_not_described(
         ({"empty": True}, "missing from the file: empty"),
     ],
 )
-def test_another_architecture_is_refused(changes: dict[str, Any], text: str, copy: Copy) -> None:
-    """A model that is not the model file's is refused with all differences."""
+def test_another_architecture_is_refused_with_all_differences(
+    changes: dict[str, Any], text: str, copy: Copy
+) -> None:
     fixture = copy("dumps2")
     with pytest.raises(CheckpointMismatchError, match=text):
         describe_dumps(fixture.checkpoint, replace(fixture.setup, **changes).model(3))
 
 
-def test_other_frozen_parameters_are_refused(copy: Copy) -> None:
-    """Where nothing names the trained parameters, their number of elements must be right."""
+def test_a_wrong_number_of_trained_elements_is_refused(copy: Copy) -> None:
     fixture = copy("dumps3")
     model = fixture.setup.model(3)
     model.frozen.requires_grad_(requires_grad=True)
@@ -411,15 +389,15 @@ def test_other_frozen_parameters_are_refused(copy: Copy) -> None:
         ([["a.weight"], ["a.bias"]], r"contain [\d,]+ master weights of parameter group 0, but"),
     ],
 )
-def test_wrong_groups_are_refused(groups: list[list[str]], text: str, copy: Copy) -> None:
-    """What is passed is held against the dumps as what is found."""
+def test_passed_groups_are_compared_with_the_dumps(
+    groups: list[list[str]], text: str, copy: Copy
+) -> None:
     fixture = copy("dumps2-two")
     with pytest.raises(CheckpointMismatchError, match=text):
         describe(fixture, groups=groups)
 
 
-def test_groups_in_another_order_are_refused(copy: Copy) -> None:
-    """The groups must be those of the optimizer, in their order."""
+def test_groups_in_another_order_than_the_optimizers_are_refused(copy: Copy) -> None:
     fixture = copy("dumps2-two")
     groups = [list(group.names) for group in describe(fixture).groups]
     assert [list(g.names) for g in describe(fixture, groups=groups).groups] == groups
@@ -427,16 +405,14 @@ def test_groups_in_another_order_are_refused(copy: Copy) -> None:
         describe(fixture, groups=groups[::-1])
 
 
-def test_groups_must_be_passed_if_the_dumps_do_not_name_them(copy: Copy) -> None:
-    """Several parameter groups without names are not guessed."""
+def test_several_groups_without_names_must_be_passed(copy: Copy) -> None:
     fixture = copy("dumps2-two")
     forget_names(fixture.checkpoint)
     with pytest.raises(CheckpointMismatchError, match=r"do not name .* 2 .* groups.*groups="):
         describe(fixture)
 
 
-def test_a_wrong_order_within_a_group_is_refused(copy: Copy) -> None:
-    """A given order is compared with the model file, and the parameters are named."""
+def test_a_wrong_order_within_a_group_is_refused_by_name(copy: Copy) -> None:
     fixture = copy("dumps3")
     (names,) = groups_of(fixture)
     with pytest.raises(CheckpointMismatchError, match=r"rounded, differ from model\.pt: .*groups="):
@@ -454,10 +430,9 @@ def test_a_wrong_order_within_a_group_is_refused(copy: Copy) -> None:
         (no_model_file, "model.pt cannot be read"),
     ],
 )
-def test_a_changed_folder_is_not_opened(
+def test_missing_or_resized_files_are_refused(
     harm: Callable[[Fixture], None], text: str, copy: Copy
 ) -> None:
-    """Files that are missing, or have other sizes, are not those that were described."""
     fixture = copy("dumps2")
     describe(fixture)
     harm(fixture)
@@ -475,8 +450,9 @@ def test_a_changed_folder_is_not_opened(
         ({"dumps": [{"name": "../x", "size_bytes": 1}]}, r"invalid file name '\.\./x'"),
     ],
 )
-def test_a_bad_description_is_refused(entries: dict[str, Any], text: str, copy: Copy) -> None:
-    """A description that is damaged, or newer than this reader, is told from a good one."""
+def test_damaged_and_newer_descriptions_are_refused(
+    entries: dict[str, Any], text: str, copy: Copy
+) -> None:
     fixture = copy("dumps2")
     describe(fixture)
     path = fixture.checkpoint / TABLE
@@ -503,10 +479,9 @@ def swapped(fixture: Fixture) -> None:
 @pytest.mark.engine
 @pytest.mark.parametrize("name", ["dumps2", "dumps3"])
 @pytest.mark.parametrize("harm", [same_size_of_another_step, swapped])
-def test_masters_are_compared_again_at_every_load(
+def test_each_load_compares_masters_with_the_model_file(
     name: str, harm: Callable[[Fixture], None], pools: Pools, copy: Copy
 ) -> None:
-    """A model file of another step, or a false order, is refused before anything changes."""
     fixture = copy(name)
     weights = {
         name: tensor.clone() for name, tensor in load(fixture.checkpoint / "model.pt").items()

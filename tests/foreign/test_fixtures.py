@@ -13,21 +13,18 @@ from tests.foreign._fixtures import DATA, names, unpack
 BY_NAME = {row.name: row for row in ROWS}
 
 
-def test_each_row_has_its_data_and_nothing_else_is_there() -> None:
-    """The table says how each archive was made."""
+def test_archives_and_rows_of_the_table_correspond() -> None:
     assert names() == sorted(BY_NAME)
 
 
-def test_the_data_are_small() -> None:
-    """A repository is no place for large files."""
+def test_the_archives_are_small() -> None:
     sizes = [path.stat().st_size for path in DATA.iterdir()]
     assert max(sizes) <= 150_000
     assert sum(sizes) <= 4_000_000
 
 
 @pytest.mark.parametrize("name", sorted(BY_NAME))
-def test_an_archive_holds_what_its_row_says(name: str, tmp_path: Path) -> None:
-    """Setup and release are the row's; what was held is there, and finite."""
+def test_an_archive_matches_its_row_and_is_finite(name: str, tmp_path: Path) -> None:
     row, found = BY_NAME[name], unpack(name, tmp_path)
     assert found.setup == row.setup
     assert found.about["steps"] == row.steps

@@ -51,7 +51,6 @@ def with_moment(number: float, tree: dict[str, Any], _: nn.Module) -> None:
 
 
 def chunks(number: float, model: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the tree of a directory of chunks."""
     tree = {"state_dict": model.state_dict(), "adam": optimizer.state_dict()}
     with_weight(number, tree)
     return tree
@@ -67,8 +66,9 @@ WRITERS: dict[str, tuple[Callable[[Run], None], str]] = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_load_refuses_a_number_that_is_too_large(name: str, pools: Pools, tmp_path: Path) -> None:
-    """By parameter, number and type, before anything is changed."""
+def test_a_value_that_overflows_is_refused_by_parameter_and_type(
+    name: str, pools: Pools, tmp_path: Path
+) -> None:
     run, (write, said) = Run(str(tmp_path / "huge")), WRITERS[name]
     pools.run(1, partial(write, run))
     found = refused(pools, TARGET, run.path)
@@ -80,10 +80,9 @@ def test_a_load_refuses_a_number_that_is_too_large(name: str, pools: Pools, tmp_
 
 
 @pytest.mark.parametrize("write", [writers.save_alone, writers.save_tree])
-def test_what_is_infinite_in_a_file_stays_so(
+def test_infinite_values_of_a_file_are_loaded(
     write: Callable[..., None], pools: Pools, tmp_path: Path
 ) -> None:
-    """It is no number that was too large: the load takes it, and all that lies around it."""
     run = Run(str(tmp_path / "infinite"))
     if write is writers.save_alone:
         pools.run(1, partial(write, run, change=partial(with_weight, math.inf)))
@@ -98,10 +97,7 @@ def test_what_is_infinite_in_a_file_stays_so(
 
 
 def save_large(setup: Setup, path: str, large: float = LARGE, state: str = "") -> None:
-    """Save a ZeRO-2 run, by this library, whose first master of each rank is large. Collective.
-
-    Or the first element of an optimizer state.
-    """
+    """Save a ZeRO-2 run whose first master, or state, of each rank is large. Collective."""
     from lightning_elastic_zero.api import save_checkpoint
 
     with engine_of(setup, 0) as engine:
@@ -114,7 +110,7 @@ def save_large(setup: Setup, path: str, large: float = LARGE, state: str = "") -
 
 
 def warnings_of_load(setup: Setup, path: str, again: str = "") -> list[str]:
-    """Load, and save again; return what this rank was warned of. Collective."""
+    """Load, and save again; return this rank's warnings. Collective."""
     from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 
     with engine_of(setup, 7) as engine:
@@ -125,11 +121,8 @@ def warnings_of_load(setup: Setup, path: str, again: str = "") -> list[str]:
     return said
 
 
-def test_a_run_with_narrower_masters_refuses_it(pools: Pools, tmp_path: Path) -> None:
-    """A checkpoint of this library's own too; what lies in fp32 masters is theirs to round.
-
-    An evaluation has no masters: there the weight itself would become infinite.
-    """
+def test_narrower_masters_refuse_values_that_overflow(pools: Pools, tmp_path: Path) -> None:
+    """Of our own checkpoints too; an evaluation, without masters, refuses infinite weights."""
     source, path = Setup(2, "2"), str(tmp_path / "large.ckpt")
     pools.run(2, partial(save_large, source, path))
     narrow = Setup(2, "3", "bf16", bf16_masters=True)
@@ -147,8 +140,9 @@ def test_a_run_with_narrower_masters_refuses_it(pools: Pools, tmp_path: Path) ->
     assert sum(int((v == torch.tensor(LARGE)).sum()) for v in held) == source.world
 
 
-def test_a_momentum_of_a_narrower_type_is_refused(pools: Pools, tmp_path: Path) -> None:
-    """Muon's has the type of the gradients, and not of the masters beside which it is received."""
+def test_a_momentum_that_overflows_in_the_gradients_type_is_refused(
+    pools: Pools, tmp_path: Path
+) -> None:
     source, path = Setup(2, "2", optimizer="Muon"), str(tmp_path / "large.ckpt")
     pools.run(2, partial(save_large, source, path, state="momentum_buffer"))
     for target in (
@@ -163,10 +157,7 @@ def test_a_momentum_of_a_narrower_type_is_refused(pools: Pools, tmp_path: Path) 
 
 
 @pytest.mark.long
-def test_a_momentum_in_files_is_kept_whatever_type_gradients_have(
-    pools: Pools, tmp_path: Path
-) -> None:
-    """Files (NVMe) have the masters' type."""
+def test_a_momentum_in_swap_files_is_kept_in_the_masters_type(pools: Pools, tmp_path: Path) -> None:
     skip_without("AsyncIOBuilder", pools)
     source, path = Setup(2, "2", optimizer="Muon"), str(tmp_path / "large.ckpt")
     pools.run(2, partial(save_large, source, path, state="momentum_buffer"))
@@ -175,7 +166,7 @@ def test_a_momentum_in_files_is_kept_whatever_type_gradients_have(
 
 
 def assert_momentum_kept(pools: Pools, target: Setup, saved: Saved) -> None:
-    """Fail unless a run goes on with the large number of a momentum."""
+    """Fail unless a run continues with the large number of a momentum."""
     pair = pools.run(2, partial(found_after_load, target, saved, {}))[0]
     assert pair is not None
     held = [torch.as_tensor(v) for k, v in pair[1].items() if k.startswith("momentum_buffer/")]
@@ -191,10 +182,9 @@ def assert_momentum_kept(pools: Pools, target: Setup, saved: Saved) -> None:
     ],
     ids=str,
 )
-def test_weights_that_become_infinite_are_named(
+def test_weights_that_become_infinite_are_named_and_masters_stay(
     source: Setup, target: Setup, large: float, pools: Pools, tmp_path: Path
 ) -> None:
-    """By the ranks that hold their masters, which keep the number; nothing is told of others."""
     path, again = str(tmp_path / "large.ckpt"), str(tmp_path / "again.ckpt")
     pools.run(source.world, partial(save_large, source, path, large))
     warned = pools.run(target.world, partial(warnings_of_load, target, path, again))
@@ -207,13 +197,14 @@ def test_weights_that_become_infinite_are_named(
 
 
 def round_masters(engine: Engine) -> None:
-    """Configure what DeepSpeed asks for at a load."""
+    """Configure DeepSpeed's option that rounds masters at a load."""
     engine._config.zero_config.load_from_fp32_weights = False
 
 
 @pytest.mark.parametrize("target", [Setup(2, "2", "fp16"), Setup(1, "3", "fp16")], ids=str)
-def test_masters_are_not_rounded_to_infinity(target: Setup, pools: Pools, tmp_path: Path) -> None:
-    """Where the config has them rounded to the weights, the masters themselves were infinite."""
+def test_masters_rounded_to_infinity_are_refused(
+    target: Setup, pools: Pools, tmp_path: Path
+) -> None:
     path = str(tmp_path / "large.ckpt")
     pools.run(2, partial(save_large, Setup(2, "2"), path, 7e4))
     load = partial(refusal, target, Loading(path), prepare=round_masters)

@@ -22,8 +22,9 @@ LIGHTNING = [name for name in names() if name.startswith("lightning")]
 
 @pytest.mark.parametrize("name", LIGHTNING)
 @pytest.mark.parametrize("other", [False, True], ids=["same", "other"])
-def test_fit_goes_on(name: str, other: bool, pools: Pools, tmp_path: Path) -> None:
-    """State, step, callbacks, module and schedule are the writer's, and so is what comes next."""
+def test_fit_continues_from_lightnings_deepspeed_checkpoint(
+    name: str, other: bool, pools: Pools, tmp_path: Path
+) -> None:
     fixture = unpack(name, tmp_path)
     target = fixture.setup
     if other:
@@ -42,8 +43,9 @@ def test_fit_goes_on(name: str, other: bool, pools: Pools, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("name", "world"), [("lightning2", 3), ("lightning3", 1)])
-def test_validate(name: str, world: int, pools: Pools, tmp_path: Path) -> None:
-    """An evaluation on another number of devices sees the weights that the writer had."""
+def test_validate_uses_the_writers_weights_on_other_devices(
+    name: str, world: int, pools: Pools, tmp_path: Path
+) -> None:
     fixture = unpack(name, tmp_path)
     target = replace(fixture.setup, world=world)
     for weights in pools.run(world, partial(validate, fixture, target)):

@@ -37,7 +37,7 @@ SHARDS, MODELS = "*_optim_states.pt", "*_model_states.pt"
 
 @pytest.fixture(scope="module")
 def two_tags(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return what stock DeepSpeed saved of one run at steps 3 and 5."""
+    """Return stock DeepSpeed's saves of one run at steps 3 and 5."""
     folder = tmp_path_factory.mktemp("two")
     pools.run(2, partial(write, FixtureRow("", SOURCE, "", kind="two tags"), str(folder)))
     return folder / "checkpoint"
@@ -53,7 +53,6 @@ def mixed(two_tags: Path, folder: Path, models: str, shards: str) -> str:
 
 
 def edited(two_tags: Path, folder: Path, change: Callable[[dict[Any, Any]], object]) -> str:
-    """Return a tag whose optimizer states were changed."""
     shutil.copytree(two_tags / "step3", folder)
     for path in folder.glob(SHARDS):
         tree = torch.load(path, weights_only=False)
@@ -63,7 +62,6 @@ def edited(two_tags: Path, folder: Path, change: Callable[[dict[Any, Any]], obje
 
 
 def lose_a_group(held: dict[str, Any]) -> None:
-    """Lose the states of the second parameter group's sub-groups."""
     for index in held["param_groups"][1]["params"]:
         del held["state"][index]
 
@@ -74,14 +72,13 @@ def lose_a_sub_group(held: dict[str, Any]) -> None:
 
 
 def lose_all(held: dict[str, Any]) -> None:
-    """Lose all states."""
     held["state"].clear()
 
 
-def test_what_is_not_of_one_save_or_lacks_state(
+def test_mixed_saves_and_missing_states_are_refused_by_name(
     two_tags: Path, pools: Pools, tmp_path: Path
 ) -> None:
-    """Refused by name on all ranks; with a fresh optimizer its weights can be had."""
+    """With a fresh optimizer, the weights load."""
     cases = {
         mixed(two_tags, tmp_path / "newer", "step3", "step5"): (
             "CheckpointFormatError",
@@ -121,8 +118,8 @@ def test_what_is_not_of_one_save_or_lacks_state(
 
 
 @pytest.mark.long
-def test_partial_offload(pools: Pools, tmp_path: Path) -> None:
-    """DeepSpeed itself saves no states of what was not offloaded: refused by name."""
+def test_missing_states_of_partial_offload_are_refused(pools: Pools, tmp_path: Path) -> None:
+    """DeepSpeed itself does not save them."""
     setup = small(2, "3", sub_group=15, offload=True, ratio=0.5, optimizer="CPUAdam")
     pools.run(2, partial(write, FixtureRow("", setup, ""), str(tmp_path)))
     target = small(1, "2", optimizer="CPUAdam")
@@ -132,8 +129,9 @@ def test_partial_offload(pools: Pools, tmp_path: Path) -> None:
     assert "partial offload" in found.message
 
 
-def test_muon(pools: Pools, tmp_path: Path) -> None:
-    """Its momentum comes back from ZeRO-3; in ZeRO-1/2 it lies otherwise and is refused by name."""
+def test_muons_momentum_loads_from_zero_3_and_is_refused_in_zero_1_and_2(
+    pools: Pools, tmp_path: Path
+) -> None:
     three = small(2, "3", grouping="two", sub_group=15, optimizer="Muon")
     target = small(1, "2", grouping="two", optimizer="Muon")
     for setup in (three, replace(three, zero="2"), replace(three, zero="2", elastic=True)):
@@ -151,8 +149,9 @@ def test_muon(pools: Pools, tmp_path: Path) -> None:
             assert "keeps Muon's momentum of whole parameters" in found.message
 
 
-def test_a_shard_of_another_step_is_named(two_tags: Path, tmp_path: Path) -> None:
-    """Both files are named, and nothing that is told to do would leave a tag without files."""
+def test_the_error_names_both_files_and_suggests_no_deletion(
+    two_tags: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "mixed"
     shutil.copytree(two_tags / "step3", folder)
     (other,) = (two_tags / "step5").glob("*rank_1_*optim_states.pt")
@@ -167,11 +166,8 @@ def test_a_shard_of_another_step_is_named(two_tags: Path, tmp_path: Path) -> Non
     assert "Remove" not in str(caught.value)
 
 
-def test_a_save_that_was_killed(tmp_path: Path) -> None:
-    """After each file, and within it; into a new tag, and over an older one of the same name.
-
-    The part of a save that is there is refused, whatever it lies over. All of it is the later save.
-    """
+def test_every_prefix_of_a_save_is_refused(tmp_path: Path) -> None:
+    """Into a new tag, and over an older save; only the complete save loads."""
     root = unpack("two-tags", tmp_path).checkpoint
     older, later = (root / tag for tag in ("step3", "step5"))
     # DeepSpeed writes the model file first.
@@ -201,10 +197,10 @@ def test_a_save_that_was_killed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "here"), [("momentum", "AdamW"), ("zero3-ds0.19", "Momentum")], ids=str
 )
-def test_hyperparameters_of_another_optimizer(
+def test_hyperparameters_of_another_optimizer_are_not_restored(
     source: str, here: str, pools: Pools, tmp_path: Path
 ) -> None:
-    """With a fresh optimizer too they are not taken over: its rates mean something else."""
+    """Its rates mean something else."""
     fixture = unpack(source, tmp_path)
     target: Setup = replace(fixture.setup, world=1, zero="2", sub_group=10**9, optimizer=here)
     path, fresh = str(fixture.checkpoint), {"load_optimizer_state": False}

@@ -19,8 +19,7 @@ DIRECTORIES = [n for n in names() if not n.startswith(("dumps", "universal-corru
 
 
 @pytest.mark.parametrize("name", DIRECTORIES)
-def test_every_tensor_is_the_writers(name: str, tmp_path: Path) -> None:
-    """Masters, states, frozen weights and rank 0's buffers: nothing lacks, and no bit differs."""
+def test_every_tensor_is_read_bit_for_bit(name: str, tmp_path: Path) -> None:
     fixture = unpack(name, tmp_path)
     truth = fixture.truth()
     found = read_whole(fixture.checkpoint)
@@ -38,8 +37,8 @@ def test_every_tensor_is_the_writers(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["zero2-ds0.19", "zero3-ds0.19", "dumps2"])
-def test_a_first_look_shows_each_file(name: str, tmp_path: Path) -> None:
-    """Rank 0 opens the files of all ranks while the others wait: each is a sign of life."""
+def test_each_opened_file_counts_as_progress(name: str, tmp_path: Path) -> None:
+    """Rank 0 opens the files of all ranks while the others wait."""
     fixture = unpack(name, tmp_path)
     checkpoint = fixture.checkpoint
     if name.startswith("dumps"):
@@ -53,8 +52,7 @@ def test_a_first_look_shows_each_file(name: str, tmp_path: Path) -> None:
         assert len(looks) >= files
 
 
-def test_another_low_precision(tmp_path: Path) -> None:
-    """Masters beside bf16 weights are read into fp16 too, as an evaluation in fp16 does."""
+def test_bf16_checkpoints_are_read_into_fp16(tmp_path: Path) -> None:
     path = unpack("zero2-ds0.19", tmp_path).checkpoint
     wide, narrow = read_whole(path), read_whole(path, dtype=torch.float16)
     for key in (k for k in wide if k.startswith("master/")):

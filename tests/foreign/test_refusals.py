@@ -37,23 +37,21 @@ SEED = 20261121
 
 
 class Custom:
-    """What a user may have put into the trainer's state."""
+    """A class that a user may have put into the trainer's state."""
 
     value = 3
 
 
 def tag_of(path: Path) -> Path:
-    """Return the folder that ``latest`` names."""
+    """Return the folder that `latest` names."""
     return path / (path / "latest").read_text().strip()
 
 
 def shard(rank: int) -> str:
-    """Return the name of a rank's optimizer shard."""
     return f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
 def swap(one: Path, other: Path) -> None:
-    """Make two files have each other's names."""
     aside = one.with_name("aside")
     one.rename(aside)
     other.rename(one)
@@ -61,14 +59,12 @@ def swap(one: Path, other: Path) -> None:
 
 
 def edit(path: Path, change: Callable[[Any], None]) -> None:
-    """Change what a file holds."""
     tree = torch.load(path, weights_only=False)
     change(tree)
     torch.save(tree, path)
 
 
 def set_rate(rate: float, tree: dict[str, Any]) -> None:
-    """Change the first group's rate in a shard."""
     inside = tree["optimizer_state_dict"]
     states = inside.get("optimizer_state_dict") or inside["base_optimizer_state"]
     states["param_groups"][0]["lr"] = rate
@@ -84,54 +80,49 @@ class TestMixtures:
         with pytest.raises(CheckpointCorruptedError, match=r"rank_1_.*model.*rank_1_.*optim"):
             read_whole(path)
 
-    def test_no_shards_at_all(self, tmp_path: Path) -> None:
-        """Model files alone are an incomplete checkpoint."""
+    def test_model_files_alone_are_incomplete(self, tmp_path: Path) -> None:
         path = unpack("zero2-ds0.19", tmp_path).checkpoint
         for rank in range(3):
             (tag_of(path) / shard(rank)).unlink()
         with pytest.raises(CheckpointCorruptedError, match="bf16_zero_pp_rank_0"):
             read_whole(path)
 
-    def test_two_stages_in_one_folder(self, tmp_path: Path) -> None:
-        """A ZeRO-2 and a ZeRO-3 run in one folder are two runs."""
+    def test_two_stages_in_one_folder_are_two_runs(self, tmp_path: Path) -> None:
         three = unpack("zero3-ds0.19", tmp_path / "3").checkpoint
         two = unpack("zero2-ds0.19", tmp_path / "2").checkpoint
         shutil.copy(tag_of(two) / MODEL, tag_of(three))
         with pytest.raises(CheckpointFormatError, match="two runs"):
             read_whole(three)
 
-    def test_a_rank_of_another_step(self, tmp_path: Path) -> None:
-        """A shard that was saved at another step of the same run is not mixed in."""
+    def test_a_shard_of_another_step_is_refused(self, tmp_path: Path) -> None:
         path = unpack("two-tags", tmp_path).checkpoint
         shutil.copy(path / "step5" / shard(1), path / "step3" / shard(1))
         with pytest.raises(CheckpointFormatError, match=r"rank_1_mp.*other steps"):
             read_whole(path)
 
-    def test_a_model_file_of_another_step(self, tmp_path: Path) -> None:
-        """Masters that do not round to the model file's weights are of another save."""
+    def test_masters_that_do_not_round_to_the_weights_are_refused(self, tmp_path: Path) -> None:
         path = unpack("two-tags", tmp_path).checkpoint
         shutil.copy(path / "step5" / MODEL, path / "step3" / MODEL)
         with pytest.raises(CheckpointCorruptedError, match="do not round"):
             read_whole(path)
 
-    def test_swapped_ranks(self, tmp_path: Path) -> None:
-        """Shards under each other's names hold other elements than the model file."""
+    def test_swapped_shards_are_refused(self, tmp_path: Path) -> None:
         path = unpack("universal-beside", tmp_path).checkpoint
         swap(*(tag_of(path) / shard(rank) for rank in (0, 1)))
         with pytest.raises(CheckpointFormatError, match=r"rank_0_.* was saved as .*rank_1_"):
             read_whole(path)
 
     @pytest.mark.parametrize("kind", ["optim", "model"])
-    def test_swapped_ranks_of_zero_3(self, kind: str, tmp_path: Path) -> None:
-        """There are no weights to compare with: the name that a file was saved under tells."""
+    def test_swapped_shards_of_zero_3_are_refused(self, kind: str, tmp_path: Path) -> None:
+        """There are no weights to compare with: the name recorded in the file shows it."""
         path = unpack("zero3-ds0.16", tmp_path).checkpoint
         swap(*sorted(tag_of(path).glob(f"*{kind}_states.pt")))
         with pytest.raises(CheckpointFormatError, match=r"rank_\d_.* was saved as .*rank_\d_"):
             read_whole(path)
 
     @pytest.mark.parametrize("name", ["zero2-ds0.19", "zero3-ds0.19"])
-    def test_a_rank_of_another_loss_scale(self, name: str, tmp_path: Path) -> None:
-        """Ranks agree on overflows, and so on what their loss scalers have seen."""
+    def test_a_shard_with_another_loss_scale_is_refused(self, name: str, tmp_path: Path) -> None:
+        """Ranks agree on overflows."""
         path = unpack(name, tmp_path).checkpoint
 
         def rescale(tree: dict[str, Any]) -> None:
@@ -142,10 +133,9 @@ class TestMixtures:
             read_whole(path)
 
     @pytest.mark.parametrize("name", ["zero2-ds0.19", "zero3-ds0.19", "bf16-ds0.18"])
-    def test_rates_that_drifted_are_told(
+    def test_drifted_rates_are_warned_of(
         self, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Ranks may have trained with rates of their own: that ends no run."""
         path = unpack(name, tmp_path).checkpoint
         whole = read_whole(path)
         assert not caplog.messages
@@ -156,37 +146,34 @@ class TestMixtures:
         (said,) = caplog.messages
         assert re.search(r"lr of parameter group 0 is 0\.001 on rank 0, 0\.25 on rank 1", said)
 
-    def test_rates_that_differ_where_nothing_tells_the_step(self, tmp_path: Path) -> None:
-        """ZeRO-3 and an optimizer that counts no steps: shards of two saves look the same."""
+    def test_drifted_rates_without_step_counts_are_refused(self, tmp_path: Path) -> None:
+        """In ZeRO-3 with such an optimizer, shards of two saves look the same."""
         path = unpack("momentum", tmp_path).checkpoint
         edit(tag_of(path) / shard(1), partial(set_rate, 0.25))
         with pytest.raises(CheckpointFormatError, match=r"0\.25 on rank 1; .* no step counters"):
             read_whole(path)
 
-    def test_a_run_of_another_size(self, tmp_path: Path) -> None:
-        """A shard of another number of ranks is not taken for one of this run."""
+    def test_a_shard_of_another_world_size_is_refused(self, tmp_path: Path) -> None:
         path = unpack("zero2-ds0.19", tmp_path / "3").checkpoint
         other = unpack("round-robin", tmp_path / "2").checkpoint
         shutil.copy(tag_of(other) / shard(1), tag_of(path) / shard(1))
         with pytest.raises(CheckpointFormatError, match="number of ranks"):
             read_whole(path)
 
-    def test_a_model_file_of_another_zero_3_rank(self, tmp_path: Path) -> None:
-        """ZeRO-3's model files must be of one step."""
+    def test_zero_3_model_files_of_two_steps_are_refused(self, tmp_path: Path) -> None:
         path = unpack("zero3-ds0.19", tmp_path).checkpoint
         name = "zero_pp_rank_1_mp_rank_00_model_states.pt"
         edit(tag_of(path) / name, lambda tree: tree.update(global_steps=2))
         with pytest.raises(CheckpointFormatError, match=r"rank_1_.*step counters"):
             read_whole(path)
 
-    def test_corrupt_conversion(self, tmp_path: Path) -> None:
-        """What ds_to_universal makes of round-robin gradients is corrupt, and not loaded."""
+    def test_corrupt_conversions_are_refused(self, tmp_path: Path) -> None:
+        """ds_to_universal corrupts round-robin gradients."""
         path = unpack("universal-corrupt", tmp_path).checkpoint
         with pytest.raises(CheckpointCorruptedError, match="round_robin_gradients"):
             read_whole(path)
 
-    def test_a_parameter_missing_from_a_conversion(self, tmp_path: Path) -> None:
-        """Every file that a parameter must have is named when it is not there."""
+    def test_missing_files_of_a_conversion_are_named(self, tmp_path: Path) -> None:
         path = unpack("universal2", tmp_path).checkpoint
         folder = path / "step3_universal" / "zero"
         (folder / "a.bias" / "exp_avg.pt").unlink()
@@ -198,23 +185,20 @@ class TestMixtures:
 
 
 class TestTags:
-    def test_latest_names_what_is_gone(self, tmp_path: Path) -> None:
-        """A tag that is not there is not replaced by another one."""
+    def test_a_missing_latest_tag_is_not_replaced(self, tmp_path: Path) -> None:
         path = unpack("two-tags", tmp_path).checkpoint
         shutil.rmtree(path / "step3")
         with pytest.raises(CheckpointFormatError, match=r"'step3'.*found step5"):
             read_whole(path)
 
-    def test_several_tags_and_no_latest(self, tmp_path: Path) -> None:
-        """Nobody guesses which tag is meant."""
+    def test_several_tags_without_latest_are_refused(self, tmp_path: Path) -> None:
         path = unpack("two-tags", tmp_path).checkpoint
         (path / "latest").unlink()
         with pytest.raises(CheckpointFormatError, match=r"step3, step5.*pass the folder"):
             read_whole(path)
         assert read_whole(path / "step5")
 
-    def test_larger_worlds_shards_are_not_read(self, tmp_path: Path) -> None:
-        """What a larger world left in the folder plays no part: not even damaged."""
+    def test_shards_of_a_larger_world_are_ignored(self, tmp_path: Path) -> None:
         path = unpack("stale3", tmp_path).checkpoint
         before = read_whole(path)
         stale = [p for p in tag_of(path).iterdir() if "rank_2_" in p.name]
@@ -251,7 +235,6 @@ class TestDamage:
         assert refused > 0
 
     def test_cut_files_are_named(self, tmp_path: Path) -> None:
-        """A file that was cut short is refused with its name."""
         path = unpack("zero2-ds0.19", tmp_path).checkpoint
         file = tag_of(path) / shard(2)
         file.write_bytes(file.read_bytes()[:-1000])
@@ -259,7 +242,6 @@ class TestDamage:
             read_whole(path)
 
     def test_an_empty_file_is_named(self, tmp_path: Path) -> None:
-        """So is one of no bytes, which is no zip."""
         path = unpack("zero2-ds0.19", tmp_path).checkpoint
         (tag_of(path) / shard(1)).write_bytes(b"")
         with pytest.raises(ElasticZeroError, match="rank_1_"):
@@ -268,8 +250,7 @@ class TestDamage:
     @pytest.mark.parametrize(
         "entry", ["param_shapes", "dp_world_size", "buffer_names", "module", "ds_config"]
     )
-    def test_missing_entries(self, entry: str, tmp_path: Path) -> None:
-        """A model file without an entry is refused, or nothing of it is needed."""
+    def test_missing_entries_are_refused_or_unused(self, entry: str, tmp_path: Path) -> None:
         path = unpack("zero3-ds0.19", tmp_path).checkpoint
         whole = read_whole(path)
         for name in (f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in (0, 1)):
@@ -283,16 +264,14 @@ class TestDamage:
 
 
 class TestTrust:
-    def test_other_classes_are_named(self, tmp_path: Path) -> None:
-        """A class in the client state is refused with its name, and built when allowed."""
+    def test_classes_are_refused_by_name_unless_allowed(self, tmp_path: Path) -> None:
         path = unpack("zero2-ds0.19", tmp_path).checkpoint
         edit(tag_of(path) / MODEL, lambda tree: tree.update(mine=Custom()))
         with pytest.raises(UnsupportedError, match=r"test_refusals\.Custom.*allow_pickle=True"):
             read_whole(path)
         assert read_whole(path, allow_pickle=True)
 
-    def test_deepspeed_is_not_imported(self, tmp_path: Path) -> None:
-        """Reading needs no DeepSpeed: neither to be imported, nor to be there."""
+    def test_reading_needs_no_deepspeed(self, tmp_path: Path) -> None:
         path = unpack("zero2-ds0.19", tmp_path).checkpoint
         program = (
             "import sys; sys.modules['deepspeed'] = None; sys.modules['lightning'] = None\n"
@@ -310,22 +289,19 @@ class TestTrust:
 
 
 class TestOtherRuns:
-    def test_tensor_parallelism(self, tmp_path: Path) -> None:
-        """Files of a second model-parallel rank are told by their names."""
+    def test_tensor_parallel_checkpoints_are_refused(self, tmp_path: Path) -> None:
         path = unpack("zero2-ds0.19", tmp_path).checkpoint
         shutil.copy(tag_of(path) / MODEL, tag_of(path) / "mp_rank_01_model_states.pt")
         with pytest.raises(UnsupportedError, match="mp_rank_01"):
             read_whole(path)
 
-    def test_without_zero(self, tmp_path: Path) -> None:
-        """A run without ZeRO has no parameters' shapes."""
+    def test_checkpoints_without_zero_are_refused(self, tmp_path: Path) -> None:
         path = unpack("zero2-ds0.19", tmp_path).checkpoint
         edit(tag_of(path) / MODEL, lambda tree: tree.update(param_shapes=None))
         with pytest.raises(CheckpointFormatError, match="without ZeRO"):
             read_whole(path)
 
-    def test_nvme(self, tmp_path: Path) -> None:
-        """Masters that were offloaded to NVMe are not in the shards."""
+    def test_masters_offloaded_to_nvme_are_refused(self, tmp_path: Path) -> None:
         path = unpack("zero3-ds0.19", tmp_path).checkpoint
 
         def empty(tree: dict[str, Any]) -> None:
@@ -346,14 +322,14 @@ class TestOtherRuns:
             (b"PK\x03\x04", "torch.save"),
         ],
     )
-    def test_a_file_of_something_else(self, content: bytes, said: str, tmp_path: Path) -> None:
-        """An empty file, or a damaged one: what is wrong is said, whatever Python calls it."""
+    def test_unreadable_files_are_refused_with_a_reason(
+        self, content: bytes, said: str, tmp_path: Path
+    ) -> None:
         (tmp_path / "last.ckpt").write_bytes(content)
         with pytest.raises(CheckpointFormatError, match=said):
             read_whole(tmp_path / "last.ckpt")
 
-    def test_a_folder_of_checkpoints(self, tmp_path: Path) -> None:
-        """The error lists the checkpoints in a folder, and those with similar names."""
+    def test_the_error_lists_the_checkpoints_in_a_folder(self, tmp_path: Path) -> None:
         names = ["epoch=0-step=4.ckpt", "epoch=1-step=8.ckpt"]
         (tmp_path / "run").mkdir()
         for name in names:
@@ -376,8 +352,7 @@ class TestOtherRuns:
             read_whole(tmp_path / "none" / "last.ckpt")
 
     @pytest.mark.parametrize("content", [b"", b"{}", b"PK\x03\x04"])
-    def test_something_else(self, content: bytes, tmp_path: Path) -> None:
-        """A folder of something else is no checkpoint."""
+    def test_a_folder_without_a_checkpoint_is_refused(self, content: bytes, tmp_path: Path) -> None:
         with pytest.raises(CheckpointFormatError, match="format: it is empty"):
             read_whole(tmp_path)
         (tmp_path / "some.pt").write_bytes(content)
@@ -386,7 +361,6 @@ class TestOtherRuns:
 
 
 def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    """Fail unless both hold the same bits."""
     assert one.keys() == other.keys()
     for key, tensor in one.items():
         assert torch.equal(

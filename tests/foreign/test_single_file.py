@@ -53,7 +53,7 @@ WRITERS: dict[str, tuple[int, Callable[[Run], None], dict[str, Any]]] = {
 
 @pytest.fixture(scope="session")
 def run_of(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
-    """Return what a writer has saved, made once per session."""
+    """Return a writer's checkpoint, made once per session."""
     folder = tmp_path_factory.mktemp("single")
     made: dict[str, Run] = {}
 
@@ -68,7 +68,7 @@ def run_of(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
 
 
 def rest_of(path: str) -> dict[str, Any]:
-    """Return what is to come back as client state, found without the library."""
+    """Return the expected client state, found without the library."""
     tree = torch.load(path, weights_only=True)
     return {k: v for k, v in tree.items() if k not in ("state_dict", "optimizer_states")}
 
@@ -90,17 +90,15 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "target"), CASES, ids=str)
-def test_all_comes_back(
+def test_a_single_file_restores_all_state(
     name: str, target: Setup, pools: Pools, run_of: Callable[[str], Run]
 ) -> None:
-    """Weights, moments, steps, hyperparameters, buffers and the trainer's state: all of it."""
     run = run_of(name)
     assert_restored(pools, run, target, rest_of(run.path))
 
 
 @pytest.mark.long
-def test_without_the_file_the_same_test_fails(pools: Pools, run_of: Callable[[str], Run]) -> None:
-    """A run that loaded nothing is found out: the oracle looks."""
+def test_a_run_that_loaded_nothing_is_found(pools: Pools, run_of: Callable[[str], Run]) -> None:
     target = TARGETS[1]
     wanted = torch.load(run_of("ddp").truth_path, weights_only=True)
     pair = pools.run(2, partial(found_after_load, target, Saved(target, run_of("ddp").path), {}))[0]
@@ -129,8 +127,9 @@ def _is_weight(key: str) -> bool:
 
 
 @pytest.mark.parametrize("name", ["weights", "never"])
-def test_weights_alone(name: str, pools: Pools, run_of: Callable[[str], Run]) -> None:
-    """Files without (usable) optimizer state say so, and give their weights when asked for them."""
+def test_files_without_optimizer_state_load_their_weights_on_request(
+    name: str, pools: Pools, run_of: Callable[[str], Run]
+) -> None:
     run, target = run_of(name), TARGETS[1]
     found = refused(pools, target, run.path)
     assert found.error == "CheckpointMismatchError"
@@ -142,8 +141,9 @@ def test_weights_alone(name: str, pools: Pools, run_of: Callable[[str], Run]) ->
 
 
 @pytest.mark.long
-def test_evaluation(pools: Pools, run_of: Callable[[str], Run]) -> None:
-    """An engine without an optimizer gets weights and buffers."""
+def test_an_evaluating_engine_gets_weights_and_buffers(
+    pools: Pools, run_of: Callable[[str], Run]
+) -> None:
     run = run_of("ddp")
     truth = torch.load(run.truth_path, weights_only=True)
     for setup in (Setup(2, "3"), Setup(1, "0")):
@@ -159,8 +159,7 @@ def test_evaluation(pools: Pools, run_of: Callable[[str], Run]) -> None:
 
 
 @pytest.mark.long
-def test_consolidated(pools: Pools, tmp_path: Path) -> None:
-    """A checkpoint of ours that Lightning's converter made one file of gives its weights."""
+def test_a_file_of_lightnings_converter_loads_its_weights(pools: Pools, tmp_path: Path) -> None:
     saved = Saved(Setup(2, "3", bucket=5000), str(tmp_path / "a.ckpt"))
     pools.run(2, partial(train_and_save, saved))
     path = str(tmp_path / "consolidated")
@@ -172,7 +171,6 @@ def test_consolidated(pools: Pools, tmp_path: Path) -> None:
 
 
 def consolidate(directory: str, path: str) -> None:
-    """Run Lightning's converter."""
     from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 
     convert_zero_checkpoint_to_fp32_state_dict(directory, path)
@@ -254,10 +252,9 @@ def changed(run: Run, path: Path, change: Callable[[Tree], None]) -> str:
     return str(path)
 
 
-def test_what_cannot_be_matched_is_refused(
+def test_unmatched_entries_are_refused_with_a_remedy(
     pools: Pools, run_of: Callable[[str], Run], tmp_path: Path
 ) -> None:
-    """Each rank refuses by name, and says what helps; nothing is changed."""
     run = run_of("ddp")
     paths = [changed(run, tmp_path / name, change) for name, (change, *_) in CHANGED.items()]
     for path, found, (_, error, names) in zip(
@@ -283,10 +280,9 @@ def test_what_cannot_be_matched_is_refused(
         ("frozen in two", {}, "of them without state"),
     ],
 )
-def test_another_run_is_refused(
+def test_another_runs_positions_shapes_and_groups_are_refused(
     name: str, change: dict[str, Any], said: str, pools: Pools, run_of: Callable[[str], Run]
 ) -> None:
-    """Positions, shapes, groups and states that are not this run's are told."""
     found = refused(pools, replace(TARGETS[1], **change), run_of(name).path)
     assert found.error == "CheckpointMismatchError", found.message
     assert said in found.message
@@ -311,8 +307,9 @@ DAMAGED: list[tuple[Callable[[bytearray], None], str]] = [
 ]
 
 
-def test_damage_is_found(pools: Pools, run_of: Callable[[str], Run], tmp_path: Path) -> None:
-    """A flipped bit, half a file and a file of something else are refused with the path."""
+def test_damaged_files_are_refused_by_path(
+    pools: Pools, run_of: Callable[[str], Run], tmp_path: Path
+) -> None:
     paths: list[str] = []
     for damage, _ in DAMAGED:
         data = bytearray(Path(run_of("ddp").path).read_bytes())
@@ -326,8 +323,9 @@ def test_damage_is_found(pools: Pools, run_of: Callable[[str], Run], tmp_path: P
         assert path in found.message
 
 
-def test_what_may_be_allowed(pools: Pools, run_of: Callable[[str], Run], tmp_path: Path) -> None:
-    """Objects are allowed, one name of a tied weight is enough, surplus may be left out."""
+def test_options_allow_pickle_tied_names_and_surplus(
+    pools: Pools, run_of: Callable[[str], Run], tmp_path: Path
+) -> None:
     run = run_of("ddp")
     objects = changed(run, tmp_path / "objects", _objects)
     tree = torch.load(objects, weights_only=False)
@@ -343,10 +341,9 @@ def test_what_may_be_allowed(pools: Pools, run_of: Callable[[str], Run], tmp_pat
 
 
 @pytest.mark.long
-def test_names_and_tensors_alone(
+def test_a_bare_state_dict_loads_its_weights(
     pools: Pools, run_of: Callable[[str], Run], tmp_path: Path
 ) -> None:
-    """A bare state dict gives its weights."""
     run = run_of("ddp")
     tree = torch.load(run.path, weights_only=True)
     torch.save(dict(tree["state_dict"]), tmp_path / "bare.bin")
@@ -358,7 +355,7 @@ def test_names_and_tensors_alone(
 
 
 def groups_of(setup: Setup) -> tuple[list[list[str]], list[list[str]]]:
-    """Return the names of each group as the engine tells them, and as they were given."""
+    """Return the names of each group as the engine reports them, and as they were passed."""
     from lightning_elastic_zero.engine.live import LiveEngine
 
     model = setup.model(0)
@@ -371,7 +368,7 @@ def groups_of(setup: Setup) -> tuple[list[list[str]], list[list[str]]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("setup", [*TARGETS, Setup(2, "B", "bf16", bucket=5000)], ids=str)
-def test_groups_are_told_in_the_optimizers_order(setup: Setup, pools: Pools) -> None:
-    """Neither the module's order nor round robin changes the order of a group."""
+def test_groups_have_the_optimizers_order(setup: Setup, pools: Pools) -> None:
+    """Neither the module's order nor round robin changes it."""
     told, given = pools.run(setup.world, partial(groups_of, replace(setup, grouping="reversed")))[0]
     assert told == given

@@ -26,7 +26,7 @@ TARGET = Setup(3, "3", bucket=5000, hidden=5)
 
 @pytest.fixture(scope="session")
 def fitted(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Fixture:
-    """Return what DDP on two devices has saved after three steps of an epoch."""
+    """Return a checkpoint of DDP on two devices after three steps of an epoch."""
     run = Run(str(tmp_path_factory.mktemp("ddp") / "file"), 2)
     pools.run(2, partial(fit_ddp, run))
     fixture = as_fixture(run)
@@ -34,8 +34,7 @@ def fitted(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Fixture:
     return fixture
 
 
-def test_fit_goes_on(fitted: Fixture, pools: Pools) -> None:
-    """State, step, callbacks, module and schedule are those of the DDP run."""
+def test_fit_continues_from_a_ddp_checkpoint(fitted: Fixture, pools: Pools) -> None:
     path = str(fitted.checkpoint)
     resumed = pools.run(3, partial(resume, fitted, TARGET, path))[0]
     assert isinstance(resumed, Resumed)
@@ -47,8 +46,7 @@ def test_fit_goes_on(fitted: Fixture, pools: Pools) -> None:
     resumed.compare_with_reference.assert_same()
 
 
-def test_validate(fitted: Fixture, pools: Pools) -> None:
-    """An evaluation sees the weights that the DDP run had."""
+def test_validate_uses_the_weights_of_the_ddp_run(fitted: Fixture, pools: Pools) -> None:
     truth = fitted.truth()
     for weights in pools.run(3, partial(validate, fitted, TARGET)):
         assert len(weights) > 8
@@ -58,8 +56,7 @@ def test_validate(fitted: Fixture, pools: Pools) -> None:
             assert same_bits(wanted, weight), name
 
 
-def test_a_state_dict_starts_a_run(fitted: Fixture, pools: Pools, tmp_path: Path) -> None:
-    """Weights without anything of Lightning's start a new run when they are asked for."""
+def test_a_bare_state_dict_starts_a_new_run(fitted: Fixture, pools: Pools, tmp_path: Path) -> None:
     tree = torch.load(fitted.checkpoint, weights_only=True)
     path = str(tmp_path / "weights.bin")
     torch.save(tree["state_dict"], path)
@@ -70,8 +67,8 @@ def test_a_state_dict_starts_a_run(fitted: Fixture, pools: Pools, tmp_path: Path
     assert not differences(_masters(fitted.truth()), _masters(before))
 
 
-def test_a_directory_of_torchs_starts_a_run(pools: Pools, tmp_path: Path) -> None:
-    """What is not of Lightning gives weights and optimizer; the loops start anew."""
+def test_a_dcp_directory_restores_weights_and_optimizer(pools: Pools, tmp_path: Path) -> None:
+    """Loops start anew."""
     run = Run(str(tmp_path / "alone"))
     pools.run(1, partial(writers.save_tree, run, state_dicts))
     step, before = pools.run(3, partial(start, run.path, Setup(3, "2", bucket=5000), {}))[0]
@@ -85,7 +82,6 @@ def test_a_directory_of_torchs_starts_a_run(pools: Pools, tmp_path: Path) -> Non
 
 
 def state_dicts(model: Net, optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """Return what a plain run saves."""
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 

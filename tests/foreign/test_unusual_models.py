@@ -22,7 +22,7 @@ Held = dict[str, torch.Tensor]
 
 
 class Twice(nn.Module):
-    """A block that stands in one list three times, as in ALBERT; a frozen layer of two names."""
+    """A block that occurs three times in a list, as in ALBERT; a frozen layer with two names."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -35,7 +35,6 @@ class Twice(nn.Module):
         self.late = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Go through all layers."""
         for layer in self.layers:
             x = torch.relu(layer(x))
         found: torch.Tensor = self.late(self.other(self.one(x)))
@@ -78,7 +77,6 @@ def held(engine: Engine) -> Held:
 
 
 def write(setup: Setup, path: str) -> Held:
-    """Train and save with stock DeepSpeed. Collective."""
     engine = make(setup, 0)
     for _ in range(2):
         torch.manual_seed(distributed.get_rank())
@@ -106,10 +104,10 @@ def read(setup: Setup, path: str) -> Held:
 
 
 @pytest.mark.parametrize(("zero", "target"), [("1", "3"), ("2", "1"), ("3", "2")])
-def test_modules_of_several_names_and_layers_that_were_frozen_late(
+def test_shared_modules_and_late_frozen_layers_are_restored(
     zero: str, target: str, pools: Pools, tmp_path: Path
 ) -> None:
-    """What DeepSpeed lists once and saves thrice, or lists as frozen too, comes back."""
+    """DeepSpeed lists them once and saves them thrice, or lists them as frozen too."""
     wanted: Any = pools.run(2, partial(write, Setup(2, zero), str(tmp_path)))[0]
     assert len(wanted) == 17
     for setup in (Setup(2, zero), Setup(1, target)):

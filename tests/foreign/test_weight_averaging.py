@@ -40,13 +40,12 @@ Writer = Callable[[str], tuple[dict[int, Weights], dict[int, Weights]]]
 
 
 def state_of(average: EMAWeightAveraging) -> Weights:
-    """Return what a callback keeps."""
     assert average._average_model is not None
     return {k: v.detach().clone() for k, v in average._average_model.state_dict().items()}
 
 
 class Averaged(LitNet):
-    """A module each of whose parameters has a gradient: else torch keeps no state for it."""
+    """A module whose parameters all have gradients: torch keeps no state for others."""
 
     @override
     def training_step(self, pair: tuple[torch.Tensor, torch.Tensor], number: int) -> torch.Tensor:
@@ -54,7 +53,7 @@ class Averaged(LitNet):
 
 
 class Look(Callback):
-    """Notes weights and their average, and saves in the midst of training."""
+    """Records weights and their average, and saves during training."""
 
     def __init__(self, setup: Setup, average: EMAWeightAveraging | None, path: str = "") -> None:
         self.of, self.average, self.path = setup, average, path
@@ -62,7 +61,7 @@ class Look(Callback):
         self.averages: dict[int, Weights] = {}
 
     def note(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Note what there is at this step; ZeRO-3's weights are whole on rank 0 alone."""
+        """Record this step; ZeRO-3's weights are whole on rank 0 only."""
         step, engine = trainer.global_step, getattr(trainer.strategy, "deepspeed_engine", None)
         if engine is None:
             held: Any = {f"master/{k}": v for k, v in module.named_parameters() if v.requires_grad}
@@ -90,7 +89,7 @@ class Look(Callback):
 def fit(
     setup: Setup, strategy: Strategy | str, look: Look, *, resume: str | None = None
 ) -> tuple[dict[int, Weights], dict[int, Weights]]:
-    """Fit, from a checkpoint or from the start; give weights and averages by step. Collective."""
+    """Fit, resumed or not; return weights and averages by step. Collective."""
     module = Averaged(setup) if resume is None else ResumingModel(setup, seed=7)
     if isinstance(module, ResumingModel):
         module.first = SAVED
@@ -131,7 +130,7 @@ def write_ours(path: str) -> tuple[dict[int, Weights], dict[int, Weights]]:
 def go_on(
     path: str, setup: Setup, *, averaging: bool
 ) -> tuple[dict[int, Weights], dict[int, Weights], list[str]]:
-    """Resume; give weights and averages by step, and what was said as a warning. Collective."""
+    """Resume; return weights and averages by step, and the warnings. Collective."""
     from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
     average = EMAWeightAveraging(decay=0.9) if averaging else None
@@ -144,7 +143,6 @@ def go_on(
 
 
 def assert_same(wanted: Weights, found: Weights) -> None:
-    """Fail unless all is the same, bit for bit."""
     assert wanted
     assert wanted.keys() == found.keys()
     assert not [name for name in wanted if not same_bits(wanted[name], found[name])]
@@ -154,7 +152,7 @@ def assert_same(wanted: Weights, found: Weights) -> None:
 def alone(
     pools: Pools, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, dict[int, Weights], dict[int, Weights]]:
-    """Return a single file of a run that averages, and what the run held at each step."""
+    """Return a single file of an averaging run, and its state at each step."""
     path = str(tmp_path_factory.mktemp("alone") / "averaged.ckpt")
     ((weights, averages),) = pools.run(1, partial(write_alone, path))
     return path, weights, averages
@@ -169,13 +167,12 @@ def alone(
     ],
     ids=str,
 )
-def test_the_trained_weights_go_on(
+def test_masters_are_the_trained_weights_not_the_average(
     setup: Setup,
     averaging: bool,
     alone: tuple[str, dict[int, Weights], dict[int, Weights]],
     pools: Pools,
 ) -> None:
-    """Masters are what was trained, whose optimizer state it is; the average is the callback's."""
     path, weights, averages = alone
     means = {f"master/{k.removeprefix('module.')}": v for k, v in averages[SAVED].items()}
     assert not same_bits(weights[SAVED]["master/a.weight"], means["master/a.weight"])
@@ -195,10 +192,9 @@ def test_the_trained_weights_go_on(
 
 
 @pytest.mark.parametrize("setup", [small(1, "2", "fp32"), small(2, "3", "fp32")], ids=str)
-def test_an_evaluation_is_of_the_average(
+def test_an_evaluation_uses_the_average(
     setup: Setup, alone: tuple[str, dict[int, Weights], dict[int, Weights]], pools: Pools
 ) -> None:
-    """As with Lightning's own strategies, which find it where weights are otherwise."""
     path = Path(alone[0])
     fixture = Fixture(path.parent, setup, {"path": path.name})
     for found in pools.run(setup.world, partial(validate, fixture, setup)):
@@ -210,10 +206,9 @@ def test_an_evaluation_is_of_the_average(
     ("write", "why"),
     [(write_stock, "does not save it"), (write_ours, "not created with WeightAveraging")],
 )
-def test_an_average_that_was_not_saved_starts_from_the_weights(
+def test_a_missing_average_starts_from_the_weights_with_a_warning(
     write: Writer, why: str, pools: Pools, tmp_path: Path
 ) -> None:
-    """It is said, and the callback starts as it does in Lightning; nothing fails half-way."""
     path = str(tmp_path / "a.ckpt")
     weights, _ = pools.run(2, partial(write, path))[0]
     for setup in (TWO, ALONE):
