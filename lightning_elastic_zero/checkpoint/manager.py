@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -291,17 +292,21 @@ class BackgroundSave(threading.Thread):
         except BaseException as error:  # noqa: BLE001 - raised in training's thread
             what = _NOT_AGREED if self._cancellation.published else _FAILED
             self.failure = _with_target(self.target, error, what)
-        try:
-            self.make_links()
-        except BaseException as error:  # noqa: BLE001 - raised in training's thread
-            self.failure = _joined(self.failure, _with_target(self.target, error, _BUT))
+        steps = [self.make_links]
         if stats is not None and self._ranks.rank == 0:
-            self._retention.on_published(self.target)
-        if stats is not None:
-            self.result.set_result(stats)
-        else:
-            self.result.set_exception(self.failure)
-        self.over.set()
+            steps.append(partial(self._retention.on_published, self.target))
+        for step in steps:
+            try:
+                step()
+            except BaseException as error:  # noqa: BLE001 - raised in training's thread
+                self.failure = _joined(self.failure, _with_target(self.target, error, _BUT))
+        try:
+            if stats is not None:
+                self.result.set_result(stats)
+            else:
+                self.result.set_exception(self.failure)
+        finally:  # The result may have been cancelled.
+            self.over.set()
 
     def make_links(self) -> None:
         """Make the links that wait for this checkpoint, or forget them if it is not published."""

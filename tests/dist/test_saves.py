@@ -32,7 +32,7 @@ from lightning_elastic_zero.checkpoint.save import Cancellation, ShardContents, 
 from lightning_elastic_zero.checkpoint.types import SaveOptions
 from lightning_elastic_zero.coordination.client import StoreRanks
 from lightning_elastic_zero.coordination.liveness import Timeouts
-from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
+from lightning_elastic_zero.coordination.ranks import OneRank, Ranks, connect_ranks
 from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter, StateKey
 from lightning_elastic_zero.core.partition import ContiguousPartition, FlatBuffer
 from lightning_elastic_zero.core.progress import Progress
@@ -309,6 +309,31 @@ def test_a_link_may_take_long(fork_server: ForkServer) -> None:
     """Where the disk has none it is a copy, for which the other ranks wait: work goes on."""
     for result in run_ranks(slow_link, 2, fork_server):
         assert result.notes == {"said": "None", "ended": True, "whole": True}, result.stderr
+
+
+def test_a_save_ends_if_a_deletion_after_it_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wait for the save would otherwise never end."""
+    only: Any = OneRank()
+    old, new = tmp_path / "old.ckpt", tmp_path / "new.ckpt"
+    write_shards(contents(only, old, 1), only)
+    retention = Retention()
+    retention.on_save_started(new)
+    retention.remove(old)
+
+    def fail(*_: object) -> None:
+        msg = "no deletion"
+        raise RuntimeError(msg)
+
+    monkeypatch.setattr(manager_module, "delete_checkpoint", fail)
+    snapshot = Snapshotter().take(contents(only, new, 1), 0, only.progress)
+    save = BackgroundSave(snapshot, only, CheckpointLinks(), retention, 0.0)
+    save.start()
+    save.join()
+    assert save.over.is_set()
+    assert save.result.result().path == str(new)
+    assert f"{new} was saved in the background, but: no deletion" in str(save.failure)
 
 
 NUMBERS_BYTES = 200
