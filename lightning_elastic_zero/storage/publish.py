@@ -159,6 +159,7 @@ class StagedDirectory(_HiddenDirectory):
     def __init__(self, target: Path, save_id: str) -> None:
         super().__init__(staging_path(target, save_id), owner_path(target.parent, save_id), target)
         self._previous = target.parent / f"{PREVIOUS_PREFIX}{save_id}"
+        self._may_be_undone = False
 
     @classmethod
     def create(cls, target: Path, save_id: str) -> StagedDirectory:
@@ -207,8 +208,12 @@ class StagedDirectory(_HiddenDirectory):
         with self._publishing(f"Its files are in {self.path}."):
             _check_still_replaceable(self.target)
             put_in_place(self.path, self.target, self._previous)
-        with self._publishing("It is in its place, but a power failure may undo this."):
-            sync_directory(self.target.parent)
+        try:
+            with self._publishing("It is in its place, but a power failure may undo this."):
+                sync_directory(self.target.parent)
+        except SaveError:
+            self._may_be_undone = True
+            raise
 
     @contextmanager
     def _publishing(self, state: str) -> Iterator[None]:
@@ -234,9 +239,13 @@ class StagedDirectory(_HiddenDirectory):
         If an interrupt came between the two renames of ``publish``, the target is missing: the new
         checkpoint gets its name if it is complete, otherwise the old one gets it back. The owner
         file stays while anything is left, because it is needed to restore the target.
+
+        A replaced checkpoint stays, under a hidden name, if a power failure may undo the exchange.
         """
+        if self._may_be_undone:
+            return
         with suppress(OSError):
-            # Without a replaced checkpoint nothing was published.
+            # Exists only between two renames, where names cannot be exchanged.
             if os.path.lexists(self._previous):
                 if is_checkpoint(self.path):
                     rename_if_free(self.path, self.target)

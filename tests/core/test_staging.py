@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -127,6 +128,30 @@ class TestPublish:
                 act=lambda: staged.path.rename(tmp_path / "elsewhere"),
             )
         assert contents(target) == whole("old")
+
+    @pytest.mark.parametrize("exchange", [True, False])
+    def test_a_replaced_checkpoint_is_kept_if_its_successor_may_be_undone(
+        self, tmp_path: Path, exchange: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        target = tmp_path / "a.ckpt"
+        publish(target, "old")
+        staged = StagedDirectory.create(target, "new")
+        fill(staged.path, "new")
+
+        def fail(_: int) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(os, "fsync", fail)
+        with (
+            no_exchange(possible=exchange),
+            pytest.raises(SaveError, match="It is in its place, but a power failure may undo this"),
+        ):
+            staged.put_in_place()
+        monkeypatch.undo()
+        staged.abandon()
+        assert contents(target) == whole("new")
+        kept = staged.path if exchange else tmp_path / ".zero-previous-new"
+        assert contents(kept) == whole("old")
 
     def test_missing_parents_are_made(self, tmp_path: Path) -> None:
         publish(tmp_path / "a" / "b" / "c.ckpt", "new")
