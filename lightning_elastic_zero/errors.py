@@ -51,9 +51,19 @@ class RanksError(ElasticZeroError):
     """Ranks failed, died, stalled, or are not in the same step."""
 
 
+DAMAGE_ERRORS = (CheckpointCorruptedError, CheckpointFormatError, CheckpointNotFoundError)
+"""Errors of a damaged checkpoint. If ranks raise different ones, all raise the first."""
+
 _BY_NAME = {cls.__name__: cls for cls in ElasticZeroError.__subclasses__()}  # the ones above
 
 
 def error_class(name: str) -> type[ElasticZeroError]:
     """Return the class of that name, ``RanksError`` for others, raised for another rank."""
     return _BY_NAME.get(name, RanksError)
+
+
+def common_error(names: set[str]) -> str:
+    """Return the class that all ranks raise when some raised these."""
+    if len(names) > 1 and names <= {cls.__name__ for cls in DAMAGE_ERRORS}:
+        return DAMAGE_ERRORS[0].__name__
+    return names.pop() if len(names) == 1 else RanksError.__name__

@@ -63,10 +63,9 @@ from lightning_elastic_zero.core.tensors import (
 )
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import (
-    CheckpointCorruptedError,
+    DAMAGE_ERRORS,
     CheckpointFormatError,
     CheckpointMismatchError,
-    CheckpointNotFoundError,
     ElasticZeroError,
     RanksError,
 )
@@ -153,10 +152,6 @@ def _scalars_of(
             )
             raise CheckpointMismatchError(msg)
     return scalars[0] if scalars else {}
-
-
-DAMAGE_ERRORS = (CheckpointCorruptedError, CheckpointFormatError, CheckpointNotFoundError)
-"""Errors of a damaged checkpoint."""
 
 
 def find_fallback(

@@ -46,7 +46,7 @@ from lightning_elastic_zero.coordination.liveness import (
 )
 from lightning_elastic_zero.core.processes import ProcessKey
 from lightning_elastic_zero.core.text import format_by_rank, format_ranks
-from lightning_elastic_zero.errors import ElasticZeroError, error_class
+from lightning_elastic_zero.errors import ElasticZeroError, common_error, error_class
 
 log = logging.getLogger(__name__)
 
@@ -192,8 +192,7 @@ class Leader:
         failures = {r: report for r, report in reports.items() if report.error}
         if any(report.is_mismatch for report in failures.values()):
             return self._mismatch()
-        classes = {report.error for report in failures.values()}
-        error = classes.pop() if len(classes) == 1 else "RanksError"
+        error = common_error({report.error for report in failures.values()})
         texts = {
             r: report.message
             if report.error_type == error

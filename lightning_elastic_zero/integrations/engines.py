@@ -21,7 +21,7 @@ from typing import Any
 
 from lightning_elastic_zero.api import ElasticOptions
 from lightning_elastic_zero.checkpoint.bar import is_terminal, showing, tqdm_bar
-from lightning_elastic_zero.checkpoint.load import DAMAGE_ERRORS, load_engine
+from lightning_elastic_zero.checkpoint.load import load_engine
 from lightning_elastic_zero.checkpoint.types import LoadResult, ShowBytes
 from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME, Manifest
@@ -29,6 +29,7 @@ from lightning_elastic_zero.core.options import check_client_state
 from lightning_elastic_zero.data_progress.batches import plan_batches
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import (
+    DAMAGE_ERRORS,
     CheckpointFormatError,
     CheckpointMismatchError,
     CheckpointNotFoundError,

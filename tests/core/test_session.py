@@ -35,6 +35,7 @@ from lightning_elastic_zero.coordination.session import (
 from lightning_elastic_zero.core.processes import ProcessKey, ProcessState
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
+    CheckpointFormatError,
     CheckpointMismatchError,
     SaveError,
 )
@@ -164,8 +165,13 @@ class TestFailures:
                 "RanksError",
                 "ranks 1, 3 of 4:\n  rank 1: SaveError: a\n  rank 3: CheckpointCorruptedError: b",
             ),
+            (
+                {1: CheckpointFormatError("a"), 3: CheckpointCorruptedError("b")},
+                "CheckpointCorruptedError",
+                "ranks 1, 3 of 4:\n  rank 1: CheckpointFormatError: a\n  rank 3: b",
+            ),
         ],
-        ids=["one", "known", "all alike", "some alike", "one class", "two classes"],
+        ids=["one", "known", "all alike", "some alike", "one class", "two classes", "damage"],
     )
     def test_all_ranks_raise_the_merged_errors_of_some(
         self, errors: dict[int, Exception], error: str, message: str, job: Cluster
