@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -205,12 +206,11 @@ def own_slices(
     held = fragments_by_buffer(zero_layout(0, rows, world_size), rank, len(rows))
     slices = [slice(*row.partition_range(rank)) for row in rows]
     return tuple(
-        FlatState(
-            fragments,
-            flat.master[part],
-            {key: values[part] for key, values in flat.elementwise.items()},
-            flat.scalars,
-            in_module=flat.in_module,
+        replace(
+            flat,
+            fragments=fragments,
+            master=flat.master[part],
+            elementwise={key: values[part] for key, values in flat.elementwise.items()},
         )
         for flat, fragments, part in zip(flats, held, slices, strict=True)
     )

@@ -64,10 +64,7 @@ class SwappedSubGroup:
         return self._mapped(self._files()[0])
 
     def states(self, held: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the optimizer's states; those in files are mapped read-only.
-
-        ``held`` is the state of the wrapped optimizer, with an empty tensor for each file.
-        """
+        """Return the wrapped optimizer's states with a read-only mapping for each empty tensor."""
         files = {id(file.compute_tensor): file for file in self._files()}
         return {
             key: self._mapped(files[id(value)]) if id(value) in files else value
@@ -86,7 +83,7 @@ class SwappedSubGroup:
         return torch.frombuffer(memory, dtype=dtype)
 
     def _files(self) -> list[Any]:
-        """Return DeepSpeed's records of the files: the masters', then the states'."""
+        """Return DeepSpeed's records of the files, the masters' first."""
         flat = self.optimizer.fp32_partitioned_groups_flat[self.index]
         tensors: list[Any] = self.optimizer.optimizer_swapper.swap_params_info[flat.ds_id].tensors
         return tensors
@@ -125,7 +122,7 @@ def forget_swapped_states(optimizer: Any) -> None:
 
 
 def refuse_offloaded(optimizer: Any) -> None:
-    """Refuse to load while states are offloaded."""
+    """Raise UnsupportedError for a load while states are offloaded."""
     if found := getattr(optimizer, "offloaded_states", None):
         names = ", ".join(sorted(state.value for state in found))
         msg = (
@@ -136,7 +133,7 @@ def refuse_offloaded(optimizer: Any) -> None:
 
 
 def weights_are_offloaded(optimizer: Any) -> bool:
-    """Whether the low-precision weights are offloaded and thus not views of a buffer."""
+    """Whether the low-precision weights are offloaded, so not views of a buffer."""
     found = getattr(optimizer, "offloaded_states", None) or ()
     return any(state.value == "lp_params" for state in found)
 
@@ -144,8 +141,8 @@ def weights_are_offloaded(optimizer: Any) -> bool:
 def without_copies(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return an optimizer's states without the host copies of them."""
     suffix = OFFLOADED_COPY_SUFFIX
-    copies = {key for key in state if key.removesuffix(suffix) in state and key.endswith(suffix)}
-    return {key: value for key, value in state.items() if key not in copies} if copies else state
+    copies = {key for key in state if key.endswith(suffix) and key.removesuffix(suffix) in state}
+    return {key: value for key, value in state.items() if key not in copies}
 
 
 REPLICATED = (PLAIN, "FP16_Optimizer", "FP16_UnfusedOptimizer")
@@ -160,7 +157,7 @@ class LiveFlatBuffer:
     """One flat buffer of a live engine on this rank."""
 
     group: int
-    """Index of its optimizer parameter group."""
+    """Index of the optimizer's parameter group."""
     parameters: tuple[torch.nn.Parameter, ...]
     """In the order of the flat buffer."""
     paddings: tuple[int, ...]
@@ -290,8 +287,7 @@ def inner_optimizer(optimizer: Any) -> Any:
 def group_parameters(optimizer: Any, wrapper: str) -> list[list[torch.nn.Parameter]]:
     """Return each group's trained parameters in the order given to the optimizer.
 
-    ``round_robin_gradients`` (ZeRO-1/2) changes only the order in the flat buffers. Optimizer
-    states of other software are identified by this order.
+    ``round_robin_gradients`` (ZeRO-1/2) changes only the order in the flat buffers.
     """
     if wrapper == "DeepSpeedZeroOptimizer":
         return [list(parameters) for parameters in optimizer.bit16_groups]

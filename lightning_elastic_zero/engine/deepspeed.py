@@ -29,7 +29,7 @@ OFFLOADED_COPY_SUFFIX = "_offload_buffer"
 
 
 def compatible_operators(ops: Any) -> dict[str, bool]:
-    """Return the table of operators that DeepSpeed may build."""
+    """Return DeepSpeed's table of the operators that it may build."""
     table: dict[str, bool] = ops.__compatible_ops__
     return table
 

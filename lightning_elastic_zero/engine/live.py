@@ -166,7 +166,7 @@ class LiveEngine:
         return any(group.get("use_muon") for group in groups)
 
     def before_change(self) -> None:
-        """Wait until no background save reads the engine's own tensors."""
+        """Wait until no background save reads the engine's tensors."""
         for call in tuple(_before_change.get(self._engine, ())):
             call()
 
@@ -251,7 +251,7 @@ class LiveEngine:
         return not self._wrapper or bool(self._engine.zero_load_from_fp32_weights())
 
     def describe(self) -> Manifest:
-        """Return a description of the engine: a manifest without files.
+        """Return a manifest without files.
 
         Raises UnsupportedError if an optimizer state or a hyperparameter cannot be saved.
         """
@@ -305,7 +305,6 @@ class LiveEngine:
         )
 
     def _groups(self) -> tuple[Group, ...]:
-        """Describe the parameter groups; all flat buffers of a group must have the same states."""
         states = zip((b.group for b in self._buffers), self._states, strict=True)
         return describe_groups(self._optimizer, self._wrapper, self._names, states)
 
@@ -341,8 +340,8 @@ class LiveEngine:
     def rank_state(self, *, exclude_frozen: bool, keep_module_weights: bool) -> RankState:
         """Return this rank's state by reference, without collectives or changes.
 
-        ``exclude_frozen`` omits the weights that the optimizer does not own (none without an
-        optimizer), ``keep_module_weights`` adds the module's low-precision weights.
+        ``exclude_frozen`` omits the weights that an optimizer does not own, ``keep_module_weights``
+        adds the module's low-precision weights.
         """
         module, scheduler = self._engine.module, self._engine.lr_scheduler
         frozen = {} if exclude_frozen and self._wrapper else self._frozen()
@@ -376,7 +375,6 @@ class LiveEngine:
         )
 
     def _frozen(self) -> dict[str, torch.nn.Parameter]:
-        """Return the weights that no optimizer owns, by name."""
         owned = {p for b in self._buffers for p in b.parameters}
         return {name: p for p, name in self._names.items() if p not in owned}
 

@@ -113,8 +113,7 @@ def restore_loss_scaler(engine: Any, saved: Mapping[str, Any], *, settings: bool
 def warn_of_momentum_scale(engine: Any, saved: Mapping[str, Any]) -> None:
     """Warn if Muon's restored momentum averages gradients of another scale than this run's.
 
-    DeepSpeed lets Muon average scaled gradients in ZeRO, and unscaled ones with offload and in
-    stage 0. Mixed averages are wrong by the factor of the scale.
+    Mixed averages are wrong by the factor of the scale (``momentum_is_scaled``).
     """
     was, now = saved.get(MOMENTUM_SCALE), _momentum_scale(engine)
     if was is None or now is None or was == now or engine.global_rank != 0:
@@ -135,7 +134,6 @@ def warn_of_momentum_scale(engine: Any, saved: Mapping[str, Any]) -> None:
 
 
 def _momentum_scale(engine: Any) -> float | None:
-    """Return the scale of the gradients that Muon averages; None without Muon."""
     scaled = momentum_is_scaled(engine.optimizer)
     if scaled is None:
         return None

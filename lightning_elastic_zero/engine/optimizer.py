@@ -57,8 +57,7 @@ def split_state(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
     """Split the states of one flat buffer into 1-D element-wise tensors and scalars.
 
-    ``flat`` is 1-D, or in stage 0 a weight in its shape. Raises UnsupportedError for a state that
-    is neither, because it cannot be partitioned.
+    ``flat`` is 1-D, or in stage 0 a weight in its shape. Raises UnsupportedError for another state.
     """
     elementwise: dict[str, torch.Tensor] = {}
     scalars: dict[str, Scalar] = {}
@@ -70,10 +69,11 @@ def split_state(
             value = value.reshape(())
         if _is_elementwise(optimizer, flat, key, value):
             elementwise[key] = value if value.ndim == 1 else value.detach().reshape(-1)
-        elif _is_scalar(value):
+            continue
+        is_plain = type(value) in _PLAIN_TENSORS
+        if value is None or isinstance(value, (bool, int, float)) or (is_plain and not value.ndim):
             scalars[key] = value
         else:
-            is_plain = type(value) in _PLAIN_TENSORS
             what = tuple(value.shape) if is_plain else type(value).__name__
             msg = (
                 f"{type(optimizer).__name__} keeps {key!r} as {what} for a flat buffer of "
@@ -107,12 +107,6 @@ def _is_elementwise(optimizer: Any, flat: torch.Tensor, key: str, value: object)
         )
         raise UnsupportedError(msg)
     return isinstance(others[0], torch.Tensor) and others[0].ndim > 0
-
-
-def _is_scalar(value: object) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.ndim == 0 and type(value) in _PLAIN_TENSORS
-    return value is None or isinstance(value, (bool, int, float))
 
 
 def shared_state(
@@ -194,8 +188,8 @@ def package_of(optimizer: object) -> str:
 def check_same_optimizer(saved: str, inner: Any, states: Collection[str]) -> None:
     """Refuse to restore one optimizer's state or hyperparameters into another.
 
-    ``saved`` is empty if unknown. Raises CheckpointMismatchError if the classes differ and are not
-    both of Adam's family, or if only the class names are equal.
+    Raises CheckpointMismatchError if the classes differ and are not both of Adam's family, or if
+    only the class names are equal.
     """
     live, package = type(inner).__name__, package_of(inner)
     if hasattr(torch.optim, live) and states and ("state1" in states) != (package == BITSANDBYTES):
@@ -204,7 +198,7 @@ def check_same_optimizer(saved: str, inner: Any, states: Collection[str]) -> Non
             f"this run's {package}.{live}: configure the saved optimizer, or {FRESH}"
         )
         raise CheckpointMismatchError(msg)
-    if saved in ("", live) or {saved, live} <= ADAM_FAMILY:
+    if saved == live or {saved, live} <= ADAM_FAMILY:
         return
     msg = (
         f"the optimizer's state and hyperparameters were saved by {saved}, this run has {live}: "
@@ -234,22 +228,18 @@ def place_scalar(
     return value.detach().clone().to(device if on_device else "cpu")
 
 
-WEIGHTS = (0.0, 1.0)
-"""Values of the probe's parameter: they differ, to detect states that depend on the weights."""
-
-
 def probe_after_a_step(inner: Any, index: int, saved: Mapping[str, Plain]) -> dict[str, Any]:
-    """Return the states of a parameter of two elements after a step with gradients of zero.
+    """Return the states of a new parameter after a step with gradients of zero.
 
-    Some saved hyperparameters (amsgrad) determine the states. The live optimizer is not changed.
-    Raises whatever the optimizer's constructor or step raises.
+    Its two elements differ, to detect states that depend on the weights. Some saved hyperparameters
+    (amsgrad) determine the states. Raises whatever the optimizer's constructor or step raises.
     """
     group = inner.param_groups[index]
     settings = {k: unplain(saved[k], v) if k in saved else v for k, v in group.items()}
     settings.update({k: group[k] for k in EXECUTION_KEYS & group.keys()})
     flats = [*group["params"], *(key for key in inner.state if isinstance(key, torch.Tensor))]
     device = flats[0].device if flats else "cpu"
-    parameter = torch.nn.Parameter(torch.tensor(WEIGHTS, dtype=torch.float32, device=device))
+    parameter = torch.nn.Parameter(torch.tensor([0.0, 1.0], dtype=torch.float32, device=device))
     parameter.grad = torch.zeros_like(parameter)
     # Some use their constructor's arguments instead of the group (Adagrad's initial sums).
     accepted = inspect.signature(type(inner)).parameters
@@ -376,12 +366,9 @@ def _refuse(index: int, saved: str, live: str) -> None:
 
 
 def _kept_states(inner: Any, index: int, saved: Mapping[str, Plain]) -> set[str] | None:
-    """Return the names of the states that an optimizer keeps; None if unknown.
-
-    Muon's own step keeps none: DeepSpeed adds the momentum before it.
-    """
+    """Return the names of the states that an optimizer keeps; None if unknown."""
     if inner.param_groups[index].get("use_muon"):
-        return {MOMENTUM_KEY}
+        return {MOMENTUM_KEY}  # DeepSpeed adds it before the optimizer's own step.
     try:
         return set(probe_after_a_step(inner, index, saved))
     except Exception as error:  # noqa: BLE001 (any optimizer, anybody's)
@@ -439,10 +426,7 @@ def stepping_optimizer(optimizer: Any, sub_group: int | None) -> Any:
 
 
 def backup_hyperparameters(optimizer: Any, group: int) -> dict[str, Any]:
-    """Return a group's hyperparameters that differ in the second optimizer.
-
-    DeepSpeed gives it a separate dict for the first group, which no scheduler changes.
-    """
+    """Return a group's hyperparameters that differ in the second optimizer."""
     main, other = _groups(optimizer, group)
     shared = sorted(main.keys() & other.keys() - EXECUTION_KEYS - MEMBER_KEYS)
     found = {key: other[key] for key in shared if other[key] != main[key]}
@@ -463,7 +447,10 @@ def restore_backup_hyperparameters(
 
 
 def _groups(optimizer: Any, group: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a group's dict of both optimizers. They differ only for the first group."""
+    """Return a group's dict of both optimizers.
+
+    DeepSpeed gives the second one a separate dict for the first group, which no scheduler changes.
+    """
     main: dict[str, Any] = inner_optimizer(optimizer).param_groups[group]
     if not hasattr(optimizer, "backup_optimizer"):
         return main, main
@@ -476,10 +463,9 @@ def describe_groups(
     names: Mapping[torch.nn.Parameter, str],
     states: Iterable[tuple[int, tuple[dict[str, torch.Tensor], dict[str, Scalar]]]],
 ) -> tuple[Group, ...]:
-    """Describe the parameter groups of an optimizer.
+    """Describe an optimizer's parameter groups.
 
-    Raises UnsupportedError if the states within a group differ, or a hyperparameter is not plain
-    data.
+    Raises UnsupportedError if states within a group differ, or a hyperparameter is not plain data.
     """
     tables: dict[int, tuple[StateKey, ...]] = {}
     for index, held in states:

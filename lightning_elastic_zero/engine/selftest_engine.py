@@ -21,8 +21,6 @@ VOCABULARY, WIDTH, HIDDEN = 29, 17, 13
 """Primes, so that no number of ranks divides a parameter."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
-
 _SAMPLES = 2
 _PARTITIONED = 3
 _PERSISTENT_ELEMENTS = 8
@@ -128,10 +126,9 @@ def train(engine: Any, first: int, last: int) -> None:
 def gather_full_state(engine: Any) -> tuple[dict[str, torch.Tensor | str], list[str]]:
     """Return everything that must survive, whole, on every rank. Collective.
 
-    First, masters, Adam's moments, frozen weights and buffers as host tensors with the shapes of
-    their parameters; steps, hyperparameters and counters as text. -0.0 is returned as 0.0, because
-    DeepSpeed sums over ranks. Second, the names of low-precision weights that differ from their
-    rounded masters on this rank.
+    First, masters, Adam's moments, frozen weights and buffers as host tensors in their parameters'
+    shapes; steps, hyperparameters and counters as text. -0.0 becomes 0.0, because DeepSpeed sums
+    over ranks. Second, the names of weights that differ from their rounded masters on this rank.
     """
     # At stage 0 with fp32 DeepSpeed does not wrap the optimizer.
     inner = engine.optimizer
@@ -155,7 +152,7 @@ def gather_full_state(engine: Any) -> tuple[dict[str, torch.Tensor | str], list[
     steps = {float(s["step"]) for s in inner.state.values() if "step" in s}
     found["the optimizer's steps"] = repr(sorted(steps))
     for index, group in enumerate(inner.param_groups):
-        values = [(key, group[key]) for key in HYPERPARAMETERS]
+        values = [(key, group[key]) for key in ("lr", "betas", "eps", "weight_decay")]
         found[f"hyperparameters of group {index}"] = repr(values)
     for counter in ("global_steps", "skipped_steps"):
         found[f"counter {counter}"] = repr(getattr(engine, counter))

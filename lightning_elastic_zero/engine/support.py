@@ -69,10 +69,7 @@ def unfit_name(section: Mapping[str, Any], stage: object) -> Iterator[str]:
 
 
 def unfit_class(inner: torch.optim.Optimizer, *, in_zero: bool) -> Iterator[str]:
-    """Yield the reasons to refuse a live optimizer's class.
-
-    ``in_zero``: whether it steps partitioned flat buffers instead of whole parameters.
-    """
+    """Yield the reasons to refuse an optimizer, which steps partitioned flat buffers in ZeRO."""
     name, package = type(inner).__name__, package_of(inner)
     if name in UNFIT_OPTIMIZERS:
         yield f"the optimizer {name}: {UNFIT_OPTIMIZERS[name]}"
@@ -163,7 +160,7 @@ CURRICULUM = (
 
 
 def optimizer_wrapper(engine: Any) -> str:
-    """Return the class name of the engine's wrapper, PLAIN without one, "" without an optimizer."""
+    """Return the wrapper's class name, PLAIN for an unwrapped optimizer, "" without optimizer."""
     if isinstance(engine.optimizer, torch.optim.Optimizer):
         return PLAIN
     name = type(engine.optimizer).__name__
@@ -178,9 +175,10 @@ def check_supported(engine: Any) -> None:
         found = f"{type(engine).__module__}.{type(engine).__qualname__}"
         _refuse([f"{found} is not a DeepSpeed engine: pass deepspeed.initialize(...)[0]"])
     found, wrapper = version_of(DEEPSPEED.package), optimizer_wrapper(engine)
-    incompatible = filter(None, [DEEPSPEED.incompatibility(found)])
     # The checks below use these names.
-    _refuse([*incompatible, *check_names(engine, wrapper, found)])
+    _refuse(
+        [*filter(None, [DEEPSPEED.incompatibility(found)]), *check_names(engine, wrapper, found)]
+    )
     reasons = [*_parallelism(engine), *_optimizer(engine, wrapper), *_options(engine)]
     _refuse(reasons, trains=bool(wrapper))
 
@@ -211,8 +209,7 @@ def check_optimizer(
 ) -> None:
     """Refuse a user's optimizer for ZeRO before DeepSpeed asks for an option to accept it.
 
-    Stage 0 depends on DeepSpeed's release and is left to ``check_supported``. Raises
-    UnsupportedError with every reason.
+    ``check_supported`` checks stage 0. Raises UnsupportedError with every reason.
     """
     groups = enumerate(group["params"] for group in optimizer.param_groups)
     reasons = [*_not_in_module(((i, p) for i, held in groups for p in held), module)]
