@@ -39,7 +39,7 @@ class Fragment:
 
     def __post_init__(self) -> None:
         if not (0 <= self.start < self.stop and self.offset >= 0):
-            msg = f"no run of elements: [{self.start}, {self.stop}) at {self.offset} of {self.name}"
+            msg = f"invalid fragment: [{self.start}, {self.stop}) at {self.offset} of {self.name}"
             raise ValueError(msg)
 
 

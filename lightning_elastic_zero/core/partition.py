@@ -39,7 +39,7 @@ class FlatBuffer:
 
     def __post_init__(self) -> None:
         if len(self.names) != len(self.numels) or len(set(self.names)) != len(self.names):
-            msg = f"a flat buffer of group {self.group} names a parameter twice, or without a size"
+            msg = f"a flat buffer of group {self.group} lists a parameter twice or without a size"
             raise CheckpointFormatError(msg)
         if self.paddings and len(self.paddings) != len(self.names):
             msg = f"a flat buffer of group {self.group} has {len(self.paddings)} paddings"
@@ -82,7 +82,7 @@ class _Partition:
 
     def __init__(self, buffers: Sequence[FlatBuffer], world_size: int) -> None:
         if world_size < 1:
-            msg = f"a layout over {world_size} ranks holds nothing"
+            msg = f"a layout needs at least one rank, found {world_size}"
             raise CheckpointFormatError(msg)
         seen: set[str] = set()
         for buffer in buffers:

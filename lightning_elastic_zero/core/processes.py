@@ -20,9 +20,9 @@ class ProcessState(enum.Enum):
 
     RUNNING = "running"
     STOPPED = "stopped"
-    """By a signal or a debugger: none of its threads runs."""
+    """Stopped by a signal or a debugger."""
     ENDED = "ended"
-    """Also while it dumps core, or as a zombie."""
+    """Including zombies and processes that dump core."""
     UNKNOWN = "unknown"
     """It is on another machine, or this system does not report it."""
 
@@ -35,7 +35,7 @@ class ProcessKey:
     """Digest of ``machine()``, 16 characters."""
     pid: int
     started: str
-    """Start time in the system's own count; empty if unknown."""
+    """Start time in clock ticks since boot; empty if unknown."""
 
     @classmethod
     def of_this_process(cls) -> ProcessKey:

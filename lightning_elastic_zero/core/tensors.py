@@ -148,7 +148,7 @@ def is_lossy_cast(values: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def can_overflow(saved: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether one floating-point type holds larger numbers than another; False for integers."""
+    """Whether finite floating-point values may be too large for another type."""
     floating = saved.is_floating_point or saved.is_complex
     return floating and saved != wanted and torch.finfo(wanted).max < torch.finfo(saved).max
 
@@ -164,7 +164,7 @@ def overflows(values: torch.Tensor, dtype: torch.dtype) -> bool:
         return False
     if not can_overflow(values.dtype, dtype):
         return False
-    # As fp64, since 8-bit types cannot be asked.
+    # As fp64, because isfinite() does not support 8-bit types.
     return bool(overflowed(values.double(), values.to(dtype).double()).any())
 
 
@@ -337,8 +337,8 @@ LARGE_PAGES = "MADV_HUGEPAGE"
 """Pages of 2 MB if the system has them: one page fault instead of 512."""
 
 NOT_FOR_CHILDREN = "MADV_DONTFORK"
-"""Memory that a forked child does not have: what it shares would be copied once more when the
-parent fills it. For memory that no child reads."""
+"""Excludes memory from forked children that do not read it. Otherwise, the system would copy each
+page when the parent writes it."""
 
 
 def host_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

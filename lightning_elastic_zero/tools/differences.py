@@ -180,12 +180,11 @@ def _values(
     if one.reader.info.hyperparameters and other.reader.info.hyperparameters:
         yield from _differing(_hyperparameters(one.manifest), _hyperparameters(other.manifest))
     both = [p.name for p in one.manifest.optimized if p.name in other.parameters]
-    scalars = [
-        {f"{name}: {key}": _shown(v) for name in both for key, v in side.scalars(name).items()}
-        for side in (one, other)
-        if side.manifest.optimized
-    ]
-    if len(scalars) == 2:  # noqa: PLR2004 (both sides)
+    if one.manifest.optimized and other.manifest.optimized:
+        scalars = (
+            {f"{name}: {key}": _shown(v) for name in both for key, v in side.scalars(name).items()}
+            for side in (one, other)
+        )
         yield from _differing(*scalars)
 
 

@@ -16,17 +16,14 @@ from lightning_elastic_zero.tools.inspection import CheckpointReport, ParameterR
 from lightning_elastic_zero.tools.verification import Verification
 
 STYLES = {"DAMAGED": "bold red", "NOT verified": "yellow", ": intact:": "green"}
-"""Styles of the words that carry the verdict."""
+"""Styles of verdicts."""
 
 QUIET_S = 2.0
-"""Shorter work shows no progress."""
+"""Seconds of work after which progress is shown."""
 
 
 def show(line: str, stream: TextIO, *, error: str = "") -> None:
-    """Print a line; on a terminal, the words that carry the verdict are coloured.
-
-    ``error`` is a prefix of the line to show as an error.
-    """
+    """Print a line; on a terminal, verdicts and the prefix ``error`` are coloured."""
     # https://no-color.org
     if not stream.isatty() or os.environ.get("NO_COLOR") or _is_dumb():
         print(line, file=stream)
@@ -88,10 +85,7 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def table_lines(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Iterator[str]:
-    """Yield rows with aligned columns.
-
-    ``right`` has the indices of the columns to align to the right.
-    """
+    """Yield rows with aligned columns; those with an index in ``right`` are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [

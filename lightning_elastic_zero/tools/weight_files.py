@@ -139,24 +139,19 @@ def cast_weight(
     if values.dtype == dtype:
         return values
     found = host_chunk(values.numel(), dtype).copy_(values)
-    if can_overflow(values.dtype, dtype):
-        for start, stop in spans(0, values.numel(), _CHECKED_ELEMENTS):
-            _check_range(checkpoint, entry, values[start:stop], found[start:stop])
+    checked = values.numel() if can_overflow(values.dtype, dtype) else 0
+    for start, stop in spans(0, checked, _CHECKED_ELEMENTS):
+        was, now = values[start:stop], found[start:stop]
+        if now.isfinite().all() or not (lost := overflowed(was, now)).any():
+            continue
+        name = next(text for text, known in DTYPES.items() if known == dtype)
+        msg = (
+            f"{checkpoint.path}: {entry.name} has the value {was[lost][0].item():.6g}, which would "
+            f"become infinite in {name} (maximum {torch.finfo(dtype).max:.6g}). Write weights as "
+            "stored (safetensors without --dtype) or in a wider dtype, or --exclude it"
+        )
+        raise UnsupportedError(msg)
     return found
-
-
-def _check_range(
-    checkpoint: OpenCheckpoint, entry: TensorEntry, values: torch.Tensor, found: torch.Tensor
-) -> None:
-    if found.isfinite().all() or not (lost := overflowed(values, found)).any():
-        return
-    name = next(text for text, dtype in DTYPES.items() if dtype == found.dtype)
-    msg = (
-        f"{checkpoint.path}: {entry.name} has the value {values[lost][0].item():.6g}, which would "
-        f"become infinite in {name} (maximum {torch.finfo(found.dtype).max:.6g}). Write weights as "
-        "stored (safetensors without --dtype) or in a wider dtype, or --exclude it"
-    )
-    raise UnsupportedError(msg)
 
 
 def check_optimizer(checkpoint: OpenCheckpoint, options: ConvertOptions) -> None:
@@ -309,15 +304,11 @@ def _groups_json(checkpoint: OpenCheckpoint) -> bytes:
         {**group.hyperparameters, "params": list(group.names)}
         for group in checkpoint.manifest.groups
     ]
-    numbers = {
-        parameter.name: {
-            key: value
-            for key, value in checkpoint.scalars(parameter.name).items()
-            if not isinstance(value, torch.Tensor)
-        }
-        for parameter in checkpoint.manifest.optimized
-    }
-    state = {name: held for name, held in numbers.items() if held}
+    state: dict[str, dict[str, Any]] = {}
+    for parameter in checkpoint.manifest.optimized:
+        for key, value in checkpoint.scalars(parameter.name).items():
+            if not isinstance(value, torch.Tensor):
+                state.setdefault(parameter.name, {})[key] = value
     return json.dumps({"param_groups": groups, "state": state}, indent=1).encode()
 
 

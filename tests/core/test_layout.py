@@ -193,7 +193,7 @@ class TestRefusals:
     def test_a_layout_over_no_ranks_is_refused(
         self, rule: type[ContiguousPartition | PerParameterPartition]
     ) -> None:
-        with pytest.raises(CheckpointFormatError, match="over 0 ranks"):
+        with pytest.raises(CheckpointFormatError, match="at least one rank, found 0"):
             rule([FlatBuffer(0, ("w",), (3,), (), 4)], 0)
 
     def test_a_group_without_parameters_holds_nothing(self) -> None:
@@ -445,7 +445,7 @@ class TestFragment:
         ("start", "stop", "offset"), [(2, 2, 0), (3, 2, 0), (-1, 2, 0), (0, 1, -1)]
     )
     def test_invalid_runs_are_refused(self, start: int, stop: int, offset: int) -> None:
-        with pytest.raises(ValueError, match="no run of elements"):
+        with pytest.raises(ValueError, match="invalid fragment"):
             Fragment("w", start, stop, 0, 0, offset)
 
 
