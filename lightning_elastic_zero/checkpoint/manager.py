@@ -153,8 +153,11 @@ class Retention:
         """Delete a checkpoint as soon as no save and no link needs it."""
         doomed = parse_path(path)
         with self._lock:
-            published = self._published.pop(doomed, None)
-            self._waiting[doomed] = published or identity(doomed)
+            try:
+                published = self._published.pop(doomed, None)
+                self._waiting[doomed] = published or identity(doomed)
+            except OSError as error:
+                log.warning("%s could not be deleted: %s", path, error)
         self.delete_pending()
 
     def on_save_started(self, path: AnyPath) -> None:

@@ -39,7 +39,7 @@ from lightning_elastic_zero.storage.store_checkpoints import (
     make_link,
     remove_leftovers,
 )
-from lightning_elastic_zero.storage.stores import StorePath, Version
+from lightning_elastic_zero.storage.stores import Store, StorePath, Version
 
 pytest.importorskip("obstore")
 
@@ -456,6 +456,20 @@ def test_retention_keeps_what_another_run_has_published(folder: StorePath) -> No
     retention.remove(str(target))
     assert other.path.store.get((other.path / FILE).key)[0] == b"other"
     assert is_checkpoint(target)
+
+
+def test_a_deletion_that_fails_does_not_end_the_run(
+    folder: StorePath, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a checkpoint that an earlier run has saved."""
+
+    def get(*_: object) -> None:
+        raise OSError(5, "no answer", "there")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "get", get)
+        Retention().remove(str(folder / "a.ckpt"))
+    assert f"{folder}/a.ckpt could not be deleted" in caplog.text
 
 
 def test_a_store_without_conditions_is_refused(
