@@ -195,7 +195,7 @@ def _beside(
 ) -> list[tuple[str, int]]:
     """Rank 0: return the published checkpoints in the same folder, the newest first."""
     damaged = parse_path(asked)
-    if not has_entry(damaged):
+    if not _is_there(damaged):
         # A path that is misspelt: another checkpoint is not what is meant.
         return []
     real = resolved(damaged)
@@ -222,6 +222,12 @@ def _beside(
         if usable:
             rows.add((published_ns(path), manifest.progress.global_steps, str(path)))
     return [(path, step) for _, step, path in sorted(rows, reverse=True)]
+
+
+def _is_there(path: AnyPath) -> bool:
+    with suppress(OSError):  # Of the store, which has refused the load too.
+        return has_entry(path)
+    return False
 
 
 def _is_foreign(path: AnyPath) -> bool:
@@ -397,7 +403,7 @@ def load_engine(
         fits_model = partial(_has_same_shapes, live, options)
         fallback = find_fallback(path, ranks, fits_model, options.can_replace)
         if fallback is None:
-            if not options.fallback or not has_entry(parse_path(path)):
+            if not options.fallback or not _is_there(parse_path(path)):
                 raise
             msg = f"{error}\n{_NOTHING_TO_TAKE}"
             raise type(error)(msg) from error

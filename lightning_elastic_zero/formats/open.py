@@ -255,9 +255,14 @@ def open_checkpoint(
     except OSError as error:
         if error.errno not in NO_ENTRY:
             raise  # It may be temporary: do not fall back to an older checkpoint.
+        advice = (
+            "its permissions, those of the folders above it, and that its file system is mounted"
+        )
+        if isinstance(path, StorePath):
+            advice = "the store's credentials, endpoint and region"
         msg = (
             f"{path} cannot be read: {error.filename or path}: {error.strerror or error}. Check "
-            "its permissions, those of the folders above it, and that its file system is mounted"
+            f"{advice}"
         )
         raise CheckpointNotFoundError(msg) from error
 
@@ -310,6 +315,8 @@ def _own_manifest(path: AnyPath) -> Manifest | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
+        if isinstance(path, StorePath) and isinstance(error, PermissionError):
+            raise  # Of the store: this says nothing about the checkpoint.
         if isinstance(error, OSError):
             raise_unless_damage(error, manifest)
         msg = f"{manifest} cannot be read ({error}). Resume from another checkpoint"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
@@ -33,7 +34,9 @@ def resolved(path: AnyPath) -> AnyPath:
 def resolved_if_exists(path: AnyPath) -> AnyPath:
     """Return the path behind links. A missing one is unchanged, so that errors name it."""
     if isinstance(path, StorePath):
-        return store_checkpoints.follow_links(path)
+        with suppress(PermissionError):
+            return store_checkpoints.follow_links(path)
+        return path
     return existing_path(path)
 
 

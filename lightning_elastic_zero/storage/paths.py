@@ -28,7 +28,8 @@ _NOT_FOR_DIRECTORIES = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES}
 
 def raise_unless_damage(error: OSError, path: AnyPath) -> None:
     """Raise an error of the disk or store with the path: it may be temporary, and is not damage."""
-    if error.errno not in _DAMAGE:
+    is_of_store = isinstance(path, StorePath) and isinstance(error, PermissionError)
+    if error.errno not in _DAMAGE or is_of_store:
         why = f"{error.strerror}. If another attempt fails too, load another checkpoint"
         raise OSError(error.errno, why, str(path)) from error
 

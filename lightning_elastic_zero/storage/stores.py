@@ -6,7 +6,7 @@ imported when the first URL is used. Errors are ``OSError``, as those of a disk.
 
 obstore repeats requests after temporary failures. ``Store`` adds two cases: after a truncated
 answer it repeats the request; after a failed conditional write, which may have been carried out, it
-reads the object back.
+reads the object back. What the store refuses for good is a ``PermissionError`` at once.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import importlib
 import logging
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
@@ -134,6 +135,17 @@ _LAST_DROP_S = 0.1
 
 PART_BYTES = 16 << 20
 """Smallest part of a streamed write. Stores allow 10,000 parts."""
+
+_NO_BUCKET = re.compile(r"\b(NoSuchBucket|ContainerNotFound)\b")
+
+_FINAL = re.compile(
+    r"status code: (301|400|401|403|404)(?!.*<Code>(RequestTimeout|IncompleteBody|BadDigest))"
+    "|redirect without LOCATION",
+    re.DOTALL,
+)
+"""In errors of requests that a repetition does not change, such as an expired token."""
+
+_REASON = re.compile("<Code>(.*?)</Code>.*?<Message>(.*?)</Message>", re.DOTALL)
 
 _MOST_PARTS = 9000
 _PARTS_IN_FLIGHT = 4
@@ -320,11 +332,9 @@ class Store:
             try:
                 return await call()
             except self._errors.GenericError as error:
-                if (wait_s := waits.next_s()) is None:
+                if _FINAL.search(str(error)) or (wait_s := waits.next_s()) is None:
                     raise
-                _log.warning(
-                    "%s/%s: %s; the request is repeated", self.root, key, _first_line(error)
-                )
+                _log.warning("%s/%s: %s; the request is repeated", self.root, key, _text(error))
             await asyncio.sleep(wait_s)
 
     def _wait(self, call: Coroutine[Any, Any, T], key: str, progress: Progress) -> T:
@@ -348,11 +358,14 @@ class Store:
             raise self._os_error(error, key) from error
 
     def _os_error(self, error: Exception, key: str) -> OSError:
-        url, text = f"{self.root}/{key}", _first_line(error)
+        url, text = f"{self.root}/{key}", _text(error)
         known = self._errors
+        if _NO_BUCKET.search(text):
+            return PermissionError(errno.EACCES, "there is no such bucket", self.root)
         if isinstance(error, FileNotFoundError):
             return FileNotFoundError(errno.ENOENT, "there is no such object", url)
-        if isinstance(error, (known.PermissionDeniedError, known.UnauthenticatedError)):
+        refused = isinstance(error, (known.PermissionDeniedError, known.UnauthenticatedError))
+        if refused or (isinstance(error, known.GenericError) and _FINAL.search(str(error))):
             return PermissionError(errno.EACCES, f"access denied ({text})", url)
         if isinstance(error, (known.AlreadyExistsError, known.PreconditionError)):
             return FileExistsError(errno.EEXIST, text, url)
@@ -456,8 +469,12 @@ def _sleep(seconds: float, progress: Progress) -> None:
         time.sleep(min(left, _CHECK_S))
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+def _text(error: Exception) -> str:
+    """Return the first line of an error of obstore, with the store's reason, which follows it."""
+    text = str(error)
+    line = text.partition("\n")[0].partition("<?xml")[0].strip()
+    reason = _REASON.search(text)
+    return f"{line} {reason[1]}: {reason[2]}" if reason else line
 
 
 def _version(of: Mapping[str, Any]) -> Version:

@@ -87,6 +87,7 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
     },
     "ModelCheckpoint": {
         "_get_metric_interpolated_filepath_name": "avoid names of checkpoints that are kept",
+        "_ModelCheckpoint__warn_if_dir_not_empty": "raise errors of a store on all ranks",
         "_find_last_checkpoints": "find the last checkpoint in an object store",
         "_link_checkpoint": "replace last.ckpt atomically",
         "_save_checkpoint": "save the last checkpoint if the best k did not keep it",

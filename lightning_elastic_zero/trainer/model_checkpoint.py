@@ -19,16 +19,16 @@ import fnmatch
 import glob
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
-from lightning_elastic_zero.errors import ElasticZeroError, SaveError
+from lightning_elastic_zero.errors import CheckpointNotFoundError, ElasticZeroError, SaveError
 from lightning_elastic_zero.storage.checkpoints import exists, siblings
 from lightning_elastic_zero.storage.paths import parse_path
 from lightning_elastic_zero.storage.stores import AnyPath, StorePath
@@ -36,14 +36,32 @@ from lightning_elastic_zero.trainer.lightning import (
     is_fitting,
 )
 
+T = TypeVar("T")
+
 
 def _last_checkpoints(callback: ModelCheckpoint, _: pl.Trainer) -> set[str]:
     """Return the manifests of the last checkpoints: Lightning asks for the time of an object."""
     folder, name = _folder(callback), re.escape(callback.CHECKPOINT_NAME_LAST)
     pattern = re.compile(rf"{name}(-\d+)?.*{re.escape(callback.FILE_EXTENSION)}")
-    found = siblings(folder / MANIFEST_NAME) if folder is not None else ()
-    last = (path for path in found if pattern.fullmatch(path.name))
-    return {str(path / MANIFEST_NAME) for path in last if exists(path)}
+    try:
+        found = siblings(folder / MANIFEST_NAME) if folder is not None else ()
+        last = [path for path in found if pattern.fullmatch(path.name)]
+        return {str(path / MANIFEST_NAME) for path in last if exists(path)}
+    except OSError as error:
+        msg = f"{folder} cannot be listed ({error.strerror})"
+        raise CheckpointNotFoundError(msg) from error
+
+
+_WARNS = "_ModelCheckpoint__warn_if_dir_not_empty"
+
+
+def _warn(warns: Callable[[str], None], dirpath: str) -> None:
+    """Look into the folder as Lightning does, on rank 0 only, where errors would hang the others.
+
+    This library's check of the folder raises them on all ranks.
+    """
+    with suppress(Exception):
+        warns(dirpath)
 
 
 def _folder(callback: ModelCheckpoint) -> AnyPath | None:
@@ -77,6 +95,8 @@ class ModelCheckpointHooks:
                 continue
             if _is_lightnings_own(callback, "_find_last_checkpoints"):
                 vars(callback)["_find_last_checkpoints"] = partial(_last_checkpoints, callback)
+            if warns := getattr(callback, _WARNS, None):
+                vars(callback)[_WARNS] = partial(_warn, warns)
             if callback.save_last == "link":
                 callback.save_last = True
                 self._linking.append(callback)
@@ -108,10 +128,12 @@ class ModelCheckpointHooks:
         trainer.strategy.barrier()
 
     def _file_exists(self, callback: ModelCheckpoint, filepath: str, trainer: pl.Trainer) -> bool:
-        # In this order, because it may be published in between; on one rank only.
-        there = trainer.is_global_zero and (self._is_written(filepath) or _is_there(filepath))
-        why = self._keeps(filepath) if there else ""
-        there, why = trainer.strategy.broadcast((there, why))
+        def look() -> tuple[bool, str]:
+            # In this order, because it may be published in between.
+            there = self._is_written(filepath) or _is_there(filepath)
+            return there, self._keeps(filepath) if there else ""
+
+        there, why = _on_rank_zero(trainer, look)
         if why and filepath == callback.last_model_path:
             # The callback assumes that it may overwrite its own last checkpoint.
             rank_zero_warn(f"{filepath} is kept and the next one gets another name: it {why}")
@@ -140,16 +162,18 @@ class ModelCheckpointHooks:
             or not is_fitting(trainer)
         ):
             return
-        wrong: dict[str, str] = {}
-        if trainer.is_global_zero:
+        folder = parse_path(callback.dirpath)
+
+        def look() -> dict[str, str]:
             names = [re.compile(fnmatch.translate(name)) for name in _names(callback)]
             found = [
                 path
-                for path in siblings(parse_path(callback.dirpath) / MANIFEST_NAME)
+                for path in siblings(folder / MANIFEST_NAME)
                 if any(name.fullmatch(path.name) for name in names)
             ]
-            wrong = {str(path): why for path in found if (why := self._keeps(str(path)))}
-        if wrong := trainer.strategy.broadcast(wrong):
+            return {str(path): why for path in found if (why := self._keeps(str(path)))}
+
+        if wrong := _on_rank_zero(trainer, look):
             path, why = min(wrong.items())
             msg = (
                 f"ModelCheckpoint(enable_version_counter=False) would replace {path}, which {why}. "
@@ -165,8 +189,9 @@ class ModelCheckpointHooks:
         try:
             yield
         except ElasticZeroError:
-            for callback in {callback for callback, _ in self._given}:
-                _forget_what_is_not_there(callback)
+            with suppress(OSError):  # Of the store: that of the save is raised.
+                for callback in {callback for callback, _ in self._given}:
+                    _forget_what_is_not_there(callback)
             raise
 
     def end(self) -> None:
@@ -177,6 +202,21 @@ class ModelCheckpointHooks:
         for callback, name in self._given:
             vars(callback).pop(name, None)
         self._given = []
+
+
+def _on_rank_zero(trainer: pl.Trainer, look: Callable[[], T]) -> T:
+    """Look at files on one rank; return the result, or raise the error, on all."""
+    found: T | None = None
+    failure = ""
+    if trainer.is_global_zero:
+        try:
+            found = look()
+        except OSError as error:
+            failure = f"{error.filename} cannot be read: {error.strerror}"
+    found, failure = trainer.strategy.broadcast((found, failure))
+    if failure:
+        raise SaveError(failure)
+    return cast("T", found)
 
 
 def _forget_what_is_not_there(callback: ModelCheckpoint) -> None:

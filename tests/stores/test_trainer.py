@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -9,6 +10,7 @@ from uuid import uuid4
 
 import pytest
 
+from lightning_elastic_zero.errors import ElasticZeroError
 from tests.stores._servers import with_environment
 from tests.support.fits import FitSpec, fit
 from tests.support.ranks import Pools
@@ -68,3 +70,54 @@ def test_last_is_a_link(pools: Pools, s3: S3) -> None:
     assert second["start"] == first["end"]
     names = pools.run(1, partial(run, partial(names_in, plan.root)))[0]
     assert names["last.ckpt"] == "epoch=1.ckpt"
+
+
+def failed(plan: FitSpec) -> str:
+    """Return what a fit raises, soon; other errors than this library's end the test."""
+    began = time.monotonic()
+    try:
+        fit(plan)
+    except ElasticZeroError as error:
+        assert time.monotonic() - began < 40.0
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("ckpt_path", [None, "last", "s3://no-such-bucket/run/a.ckpt"])
+def test_a_missing_bucket_is_named_on_all_ranks(
+    pools: Pools, s3: S3, ckpt_path: str | None
+) -> None:
+    """The request is not repeated: the bucket does not appear by itself."""
+    bucket, environment = s3
+    root = f"{bucket}/{uuid4()}" if ckpt_path not in {None, "last"} else "s3://no-such-bucket/run"
+    plan = FitSpec(root, ckpt_path=ckpt_path)
+    said = pools.run(2, partial(with_environment, environment, partial(failed, plan)))
+    kind = "CheckpointNotFoundError" if ckpt_path else "SaveError"
+    assert all(kind in each and "there is no such bucket" in each for each in said), said
+
+
+def refuse_list(plan: FitSpec) -> str:
+    """Fit while the store refuses rank 0 to list."""
+    from torch import distributed
+
+    from lightning_elastic_zero.storage.stores import Store
+
+    def entries(store: Store, prefix: str, *_: object) -> object:
+        if distributed.get_rank():
+            return entries_of_store(store, prefix)
+        raise PermissionError(13, "access denied", f"{store.root}/{prefix}")
+
+    entries_of_store = Store.entries
+    Store.entries = entries  # type: ignore[method-assign,assignment]
+    try:
+        return failed(plan)
+    finally:
+        Store.entries = entries_of_store  # type: ignore[method-assign]
+
+
+def test_a_list_that_rank_0_cannot_get_is_an_error_of_all(pools: Pools, s3: S3) -> None:
+    """And not one that the others wait for."""
+    bucket, environment = s3
+    plan = FitSpec(f"{bucket}/{uuid4()}")
+    said = pools.run(2, partial(with_environment, environment, partial(refuse_list, plan)))
+    assert all("access denied" in each for each in said), said
