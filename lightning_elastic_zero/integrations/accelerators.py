@@ -30,11 +30,12 @@ from lightning_elastic_zero.core.manifest import Manifest, load_json
 from lightning_elastic_zero.errors import CheckpointCorruptedError, UnsupportedError
 from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.integrations.engines import (
+    OTHER_OPTIONS,
     EngineCheckpoints,
     Loaded,
     Loop,
     LoopOptions,
-    is_elastic,
+    bound_options,
     is_engine,
     newest_intact,
 )
@@ -67,8 +68,8 @@ class AcceleratorBinding:
     loop: Loop = _LOOP
     on_engine: Callable[[Any], None] = lambda _: None
     """Called with each engine before it is bound."""
-    bound: list[EngineCheckpoints] = field(default_factory=list)
-    """The engines that the Accelerator has prepared, and has not freed."""
+    bound: dict[int, EngineCheckpoints] = field(default_factory=dict)
+    """By ``id``, the engines that the Accelerator has prepared, and has not freed."""
     loaded: Loaded | None = None
     """The first engine's load within ``load_state``."""
 
@@ -93,12 +94,13 @@ class AcceleratorBinding:
         if Version(accelerate.__version__) < Version("1.15"):  # returns a loader of epoch 0
             accelerator.skip_first_batches = _in_same_epoch(accelerator.skip_first_batches)
         accelerator.wait_for_save = self.wait
+        accelerator.elastic_options = self.options
         self._bind_engines(accelerator._models)  # noqa: SLF001 (there is no public list)
 
     def wait(self) -> None:
         """Wait until the last save of each engine is published; collective."""
-        for engine in self.bound:
-            engine.wait()
+        for checkpoints in self.bound.values():
+            checkpoints.wait()
 
     def _prepare(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         prepared = prepare(*args, **kwargs)
@@ -128,7 +130,7 @@ class AcceleratorBinding:
 
     def _free_memory(self, free: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         while self.bound:
-            self.bound.pop().stop()
+            self.bound.popitem()[1].stop()
         return free(*args, **kwargs)
 
     def _verify(self, folder: Path, ranks: Ranks) -> None:
@@ -146,8 +148,14 @@ class AcceleratorBinding:
 
     def _bind_engines(self, prepared: Any) -> None:
         for engine in prepared:
-            if not is_engine(engine) or is_elastic(engine):
+            if not is_engine(engine) or id(engine) in self.bound:
                 continue
+            # Next to an engine's checkpoint are those of other engines.
+            options = replace(self.options, fallback=False)
+            if (before := bound_options(engine)) is not None:
+                if before not in (options, LoopOptions()):
+                    raise ValueError(OTHER_OPTIONS)
+                engine.wait_for_save()
             self.on_engine(engine)
             loop = replace(
                 self.loop,
@@ -155,10 +163,8 @@ class AcceleratorBinding:
                 on_load=self._on_load,
                 check=check_steps,
             )
-            # Next to an engine's checkpoint are those of other engines.
-            checkpoints = EngineCheckpoints(engine, replace(self.options, fallback=False), loop)
-            checkpoints.bind()
-            self.bound.append(checkpoints)
+            self.bound[id(engine)] = EngineCheckpoints(engine, options, loop)
+            self.bound[id(engine)].bind()
 
     def _on_load(self, loaded: Loaded) -> None:
         if self.loaded is None:

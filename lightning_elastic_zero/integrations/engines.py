@@ -53,14 +53,21 @@ _OWN_SUFFIX = "-elastic"
 """Appended to a tag whose folder DeepSpeed itself has written."""
 
 
+OTHER_OPTIONS = (
+    "elastic() or wrap_initialize() was called before on this object, or on an engine of it, with "
+    "other options: pass all options in one call"
+)
+
+
 def is_engine(value: object) -> bool:
     """Whether something is an engine of DeepSpeed, which is not imported for it."""
     return any(cls.__name__ == "DeepSpeedEngine" for cls in type(value).__mro__)
 
 
-def is_elastic(value: object) -> bool:
-    """Whether the checkpoint methods of an engine, Accelerator or Trainer are bound already."""
-    return "wait_for_save" in vars(value)
+def bound_options(value: object) -> LoopOptions | None:
+    """Return the options of an engine, Accelerator or Trainer that is elastic already."""
+    options: LoopOptions | None = getattr(value, "__dict__", {}).get("elastic_options")
+    return options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +153,7 @@ class EngineCheckpoints:
         engine.save_checkpoint = types.MethodType(save_checkpoint, engine)
         engine.load_checkpoint = types.MethodType(load_checkpoint, engine)
         engine.wait_for_save = self.wait
+        engine.elastic_options = self._options
 
     # -- saving ----------------------------------------------------------------------------------
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from lightning_elastic_zero.core.options import takes
 from lightning_elastic_zero.integrations.engines import (
+    OTHER_OPTIONS,
     EngineCheckpoints,
     Loop,
     LoopOptions,
-    is_elastic,
+    bound_options,
     is_engine,
 )
 
@@ -41,14 +43,17 @@ def elastic(x: T, **options: Any) -> T:
 
     Raises:
         TypeError: ``x`` is something else, or an option is unknown.
-        ValueError: an option has a value that it cannot have.
+        ValueError: an option has a value that it cannot have, or another one than in an earlier
+            call for the same object.
         UnsupportedError: the Trainer or Accelerator does not run DeepSpeed, or saves to several
             nodes' own disks.
     """
     checked = LoopOptions(**options)
-    if is_engine(x):
-        if not is_elastic(x):
-            EngineCheckpoints(x, checked, Loop()).bind()
+    if (before := bound_options(x)) is not None:
+        if replace(before, **options) != before:
+            raise ValueError(OTHER_OPTIONS)
+    elif is_engine(x):
+        EngineCheckpoints(x, checked, Loop()).bind()
     elif _is(x, "transformers", "Trainer"):
         from lightning_elastic_zero.integrations.trainers import (  # noqa: PLC0415 (slow)
             bind_trainer,
@@ -60,8 +65,7 @@ def elastic(x: T, **options: Any) -> T:
             AcceleratorBinding,
         )
 
-        if not is_elastic(x):
-            AcceleratorBinding(x, checked).bind()
+        AcceleratorBinding(x, checked).bind()
     else:
         msg = (
             f"elastic() was given a {type(x).__name__}: it takes a transformers.Trainer, an "

@@ -34,8 +34,8 @@ from lightning_elastic_zero.integrations.engines import (
     Loaded,
     Loop,
     LoopOptions,
+    bound_options,
     find_checkpoint,
-    is_elastic,
     newest_intact,
 )
 from lightning_elastic_zero.storage.paths import read_file
@@ -175,8 +175,6 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
         msg = ""
     if msg:
         raise UnsupportedError(msg)
-    if is_elastic(trainer):
-        return
     # A weak reference: a Trainer that is deleted frees its memory at once, as without this library.
     ref = weakref.ref(trainer)
     callback, cls = ResumeCallback(ref), type(trainer)
@@ -188,20 +186,22 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
             engine.set_train_micro_batch_size(made_for._train_batch_size)  # noqa: SLF001 (no other)
 
     def bind_accelerator(accelerator: Any) -> None:
-        if not is_elastic(accelerator):
-            AcceleratorBinding(
-                accelerator,
-                options,
-                Loop(
-                    batch_names=("per_device_train_batch_size", "gradient_accumulation_steps"),
-                    on_load=callback.on_load,
-                    # Nothing waits for a save after train().
-                    foreground=lambda _: not getattr(ref(), "is_in_train", False),
-                    skip_repeated=True,
-                    shows_bars=lambda: not args.disable_tqdm,
-                ),
-                set_micro_batch,
-            ).bind()
+        if bound_options(accelerator) is not None:
+            msg = "elastic() was given this Trainer's accelerator before: pass only the Trainer"
+            raise UnsupportedError(msg)
+        AcceleratorBinding(
+            accelerator,
+            options,
+            Loop(
+                batch_names=("per_device_train_batch_size", "gradient_accumulation_steps"),
+                on_load=callback.on_load,
+                # Nothing waits for a save after train().
+                foreground=lambda _: not getattr(ref(), "is_in_train", False),
+                skip_repeated=True,
+                shows_bars=lambda: not args.disable_tqdm,
+            ),
+            set_micro_batch,
+        ).bind()
 
     def elastic_create() -> None:
         """Create the Accelerator of a trial, and bind it."""
@@ -242,6 +242,7 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
     trainer._load_rng_state = elastic_load_rng  # noqa: SLF001
     trainer._load_best_model = elastic_load_best  # noqa: SLF001
     trainer.wait_for_save = wait_for_save
+    trainer.elastic_options = options
     trainer.add_callback(callback)
     bind_accelerator(trainer.accelerator)
 

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import (
 )
 from torch.utils.data import DataLoader
 
-from lightning_elastic_zero import elastic
+from lightning_elastic_zero import elastic, wrap_initialize
 from tests.integrations._hf_programs import (
     GLOBAL_BATCH,
     MICRO,
@@ -65,6 +65,10 @@ class LoopCase:
     micro: tuple[int, int] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     dropout: float = 0.0
+    dispatch: bool = False
+    """Whether rank 0 reads the batches of all ranks."""
+    wrapped: bool = False
+    """Whether ``wrap_initialize`` was called before."""
 
 
 class Plateau(ReduceLROnPlateau):
@@ -94,8 +98,13 @@ def scheduler_of(kind: str, optimizer: Any, steps: int, times: int) -> Any:
 def loop(case: LoopCase) -> Run:
     """Train for some steps, saving and loading as asked."""
     run = Run()
-    with warnings_of(run):
-        _loop(case, run)
+    restore = wrap_initialize() if case.wrapped else None
+    try:
+        with warnings_of(run):
+            _loop(case, run)
+    finally:
+        if restore is not None:
+            restore()
     return run
 
 
@@ -110,7 +119,9 @@ def _loop(case: LoopCase, run: Run) -> None:
     accelerator = Accelerator(
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
         gradient_accumulation_steps=accumulate,
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=case.seedable),
+        dataloader_config=DataLoaderConfiguration(
+            use_seedable_sampler=case.seedable, dispatch_batches=case.dispatch or None
+        ),
     )
     if case.bound:
         assert elastic(accelerator, **case.options) is accelerator

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -58,6 +59,8 @@ def save(folder: str, stage: int, *, wrapped: bool = False) -> State:
     if not wrapped:
         assert elastic(engine) is engine
         assert elastic(engine) is engine  # twice is once
+        with pytest.raises(ValueError, match="with other options"):
+            elastic(engine, fingerprint=True)
     assert "exclude_frozen_parameters" in inspect.signature(engine.save_checkpoint).parameters
     assert engine.load_checkpoint(folder) == (None, None)
     for step in (1, 2):

@@ -79,6 +79,15 @@ def test_a_loop_goes_on_exactly_on_other_counts(
 
 
 @pytest.mark.engine
+def test_a_loop_whose_engine_was_elastic_goes_on(whole_loop: Reference, hf_ranks: Pools) -> None:
+    """``wrap_initialize`` before does not take the Accelerator's own part away."""
+    folder, (whole, *_) = whole_loop(stage=2, schedule="cosine")
+    case = LoopCase(schedule="cosine", load=f"{folder}/step_8", start=8, wrapped=True)
+    run, *_ = hf_ranks.run(3, partial(loop, case))
+    assert_continues(run, whole, range(9, 13))
+
+
+@pytest.mark.engine
 @pytest.mark.long
 @pytest.mark.parametrize("schedule", ["lambda", "cosine", "onecycle"])
 def test_a_loop_is_resized_twice(
