@@ -13,6 +13,7 @@ from typing import Any
 
 import accelerate
 from accelerate.checkpointing import load_accelerator_state
+from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import MODEL_NAME, DeepSpeedSchedulerWrapper, DistributedType
 from packaging.version import Version
@@ -257,6 +258,11 @@ def _data_differences(loader: object, samples: int, micro_steps: set[int]) -> It
     if isinstance(loader.dataset, IterableDataset):
         yield "an iterable dataset is read again up to the resumed batch"
         return
+    if isinstance(loader, DataLoaderDispatcher) and loader.state.num_processes > 1:
+        yield (
+            "with dispatch_batches=True, accelerate skips too few batches of a resumed epoch: set "
+            "it to False"
+        )
     batches, sampler = samplers_of(loader)
     if isinstance(sampler, RandomSampler) and not hasattr(sampler, "set_epoch"):
         yield (

@@ -149,6 +149,7 @@ def test_a_loop_without_the_line_fails(world: int, whole_loop: Reference, hf_ran
         ({"samples": 76}, "the last step of an epoch is filled up with other samples"),
         ({"samples": 76, "drop_last": True}, "Leave out 4 samples"),
         ({"sampler": "weighted"}, "WeightedRandomSampler cannot be repeated"),
+        ({"dispatch": True}, "accelerate skips too few batches"),
     ],
 )
 def test_what_cannot_be_exact_is_warned_of(

@@ -367,6 +367,10 @@ def test_deepspeeds_own_optimizer_and_scheduler_go_on(
             marks=since_5,
         ),
         ({"sampler": "weighted"}, "WeightedRandomSampler cannot be repeated"),
+        (
+            {"args": {"accelerator_config": {"dispatch_batches": True}}},
+            "accelerate skips too few batches",
+        ),
     ],
 )
 def test_what_cannot_be_exact_is_warned_of(
