@@ -176,9 +176,8 @@ def check_supported(engine: Any) -> None:
         _refuse([f"{found} is not a DeepSpeed engine: pass deepspeed.initialize(...)[0]"])
     found, wrapper = version_of(DEEPSPEED.package), optimizer_wrapper(engine)
     # The checks below use these names.
-    _refuse(
-        [*filter(None, [DEEPSPEED.incompatibility(found)]), *check_names(engine, wrapper, found)]
-    )
+    incompatible = filter(None, [DEEPSPEED.incompatibility(found)])
+    _refuse([*incompatible, *check_names(engine, wrapper, found)])
     reasons = [*_parallelism(engine), *_optimizer(engine, wrapper), *_options(engine)]
     _refuse(reasons, trains=bool(wrapper))
 
@@ -192,16 +191,55 @@ def check_config(config: Mapping[str, Any], *, trains: bool = True) -> None:
     """
     if reason := DEEPSPEED.incompatibility(version_of(DEEPSPEED.package)):
         _refuse([reason])
+    _refuse([*_config_reasons(config, trains=trains)], trains=trains)
+
+
+def _config_reasons(config: Mapping[str, Any], *, trains: bool) -> Iterator[str]:
     zero = config.get("zero_optimization") or {}
     stage = zero.get("stage", 0)
-    reasons = [*_stage(stage)]
+    if type(stage) is not int or stage not in STAGES:  # DeepSpeed accepts "3", Lightning does not.
+        hint = " without quotes" if isinstance(stage, str) else ""
+        yield f"zero_optimization.stage: {stage!r}, expected 0, 1, 2 or 3{hint}"
     if trains or stage == STAGE_WEIGHTS:
-        reasons += _zero_options(zero)
-    if trains:
-        reasons += _other_ranks(config)
-        reasons += unfit_name(config.get("optimizer") or {}, stage)
-        reasons += _data_efficiency(config.get("data_efficiency") or {})
-    _refuse(reasons, trains=trains)
+        if (zero.get("offload_param") or {}).get("device") == "nvme":
+            yield NVME_WEIGHTS
+        if (zero.get("offload_optimizer") or {}).get("super_offload"):
+            yield (
+                "zero_optimization.offload_optimizer.super_offload: another process owns the "
+                "optimizer, and its state is not accessible; remove the option: "
+                "offload_optimizer to cpu works without it"
+            )
+        if zero.get("zenflow"):
+            yield ZENFLOW
+        if zero.get("zero_quantized_nontrainable_weights"):
+            yield QUANTIZED_FROZEN_WEIGHTS
+    if not trains:
+        return
+    size = (config.get("tensor_parallel") or {}).get("autotp_size", 0)
+    if size > 1:
+        yield f"tensor_parallel.autotp_size = {size}: {_tensor_parallelism(size)}"
+    if (config.get("expert_parallel") or {}).get("enabled"):
+        yield (
+            f"expert_parallel.enabled: expert parallelism, in which {EXPERTS}; remove the option: "
+            "all ranks then have all experts, and ZeRO-3 partitions their weights"
+        )
+    if "data_parallel_size" in config and config.get("sequence_parallel_size", 1) > 1:
+        yield (
+            "sequence_parallel_size and data_parallel_size: ZeRO would partition over the data "
+            "ranks only, and sequence ranks would hold copies; remove them. With a plain engine, "
+            "configure sequence parallelism with an mpu: "
+            "deepspeed.runtime.sequence_parallel.parallel_state_sp"
+        )
+    yield from unfit_name(config.get("optimizer") or {}, stage)
+    schedules = config.get("data_efficiency") or {}
+    for part, name, title in (
+        ("data_sampling", "curriculum_learning", CURRICULUM),
+        ("data_routing", "random_ltd", RANDOM_LTD),
+    ):
+        section = schedules.get(part) or {}
+        levels = (schedules, section, section.get(name) or {})
+        if all(level.get("enabled") for level in levels):
+            yield title
 
 
 def check_optimizer(
@@ -218,61 +256,11 @@ def check_optimizer(
     _refuse(reasons)
 
 
-def _zero_options(zero: Mapping[str, Any]) -> Iterator[str]:
-    if (zero.get("offload_param") or {}).get("device") == "nvme":
-        yield NVME_WEIGHTS
-    if (zero.get("offload_optimizer") or {}).get("super_offload"):
-        yield (
-            "zero_optimization.offload_optimizer.super_offload: another process owns the "
-            "optimizer, and its state is not accessible; remove the option: offload_optimizer to "
-            "cpu works without it"
-        )
-    if zero.get("zenflow"):
-        yield ZENFLOW
-    if zero.get("zero_quantized_nontrainable_weights"):
-        yield QUANTIZED_FROZEN_WEIGHTS
-
-
-def _other_ranks(config: Mapping[str, Any]) -> Iterator[str]:
-    size = (config.get("tensor_parallel") or {}).get("autotp_size", 0)
-    if size > 1:
-        yield f"tensor_parallel.autotp_size = {size}: {_tensor_parallelism(size)}"
-    if (config.get("expert_parallel") or {}).get("enabled"):
-        yield (
-            f"expert_parallel.enabled: expert parallelism, in which {EXPERTS}; remove the option: "
-            "all ranks then have all experts, and ZeRO-3 partitions their weights"
-        )
-    if "data_parallel_size" in config and config.get("sequence_parallel_size", 1) > 1:
-        yield (
-            "sequence_parallel_size and data_parallel_size: ZeRO would partition over the data "
-            "ranks only, and sequence ranks would hold copies; remove them. With a plain engine, "
-            "configure sequence parallelism with an mpu: "
-            "deepspeed.runtime.sequence_parallel.parallel_state_sp"
-        )
-
-
 def _tensor_parallelism(size: int) -> str:
     return (
         f"tensor or model parallelism over {size} ranks, in which each has a slice of a weight; "
         "remove it: ZeRO-3 partitions the weights too"
     )
-
-
-def _data_efficiency(config: Mapping[str, Any]) -> Iterator[str]:
-    for part, name, title in (
-        ("data_sampling", "curriculum_learning", CURRICULUM),
-        ("data_routing", "random_ltd", RANDOM_LTD),
-    ):
-        levels = [config, config.get(part) or {}, (config.get(part) or {}).get(name) or {}]
-        if all(level.get("enabled") for level in levels):
-            yield title
-
-
-def _stage(stage: object) -> Iterator[str]:
-    # DeepSpeed accepts "3", Lightning does not.
-    if type(stage) is not int or stage not in STAGES:
-        hint = " without quotes" if isinstance(stage, str) else ""
-        yield f"zero_optimization.stage: {stage!r}, expected 0, 1, 2 or 3{hint}"
 
 
 def _refuse(reasons: list[str], *, trains: bool = True) -> None:
