@@ -37,6 +37,7 @@ from lightning_elastic_zero.core.tensors import (
     dtype_name,
     numpy_to_python,
 )
+from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.engine.addresses import (
     allocate_pieces,
     check_not_inference,
@@ -471,21 +472,29 @@ class LiveEngine:
     def copy_full_weights(self, weights: Mapping[str, torch.Tensor]) -> list[str]:
         """Write whole weights and buffers to an engine without optimizer. Collective (ZeRO-3).
 
-        Unknown names and other shapes are ignored. Returns the names of the written parameters.
+        Warns of unknown names and other shapes, which are ignored. Returns the names of the written
+        parameters.
         """
         if not weights:
             return []
         self._partition()
-        taken = []
-        for name, parameter in self._frozen().items():
-            if name in weights and weights[name].shape == full_shape(parameter):
-                start, piece = weight_piece(parameter)
-                write_piece(parameter, weights[name].reshape(-1)[start : start + piece.numel()])
-                taken.append(name)
         live = self.module_buffers()
-        self._after_weights_changed(
-            {n: w for n, w in weights.items() if n in live and w.shape == live[n].shape}
-        )
+        fit = {n: w for n, w in weights.items() if n in live and w.shape == live[n].shape}
+        taken = []
+        try:
+            for name, parameter in self._frozen().items():
+                if name in weights and weights[name].shape == full_shape(parameter):
+                    start, piece = weight_piece(parameter)
+                    write_piece(parameter, weights[name].reshape(-1)[start : start + piece.numel()])
+                    taken.append(name)
+        finally:  # Collective: other ranks wait here even if this one failed.
+            self._after_weights_changed(fit)
+        aliases = {alias for p in self.describe().parameters for alias in p.aliases}
+        if self._rank == 0 and (ignored := weights.keys() - fit.keys() - {*taken} - aliases):
+            names = format_names([name for name in weights if name in ignored])
+            log.warning(
+                "weights ignored, because the model lacks them or has other shapes: %s", names
+            )
         return taken
 
     def _after_weights_changed(self, buffers: Mapping[str, torch.Tensor]) -> None:

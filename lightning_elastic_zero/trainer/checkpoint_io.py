@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -457,7 +458,8 @@ class RunCheckpoints:
         if trainer is not None:
             rank_zero_info(_format_loaded(loaded, trainer.world_size, fitting=fitting))
             if not fitting:
-                taken = LiveEngine(engine).copy_full_weights(_extra_weights(state))
+                copy = partial(LiveEngine(engine).copy_full_weights, _extra_weights(state))
+                taken = self._get_ranks().run_all("load: weights of callbacks", copy)
                 if taken:
                     rank_zero_info(
                         f"{loaded.stats.path}: the evaluation uses the weights that callbacks or "

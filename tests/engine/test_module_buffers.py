@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,8 +15,27 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 from tests.foreign._fixtures import unpack
 from tests.foreign._load_assertions import refused_all
 from tests.support.checkpoints import Loading, Saved, refusal, save_unlike
-from tests.support.engines import Net, Setup
+from tests.support.engines import Net, Setup, engine_of
+from tests.support.outcome import error_text, log_heard
 from tests.support.ranks import Pools
+
+
+def write_whole_weights(setup: Setup) -> tuple[str, list[str], list[str]]:
+    """Write a weight that fails on rank 1; then one that fits and others that do not."""
+    from lightning_elastic_zero.coordination.ranks import connect_ranks
+    from lightning_elastic_zero.engine.live import LiveEngine
+
+    with engine_of(setup, 7) as engine, closing(connect_ranks()) as ranks:
+        live = LiveEngine(engine)
+        ones = torch.ones(setup.hidden, setup.hidden)
+        unwritable = {"frozen.weight": ones.to("meta") if ranks.rank else ones}
+        step = "write a weight"
+        error = error_text(lambda: ranks.run_all(step, lambda: live.copy_full_weights(unwritable)))
+        others = {"average": torch.ones(2, 2), "lost": ones, "frozen.bias": ones}
+        with log_heard("lightning_elastic_zero") as said:
+            taken = live.copy_full_weights({"frozen.weight": ones, **others})
+        return error, taken, said
+
 
 pytestmark = pytest.mark.engine
 
@@ -97,3 +117,14 @@ def test_every_format_refuses_different_buffers(pools: Pools, tmp_path: Path) ->
             "seen (saved (), here (2, 2))"
         )
         assert listed in refused.message, refused.message
+
+
+@pytest.mark.essential
+def test_whole_weights_that_cannot_be_written(pools: Pools) -> None:
+    """A failed write is raised on all ranks. Weights that the model lacks are named."""
+    setup = Setup(2, "3")
+    for rank, (error, taken, said) in enumerate(pools.run(2, partial(write_whole_weights, setup))):
+        assert "RanksError: step 'write a weight' failed on rank 1 of 2" in error
+        assert taken == ["frozen.weight"]
+        found = [line for line in said if "other shapes: average, lost, frozen.bias" in line]
+        assert len(found) == (rank == 0), said
