@@ -13,7 +13,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import distributed
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
@@ -21,6 +20,7 @@ from typing_extensions import override
 from tests.foreign._deepspeed_writers import MORE, keep, wait_for_gathers
 from tests.foreign._fixture_table import FixtureRow
 from tests.support.engines import Net, Setup, batch, group_members, make_optimizer
+from tests.support.fits import StockOnCPU
 from tests.support.oracle import dump
 
 DECAY = 0.75
@@ -78,26 +78,12 @@ class Watch(Callback):
         return {"rank": distributed.get_rank(), "common": [1, 2.5, "three"]}
 
 
-class OnCPU(DeepSpeedStrategy):
+class OnCPU(StockOnCPU):
     """Lightning's own strategy on CPUs; records the engine's state before it saves."""
 
     def __init__(self, row: FixtureRow, folder: str) -> None:
         super().__init__(config=row.setup.config())
         self.row, self.folder = row, folder
-
-    @property
-    @override
-    def parallel_devices(self) -> list[torch.device] | None:
-        found = self._parallel_devices
-        return found and [torch.device("cpu", index) for index in range(len(found))]
-
-    @parallel_devices.setter
-    def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
-        self._parallel_devices = parallel_devices
-
-    @override
-    def setup_environment(self) -> None:
-        super(DeepSpeedStrategy, self).setup_environment()  # Its own refuses all but CUDA.
 
     @override
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:

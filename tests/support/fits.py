@@ -14,8 +14,10 @@ import torch.distributed as dist
 from deepspeed import comm, zero
 from deepspeed.accelerator import get_accelerator
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
 
 from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 from tests.support.outcome import error_text
@@ -26,6 +28,24 @@ SMALL_BUCKETS = {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000
 
 def elastic(**options: Any) -> ElasticDeepSpeedStrategy:
     return ElasticDeepSpeedStrategy(**{"stage": 2, **SMALL_BUCKETS, **options})
+
+
+class StockOnCPU(DeepSpeedStrategy):
+    """Lightning's own strategy, allowed on CPUs."""
+
+    @property
+    @override
+    def parallel_devices(self) -> list[torch.device] | None:
+        found = self._parallel_devices
+        return found and [torch.device("cpu", index) for index in range(len(found))]
+
+    @parallel_devices.setter
+    def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
+        self._parallel_devices = parallel_devices
+
+    @override
+    def setup_environment(self) -> None:
+        super(DeepSpeedStrategy, self).setup_environment()  # Its own refuses all but CUDA.
 
 
 def quiet_trainer(strategy: Any, *callbacks: Callback, **options: Any) -> pl.Trainer:

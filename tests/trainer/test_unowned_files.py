@@ -14,11 +14,18 @@ import pytest
 import torch
 from deepspeed import comm
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from typing_extensions import override
 
 from lightning_elastic_zero.api import save_checkpoint
-from tests.support.fits import SMALL_BUCKETS, Data, FitSpec, RegressionNet, error_of, quiet_trainer
+from tests.support.fits import (
+    SMALL_BUCKETS,
+    Data,
+    FitSpec,
+    RegressionNet,
+    StockOnCPU,
+    error_of,
+    quiet_trainer,
+)
 from tests.support.outcome import NOTHING, error_text, log_heard, warnings_heard
 from tests.support.ranks import Pools
 from tests.trainer._async_save import AsyncSaveSpec
@@ -108,24 +115,6 @@ def test_refused_at_once(pools: Pools, tmp_path: Path, *, async_save: bool) -> N
 # -- from Lightning's own strategy to this one ----------------------------------------------------
 
 
-class Stock(DeepSpeedStrategy):
-    """Lightning's own strategy, allowed on CPUs."""
-
-    @property
-    @override
-    def parallel_devices(self) -> list[torch.device] | None:
-        found = self._parallel_devices
-        return found and [torch.device("cpu", index) for index in range(len(found))]
-
-    @parallel_devices.setter
-    def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
-        self._parallel_devices = parallel_devices
-
-    @override
-    def setup_environment(self) -> None:
-        super(DeepSpeedStrategy, self).setup_environment()  # Its own refuses all but CUDA.
-
-
 NAMES: dict[str, Any] = {
     "filename": "best",
     "monitor": "val_loss",
@@ -141,7 +130,7 @@ def fit_with_stock(root: str, epochs: int) -> None:
     warnings.simplefilter("ignore")
     options: dict[str, Any] = {"stage": 2, **SMALL_BUCKETS}
     saves = ModelCheckpoint(dirpath=root, **NAMES)
-    quiet_trainer(Stock(**options), saves, max_epochs=epochs).fit(RegressionNet(), Data())
+    quiet_trainer(StockOnCPU(**options), saves, max_epochs=epochs).fit(RegressionNet(), Data())
 
 
 class Puts(Callback):
