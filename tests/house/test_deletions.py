@@ -94,7 +94,7 @@ PLACES: dict[tuple[str, str, str], str] = {
         LEFT + "test_a_users_file_in_a_replaced_checkpoint_becomes_visible"
     ),
     ("trainer/strategy.py", "remove_checkpoint", "self._manager.remove"): (
-        "tests/trainer/test_unowned_files.py::test_top_k_leaves_a_users_file"
+        "tests/trainer/test_unowned_files.py::test_top_k_keeps_a_checkpoint_with_a_users_file"
     ),
     ("checkpoint/manager.py", "remove", "self._retention.remove"): DELETING
     + "test_retention_skips_foreign_files_and_warns_once",

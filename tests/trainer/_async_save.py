@@ -33,7 +33,7 @@ def in_background() -> bool:
 
 @dataclass
 class Gate:
-    """Part of a callback's state: holds the writer that pickles it, until a file is there."""
+    """Part of a callback's state: pauses the writer that pickles it until a file exists."""
 
     path: str
     fails_on: int | None = None
@@ -53,7 +53,7 @@ StepActions = dict[int, Callable[[pl.Trainer], None]]
 
 
 class StepActor(Callback):
-    """Does deeds after given steps (0: before training, -1: at its end), and holds the gate."""
+    """Acts after given steps (0: before training, -1: at its end), and holds the gate."""
 
     def __init__(self, gate: Gate | None, actions: StepActions) -> None:
         self.gate, self.actions = gate, actions
@@ -64,11 +64,11 @@ class StepActor(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Leave the gate, and what every step changes."""
+        """Return the gate, and a value that every step changes."""
         return {"gate": self.gate, "tensor": self.tensor, "steps": self.steps}
 
     def do(self, step: int, trainer: pl.Trainer) -> None:
-        """Do a deed, and keep what it raises."""
+        """Perform an action, and keep its error."""
         if step not in self.actions:
             return
         try:
@@ -81,14 +81,12 @@ class StepActor(Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        """Act after a step."""
         self.tensor += 1
         self.steps.append(trainer.global_step)
         self.do(trainer.global_step, trainer)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Act at the end."""
         self.do(-1, trainer)
 
 
@@ -121,11 +119,10 @@ class AsyncSaveSpec:
 
     @property
     def gate(self) -> Path:
-        """What the writer waits for."""
+        """The file for which the writer waits."""
         return Path(self.root) / "open"
 
     def make(self) -> tuple[pl.Trainer, RegressionNet, Data, StepActor]:
-        """Make the Trainer and what it works on."""
         warnings.simplefilter("ignore")
         Path(self.root).mkdir(exist_ok=True, parents=True)
         gate = Gate(str(self.gate), self.fails_on) if self.gated else None
@@ -153,30 +150,28 @@ class AsyncSaveSpec:
 
 
 def elastic_strategy_of(trainer: pl.Trainer) -> ElasticDeepSpeedStrategy:
-    """Return the strategy by its type."""
     assert isinstance(trainer.strategy, ElasticDeepSpeedStrategy)
     return trainer.strategy
 
 
 def open_later(gate: Path, seconds: float) -> None:
-    """Make the writer go on in a while, on one rank for all."""
+    """Let the writer continue after a while, on one rank for all."""
     if comm.get_rank() == 0:
         threading.Timer(seconds, gate.touch).start()
 
 
 def is_published(path: Path) -> bool:
-    """Return whether a checkpoint is published."""
     return (path / "manifest.json").is_file()
 
 
 def kept(run: AsyncSaveSpec) -> dict[str, str]:
-    """Return the entries of ModelCheckpoint's folder, with their targets; "" is no checkpoint."""
+    """Return the entries of ModelCheckpoint's folder with their targets; "" means no checkpoint."""
     found = sorted((Path(run.root) / "kept").iterdir())
     return {p.name: p.resolve().name if is_published(p) else "" for p in found if p.name[0] != "."}
 
 
 def save_other(run: AsyncSaveSpec, trainer: pl.Trainer) -> None:
-    """Publish one that ModelCheckpoint does not know: then none of its own is the last good one."""
+    """Publish one unknown to ModelCheckpoint: then none of its own is the last good one."""
     run.gate.touch()
     trainer.save_checkpoint(str(Path(run.root) / "kept" / "other.ckpt"))
     elastic_strategy_of(trainer).wait_for_save()
@@ -188,13 +183,13 @@ OTHER = {"other.ckpt": "other.ckpt"}
 
 
 def shorten_drain_timeout(patch: pytest.MonkeyPatch, patience_s: float, abandon_s: float) -> None:
-    """Make a run that has ended give up its save in flight sooner."""
+    """Make a run that has ended abandon its save sooner."""
     patch.setattr(manager, "DRAIN_TIMEOUT_S", patience_s)
     patch.setattr(manager, "_CANCEL_TIMEOUT_S", abandon_s)
 
 
 def wait_for_writers() -> None:
-    """Wait, on all ranks, until no writer's thread is left of those that were given up."""
+    """Wait on all ranks until the threads of abandoned writers have ended."""
     end = time.monotonic() + PROMPT_TIMEOUT_S
     while any(thread.name.startswith("elastic-zero saves") for thread in threading.enumerate()):
         assert time.monotonic() < end, "a writer does not end"
@@ -203,5 +198,4 @@ def wait_for_writers() -> None:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step at which a checkpoint was saved."""
     return int(json.loads((checkpoint / "manifest.json").read_text())["progress"]["global_steps"])

@@ -33,7 +33,6 @@ class Clipping(RegressionNet):
     """Saves at its second step, where gradients are clipped."""
 
     def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
-        """Save."""
         assert self.trainer is not None
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, SaveOnce):
@@ -48,7 +47,7 @@ class ByHand(RegressionNet):
         self.automatic_optimization = False
 
     def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
-        """Step, in a way in which the strategy takes no part."""
+        """Step without the strategy."""
         loss = self._loss(batch)
         engine: Any = self.trainer.model
         engine.backward(loss)
@@ -59,13 +58,12 @@ class ByHand(RegressionNet):
 
 
 class SaveOnce(Callback):
-    """Saves the second time, with the thread that copies held for a second."""
+    """Saves the second time, with the copying thread paused for a second."""
 
     def __init__(self, run: AsyncSaveSpec) -> None:
         self.run, self.times = run, 0
 
     def act(self, trainer: pl.Trainer) -> None:
-        """Save, if it is time."""
         self.times += 1
         if self.times != 2:
             return
@@ -76,18 +74,14 @@ class SaveOnce(Callback):
 
 
 class BeforeStep(SaveOnce):
-    """Saves before the optimizer steps."""
-
     def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Save."""
         self.act(trainer)
 
 
 class AfterBatch(SaveOnce):
-    """Saves after a batch: what tears the snapshot, if anything does, is the next step."""
+    """Saves after a batch: the next step is the first that could tear the snapshot."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        """Save."""
         self.act(trainer)
 
 
@@ -119,7 +113,7 @@ def check_same_as_blocking_save(
     pools: Pools,
     tmp_path: Path,
 ) -> None:
-    """Compare what was saved behind training with what was saved while it waited."""
+    """Compare a background save with a blocking one."""
     found = {}
     for name in ("blocking", "behind"):
         run = AsyncSaveSpec(str(tmp_path / name), stage, async_save=name == "behind", gated=True)
@@ -132,14 +126,12 @@ def check_same_as_blocking_save(
 
 
 class HeldManifest:
-    """Stands for ``write_durably``: the first manifest that a writer writes waits."""
+    """Replaces `write_durably`: the first manifest of a writer waits."""
 
     def __init__(self) -> None:
         self.free, self.held = threading.Event(), False
 
     def patch(self, patch: pytest.MonkeyPatch) -> None:
-        """Take its place."""
-
         def write(path: Path, data: bytes) -> None:
             if path.name == "manifest.json" and in_background() and not self.held:
                 self.held = True
@@ -150,37 +142,32 @@ class HeldManifest:
 
 
 class UnrestorableError(Exception):
-    """Can be pickled and not be built again, as many an exception."""
+    """Can be pickled but not unpickled, as many exceptions."""
 
     def __init__(self, one: str, two: str) -> None:
         super().__init__(f"{one} {two}")
 
 
 class UnrestorableState(Callback):
-    """Has such an object in its state, for a while."""
+    """Has such an object in its state for a while."""
 
     strange: UnrestorableError | None = UnrestorableError("a", "b")
 
     def state_dict(self) -> dict[str, Any]:
-        """Leave it."""
         return {"last_error": self.strange}
 
 
 class Slow(Gate):
-    """Holds the writer that pickles it for a while."""
+    """Pauses the writer that pickles it."""
 
     def __reduce__(self) -> Any:
-        """Wait, if this is a writer's thread."""
         if in_background():
             time.sleep(0.1)
         return Slow, (self.path, self.fails_on)
 
 
 class StepLoggingNet(RegressionNet):
-    """Logs how far it is."""
-
     def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
-        """Log the step."""
         self.log("count", float(self.global_step))
         return self._loss(batch)
 
@@ -200,10 +187,7 @@ CALLBACKS: dict[str, list[dict[str, Any]]] = {
 
 
 def best_of(run: AsyncSaveSpec, callbacks: str) -> dict[str, bool]:
-    """Train with slow writers; give the name of each callback's best one, and whether it is there.
-
-    Rank 0 deletes while others have ended already: who lists the folder does so afterwards.
-    """
+    """Train with slow writers; return each callback's best checkpoint after all ranks ended."""
     folder = Path(run.root) / "kept"
     made = [ModelCheckpoint(dirpath=folder, **options) for options in CALLBACKS[callbacks]]
     trainer, net, data, director = run.make()

@@ -34,14 +34,12 @@ SHORT = Timeouts(
 
 
 class Odd:
-    """Neither plain data nor known to be harmless."""
+    """Neither plain data nor a known harmless class."""
 
     def __eq__(self, other: object) -> bool:
-        """Return whether it is one too."""
         return isinstance(other, Odd)
 
     def __hash__(self) -> int:
-        """Return the same number for all."""
         return 1
 
 
@@ -79,18 +77,16 @@ CURRICULUM = {
 
 
 def save_curriculum(path: str) -> str:
-    """Save an engine whose data come by a curriculum."""
+    """Save an engine whose data follow a curriculum."""
     return error_text(lambda: save_checkpoint(engine(CURRICULUM), path))
 
 
 def fit_curriculum(root: str) -> str:
-    """Fit with a curriculum in DeepSpeed's config."""
     config = {"zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True}
     return error_of(FitSpec(root, strategy={"config": config | CURRICULUM}))
 
 
 def save_to_own_path(root: str) -> str:
-    """Save to a path of this rank's own."""
     return error_text(lambda: save_checkpoint(engine(), f"{root}/{comm.get_rank()}.ckpt"))
 
 
@@ -110,7 +106,7 @@ def save_on_first_rank_only(root: str) -> str:
 
 
 def save_with_broken_disk(root: str, broken: int) -> str:
-    """Save well, then over it while one rank's disk takes no more."""
+    """Save well, then over it while one rank's disk is full."""
     made = engine()
     save_checkpoint(made, f"{root}/good.ckpt")
     real = os.write
@@ -129,7 +125,7 @@ def save_with_broken_disk(root: str, broken: int) -> str:
 
 
 def resume_on_first_rank_only(root: str) -> str:
-    """Resolve "last" to something on rank 0 only, as a folder that is not shared does."""
+    """Resolve "last" on rank 0 only, as in a folder that is not shared."""
     found = f"{root}/last.ckpt" if comm.get_rank() == 0 else None
     return error_of(FitSpec(f"{root}/other", 2, epochs=2, ckpt_path=found))
 
@@ -141,7 +137,6 @@ class RaisesOnRanks(Callback):
         self.ranks = ranks
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Raise."""
         if comm.get_rank() not in self.ranks:
             time.sleep(2 * IN_EXCEPTION_ABSENT_S)
         msg = "out of luck"
@@ -149,7 +144,7 @@ class RaisesOnRanks(Callback):
 
 
 def fail_in_training(root: str, ranks: tuple[int, ...]) -> str:
-    """Train with save_on_exception until some ranks raise; return what Python prints then."""
+    """Train with save_on_exception until some ranks raise; return Python's output."""
     manager._IN_EXCEPTION_ABSENT_S = IN_EXCEPTION_ABSENT_S
     options = {"save_on_exception": True, "save_last": True, "every_n_epochs": 5}
     plan = FitSpec(root, 2, checkpoint=options)
@@ -163,7 +158,7 @@ def fail_in_training(root: str, ranks: tuple[int, ...]) -> str:
 
 
 def save_after_fit(root: str) -> dict[str, Any]:
-    """Fit, save when the fit is over, test what was saved and what was best, and fit again."""
+    """Fit, save after the fit, test the saved and the best checkpoint, and fit again."""
     trainer, net, data, watch = FitSpec(root, 3).make()
     trainer.fit(net, data)
     trainer.save_checkpoint(f"{root}/after.ckpt")
@@ -178,7 +173,7 @@ def save_after_fit(root: str) -> dict[str, Any]:
 
 
 def save_objects(root: str) -> str:
-    """Save a state with objects in it; give what was said of them."""
+    """Save a state with objects in it; return the messages about them."""
     own = Path("of") / str(comm.get_rank())
     state = {"path": Path("a/b"), "deep": [{"odd": Odd()}], "plain": 1, "own": own}
     with log_heard("lightning_elastic_zero", logging.WARNING) as said:
@@ -187,7 +182,6 @@ def save_objects(root: str) -> str:
 
 
 def load_objects(root: str, allow: bool) -> str:
-    """Load it again."""
     same = comm.get_world_size() == 2
     own = Path("of") / str(comm.get_rank() if same else 0)
     expected = {"path": Path("a/b"), "deep": [{"odd": Odd()}], "plain": 1, "own": own}

@@ -25,8 +25,6 @@ from tests.trainer._failure_cases import engine as plain_engine
 
 @dataclass(frozen=True)
 class FingerprintResult:
-    """What a fit told of fingerprints."""
-
     saved: str
     """The last save's."""
     live: str
@@ -36,7 +34,7 @@ class FingerprintResult:
 
 @contextmanager
 def messages_of_lightning() -> Iterator[list[str]]:
-    """Collect what this rank logs in here by Lightning's logger."""
+    """Collect this rank's messages of Lightning's logger."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -52,7 +50,6 @@ def messages_of_lightning() -> Iterator[list[str]]:
 
 
 def fit(plan: FitSpec, verb: str = "fit") -> FingerprintResult:
-    """Fit, or evaluate, and tell."""
     trainer, net, data, _ = plan.make()
     with messages_of_lightning() as said:
         getattr(trainer, verb)(net, data, ckpt_path=plan.ckpt_path)

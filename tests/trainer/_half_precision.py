@@ -34,8 +34,6 @@ Held = dict[str, Any]
 
 @dataclass(frozen=True)
 class HalfFit:
-    """One fit."""
-
     root: str
     precision: Any
     stage: int
@@ -60,7 +58,6 @@ class OverflowingNet(RegressionNet):
         self.retained = plan.retained
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        """Return the loss."""
         loss = super().training_step(batch, batch_idx)
         if not self.automatic_optimization:
             optimizer: Any = self.optimizers()
@@ -74,29 +71,27 @@ class OverflowingNet(RegressionNet):
         return loss * OVERFLOW if overflows else loss
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW on one group: of a second one, ZeRO-1/2 does not find the first states."""
+        """Return AdamW on one group: in ZeRO-1/2 first states of a second one are not found."""
         trained = [p for p in self.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=self.lr)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
 class StateRecorder(Callback):
-    """Notes what is held when training starts and when it ends."""
+    """Records the state when training starts and when it ends."""
 
     def __init__(self) -> None:
         self.held: list[Held] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Look."""
         self.held.append(state_of(trainer.model) if trainer.global_step else {})
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Look."""
         self.held.append(state_of(trainer.model))
 
 
 def state_of(engine: Any) -> Held:
-    """Return what must survive, whole on each rank, in DeepSpeed's own way. Collective."""
+    """Return the state whole on each rank, by DeepSpeed's functions. Collective."""
     optimizer = engine.optimizer
     found: Held = dict(_masters_and_moments(engine.module, optimizer))
     for name, parameter in engine.module.named_parameters():
@@ -115,12 +110,12 @@ def state_of(engine: Any) -> Held:
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy that no engine changes, and that is compared with those of other devices."""
+    """Return a copy that no engine changes, and that compares with those of other devices."""
     return tensor.detach().to("cpu", copy=True)
 
 
 def _masters_and_moments(module: nn.Module, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each trained parameter's; DeepSpeed's functions for it do not know stage 0."""
+    """Yield those of each trained parameter; DeepSpeed's functions do not support stage 0."""
     named = {p: name for name, p in module.named_parameters() if p.requires_grad}
     if not hasattr(optimizer, "fp32_groups"):
         for parameter, name in named.items():
@@ -136,7 +131,7 @@ def _masters_and_moments(module: nn.Module, optimizer: Any) -> Iterator[tuple[st
 
 
 def fit(plan: HalfFit) -> tuple[Held, Held]:
-    """Fit; return what was held when training started, if it was resumed, and when it ended."""
+    """Fit; return the state when training started, if it was resumed, and when it ended."""
     recorder = StateRecorder()
     saves = ModelCheckpoint(plan.root, save_last=True, enable_version_counter=False)
     batch = None if plan.manual else GLOBAL_BATCH
@@ -172,12 +167,12 @@ def wanted_of(saved: Held, source: HalfFit, target: HalfFit, found: Held) -> Hel
 
 
 def differing(wanted: Held, found: Held) -> list[str]:
-    """Return what is not there bit for bit."""
+    """Return the entries that are not there bit for bit."""
     return [key for key, value in wanted.items() if not is_same(value, found.get(key))]
 
 
 def is_same(one: object, other: object) -> bool:
-    """Whether two values are the same, type and bits."""
+    """Whether two values have the same type and bits."""
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return type(one) is type(other) and one == other
     if one.dtype != other.dtype or one.shape != other.shape:

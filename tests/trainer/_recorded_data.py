@@ -36,18 +36,14 @@ def order_of(epoch: int, length: int) -> list[int]:
 
 
 def rank_part(order: list[int]) -> list[int]:
-    """Return this rank's part."""
     return order[comm.get_rank() :: comm.get_world_size()]
 
 
 def sample(index: int) -> tuple[torch.Tensor, int]:
-    """Return a sample."""
     return torch.full((WIDTH,), index / 10), index
 
 
 class Samples(Dataset[Any]):
-    """Samples by index."""
-
     def __init__(self, length: int) -> None:
         self.length = length
 
@@ -70,7 +66,6 @@ class EpochCountingStream(IterableDataset[Any]):
         return map(sample, rank_part(order))
 
     def resume_at(self, epoch: int, samples: int) -> None:
-        """Begin after so many samples of an epoch."""
         self.epoch, self.first = epoch, samples
 
 
@@ -82,8 +77,6 @@ class SizedEpochCountingStream(EpochCountingStream):
 
 
 class EpochCountingBatchSampler(BatchSampler):
-    """A batch sampler that counts its epochs."""
-
     def __init__(self, length: int, size: int) -> None:
         self.length, self.batch_size, self.drop_last = length, size, True
         self.sampler = range(length)
@@ -100,12 +93,11 @@ class EpochCountingBatchSampler(BatchSampler):
         return iter([mine[i : i + self.batch_size] for i in range(0, len(mine), self.batch_size)])
 
     def resume_at(self, epoch: int, samples: int) -> None:
-        """Begin after so many samples of an epoch."""
         self.epoch, self.first = epoch, samples
 
 
 class StatefulEpochLoader:
-    """A loader with a state of its own; where its epoch has ended, that is the next one's."""
+    """A loader with its own state; at an epoch's end it is that of the next one."""
 
     def __init__(self, length: int, batch_size: int) -> None:
         self.length, self.batch_size = length, batch_size
@@ -120,16 +112,14 @@ class StatefulEpochLoader:
         self.epoch, self.at = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return the place."""
         return {"epoch": self.epoch, "at": self.at}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on there."""
         self.epoch, self.at = state_dict["epoch"], state_dict["at"]
 
 
 class KeptEnded(StatefulEpochLoader):
-    """One whose state at an epoch's end is that end: its next iteration would give nothing more."""
+    """A loader whose state at an epoch's end is that end: it would yield nothing more."""
 
     @override
     def __iter__(self) -> Iterator[Any]:
@@ -158,16 +148,14 @@ class StatefulStream(IterableDataset[Any]):
             yield sample(mine[self.at - 1])
 
     def state_dict(self) -> dict[str, int]:
-        """Return the place."""
         return {"epoch": self.epoch, "at": self.at}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on there."""
         self.epoch, self.at = state_dict["epoch"], state_dict["at"]
 
 
 def counting_loader(kind: str, length: int, size: int) -> Any:
-    """Return the training loader of a kind that begins with ``counting``."""
+    """Return the training loader of a kind that begins with `counting`."""
     match kind:
         case "counting":
             return DataLoader(EpochCountingStream(length), batch_size=size)
@@ -189,7 +177,7 @@ def counting_loader(kind: str, length: int, size: int) -> Any:
 
 
 class IndexedSamples(Dataset[Any]):
-    """Samples that tell their index."""
+    """Samples that contain their index."""
 
     def __init__(self, length: int, noise: float) -> None:
         self.length, self.noise = length, noise
@@ -225,8 +213,6 @@ class Lists(IndexedSamples):
 
 
 class Backwards(Sampler[int]):
-    """A sampler of a user's own."""
-
     def __init__(self, length: int) -> None:
         self.length = length
 
@@ -238,7 +224,7 @@ class Backwards(Sampler[int]):
 
 
 class OwnGenerator(Sampler[int]):
-    """A sampler that draws from generators of its own, as users write them."""
+    """A sampler that draws from its own generators, as users write them."""
 
     def __init__(self, length: int, kind: str) -> None:
         self.length, self.kind = length, kind
@@ -290,7 +276,7 @@ class NumPyIndices(Sampler[Any]):
 
 
 class Anonymous:
-    """An index that no other process can tell from another one."""
+    """An index that no other process can compare."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -303,10 +289,7 @@ class Anonymous:
 
 
 class Stream(IterableDataset[Any]):
-    """Every rank's part of some samples in a row, in each epoch the same.
-
-    Workers take turns with batches.
-    """
+    """Each rank's part of consecutive samples, equal in each epoch; workers alternate batches."""
 
     def __init__(self, length: int, size: int = 1, noise: float = 0.0) -> None:
         self.length, self.size, self.noise, self.first = length, size, noise, 0
@@ -321,16 +304,13 @@ class Stream(IterableDataset[Any]):
 
 
 class SeekableStream(Stream):
-    """One that can be told where to begin."""
-
     def resume_at(self, epoch: int, samples: int) -> None:
-        """Begin after so many samples."""
         del epoch
         self.first = samples
 
 
 class ContinuingStream(Stream):
-    """A stream that does not begin anew in each epoch."""
+    """A stream that does not begin again in each epoch."""
 
     def __iter__(self) -> Iterator[Any]:
         while self.first < self.length:
@@ -340,7 +320,7 @@ class ContinuingStream(Stream):
 
 
 class StatefulLoader(DataLoader[Any]):
-    """A loader that keeps what its rank has consumed."""
+    """A loader that keeps the samples that its rank has consumed."""
 
     taken = 0
     skip = 0
@@ -354,16 +334,14 @@ class StatefulLoader(DataLoader[Any]):
                 yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """Keep it."""
         return {"taken": self.taken}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Skip it."""
         self.skip = state_dict["taken"]
 
 
 class OwnBatchSampler(BatchSampler):
-    """A batch sampler of a user's own: each rank's samples, back to front."""
+    """A user's batch sampler: each rank's samples, back to front."""
 
     def __init__(self, length: int, size: int) -> None:
         self.length, self.batch_size, self.drop_last = length, size, True
@@ -385,19 +363,18 @@ class OwnBatchSampler(BatchSampler):
         return iter(self._own()[begin:])
 
     def resume_at(self, epoch: int, samples: int) -> None:
-        """Begin after so many samples."""
         del epoch
         self.samples = samples
 
 
 class PlaceLess(OwnBatchSampler):
-    """One that cannot be told where to begin."""
+    """A data set without a way to resume at a sample."""
 
     resume_at = None  # type: ignore[assignment]
 
 
 class LoadersByEpoch(pl.LightningDataModule):
-    """Makes its training loader by the epoch; ``reload_dataloaders_every_n_epochs`` asks again."""
+    """Makes its training loader by the epoch; `reload_dataloaders_every_n_epochs` asks again."""
 
     def __init__(self, kind: str, length: int, size: int, options: dict[str, Any]) -> None:
         super().__init__()
@@ -422,7 +399,7 @@ class LoadersByEpoch(pl.LightningDataModule):
 
 
 def _none_for_one(samples: list[Any]) -> Any:
-    """Return None in the place of the batch that has the 13th sample."""
+    """Return None instead of the batch with the 13th sample."""
     return None if any(index == 12 for _, index in samples) else default_collate(samples)
 
 

@@ -33,8 +33,6 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class RunSpec:
-    """One fit."""
-
     save: tuple[str, ...] = ()
     """Moments at which to save: ``batch 7`` (after the epoch's 7th micro-batch of epoch 0), ..."""
     root: str = ""
@@ -63,20 +61,17 @@ class RunSpec:
     """Made in the rank, before the one that records."""
 
     def resumed(self, moment: str, **changes: Any) -> RunSpec:
-        """Return the run that goes on from what this one saved at a moment, and saves nothing."""
+        """Return the run that resumes from this one's save at a moment, and saves nothing."""
         path = Path(self.root) / f"{moment.replace(' ', '-')}.ckpt"
         return replace(self, **{"save": (), "ckpt_path": str(path), **changes})
 
     def loaders(self) -> Any:
-        """Return the training loaders."""
         kind, length, size = self.kind, self.length, self.batch_size
         return _recorded_data.loaders_of(kind, length, size, self.noise, self.loader)
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What one rank saw."""
-
     steps: dict[int, list[int]]
     """Sample ids of each optimizer step, of all ranks, sorted; steps count from 0."""
     losses: dict[int, float]
@@ -97,12 +92,12 @@ class RunRecord:
 
 
 def from_step(values: Mapping[int, V], begin: int) -> dict[int, V]:
-    """Return what a run saw from a step on."""
+    """Return the record of a run from a step on."""
     return {step: value for step, value in values.items() if step >= begin}
 
 
 class RecordingNet(pl.LightningModule):
-    """A small net that notes what it is given."""
+    """A small net that records its inputs."""
 
     def __init__(self, run: RunSpec) -> None:
         super().__init__()
@@ -122,7 +117,7 @@ class RecordingNet(pl.LightningModule):
         self.last = nn.Linear(7, 1)
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the loss of each sample, shape ``(batch,)``."""
+        """Return the loss of each sample, shape `(batch,)`."""
         hidden = torch.tanh(self.first(x))
         hidden = nn.functional.dropout(hidden, self.of.dropout, training=self.training)
         target = x.sum(1)
@@ -166,7 +161,6 @@ class RecordingNet(pl.LightningModule):
 
 
 def schedule_of(net: RecordingNet, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-    """Return the scheduler that a run asks for."""
     rates = torch.optim.lr_scheduler
     made: Any
     match net.of.schedule:
@@ -205,7 +199,7 @@ def _factor(step: int) -> float:
 
 
 class EventRecorder(Callback):
-    """Saves at the moments that it was told, and notes what happens."""
+    """Saves at the given moments, and records events."""
 
     def __init__(self, run: RunSpec) -> None:
         self.of = run
@@ -278,7 +272,7 @@ class AccumulatesByEpoch(Callback):
 
 
 def counts_of(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the whole state of loops, but for what loaders keep, which is no counter."""
+    """Return the whole state of loops, except the states of loaders."""
     flat: dict[str, Any] = {}
     for key, value in copy.deepcopy(state).items():
         if isinstance(value, dict):
@@ -290,7 +284,7 @@ def counts_of(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def fit(run: RunSpec) -> RunRecord:
-    """Fit, and give what this rank saw, with the samples of all ranks."""
+    """Fit; return this rank's record, with the samples of all ranks."""
     of_lightning = "lightning.pytorch.utilities.rank_zero"
     with warnings_heard() as warned, log_heard(of_lightning, logging.INFO) as said:
         seen = _fit(run)
@@ -298,7 +292,7 @@ def fit(run: RunSpec) -> RunRecord:
 
 
 def warned_by_default(run: RunSpec) -> tuple[RunRecord, list[str]]:
-    """Fit without any filter of warnings but those of libraries; return what was warned too."""
+    """Fit with the default filters of warnings; return the warnings too."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.resetwarnings()
         seen = _fit(run)
@@ -306,17 +300,15 @@ def warned_by_default(run: RunSpec) -> tuple[RunRecord, list[str]]:
 
 
 def error_of(run: RunSpec) -> str:
-    """Return what a run raises."""
     return error_text(lambda: fit(run))
 
 
 def fits(runs: list[RunSpec]) -> list[RunRecord]:
-    """Fit one run after the other."""
     return [fit(run) for run in runs]
 
 
 def _fit(run: RunSpec) -> RunRecord:
-    """Fit, and give what this rank saw."""
+    """Fit; return this rank's record."""
     pl.seed_everything(run.seed, workers=True, verbose=False)
     torch.manual_seed(run.seed + comm.get_rank())  # the streams of ranks differ, as on devices
     net, watch = RecordingNet(run), EventRecorder(run)
@@ -329,7 +321,6 @@ def _fit(run: RunSpec) -> RunRecord:
 
 
 def trainer_of(run: RunSpec, callbacks: list[Callback]) -> pl.Trainer:
-    """Return a trainer."""
     strategy = elastic(stage=run.stage, global_batch_size=run.global_batch, **run.strategy)
     options = {"max_epochs": run.epochs, "max_steps": run.max_steps, **run.trainer}
     return quiet_trainer(strategy, *callbacks, **options)

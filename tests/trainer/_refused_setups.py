@@ -42,7 +42,7 @@ def curriculum() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Refused:
-    """A run of a Trainer that is refused in ``setup``."""
+    """A run of a Trainer that is refused in `setup`."""
 
     sentence: str
     stage: Any = 2
@@ -56,7 +56,6 @@ class Refused:
 
 
 def zero(**options: object) -> dict[str, Any]:
-    """Return a config with options of ZeRO."""
     return {"zero_optimization": options}
 
 
@@ -217,7 +216,7 @@ NEWER = {
 
 
 def quantized(optimizer: str, stage: int = 2) -> Refused:
-    """Return what is said of an optimizer with few bits."""
+    """Return the message for an optimizer with few bits."""
     package, _, name = optimizer.partition(".optim.")
     return Refused(
         f"the optimizer {package}.{name}: its state is quantized in blocks of the flat "
@@ -280,7 +279,6 @@ class Net(pl.LightningModule):
         self.case = case
 
     def configure_model(self) -> None:
-        """Make the layers."""
         if hasattr(self, "net"):
             return
         bias = self.case.layers != "matrices"
@@ -292,18 +290,15 @@ class Net(pl.LightningModule):
             self.experts = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), num_experts=2, ep_size=2)
 
     def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
-        """Return a loss."""
         x = batch[0].to(next(self.net.parameters()).dtype)
         return torch.as_tensor(self.net(x).float().pow(2).mean())
 
     validation_step = test_step = training_step
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the layers make of it."""
         return torch.as_tensor(self.net(x))
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer, unless DeepSpeed makes it."""
         if "optimizer" in self.case.config:
             return None
         groups: list[dict[str, Any]] = [{"params": [*self.parameters()]}]
@@ -321,14 +316,13 @@ class Net(pl.LightningModule):
         return class_of(self.case.optimizer)(groups, lr=0.01)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Return two batches per rank."""
         return DataLoader(TensorDataset(torch.ones(8, WIDTH)), batch_size=2)
 
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
 
 
 def said_by_trainer(root: str, case: Refused) -> str:
-    """Fit, and return what was raised, and after how many steps."""
+    """Fit; return the error, and the number of steps before it."""
     warnings.simplefilter("ignore")
     options = dict(case.config)
     options["zero_optimization"] = {

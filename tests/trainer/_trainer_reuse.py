@@ -38,7 +38,7 @@ LENGTH, GLOBAL_BATCH = 48, 12
 
 
 def make_strategy(stage: int) -> ElasticDeepSpeedStrategy:
-    """Return one whose batches differ from the Trainer's settings."""
+    """Return a strategy whose batches differ from the Trainer's settings."""
     return elastic(stage=stage, global_batch_size=GLOBAL_BATCH)
 
 
@@ -49,7 +49,7 @@ def make_trainer(strategy: ElasticDeepSpeedStrategy, *callbacks: Callback, **opt
 
 
 def settings_of(trainer: Any) -> dict[str, Any]:
-    """Return the Trainer's settings, and what stands in for its callbacks' methods."""
+    """Return the Trainer's settings, and the replacements of its callbacks' methods."""
     found = {name: getattr(trainer, name) for name in SETTINGS}
     found["callbacks"] = [type(callback).__name__ for callback in trainer.callbacks]
     given = {"log", "log_dict"}  # by Lightning, for good
@@ -71,7 +71,7 @@ def fit_copied(
     root: str = "",
     ckpt_path: str | None = None,
 ) -> RunRecord:
-    """Fit with a strategy as it came here, or with a copy of it or of its Trainer."""
+    """Fit with a pickled strategy, or with a copy of it or of its Trainer."""
     pl.seed_everything(3, workers=True, verbose=False)
     run = RunSpec(length=LENGTH, save=("step 1.1",) if root else (), root=root)
     net, watch = RecordingNet(run), EventRecorder(run)
@@ -88,8 +88,6 @@ def fit_copied(
 
 
 class RaisesAtStep(Callback):
-    """Raises at a step, once."""
-
     def __init__(self) -> None:
         self.at = -1
 
@@ -109,7 +107,7 @@ class RaisesAtStep(Callback):
 
 
 def settings_after(root: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]], dict[int, int]]:
-    """Use one Trainer again and again; return its settings first, after each, and the steps."""
+    """Reuse one Trainer; return its settings first and after each use, and the steps."""
     pl.seed_everything(3, workers=True, verbose=False)
     fails, net = RaisesAtStep(), RecordingNet(RunSpec(length=LENGTH))
     saves = ModelCheckpoint(root, save_last=True, enable_version_counter=False)

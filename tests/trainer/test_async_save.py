@@ -49,10 +49,9 @@ def save_in_the_midst(run: AsyncSaveSpec, step: int = 2) -> dict[str, Any]:
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(("stage", "precision"), [(1, "32-true"), (2, "bf16-true"), (3, "32-true")])
-def test_it_equals_a_blocking_save(
+def test_a_background_save_equals_a_blocking_save(
     stage: int, precision: str, pools: Pools, tmp_path: Path
 ) -> None:
-    """What is written while training goes on is the state at the save, bit for bit."""
     blocking = AsyncSaveSpec(
         str(tmp_path / "blocking"), stage, async_save=False, precision=precision
     )
@@ -68,8 +67,7 @@ def test_it_equals_a_blocking_save(
 
 
 @pytest.mark.long
-def test_training_does_not_wait(pools: Pools, tmp_path: Path) -> None:
-    """While the writer is held, training goes on to its end, and nothing is published."""
+def test_training_does_not_wait_for_a_background_save(pools: Pools, tmp_path: Path) -> None:
     for seen in pools.run(2, partial(save_in_the_midst, AsyncSaveSpec(str(tmp_path), gated=True))):
         assert not seen["there at the end"]
         assert seen["figures"].waited_s < seen["figures"].seconds
@@ -77,7 +75,7 @@ def test_training_does_not_wait(pools: Pools, tmp_path: Path) -> None:
 
 
 def step_while_copying(run: AsyncSaveSpec) -> None:
-    """Save, with the thread that copies held until the next step is about to be taken."""
+    """Save, with the copying thread paused until just before the next step."""
     target = str(Path(run.root) / "a.ckpt")
 
     def save(trainer: pl.Trainer) -> None:
@@ -92,8 +90,7 @@ def step_while_copying(run: AsyncSaveSpec) -> None:
     assert not director.errors
 
 
-def test_the_step_waits_for_copies(pools: Pools, tmp_path: Path) -> None:
-    """What is copied behind forward and backward is what was there before the next step."""
+def test_the_next_step_waits_for_copies(pools: Pools, tmp_path: Path) -> None:
     blocking = AsyncSaveSpec(str(tmp_path / "blocking"), async_save=False)
     pools.run(2, partial(save_in_the_midst, blocking))
     behind = AsyncSaveSpec(str(tmp_path / "behind"))
@@ -103,7 +100,7 @@ def test_the_step_waits_for_copies(pools: Pools, tmp_path: Path) -> None:
 
 
 def save_with_little_memory(run: AsyncSaveSpec) -> dict[str, Any]:
-    """Save after a step, and let the writer write only after the next micro-batch, or later."""
+    """Save after a step; let the writer write after the next micro-batch, or later."""
     seen: dict[str, Any] = {}
     target = str(Path(run.root) / "a.ckpt")
 
@@ -134,8 +131,9 @@ def save_with_little_memory(run: AsyncSaveSpec) -> dict[str, Any]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [1, 3])
-def test_little_memory(stage: int, pools: Pools, tmp_path: Path) -> None:
-    """What finds no room is what it was, too; only the optimizer step waits for it."""
+def test_state_without_room_for_a_copy_delays_the_step_only(
+    stage: int, pools: Pools, tmp_path: Path
+) -> None:
     saved, memory = {}, {}
     for most in (None, 2500, 0):
         run = AsyncSaveSpec(
@@ -172,10 +170,9 @@ def save_twice(run: AsyncSaveSpec) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("fails_on", "max_snapshot_bytes"), [(0, None), (1, None), (1, 0)])
-def test_a_failure_is_raised_at_the_next_save(
+def test_a_failed_background_save_is_raised_on_all_ranks_at_the_next_save(
     fails_on: int, max_snapshot_bytes: int | None, pools: Pools, tmp_path: Path
 ) -> None:
-    """All ranks hear of it, with its cause; nothing is published, and later saves succeed."""
     run = AsyncSaveSpec(
         str(tmp_path), gated=True, fails_on=fails_on, max_snapshot_bytes=max_snapshot_bytes
     )
@@ -193,7 +190,6 @@ def test_a_failure_is_raised_at_the_next_save(
 
 
 def fail_at_the_end(run: AsyncSaveSpec) -> str:
-    """Save with a writer that fails, and train to the end."""
     run.gate.touch()
     run.actions = {5: lambda trainer: trainer.save_checkpoint(str(Path(run.root) / "a.ckpt"))}
     trainer, net, data, _ = run.make()
@@ -201,8 +197,9 @@ def fail_at_the_end(run: AsyncSaveSpec) -> str:
 
 
 @pytest.mark.long
-def test_a_failure_is_raised_at_the_end(pools: Pools, tmp_path: Path) -> None:
-    """Without another save, all ranks hear of it when training ends."""
+def test_a_failed_background_save_is_raised_at_the_end_of_the_fit(
+    pools: Pools, tmp_path: Path
+) -> None:
     for error in pools.run(
         2, partial(fail_at_the_end, AsyncSaveSpec(str(tmp_path), gated=True, fails_on=1))
     ):
@@ -212,7 +209,7 @@ def test_a_failure_is_raised_at_the_end(pools: Pools, tmp_path: Path) -> None:
 
 
 def watch_folder(run: AsyncSaveSpec) -> dict[str, dict[str, str]]:
-    """Look at ModelCheckpoint's folder while its first and its second save are held, and after."""
+    """List ModelCheckpoint's folder during its first and second save, and afterwards."""
     seen: dict[str, dict[str, str]] = {}
 
     def first(trainer: pl.Trainer) -> None:
@@ -242,8 +239,7 @@ def watch_folder(run: AsyncSaveSpec) -> dict[str, dict[str, str]]:
     return seen
 
 
-def test_deletions_wait_for_their_successor(pools: Pools, tmp_path: Path) -> None:
-    """top-k deletes the old checkpoint when the new one is published, and not before."""
+def test_top_k_deletes_when_the_successor_is_published(pools: Pools, tmp_path: Path) -> None:
     run = AsyncSaveSpec(
         str(tmp_path), gated=True, checkpoint={"save_top_k": 1, "filename": "{step}"}
     )
@@ -256,13 +252,11 @@ def test_deletions_wait_for_their_successor(pools: Pools, tmp_path: Path) -> Non
 
 
 def linked(name: str) -> dict[str, str]:
-    """Return a checkpoint and the link to it."""
     return {"last.ckpt": name, name: name}
 
 
 @pytest.mark.long
-def test_links_name_what_is_published(pools: Pools, tmp_path: Path) -> None:
-    """last.ckpt leads to the last published checkpoint while the next one is written."""
+def test_last_leads_to_the_last_published_checkpoint(pools: Pools, tmp_path: Path) -> None:
     options = {"save_top_k": 1, "filename": "{step}", "save_last": "link"}
     for seen in pools.run(
         2, partial(watch_folder, AsyncSaveSpec(str(tmp_path), gated=True, checkpoint=options))
@@ -275,7 +269,7 @@ def test_links_name_what_is_published(pools: Pools, tmp_path: Path) -> None:
 
 
 def fail_the_second(run: AsyncSaveSpec) -> tuple[dict[str, str], str]:
-    """Make the writer of ModelCheckpoint's second save fail; return what is left."""
+    """Make ModelCheckpoint's second save fail; return the remaining entries."""
 
     def other_first(trainer: pl.Trainer) -> None:
         save_other(run, trainer)
@@ -298,8 +292,9 @@ def fail_the_second(run: AsyncSaveSpec) -> tuple[dict[str, str], str]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("save_last", [None, "link"])
-def test_a_failure_deletes_nothing(save_last: str | None, pools: Pools, tmp_path: Path) -> None:
-    """Where the successor could not be written, the old checkpoint and the link to it stay."""
+def test_a_failed_background_save_deletes_nothing(
+    save_last: str | None, pools: Pools, tmp_path: Path
+) -> None:
     options = {"save_top_k": 1, "filename": "{step}", "save_last": save_last}
     run = AsyncSaveSpec(str(tmp_path), gated=True, epochs=2, checkpoint=options)
     old = linked("step=2.ckpt") if save_last else {"step=2.ckpt": "step=2.ckpt"}
@@ -309,7 +304,7 @@ def test_a_failure_deletes_nothing(save_last: str | None, pools: Pools, tmp_path
 
 
 def do_now(what: str, trainer: pl.Trainer, first: Path) -> None:
-    """Do what has to wait for a save."""
+    """Do something that has to wait for a save."""
     if what == "save":
         trainer.save_checkpoint(str(first.with_name("b.ckpt")))
     elif what == "load":
@@ -325,7 +320,7 @@ def do_now(what: str, trainer: pl.Trainer, first: Path) -> None:
 
 
 def save_then(run: AsyncSaveSpec, what: str) -> dict[str, Any]:
-    """Save with a writer that is held for a second, and at once do something that has to wait."""
+    """Save with a writer paused for a second, and at once do something that has to wait."""
     first = Path(run.root) / "a.ckpt"
     seen: dict[str, Any] = {}
 
@@ -352,8 +347,9 @@ def save_then(run: AsyncSaveSpec, what: str) -> dict[str, Any]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("what", ["save", "load", "hpc"])
-def test_who_needs_it_waits_for_it(what: str, pools: Pools, tmp_path: Path) -> None:
-    """The next save, a load, and the save before SLURM's requeueing wait for the save in flight."""
+def test_saves_loads_and_requeueing_wait_for_the_save_in_flight(
+    what: str, pools: Pools, tmp_path: Path
+) -> None:
     for seen in pools.run(2, partial(save_then, AsyncSaveSpec(str(tmp_path), gated=True), what)):
         assert not seen["errors"]
         assert not seen["before"]
@@ -362,8 +358,9 @@ def test_who_needs_it_waits_for_it(what: str, pools: Pools, tmp_path: Path) -> N
 
 @pytest.mark.long
 @pytest.mark.parametrize("what", ["exception", "SIGTERM", "KeyboardInterrupt"])
-def test_an_interrupted_run_ends_its_save(what: str, pools: Pools, tmp_path: Path) -> None:
-    """Where the run ends early, what is in flight is still published, and nothing is left over."""
+def test_an_interrupted_run_publishes_its_save_in_flight(
+    what: str, pools: Pools, tmp_path: Path
+) -> None:
     for seen in pools.run(2, partial(save_then, AsyncSaveSpec(str(tmp_path), gated=True), what)):
         assert "raised" in seen
         assert not seen["before"]
@@ -372,8 +369,7 @@ def test_an_interrupted_run_ends_its_save(what: str, pools: Pools, tmp_path: Pat
 
 
 @pytest.mark.long
-def test_saving_in_an_exception(pools: Pools, tmp_path: Path) -> None:
-    """With a save in flight, ModelCheckpoint(save_on_exception=True) saves, and waits for it."""
+def test_save_on_exception_waits_for_the_save_in_flight(pools: Pools, tmp_path: Path) -> None:
     options = {"save_on_exception": True, "filename": "{step}", "every_n_epochs": 9}
     run = AsyncSaveSpec(str(tmp_path), gated=True, checkpoint=options)
     for seen in pools.run(2, partial(save_then, run, "exception")):
@@ -385,21 +381,20 @@ def test_saving_in_an_exception(pools: Pools, tmp_path: Path) -> None:
 
 
 def save_after(run: AsyncSaveSpec) -> bool:
-    """Save when the fit is over."""
     trainer, net, data, _ = run.make()
     trainer.fit(net, data)
     trainer.save_checkpoint(str(Path(run.root) / "a.ckpt"))
     return is_published(Path(run.root) / "a.ckpt")
 
 
-def test_after_the_fit_nothing_is_in_the_background(pools: Pools, tmp_path: Path) -> None:
-    """A checkpoint that is saved after the fit is there when the call returns."""
+def test_a_save_after_the_fit_is_published_when_the_call_returns(
+    pools: Pools, tmp_path: Path
+) -> None:
     assert all(pools.run(2, partial(save_after, AsyncSaveSpec(str(tmp_path), epochs=1))))
 
 
 @pytest.mark.long
-def test_one_rank(pools: Pools, tmp_path: Path) -> None:
-    """One rank, which has nobody to agree with, saves in the background too."""
+def test_one_rank_saves_in_the_background(pools: Pools, tmp_path: Path) -> None:
     run = AsyncSaveSpec(str(tmp_path), gated=True)
     assert not pools.run(1, partial(save_in_the_midst, run))[0]["there at the end"]
     assert is_published(tmp_path / "a.ckpt")

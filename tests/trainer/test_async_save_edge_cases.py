@@ -56,7 +56,7 @@ FAILS_IN_S = PROMPT_TIMEOUT_S
 def test_no_step_tears_a_snapshot(
     stage: int, max_snapshot_bytes: int | None, place: str, pools: Pools, tmp_path: Path
 ) -> None:
-    """Saved between backward and the step, or before one by hand, it is as a blocking save."""
+    """Saved between backward and the step, or before a step by hand."""
     check_same_as_blocking_save(stage, max_snapshot_bytes, SAVE_POINTS[place], pools, tmp_path)
 
 
@@ -64,7 +64,7 @@ def test_no_step_tears_a_snapshot(
 
 
 def give_up_the_second(run: AsyncSaveSpec) -> list[dict[str, str]]:
-    """End by an exception while ModelCheckpoint's second save is held; look then, and later."""
+    """End by an exception during ModelCheckpoint's second save; list entries then and later."""
 
     def first(trainer: pl.Trainer) -> None:
         trainer.strategy.barrier()
@@ -93,8 +93,7 @@ def give_up_the_second(run: AsyncSaveSpec) -> list[dict[str, str]]:
 
 
 @pytest.mark.long
-def test_a_save_given_up_deletes_nothing(pools: Pools, tmp_path: Path) -> None:
-    """What was to go once its successor is there stays where the successor is never there."""
+def test_an_abandoned_save_deletes_nothing(pools: Pools, tmp_path: Path) -> None:
     run = AsyncSaveSpec(
         str(tmp_path), gated=True, checkpoint={"save_top_k": 1, "filename": "{step}"}
     )
@@ -104,7 +103,7 @@ def test_a_save_given_up_deletes_nothing(pools: Pools, tmp_path: Path) -> None:
 
 
 def save_over(first: AsyncSaveSpec, second: AsyncSaveSpec, *, free_first: bool) -> dict[str, Any]:
-    """Return up a save just before it is published, and save to its path in another fit."""
+    """Abandon a save just before it is published, and save to its path in another fit."""
     target, manifest = Path(first.root) / "last.ckpt", HeldManifest()
     seen: dict[str, Any] = {}
 
@@ -142,10 +141,9 @@ def save_over(first: AsyncSaveSpec, second: AsyncSaveSpec, *, free_first: bool) 
 
 @pytest.mark.parametrize("async_save", [False, True])
 @pytest.mark.parametrize("free_first", [False, True])
-def test_what_was_given_up_is_never_published(
+def test_an_abandoned_save_is_never_published(
     async_save: bool, free_first: bool, pools: Pools, tmp_path: Path
 ) -> None:
-    """A writer that awakes after its run has ended publishes nothing, and leaves nothing."""
     first, second = (
         AsyncSaveSpec(str(tmp_path)),
         AsyncSaveSpec(str(tmp_path), async_save=async_save),
@@ -161,7 +159,7 @@ def test_what_was_given_up_is_never_published(
 
 
 def fail_with_a_save_held(run: AsyncSaveSpec) -> int:
-    """Raise while the writer is held for good; return how often all patience was spent on it."""
+    """Raise while the writer is paused for good; count the timeouts spent on it."""
     patience_s, spent, wait = 3.125, list[float](), threading.Event.wait
 
     def counted(event: threading.Event, timeout: float | None = None) -> bool:
@@ -190,8 +188,7 @@ def fail_with_a_save_held(run: AsyncSaveSpec) -> int:
 
 
 @pytest.mark.long
-def test_patience_ends_once(pools: Pools, tmp_path: Path) -> None:
-    """A save in the exception, and the end after it, do not both wait for one that is held."""
+def test_only_one_timeout_is_spent_on_a_hanging_save(pools: Pools, tmp_path: Path) -> None:
     options = {"save_on_exception": True, "filename": "{step}", "every_n_epochs": 9}
     run = AsyncSaveSpec(str(tmp_path), gated=True, checkpoint=options)
     assert pools.run(2, partial(fail_with_a_save_held, run), FAILS_IN_S) == [1, 1]
@@ -203,7 +200,7 @@ def test_patience_ends_once(pools: Pools, tmp_path: Path) -> None:
 
 
 def requeue_in_a_wait(run: AsyncSaveSpec, wait: str) -> dict[str, Any]:
-    """Make a signal come while training waits for the save before; save in its handler."""
+    """Send a signal while training waits for the save before; save in its handler."""
     root = Path(run.root)
     requeued = root / "hpc_ckpt_1.ckpt"
     seen: dict[str, Any] = {}
@@ -235,8 +232,9 @@ def requeue_in_a_wait(run: AsyncSaveSpec, wait: str) -> dict[str, Any]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("wait", ["save", "wait_for_save"])
-def test_a_requeueing_within_a_wait(wait: str, pools: Pools, tmp_path: Path) -> None:
-    """SLURM's signal comes at any time: its save is written, and so is the one it came into."""
+def test_requeueing_while_a_save_is_waited_for_writes_both_saves(
+    wait: str, pools: Pools, tmp_path: Path
+) -> None:
     run = AsyncSaveSpec(str(tmp_path), gated=True)
     for seen in pools.run(2, partial(requeue_in_a_wait, run, wait), FAILS_IN_S):
         assert seen == {"held": True, "requeued": True, "errors": {}}
@@ -246,7 +244,7 @@ def test_a_requeueing_within_a_wait(wait: str, pools: Pools, tmp_path: Path) -> 
 
 
 def requeue_after_a_failure(run: AsyncSaveSpec, *, over: bool) -> dict[str, Any]:
-    """Save for requeueing when a save in the background has failed, or is about to fail."""
+    """Save for requeueing when a background save has failed, or is about to fail."""
     root = Path(run.root)
     requeued = root / "hpc_ckpt_1.ckpt"
     seen: dict[str, Any] = {}
@@ -272,8 +270,7 @@ def requeue_after_a_failure(run: AsyncSaveSpec, *, over: bool) -> dict[str, Any]
 
 @pytest.mark.long
 @pytest.mark.parametrize("over", [True, False])
-def test_a_requeueing_after_a_failure(over: bool, pools: Pools, tmp_path: Path) -> None:
-    """The last save of a job is written, whatever became of the one before."""
+def test_requeueing_saves_after_a_failed_save(over: bool, pools: Pools, tmp_path: Path) -> None:
     run = AsyncSaveSpec(str(tmp_path), gated=True, fails_on=1)
     for seen in pools.run(2, partial(requeue_after_a_failure, run, over=over), FAILS_IN_S):
         assert seen == {"requeued": True, "errors": {}}
@@ -284,7 +281,6 @@ def test_a_requeueing_after_a_failure(over: bool, pools: Pools, tmp_path: Path) 
 
 
 def save_what_is_strange(run: AsyncSaveSpec) -> dict[int, str]:
-    """Save with and then without it."""
     root, holder = Path(run.root), UnrestorableState()
 
     def without(trainer: pl.Trainer) -> None:
@@ -299,8 +295,7 @@ def save_what_is_strange(run: AsyncSaveSpec) -> dict[int, str]:
 
 
 @pytest.mark.long
-def test_what_cannot_be_unpickled(pools: Pools, tmp_path: Path) -> None:
-    """The error says where in the trainer's state it is, on all ranks, and later saves succeed."""
+def test_state_that_cannot_be_unpickled_is_refused_by_place(pools: Pools, tmp_path: Path) -> None:
     run = AsyncSaveSpec(str(tmp_path))
     for errors in pools.run(2, partial(save_what_is_strange, run), FAILS_IN_S):
         assert list(errors) == [2]
@@ -330,8 +325,7 @@ def save_without_memory(run: AsyncSaveSpec) -> dict[int, str]:
     return director.errors
 
 
-def test_no_memory_on_one_rank(pools: Pools, tmp_path: Path) -> None:
-    """All ranks are told which one has no memory, and what helps; later saves succeed."""
+def test_a_rank_without_memory_is_named_on_all_ranks(pools: Pools, tmp_path: Path) -> None:
     for errors in pools.run(
         2, partial(save_without_memory, AsyncSaveSpec(str(tmp_path))), FAILS_IN_S
     ):
@@ -344,7 +338,7 @@ def test_no_memory_on_one_rank(pools: Pools, tmp_path: Path) -> None:
 
 
 def save_what_was_doomed(run: AsyncSaveSpec) -> dict[int, str]:
-    """Save anew to a path whose deletion waits for a link, and only then move the link on."""
+    """Save to a path whose deletion waits for a link, and only then move the link."""
     root = Path(run.root)
     link, scheduled, other = (root / f"{name}.ckpt" for name in ("last", "a", "other"))
 
@@ -373,8 +367,9 @@ def save_what_was_doomed(run: AsyncSaveSpec) -> dict[int, str]:
     return director.errors
 
 
-def test_what_is_saved_anew_is_not_deleted(pools: Pools, tmp_path: Path) -> None:
-    """That a path was to be deleted is said of what was there, not of what is saved there later."""
+def test_a_pending_deletion_does_not_hit_a_new_save_to_the_path(
+    pools: Pools, tmp_path: Path
+) -> None:
     for errors in pools.run(
         2, partial(save_what_was_doomed, AsyncSaveSpec(str(tmp_path))), FAILS_IN_S
     ):
@@ -385,8 +380,9 @@ def test_what_is_saved_anew_is_not_deleted(pools: Pools, tmp_path: Path) -> None
 
 @pytest.mark.long
 @pytest.mark.parametrize("callbacks", CALLBACKS)
-def test_names_are_those_of_a_blocking_run(callbacks: str, pools: Pools, tmp_path: Path) -> None:
-    """What is being written has its name already: nothing else is saved under it meanwhile."""
+def test_names_in_the_background_are_those_of_blocking_saves(
+    callbacks: str, pools: Pools, tmp_path: Path
+) -> None:
     found = {}
     for name in ("blocking", "behind"):
         run = AsyncSaveSpec(str(tmp_path / name), async_save=name == "behind", net=StepLoggingNet)

@@ -30,7 +30,6 @@ class FailsAt(Callback):
         self.step = step
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        """Raise when so many steps have been taken."""
         if trainer.global_step == self.step:
             msg = "in the midst"
             raise ArithmeticError(msg)
@@ -53,7 +52,7 @@ class MonitoredFit:
         return [kinds[name](self.root, name=name, version="v") for name in self.loggers]
 
     def run(self) -> dict[str, int]:
-        """Fit; return the bytes that the saves wrote, by name, of those that are there."""
+        """Fit; return the bytes written by each remaining save, by name."""
         saves = ModelCheckpoint(
             self.root, save_top_k=-1, every_n_train_steps=1, filename="{step}", save_last=False
         )
@@ -77,7 +76,7 @@ class MonitoredFit:
         }
 
     def scalars(self) -> dict[str, dict[int, float]]:
-        """Return what TensorBoard has in its event files: values by step, by tag."""
+        """Return TensorBoard's values by step, by tag."""
         events = EventAccumulator(str(Path(self.root, "tensorboard", "v")))
         events.Reload()
         return {
@@ -87,14 +86,14 @@ class MonitoredFit:
         }
 
     def texts(self) -> dict[int, str]:
-        """Return the fingerprints that TensorBoard has as texts, by step."""
+        """Return TensorBoard's fingerprints, by step."""
         events = EventAccumulator(str(Path(self.root, "tensorboard", "v")))
         events.Reload()
         tag = "checkpoint/fingerprint/text_summary"
         return {e.step: e.tensor_proto.string_val[0].decode() for e in events.Tensors(tag)}
 
     def rows(self) -> list[dict[str, str]]:
-        """Return the rows of the CSV file that tell of checkpoints."""
+        """Return the rows of the CSV file about checkpoints."""
         path = Path(self.root, "csv", "v", "metrics.csv")
         with path.open(newline="") as file:
             return [
@@ -110,14 +109,15 @@ MEMORY = "checkpoint/host_memory_peak_bytes"
 
 
 def tags(kind: str, names: set[str]) -> set[str]:
-    """Return how they are called in loggers."""
+    """Return the names in loggers."""
     return {f"checkpoint/{kind}_{name}" for name in names}
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("background", [False, True], ids=["blocking", "behind"])
-def test_each_save_is_logged_at_its_step(background: bool, pools: Pools, tmp_path: Path) -> None:
-    """Once, by rank 0, with the bytes on disk; also the last one, and one that ends later."""
+def test_each_save_is_logged_once_at_its_step(
+    background: bool, pools: Pools, tmp_path: Path
+) -> None:
     run = MonitoredFit(str(tmp_path), ("tensorboard", "csv"), async_save=background)
     run = replace(run, fingerprint=True)
     sizes, _ = pools.run(2, run.run)
@@ -144,8 +144,7 @@ def test_each_save_is_logged_at_its_step(background: bool, pools: Pools, tmp_pat
 
 
 @pytest.mark.engine
-def test_a_load_is_logged_where_the_run_goes_on(pools: Pools, tmp_path: Path) -> None:
-    """At the restored step, with the bytes that all ranks read."""
+def test_a_load_is_logged_at_the_restored_step(pools: Pools, tmp_path: Path) -> None:
     first = MonitoredFit(str(tmp_path / "a"), (), epochs=1)
     sizes, _ = pools.run(2, first.run)  # Without a logger, nothing breaks.
     (path,) = (tmp_path / "a").glob("step=2*.ckpt")
@@ -160,16 +159,16 @@ def test_a_load_is_logged_where_the_run_goes_on(pools: Pools, tmp_path: Path) ->
 
 
 @pytest.mark.engine
-def test_a_run_that_fails_has_logged_what_was_published(pools: Pools, tmp_path: Path) -> None:
-    """An exception in the midst: the saves before it are in the event files, and the run ends."""
+def test_a_failed_run_has_logged_its_published_saves(pools: Pools, tmp_path: Path) -> None:
     run = MonitoredFit(str(tmp_path), fails_at=2)
     sizes, _ = pools.run(2, run.run)
     assert [name.split("=")[-1] for name in sizes] == ["1.ckpt", "2.ckpt"]
     assert set(run.scalars()["checkpoint/save_bytes"]) == {1, 2}
 
 
-def test_it_is_named_in_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """LightningCLI makes it from its public name."""
+def test_lightning_cli_creates_the_monitor_by_its_public_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(
         "trainer:\n  accelerator: cpu\n  devices: 1\n  logger: false\n"
@@ -182,8 +181,7 @@ def test_it_is_named_in_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [type(c) for c in callbacks if isinstance(c, CheckpointMonitor)] == [CheckpointMonitor]
 
 
-def test_beside_another_strategy_it_says_that_it_logs_nothing(tmp_path: Path) -> None:
-    """A run with another strategy trains as ever."""
+def test_with_another_strategy_the_monitor_warns_that_it_logs_nothing(tmp_path: Path) -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,

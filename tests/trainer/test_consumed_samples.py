@@ -116,7 +116,7 @@ class Reference:
     """Of an epoch."""
 
     def points(self) -> dict[str, int]:
-        """Return the saves that were made, and where a run goes on from each."""
+        """Return the saves that were made, and where a run resumes from each."""
         root = Path(self.run.root)
         at = {**POINTS, **VALIDATIONS}
         made = {name for name in at if (root / f"{name.replace(' ', '-')}.ckpt").exists()}
@@ -134,7 +134,7 @@ class Reference:
         return {p: made[p] for p in random.Random(f"{seed} {where}").sample([*made], count)}
 
     def dealt(self, seed: int, world: int) -> dict[str, int]:
-        """Return the saves that one of the other worlds goes on from: of each seed another one."""
+        """Return the saves for one of the other worlds; each seed gives other ones."""
         place = OTHER_WORLDS.index(world) - seed
         return {
             point: begin
@@ -144,7 +144,7 @@ class Reference:
 
 
 class References(dict[str, Reference]):
-    """Every scenario, run once on two ranks when it is asked for, saving at every kind of point."""
+    """Every scenario, run once on two ranks on demand, saving at every kind of point."""
 
     def __init__(self, worlds: Pools, roots: pytest.TempPathFactory) -> None:
         super().__init__()
@@ -160,17 +160,16 @@ class References(dict[str, Reference]):
 
 @pytest.fixture(scope="module")
 def references(worlds: Pools, tmp_path_factory: pytest.TempPathFactory) -> References:
-    """Return the scenarios."""
     return References(worlds, tmp_path_factory)
 
 
 @SOME_SCENARIOS
 @pytest.mark.parametrize("points", ["drawn", *long("all")])
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_the_same_world_goes_on_bit_for_bit(
+def test_the_same_world_continues_bit_for_bit(
     scenario: str, points: str, references: References, worlds: Pools, seed: int
 ) -> None:
-    """Samples, losses, learning rates, hooks, buffers and random numbers, from every point."""
+    """Samples, losses, rates, hooks, buffers and random numbers, from every point."""
     reference = references[scenario]
     assert len(reference.points()) >= 9
     begins = reference.points() if points == "all" else reference.drawn(seed, 2, scenario)
@@ -195,10 +194,9 @@ def test_the_same_world_goes_on_bit_for_bit(
 @SOME_SCENARIOS
 @pytest.mark.parametrize("other", ["drawn", *long(*OTHER_WORLDS)])
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_another_world_takes_the_same_steps(
+def test_another_world_takes_the_same_steps_at_the_same_rates(
     scenario: str, other: str | int, references: References, worlds: Pools, seed: int
 ) -> None:
-    """The same sets of samples at the same rates, from every point of a save on two ranks."""
     reference = references[scenario]
     if isinstance(other, int):
         world, points = other, reference.dealt(seed, other)
@@ -219,13 +217,13 @@ def test_another_world_takes_the_same_steps(
 
 
 def _check_events(whole: RunRecord, seen: RunRecord, point: str) -> None:
-    """See that hooks run as in the whole run: those at the save's own moment may run again."""
+    """Check that hooks run as in the whole run; those at the save's moment may run again."""
     tail = whole.events[len(whole.events) - len(seen.events) :]
     assert seen.events == tail, point
 
 
 def _check_loops(whole: RunRecord, seen: RunRecord, point: str) -> None:
-    """See that every counter of the loops is that of the whole run, at each micro-batch."""
+    """Check that every counter of the loops equals the whole run's, at each micro-batch."""
     for moment, counts in seen.loops.items():
         others = whole.loops[moment]
         unlike = {
@@ -241,8 +239,10 @@ def _check_loops(whole: RunRecord, seen: RunRecord, point: str) -> None:
     ("source", "target"),
     [(1, 6), (6, 4), (4, 1), (2, 3), (3, 2), *long(*product((1, 2, 3, 4, 6), repeat=2))],
 )
-def test_every_pair_of_worlds(source: int, target: int, worlds: Pools, tmp_path: Path) -> None:
-    """From inside an epoch and inside a window of micro-batches, whatever the two accumulations."""
+def test_every_pair_of_worlds_takes_the_same_steps(
+    source: int, target: int, worlds: Pools, tmp_path: Path
+) -> None:
+    """From inside an epoch and inside a window, with any two accumulations."""
     saving = RunSpec(save=("step 0.3", "inside 1.1"), root=str(tmp_path))
     whole = worlds.run(source, partial(fit, saving))[0]
     for point, begin in (("step 0.3", 3), ("inside 1.1", 6)):
@@ -256,8 +256,7 @@ def test_every_pair_of_worlds(source: int, target: int, worlds: Pools, tmp_path:
 
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [2, 3])
-def test_twice_in_a_row(stage: int, worlds: Pools, tmp_path: Path) -> None:
-    """Four ranks, then two, then three: one run; and its losses are those of a whole one."""
+def test_two_changes_of_world_make_one_run(stage: int, worlds: Pools, tmp_path: Path) -> None:
     run = RunSpec(stage=stage, epochs=3, validate=True, schedule="onecycle")
     whole = worlds.run(4, partial(fit, run))[0]
     others = [worlds.run(world, partial(fit, run))[0] for world in (2, 3)]
@@ -278,10 +277,10 @@ def test_twice_in_a_row(stage: int, worlds: Pools, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("world", "point"), [(1, "end"), (2, "after"), (3, "epoch 1"), *long((2, "end"), (3, "after"))]
 )
-def test_a_run_stopped_by_max_steps_goes_on(
+def test_a_run_stopped_by_max_steps_continues(
     point: str, world: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """In mid-epoch, where Lightning takes the epoch for done: by steps, and by epochs."""
+    """In mid-epoch, where Lightning takes the epoch for done."""
     short = RunSpec(save=(point,), root=str(tmp_path), epochs=None, max_steps=8)
     worlds.run(2, partial(fit, short))
     for limit in ({"epochs": None, "max_steps": 14}, {"epochs": 3, "max_steps": -1}):
@@ -294,10 +293,9 @@ def test_a_run_stopped_by_max_steps_goes_on(
 
 @pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(
+def test_a_finished_run_continues_for_more_epochs(
     world: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """More epochs than were planned, from what was saved when the run was done."""
     short = RunSpec(save=("end",), root=str(tmp_path), epochs=1)
     worlds.run(2, partial(fit, short))
     whole = worlds.run(2, partial(fit, RunSpec(epochs=3)))[0]
@@ -308,8 +306,8 @@ def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(
 
 
 @pytest.mark.long
-def test_numpys_numbers_keep_their_type(worlds: Pools, tmp_path: Path) -> None:
-    """A rate of np.float32 takes other steps than Python's float of the same value."""
+def test_numpy_rates_keep_their_type(worlds: Pools, tmp_path: Path) -> None:
+    """A step with np.float32 differs from one with Python's float."""
     whole = RunSpec(schedule="numpy", save=("step 0.2",), root=str(tmp_path))
     for of_whole, seen in worlds.run(2, partial(fits, [whole, whole.resumed("step 0.2")])):
         assert {type(rate).__name__ for rate in of_whole.rates.values()} == {"float32"}
@@ -329,10 +327,10 @@ def test_numpys_numbers_keep_their_type(worlds: Pools, tmp_path: Path) -> None:
     ],
     ids=lambda plan: plan[0].schedule,
 )
-def test_a_new_rate_is_that_of_a_run_that_always_had_it(
+def test_a_new_rate_equals_that_of_a_run_that_always_had_it(
     plan: tuple[RunSpec, str, int], worlds: Pools, tmp_path: Path
 ) -> None:
-    """load_hyperparameters=False after a warm-up, in a cycle, in an epoch's schedule: each step."""
+    """With load_hyperparameters=False, after a warm-up, in a cycle, in an epoch's schedule."""
     run, point, begin = plan
     saving = replace(run, rate=0.003, root=str(tmp_path), save=(point,))
     whole = worlds.run(2, partial(fits, [saving, run]))[0][1]
@@ -347,11 +345,10 @@ def test_a_new_rate_is_that_of_a_run_that_always_had_it(
 
 @pytest.mark.long
 @pytest.mark.parametrize("target", [1, 3, *long(4, 6)])
-def test_losses_are_those_of_the_world(target: int, worlds: Pools, tmp_path: Path) -> None:
-    """As near to an uninterrupted run as another one is: the order of sums apart, the same.
-
-    Losses of two steps differ by far more than that: none is skipped or taken twice.
-    """
+def test_losses_differ_by_the_order_of_sums_only(
+    target: int, worlds: Pools, tmp_path: Path
+) -> None:
+    """Losses of two steps differ by far more: none is skipped or taken twice."""
     saving = RunSpec(save=("step 0.3",), root=str(tmp_path), epochs=4, length=120)
     whole = worlds.run(2, partial(fit, saving))[0]
     other = worlds.run(target, partial(fit, replace(saving, save=())))[0]

@@ -22,17 +22,17 @@ OWN = RunSpec(
 
 
 def saved(run: RunSpec, worlds: Pools, root: Path) -> tuple[RunRecord, RunSpec]:
-    """Fit on two ranks, saving in mid-epoch; give that, and the run that goes on."""
+    """Fit on two ranks, saving in mid-epoch; return that run, and the one that resumes."""
     saving = replace(run, save=(SAVE,), root=str(root))
     return worlds.run(2, partial(fit, saving))[0], saving.resumed(SAVE)
 
 
 @pytest.mark.parametrize("kind", ["iterable", "own batches without a place"])
 @pytest.mark.parametrize("world", [2, 3])
-def test_what_cannot_be_placed_is_refused(
+def test_data_that_cannot_be_positioned_are_refused_with_a_remedy(
     kind: str, world: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """On every rank, by name, with what helps: also on the same number of ranks."""
+    """Also on the same number of ranks."""
     run = RunSpec(kind="iterable", length=60)
     if kind != "iterable":
         run = replace(OWN, kind="user's loader")
@@ -49,10 +49,9 @@ def test_what_cannot_be_placed_is_refused(
 
 @pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_an_epoch_starts_over_where_it_is_allowed(
+def test_an_epoch_restarts_with_a_warning_if_allowed(
     world: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """All of its samples come again, the step goes on, and a warning says so."""
     run = RunSpec(kind="iterable", length=60, strategy={"on_unresumable_data": "restart_epoch"})
     whole, resumed = saved(run, worlds, tmp_path)
     seen = worlds.run(world, partial(fit, resumed))[0]
@@ -65,10 +64,9 @@ def test_an_epoch_starts_over_where_it_is_allowed(
 
 @pytest.mark.parametrize("kind", ["seeks", "own batches"])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_users_data_that_can_be_placed(
+def test_resume_at_is_enough_to_position_data(
     kind: str, world: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """``resume_at`` on a data set or a batch sampler is all that it takes."""
     run = RunSpec(kind="seeks", length=60) if kind == "seeks" else OWN
     whole, resumed = saved(run, worlds, tmp_path)
     micro = 12 // world if kind == "own batches" else {4: 3}.get(world, 2)
@@ -78,10 +76,10 @@ def test_users_data_that_can_be_placed(
 
 
 @pytest.mark.parametrize("persistent", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_workers_begin_where_their_data_is_told_to(
+def test_workers_begin_at_the_resumed_position(
     persistent: bool, worlds: Pools, tmp_path: Path
 ) -> None:
-    """Lightning starts them before ``resume_at``; later epochs begin at their beginning."""
+    """Lightning starts them before `resume_at`; later epochs begin at their beginning."""
     options = {"num_workers": 2, "persistent_workers": persistent}
     run = RunSpec(kind="seeks", length=48, batch_size=6, loader=options)
     whole, resumed = saved(run, worlds, tmp_path)
@@ -90,8 +88,8 @@ def test_workers_begin_where_their_data_is_told_to(
         assert seen.steps == from_step(whole.steps, 3)
 
 
-def test_items_that_are_batches_come_once(worlds: Pools, tmp_path: Path) -> None:
-    """With batch_size=None a place is counted in items, on any number of devices."""
+def test_items_that_are_batches_are_consumed_once(worlds: Pools, tmp_path: Path) -> None:
+    """With batch_size=None a position is counted in items."""
     run = RunSpec(kind="items", length=48, global_batch=None, epochs=1)
     for source, point, done in ((1, "step 0.4", 4), (2, "step 0.3", 6)):
         saving = replace(run, save=(point,), root=str(tmp_path / f"{source}"))
@@ -106,7 +104,6 @@ def test_items_that_are_batches_come_once(worlds: Pools, tmp_path: Path) -> None
 
 
 def test_items_in_a_global_batch_need_their_size(worlds: Pools, tmp_path: Path) -> None:
-    """Refused at once without it; with it, each step has as many samples on all devices."""
     run = RunSpec(kind="items", length=48, global_batch=16, epochs=1)
     for message in worlds.run(2, partial(error_of, run)):
         assert message.startswith("UnsupportedError")
@@ -123,8 +120,7 @@ def test_items_in_a_global_batch_need_their_size(worlds: Pools, tmp_path: Path) 
         assert "batch_size=None yields items of 4 samples" in message
 
 
-def test_a_batch_sampler_as_sampler_has_a_size(worlds: Pools, tmp_path: Path) -> None:
-    """Its batches are not cut: one error says which global batches fit, and those that fit run."""
+def test_batches_of_a_batch_sampler_as_sampler_are_not_cut(worlds: Pools, tmp_path: Path) -> None:
     run = RunSpec(kind="batch sampler as sampler", length=48, global_batch=12, epochs=1)
     for message in worlds.run(2, partial(error_of, run)):
         assert message.startswith("UnsupportedError: global_batch_size=12 on 2 devices")
@@ -139,10 +135,10 @@ def test_a_batch_sampler_as_sampler_has_a_size(worlds: Pools, tmp_path: Path) ->
 
 @pytest.mark.parametrize("point", [3, 5, 7])
 @pytest.mark.parametrize("kind", ["a stream first", "a stream and a shorter one"])
-def test_each_loader_goes_on_where_it_was(
+def test_each_of_several_loaders_resumes_at_its_position(
     kind: str, point: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """Also with batches of other sizes, after a shorter one has begun again, and twice in a row."""
+    """Also with other batch sizes, after a shorter one has restarted, and twice in a row."""
     run = RunSpec(kind=kind, length=64, global_batch=None, batch_size=4, epochs=2)
     saving = replace(run, save=(f"step 0.{point}",), root=str(tmp_path / "first"))
     whole = worlds.run(2, partial(fit, saving))[0]
@@ -160,10 +156,9 @@ def test_each_loader_goes_on_where_it_was(
 
 @pytest.mark.parametrize("again", ["", ", once"])
 @pytest.mark.parametrize("global_batch", [None, 8])
-def test_a_loader_that_ended_within_a_step(
+def test_a_loader_that_ends_within_a_step_resumes_there(
     global_batch: int | None, again: str, worlds: Pools, tmp_path: Path
 ) -> None:
-    """Its pass of 3 batches is no multiple of a step's 2: it goes on in the middle of a step."""
     trainer = {"use_distributed_sampler": False}
     kind = f"a shorter batch sampler{again}"
     run = RunSpec(kind=kind, length=48, global_batch=global_batch, epochs=2)
@@ -181,8 +176,7 @@ def test_a_loader_that_ended_within_a_step(
             assert seen.steps == from_step(whole.steps, begin), (world, size, begin)
 
 
-def test_a_stream_that_has_begun_again_is_refused(worlds: Pools, tmp_path: Path) -> None:
-    """Where it is in an epoch is not known then; before, it goes on."""
+def test_a_stream_that_has_restarted_is_refused(worlds: Pools, tmp_path: Path) -> None:
     run = RunSpec(kind="a shorter stream", length=64, global_batch=None, batch_size=4, epochs=1)
     saving = replace(run, save=("step 0.2", "step 0.6"), root=str(tmp_path))
     whole = worlds.run(2, partial(fit, saving))[0]
@@ -194,7 +188,7 @@ def test_a_stream_that_has_begun_again_is_refused(worlds: Pools, tmp_path: Path)
 
 
 @pytest.mark.long
-def test_a_loaders_own_state_serves_the_same_world_only(worlds: Pools, tmp_path: Path) -> None:
+def test_a_loaders_own_state_needs_the_same_world(worlds: Pools, tmp_path: Path) -> None:
     """It is of one rank among two; for three it means nothing."""
     run = RunSpec(kind="stateful", length=60)
     whole, resumed = saved(run, worlds, tmp_path)
@@ -209,7 +203,7 @@ def test_a_loaders_own_state_serves_the_same_world_only(worlds: Pools, tmp_path:
 def test_a_loaders_own_state_is_that_of_the_last_step(
     point: str, worlds: Pools, tmp_path: Path
 ) -> None:
-    """Inside a window of micro-batches, and although Lightning fetches a batch ahead."""
+    """Lightning fetches a batch ahead."""
     run = RunSpec(kind="stateful", length=60, save=(point,), root=str(tmp_path))
     whole = worlds.run(2, partial(fit, run))[0]
     epoch, step = point.split()[1].split(".")
@@ -219,16 +213,15 @@ def test_a_loaders_own_state_is_that_of_the_last_step(
 
 @pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_torchdatas_loader_goes_on_anywhere(world: int, worlds: Pools, tmp_path: Path) -> None:
-    """For data with a length its order is ours, and it needs no state of its own."""
+def test_torchdatas_loader_resumes_on_any_world(world: int, worlds: Pools, tmp_path: Path) -> None:
+    """For data with a length the order is ours, without its own state."""
     pytest.importorskip("torchdata")
     whole, resumed = saved(RunSpec(kind="torchdata"), worlds, tmp_path)
     assert worlds.run(world, partial(fit, resumed))[0].steps == from_step(whole.steps, 3)
 
 
 @pytest.mark.long
-def test_other_data_is_refused_in_mid_epoch(worlds: Pools, tmp_path: Path) -> None:
-    """A place in an epoch of other samples means nothing; the end of one does."""
+def test_other_data_are_refused_in_mid_epoch_only(worlds: Pools, tmp_path: Path) -> None:
     run = RunSpec(save=("epoch 0",))
     _, resumed = saved(run, worlds, tmp_path)
     for message in worlds.run(2, partial(error_of, replace(resumed, length=70))):
@@ -246,10 +239,9 @@ SAVE_LATER = "step 1.2"
 
 @pytest.mark.parametrize("kind", ["numpy", "random", "torch"])
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_samplers_own_generators_are_seeded(
+def test_a_samplers_own_generators_continue_their_order(
     kind: str, world: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """A sampler that keeps a generator goes on in the order of the run that was not stopped."""
     run = RunSpec(kind=kind, save=(SAVE_LATER,), root=str(tmp_path))
     whole = worlds.run(2, partial(fit, run))[0]
     assert whole.steps[0] != whole.steps[5]  # epochs differ
@@ -258,8 +250,10 @@ def test_a_samplers_own_generators_are_seeded(
 
 
 @pytest.mark.long
-def test_a_sampler_that_counts_its_epochs_is_refused(worlds: Pools, tmp_path: Path) -> None:
-    """In a new process it begins to count anew: said on every rank, and restarted where allowed."""
+def test_a_sampler_that_counts_its_epochs_is_refused_or_restarted(
+    worlds: Pools, tmp_path: Path
+) -> None:
+    """A new process counts from zero."""
     run = RunSpec(kind="counts", save=(SAVE, SAVE_LATER), root=str(tmp_path))
     whole = worlds.run(2, partial(fit, run))[0]
     seen = worlds.run(2, partial(fit, run.resumed(SAVE)))[0]
@@ -274,8 +268,7 @@ def test_a_sampler_that_counts_its_epochs_is_refused(worlds: Pools, tmp_path: Pa
     assert any("OwnGenerator put epoch 1 in another order" in text for text in seen.messages)
 
 
-def test_an_order_of_other_indices_is_compared_as_well(worlds: Pools, tmp_path: Path) -> None:
-    """NumPy's integers: the same order goes on, with the same draws in workers; another is not."""
+def test_orders_of_numpy_integers_are_compared(worlds: Pools, tmp_path: Path) -> None:
     workers = {"num_workers": 1}
     run = RunSpec(kind="numpy indices", noise=0.1, loader=workers, epochs=1)
     whole, resumed = saved(run, worlds, tmp_path)
@@ -290,7 +283,7 @@ def test_an_order_of_other_indices_is_compared_as_well(worlds: Pools, tmp_path: 
 
 
 def test_an_order_that_cannot_be_compared_is_refused(worlds: Pools, tmp_path: Path) -> None:
-    """Between ranks at the start, and on resume; on one device a warning says so before."""
+    """One device warns about it at the save."""
     run = RunSpec(kind="anonymous", epochs=1, save=(SAVE,), root=str(tmp_path))
     for message in worlds.run(2, partial(error_of, run)):
         assert message.startswith("UnsupportedError: NumPyIndices yields objects that cannot be")
@@ -302,8 +295,9 @@ def test_an_order_that_cannot_be_compared_is_refused(worlds: Pools, tmp_path: Pa
 
 
 @pytest.mark.long
-def test_a_sampler_that_counts_its_epochs_at_the_end_of_one(worlds: Pools, tmp_path: Path) -> None:
-    """It goes on where it counts alike; where it does not, that is said: data may change there."""
+def test_a_counting_sampler_at_an_epochs_end_resumes_with_a_warning_if_needed(
+    worlds: Pools, tmp_path: Path
+) -> None:
     run = RunSpec(kind="counts", save=("epoch 0", "epoch 1"), root=str(tmp_path), epochs=3)
     whole = worlds.run(2, partial(fit, run))[0]
     seen = worlds.run(2, partial(fit, run.resumed("epoch 0")))[0]
@@ -314,8 +308,8 @@ def test_a_sampler_that_counts_its_epochs_at_the_end_of_one(worlds: Pools, tmp_p
 
 
 @pytest.mark.long
-def test_a_sampler_may_be_changed_when_an_epoch_starts(worlds: Pools) -> None:
-    """In every epoch, the first one too: its order is not asked for before."""
+def test_a_sampler_may_change_when_an_epoch_starts(worlds: Pools) -> None:
+    """Also in the first epoch: its order is not read before."""
     seen = worlds.run(2, partial(fit, RunSpec(kind="changed")))[0]
     assert sorted(seen.steps[0]) == list(range(7, 19))
     assert sorted(seen.steps[5]) == list(range(14, 26))
@@ -323,8 +317,9 @@ def test_a_sampler_may_be_changed_when_an_epoch_starts(worlds: Pools) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["ranks", "ranks, later"])
-def test_a_sampler_that_differs_between_ranks_is_refused(kind: str, worlds: Pools) -> None:
-    """In whichever epoch: some of its samples would come twice and others never."""
+def test_a_sampler_that_differs_between_ranks_is_refused_in_any_epoch(
+    kind: str, worlds: Pools
+) -> None:
     for message in worlds.run(2, partial(error_of, RunSpec(kind=kind))):
         assert message.startswith("UnsupportedError")
         assert "OwnGenerator gives each rank another order of the samples" in message
@@ -332,8 +327,9 @@ def test_a_sampler_that_differs_between_ranks_is_refused(kind: str, worlds: Pool
 
 @pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2])
-def test_an_unshuffled_loader_that_is_shuffled_is_said(world: int, worlds: Pools) -> None:
-    """As Lightning has it, once, with how to keep the order; of shuffle=True nothing is said."""
+def test_an_unshuffled_loader_that_lightning_shuffles_is_warned_of(
+    world: int, worlds: Pools
+) -> None:
     seen = worlds.run(world, partial(fits, [RunSpec(kind="in order"), RunSpec()]))[0]
     said = [[text for text in of.messages if "shuffled" in text] for of in seen]
     assert [len(texts) for texts in said] == [1, 0]
@@ -344,8 +340,9 @@ def test_an_unshuffled_loader_that_is_shuffled_is_said(world: int, worlds: Pools
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["range", "own distributed sampler"])
-def test_an_order_that_is_to_be_kept(kind: str, worlds: Pools, tmp_path: Path) -> None:
-    """Samples come in a row, on any number of devices, also from the middle of an epoch on."""
+def test_keep_order_yields_consecutive_samples_on_any_world(
+    kind: str, worlds: Pools, tmp_path: Path
+) -> None:
     whole, resumed = saved(RunSpec(kind=kind), worlds, tmp_path)
     for of_epoch in (0, 5):
         for step in range(4):
@@ -366,10 +363,9 @@ def test_an_order_that_is_to_be_kept(kind: str, worlds: Pools, tmp_path: Path) -
         ("plain", ""),
     ],
 )
-def test_data_that_cannot_be_taken_up_is_said_at_the_start(
+def test_data_that_cannot_resume_are_warned_of_at_the_start(
     kind: str, expected: str, worlds: Pools
 ) -> None:
-    """Once, with what helps; and no more where the epoch may start over."""
     run = RunSpec(kind=kind, length=60, epochs=1)
     allowed = replace(run, strategy={"on_unresumable_data": "restart_epoch"})
     seen = worlds.run(2, partial(fits, [run, allowed]))[0]
@@ -381,10 +377,9 @@ def test_data_that_cannot_be_taken_up_is_said_at_the_start(
 
 
 @pytest.mark.parametrize("kind", ["iterable", "stateful"])
-def test_a_batch_fetched_ahead_of_the_end_is_not_trained_on(
+def test_a_batch_fetched_before_an_epochs_end_is_not_trained_on(
     kind: str, worlds: Pools, tmp_path: Path
 ) -> None:
-    """Saved when an epoch's last batch had ended: the next step is the next epoch's first."""
     run = RunSpec(kind=kind, length=60, save=("step 0.5",), root=str(tmp_path))
     whole = worlds.run(2, partial(fit, run))[0]
     seen = worlds.run(2, partial(fit, run.resumed("step 0.5")))[0]
@@ -393,10 +388,7 @@ def test_a_batch_fetched_ahead_of_the_end_is_not_trained_on(
 
 @pytest.mark.long
 @pytest.mark.parametrize("world", [2, 3])
-def test_the_order_is_that_of_the_run_not_of_a_new_seed(
-    world: int, worlds: Pools, tmp_path: Path
-) -> None:
-    """Who resumes with another seed, or forgot to seed, goes on in the order of before."""
+def test_the_order_continues_under_another_seed(world: int, worlds: Pools, tmp_path: Path) -> None:
     whole, resumed = saved(RunSpec(), worlds, tmp_path)
     seen = worlds.run(world, partial(fit, replace(resumed, seed=99)))[0]
     assert seen.steps == from_step(whole.steps, 3)
@@ -415,10 +407,9 @@ def test_the_order_is_that_of_the_run_not_of_a_new_seed(
         (2, {"epochs": 3}, "planned for 10 optimizer steps and is now planned for 15"),
     ],
 )
-def test_what_changed_is_said(
+def test_changed_batch_settings_are_reported_with_both_numbers(
     world: int, now: dict[str, Any], expected: str, worlds: Pools, tmp_path: Path
 ) -> None:
-    """With both numbers, and what would keep it; no sample of the epoch is left out."""
     run = RunSpec(global_batch=None, batch_size=6, length=60, schedule="lambda")
     whole, resumed = saved(run, worlds, tmp_path)
     seen = worlds.run(world, partial(fit, replace(resumed, **now)))[0]
@@ -428,8 +419,8 @@ def test_what_changed_is_said(
 
 
 @pytest.mark.long
-def test_counts_of_batches_that_mean_something_else_are_said(worlds: Pools, tmp_path: Path) -> None:
-    """Without a global batch, Lightning's integers count the batches of one device."""
+def test_counts_without_a_global_batch_are_warned_of(worlds: Pools, tmp_path: Path) -> None:
+    """Lightning's integers then count the batches of one device."""
     run = RunSpec(
         global_batch=None,
         batch_size=6,
@@ -445,8 +436,7 @@ def test_counts_of_batches_that_mean_something_else_are_said(worlds: Pools, tmp_
 
 
 @pytest.mark.long
-def test_random_numbers_of_another_world_are_said_once(worlds: Pools, tmp_path: Path) -> None:
-    """On the same world nothing is said: they go on."""
+def test_random_states_of_another_world_are_warned_of_once(worlds: Pools, tmp_path: Path) -> None:
     _, resumed = saved(RunSpec(dropout=0.1), worlds, tmp_path)
     counts = []
     for world in (2, 3):
@@ -481,10 +471,9 @@ def test_random_numbers_of_another_world_are_said_once(worlds: Pools, tmp_path: 
         ),
     ],
 )
-def test_batches_that_cannot_be_are_refused_at_once(
+def test_impossible_batch_sizes_are_refused_before_training(
     run: RunSpec, expected: str, worlds: Pools
 ) -> None:
-    """Before any training, on all ranks."""
     for message in worlds.run(3, partial(error_of, run)):
         assert message.startswith("UnsupportedError")
         assert expected in message

@@ -18,13 +18,12 @@ pytestmark = pytest.mark.engine
 
 
 class Rounded(Callback):
-    """Sees whether the masters are what rounding to bf16 leaves of them."""
+    """Records whether the masters are equal to their rounding to bf16."""
 
     def __init__(self) -> None:
         self.rounded: list[bool] = []
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Look."""
         engine: Any = trainer.strategy.model
         for master in engine.optimizer.single_partition_of_fp32_groups:
             self.rounded.append(torch.equal(master, master.bfloat16().float()))
@@ -49,8 +48,9 @@ def masters_are_rounded(root: str, keep_fp32: bool) -> bool:
     return all(seen.rounded) and bool(seen.rounded)
 
 
-def test_load_from_fp32_weights(worlds: Pools, tmp_path: Path) -> None:
-    """False: masters without what rounding takes away; true, the default: as they were saved."""
+def test_load_from_fp32_weights_selects_rounded_or_saved_masters(
+    worlds: Pools, tmp_path: Path
+) -> None:
     root = str(tmp_path)
     worlds.run(2, partial(fit, FitSpec(root, 2, trainer={"precision": "bf16-mixed"})))
     assert worlds.run(1, partial(masters_are_rounded, root, False)) == [True]

@@ -34,21 +34,22 @@ class Exporting(Checkpoint):
     ],
     ids=["each", "none", "last", "in an exception", "a user's own"],
 )
-def test_who_saves(callback: Checkpoint, saves: bool) -> None:
-    """What is not known to save through the strategy is left alone."""
+def test_only_callbacks_that_save_through_the_strategy_are_checked(
+    callback: Checkpoint, saves: bool
+) -> None:
     assert _saves(callback) == saves
 
 
 def errors_in_a_file(root: str, options: dict[str, Any]) -> str:
-    """Return what a fit raises whose checkpoints would lie in a file."""
+    """Return the errors of a fit whose checkpoints would lie in a file."""
     checkpoints = ModelCheckpoint(dirpath=f"{root}/file/checkpoints")
     trainer = quiet_trainer(elastic(), checkpoints, Exporting(), max_epochs=1, **options)
     return error_text(lambda: trainer.fit(RegressionNet(), Data()))
 
 
 @pytest.mark.engine
-def test_a_directory_that_cannot_be_made(worlds: Pools, tmp_path: Path) -> None:
-    """All ranks are told before training; a trial run, which saves nothing, is not."""
+def test_an_impossible_directory_is_refused_before_training(worlds: Pools, tmp_path: Path) -> None:
+    """A trial run, which saves nothing, is not refused."""
     (tmp_path / "file").touch()
     for said in worlds.run(2, partial(errors_in_a_file, str(tmp_path), {})):
         assert said.startswith("SaveError")
@@ -59,7 +60,7 @@ def test_a_directory_that_cannot_be_made(worlds: Pools, tmp_path: Path) -> None:
 
 
 def fit_from_nowhere(root: str) -> tuple[bool, str, list[str]]:
-    """Resume what is not there; return whether stock handlers catch it, its text, what is left."""
+    """Resume a missing path; return if stock handlers catch it, its text, and what remains."""
     checkpoints = ModelCheckpoint(dirpath=f"{root}/run/checkpoints")
     trainer = quiet_trainer(elastic(), checkpoints, max_epochs=1)
     try:

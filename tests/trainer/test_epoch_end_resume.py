@@ -28,8 +28,7 @@ RUN = RunSpec(
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["counting", "counting, sized", "counting, batches"])
-def test_data_that_resume_at_a_sample(kind: str, worlds: Pools, tmp_path: Path) -> None:
-    """Each epoch once, in its own order, on any number of devices."""
+def test_positioned_data_yield_each_epoch_once(kind: str, worlds: Pools, tmp_path: Path) -> None:
     run = replace(RUN, kind=kind, root=str(tmp_path))
     whole = worlds.run(2, partial(fit, run))[0].steps
     assert len({tuple(whole[step]) for step in range(0, 20, 5)}) == 4  # epochs differ
@@ -44,8 +43,7 @@ def test_data_that_resume_at_a_sample(kind: str, worlds: Pools, tmp_path: Path) 
 @pytest.mark.parametrize(
     "kind", ["counting, kept", "counting, kept and ended", "counting, torchdata"]
 )
-def test_loaders_with_a_state_of_their_own(kind: str, worlds: Pools, tmp_path: Path) -> None:
-    """The next epoch's first batch is not lost, and the loader does not start over."""
+def test_stateful_loaders_begin_the_next_epoch(kind: str, worlds: Pools, tmp_path: Path) -> None:
     if "torchdata" in kind:
         pytest.importorskip("torchdata")
     run = replace(RUN, kind=kind, epochs=3, root=str(tmp_path))
@@ -64,8 +62,9 @@ def test_loaders_with_a_state_of_their_own(kind: str, worlds: Pools, tmp_path: P
 
 
 @pytest.mark.long
-def test_a_limit_that_ends_the_epoch_of_torchdatas_loader(worlds: Pools, tmp_path: Path) -> None:
-    """Its next epoch begins where that of the run that was not stopped does."""
+def test_a_limited_epoch_of_torchdatas_loader_is_followed_by_the_next(
+    worlds: Pools, tmp_path: Path
+) -> None:
     pytest.importorskip("torchdata")
     trainer = {**RUN.trainer, "limit_train_batches": 3}
     save = ("step 0.2", "validated 3", "epoch 0")
@@ -78,10 +77,9 @@ def test_a_limit_that_ends_the_epoch_of_torchdatas_loader(worlds: Pools, tmp_pat
 
 
 @pytest.mark.parametrize("other", ["shorter", "longer"])
-def test_another_loader_that_ends_the_epoch_of_torchdatas_loader(
+def test_torchdatas_loader_restarts_when_another_loader_ends_the_epoch(
     other: str, worlds: Pools, tmp_path: Path
 ) -> None:
-    """The next epoch of the loader begins at its beginning, also where its data had not ended."""
     pytest.importorskip("torchdata")
     save = ("epoch 0", "starting 1")
     run = RunSpec(kind=f"torchdata and a {other} one", length=48, global_batch=None, save=save)
@@ -93,8 +91,9 @@ def test_another_loader_that_ends_the_epoch_of_torchdatas_loader(
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_epoch_that_is_ended_within_a_window(stage: int, worlds: Pools, tmp_path: Path) -> None:
-    """Its gradients do not flow into the next epoch: the resumed run takes the same steps."""
+def test_gradients_of_a_cut_window_do_not_reach_the_next_epoch(
+    stage: int, worlds: Pools, tmp_path: Path
+) -> None:
     run = RunSpec(kind="skips", stage=stage, save=("epoch 0",), root=str(tmp_path), length=60)
     whole = worlds.run(2, partial(fit, run))[0]
     seen = worlds.run(2, partial(fit, run.resumed("epoch 0")))[0]
@@ -124,8 +123,9 @@ KEPT: dict[str, RunSpec] = {
 """Loaders that keep their samplers, and draw for each sample as it is fetched."""
 
 
-def test_loaders_that_are_kept_draw_as_before(worlds: Pools, tmp_path: Path) -> None:
-    """At an epoch's end: the next one's order, and the random numbers of workers; and once more."""
+def test_kept_loaders_repeat_order_and_random_numbers_of_workers(
+    worlds: Pools, tmp_path: Path
+) -> None:
     first, second, third, ended = [], [], [], []
     for name, kept in KEPT.items():
         trainer, root = {**kept.trainer, "use_distributed_sampler": False}, str(tmp_path / name)
@@ -143,8 +143,8 @@ def test_loaders_that_are_kept_draw_as_before(worlds: Pools, tmp_path: Path) -> 
             assert of.losses == from_step(whole.losses, begin), name
 
 
-def test_workers_that_persist_are_told_of(worlds: Pools, tmp_path: Path) -> None:
-    """Once: their random numbers began with the run, and begin anew after a resume."""
+def test_persistent_workers_are_warned_of_once(worlds: Pools, tmp_path: Path) -> None:
+    """Their random numbers began with the run, and restart after a resume."""
     options = {"num_workers": 1, "persistent_workers": True}
     run = replace(UNCUT, kind="seeks", loader=options, save=("epoch 0",), root=str(tmp_path))
     worlds.run(1, partial(fit, run))

@@ -29,8 +29,6 @@ CLASSES = 3
 
 @dataclass
 class LoggedValues:
-    """What one rank saw."""
-
     epochs: dict[str, dict[str, float]] = field(default_factory=dict)
     """Callback metrics after each epoch, by its number, and at the end."""
     logged: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -133,7 +131,7 @@ class MetricsNet(RecordingNet):
 
 
 class Noting(Callback):
-    """Notes the values of an epoch when the next one begins."""
+    """Records the values of an epoch when the next one begins."""
 
     def __init__(self, values: LoggedValues) -> None:
         self.values = values
@@ -179,7 +177,6 @@ def values_of(run: RunSpec, said: str = "") -> LoggedValues:
 
 
 def all_values(runs: list[RunSpec], said: str = "") -> list[LoggedValues]:
-    """Fit one run after the other."""
     return [values_of(run, said) for run in runs]
 
 
@@ -217,7 +214,7 @@ def saving(root: Path, **options: object) -> RunSpec:
 
 
 def resumed(run: RunSpec) -> dict[str, RunSpec]:
-    """Return the runs that go on from what was saved, by moment."""
+    """Return the runs that resume from the saves, by moment."""
     runs = {moment: run.resumed(moment) for moment in run.save}
     return {moment: of for moment, of in runs.items() if Path(str(of.ckpt_path)).exists()}
 
@@ -226,10 +223,10 @@ def resumed(run: RunSpec) -> dict[str, RunSpec]:
     ("asynchronous", "moments"),
     [*((False, MOMENTS[i::3]) for i in range(3)), (True, ("inside 0.2", "step 1.3"))],
 )
-def test_values_and_decisions_are_those_of_the_whole_run(
+def test_epoch_values_and_decisions_are_those_of_the_whole_run(
     asynchronous: bool, moments: tuple[str, ...], worlds: Pools, tmp_path: Path
 ) -> None:
-    """Epochs' values, rates, early stopping, on every rank and from every moment, bit for bit."""
+    """On every rank and from every moment, bit for bit."""
     run = saving(tmp_path, save=moments, strategy={"async_save": asynchronous})
     whole = worlds.run(2, partial(values_of, run))
     runs = resumed(run)
@@ -248,7 +245,7 @@ def test_values_and_decisions_are_those_of_the_whole_run(
 
 
 def _unlike(whole: LoggedValues, seen: LoggedValues, lacks: tuple[str, ...]) -> dict[str, object]:
-    """Return what a run saw or decided otherwise, beside the whole run's."""
+    """Return values and decisions that differ from the whole run's."""
     first = min(seen.rates)
     rates = from_step(whole.rates, first)
     pairs = {

@@ -42,13 +42,10 @@ def test_any_ranks_find_the_same(stage: int, worlds: Pools, tmp_path: Path) -> N
 
 @pytest.mark.long
 @pytest.mark.parametrize(("stage", "target"), [(1, 3), (2, 2), (3, 1)])
-def test_metrics_are_those_at_the_save(
+def test_evaluation_finds_the_metrics_of_the_save_without_optimizer_state(
     stage: int, target: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """It finds what the training run found at the save, and needs no byte of optimizer state.
-
-    All of that is damaged, chunk by chunk: whoever reads one byte of it is told so.
-    """
+    """Optimizer state is damaged, chunk by chunk: a read of one byte would fail."""
     root = str(tmp_path)
     found = worlds.run(2, partial(fit, FitSpec(root, stage, hidden=WIDE)))[0]["metrics"]["val_loss"]
     assert damage_optimizer_state(tmp_path / "last.ckpt") > 10
@@ -61,8 +58,9 @@ def test_metrics_are_those_at_the_save(
         assert message.startswith("CheckpointCorruptedError"), message
 
 
-def test_second_copies_of_weights(worlds: Pools, tmp_path: Path) -> None:
-    """With hpZ, evaluation finds what the training run found at the save; so does a resumed fit."""
+def test_evaluation_and_resume_with_second_copies_find_the_metrics_of_the_save(
+    worlds: Pools, tmp_path: Path
+) -> None:
     root = str(tmp_path)
     fitted = worlds.run(2, partial(with_second_copies, FitSpec(root, 3, epochs=1), "fit"))
     plan = FitSpec(root, 3, ckpt_path=f"{root}/last.ckpt", seed=7)
@@ -80,7 +78,7 @@ def test_second_copies_of_weights(worlds: Pools, tmp_path: Path) -> None:
 
 
 def with_second_copies(plan: FitSpec, verb: str) -> dict[str, Any]:
-    """Fit or evaluate with hpZ, which DeepSpeed would go on to use in each later engine."""
+    """Fit or evaluate with hpZ, which DeepSpeed would continue to use in each later engine."""
     zero = {
         "stage": 3,
         "zero_hpz_partition_size": 2,
@@ -96,7 +94,7 @@ def with_second_copies(plan: FitSpec, verb: str) -> dict[str, Any]:
 
 
 def damage_optimizer_state(checkpoint: Path) -> int:
-    """Change a byte in each chunk that has nothing but optimizer state; give how many."""
+    """Change a byte in each chunk of optimizer state only; return their number."""
     damaged = 0
     for shard in checkpoint.glob("checkpoint/*_optim_states.pt"):
         data = bytearray(shard.read_bytes())
@@ -142,10 +140,9 @@ OF_ZERO: dict[str, dict[str, Any]] = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [2, 3])
-def test_what_only_training_is_made_of_does_not_matter(
+def test_a_config_refused_for_training_can_evaluate(
     stage: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """A config by which a fit is refused evaluates whole weights, as one without those sections."""
     root = str(tmp_path)
     worlds.run(2, partial(fit, FitSpec(root, stage)))
     plain = FitSpec(root, stage, ckpt_path=f"{root}/last.ckpt", seed=7)
@@ -163,8 +160,8 @@ def test_what_only_training_is_made_of_does_not_matter(
         assert [seen["loss"] for seen in found] == wanted, config
 
 
-def test_last_that_is_not_there(worlds: Pools, tmp_path: Path) -> None:
-    """A test of "best" or of a path that is not there is refused, not made on fresh weights."""
+def test_a_test_of_a_missing_checkpoint_is_refused(worlds: Pools, tmp_path: Path) -> None:
+    """It must not run on fresh weights."""
     plan = FitSpec(str(tmp_path), 3, ckpt_path=f"{tmp_path}/none.ckpt")
     for message in worlds.run(2, partial(error_of, plan, "test")):
         assert message.startswith("CheckpointNotFoundError")

@@ -18,17 +18,16 @@ pytestmark = pytest.mark.engine
 
 
 class FailsFrom(StepActor):
-    """Lets saves fail from a step on, and logs what falls from epoch to epoch."""
+    """Lets saves fail from a step on, and logs a decreasing value in each epoch."""
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log; from the third epoch on, saves fail."""
         pl_module.log("falls", -float(trainer.current_epoch))
         if trainer.current_epoch == 2 and self.gate is not None:
             self.gate.fails_on = 1
 
 
 def fail_in_the_third_epoch(run: AsyncSaveSpec, options: dict[str, Any]) -> dict[str, Any]:
-    """Save at the end of each epoch; give what the callback names in the end."""
+    """Save at the end of each epoch; return the callback's paths at the end."""
     run.gate.touch()
     trainer, net, data, director = run.make()
     kept = ModelCheckpoint(dirpath=f"{run.root}/kept", filename="{step}", **options)
@@ -50,10 +49,9 @@ def fail_in_the_third_epoch(run: AsyncSaveSpec, options: dict[str, Any]) -> dict
     ],
     ids=["best", "worst", "newest"],
 )
-def test_what_failed_is_not_named(
+def test_model_checkpoint_does_not_name_a_failed_save(
     options: dict[str, Any], best: str, pools: Pools, tmp_path: Path
 ) -> None:
-    """After a failed save, it names the best of what it keeps and what is there, or nothing."""
     run = AsyncSaveSpec(str(tmp_path), gated=True, epochs=4)
     for seen in pools.run(2, partial(fail_in_the_third_epoch, run, options)):
         assert "the disk is broken" in seen["said"]

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.engine
 
 
 def said_by(worlds: Pools, world: int, case: Any, *arguments: Any) -> list[str]:
-    """Run a case on a world; give what each rank said, in bounded time."""
+    """Run a case on a world; return each rank's message, in bounded time."""
     began = time.monotonic()
     said = worlds.run(world, partial(case, *arguments))
     assert time.monotonic() - began < PROMPT_TIMEOUT_S
@@ -27,16 +27,14 @@ def said_by(worlds: Pools, world: int, case: Any, *arguments: Any) -> list[str]:
 
 
 @pytest.mark.long
-def test_paths_that_differ_between_ranks(worlds: Pools, tmp_path: Path) -> None:
-    """A checkpoint is one directory: other paths on other ranks are refused at the first save."""
+def test_paths_that_differ_between_ranks_are_refused(worlds: Pools, tmp_path: Path) -> None:
     for message in said_by(worlds, 2, _failure_cases.save_to_own_path, str(tmp_path)):
         assert message.startswith("SaveError")
         assert "the same path" in message
     assert not any(listing(str(tmp_path)).values())
 
 
-def test_a_save_on_one_rank_only(worlds: Pools, tmp_path: Path) -> None:
-    """Saving under `if trainer.is_global_zero` ends in an error that says so."""
+def test_the_error_explains_a_save_on_one_rank_only(worlds: Pools, tmp_path: Path) -> None:
     messages = said_by(worlds, 2, _failure_cases.save_on_first_rank_only, str(tmp_path))
     assert messages[0].startswith("RanksError")
     assert "every rank" in messages[0]
@@ -44,8 +42,7 @@ def test_a_save_on_one_rank_only(worlds: Pools, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_target_that_is_a_file(worlds: Pools, tmp_path: Path) -> None:
-    """A file in the way is refused on all ranks, and stays."""
+def test_a_file_at_the_target_is_refused_and_stays(worlds: Pools, tmp_path: Path) -> None:
     (tmp_path / "x.ckpt").write_text("mine")
     for message in said_by(worlds, 2, _failure_cases.save_to, str(tmp_path / "x.ckpt")):
         assert message.startswith("SaveError")
@@ -54,8 +51,8 @@ def test_a_target_that_is_a_file(worlds: Pools, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_curriculum(worlds: Pools, tmp_path: Path) -> None:
-    """DeepSpeed's data sampler would begin anew: refused at setup, and at a plain engine's save."""
+def test_a_curriculum_is_refused_at_setup_and_by_plain_saves(worlds: Pools, tmp_path: Path) -> None:
+    """DeepSpeed's data sampler would restart."""
     root = str(tmp_path)
     messages = said_by(worlds, 2, _failure_cases.fit_curriculum, root)
     messages += said_by(worlds, 2, _failure_cases.save_curriculum, f"{root}/x.ckpt")
@@ -67,15 +64,15 @@ def test_a_curriculum(worlds: Pools, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_remote_urls(worlds: Pools) -> None:
-    """A URL is refused by name, rather than made a local folder called s3:."""
+def test_urls_are_refused_and_make_no_local_folder(worlds: Pools) -> None:
     for message in said_by(worlds, 2, _failure_cases.save_to, "s3://bucket/x.ckpt"):
         assert message.startswith("UnsupportedError")
         assert "s3://" in message
 
 
-def test_a_rank_that_cannot_write(worlds: Pools, tmp_path: Path) -> None:
-    """One rank's disk error is everybody's, names it, and leaves the last checkpoint whole."""
+def test_a_disk_error_of_one_rank_is_raised_on_all_and_names_it(
+    worlds: Pools, tmp_path: Path
+) -> None:
     messages = said_by(worlds, 3, _failure_cases.save_with_broken_disk, str(tmp_path), 1)
     for message in messages:
         assert message.startswith("SaveError"), message
@@ -83,8 +80,7 @@ def test_a_rank_that_cannot_write(worlds: Pools, tmp_path: Path) -> None:
     assert listing(str(tmp_path)) == {"good.ckpt": True}
 
 
-def test_found_by_one_rank_only(worlds: Pools, tmp_path: Path) -> None:
-    """A checkpoint that one rank finds and another does not stops both, at once."""
+def test_a_checkpoint_that_one_rank_cannot_find_stops_all(worlds: Pools, tmp_path: Path) -> None:
     root = str(tmp_path)
     worlds.run(2, partial(fit, FitSpec(root, 2)))
     for message in said_by(worlds, 2, _failure_cases.resume_on_first_rank_only, root):
@@ -93,8 +89,8 @@ def test_found_by_one_rank_only(worlds: Pools, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_objects_need_leave(worlds: Pools, tmp_path: Path) -> None:
-    """Objects of unknown classes come back with allow_pickle=True only, each rank's own too."""
+def test_objects_are_restored_with_allow_pickle_only(worlds: Pools, tmp_path: Path) -> None:
+    """Each rank's own too."""
     root = str(tmp_path)
     first = said_by(worlds, 2, _failure_cases.save_objects, root)
     assert first[0].startswith(f"saved; {root}/x.ckpt: deep.0.odd contains a Python object of")
@@ -110,11 +106,8 @@ def test_objects_need_leave(worlds: Pools, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_saving_in_an_exception(worlds: Pools, tmp_path: Path) -> None:
-    """All ranks that raise save together; one that raises alone does not wait for the others.
-
-    Where the save fails too, what was raised first is told beside it.
-    """
+def test_save_on_exception_saves_if_all_ranks_raise(worlds: Pools, tmp_path: Path) -> None:
+    """If the save fails too, the first error is reported with it."""
     together, alone = tmp_path / "together", tmp_path / "alone"
     for message in said_by(worlds, 2, _failure_cases.fail_in_training, str(together), (0, 1)):
         assert message.splitlines()[-1] == "RuntimeError: out of luck"

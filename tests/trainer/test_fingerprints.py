@@ -36,7 +36,7 @@ def saved_by(pools: Pools, root: Path, world: int = 2, **options: Any) -> FitSpe
 
 
 def resumed(pools: Pools, plan: FitSpec, world: int, verb: str = "fit") -> FingerprintResult:
-    """Resume, in a folder of its own; return what the first rank told."""
+    """Resume in another folder; return the first rank's messages."""
     elsewhere = replace(plan, root=f"{plan.root}/resumed")
     first, *others = pools.run(world, partial(fit, elsewhere, verb))
     assert all(other.live == first.live for other in others)
@@ -44,12 +44,11 @@ def resumed(pools: Pools, plan: FitSpec, world: int, verb: str = "fit") -> Finge
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["blocking", "behind"])
-def test_any_world_and_stage_has_the_number_of_the_save(
+def test_the_live_fingerprint_is_the_saved_one_on_any_world_and_stage(
     background: bool,
     pools: Pools,
     tmp_path: Path,
 ) -> None:
-    """Saved at stage 2 on two ranks, also behind training: live at 0, 1, 2, 3 on 1, 2 and 3."""
     plan = saved_by(pools, tmp_path, strategy={"async_save": background})
     path = tmp_path / "last.ckpt"
     number = recorded_fingerprint(path)
@@ -66,18 +65,18 @@ def test_any_world_and_stage_has_the_number_of_the_save(
 
 @pytest.mark.long
 @pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 3), (3, 2), (3, 1)])
-def test_what_every_stage_records_is_what_it_has_written(
+def test_each_stage_records_the_fingerprint_of_its_files(
     stage: int, world: int, pools: Pools, tmp_path: Path
 ) -> None:
-    """The number of the live state is that of the files, whatever stage has saved them."""
     saved_by(pools, tmp_path, world, stage=stage)
     path = tmp_path / "last.ckpt"
     assert recorded_fingerprint(path) == str(fingerprint_checkpoint(path))
 
 
 @pytest.mark.long
-def test_without_the_option_nothing_is_recorded(pools: Pools, tmp_path: Path) -> None:
-    """Neither by a save, nor asked for by a load; a run that asks then is told why not."""
+def test_without_the_option_no_fingerprint_is_recorded_or_compared(
+    pools: Pools, tmp_path: Path
+) -> None:
     plan = saved_by(pools, tmp_path, strategy={"fingerprint": False})
     assert not recorded_fingerprint(tmp_path / "last.ckpt")
     told = resumed(pools, plan, 1)
@@ -107,10 +106,10 @@ def test_a_flipped_bit_fails_on_all_ranks_before_training(
 @pytest.mark.long
 @pytest.mark.parametrize("which", ["weights", "frozen"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_forward_reads_is_compared_too(
+def test_a_flipped_bit_of_a_replicated_weight_is_raised_on_all_ranks(
     which: str, rank: int, pools: Pools, tmp_path: Path
 ) -> None:
-    """One bit of a weight that another rank has as well, trained or frozen: all ranks raise."""
+    """Trained or frozen."""
     plan = saved_by(pools, tmp_path, trainer={"precision": "bf16-true"})
     for error, batches, _ in pools.run(2, partial(resume_with_a_flipped_bit, plan, rank, which)):
         assert error.startswith("CheckpointCorruptedError")
@@ -122,8 +121,9 @@ def test_what_forward_reads_is_compared_too(
 
 @pytest.mark.long
 @pytest.mark.parametrize("which", ["load", "save"])
-def test_paths_that_ranks_spell_differently(which: str, pools: Pools, tmp_path: Path) -> None:
-    """A load takes them, a save refuses other paths by their names: as without fingerprints."""
+def test_differently_spelled_paths_load_but_do_not_save(
+    which: str, pools: Pools, tmp_path: Path
+) -> None:
     save, load = pools.run(2, partial(with_own_paths, str(tmp_path)))[1]
     if which == "load":
         assert load.startswith("the state is the one that was saved")
@@ -133,8 +133,7 @@ def test_paths_that_ranks_spell_differently(which: str, pools: Pools, tmp_path: 
 
 
 @pytest.mark.long
-def test_a_fallback_takes_the_one_before(pools: Pools, tmp_path: Path) -> None:
-    """With ``fallback=True`` the run goes on from the older checkpoint, whose state is compared."""
+def test_fallback_compares_the_older_checkpoint(pools: Pools, tmp_path: Path) -> None:
     saves = {"save_top_k": -1, "every_n_train_steps": 1, "filename": "{step}"}
     strategy = {"fallback": True}
     plan = saved_by(pools, tmp_path, checkpoint=saves, strategy=strategy)
@@ -145,8 +144,7 @@ def test_a_fallback_takes_the_one_before(pools: Pools, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_left_out_weights_are_not_missed(pools: Pools, tmp_path: Path) -> None:
-    """A save without frozen weights: the rest is compared, whatever the frozen ones are here."""
+def test_excluded_frozen_weights_are_not_compared(pools: Pools, tmp_path: Path) -> None:
     plan = saved_by(pools, tmp_path, strategy={"exclude_frozen_parameters": True})
     told = resumed(pools, replace(plan, stage=3, seed=1), 2)
     assert told.live == recorded_fingerprint(tmp_path / "last.ckpt")
@@ -154,8 +152,8 @@ def test_left_out_weights_are_not_missed(pools: Pools, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_changed_names_are_not_compared() -> None:
-    """Names count in the number: under others it is another one, and that is no damage."""
+def test_renamed_states_are_not_compared() -> None:
+    """Names are part of the fingerprint."""
     manifest = manifest_of(make_state(), 2, 2)
     saved = SavedState("a.ckpt", f"{'0' * 16}-none", manifest, {}, renamed=True)
     verdict = check_loaded(saved, None, None, OneRank(), "load")  # type: ignore[arg-type]  # not looked at
@@ -182,10 +180,9 @@ PARTIAL: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.cases(3)
 @pytest.mark.parametrize(("options", "says"), [p[1:] for p in PARTIAL], ids=[p[0] for p in PARTIAL])
-def test_what_changes_on_purpose_is_no_alarm(
+def test_state_changed_on_purpose_is_reported_and_not_compared(
     options: dict[str, Any], says: str, pools: Pools, tmp_path: Path
 ) -> None:
-    """What is not restored, or in another type, is not compared, and it is said; the rest is."""
     plan = saved_by(pools, tmp_path)
     strategy = {**plan.strategy, **options.pop("strategy", {})}
     told = resumed(pools, replace(plan, strategy=strategy, **options), 1)
@@ -193,8 +190,7 @@ def test_what_changes_on_purpose_is_no_alarm(
 
 
 @pytest.mark.long
-def test_weights_alone_and_evaluations(pools: Pools, tmp_path: Path) -> None:
-    """Weights without an optimizer are compared, as a new run's and as an evaluation's."""
+def test_weights_are_compared_in_new_runs_and_evaluations(pools: Pools, tmp_path: Path) -> None:
     plan = saved_by(pools, tmp_path, checkpoint={"save_last": True, "save_weights_only": True})
     number = recorded_fingerprint(tmp_path / "last.ckpt")
     assert number == str(fingerprint_checkpoint(tmp_path / "last.ckpt"))

@@ -36,8 +36,7 @@ OURS = (
 
 @pytest.mark.long
 @pytest.mark.engine
-def test_a_first_run_on_two_ranks(tmp_path: Path) -> None:
-    """Two lines of ours, said once; and none about names that libraries call each other by."""
+def test_a_first_run_prints_two_lines_of_ours_and_no_known_warnings(tmp_path: Path) -> None:
     (tmp_path / "first.py").write_text(FIRST_RUN)
     port = str(free_port())
     done = subprocess.run(
@@ -76,10 +75,10 @@ def warned_of(category: type[Warning], module: str) -> bool:
 
 
 @pytest.mark.parametrize(("category", "_", "module"), FILTERED_WARNINGS)
-def test_known_warnings_are_left_out_during_a_run(
+def test_known_warnings_are_hidden_only_during_a_run(
     category: type[Warning], _: str, module: str
 ) -> None:
-    """Not before, not after, and not where a user's filter says otherwise."""
+    """A user's filter has precedence."""
     known = WarningFilters()
     with warnings.catch_warnings():
         warnings.resetwarnings()
@@ -116,8 +115,7 @@ except TypeError as error:
 
 @pytest.mark.long
 @pytest.mark.engine
-def test_the_twin_may_be_imported_too(tmp_path: Path) -> None:
-    """Some library imports ``pytorch_lightning``: a fit is not touched; its modules are no fit."""
+def test_pytorch_lightning_may_be_imported_but_its_modules_are_refused(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", BESIDE_THE_TWIN],
         cwd=tmp_path,

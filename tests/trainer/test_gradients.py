@@ -23,7 +23,6 @@ WIDTH, RATE = 4, 0.1
 
 
 def data(length: int) -> TensorDataset:
-    """Return the same samples every time."""
     generator = torch.Generator().manual_seed(2)
     return TensorDataset(torch.randn(length, WIDTH, generator=generator))
 
@@ -52,7 +51,7 @@ class LinearNet(pl.LightningModule):
 
 
 def expected(length: int, size: int) -> list[float]:
-    """Take the same steps by hand: the order is torch's ``DistributedSampler``'s, seed 0."""
+    """Take the same steps by hand: the order is torch's `DistributedSampler`'s, seed 0."""
     order = torch.randperm(length, generator=torch.Generator().manual_seed(0))
     samples = data(length).tensors[0][order]
     weight = torch.ones(WIDTH)
@@ -83,7 +82,7 @@ def trained(
     is_stream: bool = False,
     **trainer: Any,
 ) -> tuple[list[float], list[tuple[int, int]]]:
-    """Fit one epoch; give the weights, and the steps that Lightning and DeepSpeed counted."""
+    """Fit one epoch; return the weights, and Lightning's and DeepSpeed's counts of steps."""
     made = quiet_trainer(elastic(stage=stage, **options), **{"max_epochs": 1, **trainer})
     module = LinearNet()
     pl.seed_everything(0, verbose=False)
@@ -109,8 +108,8 @@ def test_sgd_takes_the_step_of_the_whole_batch(
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
-def test_accumulation_does_not_scale(accumulate: int, worlds: Pools) -> None:
-    """Without a global batch too: stock takes a half and a quarter of the step for 2 and 4."""
+def test_accumulation_does_not_scale_gradients(accumulate: int, worlds: Pools) -> None:
+    """Also without a global batch: stock scales by a half and a quarter for 2 and 4."""
     fit = partial(trained, 2, 24, 4 // accumulate, {}, accumulate_grad_batches=accumulate)
     for weight, _ in worlds.run(2, fit):
         assert weight == pytest.approx(expected(24, 8), abs=1e-5)
@@ -132,7 +131,7 @@ def test_lightning_and_deepspeed_count_the_same_steps(
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_users_loader_ends_its_epochs_with_a_step(stage: int, worlds: Pools) -> None:
-    """Seven batches and windows of two: the last step is of one, and both count four steps."""
+    """Seven batches in windows of two: the last step has one batch."""
     fit = partial(
         trained,
         stage,

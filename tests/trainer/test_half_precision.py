@@ -32,7 +32,7 @@ CASES = [
 
 @pytest.mark.long
 @pytest.mark.parametrize(("precision", "stage", "ranks", "other", "target", "more"), CASES)
-def test_all_bits_survive(
+def test_half_precision_state_is_restored_on_another_world(
     precision: str,
     stage: int,
     ranks: int,
@@ -42,7 +42,6 @@ def test_all_bits_survive(
     worlds: Pools,
     tmp_path: Path,
 ) -> None:
-    """On another number of ranks: masters, moments, steps, weights, buffers, groups, the scaler."""
     first = HalfFit(str(tmp_path / "first"), precision, stage)
     ends = [end for _, end in worlds.run(ranks, partial(fit, first))]
     saved = ends[0]
@@ -62,8 +61,10 @@ def test_all_bits_survive(
 
 @pytest.mark.parametrize("precision", ["16-true", "16-mixed"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_it_goes_on_bit_for_bit(stage: int, precision: str, worlds: Pools, tmp_path: Path) -> None:
-    """On as many ranks: overflows, skipped steps and changes of the scale, too."""
+def test_a_half_precision_run_continues_bit_for_bit(
+    stage: int, precision: str, worlds: Pools, tmp_path: Path
+) -> None:
+    """Overflows, skipped steps and changes of the scale, too."""
     first = HalfFit(str(tmp_path / "half"), precision, stage)
     worlds.run(2, partial(fit, first))
     last = str(tmp_path / "half" / "last.ckpt")
@@ -79,7 +80,7 @@ def test_it_goes_on_bit_for_bit(stage: int, precision: str, worlds: Pools, tmp_p
 
 @pytest.mark.long
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
-def test_gradients_of_stage_0_are_those_of_zero(
+def test_gradients_of_stage_0_equal_those_of_zero(
     manual: bool, worlds: Pools, tmp_path: Path
 ) -> None:
     """DeepSpeed divides them by the loss scale in all stages, and scales the loss in ZeRO only."""
@@ -94,10 +95,10 @@ def test_gradients_of_stage_0_are_those_of_zero(
 
 
 @pytest.mark.long
-def test_a_graph_that_is_kept_is_scaled_by_the_scale_of_each_pass(
+def test_each_pass_through_a_kept_graph_uses_the_current_scale(
     worlds: Pools, tmp_path: Path
 ) -> None:
-    """Two steps of each micro-batch through one graph; the scale doubles between two of them."""
+    """The scale doubles between two steps of a micro-batch."""
     ends = []
     for stage in (0, 1):
         plan = HalfFit(str(tmp_path / str(stage)), "16-true", stage, steps=4, lr=0.0, manual=True)

@@ -63,8 +63,7 @@ def interrupt_between_the_renames(root: str) -> dict[str, Any]:
     return {"raised": raised, "there": there, "step": step, "sent": sent}
 
 
-def test_ctrl_c_between_two_renames(worlds: Pools, tmp_path: Path) -> None:
-    """The complete new checkpoint is the one that is found, and the old one is not hidden away."""
+def test_ctrl_c_between_two_renames_keeps_the_new_checkpoint(worlds: Pools, tmp_path: Path) -> None:
     found = worlds.run(2, partial(interrupt_between_the_renames, str(tmp_path)))
     assert found[0]["sent"] == ["SIGINT"]
     assert [of_rank["raised"] for of_rank in found] == ["KeyboardInterrupt", "RanksError"]
@@ -112,14 +111,14 @@ def watch(root: str) -> bool:
 
 
 def wait_for(what: Callable[[], bool], most_s: float = 40.0) -> bool:
-    """Wait until something is so; return whether it is."""
     end_s = time.monotonic() + most_s
     while not what() and time.monotonic() < end_s:
         time.sleep(0.01)
     return what()
 
 
-def test_a_save_shows_that_it_goes_on(worlds: Pools, tmp_path: Path) -> None:
-    """While ranks wait for a slow disk, rank 0 touches the note that names it."""
+def test_rank_0_touches_its_note_while_ranks_wait_for_a_slow_disk(
+    worlds: Pools, tmp_path: Path
+) -> None:
     assert worlds.run(2, partial(watch, str(tmp_path)))[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.ckpt", "open"]

@@ -21,7 +21,7 @@ Start = Callable[..., None]
 
 @pytest.fixture
 def torchrun(monkeypatch: pytest.MonkeyPatch) -> Start:
-    """Return what makes this process look like a rank that torchrun has started."""
+    """Make this process look like a rank of torchrun."""
 
     def start(nodes: int, of_node: int, rank: int = 0, ranks: int | None = None) -> None:
         for name, value in {
@@ -51,10 +51,10 @@ def trainer(**options: object) -> pl.Trainer:
 
 @pytest.mark.parametrize(("nodes", "of_node", "rank"), [(3, 2, 5), (1, 1, 0), (1, 4, 2), (2, 1, 1)])
 @pytest.mark.parametrize("strategy", ["by name", "an object"])
-def test_nodes_and_ranks_are_those_that_were_started(
+def test_nodes_and_ranks_are_those_of_the_launcher(
     strategy: str, nodes: int, of_node: int, rank: int, torchrun: Start
 ) -> None:
-    """So that Lightning's own check of devices times nodes holds, in each world of a job."""
+    """Lightning's own check of devices times nodes must hold in each world."""
     torchrun(nodes, of_node, rank)
     made = trainer(strategy="elastic_deepspeed_stage_2") if strategy == "by name" else trainer()
     assert (made.num_nodes, made.num_devices, made.world_size) == (nodes, of_node, nodes * of_node)
@@ -68,24 +68,23 @@ def test_nodes_and_ranks_are_those_that_were_started(
 
 
 def test_nodes_of_different_sizes_are_refused(torchrun: Start) -> None:
-    """Lightning numbers ranks by equal nodes: two would share a sampler's place."""
+    """Lightning numbers ranks by equal nodes: two would share a sampler's position."""
     torchrun(2, 3, ranks=5)
     with pytest.raises(UnsupportedError, match="every node the same --nproc-per-node"):
         trainer()
 
 
-def test_another_environment_is_left_alone(torchrun: Start) -> None:
-    """Who passes Lightning's own launcher inside a torchrun job means this machine alone."""
+def test_an_environment_passed_by_the_user_is_not_replaced(torchrun: Start) -> None:
     torchrun(2, 3)
     made = trainer(plugins=[LightningEnvironment()])
     assert (made.num_nodes, made.num_devices) == (1, 1)
 
 
 @pytest.mark.parametrize(("given", "taken"), [(None, 5), (30, 5), (31, 31), (2, 2)])
-def test_collectives_wait_less_than_an_agent(
+def test_collectives_time_out_before_an_agent_does(
     given: int | None, taken: int, torchrun: Start
 ) -> None:
-    """Under torchrun, unless the user says otherwise; LightningCLI passes Lightning's default."""
+    """Unless the user sets a timeout; LightningCLI passes Lightning's default."""
     options: dict[str, Any] = {} if given is None else {"timeout": timedelta(minutes=given)}
     outside = ElasticDeepSpeedStrategy(**options)
     torchrun(2, 1)
@@ -98,7 +97,7 @@ def test_collectives_wait_less_than_an_agent(
 def test_ranks_meet_within_the_strategys_timeout(
     given: int | None, waited_s: float, torchrun: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that prepares data for an hour before the fit is waited for, if that was allowed."""
+    """A rank may prepare data for an hour before the fit."""
     torchrun(1, 1)
     waited: list[float] = []
     monkeypatch.setattr(launched_world, "leave_shared_store", waited.append)
@@ -111,10 +110,10 @@ def test_ranks_meet_within_the_strategys_timeout(
 
 
 @pytest.mark.parametrize(("workers", "here", "rank", "local"), [(3, 2, 1, 1), (3, 1, 2, 0)])
-def test_ray_numbers_its_workers_itself(
+def test_ray_numbers_its_workers(
     workers: int, here: int, rank: int, local: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nodes may have different numbers of them; each worker has a device of its own."""
+    """Nodes may have different numbers of them; each worker has its own device."""
 
     class RayLightningEnvironment(LightningEnvironment):
         """Answers as Ray's does on this worker."""
@@ -145,8 +144,8 @@ def test_ray_numbers_its_workers_itself(
     made.strategy.launcher.launch(lambda: None, trainer=made)
 
 
-def test_ray_workers_of_which_the_trainer_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without Ray's environment each worker would train by itself: refused, with what to pass."""
+def test_ray_workers_without_rays_environment_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would train alone."""
     monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace())
     monkeypatch.setattr(launched_world, "size_of_process_group", lambda: 2)
     strategy = trainer().strategy
@@ -166,8 +165,7 @@ def test_ray_workers_of_which_the_trainer_does_not_know(monkeypatch: pytest.Monk
         (["--standalone", "fit.py"], None, ""),
     ],
 )
-def test_an_agent_whose_nodes_may_change_is_known(
+def test_only_agents_whose_nodes_may_change_are_warned(
     arguments: list[str], variable: str | None, found: str
 ) -> None:
-    """By its command line, or by the variable in place of it: no other one is warned."""
     assert launched_world.changing_nodes(["torchrun", *arguments], variable) == found

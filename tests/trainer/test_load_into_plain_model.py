@@ -19,10 +19,10 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize(("stage", "weights_only"), [(1, False), (2, True), (3, False), (3, True)])
-def test_weights_into_a_plain_model(
+def test_converted_weights_load_into_a_plain_model(
     stage: int, weights_only: bool, worlds: Pools, tmp_path: Path
 ) -> None:
-    """One file for ``load_from_checkpoint`` and any Trainer; or a state dict, without a file."""
+    """As a file for `load_from_checkpoint` and any Trainer; or as a state dict."""
     plan = FitSpec(str(tmp_path), stage, checkpoint={"save_weights_only": weights_only})
     path = worlds.run(2, partial(fit, plan))[0]["best"]
     plan = FitSpec(str(tmp_path), stage, ckpt_path=path, seed=5)

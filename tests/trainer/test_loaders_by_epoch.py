@@ -26,8 +26,9 @@ SEED_POINTS = {"inside 0.3": 3, "step 1.3": 7, "epoch 0": 4, "inside 2.0": 8, "s
 
 
 @pytest.mark.parametrize("kind", ["size", "size of a stream"])
-def test_a_batch_size_by_epoch(kind: str, worlds: Pools, tmp_path: Path) -> None:
-    """The size is that of the epoch that was restored: no sample is skipped or repeated."""
+def test_a_batch_size_by_epoch_skips_and_repeats_no_sample(
+    kind: str, worlds: Pools, tmp_path: Path
+) -> None:
     run = replace(SIZES, kind=f"by epoch: {kind}", save=(*SIZE_POINTS,), root=str(tmp_path))
     whole = worlds.run(2, partial(fit, run))[0]
     assert whole.global_step == 22
@@ -42,8 +43,9 @@ def test_a_batch_size_by_epoch(kind: str, worlds: Pools, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_a_seed_by_epoch(every: int, worlds: Pools, tmp_path: Path) -> None:
-    """A sampler made anew for an epoch keeps its seed, and that of the save is of its epoch."""
+def test_a_seed_by_epoch_is_that_of_the_saved_epoch(
+    every: int, worlds: Pools, tmp_path: Path
+) -> None:
     trainer = {"reload_dataloaders_every_n_epochs": every}
     run = RunSpec(kind="by epoch: seed", length=48, epochs=5, trainer=trainer)
     run = replace(run, save=(*SEED_POINTS,), root=str(tmp_path))
@@ -55,8 +57,8 @@ def test_a_seed_by_epoch(every: int, worlds: Pools, tmp_path: Path) -> None:
             assert of.steps == from_step(whole.steps, begin), (world, point)
 
 
-def test_loaders_of_an_earlier_epoch_are_told_of(worlds: Pools, tmp_path: Path) -> None:
-    """A resume inside their second epoch makes them there, and what they depend on differs."""
+def test_loaders_kept_from_an_earlier_epoch_are_warned_of(worlds: Pools, tmp_path: Path) -> None:
+    """A resume inside their second epoch makes them then, from other values."""
     trainer = {"reload_dataloaders_every_n_epochs": 2}
     points = ("inside 0.2", "epoch 0", "step 1.2", "epoch 1", "step 2.2")
     run = RunSpec(kind="by epoch: nothing", length=48, epochs=3, trainer=trainer, save=points)
@@ -82,8 +84,7 @@ def test_another_seed_of_the_run_keeps_the_order(worlds: Pools, tmp_path: Path) 
         assert again.steps == from_step(whole.steps, 9), point
 
 
-def test_an_accumulation_that_changes_is_refused(worlds: Pools) -> None:
-    """Before the first step with it, on every rank, as Lightning refuses its own scheduler."""
+def test_an_accumulation_that_changes_is_refused_before_its_first_step(worlds: Pools) -> None:
     run = RunSpec(global_batch=None, callbacks=(AccumulatesByEpoch,))
     for message in worlds.run(2, partial(error_of, run)):
         assert message.startswith("UnsupportedError")

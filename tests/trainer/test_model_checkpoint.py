@@ -25,7 +25,7 @@ pytestmark = pytest.mark.engine
 
 
 def checkpoints_of(worlds: Pools, root: Path, world: int = 2, **checkpoint: Any) -> dict[str, bool]:
-    """Fit three epochs of two steps, and give what lies in the folder then."""
+    """Fit three epochs of two steps; list the folder."""
     worlds.run(world, partial(fit, FitSpec(str(root), 2, epochs=3, checkpoint=checkpoint)))
     return listing(str(root))
 
@@ -42,17 +42,15 @@ def checkpoints_of(worlds: Pools, root: Path, world: int = 2, **checkpoint: Any)
     ],
     ids=str,
 )
-def test_what_is_kept(
+def test_exactly_the_expected_checkpoints_are_kept(
     options: dict[str, Any], expected: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """Just the expected directories are there, each of them whole, and nothing hidden."""
     found = checkpoints_of(worlds, tmp_path, **options)
     assert len(found) == expected
     assert all(found.values()), found
 
 
-def test_time_interval(worlds: Pools, tmp_path: Path) -> None:
-    """train_time_interval saves on all ranks at once."""
+def test_train_time_interval_saves_on_all_ranks_at_once(worlds: Pools, tmp_path: Path) -> None:
     from datetime import timedelta
 
     found = checkpoints_of(
@@ -62,8 +60,7 @@ def test_time_interval(worlds: Pools, tmp_path: Path) -> None:
     assert all(found.values())
 
 
-def test_last_follows_a_smaller_world(worlds: Pools, tmp_path: Path) -> None:
-    """Overwriting last.ckpt on fewer ranks leaves no shard of those that are gone."""
+def test_last_saved_on_fewer_ranks_has_no_old_shards(worlds: Pools, tmp_path: Path) -> None:
     root = str(tmp_path)
     worlds.run(3, partial(fit, FitSpec(root, 3)))
     files = tmp_path / "last.ckpt" / "checkpoint"
@@ -73,8 +70,7 @@ def test_last_follows_a_smaller_world(worlds: Pools, tmp_path: Path) -> None:
     assert not [p for p in files.iterdir() if "rank_2" in p.name]
 
 
-def test_the_one_resumed_from_stays(worlds: Pools, tmp_path: Path) -> None:
-    """What a run was resumed from through the last.ckpt link is not deleted by top-k."""
+def test_top_k_keeps_the_checkpoint_resumed_from(worlds: Pools, tmp_path: Path) -> None:
     root = str(tmp_path)
     options = {"save_top_k": 1, "save_last": "link", "every_n_epochs": 1}
     worlds.run(2, partial(fit, FitSpec(root, 2, checkpoint=options)))
@@ -85,8 +81,7 @@ def test_the_one_resumed_from_stays(worlds: Pools, tmp_path: Path) -> None:
     assert (tmp_path / "last.ckpt").resolve() != resumed
 
 
-def test_best_is_taken(worlds: Pools, tmp_path: Path) -> None:
-    """best_model_path is a published checkpoint that another world resumes from."""
+def test_another_world_resumes_from_best_model_path(worlds: Pools, tmp_path: Path) -> None:
     root = str(tmp_path)
     options = {"save_top_k": 1, "monitor": "val_loss"}
     best = worlds.run(2, partial(fit, FitSpec(root, 3, epochs=2, checkpoint=options)))[0]["best"]
@@ -96,7 +91,7 @@ def test_best_is_taken(worlds: Pools, tmp_path: Path) -> None:
 
 
 def fit_twice(root: str) -> list[list[str]]:
-    """Fit twice with two callbacks in one folder, and evaluate; give what each fit logged."""
+    """Fit twice with two callbacks in one folder, and evaluate; return each fit's messages."""
     trainer, net, data, _ = FitSpec(root, 2).make()
     second = ModelCheckpoint(dirpath=root, filename="second", enable_version_counter=False)
     trainer.callbacks.append(second)  # type: ignore[attr-defined]
@@ -111,11 +106,8 @@ def fit_twice(root: str) -> list[list[str]]:
     return said
 
 
-def test_another_run_in_the_folder_is_told(worlds: Pools, tmp_path: Path) -> None:
-    """Once a fit, on the first rank; not of this trainer's own fits and callbacks, nor of the dead.
-
-    Of this run nothing is left in the folder but its checkpoints.
-    """
+def test_another_live_run_in_the_folder_is_warned_of_once(worlds: Pools, tmp_path: Path) -> None:
+    """Not of this trainer's other fits and callbacks, nor of dead runs. No note is left."""
     with subprocess.Popen(["sleep", str(HANG_TIMEOUT_S)]) as other:
         note = tmp_path / f"{RUN_MARKER_PREFIX}1.json"
         started = Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[19]
@@ -151,7 +143,7 @@ class LooksForNote(Callback):
 
 
 def looked_after_save(root: str, background: bool) -> bool:
-    """Save into a folder that is not there yet; tell whether the run left its note at once."""
+    """Save into a missing folder; return whether the run left its note at once."""
     names = vars(concurrent_runs)
     by_itself, names["TOUCH_INTERVAL_S"] = names["TOUCH_INTERVAL_S"], 2 * HANG_TIMEOUT_S
     options = {"save_top_k": -1, "every_n_train_steps": 1}
@@ -168,10 +160,10 @@ def looked_after_save(root: str, background: bool) -> bool:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_run_looks_for_others_after_its_save(
+def test_runs_that_start_together_see_each_other_at_their_saves(
     background: bool, worlds: Pools, tmp_path: Path
 ) -> None:
-    """Two runs that begin together see each other at their saves, when the folder is there."""
+    """Only then does the folder exist."""
     assert worlds.run(1, partial(looked_after_save, str(tmp_path / "new"), background)) == [True]
 
 
@@ -183,8 +175,9 @@ def test_a_run_looks_for_others_after_its_save(
         ("", "CheckpointFormatError"),
     ],
 )
-def test_what_is_no_checkpoint(path: str, says: str, worlds: Pools, tmp_path: Path) -> None:
-    """A URL, nothing, and a folder without a manifest are refused on every rank, by name."""
+def test_paths_without_a_checkpoint_are_refused_on_every_rank(
+    path: str, says: str, worlds: Pools, tmp_path: Path
+) -> None:
     asked = path if "://" in path else str(tmp_path / path)
     plan = FitSpec(str(tmp_path / "out"), 2, ckpt_path=asked)
     for message in worlds.run(2, partial(error_of, plan)):
@@ -198,10 +191,9 @@ def test_what_is_no_checkpoint(path: str, says: str, worlds: Pools, tmp_path: Pa
         (2, {"config": {"zero_optimization": {"stage": "2"}}}, "without quotes"),
     ],
 )
-def test_refused_in_setup(
+def test_unsupported_options_are_refused_in_setup(
     stage: int, strategy: dict[str, Any], named: str, worlds: Pools, tmp_path: Path
 ) -> None:
-    """What cannot be resumed is refused by name before the first step."""
     for message in worlds.run(
         1, partial(error_of, FitSpec(str(tmp_path), stage, strategy=strategy))
     ):

@@ -35,7 +35,7 @@ LINKED: dict[str, Any] = {"save_top_k": 1, "filename": "{step}", "save_last": "l
 
 
 def watch_every_instant(run: AsyncSaveSpec) -> list[str]:
-    """Train, and give what last.ckpt led to, in order; "" where it led to nothing."""
+    """Train, and return the targets of last.ckpt in order; "" for none."""
     last = Path(run.root) / "kept" / "last.ckpt"
     seen: list[str] = []
 
@@ -52,15 +52,16 @@ def watch_every_instant(run: AsyncSaveSpec) -> list[str]:
 
 
 @MODES
-def test_last_is_there_at_every_instant(pools: Pools, tmp_path: Path, *, async_save: bool) -> None:
-    """Once there is a last.ckpt, no kill could leave none, nor one that leads to nothing."""
+def test_a_kill_never_leaves_last_missing_or_dangling(
+    pools: Pools, tmp_path: Path, *, async_save: bool
+) -> None:
     run = AsyncSaveSpec(str(tmp_path), async_save=async_save, checkpoint=LINKED)
     found = pools.run(2, partial(watch_every_instant, run))[0]
     assert found == ["step=2.ckpt", "step=4.ckpt", "step=6.ckpt"]
 
 
 def watch_the_last(run: AsyncSaveSpec, scores: list[float]) -> list[tuple[str, int]]:
-    """Train with these scores of the epochs; give the best and the last's step after each."""
+    """Train with these scores of the epochs; return the best and the last's step after each."""
     seen: list[tuple[str, int]] = []
 
     def look(trainer: pl.Trainer) -> None:
@@ -85,10 +86,7 @@ def watch_the_last(run: AsyncSaveSpec, scores: list[float]) -> list[tuple[str, i
 
 
 @MODES
-def test_the_last_one_is_of_the_last_save(
-    pools: Pools, tmp_path: Path, *, async_save: bool
-) -> None:
-    """What top-k did not keep is saved as the last one, if a save was due; never both."""
+def test_last_is_the_last_due_save(pools: Pools, tmp_path: Path, *, async_save: bool) -> None:
     options = LINKED | {"monitor": "score", "mode": "max"}
     scores = [1.0, 0.5, 0.7, 2.0, 0.1]
     every = AsyncSaveSpec(str(tmp_path), async_save=async_save, epochs=5, checkpoint=options)
@@ -120,12 +118,11 @@ class Full:
             Path.symlink_to = refuse  # type: ignore[method-assign,assignment]
 
     def end(self) -> None:
-        """Make room again."""
         Path.symlink_to = self.symlink_to  # type: ignore[method-assign]
 
 
 def fill_before_the_second(run: AsyncSaveSpec) -> dict[str, Any]:
-    """Make the second link fail; return what is left, and what was raised."""
+    """Make the second link fail; return the remaining entries and the error."""
     full = Full()
     run.actions = {3: full}
     trainer, net, data, _ = run.make()
@@ -141,13 +138,14 @@ def fill_before_the_second(run: AsyncSaveSpec) -> dict[str, Any]:
 
 
 def answered(trainer: pl.Trainer) -> list[bool]:
-    """Return of each callback whether it is answered in its place."""
+    """Return whether each callback's method is replaced."""
     return ["_link_checkpoint" in vars(callback) for callback in trainer.checkpoint_callbacks]
 
 
 @MODES
-def test_a_link_that_cannot_be_made(pools: Pools, tmp_path: Path, *, async_save: bool) -> None:
-    """All ranks hear of it; the link leads to where it led, and both checkpoints are there."""
+def test_a_failed_link_is_raised_and_keeps_its_target(
+    pools: Pools, tmp_path: Path, *, async_save: bool
+) -> None:
     run = AsyncSaveSpec(str(tmp_path), async_save=async_save, checkpoint=LINKED)
     for seen in pools.run(2, partial(fill_before_the_second, run)):
         assert seen["error"].startswith("SaveError"), seen
@@ -165,7 +163,7 @@ class Plain(ModelCheckpoint):
 
 
 class Own(ModelCheckpoint):
-    """A subclass that has a way of its own."""
+    """A subclass that links in its own way."""
 
     links: list[str]
 
@@ -206,8 +204,9 @@ def look_at_callbacks(root: str) -> dict[str, Any]:
     return seen
 
 
-def test_whose_links_are_made(pools: Pools, tmp_path: Path) -> None:
-    """Lightning's own way is answered, during a run only; whoever has another keeps it."""
+def test_only_lightnings_own_way_to_link_is_replaced_and_only_during_a_run(
+    pools: Pools, tmp_path: Path
+) -> None:
     for seen in pools.run(2, partial(look_at_callbacks, str(tmp_path))):
         assert seen["during"] == seen["again"] == [True, True, False, True]
         assert seen["after"] == seen["at the end"] == [False, False, False, True]
@@ -216,8 +215,7 @@ def test_whose_links_are_made(pools: Pools, tmp_path: Path) -> None:
     assert is_published(tmp_path / "Plain-more" / "last.ckpt")
 
 
-def test_what_never_began_is_not_waited_for(tmp_path: Path) -> None:
-    """After a save of which not even a snapshot was taken, links are made at once."""
+def test_links_do_not_wait_for_a_save_that_never_began(tmp_path: Path) -> None:
     target, link = tmp_path / "a.ckpt", tmp_path / "last.ckpt"
     target.mkdir()
     manager = CheckpointManager(Timeouts(), background=True)
@@ -229,8 +227,7 @@ def test_what_never_began_is_not_waited_for(tmp_path: Path) -> None:
     assert manager.stop(interrupted=False) is None
 
 
-def test_a_save_that_ends_after_the_run_makes_its_links(tmp_path: Path) -> None:
-    """It was given up too late, and is published: what waits for it is made, in its own thread."""
+def test_an_abandoned_save_that_is_published_makes_its_links(tmp_path: Path) -> None:
     target, link = tmp_path / "a.ckpt", tmp_path / "last.ckpt"
     manager = CheckpointManager(Timeouts(), background=True)
     manager.start(LiveEngine(SimpleNamespace(optimizer=None)), 0)
@@ -245,7 +242,7 @@ def test_a_save_that_ends_after_the_run_makes_its_links(tmp_path: Path) -> None:
 
 
 def fail_on_all_ranks(run: AsyncSaveSpec) -> dict[str, str]:
-    """Raise on all ranks after the third step; give what is left."""
+    """Raise on all ranks after the third step; list the folder."""
 
     def fail(_: pl.Trainer) -> None:
         raise ZeroDivisionError
@@ -260,8 +257,9 @@ def fail_on_all_ranks(run: AsyncSaveSpec) -> dict[str, str]:
 
 
 @MODES
-def test_linking_in_an_exception(pools: Pools, tmp_path: Path, *, async_save: bool) -> None:
-    """What save_on_exception saved is what last.ckpt leads to."""
+def test_last_leads_to_the_save_of_save_on_exception(
+    pools: Pools, tmp_path: Path, *, async_save: bool
+) -> None:
     run = AsyncSaveSpec(
         str(tmp_path), async_save=async_save, checkpoint=LINKED | {"save_on_exception": True}
     )

@@ -32,7 +32,7 @@ def trainer_with(plan: FitSpec, *callbacks: Callback) -> tuple[pl.Trainer, Regre
 
 
 def fit_averaged(plan: FitSpec) -> dict[str, Any]:
-    """Fit with an average; give the loss that the best checkpoint was chosen for."""
+    """Fit with an average; return the loss by which the best checkpoint was chosen."""
     trainer, net, data, _ = trainer_with(plan, EMAWeightAveraging(decay=0.6))
     trainer.fit(net, data, ckpt_path=plan.ckpt_path)
     kept = trainer.checkpoint_callback
@@ -81,7 +81,7 @@ def save_after(plan: FitSpec, verb: str) -> dict[str, Any]:
 
 
 def save_after_a_change(plan: FitSpec, how: str, path: str) -> dict[str, Any]:
-    """Fit, change the weights or take another module, evaluate, save; then load into a third."""
+    """Fit, change the weights or the module, evaluate, save; then load into a third."""
     trainer, net, data, _ = plan.make()
     trainer.fit(net, data)
     fitted = digests(net)
@@ -102,7 +102,7 @@ def save_after_a_change(plan: FitSpec, how: str, path: str) -> dict[str, Any]:
 def save_without_fit(
     plan: FitSpec, verb: str, path: str, precision: str | None = None
 ) -> dict[str, Any]:
-    """Evaluate, with a checkpoint or without, and save what is there."""
+    """Evaluate, with a checkpoint or without, and save."""
     more = {"precision": precision} if precision else {}
     trainer, net, data, _ = replace(plan, trainer=more).make()
     with warnings_heard(about="nothing was trained here") as said:
@@ -112,7 +112,6 @@ def save_without_fit(
 
 
 def recovered(path: str) -> dict[str, Any]:
-    """Return what DeepSpeed's own script makes of a checkpoint."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     found = get_fp32_state_dict_from_zero_checkpoint(path)
@@ -123,7 +122,7 @@ def recovered(path: str) -> dict[str, Any]:
 
 
 class Switch(Callback):
-    """Lets a layer require gradients from an epoch on, or none, and notes its weights."""
+    """Lets a layer require gradients from an epoch on, or not, and records its weights."""
 
     def __init__(self, *, thaw: bool) -> None:
         self.thaw = thaw
@@ -153,7 +152,7 @@ class Switch(Callback):
 
 
 def switched(plan: FitSpec, thaw: bool) -> dict[str, Any]:
-    """Fit while a layer is frozen or unfrozen; give its weights, and what was said."""
+    """Fit while a layer is frozen or unfrozen; return its weights, and the messages."""
     switch = Switch(thaw=thaw)
     trainer, net, data, _ = trainer_with(plan, switch)
     with warnings_heard(about="since the fit began") as said:
@@ -165,7 +164,7 @@ def switched(plan: FitSpec, thaw: bool) -> dict[str, Any]:
 
 
 class Pruning(RegressionNet):
-    """Takes a frozen layer, a buffer, and where told a trained one, out of its checkpoints."""
+    """Removes a frozen layer, a buffer, and optionally a trained one, from its checkpoints."""
 
     took: tuple[str, ...] = ("frozen.weight", "frozen.bias", "norm.running_mean")
 
@@ -182,7 +181,7 @@ class Pruning(RegressionNet):
 
 
 class PruningAndAdding(Pruning):
-    """Puts an entry of its own into the weights as well."""
+    """Adds its own entry to the weights as well."""
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -201,7 +200,7 @@ class Renaming(RegressionNet):
 
 
 def pruned(plan: FitSpec, verb: str = "fit", of: type[RegressionNet] = Pruning) -> dict[str, Any]:
-    """Fit or validate a module that takes weights out of its checkpoints."""
+    """Fit or validate a module that removes weights from its checkpoints."""
     trainer, _, data, watch = plan.make()
     net = of(plan.lr, plan.seed, plan.hidden)
     if verb == "fit":
@@ -213,7 +212,6 @@ def pruned(plan: FitSpec, verb: str = "fit", of: type[RegressionNet] = Pruning) 
 
 
 def sizes(path: str) -> int:
-    """Add up a checkpoint's files."""
     return sum(p.stat().st_size for p in Path(path).rglob("*.pt"))
 
 
@@ -223,8 +221,9 @@ BEST = {"monitor": "val_loss", "save_top_k": 1, "filename": "best"}
 
 
 @pytest.mark.parametrize("options", [{}, {"save_weights_only": True}], ids=["whole", "weights"])
-def test_the_average_is_evaluated(options: dict[str, bool], worlds: Pools, tmp_path: Path) -> None:
-    """Any process, stage and number of devices finds the value that a checkpoint was chosen for."""
+def test_evaluations_on_any_world_use_the_average(
+    options: dict[str, bool], worlds: Pools, tmp_path: Path
+) -> None:
     plan = FitSpec(str(tmp_path), 2, epochs=3, checkpoint={**BEST, **options}, hidden=24)
     fitted = worlds.run(2, partial(fit_averaged, plan))[0]
     assert fitted["in this process"] == pytest.approx(fitted["loss"], rel=1e-6)
@@ -239,8 +238,7 @@ def test_the_average_is_evaluated(options: dict[str, bool], worlds: Pools, tmp_p
 
 
 @pytest.mark.long
-def test_an_average_can_begin_later(worlds: Pools, tmp_path: Path) -> None:
-    """A run that was saved without an average goes on with one."""
+def test_averaging_can_start_after_a_resume(worlds: Pools, tmp_path: Path) -> None:
     root = str(tmp_path)
     worlds.run(2, partial(fit, FitSpec(root, 2, checkpoint=BEST, hidden=24)))
     plan = FitSpec(
@@ -252,8 +250,9 @@ def test_an_average_can_begin_later(worlds: Pools, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("verb", ["test", "predict"])
-def test_a_save_after_an_evaluation(verb: str, stage: int, worlds: Pools, tmp_path: Path) -> None:
-    """The training state is still there: a run goes on from it as from a save before."""
+def test_a_run_resumes_from_a_save_after_an_evaluation(
+    verb: str, stage: int, worlds: Pools, tmp_path: Path
+) -> None:
     for found in worlds.run(2, partial(save_after, FitSpec(str(tmp_path), stage), verb)):
         assert found["before"]["start"] == found["fitted"]
         assert found["after"] == found["before"]
@@ -266,10 +265,9 @@ def test_a_save_after_an_evaluation(verb: str, stage: int, worlds: Pools, tmp_pa
 
 
 @pytest.mark.parametrize(("stage", "how"), [(2, "edited"), (2, "another"), (3, "another")])
-def test_a_save_after_the_module_has_changed(
+def test_a_save_contains_the_weights_evaluated_last(
     stage: int, how: str, worlds: Pools, tmp_path: Path
 ) -> None:
-    """Written is what was evaluated last, and never the weights of another module."""
     program = partial(
         save_after_a_change,
         FitSpec(str(tmp_path), stage),
@@ -284,8 +282,9 @@ def test_a_save_after_the_module_has_changed(
 
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_save_without_a_fit(stage: int, worlds: Pools, tmp_path: Path) -> None:
-    """What an evaluation holds is saved as weights, which any run can begin with."""
+def test_a_save_without_a_fit_contains_weights_for_new_runs(
+    stage: int, worlds: Pools, tmp_path: Path
+) -> None:
     root, path = str(tmp_path), str(tmp_path / "alone.ckpt")
     program = partial(save_without_fit, FitSpec(root, stage, seed=3), "validate", path)
     saved = worlds.run(2, program)
@@ -312,10 +311,10 @@ def test_a_save_without_a_fit(stage: int, worlds: Pools, tmp_path: Path) -> None
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("thaw", [True, False], ids=["unfrozen", "frozen"])
-def test_what_is_unfrozen_or_frozen_later_is_said(
+def test_layers_frozen_or_unfrozen_later_are_warned_of_once_an_epoch(
     thaw: bool, stage: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """Once in each epoch, by name, on the first rank: DeepSpeed does not follow."""
+    """DeepSpeed ignores the change."""
     plan = FitSpec(str(tmp_path), stage, epochs=3)
     first, second = worlds.run(2, partial(switched, plan, thaw))
     word = "unfrozen since the fit began, and not trained" if thaw else "frozen since the fit began"
@@ -339,13 +338,10 @@ def test_what_is_unfrozen_or_frozen_later_is_said(
         (3, 1, PruningAndAdding),
     ],
 )
-def test_weights_that_a_hook_takes_out(
+def test_frozen_weights_removed_by_a_hook_are_not_saved(
     stage: int, target: int, of: type[RegressionNet], worlds: Pools, tmp_path: Path
 ) -> None:
-    """Frozen weights and buffers are not written; who loads the checkpoint keeps its own.
-
-    Also where the hook puts an entry of its own into the weights.
-    """
+    """Also if the hook adds its own entry to the weights."""
     root = str(tmp_path)
     program = partial(pruned, of=of)
     ends = worlds.run(2, partial(program, FitSpec(root, stage)))
@@ -363,8 +359,9 @@ def test_weights_that_a_hook_takes_out(
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_weights_that_a_hook_renames(stage: int, worlds: Pools, tmp_path: Path) -> None:
-    """Nothing is left out: they are saved under their own names, once."""
+def test_weights_renamed_by_a_hook_are_saved_once_under_their_names(
+    stage: int, worlds: Pools, tmp_path: Path
+) -> None:
     root = str(tmp_path)
     program = partial(pruned, of=Renaming)
     ends = worlds.run(2, partial(program, FitSpec(root, stage)))

@@ -31,7 +31,6 @@ class Muon(RegressionNet):
     """Muon wants whole gradients."""
 
     def configure_optimizers(self) -> Any:
-        """Return Muon on matrices, and the Adam that comes with it on the rest."""
         from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
         matrices, rest = [self.first.weight, self.last.weight], [self.first.bias, self.last.bias]
@@ -62,7 +61,7 @@ def test_muon_tears_no_snapshot(
 
 
 def momenta(engine: Engine) -> list[tuple[list[float], bool]]:
-    """Return the momentum that DeepSpeed goes on with, and whether the optimizer's state is it."""
+    """Return DeepSpeed's momentum, and whether the optimizer's state is the same tensor."""
     optimizer = engine.optimizer
     states = [optimizer.optimizer.state.get(f, {}) for f in optimizer.fp32_partitioned_groups_flat]
     held = getattr(optimizer, "muon_momentum_buffer_partitioned_groups_flat", {})
@@ -93,11 +92,8 @@ def goes_on(setup: Setup, path: str, *, saves: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("in_memory", [False, True])
-def test_muon_goes_on_bit_for_bit(in_memory: bool, pools: Pools, tmp_path: Path) -> None:
-    """Its momentum is that of the saved run, also where DeepSpeed keeps it outside the optimizer.
-
-    With ``save_muon_momentum_buffer_in_memory`` the optimizer's state is only a link to it.
-    """
+def test_muon_continues_bit_for_bit(in_memory: bool, pools: Pools, tmp_path: Path) -> None:
+    """With `save_muon_momentum_buffer_in_memory` the optimizer's state is only a link."""
     setup = Setup(2, "3", optimizer="Muon", muon_in_memory=in_memory)
     path = str(tmp_path / "x.ckpt")
     saved = pools.run(2, partial(goes_on, setup, path, saves=True))

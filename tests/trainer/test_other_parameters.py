@@ -29,8 +29,6 @@ State = dict[tuple[str, str], torch.Tensor]
 
 @dataclass(frozen=True)
 class MiddleFit:
-    """One fit."""
-
     root: str
     stage: int
     middle: str = "middle"
@@ -45,15 +43,13 @@ class MiddleFit:
     strategy: dict[str, Any] = field(default_factory=dict)
 
     def resumed(self, **changes: Any) -> MiddleFit:
-        """Return the fit that goes on for an epoch, from another seed."""
+        """Return the fit that continues for an epoch, from another seed."""
         fields = {"seed": 2, "epochs": self.epochs + 1, "ckpt_path": f"{self.root}/last.ckpt"}
         return MiddleFit(**{**vars(self), **fields, **changes})
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank saw of a fit."""
-
     start: State
     """By parameter and key, when training began: ``master`` and moments of what is trained."""
     end: State
@@ -63,14 +59,11 @@ class Seen:
 
 
 class Net(pl.LightningModule):
-    """Three layers."""
-
     def __init__(self, plan: MiddleFit) -> None:
         super().__init__()
         self.plan = plan
 
     def configure_model(self) -> None:
-        """Build the layers, drawn from the seed."""
         if hasattr(self, "first"):
             return
         torch.manual_seed(self.plan.seed)
@@ -79,23 +72,20 @@ class Net(pl.LightningModule):
         self.add_module(self.plan.middle, layer)
 
     def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
-        """Return the loss."""
         hidden = torch.tanh(self.first(batch[0]))
         found = self.last(torch.tanh(self.get_submodule(self.plan.middle)(hidden)))
         return torch.as_tensor(found.pow(2).mean())
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Return the same samples each time."""
         x = torch.randn(12, 5, generator=torch.Generator().manual_seed(3))
         return DataLoader(TensorDataset(x), batch_size=2)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return AdamW on what is trained."""
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.05)
 
 
 class Look(Callback):
-    """Asks DeepSpeed itself for masters and moments when training starts and ends."""
+    """Reads masters and moments by DeepSpeed's functions when training starts and ends."""
 
     def __init__(self, plan: MiddleFit) -> None:
         self.plan = plan
@@ -104,22 +94,20 @@ class Look(Callback):
         self._trained: list[str] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Look."""
         self._trained = [name for name, p in pl_module.named_parameters() if p.requires_grad]
         # Before any step DeepSpeed raises where it is asked for moments.
         self._look(pl_module, KEYS if trainer.global_step else KEYS[:1])
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Let the middle layer require a gradient, where it is its turn."""
+        """Let the middle layer require a gradient, when it is its turn."""
         if trainer.current_epoch == self.plan.thawed_in:
             pl_module.get_submodule(self.plan.middle).requires_grad_(True)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Look."""
         self._look(pl_module, KEYS)
 
     def _look(self, module: nn.Module, keys: Sequence[str]) -> None:
-        """Note masters and moments by parameter, in DeepSpeed's own way: collective."""
+        """Record masters and moments by parameter, by DeepSpeed's functions: collective."""
         parameters = dict(module.named_parameters())
         self.states.append(
             {
@@ -137,7 +125,7 @@ class Look(Callback):
 
 
 def fit(plan: MiddleFit) -> Seen:
-    """Fit; return what was held, and what was warned of."""
+    """Fit; return the state and the warnings."""
     look = Look(plan)
     saves = ModelCheckpoint(plan.root, save_last=True, enable_version_counter=False)
     strategy = elastic(stage=plan.stage, global_batch_size=6, **plan.strategy)
@@ -149,7 +137,6 @@ def fit(plan: MiddleFit) -> Seen:
 
 
 def refusal(plan: MiddleFit) -> str:
-    """Return what a fit raises."""
     return error_text(lambda: fit(plan))
 
 
@@ -157,20 +144,18 @@ class Finetuning(BaseFinetuning):
     """Lightning's own way to train a layer later."""
 
     def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
-        """Freeze the middle layer."""
         pl_module.configure_model()
         self.freeze(pl_module.get_submodule("middle"))
 
     def finetune_function(
         self, pl_module: pl.LightningModule, epoch: int, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Add it in the second epoch."""
         if epoch == 1:
             self.unfreeze_and_add_param_group(pl_module.get_submodule("middle"), optimizer)
 
 
 def finetuning_refusal(plan: MiddleFit) -> str:
-    """Return what a fit raises with Lightning's own callback for it."""
+    """Return the error of a fit with Lightning's own callback for it."""
     strategy = elastic(stage=plan.stage, global_batch_size=6)
     trainer = quiet_trainer(strategy, Finetuning(), max_epochs=plan.epochs)
     return error_text(lambda: trainer.fit(Net(plan), ckpt_path=plan.ckpt_path))
@@ -194,14 +179,14 @@ def assert_restored(seen: Seen, saved: Seen) -> None:
 
 
 def assert_fresh(seen: Seen, name: str) -> None:
-    """Fail unless a parameter begins without moments, and is trained from there."""
+    """Fail unless a parameter starts without moments, and is trained from there."""
     assert not seen.start[name, "exp_avg"].any()
     assert not seen.start[name, "exp_avg_sq"].any()
     assert not torch.equal(seen.end[name, "master"], seen.start[name, "master"])
 
 
 def assert_told(told: list[str], *names: str) -> None:
-    """Fail unless each name is warned of once, and no parameter that was restored."""
+    """Fail unless each name is warned of once, and no restored parameter."""
     assert [sum(name in text for text in told) for name in names] == [1] * len(names), told
     assert not [text for text in told if any(name in text for name in KNOWN)]
 
@@ -217,10 +202,10 @@ def refuse(worlds: Pools, world: int, plan: MiddleFit, *names: str) -> None:
 @pytest.mark.parametrize(
     ("source", "ranks", "target", "more"), [(2, 2, 3, 3), (3, 3, 1, 2), (1, 1, 2, 2)]
 )
-def test_known_parameters_go_on_and_others_are_listed(
+def test_known_parameters_are_restored_and_others_are_listed(
     source: int, ranks: int, target: int, more: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """A layer that was added begins anew, one that was removed stays out, the rest is restored."""
+    """An added layer starts fresh, a removed one is ignored."""
     first = MiddleFit(str(tmp_path / "run"), source, "gone")
     saved = worlds.run(ranks, partial(fit, first))[0]
     again = first.resumed(stage=target, middle="new")
@@ -240,14 +225,10 @@ def test_known_parameters_go_on_and_others_are_listed(
 @pytest.mark.parametrize(
     ("source", "ranks", "target", "more"), [(2, 2, 3, 3), (3, 3, 2, 1), (3, 2, 3, 3), (2, 3, 2, 2)]
 )
-def test_a_layer_that_is_trained_later_begins_on_its_weights(
+def test_a_layer_unfrozen_before_a_resume_starts_from_its_saved_weights(
     source: int, ranks: int, target: int, more: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """Unfrozen between two fits: its weights are those saved, its moments begin; and it is named.
-
-    A callback that has unfrozen it before the save makes no difference: DeepSpeed did not train
-    it, so that a resume as the fit began needs no option.
-    """
+    """If a callback unfroze it before the save, DeepSpeed did not train it: no option is needed."""
     first = MiddleFit(str(tmp_path / "run"), source, trains=False, thawed_in=1, epochs=2)
     saved = worlds.run(ranks, partial(fit, first))[0]
     assert {name for name, _ in saved.end} == {*KNOWN}
@@ -270,10 +251,9 @@ def test_a_layer_that_is_trained_later_begins_on_its_weights(
 
 
 @pytest.mark.parametrize(("source", "ranks", "target", "more"), [(2, 2, 3, 3), (3, 3, 2, 2)])
-def test_a_layer_that_is_frozen_later_keeps_its_weights(
+def test_a_layer_frozen_before_a_resume_keeps_its_masters(
     source: int, ranks: int, target: int, more: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """Its weights are the masters that were saved; its moments stay out, and it is named."""
     first = MiddleFit(str(tmp_path / "run"), source)
     saved = worlds.run(ranks, partial(fit, first))[0]
     again = first.resumed(stage=target, trains=False)
@@ -289,10 +269,9 @@ def test_a_layer_that_is_frozen_later_keeps_its_weights(
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_lightnings_finetuning_is_refused_by_lightning(
+def test_lightning_refuses_its_finetuning_callback(
     stage: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """On each rank, before there is an engine, in a first fit and in one that resumes."""
     first = MiddleFit(str(tmp_path / "run"), stage)
     for plan in (first, first.resumed()):
         for message in worlds.run(2, partial(finetuning_refusal, plan)):

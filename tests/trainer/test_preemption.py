@@ -48,7 +48,7 @@ MANY_SAMPLES, FEW_SAMPLES = 200, 24
 
 
 class SlowsDown(Callback):
-    """Gives the ranks' threads the time to agree that a run of real size has."""
+    """Gives the ranks' threads the time to agree, as a run of real size does."""
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -56,7 +56,7 @@ class SlowsDown(Callback):
 
 
 class SendsSignals(Callback):
-    """Sends this rank signals after a step, and in the midst of the saves that follow."""
+    """Sends this rank signals after a step, and during the saves that follow."""
 
     def __init__(self, names: tuple[str, ...], step: int, in_save: bool) -> None:
         self.names, self.step, self.in_save = names, step, in_save
@@ -78,8 +78,6 @@ class SendsSignals(Callback):
 
 @dataclass(frozen=True)
 class Preempted:
-    """How a run ended."""
-
     code: int
     step: int
     seconds: float
@@ -88,7 +86,6 @@ class Preempted:
 
 
 def fit_beside(run: RunSpec, make: Callable[[], list[Callback]]) -> RunRecord:
-    """Fit with more callbacks."""
     pl.seed_everything(run.seed, workers=True, verbose=False)
     net, watch = RecordingNet(run), EventRecorder(run)
     trainer = trainer_of(run, [watch, *make()])
@@ -97,7 +94,7 @@ def fit_beside(run: RunSpec, make: Callable[[], list[Callback]]) -> RunRecord:
 
 
 def saves_of(run: RunSpec) -> ModelCheckpoint:
-    """Return what saves every second step, as Lightning does."""
+    """Return a callback that saves every second step, as Lightning does."""
     return ModelCheckpoint(
         run.root,
         every_n_train_steps=2,
@@ -108,12 +105,10 @@ def saves_of(run: RunSpec) -> ModelCheckpoint:
 
 
 def with_preemption(run: RunSpec) -> RunRecord:
-    """Fit with the callback, to which nothing happens."""
     return fit_beside(run, lambda: [PreemptionCheckpoint()])
 
 
 def without_preemption(run: RunSpec) -> RunRecord:
-    """Fit without it."""
     return fit_beside(run, list)
 
 
@@ -123,7 +118,7 @@ def go_on(run: RunSpec) -> RunRecord:
 
 
 class AppearsInValidation(Callback):
-    """Puts a file in the midst of a validation, whose batches are slow from then on."""
+    """Creates a file during a validation, whose batches are slow from then on."""
 
     def __init__(self, file: Path, step: int, is_told: bool) -> None:
         self.file, self.step, self.is_told = file, step, is_told
@@ -144,16 +139,14 @@ class Stream(IterableDataset[Any]):
     """Ends when it likes."""
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the first samples."""
         samples = IndexedSamples(FEW_SAMPLES, 0.0)
         return (samples[index] for index in range(FEW_SAMPLES // 2))
 
 
 class OwnLoader(DataLoader[Any]):
-    """May leave out batches, on one rank others than on another."""
+    """May leave out batches, different ones on each rank."""
 
     def __iter__(self) -> Any:
-        """Yield all of them today."""
         return super().__iter__()
 
 
@@ -161,17 +154,14 @@ class OwnSampler(DistributedSampler[Any]):
     """May leave out samples."""
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield all of them today."""
         return super().__iter__()
 
 
 def validation_of(samples: int = MANY_SAMPLES) -> DataLoader[Any]:
-    """Return what to validate on."""
     return DataLoader(IndexedSamples(samples, 0.0), batch_size=1)
 
 
 def fit_validated(run: RunSpec) -> RunRecord:
-    """Fit, undisturbed."""
     pl.seed_everything(run.seed, workers=True, verbose=False)
     net, watch = RecordingNet(run), EventRecorder(run)
     trainer = trainer_of(run, [watch, PreemptionCheckpoint(), saves_of(run)])
@@ -214,7 +204,7 @@ def fit_until_preempted_in_validation(run: RunSpec, waits: str = "") -> tuple[Pr
 def fit_until_preempted(
     run: RunSpec, names: tuple[str, ...] = (), in_save: bool = False, notice: str = ""
 ) -> Preempted:
-    """Fit; the last rank is told after step 3, by a file, by who looks for it, or by signals."""
+    """Fit; the last rank is notified after step 3 by a file, a function or signals."""
     pl.seed_everything(run.seed, workers=True, verbose=False)
     before = {name: signal.getsignal(signal.Signals[name]) for name in ("SIGTERM", "SIGUSR1")}
     is_told = comm.get_rank() == comm.get_world_size() - 1
@@ -235,7 +225,7 @@ def fit_until_preempted(
 
 
 class Appears(Callback):
-    """Puts a file after a step."""
+    """Creates a file after a step."""
 
     def __init__(self, file: Path, step: int) -> None:
         self.file, self.step = file, step
@@ -262,7 +252,7 @@ class Appears(Callback):
 @pytest.mark.parametrize(
     ("stage", "background", "ranks", "others"), [(2, False, 2, 3), (3, True, 2, 1), (1, True, 1, 2)]
 )
-def test_it_goes_on_where_it_was_preempted(
+def test_a_preempted_run_ends_in_time_and_continues_on_another_world(
     names: tuple[str, ...],
     in_save: bool,
     stage: int,
@@ -272,7 +262,6 @@ def test_it_goes_on_where_it_was_preempted(
     worlds: Pools,
     tmp_path: Path,
 ) -> None:
-    """All ranks end by the code after the same step, within the grace; another world goes on."""
     strategy = {"async_save": background}
     run = RunSpec(stage=stage, root=str(tmp_path / "run"), strategy=strategy)
     reference = worlds.run(others, partial(fit, replace(run, root="", strategy={})))
@@ -295,7 +284,7 @@ def test_it_goes_on_where_it_was_preempted(
 
 @contextmanager
 def metadata_server(file: Path, answers: list[str]) -> Iterator[str]:
-    """Yield the URL of a server that says whether a file is there, as Google Cloud's does."""
+    """Yield the URL of a server that reports whether a file exists, as Google Cloud's does."""
 
     class Answering(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -319,8 +308,9 @@ def metadata_server(file: Path, answers: list[str]) -> Iterator[str]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("background", [False, True])
-def test_a_notice_by_a_url(background: bool, worlds: Pools, tmp_path: Path) -> None:
-    """A server is asked while the run trains, and believed: all is saved within the grace."""
+def test_a_notice_by_a_url_saves_within_the_grace(
+    background: bool, worlds: Pools, tmp_path: Path
+) -> None:
     root = tmp_path / "run"
     run = RunSpec(stage=2, root=str(root), strategy={"async_save": background})
     answers: list[str] = []
@@ -339,10 +329,9 @@ def test_a_notice_by_a_url(background: bool, worlds: Pools, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("stage", "background", "ranks", "others"), [(3, False, 2, 1), (1, True, 2, 2)]
 )
-def test_it_does_not_wait_for_the_end_of_a_validation(
+def test_a_preempted_validation_is_left_and_repeated(
     stage: int, background: bool, ranks: int, others: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """It is left within the grace, and done again; nothing else differs from an undisturbed run."""
     root = tmp_path / "run"
     strategy = {"async_save": background}
     run = RunSpec(stage=stage, root=str(root), schedule="plateau", strategy=strategy)
@@ -377,10 +366,10 @@ since_2_6 = pytest.mark.skipif(
         pytest.param("by the clock", marks=since_2_6),
     ],
 )
-def test_else_it_waits_for_the_end_of_a_validation(
+def test_some_validations_are_finished_before_a_preempted_save(
     waits: str, worlds: Pools, tmp_path: Path
 ) -> None:
-    """Where other weights may be in the module, or one rank might validate on more than another."""
+    """Those with other weights, or with different numbers of batches on ranks."""
     clock: dict[str, Any] = {"val_check_interval": "00:00:00:00"} if waits == "by the clock" else {}
     run = RunSpec(stage=1, root=str(tmp_path), trainer=clock)
     ended = worlds.run(2, partial(fit_until_preempted_in_validation, run, waits))
@@ -388,8 +377,7 @@ def test_else_it_waits_for_the_end_of_a_validation(
     assert {validated for _, validated in ended} == {FEW_SAMPLES // 2}
 
 
-def test_a_run_that_hears_nothing_is_as_without(worlds: Pools, tmp_path: Path) -> None:
-    """Losses, samples and random numbers are those of a run without the callback, bit for bit."""
+def test_without_a_notice_the_callback_changes_nothing(worlds: Pools, tmp_path: Path) -> None:
     run = RunSpec(stage=2, dropout=0.2, noise=0.1, root=str(tmp_path))
     without = worlds.run(2, partial(without_preemption, run))
     for record, other in zip(worlds.run(2, partial(with_preemption, run)), without, strict=True):
@@ -406,7 +394,8 @@ def test_a_run_that_hears_nothing_is_as_without(worlds: Pools, tmp_path: Path) -
         ({"exit_code": 256}, "exit_code=256: expected 1 to 255"),
     ],
 )
-def test_options_are_checked_where_they_are_given(options: dict[str, Any], message: str) -> None:
-    """Not when the machine is taken away."""
+def test_preemption_options_are_checked_by_the_constructor(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         PreemptionCheckpoint(**options)

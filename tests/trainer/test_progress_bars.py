@@ -27,13 +27,11 @@ _STEPS = re.compile(r"\x1b\[\??([\d;]*)([A-Za-z])|\x1b.|[\r\n]|[^\x1b\r\n]+")
 
 
 class Terminal:
-    """What was written to it."""
-
     def __init__(self) -> None:
         self.text = ""
 
     def screen(self) -> list[str]:
-        """Return the lines as they stand at the end, without empty ones at the bottom."""
+        """Return the final lines, without empty ones at the bottom."""
         lines, row, column = [""], 0, 0
         for step in _STEPS.finditer(self.text):
             text, count, kind = step[0], step[1], step[2]
@@ -58,7 +56,7 @@ class Terminal:
 
 @contextmanager
 def terminal() -> Iterator[Terminal]:
-    """Make both standard streams be a terminal in here; what it showed is known afterwards."""
+    """Make both standard streams a terminal; yield its contents."""
     shown = Terminal()
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
@@ -94,7 +92,6 @@ class Clock:
         self.now = 0.0
 
     def __call__(self) -> float:
-        """Return the time."""
         return self.now
 
 
@@ -111,7 +108,7 @@ def trainer_with(*callbacks: pl.Callback, bar: bool = True) -> pl.Trainer:
 
 
 def write(trainer: pl.Trainer, seconds: float, steps: int = 10) -> None:
-    """Write 4 GB in so many seconds, as the bar is told of it."""
+    """Report the write of 4 GB in so many seconds to the bar."""
     clock = Clock()
     with checkpoint_bar(trainer, clock) as show:
         for _ in range(steps):
@@ -120,7 +117,7 @@ def write(trainer: pl.Trainer, seconds: float, steps: int = 10) -> None:
 
 
 def with_tqdm(work: Callable[[pl.Trainer], None]) -> Terminal:
-    """Work in the midst of an epoch that ``TQDMProgressBar`` shows; return the terminal."""
+    """Work in the midst of an epoch that `TQDMProgressBar` shows; return the terminal."""
     with terminal() as shown:
         bar = TQDMProgressBar()
         trainer = trainer_with(bar)
@@ -138,7 +135,7 @@ def with_tqdm(work: Callable[[pl.Trainer], None]) -> Terminal:
 
 
 def with_rich(work: Callable[[pl.Trainer], None]) -> Terminal:
-    """Likewise with ``RichProgressBar``, whose validation bar comes after the work."""
+    """Likewise with `RichProgressBar`, whose validation bar comes after the work."""
     with terminal() as shown, pytest.MonkeyPatch.context() as patch:
         console = Console(file=sys.stdout, force_terminal=True, width=120, color_system=None)
         patch.setattr(rich, "_console", console)
@@ -176,14 +173,12 @@ def test_a_long_save_is_shown_and_leaves_no_trace(within: Callable[..., Terminal
 
 
 @KINDS
-def test_a_short_save_shows_nothing(within: Callable[..., Terminal]) -> None:
-    """What is over within two seconds writes not a byte; what is a little longer does."""
+def test_a_save_of_less_than_two_seconds_shows_nothing(within: Callable[..., Terminal]) -> None:
     assert SAYS not in within(lambda trainer: write(trainer, seconds=1.9)).text
     assert SAYS in within(lambda trainer: write(trainer, seconds=2.1)).text
 
 
-def test_a_load_before_any_bar_is_live(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load comes before training: the bar stands alone, tqdm's as rich's, for each kind."""
+def test_a_load_before_training_has_its_own_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     for bar in (TQDMProgressBar(), RichProgressBar()):
         with terminal() as shown:
             console = Console(file=sys.stdout, force_terminal=True, width=120, color_system=None)
@@ -198,10 +193,9 @@ def test_a_load_before_any_bar_is_live(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not [line for line in shown.screen() if "checkpoint" in line]
 
 
-def test_where_there_is_no_terminal_nothing_is_shown(
+def test_without_a_terminal_nothing_is_shown(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither where standard error is a file or a pipe, nor where there is none."""
     for stream in (io.StringIO(), None):
         monkeypatch.setattr(sys, "stderr", stream)
         write(trainer_with(TQDMProgressBar()), seconds=60.0)
@@ -209,8 +203,7 @@ def test_where_there_is_no_terminal_nothing_is_shown(
     assert SAYS not in capsys.readouterr().out
 
 
-def test_a_trainer_without_a_bar_has_none_here() -> None:
-    """Who has switched the bar off is shown none, on a terminal too."""
+def test_a_trainer_without_a_progress_bar_shows_none() -> None:
     with terminal() as shown:
         write(trainer_with(bar=False), seconds=60.0)
         write(trainer_with(TQDMProgressBar(refresh_rate=0)), seconds=60.0)

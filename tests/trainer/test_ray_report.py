@@ -23,8 +23,8 @@ def test_without_ray_the_extra_is_named() -> None:
         RayCheckpointReport()
 
 
-def test_a_checkpoint_is_named_as_ray_names_its_folder(tmp_path: Path) -> None:
-    """Also where the storage is reached through a link: Ray compares the beginnings of paths."""
+def test_a_checkpoint_path_starts_with_rays_folder(tmp_path: Path) -> None:
+    """Also through a link: Ray compares the beginnings of paths."""
     (tmp_path / "disk" / "run" / "checkpoints" / "step=5.ckpt").mkdir(parents=True)
     (tmp_path / "storage").symlink_to("disk")
     (tmp_path / "disk/run/checkpoints/last.ckpt").symlink_to("step=5.ckpt")
@@ -34,7 +34,9 @@ def test_a_checkpoint_is_named_as_ray_names_its_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["run/checkpoints/last-preempted.ckpt", "elsewhere/step=5.ckpt"])
-def test_what_is_replaced_or_elsewhere_is_not_rays(path: str, tmp_path: Path) -> None:
+def test_replaced_and_outside_checkpoints_are_not_reported_to_ray(
+    path: str, tmp_path: Path
+) -> None:
     """Ray would delete the newest state of a run, or could not find it."""
     assert _path_in(tmp_path / "run", str(tmp_path / path)) is None
 
@@ -48,10 +50,9 @@ def test_what_is_replaced_or_elsewhere_is_not_rays(path: str, tmp_path: Path) ->
     ],
     ids=["elsewhere", "deletes", "right"],
 )
-def test_callbacks_whose_checkpoints_ray_cannot_keep(
+def test_callbacks_whose_checkpoints_ray_cannot_keep_are_refused(
     folder: str, options: dict[str, object], said: str | None, tmp_path: Path
 ) -> None:
-    """They are refused before training, with what to pass instead."""
     callback = ModelCheckpoint(tmp_path / folder, **options)  # type: ignore[arg-type]
     if said is None:
         _check_model_checkpoint(callback, tmp_path / "run")

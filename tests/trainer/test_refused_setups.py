@@ -40,12 +40,11 @@ TENSOR = (
 
 
 def layers() -> nn.Sequential:
-    """Make two layers."""
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
 
 
 def engine(model: nn.Module, stage: int = 1, **options: Any) -> Any:
-    """Make an engine on AdamW; what is no keyword of ``initialize`` is of the config."""
+    """Make an engine on AdamW; unknown keywords of `initialize` go to the config."""
     import deepspeed
 
     ranks = {"mpu": options.pop("mpu", None), "mesh_param": options.pop("mesh_param", None)}
@@ -74,7 +73,7 @@ def auto_tp() -> Any:
 
 
 class TwoModelRanks:
-    """What Megatron hands over: all ranks hold slices of one model."""
+    """An mpu as Megatron's: all ranks have slices of one model."""
 
     def __init__(self) -> None:
         rank, world = distributed.get_rank(), distributed.get_world_size()
@@ -82,7 +81,7 @@ class TwoModelRanks:
         self.model, self.data = distributed.new_group([*range(world)]), alone[rank]
 
     def __getattr__(self, name: str) -> Callable[[], Any]:
-        """Return a function that says a group, its size, or this rank's place in it."""
+        """Return a function that returns a group, its size, or this rank's place in it."""
         if not name.startswith("get_"):
             raise AttributeError(name)
         group = self.data if "data_parallel" in name else self.model
@@ -131,7 +130,6 @@ def two_types() -> Any:
 
 
 def zenflow() -> Any:
-    """Make an engine with ZenFlow."""
     steps = {"select_strategy": "step", "select_interval": 2, "update_interval": 1}
     options = {"offload_optimizer": ON_CPU, "zenflow": {"topk_ratio": 0.1, **steps}}
     own = {"type": "AdamW", "params": {"lr": 0.01}}
@@ -139,7 +137,6 @@ def zenflow() -> Any:
 
 
 def random_ltd() -> Any:
-    """Make an engine with random-LTD."""
     section = ltd()
     section["data_efficiency"]["data_routing"]["random_ltd"] |= {
         "total_layer_num": 2,
@@ -167,7 +164,7 @@ KNOWN_WRAPPERS = (
 
 
 def told(make: Callable[[], Any], *reasons: str) -> tuple[Callable[[], Any], tuple[str, ...]]:
-    """Return what makes an engine, with the reasons for which it is refused."""
+    """Return functions that make engines, with the reasons to refuse them."""
     return make, reasons
 
 
@@ -212,7 +209,6 @@ BY_SAVE = {
 
 
 def said_by_save(case: str, path: str) -> str:
-    """Save an engine, and return what was raised."""
     warnings.simplefilter("ignore")
     make, _ = BY_SAVE[case]
     made = make()
@@ -222,7 +218,7 @@ def said_by_save(case: str, path: str) -> str:
 def refuse_all(
     worlds: Pools, folder: Path, cases: Mapping[str, Refused], heading: str = HEADING
 ) -> None:
-    """Fail unless each rank is told the sentence alone, before a step, and nothing is written."""
+    """Fail unless each rank raises the sentence alone, before a step, and nothing is written."""
     for said in worlds.run(2, partial(said_of_all, str(folder), cases), HANG_TIMEOUT_S):
         wanted = {
             name: f"{heading}  - {case.sentence} (after 0 steps)" for name, case in cases.items()
@@ -232,29 +228,29 @@ def refuse_all(
 
 
 @pytest.mark.engine
-def test_a_trainer_is_refused(worlds: Pools, tmp_path: Path) -> None:
-    """In setup, whatever the installed release of DeepSpeed has of it, by one sentence."""
+def test_unsupported_trainers_are_refused_in_setup_by_one_sentence(
+    worlds: Pools, tmp_path: Path
+) -> None:
     refuse_all(worlds, tmp_path, BY_TRAINER)
 
 
 @pytest.mark.engine
-def test_an_evaluation_is_refused(worlds: Pools, tmp_path: Path) -> None:
-    """Where weights alone cannot be read either: with the same sentences."""
+def test_evaluations_of_unreadable_weights_are_refused(worlds: Pools, tmp_path: Path) -> None:
     refuse_all(worlds, tmp_path, EVALUATED, EVALUATION_HEADING)
 
 
 @pytest.mark.engine
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch's Muon came with 2.9")
 def test_newer_optimizers_are_refused(worlds: Pools, tmp_path: Path) -> None:
-    """As above, where torch has them."""
     refuse_all(worlds, tmp_path, NEWER)
 
 
 @pytest.mark.engine
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("package", OF_OTHER_PACKAGES)
-def test_optimizers_with_few_bits_are_refused(package: str, worlds: Pools, tmp_path: Path) -> None:
-    """By name, with the package that they are of, where it is installed."""
+def test_optimizers_with_few_bits_are_refused_by_name_and_package(
+    package: str, worlds: Pools, tmp_path: Path
+) -> None:
     pytest.importorskip(package)
     refuse_all(worlds, tmp_path, OF_OTHER_PACKAGES[package])
 
@@ -262,8 +258,9 @@ def test_optimizers_with_few_bits_are_refused(package: str, worlds: Pools, tmp_p
 @pytest.mark.engine
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("case", BY_SAVE)
-def test_an_engine_is_refused(case: str, fork_server: ForkServer, tmp_path: Path) -> None:
-    """At its first save, on each rank, and nothing is written: no Trainer comes that far."""
+def test_unsupported_engines_are_refused_at_their_first_save(
+    case: str, fork_server: ForkServer, tmp_path: Path
+) -> None:
     own = Pools(fork_server)  # DeepSpeed keeps its groups for the process.
     try:
         messages = own.run(2, partial(said_by_save, case, str(tmp_path / "never.ckpt")))

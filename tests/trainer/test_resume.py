@@ -16,7 +16,6 @@ pytestmark = pytest.mark.engine
 
 
 def all_of(worlds: Pools, world: int, plan: FitSpec) -> list[dict[str, Any]]:
-    """Fit on a world; give what each rank saw."""
     return worlds.run(world, partial(fit, plan))
 
 
@@ -24,10 +23,10 @@ def all_of(worlds: Pools, world: int, plan: FitSpec) -> list[dict[str, Any]]:
     ("source", "ranks", "target", "more"),
     [(3, 2, 1, 3), (1, 3, 3, 2), (2, 1, 2, 2), (0, 2, 3, 3), (2, 3, 0, 2), (0, 1, 0, 3)],
 )
-def test_fit_goes_on_where_it_stopped(
+def test_fit_continues_where_it_stopped(
     source: int, ranks: int, target: int, more: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """Weights, counters, schedules and everybody's own state come back, on every rank."""
+    """Weights, counters, schedules and user states, on every rank."""
     root = str(tmp_path)
     first = all_of(worlds, ranks, FitSpec(root, source, epochs=2))
     again = FitSpec(root, target, epochs=3, ckpt_path="last", lr=0.9, seed=9)
@@ -43,15 +42,15 @@ def test_fit_goes_on_where_it_stopped(
         assert seen["callback"] == {"rank": rank if same else 0, "common": [1, 2.5, "three"]}
 
 
-def test_each_rank_gets_its_own_back(worlds: Pools, tmp_path: Path) -> None:
-    """On the same number of ranks, what differed between ranks is each rank's own again."""
+def test_each_rank_gets_its_own_state_back(worlds: Pools, tmp_path: Path) -> None:
     all_of(worlds, 2, FitSpec(str(tmp_path), 1))
     seen = all_of(worlds, 2, FitSpec(str(tmp_path), 1, epochs=2, ckpt_path="last"))
     assert [s["callback"]["rank"] for s in seen] == [0, 1]
 
 
-def test_weights_only(worlds: Pools, tmp_path: Path) -> None:
-    """It has no optimizer state, can be tested, says what it lacks, and starts new runs."""
+def test_a_weights_only_checkpoint_evaluates_and_starts_new_runs(
+    worlds: Pools, tmp_path: Path
+) -> None:
     root = str(tmp_path)
     plan = FitSpec(root, 3, checkpoint={"save_last": True, "save_weights_only": True})
     first = all_of(worlds, 2, plan)[0]
@@ -68,16 +67,16 @@ def test_weights_only(worlds: Pools, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_one_process_does_it_all(worlds: Pools, tmp_path: Path) -> None:
-    """Fit, save after it, test that and the best, and fit again: one process, one group."""
+def test_one_process_fits_saves_tests_and_fits_again(worlds: Pools, tmp_path: Path) -> None:
     for seen in worlds.run(2, partial(_failure_cases.save_after_fit, str(tmp_path))):
         assert seen["same"]
         assert seen["losses"][0] == pytest.approx(seen["losses"][1], rel=1e-5)
         assert seen["step"] == 4
 
 
-def test_a_new_rate_stays(worlds: Pools, tmp_path: Path) -> None:
-    """With load_hyperparameters=False the rates are those of the configured schedule's place."""
+def test_load_hyperparameters_false_keeps_the_configured_schedule(
+    worlds: Pools, tmp_path: Path
+) -> None:
     root = str(tmp_path)
     all_of(worlds, 2, FitSpec(root, 2))
     again = FitSpec(root, 2, epochs=2, ckpt_path="last", lr=0.5)
@@ -89,8 +88,7 @@ def test_a_new_rate_stays(worlds: Pools, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_frozen_weights_may_stay_out(worlds: Pools, tmp_path: Path) -> None:
-    """exclude_frozen_parameters: the rest comes back, the frozen stay the model's own."""
+def test_exclude_frozen_parameters_keeps_the_models_own(worlds: Pools, tmp_path: Path) -> None:
     root = str(tmp_path)
     options = {"exclude_frozen_parameters": True}
     first = all_of(worlds, 2, FitSpec(root, 3, strategy=options))[0]["end"]
@@ -100,8 +98,7 @@ def test_frozen_weights_may_stay_out(worlds: Pools, tmp_path: Path) -> None:
         assert differ == {"frozen.weight", "frozen.bias"}
 
 
-def test_precision_may_change(worlds: Pools, tmp_path: Path) -> None:
-    """A run in bf16 goes on in fp32 on fewer ranks, and from there in mixed bf16 on more."""
+def test_precision_and_world_may_change_together(worlds: Pools, tmp_path: Path) -> None:
     root = str(tmp_path)
     all_of(worlds, 2, FitSpec(root, 3, trainer={"precision": "bf16-true"}))
     again = FitSpec(root, 2, epochs=2, ckpt_path="last", trainer={"precision": "32-true"})
@@ -111,8 +108,8 @@ def test_precision_may_change(worlds: Pools, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_elastic_flag_of_a_user_config(worlds: Pools, tmp_path: Path) -> None:
-    """elastic_checkpoint with ZeRO-3 is taken, where DeepSpeed itself raises."""
+def test_elastic_checkpoint_with_zero_3_is_accepted(worlds: Pools, tmp_path: Path) -> None:
+    """DeepSpeed itself raises."""
     root = str(tmp_path)
     config = {"zero_optimization": {"stage": 3, "elastic_checkpoint": True}}
     plan = FitSpec(root, 3, strategy={"config": config | {"zero_allow_untested_optimizer": True}})

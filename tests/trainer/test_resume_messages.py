@@ -39,8 +39,10 @@ def said(seen: RunRecord, text: str) -> list[str]:
     return [message for message in seen.messages if text in message]
 
 
-def test_a_rate_that_gives_way_to_the_saved_one_is_said(worlds: Pools, tmp_path: Path) -> None:
-    """With both rates; not where it is as it was, is asked for, or is a scheduler's doing."""
+def test_a_configured_rate_replaced_by_the_saved_one_is_reported(
+    worlds: Pools, tmp_path: Path
+) -> None:
+    """Not one that is equal, requested, or a scheduler's."""
     expected = {
         ("none", 0.01, True): "",
         ("none", 0.03, True): "(group 0: configured 0.03, saved 0.01)",
@@ -70,7 +72,7 @@ def test_a_rate_that_gives_way_to_the_saved_one_is_said(worlds: Pools, tmp_path:
 
 
 class Overriding(RecordingNet):
-    """A module with a ``load_state_dict`` of its own."""
+    """A module that overrides `load_state_dict`."""
 
     @override
     def load_state_dict(self, *_: Any, **__: Any) -> Any:
@@ -78,7 +80,7 @@ class Overriding(RecordingNet):
 
 
 def warnings_of_override(run: RunSpec) -> list[str]:
-    """Resume and evaluate a module with an override; return what is said of it."""
+    """Resume and evaluate a module with an override; return the warnings about it."""
     with warnings_heard("load_state_dict") as said_of_it:
         trainer_of(run, []).fit(Overriding(run), run.loaders(), ckpt_path=run.ckpt_path)
         val = DataLoader(IndexedSamples(8, 0.0), batch_size=2)
@@ -86,8 +88,9 @@ def warnings_of_override(run: RunSpec) -> list[str]:
     return said_of_it
 
 
-def test_an_override_that_is_not_called_is_said(worlds: Pools, tmp_path: Path) -> None:
-    """Each load names the module whose ``load_state_dict`` it does not call."""
+def test_an_override_of_load_state_dict_that_is_not_called_is_warned_of(
+    worlds: Pools, tmp_path: Path
+) -> None:
     run = RunSpec(root=str(tmp_path), batch_size=12, epochs=1)
     worlds.run(1, partial(fit, replace(run, save=("step 0.2",))))
     (texts,) = worlds.run(1, partial(warnings_of_override, run.resumed("step 0.2")))
@@ -95,8 +98,7 @@ def test_an_override_that_is_not_called_is_said(worlds: Pools, tmp_path: Path) -
     assert all("Overriding.load_state_dict was not called" in text for text in texts)
 
 
-def test_where_an_epoch_has_ended_the_next_one_is_named(worlds: Pools, tmp_path: Path) -> None:
-    """A run that was saved at an epoch's end goes on in the next."""
+def test_a_resume_at_an_epochs_end_names_the_next_epoch(worlds: Pools, tmp_path: Path) -> None:
     run = RunSpec(root=str(tmp_path), batch_size=12)
     (saved,) = worlds.run(1, partial(fit, replace(run, save=("epoch 0",))))
     assert said(saved, "Global batch of 12: 1 device x 1 micro-batch of 12 samples")
@@ -108,11 +110,9 @@ def test_where_an_epoch_has_ended_the_next_one_is_named(worlds: Pools, tmp_path:
         assert min(seen.steps) == 5
 
 
-def test_where_a_fit_goes_on_is_said_of_every_kind(worlds: Pools, tmp_path: Path) -> None:
-    """The step that the trainer has then, and the epoch; or that it begins at 0, and what it was.
-
-    What is loaded was written by this library, by its ``convert``, and by hand.
-    """
+def test_step_and_epoch_of_a_resume_are_reported_for_every_format(
+    worlds: Pools, tmp_path: Path
+) -> None:
     run = RunSpec(root=str(tmp_path))
     worlds.run(1, partial(fit, replace(run, save=("step 1.3",))))
     saved = tmp_path / "step-1.3.ckpt"
@@ -142,8 +142,7 @@ def test_where_a_fit_goes_on_is_said_of_every_kind(worlds: Pools, tmp_path: Path
         assert int(re.findall(r"at step (\d+)", text)[0]) == min(of_fit.steps), path
 
 
-def test_an_order_that_lightning_overrules_is_said(worlds: Pools) -> None:
-    """A generator, drawing with replacement, and an explicit SequentialSampler; once each."""
+def test_an_order_that_lightning_replaces_is_warned_of_once(worlds: Pools) -> None:
     expected = {
         "own generator": "ignores the generator of the loader",
         "replacement": "yields every sample once per epoch",
@@ -160,8 +159,10 @@ def test_an_order_that_lightning_overrules_is_said(worlds: Pools) -> None:
         assert of_kind.steps == seen[-1].steps
 
 
-def test_a_loader_that_is_resumed_is_not_called_unresumable(worlds: Pools, tmp_path: Path) -> None:
-    """Lightning knows of ``state_dict`` only."""
+def test_lightnings_warning_about_unresumable_loaders_is_hidden(
+    worlds: Pools, tmp_path: Path
+) -> None:
+    """Lightning knows of `state_dict` only."""
     run = RunSpec(
         kind="own batches",
         length=60,

@@ -30,7 +30,7 @@ LENGTH, GLOBAL_BATCH, EPOCHS = 50, 12, 2
 
 @dataclass(frozen=True)
 class Asked:
-    """One fit, and what its hooks were told."""
+    """One fit, and the answers to its hooks."""
 
     accumulation: dict[str, int]
     """``accumulate_grad_batches`` as each ``setup`` hook read it."""
@@ -42,7 +42,7 @@ class Asked:
 
 
 class Asks:
-    """What a ``setup`` hook asks, and notes."""
+    """Queries the trainer in a `setup` hook, and records the answers."""
 
     def __init__(self, asker: str) -> None:
         self.asker = asker
@@ -50,7 +50,6 @@ class Asks:
         self.steps: dict[str, float] = {}
 
     def ask(self, who: str, trainer: Any) -> None:
-        """Ask the trainer."""
         self.accumulation[who] = trainer.accumulate_grad_batches
         if who == self.asker:
             self.steps[who] = trainer.estimated_stepping_batches
@@ -58,8 +57,6 @@ class Asks:
 
 
 class AskingCallback(Callback):
-    """A callback that asks in ``setup``."""
-
     def __init__(self, asks: Asks) -> None:
         self.asks = asks
 
@@ -69,7 +66,7 @@ class AskingCallback(Callback):
 
 
 class AskingNet(RecordingNet):
-    """A module that asks in ``setup``, and may have loaders that need its ``setup``."""
+    """A module that queries in `setup`, and may have loaders that need its `setup`."""
 
     def __init__(self, run: RunSpec, asks: Asks) -> None:
         super().__init__(run)
@@ -82,7 +79,7 @@ class AskingNet(RecordingNet):
 
 
 class NetWithLoader(AskingNet):
-    """One that makes its own loader, which is another one before ``setup`` than after it."""
+    """A net with its own loader, which differs before `setup` and after it."""
 
     data = IndexedSamples(LENGTH, 0.0)
     size = 1
@@ -98,7 +95,7 @@ class NetWithLoader(AskingNet):
 
 
 class AskingData(pl.LightningDataModule):
-    """A data module whose loader needs its ``setup``."""
+    """A data module whose loader needs its `setup`."""
 
     def __init__(self, asks: Asks) -> None:
         super().__init__()
@@ -115,7 +112,7 @@ class AskingData(pl.LightningDataModule):
 
 
 def fit_asking(source: str, asker: str, ckpt_path: str | None = None, save: str = "") -> Asked:
-    """Fit, with loaders of a source (``fit``, ``datamodule``, ``module``) and one who asks."""
+    """Fit, with loaders of a source (`fit`, `datamodule`, `module`) and one hook that queries."""
     pl.seed_everything(3, workers=True, verbose=False)
     run = RunSpec(length=LENGTH, save=("step 1.2",) if save else (), root=save)
     asks, watch = Asks(asker), EventRecorder(run)
@@ -151,7 +148,7 @@ ASKERS = [
 
 
 def fitted(worlds: Pools, source: str, asker: str, **options: str) -> RunRecord:
-    """Fit on two ranks, where one hook asks; check what it was told, and return what was seen."""
+    """Fit on two ranks, where one hook queries; check its answers, and return the record."""
     asked = worlds.run(2, partial(fit_asking, source, asker, **options))[0]
     assert all(steps == STEPS for steps in asked.steps.values())
     # The hooks that come before the loaders can be made are not told; a data module's own, as yet.
@@ -165,10 +162,10 @@ def fitted(worlds: Pools, source: str, asker: str, **options: str) -> RunRecord:
 
 
 @pytest.mark.parametrize(("source", "asker"), ASKERS)
-def test_who_asks_in_setup_gets_the_truth(
+def test_steps_and_accumulation_are_known_in_setup_hooks(
     source: str, asker: str, worlds: Pools, tmp_path: Path
 ) -> None:
-    """Steps and accumulation are known, the fit takes the steps that it would, and resumes."""
+    """Queries change neither the fit nor the resume."""
     silent = fitted(worlds, source, "")
     seen = fitted(worlds, source, asker, save=str(tmp_path))
     assert (seen.steps, seen.losses) == (silent.steps, silent.losses)

@@ -65,8 +65,6 @@ class TerminatesAt(Callback):
 
 
 class Terminates(Callback):
-    """Gets a SIGTERM on every rank at one moment."""
-
     def __init__(self) -> None:
         self.at_start = False
         self.at_step = -1
@@ -83,7 +81,7 @@ class Terminates(Callback):
 
 
 def terminated_again_and_again(root: str, background: bool, anew: bool) -> tuple[list[str], int]:
-    """Swallow what SIGTERM raises in two fits of one process; return how each ended."""
+    """Swallow the error of SIGTERM in two fits of one process; return how each ended."""
     pl.seed_everything(3, workers=True, verbose=False)
     before = signal.getsignal(signal.SIGTERM)
     terminates = Terminates()
@@ -115,10 +113,9 @@ def terminated_again_and_again(root: str, background: bool, anew: bool) -> tuple
 @pytest.mark.parametrize("anew", [False, True], ids=["one Trainer", "Trainers"])
 @pytest.mark.parametrize("background", [False, True], ids=["waiting", "behind"])
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_second_fit_can_be_terminated(
+def test_a_second_fit_can_be_terminated_and_continued(
     world: int, background: bool, anew: bool, worlds: Pools, tmp_path: Path
 ) -> None:
-    """Each ends by the signal, and the next one goes on where it stood."""
     call = partial(terminated_again_and_again, str(tmp_path), background, anew)
     for ends, step in worlds.run(world, call):
         assert ends[0] == "SIGTERM at 2"
@@ -189,10 +186,9 @@ VALIDATING = [
     ],
 )
 @pytest.mark.parametrize("stage", [1, 3])
-def test_all_ranks_end_after_the_same_batch(
+def test_sigterm_ends_all_ranks_after_the_same_batch(
     stage: int, places: Places, end: str, validates: bool, worlds: Pools, tmp_path: Path
 ) -> None:
-    """Whichever of them get the signal, wherever: none waits for what never comes, and all save."""
     call = partial(terminated_at, str(tmp_path), places, stage, validates)
     ends = worlds.run(2, call, timeout_s=PROMPT_TIMEOUT_S)
     saved = [] if end == "went on to 8" else ["last.ckpt"]
@@ -200,7 +196,7 @@ def test_all_ranks_end_after_the_same_batch(
 
 
 def evaluated(places: Places) -> str:
-    """Validate on ranks that get SIGTERM, without a fit before it; return how that has ended."""
+    """Validate on ranks that get SIGTERM, without a fit before it; return how it ended."""
     terminates = TerminatesAt(places[dist.get_rank()])
     trainer = make_trainer(elastic(stage=1, global_batch_size=12), terminates, max_epochs=1)
     try:
@@ -214,8 +210,8 @@ def evaluated(places: Places) -> str:
     return "went on"
 
 
-def test_an_evaluation_ends_where_it_is(worlds: Pools) -> None:
-    """There is no batch before which ranks ask each other: each ends by itself, at once."""
+def test_sigterm_ends_an_evaluation_at_once(worlds: Pools) -> None:
+    """Ranks exchange signals only before a training batch."""
     places: Places = (((VALIDATED, -1),),) * 2
     ends = worlds.run(2, partial(evaluated, places), timeout_s=PROMPT_TIMEOUT_S)
     assert ends == ["SIGTERM"] * 2

@@ -80,8 +80,7 @@ CASES: dict[str, tuple[RunSpec, list[int]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_step_counts(case: str, worlds: Pools) -> None:
-    """The rate of step k is that after k steps of the scheduler, and validation is at its steps."""
+def test_rates_and_validation_follow_optimizer_steps(case: str, worlds: Pools) -> None:
     run, validations = CASES[case]
     seen = worlds.run(2, partial(fit, run))[0]
     assert seen.global_step == len(seen.rates)
@@ -91,7 +90,7 @@ def test_each_step_counts(case: str, worlds: Pools) -> None:
 
 
 def test_no_batch_beyond_the_limit_is_fetched(worlds: Pools) -> None:
-    """A stream that goes on would lose it: three batches of each rank in each epoch, in a row."""
+    """A continuing stream would lose it."""
     trainer = {"limit_train_batches": 3, "accumulate_grad_batches": 2}
     run = replace(RUN, kind="goes on", length=100, global_batch=None, trainer=trainer)
     seen = worlds.run(2, partial(fit, run))[0]
@@ -122,8 +121,9 @@ EPOCHS: dict[str, RunSpec] = {
 }
 
 
-def test_the_accumulation_changes_no_epoch(worlds: Pools, tmp_path: Path) -> None:
-    """Steps, validations and the moments at which callbacks save are those of one micro-batch."""
+def test_accumulation_does_not_change_steps_validations_and_saves(
+    worlds: Pools, tmp_path: Path
+) -> None:
     runs = []
     for case, run in EPOCHS.items():
         for size in (6, 2):
@@ -140,7 +140,7 @@ def test_the_accumulation_changes_no_epoch(worlds: Pools, tmp_path: Path) -> Non
     assert lengths == [21, 4, 6, 4, 4, 8, 18]  # as with Lightning's other strategies
 
 
-def test_the_same_without_a_global_batch(worlds: Pools) -> None:
+def test_intervals_without_a_global_batch(worlds: Pools) -> None:
     """A fraction is of optimizer steps; Lightning's integers count micro-batches."""
     run = replace(EPOCHS["a fraction"], global_batch=None)
     three = {"limit_train_batches": 0.7, "accumulate_grad_batches": 3}
@@ -159,16 +159,15 @@ def test_an_interval_beyond_the_epoch_is_refused(worlds: Pools) -> None:
             assert "`val_check_interval` (3) must be less than or equal" in message
 
 
-def test_a_fraction_of_less_than_a_step_is_refused(worlds: Pools) -> None:
-    """With the smallest that is enough."""
+def test_a_fraction_of_less_than_a_step_is_refused_with_the_smallest(worlds: Pools) -> None:
     run = replace(ONE, batch_size=2, trainer={"limit_train_batches": 0.05})
     for message in worlds.run(1, partial(error_of, run)):
         assert message.startswith("UnsupportedError")
         assert "limit_train_batches=0.05 of an epoch of 10 optimizer steps" in message
 
 
-def test_a_window_that_a_limit_cuts_is_resumed(worlds: Pools, tmp_path: Path) -> None:
-    """Without a global batch, from before the short step, after it and from the epoch's end."""
+def test_a_window_cut_by_a_limit_is_resumed(worlds: Pools, tmp_path: Path) -> None:
+    """Without a global batch, from before and after the short step and the epoch's end."""
     run = replace(
         RUN, kind="plain", length=48, **LIKE_LIGHTNING, trainer=two(limit_train_batches=5)
     )

@@ -49,8 +49,7 @@ def refused(name: str, value: object, *allowed: str) -> None:
         ("qqq", ""),
     ],
 )
-def test_a_misspelt_option_names_the_one_that_was_meant(name: str, meant: str) -> None:
-    """Of this strategy's options, and of Lightning's."""
+def test_a_misspelt_option_of_ours_or_lightnings_is_corrected(name: str, meant: str) -> None:
     message = f"ElasticDeepSpeedStrategy has no option {name!r}"
     message += f". Did you mean {meant!r}?" if meant else ""
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
@@ -58,14 +57,13 @@ def test_a_misspelt_option_names_the_one_that_was_meant(name: str, meant: str) -
 
 
 @pytest.mark.parametrize("value", ["bogus", None, "Refuse", "", True, ["refuse"]])
-def test_on_unresumable_data(value: object) -> None:
-    """A word that is not known is not taken as leave to repeat an epoch."""
+def test_unknown_values_of_on_unresumable_data_are_refused(value: object) -> None:
     refused("on_unresumable_data", value, "'refuse'", "'restart_epoch'")
 
 
 @pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in NUMBERS.items() for v in vs])
-def test_numbers(name: str, value: object) -> None:
-    """What is no whole number, or too small, is refused; a string out of YAML is called one."""
+def test_numbers_must_be_whole_and_large_enough(name: str, value: object) -> None:
+    """A string from YAML is named as one."""
     refused(name, value, "whole number", "None")
     if isinstance(value, str):
         refused(name, value, "quotes")
@@ -73,8 +71,8 @@ def test_numbers(name: str, value: object) -> None:
 
 @pytest.mark.parametrize("name", FLAGS)
 @pytest.mark.parametrize("value", ["false", 0, 1, None])
-def test_flags(name: str, value: object) -> None:
-    """What Python would take as true or false is not enough: ``"false"`` is true."""
+def test_flags_must_be_booleans(name: str, value: object) -> None:
+    """`"false"` is true in Python."""
     refused(name, value, "True or False")
 
 
@@ -91,8 +89,7 @@ def test_flags(name: str, value: object) -> None:
         dict.fromkeys(FLAGS, True),
     ],
 )
-def test_what_is_meant_is_taken(options: dict[str, Any]) -> None:
-    """Whole numbers of NumPy are numbers; all defaults may be passed."""
+def test_numpy_integers_and_all_defaults_are_accepted(options: dict[str, Any]) -> None:
     strategy = ElasticDeepSpeedStrategy(**options)
     size = strategy._batches._global_batch_size
     assert size is None or (type(size) is int and size == 6)
@@ -101,22 +98,19 @@ def test_what_is_meant_is_taken(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "name", ["weights_only", "exclude_frozen_parameters", "save_module_weights"]
 )
-def test_plain_saves(name: str) -> None:
-    """The functions for plain engines refuse before they look at the engine."""
+def test_plain_saves_check_options_before_the_engine(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}='yes'"):
         save_checkpoint(None, "never.ckpt", **{name: "yes"})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["load_optimizer_state", "strict", "allow_pickle", "fallback"])
-def test_plain_loads(name: str) -> None:
-    """So do those that load."""
+def test_plain_loads_check_options_before_the_engine(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}='yes'"):
         load_checkpoint(None, "never.ckpt", **{name: "yes"})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])  # noqa: S301 (its own)
-def test_a_strategy_can_be_sent(copied: Callable[[Any], Any]) -> None:
-    """Launchers pickle it, users copy it: options go along, and nothing is shared."""
+def test_a_strategy_can_be_pickled_and_copied_without_sharing(copied: Callable[[Any], Any]) -> None:
     given = ElasticDeepSpeedStrategy(
         stage=3,
         global_batch_size=6,
@@ -141,9 +135,7 @@ def test_a_strategy_can_be_sent(copied: Callable[[Any], Any]) -> None:
     assert other._batches._resumer is other._checkpoints._resumer is other._resumer
 
 
-def test_the_class_registers_this_librarys_names() -> None:
-    """A user's subclass too, where Lightning's way to register a strategy is called on it."""
-
+def test_the_class_and_subclasses_register_our_names() -> None:
     class Own(ElasticDeepSpeedStrategy):
         """One of a user's."""
 
@@ -154,14 +146,12 @@ def test_the_class_registers_this_librarys_names() -> None:
 
 
 class _Settings:
-    """What the trainer has of settings."""
-
     def __init__(self) -> None:
         self.accumulate_grad_batches, self.limit_train_batches = 1, 2
 
 
-def test_settings_are_given_back() -> None:
-    """After a fit the user's settings stand again; a save afterwards counts by the fit's."""
+def test_the_users_settings_return_after_a_fit() -> None:
+    """A save after it counts by the fit's."""
     settings, trainer = UserSettings(), cast("Any", _Settings())
     for _fit in range(2):
         settings.make(trainer, "accumulate_grad_batches", 3)

@@ -15,8 +15,9 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_what_was_sent_trains_and_resumes(stage: int, worlds: Pools, tmp_path: Path) -> None:
-    """Pickled to other processes, or copied there, or in a copied Trainer: the same steps."""
+def test_pickled_and_copied_strategies_train_and_resume(
+    stage: int, worlds: Pools, tmp_path: Path
+) -> None:
     sent = make_strategy(stage)  # ranks get it as a pickle
     whole = worlds.run(2, partial(fit_copied, sent, root=str(tmp_path)))[0]
     assert sorted(whole.steps) == list(range(6))
@@ -30,8 +31,9 @@ def test_what_was_sent_trains_and_resumes(stage: int, worlds: Pools, tmp_path: P
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_trainer_keeps_its_users_settings(world: int, worlds: Pools, tmp_path: Path) -> None:
-    """After a fit, a failed one, an evaluation, a resumed fit and a second one, a save."""
+def test_a_reused_trainer_keeps_its_users_settings(
+    world: int, worlds: Pools, tmp_path: Path
+) -> None:
     for given, found, sizes in worlds.run(world, partial(settings_after, str(tmp_path))):
         assert given["accumulate_grad_batches"] == 1
         assert list(found) == [

@@ -35,7 +35,7 @@ STOPPED_EARLY = 5
 
 
 class Bar(TQDMProgressBar):
-    """A progress bar that notes where it is, and shows nothing."""
+    """A progress bar that records its position, and shows nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,6 @@ class Quit(Callback):
 
 
 def trainer_of(root: str, epochs: int, callbacks: list[Callback], **options: Any) -> pl.Trainer:
-    """Return a trainer that saves every step."""
     saving = ModelCheckpoint(
         dirpath=root, every_n_train_steps=1, save_top_k=-1, filename="{step}", monitor=None
     )
@@ -81,7 +80,6 @@ def fit(trainer: pl.Trainer, path: str | None = None) -> RecordingNet:
 
 
 def with_a_bar(root: str, path: str | None) -> list[tuple[int, int]]:
-    """Fit two epochs under a progress bar."""
     bar = Bar()
     fit(trainer_of(root, 2, [bar], enable_progress_bar=True), path)
     return bar.places
@@ -89,8 +87,10 @@ def with_a_bar(root: str, path: str | None) -> list[tuple[int, int]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_the_progress_bar_is_where_the_run_is(world: int, worlds: Pools, tmp_path: Path) -> None:
-    """In the batches of the world at hand, from the first one after a resume on."""
+def test_the_progress_bar_resumes_at_the_runs_position(
+    world: int, worlds: Pools, tmp_path: Path
+) -> None:
+    """In batches of the current world."""
     worlds.run(2, partial(with_a_bar, str(tmp_path), None))
     path = str(tmp_path / "step=3.ckpt")
     per_step = {1: 6, 2: 3, 3: 2}[world]
@@ -101,7 +101,7 @@ def test_the_progress_bar_is_where_the_run_is(world: int, worlds: Pools, tmp_pat
 
 
 def averaged(root: str, path: str | None, stage: int = 2) -> dict[Any, Any]:
-    """Fit with a moving average of the weights; give it at the start and at the end."""
+    """Fit with a moving average of the weights; return it at the start and at the end."""
     average = EMAWeightAveraging(decay=0.9)
     seen: dict[Any, Any] = {}
 
@@ -123,8 +123,7 @@ def averaged(root: str, path: str | None, stage: int = 2) -> dict[Any, Any]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_averaged_weights_go_on(world: int, worlds: Pools, tmp_path: Path) -> None:
-    """The moving average is restored as it was, and on the same world it goes on bit for bit."""
+def test_averaged_weights_continue_bit_for_bit(world: int, worlds: Pools, tmp_path: Path) -> None:
     wholes = worlds.run(2, partial(averaged, str(tmp_path), None))
     path = str(tmp_path / "step=3.ckpt")
     for rank, seen in enumerate(worlds.run(world, partial(averaged, str(tmp_path / "on"), path))):
@@ -135,8 +134,8 @@ def test_averaged_weights_go_on(world: int, worlds: Pools, tmp_path: Path) -> No
 
 
 @pytest.mark.long
-def test_averaging_cut_up_weights_is_refused(worlds: Pools, tmp_path: Path) -> None:
-    """With ZeRO-3 the callback would average empty tensors: it is said before training."""
+def test_averaging_with_zero_3_is_refused(worlds: Pools, tmp_path: Path) -> None:
+    """The callback would average empty tensors."""
     for seen in worlds.run(2, partial(averaged, str(tmp_path), None, 3)):
         assert seen["error"].startswith("UnsupportedError: EMAWeightAveraging averages whole")
 
@@ -150,8 +149,7 @@ def stopping(root: str, path: str | None, quit_at: int = -1) -> tuple[int, int, 
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_early_stopping_counts_on(world: int, worlds: Pools, tmp_path: Path) -> None:
-    """A run that was interrupted while it waited stops where it would have."""
+def test_early_stopping_continues_its_count(world: int, worlds: Pools, tmp_path: Path) -> None:
     whole = worlds.run(2, partial(stopping, str(tmp_path / "whole"), None))[0]
     assert whole[0] < 45
     at = whole[0] - 3
@@ -170,8 +168,9 @@ def logging(root: str, logs: str, path: str | None, quit_at: int = -1) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("world", [1, 3])
-def test_the_curve_is_one_curve(world: int, worlds: Pools, tmp_path: Path) -> None:
-    """Each optimizer step is on the loggers' axis once, at its number, after a resume too."""
+def test_each_step_is_logged_once_also_after_a_resume(
+    world: int, worlds: Pools, tmp_path: Path
+) -> None:
     logs = str(tmp_path / "logs")
     worlds.run(2, partial(logging, str(tmp_path / "part"), logs, None, 3))
     path = str(tmp_path / "part" / "step=3.ckpt")
@@ -187,15 +186,15 @@ def test_the_curve_is_one_curve(world: int, worlds: Pools, tmp_path: Path) -> No
 
 
 def times_of_saves(root: str, path: str | None, quit_at: int) -> dict[str, int]:
-    """Fit; give when each checkpoint was published, as its manifest's inode."""
+    """Fit; return each manifest's inode, which shows when it was published."""
     fit(trainer_of(root, 2, [Quit(quit_at)]), path)
     comm.barrier()
     return {p.name: (p / "manifest.json").stat().st_ino for p in Path(root).glob("*.ckpt")}
 
 
 @pytest.mark.long
-def test_what_a_run_was_taken_up_from_is_not_written_again(worlds: Pools, tmp_path: Path) -> None:
-    """Inside the first window of micro-batches the step is still the one that was saved."""
+def test_the_checkpoint_resumed_from_is_not_written_again(worlds: Pools, tmp_path: Path) -> None:
+    """Inside the first window the step is still the saved one."""
     root = str(tmp_path)
     before = worlds.run(2, partial(times_of_saves, root, None, 3))[0]
     path = str(tmp_path / "step=3.ckpt")
@@ -206,7 +205,6 @@ def test_what_a_run_was_taken_up_from_is_not_written_again(worlds: Pools, tmp_pa
 
 
 def fitted_twice(root: str) -> list[int]:
-    """Validate, fit, and fit on with the same trainer."""
     trainer = trainer_of(root, 1, [])
     net = RecordingNet(RunSpec())
     val = DataLoader(IndexedSamples(8, 0.0), batch_size=2)
@@ -220,7 +218,6 @@ def fitted_twice(root: str) -> list[int]:
 
 
 @pytest.mark.long
-def test_one_trainer_validates_then_fits_then_fits_on(worlds: Pools, tmp_path: Path) -> None:
-    """The global batch is settled when training begins, whatever was done before."""
+def test_one_trainer_validates_fits_and_continues(worlds: Pools, tmp_path: Path) -> None:
     assert worlds.run(2, partial(fitted_twice, str(tmp_path)))[0] == [5, 10]
     assert torch.get_num_threads() >= 1

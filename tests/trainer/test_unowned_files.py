@@ -37,7 +37,6 @@ MINE = "the user's only one"
 
 
 def snapshot(*folders: Path) -> dict[str, bytes]:
-    """Return the bytes of every file in some folders."""
     files = (path for folder in folders for path in folder.rglob("*") if path.is_file())
     return {str(path): path.read_bytes() for path in files}
 
@@ -46,7 +45,6 @@ def snapshot(*folders: Path) -> dict[str, bytes]:
 
 
 def save_as_deepspeed_does(root: str) -> str:
-    """Save twice with DeepSpeed, then with this library into the same folder."""
     engine = engine_with_a_step()
     for tag in ("global_step1", "global_step2"):
         engine.save_checkpoint(root, tag=tag)
@@ -60,11 +58,8 @@ def save_as_deepspeed_does(root: str) -> str:
     return said
 
 
-def test_deepspeeds_tags_stay(worlds: Pools, tmp_path: Path) -> None:
-    """save_checkpoint(engine, dir) in the place of DeepSpeed's own is refused on all ranks.
-
-    The error names DeepSpeed's tags, and a path in the folder that does.
-    """
+def test_saves_into_a_folder_of_deepspeed_tags_are_refused(worlds: Pools, tmp_path: Path) -> None:
+    """The error names the tags, and a path in the folder that is free."""
     root = tmp_path / "checkpoints"
     root.mkdir()
     for said in worlds.run(2, partial(save_as_deepspeed_does, str(root))):
@@ -78,26 +73,25 @@ def test_deepspeeds_tags_stay(worlds: Pools, tmp_path: Path) -> None:
 
 
 class SaveTo:
-    """Saves to a path."""
-
     def __init__(self, path: str) -> None:
         self.path = path
 
     def __call__(self, trainer: pl.Trainer) -> None:
-        """Save."""
         trainer.save_checkpoint(self.path)
 
 
 def fit_and_save(run: AsyncSaveSpec) -> tuple[dict[int, str], int]:
-    """Train; return what deeds raised, by step, and the last step."""
+    """Train; return the errors of actions, by step, and the last step."""
     trainer, net, data, director = run.make()
     trainer.fit(net, data)
     return director.errors, trainer.global_step
 
 
 @pytest.mark.parametrize("async_save", [False, True], ids=["blocking", "background"])
-def test_refused_at_once(pools: Pools, tmp_path: Path, *, async_save: bool) -> None:
-    """All ranks hear of it at that save, also where it would be written behind training."""
+def test_an_occupied_path_is_refused_at_the_save_itself(
+    pools: Pools, tmp_path: Path, *, async_save: bool
+) -> None:
+    """Also if it would be written in the background."""
     root = tmp_path / "results"
     root.mkdir()
     (root / "table.csv").write_text(MINE)
@@ -126,7 +120,6 @@ NAMES: dict[str, Any] = {
 
 
 def fit_with_stock(root: str, epochs: int) -> None:
-    """Fit with Lightning's own strategy."""
     warnings.simplefilter("ignore")
     options: dict[str, Any] = {"stage": 2, **SMALL_BUCKETS}
     saves = ModelCheckpoint(dirpath=root, **NAMES)
@@ -146,7 +139,7 @@ class Puts(Callback):
 
 
 class Worse(RegressionNet):
-    """A module of which each epoch is better than the one before, so that the best is replaced."""
+    """A module whose best checkpoint is replaced in each epoch."""
 
     @override
     def validation_step(self, batch: list[torch.Tensor], _: int) -> None:
@@ -155,13 +148,11 @@ class Worse(RegressionNet):
 
 @dataclass(frozen=True)
 class Fit:
-    """A run of this library's."""
-
     plan: FitSpec
     puts: tuple[Puts, ...] = ()
 
     def __call__(self) -> dict[str, Any]:
-        """Fit; return where it came to, what its callback names, and what was said."""
+        """Fit; return the last step, the callback's paths, and the messages."""
         trainer, _, data, _ = self.plan.make()
         trainer.callbacks.extend(self.puts)  # type: ignore[attr-defined]
         with warnings_heard() as warned, log_heard("lightning_elastic_zero") as said:
@@ -176,11 +167,10 @@ class Fit:
         }
 
 
-def test_the_switch_from_stock(worlds: Pools, tmp_path: Path) -> None:
-    """A run goes on from stock's last.ckpt in the same folder, with names beside stock's.
-
-    Stock's checkpoints are what they were; the next resume takes this library's.
-    """
+def test_a_run_continues_from_stocks_last_and_keeps_stocks_files(
+    worlds: Pools, tmp_path: Path
+) -> None:
+    """The next resume uses this library's checkpoint."""
     root = str(tmp_path)
     worlds.run(2, partial(fit_with_stock, root, 1))
     stock = [tmp_path / "best.ckpt", tmp_path / "last.ckpt"]
@@ -203,11 +193,10 @@ def test_the_switch_from_stock(worlds: Pools, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("async_save", [False, True], ids=["blocking", "background"])
-def test_a_file_put_into_the_last_one(worlds: Pools, tmp_path: Path, *, async_save: bool) -> None:
-    """zero_to_fp32.py is run inside last.ckpt between two epochs: the run goes on beside it.
-
-    Behind training the file may come while a save is on its way, which then keeps the old one.
-    """
+def test_a_file_put_into_last_is_kept_and_the_run_continues(
+    worlds: Pools, tmp_path: Path, *, async_save: bool
+) -> None:
+    """During a background save, that save keeps the old one."""
     options = {**NAMES, "filename": "{epoch}", "save_top_k": -1}
     put, strategy = Puts(f"{tmp_path}/last.ckpt/model.bin", 2), {"async_save": async_save}
     plan = FitSpec(str(tmp_path), 2, epochs=4, checkpoint=options, strategy=strategy)
@@ -225,8 +214,7 @@ def test_a_file_put_into_the_last_one(worlds: Pools, tmp_path: Path, *, async_sa
         assert f"last.ckpt was kept as {kept[0]}: it contains files that" in found[0]["said"]
 
 
-def test_top_k_leaves_a_users_file(worlds: Pools, tmp_path: Path) -> None:
-    """A checkpoint that is not of the best any more is kept with what a user put there."""
+def test_top_k_keeps_a_checkpoint_with_a_users_file(worlds: Pools, tmp_path: Path) -> None:
     root, options = str(tmp_path), {**NAMES, "filename": "{epoch}", "save_last": False}
     put = Puts(f"{root}/epoch=0.ckpt/pytorch_model.bin", 1)
     found = worlds.run(2, Fit(FitSpec(root, 2, epochs=3, checkpoint=options), (put,)))
@@ -250,10 +238,9 @@ def test_top_k_leaves_a_users_file(worlds: Pools, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_would_be_overwritten_is_refused_in_setup(
+def test_names_that_would_overwrite_files_are_refused_in_setup(
     options: dict[str, Any], name: str, worlds: Pools, tmp_path: Path
 ) -> None:
-    """Where names are not numbered, no hour of training is lost: all ranks refuse at once."""
     (tmp_path / name).write_text(MINE)
     for said in worlds.run(2, partial(error_of, FitSpec(str(tmp_path), 2, checkpoint=options))):
         assert said.startswith("SaveError: ModelCheckpoint(enable_version_counter=False) would ")
@@ -261,8 +248,7 @@ def test_what_would_be_overwritten_is_refused_in_setup(
     assert snapshot(tmp_path) == {str(tmp_path / name): MINE.encode()}
 
 
-def test_other_names_are_no_obstacle(worlds: Pools, tmp_path: Path) -> None:
-    """A pretrained file beside the checkpoints is left alone, and refuses nothing."""
+def test_files_with_other_names_are_kept_and_refuse_nothing(worlds: Pools, tmp_path: Path) -> None:
     (tmp_path / "resnet-50.ckpt").write_text(MINE)
     for said in worlds.run(2, partial(error_of, FitSpec(str(tmp_path), 2))):
         assert said == NOTHING

@@ -30,15 +30,14 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_the_loaders_word_counts_for_its_batch_size(world: int, worlds: Pools) -> None:
-    """What DeepSpeed is told for its own log does not change the global batch."""
+def test_deepspeeds_batch_size_for_its_log_is_ignored(world: int, worlds: Pools) -> None:
     run = RunSpec(global_batch=16, batch_size=2, strategy={"logging_batch_size_per_gpu": 4})
     seen = worlds.run(world, partial(fit, run))[0]
     assert {len(ids) for ids in seen.steps.values()} == {16}
 
 
 def fitted_with(batch_sizes: list[int], length: int) -> list[tuple[int, int]]:
-    """Fit one trainer again and again; give steps and batches of each fit's epoch."""
+    """Fit one trainer repeatedly; return steps and batches of each fit's epoch."""
     strategy = elastic(global_batch_size=12)
     trainer = quiet_trainer(strategy, max_epochs=1, limit_train_batches=3)
     net, found, before = RecordingNet(RunSpec()), [], 0
@@ -51,24 +50,21 @@ def fitted_with(batch_sizes: list[int], length: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.long
-def test_every_fit_settles_its_own_batches(worlds: Pools) -> None:
-    """One trainer, other loaders: three global batches each time, in other micro-batches."""
+def test_every_fit_computes_its_own_micro_batches(worlds: Pools) -> None:
     found = worlds.run(2, partial(fitted_with, [2, 6, 3, 1], 60))[0]
     assert found == [(3, 9), (3, 3), (3, 6), (3, 18)]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_part_of_several_loaders(world: int, worlds: Pools) -> None:
-    """A fraction of an epoch is one of the longest loader's steps, on any number of ranks."""
+def test_a_fraction_of_several_loaders_is_of_the_longest(world: int, worlds: Pools) -> None:
     run = RunSpec(kind="two", trainer={"limit_train_batches": 0.7})
     assert len(worlds.run(world, partial(fit, run))[0].steps) == 2 * 3
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_validation_before_a_window_is_not_done_again(
+def test_a_validation_before_a_resumed_window_is_not_repeated(
     world: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """Saved inside the window after it: callbacks have counted it already."""
     run = RunSpec(validate=True, trainer={"val_check_interval": 0.5})
     saving = replace(run, save=("inside 0.2",), root=str(tmp_path))
     whole = worlds.run(2, partial(fit, saving))[0]
@@ -81,7 +77,7 @@ def test_a_validation_before_a_window_is_not_done_again(
 def test_loaders_made_anew_keep_order_and_interval(
     world: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """The seed is the run's in every epoch, 0 too, and validation comes at the same steps."""
+    """The seed is the run's in every epoch."""
     run = RunSpec(
         seed=0,
         validate=True,
@@ -103,10 +99,7 @@ def test_loaders_made_anew_keep_order_and_interval(
 def test_a_batch_that_is_none_is_counted_and_resumed(
     batch_size: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """A collate function that returns None: the epoch has that batch, and none of its samples.
-
-    It is a step's only batch, or the first of two.
-    """
+    """As a step's only batch, or the first of two."""
     run = RunSpec(
         kind="None instead of a batch",
         batch_size=batch_size,
@@ -143,8 +136,7 @@ def _counted(seen: RunRecord) -> dict[str, object]:
 
 
 @pytest.mark.long
-def test_own_optimization_cannot_accumulate(worlds: Pools) -> None:
-    """Each batch is a step then: a global batch of several is refused, with what would do."""
+def test_manual_optimization_with_accumulation_is_refused(worlds: Pools) -> None:
     for message in worlds.run(2, partial(error_of, RunSpec(manual=True))):
         assert message.startswith("UnsupportedError: global_batch_size=12 with manual")
         assert "batch_size=6" in message
@@ -163,7 +155,7 @@ class BackwardTwice(RecordingNet):
 
 
 def warnings_of_backward(net: type[RecordingNet], stage: int) -> list[str]:
-    """Train a net that optimizes by itself; return what is said of its backward passes."""
+    """Train a net that optimizes by itself; return the warnings about its backward passes."""
     run = RunSpec(manual=True, batch_size=6, epochs=1, stage=stage)
     with warnings_heard("manual_backward") as said:
         trainer_of(run, []).fit(net(run), run.loaders())
@@ -171,18 +163,17 @@ def warnings_of_backward(net: type[RecordingNet], stage: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("stage", "count"), [(0, 0), (2, 1)])
-def test_gradients_that_deepspeed_does_not_add_up_are_said(
+def test_several_backward_passes_to_a_step_are_warned_of_in_zero(
     stage: int, count: int, worlds: Pools
 ) -> None:
-    """Once, in ZeRO alone; nothing is said where each step has one backward pass."""
+    """DeepSpeed does not add up their gradients."""
     for said in worlds.run(2, partial(warnings_of_backward, BackwardTwice, stage))[:1]:
         assert len(said) == count
         assert all(f"ZeRO-{stage} does not add up the gradients" in text for text in said)
     assert not any(worlds.run(2, partial(warnings_of_backward, RecordingNet, stage)))
 
 
-def test_states_of_loaders_go_on_twice(worlds: Pools, tmp_path: Path) -> None:
-    """A run that was taken up saves them again, also right after its start."""
+def test_states_of_loaders_survive_two_resumes(worlds: Pools, tmp_path: Path) -> None:
     run = RunSpec(kind="stateful", length=60, root=str(tmp_path))
     whole = worlds.run(2, partial(fit, replace(run, save=("step 0.2",))))[0]
     worlds.run(2, partial(fit, run.resumed("step 0.2", save=("inside 0.2",))))
@@ -191,8 +182,9 @@ def test_states_of_loaders_go_on_twice(worlds: Pools, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_an_epoch_that_is_shorter_now_ends(worlds: Pools, tmp_path: Path) -> None:
-    """What was trained of it is more than it has now: the next one begins, with whole steps."""
+def test_an_epoch_that_is_shorter_after_a_resume_ends_at_once(
+    worlds: Pools, tmp_path: Path
+) -> None:
     run = RunSpec(save=("step 0.3",), root=str(tmp_path))
     worlds.run(2, partial(fit, run))
     shorter = run.resumed("step 0.3", trainer={"limit_train_batches": 2})

@@ -93,8 +93,6 @@ class Net(RecordingNet):
 
 @dataclass(frozen=True)
 class Case:
-    """A run, where it is ended, and how it is resumed."""
-
     accumulate: int
     interval: int
     dies_at: int
@@ -109,7 +107,6 @@ class Case:
     """A third ModelCheckpoint saves at each step, once there is a metric."""
 
     def run(self, root: Path) -> RunSpec:
-        """Return the run."""
         trainer = {
             "accumulate_grad_batches": self.accumulate,
             "val_check_interval": self.interval,
@@ -121,8 +118,6 @@ class Case:
 
 @dataclass(frozen=True)
 class Decisions:
-    """What callbacks have counted and decided at the end of a run."""
-
     record: RunRecord
     counted: tuple[int, int]
     stopping: dict[str, Any]
@@ -133,7 +128,6 @@ class Decisions:
 
 
 def decided(case: Case, run: RunSpec, dies_at: int = -1) -> Decisions | None:
-    """Fit; None for a run that ends early."""
     pl.seed_everything(run.seed, workers=True, verbose=False)
     torch.manual_seed(run.seed + comm.get_rank())
     net, watch = Net(run), EventRecorder(run)
@@ -178,8 +172,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_decisions_are_those_of_the_whole_run(case: Case, worlds: Pools, tmp_path: Path) -> None:
-    """Early stopping, the best k, counts, metrics, samples and losses, bit for bit."""
+def test_decisions_with_validation_in_a_window_are_those_of_the_whole_run(
+    case: Case, worlds: Pools, tmp_path: Path
+) -> None:
     whole_root, root = tmp_path / "whole", tmp_path / "resumed"
     (whole, *_) = worlds.run(2, partial(decided, case, case.run(whole_root)))
     assert worlds.run(2, partial(decided, case, case.run(root), case.dies_at)) == [None, None]
