@@ -12,6 +12,7 @@ import pytest
 from torch import distributed
 
 from tests.support.engines import Setup, engine_of, train
+from tests.support.outcome import log_heard
 from tests.support.ranks import Pools
 
 
@@ -25,22 +26,19 @@ def save_drifted(setup: Setup, path: str, rates: list[float], *, steps: int = 0)
     """Save where each rank has its own rate and a matching scheduler."""
     from lightning_elastic_zero.api import save_checkpoint
 
-    warned = _Kept()
-    log = logging.getLogger("lightning_elastic_zero")
-    log.addHandler(warned)
     rank = distributed.get_rank()
-    with engine_of(setup, 0) as engine:
+    with (
+        log_heard("lightning_elastic_zero", logging.WARNING) as warned,
+        engine_of(setup, 0) as engine,
+    ):
         train(engine, setup, 0, 1)
         groups = engine.optimizer.param_groups
         groups[0]["lr"] = rates[rank]
         train(engine, setup, 1, 1 + steps)
         scheduler = {"_last_lr": [rates[rank]], "num_bad_epochs": rank}
         state = {"lr_schedulers": [scheduler], "mine": rank, "epoch": 3}
-        try:
-            save_checkpoint(engine, path, state)
-        finally:
-            log.removeHandler(warned)
-        return Drifted([group["lr"] for group in groups], warned.messages)
+        save_checkpoint(engine, path, state)
+        return Drifted([group["lr"] for group in groups], warned)
 
 
 def resume_drifted(setup: Setup, path: str) -> tuple[list[float], dict[str, Any]]:
@@ -50,15 +48,6 @@ def resume_drifted(setup: Setup, path: str) -> tuple[list[float], dict[str, Any]
     with engine_of(setup, 7, tilt=3.0) as engine:
         loaded = load_checkpoint(engine, path)
         return [group["lr"] for group in engine.optimizer.param_groups], loaded.client_state
-
-
-class _Kept(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
 
 
 pytestmark = pytest.mark.engine

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch import distributed, nn
 
 from tests.support.engines import Engine, Setup, engine_of, train
+from tests.support.outcome import log_heard
 from tests.support.ranks import Pools
 
 STEPS = 2
@@ -34,15 +34,6 @@ class Keeping(nn.Module):
             msg = f"wants a number, not {state!r}"
             raise TypeError(msg)
         self.value = state
-
-
-class _Told(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 def _model(setup: Setup, values: dict[str, Any]) -> Any:
@@ -79,15 +70,11 @@ def load_extra_states(
     """Load each into a model with other values; return its values or the error, and warnings."""
     found = []
     for path in paths:
-        with engine_of(setup, 1, model=_model(setup, values)) as engine:
-            told = _Told()
-            log = logging.getLogger("lightning_elastic_zero.checkpoint.save")
-            log.addHandler(told)
-            try:
-                outcome = _loaded(engine, path, options)
-            finally:
-                log.removeHandler(told)
-            found.append((outcome, told.texts))
+        with (
+            engine_of(setup, 1, model=_model(setup, values)) as engine,
+            log_heard("lightning_elastic_zero.checkpoint.save") as said,
+        ):
+            found.append((_loaded(engine, path, options), said))
     return found
 
 

@@ -14,6 +14,7 @@ import torch
 from tests.support.checkpoints import Loading, Saved, refusal
 from tests.support.engines import Setup, engine_of, train
 from tests.support.oracle import Dump, differences, expected_in
+from tests.support.outcome import log_heard
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
@@ -33,33 +34,20 @@ GONE = ("b.weight", "b.bias")
 STATES = ("exp_avg", "exp_avg_sq")
 
 
-class Listed(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def loaded(setup: Setup, saved: Saved, steps_before: int) -> tuple[Any, ...] | None:
     """Load leniently; return the state before, after, and a step later, and the warnings."""
     from lightning_elastic_zero.api import load_checkpoint
     from tests.support.oracle import dump
 
-    log, listed = logging.getLogger("lightning_elastic_zero"), Listed()
     with engine_of(setup, 7, tilt=3.0) as engine:
         train(engine, setup, 100, 100 + steps_before)
         before = dump(engine, setup)
-        log.addHandler(listed)
-        try:
+        with log_heard("lightning_elastic_zero", logging.WARNING) as listed:
             load_checkpoint(engine, saved.path, strict_optimizer=False)
-        finally:
-            log.removeHandler(listed)
         after = dump(engine, setup)
         train(engine, setup, 3, 4)
         later = dump(engine, setup)
-    return None if before is None else (before, after, later, listed.texts)
+    return None if before is None else (before, after, later, listed)
 
 
 def of_layers(found: Dump, *names: str) -> Dump:

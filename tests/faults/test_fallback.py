@@ -22,6 +22,7 @@ from tests.support.checkpoints import Saved, train_and_save
 from tests.support.engines import Setup, engine_of
 from tests.support.fits import FitSpec
 from tests.support.oracle import differences, dump
+from tests.support.outcome import log_heard
 from tests.support.ranks import Pools
 
 
@@ -35,33 +36,22 @@ class FallbackResult:
     """Rank 0: the engine holds just what the older checkpoint's writer held."""
 
 
-class WarningCollector(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def load_from(setup: Setup, path: str, older: Saved, options: dict[str, Any]) -> FallbackResult:
     """Load into a run from another seed."""
     from lightning_elastic_zero.api import load_checkpoint
 
-    message, instead_of, kept = "", "", WarningCollector()
-    log = logging.getLogger("lightning_elastic_zero")
-    log.addHandler(kept)
-    try:
-        with engine_of(setup, 7, tilt=3.0) as engine:
-            try:
-                instead_of = load_checkpoint(engine, path, **options).instead_of
-            except Exception as error:  # noqa: BLE001 - the test looks at it
-                message = f"{type(error).__name__}: {error}"
-            found = dump(engine, setup)
-    finally:
-        log.removeHandler(kept)
+    message, instead_of = "", ""
+    with (
+        log_heard("lightning_elastic_zero", logging.WARNING) as said,
+        engine_of(setup, 7, tilt=3.0) as engine,
+    ):
+        try:
+            instead_of = load_checkpoint(engine, path, **options).instead_of
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            message = f"{type(error).__name__}: {error}"
+        found = dump(engine, setup)
     same = found is None or not differences(older.dump(), found)
-    return FallbackResult(message, instead_of, tuple(kept.texts), same)
+    return FallbackResult(message, instead_of, tuple(said), same)
 
 
 def fit_and_test(root: str, path: str) -> tuple[int, str]:

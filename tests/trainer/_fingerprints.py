@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from lightning_elastic_zero.checkpoint.fingerprint import check_loaded
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 from tests.support.fits import FitSpec
-from tests.support.outcome import error_text
+from tests.support.outcome import error_text, log_heard
 from tests.trainer._failure_cases import engine as plain_engine
 
 
@@ -32,21 +31,9 @@ class FingerprintResult:
     messages: tuple[str, ...]
 
 
-@contextmanager
-def messages_of_lightning() -> Iterator[list[str]]:
+def messages_of_lightning() -> AbstractContextManager[list[str]]:
     """Collect this rank's messages of Lightning's logger."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+    return log_heard("lightning.pytorch.utilities.rank_zero", logging.INFO)
 
 
 def fit(plan: FitSpec, verb: str = "fit") -> FingerprintResult:
