@@ -4,7 +4,7 @@
 
     ElasticZeroError
     ├── UnsupportedError            this engine, model or option cannot be saved or resumed
-    ├── CheckpointNotFoundError     there is no published checkpoint at that path;
+    ├── CheckpointNotFoundError     no published checkpoint at that path;
     │                               also a FileNotFoundError
     ├── CheckpointFormatError       the path is not a readable checkpoint
     ├── CheckpointMismatchError     an intact checkpoint of another model, or an incomplete one

@@ -14,7 +14,6 @@ import math
 import mmap
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -518,7 +517,7 @@ def _copy_plain_data(value: Any, made: dict[int, torch.Tensor]) -> Any:
         return made[id(value)]
     if type(value) in (list, tuple, set):
         return type(value)(_copy_plain_data(item, made) for item in value)
-    if isinstance(value, (dict, OrderedDict)):
+    if isinstance(value, dict):
         alike = type(value)((k, _copy_plain_data(v, made)) for k, v in value.items())
         if fields := getattr(value, "__dict__", None):
             vars(alike).update(_copy_plain_data(fields, made))

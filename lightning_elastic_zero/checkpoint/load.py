@@ -109,7 +109,7 @@ def plans(
 
 
 def read_targets(targets: RestoreTargets) -> Targets:
-    """Return the targets: the weights with their states, then the same weights without."""
+    """Return the targets: ``n`` weights with their states, then the same weights without."""
     weights = [{WEIGHT: tensor} for tensor in targets.weights]
     return [{**w, **s} for w, s in zip(weights, targets.states, strict=True)] + weights
 
@@ -160,25 +160,25 @@ def find_fallback(
     fits_model: Callable[[Manifest], bool],
     can_replace: Callable[[AnyPath, Manifest], bool] = any_replaces,
 ) -> tuple[str, int] | None:
-    """Find the newest sound checkpoint of this library beside one that is damaged. Collective.
+    """Find the newest intact checkpoint of this library next to a damaged one. Collective.
 
-    Every byte of it has been verified, each rank reading its share. It has the parameters of the
-    damaged one. It may be another run's all the same, so that the user decides whether to take it.
+    The ranks verify all of its bytes, each a share. It has the parameters of the damaged one, but
+    may belong to another run, so it is loaded only with ``fallback``.
 
     Args:
         asked: the path of the damaged one, on rank 0.
         ranks: those that load.
-        fits_model: whether a checkpoint has the parameters of the model; asked where the damaged
-            one cannot say what it had.
+        fits_model: whether a checkpoint has the parameters of the model; called if the manifest of
+            the damaged one cannot be read.
         can_replace: see ``LoadOptions``.
 
     Returns:
-        Its path, and the optimizer steps that had been taken. None where there is none, where
-        nothing says that there was ever one, or where other software wrote the damaged one.
+        Its path and its optimizer steps. None if none is intact, the path has no entry, or other
+        software wrote the damaged one.
     """
     found = ranks.broadcast(
         f"load {asked}: look for an older one",
-        lambda: _beside(asked, ranks.progress, fits_model, can_replace),
+        lambda: _older_than(asked, ranks.progress, fits_model, can_replace),
     )
     for path, step in found:
         problems = ranks.all_gather(f"load: verify {path}", partial(_problem, path, ranks))
@@ -187,7 +187,7 @@ def find_fallback(
     return None
 
 
-def _beside(
+def _older_than(
     asked: str | os.PathLike[str],
     progress: Progress,
     fits_model: Callable[[Manifest], bool],
@@ -196,7 +196,7 @@ def _beside(
     """Rank 0: return the published checkpoints in the same folder, the newest first."""
     damaged = parse_path(asked)
     if not _is_there(damaged):
-        # A path that is misspelt: another checkpoint is not what is meant.
+        # The path is probably misspelt: suggest nothing.
         return []
     real = resolved(damaged)
     if _is_foreign(real):
@@ -216,7 +216,7 @@ def _beside(
             continue
         if mine:
             usable = _can_replace(manifest, mine)
-        else:  # The damaged one can no longer say what it was: by the clock.
+        else:  # The manifest of the damaged one cannot be read: compare the times.
             before = published_ns(path) <= published_ns(real, damaged)
             usable = fits_model(manifest) and before and not manifest.weights_only
         if usable:
@@ -231,7 +231,7 @@ def _is_there(path: AnyPath) -> bool:
 
 
 def _is_foreign(path: AnyPath) -> bool:
-    """Whether other software wrote what is there: no trace of a save of this library."""
+    """Whether a path contains files, but no trace of a save of this library."""
     if isinstance(path, StorePath):
         return False  # It was refused by its format.
     if not path.is_dir():
@@ -254,7 +254,7 @@ def _manifest_of(path: AnyPath) -> Manifest | None:
 
 
 def _can_replace(other: Manifest, damaged: Manifest) -> bool:
-    """Whether a run can go on from the other one: it is alike, older, and as whole."""
+    """Whether one has the same shapes, no later step and, if the other has it, optimizer state."""
     older = other.progress.global_steps <= damaged.progress.global_steps
     whole = damaged.weights_only or not other.weights_only
     return _shapes(other) == _shapes(damaged) and older and whole
@@ -389,7 +389,7 @@ def load_engine(
     loaded instead, with a warning. An ``OSError`` of the disk is not damage: it may be temporary.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint at the path.
+        CheckpointNotFoundError: the path has no checkpoint.
         CheckpointFormatError: the path is not a readable checkpoint.
         CheckpointMismatchError: the checkpoint does not fit this model or lacks requested state.
         CheckpointCorruptedError: the checkpoint is damaged.
@@ -598,7 +598,7 @@ def _renaming(here: Manifest, options: LoadOptions) -> KeyMapping:
 
 @dataclass(frozen=True, slots=True)
 class _Filled:
-    """What one rank has read, ready to be committed."""
+    """Values that one rank has read, ready to be committed."""
 
     targets: RestoreTargets
     values: RestoreValues
@@ -617,16 +617,16 @@ class _Load:
     ranks: Ranks
 
     def check(self) -> tuple[RestoreScope, SharedState]:
-        """Find all that can be wrong before anything is changed; each rank by itself.
+        """Check everything that can be checked before live state changes, on this rank.
 
         Returns:
-            What is restored, and what the checkpoint holds once.
+            The scope of the load, and the state that is not per parameter.
         """
         source, here = self.source, self.live.describe()
         source.bind(here)
         training = bool(here.groups)
-        # Where ranks had buffers of their own, an evaluation takes rank 0's everywhere: its result
-        # must not depend on the number of devices. Training goes on with each rank's own.
+        # If the ranks' buffers differed, all ranks of an evaluation use rank 0's: its result must
+        # not depend on the number of devices. In training, each rank gets its own.
         own = self.ranks.rank if training else 0
         shared = source.module_state(own, self.ranks.world_size)
         # Weights alone begin a new run, with the schedule that is configured here.
@@ -651,10 +651,10 @@ class _Load:
         return scope, shared
 
     def _check_optimizer(self, scope: RestoreScope) -> None:
-        """Refuse what is not this run's optimizer's, or not of one step with the rest.
+        """Refuse the state of another optimizer, or of another step than the weights.
 
         Raises:
-            CheckpointMismatchError: it is another optimizer's, or lacks the state of a group.
+            CheckpointMismatchError: it belongs to another optimizer, or a group lacks state.
             CheckpointFormatError: it was saved at another step.
         """
         manifest, info = self.source.manifest, self.source.info
@@ -674,12 +674,12 @@ class _Load:
             )
 
     def _regrouped(self, scope: RestoreScope) -> Manifest:
-        """Return what was saved, in the groups that the engine has."""
+        """Return the saved manifest with the engine's parameter groups."""
         saved = self.source.manifest
         return saved if scope.strict_optimizer else with_live_groups(saved, self.live.describe())
 
     def _log(self, here: Manifest, scope: RestoreScope, buffers: Sequence[BufferPair]) -> None:
-        """Report what is loaded, and what of it is not as it was."""
+        """Log what is loaded, and what differs from the save."""
         where, source = self.where, self.source
         log.info("loading %s: %s into %s", where, _source_summary(source), describe(here))
         if source.info.mixed:
@@ -696,7 +696,7 @@ class _Load:
             log.warning("%s: %s", where, text)
 
     def read(self, scope: RestoreScope, shared: SharedState, undo: ExitStack) -> _Filled:
-        """Fill this rank's buffers from the checkpoint; ``undo`` is told how to give them up."""
+        """Fill this rank's buffers from the checkpoint; ``undo`` gets their rollback."""
         source, saved = self.source, self._regrouped(scope)
         targets = self.live.allocate_targets(saved, with_optimizer=scope.optimizer_state)
         undo.callback(targets.rollback)
@@ -715,7 +715,7 @@ class _Load:
         return _Filled(targets, values, self._rank_entries(shared), bytes_read)
 
     def compare(self, step: str, scope: RestoreScope, shared: SharedState) -> Verdict:
-        """Compare what is live now with the fingerprint that the save recorded, if it did."""
+        """Compare the live state with the fingerprint in the checkpoint, if it has one."""
         source = self.source
         renamed = isinstance(source, RenamedReader) and source.changes_names
         recorded = source.recorded_fingerprint
@@ -747,16 +747,17 @@ class _Load:
         )
 
     def _rank_entries(self, shared: SharedState) -> dict[int, Any]:
-        """Return the entry that is wanted of the ranks whose part this one takes over, if any.
+        """Return the wanted entry of saving ranks, by rank; empty on the same number of ranks.
 
-        Of more ranks each has every so many; of fewer, several ranks share what one had.
+        With ``n`` ranks, rank r reads the entries r, r + n, ...; if fewer ranks saved, entry r
+        modulo their number.
         """
         wanted, rank = self.options.rank_entry_path, self.ranks.rank
         saved, here = self.source.manifest.world_size, self.ranks.world_size
         if not wanted or shared.read_client_entry is None or saved == here:
             return {}
-        taken_over = range(rank, saved, here) or [rank % saved]
-        entries = {other: shared.read_client_entry(other, wanted) for other in taken_over}
+        sources = range(rank, saved, here) or [rank % saved]
+        entries = {other: shared.read_client_entry(other, wanted) for other in sources}
         return {other: entry for other, entry in entries.items() if entry is not None}
 
 

@@ -1,6 +1,6 @@
 """Saving: every rank writes its shards into a hidden directory, and rank 0 publishes it.
 
-Before publication, the save checks that ``torch.load(weights_only=True)`` can read the files.
+Before publication, the save checks that ``torch.load(weights_only=True)`` can read the values.
 Results of ``get_extra_state`` (scales of fp8 layers, counters) are saved with the trainer's state.
 """
 
@@ -95,7 +95,7 @@ from lightning_elastic_zero.storage.shared import (
 from lightning_elastic_zero.storage.stores import AnyPath
 
 _PROTOCOL = 2
-"""Of ``torch.save``."""
+"""Pickle protocol of ``torch.save``."""
 
 
 def check_loads_weights_only(parts: Mapping[str, Any]) -> None:
@@ -303,7 +303,7 @@ class ShardContents:
     fingerprint: bool = False
     """See ``SaveOptions``."""
     show: ShowBytes = show_nothing
-    """Likewise."""
+    """See ``SaveOptions``."""
     source_of: SourceOf = as_it_is
     """Returns the source to write a piece of a tensor from."""
 

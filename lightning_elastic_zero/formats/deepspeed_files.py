@@ -237,7 +237,7 @@ def describe_missing_latest(path: AnyPath) -> str:
         return ""
     universal = is_universal(path / tag)
     name = LATEST_UNIVERSAL if universal else LATEST
-    lack = f"there is no {name} that names the tag {tag!r}"
+    lack = f"no file {name} names the tag {tag!r}"
     if named:
         file, other = next(iter(named.items()))
         lack = f"{file.name} names the tag {other[:80]!r}, which does not exist"

@@ -503,7 +503,7 @@ class UniversalReader(TagReader):
         found: Sequence[str] = self._optimizer.get(OURS, {}).get("files", ())
         return found
 
-    # -- what is there ---------------------------------------------------------------------------
+    # -- contents --------------------------------------------------------------------------------
 
     def _check_required_files(self) -> None:
         if not (self.files.folder / OPTIMIZER_STATE).is_file():

@@ -206,7 +206,7 @@ class _SubstitutingStream:
             self._file.write(part)
 
     def flush(self) -> None:
-        """Do nothing: there is no buffer."""
+        """Do nothing: nothing is buffered."""
 
     def raise_error(self) -> None:
         if self._error is not None:

@@ -76,7 +76,7 @@ def file_sizes(folder: AnyPath, names: Iterable[str]) -> Iterator[tuple[str, int
     """Yield the name of each file in a folder with its size, or the error of looking at it."""
     if isinstance(folder, StorePath):
         found = store_checkpoints.file_sizes(folder)
-        missing = FileNotFoundError(errno.ENOENT, "there is no such object")
+        missing = FileNotFoundError(errno.ENOENT, "no such object")
         yield from ((name, found.get(name, missing)) for name in names)
     else:
         yield from ((name, _size(folder / name)) for name in names)
@@ -99,7 +99,7 @@ def read_manifest(path: AnyPath) -> bytes:
         return read_file(path / MANIFEST_NAME)
     commit = store_checkpoints.read_commit(path)
     if commit is None:
-        raise FileNotFoundError(errno.ENOENT, "there is no such object", str(path))
+        raise FileNotFoundError(errno.ENOENT, "no such object", str(path))
     return commit.data
 
 

@@ -262,7 +262,7 @@ def delete_checkpoint(
 
     Args:
         path: the name.
-        identity: ``Commit.identity`` of what is to be deleted; None: whatever is there.
+        identity: ``Commit.identity`` of the checkpoint to delete; None: any.
         progress: checked after every request.
     """
     store, key = path.store, (path / MANIFEST_NAME).key

@@ -361,9 +361,9 @@ class Store:
         url, text = f"{self.root}/{key}", _text(error)
         known = self._errors
         if _NO_BUCKET.search(text):
-            return PermissionError(errno.EACCES, "there is no such bucket", self.root)
+            return PermissionError(errno.EACCES, "no such bucket", self.root)
         if isinstance(error, FileNotFoundError):
-            return FileNotFoundError(errno.ENOENT, "there is no such object", url)
+            return FileNotFoundError(errno.ENOENT, "no such object", url)
         refused = isinstance(error, (known.PermissionDeniedError, known.UnauthenticatedError))
         if refused or (isinstance(error, known.GenericError) and _FINAL.search(str(error))):
             return PermissionError(errno.EACCES, f"access denied ({text})", url)

@@ -1,4 +1,4 @@
-"""Accumulation windows: the micro-batches of an optimizer step, and what is due after it.
+"""Accumulation windows: the micro-batches of an optimizer step, and what follows the step.
 
 An epoch ends with an optimizer step, which can have fewer micro-batches than the others. Lightning
 decides by micro-batches whether schedulers and validation are due, and would miss such a step.
@@ -236,7 +236,7 @@ class StepIntervals:
         _set_validation_interval(trainer, is_planned=is_planned)
 
     def begin_batch(self, trainer: pl.Trainer) -> None:
-        """Set what is due after the batch that is about to be trained on."""
+        """Set whether schedulers and validation are due after the next batch."""
         self.restore(trainer)
         progress = trainer.fit_loop.epoch_loop.batch_progress
         if progress.current.ready == 1:
@@ -245,7 +245,7 @@ class StepIntervals:
         self._apply(trainer, is_last=progress.is_last_batch, steps=trainer.global_step + 1)
 
     def resume_at(self, trainer: pl.Trainer, *, is_last: bool) -> None:
-        """Set what is due after the last batch before the save."""
+        """Set whether they are due after the last batch before the save."""
         self.restore(trainer)
         self._apply(trainer, is_last=is_last, steps=trainer.global_step)
 
@@ -274,7 +274,7 @@ class StepIntervals:
             trainer.val_check_batch, self._interval = self._interval, None
 
     def _apply(self, trainer: pl.Trainer, *, is_last: bool, steps: int) -> None:
-        """Set what is due after a batch that the trainer's counters include.
+        """Set whether they are due after a batch that the trainer's counters include.
 
         ``is_last``: the data ends with it. ``steps``: optimizer steps of the whole run, if a window
         ends with it.

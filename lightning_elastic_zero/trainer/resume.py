@@ -206,7 +206,7 @@ class RunResumer:
         self.recorder.note_metrics(trainer)
 
     def before_batch(self, trainer: pl.Trainer, batch_idx: int) -> None:
-        """Determine what is due after a batch that is about to be trained on."""
+        """Determine whether schedulers and validation are due after the next batch."""
         if self.batches is not None:
             self.batches.check_accumulation(trainer)
         self.recorder.before_batch(trainer, batch_idx)

@@ -77,7 +77,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         ValueError: An option has an invalid value.
     """
 
-    _accumulation: GradientAccumulation  # set for each fit, as _checks
+    _accumulation: GradientAccumulation  # set in setup() of each fit, as _checks
     _checks: tuple[RequiresGradCheck, SampleOrderCheck]
     num_nodes = nodes_of_job
     parallel_devices = devices_of_node
@@ -126,7 +126,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         register_names(strategy_registry, cls)
 
     def __repr__(self) -> str:
-        """Name the required Trainer: ``pytorch_lightning`` shows this when it refuses this."""
+        """Name the required Trainer; ``pytorch_lightning`` shows this text in its refusal."""
         return f"<{type(self).__name__}, for lightning.pytorch.Trainer, not pytorch_lightning's>"
 
     @property
@@ -135,8 +135,11 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         """The module. ``fit`` asks for it right before it looks for ``ckpt_path="last"``."""
         module = super().lightning_module
         if module is not None and module is not self._prepared:
+            trainer = None
             with suppress(RuntimeError):  # It has no trainer yet.
-                self._checkpoints.prepare(module.trainer)
+                trainer = module.trainer
+            if trainer is not None:
+                self._checkpoints.prepare(trainer)
                 self._prepared = module
         return module
 
@@ -305,7 +308,10 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
             RanksError: A rank failed, died or did not call this function.
         """
         if storage_options is not None:
-            msg = f"{type(self).__name__} saves to local directories: storage_options must be None"
+            msg = (
+                f"{type(self).__name__} writes directories and object-store URLs itself: "
+                "storage_options must be None"
+            )
             raise TypeError(msg)
         engine, exclude = self.deepspeed_engine, self.exclude_frozen_parameters
         self._checkpoints.save(checkpoint, filepath, engine, self._trainer, exclude_frozen=exclude)

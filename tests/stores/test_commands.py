@@ -56,7 +56,7 @@ def test_commands_take_urls(
         f"there is no checkpoint at {folder}/step-4. {folder} contains" in capsys.readouterr().err
     )
     assert main(["inspect", "s3://no-such-bucket/step-4"]) == 2
-    assert "s3://no-such-bucket: there is no such bucket. Check" in capsys.readouterr().err
+    assert "s3://no-such-bucket: no such bucket. Check" in capsys.readouterr().err
     _download(url, tmp_path / "copy")
     assert main(["verify", str(tmp_path / "copy")]) == 0
     assert main(["diff", url, str(tmp_path / "copy")]) == 0

@@ -162,7 +162,7 @@ def test_a_missing_latest_is_reported_but_sound(name: str, tmp_path: Path, run: 
     named.unlink()
     for tool in (verify_checkpoint, inspect_checkpoint):
         note = tool(path).note
-        assert f"there is no {named.name} that names the tag {tag!r}" in note
+        assert f"no file {named.name} names the tag {tag!r}" in note
         assert f"write {tag} into {named}" in note
     code, out, err = run("verify", path)
     assert (code, note in err) == (0, True)
