@@ -24,9 +24,7 @@ from typing import Any
 import torch
 import xxhash
 
-from lightning_elastic_zero.checkpoint.save import (
-    ShardContents,
-)
+from lightning_elastic_zero.checkpoint.save import ShardContents
 from lightning_elastic_zero.checkpoint.streams import (
     Event,
     can_pin,
@@ -41,7 +39,6 @@ from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import (
     LARGE_PAGES,
     NOT_FOR_CHILDREN,
-    FlatState,
     RankState,
     in_order,
     is_on_device,
@@ -435,19 +432,18 @@ def _with_copies(state: RankState, copies: dict[int, torch.Tensor]) -> RankState
     def written(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: copies[id(t)] for name, t in tensors.items() if id(t) in copies}
 
-    return RankState(
-        flats=tuple(
-            FlatState(
-                fragments=flat.fragments,
-                master=copies[id(flat.master)],
-                elementwise=written(flat.elementwise),
-                scalars={
-                    key: value.detach().clone() if isinstance(value, torch.Tensor) else value
-                    for key, value in flat.scalars.items()
-                },
-            )
-            for flat in state.flats
-        ),
+    flats = tuple(
+        replace(
+            flat,
+            master=copies[id(flat.master)],
+            elementwise=written(flat.elementwise),
+            scalars=copy_plain_data(dict(flat.scalars)),
+        )
+        for flat in state.flats
+    )
+    return replace(
+        state,
+        flats=flats,
         frozen=written(state.frozen),
         module_buffers={
             name: t.detach().to("cpu", copy=True) for name, t in state.module_buffers.items()
@@ -455,7 +451,7 @@ def _with_copies(state: RankState, copies: dict[int, torch.Tensor]) -> RankState
         module_weights=written(state.module_weights),
         loss_scaler=dict(state.loss_scaler),
         lr_scheduler=copy.deepcopy(state.lr_scheduler),
-        replica_sums=state.replica_sums,
+        optimizer_state=copy_plain_data(dict(state.optimizer_state)),
     )
 
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -288,6 +288,29 @@ def test_a_snapshot_of_small_tensors_alone_is_unaffected_by_training(
     with writing(snapshot, late) as found:
         run.step_on()
     assert found == wanted
+    camera.close()
+
+
+def test_a_snapshot_keeps_every_field_of_the_state() -> None:
+    """A field that is added later is copied too, instead of dropped or shared with training."""
+    live = [torch.full((4,), float(n)) for n in range(7)]
+    fragment = Fragment("a", 0, 4, 0, 0, 0)
+    flat = FlatState((fragment,), live[0], {"exp_avg": live[1]}, {"step": live[2]}, in_module=True)
+    of_engine = {"scale": 8}, {"last_epoch": 1}, {"global": {"rates": live[6]}}, (7,)
+    state = RankState((flat,), {"f": live[3]}, {"average": live[4]}, {"low": live[5]}, *of_engine)
+    for held in (state, flat):
+        empty = {"{}", "()", "None", "False"}
+        assert all(repr(getattr(held, each.name)) not in empty for each in fields(held))
+    parameters = (Parameter("a", (4,), "float32", 0),)
+    tables = (Group(("a",), {"lr": 0.1}, _ADAM),), (FlatBuffer(0, ("a",), (4,), (), 4),)
+    manifest = Manifest("", 1, 1, "fp32", "float32", parameters, *tables, ("average",), ())
+    wanted = repr(asdict(state))
+    camera = Snapshotter()
+    snapshot = camera.take(ShardContents(Path(), manifest, state, {}), 0)
+    snapshot.wait_for_copies()
+    for tensor in live:
+        tensor.fill_(-1)
+    assert repr(asdict(snapshot.contents.state)) == wanted
     camera.close()
 
 
