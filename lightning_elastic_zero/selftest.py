@@ -469,7 +469,7 @@ def _run_world(ranks: Ranks, job: Job, timeout_s: float) -> list[Record]:
 
         def work() -> list[Record]:
             given = (own.start, job, address, timeout_s)
-            context = start_processes(  # type: ignore[no-untyped-call]  # torch has no types here
+            context = start_processes(
                 _run_rank, given, nprocs=len(own), join=False, start_method="spawn"
             )
             stop_s = time.monotonic() + timeout_s

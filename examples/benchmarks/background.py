@@ -75,10 +75,10 @@ class BenchmarkEngine:
     """One rank's engine, and all the ways to save it."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
-        from lightning_elastic_zero.checkpoint.manager import CheckpointManager  # noqa: PLC0415
-        from lightning_elastic_zero.coordination.liveness import Timeouts  # noqa: PLC0415
-        from lightning_elastic_zero.coordination.ranks import connect_ranks  # noqa: PLC0415
-        from lightning_elastic_zero.engine.live import LiveEngine  # noqa: PLC0415 - slow to import
+        from lightning_elastic_zero.checkpoint.manager import CheckpointManager
+        from lightning_elastic_zero.coordination.liveness import Timeouts
+        from lightning_elastic_zero.coordination.ranks import connect_ranks
+        from lightning_elastic_zero.engine.live import LiveEngine
 
         self.engine = make_engine(options.stage, options.width)
         self.batch = torch.randn(options.batch, options.width)
@@ -113,7 +113,7 @@ class BenchmarkEngine:
         sync_tree(self.folder / "stock")
 
     def _what(self) -> tuple[Any, Path, Any, dict[str, Any], Any]:
-        from lightning_elastic_zero.checkpoint.types import SaveOptions  # noqa: PLC0415
+        from lightning_elastic_zero.checkpoint.types import SaveOptions
 
         return self.handle, self.folder / "ours.ckpt", self.ranks, {}, SaveOptions()
 

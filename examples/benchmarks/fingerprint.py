@@ -35,9 +35,9 @@ TIMEOUT_S = 1800
 
 def measure(folder: Path, width: int, rounds: int) -> Costs:
     """Measure it on this world."""
-    from lightning_elastic_zero.api import load_checkpoint, save_checkpoint  # noqa: PLC0415
-    from lightning_elastic_zero.checkpoint.fingerprint import rank_part  # noqa: PLC0415
-    from lightning_elastic_zero.engine.live import LiveEngine  # noqa: PLC0415
+    from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
+    from lightning_elastic_zero.checkpoint.fingerprint import rank_part
+    from lightning_elastic_zero.engine.live import LiveEngine
 
     engine = make_engine(3, width)
     train_step(engine, width)

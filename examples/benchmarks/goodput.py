@@ -244,7 +244,7 @@ def main() -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     # Not before: each rank imports this script, and needs no library for plots.
-    from goodput_report import report  # type: ignore[import-not-found] # noqa: PLC0415
+    from goodput_report import report  # type: ignore[import-not-found]
 
     report(options, evaluate(options, measured), measured)
 

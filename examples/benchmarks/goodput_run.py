@@ -42,7 +42,7 @@ class RunSettings:
 
 def be_rank(settings: RunSettings, rank: int, port: int) -> None:
     """Train until killed, in a process of its own."""
-    from goodput_worker import train  # type: ignore[import-not-found] # noqa: PLC0415 - slow
+    from goodput_worker import train  # type: ignore[import-not-found]
 
     train(settings, rank, port, 2 * PATIENCE_S)
 

@@ -64,7 +64,7 @@ class OpenedFiles:
 
 def measure(folder: Path, parameters: float, rounds: int) -> dict[str, Any]:
     """Measure one world; what rank 0 returns counts."""
-    from lightning_elastic_zero.api import load_checkpoint, save_checkpoint  # noqa: PLC0415
+    from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 
     width, path = width_of(parameters), folder / "grown.ckpt"
     engine = make_engine(3, width)

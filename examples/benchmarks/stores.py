@@ -58,7 +58,7 @@ def timed(work: Callable[[], object]) -> float:
 
 def ours(action: str, width: int, url: str) -> float:
     """Save or load with this library, on a rank."""
-    from lightning_elastic_zero import load_checkpoint, save_checkpoint  # noqa: PLC0415
+    from lightning_elastic_zero import load_checkpoint, save_checkpoint
 
     engine = make_engine(3, width)
     train_step(engine, width)

@@ -52,7 +52,7 @@ def state_bytes(width: int) -> int:
 
 def make_engine(stage: int, width: int, precision: str = "fp32", *, universal: bool = False) -> Any:
     """Build an engine with Adam; ``universal``: one that loads Universal Checkpoints."""
-    import deepspeed  # noqa: PLC0415 - after the process group's variables are set
+    import deepspeed
 
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -77,7 +77,7 @@ def train_step(engine: Any, width: int) -> None:
 
 def rank_tensors(engine: Any) -> list[torch.Tensor]:
     """Return this rank's masters and moments."""
-    from lightning_elastic_zero.engine.live import LiveEngine  # noqa: PLC0415 - slow to import
+    from lightning_elastic_zero.engine.live import LiveEngine
 
     state = LiveEngine(engine).rank_state(exclude_frozen=False, keep_module_weights=False)
     return [t for f in state.flats for t in (f.master, *f.elementwise.values())]
@@ -116,12 +116,12 @@ def _be_rank(
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     sys.stdout = sys.stderr  # DeepSpeed prints on every rank
-    from lightning_elastic_zero.engine.support import use_accelerator  # noqa: PLC0415
+    from lightning_elastic_zero.engine.support import use_accelerator
 
     # Without DeepSpeed's collectives in shared memory: no save or load uses them, and with them a
     # run on a busy machine had not ended after minutes (the cause was not looked for).
     use_accelerator(device, compiles=False)
-    import deepspeed  # noqa: PLC0415
+    import deepspeed
 
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -147,7 +147,7 @@ def run_ranks(
     out = folder / "rank-0.json"
     # Forked from one process that has imported everything, which saves the time of imports.
     multiprocessing.set_forkserver_preload(["deepspeed", "lightning_elastic_zero.api"])
-    context: Any = start_processes(  # type: ignore[no-untyped-call]
+    context: Any = start_processes(
         _be_rank,
         (ranks, port, device, out, work),
         nprocs=ranks,

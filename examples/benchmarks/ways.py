@@ -178,11 +178,11 @@ class _Background:
     """Saves behind training, by the library's manager."""
 
     def __init__(self, engine: Any, path: Path) -> None:
-        from lightning_elastic_zero.checkpoint.manager import CheckpointManager  # noqa: PLC0415
-        from lightning_elastic_zero.checkpoint.types import SaveOptions  # noqa: PLC0415
-        from lightning_elastic_zero.coordination.liveness import Timeouts  # noqa: PLC0415
-        from lightning_elastic_zero.coordination.ranks import connect_ranks  # noqa: PLC0415
-        from lightning_elastic_zero.engine.live import LiveEngine  # noqa: PLC0415
+        from lightning_elastic_zero.checkpoint.manager import CheckpointManager
+        from lightning_elastic_zero.checkpoint.types import SaveOptions
+        from lightning_elastic_zero.coordination.liveness import Timeouts
+        from lightning_elastic_zero.coordination.ranks import connect_ranks
+        from lightning_elastic_zero.engine.live import LiveEngine
 
         self._ranks = connect_ranks()
         handle = LiveEngine(engine)
@@ -211,7 +211,7 @@ def measure_saves(setting: Setting, ranks: int) -> dict[str, Costs]:
 
 
 def _saves_of(setting: Setting, case: Case, width: int) -> Costs:
-    from lightning_elastic_zero.api import save_checkpoint  # noqa: PLC0415
+    from lightning_elastic_zero.api import save_checkpoint
 
     engine = make_engine(case.stage, width, case.precision)
     train_step(engine, width)
@@ -264,7 +264,7 @@ def ways_to_load(setting: Setting, case: Case, source: int, ranks: int) -> list[
 
 def load_once(setting: Setting, case: Case, source: int, way: str) -> Cost:
     """Load as a resume does: in new processes, whose optimizer has no state yet."""
-    from lightning_elastic_zero.api import load_checkpoint  # noqa: PLC0415
+    from lightning_elastic_zero.api import load_checkpoint
 
     ours, stock = (case.file(setting.folder, what, source) for what in ("ours", "stock"))
     if way == "raw read":

@@ -80,7 +80,7 @@ def on_stream(stream: torch.Stream) -> Iterator[None]:
 def record_event(device: torch.device) -> Event:
     """Record an event on the current stream, by which a thread waits without using a processor."""
     event: Event = (
-        torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        torch.cuda.Event(blocking=True)
         if device.type == _CUDA
         else torch.Event(device, blocking=True)
     )
@@ -108,4 +108,4 @@ def unpin(address: int) -> None:
 
 
 def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return torch.cuda.cudart()

@@ -29,7 +29,7 @@ from typing import Literal
 
 import torch
 import xxhash
-from awscrt.checksums import combine_crc64nvme, crc64nvme  # type: ignore[import-untyped]
+from awscrt.checksums import combine_crc64nvme, crc64nvme
 
 from lightning_elastic_zero.core.tensors import Scalar, dtype_name, in_order
 

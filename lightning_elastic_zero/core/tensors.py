@@ -144,7 +144,7 @@ def is_lossy_cast(values: torch.Tensor, dtype: torch.dtype) -> bool:
     found, kept = values, values.to(dtype).to(values.dtype)
     if values.is_floating_point():  # 8-bit types cannot be compared.
         found, kept = found.double(), kept.double()
-    return bool(((found != kept) & ~((found != found) & (kept != kept))).any())  # noqa: PLR0124 (NaN)
+    return bool(((found != kept) & ~((found != found) & (kept != kept))).any())
 
 
 def can_overflow(saved: torch.dtype, wanted: torch.dtype) -> bool:
@@ -288,7 +288,7 @@ def _exact(value: np.generic) -> Any:
         return value
     kinds = {np.longdouble: float, np.clongdouble: complex}
     found: Any = kinds.get(type(value), type(value).item)(value)
-    return found if found == value or found != found else value  # noqa: PLR0124 (NaN)
+    return found if found == value or found != found else value
 
 
 def cast_like(value: Any, live: object) -> Any:
@@ -299,7 +299,7 @@ def cast_like(value: Any, live: object) -> Any:
     if isinstance(live, np.number) and type(value) in (int, float):
         found = type(live)(value)
         # NumPy would compare in the narrower type.
-        return found if found.item() == value or found != found else value  # noqa: PLR0124 (NaN)
+        return found if found.item() == value or found != found else value
     if isinstance(value, dict) and isinstance(live, dict):
         return {key: cast_like(v, live.get(key)) for key, v in value.items()}
     if type(value) in (list, tuple) and isinstance(live, list | tuple) and len(value) == len(live):

@@ -30,7 +30,7 @@ from lightning_elastic_zero.errors import UnsupportedError
 
 def collect_rng_states(device: torch.device | None = None) -> dict[str, Any]:
     """Return the states of the host's and the device's generators, as plain data."""
-    name, keys, place, has_gauss, gauss = np.random.get_state()  # noqa: NPY002 (the global one)
+    name, keys, place, has_gauss, gauss = np.random.get_state()
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": (name, torch.tensor(np.asarray(keys, np.int64)), place, has_gauss, gauss),
@@ -49,7 +49,7 @@ def set_rng_states(state: Mapping[str, Any], device: torch.device | None = None)
     if "numpy" in state:
         name, keys, place, has_gauss, gauss = state["numpy"]
         words = keys.numpy().astype(np.uint32)
-        np.random.set_state((name, words, place, has_gauss, gauss))  # noqa: NPY002 (see above)
+        np.random.set_state((name, words, place, has_gauss, gauss))
     if "torch" in state:
         torch.set_rng_state(state["torch"].cpu())
     # By the device's type, not its index, which may differ from that of the save.
@@ -60,7 +60,7 @@ def set_rng_states(state: Mapping[str, Any], device: torch.device | None = None)
 def seed_host_rng(seed: int) -> None:
     """Seed Python's, NumPy's and torch's CPU generators."""
     random.seed(seed)
-    np.random.seed(seed % (1 << 32))  # noqa: NPY002 (users draw from the global one)
+    np.random.seed(seed % (1 << 32))
     torch.default_generator.manual_seed(seed)
 
 

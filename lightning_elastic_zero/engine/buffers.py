@@ -333,7 +333,7 @@ def _gather_partitions(buffer: LiveFlatBuffer, process_group: Any) -> None:
     whole buffer at once. On the host, by broadcasts into place: Gloo's all_gather would hold and
     copy a second copy of the buffer.
     """
-    from deepspeed import comm  # noqa: PLC0415 (DeepSpeed takes seconds to import)
+    from deepspeed import comm
 
     if buffer.low.device.type != "cpu":
         size = max(GATHER_ELEMENTS // len(buffer.partitions), 1)

@@ -387,7 +387,7 @@ class LiveEngine:
 
     def module(self) -> torch.nn.Module:
         """Return the module; its weights may be partitioned."""
-        return self._engine.module  # type: ignore[no-any-return]
+        return self._engine.module
 
     def check_optimizer(
         self, source: Manifest, *, state: bool, hyperparameters: bool, stepped: bool

@@ -129,7 +129,7 @@ def _momentum_in_memory(optimizer: Any, buffer: LiveFlatBuffer) -> torch.Tensor 
 
 def _place_whole_momenta(optimizer: Any, buffer: LiveFlatBuffer, state: dict[str, Any]) -> None:
     """Reassemble whole momenta from the partitions of all ranks, in bounded parts."""
-    from deepspeed import comm  # noqa: PLC0415 (DeepSpeed takes seconds to import)
+    from deepspeed import comm
 
     part = state.pop(MOMENTUM_KEY).to(_gradient_dtype(optimizer))
     members = optimizer.params_in_partition[buffer.group]

@@ -256,13 +256,13 @@ def _can_have_other_memory(live: torch.Tensor) -> bool:
     It may be pinned, shared with another process, or a view of a larger tensor. DeepSpeed's links,
     views of the state, are rebuilt (``refresh_low_precision``).
     """
-    from deepspeed.accelerator import get_accelerator  # noqa: PLC0415 (takes seconds to import)
+    from deepspeed.accelerator import get_accelerator
 
     plain = type(live) is torch.Tensor and live.device.type == "cpu" and live.is_contiguous()
     return (
         plain
         and live.untyped_storage().nbytes() == live.nbytes
-        and not live.is_shared()  # type: ignore[no-untyped-call]
+        and not live.is_shared()
         and not get_accelerator().is_pinned(live)
     )
 

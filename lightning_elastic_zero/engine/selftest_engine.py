@@ -64,8 +64,8 @@ class TrialModel(nn.Module):
 def join_ranks(device: str, timeout_s: float) -> None:
     """Initialize DeepSpeed's process group from the environment variables."""
     use_accelerator(device, compiles=False)
-    import deepspeed  # noqa: PLC0415 (after the accelerator is chosen)
-    from deepspeed.accelerator import get_accelerator  # noqa: PLC0415 (likewise)
+    import deepspeed  # after the accelerator is chosen
+    from deepspeed.accelerator import get_accelerator
 
     if device != "cpu":
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
@@ -84,8 +84,8 @@ def trial_engine(model: TrialModel, stage: int, *, tilt: float = 1.0) -> Iterato
     Stages 1 to 3 train in bf16 if the device supports it; stage 0 in fp32 with torch's optimizer.
     ``tilt`` is a factor on rates and decays, so that they differ from another engine's.
     """
-    import deepspeed  # noqa: PLC0415 (DeepSpeed takes seconds to import)
-    from deepspeed.accelerator import get_accelerator  # noqa: PLC0415 (likewise)
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
 
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -163,7 +163,7 @@ def _whole(engine: Any, parameter: nn.Parameter) -> torch.Tensor:
     """Return a weight as the forward pass uses it, on the host."""
     if engine.zero_optimization_stage() < _PARTITIONED:
         return parameter.detach().cpu().clone()
-    import deepspeed  # noqa: PLC0415 (DeepSpeed takes seconds to import)
+    import deepspeed
 
     with deepspeed.zero.GatheredParameters([parameter]):
         return parameter.detach().cpu().clone()
@@ -175,7 +175,7 @@ def _master_and_moments(
     if engine.zero_optimization_stage() == 0:
         state = inner.state.get(parameter, {})
         return {"master": parameter, **{key: state[key] for key in MOMENTS if key in state}}
-    from deepspeed.utils import (  # noqa: PLC0415 (DeepSpeed takes seconds to import)
+    from deepspeed.utils import (
         safe_get_full_fp32_param,
         safe_get_full_optimizer_state,
     )

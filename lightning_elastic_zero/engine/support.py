@@ -393,7 +393,7 @@ def use_accelerator(name: str, *, compiles: bool = True) -> None:
     another accelerator.
     """
     os.environ.setdefault("DS_ACCELERATOR", name)
-    from deepspeed.accelerator import get_accelerator  # noqa: PLC0415 (after the variable is set)
+    from deepspeed.accelerator import get_accelerator  # after the variable is set
 
     chosen = get_accelerator().device_name()
     if chosen != name:
@@ -447,7 +447,7 @@ def _unheld_locks() -> dict[Path, tuple[int, int]]:
     if root := os.environ.get("TORCH_EXTENSIONS_DIR"):
         locks = Path(root).glob("*/lock")
     else:
-        from torch.utils.cpp_extension import get_default_build_root  # noqa: PLC0415 (is slow)
+        from torch.utils.cpp_extension import get_default_build_root
 
         python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
         locks = Path(get_default_build_root()).glob(f"{python}_*/*/lock")
@@ -476,7 +476,7 @@ def _do_without_shared_memory_op(accelerator: Any, *, tries: bool) -> None:
     They only speed up gloo, but ``init_distributed`` raises if they do not build, unless its table
     of compatible operators excludes them. ``tries``: whether to build them at all.
     """
-    from deepspeed import ops  # noqa: PLC0415 (DeepSpeed takes seconds to import)
+    from deepspeed import ops
 
     found = version_of(DEEPSPEED.package)
     lost = [*missing("deepspeed.ops", ops, found), *missing("the accelerator", accelerator, found)]
@@ -512,7 +512,7 @@ def recovery_script() -> Path | None:
 
 def replace_initialize(wrap: Callable[[Any], Any]) -> Callable[[], None]:
     """Make ``deepspeed.initialize`` return ``wrap(engine)``; return a function that undoes it."""
-    import deepspeed  # noqa: PLC0415 (takes seconds)
+    import deepspeed
 
     original = deepspeed.initialize
 

@@ -345,7 +345,7 @@ class TagReader(CheckpointReader):
     def module_buffers(self) -> Mapping[str, torch.Tensor]:
         name = self._first.name
         module = self.files.tree(name)["module"]
-        return self.files.load(name, {n: module[n] for n in self._first.buffers})  # type: ignore[no-any-return]
+        return self.files.load(name, {n: module[n] for n in self._first.buffers})
 
     def trainer_entry(self, name: str) -> object:
         found: object = self.files.tree(self._first.name).get(name)
@@ -589,7 +589,7 @@ class UniversalReader(TagReader):
         if self._stage == STAGE_WEIGHTS:
             state = self._optimizer["optimizer_state_dict"]["state"].get(flat, {})
             scalars = {k: v for k, v in state.items() if not is_vector(v)}
-            return self.files.load(OPTIMIZER_STATE, scalars)  # type: ignore[no-any-return]
+            return self.files.load(OPTIMIZER_STATE, scalars)
         # Many conversions write no step for an empty parameter.
         held = self._first_held([flat]) if self._numels[flat] else ""
         name = next((n for n in (held, *self._numels[flat]) if STEP in self._keys.get(n, ())), "")
@@ -597,7 +597,7 @@ class UniversalReader(TagReader):
 
     def _step(self, name: str) -> Scalar:
         file = self._file(name, STEP)
-        return self.files.load(file, self.files.tree(file))  # type: ignore[no-any-return]
+        return self.files.load(file, self.files.tree(file))
 
     def _first_held(self, flats: Iterable[int]) -> str:
         """Return the first parameter of flat buffers, if possible one with elements."""

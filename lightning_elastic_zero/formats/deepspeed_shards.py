@@ -65,13 +65,13 @@ BF16 = "BF16_Optimizer"
 
 
 def _flats_of(shard: Shard) -> Sequence[torch.Tensor]:
-    return shard[FP32_STAGE_3 if FP32_STAGE_3 in shard else FP32_STAGE_1_2]  # type: ignore[no-any-return]
+    return shard[FP32_STAGE_3 if FP32_STAGE_3 in shard else FP32_STAGE_1_2]
 
 
 def _param_groups_of(shard: Shard) -> Groups:
     for key in (OPTIMIZER, STATES):
         if isinstance(states := shard.get(key), Mapping) and "param_groups" in states:
-            return states["param_groups"]  # type: ignore[no-any-return]
+            return states["param_groups"]
     return ()
 
 
@@ -303,11 +303,11 @@ class ZeroShardSet:
             step = (states := shard[STATES][index]).get("step")
             if isinstance(step, torch.Tensor) and step.shape == (1,):
                 return {**states, "step": step.reshape(())}
-            return states  # type: ignore[no-any-return]
+            return states
         states = shard[OPTIMIZER] if self.stage == STAGE_WEIGHTS else shard[STATES]
         in_order = [i for group in states["param_groups"] for i in group["params"]]
         # One flat tensor per group in ZeRO-1/2; in ZeRO-3 the sub-groups in order.
-        return states["state"].get(in_order[index] if in_order else index, {})  # type: ignore[no-any-return]
+        return states["state"].get(in_order[index] if in_order else index, {})
 
     @property
     def _is_by_parameter(self) -> bool:
@@ -538,9 +538,7 @@ class ZeroShardSet:
 
     def _hyperparameters(self, rank: int) -> list[dict[str, Any]]:
         groups = _param_groups_of(self._shard(rank))
-        return self._load(  # type: ignore[no-any-return]
-            rank, [{k: v for k, v in g.items() if k != "params"} for g in groups]
-        )
+        return self._load(rank, [{k: v for k, v in g.items() if k != "params"} for g in groups])
 
     def _possible(self, rank: int, index: int) -> tuple[int, ...]:
         """Return the possible sizes of a rank's flat buffer: with and without padding."""

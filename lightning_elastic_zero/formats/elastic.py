@@ -221,12 +221,12 @@ class ElasticReader(CheckpointReader):
     def optimizer_state(self) -> Mapping[Any, Any]:
         file = self._model_file()
         held = file.tree[OURS]["client_state"].get(OPTIMIZER_STATE, {})
-        return file.load_tree(held)  # type: ignore[no-any-return]
+        return file.load_tree(held)
 
     def module_buffers(self) -> Mapping[str, torch.Tensor]:
         file = self._model_file()
         held = {n: file.tree["module"][n] for n in self.manifest.module_buffers}
-        return file.load_tree(held)  # type: ignore[no-any-return]
+        return file.load_tree(held)
 
     def recorded_fingerprint(self) -> str:
         found = self._model_file().tree[OURS].get("fingerprint")

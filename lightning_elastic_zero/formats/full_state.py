@@ -358,7 +358,7 @@ class FullStateReader(CheckpointReader):
 
     def module_buffers(self) -> Mapping[str, torch.Tensor]:
         held = {name: self._full_state.weights[name] for name in self.manifest.module_buffers}
-        return self._tensors.load_tree(held)  # type: ignore[no-any-return]
+        return self._tensors.load_tree(held)
 
     def load_client_state(self) -> dict[str, Any]:
         """Return the trainer's state."""

@@ -86,7 +86,7 @@ class _AnyClassUnpickler(pickle.Unpickler):
             return stub
         if module_name == "torch" and global_name.endswith("Storage"):
             # As in torch.load: the storage classes themselves are deprecated, and warn.
-            return torch.serialization.StorageType(global_name)  # type: ignore[no-untyped-call]
+            return torch.serialization.StorageType(global_name)
         return super().find_class(module_name, global_name)
 
 
@@ -113,7 +113,7 @@ def unpickle(data: bytes, storage_of: Callable[[Any], Any], policy: PicklePolicy
     unpickler = _weights_only_unpickler.Unpickler(io.BytesIO(data), encoding="utf-8")
     unpickler.persistent_load = storage_of  # type: ignore[method-assign]
     with _allowed(policy):
-        return unpickler.load()  # type: ignore[no-untyped-call]
+        return unpickler.load()
 
 
 def load_stream(stream: IO[bytes], policy: PicklePolicy, where: object) -> Any:

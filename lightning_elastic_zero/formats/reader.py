@@ -237,13 +237,13 @@ class CheckpointReader(ABC):
         with as_format_error(self.files.folder):
             self.check_files()
 
-    def check_files(self) -> None:  # noqa: B027 (optional for a format)
+    def check_files(self) -> None:
         """Do the checks of ``check_all`` that were not done on opening."""
 
-    def bind(self, live: Manifest) -> None:  # noqa: B027 (as above)
+    def bind(self, live: Manifest) -> None:
         """Match the checkpoint with a live model: some formats store positions, not names."""
 
-    def bind_without_model(self) -> None:  # noqa: B027 (as above)
+    def bind_without_model(self) -> None:
         """Match optimizer state and parameters without a live model, for tools.
 
         If that is ambiguous, ``info.unmatched`` gives the reason and the manifest has no states.
@@ -266,7 +266,7 @@ class CheckpointReader(ABC):
         """Verify this rank's share of all bytes, including those that ``read`` verifies."""
         self.verify(rank, world_size, progress)
 
-    def check(self, masters: Sequence[int], frozen: Sequence[int]) -> None:  # noqa: B027 (as above)
+    def check(self, masters: Sequence[int], frozen: Sequence[int]) -> None:
         """Check size and identity of every file that will be read, if they were recorded.
 
         Args:

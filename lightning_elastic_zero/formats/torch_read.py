@@ -291,11 +291,9 @@ class TorchFile:
             if found != size_bytes:
                 msg = f"its record {name} has {found} bytes, expected {size_bytes}"
                 raise ValueError(msg)
-            storage = torch.UntypedStorage(  # type: ignore[no-untyped-call]
-                size_bytes, device="meta"
-            )
+            storage = torch.UntypedStorage(size_bytes, device="meta")
             self._record_of[storage] = name
-            self._typed[key] = torch.storage.TypedStorage(  # type: ignore[no-untyped-call]
+            self._typed[key] = torch.storage.TypedStorage(
                 wrap_storage=storage, dtype=dtype, _internal=True
             )
         return self._typed[key]

@@ -96,7 +96,7 @@ class AcceleratorBinding:
             accelerator.skip_first_batches = _in_same_epoch(accelerator.skip_first_batches)
         accelerator.wait_for_save = self.wait
         accelerator.elastic_options = self.options
-        self._bind_engines(accelerator._models)  # noqa: SLF001 (no public list)
+        self._bind_engines(accelerator._models)
 
     def wait(self) -> None:
         """Wait until the last save of each engine is published; collective."""
@@ -135,7 +135,7 @@ class AcceleratorBinding:
         return free(*args, **kwargs)
 
     def _verify(self, folder: Path, ranks: Ranks) -> None:
-        for index in range(len(self.accelerator._models)):  # noqa: SLF001 (no public list)
+        for index in range(len(self.accelerator._models)):
             path = folder / _tag(index)
             with closing(open_checkpoint(path)) as source:
                 check_steps(path, source.manifest)
@@ -143,7 +143,7 @@ class AcceleratorBinding:
 
     def _write_steps(self, folder: Path) -> None:
         """Record that accelerate has written its own files, and at which step of each engine."""
-        models = enumerate(self.accelerator._models)  # noqa: SLF001 (no public list)
+        models = enumerate(self.accelerator._models)
         steps = {_tag(index): int(model.global_steps) for index, model in models}
         replace_durably(folder / _STEPS, json.dumps(steps).encode())
 
@@ -174,7 +174,7 @@ class AcceleratorBinding:
 
     def _schedulers(self) -> list[AcceleratedScheduler]:
         """Return the schedulers that accelerate saves, in its order."""
-        prepared = self.accelerator._schedulers  # noqa: SLF001 (no public list)
+        prepared = self.accelerator._schedulers
         return [s for s in prepared if not isinstance(s, DeepSpeedSchedulerWrapper)]
 
     def _after_load(self) -> None:
@@ -365,7 +365,7 @@ def _units_of(scheduler: AcceleratedScheduler) -> list[int]:
 
 
 def _ranks() -> int:
-    from accelerate.state import AcceleratorState  # noqa: PLC0415 (a process has one at a time)
+    from accelerate.state import AcceleratorState
 
     return int(AcceleratorState().num_processes)
 
@@ -441,10 +441,10 @@ class _InOldUnits:
         own["_call"] = (own["_call"] + 1) % own["_calls"]
         if first:
             if hasattr(inner, "_step_count"):  # SequentialLR and ReduceLROnPlateau have none
-                inner._step_count += units.extra_counts  # noqa: SLF001 (accelerate's own count)
+                inner._step_count += units.extra_counts
             total = getattr(inner, "total_steps", None)
             for _ in range(units.steps):
-                if total is None or inner._step_count <= total:  # noqa: SLF001 (likewise)
+                if total is None or inner._step_count <= total:
                     inner.step(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

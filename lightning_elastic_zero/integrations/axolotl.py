@@ -9,7 +9,7 @@ from axolotl.integrations.base import BasePlugin
 from lightning_elastic_zero.integrations.huggingface import elastic
 
 
-class ElasticPlugin(BasePlugin):  # type: ignore[misc]  # axolotl is untyped
+class ElasticPlugin(BasePlugin):
     """Makes the Trainer that axolotl creates elastic."""
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:  # noqa: ARG002 (axolotl's)

@@ -55,13 +55,13 @@ def elastic(x: T, **options: Any) -> T:
     elif is_engine(x):
         EngineCheckpoints(x, checked, Loop()).bind()
     elif _is(x, "transformers", "Trainer"):
-        from lightning_elastic_zero.integrations.trainers import (  # noqa: PLC0415 (slow)
+        from lightning_elastic_zero.integrations.trainers import (
             bind_trainer,
         )
 
         bind_trainer(x, checked)
     elif _is(x, "accelerate", "Accelerator"):
-        from lightning_elastic_zero.integrations.accelerators import (  # noqa: PLC0415 (slow)
+        from lightning_elastic_zero.integrations.accelerators import (
             AcceleratorBinding,
         )
 
@@ -98,7 +98,7 @@ def wrap_initialize(**options: Any) -> Callable[[], None]:
     Returns:
         A function that restores ``deepspeed.initialize``.
     """
-    from lightning_elastic_zero.engine.support import replace_initialize  # noqa: PLC0415 (DeepSpeed)
+    from lightning_elastic_zero.engine.support import replace_initialize
 
     LoopOptions(**options)
     return replace_initialize(lambda engine: elastic(engine, **options))

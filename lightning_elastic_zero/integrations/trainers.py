@@ -43,7 +43,7 @@ from lightning_elastic_zero.storage.paths import read_file
 log = logging.getLogger(__name__)
 
 
-class ResumeCallback(TrainerCallback):  # type: ignore[misc]  # transformers is untyped
+class ResumeCallback(TrainerCallback):
     """Completes a resume of one Trainer: random states, and a warning of what cannot be exact."""
 
     def __init__(self, trainer: weakref.ref[Any]) -> None:
@@ -133,7 +133,7 @@ def _reconstruct() -> object:
 
 def _set_rng(states: Mapping[str, Any], device: torch.device) -> None:
     random.setstate(states["python"])
-    np.random.set_state(states["numpy"])  # noqa: NPY002 (the global one, as the Trainer)
+    np.random.set_state(states["numpy"])
     torch.random.set_rng_state(states["cpu"])
     kept = states.get(device.type) if device.type != "cpu" else None
     if isinstance(kept, (list, tuple)):  # one for each device that a rank could see
@@ -183,7 +183,7 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
     def set_micro_batch(engine: Any) -> None:
         # With auto_find_batch_size, the configuration keeps the size that was tried first.
         if (made_for := ref()) is not None and made_for.args.auto_find_batch_size:
-            engine.set_train_micro_batch_size(made_for._train_batch_size)  # noqa: SLF001 (no other)
+            engine.set_train_micro_batch_size(made_for._train_batch_size)
 
     def bind_accelerator(accelerator: Any) -> None:
         if bound_options(accelerator) is not None:
@@ -239,8 +239,8 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
 
     trainer.create_accelerator_and_postprocess = elastic_create
     trainer.train = elastic_train
-    trainer._load_rng_state = elastic_load_rng  # noqa: SLF001
-    trainer._load_best_model = elastic_load_best  # noqa: SLF001
+    trainer._load_rng_state = elastic_load_rng
+    trainer._load_best_model = elastic_load_best
     trainer.wait_for_save = wait_for_save
     trainer.elastic_options = options
     trainer.add_callback(callback)

@@ -327,7 +327,7 @@ def write_dcp(
     ``torch.distributed.checkpoint.state_dict.get_state_dict`` returns it.
     """
     # Importing it takes a second.
-    from lightning_elastic_zero.formats.dcp_write import RowsSource, write_directory  # noqa: PLC0415
+    from lightning_elastic_zero.formats.dcp_write import RowsSource, write_directory
 
     def rows(
         path: tuple[str | int, ...], entry: TensorEntry, dtype: torch.dtype | None = None

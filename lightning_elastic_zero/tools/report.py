@@ -29,8 +29,8 @@ def show(line: str, stream: TextIO, *, error: str = "") -> None:
         print(line, file=stream)
         return
     # Slow to import, and needed on terminals only.
-    from rich.console import Console  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
+    from rich.console import Console
+    from rich.text import Text
 
     text = Text(line)
     for words, style in STYLES.items():
@@ -55,9 +55,9 @@ def show_progress(action: str) -> Iterator[Progress]:
         yield NO_PROGRESS
         return
     # Slow to import, and needed on terminals only.
-    from rich.console import Console  # noqa: PLC0415
-    from rich.progress import DownloadColumn, TransferSpeedColumn  # noqa: PLC0415
-    from rich.progress import Progress as Bar  # noqa: PLC0415
+    from rich.console import Console
+    from rich.progress import DownloadColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bar
 
     columns = ("{task.description}", DownloadColumn(), TransferSpeedColumn())
     bar = Bar(*columns, console=Console(file=sys.stderr), transient=True)

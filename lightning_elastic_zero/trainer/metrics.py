@@ -113,14 +113,14 @@ class ResumableResults(running._ResultCollection):
             self[key] = result
 
     @override
-    @torch.compiler.disable  # type: ignore[untyped-decorator] # torch does not say
+    @torch.compiler.disable
     def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if (key := f"{fx}.{name}") in self._given:
             self.pop(key, None)  # recreated with the current options
         super().log(fx, name, value, *args, **kwargs)
 
     @override
-    @torch.compiler.disable  # type: ignore[untyped-decorator] # torch does not say
+    @torch.compiler.disable
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         self._at_end.pop(key, None)
         if (saved := self._given.pop(key, None)) is not None:

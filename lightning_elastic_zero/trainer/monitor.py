@@ -175,8 +175,8 @@ def _rich_bar(doing: str, total_bytes: int) -> Iterator[ShowDone]:
     It is not a task of that bar's display, which addresses its own tasks by their index. Before
     rich 14.1, a console has one display only: nothing is shown while Lightning's is live.
     """
-    from rich import get_console, progress  # noqa: PLC0415 (RichProgressBar's users have it)
-    from rich.errors import LiveError  # noqa: PLC0415 (likewise)
+    from rich import get_console, progress
+    from rich.errors import LiveError
 
     display = progress.Progress(
         progress.TextColumn("{task.description}"),

@@ -70,11 +70,11 @@ class PeakMemory:
         self.highest = max(self.highest, anonymous_bytes())
 
 
-class CopiedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's own
+class CopiedBytes(TorchDispatchMode):
     """Counts the bytes that torch copies or gathers (gloo copies those) in this thread."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.count = self.gathered = 0
 
     def __torch_dispatch__(

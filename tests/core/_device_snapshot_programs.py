@@ -113,7 +113,7 @@ def offload(device: torch.device, _: Path) -> None:
         live, camera = OnOneDevice(device), Snapshotter(memory_bytes)
         if device.type == "cuda":
             # Copies begin when this is over.
-            torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+            torch.cuda._sleep(200_000_000)
         snapshot = camera.take(live.contents(), 0)
         live.offload()
         others = [torch.full((NUMEL,), torch.nan).to(device) for _ in range(4)]

@@ -47,7 +47,7 @@ def build() -> Path:
 
 def register(library: Path) -> None:
     torch.utils.rename_privateuse1_backend("late")  # type: ignore[attr-defined]
-    torch.ops.load_library(library)  # type: ignore[no-untyped-call]
+    torch.ops.load_library(library)
     torch.ops.late_device.register_hooks()
     states = {index: torch.zeros(4, dtype=torch.uint8) for index in range(4)}
     module = types.ModuleType("late")
@@ -59,7 +59,7 @@ def register(library: Path) -> None:
         get_rng_state=lambda device: states[device.index].clone(),
         set_rng_state=lambda state, device: states.__setitem__(device.index, state),
     )
-    torch._register_device_module("late", module)  # type: ignore[no-untyped-call]
+    torch._register_device_module("late", module)
 
 
 def contexts() -> list[int]:

@@ -122,10 +122,10 @@ def test_events_of_cuda_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_an_accelerator_cuda_is_not_initialised() -> None:
-    before = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    before = torch.cuda.is_initialized()
     if not before:
         assert device_streams.current_device() is None
     device_streams.use_device(None)
-    assert torch.cuda.is_initialized() == before  # type: ignore[no-untyped-call]
+    assert torch.cuda.is_initialized() == before
     assert not is_on_device(torch.zeros(1))
     assert not is_on_device(torch.zeros(1, device="meta"))

@@ -105,7 +105,7 @@ numbers = st.one_of(st.floats(), st.integers(-(2**63), 2**63 - 1), st.booleans()
 
 @given(numbers, numbers)
 def test_values_are_compared_exactly(a: object, b: object) -> None:
-    both_nan = a != a and b != b  # noqa: PLR0124
+    both_nan = a != a and b != b
     assert (canonical_repr(a) == canonical_repr(b)) == (type(a) is type(b) and (a == b or both_nan))
     if type(a) is float and type(b) is float:
         tensors = (torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64))

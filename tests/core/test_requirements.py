@@ -66,10 +66,10 @@ def passed(
     """Run a backward pass whose gradient is scaled where DeepSpeed places its hooks."""
     parameter = torch.ones(3, requires_grad=True)
     returned = parameter.sum()
-    returned.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
+    returned.register_hook(lambda gradient: gradient * factor)
     loss = returned / accumulate
     with check.watch(loss, weight * 8.0, accumulate):
-        (loss * weight * 8.0).backward()  # type: ignore[no-untyped-call]
+        (loss * weight * 8.0).backward()
     assert parameter.grad is not None
     return float(parameter.grad[0])
 

@@ -149,7 +149,7 @@ def test_padding_becomes_zero(in_place: bool) -> None:
 
 def _shared(values: torch.Tensor) -> torch.Tensor:
     shared = values.clone()
-    shared.share_memory_()  # type: ignore[no-untyped-call]
+    shared.share_memory_()
     return shared
 
 

@@ -28,8 +28,8 @@ def drawn() -> list[float]:
     return [
         random.random(),
         random.gauss(0, 1),
-        np.random.rand(),  # noqa: NPY002 (the global one)
-        np.random.standard_normal(),  # noqa: NPY002
+        np.random.rand(),
+        np.random.standard_normal(),
         torch.rand(1).item(),
     ]
 
@@ -98,7 +98,7 @@ def test_similar_numbers_give_different_seeds() -> None:
 def test_each_library_seeds_its_own_generator(seed: int) -> None:
     seed_host_rng(seed)
     assert random.random() == random.Random(seed).random()
-    assert np.random.rand() == np.random.RandomState(seed % 2**32).rand()  # noqa: NPY002
+    assert np.random.rand() == np.random.RandomState(seed % 2**32).rand()
     assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(seed)))
 
 

@@ -176,7 +176,7 @@ class Draws(Dataset[Any]):
         return 24
 
     def __getitem__(self, index: int) -> Any:
-        return index, torch.rand(1).item(), random.random(), float(np.random.rand())  # noqa: NPY002
+        return index, torch.rand(1).item(), random.random(), float(np.random.rand())
 
 
 @pytest.mark.parametrize("plan", [BatchPlan(6, 1, 2), BatchPlan(5, 1, 2)])
@@ -370,12 +370,12 @@ class _OfAll(Sampler[int]):
 
 
 def test_the_generators_of_the_process_are_left_alone() -> None:
-    np.random.seed(4)  # noqa: NPY002 (the one that samplers take for theirs)
+    np.random.seed(4)
     torch.manual_seed(4)
-    before = np.random.get_state()[1].tolist(), torch.get_rng_state()  # type: ignore[index]  # noqa: NPY002
+    before = np.random.get_state()[1].tolist(), torch.get_rng_state()  # type: ignore[index]
     orders = [epoch_order(_OfAll(), 3, epoch, 9) for epoch in (0, 1, 0)]
     assert orders[0] == orders[2] != orders[1]
-    assert np.random.get_state()[1].tolist() == before[0]  # type: ignore[index]  # noqa: NPY002
+    assert np.random.get_state()[1].tolist() == before[0]  # type: ignore[index]
     assert torch.equal(torch.get_rng_state(), before[1])
 
 

@@ -297,7 +297,7 @@ def test_offload_states_does_not_change_a_save_and_a_load_asks_for_a_reload(
         assert rank.refusal.startswith("UnsupportedError"), rank
         assert "reload_states" in rank.refusal, rank
         assert all(state in rank.refusal for state in states), rank
-        assert all(loss == loss for loss in rank.losses), rank  # noqa: PLR0124 (NaN)
+        assert all(loss == loss for loss in rank.losses), rank
     before, during, after = (
         tensors_of(tmp_path / f"{name}.ckpt") for name in ("before", "while", "after")
     )

@@ -189,7 +189,7 @@ def train_alone(run: Run) -> tuple[Net, torch.optim.Optimizer]:
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, run: Run, rank: int) -> None:
     for step in range(run.steps):
-        loss_of(model, run, step, rank).backward()  # type: ignore[no-untyped-call]
+        loss_of(model, run, step, rank).backward()
         optimizer.step()
         optimizer.zero_grad()
 

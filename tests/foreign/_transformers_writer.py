@@ -43,14 +43,14 @@ class LossNet(Net):
         return {"loss": loss}
 
 
-class InOrder(transformers.Trainer):  # type: ignore[misc]
+class InOrder(transformers.Trainer):
     """A Trainer that does not shuffle."""
 
     def _get_train_sampler(self, *_: Any) -> SequentialSampler:
         return SequentialSampler(self.train_dataset)
 
 
-class SaveWhenDue(transformers.TrainerCallback):  # type: ignore[misc]
+class SaveWhenDue(transformers.TrainerCallback):
     """Records the engine's state when it is saved."""
 
     def __init__(self, row: FixtureRow, folder: str) -> None:

@@ -64,7 +64,7 @@ def use_gloo() -> None:
 def seed_everything(seed: int) -> None:
     """Seed as transformers does: all ranks alike."""
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002 (the global one, as transformers)
+    np.random.seed(seed)
     torch.manual_seed(seed)
 
 
@@ -83,7 +83,7 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": tokens, "labels": tokens, "index": torch.tensor(index)}
 
 
-class TinyModel(GPT2LMHeadModel):  # type: ignore[misc]  # untyped
+class TinyModel(GPT2LMHeadModel):
     """A random GPT-2 that notes which samples it is trained on."""
 
     def forward(self, input_ids: Any = None, labels: Any = None, index: Any = None) -> Any:
@@ -235,7 +235,7 @@ def ds_config(stage: int, more: dict[str, Any]) -> dict[str, Any]:
     return {**config, **more, "zero_optimization": zero}
 
 
-class Watch(TrainerCallback):  # type: ignore[misc]  # untyped
+class Watch(TrainerCallback):
     """Notes what a Trainer's run does."""
 
     def __init__(self, run: Run, case: TrainerCase) -> None:
@@ -267,7 +267,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]  # untyped
         self.run.log.append({"step": state.global_step, **(logs or {})})
 
 
-class Stop(TrainerCallback):  # type: ignore[misc]  # untyped
+class Stop(TrainerCallback):
     """Ends a run as a kill would, after a step and what is saved at it."""
 
     def __init__(self, step: int) -> None:

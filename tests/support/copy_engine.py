@@ -483,7 +483,7 @@ def _later(source: LateTensor, stream: Stream) -> Callable[[], torch.Tensor | No
     """Return a function that reads a source, which may be freed or not be written by then."""
     engine, address, raw = source.engine, _address(source), _raw(source)
     behind = dict(stream.behind)
-    memory: Any = StorageWeakRef(raw.untyped_storage())  # type: ignore[no-untyped-call]
+    memory: Any = StorageWeakRef(raw.untyped_storage())
     dtype, layout = raw.dtype, (raw.storage_offset(), raw.size(), raw.stride())
     del raw
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
-from awscrt.checksums import crc64nvme  # type: ignore[import-untyped]
+from awscrt.checksums import crc64nvme
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -271,7 +271,7 @@ class NumPyIndices(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         if self.kind == "numpy indices, unseeded":
             return iter(np.random.default_rng().permutation(self.length))
-        indices = np.random.permutation(self.length)  # noqa: NPY002 - as users write it
+        indices = np.random.permutation(self.length)
         return map(Anonymous, indices) if self.kind == "anonymous" else iter(indices)
 
 
