@@ -217,5 +217,5 @@ def _ray_train() -> Any:
     try:
         return importlib.import_module("ray.train")
     except ImportError as error:
-        msg = "RayCheckpointReport needs Ray Train: pip install 'lightning-elastic-zero[ray]'"
+        msg = "RayCheckpointReport needs Ray Train: pip install 'ray[train]>=2.55'"
         raise ImportError(msg) from error

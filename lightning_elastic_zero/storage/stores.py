@@ -37,9 +37,7 @@ T = TypeVar("T")
 SCHEMES = ("s3", "gs", "az", "memory")
 """URL schemes of supported stores. ``memory`` is for tests: one process only."""
 
-MISSING_EXTRA = (
-    "needs obstore, which is not installed: pip install 'lightning-elastic-zero[stores]'"
-)
+MISSING_EXTRA = "needs obstore, which is not installed: pip install obstore s3fs"
 
 _log = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,14 @@ from tests.support.engines import Setup
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
+
+
+def test_without_obstore_the_command_that_installs_it_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    assert main(["inspect", f"memory://{uuid4()}/step-3"]) == 2
+    assert "is not installed: pip install obstore s3fs\n" in capsys.readouterr().err
 
 
 def test_commands_take_urls(

@@ -1,4 +1,4 @@
-"""What Ray Train is told of checkpoints, and which ones it could not keep; without Ray."""
+"""Reports of checkpoints to Ray Train, and settings that it could not keep; without Ray."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from lightning_elastic_zero.integrations.ray import (
 
 
 @pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed")
-def test_without_ray_the_extra_is_named() -> None:
-    """Whoever names the callback without Ray is told how to install it."""
-    with pytest.raises(ImportError, match=r"pip install 'lightning-elastic-zero\[ray\]'"):
+def test_without_ray_the_command_that_installs_it_is_named() -> None:
+    with pytest.raises(ImportError, match=r"pip install 'ray\[train\]>=2\.55'"):
         RayCheckpointReport()
 
 
