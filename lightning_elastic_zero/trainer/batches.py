@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import LambdaCallback
@@ -20,9 +20,6 @@ from lightning_elastic_zero.core.options import check_count, check_flag
 from lightning_elastic_zero.data_progress.batches import BatchPlan, ceil_div, plan_batches
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.trainer.lightning import callbacks_of, is_fitting
-
-if TYPE_CHECKING:
-    from lightning_elastic_zero.trainer.resume import RunResumer
 
 log = logging.getLogger(__name__)
 
@@ -317,14 +314,13 @@ class BatchController:
     a hook asks for the training loaders, or when DeepSpeed's config is completed.
     """
 
-    def __init__(
-        self,
-        resumer: RunResumer,
-        global_batch_size: int | None,
-        *,
-        allow_uneven_batches: bool,
-    ) -> None:
-        self._resumer = resumer
+    def __init__(self, global_batch_size: int | None, *, allow_uneven_batches: bool) -> None:
+        self.settings = UserSettings()
+        """The user's values of trainer settings that this library changes."""
+        self.current: BatchSettings | None = None
+        """How an optimizer step is made of samples; None before the first fit."""
+        self.overruled_orders: list[str] | None = None
+        """Result of ``overruled_orders`` for the user's loaders; None: not determined yet."""
         self._global_batch_size = check_count(
             "global_batch_size", global_batch_size, least=1, unit="samples"
         )
@@ -354,19 +350,19 @@ class BatchController:
         elif source.instance is not module or not is_overridden("setup", module):
             callbacks_of(trainer).insert(0, self._first_callback)
 
-    def process_loader(self, loader: object, trainer: pl.Trainer | None, rank: int) -> object:
-        """Return a loader that can resume an epoch at any sample."""
-        if not is_fitting(trainer):
-            return loader
-        if trainer.training:  # a hook asked for it, before the batches were resolved
-            self._resolve(trainer, self._batch_size_in(loader))
-        return self._resumer.process_loader(loader, trainer, rank)
+    def resolve_for(self, loader: object, trainer: pl.Trainer) -> None:
+        """Resolve the batches by a training loader, if a hook asked for it early."""
+        self._resolve(trainer, self._batch_size_in(loader))
+
+    @property
+    def plan(self) -> BatchPlan | None:
+        """How the global batch is divided; None without ``global_batch_size``."""
+        return None if self.current is None else self.current.plan
 
     @property
     def loader_batch_size(self) -> int:
         """Batch size of the loader, for DeepSpeed's log; 1 if unknown."""
-        batches = self._resumer.batches
-        return (batches.loader_batch_size if batches is not None else None) or 1
+        return (self.current.loader_batch_size if self.current is not None else None) or 1
 
     def reset(self, trainer: pl.Trainer, config: Any) -> bool:
         """Restore the user's batch size in a config that an evaluation or earlier fit completed.
@@ -392,17 +388,16 @@ class BatchController:
             return
         if not self._is_resolved:
             self._resolve(trainer, self._batch_size_of_loader(trainer))
-        elif self._resumer.overruled_orders is None:
+        elif self.overruled_orders is None:
             self._batch_size_of_loader(trainer)  # a hook has already asked for them
-        batches = self._resumer.batches
-        if batches is not None and batches.plan is not None:
-            config[_MICRO_BATCH_KEY] = batches.plan.largest_micro_batch
+        if self.plan is not None:
+            config[_MICRO_BATCH_KEY] = self.plan.largest_micro_batch
 
     def end(self, trainer: pl.Trainer | None) -> None:
         """End a run and restore the user's settings."""
         self._is_resolved = self._is_configured = False
         if trainer is not None:
-            self._resumer.settings.restore(trainer)
+            self.settings.restore(trainer)
             self._remove_first_callback(trainer)
 
     def _remove_first_callback(self, trainer: pl.Trainer) -> None:
@@ -423,15 +418,14 @@ class BatchController:
     def _resolve(self, trainer: pl.Trainer, batch_size: int | None) -> None:
         if self._is_resolved:
             return
-        batches = resolve_batch_settings(
+        self.current = resolve_batch_settings(
             trainer,
-            self._resumer.settings,
+            self.settings,
             trainer.world_size,
             batch_size,
             self._global_batch_size,
             allow_uneven=self._allow_uneven,
         )
-        self._resumer.set_batches(batches)
         self._is_resolved = True
 
     def _read_batch_size(self, user_config: Any) -> None:
@@ -445,7 +439,7 @@ class BatchController:
         if not source.is_defined():
             return self._user_batch_size
         loaders = source.dataloader()
-        self._resumer.overruled_orders = overruled_orders(loaders)
+        self.overruled_orders = overruled_orders(loaders)
         return self._batch_size_in(loaders)
 
     def _batch_size_in(self, loaders: Any) -> int | None:

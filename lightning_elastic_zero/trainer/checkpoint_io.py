@@ -41,6 +41,7 @@ from lightning_elastic_zero.storage.checkpoints import exists, is_link, siblings
 from lightning_elastic_zero.storage.paths import parse_path
 from lightning_elastic_zero.storage.publish import STAGING_PREFIX
 from lightning_elastic_zero.storage.stores import AnyPath
+from lightning_elastic_zero.trainer.batches import UserSettings
 from lightning_elastic_zero.trainer.checks import configured_rates, warn_of_replaced_rates
 from lightning_elastic_zero.trainer.lightning import (
     WEIGHT_AVERAGING,
@@ -255,6 +256,7 @@ class RunCheckpoints:
         self,
         manager: CheckpointManager,
         get_ranks: Callable[[], Ranks],
+        settings: UserSettings,
         resumer: RunResumer,
         events: CheckpointEvents,
         load_options: LoadOptions,
@@ -262,6 +264,7 @@ class RunCheckpoints:
     ) -> None:
         self._manager = manager
         self._get_ranks = get_ranks
+        self._settings = settings
         self._resumer = resumer
         self._events = events
         self._load_options = load_options
@@ -410,7 +413,7 @@ class RunCheckpoints:
         if (loops := client_state.get("loops", {}).get("fit_loop")) is None:
             return options
         of = self._resumer.recorder
-        with self._resumer.settings.reapplied(trainer):
+        with self._settings.reapplied(trainer):
             record = of.record(trainer, loops, self._world_size)
             own = of.state_dict(trainer, record, self._device, path)
             client_state[STATE_KEY] = own

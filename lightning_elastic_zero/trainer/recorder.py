@@ -19,7 +19,7 @@ from lightning_elastic_zero.data_progress.batches import (
 )
 from lightning_elastic_zero.data_progress.sampler import collect_rng_states, set_rng_states
 from lightning_elastic_zero.trainer.accumulation import pending_micro_batches, prefetch_next_batch
-from lightning_elastic_zero.trainer.batches import BatchSettings, batch_size_of
+from lightning_elastic_zero.trainer.batches import BatchController, BatchSettings, batch_size_of
 from lightning_elastic_zero.trainer.checks import BATCH_COUNT_SETTINGS
 from lightning_elastic_zero.trainer.lightning import (
     combined_loader,
@@ -29,7 +29,6 @@ from lightning_elastic_zero.trainer.lightning import (
     known_callback_metrics,
     logged_steps,
     repeats_shorter_loaders,
-    run_seed,
     training_loaders,
 )
 from lightning_elastic_zero.trainer.loaders import (
@@ -61,10 +60,10 @@ class RunRecorder:
     state is recorded before each batch.
     """
 
-    def __init__(self, batches: BatchSettings | None = None) -> None:
+    def __init__(self, batches: BatchController) -> None:
         self._batches = batches
-        self.seed = run_seed()
-        """Seed of the sample order if the user gives none; restored by a resume."""
+        self.seed: int | None = None
+        """Seed of the sample order if the user gives none, set with the first training loader."""
         self.epoch_metrics: EpochMetrics | None = None
         """Metrics accumulated in the epoch; None outside a fit."""
         self._begun: Position | None = None
@@ -147,7 +146,7 @@ class RunRecorder:
         self, trainer: pl.Trainer, loops: Mapping[str, Any], world_size: int
     ) -> DataProgress:
         """Return the current position of the run."""
-        batches, accumulate = self._batches, trainer.accumulate_grad_batches
+        batches, accumulate = self._batches.current, trainer.accumulate_grad_batches
         validating = is_fitting(trainer) and trainer.validating
         total = trainer.num_training_batches
         position = read_position(loops, accumulate, batches=total, validating=validating)
@@ -271,7 +270,7 @@ class RunRecorder:
             before = (Consumed(0),) * len(loaders)
         repeats = len(loaders) > 1 and repeats_shorter_loaders(combined)
         ended = exhausted_loaders(combined) if repeats else []
-        sizes = samples_per_step(self._batches, loaders)
+        sizes = samples_per_step(self._batches.current, loaders)
         parts: list[Consumed | None] = []
         for index, (loader, size, part) in enumerate(zip(loaders, sizes, before, strict=True)):
             whole = _samples_of_pass(loader, size, trainer.accumulate_grad_batches)

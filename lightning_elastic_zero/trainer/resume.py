@@ -38,7 +38,7 @@ from lightning_elastic_zero.data_progress.sampler import (
 )
 from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
 from lightning_elastic_zero.trainer.accumulation import StepIntervals, prefetch_next_batch
-from lightning_elastic_zero.trainer.batches import BatchSettings, UserSettings, batch_size_of
+from lightning_elastic_zero.trainer.batches import BatchController, batch_size_of
 from lightning_elastic_zero.trainer.checks import (
     warn_of_changes,
     warn_of_late_loaders,
@@ -137,46 +137,41 @@ class PendingResume:
 class RunResumer:
     """Makes a resumed run take the same steps as an uninterrupted one."""
 
-    def __init__(self, on_unresumable_data: UnresumableDataPolicy) -> None:
+    def __init__(
+        self, batches: BatchController, on_unresumable_data: UnresumableDataPolicy
+    ) -> None:
+        self._batches = batches
         self._on_unresumable_data: UnresumableDataPolicy = check_choice(
             "on_unresumable_data", on_unresumable_data, get_args(UnresumableDataPolicy)
         )
-        self.settings = UserSettings()
-        """The user's values of trainer settings that this library changes."""
-        self.recorder = RunRecorder()
+        self.recorder = RunRecorder(batches)
         self._step_intervals = StepIntervals()
-        self.batches: BatchSettings | None = None
-        """How an optimizer step is made of samples; None before the first fit."""
         self._pending: PendingResume | None = None
-        self.overruled_orders: list[str] | None = None
-        """Result of ``overruled_orders`` for the user's loaders; None: not determined yet."""
         self._loaders_made = 0
         self._new_generators: list[dict[str, list[torch.Tensor]]] = []
 
-    def set_batches(self, batches: BatchSettings) -> None:
-        """Begin a fit with these batch settings."""
-        self.batches = batches
+    def begin(self) -> None:
+        """Begin a fit."""
         self._pending = None
-        self.recorder = RunRecorder(batches)
+        self.recorder = RunRecorder(self._batches)
         self._loaders_made = 0
         self._new_generators = []
 
-    @property
-    def _is_planned(self) -> bool:
-        return self.batches is not None and self.batches.plan is not None
-
     def process_loader(self, loader: object, trainer: pl.Trainer, rank: int) -> object:
         """Return a resumable version of a loader that Lightning has prepared."""
-        if self.batches is None:
+        batches = self._batches.current
+        if batches is None:
             return loader
         if not trainer.training:
             return with_own_generator(loader, run_seed(), rank)
+        if self.recorder.seed is None:
+            self.recorder.seed = run_seed()
         if self._loaders_made and self._loaders_made >= len(training_loaders(trainer)) > 0:
             self._loaders_made, self._new_generators = 0, []  # the loaders are recreated
-        loader = elastic_loader(loader, self.batches, rank, run_seed(), trainer.current_epoch)
-        plan, elastic = self.batches.plan, elastic_sampler_of(loader)
+        loader = elastic_loader(loader, batches, rank, run_seed(), trainer.current_epoch)
+        plan, elastic = batches.plan, elastic_sampler_of(loader)
         if elastic is None:
-            self.batches.check_fixed_batches(loader)
+            batches.check_fixed_batches(loader)
         else:
             has_changed = plan is not None and elastic.plan != plan
             # A loader without a batch size has batches for items.
@@ -195,7 +190,7 @@ class RunResumer:
 
     def weight(self, trainer: pl.Trainer, rank: int) -> float:
         """Return the weight of the current micro-batch's loss, in addition to 1 / accumulation."""
-        plan = self.batches.plan if self.batches is not None else None
+        plan = self._batches.plan
         if plan is None or plan.is_even:
             return 1.0
         return plan.loss_weight(rank, trainer.fit_loop.batch_idx % plan.accumulate)
@@ -207,8 +202,8 @@ class RunResumer:
 
     def before_batch(self, trainer: pl.Trainer, batch_idx: int) -> None:
         """Determine whether schedulers and validation are due after the next batch."""
-        if self.batches is not None:
-            self.batches.check_accumulation(trainer)
+        if self._batches.current is not None:
+            self._batches.current.check_accumulation(trainer)
         self.recorder.before_batch(trainer, batch_idx)
         self._step_intervals.begin_batch(trainer)
 
@@ -225,8 +220,9 @@ class RunResumer:
             if sampler
             else infer_progress(loops, manifest.progress, manifest.world_size, steps)
         )
-        size = self.batches.global_batch_size if self.batches is not None else None
-        if reload_interval(trainer) and not self._is_planned:
+        batches = self._batches.current
+        size = batches.global_batch_size if batches is not None else None
+        if reload_interval(trainer) and self._batches.plan is None:
             size = None  # the loaders of that epoch may have another batch size
         position = record.at_batch_size(size)
         states = list(loops.get("state_dict", {}).get(LOADER_STATES, []))
@@ -250,17 +246,17 @@ class RunResumer:
 
     def on_train_start(self, trainer: pl.Trainer, device: torch.device) -> None:
         """Restore everything before the first batch."""
-        self._step_intervals.begin_fit(trainer, is_planned=self._is_planned)
+        self._step_intervals.begin_fit(trainer, is_planned=self._batches.plan is not None)
         self.recorder.epoch_metrics = EpochMetrics(trainer)
         pending, self._pending = self._pending, None
         given: list[Any] = []
         if pending is not None:
             given = self._resume(pending, trainer, device)
         loaders = training_loaders(trainer)
-        warn_of_shuffling(self.overruled_orders or (), loaders)
-        self.overruled_orders = None
+        warn_of_shuffling(self._batches.overruled_orders or (), loaders)
+        self._batches.overruled_orders = None
         if self._on_unresumable_data == "refuse":
-            sizes = samples_per_step(self.batches, loaders)
+            sizes = samples_per_step(self._batches.current, loaders)
             warn_of_unresumable_data(loaders, trainer.world_size, sizes)
         self.recorder.begin_training(trainer, given, device)
 
@@ -272,7 +268,9 @@ class RunResumer:
         now = self.recorder.record(trainer, trainer.fit_loop.state_dict(), trainer.world_size)
         foreign_path = "" if pending.is_own_format else pending.where
         planned = now if trainer.lr_scheduler_configs else replace(now, planned_steps=None)
-        warn_of_changes(record, planned, is_given=self._is_planned, foreign_path=foreign_path)
+        warn_of_changes(
+            record, planned, is_given=self._batches.plan is not None, foreign_path=foreign_path
+        )
         # Another position than at the load if train_dataloader now returns another batch size.
         position = record.at_batch_size(now.global_batch_size)
         _count_batches(trainer, (position.steps - pending.position.steps) * now.accumulate)
@@ -286,7 +284,7 @@ class RunResumer:
             pending = replace(pending, position=position)
         consumed: list[Consumed | None] = []
         if combined is not None:
-            sizes = samples_per_step(self.batches, loaders)
+            sizes = samples_per_step(self._batches.current, loaders)
             consumed = _position_loaders(pending, combined, position, sizes)
         self.recorder.begin_at(position, tuple(consumed))
         # Count all batches of an epoch that is over, if its length has changed.

@@ -97,16 +97,17 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         later = split_parent_options(type(self), limit_waiting(kwargs))
         super().__init__(*args, **kwargs)
         vars(self).update(later)
-        self._resumer = RunResumer(on_unresumable_data)
         self._batches = BatchController(
-            self._resumer, global_batch_size, allow_uneven_batches=allow_uneven_batches
+            global_batch_size, allow_uneven_batches=allow_uneven_batches
         )
+        self._resumer = RunResumer(self._batches, on_unresumable_data)
         self._manager = options.manager()
         self.checkpoint_events = CheckpointEvents(self._manager)  # for CheckpointMonitor
         self._sigterm = SigtermAgreement()
         self._checkpoints = RunCheckpoints(
             self._manager,
             self._get_ranks,
+            self._batches.settings,
             self._resumer,
             self.checkpoint_events,
             options.load_options(
@@ -174,6 +175,8 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
             super(DeepSpeedStrategy, self).setup_environment()
         else:
             super().setup_environment()
+        if is_fitting(self._trainer):
+            self._resumer.begin()
         self._batches.begin(self._trainer, self.config, is_users=not self._config_initialized)
 
     @override
@@ -218,7 +221,11 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        return self._batches.process_loader(dataloader, self._trainer, self.global_rank)
+        if not is_fitting(trainer := self._trainer):
+            return dataloader
+        if trainer.training:
+            self._batches.resolve_for(dataloader, trainer)
+        return self._resumer.process_loader(dataloader, trainer, self.global_rank)
 
     @property
     @override
