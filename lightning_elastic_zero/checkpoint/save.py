@@ -41,17 +41,15 @@ from lightning_elastic_zero.checkpoint.fingerprint import live_fingerprint
 from lightning_elastic_zero.checkpoint.types import (
     CheckpointStats,
     SaveOptions,
-    ShowBytes,
     io_progress,
     manifest_to_save,
-    show_nothing,
     state_to_save,
     warn_of_objects,
 )
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.manifest import EXTRA_STATE, FileEntry, Manifest
 from lightning_elastic_zero.core.names import unwrapped
-from lightning_elastic_zero.core.progress import Progress
+from lightning_elastic_zero.core.progress import Progress, ShowBytes, show_nothing
 from lightning_elastic_zero.core.tensors import RankState
 from lightning_elastic_zero.core.text import TreePath, format_names, format_tree_path
 from lightning_elastic_zero.engine.live import LiveEngine

@@ -6,13 +6,13 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.manifest import Manifest, Plain
-from lightning_elastic_zero.core.progress import Progress
+from lightning_elastic_zero.core.progress import Progress, ShowBytes, show_nothing
 from lightning_elastic_zero.core.tensors import RankState
 from lightning_elastic_zero.core.text import format_tree_path
 from lightning_elastic_zero.formats.client_state import Objects, find_unknown
@@ -22,14 +22,6 @@ REPORT_EVERY_S = 10.0
 """Interval between log messages during long reads and writes."""
 
 log = logging.getLogger(__name__)
-
-ShowBytes: TypeAlias = Callable[[str, int, int], None]
-"""Called with the action (``"reading"``), this rank's bytes since the last call, and its total
-bytes (0 if unknown)."""
-
-
-def show_nothing(_doing: str, _count: int, _total: int, /) -> None:
-    """Show nothing."""
 
 
 def accept_any(_manifest: Manifest, /) -> None:

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_elastic_zero.api import ElasticOptions
-from lightning_elastic_zero.checkpoint.bar import is_terminal, showing, tqdm_bar
 from lightning_elastic_zero.checkpoint.load import load_engine
-from lightning_elastic_zero.checkpoint.types import LoadResult, ShowBytes
+from lightning_elastic_zero.checkpoint.types import LoadResult
 from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME, Manifest
 from lightning_elastic_zero.core.options import check_client_state
+from lightning_elastic_zero.core.progress import ShowBytes, is_terminal, showing, tqdm_bar
 from lightning_elastic_zero.data_progress.batches import plan_batches
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import (

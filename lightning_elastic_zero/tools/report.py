@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import fnmatch
 import os
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
-from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
+from lightning_elastic_zero.core.progress import Progress, is_terminal, showing, tqdm_bar
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.tools.inspection import CheckpointReport, ParameterReport, ResumePlan
 from lightning_elastic_zero.tools.verification import Verification
 
 STYLES = {"DAMAGED": "bold red", "NOT verified": "yellow", ": intact:": "green"}
 """Styles of verdicts."""
-
-QUIET_S = 2.0
-"""Seconds of work after which progress is shown."""
 
 
 def show(line: str, stream: TextIO, *, error: str = "") -> None:
@@ -51,28 +46,8 @@ def show_progress(action: str) -> Iterator[Progress]:
     Nothing is shown for short work, or if stderr is not a terminal. Yields an object that any
     thread can report to.
     """
-    if not sys.stderr.isatty() or _is_dumb():
-        yield NO_PROGRESS
-        return
-    # Slow to import, and needed on terminals only.
-    from rich.console import Console
-    from rich.progress import DownloadColumn, TransferSpeedColumn
-    from rich.progress import Progress as Bar
-
-    columns = ("{task.description}", DownloadColumn(), TransferSpeedColumn())
-    bar = Bar(*columns, console=Console(file=sys.stderr), transient=True)
-    task = bar.add_task(action, total=None)
-    began = time.monotonic()
-
-    def advance(count: int) -> None:
-        bar.advance(task, count)
-        if time.monotonic() - began > QUIET_S:
-            bar.start()
-
-    try:
-        yield Progress(show=advance)
-    finally:
-        bar.stop()
+    with showing(tqdm_bar if is_terminal() and not _is_dumb() else None) as show_bytes:
+        yield Progress(show=lambda count: show_bytes(action, count, 0))
 
 
 def format_bytes(size_bytes: float) -> str:

@@ -20,9 +20,16 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_elastic_zero.checkpoint.bar import Bar, ShowDone, is_terminal, showing, tqdm_bar
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
-from lightning_elastic_zero.checkpoint.types import CheckpointStats, ShowBytes
+from lightning_elastic_zero.checkpoint.types import CheckpointStats
+from lightning_elastic_zero.core.progress import (
+    Bar,
+    ShowBytes,
+    ShowDone,
+    is_terminal,
+    showing,
+    tqdm_bar,
+)
 from lightning_elastic_zero.trainer.lightning import is_fitting
 
 CheckpointEvent: TypeAlias = tuple[Literal["save", "load"], CheckpointStats]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_elastic_zero import elastic, wrap_initialize
-from lightning_elastic_zero.checkpoint import bar
+from lightning_elastic_zero.core import progress
 from tests.integrations._hf_programs import MICRO, State, Tokens, state_of, tiny_model
 
 
@@ -148,13 +148,13 @@ def shown_on_a_terminal(folder: str) -> str:
     engine, text = elastic(initialize(2)), io.StringIO()
     train_steps(engine, 1)
     text.isatty = lambda: True  # type: ignore[method-assign]
-    bar.QUIET_S, quiet_s = 0.0, bar.QUIET_S
+    progress.QUIET_S, quiet_s = 0.0, progress.QUIET_S
     try:
         with redirect_stderr(text):
             engine.save_checkpoint(folder)
             engine.load_checkpoint(folder)
     finally:
-        bar.QUIET_S = quiet_s
+        progress.QUIET_S = quiet_s
     engine.destroy()
     return text.getvalue()
 
