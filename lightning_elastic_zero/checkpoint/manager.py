@@ -20,14 +20,13 @@ import threading
 import time
 import traceback
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -526,6 +525,10 @@ def _at_exit(writer: weakref.ref[AsyncCheckpointer]) -> Callable[[], None]:
     return end
 
 
+Listener: TypeAlias = Callable[[Literal["save", "load"], CheckpointStats], object]
+"""Called in training's thread with a save that was published, on rank 0, or with a load."""
+
+
 class CheckpointManager:
     """Saves, links and deletes the checkpoints of a run."""
 
@@ -547,8 +550,7 @@ class CheckpointManager:
         self._saves: list[Future[CheckpointStats]] = []
         """Results of background saves that were not collected yet."""
         self._last_save: CheckpointStats | None = None
-        # Bounded for runs in which nobody takes them; far more than are made between two batches.
-        self._published: deque[CheckpointStats] = deque(maxlen=1000)
+        self.listeners: list[Listener] = []
         self._background = background
         self._snapshot_bytes = max_snapshot_bytes
         self._writer: AsyncCheckpointer | None = None
@@ -582,9 +584,11 @@ class CheckpointManager:
             )
             self._unhook = engine.add_step_pre_hook(self._writer.wait_for_copies)
 
-    def protect(self, path: str) -> None:
-        """Keep the checkpoint that the run was resumed from."""
-        self._retention.protect(path)
+    def on_loaded(self, stats: CheckpointStats) -> None:
+        """Record a load, and keep the checkpoint that the run was resumed from."""
+        self._retention.protect(stats.path)
+        for listener in self.listeners:
+            listener("load", stats)
 
     # -- saving ------------------------------------------------------------------------------
 
@@ -626,15 +630,10 @@ class CheckpointManager:
     @property
     def last_save(self) -> CheckpointStats | None:
         """Stats of the last published save."""
-        self._collect()
+        self.collect()
         return self._last_save
 
-    def take_published(self) -> list[CheckpointStats]:
-        """Return the stats of the saves that were published since the last call; on rank 0."""
-        self._collect()
-        return [self._published.popleft() for _ in range(len(self._published))]
-
-    def _collect(self) -> None:
+    def collect(self) -> None:
         """Record the results of background saves that have ended."""
         for save in [save for save in self._saves if save.done()]:
             self._saves.remove(save)
@@ -644,8 +643,8 @@ class CheckpointManager:
     def _record(self, stats: CheckpointStats) -> None:
         self._last_save = stats
         self._run_monitor.look_soon()
-        if self._is_rank_zero:
-            self._published.append(stats)
+        for listener in self.listeners if self._is_rank_zero else ():
+            listener("save", stats)
 
     def training_ranks(self) -> Ranks:
         """Return the ranks of training's threads."""
@@ -696,6 +695,7 @@ class CheckpointManager:
         """
         if self._writer is not None:
             self._writer.wait_until_finished(ranks)
+            self.collect()
 
     def drain_local(self) -> None:
         """After an exception: wait for the save in flight, then cancel it; not collective."""
@@ -712,6 +712,7 @@ class CheckpointManager:
         self._run_monitor.end()
         if self._writer is not None:
             failure = self._writer.stop(DRAIN_TIMEOUT_S if interrupted else None)
+            self.collect()
             self._unhook()
             self._writer, self._unhook = None, _nothing
             # A save that was cancelled and does not end keeps its own; the next run's do not wait.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -44,7 +43,6 @@ class RayCheckpointReport(Callback):
         """Paths that were reported to Ray; on rank 0."""
         self._is_due = False
         """Whether a save was called since the last report; the same on all ranks."""
-        self._unsubscribe: Callable[[], None] | None = None
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -59,6 +57,7 @@ class RayCheckpointReport(Callback):
             found = type(trainer.strategy).__name__
             msg = f"RayCheckpointReport needs ElasticDeepSpeedStrategy; the strategy is {found}"
             raise UnsupportedError(msg)
+        _strategy(trainer).checkpoint_manager.listeners.append(self._note)
         # A new list: Lightning walks over the old one now.
         others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
         trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
@@ -78,13 +77,9 @@ class RayCheckpointReport(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Report the checkpoint from which the run was resumed, if its report was lost."""
-        strategy = _strategy(trainer)
         if trainer.is_global_zero:
             reported = _ray_train().get_all_reported_checkpoints()
             self._known = {known.checkpoint.path for known in reported}
-            if strategy.last_load is not None:
-                self._published.append(strategy.last_load)
-            self._unsubscribe = strategy.checkpoint_events.subscribe(self._published.append)
         self._report(trainer)
 
     @override
@@ -119,10 +114,12 @@ class RayCheckpointReport(Callback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """End the subscription to saves."""
-        if self._unsubscribe is not None:
-            self._unsubscribe()
-            self._unsubscribe = None
+        """Listen to saves no longer."""
+        if stage == "fit":
+            _strategy(trainer).checkpoint_manager.listeners.remove(self._note)
+
+    def _note(self, _kind: str, stats: CheckpointStats) -> None:
+        self._published.append(stats)
 
     def _report_if_due(self, trainer: pl.Trainer) -> None:
         if self._is_due:
@@ -131,7 +128,7 @@ class RayCheckpointReport(Callback):
     def _report(self, trainer: pl.Trainer) -> None:
         """Report published saves; collective."""
         self._is_due = False
-        _strategy(trainer).checkpoint_events.collect()
+        _strategy(trainer).checkpoint_manager.collect()
         new = self._take_new() if trainer.is_global_zero else []
         ray_train = _ray_train()
         storage = ray_train.get_context().get_storage()

@@ -54,7 +54,7 @@ from lightning_elastic_zero.trainer.lightning import (
 )
 from lightning_elastic_zero.trainer.metrics import RESULTS, RESULTS_BY_RANK
 from lightning_elastic_zero.trainer.model_checkpoint import ModelCheckpointHooks
-from lightning_elastic_zero.trainer.monitor import CheckpointEvents, checkpoint_bar
+from lightning_elastic_zero.trainer.monitor import checkpoint_bar
 from lightning_elastic_zero.trainer.resume import STATE_KEY, RunResumer, counted_loops
 from lightning_elastic_zero.trainer.schedulers import (
     resume_as_configured,
@@ -258,15 +258,14 @@ class RunCheckpoints:
         get_ranks: Callable[[], Ranks],
         settings: UserSettings,
         resumer: RunResumer,
-        events: CheckpointEvents,
         load_options: LoadOptions,
         save_options: SaveOptions,
     ) -> None:
         self._manager = manager
+        manager.listeners.append(_announce_fingerprint)
         self._get_ranks = get_ranks
         self._settings = settings
         self._resumer = resumer
-        self._events = events
         self._load_options = load_options
         self._save_options = save_options
         self._state_dict_tracker = StateDictTracker()
@@ -455,8 +454,7 @@ class RunCheckpoints:
         if not fitting:
             self.last_fit.forget()
         self.last_load = loaded.stats
-        self._events.on_loaded(loaded.stats)
-        self._manager.protect(loaded.stats.path)
+        self._manager.on_loaded(loaded.stats)
         state = loaded.client_state
         if trainer is not None:
             rank_zero_info(_format_loaded(loaded, trainer.world_size, fitting=fitting))
@@ -528,6 +526,11 @@ class RunCheckpoints:
         if is_fitting(trainer) and not self._is_resumed:
             text, has_checkpoints = _format_not_resumed(self._manager.dirpaths)
             (rank_zero_warn if has_checkpoints else rank_zero_info)(text)
+
+
+def _announce_fingerprint(kind: str, stats: CheckpointStats) -> None:
+    if kind == "save" and stats.fingerprint:
+        rank_zero_info(f"Saved {stats.path}: fingerprint {stats.fingerprint}")
 
 
 def _format_loaded(loaded: LoadResult, world_size: int, *, fitting: bool) -> str:

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import resource
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lightning_elastic_zero.checkpoint.manager import CheckpointManager
 from lightning_elastic_zero.checkpoint.types import CheckpointStats
 from lightning_elastic_zero.core.progress import (
     Bar,
@@ -31,47 +29,6 @@ from lightning_elastic_zero.core.progress import (
     tqdm_bar,
 )
 from lightning_elastic_zero.trainer.lightning import is_fitting
-
-CheckpointEvent: TypeAlias = tuple[Literal["save", "load"], CheckpointStats]
-"""A save that was published, or a load."""
-
-
-class CheckpointEvents:
-    """Saves and loads of a trainer since the last ``take``."""
-
-    def __init__(self, manager: CheckpointManager) -> None:
-        self._manager = manager
-        # Bounded for runs in which nobody calls take(); far more than occur between two batches.
-        self._events: deque[CheckpointEvent] = deque(maxlen=1000)
-        self._listeners: list[Callable[[CheckpointStats], None]] = []
-
-    def subscribe(self, listener: Callable[[CheckpointStats], None]) -> Callable[[], None]:
-        """Call a function with each save published from now on; on rank 0.
-
-        Returns:
-            A function that ends the subscription.
-        """
-        self._listeners.append(listener)
-        return lambda: self._listeners.remove(listener)
-
-    def collect(self) -> None:
-        """Record the saves that were published since the last call; on rank 0."""
-        for stats in self._manager.take_published():
-            self._events.append(("save", stats))
-            for listener in list(self._listeners):
-                listener(stats)
-            if stats.fingerprint:
-                rank_zero_info(f"Saved {stats.path}: fingerprint {stats.fingerprint}")
-
-    def on_loaded(self, stats: CheckpointStats) -> None:
-        """Record a load."""
-        self._events.append(("load", stats))
-
-    def take(self) -> list[CheckpointEvent]:
-        """Return and forget the events since the last call, in order."""
-        self.collect()
-        return [self._events.popleft() for _ in range(len(self._events))]
-
 
 FINGERPRINT = "checkpoint/fingerprint"
 
@@ -98,9 +55,17 @@ class CheckpointMonitor(Callback):
     the run has failed is not logged.
     """
 
+    def __init__(self) -> None:
+        self._events: list[tuple[Literal["save", "load"], CheckpointStats]] = []
+        """Those that were not logged yet."""
+
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if _events_of(trainer) is None:
+        manager = getattr(trainer.strategy, "checkpoint_manager", None)
+        if manager is not None:
+            if self._note not in manager.listeners:
+                manager.listeners.append(self._note)
+        else:
             found = type(trainer.strategy).__name__
             rank_zero_warn(
                 f"CheckpointMonitor logs nothing: the strategy is {found}, expected "
@@ -109,35 +74,34 @@ class CheckpointMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        _log_events(trainer)
+        self._log(trainer)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        _log_events(trainer)
+        self._log(trainer)
 
     @override
     def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
-        _log_events(trainer)
+        self._log(trainer)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        _log_events(trainer)
+        self._log(trainer)
 
+    def _note(self, kind: Literal["save", "load"], stats: CheckpointStats) -> None:
+        self._events.append((kind, stats))
 
-def _events_of(trainer: pl.Trainer) -> CheckpointEvents | None:
-    events = getattr(trainer.strategy, "checkpoint_events", None)
-    return events if isinstance(events, CheckpointEvents) else None
-
-
-def _log_events(trainer: pl.Trainer) -> None:
-    events = _events_of(trainer)
-    for kind, stats in events.take() if events is not None else ():
-        of_fit = kind == "load" and is_fitting(trainer)
-        # A new run on saved weights starts at step 0.
-        step = trainer.global_step if of_fit else stats.step
-        if trainer.is_global_zero:
-            for logger in trainer.loggers:
-                _log(logger, kind, stats, step)
+    def _log(self, trainer: pl.Trainer) -> None:
+        if (manager := getattr(trainer.strategy, "checkpoint_manager", None)) is not None:
+            manager.collect()
+        events, self._events = self._events, []
+        for kind, stats in events:
+            of_fit = kind == "load" and is_fitting(trainer)
+            # A new run on saved weights starts at step 0.
+            step = trainer.global_step if of_fit else stats.step
+            if trainer.is_global_zero:
+                for logger in trainer.loggers:
+                    _log(logger, kind, stats, step)
 
 
 def _log(logger: Logger, kind: Literal["save", "load"], stats: CheckpointStats, step: int) -> None:

@@ -44,7 +44,6 @@ from lightning_elastic_zero.trainer.lightning import (
     split_parent_options,
 )
 from lightning_elastic_zero.trainer.loaders import SampleOrderCheck
-from lightning_elastic_zero.trainer.monitor import CheckpointEvents
 from lightning_elastic_zero.trainer.resume import RunResumer, UnresumableDataPolicy
 
 
@@ -102,14 +101,13 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         )
         self._resumer = RunResumer(self._batches, on_unresumable_data)
         self._manager = options.manager()
-        self.checkpoint_events = CheckpointEvents(self._manager)  # for CheckpointMonitor
+        self.checkpoint_manager = self._manager  # for callbacks
         self._sigterm = SigtermAgreement()
         self._checkpoints = RunCheckpoints(
             self._manager,
             self._get_ranks,
             self._batches.settings,
             self._resumer,
-            self.checkpoint_events,
             options.load_options(
                 optimizer_state=check_flag("load_optimizer_state", load_optimizer_state),
                 hyperparameters=check_flag("load_hyperparameters", load_hyperparameters),
@@ -271,7 +269,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.checkpoint_events.collect()
+        self._manager.collect()
         if (trainer := self._trainer) is not None:
             self._resumer.before_batch(trainer, batch_idx)
             self._accumulation.before_batch(trainer.current_epoch)
@@ -322,7 +320,6 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
             raise TypeError(msg)
         engine, exclude = self.deepspeed_engine, self.exclude_frozen_parameters
         self._checkpoints.save(checkpoint, filepath, engine, self._trainer, exclude_frozen=exclude)
-        self.checkpoint_events.collect()
 
     @property
     def last_save(self) -> CheckpointStats | None:
@@ -336,7 +333,6 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
             ElasticZeroError: It failed. The checkpoint before it is intact.
         """
         self._checkpoints.wait()
-        self.checkpoint_events.collect()
 
     @override
     def remove_checkpoint(self, filepath: str | PathLike[str]) -> None:
@@ -403,7 +399,6 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         """End saving before tensors move. Not collective, since ranks may have died."""
         trainer = self._trainer
         failure = self._checkpoints.stop(trainer)
-        self.checkpoint_events.collect()
         self._leave_ranks()
         self._warning_filters.end()
         self._batches.end(trainer)
