@@ -16,9 +16,8 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,7 +48,7 @@ from lightning_elastic_zero.checkpoint.types import (
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.manifest import EXTRA_STATE, FileEntry, Manifest
 from lightning_elastic_zero.core.names import unwrapped
-from lightning_elastic_zero.core.progress import Progress, ShowBytes, show_nothing
+from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.tensors import RankState
 from lightning_elastic_zero.core.text import TreePath, format_names, format_tree_path
 from lightning_elastic_zero.engine.live import LiveEngine
@@ -292,16 +291,7 @@ class ShardContents:
     state: RankState
     client: Mapping[str, Any]
     objects: Objects = ()
-    recovery_script: Path | None = None
-    """DeepSpeed's recovery script, copied into the checkpoint."""
-    warned_objects: set[str] | None = None
-    """See ``SaveOptions``."""
-    step: int = 0
-    """See ``CheckpointStats``."""
-    fingerprint: bool = False
-    """See ``SaveOptions``."""
-    show: ShowBytes = show_nothing
-    """See ``SaveOptions``."""
+    options: SaveOptions = field(default_factory=SaveOptions)
     source_of: SourceOf = as_it_is
     """Returns the source to write a piece of a tensor from."""
 
@@ -353,18 +343,7 @@ def collect(
     split = split_objects(client)
     if rank == 0:
         prepare_target(target, f"step-{manifest.progress.global_steps}")
-    return ShardContents(
-        target,
-        manifest,
-        state,
-        split.plain,
-        split.objects,
-        recovery_script(),
-        options.warned_objects,
-        manifest.progress.global_steps if options.step is None else options.step,
-        options.fingerprint,
-        options.show,
-    )
+    return ShardContents(target, manifest, state, split.plain, split.objects, options)
 
 
 def write_shards(
@@ -419,7 +398,9 @@ def write_shards(
         for directory in staged:
             directory.abandon()
         raise
-    return CheckpointStats(target, step=contents.step, fingerprint=number, **published)
+    step = contents.options.step
+    step = contents.manifest.progress.global_steps if step is None else step
+    return CheckpointStats(target, step=step, fingerprint=number, **published)
 
 
 def _stage(
@@ -428,7 +409,7 @@ def _stage(
     """Rank 0: make the folder in which all ranks write; return its description."""
     target, save_id = contents.target, uuid.uuid4().hex
     check_shareable(target, ranks.world_size)
-    warn_of_objects(target, contents.objects, contents.warned_objects)
+    warn_of_objects(target, contents.objects, contents.options.warned_objects)
     with as_save_error(target):
         staged.append(stage(target, save_id, ranks.progress))
         write_tables(staged[0].path, tables)
@@ -443,7 +424,7 @@ def _progress(contents: ShardContents, ranks: Ranks, cancellation: Cancellation)
     if writes_weights(contents.manifest, ranks.rank):
         tensors += [*contents.state.frozen.values(), *contents.state.module_weights.values()]
     size_bytes = sum(tensor.nbytes for tensor in tensors)
-    return io_progress("writing", ranks, contents.show, size_bytes, cancellation.check)
+    return io_progress("writing", ranks, contents.options.show, size_bytes, cancellation.check)
 
 
 def _cost(files: tuple[FileEntry, ...], seconds: float, write_s: float) -> dict[str, Any]:
@@ -454,7 +435,7 @@ def _cost(files: tuple[FileEntry, ...], seconds: float, write_s: float) -> dict[
 
 def _fingerprint(contents: ShardContents, target: str, ranks: Ranks, progress: Progress) -> str:
     """Return the fingerprint of the state to write, empty if not requested; collective."""
-    if not contents.fingerprint:
+    if not contents.options.fingerprint:
         return ""
     step = f"save {target}: fingerprint"
     return str(live_fingerprint(contents.manifest, contents.state, ranks, step, progress))
@@ -534,9 +515,9 @@ def _complete(
     """Rank 0: write the files for DeepSpeed's tools, and the manifest last; return its files."""
     folder = staged.path
     write_durably(folder / LATEST, TAG.encode())
-    if contents.recovery_script is not None:
+    if (source := recovery_script()) is not None:
         with as_save_error(contents.target):
-            script = contents.recovery_script.read_bytes()
+            script = source.read_bytes()
         write_durably(folder / RECOVERY_SCRIPT, script)
     manifest = replace(
         contents.manifest,
