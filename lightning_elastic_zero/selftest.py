@@ -52,8 +52,12 @@ from lightning_elastic_zero.errors import ElasticZeroError, RanksError, SaveErro
 from lightning_elastic_zero.storage.checksums import Writeback
 from lightning_elastic_zero.storage.ownership import delete_checkpoint
 from lightning_elastic_zero.storage.paths import check_local_path, real_path
-from lightning_elastic_zero.storage.probe import SYNC_FILE, SYNC_NAMES, probe_capabilities
-from lightning_elastic_zero.storage.shared import scratch_folder
+from lightning_elastic_zero.storage.probe import (
+    SYNC_FILE,
+    SYNC_NAMES,
+    probe_capabilities,
+    scratch_folder,
+)
 from lightning_elastic_zero.tools.report import format_bytes
 from lightning_elastic_zero.tools.verification import newest_sound_checkpoint, verify_checkpoint
 

@@ -23,7 +23,8 @@ from lightning_elastic_zero.core.manifest import Group, Manifest
 from lightning_elastic_zero.core.tensors import RankState, canonical_repr
 from lightning_elastic_zero.core.text import format_names, format_ranks
 from lightning_elastic_zero.errors import UnsupportedError
-from lightning_elastic_zero.storage.shared import TABLE_PREFIX, await_shared, leave_shared
+from lightning_elastic_zero.storage.checkpoints import await_shared, leave_shared
+from lightning_elastic_zero.storage.ownership import TABLE_PREFIX
 from lightning_elastic_zero.storage.stores import AnyPath
 
 SCHEDULERS = "lr_schedulers"

@@ -11,17 +11,16 @@ from pathlib import Path
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.processes import machine
 from lightning_elastic_zero.errors import SaveError
-from lightning_elastic_zero.storage.checkpoints import check_shareable
+from lightning_elastic_zero.storage.checkpoints import (
+    await_shared,
+    check_shareable,
+    leave_shared,
+    remove_shared,
+)
 from lightning_elastic_zero.storage.checksums import as_save_error, write_durably
 from lightning_elastic_zero.storage.owners import new_id
 from lightning_elastic_zero.storage.paths import parse_path
-from lightning_elastic_zero.storage.probe import probe_capabilities
-from lightning_elastic_zero.storage.shared import (
-    await_shared,
-    leave_shared,
-    remove_shared,
-    scratch_folder,
-)
+from lightning_elastic_zero.storage.probe import probe_capabilities, scratch_folder
 from lightning_elastic_zero.storage.store_checkpoints import check_conditional_writes
 from lightning_elastic_zero.storage.stores import StorePath
 

@@ -73,22 +73,24 @@ from lightning_elastic_zero.formats.pickles import PLAIN_DATA, unpickle
 from lightning_elastic_zero.formats.reader import EXTRA_STATES, OPTIMIZER_STATE
 from lightning_elastic_zero.storage.checkpoints import (
     Staged,
+    await_shared,
     check_shareable,
+    leave_shared,
     prepare_target,
+    remove_shared,
     request_count,
     stage,
     staged_folder,
 )
 from lightning_elastic_zero.storage.checksums import as_save_error, write_durably
-from lightning_elastic_zero.storage.ownership import LATEST, RECOVERY_SCRIPT, TAG
-from lightning_elastic_zero.storage.paths import parse_path
-from lightning_elastic_zero.storage.shared import (
+from lightning_elastic_zero.storage.ownership import (
+    LATEST,
+    RECOVERY_SCRIPT,
     TABLE_PREFIX,
+    TAG,
     TOKEN_PREFIX,
-    await_shared,
-    leave_shared,
-    remove_shared,
 )
+from lightning_elastic_zero.storage.paths import parse_path
 from lightning_elastic_zero.storage.stores import AnyPath
 
 _PROTOCOL = 2

@@ -1,18 +1,27 @@
-"""Checkpoints at any location: the one place that selects between a disk and an object store."""
+"""Checkpoints at any location: the one place that selects between a disk and an object store.
+
+A rank also writes files for the other ranks to read. An empty token proves that a rank sees the
+same directory; tables are compared between ranks. Both are removed before the checkpoint is
+published, so they are not synced to disk. A network file system shows them to other hosts once they
+are closed.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Iterator
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
-from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.errors import SaveError, UnsupportedError
 from lightning_elastic_zero.storage import leftovers, ownership, store_checkpoints
+from lightning_elastic_zero.storage.checksums import as_save_error
 from lightning_elastic_zero.storage.ownership import ExistingTarget
 from lightning_elastic_zero.storage.paths import existing_path, read_file, real_path
 from lightning_elastic_zero.storage.publish import StagedDirectory, staging_path
@@ -228,3 +237,70 @@ def staged_folder(target: AnyPath, save_id: str) -> AnyPath:
     if isinstance(target, StorePath):
         return target / save_id
     return staging_path(target, save_id)
+
+
+# -- files for other ranks ----------------------------------------------------------------------
+
+
+_POLL_S = 0.1
+
+
+def await_shared(
+    directory: AnyPath,
+    name: str,
+    is_whole: Callable[[bytes], bool] = lambda _: True,
+    wait_s: float = 10.0,
+    writer: int = 0,
+) -> bytes:
+    """Wait for a file of another rank, and read it.
+
+    Network file systems show the files of other hosts with a delay. ``is_whole`` checks that the
+    data are complete; ``writer`` is the rank that wrote them, for the message.
+    """
+    stop_s = time.monotonic() + wait_s
+    while True:
+        with suppress(OSError):
+            if (data := _read_shared(directory / name)) is not None and is_whole(data):
+                return data
+        if time.monotonic() >= stop_s:
+            msg = (
+                f"{directory}: {socket.gethostname()} does not see the file {name} that rank "
+                f"{writer} wrote there, after {wait_s:g} s. Save on a file system that all "
+                "machines share, under the same path on each, or to an object store."
+            )
+            raise SaveError(msg)
+        time.sleep(_POLL_S)
+
+
+def leave_shared(directory: AnyPath, name: str, data: bytes = b"") -> None:
+    """Write a new file for the other ranks, until ``remove_shared``."""
+    path = directory / name
+    with as_save_error(path):
+        if isinstance(path, StorePath):
+            path.store.put(path.key, data)
+            return
+        with path.open("xb") as file:
+            file.write(data)
+
+
+def remove_shared(directory: AnyPath, *names: str) -> None:
+    """Remove files of ``leave_shared``, where they exist."""
+    try:
+        if isinstance(directory, StorePath):
+            directory.store.delete([(directory / name).key for name in names])
+            return
+        for name in names:
+            (directory / name).unlink(missing_ok=True)
+    except OSError as error:
+        msg = f"{directory}: could not remove a file of this save ({error.strerror})."
+        raise SaveError(msg) from error
+
+
+def _read_shared(path: AnyPath) -> bytes | None:
+    if isinstance(path, StorePath):
+        return path.store.get(path.key)[0]
+    # Opening a directory makes a network file system ask its server. A lookup of the name may be
+    # answered from a cache for up to a minute.
+    with os.scandir(path.parent.parent), os.scandir(path.parent) as entries:
+        is_there = any(entry.name == path.name for entry in entries)
+    return path.read_bytes() if is_there else None

@@ -29,12 +29,13 @@ from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage.checksums import SUMS_SUFFIX
 from lightning_elastic_zero.storage.paths import open_descriptor, real_path, sync_directory
-from lightning_elastic_zero.storage.shared import TABLE_PREFIX, TOKEN_PREFIX
 
 TAG = "checkpoint"
 """The folder in a checkpoint: the tag that Lightning passes to DeepSpeed."""
 LATEST = "latest"
 RECOVERY_SCRIPT = "zero_to_fp32.py"
+TOKEN_PREFIX, TABLE_PREFIX = ".seen-", ".compared-"
+"""Prefixes of the names of files for other ranks."""
 
 _FILES_OF_EVERY_SAVE = (MANIFEST_NAME, LATEST, RECOVERY_SCRIPT)
 

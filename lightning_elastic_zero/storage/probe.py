@@ -1,19 +1,27 @@
-"""Tests of the capabilities of a directory that saves need, instead of a list of file systems."""
+"""Temporary folders, and tests of the capabilities of a directory that saves need."""
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
-from collections.abc import Callable
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lightning_elastic_zero.errors import SaveError
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
+from lightning_elastic_zero.errors import ElasticZeroError, SaveError
 from lightning_elastic_zero.storage.checksums import write_durably
 from lightning_elastic_zero.storage.leftovers import make_link
 from lightning_elastic_zero.storage.paths import sync_directory
 from lightning_elastic_zero.storage.publish import exchange_names
+
+log = logging.getLogger(__name__)
 
 RENAME, EXCHANGE, LINKS = "directory: rename", "directory: exchange of names", "directory: links"
 SYNC_FILE, SYNC_NAMES = "directory: sync of files", "directory: sync of names"
@@ -138,3 +146,48 @@ def _sync_names(place: Path) -> Found:
 def _write_new(path: Path, data: bytes) -> None:
     with path.open("xb") as file:
         file.write(data)
+
+
+@contextmanager
+def scratch_folder(
+    directory: Path, prefix: str, progress: Progress = NO_PROGRESS
+) -> Iterator[Path]:
+    """Make a new folder in a directory; at the end of the context, remove it with its content.
+
+    The name has a random part after ``prefix``. ``progress`` is checked during the removal; errors
+    of this library from it are ignored.
+    """
+    folder = directory / f"{prefix}{uuid.uuid4().hex[:12]}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        msg = (
+            f"{directory} cannot be written ({error.strerror or error}), expected a directory for "
+            "checkpoints: check its permissions, and whether it is mounted read-only"
+        )
+        raise SaveError(msg) from error
+    try:
+        yield folder
+    finally:
+        _remove(folder, progress)
+
+
+def _remove(folder: Path, progress: Progress) -> None:
+    # A file that another host has open reappears under another name for a while.
+    for left in reversed(range(5)):
+        for inner in _folders_in(folder):
+            shutil.rmtree(inner, ignore_errors=True)
+            with suppress(ElasticZeroError):  # The step has failed: remove the folder all the same.
+                progress.check()
+        shutil.rmtree(folder, ignore_errors=True)
+        if not os.path.lexists(folder):
+            return
+        if left:
+            time.sleep(1.0)
+    log.warning("%s could not be removed. It can be deleted.", folder)
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    with suppress(OSError):
+        return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
+    return []

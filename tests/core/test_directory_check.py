@@ -17,7 +17,7 @@ from lightning_elastic_zero.coordination.client import StoreRanks
 from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import OneRank, Ranks
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
-from lightning_elastic_zero.storage.shared import await_shared
+from lightning_elastic_zero.storage.checkpoints import await_shared
 from tests.support.processes import HANG_TIMEOUT_S
 
 

@@ -31,6 +31,7 @@ from lightning_elastic_zero.errors import (
 )
 from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.storage import files as range_file
+from lightning_elastic_zero.storage.checkpoints import await_shared, remove_shared
 from lightning_elastic_zero.storage.checksums import (
     CHUNK_BYTES,
     ChecksummedWriter,
@@ -39,17 +40,12 @@ from lightning_elastic_zero.storage.checksums import (
 )
 from lightning_elastic_zero.storage.files import READ_BYTES, VerifiedFile
 from lightning_elastic_zero.storage.leftovers import repair_target
+from lightning_elastic_zero.storage.ownership import TABLE_PREFIX, TOKEN_PREFIX
 from lightning_elastic_zero.storage.paths import (
     check_local_path,
     existing_path,
     parse_path,
     real_path,
-)
-from lightning_elastic_zero.storage.shared import (
-    TABLE_PREFIX,
-    TOKEN_PREFIX,
-    await_shared,
-    remove_shared,
 )
 from lightning_elastic_zero.storage.stores import StorePath
 from tests.support.processes import PROMPT_TIMEOUT_S

@@ -23,6 +23,7 @@ from lightning_elastic_zero.formats.deepspeed_files import (
     model_file,
     optimizer_file,
 )
+from lightning_elastic_zero.storage.checkpoints import leave_shared, remove_shared
 from lightning_elastic_zero.storage.leftovers import (
     copy_checkpoint,
     make_link,
@@ -32,7 +33,6 @@ from lightning_elastic_zero.storage.leftovers import (
 from lightning_elastic_zero.storage.owners import filesystem_time_s
 from lightning_elastic_zero.storage.ownership import check_replaceable, classify_files
 from lightning_elastic_zero.storage.publish import StagedDirectory
-from lightning_elastic_zero.storage.shared import leave_shared, remove_shared
 from tests.support.small_checkpoints import (
     SHARD,
     contents,

@@ -52,10 +52,10 @@ PLACES: dict[tuple[str, str, str], str] = {
     ),
     ("storage/publish.py", "exchange_names", "renameat2"): TAKEN,
     ("storage/publish.py", "exchange_names", "ctypes.CDLL(None, use_errno=True).renameat2"): TAKEN,
-    ("storage/shared.py", "remove_shared", "(directory / name).unlink"): (
+    ("storage/checkpoints.py", "remove_shared", "(directory / name).unlink"): (
         RACES + "test_shared_files_are_written_and_removed_by_name"
     ),
-    ("storage/shared.py", "leave_shared", "path.open to write"): (
+    ("storage/checkpoints.py", "leave_shared", "path.open to write"): (
         RACES + "test_shared_files_are_written_and_removed_by_name"
     ),
     ("storage/checksums.py", "__init__", "os.O_WRONLY"): NEW_FILES,
@@ -131,7 +131,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("storage/probe.py", "_rename", "(place / 'new').replace"): SELFTEST,
     ("storage/probe.py", "_exchange", "exchange_names"): SELFTEST,
     ("storage/probe.py", "_links", "(place / 'try').symlink_to"): SELFTEST,
-    ("storage/shared.py", "_remove", "shutil.rmtree"): SELFTEST,
+    ("storage/probe.py", "_remove", "shutil.rmtree"): SELFTEST,
     ("selftest.py", "_measure", "raw.unlink"): SELFTEST_WORLDS,
     ("selftest.py", "_write", "path.open to write"): SELFTEST_WORLDS,
     ("selftest.py", "_run_rank", "os.O_WRONLY"): SELFTEST_WORLDS,

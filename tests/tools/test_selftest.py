@@ -49,8 +49,14 @@ from lightning_elastic_zero.selftest import (
     usable,
     world_sizes,
 )
-from lightning_elastic_zero.storage.probe import EXCHANGE, LINKS, RENAME, SYNC_FILE, SYNC_NAMES
-from lightning_elastic_zero.storage.shared import scratch_folder
+from lightning_elastic_zero.storage.probe import (
+    EXCHANGE,
+    LINKS,
+    RENAME,
+    SYNC_FILE,
+    SYNC_NAMES,
+    scratch_folder,
+)
 from tests.support.processes import HANG_TIMEOUT_S, free_port, output_of
 from tests.support.ranks import ROOT, environment
 from tests.support.slow_disk import SlowDisk
