@@ -69,48 +69,37 @@ CURRENT = "current_model_state"
 """Entry in which ``WeightAveraging`` saves the trained weights; the average is in ``WEIGHTS``."""
 
 
-class StateDictTracker:
-    """Remembers the weights handed to Lightning for a checkpoint, to detect changes by hooks.
+def without_weights(
+    checkpoint: Mapping[str, Any], given: Mapping[str, Any]
+) -> tuple[dict[str, Any], frozenset[str]]:
+    """Remove from a checkpoint dictionary what the engine saves.
 
     ``on_save_checkpoint`` finds the weights in the checkpoint dictionary as with other strategies.
     It may remove frozen ones or replace them, for example by an average.
+
+    Args:
+        checkpoint: the dictionary, after the hooks.
+        given: the weights that were handed to Lightning for it.
+
+    Returns:
+        The dictionary without these weights and without optimizer states; and the names of the
+        weights that a hook has removed from ``state_dict``. They are saved all the same if the hook
+        removed all weights or may have renamed them.
     """
-
-    def __init__(self) -> None:
-        self._weights: dict[str, Any] = {}
-
-    def track(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """Remember the weights, by reference, and return them."""
-        self._weights = dict(weights)
-        return weights
-
-    def remove_tracked(
-        self, checkpoint: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], frozenset[str]]:
-        """Remove from a checkpoint dictionary what the engine saves.
-
-        Returns:
-            The dictionary without the tracked weights and without optimizer states; and the names
-            of the weights that a hook has removed from ``state_dict``. They are saved all the same
-            if the hook removed all weights or may have renamed them.
-        """
-        given, self._weights = self._weights, {}
-        # Also under another name. With ZeRO-3, partitioned weights and their copies are empty.
-        handed_out = {id(weight) for weight in given.values()}
-        kept = {key: value for key, value in checkpoint.items() if key != "optimizer_states"}
-        for key in {WEIGHTS, CURRENT} & kept.keys():
-            if isinstance(kept[key], dict):
-                kept[key] = {
-                    name: value
-                    for name, value in kept[key].items()
-                    if id(value) not in handed_out
-                    and not (
-                        name in given and isinstance(value, torch.Tensor) and not value.numel()
-                    )
-                }
-        if not kept.get(WEIGHTS):
-            kept.pop(WEIGHTS, None)
-        return kept, _removed_names(given, checkpoint.get(WEIGHTS))
+    # Also under another name. With ZeRO-3, partitioned weights and their copies are empty.
+    handed_out = {id(weight) for weight in given.values()}
+    kept = {key: value for key, value in checkpoint.items() if key != "optimizer_states"}
+    for key in {WEIGHTS, CURRENT} & kept.keys():
+        if isinstance(kept[key], dict):
+            kept[key] = {
+                name: value
+                for name, value in kept[key].items()
+                if id(value) not in handed_out
+                and not (name in given and isinstance(value, torch.Tensor) and not value.numel())
+            }
+    if not kept.get(WEIGHTS):
+        kept.pop(WEIGHTS, None)
+    return kept, _removed_names(given, checkpoint.get(WEIGHTS))
 
 
 def _removed_names(given: Mapping[str, Any], back: object) -> frozenset[str]:
@@ -268,8 +257,8 @@ class RunCheckpoints:
         self._resumer = resumer
         self._load_options = load_options
         self._save_options = save_options
-        self._state_dict_tracker = StateDictTracker()
-        self.track = self._state_dict_tracker.track
+        self._weights: dict[str, Any] = {}
+        """Those handed to Lightning for the next checkpoint, by reference."""
         self._made_directories: list[str] = []
         self._world_size = 1
         self._device = torch.device("cpu")
@@ -322,6 +311,11 @@ class RunCheckpoints:
         self._manager.start(handle, trainer.global_rank, dirpaths)
         self._hooks.begin(trainer)
 
+    def track(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """Remember the weights handed to Lightning, to detect changes by hooks; return them."""
+        self._weights = dict(weights)
+        return weights
+
     def stop(self, trainer: pl.Trainer | None) -> ElasticZeroError | None:
         """End a run; no collective, since ranks may be gone.
 
@@ -369,7 +363,8 @@ class RunCheckpoints:
             # Lightning does not call callbacks for these, so an average would be lost.
             for callback in filter(has_average, _averaging(trainer)):
                 callback.on_save_checkpoint(trainer, trainer.lightning_module, checkpoint)
-        client_state, left_out = self._state_dict_tracker.remove_tracked(checkpoint)
+        given, self._weights = self._weights, {}
+        client_state, left_out = without_weights(checkpoint, given)
         options = replace(
             self._save_options,
             weights_only=weights_only,
