@@ -20,7 +20,7 @@ from typing import TypeAlias
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
-from lightning_elastic_zero.storage import leftovers, ownership, store_checkpoints
+from lightning_elastic_zero.storage import ownership, publish, store_checkpoints
 from lightning_elastic_zero.storage.checksums import as_save_error
 from lightning_elastic_zero.storage.ownership import ExistingTarget
 from lightning_elastic_zero.storage.paths import existing_path, read_file, real_path
@@ -202,7 +202,7 @@ def make_link(target: AnyPath, link: AnyPath, progress: Progress = NO_PROGRESS) 
     if isinstance(target, StorePath) and isinstance(link, StorePath):
         store_checkpoints.make_link(target, link, progress)
     elif isinstance(target, Path) and isinstance(link, Path):
-        leftovers.make_link(target, link, progress)
+        publish.make_link(target, link, progress)
 
 
 # -- saving --------------------------------------------------------------------------------------
@@ -213,14 +213,14 @@ def prepare_target(target: AnyPath, below: str) -> None:
     if isinstance(target, StorePath):
         store_checkpoints.check_replaceable(target)
         return
-    leftovers.repair_target(target)
+    publish.repair_target(target)
     ownership.check_replaceable(target, below)
 
 
 def repair_target(target: AnyPath) -> None:
     """Restore a target that a crash between two renames left missing."""
     if isinstance(target, Path):
-        leftovers.repair_target(target)
+        publish.repair_target(target)
 
 
 def stage(target: AnyPath, save_id: str, progress: Progress = NO_PROGRESS) -> Staged:
@@ -228,7 +228,7 @@ def stage(target: AnyPath, save_id: str, progress: Progress = NO_PROGRESS) -> St
     if isinstance(target, StorePath):
         return StagedObjects.create(target, save_id, progress)
     if target.parent.is_dir():
-        leftovers.remove_leftovers(target.parent, progress)
+        publish.remove_leftovers(target.parent, progress)
     return StagedDirectory.create(target, save_id)
 
 

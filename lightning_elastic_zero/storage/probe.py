@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import shutil
@@ -17,17 +16,13 @@ from typing import Literal
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import ElasticZeroError, SaveError
 from lightning_elastic_zero.storage.checksums import write_durably
-from lightning_elastic_zero.storage.leftovers import make_link
 from lightning_elastic_zero.storage.paths import sync_directory
-from lightning_elastic_zero.storage.publish import exchange_names
+from lightning_elastic_zero.storage.publish import NOT_SUPPORTED, exchange_names, make_link
 
 log = logging.getLogger(__name__)
 
 RENAME, EXCHANGE, LINKS = "directory: rename", "directory: exchange of names", "directory: links"
 SYNC_FILE, SYNC_NAMES = "directory: sync of files", "directory: sync of names"
-
-_NOT_SUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM}
-"""Errors of a missing feature. Any other error is a failure."""
 
 Outcome = Literal["holds", "does without", "FAILS"]
 """``does without``: the feature is missing, and saves use another method."""
@@ -113,7 +108,7 @@ def _links(place: Path) -> Found:
     try:
         (place / "try").symlink_to("one")
     except OSError as error:
-        if error.errno not in _NOT_SUPPORTED:
+        if error.errno not in NOT_SUPPORTED:
             raise
         return "does without", "last.ckpt is a copy of the newest checkpoint, not a link"
     link = place / "last.ckpt"

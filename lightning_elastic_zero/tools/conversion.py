@@ -32,10 +32,14 @@ from lightning_elastic_zero.formats.elastic import ClientPart, RankWriter
 from lightning_elastic_zero.formats.reader import EXTRA_STATES, OPTIMIZER_STATE, WEIGHT
 from lightning_elastic_zero.formats.torch_write import ChunkedSource, TorchFileWriter
 from lightning_elastic_zero.storage.checksums import as_save_error, write_durably
-from lightning_elastic_zero.storage.leftovers import remove_leftovers
 from lightning_elastic_zero.storage.ownership import LATEST, TAG
 from lightning_elastic_zero.storage.paths import check_local_path, real_path
-from lightning_elastic_zero.storage.publish import StagedDirectory, check_free, staged_export
+from lightning_elastic_zero.storage.publish import (
+    StagedDirectory,
+    check_free,
+    remove_leftovers,
+    staged_export,
+)
 from lightning_elastic_zero.tools.view import (
     OpenCheckpoint,
     TensorEntry,

@@ -15,15 +15,16 @@ import pytest
 
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage import owners as process_identity
-from lightning_elastic_zero.storage.leftovers import (
+from lightning_elastic_zero.storage.owners import DEAD_AFTER_S, PeriodicThread
+from lightning_elastic_zero.storage.ownership import DELETING_PREFIX
+from lightning_elastic_zero.storage.publish import (
     LINK_PREFIX,
+    StagedDirectory,
     remove_leftovers,
     repair,
     repair_target,
+    staging_path,
 )
-from lightning_elastic_zero.storage.owners import DEAD_AFTER_S, PeriodicThread
-from lightning_elastic_zero.storage.ownership import DELETING_PREFIX
-from lightning_elastic_zero.storage.publish import StagedDirectory, staging_path
 from tests.support.processes import HANG_TIMEOUT_S
 from tests.support.small_checkpoints import (
     SHARD,

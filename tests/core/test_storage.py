@@ -39,7 +39,6 @@ from lightning_elastic_zero.storage.checksums import (
     write_durably,
 )
 from lightning_elastic_zero.storage.files import READ_BYTES, VerifiedFile
-from lightning_elastic_zero.storage.leftovers import repair_target
 from lightning_elastic_zero.storage.ownership import TABLE_PREFIX, TOKEN_PREFIX
 from lightning_elastic_zero.storage.paths import (
     check_local_path,
@@ -47,6 +46,7 @@ from lightning_elastic_zero.storage.paths import (
     parse_path,
     real_path,
 )
+from lightning_elastic_zero.storage.publish import repair_target
 from lightning_elastic_zero.storage.stores import StorePath
 from tests.support.processes import PROMPT_TIMEOUT_S
 

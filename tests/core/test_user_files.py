@@ -24,15 +24,15 @@ from lightning_elastic_zero.formats.deepspeed_files import (
     optimizer_file,
 )
 from lightning_elastic_zero.storage.checkpoints import leave_shared, remove_shared
-from lightning_elastic_zero.storage.leftovers import (
+from lightning_elastic_zero.storage.owners import filesystem_time_s
+from lightning_elastic_zero.storage.ownership import check_replaceable, classify_files
+from lightning_elastic_zero.storage.publish import (
+    StagedDirectory,
     copy_checkpoint,
     make_link,
     remove_leftovers,
     repair_target,
 )
-from lightning_elastic_zero.storage.owners import filesystem_time_s
-from lightning_elastic_zero.storage.ownership import check_replaceable, classify_files
-from lightning_elastic_zero.storage.publish import StagedDirectory
 from tests.support.small_checkpoints import (
     SHARD,
     contents,

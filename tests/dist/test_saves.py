@@ -39,7 +39,7 @@ from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.tensors import FlatState, RankState
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import RanksError
-from lightning_elastic_zero.storage import leftovers as copying
+from lightning_elastic_zero.storage import publish as copying
 from lightning_elastic_zero.storage.stores import AnyPath
 from tests.dist.test_coordination import SHORT, attempt
 from tests.support.launch import Job, RankResult, run_ranks

@@ -99,10 +99,10 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("checkpoint/manager.py", "remove", "self._retention.remove"): DELETING
     + "test_retention_skips_foreign_files_and_warns_once",
     # -- what kills left
-    ("storage/leftovers.py", "_remove_by_id", "owner_file.unlink"): (
+    ("storage/publish.py", "_remove_by_id", "owner_file.unlink"): (
         LEFT + "test_a_users_file_under_a_hidden_name_is_kept"
     ),
-    ("storage/leftovers.py", "_put_back", "hidden.rename"): (LEFT + "test_repair_replaces_nothing"),
+    ("storage/publish.py", "_put_back", "hidden.rename"): (LEFT + "test_repair_replaces_nothing"),
     ("storage/owners.py", "filesystem_time_s", "probe.touch"): (
         LEFT + "test_the_clocks_file_does_not_replace_one"
     ),
@@ -120,9 +120,9 @@ PLACES: dict[tuple[str, str, str], str] = {
         LINKS + "test_a_link_does_not_replace_foreign_files"
     ),
     ("integrations/engines.py", "save", "self._manager.link"): LATEST_FILE,
-    ("storage/leftovers.py", "_make", "new.symlink_to"): LINKS
+    ("storage/publish.py", "_make_link", "new.symlink_to"): LINKS
     + "test_a_link_does_not_replace_foreign_files",
-    ("storage/leftovers.py", "_copy_file", "target.open to write"): (
+    ("storage/publish.py", "_copy_file", "target.open to write"): (
         LINKS + "test_a_copy_has_only_files_of_the_checkpoint"
     ),
     # -- selftest: in one folder, which it has made under a name that nothing else has

@@ -41,7 +41,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from lightning_elastic_zero.core.progress import Progress
-from lightning_elastic_zero.storage import leftovers as copying
+from lightning_elastic_zero.storage import publish as copying
 from lightning_elastic_zero.storage.checksums import ChecksummedWriter
 
 from tests.support.processes import HANG_TIMEOUT_S

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_elastic_zero.storage.leftovers import remove_leftovers
+from lightning_elastic_zero.storage.publish import remove_leftovers
 from lightning_elastic_zero.tools.conversion import TARGETS, convert_checkpoint
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
 from lightning_elastic_zero.tools.weight_files import ConvertOptions
