@@ -64,8 +64,13 @@ TOUCH_INTERVAL_S = 60.0
 IN_FLIGHT_S = 60.0
 """Longest time after which a store carries out a request of a process that has ended."""
 
-DELETION_S = RETRY_S + IN_FLIGHT_S
-"""Longest time from the first to the last request of a deletion. A save under that name waits."""
+DELETION_S = 2 * RETRY_S + IN_FLIGHT_S
+"""Longest time from the first to the last request of a deletion. A save under that name waits.
+
+The result of the first request is known within ``RETRY_S``: no outage is waited for longer. The
+second request is repeated for ``RETRY_S``, and the store carries out the last repetition within
+``IN_FLIGHT_S``.
+"""
 
 _POLL_S = 0.2
 

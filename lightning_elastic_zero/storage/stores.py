@@ -6,7 +6,8 @@ imported when the first URL is used. Errors are ``OSError``, as those of a disk.
 
 obstore repeats requests after temporary failures. ``Store`` adds two cases: after a truncated
 answer it repeats the request; after a failed conditional write, which may have been carried out, it
-reads the object back. What the store refuses for good is a ``PermissionError`` at once.
+reads the object back. What the store refuses for good is a ``PermissionError`` at once. All
+requests of one outage share one time limit (``RETRY_S``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import concurrent.futures
 import errno
 import importlib
 import logging
+import math
 import os
 import random
 import re
@@ -116,8 +118,16 @@ class StoredObject:
     """By the store's clock."""
 
 
-RETRY_S = 60.0
-"""How long a request is repeated after temporary failures."""
+RETRY_S = 30.0
+"""How long a request is repeated after temporary failures.
+
+Less than the stall timeout (50 s), since some requests show no progress: a rank raises the cause
+before the others consider it stalled. After an outage of this length, the requests that follow,
+such as those that remove what was written, fail at once.
+"""
+
+_AWAY_S = 10.0
+"""How long a store that did not answer for ``RETRY_S`` is not asked again."""
 
 _REQUEST_S = 30.0
 """Longest duration of one request, such as the upload of one part."""
@@ -144,6 +154,9 @@ _FINAL = re.compile(
 """In errors of requests that a repetition does not change, such as an expired token."""
 
 _REASON = re.compile("<Code>(.*?)</Code>.*?<Message>(.*?)</Message>", re.DOTALL)
+
+_CAUSE = re.compile(r'^ *(?:message|error): "(.*)",$', re.MULTILINE)
+"""In errors of connections, such as "Connection refused"."""
 
 _MOST_PARTS = 9000
 _PARTS_IN_FLIGHT = 4
@@ -172,6 +185,9 @@ class Store:
         self._obstore = _import_obstore(root)
         self._errors = importlib.import_module("obstore.exceptions")
         self._handle = _handle(root)
+        # Of an outage: used in the thread of the requests only.
+        self._away_since_s = self._failed_s = -math.inf
+        self._failure: Exception | None = None
 
     # -- reads -------------------------------------------------------------------------------
 
@@ -271,7 +287,7 @@ class Store:
         while True:
             self.requests += 1
             try:
-                return self._wait(call(), key, progress)
+                return self._wait(self._attempt(call), key, progress)
             except PermissionError:
                 raise
             except OSError as error:
@@ -322,15 +338,37 @@ class Store:
 
     # -- requests ----------------------------------------------------------------------------
 
+    async def _attempt(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Make a request once; in an outage of ``RETRY_S``, raise its error without asking."""
+        began_s = time.monotonic()
+        if began_s > self._failed_s + _AWAY_S:
+            self._away_since_s = began_s
+        elif self._failure is not None and self._is_away():
+            raise self._failure
+        try:
+            result = await call()
+        except Exception as error:
+            is_failure = isinstance(error, self._errors.GenericError)
+            is_failure = is_failure and not _FINAL.search(str(error))
+            self._failure = error if is_failure else None
+            self._failed_s = time.monotonic() if is_failure else -math.inf
+            raise
+        self._failed_s = -math.inf
+        return result
+
+    def _is_away(self) -> bool:
+        return self._failed_s >= self._away_since_s + RETRY_S
+
     async def _repeated(self, key: str, call: Callable[[], Awaitable[T]]) -> T:
         """Repeat a request whose result is the same when it is carried out twice."""
         waits = _Waits()
         while True:
             self.requests += 1
             try:
-                return await call()
+                return await self._attempt(call)
             except self._errors.GenericError as error:
-                if _FINAL.search(str(error)) or (wait_s := waits.next_s()) is None:
+                is_final = _FINAL.search(str(error)) or self._is_away()
+                if is_final or (wait_s := waits.next_s()) is None:
                     raise
                 _log.warning("%s/%s: %s; the request is repeated", self.root, key, _text(error))
             await asyncio.sleep(wait_s)
@@ -415,7 +453,7 @@ class StoreWriter:
         self._size_bytes += part.nbytes
 
     async def _call(self, name: str, *args: Any) -> None:
-        await getattr(self._file, name)(*args)
+        await self._store._attempt(lambda: getattr(self._file, name)(*args))  # noqa: SLF001 (one unit)
 
     def finish(self) -> None:
         """Make the object appear.
@@ -468,11 +506,13 @@ def _sleep(seconds: float, progress: Progress) -> None:
 
 
 def _text(error: Exception) -> str:
-    """Return the first line of an error of obstore, with the store's reason, which follows it."""
+    """Return the first line of an error of obstore with the cause, which is in the lines below."""
     text = str(error)
     line = text.partition("\n")[0].partition("<?xml")[0].strip()
-    reason = _REASON.search(text)
-    return f"{line} {reason[1]}: {reason[2]}" if reason else line
+    if reason := _REASON.search(text):
+        return f"{line} {reason[1]}: {reason[2]}"
+    cause = _CAUSE.search(text)
+    return f"{line} ({cause[1]})" if cause else line
 
 
 def _version(of: Mapping[str, Any]) -> Version:
@@ -529,7 +569,12 @@ def _handle(root: str) -> Any:
         return stores.MemoryStore()
     options: dict[str, Any] = {
         "client_options": {"timeout": timedelta(seconds=_REQUEST_S)},
-        "retry_config": {"retry_timeout": timedelta(seconds=RETRY_S)},
+        # By time, not by number: a request that has failed has been repeated for RETRY_S.
+        "retry_config": {
+            "max_retries": 1000,
+            "retry_timeout": timedelta(seconds=RETRY_S),
+            "backoff": {"max_backoff": timedelta(seconds=_LONGEST_WAIT_S)},
+        },
     }
     endpoints = map(os.environ.get, _ENDPOINTS.get(root.partition(":")[0], ()))
     endpoint = next(filter(None, endpoints), "")

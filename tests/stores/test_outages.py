@@ -1,0 +1,76 @@
+"""A store that does not answer: one error on all ranks, soon, with the endpoint and the cause."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from lightning_elastic_zero.coordination.liveness import STALL_TIMEOUT_S
+from lightning_elastic_zero.errors import SaveError
+from lightning_elastic_zero.storage import stores
+from lightning_elastic_zero.storage.owners import new_id
+from lightning_elastic_zero.storage.store_checkpoints import StagedObjects
+from lightning_elastic_zero.storage.stores import StorePath
+from tests.stores._servers import s3_environment, with_environment
+from tests.support.fits import FitSpec, error_of
+from tests.support.processes import free_port
+from tests.support.ranks import Pools
+
+pytest.importorskip("obstore")
+
+
+@pytest.fixture
+def endpoint() -> str:
+    """Return an endpoint that refuses connections."""
+    return f"http://127.0.0.1:{free_port()}"
+
+
+def test_the_requests_of_an_outage_share_one_time_limit(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that clean up after the first one fail at once; a later one asks again."""
+    retry_s = 3.0
+    for name, value in s3_environment(endpoint).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(stores, "RETRY_S", retry_s)
+    monkeypatch.setattr(stores, "_AWAY_S", 1000.0)
+    target = StorePath(f"s3://{new_id()}", "run/a.ckpt")
+
+    def seconds_of_a_failure() -> float:
+        began = time.monotonic()
+        with pytest.raises(SaveError, match=rf"{endpoint}/.*Connection refused"):
+            StagedObjects.create(target, new_id())
+        return time.monotonic() - began
+
+    assert seconds_of_a_failure() >= retry_s
+    assert seconds_of_a_failure() < retry_s
+    monkeypatch.setattr(stores, "_AWAY_S", 0.0)
+    assert seconds_of_a_failure() >= retry_s
+
+
+def timed_error_of(plan: FitSpec) -> tuple[float, str]:
+    """Return how long a fit takes to fail, and its error."""
+    began = time.monotonic()
+    error = error_of(plan)
+    return time.monotonic() - began, error
+
+
+@pytest.mark.long
+@pytest.mark.engine
+@pytest.mark.parametrize("ckpt_path", [None, "last", "run/a.ckpt"])
+def test_an_endpoint_that_does_not_answer_is_named_on_all_ranks(
+    pools: Pools, endpoint: str, ckpt_path: str | None
+) -> None:
+    """With the default timeouts: before rank 0 counts as stalled."""
+    root = f"s3://{new_id()}"
+    plan = FitSpec(f"{root}/run", ckpt_path=ckpt_path)
+    if ckpt_path not in {None, "last"}:
+        plan = replace(plan, ckpt_path=f"{root}/{ckpt_path}", checkpoint={"save_top_k": 0})
+    call = partial(with_environment, s3_environment(endpoint), partial(timed_error_of, plan))
+    for seconds, error in pools.run(3, call):
+        assert endpoint in error, error
+        assert "Connection refused" in error, error
+        assert seconds < STALL_TIMEOUT_S + 10, error
