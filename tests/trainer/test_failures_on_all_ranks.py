@@ -64,9 +64,10 @@ def test_a_curriculum_is_refused_at_setup_and_by_plain_saves(worlds: Pools, tmp_
 
 
 @pytest.mark.long
-def test_urls_are_refused_and_make_no_local_folder(worlds: Pools) -> None:
-    for message in said_by(worlds, 2, _failure_cases.save_to, "s3://bucket/x.ckpt"):
+def test_urls_of_other_stores_are_refused_and_make_no_local_folder(worlds: Pools) -> None:
+    for message in said_by(worlds, 2, _failure_cases.save_to, "hdfs://bucket/x.ckpt"):
         assert message.startswith("UnsupportedError")
+        assert "hdfs://" in message
         assert "s3://" in message
 
 
