@@ -1,4 +1,4 @@
-"""Save and resume a plain DeepSpeed engine, without Lightning: the strategy stands on this too."""
+"""Save and resume a plain DeepSpeed engine, without Lightning."""
 
 from __future__ import annotations
 
@@ -145,8 +145,9 @@ def save_checkpoint(
 
     Args:
         engine: Result of ``deepspeed.initialize``, with ZeRO stage 0, 1, 2 or 3.
-        path: Directory of the checkpoint, equal on all ranks, on a disk that they share. Each
-            checkpoint has its own, such as ``f"{folder}/step-{step}"``.
+        path: Directory of the checkpoint on a disk that all ranks share, or URL in an object
+            store; equal on all ranks. Each checkpoint has its own, such as
+            ``f"{folder}/step-{step}"``.
         client_state: Your own state, which a load returns. Plain data is best (numbers, strings,
             tensors, lists, dicts). Values may differ between ranks.
         weights_only: Omit the optimizer state.
@@ -205,7 +206,7 @@ def load_checkpoint(
 
     Args:
         engine: Result of ``deepspeed.initialize``. An engine without optimizer gets the weights.
-        path: Directory or file of the checkpoint.
+        path: Directory, file or URL of the checkpoint.
         load_optimizer_state: False: keep a fresh optimizer on the saved weights.
         load_hyperparameters: False: keep the configured hyperparameters and the engine's scheduler.
         strict: False: accept missing and unexpected frozen parameters and buffers, and with
