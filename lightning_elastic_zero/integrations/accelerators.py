@@ -264,6 +264,13 @@ def _data_differences(loader: object, samples: int, micro_steps: set[int]) -> It
             "it to False"
         )
     batches, sampler = samplers_of(loader)
+    has_epochs = hasattr(loader, "set_epoch") and hasattr(loader.dataset, "set_epoch")
+    if has_epochs and sampler is not batches and hasattr(sampler, "set_epoch"):
+        yield (
+            f"accelerate calls {type(loader.dataset).__name__}.set_epoch in some epochs only, "
+            "which depend on the number of ranks: give the method another name, and call it at the "
+            "start of each epoch"
+        )
     if isinstance(sampler, RandomSampler) and not hasattr(sampler, "set_epoch"):
         yield (
             "the shuffled order has no seed of its own: set use_seedable_sampler=True "
@@ -275,7 +282,8 @@ def _data_differences(loader: object, samples: int, micro_steps: set[int]) -> It
             "other samples: use a sampler whose set_epoch(epoch) seeds the order"
         )
     counted = sampler.dataset if isinstance(sampler, DistributedSampler) else sampler
-    count = len(counted) if isinstance(counted, Sized) else 0
+    each = getattr(batches, "batch_size", None) or 0 if sampler is batches else 1
+    count = len(counted) * each if isinstance(counted, Sized) else 0
     if not samples or not any(count % each for each in micro_steps):
         return
     rest = count % samples

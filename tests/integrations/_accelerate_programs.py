@@ -27,6 +27,7 @@ from lightning_elastic_zero import elastic, wrap_initialize
 from tests.integrations._hf_programs import (
     GLOBAL_BATCH,
     MICRO,
+    EpochTokens,
     Run,
     State,
     Tokens,
@@ -65,6 +66,8 @@ class LoopCase:
     micro: tuple[int, int] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     dropout: float = 0.0
+    epoch_data: bool = False
+    """Whether the data set has ``set_epoch``."""
     dispatch: bool = False
     """Whether rank 0 reads the batches of all ranks."""
     wrapped: bool = False
@@ -129,7 +132,7 @@ def _loop(case: LoopCase, run: Run) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     sampler = sampler_of(case.sampler, case.samples) if case.sampler else None
     loader: Any = DataLoader(
-        Tokens(case.samples),
+        EpochTokens(case.samples) if case.epoch_data else Tokens(case.samples),
         batch_size=micro,
         shuffle=sampler is None,
         sampler=sampler,

@@ -9,10 +9,12 @@ import functools
 import gc
 import os
 import random
+import shutil
+import signal
 import sys
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,6 +83,18 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         tokens = self.tokens[index]
         return {"input_ids": tokens, "labels": tokens, "index": torch.tensor(index)}
+
+
+class EpochTokens(Tokens):
+    """Samples that depend on the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return super().__getitem__((index + self.epoch) % len(self))
 
 
 class TinyModel(GPT2LMHeadModel):
@@ -165,6 +179,22 @@ class EpochSampler(Sampler[int]):
         yield from torch.randperm(self.count, generator=generator).tolist()
 
 
+class EpochBatches(EpochSampler):
+    """A user's batch sampler that seeds each epoch."""
+
+    def __init__(self, count: int, batch_size: int) -> None:
+        super().__init__(count)
+        self.batch_size = batch_size
+
+    def __len__(self) -> int:
+        return self.count // self.batch_size
+
+    def __iter__(self) -> Iterator[Any]:
+        order = [*super().__iter__()]
+        for start in range(0, len(order), self.batch_size):
+            yield order[start : start + self.batch_size]
+
+
 def sampler_of(kind: str, count: int) -> Any:
     """Return a user's sampler."""
     if kind == "weighted":
@@ -187,6 +217,8 @@ class Run:
     """The first random number after each step, without drawing it."""
     log: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    kept: list[set[str]] = field(default_factory=list)
+    """The Trainer's folders after each save."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +245,9 @@ class TrainerCase:
     model_init: bool = False
     """Whether the Trainer makes the model, as sweeps require."""
     sampler: str = ""
-    """The user's own: ``weighted``, or ``epochs``, with a seed for each epoch."""
+    """The user's own: ``weighted``, or with a seed for each epoch: ``epochs``, ``batches``."""
+    epoch_data: bool = False
+    """Whether the data set has ``set_epoch``."""
     sharded: bool = False
     """Whether ``get_train_dataloader`` returns a loader of the user's, not prepared by accelerate,
     whose ``DistributedSampler`` is never given an epoch."""
@@ -261,6 +295,10 @@ class Watch(TrainerCallback):
         if step in self.case.state_at:
             self.run.states[step] = state_of(self.trainer.model_wrapped)
 
+    def on_save(self, *_: Any, **__: Any) -> None:
+        names = {path.name for path in Path(self.case.output_dir).glob("checkpoint-*")}
+        self.run.kept.append(names)
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if "loss" in (logs or {}):
             self.run.losses[state.global_step] = logs["loss"]
@@ -296,7 +334,7 @@ def warnings_of(run: Run) -> Iterator[None]:
         logger.removeHandler(handler)
 
 
-def make_trainer(case: TrainerCase, run: Run) -> Any:
+def make_trainer(case: TrainerCase, run: Run, cls: type[Trainer] = Trainer) -> Any:
     """Return a Trainer for a case; on every rank."""
     use_gloo()
     micro, accumulate = case.micro or MICRO[dist.get_world_size()]
@@ -337,9 +375,9 @@ def make_trainer(case: TrainerCase, run: Run) -> Any:
 
         torch.manual_seed(4)
         model = get_peft_model(model, LoraConfig(target_modules=["c_attn"], r=2, lora_dropout=0.0))
-    data = Tokens(case.samples)
+    data = EpochTokens(case.samples) if case.epoch_data else Tokens(case.samples)
     watch = Watch(run, case)
-    trainer = Trainer(
+    trainer = cls(
         model=None if case.model_init else model,
         model_init=(lambda: tiny_model(case.dropout)) if case.model_init else None,
         args=arguments,
@@ -348,7 +386,12 @@ def make_trainer(case: TrainerCase, run: Run) -> Any:
         callbacks=[watch, *([Stop(case.stop_at)] if case.stop_at else [])],
     )
     watch.trainer = trainer
-    if case.sampler:
+    if case.sampler == "batches":
+        batches: Any = EpochBatches(case.samples, micro)
+        trainer.get_train_dataloader = lambda: trainer.accelerator.prepare(
+            DataLoader(data, batch_sampler=batches)
+        )
+    elif case.sampler:
         trainer._get_train_sampler = lambda *_: sampler_of(case.sampler, case.samples)
     if case.sharded:
         sampler: Any = DistributedSampler(data, dist.get_world_size(), dist.get_rank(), seed=5)
@@ -418,6 +461,74 @@ def train_out_of_memory(case: TrainerCase, limit: int) -> Run:
     run.log.append({"engine": trainer.deepspeed.train_batch_size()})
     close(trainer)
     return run
+
+
+def save_again(case: TrainerCase) -> list[list[str]]:
+    """Save the model, also after its folder is deleted; return the folder's names each time."""
+    trainer = make_trainer(case, Run())
+    trainer.train()
+    folder, found = Path(case.output_dir, "final"), []
+    for _ in range(2):
+        trainer.save_model(str(folder))
+        found.append(sorted(path.name for path in folder.glob("*")))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder / "global_step1")
+        dist.barrier()
+    close(trainer)
+    return found
+
+
+def save_after_failure(case: TrainerCase) -> list[str]:
+    """Save the model after ``train()`` has raised; return the names that are there at once."""
+    trainer = make_trainer(case, Run())
+    with suppress(StoppedError):
+        trainer.train()
+    trainer.save_model(f"{case.output_dir}/final")
+    found = [path.name for path in Path(case.output_dir, "final").glob("*")]
+    close(trainer)
+    return found
+
+
+def train_by_own_method(case: TrainerCase) -> Run:
+    """Train by a subclass whose ``train()`` takes no arguments."""
+    run = Run()
+    trainer = make_trainer(case, run, NoArguments)
+    trainer.resume = case.resume
+    trainer.train()
+    close(trainer)
+    return run
+
+
+class NoArguments(Trainer):
+    """A user's Trainer that decides itself where to resume."""
+
+    resume: Any = None
+
+    def train(self) -> Any:
+        return super().train(resume_from_checkpoint=self.resume)
+
+
+def train_until_killed(case: TrainerCase, event: str, path: str, removals: int) -> None:
+    """Train; rank 0 kills all ranks at an audit event of a path, and so many removals later."""
+    trainer = make_trainer(case, Run())
+    pids: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    begun: list[bool] = []
+    removed: list[object] = []
+
+    def watch(name: str, args: tuple[Any, ...]) -> None:
+        if name == event and str(args[0]).startswith(f"{case.output_dir}/{path}"):
+            begun.append(True)
+        elif begun and name == "os.remove":
+            removed.append(args[0])
+        if begun and len(removed) == removals:
+            for pid in reversed(pids):  # itself last
+                os.kill(pid, signal.SIGKILL)
+
+    if dist.get_rank() == 0:
+        sys.addaudithook(watch)
+    trainer.train(resume_from_checkpoint=case.resume)
 
 
 _saved_in: list[str] = []

@@ -150,6 +150,7 @@ def test_a_loop_without_the_line_fails(world: int, whole_loop: Reference, hf_ran
         ({"samples": 76, "drop_last": True}, "Leave out 4 samples"),
         ({"sampler": "weighted"}, "WeightedRandomSampler cannot be repeated"),
         ({"dispatch": True}, "accelerate skips too few batches"),
+        ({"epoch_data": True}, "accelerate calls EpochTokens.set_epoch in some epochs only"),
     ],
 )
 def test_what_cannot_be_exact_is_warned_of(
