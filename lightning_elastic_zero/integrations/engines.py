@@ -135,6 +135,7 @@ class EngineCheckpoints:
         self._options = options
         self._loop = loop
         self._last_save: tuple[object, ...] | None = None
+        self._last_path = Path()
         self._save_options = options.save_options()
         self._manager = options.manager()
 
@@ -181,15 +182,16 @@ class EngineCheckpoints:
             engine.micro_steps,
             exclude_frozen_parameters,
         )
-        if self._loop.skip_repeated and not state and this_save == self._last_save:
-            return True
-        self._last_save = None
+        is_repeated = self._loop.skip_repeated and not state and this_save == self._last_save
         live = LiveEngine(engine)
         if record := dict(self._loop.record()):
             state[RECORD] = record
         options = replace(self._save_options, exclude_frozen=exclude_frozen_parameters)
         with self._ranks("save", folder / tag) as ranks:
             step = f"save {tag}: choose a folder"
+            if is_repeated and ranks.broadcast(step, self._has_last_save):
+                return True
+            self._last_save = None
             name, waits = ranks.broadcast(step, lambda: self._choose(folder, tag))
             path = folder / name
             if waits:
@@ -201,8 +203,13 @@ class EngineCheckpoints:
                 self._manager.save_async(live, path, ranks, state, options)
             if save_latest and name:
                 self._manager.link(str(path), str(folder / LATEST), ranks)
-        self._last_save = this_save
+        self._last_save, self._last_path = this_save, path
         return True
+
+    def _has_last_save(self) -> bool:
+        """Whether the last save is there or being written: the user may have deleted it."""
+        path = self._last_path
+        return self._manager.is_being_written(str(path)) or is_checkpoint(path)
 
     def _choose(self, folder: Path, tag: str) -> tuple[str, bool]:
         """Return the name of the folder for a tag, and whether training waits for the save."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import os
 import random
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +58,15 @@ class ResumeCallback(TrainerCallback):
         return self._ref()
 
     def on_load(self, loaded: Loaded) -> None:
-        """Note what the engine has loaded."""
+        """Note what the engine has loaded, and make its folder the newest of those that exist.
+
+        The Trainer deletes the oldest, before a background save is complete; a kill during a
+        deletion or save leaves an incomplete folder that is newer.
+        """
         self._loaded = loaded
+        if self._trainer.is_world_process_zero():
+            with suppress(OSError):
+                os.utime(loaded.load_dir)
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Warn of data that another number of ranks reads in another order."""
@@ -100,15 +110,16 @@ class ResumeCallback(TrainerCallback):
         loaded, args = self._loaded, self._trainer.args
         if loaded is None:
             return
-        own = _rng_file(loaded.load_dir, args.process_index, args.world_size)
+        taken = _rng_file(loaded.load_dir, args.process_index, args.world_size)
+        # A folder that fewer ranks have saved again still has the others' old files.
         source = args.process_index % loaded.world_size
-        others = (_rng_file(loaded.load_dir, rank, loaded.world_size) for rank in (source, 0))
-        other = next((file for file in others if file.is_file()), None)
-        if own.is_file() or other is None:
+        written = (_rng_file(loaded.load_dir, rank, loaded.world_size) for rank in (source, 0))
+        file = next((file for file in written if file.is_file()), taken)
+        if file == taken:
             return  # The Trainer itself has restored it, or there is none.
         numpy: list[Any] = [np.ndarray, np.dtype, type(np.dtype(np.uint32)), _reconstruct()]
         with torch.serialization.safe_globals(numpy):
-            states = torch.load(other, weights_only=True, map_location="cpu")
+            states = torch.load(file, weights_only=True, map_location="cpu")
         _set_rng(states, args.device)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
@@ -166,6 +177,11 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
             "step than the Trainer reads, and the global batch cannot be checked. Set it to False, "
             "and divide per_device_train_batch_size by the number of ranks"
         )
+    elif options.fallback and not _takes_folder(type(trainer)):
+        msg = (
+            f"fallback=True replaces the folder that train() is given, and {type(trainer).__name__}"
+            ".train has no resume_from_checkpoint: add it, or leave out fallback"
+        )
     elif options.async_save and args.save_total_limit == 1:
         msg = (
             "async_save=True with save_total_limit=1: the Trainer would delete the only checkpoint "
@@ -177,6 +193,7 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
         raise UnsupportedError(msg)
     # A weak reference: a Trainer that is deleted frees its memory at once, as without this library.
     ref = weakref.ref(trainer)
+    training: list[bool] = []
     callback, cls = ResumeCallback(ref), type(trainer)
     load_rng, load_best = cls._load_rng_state, cls._load_best_model
 
@@ -196,7 +213,7 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
                 batch_names=("per_device_train_batch_size", "gradient_accumulation_steps"),
                 on_load=callback.on_load,
                 # Nothing waits for a save after train().
-                foreground=lambda _: not getattr(ref(), "is_in_train", False),
+                foreground=lambda _: not training,
                 skip_repeated=True,
                 shows_bars=lambda: not args.disable_tqdm,
             ),
@@ -209,16 +226,23 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
         cls.create_accelerator_and_postprocess(trainer)
         bind_accelerator(trainer.accelerator)
 
-    def elastic_train(
-        resume_from_checkpoint: str | bool | None = None, *more: Any, **kwargs: Any
-    ) -> Any:
+    def elastic_train(*args: Any, **kwargs: Any) -> Any:
         """Train as ``Trainer.train``, from an intact folder with ``fallback``."""
         trainer: Any = ref()
-        if options.fallback and resume_from_checkpoint:
-            asked = None if resume_from_checkpoint is True else Path(resume_from_checkpoint)
+        asked = args[0] if args else kwargs.get("resume_from_checkpoint")
+        if options.fallback and asked:
             series = Path(trainer.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-")
-            resume_from_checkpoint = newest_intact(asked, series, _verify, options)
-        result = cls.train(trainer, resume_from_checkpoint, *more, **kwargs)
+            folder = None if asked is True else Path(asked)
+            found = newest_intact(folder, series, _verify, options)
+            if args:
+                args = (found, *args[1:])
+            else:
+                kwargs["resume_from_checkpoint"] = found
+        training.append(True)
+        try:
+            result = cls.train(trainer, *args, **kwargs)
+        finally:
+            training.clear()
         wait_for_save()
         return result
 
@@ -245,6 +269,12 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
     trainer.elastic_options = options
     trainer.add_callback(callback)
     bind_accelerator(trainer.accelerator)
+
+
+def _takes_folder(cls: type) -> bool:
+    """Whether ``train`` of a Trainer's class can be given a folder."""
+    parameters = inspect.signature(cls.train).parameters.values()  # type: ignore[attr-defined]
+    return any(p.name == "resume_from_checkpoint" or p.kind == p.VAR_KEYWORD for p in parameters)
 
 
 def _verify(folder: Path, ranks: Ranks) -> None:
