@@ -1,4 +1,8 @@
-"""Commit of received state to a live optimizer: masters, states, groups and counters."""
+"""Commit of received state to a live optimizer: masters, states, groups and counters.
+
+A commit must not fail: shapes, dtypes and memory are checked before it. It must leave no gradients
+of the interrupted accumulation window and no references to old optimizer state.
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,11 @@ from lightning_elastic_zero.trainer.lightning import (
 
 @runtime_checkable
 class ResumesAtSample(Protocol):
-    """A sampler, batch sampler, data set or loader that can start at a given sample."""
+    """A sampler, batch sampler, data set or loader that can start at a given sample.
+
+    ``resume_at`` is called on every rank before the first batch after a resume, and before the
+    workers start. A run that was saved at the end of an epoch passes the next epoch and 0.
+    """
 
     def resume_at(self, epoch: int, samples: int) -> None:
         """Start the next iteration of this epoch after a number of samples.

@@ -48,7 +48,10 @@ def anonymous_bytes() -> int:
 
 
 def bytes_read() -> int:
-    """Return what this process has read through the system, from the cache or the disk."""
+    """Return the bytes that this process has read through the system, from the cache or the disk.
+
+    ``rchar`` excludes mapped reads, and ``read_bytes`` cached ones.
+    """
     return int(Path("/proc/self/io").read_text().split()[1])  # rchar
 
 
