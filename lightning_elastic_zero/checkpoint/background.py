@@ -43,6 +43,8 @@ from lightning_elastic_zero.core.tensors import (
     in_order,
     is_on_device,
     map_pages,
+    tensors_of,
+    with_copies,
 )
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import ElasticZeroError, SaveError
@@ -503,29 +505,5 @@ def _copy_on_side_stream(device: torch.device, pairs: _Pairs) -> Event:
 
 def copy_plain_data(value: Any) -> Any:
     """Copy plain data deeply; tensors stay on their devices."""
-    return _copy_plain_data(value, {})
-
-
-def _copy_plain_data(value: Any, made: dict[int, torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        if id(value) not in made:
-            made[id(value)] = _copy_tensor(value, made)
-        return made[id(value)]
-    if type(value) in (list, tuple, set):
-        return type(value)(_copy_plain_data(item, made) for item in value)
-    if isinstance(value, dict):
-        alike = type(value)((k, _copy_plain_data(v, made)) for k, v in value.items())
-        if fields := getattr(value, "__dict__", None):
-            vars(alike).update(_copy_plain_data(fields, made))
-        return alike
-    return value
-
-
-def _copy_tensor(value: torch.Tensor, made: dict[int, torch.Tensor]) -> torch.Tensor:
-    tensor = value.detach().clone()
-    if type(value) is torch.nn.Parameter:
-        tensor = torch.nn.Parameter(tensor, requires_grad=value.requires_grad)
-    else:
-        tensor.requires_grad_(value.requires_grad)
-    vars(tensor).update(_copy_plain_data(vars(value), made))
-    return tensor
+    found = {id(tensor): tensor for tensor in tensors_of(value)}
+    return with_copies(value, {at: tensor.detach().clone() for at, tensor in found.items()})

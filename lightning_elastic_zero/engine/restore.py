@@ -23,7 +23,9 @@ from lightning_elastic_zero.core.tensors import (
     cast_like,
     host_zeros,
     same_bits,
+    tensors_of,
     unplain,
+    with_copies,
 )
 from lightning_elastic_zero.engine.addresses import COMPARE_ELEMENTS, bounded_runs
 from lightning_elastic_zero.engine.buffers import (
@@ -298,17 +300,8 @@ def commit_shared_state(inner: Any, values: RestoreValues, flats: Sequence[FlatT
     for key in live:
         del inner.state[key]
     device = flats[0].buffer.key.device if flats else torch.device("cpu")
-    inner.state.update(_on_device(values.optimizer_state, device))
-
-
-def _on_device(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return type(value)((key, _on_device(v, device)) for key, v in value.items())
-    if isinstance(value, (list, tuple)):
-        return type(value)(_on_device(v, device) for v in value)
-    return value
+    copies = {id(t): t.to(device) for t in tensors_of(values.optimizer_state)}
+    inner.state.update(with_copies(values.optimizer_state, copies))
 
 
 def commit_groups(inner: Any, values: RestoreValues) -> None:

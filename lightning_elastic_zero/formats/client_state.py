@@ -33,7 +33,7 @@ import numpy as np
 import torch
 import xxhash
 
-from lightning_elastic_zero.core.tensors import in_order, is_on_device, tensors_of
+from lightning_elastic_zero.core.tensors import in_order, is_on_device, tensors_of, with_copies
 from lightning_elastic_zero.core.text import TreePath, format_tree_path
 from lightning_elastic_zero.errors import CheckpointFormatError, SaveError
 from lightning_elastic_zero.formats.pickles import unsupported_class
@@ -149,29 +149,19 @@ def to_host(value: Any) -> Any:
 
     torch saves a view with its whole storage, and a tensor with its device.
     """
-    if type(value) is tuple:
-        return tuple(to_host(v) for v in value)
-    if type(value) in (dict, OrderedDict):
-        return _like(value, [(k, to_host(v)) for k, v in value.items()])
-    if type(value) is list:
-        return [to_host(v) for v in value]
-    return _compact_tensor(value) if type(value) in _TENSORS else value
+    copies = {id(t): own for t in tensors_of(value) if (own := _compact(t)) is not t}
+    return with_copies(value, copies) if copies else value
 
 
-def _compact_tensor(value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the host, without the rest of its storage."""
-    if is_on_device(value):
-        moved = _moved_to_host(value)
-        vars(moved).update({key: to_host(field) for key, field in vars(value).items()})
-        return moved
-    if not _is_dense(value) or vars(value):
-        return value
-    if value.untyped_storage().nbytes() <= value.numel() * value.element_size():
-        return value
-    copy = value.detach().clone(memory_format=torch.contiguous_format)
-    if type(value) is torch.nn.Parameter:
-        return torch.nn.Parameter(copy, requires_grad=value.requires_grad)
-    return copy.requires_grad_(value.requires_grad)
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's values on the host, without the rest of its storage; or the tensor."""
+    if is_on_device(tensor):
+        return tensor.detach().cpu()
+    if not _is_dense(tensor) or vars(tensor):
+        return tensor
+    if tensor.untyped_storage().nbytes() <= tensor.numel() * tensor.element_size():
+        return tensor
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -27,7 +27,7 @@ import torch
 from lightning_elastic_zero.core.layout import spans
 from lightning_elastic_zero.core.manifest import Manifest
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
-from lightning_elastic_zero.core.tensors import canonical_repr, tensors_of
+from lightning_elastic_zero.core.tensors import canonical_repr, tensors_of, with_copies
 from lightning_elastic_zero.core.text import TreePath, format_tree_path
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
@@ -54,7 +54,6 @@ from lightning_elastic_zero.formats.torch_read import (
     StoredRun,
     TorchFile,
     as_stream,
-    with_copies,
 )
 from lightning_elastic_zero.storage.files import READ_BYTES, bounded_stream
 from lightning_elastic_zero.storage.paths import raise_unless_damage, read_file

@@ -10,7 +10,6 @@ elements ``[k * block, (k + 1) * block)`` are the same set in logical order and 
 
 from __future__ import annotations
 
-import copy
 import io
 import itertools
 import os
@@ -19,7 +18,7 @@ import sys
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -28,7 +27,13 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 import torch
 
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
-from lightning_elastic_zero.core.tensors import INTEGER_DTYPES, check_cast, host_chunk, tensors_of
+from lightning_elastic_zero.core.tensors import (
+    INTEGER_DTYPES,
+    check_cast,
+    host_chunk,
+    tensors_of,
+    with_copies,
+)
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
     CheckpointFormatError,
@@ -516,43 +521,6 @@ def _union(jobs: Iterable[_RangeCopy]) -> list[tuple[int, int]]:
         elif job.slot.numel():
             runs.append((job.start_byte, job.stop_byte))
     return runs
-
-
-def with_copies(tree: Any, copies: Mapping[int, torch.Tensor]) -> Any:
-    """Return a tree with other tensors instead of those with the given ids.
-
-    Dicts, lists and tuples are copied with their types; all else is shared. A tensor in two places
-    stays one object. Copies get the kind (parameter or tensor), ``requires_grad`` and attributes of
-    the originals. ``copy.deepcopy`` would take six times as long for long lists of numbers.
-    """
-    return _with_copies(tree, dict(copies), set())
-
-
-def _with_copies(tree: Any, copies: dict[int, torch.Tensor], complete: set[int]) -> Any:
-    if isinstance(tree, torch.Tensor):
-        if id(tree) in copies and id(tree) not in complete:
-            complete.add(id(tree))
-            copies[id(tree)] = copied = _of_same_kind(copies[id(tree)], tree)
-            vars(copied).update(_with_copies(vars(tree), copies, complete))
-        return copies.get(id(tree), tree)
-    if isinstance(tree, dict):
-        # copy.copy() keeps the attributes of subclasses.
-        result = copy.copy(tree)
-        for key, value in tree.items():
-            # Not update(): a Counter would count.
-            result[key] = _with_copies(value, copies, complete)
-        if fields := getattr(tree, "__dict__", None):
-            vars(result).update(_with_copies(fields, copies, complete))
-        return result
-    if type(tree) in {list, tuple}:
-        return type(tree)(_with_copies(value, copies, complete) for value in tree)
-    return tree
-
-
-def _of_same_kind(values: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
-    if isinstance(original, torch.nn.Parameter):
-        return torch.nn.Parameter(values, requires_grad=original.requires_grad)
-    return values.requires_grad_(original.requires_grad)
 
 
 def is_legacy(path: Path) -> bool:

@@ -159,7 +159,7 @@ NOT_ON_DISK = {
     ("engine/live.py", "remove", "handle.remove"),
     ("engine/live.py", "remove", "hooks.remove"),
     ("engine/loss_scale.py", "ensure_scaled", "hook.remove"),
-    ("formats/torch_read.py", "_with_copies", "copy.copy"),
+    ("core/tensors.py", "_with_copies", "copy.copy"),
     ("core/manifest.py", "dump_with_digest", "text.replace"),
     ("core/manifest.py", "dump_with_digest", "mark.replace"),
     ("core/manifest.py", "has_valid_digest", "text.replace"),
