@@ -14,6 +14,9 @@ from lightning_elastic_zero.storage.stores import SCHEMES, AnyPath, StorePath
 
 _URL = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+)://")
 
+_WAS_URL = re.compile(rf"(^|/)(file|{'|'.join(SCHEMES)}):/")
+"""In paths that were made of a URL: ``Path("s3://bucket/run")`` is ``s3:/bucket/run``."""
+
 NO_ENTRY = {
     *(errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG),
     *(errno.EACCES, errno.EPERM),
@@ -45,6 +48,12 @@ def parse_path(path: str | os.PathLike[str] | StorePath) -> AnyPath:
     url = _URL.match(text)
     if url is None or url[1].lower() == "file":
         local = text[url.end() :] if url is not None else text
+        if _WAS_URL.search(local) or (url is not None and not local.startswith("/")):
+            msg = (
+                f"{text} was a URL before pathlib, os.path or ModelCheckpoint changed it, or has a "
+                "host. Pass a path instead of a file:// URL, and the URL of a store as a string"
+            )
+            raise UnsupportedError(msg)
         return Path(os.path.abspath(local))  # noqa: PTH100 - Path.absolute() would keep ".."
     scheme = url[1].lower()
     parts = [part for part in text[url.end() :].split("/") if part not in {"", "."}]

@@ -487,6 +487,20 @@ class TestPlaces:
         with pytest.raises(UnsupportedError, match=r"is not supported.*s3://, gs://, az://"):
             parse_path(url)
 
+    @pytest.mark.parametrize(
+        "path",
+        [
+            Path("s3://bucket/run"),
+            os.path.realpath("file:///data/run"),
+            "file:/data/run",
+            "file://host/data",
+        ],
+    )
+    def test_paths_made_of_urls_are_refused(self, path: str | Path) -> None:
+        """Lightning makes one of a ``dirpath`` that begins with ``file://``."""
+        with pytest.raises(UnsupportedError, match=r"was a URL before .*Pass a path instead"):
+            parse_path(path)
+
     def test_local_paths_become_absolute(self, tmp_path: Path) -> None:
         link = tmp_path / "link"
         link.symlink_to(tmp_path)
