@@ -294,10 +294,16 @@ def _opened_in_store(
     if manifest is not None:
         return ElasticReader(path, manifest, allow_pickle=allow_pickle, progress=progress)
     existing = inspect_target(path)
+    if inside := [e.name for e in siblings(path / MANIFEST_NAME) if is_checkpoint(e)]:
+        listed = format_names(inside, MAX_NAMES)
+        msg = (
+            f"{path} has no {MANIFEST_NAME}: it contains the checkpoints {listed}. Pass one of them"
+        )
+        raise CheckpointFormatError(msg)
     if existing.kind == "other":
         msg = (
-            f"{path} {existing.refusal_reason}. Checkpoints of other software, and folders of "
-            "checkpoints, are not read from an object store: copy it to a local disk first"
+            f"{path} {existing.refusal_reason}. Checkpoints of other software are not read from "
+            "an object store: copy it to a local disk first"
         )
         raise CheckpointFormatError(msg)
     names = [each.name for each in siblings(path) if is_checkpoint(each)]

@@ -228,7 +228,7 @@ def inspect_target(path: StorePath) -> ExistingTarget:
         path.store.size(path.key)
         return ExistingTarget("other", "is an object that this library did not write")
     if foreign:
-        names = format_names(sorted(foreign), MOST_NAMED)
+        names = format_names(sorted({name.partition("/")[0] for name in foreign}), MOST_NAMED)
         what = f"is not a checkpoint of this library (it has no {MANIFEST_NAME}): it contains"
         return ExistingTarget("other", f"{what} {names}")
     return ExistingTarget("nothing")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection
+from pathlib import Path
 from uuid import uuid4
 
 import pytest
@@ -14,11 +15,12 @@ from lightning_elastic_zero.core.manifest import FileEntry
 from lightning_elastic_zero.core.progress import NO_PROGRESS
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
+    CheckpointFormatError,
     CheckpointNotFoundError,
     SaveError,
 )
 from lightning_elastic_zero.formats.open import open_checkpoint
-from lightning_elastic_zero.storage import store_checkpoints
+from lightning_elastic_zero.storage import checkpoints, store_checkpoints
 from lightning_elastic_zero.storage.checkpoints import (
     exists,
     file_sizes,
@@ -202,6 +204,64 @@ def test_links(folder: StorePath) -> None:
     assert keys(folder) == PUBLISHED | {k.replace("a.", "b.") for k in PUBLISHED} | {
         "last.ckpt/manifest.json"
     }
+
+
+def test_links_between_a_disk_and_a_store_are_refused(folder: StorePath, tmp_path: Path) -> None:
+    """Neither can name a checkpoint of the other."""
+    publish(folder / "a.ckpt")
+    for target, link in ((folder / "a.ckpt", tmp_path / "last"), (tmp_path, folder / "last")):
+        with pytest.raises(SaveError, match="one is on a disk, the other in an object store"):
+            checkpoints.make_link(target, link)
+    assert keys(folder) == PUBLISHED
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_is_described_by_its_names(folder: StorePath) -> None:
+    """As on a disk: the checkpoints in it, or else what is directly below it."""
+    folder.store.put((folder / "logs/version_0/events").key, b"x")
+    with pytest.raises(CheckpointFormatError, match=r"it contains logs\. .*a local disk"):
+        open_checkpoint(folder)
+    for name in ("b.ckpt", "a.ckpt"):
+        publish(folder / name)
+    make_link(folder / "b.ckpt", folder / "last.ckpt")
+    names = r"it contains the checkpoints a\.ckpt, b\.ckpt, last\.ckpt\. Pass one of them$"
+    with pytest.raises(CheckpointFormatError, match=names):
+        open_checkpoint(folder)
+    with pytest.raises(
+        SaveError, match=r"it contains a\.ckpt, b\.ckpt, last\.ckpt, logs\. Nothing"
+    ):
+        begin(folder)
+
+
+@pytest.mark.parametrize("place", ["memory", "s3"])
+def test_names_that_begin_alike_are_separate(
+    place: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of folders and of checkpoints: for lists, deletions, links and the removal of leftovers."""
+    root = "memory://tests"
+    if place == "s3":
+        root, environment = request.getfixturevalue("s3")
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+    above = StorePath(root, str(uuid4()))
+    run, other = above / "run", above / "run2"
+    for name in ("a.ckpt", "a", "a-v1.ckpt", "a.ckpt2"):
+        publish(run / name)
+        publish(other / name)
+    make_link(other / "a.ckpt", other / "last.ckpt")
+    begin(other / "a.ckpt3")
+    left = begin(run / "a.ckpt3")
+    elsewhere = keys(other)
+    here = {path.name for path in siblings(run / "a.ckpt")}
+    assert here == {"a", "a-v1.ckpt", "a.ckpt2", "a.ckpt3"}
+    assert not has_link(run / "a.ckpt")
+    for name in ("a", "a.ckpt"):
+        assert not delete_checkpoint(run / name)
+    consider_dead(monkeypatch)
+    assert remove_leftovers(run) == [left.path]
+    kept = {name.replace("a.ckpt", k) for k in ("a-v1.ckpt", "a.ckpt2") for name in PUBLISHED}
+    assert keys(run) == kept
+    assert keys(other) == elsewhere
 
 
 def test_leftovers_of_a_dead_process_are_removed(
