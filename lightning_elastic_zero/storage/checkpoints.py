@@ -162,11 +162,7 @@ def identity(path: AnyPath) -> object:
     if isinstance(path, StorePath):
         commit = store_checkpoints.read_commit(path)
         return commit and commit.identity
-    try:
-        status = path.lstat()
-    except FileNotFoundError:
-        return None
-    return status.st_dev, status.st_ino
+    return ownership.identity(path)
 
 
 def published_ns(*paths: AnyPath) -> int:
@@ -194,7 +190,7 @@ def delete_checkpoint(path: AnyPath, expected: object) -> str:
     """Delete a checkpoint of a given ``identity``; see ``ownership.delete_checkpoint``."""
     if isinstance(path, StorePath):
         return store_checkpoints.delete_checkpoint(path, expected)
-    return ownership.delete_checkpoint(path)
+    return ownership.delete_checkpoint(path, expected)
 
 
 def make_link(target: AnyPath, link: AnyPath, progress: Progress = NO_PROGRESS) -> None:
@@ -203,6 +199,12 @@ def make_link(target: AnyPath, link: AnyPath, progress: Progress = NO_PROGRESS) 
         store_checkpoints.make_link(target, link, progress)
     elif isinstance(target, Path) and isinstance(link, Path):
         publish.make_link(target, link, progress)
+    else:
+        msg = (
+            f"Could not link {link} to the published {target}: one is on a disk, the other in an "
+            "object store. Choose a link in the folder of the checkpoint."
+        )
+        raise SaveError(msg)
 
 
 # -- saving --------------------------------------------------------------------------------------
@@ -257,15 +259,19 @@ def await_shared(
     Network file systems show the files of other hosts with a delay. ``is_whole`` checks that the
     data are complete; ``writer`` is the rank that wrote them, for the message.
     """
-    stop_s = time.monotonic() + wait_s
+    stop_s, why = time.monotonic() + wait_s, ""
     while True:
-        with suppress(OSError):
+        try:
             if (data := _read_shared(directory / name)) is not None and is_whole(data):
                 return data
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            why = f" ({error.strerror})"
         if time.monotonic() >= stop_s:
             msg = (
                 f"{directory}: {socket.gethostname()} does not see the file {name} that rank "
-                f"{writer} wrote there, after {wait_s:g} s. Save on a file system that all "
+                f"{writer} wrote there, after {wait_s:g} s{why}. Save on a file system that all "
                 "machines share, under the same path on each, or to an object store."
             )
             raise SaveError(msg)

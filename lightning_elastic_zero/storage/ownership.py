@@ -334,8 +334,22 @@ _DELETING_NAME = re.compile(re.escape(DELETING_PREFIX) + "[0-9a-f]+")
 _log = logging.getLogger(__name__)
 
 
-def delete_checkpoint(path: Path, progress: Progress = NO_PROGRESS) -> str:
+def identity(path: Path) -> object:
+    """Return what distinguishes a checkpoint from a later one at its path; None if missing."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def delete_checkpoint(path: Path, expected: object = None, progress: Progress = NO_PROGRESS) -> str:
     """Delete a checkpoint, or a link to one. Its name disappears first, then its files.
+
+    Args:
+        path: the name.
+        expected: ``identity`` of the checkpoint to delete; None: any.
+        progress: checked between removals.
 
     Returns:
         Why it was not deleted, as the predicate of a sentence; empty if it does not exist now.
@@ -344,7 +358,7 @@ def delete_checkpoint(path: Path, progress: Progress = NO_PROGRESS) -> str:
         OSError: it could not be renamed, and is intact.
     """
     existing = inspect_target(path)
-    if existing.kind == "link":
+    if existing.kind == "link" and expected in {None, identity(path)}:
         path.unlink(missing_ok=True)
     if existing.refusal_reason or existing.kind in {"nothing", "link"}:
         return existing.refusal_reason
@@ -352,9 +366,13 @@ def delete_checkpoint(path: Path, progress: Progress = NO_PROGRESS) -> str:
         return "is an empty directory, not a checkpoint"
     remove_interrupted_deletions(path.parent, progress)
     renamed = rename_for_deletion(path)
-    if refusal_reason := foreign_files_reason(classify_files(renamed).foreign):
-        # A file was added between the inspection and the rename.
+    refusal_reason = foreign_files_reason(classify_files(renamed).foreign)
+    is_another = expected not in {None, identity(renamed)}
+    if refusal_reason or is_another:
+        # A file was added between the inspection and the rename, or another run has saved.
         renamed.rename(path)
+        if is_another:
+            _log.warning("%s is not deleted: another process has replaced it.", path)
         return refusal_reason
     sync_directory(path.parent)
     remove_own_files(renamed, progress, hidden=True)

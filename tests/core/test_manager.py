@@ -19,6 +19,7 @@ from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
 from lightning_elastic_zero.storage import ownership as deleting
+from lightning_elastic_zero.storage.checkpoints import delete_checkpoint, identity
 from lightning_elastic_zero.storage.ownership import DELETING_PREFIX
 from lightning_elastic_zero.storage.publish import (
     LINK_PREFIX,
@@ -392,6 +393,39 @@ class TestRemove:
         assert names_in(tmp_path) == ["new.ckpt", "old.ckpt"]
         retention.delete_pending()
         assert names_in(tmp_path) == ["new.ckpt", "old.ckpt"]
+
+    @pytest.mark.parametrize("moment", ["before", "during"])
+    def test_what_another_run_has_published_stays(
+        self,
+        moment: str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        target, other = fill(tmp_path / "a.ckpt", "data"), fill(tmp_path / "other", "other")
+        fill(tmp_path / "new.ckpt", "data")
+        mine = identity(target)
+
+        def replace() -> None:
+            target.rename(tmp_path / "old")
+            other.rename(target)
+
+        rename = deleting.rename_for_deletion
+
+        def rename_after(path: Path) -> Path:
+            replace()
+            return rename(path)
+
+        if moment == "before":
+            replace()
+        else:
+            monkeypatch.setattr(deleting, "rename_for_deletion", rename_after)
+        assert not delete_checkpoint(target, mine)
+        assert "a.ckpt is not deleted: another process has replaced it" in caplog.text
+        assert contents(target) == whole("other")
+        monkeypatch.setattr(deleting, "rename_for_deletion", rename)
+        assert not delete_checkpoint(target, identity(target))
+        assert names_in(tmp_path) == ["new.ckpt", "old"]
 
     def test_remote_addresses_are_refused(self) -> None:
         with pytest.raises(UnsupportedError, match="ftp://"):
