@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hmac
 import http.client
+import json
 import os
 import shutil
 import signal
@@ -17,7 +18,7 @@ from email.utils import formatdate
 from http import HTTPStatus
 from pathlib import Path
 from typing import TypeVar
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 from tests.support.processes import HANG_TIMEOUT_S, free_port
 
@@ -116,6 +117,33 @@ def make_bucket(port: int, name: str) -> None:
         aws_secret_access_key="test",  # noqa: S106 - moto does not check it
         region_name="us-east-1",
     ).create_bucket(Bucket=name)
+
+
+def require_credentials(port: int) -> Mapping[str, str]:
+    """Let moto check credentials from now on; return those of a user who may do anything in S3."""
+    import boto3
+
+    of_test = s3_environment(f"http://127.0.0.1:{port}")
+    iam = boto3.client(
+        "iam",
+        endpoint_url=of_test["AWS_ENDPOINT_URL"],
+        aws_access_key_id="test",
+        aws_secret_access_key="test",  # noqa: S106 - moto does not check it yet
+        region_name="us-east-1",
+    )
+    iam.create_user(UserName="user")
+    allowed = {"Effect": "Allow", "Action": "s3:*", "Resource": "*"}
+    policy = json.dumps({"Version": "2012-10-17", "Statement": [allowed]})
+    iam.put_user_policy(UserName="user", PolicyName="all", PolicyDocument=policy)
+    key = iam.create_access_key(UserName="user")["AccessKey"]
+    reset = f"{of_test['AWS_ENDPOINT_URL']}/moto-api/reset-auth"
+    with urlopen(Request(reset, b"0", {"Content-Type": "text/plain"})):  # noqa: S310 - http only
+        pass
+    return {
+        **of_test,
+        "AWS_ACCESS_KEY_ID": key["AccessKeyId"],
+        "AWS_SECRET_ACCESS_KEY": key["SecretAccessKey"],
+    }
 
 
 @contextmanager

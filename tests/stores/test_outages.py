@@ -1,10 +1,12 @@
-"""A store that does not answer: one error on all ranks, soon, with the endpoint and the cause."""
+"""A store that does not answer, or refuses: one error on all ranks, soon, with its cause."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -14,10 +16,16 @@ from lightning_elastic_zero.storage import stores
 from lightning_elastic_zero.storage.owners import new_id
 from lightning_elastic_zero.storage.store_checkpoints import StagedObjects
 from lightning_elastic_zero.storage.stores import StorePath
-from tests.stores._servers import s3_environment, with_environment
-from tests.support.fits import FitSpec, error_of
+from tests.stores._servers import (
+    make_bucket,
+    moto_server,
+    require_credentials,
+    s3_environment,
+    with_environment,
+)
+from tests.support.fits import FitSpec, error_of, fit
 from tests.support.processes import free_port
-from tests.support.ranks import Pools
+from tests.support.ranks import ForkServer, Pools
 
 pytest.importorskip("obstore")
 
@@ -26,6 +34,14 @@ pytest.importorskip("obstore")
 def endpoint() -> str:
     """Return an endpoint that refuses connections."""
     return f"http://127.0.0.1:{free_port()}"
+
+
+@pytest.fixture
+def own_pools(fork_server: ForkServer) -> Iterator[Pools]:
+    """Yield ranks that have no connection to a store yet."""
+    pools = Pools(fork_server)
+    yield pools
+    pools.close()
 
 
 def test_the_requests_of_an_outage_share_one_time_limit(
@@ -62,7 +78,7 @@ def timed_error_of(plan: FitSpec) -> tuple[float, str]:
 @pytest.mark.engine
 @pytest.mark.parametrize("ckpt_path", [None, "last", "run/a.ckpt"])
 def test_an_endpoint_that_does_not_answer_is_named_on_all_ranks(
-    pools: Pools, endpoint: str, ckpt_path: str | None
+    own_pools: Pools, endpoint: str, ckpt_path: str | None
 ) -> None:
     """With the default timeouts: before rank 0 counts as stalled."""
     root = f"s3://{new_id()}"
@@ -70,7 +86,33 @@ def test_an_endpoint_that_does_not_answer_is_named_on_all_ranks(
     if ckpt_path not in {None, "last"}:
         plan = replace(plan, ckpt_path=f"{root}/{ckpt_path}", checkpoint={"save_top_k": 0})
     call = partial(with_environment, s3_environment(endpoint), partial(timed_error_of, plan))
-    for seconds, error in pools.run(3, call):
+    for seconds, error in own_pools.run(3, call):
         assert endpoint in error, error
         assert "Connection refused" in error, error
         assert seconds < STALL_TIMEOUT_S + 10, error
+
+
+def error_with_credentials(plan: FitSpec, of_ranks: Sequence[Mapping[str, str]]) -> str:
+    """Return what a fit raises with credentials of each rank."""
+    from torch import distributed
+
+    return with_environment(of_ranks[distributed.get_rank()], partial(error_of, plan))
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("wrong", [(0, 1), (1,)], ids=["all ranks", "one rank"])
+def test_wrong_credentials_are_named_on_all_ranks(
+    own_pools: Pools, tmp_path: Path, wrong: tuple[int, ...]
+) -> None:
+    """Also those of one machine: the error says more than that it sees no file."""
+    pytest.importorskip("moto.server")
+    with moto_server(tmp_path / "log") as port:
+        make_bucket(port, "guarded")
+        right = require_credentials(port)
+        plan = FitSpec("s3://guarded/run")
+        other = {**right, "AWS_ACCESS_KEY_ID": "AKIAWRONGWRONGWRONGW"}
+        of_ranks = [other if rank in wrong else right for rank in range(2)]
+        for error in own_pools.run(2, partial(error_with_credentials, plan, of_ranks)):
+            assert "access denied" in error, error
+            assert "InvalidAccessKeyId" in error, error
+        own_pools.run(3, partial(with_environment, right, partial(fit, plan)))

@@ -50,7 +50,8 @@ def test_a_run_goes_on_from_its_last_checkpoint(pools: Pools, s3: S3, *, async_s
     assert third["start"] == second["end"]
 
 
-def test_last_is_a_link(pools: Pools, s3: S3) -> None:
+@pytest.mark.parametrize("folder", ["", "/mein Lauf ä=1 #+%25&~/"], ids=["plain", "special"])
+def test_last_is_a_link(pools: Pools, s3: S3, folder: str) -> None:
     """``last.ckpt`` names the newest of the best k; a run goes on from it."""
     bucket, environment = s3
     run = partial(with_environment, environment)
@@ -61,7 +62,7 @@ def test_last_is_a_link(pools: Pools, s3: S3) -> None:
         "filename": "{epoch}",
         "save_last": "link",
     }
-    plan = FitSpec(f"{bucket}/{uuid4()}", checkpoint=kept)
+    plan = FitSpec(f"{bucket}/{uuid4()}{folder}", checkpoint=kept)
     first = pools.run(2, partial(run, partial(fit, plan)))[0]
     names = pools.run(1, partial(run, partial(names_in, plan.root)))[0]
     assert names == {"epoch=0.ckpt": "", "last.ckpt": "epoch=0.ckpt"}
