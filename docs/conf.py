@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 from docutils import nodes
@@ -42,7 +44,8 @@ myst_heading_anchors = 4
 nitpicky = False
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # They are in the signatures and in the docstrings.
+autodoc_typehints = "signature"
+python_maximum_signature_line_length = 100
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 
@@ -80,7 +83,22 @@ class CommandLineHelp(SphinxDirective):
         return [section]
 
 
+def keep_colons(_app: Sphinx, what: str, *more: Any) -> None:
+    """Stop napoleon from taking an attribute's text before the first colon as its type."""
+    if what in {"attribute", "property"}:
+        lines: list[str] = more[-1]
+        lines[:0] = ["..", ""]  # an empty comment, which has no colon
+
+
+def shorten_defaults(_app: Sphinx, *more: Any) -> tuple[str | None, str | None]:
+    """Write ``...`` for default values that are objects, which Sphinx cannot parse."""
+    signature, returned = more[-2:]
+    return signature and re.sub(r"<.*?>+(?=[,)])", "...", signature), returned
+
+
 def setup(app: Sphinx) -> None:
-    """Add the transform and the directive."""
+    """Add the listeners, the transform and the directive."""
+    app.connect("autodoc-process-docstring", keep_colons, priority=400)  # before napoleon
+    app.connect("autodoc-process-signature", shorten_defaults)
     app.add_post_transform(FolderLinks)
     app.add_directive("cli-help", CommandLineHelp)

@@ -68,12 +68,11 @@ class ElasticOptions:
     """Also write the low-precision weights, which can be computed from the fp32 masters.
     DeepSpeed's own loaders need them."""
     async_save: bool = False
-    """Continue training while the checkpoint is written. The call waits only for a copy of the
-    state in host memory, for which each host needs room. ``wait_for_save()`` waits for
-    publication."""
+    """Write the checkpoint while training continues, from a copy of the state in host memory, for
+    which each host needs room. ``wait_for_save()`` waits for publication."""
     max_snapshot_bytes: int | None = None
-    """Limit of the host memory of one rank's copy. State that does not fit is written before the
-    next optimizer step, which waits for it."""
+    """Limit of the host memory of one rank's copy; None: no limit. State that does not fit is
+    written before the next optimizer step, which waits for it."""
     stall_timeout_s: float = STALL_TIMEOUT_S
     """Seconds that a rank may work on a save or load without progress before the call fails on all
     ranks. Increase it if one call to the file system can take longer."""
@@ -200,7 +199,7 @@ def load_checkpoint(
     stall_timeout_s: float = STALL_TIMEOUT_S,
     absent_timeout_s: float = ABSENT_TIMEOUT_S,
 ) -> LoadResult:
-    """Restore a checkpoint into a DeepSpeed engine. It may be saved on any number of devices.
+    """Restore a checkpoint, saved on any number of devices, into a DeepSpeed engine.
 
     Call it on every rank. The engine changes only after all checks have passed on all ranks.
 

@@ -107,6 +107,7 @@ class SelftestReport:
     setting: Mapping[str, str]
     """Releases, devices, file system."""
     rows: tuple[Row, ...]
+    """Checks, each with ``what``, ``result`` and ``details``."""
 
     @property
     def holds(self) -> bool:
@@ -167,17 +168,17 @@ def run_selftest(directory: str | os.PathLike[str], *, timeout_s: float = 600.0)
     import the main module: call this below ``if __name__ == "__main__"``.
 
     Args:
-        directory: folder in which runs will save, shared by all ranks.
-        timeout_s: timeout of each of the two worlds in seconds.
+        directory: Folder in which runs will save, shared by all ranks.
+        timeout_s: Timeout of each of the two worlds in seconds.
 
     Returns:
         The same report on every rank. A failed check is a row, not an exception.
 
     Raises:
-        SaveError: the directory does not exist, cannot be written, or has too little space.
-        UnsupportedError: the directory is a remote address, the device is unknown or missing, or
+        SaveError: The directory does not exist, cannot be written, or has too little space.
+        UnsupportedError: The directory is a remote address, the device is unknown or missing, or
             the launcher does not set ``LOCAL_RANK``.
-        RanksError: another rank of torchrun failed or was lost.
+        RanksError: Another rank of torchrun failed or was lost.
     """
     with _interruptible() as ignore_signals, _launchers(timeout_s) as ranks, ExitStack() as opened:
         try:

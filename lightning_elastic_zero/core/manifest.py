@@ -229,7 +229,7 @@ class TrainingProgress:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Description of a checkpoint, with all that a restore plan needs."""
+    """Description of a checkpoint, from which a restore is planned."""
 
     save_id: str
     """Unique to one save. Every shard contains it, so that saves cannot be mixed."""
@@ -238,9 +238,9 @@ class Manifest:
     world_size: int
     """Data-parallel ranks that wrote it."""
     precision: str
-    """Of the module: ``"fp32"``, ``"bf16"`` or ``"fp16"``; any dtype for other software."""
+    """Precision of the module: ``"fp32"``, ``"bf16"``, ``"fp16"``; other software: any dtype."""
     master_dtype: str
-    """Of the masters: ``"float32"`` except with DeepSpeed's low-precision options."""
+    """Dtype of the masters: ``"float32"`` except with DeepSpeed's low-precision options."""
     parameters: tuple[Parameter, ...]
     """All parameters of the module, including frozen ones."""
     groups: tuple[Group, ...]
@@ -256,7 +256,7 @@ class Manifest:
     writer: Writer = field(default_factory=Writer)
     """Libraries and releases that wrote it."""
     weights_only: bool = False
-    """True: masters, frozen weights and buffers, and no optimizer state."""
+    """Whether it has masters, frozen weights and buffers but no optimizer state."""
     excluded: tuple[str, ...] = ()
     """Frozen parameters and buffers excluded by ``exclude_frozen_parameters`` or
     ``on_save_checkpoint``."""

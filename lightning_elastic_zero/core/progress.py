@@ -17,20 +17,23 @@ EVERY_S = 0.2
 
 
 class Progress:
-    """Reports the progress of long work, and ends it if it was cancelled. Used by any thread."""
+    """Reports the progress of long work, from any thread, and can cancel it.
+
+    Args:
+        check: Called while the work is alive; an exception that it raises ends the work.
+        show: Called with the number of bytes read or written since its last call.
+    """
 
     def __init__(
         self,
         check: Callable[[], None] = lambda: None,
         show: Callable[[int], object] = lambda _: None,
     ) -> None:
-        # check: shows the other ranks that this one is alive, or raises to cancel the work.
-        # show: receives the number of bytes read or written since its last call.
         self._check = check
         self._show = show
 
     def advance(self, n_bytes: int) -> None:
-        """Report bytes that were read or written; raises what ``check`` raises."""
+        """Report a number of bytes read or written; raise the exceptions of ``check``."""
         self._check()
         self._show(n_bytes)
 

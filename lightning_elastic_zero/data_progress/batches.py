@@ -237,8 +237,11 @@ def plan_batches(
         world_size: Data-parallel ranks.
         allow_uneven: Micro-batches may differ by one sample if equal ones are impossible.
 
+    Returns:
+        The plan with the fewest micro-batches.
+
     Raises:
-        UnsupportedError: It cannot be divided; the message names device counts that fit.
+        UnsupportedError: It cannot be divided. The message lists device counts that fit.
     """
     plan = _even_plan(global_batch_size, most_samples, world_size)
     if plan is None and allow_uneven and global_batch_size >= world_size:

@@ -195,6 +195,21 @@ class ElasticSampler(DistributedSampler[Any]):
 
     An epoch is padded to a multiple of the global batch with its first samples, or truncated to
     one with ``drop_last``.
+
+    Args:
+        dataset: The data set, which has a length.
+        plan: How a global batch is divided.
+        rank: This rank.
+        shuffle: Use a new order in each epoch, instead of the data set's order.
+        seed: Seed of the order.
+        drop_last: Omit an incomplete global batch at the end, instead of padding it.
+        sampler: A user's sampler that determines the order instead. It is called with seeded
+            generators, so that it yields the same order on all ranks.
+        seed_workers: Seed the loader's workers for each micro-batch, so that their random
+            numbers only depend on the position in the run.
+
+    Raises:
+        UnsupportedError: An epoch would have no optimizer step.
     """
 
     def __init__(
@@ -209,23 +224,6 @@ class ElasticSampler(DistributedSampler[Any]):
         sampler: Sampler[Any] | None = None,
         seed_workers: bool = False,
     ) -> None:
-        """Plan the epochs.
-
-        Args:
-            dataset: The data set, which has a length.
-            plan: How a global batch is divided.
-            rank: This rank.
-            shuffle: Use a new order in each epoch, instead of the data set's order.
-            seed: Seed of the order.
-            drop_last: Omit an incomplete global batch at the end, instead of padding it.
-            sampler: A user's sampler that determines the order instead. It is called with seeded
-                generators, so that it yields the same order on all ranks.
-            seed_workers: Seed the loader's workers for each micro-batch, so that their random
-                numbers only depend on the position in the run.
-
-        Raises:
-            UnsupportedError: An epoch would have no optimizer step.
-        """
         super().__init__(
             dataset,  # type: ignore[arg-type]
             num_replicas=plan.world_size,
@@ -255,7 +253,10 @@ class ElasticSampler(DistributedSampler[Any]):
         self._latest_digest: str | None = None
 
     def start_at(self, epoch: int, step: int) -> None:
-        """Start the next iteration at an optimizer step, if it is of that epoch."""
+        """Set the epoch, and start its next iteration at an optimizer step, counted from 0.
+
+        Iterations of other epochs start at their beginning.
+        """
         self.epoch = epoch
         self._start = (epoch, step)
 

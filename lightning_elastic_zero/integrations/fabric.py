@@ -30,16 +30,17 @@ log = logging.getLogger(__name__)
 class ElasticDeepSpeedFabricStrategy(DeepSpeedStrategy):
     """DeepSpeed in ZeRO stages 0 to 3 under Fabric, with checkpoints for any number of devices.
 
-    ``fabric.save(path, state)`` and ``fabric.load(path, state)`` are used as ever, with one engine
-    in ``state``. Fabric has no training loop: counters and the position in the data are entries of
-    ``state``, and the number of samples per step is not compared. CPU ranks (gloo) work too.
+    Use ``fabric.save(path, state)`` and ``fabric.load(path, state)`` as usual, with one engine in
+    ``state``. Fabric has no training loop: keep counters and the position in the data in ``state``.
+    The number of samples per step is not compared. CPU ranks (gloo) work too.
 
     Args:
-        *args: as ``lightning.fabric.strategies.DeepSpeedStrategy``.
-        **kwargs: options of ``ElasticOptions`` and of Fabric's ``DeepSpeedStrategy``.
+        *args: Passed to ``lightning.fabric.strategies.DeepSpeedStrategy``.
+        **kwargs: Options of ``ElasticOptions`` and of Fabric's ``DeepSpeedStrategy``.
 
     Raises:
-        ValueError: an option has a value that it cannot have.
+        TypeError: An option is unknown.
+        ValueError: An option has an invalid value.
     """
 
     @takes(ElasticOptions)
@@ -85,7 +86,7 @@ class ElasticDeepSpeedFabricStrategy(DeepSpeedStrategy):
         """Wait until the last save is published; collective.
 
         Raises:
-            ElasticZeroError: it failed. The checkpoint before it is intact.
+            ElasticZeroError: It failed. The checkpoint before it is intact.
         """
         engine: Any = self._deepspeed_engine
         engine.wait_for_save()

@@ -23,29 +23,29 @@ T = TypeVar("T")
 def elastic(x: T, **options: Any) -> T:
     """Make a Trainer, an Accelerator or an engine save and load elastic checkpoints.
 
-    Call it on every rank. The methods are bound on the object that is passed, and on the engines
-    that it creates later; no class and no module is changed. Folders and file names stay as the
-    loop has them: ``checkpoint-10/global_step10`` is then a checkpoint of this library. Checkpoints
-    that DeepSpeed itself wrote there are loaded too.
+    Call it on every rank. It replaces methods of ``x`` and of the engines that ``x`` creates later,
+    but changes no class or module. Folders and file names stay the same:
+    ``checkpoint-10/global_step10`` is then a checkpoint of this library. Existing checkpoints of
+    DeepSpeed load too.
 
-    ``x.wait_for_save()`` waits for a save with ``async_save``; a Trainer does so at the end of
-    ``train()``.
+    With ``async_save``, ``x.wait_for_save()`` waits for publication. A Trainer calls it at the end
+    of ``train()``.
 
     Args:
-        x: a ``transformers.Trainer`` or a subclass of it (TRL), an ``accelerate.Accelerator``, or
-            what ``deepspeed.initialize`` returned first.
-        **options: of ``ElasticOptions``, and ``allow_global_batch_change`` (bool): load a
+        x: A ``transformers.Trainer`` or a subclass of it (TRL), an ``accelerate.Accelerator``, or
+            the engine that ``deepspeed.initialize`` returned.
+        **options: Fields of ``ElasticOptions``, and ``allow_global_batch_change`` (bool): load a
             checkpoint that was saved with another number of samples per optimizer step. False:
-            refuse it, and name the settings that keep the number.
+            refuse it, and list settings that keep the number.
 
     Returns:
         ``x``.
 
     Raises:
         TypeError: ``x`` is something else, or an option is unknown.
-        ValueError: an option has a value that it cannot have, or another one than in an earlier
-            call for the same object.
-        UnsupportedError: the Trainer or Accelerator does not run DeepSpeed, or saves to several
+        ValueError: An option has an invalid value, or another one than in an earlier call for the
+            same object.
+        UnsupportedError: The Trainer or Accelerator does not run DeepSpeed, or saves to several
             nodes' own disks.
     """
     checked = LoopOptions(**options)
@@ -87,16 +87,19 @@ def _is(value: object, package: str, name: str) -> bool:
 def wrap_initialize(**options: Any) -> Callable[[], None]:
     """Make every engine that ``deepspeed.initialize`` creates from now on elastic.
 
-    For programs without code of yours, such as LLaMA-Factory: call it before the program starts.
-    It replaces ``deepspeed.initialize`` for the whole process, and covers engines only: what
-    ``elastic(trainer)`` restores besides (random state of additional ranks, accelerate's
-    schedulers) stays as those libraries leave it.
+    For programs whose code you do not edit, such as LLaMA-Factory: call it before the program
+    starts. It replaces ``deepspeed.initialize`` in the whole process and covers only the engine's
+    state: random state of additional ranks and accelerate's schedulers are not converted.
 
     Args:
-        **options: of ``elastic``.
+        **options: Those of ``elastic``.
 
     Returns:
-        A function that restores ``deepspeed.initialize``.
+        A function that restores the original ``deepspeed.initialize``.
+
+    Raises:
+        TypeError: An option is unknown.
+        ValueError: An option has an invalid value.
     """
     from lightning_elastic_zero.engine.support import replace_initialize
 

@@ -69,7 +69,7 @@ class Conversion:
 
     target: str
     kind: str
-    """Kind of the source."""
+    """Kind of the source, such as ``"stock DeepSpeed checkpoint"``."""
     bytes: int
     """Number of bytes written."""
     lacks: tuple[str, ...]
@@ -101,18 +101,19 @@ def convert_checkpoint(
     become infinite in the target dtype is refused by name.
 
     Args:
-        source: checkpoint directory or file.
-        target: output path, which must not exist.
-        to: one of the formats above.
-        options: selection, names and dtype.
-        progress: receives the number of bytes written.
+        source: Directory, file or URL of the checkpoint.
+        target: Output path on a file system, which must not exist.
+        to: One of the formats above.
+        options: Selection, names and dtype.
+        progress: Receives the number of bytes written.
 
     Raises:
-        CheckpointNotFoundError: nothing is at ``source``.
+        CheckpointNotFoundError: Nothing is at ``source``.
         CheckpointFormatError: ``source`` is not a checkpoint that can be read.
-        CheckpointCorruptedError: a checksum does not match.
-        CheckpointMismatchError: the source lacks a part that the target needs.
-        UnsupportedError: the target cannot hold the source's state, or the options conflict.
+        CheckpointCorruptedError: A checksum does not match.
+        CheckpointMismatchError: The source lacks a part that the target needs.
+        UnsupportedError: The target cannot hold the source's state, is in an object store, or the
+            options conflict.
         SaveError: ``target`` exists or could not be written.
     """
     options, written = options or ConvertOptions(), ByteCount(progress)

@@ -41,6 +41,7 @@ class CheckpointDifferences:
     only_in_first: tuple[str, ...]
     """Parameters, buffers and states (``name: key``)."""
     only_in_second: tuple[str, ...]
+    """The same for the second checkpoint."""
     tensors: tuple[TensorDifference, ...]
     """Tensors that differ."""
     values: tuple[tuple[str, str, str], ...]
@@ -67,16 +68,16 @@ def diff_checkpoints(
     compared.
 
     Args:
-        first: checkpoint directory or file.
-        second: checkpoint directory or file.
-        weights_only: compare weights and buffers, not the optimizer.
-        progress: receives the number of bytes read.
+        first: Directory, file or URL of a checkpoint.
+        second: The same for the other checkpoint.
+        weights_only: Compare weights and buffers, not the optimizer.
+        progress: Receives the number of bytes read.
 
     Raises:
-        CheckpointNotFoundError: nothing is at one of the paths.
-        CheckpointFormatError: one is not a checkpoint that can be read.
-        CheckpointCorruptedError: one is damaged.
-        UnsupportedError: a run that wrote one cannot be resumed.
+        CheckpointNotFoundError: Nothing is at one of the paths.
+        CheckpointFormatError: One is not a checkpoint that can be read.
+        CheckpointCorruptedError: One is damaged.
+        UnsupportedError: A run that wrote one cannot be resumed.
     """
     with open_view(first, progress=progress) as one, open_view(second, progress=progress) as other:
         mine, its = (_entries(side, weights_only=weights_only) for side in (one, other))

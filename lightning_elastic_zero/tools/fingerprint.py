@@ -30,15 +30,15 @@ def fingerprint_checkpoint(
     """Compute the fingerprint of a checkpoint of any kind.
 
     Args:
-        path: checkpoint directory or file.
-        threads: number of threads; 0: one per processor.
-        progress: receives the number of bytes read, from any thread.
+        path: Directory, file or URL of the checkpoint.
+        threads: Number of threads; 0: one per processor.
+        progress: Receives the number of bytes read, from any thread.
 
     Raises:
-        CheckpointNotFoundError: nothing is at the path.
-        CheckpointFormatError: it is not a checkpoint that can be read.
-        CheckpointCorruptedError: a checksum does not match.
-        UnsupportedError: the run that wrote it cannot be resumed.
+        CheckpointNotFoundError: Nothing is at the path.
+        CheckpointFormatError: It is not a checkpoint that can be read.
+        CheckpointCorruptedError: A checksum does not match.
+        UnsupportedError: The run that wrote it cannot be resumed.
     """
 
     def work(part: int, parts: int) -> FingerprintPart:

@@ -96,20 +96,29 @@ class CheckpointReport:
     kind: str
     """Such as ``"stock DeepSpeed checkpoint"``."""
     writer: Writer
+    """Software that wrote the checkpoint."""
     stage: int
     """ZeRO stage; 0 also for whole tensors, then ``writer.engine`` is empty."""
     world_size: int
+    """Data-parallel ranks of the save."""
     precision: str
+    """Precision of the module, such as ``"bf16"``."""
     master_dtype: str
+    """Dtype of the master weights, such as ``"float32"``."""
     steps: int
+    """Optimizer steps of the run."""
     epoch: int | None
+    """Epoch of the Trainer, from 0; None if not recorded."""
     samples: int
     """DeepSpeed's sample count; 0 if not recorded."""
     epoch_samples: int | None
     """Samples of this epoch consumed by all ranks; None if not recorded."""
     global_batch_size: int | None
+    """Samples per optimizer step; None if not recorded."""
     gradient_accumulation_steps: int
+    """Micro-batches of each rank per optimizer step."""
     weights_only: bool
+    """Whether the checkpoint lacks optimizer state by request."""
     lacks: tuple[str, ...]
     """Parts of a run's state that the checkpoint does not contain."""
     doubts: tuple[str, ...]
@@ -117,13 +126,19 @@ class CheckpointReport:
     note: str
     """Why other software cannot use the checkpoint although it is intact; usually empty."""
     excluded: tuple[str, ...]
+    """Frozen parameters and buffers left out by request."""
     groups: tuple[GroupReport, ...]
+    """Parameter groups of the optimizer."""
     parameters: tuple[ParameterReport, ...]
+    """All parameters, including frozen ones."""
     module_buffers: tuple[str, ...]
+    """Names of the persistent module buffers."""
     client_objects: tuple[str, ...]
     """Paths in the trainer's state of objects that are not plain data."""
     files: tuple[FileReport, ...]
+    """Files with the state, and their sizes."""
     resumable_on: str
+    """Device counts and stages for a resume, in words."""
 
     @property
     def elements(self) -> int:
@@ -151,13 +166,13 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
     No tensor is read, so it takes milliseconds for any size.
 
     Args:
-        path: checkpoint directory or file.
+        path: Directory, file or URL of the checkpoint.
 
     Raises:
-        CheckpointNotFoundError: nothing is at the path.
-        CheckpointFormatError: it is not a checkpoint that can be read.
-        CheckpointCorruptedError: the checkpoint is incomplete.
-        UnsupportedError: the run that wrote it cannot be resumed.
+        CheckpointNotFoundError: Nothing is at the path.
+        CheckpointFormatError: It is not a checkpoint that can be read.
+        CheckpointCorruptedError: The checkpoint is incomplete.
+        UnsupportedError: The run that wrote it cannot be resumed.
     """
     with open_view(path) as checkpoint:
         return report_of(checkpoint)
@@ -275,15 +290,16 @@ class ResumePlan:
     read_bytes_per_rank: int
     """Masters, states and frozen weights that the rank with the largest share reads."""
     read_bytes: int
-    """All ranks together, without the bytes read for checksums around runs (at most 5 %)."""
+    """All ranks together, without the rest of chunks that are read for checksums (at most 5 %)."""
     state_bytes_per_rank: int
-    """Masters and optimizer states, on the device or offloaded. At stage 0 without masters that are
-    the weights themselves, as in fp32; ZeRO copies them in fp32 too."""
+    """Masters and optimizer states, on the device or offloaded. Stage 0 in fp32 has no masters in
+    addition to the weights; ZeRO copies the weights in fp32 too."""
     weight_bytes_per_rank: int
     """The model's weights between steps."""
     gradient_bytes_per_rank: int
     """Gradients of the trained weights in their low-precision dtype, partitioned from ZeRO-2 on."""
     global_batch_size: int | None
+    """Samples per optimizer step; None if not recorded."""
     batches: tuple[BatchChoice, ...]
     """Combinations with the same global batch, largest micro-batch first; empty if unknown."""
     obstacles: tuple[str, ...]
@@ -299,14 +315,14 @@ def plan_resume(path: str | os.PathLike[str], devices: int, stage: int) -> Resum
     """Predict the bytes and memory of a resume, and problems.
 
     Args:
-        path: a checkpoint of any kind.
-        devices: number of data-parallel ranks of the resumed run.
+        path: Directory, file or URL of the checkpoint.
+        devices: Number of data-parallel ranks of the resumed run.
         stage: ZeRO stage of the resumed run, 0 to 3.
 
     Raises:
-        CheckpointNotFoundError: nothing is at the path.
-        CheckpointFormatError: it is not a checkpoint that can be read.
-        CheckpointCorruptedError: the checkpoint is incomplete.
+        CheckpointNotFoundError: Nothing is at the path.
+        CheckpointFormatError: It is not a checkpoint that can be read.
+        CheckpointCorruptedError: The checkpoint is incomplete.
         UnsupportedError: ``devices`` or ``stage`` is out of range.
     """
     if stage not in STAGES or devices < 1:

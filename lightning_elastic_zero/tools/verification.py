@@ -78,14 +78,14 @@ def verify_checkpoint(
     - Low-precision weights that are stored next to masters equal the rounded masters.
 
     Args:
-        path: checkpoint directory or file.
-        threads: number of reading threads; 0: one per processor.
-        progress: receives the number of bytes verified, from any thread.
+        path: Directory, file or URL of the checkpoint.
+        threads: Number of reading threads; 0: one per processor.
+        progress: Receives the number of bytes verified, from any thread.
 
     Raises:
-        CheckpointNotFoundError: nothing is at the path.
-        CheckpointFormatError: it is not a checkpoint, not even a damaged one.
-        UnsupportedError: the run that wrote it cannot be resumed.
+        CheckpointNotFoundError: Nothing is at the path.
+        CheckpointFormatError: It is not a checkpoint, not even a damaged one.
+        UnsupportedError: The run that wrote it cannot be resumed.
     """
     began, count = time.monotonic(), ByteCount(progress)
     kind, steps, rounded, problem, note = "", 0, False, "", ""
@@ -158,17 +158,17 @@ def newest_sound_checkpoint(
     Checkpoints without checksums are skipped.
 
     Args:
-        folder: contains checkpoints of any kind, or of this library if it is a URL; hidden names
+        folder: Contains checkpoints of any kind, or of this library if it is a URL; hidden names
             are ignored.
-        threads: see ``verify_checkpoint``.
-        progress: see ``verify_checkpoint``.
-        on_verified: called with the result for each candidate, the newest first.
+        threads: See ``verify_checkpoint``.
+        progress: See ``verify_checkpoint``.
+        on_verified: Called with the result for each candidate, the newest first.
 
     Returns:
         Its path with links resolved; None if no checkpoint is intact.
 
     Raises:
-        CheckpointNotFoundError: the folder does not exist.
+        CheckpointNotFoundError: The folder does not exist.
     """
     location = parse_path(folder)
     if isinstance(location, StorePath):

@@ -131,12 +131,13 @@ class PreemptionCheckpoint(Callback):
         in_validation: Interrupt a validation and repeat it after the resume, instead of waiting
             for its end. A save that a ``ModelCheckpoint`` has deferred to the end of the validation
             is then omitted. Do not set this if a callback or the module validates with other
-            weights than it trains, because those would be saved. It has no effect with Lightning's
+            weights than it trains, because these would be saved. It has no effect with Lightning's
             ``WeightAveraging``, iterable or reloaded validation data, a loader or sampler with its
             own iteration, or ``val_check_interval`` as a time.
 
     Raises:
         ValueError: A signal does not exist, or the exit code is out of range.
+        UnsupportedError: At the start of ``fit``: the strategy is not ``ElasticDeepSpeedStrategy``.
     """
 
     def __init__(
