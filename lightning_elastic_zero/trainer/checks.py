@@ -20,6 +20,7 @@ from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.data_progress.batches import DataProgress, Position
 from lightning_elastic_zero.engine.live import follows_requires_grad, trained_parameters
 from lightning_elastic_zero.trainer.batches import loader_sampler
+from lightning_elastic_zero.trainer.lightning import callbacks_of
 from lightning_elastic_zero.trainer.loaders import (
     Stateful,
     describe_loader,
@@ -168,6 +169,26 @@ def warn_of_late_loaders(position: Position, every: int) -> None:
             f"epoch {position.epoch}. If train_dataloader depends on the epoch, let it use "
             f"current_epoch - current_epoch % {every}; otherwise the samples differ."
         )
+
+
+def warn_of_epoch_hooks(trainer: pl.Trainer, epoch: int) -> None:
+    """Warn of users' hooks at the start of an epoch, which a resume inside it does not call."""
+    hooks = [
+        (type(owner).__name__, getattr(owner, "on_train_epoch_start", None))
+        for owner in (trainer.lightning_module, *callbacks_of(trainer))
+    ]
+    names = [name for name, hook in hooks if not _is_lightnings(hook)]
+    if names:
+        rank_zero_warn(
+            f"on_train_epoch_start of {format_names(names, 5)} is not called for epoch {epoch}, "
+            "inside which this run resumes, because Lightning calls it once per epoch. State that "
+            "it sets and no checkpoint contains (eval mode of a frozen layer, an epoch number in "
+            "the data set) differs until the next epoch. Set this state in on_train_start, too."
+        )
+
+
+def _is_lightnings(hook: object) -> bool:
+    return str(getattr(hook, "__module__", "")).split(".", maxsplit=1)[0] == "lightning"
 
 
 _INITIAL, _LIVE = "initial_lr", "lr"

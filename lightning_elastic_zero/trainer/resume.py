@@ -41,6 +41,7 @@ from lightning_elastic_zero.trainer.accumulation import StepIntervals, prefetch_
 from lightning_elastic_zero.trainer.batches import BatchController, batch_size_of
 from lightning_elastic_zero.trainer.checks import (
     warn_of_changes,
+    warn_of_epoch_hooks,
     warn_of_late_loaders,
     warn_of_shuffling,
     warn_of_unresumable_data,
@@ -316,6 +317,8 @@ class RunResumer:
         if combined is not None:
             _restart_data(trainer, position)
             _finish_loaders(combined, position, consumed)
+        if position.steps and not position.is_over:
+            warn_of_epoch_hooks(trainer, position.epoch)
         bar = trainer.progress_bar_callback
         if bar is not None and (position.steps or position.is_over):
             # Lightning does not call this for an epoch that was entered before.

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback, LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -19,6 +21,7 @@ from tests.support.outcome import warnings_heard
 from tests.support.ranks import Pools
 from tests.trainer._recorded_data import IndexedSamples
 from tests.trainer._recorded_runs import (
+    EventRecorder,
     RecordingNet,
     RunRecord,
     RunSpec,
@@ -174,3 +177,30 @@ def test_lightnings_warning_about_unresumable_loaders_is_hidden(
     assert seen.steps == from_step(whole.steps, 2)
     assert warned
     assert not [text for text in warned if "is not resumable" in text]
+
+
+class EpochNet(RecordingNet):
+    @override
+    def on_train_epoch_start(self) -> None:
+        self.eval()
+
+
+def told_of_hooks(run: RunSpec) -> list[str]:
+    net = EpochNet(run)
+    callbacks = [LambdaCallback(on_train_epoch_start=lambda *_: None), LearningRateMonitor()]
+    more = {**run.trainer, "logger": CSVLogger(run.root)}
+    trainer = trainer_of(replace(run, trainer=more), [*callbacks, EventRecorder(run)])
+    with warnings_heard("is not called for epoch") as warned:
+        trainer.fit(net, run.loaders(), ckpt_path=run.ckpt_path)
+    return warned
+
+
+def test_hooks_at_an_epochs_start_that_are_not_called_are_warned_of(
+    worlds: Pools, tmp_path: Path
+) -> None:
+    """Users' only, and not where they are called."""
+    run = RunSpec(save=("step 1.2", "epoch 0"), root=str(tmp_path))
+    assert not worlds.run(2, partial(told_of_hooks, run))[0]
+    assert not worlds.run(2, partial(told_of_hooks, run.resumed("epoch 0")))[0]
+    (told,) = worlds.run(2, partial(told_of_hooks, run.resumed("step 1.2")))[0]
+    assert "of EpochNet, LambdaCallback, EventRecorder is not called for epoch 1" in told
