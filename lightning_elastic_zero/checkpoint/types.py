@@ -47,8 +47,9 @@ class SaveOptions:
     """Also write the low-precision weights, for tools that require them."""
     sampler: Mapping[str, Plain] = field(default_factory=dict)
     """Position in the data, for the manifest's ``progress.sampler``."""
-    module_buffers: Mapping[str, torch.Tensor] | None = None
-    """Module buffers at the last optimizer step, saved instead of the live ones."""
+    at_step: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Module buffers and this rank's pieces of frozen weights at the last optimizer step, saved
+    instead of the live ones."""
     step: int | None = None
     """Optimizer steps as counted by the trainer; None: as counted by the engine."""
     fingerprint: bool = False
@@ -202,10 +203,10 @@ def manifest_to_save(manifest: Manifest, options: SaveOptions) -> Manifest:
 
 def state_to_save(state: RankState, manifest: Manifest, options: SaveOptions) -> RankState:
     """Return the part of a rank's state to write."""
-    frozen, kept = {p.name for p in manifest.frozen}, options.module_buffers or {}
+    frozen, kept = {p.name for p in manifest.frozen}, options.at_step
     return replace(
         state,
-        frozen={n: t for n, t in state.frozen.items() if n in frozen},
+        frozen={n: kept.get(n, t) for n, t in state.frozen.items() if n in frozen},
         module_buffers={
             name: kept.get(name, state.module_buffers[name]) for name in manifest.module_buffers
         },

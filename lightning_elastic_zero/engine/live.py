@@ -345,7 +345,7 @@ class LiveEngine:
         adds the module's low-precision weights.
         """
         module, scheduler = self._engine.module, self._engine.lr_scheduler
-        frozen = {} if exclude_frozen and self._wrapper else self._frozen()
+        frozen = {} if exclude_frozen and self._wrapper else self.frozen()
         flats = tuple(
             FlatState(
                 fragments, buffer.values.detach(), *states, in_module=buffer.low is buffer.master
@@ -375,7 +375,8 @@ class LiveEngine:
             ),
         )
 
-    def _frozen(self) -> dict[str, torch.nn.Parameter]:
+    def frozen(self) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters that no optimizer owns, by name."""
         owned = {p for b in self._buffers for p in b.parameters}
         return {name: p for p, name in self._names.items() if p not in owned}
 
@@ -440,7 +441,7 @@ class LiveEngine:
             )
             whole = held.issuperset(row.names)
             flats.append(flat_target(buffer, fragments, states, whole=whole))
-        frozen = allocate_pieces(self._frozen(), held, self._rank, first=len(flats))
+        frozen = allocate_pieces(self.frozen(), held, self._rank, first=len(flats))
         wanted = (f for flat in flats for f in flat.fragments if f.name in held)
         return RestoreTargets(
             fragments=(*wanted, *frozen),
@@ -462,7 +463,7 @@ class LiveEngine:
             if self._wrapper:
                 vars(self).pop("_states", None)  # Frees the old states with each buffer.
                 commit_optimizer(self._engine, self._wrapper, flats, values)
-            parameters = self._frozen()
+            parameters = self.frozen()
             for fragment, piece in frozen.items():
                 write_piece(parameters[fragment.name], piece)
         finally:  # Collective: other ranks wait here even if this one failed.
@@ -482,7 +483,7 @@ class LiveEngine:
         fit = {n: w for n, w in weights.items() if n in live and w.shape == live[n].shape}
         taken = []
         try:
-            for name, parameter in self._frozen().items():
+            for name, parameter in self.frozen().items():
                 if name in weights and weights[name].shape == full_shape(parameter):
                     start, piece = weight_piece(parameter)
                     write_piece(parameter, weights[name].reshape(-1)[start : start + piece.numel()])

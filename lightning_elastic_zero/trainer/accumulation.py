@@ -127,7 +127,7 @@ class GradientAccumulation:
         """Set whether a micro-batch ends a window, and return it."""
         self._manual_backwards = 0
         if trainer.accumulate_grad_batches == 1:
-            return False
+            return True
         steps = not trainer.fit_loop._should_accumulate()
         self._engine.set_gradient_accumulation_boundary(steps)
         self._pending, self._epoch = 0 if steps else self._pending + 1, trainer.current_epoch

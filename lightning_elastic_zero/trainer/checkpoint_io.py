@@ -413,9 +413,9 @@ class RunCheckpoints:
             client_state[STATE_KEY] = own
             if not is_fitting(trainer):
                 self.last_fit.put_back(own)
-            states, buffers = of.loader_states_and_buffers(trainer)
+            states, at_step = of.loaders_and_tensors(trainer)
         client_state["loops"] = with_loader_states(client_state["loops"], states)
-        return replace(options, sampler=record.to_plain(), module_buffers=buffers)
+        return replace(options, sampler=record.to_plain(), at_step=at_step)
 
     def _link(self, trainer: pl.Trainer, path: str, link: str) -> None:
         """Create a link such as ``last.ckpt`` once the checkpoint is published; collective."""

@@ -18,9 +18,11 @@ from lightning_elastic_zero.data_progress.batches import (
     read_position,
 )
 from lightning_elastic_zero.data_progress.sampler import collect_rng_states, set_rng_states
+from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.trainer.accumulation import pending_micro_batches, prefetch_next_batch
 from lightning_elastic_zero.trainer.batches import BatchController, BatchSettings, batch_size_of
 from lightning_elastic_zero.trainer.checks import BATCH_COUNT_SETTINGS
+from lightning_elastic_zero.trainer.frozen import FrozenCopies
 from lightning_elastic_zero.trainer.lightning import (
     combined_loader,
     data_fetcher,
@@ -53,7 +55,7 @@ class RunRecorder:
 
     Weights change at optimizer steps; buffers, random states and loaders at every micro-batch. A
     checkpoint taken inside an accumulation window goes back to the last step, so it needs copies
-    of their state at that step.
+    of their state at that step. Without accumulation, each batch is a window.
 
     For data without a length, Lightning fetches one batch ahead to detect the last one. A stateful
     loader is then also ahead, and a run resumed from its state would never see that batch. So its
@@ -69,6 +71,9 @@ class RunRecorder:
         self._begun: Position | None = None
         self._consumed_before: tuple[Consumed | None, ...] = ()
         self._at_step: dict[str, Any] = {}
+        self._engine: Any = None
+        self._frozen: FrozenCopies | None = None
+        self._noted_at = -1
         self._random_before_validation: dict[str, Any] | None = None
         self._validated_at = -1
         self._at_end: tuple[DataProgress, list[Any]] | None = None
@@ -88,27 +93,42 @@ class RunRecorder:
         self._loaders_before = copy.deepcopy(given)
         self._latest_loaders = _loader_states(trainer) if has_stateful_loader(trainer) else None
         self._is_new_fit = True
+        strategy: Any = trainer.strategy
+        self._engine = strategy.deepspeed_engine
+        if not strategy.exclude_frozen_parameters:
+            self._frozen = FrozenCopies(self._engine)
         self.after_optimizer_step(trainer, device)
 
     def after_optimizer_step(self, trainer: pl.Trainer, device: torch.device) -> None:
-        """Copy the state of this moment, right after an optimizer step."""
-        if trainer.accumulate_grad_batches > 1:
-            buffers = trainer.lightning_module.named_buffers()
-            self._at_step = {
+        """Copy what the next fetch of a batch changes, right after an optimizer step."""
+        # With manual optimization, a batch may have any number of steps.
+        if trainer.lightning_module.automatic_optimization:
+            self._at_step |= {
                 "random": collect_rng_states(device),
-                "buffers": {name: b.detach().clone() for name, b in buffers},
                 "loaders": self._loaders_now(trainer),
                 "generators": [*map(generator_states, training_loaders(trainer))],
             }
 
-    def note_metrics(self, trainer: pl.Trainer) -> None:
-        """Copy the metrics before the first micro-batch of a window and before its hooks."""
+    def begin_batch(self, trainer: pl.Trainer) -> None:
+        """Copy metrics, buffers and changing weights before a window's first batch and its hooks.
+
+        Not right after the optimizer step, because hooks at the batch's end may change them.
+        """
         if self.epoch_metrics is not None:
             self.epoch_metrics.note(trainer)
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+        begins = progress.current.processed % trainer.accumulate_grad_batches == 0
+        if not begins or self._noted_at == progress.total.processed:
+            return
+        self._noted_at = progress.total.processed
+        buffers = LiveEngine(self._engine).module_buffers()
+        self._at_step["buffers"] = {name: b.detach().clone() for name, b in buffers.items()}
+        if self._frozen is not None:
+            self._frozen.begin_window()
 
     def before_batch(self, trainer: pl.Trainer, batch_idx: int) -> None:
         """Record loader states; a batch was fetched and is about to be trained on."""
-        self.note_metrics(trainer)  # for training steps that fetch their own batches
+        self.begin_batch(trainer)  # for training steps that fetch their own batches
         self._record_loaders(trainer, is_first=batch_idx == 0)
         if prefetch_next_batch(trainer):
             self._record_loaders(trainer, is_first=False)
@@ -220,16 +240,17 @@ class RunRecorder:
             "plateau_step_pending": not copies and batch_ending,
         }
 
-    def loader_states_and_buffers(
+    def loaders_and_tensors(
         self, trainer: pl.Trainer
-    ) -> tuple[list[Any], Mapping[str, torch.Tensor] | None]:
-        """Return the states of stateful loaders, and the buffers, at the last optimizer step.
+    ) -> tuple[list[Any], Mapping[str, torch.Tensor]]:
+        """Return the state at the last optimizer step: of stateful loaders, and of the module.
 
-        Buffers are None if the live ones are equal.
+        The module's part are buffers and frozen weights, unless the live ones are equal.
         """
         copies = self._at_step if _is_inside_window(trainer) else {}
-        loaders = copies["loaders"] if copies else self._loaders_now(trainer)
-        return loaders, copies.get("buffers")
+        loaders = copies["loaders"] if "loaders" in copies else self._loaders_now(trainer)
+        frozen = self._frozen.at_step() if copies and self._frozen is not None else {}
+        return loaders, {**copies.get("buffers", {}), **frozen}
 
     def _record_loaders(self, trainer: pl.Trainer, *, is_first: bool) -> None:
         if has_stateful_loader(trainer):

@@ -199,7 +199,7 @@ class RunResumer:
     def before_batch_transfer(self, trainer: pl.Trainer) -> None:
         """Record metrics; a batch was fetched and its hooks have not run yet."""
         self._step_intervals.restore(trainer)
-        self.recorder.note_metrics(trainer)
+        self.recorder.begin_batch(trainer)
 
     def before_batch(self, trainer: pl.Trainer, batch_idx: int) -> None:
         """Determine whether schedulers and validation are due after the next batch."""
