@@ -160,7 +160,7 @@ def _parser() -> ArgumentParser:
 
     verb = add_verb(_selftest, "check saving and loading on this machine")
     add_path(verb, "--dir", "folder in which runs will save", folder=True, required=True)
-    about = "timeout of each step in seconds (default: 600)"
+    about = "timeout of the saving and of the loading processes in seconds (default: 600)"
     verb.add_argument("--timeout", type=_positive, default=600.0, help=about)
     add_json(verb)
     return parser

@@ -169,7 +169,7 @@ def run_selftest(directory: str | os.PathLike[str], *, timeout_s: float = 600.0)
 
     Args:
         directory: Folder in which runs will save, shared by all ranks.
-        timeout_s: Timeout of each of the two worlds in seconds.
+        timeout_s: Timeout of the saving and of the loading processes, each in seconds.
 
     Returns:
         The same report on every rank. A failed check is a row, not an exception.
