@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ import pytest
 
 from tests.support.processes import HANG_TIMEOUT_S, free_port
 from tests.support.ranks import ROOT, environment
+from tests.support.tables import ELASTIC
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -110,6 +111,30 @@ def seconds_to_next_step(lines: list[StepRecord], since: float) -> float:
     return min(later) - since
 
 
+def count_event(event: str, lines: list[StepRecord], since: float) -> None:
+    """Record the cost of an event for the table."""
+    again = next(steps for start, steps in steps_taken_again(lines).items() if start > since)
+    ELASTIC.count(event, "tried")
+    ELASTIC.count(event, "steps taken again", again)
+    ELASTIC.count(event, "seconds to the next step", round(seconds_to_next_step(lines, since)))
+
+
+def start_process(
+    command: Sequence[str], log: Path, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a process in a session of its own, which adds its output to a log."""
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
 EXAMPLE = ROOT / "examples" / "torchrun"
 
 RENDEZVOUS = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=8"
@@ -117,6 +142,12 @@ RENDEZVOUS = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=8
 
 GLOBAL_BATCH, SAMPLES, EPOCHS, SAVE_EVERY = 48, 480, 3, 5
 STEPS = SAMPLES // GLOBAL_BATCH * EPOCHS
+
+AT, LATER = 12, 22
+"""Steps after which things happen; the last saves were at steps 10 and 20."""
+
+NOTICED = "all ranks save and end after this batch"
+"""What a rank writes when it receives the signal."""
 
 
 def arguments(folder: Path, *more: str) -> list[str]:
@@ -157,15 +188,11 @@ class Job:
         """Start or restart nodes by the example's own script."""
         for node in nodes:
             self.killed.discard(node)
-            with (self.folder / f"node-{node}.log").open("ab") as log:
-                self.agents[node] = subprocess.Popen(
-                    [*self.entered(node), *self.command()],
-                    cwd=ROOT,
-                    env={**environment(), **self.settings(node)},
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
+            self.agents[node] = start_process(
+                [*self.entered(node), *self.command()],
+                self.folder / f"node-{node}.log",
+                {**environment(), **self.settings(node)},
+            )
 
     def command(self) -> list[str]:
         return ["sh", str(EXAMPLE / "start.sh"), *arguments(self.folder, *self.more)]
@@ -259,27 +286,22 @@ class Job:
 
     def wait_for_step(self, step: int, world: int) -> None:
         """Wait until all ranks of a world of this size have completed a step."""
-
-        def taken() -> bool:
-            of_world: dict[str, set[int]] = {}
-            for line in self.lines():
-                if line.step == step and line.world == world and line.is_step:
-                    of_world.setdefault(line.met_at, set()).add(line.rank)
-            return any(len(ranks) == world for ranks in of_world.values())
-
-        self.wait_until(taken, f"step {step} on {world} ranks")
+        what = f"step {step} on {world} ranks"
+        self._wait_for_all(world, lambda line: line.step == step and line.is_step, what)
 
     def wait_for_start(self, world: int, since: float) -> None:
         """Wait until all ranks of a world of this size have started training after an instant."""
+        self._wait_for_all(world, lambda line: line.time > since, f"world of {world} ranks")
 
-        def started() -> bool:
+    def _wait_for_all(self, world: int, wanted: Callable[[StepRecord], bool], what: str) -> None:
+        def found() -> bool:
             of_world: dict[str, set[int]] = {}
             for line in self.lines():
-                if line.world == world and line.time > since:
+                if line.world == world and wanted(line):
                     of_world.setdefault(line.met_at, set()).add(line.rank)
             return any(len(ranks) == world for ranks in of_world.values())
 
-        self.wait_until(started, f"world of {world} ranks")
+        self.wait_until(found, what)
 
     def wait_until(self, holds: Callable[[], bool], what: str) -> None:
         """Wait for a condition; raise TimeoutError if all agents end without it."""

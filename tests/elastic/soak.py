@@ -93,11 +93,6 @@ class SoakJob(Job):
         own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": str(ROOT)}
         return {**super().settings(node), **own}
 
-    @override
-    def start(self, *nodes: int) -> None:
-        """Start nodes, each at its own address."""
-        super().start(*nodes)
-
     @property
     def alive(self) -> list[int]:
         return [node for node in self.agents if node not in self.killed]

@@ -10,22 +10,22 @@ from pathlib import Path
 import pytest
 
 from tests.elastic._job import (
+    AT,
+    LATER,
+    NOTICED,
     STEPS,
     Job,
     Undisturbed,
     check_steps,
+    count_event,
     job,
-    seconds_to_next_step,
     steps_taken_again,
 )
-from tests.elastic.test_preempted_script import NOTICED
 from tests.support.processes import HANG_TIMEOUT_S
-from tests.support.tables import ELASTIC
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 FIRST, SECOND, THIRD = 0, 1, 2
-AT, LATER = 12, 22
 
 CALLBACK = "--trainer.callbacks+=lightning_elastic_zero.PreemptionCheckpoint"
 
@@ -64,7 +64,5 @@ def test_no_step_is_lost_when_a_node_is_preempted_and_returns(
         check_steps(lines, undisturbed)
         assert set(steps_taken_again(lines).values()) == {0}
         assert {line.world for line in lines if line.step == STEPS} == {3}
-        for event, since in {"a node is preempted": taken, "a preempted node joins": back}.items():
-            ELASTIC.count(event, "tried")
-            seconds = round(seconds_to_next_step(lines, since))
-            ELASTIC.count(event, "seconds to the next step", seconds)
+        count_event("a node is preempted", lines, taken)
+        count_event("a preempted node joins", lines, back)

@@ -7,29 +7,28 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.elastic._job import (
+    AT,
     EXAMPLE,
+    NOTICED,
     STEPS,
     Undisturbed,
     arguments,
     check_steps,
     read_lines,
+    start_process,
     steps_taken_again,
 )
 from tests.support.processes import HANG_TIMEOUT_S, free_port
 from tests.support.ranks import ROOT, environment
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
-
-AT = 12
-
-NOTICED = "all ranks save and end after this batch"
-"""What a rank writes when it receives the signal."""
 
 
 def start(folder: Path, devices: int) -> subprocess.Popen[bytes]:
@@ -41,15 +40,7 @@ def start(folder: Path, devices: int) -> subprocess.Popen[bytes]:
         "--trainer.callbacks+=lightning_elastic_zero.PreemptionCheckpoint",
     ]
     settings = {"RUN_DIR": str(folder), "MASTER_PORT": str(free_port())}
-    with (folder / "log").open("ab") as log:
-        return subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**environment(), **settings},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    return start_process(command, folder / "log", {**environment(), **settings})
 
 
 def test_a_preempted_script_exits_with_its_code_and_resumes_on_three_devices(
@@ -57,20 +48,24 @@ def test_a_preempted_script_exits_with_its_code_and_resumes_on_three_devices(
 ) -> None:
     (hold := tmp_path / f"hold-{AT}").touch()
     processes = [start(tmp_path, 2)]
+    end = time.monotonic() + HANG_TIMEOUT_S
+
+    def told() -> str:
+        return (tmp_path / "log").read_text()
+
+    def wait_until(holds: Callable[[], bool]) -> None:
+        while not holds():
+            assert time.monotonic() < end, told()[-4000:]
+            time.sleep(0.1)
+
     try:
-        end = time.monotonic() + HANG_TIMEOUT_S
-        while not any(line.is_step and line.step >= AT for line in read_lines(tmp_path)):
-            assert time.monotonic() < end, (tmp_path / "log").read_text()[-4000:]
-            time.sleep(0.1)
+        wait_until(lambda: any(r.is_step and r.step >= AT for r in read_lines(tmp_path)))
         os.kill(processes[0].pid, signal.SIGTERM)
-        while NOTICED not in (tmp_path / "log").read_text():
-            assert time.monotonic() < end, (tmp_path / "log").read_text()[-4000:]
-            time.sleep(0.1)
+        wait_until(lambda: NOTICED in told())
         hold.unlink()
-        code = processes[0].wait(HANG_TIMEOUT_S)
-        assert code == 75, (tmp_path / "log").read_text()[-4000:]
+        assert processes[0].wait(HANG_TIMEOUT_S) == 75, told()[-4000:]
         processes.append(start(tmp_path, 3))
-        assert processes[1].wait(HANG_TIMEOUT_S) == 0, (tmp_path / "log").read_text()[-4000:]
+        assert processes[1].wait(HANG_TIMEOUT_S) == 0, told()[-4000:]
     finally:
         for process in processes:
             with suppress(ProcessLookupError):

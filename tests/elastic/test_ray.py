@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,17 +20,19 @@ from typing_extensions import override
 
 from lightning_elastic_zero.tools.verification import verify_checkpoint
 from tests.elastic._job import (
+    AT,
+    LATER,
     SAVE_EVERY,
     STEPS,
     Job,
     Undisturbed,
     check_steps,
-    seconds_to_next_step,
+    count_event,
+    start_process,
     steps_taken_again,
 )
 from tests.support.processes import HANG_TIMEOUT_S, free_port
 from tests.support.ranks import ROOT, environment
-from tests.support.tables import ELASTIC
 
 HEAD = 0
 """The node that hosts the cluster and the driver, beside its worker."""
@@ -124,15 +125,8 @@ class RayJob(Job):
 
     def _run(self, node: int, command: list[str]) -> None:
         path = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
-        with (self.folder / f"node-{node}.log").open("ab") as log:
-            self.agents[node] = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**environment(), **SETTINGS, "PYTHONPATH": path},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        settings = {**environment(), **SETTINGS, "PYTHONPATH": path}
+        self.agents[node] = start_process(command, self.folder / f"node-{node}.log", settings)
 
     def kill_worker(self, rank: int, world: int) -> float:
         """Kill the process of a worker's actor only; return the time."""
@@ -187,8 +181,6 @@ pytestmark = [
 ]
 
 SECOND = 1
-AT, LATER = 12, 22
-"""Steps after which things happen; the last saves were at steps 10 and 20."""
 
 
 def check_run(nodes: RayJob, undisturbed: Undisturbed) -> None:
@@ -204,15 +196,6 @@ def check_run(nodes: RayJob, undisturbed: Undisturbed) -> None:
     assert Path(result["checkpoint"]) == (nodes.checkpoints / "last.ckpt").resolve()
     for path in here:
         assert verify_checkpoint(path).is_sound
-
-
-def note(nodes: RayJob, event: str, since: float) -> None:
-    """Record the cost of an event for the table."""
-    lines = nodes.lines()
-    again = next(steps for start, steps in steps_taken_again(lines).items() if start > since)
-    ELASTIC.count(event, "tried")
-    ELASTIC.count(event, "steps taken again", again)
-    ELASTIC.count(event, "seconds to the next step", round(seconds_to_next_step(lines, since)))
 
 
 def test_a_ray_run_continues_without_a_killed_node_and_with_it_again(
@@ -233,8 +216,8 @@ def test_a_ray_run_continues_without_a_killed_node_and_with_it_again(
         nodes.go_on(LATER)
         nodes.finish()
         check_run(nodes, undisturbed)
-        note(nodes, "Ray loses a node", lost)
-        note(nodes, "Ray gains a node", gained)
+        count_event("Ray loses a node", nodes.lines(), lost)
+        count_event("Ray gains a node", nodes.lines(), gained)
 
 
 def test_ray_restarts_all_workers_when_one_is_killed(
@@ -249,4 +232,4 @@ def test_ray_restarts_all_workers_when_one_is_killed(
         nodes.go_on(AT)
         nodes.finish()
         check_run(nodes, undisturbed)
-        note(nodes, "Ray loses a worker", since)
+        count_event("Ray loses a worker", nodes.lines(), since)

@@ -19,8 +19,8 @@ import psutil
 import pytest
 from typing_extensions import override
 
-from tests.elastic._job import SAVE_EVERY, Job, Undisturbed, job
-from tests.elastic.test_torchrun import AT, FIRST, LATER, SECOND, check_job
+from tests.elastic._job import AT, LATER, SAVE_EVERY, Job, Undisturbed, job
+from tests.elastic.test_torchrun import FIRST, SECOND, check_job
 from tests.support.processes import HANG_TIMEOUT_S, free_port
 from tests.support.ranks import ROOT, environment
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,17 +17,19 @@ from pathlib import Path
 import pytest
 
 from tests.elastic._job import (
+    AT,
+    NOTICED,
     STEPS,
     Undisturbed,
     arguments,
     check_steps,
+    count_event,
     read_lines,
-    seconds_to_next_step,
+    start_process,
     steps_taken_again,
 )
 from tests.support.processes import HANG_TIMEOUT_S, free_port
 from tests.support.ranks import ROOT, environment
-from tests.support.tables import ELASTIC
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 
@@ -52,34 +54,24 @@ class SlurmCluster:
     def environment(self) -> dict[str, str]:
         return {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf")}
 
-    def run(self, *command: str, **more: str) -> str:
+    def run(
+        self, *command: str, more: Mapping[str, str] | None = None, must_succeed: bool = True
+    ) -> str:
         done = subprocess.run(
             command,
             cwd=ROOT,
-            env={**self.environment, **more},
+            env={**self.environment, **(more or {})},
             capture_output=True,
             text=True,
             timeout=HANG_TIMEOUT_S,
             check=False,
         )
-        assert done.returncode == 0, (command, done.stdout, done.stderr)
-        return done.stdout.strip()
-
-    def run_quietly(self, *command: str) -> str:
-        """Return the output of a command, whether it succeeded or not."""
-        done = subprocess.run(
-            command,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=HANG_TIMEOUT_S,
-            check=False,
-        )
+        assert done.returncode == 0 or not must_succeed, (command, done.stdout, done.stderr)
         return done.stdout.strip()
 
     def submit(self, *options: str, **environment: str) -> str:
         out = self.folder / "job-%j.out"
-        return self.run("sbatch", "--parsable", f"--output={out}", *options, **environment)
+        return self.run("sbatch", "--parsable", f"--output={out}", *options, more=environment)
 
     def state(self, job: str) -> dict[str, str]:
         """Return SLURM's properties of a job: JobState, NumNodes, Restarts, ..."""
@@ -153,26 +145,12 @@ class SlurmCluster:
         return "\n".join(lines) + "\n"
 
     def _spawn(self, command: list[str]) -> None:
-        with (self.folder / f"daemon-{len(self.started)}.log").open("wb") as log:
-            self.started.append(
-                subprocess.Popen(
-                    command,
-                    env=self.environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            )
+        log = self.folder / f"daemon-{len(self.started)}.log"
+        self.started.append(start_process(command, log, self.environment))
 
     def end(self) -> None:
         """Cancel all jobs, and end the daemons in reverse order."""
-        subprocess.run(
-            ["scancel", "--user=root", "--full"],
-            env=self.environment,
-            timeout=HANG_TIMEOUT_S,
-            check=False,
-        )
+        self.run("scancel", "--user=root", "--full", must_succeed=False)
         time.sleep(1.0)  # slurmstepd kills the tasks
         for daemon in reversed(self.started):
             daemon.terminate()
@@ -191,9 +169,8 @@ def slurm_cluster(nodes: int) -> Iterator[SlurmCluster]:
     try:
         cluster.start()
         end = time.monotonic() + HANG_TIMEOUT_S
-        while cluster.run_quietly(
-            "sinfo", "--noheader", "--format=%D %t", f"--partition={SPOT}"
-        ) != (f"{nodes} idle"):
+        info = ("sinfo", "--noheader", "--format=%D %t", f"--partition={SPOT}")
+        while cluster.run(*info, must_succeed=False) != f"{nodes} idle":
             logs = [path.read_text(errors="replace")[-500:] for path in folder.glob("daemon-*.log")]
             assert time.monotonic() < end, logs
             time.sleep(0.2)
@@ -210,10 +187,6 @@ pytestmark = [
 ]
 
 EXAMPLE = ROOT / "examples" / "slurm" / "train.sbatch"
-AT = 12
-
-NOTICED = "all ranks save and end after this batch"
-"""What a rank writes when it receives the signal."""
 
 
 def submit(cluster: SlurmCluster, run: Path, *options: str) -> str:
@@ -237,6 +210,23 @@ def at_step(run: Path, step: int) -> bool:
     return any(line.is_step and line.step >= step for line in read_lines(run))
 
 
+def assert_lossless(run: Path, undisturbed: Undisturbed) -> None:
+    lines = read_lines(run)
+    check_steps(lines, undisturbed)
+    assert max(line.step for line in lines) == STEPS
+    assert list(steps_taken_again(lines).values()) == [0]
+
+
+def wait_for_state(cluster: SlurmCluster, job: str, state: str) -> None:
+    cluster.wait_until(lambda: cluster.state(job)["JobState"] == state, state, job)
+
+
+def wait_for_notice(cluster: SlurmCluster, job: str, run: Path) -> None:
+    """Wait until ranks have received a signal, and let them go on."""
+    cluster.wait_until(lambda: NOTICED in cluster.output(job), "signal", job)
+    (run / f"hold-{AT}").unlink()
+
+
 def test_a_preempted_job_continues_on_two_of_three_nodes_without_loss(
     undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
@@ -246,27 +236,19 @@ def test_a_preempted_job_continues_on_two_of_three_nodes_without_loss(
         assert cluster.state(job)["NumNodes"] == "3"
         since = time.time()
         urgent = cluster.submit(f"--partition={URGENT}", "--nodes=1", "--wrap=sleep 600")
-        cluster.wait_until(lambda: NOTICED in cluster.output(job), "signal", job)
-        (run / f"hold-{AT}").unlink()
+        wait_for_notice(cluster, job, run)
         # Seen once: it ran again, and three nodes stood there still.
         requeued = {"JobState": "RUNNING", "Restarts": "1", "NumNodes": "2"}
         cluster.wait_until(
             lambda: requeued.items() <= cluster.state(job).items(), "two nodes after a requeue", job
         )
-        cluster.wait_until(lambda: cluster.state(job)["JobState"] == "COMPLETED", "end", job)
+        wait_for_state(cluster, job, "COMPLETED")
         assert cluster.state(urgent)["JobState"] == "RUNNING"
         printed = cluster.output(job)
     assert "This run will be preempted (rank 0: SIGTERM on" in printed
     assert "last-preempted.ckpt (saved on 3 devices with ZeRO-3) on 2 devices" in printed
-    lines = read_lines(run)
-    check_steps(lines, undisturbed)
-    assert max(line.step for line in lines) == STEPS
-    again = steps_taken_again(lines)
-    assert list(again.values()) == [0]
-    ELASTIC.count("a SLURM job is preempted", "tried")
-    ELASTIC.count("a SLURM job is preempted", "steps taken again", 0)
-    seconds = round(seconds_to_next_step(lines, since))
-    ELASTIC.count("a SLURM job is preempted", "seconds to the next step", seconds)
+    assert_lossless(run, undisturbed)
+    count_event("a SLURM job is preempted", read_lines(run), since)
 
 
 def test_a_job_requeues_itself_before_its_time_limit(
@@ -278,14 +260,11 @@ def test_a_job_requeues_itself_before_its_time_limit(
         job = submit(cluster, run, "--nodes=2")
         for name in ("CONT", "USR1", "USR1"):
             cluster.run("scancel", f"--signal={name}", job)
-        cluster.wait_until(lambda: NOTICED in cluster.output(job), "signal", job)
-        (run / f"hold-{AT}").unlink()
-        cluster.wait_until(lambda: cluster.state(job)["JobState"] == "COMPLETED", "end", job)
+        wait_for_notice(cluster, job, run)
+        wait_for_state(cluster, job, "COMPLETED")
         assert cluster.state(job)["Restarts"] == "1"
         assert "SIGUSR1" in cluster.output(job)
-    lines = read_lines(run)
-    check_steps(lines, undisturbed)
-    assert list(steps_taken_again(lines).values()) == [0]
+    assert_lossless(run, undisturbed)
 
 
 def test_a_requeued_job_uses_a_node_that_is_free_again(
@@ -294,25 +273,18 @@ def test_a_requeued_job_uses_a_node_that_is_free_again(
     run = tmp_path / "run"
     with slurm_cluster(3) as cluster:
         urgent = cluster.submit(f"--partition={URGENT}", "--nodes=1", "--wrap=sleep 600")
-        cluster.wait_until(lambda: cluster.state(urgent)["JobState"] == "RUNNING", "start", urgent)
+        wait_for_state(cluster, urgent, "RUNNING")
         job = submit(cluster, run, "--nodes=2-3")
         assert cluster.state(job)["NumNodes"] == "2"
         cluster.run("scancel", urgent)
-        cluster.wait_until(lambda: cluster.state(urgent)["JobState"] == "CANCELLED", "end", urgent)
+        wait_for_state(cluster, urgent, "CANCELLED")
         since = time.time()
         cluster.run("scancel", "--signal=USR1", job)
-        cluster.wait_until(lambda: NOTICED in cluster.output(job), "signal", job)
-        (run / f"hold-{AT}").unlink()
-        cluster.wait_until(lambda: cluster.state(job)["JobState"] == "COMPLETED", "end", job)
+        wait_for_notice(cluster, job, run)
+        wait_for_state(cluster, job, "COMPLETED")
         assert cluster.state(job)["NumNodes"] == "3"
         assert cluster.state(job)["Restarts"] == "1"
         printed = cluster.output(job)
     assert "last-preempted.ckpt (saved on 2 devices with ZeRO-3) on 3 devices" in printed
-    lines = read_lines(run)
-    check_steps(lines, undisturbed)
-    assert max(line.step for line in lines) == STEPS
-    assert list(steps_taken_again(lines).values()) == [0]
-    ELASTIC.count("a SLURM job gains a node", "tried")
-    ELASTIC.count("a SLURM job gains a node", "steps taken again", 0)
-    seconds = round(seconds_to_next_step(lines, since))
-    ELASTIC.count("a SLURM job gains a node", "seconds to the next step", seconds)
+    assert_lossless(run, undisturbed)
+    count_event("a SLURM job gains a node", read_lines(run), since)

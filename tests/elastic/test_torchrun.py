@@ -23,20 +23,21 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from typing_extensions import override
 
 from tests.elastic._job import (
+    AT,
     EPOCHS,
+    LATER,
     SAVE_EVERY,
     STEPS,
     Job,
     Undisturbed,
     check_steps,
+    count_event,
     job,
-    seconds_to_next_step,
     steps_taken_again,
 )
 from tests.examples._cli_programs import run_cli
 from tests.support.processes import HANG_TIMEOUT_S, free_port
 from tests.support.ranks import ForkServer
-from tests.support.tables import ELASTIC
 
 SUBNET = f"10.{os.getpid() % 200 + 20}.77"
 """Of this process's own."""
@@ -119,12 +120,6 @@ pytestmark = pytest.mark.engine
 FIRST, SECOND, THIRD = 0, 1, 2
 """Nodes; the first one that starts has rank 0, by its address."""
 
-AT = 12
-"""The step after which things happen; the last save was at step 10."""
-
-LATER = 22
-"""A step after which something happens for a second time; the last save was at step 20."""
-
 TIMEOUT = "--trainer.strategy.init_args.timeout=0:00:20"
 """How long ranks wait for one whose node is silent: shorter than anybody would set it."""
 
@@ -136,17 +131,13 @@ def check_job(nodes: Job, undisturbed: Undisturbed, event: str, since: float) ->
     assert set(undisturbed) == set(range(1, STEPS + 1))
     lines = nodes.lines()
     check_steps(lines, undisturbed)
-    again = steps_taken_again(lines)
-    assert max(again.values()) <= SAVE_EVERY
+    assert max(steps_taken_again(lines).values()) <= SAVE_EVERY
     check_curve(nodes, undisturbed)
     assert nodes.last_step() == STEPS
     assert [path.name for path in nodes.checkpoints.glob("last*")] == ["last.ckpt"]
     assert not nodes.unpublished()
     assert not list(nodes.folder.glob("version_*"))
-    ELASTIC.count(event, "tried")
-    lost = next(steps for start, steps in again.items() if start > since)
-    ELASTIC.count(event, "steps taken again", lost)
-    ELASTIC.count(event, "seconds to the next step", round(seconds_to_next_step(lines, since)))
+    count_event(event, lines, since)
 
 
 def check_curve(nodes: Job, undisturbed: Undisturbed) -> None:
@@ -185,23 +176,6 @@ def test_a_kill_in_the_first_save_leads_to_a_fresh_start(
         check_job(nodes, undisturbed, "lose a worker in the first save", since)
 
 
-def lose_a_worker(nodes: Job) -> float:
-    """Kill the worker of a node; its agent starts another one."""
-    return nodes.signal(SECOND, signal.SIGKILL, agent=False)
-
-
-def lose_a_node(nodes: Job) -> float:
-    return nodes.kill(SECOND)
-
-
-def lose_the_first_node(nodes: Job) -> float:
-    return nodes.kill(FIRST)
-
-
-def lose_two_nodes(nodes: Job) -> float:
-    return nodes.kill(SECOND, THIRD)
-
-
 def end_the_first_node(nodes: Job) -> float:
     """Send SIGTERM to the agent of rank 0's node, which passes it on to its worker only."""
     nodes.killed.add(FIRST)  # an agent that is told to stop does not end by 0
@@ -210,23 +184,21 @@ def end_the_first_node(nodes: Job) -> float:
     return now
 
 
-EVENTS = [
-    (end_the_first_node, (FIRST, SECOND)),
-    (lose_a_node, (FIRST, SECOND)),
-    (lose_two_nodes, (FIRST, SECOND, THIRD)),
+EVENTS: dict[str, tuple[Callable[[Job], float], tuple[int, ...]]] = {
+    "end the first node": (end_the_first_node, (FIRST, SECOND)),
+    "lose a node": (lambda nodes: nodes.kill(SECOND), (FIRST, SECOND)),
+    "lose two nodes": (lambda nodes: nodes.kill(SECOND, THIRD), (FIRST, SECOND, THIRD)),
     # Of three, so that the rest has to learn of another meeting place.
-    (lose_the_first_node, (FIRST, SECOND, THIRD)),
-]
+    "lose the first node": (lambda nodes: nodes.kill(FIRST), (FIRST, SECOND, THIRD)),
+}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("event", "begun"), EVENTS, ids=[event.__name__ for event, _ in EVENTS])
+@pytest.mark.parametrize("name", EVENTS)
 def test_the_job_continues_exactly_after_a_loss(
-    event: Callable[[Job], float],
-    begun: tuple[int, ...],
-    undisturbed: Undisturbed,
-    tmp_path: Path,
+    name: str, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
+    event, begun = EVENTS[name]
     with job(tmp_path / "run") as nodes:
         nodes.hold(AT)
         nodes.start(*begun)
@@ -234,7 +206,7 @@ def test_the_job_continues_exactly_after_a_loss(
         since = event(nodes)
         nodes.go_on(AT)
         nodes.finish()
-        check_job(nodes, undisturbed, event.__name__.replace("_", " "), since)
+        check_job(nodes, undisturbed, name, since)
         assert not nodes.forced()
 
 
@@ -265,18 +237,28 @@ def test_the_job_grows_after_a_loss_and_a_gain(
         assert not nodes.forced()
 
 
+@contextmanager
+def job_that_lost_a_worker(
+    folder: Path, undisturbed: Undisturbed, event: str, **settings: str
+) -> Iterator[tuple[Job, float]]:
+    with job(folder) as nodes:
+        nodes.own_settings.update(settings)
+        nodes.hold(AT)
+        nodes.start(FIRST, SECOND)
+        nodes.wait_for_step(AT, world=2)
+        since = nodes.signal(SECOND, signal.SIGKILL, agent=False)  # its agent starts another one
+        nodes.go_on(AT)
+        nodes.finish()
+        check_job(nodes, undisturbed, event, since)
+        yield nodes, since
+
+
 @pytest.mark.long
 def test_the_saved_configuration_alone_continues_the_run(
     undisturbed: Undisturbed, fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    with job(tmp_path / "run") as nodes:
-        nodes.hold(AT)
-        nodes.start(FIRST, SECOND)
-        nodes.wait_for_step(AT, world=2)
-        since = lose_a_worker(nodes)
-        nodes.go_on(AT)
-        nodes.finish()
-        check_job(nodes, undisturbed, "lose a worker", since)
+    with job_that_lost_a_worker(tmp_path / "run", undisturbed, "lose a worker") as (nodes, since):
+        pass
     (saved,) = nodes.folder.rglob("fit.yaml")
     assert saved.stat().st_mtime > since
     command = ["fit", f"--config={saved}", f"--trainer.max_epochs={EPOCHS + 1}"]
@@ -354,12 +336,6 @@ def test_a_node_without_network_neither_trains_nor_saves(
 @pytest.mark.long
 def test_agents_can_share_their_store(undisturbed: Undisturbed, tmp_path: Path) -> None:
     """As by torchrun's default: a world must not read the keys of an earlier one."""
-    with job(tmp_path / "run") as nodes:
-        nodes.own_settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "0"
-        nodes.hold(AT)
-        nodes.start(FIRST, SECOND)
-        nodes.wait_for_step(AT, world=2)
-        since = lose_a_worker(nodes)
-        nodes.go_on(AT)
-        nodes.finish()
-        check_job(nodes, undisturbed, "lose a worker, the store shared", since)
+    event, share = "lose a worker, the store shared", {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}
+    with job_that_lost_a_worker(tmp_path / "run", undisturbed, event, **share):
+        pass
