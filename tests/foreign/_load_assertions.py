@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.foreign._fixtures import Fixture
-from tests.foreign._restore_programs import Case, restore
+from tests.foreign._restore_programs import Case, Outcome, restore
 from tests.foreign._torch_writers import Run
-from tests.support.checkpoints import Loading, Refusal, refusal
+from tests.support.checkpoints import Loading, Refusal, Saved, found_after_load, refusal
 from tests.support.engines import Setup, engine_of, train
-from tests.support.oracle import differences, dump
+from tests.support.oracle import Dump, differences, dump
 from tests.support.processes import PROMPT_TIMEOUT_S
 from tests.support.ranks import Pools
 
@@ -44,10 +44,23 @@ def assert_restored(
         client_state=client_state,
         **changes,
     )
-    outcome = pools.run(target.world, partial(restore, case))[0]
+    assert restored(pools, case).verdict.tensors >= 27
+
+
+def restored(pools: Pools, case: Case) -> Outcome:
+    """Load; fail unless the state is the writer's, bit for bit."""
+    outcome = pools.run(case.target.world, partial(restore, case))[0]
     assert outcome is not None
     outcome.verdict.assert_same()
-    assert outcome.verdict.tensors >= 27
+    return outcome
+
+
+def around_load(pools: Pools, target: Setup, path: str, **options: Any) -> tuple[Dump, Dump]:
+    """Return what a run held before and after a load."""
+    program = partial(found_after_load, target, Saved(target, path), options)
+    pair = pools.run(target.world, program)[0]
+    assert pair is not None
+    return pair
 
 
 def refused_all(pools: Pools, target: Setup, paths: list[str], **options: Any) -> list[Refusal]:

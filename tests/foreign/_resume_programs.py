@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import logging.handlers
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +18,9 @@ from tests.foreign._restore_programs import wanted_of
 from tests.foreign._trainer_writers import DECAY, LitNet, Steps, Watch
 from tests.support.checkpoints import compare_states
 from tests.support.engines import Engine, Setup, batch
+from tests.support.fits import quiet_trainer
 from tests.support.oracle import MORE, Dump, ReferenceComparison, compare_with_reference, dump
+from tests.support.outcome import log_heard
 
 
 @dataclass(frozen=True)
@@ -113,34 +113,24 @@ class ResumingModel(LitNet):
         self.mine = checkpoint.get("mine")
 
 
-def resume(fixture: Fixture, target: Setup, path: str) -> Resumed | None:
-    """Resume from a checkpoint for two more steps. Collective."""
+def trainer_of(target: Setup, *callbacks: Callback, **options: Any) -> pl.Trainer:
     from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
+    strategy = ElasticDeepSpeedStrategy(config=target.config())
+    precision = "bf16-true" if target.precision == "bf16" else "32-true"
+    own = {"precision": precision, "use_distributed_sampler": False, **options}
+    return quiet_trainer(strategy, *callbacks, **own)
+
+
+def resume(fixture: Fixture, target: Setup, path: str) -> Resumed | None:
+    """Resume from a checkpoint for two more steps. Collective."""
     warnings.simplefilter("ignore")
     look, kept = Look(target), Kept()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=target.world,
-        strategy=ElasticDeepSpeedStrategy(config=target.config()),
-        precision="bf16-true" if target.precision == "bf16" else "32-true",
-        max_steps=fixture.setup_steps + MORE,
-        callbacks=[look, kept],
-        use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = trainer_of(target, look, kept, max_steps=fixture.setup_steps + MORE)
     module = ResumingModel(target, seed=7, hidden=target.hidden)
     module.first = fixture.setup_steps
-    handler = logging.handlers.BufferingHandler(10**6)
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    logger.addHandler(handler)
-    try:
+    with log_heard("lightning.pytorch.utilities.rank_zero") as told:
         trainer.fit(module, ckpt_path=path)
-    finally:
-        logger.removeHandler(handler)
     wanted = wanted_of(fixture, target, look.before) if look.before is not None else None
     ran = (module.losses, look.after)
     other = compare_with_reference(target, fixture.setup_steps, wanted, ran, train_as_fit)
@@ -152,7 +142,7 @@ def resume(fixture: Fixture, target: Setup, path: str) -> Resumed | None:
         callback=kept.given,
         mine=module.mine,
         rates=look.rates,
-        told="\n".join(record.getMessage() for record in handler.buffer),
+        told="\n".join(told),
         compare_with_reference=other,
     )
 
@@ -197,20 +187,8 @@ class ValidatingModel(ResumingModel):
 
 def validate(fixture: Fixture, target: Setup) -> dict[str, torch.Tensor]:
     """Validate with a checkpoint; return the weights in forward. Collective."""
-    from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
-
     warnings.simplefilter("ignore")
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=target.world,
-        strategy=ElasticDeepSpeedStrategy(config=target.config()),
-        precision="bf16-true" if target.precision == "bf16" else "32-true",
-        use_distributed_sampler=False,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        inference_mode=False,
-    )
+    trainer = trainer_of(target, inference_mode=False)
     module = ValidatingModel(target, seed=7, hidden=target.hidden)
     trainer.validate(module, ckpt_path=str(fixture.checkpoint), verbose=False)
     return module.weights

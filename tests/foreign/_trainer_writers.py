@@ -20,7 +20,7 @@ from typing_extensions import override
 from tests.foreign._deepspeed_writers import MORE, keep, wait_for_gathers
 from tests.foreign._fixture_table import FixtureRow
 from tests.support.engines import Net, Setup, batch, group_members, make_optimizer
-from tests.support.fits import StockOnCPU
+from tests.support.fits import StockOnCPU, quiet_trainer
 from tests.support.oracle import dump
 
 DECAY = 0.75
@@ -72,6 +72,14 @@ class LitNet(Net, pl.LightningModule):
         checkpoint["mine"] = {"tensor": torch.arange(3), "name": "net"}
 
 
+class EveryGradientNet(LitNet):
+    """Gives each parameter a gradient: torch keeps no state for others."""
+
+    @override
+    def training_step(self, pair: tuple[torch.Tensor, torch.Tensor], _: int) -> torch.Tensor:
+        return super().training_step(pair, _) + 0 * self.never.sum()
+
+
 class Watch(Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -103,18 +111,9 @@ def fit(row: FixtureRow, folder: str) -> None:
         monitor="loss",
         save_top_k=2,
     )
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=row.setup.world,
-        strategy=strategy,
-        precision="bf16-true" if row.setup.precision == "bf16" else "32-true",
-        max_steps=row.steps + MORE,
-        callbacks=[saves, Watch()],
-        use_distributed_sampler=False,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    precision: Any = "bf16-true" if row.setup.precision == "bf16" else "32-true"
+    steps = {"max_steps": row.steps + MORE, "use_distributed_sampler": False}
+    trainer = quiet_trainer(strategy, saves, Watch(), precision=precision, **steps)
     trainer.fit(LitNet(row.setup, hidden=row.setup.hidden))
 
 

@@ -6,7 +6,7 @@ engines that wrote them held in memory, found out by the oracle, which knows not
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -97,13 +97,24 @@ def test_another_order_of_sums_changes_losses_only(
     assert one != other
 
 
-@pytest.mark.parametrize("name", [n for n in STOCK if not n.endswith(("0.17", "0.18"))])
+NEWEST_AND_OLDEST = [n for n in STOCK if not n.endswith(("0.17", "0.18"))]
+
+
+@pytest.mark.parametrize(
+    ("name", "turns"),
+    [
+        *((name, [STOCK.index(name)]) for name in NEWEST_AND_OLDEST),
+        *(pytest.param(name, range(12), marks=pytest.mark.long) for name in STOCK),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{len(value)} targets",
+)
 def test_a_stock_checkpoint_loads_on_another_world_and_stage(
-    name: str, pools: Pools, unpacked: Unpack
+    name: str, turns: Sequence[int], pools: Pools, unpacked: Unpack
 ) -> None:
     fixture = unpacked(name)
-    target = another(fixture.setup, STOCK.index(name))
-    run(pools, case_of(fixture, name, target=target)).verdict.assert_same()
+    for turn in turns:
+        target = another(fixture.setup, turn)
+        run(pools, case_of(fixture, name, target=target)).verdict.assert_same()
 
 
 @pytest.mark.parametrize("elastic", [True, False])
@@ -117,17 +128,6 @@ def test_the_schedule_continues(elastic: bool, pools: Pools, tmp_path: Path) -> 
             target.world, partial(resumed_with_scheduler, target, str(tmp_path), steps)
         )
         assert found == [rates[steps:]] * target.world
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", STOCK)
-def test_a_stock_checkpoint_loads_on_all_worlds_and_stages(
-    name: str, pools: Pools, unpacked: Unpack
-) -> None:
-    fixture = unpacked(name)
-    for turn in range(12):
-        target = another(fixture.setup, turn)
-        run(pools, case_of(fixture, name, target=target)).verdict.assert_same()
 
 
 def test_a_tags_folder_selects_the_tag(pools: Pools, unpacked: Unpack) -> None:

@@ -29,7 +29,8 @@ from lightning_elastic_zero.formats.deepspeed_files import CLASS_STUBS
 from lightning_elastic_zero.formats.dumps import describe_dumps
 from lightning_elastic_zero.formats.open import open_checkpoint
 from tests.foreign._fixtures import Fixture, names, unpack
-from tests.foreign._restore_programs import Case, restore
+from tests.foreign._load_assertions import restored
+from tests.foreign._restore_programs import Case
 from tests.support.checkpoints import Loading, refusal
 from tests.support.engines import group_members
 from tests.support.oracle import Dump
@@ -138,9 +139,7 @@ def test_dumps_load_on_the_same_ranks(name: str, forgotten: bool, pools: Pools, 
     if forgotten:
         forget_names(fixture.checkpoint)
     describe(fixture, groups=groups_of(fixture) if forgotten else None)
-    outcome = pools.run(fixture.setup.world, partial(restore, case_of(fixture)))[0]
-    assert outcome is not None
-    outcome.verdict.assert_same()
+    restored(pools, case_of(fixture))
 
 
 @pytest.mark.engine
@@ -164,10 +163,7 @@ def test_dumps_load_on_other_ranks_and_stages(
 ) -> None:
     fixture = copy(name)
     describe(fixture)
-    case = case_of(fixture, world=world, zero=zero, sub_group=20)
-    outcome = pools.run(world, partial(restore, case))[0]
-    assert outcome is not None
-    outcome.verdict.assert_same()
+    restored(pools, case_of(fixture, world=world, zero=zero, sub_group=20))
 
 
 @pytest.mark.parametrize("forgotten", [False, True], ids=["with-names", "without-names"])

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from tests.foreign import _torch_writers as writers
-from tests.foreign._load_assertions import TARGETS, refused
+from tests.foreign._load_assertions import TARGETS, around_load, refused
 from tests.foreign._torch_writers import Run
-from tests.support.checkpoints import Loading, Saved, evaluated_weights, found_after_load, refusal
+from tests.support.checkpoints import Loading, Saved, evaluated_weights, refusal
 from tests.support.engines import Engine, Net, Setup, engine_of, inner_of, train
 from tests.support.outcome import log_heard
 from tests.support.ranks import Pools, skip_without
@@ -88,11 +88,10 @@ def test_infinite_values_of_a_file_are_loaded(
         pools.run(1, partial(write, run, change=partial(with_weight, math.inf)))
     else:
         pools.run(1, partial(write, run, make_tree=partial(chunks, math.inf)))
-    pair = pools.run(2, partial(found_after_load, TARGET, Saved(TARGET, run.path), {}))[0]
-    assert pair is not None
+    _, after = around_load(pools, TARGET, run.path)
     wanted = torch.load(run.truth_path, weights_only=True)["master/a.weight"]
     wanted[-1, -1] = math.inf
-    found = torch.as_tensor(pair[1]["master/a.weight"])
+    found = torch.as_tensor(after["master/a.weight"])
     assert torch.equal(found.view_as(wanted), wanted)
 
 
@@ -133,10 +132,8 @@ def test_narrower_masters_refuse_values_that_overflow(pools: Pools, tmp_path: Pa
     assert "use a precision" in found.message
     with pytest.raises(AssertionError, match=re.escape(told)):
         pools.run(2, partial(evaluated_weights, Setup(2, "3", "bf16"), Saved(source, path)))
-    with_masters = Setup(2, "3", "bf16")
-    pair = pools.run(2, partial(found_after_load, with_masters, Saved(source, path), {}))[0]
-    assert pair is not None
-    held = [torch.as_tensor(v) for k, v in pair[1].items() if k.startswith("master/")]
+    _, after = around_load(pools, Setup(2, "3", "bf16"), path)
+    held = [torch.as_tensor(v) for k, v in after.items() if k.startswith("master/")]
     assert sum(int((v == torch.tensor(LARGE)).sum()) for v in held) == source.world
 
 
@@ -153,7 +150,7 @@ def test_a_momentum_that_overflows_in_the_gradients_type_is_refused(
         assert found.error == "CheckpointMismatchError", found.message
         assert "the optimizer state momentum_buffer of " in found.message
         assert "has the float32 value 3.39999995e+38, which overflows bf" in found.message
-    assert_momentum_kept(pools, Setup(2, "B", "bf16", optimizer="Muon"), Saved(source, path))
+    assert_momentum_kept(pools, Setup(2, "B", "bf16", optimizer="Muon"), path)
 
 
 @pytest.mark.long
@@ -162,14 +159,13 @@ def test_a_momentum_in_swap_files_is_kept_in_the_masters_type(pools: Pools, tmp_
     source, path = Setup(2, "2", optimizer="Muon"), str(tmp_path / "large.ckpt")
     pools.run(2, partial(save_large, source, path, state="momentum_buffer"))
     target = Setup(2, "3", "bf16", optimizer="Muon", nvme="plain")
-    assert_momentum_kept(pools, target, Saved(source, path))
+    assert_momentum_kept(pools, target, path)
 
 
-def assert_momentum_kept(pools: Pools, target: Setup, saved: Saved) -> None:
+def assert_momentum_kept(pools: Pools, target: Setup, path: str) -> None:
     """Fail unless a run continues with the large number of a momentum."""
-    pair = pools.run(2, partial(found_after_load, target, saved, {}))[0]
-    assert pair is not None
-    held = [torch.as_tensor(v) for k, v in pair[1].items() if k.startswith("momentum_buffer/")]
+    _, after = around_load(pools, target, path)
+    held = [torch.as_tensor(v) for k, v in after.items() if k.startswith("momentum_buffer/")]
     assert any((v == torch.tensor(LARGE)).any() for v in held)
 
 

@@ -18,10 +18,9 @@ from lightning_elastic_zero.formats.open import open_checkpoint
 from tests.foreign._deepspeed_writers import write
 from tests.foreign._fixture_table import FixtureRow, small
 from tests.foreign._fixtures import Fixture, unpack
-from tests.foreign._load_assertions import refused_all
+from tests.foreign._load_assertions import around_load, refused_all, restored
 from tests.foreign._read_whole import read_whole
-from tests.foreign._restore_programs import Case, restore
-from tests.support.checkpoints import Saved, found_after_load
+from tests.foreign._restore_programs import Case
 from tests.support.engines import Setup
 from tests.support.oracle import same_bits
 from tests.support.ranks import Pools
@@ -111,10 +110,8 @@ def test_mixed_saves_and_missing_states_are_refused_by_name(
         assert all(part in refused.message for part in said), refused.message
         assert "load_optimizer_state=False" in refused.message
     for path in cases:
-        options = {"load_optimizer_state": False}
-        pair = pools.run(1, partial(found_after_load, TARGET, Saved(TARGET, path), options))[0]
-        assert pair is not None
-        assert not [key for key in pair[1] if key.startswith("exp_avg")]
+        _, after = around_load(pools, TARGET, path, load_optimizer_state=False)
+        assert not [key for key in after if key.startswith("exp_avg")]
 
 
 @pytest.mark.long
@@ -141,9 +138,7 @@ def test_muons_momentum_loads_from_zero_3_and_is_refused_in_zero_1_and_2(
         path = str(folder / "checkpoint")
         if setup is three:
             fixture = Fixture(folder, setup, {"steps": 3, "kind": "stock"})
-            outcome = pools.run(1, partial(restore, Case(fixture, target, path)))[0]
-            assert outcome is not None
-            outcome.verdict.assert_same()
+            restored(pools, Case(fixture, target, path))
         else:
             (found,) = refused_all(pools, target, [path])
             assert "keeps Muon's momentum of whole parameters" in found.message
@@ -207,10 +202,7 @@ def test_hyperparameters_of_another_optimizer_are_not_restored(
     (found,) = refused_all(pools, target, [path], **fresh)
     assert found.error == "CheckpointMismatchError", found.message
     assert "load_hyperparameters=False" in found.message
-    options = {**fresh, "load_hyperparameters": False}
-    pair = pools.run(1, partial(found_after_load, target, Saved(target, path), options))[0]
-    assert pair is not None
-    before, after = pair
+    before, after = around_load(pools, target, path, **fresh, load_hyperparameters=False)
     assert {k: v for k, v in before.items() if k.startswith("group/")} == {
         k: v for k, v in after.items() if k.startswith("group/")
     }

@@ -18,13 +18,18 @@ import pytest
 import torch
 
 from tests.foreign import _torch_writers as writers
-from tests.foreign._load_assertions import TARGETS, assert_restored, refused, refused_all
+from tests.foreign._load_assertions import (
+    TARGETS,
+    around_load,
+    assert_restored,
+    refused,
+    refused_all,
+)
 from tests.foreign._torch_writers import Run
 from tests.support.checkpoints import (
     Saved,
     compare_states,
     evaluated_weights,
-    found_after_load,
     train_and_save,
 )
 from tests.support.engines import Setup, engine_of, group_members
@@ -101,9 +106,7 @@ def test_a_single_file_restores_all_state(
 def test_a_run_that_loaded_nothing_is_found(pools: Pools, run_of: Callable[[str], Run]) -> None:
     target = TARGETS[1]
     wanted = torch.load(run_of("ddp").truth_path, weights_only=True)
-    pair = pools.run(2, partial(found_after_load, target, Saved(target, run_of("ddp").path), {}))[0]
-    assert pair is not None
-    before, after = pair
+    before, after = around_load(pools, target, run_of("ddp").path)
     assert len(differences(expected_in(wanted, Setup(1), target), before)) > 40
     assert not compare_states(expected_in(wanted, Setup(1), target), after).differing
 
@@ -113,10 +116,7 @@ def test_a_run_that_loaded_nothing_is_found(pools: Pools, run_of: Callable[[str]
 
 def assert_weights(pools: Pools, target: Setup, path: str, truth: Dump) -> None:
     """Fail unless weights and buffers are the writer's, and the optimizer is fresh."""
-    options = {"load_optimizer_state": False}
-    pair = pools.run(target.world, partial(found_after_load, target, Saved(target, path), options))
-    assert pair[0] is not None
-    after = pair[0][1]
+    _, after = around_load(pools, target, path, load_optimizer_state=False)
     wanted = expected_in({k: v for k, v in truth.items() if _is_weight(k)}, Setup(1), target)
     assert not differences(wanted, {k: v for k, v in after.items() if _is_weight(k)})
     assert not any(key.startswith(("exp_avg", "scalar")) for key in after)
@@ -182,10 +182,6 @@ def consolidate(directory: str, path: str) -> None:
 Tree = dict[str, Any]
 
 
-def _untie(tree: Tree) -> None:
-    tree["state_dict"]["head.weight"] = tree["state_dict"]["head.weight"] + 1
-
-
 def _one_name(tree: Tree) -> None:
     del tree["state_dict"]["embedding.weight"]
 
@@ -198,41 +194,43 @@ def _lacking(tree: Tree) -> None:
     del tree["state_dict"]["average"], tree["state_dict"]["a.weight"]
 
 
-def _with_gaps(tree: Tree) -> None:
-    tree["state_dict"]["a.weight"] = torch.ones(65, 66)[:, ::2]
-
-
-def _no_tensor(tree: Tree) -> None:
-    tree["state_dict"]["a.words"] = "text"
-
-
-def _no_weights(tree: Tree) -> None:
-    tree["weights"] = tree.pop("state_dict")
-
-
-def _two_optimizers(tree: Tree) -> None:
-    tree["optimizer_states"] *= 2
-
-
 def _objects(tree: Tree) -> None:
     tree["hyper_parameters"] = {"args": argparse.Namespace(lr=1.0), "tilt": TILT}
 
 
 TILT = fractions.Fraction(1, 3)
 
-CHANGED: dict[str, tuple[Callable[[Tree], None], str, tuple[str, ...]]] = {
-    "untied": (_untie, "CheckpointMismatchError", ("embedding.weight and head.weight", "untie")),
+CHANGED: dict[str, tuple[Callable[[Tree], object], str, tuple[str, ...]]] = {
+    "untied": (
+        lambda tree: tree["state_dict"].update(
+            {"head.weight": tree["state_dict"]["head.weight"] + 1}
+        ),
+        "CheckpointMismatchError",
+        ("embedding.weight and head.weight", "untie"),
+    ),
     "surplus": (_extra, "CheckpointMismatchError", ("not in the model: surplus",)),
     "lacking": (
         _lacking,
         "CheckpointMismatchError",
         ("missing from the checkpoint: a.weight", "buffers missing from the checkpoint: average"),
     ),
-    "with gaps": (_with_gaps, "UnsupportedError", ("'a.weight'", "gaps", ".contiguous()")),
-    "no tensor": (_no_tensor, "UnsupportedError", ("'a.words' is a str",)),
-    "no weights": (_no_weights, "CheckpointFormatError", ("no `state_dict`", "'weights'")),
+    "with gaps": (
+        lambda tree: tree["state_dict"].update({"a.weight": torch.ones(65, 66)[:, ::2]}),
+        "UnsupportedError",
+        ("'a.weight'", "gaps", ".contiguous()"),
+    ),
+    "no tensor": (
+        lambda tree: tree["state_dict"].update({"a.words": "text"}),
+        "UnsupportedError",
+        ("'a.words' is a str",),
+    ),
+    "no weights": (
+        lambda tree: tree.update(weights=tree.pop("state_dict")),
+        "CheckpointFormatError",
+        ("no `state_dict`", "'weights'"),
+    ),
     "two optimizers": (
-        _two_optimizers,
+        lambda tree: tree["optimizer_states"].extend(tree["optimizer_states"]),
         "CheckpointMismatchError",
         ("the states of 2 optimizers", "load_optimizer_state=False"),
     ),
@@ -244,7 +242,7 @@ CHANGED: dict[str, tuple[Callable[[Tree], None], str, tuple[str, ...]]] = {
 }
 
 
-def changed(run: Run, path: Path, change: Callable[[Tree], None]) -> str:
+def changed(run: Run, path: Path, change: Callable[[Tree], object]) -> str:
     """Write a file that differs from a writer's."""
     tree = torch.load(run.path, weights_only=True)
     change(tree)

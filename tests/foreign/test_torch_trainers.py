@@ -17,27 +17,11 @@ from tests.foreign._fixtures import Fixture
 from tests.foreign._load_assertions import as_fixture
 from tests.foreign._resume_programs import Look, Resumed, ResumingModel, resume, validate
 from tests.foreign._torch_writers import Run, held, keep
-from tests.foreign._trainer_writers import DECAY, LitNet, Watch
+from tests.foreign._trainer_writers import DECAY, EveryGradientNet, Watch
 from tests.support.engines import Net, Setup
+from tests.support.fits import quiet_trainer
 from tests.support.oracle import Dump, differences, same_bits
 from tests.support.ranks import Pools
-
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "use_distributed_sampler": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
-
-
-class UnshardedNet(LitNet):
-    """Gives each parameter a gradient."""
-
-    @override
-    def training_step(self, pair: tuple[torch.Tensor, torch.Tensor], _: int) -> torch.Tensor:
-        return super().training_step(pair, _) + 0 * self.never.sum()
 
 
 class Keep(pl.Callback):
@@ -55,14 +39,9 @@ def fit_ddp(run: Run) -> None:
     """Fit, and save in the middle of an epoch. Collective."""
     warnings.simplefilter("ignore")
     setup = Setup(run.world, hidden=5)
-    trainer = pl.Trainer(
-        devices=run.world,
-        strategy="ddp",
-        max_steps=run.steps,
-        callbacks=[Watch(), Keep(run)],
-        **QUIET,
-    )
-    trainer.fit(UnshardedNet(setup, hidden=setup.hidden))
+    options = {"max_steps": run.steps, "use_distributed_sampler": False}
+    trainer = quiet_trainer("ddp", Watch(), Keep(run), **options)
+    trainer.fit(EveryGradientNet(setup, hidden=setup.hidden))
     trainer.save_checkpoint(run.path)
 
 
@@ -72,13 +51,8 @@ def start(path: str, target: Setup, options: dict[str, Any]) -> tuple[int, Dump 
 
     warnings.simplefilter("ignore")
     look = Look(target)
-    trainer = pl.Trainer(
-        devices=target.world,
-        strategy=ElasticDeepSpeedStrategy(config=target.config(), **options),
-        max_steps=1,
-        callbacks=[look],
-        **QUIET,
-    )
+    strategy = ElasticDeepSpeedStrategy(config=target.config(), **options)
+    trainer = quiet_trainer(strategy, look, max_steps=1, use_distributed_sampler=False)
     trainer.fit(ResumingModel(target, seed=7, hidden=target.hidden), ckpt_path=path)
     return look.step, look.before
 

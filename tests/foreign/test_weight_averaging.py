@@ -21,8 +21,9 @@ from typing_extensions import override
 from tests.foreign._fixture_table import FixtureRow, small
 from tests.foreign._fixtures import Fixture
 from tests.foreign._resume_programs import ResumingModel, validate
-from tests.foreign._trainer_writers import LitNet, OnCPU
+from tests.foreign._trainer_writers import EveryGradientNet, OnCPU
 from tests.support.engines import Setup
+from tests.support.fits import quiet_trainer
 from tests.support.oracle import dump, same_bits
 from tests.support.outcome import warnings_heard
 from tests.support.ranks import Pools
@@ -42,14 +43,6 @@ Writer = Callable[[str], tuple[dict[int, Weights], dict[int, Weights]]]
 def state_of(average: EMAWeightAveraging) -> Weights:
     assert average._average_model is not None
     return {k: v.detach().clone() for k, v in average._average_model.state_dict().items()}
-
-
-class Averaged(LitNet):
-    """A module whose parameters all have gradients: torch keeps no state for others."""
-
-    @override
-    def training_step(self, pair: tuple[torch.Tensor, torch.Tensor], number: int) -> torch.Tensor:
-        return super().training_step(pair, number) + 0 * self.never.sum()
 
 
 class Look(Callback):
@@ -90,21 +83,11 @@ def fit(
     setup: Setup, strategy: Strategy | str, look: Look, *, resume: str | None = None
 ) -> tuple[dict[int, Weights], dict[int, Weights]]:
     """Fit, resumed or not; return weights and averages by step. Collective."""
-    module = Averaged(setup) if resume is None else ResumingModel(setup, seed=7)
+    module = EveryGradientNet(setup) if resume is None else ResumingModel(setup, seed=7)
     if isinstance(module, ResumingModel):
         module.first = SAVED
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=setup.world,
-        strategy=strategy,
-        max_steps=END,
-        callbacks=[*([look.average] if look.average else []), look],
-        use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    callbacks = [*([look.average] if look.average else []), look]
+    trainer = quiet_trainer(strategy, *callbacks, max_steps=END, use_distributed_sampler=False)
     trainer.fit(module, ckpt_path=resume)
     return look.weights, look.averages
 
