@@ -60,23 +60,17 @@ def test_the_public_names_are_those_of_the_api_page() -> None:
     assert sorted(NAMED) == sorted(lightning_elastic_zero.__all__)
 
 
-def test_every_error_is_public() -> None:
-    classes = {
-        name
-        for name, value in inspect.getmembers(errors, inspect.isclass)
-        if issubclass(value, errors.ElasticZeroError)
-    }
-    assert classes <= PUBLIC
+def test_every_error_is_public_and_has_one_root() -> None:
+    classes = [value for _, value in inspect.getmembers(errors, inspect.isclass)]
+    own = [value for value in classes if value.__module__ == errors.__name__]
+    assert all(issubclass(value, errors.ElasticZeroError) for value in own)
+    assert {value.__name__ for value in own} <= PUBLIC
 
 
 @pytest.mark.parametrize("function", ["save_checkpoint", "load_checkpoint"])
 def test_returned_types_are_public(function: str) -> None:
     returned = inspect.signature(getattr(lightning_elastic_zero, function)).return_annotation
     assert returned in PUBLIC
-
-
-def test_every_error_has_one_root() -> None:
-    assert issubclass(errors.ElasticZeroError, Exception)
 
 
 def test_every_public_name_is_an_attribute() -> None:
@@ -89,10 +83,22 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         getattr(lightning_elastic_zero, "ElasticStrategy")  # noqa: B009 (mypy sees the other form)
 
 
-def test_the_strategy_registers_where_lightning_is_loaded(run_fresh: RunFresh) -> None:
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import lightning.pytorch, lightning_elastic_zero\n",
+        pytest.param(
+            "import lightning_elastic_zero, sys\n"
+            "assert 'lightning' not in sys.modules\n"
+            "lightning_elastic_zero.ElasticDeepSpeedStrategy\n",
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=["where Lightning is loaded", "on first access"],
+)
+def test_the_strategy_registers(imports: str, run_fresh: RunFresh) -> None:
     program = (
-        "import lightning.pytorch, lightning_elastic_zero\n"
-        "from lightning.pytorch.strategies import StrategyRegistry\n"
+        f"{imports}from lightning.pytorch.strategies import StrategyRegistry\n"
         "print('elastic_deepspeed' in StrategyRegistry)"
     )
     assert run_fresh(program).splitlines()[-1] == "True"
@@ -148,18 +154,6 @@ def test_pytorch_lightning_is_refused_with_the_right_import(
     assert len(said) == 2
     assert "import lightning.pytorch as pl" in said[0]
     assert "for lightning.pytorch.Trainer" in said[1]
-
-
-@pytest.mark.long
-def test_the_strategy_registers_on_first_access(run_fresh: RunFresh) -> None:
-    program = (
-        "import lightning_elastic_zero, sys\n"
-        "assert 'lightning' not in sys.modules\n"
-        "lightning_elastic_zero.ElasticDeepSpeedStrategy\n"
-        "from lightning.pytorch.strategies import StrategyRegistry\n"
-        "print('elastic_deepspeed' in StrategyRegistry)"
-    )
-    assert run_fresh(program).splitlines()[-1] == "True"
 
 
 @pytest.mark.long

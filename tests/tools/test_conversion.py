@@ -47,6 +47,7 @@ from tests.tools import _other_software
 from tests.tools._other_software import trained
 
 Run = Callable[..., tuple[int, str, str]]
+Refused = Callable[..., str]
 
 
 def weights_of(state: WholeState) -> dict[str, torch.Tensor]:
@@ -81,16 +82,6 @@ def test_a_conversion_and_back_keeps_the_fingerprint(
     convert_checkpoint(there, back, "elastic", ConvertOptions(buffers=["mean"]))
     assert fingerprint_checkpoint(back) == wanted
     assert verify_checkpoint(back).is_sound
-
-
-@pytest.mark.parametrize(
-    "name", ["zero2-ds0.19", "zero3-ds0.19", "bf16-ds0.16", "momentum", "stale3", "universal3"]
-)
-def test_checkpoints_of_other_software_become_ours(name: str, tmp_path: Path) -> None:
-    source = unpack(name, tmp_path / "unpacked").checkpoint
-    convert_checkpoint(source, tmp_path / "own.ckpt", "elastic")
-    assert fingerprint_checkpoint(tmp_path / "own.ckpt") == fingerprint_checkpoint(source)
-    assert verify_checkpoint(tmp_path / "own.ckpt").is_sound
 
 
 @pytest.mark.parametrize("to", ["fp32", "bf16"])
@@ -188,7 +179,9 @@ def test_safetensors_in_one_file_or_shards(tmp_path: Path) -> None:
     assert [tuple(g["params"]) for g in groups] == list(state.groups)
 
 
-def test_patterns_select_new_names_and_buffers_are_not_cast(tmp_path: Path, run: Run) -> None:
+def test_patterns_select_new_names_and_buffers_are_not_cast(
+    tmp_path: Path, run: Run, refused: Refused
+) -> None:
     state = make_state()
     source = write_elastic(tmp_path / "a.ckpt", state)
     code, out, err = run(
@@ -208,16 +201,13 @@ def test_patterns_select_new_names_and_buffers_are_not_cast(tmp_path: Path, run:
         **state.buffers,
     }
     assert_same(found, wanted)
-    code, out, err = run(
-        "convert", source, tmp_path / "t", "--to", "fp32", "--include", "nothing.*"
-    )
-    assert (code, out) == (2, "")
-    assert "select none of its weights" in err
-    assert run("convert", source, tmp_path / "t", "--to", "fp32", "--rename", "a")[0] == 2
+    to = ("convert", source, tmp_path / "t", "--to", "fp32")
+    assert "select none of its weights" in refused(*to, "--include", "nothing.*")
+    refused(*to, "--rename", "a")
     assert not (tmp_path / "t").exists()
 
 
-def test_patterns_rename(tmp_path: Path, run: Run) -> None:
+def test_patterns_rename(tmp_path: Path, run: Run, refused: Refused) -> None:
     state = make_state()
     source = write_elastic(tmp_path / "a.ckpt", state, 3, 2)
     patterns = ("layers.*.weight=h.*.kernel", "*.bias=*.offset", "head.=", "mean=running.mean")
@@ -242,8 +232,9 @@ def test_patterns_rename(tmp_path: Path, run: Run) -> None:
         (("scale=",), "turns 'scale' into an empty name"),
         (("scale=a", "scale=b"), "two values for 'scale'"),
     ):
-        code, _, error = run("convert", source, tmp_path / "c", "--to", "fp32", "--rename", *wrong)
-        assert (code, says in error) == (2, True), error
+        assert says in refused(
+            "convert", source, tmp_path / "c", "--to", "fp32", "--rename", *wrong
+        )
     assert names_in(tmp_path) == ["a.ckpt", "b.ckpt"]
 
 
@@ -263,8 +254,7 @@ def test_lost_scalar_states_are_reported(tmp_path: Path, run: Run) -> None:
     assert fingerprint_checkpoint(tmp_path / "d") == fingerprint_checkpoint(tmp_path / "a.ckpt")
 
 
-def test_lost_counters_are_reported(tmp_path: Path, run: Run) -> None:
-    source = write_elastic(tmp_path / "a.ckpt", make_state())
+def test_lost_counters_are_reported(source: Path, tmp_path: Path, run: Run) -> None:
     steps = inspect_checkpoint(source).steps
     code, _, error = run("convert", source, tmp_path / "d", "--to", "dcp")
     assert (code, steps > 0) == (0, True)
@@ -273,20 +263,19 @@ def test_lost_counters_are_reported(tmp_path: Path, run: Run) -> None:
 
 
 @pytest.mark.parametrize("size", ["0", "-1"])
-def test_impossible_targets_are_refused_in_one_line(size: str, tmp_path: Path, run: Run) -> None:
-    source = write_elastic(tmp_path / "a.ckpt", make_state())
+def test_impossible_targets_are_refused_in_one_line(
+    size: str, source: Path, tmp_path: Path, refused: Refused
+) -> None:
     (tmp_path / "file").write_text("mine")
     for to in ("fp32", "safetensors", "universal", "dcp", "elastic"):
         for target in ("", tmp_path / "file" / "below"):
-            code, out, error = run("convert", source, target, "--to", to)
-            assert (code, out) == (2, ""), (to, target)
+            error = refused("convert", source, target, "--to", to)
             assert error.count("\n") == 1, error
             assert "room" not in error
             if target:
                 assert f"{target}: {tmp_path / 'file'} is a file, not a directory" in error
                 assert "Choose another path" in error
-    options = ("--to", "safetensors", "--max-shard-gb", size)
-    assert run("convert", source, tmp_path / "out", *options)[:2] == (2, "")
+    refused("convert", source, tmp_path / "out", "--to", "safetensors", "--max-shard-gb", size)
     assert names_in(tmp_path) == ["a.ckpt", "file"]
 
 
@@ -295,8 +284,7 @@ def test_the_command_lists_all_targets() -> None:
 
 
 @pytest.mark.parametrize("to", [t for t in TARGETS if t != "adapter"])
-def test_nothing_is_overwritten_and_nothing_left(to: str, tmp_path: Path) -> None:
-    source = write_elastic(tmp_path / "a.ckpt", make_state())
+def test_nothing_is_overwritten_and_nothing_left(to: str, source: Path, tmp_path: Path) -> None:
     target = tmp_path / "out" / "target"
     target.parent.mkdir()
     target.write_text("mine")
@@ -314,8 +302,7 @@ def test_nothing_is_overwritten_and_nothing_left(to: str, tmp_path: Path) -> Non
     assert names_in(target.parent) == []
 
 
-def test_a_file_that_appears_at_the_target_stays(tmp_path: Path) -> None:
-    source = write_elastic(tmp_path / "a.ckpt", make_state())
+def test_a_file_that_appears_at_the_target_stays(source: Path, tmp_path: Path) -> None:
     for to in ("fp32", "safetensors"):
         target = tmp_path / f"{to}.out"
 
@@ -328,8 +315,7 @@ def test_a_file_that_appears_at_the_target_stays(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".zero-export-*"))
 
 
-def test_a_checkpoint_of_ours_is_not_overwritten(tmp_path: Path) -> None:
-    source = write_elastic(tmp_path / "a.ckpt", make_state())
+def test_a_checkpoint_of_ours_is_not_overwritten(source: Path, tmp_path: Path) -> None:
     other = write_elastic(tmp_path / "b.ckpt", make_state(), 3, 3)
     lean = ConvertOptions(optimizer=False)
     for target in (source, other):
@@ -428,15 +414,12 @@ def test_buffers_of_stage_0_are_known(world_size: int, tmp_path: Path) -> None:
     ("to", "optimizer"), [("fp32", "yes"), ("bf16", "yes"), ("adapter", "yes"), ("universal", "no")]
 )
 def test_unsupported_optimizer_options_are_refused(
-    to: str, optimizer: str, tmp_path: Path, run: Run
+    to: str, optimizer: str, source: Path, tmp_path: Path, refused: Refused
 ) -> None:
-    source = write_elastic(tmp_path / "a.ckpt", make_state())
-    out = tmp_path / "out"
-    code, said, error = run("convert", source, out, "--to", to, "--optimizer", optimizer)
-    assert (code, said) == (2, "")
+    error = refused("convert", source, tmp_path / "out", "--to", to, "--optimizer", optimizer)
     assert f"--optimizer {optimizer}" in error
     assert "safetensors" in error
-    assert not out.exists()
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("to", ["dcp", "lightning", "safetensors"])
@@ -446,9 +429,8 @@ def test_unsupported_optimizer_options_are_refused(
     ids=["include", "exclude"],
 )
 def test_patterns_and_optimizer_states_are_refused_together(
-    to: str, patterns: ConvertOptions, tmp_path: Path
+    to: str, patterns: ConvertOptions, source: Path, tmp_path: Path
 ) -> None:
-    source = write_elastic(tmp_path / "a.ckpt", make_state())
     chosen = replace(patterns, optimizer=None if to == "dcp" else True)
     with pytest.raises(UnsupportedError, match=r"--optimizer no"):
         convert_checkpoint(source, tmp_path / "out", to, chosen)
@@ -477,11 +459,10 @@ def test_other_software_loads_the_result(
     ("name", "why"), [("a/b.weight", "contains a slash"), ("a" * 256, "more than 255 bytes")]
 )
 def test_names_that_are_not_folder_names_are_refused_by_universal(
-    name: str, why: str, tmp_path: Path, run: Run
+    name: str, why: str, tmp_path: Path, run: Run, refused: Refused
 ) -> None:
     source = write_elastic(tmp_path / "a.ckpt", make_state({name: (4, 3), "b": (2,)}))
-    code, _, error = run("convert", source, tmp_path / "u", "--to", "universal")
-    assert code == 2
+    error = refused("convert", source, tmp_path / "u", "--to", "universal")
     assert why in error
     assert "--rename" in error
     assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
@@ -498,8 +479,7 @@ def test_steps_of_a_group_skip_an_empty_first_parameter(tmp_path: Path) -> None:
         assert found.scalars("a") == found.scalars("b") == {"step": torch.tensor(state.step)}
 
 
-def test_without_counters_steps_are_those_of_the_optimizer(tmp_path: Path) -> None:
-    source = write_elastic(tmp_path / "a.ckpt", make_state())
+def test_without_counters_steps_are_those_of_the_optimizer(source: Path, tmp_path: Path) -> None:
     convert_checkpoint(source, tmp_path / "dcp", "dcp", ConvertOptions(optimizer=True))
     convert_checkpoint(tmp_path / "dcp", tmp_path / "b.ckpt", "elastic")
     assert inspect_checkpoint(tmp_path / "b.ckpt").steps == make_state().step == 3
@@ -507,9 +487,8 @@ def test_without_counters_steps_are_those_of_the_optimizer(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("to", "dtype"), [("fp32", "bf16"), ("bf16", "fp16"), ("bf16", "fp32")])
 def test_a_dtype_that_contradicts_the_target_is_refused(
-    to: str, dtype: str, tmp_path: Path
+    to: str, dtype: str, source: Path, tmp_path: Path
 ) -> None:
-    source = write_elastic(tmp_path / "a.ckpt", make_state())
     with pytest.raises(UnsupportedError, match=f"{to} contains weights in .*dtype={dtype}"):
         convert_checkpoint(source, tmp_path / "b", to, ConvertOptions(dtype=dtype))
     convert_checkpoint(source, tmp_path / "b", to, ConvertOptions(dtype=to))
@@ -531,13 +510,17 @@ LARGEST = torch.finfo(torch.float32).max
     ids=str,
 )
 def test_numbers_that_would_become_infinite_are_refused(
-    value: float, dtype: torch.dtype, options: tuple[str, ...], tmp_path: Path, run: Run
+    value: float,
+    dtype: torch.dtype,
+    options: tuple[str, ...],
+    tmp_path: Path,
+    run: Run,
+    refused: Refused,
 ) -> None:
     weights = {"a": torch.ones(3, dtype=dtype), "b": torch.ones(5, 1 << 20, dtype=dtype)}
     weights["b"][4, 77] = value
     torch.save(weights, tmp_path / "w.pt")
-    code, out, err = run("convert", tmp_path / "w.pt", tmp_path / "out", *options)
-    assert (code, out) == (2, "")
+    err = refused("convert", tmp_path / "w.pt", tmp_path / "out", *options)
     assert "b has the value" in err
     assert f"{weights['b'][4, 77].item():.6g}" in err
     assert "would become infinite" in err
@@ -623,14 +606,14 @@ def test_a_transposed_view_is_not_a_tie(tmp_path: Path) -> None:
     assert torch.equal(found["b"], square.t())
 
 
-def test_masters_are_rounded_only_as_asked(tmp_path: Path, run: Run) -> None:
+def test_masters_are_rounded_only_as_asked(tmp_path: Path, run: Run, refused: Refused) -> None:
     state = make_state()
     state.masters["scale"].fill_(LARGEST)
     source = write_elastic(tmp_path / "a.ckpt", state)
     assert run("convert", source, tmp_path / "w", "--to", "fp32")[0] == 0
     assert torch.load(tmp_path / "w", weights_only=True)["scale"] == LARGEST
-    code, _, err = run("convert", source, tmp_path / "x", "--to", "bf16")
-    assert (code, "scale has the value 3.40282e+38" in err) == (2, True)
+    err = refused("convert", source, tmp_path / "x", "--to", "bf16")
+    assert "scale has the value 3.40282e+38" in err
 
 
 SCALARS: dict[str, Any] = {

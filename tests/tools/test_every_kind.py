@@ -350,16 +350,12 @@ def check_kind(kind: Kind, tmp_path: Path, run: Run) -> None:
     assert sorted(p.name for p in out.iterdir()) == wanted
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=names_of)
-def test_every_verb_reads_each_kind(kind: Kind, tmp_path: Path, run: Run) -> None:
-    check_kind(kind, tmp_path, run)
+ALWAYS = [pytest.param(kind, marks=pytest.mark.essential, id=kind.name) for kind in KINDS]
 
 
 @pytest.mark.cases(6)
-@pytest.mark.parametrize("kind", FOREIGN, ids=names_of)
-def test_every_verb_reads_checkpoints_of_other_software(
-    kind: Kind, tmp_path: Path, run: Run
-) -> None:
+@pytest.mark.parametrize("kind", [*ALWAYS, *FOREIGN], ids=names_of)
+def test_every_verb_reads_each_kind(kind: Kind, tmp_path: Path, run: Run) -> None:
     check_kind(kind, tmp_path, run)
 
 
@@ -425,8 +421,15 @@ def _without_each(path: Path) -> Iterator[Path]:
         away.rename(file)
 
 
-def check_without_each(kind: Kind, folder: Path, run: Run) -> None:
-    path = kind.make(folder)
+# With another checkpoint, or what a larger world had left of one, in the same folder.
+NOT_ALONE = {"universal-beside", "two-tags", "stale2", "stale3"}
+ALONE = [kind for kind in FOREIGN if kind.name not in NOT_ALONE]
+
+
+@pytest.mark.cases(6)
+@pytest.mark.parametrize("kind", [*ALWAYS, *ALONE], ids=names_of)
+def test_a_missing_file_is_named(kind: Kind, tmp_path: Path, run: Run) -> None:
+    path = kind.make(tmp_path)
     assert run("verify", path)[0] == 0
     whole = fingerprint_checkpoint(path)
     for file in _without_each(path):
@@ -450,19 +453,3 @@ def check_without_each(kind: Kind, folder: Path, run: Run) -> None:
             assert file.parent.name in err or not below.startswith("zero/"), (below, err)
             assert re.search("missing|cannot be read", err), err
     assert fingerprint_checkpoint(path) == whole
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=names_of)
-def test_a_missing_file_is_named(kind: Kind, tmp_path: Path, run: Run) -> None:
-    check_without_each(kind, tmp_path, run)
-
-
-# With another checkpoint, or what a larger world had left of one, in the same folder.
-NOT_ALONE = {"universal-beside", "two-tags", "stale2", "stale3"}
-ALONE = [kind for kind in FOREIGN if kind.name not in NOT_ALONE]
-
-
-@pytest.mark.cases(6)
-@pytest.mark.parametrize("kind", ALONE, ids=names_of)
-def test_a_missing_file_of_others_is_named(kind: Kind, tmp_path: Path, run: Run) -> None:
-    check_without_each(kind, tmp_path, run)

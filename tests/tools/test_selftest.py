@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -60,7 +61,6 @@ from lightning_elastic_zero.storage.probe import (
 from tests.support.processes import HANG_TIMEOUT_S, free_port, output_of
 from tests.support.ranks import ROOT, environment
 from tests.support.slow_disk import SlowDisk
-from tests.tools._bad_disk import bad_disk, bad_disk_library, compiled
 from tests.tools._selftest_worker import broken_rank
 
 Run = Callable[..., tuple[int, str, str]]
@@ -80,7 +80,25 @@ def run_python(program: str, *args: str, **variables: str) -> str:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return bad_disk_library(tmp_path_factory.mktemp("bad"))
+    """Return what makes a disk bad."""
+    return compiled(Path(__file__).with_name("bad_disk.c"), tmp_path_factory.mktemp("bad"))
+
+
+def compiled(source: Path, folder: Path) -> Path:
+    """Compile a library that processes are started with, from C; skip without a C compiler."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("what stands before the C library needs a C compiler")
+    library = folder / f"{source.stem}.so"
+    command = [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"]
+    subprocess.run(command, check=True, timeout=HANG_TIMEOUT_S)
+    return library
+
+
+def bad_disk(library: Path, directory: Path, refused: Mapping[str, int]) -> dict[str, str]:
+    """Return the environment of a process for which calls fail below a directory."""
+    calls = ",".join(f"{call}={number}" for call, number in refused.items())
+    return {"LD_PRELOAD": str(library), "BAD_DISK": str(directory), "BAD_CALLS": calls}
 
 
 # -- the directory --------------------------------------------------------------------------------
@@ -487,11 +505,11 @@ def test_selftest_holds_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_selftest_holds_without_exchanges_and_links(tmp_path: Path) -> None:
+def test_selftest_holds_without_exchanges_and_links(library: Path, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     refused = {"renameat2": errno.EINVAL, "symlink": errno.EPERM, "link": errno.EPERM}
-    variables = bad_disk(bad_disk_library(tmp_path), disk, refused)
+    variables = bad_disk(library, disk, refused)
     with started([*SELFTEST, "--dir", str(disk)], tmp_path, variables) as process:
         out, err = process.communicate(timeout=HANG_TIMEOUT_S)
     assert (process.returncode, err) == (0, "")
