@@ -33,9 +33,9 @@ from tests.support.fits import FitSpec
 from tests.support.oracle import differences, dump, expected_in
 from tests.support.ranks import Pools, skip_without
 from tests.support.tables import STALLS
-from tests.trainer._fingerprints import FingerprintResult, fit
-from tests.trainer._half_precision import HalfFit, Held, differing, wanted_of
-from tests.trainer._half_precision import fit as half_precision_fit
+from tests.trainer.test_fingerprints import FingerprintResult, fit
+from tests.trainer.test_half_precision import HalfFit, Held, differing, wanted_of
+from tests.trainer.test_half_precision import fit as half_precision_fit
 
 ROUNDS, MEASURED_BYTES = 4, 64 << 20
 

@@ -58,9 +58,10 @@ class StepActor(Callback):
     def __init__(self, gate: Gate | None, actions: StepActions) -> None:
         self.gate, self.actions = gate, actions
         self.tensor, self.steps = torch.zeros(5), [0]
-        self.passes_on: tuple[type[Exception], ...] = ()
+        self.passes_on: tuple[type[BaseException], ...] = ()
         self.errors: dict[int, str] = {}
         self.causes: dict[int, list[str]] = {}
+        self.trainer: pl.Trainer
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -122,6 +123,31 @@ class AsyncSaveSpec:
         """The file for which the writer waits."""
         return Path(self.root) / "open"
 
+    def path(self, name: str) -> Path:
+        return Path(self.root) / f"{name}.ckpt"
+
+    def saves(self, name: str) -> Callable[[pl.Trainer], None]:
+        """Return an action that saves under a name."""
+        return lambda trainer: trainer.save_checkpoint(self.path(name))
+
+    def fit(
+        self,
+        actions: StepActions | None = None,
+        *more: Callback,
+        raises: tuple[type[BaseException], ...] = (),
+    ) -> StepActor:
+        """Train with actions, until one of these errors if any; return what has acted."""
+        trainer, net, data, actor = self.make()
+        actor.actions = {**self.actions, **(actions or {})}
+        actor.passes_on, actor.trainer = raises, trainer
+        trainer.callbacks.extend(more)  # type: ignore[attr-defined]
+        try:
+            trainer.fit(net, data)
+        except raises:
+            return actor
+        assert not raises, "the fit went on to its end"
+        return actor
+
     def make(self) -> tuple[pl.Trainer, RegressionNet, Data, StepActor]:
         warnings.simplefilter("ignore")
         Path(self.root).mkdir(exist_ok=True, parents=True)
@@ -147,6 +173,11 @@ class AsyncSaveSpec:
             accumulate_grad_batches=self.accumulate,
         )
         return trainer, self.net(), Data(), director
+
+
+def actor_of(trainer: pl.Trainer) -> StepActor:
+    (actor,) = (c for c in trainer.callbacks if isinstance(c, StepActor))  # type: ignore[attr-defined]
+    return actor
 
 
 def elastic_strategy_of(trainer: pl.Trainer) -> ElasticDeepSpeedStrategy:
@@ -177,6 +208,13 @@ def save_other(run: AsyncSaveSpec, trainer: pl.Trainer) -> None:
     elastic_strategy_of(trainer).wait_for_save()
     trainer.strategy.barrier()
     run.gate.unlink(missing_ok=True)
+
+
+def publish_held(run: AsyncSaveSpec, trainer: pl.Trainer) -> None:
+    """Let the writer publish the save in flight."""
+    trainer.strategy.barrier()
+    run.gate.touch()
+    elastic_strategy_of(trainer).wait_for_save()
 
 
 OTHER = {"other.ckpt": "other.ckpt"}

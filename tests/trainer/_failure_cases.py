@@ -43,11 +43,10 @@ class Odd:
         return 1
 
 
-def engine(options: dict[str, Any] | None = None) -> Any:
+def engine() -> Any:
     """Build a small ZeRO-2 engine that has taken a step."""
     module = nn.Linear(9, 3)
     config = {
-        **(options or {}),
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": 2, **SMALL_BUCKETS},
         "zero_allow_untested_optimizer": True,
@@ -62,28 +61,6 @@ def engine(options: dict[str, Any] | None = None) -> Any:
 def save_to(path: str) -> str:
     """Save to a path that cannot be saved to."""
     return error_text(lambda: save_checkpoint(engine(), path))
-
-
-CURRICULUM = {
-    "data_efficiency": {
-        "enabled": True,
-        "data_sampling": {
-            "enabled": True,
-            "curriculum_learning": {"enabled": True, "curriculum_metrics": {"length": {}}},
-        },
-    }
-}
-"""DeepSpeed's data sampler has a state of its own then."""
-
-
-def save_curriculum(path: str) -> str:
-    """Save an engine whose data follow a curriculum."""
-    return error_text(lambda: save_checkpoint(engine(CURRICULUM), path))
-
-
-def fit_curriculum(root: str) -> str:
-    config = {"zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True}
-    return error_of(FitSpec(root, strategy={"config": config | CURRICULUM}))
 
 
 def save_to_own_path(root: str) -> str:

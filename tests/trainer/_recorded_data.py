@@ -39,48 +39,37 @@ def rank_part(order: list[int]) -> list[int]:
     return order[comm.get_rank() :: comm.get_world_size()]
 
 
-def sample(index: int) -> tuple[torch.Tensor, int]:
-    return torch.full((WIDTH,), index / 10), index
-
-
-class Samples(Dataset[Any]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return sample(index)
-
-
-class EpochCountingStream(IterableDataset[Any]):
-    """Data without a length that count their epochs as soon as an iterator is made."""
+class Counted:
+    """Counts its epochs by itself, as soon as an iterator is made."""
 
     def __init__(self, length: int) -> None:
         self.length, self.epoch, self.first = length, 0, 0
 
-    def __iter__(self) -> Iterator[Any]:
-        order = order_of(self.epoch, self.length)[self.first :]
+    def next_part(self) -> list[int]:
+        """Return this rank's samples of the next epoch, or of what is left of it."""
+        mine = rank_part(order_of(self.epoch, self.length)[self.first :])
         self.epoch, self.first = self.epoch + 1, 0
-        return map(sample, rank_part(order))
+        return mine
 
     def resume_at(self, epoch: int, samples: int) -> None:
         self.epoch, self.first = epoch, samples
 
 
-class SizedEpochCountingStream(EpochCountingStream):
-    """The same, with a length."""
+class EpochCountingStream(Counted, IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        samples = IndexedSamples(self.length, 0.0)
+        return (samples[index] for index in self.next_part())
 
+
+class SizedEpochCountingStream(EpochCountingStream):
     def __len__(self) -> int:
         return int(self.length // comm.get_world_size())
 
 
-class EpochCountingBatchSampler(BatchSampler):
+class EpochCountingBatchSampler(Counted, BatchSampler):
     def __init__(self, length: int, size: int) -> None:
-        self.length, self.batch_size, self.drop_last = length, size, True
-        self.sampler = range(length)
-        self.epoch, self.first = 0, 0
+        super().__init__(length)
+        self.batch_size, self.drop_last, self.sampler = size, True, range(length)
 
     @override
     def __len__(self) -> int:
@@ -88,28 +77,19 @@ class EpochCountingBatchSampler(BatchSampler):
 
     @override
     def __iter__(self) -> Iterator[list[int]]:
-        mine = rank_part(order_of(self.epoch, self.length)[self.first :])
-        self.epoch, self.first = self.epoch + 1, 0
-        return iter([mine[i : i + self.batch_size] for i in range(0, len(mine), self.batch_size)])
-
-    def resume_at(self, epoch: int, samples: int) -> None:
-        self.epoch, self.first = epoch, samples
+        mine, size = self.next_part(), self.batch_size
+        return iter([mine[i : i + size] for i in range(0, len(mine), size)])
 
 
-class StatefulEpochLoader:
-    """A loader with its own state; at an epoch's end it is that of the next one."""
+class Kept:
+    """Has its own state: the epoch, and this rank's place in it."""
 
-    def __init__(self, length: int, batch_size: int) -> None:
+    def __init__(self, length: int, batch_size: int = 1) -> None:
         self.length, self.batch_size = length, batch_size
         self.epoch, self.at = 0, 0
 
-    def __iter__(self) -> Iterator[Any]:
-        mine = rank_part(order_of(self.epoch, self.length))
-        while self.at < len(mine):
-            ids = mine[self.at : self.at + self.batch_size]
-            self.at += len(ids)
-            yield torch.stack([sample(i)[0] for i in ids]), torch.tensor(ids)
-        self.epoch, self.at = self.epoch + 1, 0
+    def mine(self) -> list[int]:
+        return rank_part(order_of(self.epoch, self.length))
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "at": self.at}
@@ -118,12 +98,20 @@ class StatefulEpochLoader:
         self.epoch, self.at = state_dict["epoch"], state_dict["at"]
 
 
+class StatefulEpochLoader(Kept):
+    """A loader; at an epoch's end its state is that of the next one."""
+
+    def __iter__(self) -> Iterator[Any]:
+        samples, mine = IndexedSamples(self.length, 0.0), self.mine()
+        while self.at < len(mine):
+            ids = mine[self.at : self.at + self.batch_size]
+            self.at += len(ids)
+            yield default_collate([samples[i] for i in ids])
+        self.epoch, self.at = self.epoch + 1, 0
+
+
 class KeptEnded(StatefulEpochLoader):
     """A loader whose state at an epoch's end is that end: it would yield nothing more."""
-
-    @override
-    def __iter__(self) -> Iterator[Any]:
-        yield from super().__iter__()
 
     @override
     def state_dict(self) -> dict[str, int]:
@@ -132,39 +120,28 @@ class KeptEnded(StatefulEpochLoader):
         return super().state_dict()
 
 
-class StatefulStream(IterableDataset[Any]):
+class StatefulStream(Kept, IterableDataset[Any]):
     """Data with a state, for torchdata's loader."""
 
-    def __init__(self, length: int) -> None:
-        self.length, self.epoch, self.at = length, 0, 0
-
     def __iter__(self) -> Iterator[Any]:
-        mine = rank_part(order_of(self.epoch, self.length))
-        if self.at >= len(mine):
+        samples = IndexedSamples(self.length, 0.0)
+        if self.at >= len(self.mine()):
             self.epoch, self.at = self.epoch + 1, 0
-            mine = rank_part(order_of(self.epoch, self.length))
+        mine = self.mine()
         while self.at < len(mine):
             self.at += 1
-            yield sample(mine[self.at - 1])
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "at": self.at}
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        self.epoch, self.at = state_dict["epoch"], state_dict["at"]
+            yield samples[mine[self.at - 1]]
 
 
 def counting_loader(kind: str, length: int, size: int) -> Any:
-    """Return the training loader of a kind that begins with `counting`."""
     match kind:
         case "counting":
             return DataLoader(EpochCountingStream(length), batch_size=size)
         case "counting, sized":
             return DataLoader(SizedEpochCountingStream(length), batch_size=size)
         case "counting, batches":
-            return DataLoader(
-                Samples(length), batch_sampler=EpochCountingBatchSampler(length, size)
-            )
+            batches = EpochCountingBatchSampler(length, size)
+            return DataLoader(IndexedSamples(length, 0.0), batch_sampler=batches)
         case "counting, kept":
             return StatefulEpochLoader(length, size)
         case "counting, kept and ended":

@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ from typing_extensions import override
 
 from tests.support.fits import elastic, quiet_trainer
 from tests.support.outcome import error_text, log_heard, warnings_heard
+from tests.support.ranks import Pools
 from tests.trainer import _recorded_data
 from tests.trainer._recorded_data import WIDTH, IndexedSamples
 
@@ -307,8 +309,41 @@ def fits(runs: list[RunSpec]) -> list[RunRecord]:
     return [fit(run) for run in runs]
 
 
+def record(worlds: Pools, world: int, run: RunSpec) -> RunRecord:
+    """Fit on so many ranks; return the first one's record."""
+    seen: RunRecord = worlds.run(world, partial(fit, run))[0]
+    return seen
+
+
+def records(worlds: Pools, world: int, runs: Iterable[RunSpec]) -> list[RunRecord]:
+    """Fit one after another in the same processes; return the first rank's records."""
+    seen: list[RunRecord] = worlds.run(world, partial(fits, list(runs)))[0]
+    return seen
+
+
+def assert_continued(
+    worlds: Pools,
+    world: int,
+    saving: RunSpec,
+    whole: RunRecord,
+    points: Mapping[str, int],
+    **changes: Any,
+) -> list[RunRecord]:
+    """Resume from each save; fail unless the samples are the whole run's from its step on."""
+    seen = records(worlds, world, [saving.resumed(point, **changes) for point in points])
+    for of, (point, begin) in zip(seen, points.items(), strict=True):
+        assert of.steps == from_step(whole.steps, begin), (world, point)
+    return seen
+
+
+def assert_refused(worlds: Pools, world: int, run: RunSpec, error: str, *parts: str) -> None:
+    """Fail unless each rank raises an error that begins with its class and has all these parts."""
+    for message in worlds.run(world, partial(error_of, run)):
+        assert message.startswith(error), message
+        assert all(part in message for part in parts), message
+
+
 def _fit(run: RunSpec) -> RunRecord:
-    """Fit; return this rank's record."""
     pl.seed_everything(run.seed, workers=True, verbose=False)
     torch.manual_seed(run.seed + comm.get_rank())  # the streams of ranks differ, as on devices
     net, watch = RecordingNet(run), EventRecorder(run)

@@ -4,47 +4,50 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_elastic_zero.checkpoint.types import CheckpointStats
 from tests.support.checkpoints import files_of
 from tests.support.outcome import error_text
 from tests.support.ranks import Pools
 from tests.trainer._async_save import (
     OTHER,
     AsyncSaveSpec,
+    StepActor,
+    actor_of,
     elastic_strategy_of,
     is_published,
     kept,
     open_later,
+    publish_held,
     save_other,
 )
 
 pytestmark = pytest.mark.engine
 
 
-def save_in_the_midst(run: AsyncSaveSpec, step: int = 2) -> dict[str, Any]:
+def save_in_the_midst(run: AsyncSaveSpec) -> dict[str, Any]:
     """Save after a step, train to the end, and only then let the writer write."""
     seen: dict[str, Any] = {}
-    target = Path(run.root) / "a.ckpt"
 
     def look(trainer: pl.Trainer) -> None:
-        seen["there at the end"] = target.exists()
+        seen["there at the end"] = run.path("a").exists()
         run.gate.touch()
 
-    run.actions = {step: lambda trainer: trainer.save_checkpoint(str(target)), -1: look}
-    trainer, net, data, director = run.make()
-    trainer.fit(net, data)
-    figures = elastic_strategy_of(trainer).last_save
-    assert figures is not None, (director.errors, director.causes)
-    return {**seen, "errors": director.errors, "figures": figures}
+    return {"figures": figures_of(run.fit({2: run.saves("a"), -1: look})), **seen}
+
+
+def figures_of(actor: StepActor) -> CheckpointStats:
+    figures = elastic_strategy_of(actor.trainer).last_save
+    assert figures is not None, (actor.errors, actor.causes)
+    return figures
 
 
 @pytest.mark.cases(2)
@@ -67,54 +70,29 @@ def test_a_background_save_equals_a_blocking_save(
 
 
 @pytest.mark.long
-def test_training_does_not_wait_for_a_background_save(pools: Pools, tmp_path: Path) -> None:
-    for seen in pools.run(2, partial(save_in_the_midst, AsyncSaveSpec(str(tmp_path), gated=True))):
+@pytest.mark.parametrize("world", [1, 2])
+def test_training_does_not_wait_for_a_background_save(
+    world: int, pools: Pools, tmp_path: Path
+) -> None:
+    run = AsyncSaveSpec(str(tmp_path), gated=True)
+    for seen in pools.run(world, partial(save_in_the_midst, run)):
         assert not seen["there at the end"]
         assert seen["figures"].waited_s < seen["figures"].seconds
-    assert is_published(tmp_path / "a.ckpt")
-
-
-def step_while_copying(run: AsyncSaveSpec) -> None:
-    """Save, with the copying thread paused until just before the next step."""
-    target = str(Path(run.root) / "a.ckpt")
-
-    def save(trainer: pl.Trainer) -> None:
-        writer = elastic_strategy_of(trainer)._manager._writer
-        assert writer is not None
-        writer._snapshotter._thread.submit(time.sleep, 1.0)
-        trainer.save_checkpoint(target)
-
-    run.actions = {2: save}
-    trainer, net, data, director = run.make()
-    trainer.fit(net, data)
-    assert not director.errors
-
-
-def test_the_next_step_waits_for_copies(pools: Pools, tmp_path: Path) -> None:
-    blocking = AsyncSaveSpec(str(tmp_path / "blocking"), async_save=False)
-    pools.run(2, partial(save_in_the_midst, blocking))
-    behind = AsyncSaveSpec(str(tmp_path / "behind"))
-    pools.run(2, partial(step_while_copying, behind))
-    expected = files_of(Path(blocking.root) / "a.ckpt")
-    assert files_of(Path(behind.root) / "a.ckpt") == expected
+    assert is_published(run.path("a"))
 
 
 def save_with_little_memory(run: AsyncSaveSpec) -> dict[str, Any]:
     """Save after a step; let the writer write after the next micro-batch, or later."""
     seen: dict[str, Any] = {}
-    target = str(Path(run.root) / "a.ckpt")
 
     class Opens(Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
             if trainer.global_step == 1 and not trainer.fit_loop._should_accumulate():
-                trainer.save_checkpoint(target)
+                trainer.save_checkpoint(run.path("a"))
             elif trainer.global_step == 1 and run.max_snapshot_bytes is not None:
                 open_later(run.gate, 0.5)
             elif "open at the next step" not in seen and trainer.global_step == 2:
                 seen["open at the next step"] = run.gate.exists()
-
-    trainer, net, data, director = run.make()
-    trainer.callbacks.append(Opens())  # type: ignore[attr-defined]
 
     def look(trainer: pl.Trainer) -> None:
         writer = elastic_strategy_of(trainer)._manager._writer
@@ -122,11 +100,7 @@ def save_with_little_memory(run: AsyncSaveSpec) -> dict[str, Any]:
         seen["memory"] = writer._snapshotter._memory.size_bytes
         run.gate.touch()
 
-    director.actions[-1] = look
-    trainer.fit(net, data)
-    figures = elastic_strategy_of(trainer).last_save
-    assert figures is not None, (director.errors, director.causes)
-    return {**seen, "figures": figures}
+    return {"figures": figures_of(run.fit({-1: look}, Opens())), **seen}
 
 
 @pytest.mark.long
@@ -150,23 +124,16 @@ def test_state_without_room_for_a_copy_delays_the_step_only(
     assert memory[0][1] == 0 or stage == 3  # its part of the frozen weights has to be copied
 
 
-def save_twice(run: AsyncSaveSpec) -> dict[str, Any]:
+def save_twice(run: AsyncSaveSpec) -> tuple[dict[int, str], dict[int, list[str]]]:
     """Save with a writer that fails, then twice more, the second time with one that does not."""
-    root = Path(run.root)
     run.gate.touch()
 
     def again(trainer: pl.Trainer) -> None:
-        director.gate = None
-        trainer.save_checkpoint(str(root / "c.ckpt"))
+        actor_of(trainer).gate = None
+        run.saves("c")(trainer)
 
-    run.actions = {
-        2: lambda trainer: trainer.save_checkpoint(str(root / "a.ckpt")),
-        4: lambda trainer: trainer.save_checkpoint(str(root / "b.ckpt")),
-        5: again,
-    }
-    trainer, net, data, director = run.make()
-    trainer.fit(net, data)
-    return {"errors": director.errors, "causes": director.causes}
+    actor = run.fit({2: run.saves("a"), 4: run.saves("b"), 5: again})
+    return actor.errors, actor.causes
 
 
 @pytest.mark.parametrize(("fails_on", "max_snapshot_bytes"), [(0, None), (1, None), (1, 0)])
@@ -177,23 +144,21 @@ def test_a_failed_background_save_is_raised_on_all_ranks_at_the_next_save(
         str(tmp_path), gated=True, fails_on=fails_on, max_snapshot_bytes=max_snapshot_bytes
     )
     ranks = pools.run(2, partial(save_twice, run))
-    for seen in ranks:
-        assert list(seen["errors"]) == [4]
-        assert "a.ckpt could not be saved in the background" in seen["errors"][4]
-        assert "the disk is broken" in seen["errors"][4]
-        assert f"rank {fails_on}" in seen["errors"][4]
-        assert seen["errors"][4].startswith("SaveError")
-        assert "SaveError" in seen["causes"][4]
-    assert "OSError" in ranks[fails_on]["causes"][4]
+    for errors, causes in ranks:
+        assert list(errors) == [4]
+        assert errors[4].startswith("SaveError")
+        assert "a.ckpt could not be saved in the background" in errors[4]
+        assert "the disk is broken" in errors[4]
+        assert f"rank {fails_on}" in errors[4]
+        assert "SaveError" in causes[4]
+    assert "OSError" in ranks[fails_on][1][4]
     assert [p.name for p in sorted(tmp_path.glob("*.ckpt"))] == ["c.ckpt"]
     assert not list(tmp_path.glob(".zero-*"))
 
 
 def fail_at_the_end(run: AsyncSaveSpec) -> str:
     run.gate.touch()
-    run.actions = {5: lambda trainer: trainer.save_checkpoint(str(Path(run.root) / "a.ckpt"))}
-    trainer, net, data, _ = run.make()
-    return error_text(lambda: trainer.fit(net, data))
+    return error_text(lambda: run.fit({5: run.saves("a")}))
 
 
 @pytest.mark.long
@@ -215,57 +180,38 @@ def watch_folder(run: AsyncSaveSpec) -> dict[str, dict[str, str]]:
     def first(trainer: pl.Trainer) -> None:
         trainer.strategy.barrier()
         seen["first held"] = kept(run)
-        trainer.strategy.barrier()
-        run.gate.touch()
-        elastic_strategy_of(trainer).wait_for_save()
+        publish_held(run, trainer)
         seen["first there"] = kept(run)
         trainer.strategy.barrier()
         run.gate.unlink(missing_ok=True)
 
     def second(trainer: pl.Trainer) -> None:
         seen["second held"] = kept(run)
-        trainer.strategy.barrier()
-        run.gate.touch()
-        if run.fails_on is not None and director.gate is not None:
-            director.gate.fails_on = run.fails_on
-        elastic_strategy_of(trainer).wait_for_save()
+        publish_held(run, trainer)
         seen["second there"] = kept(run)
 
-    run.actions = {1: partial(save_other, run), 3: first, 5: second}
-    trainer, net, data, director = run.make()
-    trainer.fit(net, data)
-    assert not director.errors, director.errors
-    seen["end"] = kept(run)
-    return seen
+    actor = run.fit({1: partial(save_other, run), 3: first, 5: second})
+    assert not actor.errors, actor.errors
+    return {**seen, "end": kept(run)}
 
 
-def test_top_k_deletes_when_the_successor_is_published(pools: Pools, tmp_path: Path) -> None:
-    run = AsyncSaveSpec(
-        str(tmp_path), gated=True, checkpoint={"save_top_k": 1, "filename": "{step}"}
-    )
+@pytest.mark.parametrize("save_last", [None, pytest.param("link", marks=pytest.mark.long)])
+def test_top_k_deletes_when_the_successor_is_published(
+    save_last: str | None, pools: Pools, tmp_path: Path
+) -> None:
+    """The link of ModelCheckpoint's last leads to the last published one."""
+    options = {"save_top_k": 1, "filename": "{step}", "save_last": save_last}
+    run = AsyncSaveSpec(str(tmp_path), gated=True, checkpoint=options)
     for seen in pools.run(2, partial(watch_folder, run)):
         assert seen["first held"] == OTHER
-        assert seen["first there"] == OTHER | {"step=2.ckpt": "step=2.ckpt"}
+        assert seen["first there"] == with_other("step=2.ckpt", save_last)
         assert seen["second held"] == seen["first there"]
-        assert seen["second there"] == OTHER | {"step=4.ckpt": "step=4.ckpt"}
-        assert seen["end"] == OTHER | {"step=6.ckpt": "step=6.ckpt"}
+        assert seen["second there"] == with_other("step=4.ckpt", save_last)
+        assert seen["end"] == with_other("step=6.ckpt", save_last)
 
 
-def linked(name: str) -> dict[str, str]:
-    return {"last.ckpt": name, name: name}
-
-
-@pytest.mark.long
-def test_last_leads_to_the_last_published_checkpoint(pools: Pools, tmp_path: Path) -> None:
-    options = {"save_top_k": 1, "filename": "{step}", "save_last": "link"}
-    for seen in pools.run(
-        2, partial(watch_folder, AsyncSaveSpec(str(tmp_path), gated=True, checkpoint=options))
-    ):
-        assert seen["first held"] == OTHER
-        assert seen["first there"] == OTHER | linked("step=2.ckpt")
-        assert seen["second held"] == seen["first there"]
-        assert seen["second there"] == OTHER | linked("step=4.ckpt")
-        assert seen["end"] == OTHER | linked("step=6.ckpt")
+def with_other(name: str, save_last: str | None) -> dict[str, str]:
+    return OTHER | {name: name} | ({"last.ckpt": name} if save_last else {})
 
 
 def fail_the_second(run: AsyncSaveSpec) -> tuple[dict[str, str], str]:
@@ -276,17 +222,12 @@ def fail_the_second(run: AsyncSaveSpec) -> tuple[dict[str, str], str]:
         trainer.strategy.barrier()
         run.gate.touch()
 
-    def break_disk(_: pl.Trainer) -> None:
-        assert director.gate is not None
-        director.gate.fails_on = 1
+    def break_disk(trainer: pl.Trainer) -> None:
+        gate = actor_of(trainer).gate
+        assert gate is not None
+        gate.fails_on = 1
 
-    run.actions = {1: other_first, 3: break_disk}
-    trainer, net, data, director = run.make()
-    error = ""
-    try:
-        trainer.fit(net, data)
-    except Exception as raised:  # noqa: BLE001 - it is what the test looks at
-        error = str(raised)
+    error = error_text(lambda: run.fit({1: other_first, 3: break_disk}))
     return kept(run), error
 
 
@@ -297,52 +238,52 @@ def test_a_failed_background_save_deletes_nothing(
 ) -> None:
     options = {"save_top_k": 1, "filename": "{step}", "save_last": save_last}
     run = AsyncSaveSpec(str(tmp_path), gated=True, epochs=2, checkpoint=options)
-    old = linked("step=2.ckpt") if save_last else {"step=2.ckpt": "step=2.ckpt"}
     for left, error in pools.run(2, partial(fail_the_second, run)):
         assert "the disk is broken" in error
-        assert left == OTHER | old
+        assert left == with_other("step=2.ckpt", save_last)
 
 
-def do_now(what: str, trainer: pl.Trainer, first: Path) -> None:
+def do_now(what: str, trainer: pl.Trainer, run: AsyncSaveSpec) -> None:
     """Do something that has to wait for a save."""
     if what == "save":
-        trainer.save_checkpoint(str(first.with_name("b.ckpt")))
+        run.saves("b")(trainer)
     elif what == "load":
-        trainer.strategy.load_checkpoint(str(first))
+        trainer.strategy.load_checkpoint(run.path("a"))
     elif what == "hpc":
-        requeued = first.with_name("hpc_ckpt_1.ckpt")
-        trainer.save_checkpoint(str(requeued))
-        assert is_published(requeued)
+        run.saves("hpc_ckpt_1")(trainer)
+        assert is_published(run.path("hpc_ckpt_1"))
     elif what == "SIGTERM":
         os.kill(os.getpid(), signal.SIGTERM)
     else:
         raise {"KeyboardInterrupt": KeyboardInterrupt, "exception": ZeroDivisionError}[what]
 
 
+ENDS = {
+    "exception": (ZeroDivisionError,),
+    "SIGTERM": (SIGTERMException,),
+    "KeyboardInterrupt": (SystemExit,),
+}
+"""How Lightning ends a run in which these happen."""
+
+
 def save_then(run: AsyncSaveSpec, what: str) -> dict[str, Any]:
     """Save with a writer paused for a second, and at once do something that has to wait."""
-    first = Path(run.root) / "a.ckpt"
     seen: dict[str, Any] = {}
 
     def act(trainer: pl.Trainer) -> None:
-        trainer.save_checkpoint(str(first))
-        seen["before"] = is_published(first)
+        run.saves("a")(trainer)
+        seen["before"] = is_published(run.path("a"))
         trainer.strategy.barrier()
         open_later(run.gate, 1.0)
-        do_now(what, trainer, first)
-        seen["after"] = is_published(first)
+        do_now(what, trainer, run)
+        seen["after"] = is_published(run.path("a"))
 
-    run.actions = {3: act}
-    trainer, net, data, director = run.make()
-    director.passes_on = (ZeroDivisionError,)
     handler = signal.getsignal(signal.SIGINT)
     try:
-        trainer.fit(net, data)
-    except (ZeroDivisionError, SystemExit, SIGTERMException) as error:
-        seen["raised"] = type(error).__name__
+        actor = run.fit({3: act}, raises=ENDS.get(what, ()))
     finally:
         signal.signal(signal.SIGINT, handler)
-    return {**seen, "errors": director.errors, "end": is_published(first)}
+    return {**seen, "errors": actor.errors, "end": is_published(run.path("a"))}
 
 
 @pytest.mark.long
@@ -357,12 +298,11 @@ def test_saves_loads_and_requeueing_wait_for_the_save_in_flight(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("what", ["exception", "SIGTERM", "KeyboardInterrupt"])
+@pytest.mark.parametrize("what", ENDS)
 def test_an_interrupted_run_publishes_its_save_in_flight(
     what: str, pools: Pools, tmp_path: Path
 ) -> None:
     for seen in pools.run(2, partial(save_then, AsyncSaveSpec(str(tmp_path), gated=True), what)):
-        assert "raised" in seen
         assert not seen["before"]
         assert seen["end"]
     assert not list(tmp_path.glob(".zero-*"))
@@ -381,10 +321,8 @@ def test_save_on_exception_waits_for_the_save_in_flight(pools: Pools, tmp_path: 
 
 
 def save_after(run: AsyncSaveSpec) -> bool:
-    trainer, net, data, _ = run.make()
-    trainer.fit(net, data)
-    trainer.save_checkpoint(str(Path(run.root) / "a.ckpt"))
-    return is_published(Path(run.root) / "a.ckpt")
+    run.saves("a")(run.fit().trainer)
+    return is_published(run.path("a"))
 
 
 def test_a_save_after_the_fit_is_published_when_the_call_returns(
@@ -393,8 +331,46 @@ def test_a_save_after_the_fit_is_published_when_the_call_returns(
     assert all(pools.run(2, partial(save_after, AsyncSaveSpec(str(tmp_path), epochs=1))))
 
 
-@pytest.mark.long
-def test_one_rank_saves_in_the_background(pools: Pools, tmp_path: Path) -> None:
-    run = AsyncSaveSpec(str(tmp_path), gated=True)
-    assert not pools.run(1, partial(save_in_the_midst, run))[0]["there at the end"]
-    assert is_published(tmp_path / "a.ckpt")
+class FailsFrom(StepActor):
+    """Lets saves fail from a step on, and logs a decreasing value in each epoch."""
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pl_module.log("falls", -float(trainer.current_epoch))
+        if trainer.current_epoch == 2 and self.gate is not None:
+            self.gate.fails_on = 1
+
+
+def fail_in_the_third_epoch(run: AsyncSaveSpec, options: dict[str, Any]) -> dict[str, Any]:
+    """Save at the end of each epoch; return the callback's paths at the end."""
+    run.gate.touch()
+    trainer, net, data, director = run.make()
+    saves = ModelCheckpoint(dirpath=f"{run.root}/kept", filename="{step}", **options)
+    trainer.callbacks = [FailsFrom(director.gate, {}), saves]  # type: ignore[attr-defined]
+    said = error_text(lambda: trainer.fit(net, data))
+    names = {"best": saves.best_model_path, "last": saves.last_model_path}
+    ranked = {Path(path).name: float(score) for path, score in saves.best_k_models.items()}
+    best = saves.best_model_score
+    score = None if best is None else float(best)
+    return {"names": names, "ranked": ranked, "score": score, "said": said}
+
+
+@pytest.mark.parametrize(
+    ("options", "best"),
+    [
+        ({"monitor": "falls", "save_top_k": 3}, "step=4.ckpt"),
+        ({"monitor": "falls", "mode": "max", "save_top_k": 3}, "step=2.ckpt"),
+        ({"save_top_k": 1, "save_last": "link"}, ""),
+    ],
+    ids=["best", "worst", "newest"],
+)
+def test_model_checkpoint_does_not_name_a_failed_save(
+    options: dict[str, Any], best: str, pools: Pools, tmp_path: Path
+) -> None:
+    run = AsyncSaveSpec(str(tmp_path), gated=True, epochs=4)
+    for seen in pools.run(2, partial(fail_in_the_third_epoch, run, options)):
+        assert "the disk is broken" in seen["said"]
+        named = seen["names"]
+        assert Path(named["best"]).name == best
+        assert all(Path(path, "manifest.json").is_file() for path in named.values() if path)
+        assert not seen["ranked"].keys() & {"step=6.ckpt", "step=8.ckpt"}
+        assert seen["score"] == (seen["ranked"][best] if best else None)

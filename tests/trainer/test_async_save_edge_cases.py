@@ -10,36 +10,40 @@ import threading
 import time
 from contextlib import suppress
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from deepspeed import comm
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_elastic_zero.errors import ElasticZeroError
+from lightning_elastic_zero.storage import publish
+from lightning_elastic_zero.storage.checksums import write_durably
+from tests.support.checkpoints import files_of
+from tests.support.fits import RegressionNet
 from tests.support.processes import PROMPT_TIMEOUT_S
 from tests.support.ranks import Pools
 from tests.trainer._async_save import (
+    HELD_S,
     OTHER,
     AsyncSaveSpec,
+    Gate,
+    StepActions,
+    actor_of,
     elastic_strategy_of,
+    in_background,
     is_published,
     kept,
     open_later,
+    publish_held,
     save_other,
     shorten_drain_timeout,
     step_of,
     wait_for_writers,
-)
-from tests.trainer._async_save_edge_cases import (
-    CALLBACKS,
-    SAVE_POINTS,
-    HeldManifest,
-    StepLoggingNet,
-    UnrestorableState,
-    best_of,
-    check_same_as_blocking_save,
 )
 
 pytestmark = pytest.mark.engine
@@ -51,13 +55,126 @@ FAILS_IN_S = PROMPT_TIMEOUT_S
 # -- between backward and the step -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", SAVE_POINTS)
-@pytest.mark.parametrize(("stage", "max_snapshot_bytes"), [(1, None), (3, None), (1, 0)])
+class Clipping(RegressionNet):
+    """Saves at its second step, where gradients are clipped."""
+
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        assert self.trainer is not None
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, SaveOnce):
+                callback.act(self.trainer)
+
+
+class ByHand(RegressionNet):
+    """Calls DeepSpeed's engine itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
+        """Step without the strategy."""
+        loss = self._loss(batch)
+        engine: Any = self.trainer.model
+        engine.backward(loss)
+        engine.step()
+        loop = self.trainer.fit_loop.epoch_loop.manual_optimization
+        loop.optim_step_progress.increment_completed()
+        return loss
+
+
+class SaveOnce(Callback):
+    """Saves the second time, with the copying thread paused for a second."""
+
+    def __init__(self, run: AsyncSaveSpec) -> None:
+        self.run, self.times = run, 0
+
+    def act(self, trainer: pl.Trainer) -> None:
+        self.times += 1
+        if self.times != 2:
+            return
+        if (writer := elastic_strategy_of(trainer)._manager._writer) is not None:
+            writer._snapshotter._thread.submit(time.sleep, 1.0)
+        open_later(self.run.gate, 1.0)
+        self.run.saves("a")(trainer)
+
+
+class BeforeStep(SaveOnce):
+    def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.act(trainer)
+
+
+class AfterBatch(SaveOnce):
+    """Saves after a batch: the next step is the first that could tear the snapshot."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        self.act(trainer)
+
+
+class Muon(RegressionNet):
+    """Its matrices are trained by Muon, whose momentum DeepSpeed changes before the step."""
+
+    strategy: ClassVar[dict[str, Any]] = {"reduce_scatter": False}
+    """Muon wants whole gradients."""
+
+    def configure_optimizers(self) -> Any:
+        from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+        matrices, rest = [self.first.weight, self.last.weight], [self.first.bias, self.last.bias]
+        for parameter in matrices:
+            parameter.use_muon = True  # type: ignore[attr-defined]
+        return MuonWithAuxAdam(
+            [
+                {"params": matrices, "lr": 0.01, "use_muon": True},
+                {"params": rest, "lr": 0.01, "use_muon": False},
+            ]
+        )
+
+
+STAGES = ((1, None), (3, None), (1, 0))
+OF_MUON = tuple(product((2, 3), (None, 0)))
+"""Stages, each with the most bytes of a snapshot."""
+
+SAVE_POINTS: dict[str, tuple[type[RegressionNet], type[SaveOnce], tuple[Any, ...]]] = {
+    "before the step": (RegressionNet, BeforeStep, STAGES),
+    "clipping": (Clipping, SaveOnce, STAGES),
+    "by hand": (ByHand, AfterBatch, STAGES),
+    "after a batch": (RegressionNet, AfterBatch, ((2, None),)),
+    "Muon before the step": (Muon, BeforeStep, OF_MUON),
+    "Muon after a batch": (Muon, AfterBatch, OF_MUON),
+}
+
+
+SAVES_IN_S = 60.0
+"""A fit that takes longer hangs."""
+
+
+def save_at(run: AsyncSaveSpec, saver: type[SaveOnce]) -> None:
+    """Save once at a place in the loop."""
+    # Muon is compiled by torch otherwise, which takes each process a minute.
+    with torch.compiler.set_stance("force_eager"):
+        assert not run.fit({}, saver(run)).errors
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize(
+    ("place", "stage", "max_snapshot_bytes"),
+    [(place, *way) for place, (*_, ways) in SAVE_POINTS.items() for way in ways],
+)
 def test_no_step_tears_a_snapshot(
-    stage: int, max_snapshot_bytes: int | None, place: str, pools: Pools, tmp_path: Path
+    place: str, stage: int, max_snapshot_bytes: int | None, pools: Pools, tmp_path: Path
 ) -> None:
-    """Saved between backward and the step, or before a step by hand."""
-    check_same_as_blocking_save(stage, max_snapshot_bytes, SAVE_POINTS[place], pools, tmp_path)
+    """Saved between backward and the step, or before a step; Muon's momentum changes before it."""
+    net, saver, _ = SAVE_POINTS[place]
+    found = {}
+    for name in ("blocking", "behind"):
+        run = AsyncSaveSpec(str(tmp_path / name), stage, async_save=name == "behind", gated=True)
+        run.net, run.max_snapshot_bytes = net, max_snapshot_bytes
+        pools.run(2, partial(save_at, run, saver), SAVES_IN_S)
+        found[name] = files_of(run.path("a"))
+    assert found["behind"].keys() == found["blocking"].keys()
+    for file, tree in found["blocking"].items():
+        assert found["behind"][file] == tree, file
 
 
 # -- saves that are given up -----------------------------------------------------------------------
@@ -67,9 +184,7 @@ def give_up_the_second(run: AsyncSaveSpec) -> list[dict[str, str]]:
     """End by an exception during ModelCheckpoint's second save; list entries then and later."""
 
     def first(trainer: pl.Trainer) -> None:
-        trainer.strategy.barrier()
-        run.gate.touch()
-        elastic_strategy_of(trainer).wait_for_save()
+        publish_held(run, trainer)
         trainer.strategy.barrier()
         run.gate.unlink(missing_ok=True)
 
@@ -77,13 +192,10 @@ def give_up_the_second(run: AsyncSaveSpec) -> list[dict[str, str]]:
         trainer.strategy.barrier()
         raise ZeroDivisionError
 
-    run.actions = {1: partial(save_other, run), 3: first, 5: second}
-    trainer, net, data, director = run.make()
-    director.passes_on = (ZeroDivisionError,)
     with pytest.MonkeyPatch.context() as patch:
         shorten_drain_timeout(patch, 0.5, 0.5)
-        with suppress(ZeroDivisionError):
-            trainer.fit(net, data)
+        actions: StepActions = {1: partial(save_other, run), 3: first, 5: second}
+        run.fit(actions, raises=(ZeroDivisionError,))
         comm.barrier()
         seen = [kept(run)]
         comm.barrier()
@@ -102,13 +214,29 @@ def test_an_abandoned_save_deletes_nothing(pools: Pools, tmp_path: Path) -> None
         assert seen == [left, left]
 
 
+class HeldManifest:
+    """Replaces `write_durably`: the first manifest of a writer waits."""
+
+    def __init__(self) -> None:
+        self.free, self.held = threading.Event(), False
+
+    def patch(self, patch: pytest.MonkeyPatch) -> None:
+        def write(path: Path, data: bytes) -> None:
+            if path.name == "manifest.json" and in_background() and not self.held:
+                self.held = True
+                self.free.wait(HELD_S)
+            write_durably(path, data)
+
+        patch.setattr(publish, "write_durably", write)
+
+
 def save_over(first: AsyncSaveSpec, second: AsyncSaveSpec, *, free_first: bool) -> dict[str, Any]:
     """Abandon a save just before it is published, and save to its path in another fit."""
-    target, manifest = Path(first.root) / "last.ckpt", HeldManifest()
+    target, manifest = first.path("last"), HeldManifest()
     seen: dict[str, Any] = {}
 
     def save_and_end(trainer: pl.Trainer) -> None:
-        trainer.save_checkpoint(str(target))
+        first.saves("last")(trainer)
         raise ZeroDivisionError
 
     def free(when: str) -> None:
@@ -120,23 +248,17 @@ def save_over(first: AsyncSaveSpec, second: AsyncSaveSpec, *, free_first: bool) 
     with pytest.MonkeyPatch.context() as patch:
         shorten_drain_timeout(patch, 0.5, 0.5)
         manifest.patch(patch)
-        first.actions = {2: save_and_end}
-        trainer, net, data, director = first.make()
-        director.passes_on = (ZeroDivisionError,)
-        with suppress(ZeroDivisionError):
-            trainer.fit(net, data)
+        first.fit({2: save_and_end}, raises=(ZeroDivisionError,))
         assert manifest.held == (comm.get_rank() == 0)
         seen["given up"] = is_published(target)
         comm.barrier()
         if free_first:
             free("freed")
-        second.actions = {4: lambda trainer: trainer.save_checkpoint(str(target))}
-        trainer, net, data, director = second.make()
-        trainer.fit(net, data)
+        errors = second.fit({4: second.saves("last")}).errors
         seen["saved"] = step_of(target)
         comm.barrier()
         free("end")
-    return {**seen, "errors": director.errors}
+    return {**seen, "errors": errors}
 
 
 @pytest.mark.parametrize("async_save", [False, True])
@@ -169,18 +291,14 @@ def fail_with_a_save_held(run: AsyncSaveSpec) -> int:
         return happened
 
     def act(trainer: pl.Trainer) -> None:
-        trainer.save_checkpoint(str(Path(run.root) / "a.ckpt"))
+        run.saves("a")(trainer)
         trainer.strategy.barrier()
         raise ZeroDivisionError
 
-    run.actions = {3: act}
-    trainer, net, data, director = run.make()
-    director.passes_on = (ZeroDivisionError,)
     with pytest.MonkeyPatch.context() as patch:
         shorten_drain_timeout(patch, patience_s, 1.0)
         patch.setattr(threading.Event, "wait", counted)
-        with suppress(ZeroDivisionError):
-            trainer.fit(net, data)
+        run.fit({3: act}, raises=(ZeroDivisionError,))
         comm.barrier()
         run.gate.touch()
         wait_for_writers()
@@ -201,33 +319,30 @@ def test_only_one_timeout_is_spent_on_a_hanging_save(pools: Pools, tmp_path: Pat
 
 def requeue_in_a_wait(run: AsyncSaveSpec, wait: str) -> dict[str, Any]:
     """Send a signal while training waits for the save before; save in its handler."""
-    root = Path(run.root)
-    requeued = root / "hpc_ckpt_1.ckpt"
+    requeued = run.path("hpc_ckpt_1")
     seen: dict[str, Any] = {}
 
     def act(trainer: pl.Trainer) -> None:
-        trainer.save_checkpoint(str(root / "a.ckpt"))
+        def handle(*_: object) -> None:
+            seen["held"] = not is_published(run.path("a"))
+            trainer.save_checkpoint(requeued)
+            seen["requeued"] = is_published(requeued)
+
+        signal.signal(signal.SIGUSR2, handle)
+        run.saves("a")(trainer)
         trainer.strategy.barrier()
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR2)).start()
         open_later(run.gate, 1.5)
         if wait == "save":
-            trainer.save_checkpoint(str(root / "b.ckpt"))
+            run.saves("b")(trainer)
         else:
             elastic_strategy_of(trainer).wait_for_save()
 
-    def handle(*_: object) -> None:
-        seen["held"] = not is_published(root / "a.ckpt")
-        trainer.save_checkpoint(str(requeued))
-        seen["requeued"] = is_published(requeued)
-
-    run.actions = {3: act}
-    trainer, net, data, director = run.make()
-    before = signal.signal(signal.SIGUSR2, handle)
+    before = signal.getsignal(signal.SIGUSR2)
     try:
-        trainer.fit(net, data)
+        return {"errors": run.fit({3: act}).errors, **seen}
     finally:
         signal.signal(signal.SIGUSR2, before)
-    return {**seen, "errors": director.errors}
 
 
 @pytest.mark.long
@@ -243,55 +358,63 @@ def test_requeueing_while_a_save_is_waited_for_writes_both_saves(
     assert not list(tmp_path.glob(".zero-*"))
 
 
-def requeue_after_a_failure(run: AsyncSaveSpec, *, over: bool) -> dict[str, Any]:
+def requeue_after_a_failure(run: AsyncSaveSpec, *, over: bool) -> list[bool]:
     """Save for requeueing when a background save has failed, or is about to fail."""
-    root = Path(run.root)
-    requeued = root / "hpc_ckpt_1.ckpt"
-    seen: dict[str, Any] = {}
+    published: list[bool] = []
 
     def act(trainer: pl.Trainer) -> None:
-        trainer.save_checkpoint(str(root / "a.ckpt"))
-        director.gate = None
+        run.saves("a")(trainer)
+        actor_of(trainer).gate = None
         trainer.strategy.barrier()
         open_later(run.gate, 0.5)
         writer = elastic_strategy_of(trainer)._manager._writer
         assert writer is not None
         while over and writer.busy:
             time.sleep(0.01)
-        trainer.save_checkpoint(str(requeued))
-        seen["requeued"] = is_published(requeued)
+        run.saves("hpc_ckpt_1")(trainer)
+        published.append(is_published(run.path("hpc_ckpt_1")))
 
-    run.actions = {3: act}
-    trainer, net, data, director = run.make()
     with suppress(ElasticZeroError):
-        trainer.fit(net, data)
-    return {**seen, "errors": director.errors}
+        run.fit({3: act})
+    return published
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("over", [True, False])
 def test_requeueing_saves_after_a_failed_save(over: bool, pools: Pools, tmp_path: Path) -> None:
     run = AsyncSaveSpec(str(tmp_path), gated=True, fails_on=1)
-    for seen in pools.run(2, partial(requeue_after_a_failure, run, over=over), FAILS_IN_S):
-        assert seen == {"requeued": True, "errors": {}}
+    call = partial(requeue_after_a_failure, run, over=over)
+    assert pools.run(2, call, FAILS_IN_S) == [[True], [True]]
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["hpc_ckpt_1.ckpt"]
 
 
 # -- what is saved, and under which names ----------------------------------------------------------
 
 
+class UnrestorableError(Exception):
+    """Can be pickled but not unpickled, as many exceptions."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(f"{one} {two}")
+
+
+class UnrestorableState(Callback):
+    """Has such an object in its state for a while."""
+
+    strange: UnrestorableError | None = UnrestorableError("a", "b")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_error": self.strange}
+
+
 def save_what_is_strange(run: AsyncSaveSpec) -> dict[int, str]:
-    root, holder = Path(run.root), UnrestorableState()
+    holder = UnrestorableState()
 
     def without(trainer: pl.Trainer) -> None:
         holder.strange = None
-        trainer.save_checkpoint(str(root / "b.ckpt"))
+        run.saves("b")(trainer)
 
-    run.actions = {2: lambda trainer: trainer.save_checkpoint(str(root / "a.ckpt")), 4: without}
-    trainer, net, data, director = run.make()
-    trainer.callbacks.append(holder)  # type: ignore[attr-defined]
-    trainer.fit(net, data)
-    return director.errors
+    return run.fit({2: run.saves("a"), 4: without}, holder).errors
 
 
 @pytest.mark.long
@@ -308,7 +431,6 @@ def test_state_that_cannot_be_unpickled_is_refused_by_place(pools: Pools, tmp_pa
 
 def save_without_memory(run: AsyncSaveSpec) -> dict[int, str]:
     """Save where rank 1 gets no memory, and then where it does."""
-    root = Path(run.root)
 
     def refuse(*_: object, **__: object) -> mmap.mmap:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
@@ -317,12 +439,9 @@ def save_without_memory(run: AsyncSaveSpec) -> dict[int, str]:
         with pytest.MonkeyPatch.context() as patch:
             if comm.get_rank() == 1:
                 patch.setattr(mmap, "mmap", refuse)
-            trainer.save_checkpoint(str(root / "a.ckpt"))
+            run.saves("a")(trainer)
 
-    run.actions = {2: save_poor, 4: lambda trainer: trainer.save_checkpoint(str(root / "b.ckpt"))}
-    trainer, net, data, director = run.make()
-    trainer.fit(net, data)
-    return director.errors
+    return run.fit({2: save_poor, 4: run.saves("b")}).errors
 
 
 def test_a_rank_without_memory_is_named_on_all_ranks(pools: Pools, tmp_path: Path) -> None:
@@ -339,8 +458,7 @@ def test_a_rank_without_memory_is_named_on_all_ranks(pools: Pools, tmp_path: Pat
 
 def save_what_was_doomed(run: AsyncSaveSpec) -> dict[int, str]:
     """Save to a path whose deletion waits for a link, and only then move the link."""
-    root = Path(run.root)
-    link, scheduled, other = (root / f"{name}.ckpt" for name in ("last", "a", "other"))
+    link, scheduled, other = map(run.path, ("last", "a", "other"))
 
     def point(trainer: pl.Trainer, target: Path) -> None:
         if comm.get_rank() == 0:
@@ -349,7 +467,7 @@ def save_what_was_doomed(run: AsyncSaveSpec) -> dict[int, str]:
         trainer.strategy.barrier()
 
     def save(trainer: pl.Trainer, path: Path) -> None:
-        trainer.save_checkpoint(str(path))
+        trainer.save_checkpoint(path)
         elastic_strategy_of(trainer).wait_for_save()
         trainer.strategy.barrier()
 
@@ -361,10 +479,7 @@ def save_what_was_doomed(run: AsyncSaveSpec) -> dict[int, str]:
         save(trainer, scheduled)
         point(trainer, other)
 
-    run.actions = {2: schedule_delete, 4: lambda trainer: save(trainer, root / "b.ckpt")}
-    trainer, net, data, director = run.make()
-    trainer.fit(net, data)
-    return director.errors
+    return run.fit({2: schedule_delete, 4: lambda trainer: save(trainer, run.path("b"))}).errors
 
 
 def test_a_pending_deletion_does_not_hit_a_new_save_to_the_path(
@@ -376,6 +491,47 @@ def test_a_pending_deletion_does_not_hit_a_new_save_to_the_path(
         assert not errors
     assert is_published(tmp_path / "a.ckpt")
     assert is_published(tmp_path / "b.ckpt")
+
+
+class Slow(Gate):
+    """Pauses the writer that pickles it."""
+
+    def __reduce__(self) -> Any:
+        if in_background():
+            time.sleep(0.1)
+        return Slow, (self.path, self.fails_on)
+
+
+class StepLoggingNet(RegressionNet):
+    def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
+        self.log("count", float(self.global_step))
+        return self._loss(batch)
+
+
+CALLBACKS: dict[str, list[dict[str, Any]]] = {
+    "two of the same name": [{"monitor": "val_loss", "mode": "max"}, {"every_n_epochs": 1}],
+    "one name for three": [
+        {
+            "filename": "best",
+            "save_top_k": 3,
+            "every_n_train_steps": 1,
+            "monitor": "count",
+            "mode": "min",
+        }
+    ],
+}
+
+
+def best_of(run: AsyncSaveSpec, callbacks: str) -> dict[str, bool]:
+    """Train with slow writers; return each callback's best checkpoint after all ranks ended."""
+    folder = Path(run.root) / "kept"
+    made = [ModelCheckpoint(dirpath=folder, **options) for options in CALLBACKS[callbacks]]
+    trainer, net, data, director = run.make()
+    director.gate = Slow(str(run.gate))
+    trainer.callbacks.extend(made)  # type: ignore[attr-defined]
+    trainer.fit(net, data)
+    best = [Path(callback.best_model_path) for callback in made]
+    return {path.name: is_published(path) for path in best}
 
 
 @pytest.mark.long

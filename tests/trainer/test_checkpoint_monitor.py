@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -21,18 +21,6 @@ from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint, rec
 from lightning_elastic_zero.trainer.monitor import CheckpointMonitor
 from tests.support.fits import Data, RegressionNet, elastic, quiet_trainer
 from tests.support.ranks import Pools
-
-
-class FailsAt(Callback):
-    """Raises in the midst of a run."""
-
-    def __init__(self, step: int | None) -> None:
-        self.step = step
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        if trainer.global_step == self.step:
-            msg = "in the midst"
-            raise ArithmeticError(msg)
 
 
 @dataclass(frozen=True)
@@ -56,10 +44,15 @@ class MonitoredFit:
         saves = ModelCheckpoint(
             self.root, save_top_k=-1, every_n_train_steps=1, filename="{step}", save_last=False
         )
+
+        def fail(trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == self.fails_at:
+                raise ArithmeticError
+
         trainer = quiet_trainer(
             elastic(async_save=self.async_save, fingerprint=self.fingerprint),
             CheckpointMonitor(),
-            FailsAt(self.fails_at),
+            LambdaCallback(on_train_batch_start=fail),
             saves,
             max_epochs=self.epochs,
             logger=self._loggers() or False,
@@ -75,10 +68,14 @@ class MonitoredFit:
             for path in sorted(Path(self.root).glob("*.ckpt"))
         }
 
-    def scalars(self) -> dict[str, dict[int, float]]:
-        """Return TensorBoard's values by step, by tag."""
+    def _events(self) -> EventAccumulator:
         events = EventAccumulator(str(Path(self.root, "tensorboard", "v")))
         events.Reload()
+        return events
+
+    def scalars(self) -> dict[str, dict[int, float]]:
+        """Return TensorBoard's values by step, by tag."""
+        events = self._events()
         return {
             tag: {event.step: event.value for event in events.Scalars(tag)}
             for tag in events.Tags()["scalars"]
@@ -87,10 +84,8 @@ class MonitoredFit:
 
     def texts(self) -> dict[int, str]:
         """Return TensorBoard's fingerprints, by step."""
-        events = EventAccumulator(str(Path(self.root, "tensorboard", "v")))
-        events.Reload()
-        tag = "checkpoint/fingerprint/text_summary"
-        return {e.step: e.tensor_proto.string_val[0].decode() for e in events.Tensors(tag)}
+        found = self._events().Tensors("checkpoint/fingerprint/text_summary")
+        return {e.step: e.tensor_proto.string_val[0].decode() for e in found}
 
     def rows(self) -> list[dict[str, str]]:
         """Return the rows of the CSV file about checkpoints."""

@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import Pools
-from tests.trainer._recorded_runs import RunRecord, RunSpec, fit, fits, from_step
+from tests.trainer._recorded_runs import (
+    RunRecord,
+    RunSpec,
+    assert_continued,
+    fit,
+    fits,
+    from_step,
+    record,
+    records,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -207,8 +216,7 @@ def test_another_world_takes_the_same_steps_at_the_same_rates(
     if reference.run.kind == "seeks" and world == 4:
         runs = [replace(run, batch_size=3) for run in runs]  # its batches are not cut
     whole = reference.seen[0]
-    of_rank = worlds.run(world, partial(fits, runs))[0]
-    for (point, begin), seen in zip(points.items(), of_rank, strict=True):
+    for (point, begin), seen in zip(points.items(), records(worlds, world, runs), strict=True):
         assert seen.steps == from_step(whole.steps, begin), point
         assert seen.rates == from_step(whole.rates, begin), point
         assert seen.global_step == whole.global_step, point
@@ -244,13 +252,11 @@ def test_every_pair_of_worlds_takes_the_same_steps(
 ) -> None:
     """From inside an epoch and inside a window, with any two accumulations."""
     saving = RunSpec(save=("step 0.3", "inside 1.1"), root=str(tmp_path))
-    whole = worlds.run(source, partial(fit, saving))[0]
-    for point, begin in (("step 0.3", 3), ("inside 1.1", 6)):
-        resumed = saving.resumed(point)
-        if not Path(str(resumed.ckpt_path)).exists():
-            continue  # this world has no window to be inside of
-        seen = worlds.run(target, partial(fit, resumed))[0]
-        assert seen.steps == from_step(whole.steps, begin)
+    whole = record(worlds, source, saving)
+    points = {"step 0.3": 3, "inside 1.1": 6}
+    if not Path(str(saving.resumed("inside 1.1").ckpt_path)).exists():
+        del points["inside 1.1"]  # this world has no window to be inside of
+    for seen in assert_continued(worlds, target, saving, whole, points):
         assert all(len(samples) == 12 for samples in seen.steps.values())
 
 
@@ -258,16 +264,15 @@ def test_every_pair_of_worlds_takes_the_same_steps(
 @pytest.mark.parametrize("stage", [2, 3])
 def test_two_changes_of_world_make_one_run(stage: int, worlds: Pools, tmp_path: Path) -> None:
     run = RunSpec(stage=stage, epochs=3, validate=True, schedule="onecycle")
-    whole = worlds.run(4, partial(fit, run))[0]
-    others = [worlds.run(world, partial(fit, run))[0] for world in (2, 3)]
+    whole = record(worlds, 4, run)
+    others = [record(worlds, world, run) for world in (2, 3)]
     first = replace(run, save=("inside 0.2", "step 0.2"), root=str(tmp_path))
-    worlds.run(4, partial(fit, first))
+    record(worlds, 4, first)
     path = next(tmp_path.glob("*0.2.ckpt"))
     second = replace(run, save=("inside 1.3",), root=str(tmp_path), ckpt_path=str(path))
-    then = worlds.run(2, partial(fit, second))[0]
-    last = worlds.run(3, partial(fit, second.resumed("inside 1.3")))[0]
+    then = record(worlds, 2, second)
     assert then.steps == from_step(whole.steps, 2)
-    assert last.steps == from_step(whole.steps, 8)
+    (last,) = assert_continued(worlds, 3, second, whole, {"inside 1.3": 8})
     losses = {**whole.losses, **then.losses, **last.losses}
     near = max(abs(o.losses[s] - whole.losses[s]) for o in others for s in whole.losses)
     assert max(abs(losses[s] - whole.losses[s]) for s in losses) <= 2 * near + 1e-7
@@ -282,11 +287,10 @@ def test_a_run_stopped_by_max_steps_continues(
 ) -> None:
     """In mid-epoch, where Lightning takes the epoch for done."""
     short = RunSpec(save=(point,), root=str(tmp_path), epochs=None, max_steps=8)
-    worlds.run(2, partial(fit, short))
+    record(worlds, 2, short)
     for limit in ({"epochs": None, "max_steps": 14}, {"epochs": 3, "max_steps": -1}):
-        whole = worlds.run(2, partial(fit, RunSpec(**limit)))[0]
-        seen = worlds.run(world, partial(fit, short.resumed(point, **limit)))[0]
-        assert seen.steps == from_step(whole.steps, 8)
+        whole = record(worlds, 2, RunSpec(**limit))
+        (seen,) = assert_continued(worlds, world, short, whole, {point: 8}, **limit)
         assert seen.global_step == whole.global_step
         assert world != 2 or seen.losses == from_step(whole.losses, 8)
 
@@ -297,10 +301,8 @@ def test_a_finished_run_continues_for_more_epochs(
     world: int, worlds: Pools, tmp_path: Path
 ) -> None:
     short = RunSpec(save=("end",), root=str(tmp_path), epochs=1)
-    worlds.run(2, partial(fit, short))
-    whole = worlds.run(2, partial(fit, RunSpec(epochs=3)))[0]
-    seen = worlds.run(world, partial(fit, short.resumed("end", epochs=3)))[0]
-    assert seen.steps == from_step(whole.steps, 5)
+    _, whole = records(worlds, 2, [short, RunSpec(epochs=3)])
+    (seen,) = assert_continued(worlds, world, short, whole, {"end": 5}, epochs=3)
     assert seen.epoch == whole.epoch
     assert not any("was planned for" in text for text in seen.messages)  # no schedule was
 
@@ -333,14 +335,12 @@ def test_a_new_rate_equals_that_of_a_run_that_always_had_it(
     """With load_hyperparameters=False, after a warm-up, in a cycle, in an epoch's schedule."""
     run, point, begin = plan
     saving = replace(run, rate=0.003, root=str(tmp_path), save=(point,))
-    whole = worlds.run(2, partial(fits, [saving, run]))[0][1]
-    strategy = {"load_hyperparameters": False}
-    resumed = saving.resumed(point, rate=run.rate, strategy=strategy)
+    _, whole = records(worlds, 2, [saving, run])
+    own = {"rate": run.rate, "strategy": {"load_hyperparameters": False}}
     for world in (2, 3):
-        seen = worlds.run(world, partial(fit, resumed))[0]
+        (seen,) = assert_continued(worlds, world, saving, whole, {point: begin}, **own)
         assert seen.rates == from_step(whole.rates, begin)
         assert len(set(seen.rates.values())) > 1
-        assert seen.steps == from_step(whole.steps, begin)
 
 
 @pytest.mark.long
@@ -350,9 +350,8 @@ def test_losses_differ_by_the_order_of_sums_only(
 ) -> None:
     """Losses of two steps differ by far more: none is skipped or taken twice."""
     saving = RunSpec(save=("step 0.3",), root=str(tmp_path), epochs=4, length=120)
-    whole = worlds.run(2, partial(fit, saving))[0]
-    other = worlds.run(target, partial(fit, replace(saving, save=())))[0]
-    seen = worlds.run(target, partial(fit, saving.resumed("step 0.3")))[0]
+    whole = record(worlds, 2, saving)
+    other, seen = records(worlds, target, [replace(saving, save=()), saving.resumed("step 0.3")])
     apart = max(abs(whole.losses[step] - other.losses[step]) for step in whole.losses)
     distance = max(abs(whole.losses[step] - loss) for step, loss in seen.losses.items())
     assert set(seen.losses) == set(range(3, 40))

@@ -10,41 +10,54 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import Pools
-from tests.trainer._recorded_runs import RunRecord, RunSpec, error_of, fit, fits, from_step
+from tests.trainer._recorded_runs import (
+    RunRecord,
+    RunSpec,
+    assert_continued,
+    assert_refused,
+    fit,
+    from_step,
+    record,
+    records,
+)
 
 pytestmark = pytest.mark.engine
 
 SAVE = "step 0.3"
+AT = {SAVE: 3}
 OWN = RunSpec(
     kind="own batches", length=60, batch_size=6, trainer={"use_distributed_sampler": False}
 )
 """Batches in an order that Lightning is told to leave alone."""
 
 
-def saved(run: RunSpec, worlds: Pools, root: Path) -> tuple[RunRecord, RunSpec]:
-    """Fit on two ranks, saving in mid-epoch; return that run, and the one that resumes."""
-    saving = replace(run, save=(SAVE,), root=str(root))
-    return worlds.run(2, partial(fit, saving))[0], saving.resumed(SAVE)
+def saved(
+    run: RunSpec, worlds: Pools, root: Path, *points: str, world: int = 2
+) -> tuple[RunSpec, RunRecord]:
+    """Fit, saving in mid-epoch or at other moments; return what was run, and its record."""
+    saving = replace(run, save=points or (SAVE,), root=str(root))
+    return saving, record(worlds, world, saving)
 
 
-@pytest.mark.parametrize("kind", ["iterable", "own batches without a place"])
+@pytest.mark.parametrize(
+    "run",
+    [RunSpec(kind="iterable", length=60), replace(OWN, kind="user's loader")],
+    ids=lambda run: run.kind,
+)
 @pytest.mark.parametrize("world", [2, 3])
 def test_data_that_cannot_be_positioned_are_refused_with_a_remedy(
-    kind: str, world: int, worlds: Pools, tmp_path: Path
+    run: RunSpec, world: int, worlds: Pools, tmp_path: Path
 ) -> None:
     """Also on the same number of ranks."""
-    run = RunSpec(kind="iterable", length=60)
-    if kind != "iterable":
-        run = replace(OWN, kind="user's loader")
-    _, resumed = saved(run, worlds, tmp_path)
-    if kind != "iterable":
-        resumed = replace(resumed, batch_size=12 // world)
-    for message in worlds.run(world, partial(error_of, resumed)):
-        assert message.startswith("CheckpointMismatchError")
-        assert "saved in epoch 0 after 3 of its optimizer steps" in message
-        assert "cannot start at a given sample" in message
-        assert "resume_at(epoch, samples)" in message
-        assert 'on_unresumable_data="restart_epoch"' in message
+    saving, _ = saved(run, worlds, tmp_path)
+    resumed = saving.resumed(SAVE, batch_size=2 if run.kind == "iterable" else 12 // world)
+    assert_refused(
+        *(worlds, world, resumed, "CheckpointMismatchError"),
+        "saved in epoch 0 after 3 of its optimizer steps",
+        "cannot start at a given sample",
+        "resume_at(epoch, samples)",
+        'on_unresumable_data="restart_epoch"',
+    )
 
 
 @pytest.mark.long
@@ -53,11 +66,10 @@ def test_an_epoch_restarts_with_a_warning_if_allowed(
     world: int, worlds: Pools, tmp_path: Path
 ) -> None:
     run = RunSpec(kind="iterable", length=60, strategy={"on_unresumable_data": "restart_epoch"})
-    whole, resumed = saved(run, worlds, tmp_path)
-    seen = worlds.run(world, partial(fit, resumed))[0]
+    saving, whole = saved(run, worlds, tmp_path)
+    seen = record(worlds, world, saving.resumed(SAVE))
     again = [whole.steps[step] for step in range(5)]
-    assert [seen.steps[step] for step in range(3, 8)] == again
-    assert [seen.steps[step] for step in range(8, 13)] == again
+    assert [seen.steps[step] for step in range(3, 13)] == [*again, *again]
     assert seen.global_step == 13
     assert any("Epoch 0 starts over" in text for text in seen.messages)
 
@@ -68,11 +80,10 @@ def test_resume_at_is_enough_to_position_data(
     kind: str, world: int, worlds: Pools, tmp_path: Path
 ) -> None:
     run = RunSpec(kind="seeks", length=60) if kind == "seeks" else OWN
-    whole, resumed = saved(run, worlds, tmp_path)
+    saving, whole = saved(run, worlds, tmp_path)
     micro = 12 // world if kind == "own batches" else {4: 3}.get(world, 2)
-    seen = worlds.run(world, partial(fit, replace(resumed, batch_size=micro)))[0]
-    assert seen.steps == from_step(whole.steps, 3)
-    assert world != 2 or seen.losses == {s: v for s, v in whole.losses.items() if s >= 3}
+    (seen,) = assert_continued(worlds, world, saving, whole, AT, batch_size=micro)
+    assert world != 2 or seen.losses == from_step(whole.losses, 3)
 
 
 @pytest.mark.parametrize("persistent", [True, pytest.param(False, marks=pytest.mark.long)])
@@ -82,21 +93,19 @@ def test_workers_begin_at_the_resumed_position(
     """Lightning starts them before `resume_at`; later epochs begin at their beginning."""
     options = {"num_workers": 2, "persistent_workers": persistent}
     run = RunSpec(kind="seeks", length=48, batch_size=6, loader=options)
-    whole, resumed = saved(run, worlds, tmp_path)
+    saving, whole = saved(run, worlds, tmp_path)
     for world in (1, 2):
-        seen = worlds.run(world, partial(fit, replace(resumed, batch_size=12 // world)))[0]
-        assert seen.steps == from_step(whole.steps, 3)
+        assert_continued(worlds, world, saving, whole, AT, batch_size=12 // world)
 
 
 def test_items_that_are_batches_are_consumed_once(worlds: Pools, tmp_path: Path) -> None:
     """With batch_size=None a position is counted in items."""
     run = RunSpec(kind="items", length=48, global_batch=None, epochs=1)
     for source, point, done in ((1, "step 0.4", 4), (2, "step 0.3", 6)):
-        saving = replace(run, save=(point,), root=str(tmp_path / f"{source}"))
-        whole = worlds.run(source, partial(fit, saving))[0]
+        saving, whole = saved(run, worlds, tmp_path / f"{source}", point, world=source)
         before = [i for step in range(done // source) for i in whole.steps[step]]
         for world in (1, 2, 4):
-            seen = worlds.run(world, partial(fit, saving.resumed(point)))[0]
+            seen = record(worlds, world, saving.resumed(point))
             after = [i for ids in seen.steps.values() for i in ids]
             again = done % world  # rounded down to a step: none is skipped
             assert len(before) + len(after) == 4 * (12 + again)
@@ -105,31 +114,25 @@ def test_items_that_are_batches_are_consumed_once(worlds: Pools, tmp_path: Path)
 
 def test_items_in_a_global_batch_need_their_size(worlds: Pools, tmp_path: Path) -> None:
     run = RunSpec(kind="items", length=48, global_batch=16, epochs=1)
-    for message in worlds.run(2, partial(error_of, run)):
-        assert message.startswith("UnsupportedError")
-        assert "logging_batch_size_per_gpu" in message
+    assert_refused(worlds, 2, run, "UnsupportedError", "logging_batch_size_per_gpu")
     sized = replace(run, strategy={"logging_batch_size_per_gpu": 4})
-    whole, resumed = saved(replace(sized, global_batch=8), worlds, tmp_path)
-    for world in (1, 2):
-        seen = worlds.run(world, partial(fit, resumed))[0]
-        assert seen.steps == from_step(whole.steps, 3)
-        assert {len(ids) for ids in seen.steps.values()} == {8}
-    for message in worlds.run(3, partial(error_of, replace(sized, global_batch=6))):
-        assert message.startswith("UnsupportedError")
-        assert "global_batch_size=6" in message
-        assert "batch_size=None yields items of 4 samples" in message
+    assert_eight_a_step(sized, worlds, tmp_path)
+    said = ("global_batch_size=6", "batch_size=None yields items of 4 samples")
+    assert_refused(worlds, 3, replace(sized, global_batch=6), "UnsupportedError", *said)
 
 
 def test_batches_of_a_batch_sampler_as_sampler_are_not_cut(worlds: Pools, tmp_path: Path) -> None:
     run = RunSpec(kind="batch sampler as sampler", length=48, global_batch=12, epochs=1)
-    for message in worlds.run(2, partial(error_of, run)):
-        assert message.startswith("UnsupportedError: global_batch_size=12 on 2 devices")
-        assert "yields items of 4 samples. Make" in message
-        assert "a multiple of devices x 4" in message
-    whole, resumed = saved(replace(run, global_batch=8), worlds, tmp_path)
+    said = ("yields items of 4 samples. Make", "a multiple of devices x 4")
+    error = "UnsupportedError: global_batch_size=12 on 2 devices"
+    assert_refused(worlds, 2, run, error, *said)
+    assert_eight_a_step(run, worlds, tmp_path)
+
+
+def assert_eight_a_step(run: RunSpec, worlds: Pools, root: Path) -> None:
+    saving, whole = saved(replace(run, global_batch=8), worlds, root)
     for world in (1, 2):
-        seen = worlds.run(world, partial(fit, resumed))[0]
-        assert seen.steps == from_step(whole.steps, 3)
+        (seen,) = assert_continued(worlds, world, saving, whole, AT)
         assert {len(ids) for ids in seen.steps.values()} == {8}
 
 
@@ -140,18 +143,14 @@ def test_each_of_several_loaders_resumes_at_its_position(
 ) -> None:
     """Also with other batch sizes, after a shorter one has restarted, and twice in a row."""
     run = RunSpec(kind=kind, length=64, global_batch=None, batch_size=4, epochs=2)
-    saving = replace(run, save=(f"step 0.{point}",), root=str(tmp_path / "first"))
-    whole = worlds.run(2, partial(fit, saving))[0]
+    at = {f"step 0.{point}": point}
+    saving, whole = saved(run, worlds, tmp_path / "first", *at)
     assert whole.global_step == 16
-    again = replace(saving.resumed(f"step 0.{point}"), save=("step 0.7",), root=str(tmp_path))
-    seen = worlds.run(2, partial(fit, again))[0]
-    assert seen.steps == from_step(whole.steps, point)
+    again = {"save": ("step 0.7",), "root": str(tmp_path)}
+    assert_continued(worlds, 2, saving, whole, at, **again)
     if point < 7:
-        seen = worlds.run(2, partial(fit, again.resumed("step 0.7")))[0]
-        assert seen.steps == from_step(whole.steps, 7)
-    here = replace(saving.resumed(f"step 0.{point}"), batch_size=8)
-    seen = worlds.run(1, partial(fit, here))[0]
-    assert seen.steps == from_step(whole.steps, point)
+        assert_continued(worlds, 2, replace(saving, root=str(tmp_path)), whole, {"step 0.7": 7})
+    assert_continued(worlds, 1, saving, whole, at, batch_size=8)
 
 
 @pytest.mark.parametrize("again", ["", ", once"])
@@ -164,51 +163,45 @@ def test_a_loader_that_ends_within_a_step_resumes_there(
     run = RunSpec(kind=kind, length=48, global_batch=global_batch, epochs=2)
     run = replace(run, trainer=trainer | ({} if global_batch else {"accumulate_grad_batches": 2}))
     points = {f"step 0.{steps}": steps for steps in (1, 2, 4, 5)}
-    saving = replace(run, save=(*points,), root=str(tmp_path))
-    whole = worlds.run(2, partial(fit, saving))[0]
+    saving, whole = saved(run, worlds, tmp_path, *points)
     assert whole.global_step == 12
     for world, size in ((2, 2), (1, 4), (1, 2)):
-        if size * world != 4 and global_batch is None:
-            continue
-        runs = [saving.resumed(point, batch_size=size) for point in points]
-        of_runs = worlds.run(world, partial(fits, runs))[0]
-        for begin, seen in zip(points.values(), of_runs, strict=True):
-            assert seen.steps == from_step(whole.steps, begin), (world, size, begin)
+        if size * world == 4 or global_batch is not None:
+            assert_continued(worlds, world, saving, whole, points, batch_size=size)
 
 
 def test_a_stream_that_has_restarted_is_refused(worlds: Pools, tmp_path: Path) -> None:
     run = RunSpec(kind="a shorter stream", length=64, global_batch=None, batch_size=4, epochs=1)
-    saving = replace(run, save=("step 0.2", "step 0.6"), root=str(tmp_path))
-    whole = worlds.run(2, partial(fit, saving))[0]
-    seen = worlds.run(2, partial(fit, saving.resumed("step 0.2")))[0]
-    assert seen.steps == from_step(whole.steps, 2)
-    for message in worlds.run(2, partial(error_of, saving.resumed("step 0.6"))):
-        assert message.startswith("CheckpointMismatchError")
-        assert "samples that the DataLoader of SeekableStream had yielded" in message
+    saving, whole = saved(run, worlds, tmp_path, "step 0.2", "step 0.6")
+    assert_continued(worlds, 2, saving, whole, {"step 0.2": 2})
+    said = "samples that the DataLoader of SeekableStream had yielded"
+    assert_refused(worlds, 2, saving.resumed("step 0.6"), "CheckpointMismatchError", said)
 
 
 @pytest.mark.long
 def test_a_loaders_own_state_needs_the_same_world(worlds: Pools, tmp_path: Path) -> None:
     """It is of one rank among two; for three it means nothing."""
-    run = RunSpec(kind="stateful", length=60)
-    whole, resumed = saved(run, worlds, tmp_path)
-    for seen in worlds.run(2, partial(fit, resumed)):
-        assert seen.steps == from_step(whole.steps, 3)
-    assert len(whole.steps) == 10
-    for message in worlds.run(3, partial(error_of, resumed)):
-        assert "one state per rank, saved on 2 ranks; this run has 3" in message
+    saving, _ = saved(RunSpec(kind="stateful", length=60), worlds, tmp_path)
+    said = "one state per rank, saved on 2 ranks; this run has 3"
+    assert_refused(worlds, 3, saving.resumed(SAVE), "CheckpointMismatchError", said)
 
 
-@pytest.mark.parametrize("point", ["step 0.1", "inside 0.2", "step 0.4", "inside 1.1"])
-def test_a_loaders_own_state_is_that_of_the_last_step(
-    point: str, worlds: Pools, tmp_path: Path
+@pytest.mark.parametrize(
+    ("kind", "point", "begin"),
+    [
+        *(("stateful", point, begin) for point, begin in (("step 0.1", 1), ("inside 0.2", 2))),
+        *(("stateful", point, begin) for point, begin in (("step 0.4", 4), ("inside 1.1", 6))),
+        *((kind, "step 0.5", 5) for kind in ("iterable", "stateful")),
+    ],
+)
+def test_a_batch_that_lightning_has_fetched_ahead_is_trained_on_once(
+    kind: str, point: str, begin: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """Lightning fetches a batch ahead."""
-    run = RunSpec(kind="stateful", length=60, save=(point,), root=str(tmp_path))
-    whole = worlds.run(2, partial(fit, run))[0]
-    epoch, step = point.split()[1].split(".")
-    for seen in worlds.run(2, partial(fit, run.resumed(point))):
-        assert seen.steps == from_step(whole.steps, 5 * int(epoch) + int(step))
+    """A loader's own state is that of the last step, and at an epoch's end the epoch is over."""
+    saving, whole = saved(RunSpec(kind=kind, length=60), worlds, tmp_path, point)
+    assert len(whole.steps) == 10
+    for seen in worlds.run(2, partial(fit, saving.resumed(point))):
+        assert seen.steps == from_step(whole.steps, begin)
 
 
 @pytest.mark.long
@@ -216,20 +209,18 @@ def test_a_loaders_own_state_is_that_of_the_last_step(
 def test_torchdatas_loader_resumes_on_any_world(world: int, worlds: Pools, tmp_path: Path) -> None:
     """For data with a length the order is ours, without its own state."""
     pytest.importorskip("torchdata")
-    whole, resumed = saved(RunSpec(kind="torchdata"), worlds, tmp_path)
-    assert worlds.run(world, partial(fit, resumed))[0].steps == from_step(whole.steps, 3)
+    saving, whole = saved(RunSpec(kind="torchdata"), worlds, tmp_path)
+    assert_continued(worlds, world, saving, whole, AT)
 
 
 @pytest.mark.long
 def test_other_data_are_refused_in_mid_epoch_only(worlds: Pools, tmp_path: Path) -> None:
-    run = RunSpec(save=("epoch 0",))
-    _, resumed = saved(run, worlds, tmp_path)
-    for message in worlds.run(2, partial(error_of, replace(resumed, length=70))):
-        assert "that of the saved run (dataset_length was 53, is 70)" in message
-    ended = replace(run, save=("epoch 0",), root=str(tmp_path), epochs=1)
-    worlds.run(2, partial(fit, ended))
-    longer = ended.resumed("epoch 0", epochs=2, length=70)
-    seen = worlds.run(2, partial(fit, longer))[0]
+    saving, _ = saved(RunSpec(), worlds, tmp_path)
+    said = "that of the saved run (dataset_length was 53, is 70)"
+    other = saving.resumed(SAVE, length=70)
+    assert_refused(worlds, 2, other, "CheckpointMismatchError", said)
+    ended, _ = saved(RunSpec(epochs=1), worlds, tmp_path, "epoch 0")
+    seen = record(worlds, 2, ended.resumed("epoch 0", epochs=2, length=70))
     assert sorted(seen.steps) == [5, 6, 7, 8, 9, 10]
 
 
@@ -242,75 +233,59 @@ SAVE_LATER = "step 1.2"
 def test_a_samplers_own_generators_continue_their_order(
     kind: str, world: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    run = RunSpec(kind=kind, save=(SAVE_LATER,), root=str(tmp_path))
-    whole = worlds.run(2, partial(fit, run))[0]
+    saving, whole = saved(RunSpec(kind=kind), worlds, tmp_path, SAVE_LATER)
     assert whole.steps[0] != whole.steps[5]  # epochs differ
-    seen = worlds.run(world, partial(fit, run.resumed(SAVE_LATER)))[0]
-    assert seen.steps == from_step(whole.steps, 7)
+    assert_continued(worlds, world, saving, whole, {SAVE_LATER: 7})
 
 
 @pytest.mark.long
 def test_a_sampler_that_counts_its_epochs_is_refused_or_restarted(
     worlds: Pools, tmp_path: Path
 ) -> None:
-    """A new process counts from zero."""
-    run = RunSpec(kind="counts", save=(SAVE, SAVE_LATER), root=str(tmp_path))
-    whole = worlds.run(2, partial(fit, run))[0]
-    seen = worlds.run(2, partial(fit, run.resumed(SAVE)))[0]
-    assert seen.steps == from_step(whole.steps, 3)  # it counts alike until here
-    for message in worlds.run(2, partial(error_of, run.resumed(SAVE_LATER))):
-        assert message.startswith("CheckpointMismatchError")
-        assert "OwnGenerator put epoch 1 in another order than in the saved run" in message
-        assert "set_epoch(epoch)" in message
-    allowed = run.resumed(SAVE_LATER, strategy={"on_unresumable_data": "restart_epoch"})
-    seen = worlds.run(2, partial(fit, allowed))[0]
+    """A new process counts from zero: alike in the first epoch, and at its end."""
+    points = (SAVE, "epoch 0", SAVE_LATER, "epoch 1")
+    saving, whole = saved(RunSpec(kind="counts", epochs=3), worlds, tmp_path, *points)
+    told = "OwnGenerator put epoch 1 in another order"
+    for seen in assert_continued(worlds, 2, saving, whole, AT | {"epoch 0": 5}):
+        assert not any("another order" in text for text in seen.messages)
+    said = (f"{told} than in the saved run", "set_epoch(epoch)")
+    assert_refused(worlds, 2, saving.resumed(SAVE_LATER), "CheckpointMismatchError", *said)
+    restart = {"on_unresumable_data": "restart_epoch"}
+    allowed = saving.resumed(SAVE_LATER, strategy=restart, epochs=2)
+    seen, ended = records(worlds, 2, [allowed, saving.resumed("epoch 1")])
     assert seen.global_step == 12
-    assert any("OwnGenerator put epoch 1 in another order" in text for text in seen.messages)
+    assert all(any(told in text for text in of.messages) for of in (seen, ended))
 
 
 def test_orders_of_numpy_integers_are_compared(worlds: Pools, tmp_path: Path) -> None:
     workers = {"num_workers": 1}
     run = RunSpec(kind="numpy indices", noise=0.1, loader=workers, epochs=1)
-    whole, resumed = saved(run, worlds, tmp_path)
-    for seen in worlds.run(2, partial(fit, resumed)):
+    saving, whole = saved(run, worlds, tmp_path)
+    for seen in worlds.run(2, partial(fit, saving.resumed(SAVE))):
         assert seen.steps == from_step(whole.steps, 3)
         assert seen.losses == from_step(whole.losses, 3)
-    run = RunSpec(kind="numpy indices, unseeded", epochs=1, save=(SAVE,), root=str(tmp_path))
-    worlds.run(1, partial(fit, run))
+    unseeded = RunSpec(kind="numpy indices, unseeded", epochs=1)
+    saving, _ = saved(unseeded, worlds, tmp_path, world=1)
+    said = "NumPyIndices put epoch 0 in another order than in the saved run"
     for world in (1, 2):
-        for message in worlds.run(world, partial(error_of, run.resumed(SAVE))):
-            assert "NumPyIndices put epoch 0 in another order than in the saved run" in message
+        assert_refused(worlds, world, saving.resumed(SAVE), "CheckpointMismatchError", said)
 
 
 def test_an_order_that_cannot_be_compared_is_refused(worlds: Pools, tmp_path: Path) -> None:
     """One device warns about it at the save."""
-    run = RunSpec(kind="anonymous", epochs=1, save=(SAVE,), root=str(tmp_path))
-    for message in worlds.run(2, partial(error_of, run)):
-        assert message.startswith("UnsupportedError: NumPyIndices yields objects that cannot be")
-    seen = worlds.run(1, partial(fit, run))[0]
-    said = "will be refused on resume: NumPyIndices yields objects that cannot be compared"
+    saving, seen = saved(RunSpec(kind="anonymous", epochs=1), worlds, tmp_path, world=1)
+    objects = "NumPyIndices yields objects that cannot be"
+    assert_refused(worlds, 2, saving, f"UnsupportedError: {objects}")
+    said = f"will be refused on resume: {objects} compared"
     assert sum(said in text for text in seen.messages) == 1
-    (message,) = worlds.run(1, partial(error_of, run.resumed(SAVE)))
-    assert "3 of its optimizer steps, and NumPyIndices yields objects that cannot be" in message
-
-
-@pytest.mark.long
-def test_a_counting_sampler_at_an_epochs_end_resumes_with_a_warning_if_needed(
-    worlds: Pools, tmp_path: Path
-) -> None:
-    run = RunSpec(kind="counts", save=("epoch 0", "epoch 1"), root=str(tmp_path), epochs=3)
-    whole = worlds.run(2, partial(fit, run))[0]
-    seen = worlds.run(2, partial(fit, run.resumed("epoch 0")))[0]
-    assert seen.steps == from_step(whole.steps, 5)
-    assert not any("another order" in text for text in seen.messages)
-    seen = worlds.run(2, partial(fit, run.resumed("epoch 1")))[0]
-    assert any("OwnGenerator put epoch 1 in another order" in text for text in seen.messages)
+    said = f"3 of its optimizer steps, and {objects}"
+    assert_refused(worlds, 1, saving.resumed(SAVE), "CheckpointMismatchError", said)
 
 
 @pytest.mark.long
 def test_a_sampler_may_change_when_an_epoch_starts(worlds: Pools) -> None:
     """Also in the first epoch: its order is not read before."""
-    seen = worlds.run(2, partial(fit, RunSpec(kind="changed")))[0]
+    seen = record(worlds, 2, RunSpec(kind="changed"))
     assert sorted(seen.steps[0]) == list(range(7, 19))
     assert sorted(seen.steps[5]) == list(range(14, 26))
 
@@ -320,9 +295,8 @@ def test_a_sampler_may_change_when_an_epoch_starts(worlds: Pools) -> None:
 def test_a_sampler_that_differs_between_ranks_is_refused_in_any_epoch(
     kind: str, worlds: Pools
 ) -> None:
-    for message in worlds.run(2, partial(error_of, RunSpec(kind=kind))):
-        assert message.startswith("UnsupportedError")
-        assert "OwnGenerator gives each rank another order of the samples" in message
+    said = "OwnGenerator gives each rank another order of the samples"
+    assert_refused(worlds, 2, RunSpec(kind=kind), "UnsupportedError", said)
 
 
 @pytest.mark.long
@@ -330,7 +304,7 @@ def test_a_sampler_that_differs_between_ranks_is_refused_in_any_epoch(
 def test_an_unshuffled_loader_that_lightning_shuffles_is_warned_of(
     world: int, worlds: Pools
 ) -> None:
-    seen = worlds.run(world, partial(fits, [RunSpec(kind="in order"), RunSpec()]))[0]
+    seen = records(worlds, world, [RunSpec(kind="in order"), RunSpec()])
     said = [[text for text in of.messages if "shuffled" in text] for of in seen]
     assert [len(texts) for texts in said] == [1, 0]
     assert said[0][0].startswith("The training DataLoader of IndexedSamples is shuffled although")
@@ -343,13 +317,12 @@ def test_an_unshuffled_loader_that_lightning_shuffles_is_warned_of(
 def test_keep_order_yields_consecutive_samples_on_any_world(
     kind: str, worlds: Pools, tmp_path: Path
 ) -> None:
-    whole, resumed = saved(RunSpec(kind=kind), worlds, tmp_path)
+    saving, whole = saved(RunSpec(kind=kind), worlds, tmp_path)
     for of_epoch in (0, 5):
         for step in range(4):
             assert whole.steps[of_epoch + step] == list(range(12 * step, 12 * (step + 1)))
     for world in (1, 2, 3):
-        seen = worlds.run(world, partial(fit, resumed))[0]
-        assert seen.steps == from_step(whole.steps, 3)
+        (seen,) = assert_continued(worlds, world, saving, whole, AT)
         assert not any("shuffled" in text for text in (*whole.messages, *seen.messages))
 
 
@@ -368,7 +341,7 @@ def test_data_that_cannot_resume_are_warned_of_at_the_start(
 ) -> None:
     run = RunSpec(kind=kind, length=60, epochs=1)
     allowed = replace(run, strategy={"on_unresumable_data": "restart_epoch"})
-    seen = worlds.run(2, partial(fits, [run, allowed]))[0]
+    seen = records(worlds, 2, [run, allowed])
     said = [[text for text in of.messages if "A checkpoint inside an epoch" in text] for of in seen]
     assert [len(texts) for texts in said] == [int(bool(expected)), 0]
     for text in said[0]:
@@ -376,22 +349,11 @@ def test_data_that_cannot_resume_are_warned_of_at_the_start(
         assert "resume_at(epoch, samples)" in text
 
 
-@pytest.mark.parametrize("kind", ["iterable", "stateful"])
-def test_a_batch_fetched_before_an_epochs_end_is_not_trained_on(
-    kind: str, worlds: Pools, tmp_path: Path
-) -> None:
-    run = RunSpec(kind=kind, length=60, save=("step 0.5",), root=str(tmp_path))
-    whole = worlds.run(2, partial(fit, run))[0]
-    seen = worlds.run(2, partial(fit, run.resumed("step 0.5")))[0]
-    assert seen.steps == from_step(whole.steps, 5)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_order_continues_under_another_seed(world: int, worlds: Pools, tmp_path: Path) -> None:
-    whole, resumed = saved(RunSpec(), worlds, tmp_path)
-    seen = worlds.run(world, partial(fit, replace(resumed, seed=99)))[0]
-    assert seen.steps == from_step(whole.steps, 3)
+    saving, whole = saved(RunSpec(), worlds, tmp_path)
+    assert_continued(worlds, world, saving, whole, AT, seed=99)
 
 
 @pytest.mark.long
@@ -411,8 +373,8 @@ def test_changed_batch_settings_are_reported_with_both_numbers(
     world: int, now: dict[str, Any], expected: str, worlds: Pools, tmp_path: Path
 ) -> None:
     run = RunSpec(global_batch=None, batch_size=6, length=60, schedule="lambda")
-    whole, resumed = saved(run, worlds, tmp_path)
-    seen = worlds.run(world, partial(fit, replace(resumed, **now)))[0]
+    saving, whole = saved(run, worlds, tmp_path)
+    seen = record(worlds, world, saving.resumed(SAVE, **now))
     assert any(expected in text for text in seen.messages), seen.messages
     first = [i for step, ids in seen.steps.items() if step < 5 for i in ids]
     assert set(first) >= {i for step in (3, 4) for i in whole.steps[step]}
@@ -421,15 +383,11 @@ def test_changed_batch_settings_are_reported_with_both_numbers(
 @pytest.mark.long
 def test_counts_without_a_global_batch_are_warned_of(worlds: Pools, tmp_path: Path) -> None:
     """Lightning's integers then count the batches of one device."""
-    run = RunSpec(
-        global_batch=None,
-        batch_size=6,
-        validate=True,
-        trainer={"val_check_interval": 2},
-    )
-    _, resumed = saved(run, worlds, tmp_path)
-    trainer = {"val_check_interval": 2, "accumulate_grad_batches": 2}
-    seen = worlds.run(1, partial(fit, replace(resumed, trainer=trainer)))[0]
+    trainer = {"val_check_interval": 2}
+    run = RunSpec(global_batch=None, batch_size=6, validate=True, trainer=trainer)
+    saving, _ = saved(run, worlds, tmp_path)
+    trainer = {**trainer, "accumulate_grad_batches": 2}
+    seen = record(worlds, 1, saving.resumed(SAVE, trainer=trainer))
     said = "Trainer(val_check_interval=2) counts batches of one device: 2 optimizer steps in"
     assert any(said in text for text in seen.messages), seen.messages
     assert not any("global batch changes" in text for text in seen.messages)
@@ -437,11 +395,9 @@ def test_counts_without_a_global_batch_are_warned_of(worlds: Pools, tmp_path: Pa
 
 @pytest.mark.long
 def test_random_states_of_another_world_are_warned_of_once(worlds: Pools, tmp_path: Path) -> None:
-    _, resumed = saved(RunSpec(dropout=0.1), worlds, tmp_path)
-    counts = []
-    for world in (2, 3):
-        messages = worlds.run(world, partial(fit, resumed))[0].messages
-        counts.append(sum("starts a new stream" in text for text in messages))
+    saving, _ = saved(RunSpec(dropout=0.1), worlds, tmp_path)
+    of_worlds = [record(worlds, world, saving.resumed(SAVE)).messages for world in (2, 3)]
+    counts = [sum("starts a new stream" in text for text in texts) for texts in of_worlds]
     assert counts == [0, 1]
 
 
@@ -474,6 +430,4 @@ def test_random_states_of_another_world_are_warned_of_once(worlds: Pools, tmp_pa
 def test_impossible_batch_sizes_are_refused_before_training(
     run: RunSpec, expected: str, worlds: Pools
 ) -> None:
-    for message in worlds.run(3, partial(error_of, run)):
-        assert message.startswith("UnsupportedError")
-        assert expected in message
+    assert_refused(worlds, 3, run, "UnsupportedError", expected)

@@ -9,24 +9,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 
 from tests.support.fits import FitSpec, fit
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
-
-
-class Rounded(Callback):
-    """Records whether the masters are equal to their rounding to bf16."""
-
-    def __init__(self) -> None:
-        self.rounded: list[bool] = []
-
-    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        engine: Any = trainer.strategy.model
-        for master in engine.optimizer.single_partition_of_fp32_groups:
-            self.rounded.append(torch.equal(master, master.bfloat16().float()))
 
 
 def masters_are_rounded(root: str, keep_fp32: bool) -> bool:
@@ -42,10 +30,16 @@ def masters_are_rounded(root: str, keep_fp32: bool) -> bool:
         checkpoint={"save_top_k": 0},
     )
     trainer, net, data, _ = plan.make()
-    seen = Rounded()
-    trainer.callbacks.append(seen)  # type: ignore[attr-defined]
+    rounded: list[bool] = []
+
+    def look(trainer: pl.Trainer, *_: Any) -> None:
+        engine: Any = trainer.strategy.model
+        masters = engine.optimizer.single_partition_of_fp32_groups
+        rounded.extend(torch.equal(master, master.bfloat16().float()) for master in masters)
+
+    trainer.callbacks.append(LambdaCallback(on_train_start=look))  # type: ignore[attr-defined]
     trainer.fit(net, data, ckpt_path=plan.ckpt_path)
-    return all(seen.rounded) and bool(seen.rounded)
+    return all(rounded) and bool(rounded)
 
 
 def test_load_from_fp32_weights_selects_rounded_or_saved_masters(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.support.ranks import Pools
-from tests.trainer._recorded_runs import RunSpec, fit, fits, from_step
+from tests.trainer._recorded_runs import RunSpec, assert_continued, from_step, record, records
 
 pytestmark = pytest.mark.engine
 
@@ -30,13 +29,10 @@ RUN = RunSpec(
 @pytest.mark.parametrize("kind", ["counting", "counting, sized", "counting, batches"])
 def test_positioned_data_yield_each_epoch_once(kind: str, worlds: Pools, tmp_path: Path) -> None:
     run = replace(RUN, kind=kind, root=str(tmp_path))
-    whole = worlds.run(2, partial(fit, run))[0].steps
-    assert len({tuple(whole[step]) for step in range(0, 20, 5)}) == 4  # epochs differ
+    whole = record(worlds, 2, run)
+    assert len({tuple(whole.steps[step]) for step in range(0, 20, 5)}) == 4  # epochs differ
     for world in (1, 2, 3):
-        runs = [run.resumed(point, batch_size=12 // world) for point in POINTS]
-        resumed = worlds.run(world, partial(fits, runs))[0]
-        for seen, begin in zip(resumed, POINTS.values(), strict=True):
-            assert seen.steps == from_step(whole, begin)
+        assert_continued(worlds, world, run, whole, POINTS, batch_size=12 // world)
 
 
 @pytest.mark.long
@@ -48,17 +44,11 @@ def test_stateful_loaders_begin_the_next_epoch(kind: str, worlds: Pools, tmp_pat
         pytest.importorskip("torchdata")
     run = replace(RUN, kind=kind, epochs=3, root=str(tmp_path))
     run = replace(run, strategy={"logging_batch_size_per_gpu": 6})
-    whole = worlds.run(2, partial(fit, run))[0].steps
-    runs = [run.resumed(point) for point in POINTS]
-    resumed = worlds.run(2, partial(fits, runs))[0]
-    for seen, begin in zip(resumed, POINTS.values(), strict=True):
-        assert seen.steps == from_step(whole, begin)
-    others = [replace(of, batch_size=4) for of in runs[1:]]
-    others = [replace(of, strategy={"logging_batch_size_per_gpu": 4}) for of in others]
-    for seen in worlds.run(3, partial(fits, others))[0]:
-        assert any(
-            "one state per rank, saved on 2 ranks, and this run has 3" in m for m in seen.messages
-        )
+    assert_continued(worlds, 2, run, record(worlds, 2, run), POINTS)
+    three = {"batch_size": 4, "strategy": {"logging_batch_size_per_gpu": 4}}
+    said = "one state per rank, saved on 2 ranks, and this run has 3"
+    for seen in records(worlds, 3, [run.resumed(point, **three) for point in [*POINTS][1:]]):
+        assert any(said in message for message in seen.messages)
 
 
 @pytest.mark.long
@@ -67,13 +57,10 @@ def test_a_limited_epoch_of_torchdatas_loader_is_followed_by_the_next(
 ) -> None:
     pytest.importorskip("torchdata")
     trainer = {**RUN.trainer, "limit_train_batches": 3}
-    save = ("step 0.2", "validated 3", "epoch 0")
-    run = replace(RUN, kind="counting, torchdata", length=240, epochs=2, trainer=trainer, save=save)
-    run = replace(run, root=str(tmp_path))
-    whole = worlds.run(2, partial(fit, run))[0].steps
-    runs = [run.resumed(point) for point in save]
-    for seen, begin in zip(worlds.run(2, partial(fits, runs))[0], (2, 3, 3), strict=True):
-        assert seen.steps == from_step(whole, begin)
+    points = {"step 0.2": 2, "validated 3": 3, "epoch 0": 3}
+    run = replace(RUN, kind="counting, torchdata", length=240, epochs=2, trainer=trainer)
+    run = replace(run, save=tuple(points), root=str(tmp_path))
+    assert_continued(worlds, 2, run, record(worlds, 2, run), points)
 
 
 @pytest.mark.parametrize("other", ["shorter", "longer"])
@@ -84,10 +71,8 @@ def test_torchdatas_loader_restarts_when_another_loader_ends_the_epoch(
     save = ("epoch 0", "starting 1")
     run = RunSpec(kind=f"torchdata and a {other} one", length=48, global_batch=None, save=save)
     run = replace(run, root=str(tmp_path))
-    whole = worlds.run(2, partial(fit, run))[0]
-    runs = [run.resumed(point) for point in save]
-    for seen in worlds.run(2, partial(fits, runs))[0]:
-        assert seen.steps == from_step(whole.steps, whole.global_step // 2)
+    whole = record(worlds, 2, run)
+    assert_continued(worlds, 2, run, whole, dict.fromkeys(save, whole.global_step // 2))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -95,8 +80,8 @@ def test_gradients_of_a_cut_window_do_not_reach_the_next_epoch(
     stage: int, worlds: Pools, tmp_path: Path
 ) -> None:
     run = RunSpec(kind="skips", stage=stage, save=("epoch 0",), root=str(tmp_path), length=60)
-    whole = worlds.run(2, partial(fit, run))[0]
-    seen = worlds.run(2, partial(fit, run.resumed("epoch 0")))[0]
+    whole = record(worlds, 2, run)
+    seen = record(worlds, 2, run.resumed("epoch 0"))
     assert seen.buffer == whole.buffer
     assert seen.losses[3] == whole.losses[3]  # by the weights of step 2, the epoch's first
     said = [m for m in whole.messages if "ended within an accumulation window" in m]
@@ -126,19 +111,13 @@ KEPT: dict[str, RunSpec] = {
 def test_kept_loaders_repeat_order_and_random_numbers_of_workers(
     worlds: Pools, tmp_path: Path
 ) -> None:
-    first, second, third, ended = [], [], [], []
     for name, kept in KEPT.items():
         trainer, root = {**kept.trainer, "use_distributed_sampler": False}, str(tmp_path / name)
         run = replace(kept, trainer=trainer, save=("inside 1.0", "epoch 1"), root=root)
-        again = run.resumed("inside 1.0", save=("inside 2.0",), root=f"{root}/2")
-        first.append(run)
-        second.append(again)
-        third.append(again.resumed("inside 2.0"))
-        ended.append(run.resumed("epoch 1"))
-    seen = worlds.run(1, partial(fits, [*first, *second, *third, *ended]))[0]
-    count = len(KEPT)
-    for place, (name, whole) in enumerate(zip(KEPT, seen, strict=False)):
-        for of, begin in zip(seen[count + place :: count], (6, 12, 12), strict=True):
+        second = run.resumed("inside 1.0", save=("inside 2.0",), root=f"{root}/2")
+        runs = [run, second, second.resumed("inside 2.0"), run.resumed("epoch 1")]
+        whole, *resumed = records(worlds, 1, runs)
+        for of, begin in zip(resumed, (6, 12, 12), strict=True):
             assert of.steps == from_step(whole.steps, begin), name
             assert of.losses == from_step(whole.losses, begin), name
 
@@ -147,8 +126,7 @@ def test_persistent_workers_are_warned_of_once(worlds: Pools, tmp_path: Path) ->
     """Their random numbers began with the run, and restart after a resume."""
     options = {"num_workers": 1, "persistent_workers": True}
     run = replace(UNCUT, kind="seeks", loader=options, save=("epoch 0",), root=str(tmp_path))
-    worlds.run(1, partial(fit, run))
-    seen = worlds.run(1, partial(fit, run.resumed("epoch 0")))[0]
+    _, seen = records(worlds, 1, [run, run.resumed("epoch 0")])
     told = [text for text in seen.messages if "draw other random numbers" in text]
     assert len(told) == 1
     assert "persistent_workers" in told[0]

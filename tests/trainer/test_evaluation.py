@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 
-from tests.support.fits import FitSpec, error_of, evaluate, fit
+from tests.support.fits import Data, FitSpec, RegressionNet, error_of, evaluate, fit
 from tests.support.ranks import Pools
+from tests.trainer.test_refused_setups import BY_TRAINER
 
 pytestmark = pytest.mark.engine
 
@@ -113,28 +118,10 @@ def damage_optimizer_state(checkpoint: Path) -> int:
     return damaged
 
 
-OF_TRAINING: dict[str, dict[str, Any]] = {
-    "1-bit Adam": {"optimizer": {"type": "OneBitAdam", "params": {"lr": 0.01}}},
-    "LAMB": {"optimizer": {"type": "Lamb", "params": {"lr": 0.01}}},
-    "AutoTP": {"tensor_parallel": {"autotp_size": 2}},
-    "AutoEP": {"expert_parallel": {"enabled": True, "autoep_size": 2}},
-    "sequences by a mesh": {"sequence_parallel_size": 2, "data_parallel_size": 1},
-    "a curriculum": {
-        "data_efficiency": {
-            "enabled": True,
-            "data_sampling": {
-                "enabled": True,
-                "curriculum_learning": {"enabled": True, "curriculum_metrics": {}},
-            },
-        }
-    },
-}
+OF_TRAINING = ("1-bit Adam", "LAMB", "AutoTP", "AutoEP", "sequences by a mesh", "a curriculum")
 """What a fit is refused for, and an evaluation's engine is not made of: DeepSpeed reads it only."""
 
-OF_ZERO: dict[str, dict[str, Any]] = {
-    "ZenFlow": {"offload_optimizer": {"device": "cpu"}, "zenflow": {"topk_ratio": 0.1}},
-    "SuperOffload": {"offload_optimizer": {"device": "cpu", "super_offload": True}},
-}
+OF_ZERO = ("ZenFlow", "SuperOffload")
 """Likewise, below ZeRO-3, whose section alone Lightning hands to an evaluation's engine."""
 
 
@@ -147,13 +134,10 @@ def test_a_config_refused_for_training_can_evaluate(
     worlds.run(2, partial(fit, FitSpec(root, stage)))
     plain = FitSpec(root, stage, ckpt_path=f"{root}/last.ckpt", seed=7)
     wanted = [seen["loss"] for seen in worlds.run(2, partial(evaluate, plain, "validate"))]
-    sections: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({}, section) for section in OF_TRAINING.values()
-    ]
-    if stage == 2:
-        sections += [(options, {}) for options in OF_ZERO.values()]
-    for options, section in sections:
-        config = {"zero_optimization": {"stage": stage, **options}, **section}
+    for name in (*OF_TRAINING, *(OF_ZERO if stage == 2 else ())):
+        section = BY_TRAINER[name].config
+        zero = {"stage": stage, **section.get("zero_optimization", {})}
+        config = {**section, "zero_optimization": zero}
         plan = replace(plain, strategy={"config": config})
         assert worlds.run(2, partial(error_of, plan))[0].startswith("UnsupportedError"), config
         found = worlds.run(2, partial(evaluate, plan, "validate"))
@@ -166,3 +150,31 @@ def test_a_test_of_a_missing_checkpoint_is_refused(worlds: Pools, tmp_path: Path
     for message in worlds.run(2, partial(error_of, plan, "test")):
         assert message.startswith("CheckpointNotFoundError")
         assert "none.ckpt" in message
+
+
+@pytest.mark.parametrize(("stage", "weights_only"), [(1, False), (2, True), (3, False), (3, True)])
+def test_converted_weights_load_into_a_plain_model(
+    stage: int, weights_only: bool, worlds: Pools, tmp_path: Path
+) -> None:
+    """As a file for `load_from_checkpoint` and any Trainer; or as a state dict."""
+    plan = FitSpec(str(tmp_path), stage, checkpoint={"save_weights_only": weights_only})
+    path = worlds.run(2, partial(fit, plan))[0]["best"]
+    plan = FitSpec(str(tmp_path), stage, ckpt_path=path, seed=5)
+    wanted = worlds.run(1, partial(evaluate, plan, "test"))[0]["loss"]
+
+    single = str(tmp_path / "model.ckpt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        convert_zero_checkpoint_to_fp32_state_dict(path, single)
+        net = RegressionNet.load_from_checkpoint(single)
+        state = get_fp32_state_dict_from_zero_checkpoint(path)
+        other = RegressionNet(seed=7)
+        other.configure_model()
+        other.load_state_dict(state)
+        trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
+        loaded = trainer.test(net, Data(), verbose=False)
+        named = trainer.test(RegressionNet(seed=9), Data(), ckpt_path=single, verbose=False)
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+    for found in (loaded, named):
+        assert found[0]["test_loss"] == pytest.approx(wanted, rel=1e-5)

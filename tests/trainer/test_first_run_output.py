@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_elastic_zero.trainer.checks import FILTERED_WARNINGS, WarningFilters
-from tests.support.processes import HANG_TIMEOUT_S, free_port
+from tests.support.processes import free_port, output_of
 from tests.support.ranks import environment
 
 FIRST_RUN = """
@@ -38,22 +37,12 @@ OURS = (
 @pytest.mark.engine
 def test_a_first_run_prints_two_lines_of_ours_and_no_known_warnings(tmp_path: Path) -> None:
     (tmp_path / "first.py").write_text(FIRST_RUN)
-    port = str(free_port())
-    done = subprocess.run(
-        [sys.executable, "first.py"],
-        cwd=tmp_path,
-        env={**environment(), "MASTER_PORT": port, "PYTHONWARNINGS": ""},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        timeout=HANG_TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    print(done.stdout)
-    lines = done.stdout.splitlines()
+    settings = {"MASTER_PORT": str(free_port()), "PYTHONWARNINGS": ""}
+    printed = output_of((sys.executable, "first.py"), tmp_path, {**environment(), **settings})
+    print(printed)
+    lines = printed.splitlines()
     for line in OURS:
-        assert lines.count(line) == 1, done.stdout
+        assert lines.count(line) == 1, printed
     assert not [line for line in lines if "is deprecated" in line]
 
 
@@ -116,16 +105,8 @@ except TypeError as error:
 @pytest.mark.long
 @pytest.mark.engine
 def test_pytorch_lightning_may_be_imported_but_its_modules_are_refused(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", BESIDE_THE_TWIN],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    said = [line for line in done.stdout.splitlines() if line.startswith("said")]
+    command = (sys.executable, "-W", "ignore", "-c", BESIDE_THE_TWIN)
+    printed = output_of(command, tmp_path, environment())
+    said = [line for line in printed.splitlines() if line.startswith("said")]
     assert said[0] == "said 2 steps"
     assert "switch to a single import style" in said[1]

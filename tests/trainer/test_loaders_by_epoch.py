@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.ranks import Pools
-from tests.trainer._recorded_runs import AccumulatesByEpoch, RunSpec, error_of, fit, fits, from_step
+from tests.trainer._recorded_runs import (
+    AccumulatesByEpoch,
+    RunSpec,
+    assert_continued,
+    assert_refused,
+    record,
+    records,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -30,14 +36,12 @@ def test_a_batch_size_by_epoch_skips_and_repeats_no_sample(
     kind: str, worlds: Pools, tmp_path: Path
 ) -> None:
     run = replace(SIZES, kind=f"by epoch: {kind}", save=(*SIZE_POINTS,), root=str(tmp_path))
-    whole = worlds.run(2, partial(fit, run))[0]
+    whole = record(worlds, 2, run)
     assert whole.global_step == 22
     assert [len(whole.steps[step]) for step in (0, 12, 18)] == [4, 8, 12]
     for world, size in ((2, 1), (1, 2)):
-        runs = [run.resumed(point, batch_size=size) for point in SIZE_POINTS]
-        seen = worlds.run(world, partial(fits, runs))[0]
-        for of, (point, begin) in zip(seen, SIZE_POINTS.items(), strict=True):
-            assert of.steps == from_step(whole.steps, begin), (world, point)
+        seen = assert_continued(worlds, world, run, whole, SIZE_POINTS, batch_size=size)
+        for of, point in zip(seen, SIZE_POINTS, strict=True):
             changed = any("global batch changes" in text for text in of.messages)
             assert changed == (point == "epoch 0")  # where it does
 
@@ -49,12 +53,9 @@ def test_a_seed_by_epoch_is_that_of_the_saved_epoch(
     trainer = {"reload_dataloaders_every_n_epochs": every}
     run = RunSpec(kind="by epoch: seed", length=48, epochs=5, trainer=trainer)
     run = replace(run, save=(*SEED_POINTS,), root=str(tmp_path))
-    whole = worlds.run(2, partial(fit, run))[0]
+    whole = record(worlds, 2, run)
     for world in (2, 1):
-        runs = [run.resumed(point) for point in SEED_POINTS]
-        seen = worlds.run(world, partial(fits, runs))[0]
-        for of, (point, begin) in zip(seen, SEED_POINTS.items(), strict=True):
-            assert of.steps == from_step(whole.steps, begin), (world, point)
+        assert_continued(worlds, world, run, whole, SEED_POINTS)
 
 
 def test_loaders_kept_from_an_earlier_epoch_are_warned_of(worlds: Pools, tmp_path: Path) -> None:
@@ -63,8 +64,8 @@ def test_loaders_kept_from_an_earlier_epoch_are_warned_of(worlds: Pools, tmp_pat
     points = ("inside 0.2", "epoch 0", "step 1.2", "epoch 1", "step 2.2")
     run = RunSpec(kind="by epoch: nothing", length=48, epochs=3, trainer=trainer, save=points)
     run = replace(run, root=str(tmp_path))
-    worlds.run(2, partial(fit, run))
-    seen = worlds.run(2, partial(fits, [run.resumed(point) for point in points]))[0]
+    record(worlds, 2, run)
+    seen = records(worlds, 2, [run.resumed(point) for point in points])
     told = [any("current_epoch % 2" in text for text in of.messages) for of in seen]
     assert told == [False, True, True, False, False]
 
@@ -74,19 +75,18 @@ def test_another_seed_of_the_run_keeps_the_order(worlds: Pools, tmp_path: Path) 
     trainer = {"reload_dataloaders_every_n_epochs": 1}
     run = RunSpec(kind="by epoch: nothing", length=48, epochs=4, trainer=trainer)
     run = replace(run, save=("inside 0.2", "epoch 0"), root=str(tmp_path))
-    whole = worlds.run(2, partial(fit, run))[0]
+    whole = record(worlds, 2, run)
     for point, begin in {"inside 0.2": 2, "epoch 0": 4}.items():
-        saves = {"save": ("inside 2.1",), "root": str(tmp_path / point)}
-        second = run.resumed(point, seed=99, **saves)
-        seen = worlds.run(1, partial(fit, second))[0]
-        assert seen.steps == from_step(whole.steps, begin), point
-        again = worlds.run(2, partial(fit, second.resumed("inside 2.1", seed=5)))[0]
-        assert again.steps == from_step(whole.steps, 9), point
+        second: dict[str, Any] = {
+            "seed": 99,
+            "save": ("inside 2.1",),
+            "root": str(tmp_path / point),
+        }
+        assert_continued(worlds, 1, run, whole, {point: begin}, **second)
+        assert_continued(worlds, 2, replace(run, **second), whole, {"inside 2.1": 9}, seed=5)
 
 
 def test_an_accumulation_that_changes_is_refused_before_its_first_step(worlds: Pools) -> None:
     run = RunSpec(global_batch=None, callbacks=(AccumulatesByEpoch,))
-    for message in worlds.run(2, partial(error_of, run)):
-        assert message.startswith("UnsupportedError")
-        assert "accumulate_grad_batches was changed from 1 to 2 during the fit" in message
-        assert "epoch 1" in message
+    said = ("accumulate_grad_batches was changed from 1 to 2 during the fit", "epoch 1")
+    assert_refused(worlds, 2, run, "UnsupportedError", *said)

@@ -24,6 +24,7 @@ from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import OneRank
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import UnsupportedError
+from tests.support.outcome import error_text
 from tests.support.ranks import Pools
 from tests.support.small_checkpoints import before_each_syscall
 from tests.trainer._async_save import AsyncSaveSpec, elastic_strategy_of, is_published, kept
@@ -44,10 +45,9 @@ def watch_every_instant(run: AsyncSaveSpec) -> list[str]:
         if (seen or name) and seen[-1:] != [name]:
             seen.append(name)
 
-    trainer, net, data, director = run.make()
     with before_each_syscall(look):
-        trainer.fit(net, data)
-    assert not director.errors, director.errors
+        errors = run.fit().errors
+    assert not errors, errors
     return seen
 
 
@@ -123,16 +123,11 @@ class Full:
 
 def fill_before_the_second(run: AsyncSaveSpec) -> dict[str, Any]:
     """Make the second link fail; return the remaining entries and the error."""
-    full = Full()
-    run.actions = {3: full}
-    trainer, net, data, _ = run.make()
-    error = ""
-    try:
-        trainer.fit(net, data)
-    except Exception as raised:  # noqa: BLE001 - it is what the test looks at
-        error = f"{type(raised).__name__}: {raised}"
-    finally:
-        full.end()
+    full, run.actions = Full(), {}
+    trainer, net, data, actor = run.make()
+    actor.actions[3] = full
+    error = error_text(lambda: trainer.fit(net, data))
+    full.end()
     comm.barrier()
     return {"error": error, "left": kept(run), "answered": answered(trainer)}
 
@@ -247,11 +242,7 @@ def fail_on_all_ranks(run: AsyncSaveSpec) -> dict[str, str]:
     def fail(_: pl.Trainer) -> None:
         raise ZeroDivisionError
 
-    run.actions = {3: fail}
-    trainer, net, data, director = run.make()
-    director.passes_on = (ZeroDivisionError,)
-    with pytest.raises(ZeroDivisionError):
-        trainer.fit(net, data)
+    run.fit({3: fail}, raises=(ZeroDivisionError,))
     comm.barrier()
     return kept(run)
 

@@ -1,63 +1,20 @@
-"""Muon in Lightning runs, and under ZeRO-3: DeepSpeed itself brings its momentum forward."""
+"""Muon under ZeRO-3: DeepSpeed itself brings its momentum forward."""
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 
 from tests.support.engines import Engine, Setup, engine_of, train
-from tests.support.fits import RegressionNet
 from tests.support.ranks import Pools
-from tests.trainer._async_save_edge_cases import (
-    AfterBatch,
-    BeforeStep,
-    SaveOnce,
-    check_same_as_blocking_save,
-)
 
 pytestmark = pytest.mark.engine
 
 STEPS, MORE = 3, 3
-
-
-class Muon(RegressionNet):
-    """Its matrices are trained by Muon, whose momentum DeepSpeed changes before the step."""
-
-    strategy: ClassVar[dict[str, Any]] = {"reduce_scatter": False}
-    """Muon wants whole gradients."""
-
-    def configure_optimizers(self) -> Any:
-        from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
-
-        matrices, rest = [self.first.weight, self.last.weight], [self.first.bias, self.last.bias]
-        for parameter in matrices:
-            parameter.use_muon = True  # type: ignore[attr-defined]
-        return MuonWithAuxAdam(
-            [
-                {"params": matrices, "lr": 0.01, "use_muon": True},
-                {"params": rest, "lr": 0.01, "use_muon": False},
-            ]
-        )
-
-
-SAVE_POINTS: dict[str, tuple[type[RegressionNet], type[SaveOnce]]] = {
-    "Muon before the step": (Muon, BeforeStep),
-    "Muon after a batch": (Muon, AfterBatch),
-}
-
-
-@pytest.mark.parametrize("place", SAVE_POINTS)
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("max_snapshot_bytes", [None, 0])
-def test_muon_tears_no_snapshot(
-    max_snapshot_bytes: int | None, stage: int, place: str, pools: Pools, tmp_path: Path
-) -> None:
-    """DeepSpeed changes Muon's momentum before the optimizer steps, or as gradients arrive."""
-    check_same_as_blocking_save(stage, max_snapshot_bytes, SAVE_POINTS[place], pools, tmp_path)
 
 
 def momenta(engine: Engine) -> list[tuple[list[float], bool]]:

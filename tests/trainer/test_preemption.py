@@ -47,14 +47,6 @@ MANY_SAMPLES, FEW_SAMPLES = 200, 24
 """To validate on, 0.3 s for each of a rank's."""
 
 
-class SlowsDown(Callback):
-    """Gives the ranks' threads the time to agree, as a run of real size does."""
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        time.sleep(0.4)
-
-
 class SendsSignals(Callback):
     """Sends this rank signals after a step, and during the saves that follow."""
 
@@ -85,14 +77,6 @@ class Preempted:
     handlers_kept: bool
 
 
-def fit_beside(run: RunSpec, make: Callable[[], list[Callback]]) -> RunRecord:
-    pl.seed_everything(run.seed, workers=True, verbose=False)
-    net, watch = RecordingNet(run), EventRecorder(run)
-    trainer = trainer_of(run, [watch, *make()])
-    trainer.fit(net, run.loaders(), ckpt_path=run.ckpt_path)
-    return gather_record(trainer, net, watch)
-
-
 def saves_of(run: RunSpec) -> ModelCheckpoint:
     """Return a callback that saves every second step, as Lightning does."""
     return ModelCheckpoint(
@@ -104,17 +88,12 @@ def saves_of(run: RunSpec) -> ModelCheckpoint:
     )
 
 
-def with_preemption(run: RunSpec) -> RunRecord:
-    return fit_beside(run, lambda: [PreemptionCheckpoint()])
-
-
-def without_preemption(run: RunSpec) -> RunRecord:
-    return fit_beside(run, list)
-
-
-def go_on(run: RunSpec) -> RunRecord:
-    """Fit from the newest checkpoint with the same callbacks, undisturbed."""
-    return fit_beside(run, lambda: [PreemptionCheckpoint(), saves_of(run)])
+def fit_validated(run: RunSpec) -> RunRecord:
+    pl.seed_everything(run.seed, workers=True, verbose=False)
+    net, watch = RecordingNet(run), EventRecorder(run)
+    trainer = trainer_of(run, [watch, PreemptionCheckpoint(), saves_of(run)])
+    trainer.fit(net, run.loaders(), validation_of(), ckpt_path=run.ckpt_path)
+    return gather_record(trainer, net, watch)
 
 
 class AppearsInValidation(Callback):
@@ -161,12 +140,18 @@ def validation_of(samples: int = MANY_SAMPLES) -> DataLoader[Any]:
     return DataLoader(IndexedSamples(samples, 0.0), batch_size=1)
 
 
-def fit_validated(run: RunSpec) -> RunRecord:
-    pl.seed_everything(run.seed, workers=True, verbose=False)
-    net, watch = RecordingNet(run), EventRecorder(run)
-    trainer = trainer_of(run, [watch, PreemptionCheckpoint(), saves_of(run)])
-    trainer.fit(net, run.loaders(), validation_of(), ckpt_path=run.ckpt_path)
-    return gather_record(trainer, net, watch)
+def fit_until_it_ends(
+    trainer: pl.Trainer, run: RunSpec, preemption: PreemptionCheckpoint, data: Any = None
+) -> Preempted:
+    names = [signal.SIGTERM, signal.SIGUSR1]
+    before, code = [*map(signal.getsignal, names)], -1
+    try:
+        trainer.fit(RecordingNet(run), run.loaders(), data)
+    except SystemExit as error:
+        code = int(str(error.code))
+    seconds = time.monotonic() - preemption._heard_at if preemption._heard else 0.0
+    kept = [*map(signal.getsignal, names)] == before
+    return Preempted(code, trainer.global_step, seconds, kept)
 
 
 def fit_until_preempted_in_validation(run: RunSpec, waits: str = "") -> tuple[Preempted, int]:
@@ -191,14 +176,8 @@ def fit_until_preempted_in_validation(run: RunSpec, waits: str = "") -> tuple[Pr
         "own loader": lambda: OwnLoader(few),
         "own sampler": lambda: DataLoader(few, sampler=OwnSampler(few, shuffle=False)),
     }
-    data = loaders.get(waits, partial(validation_of, FEW_SAMPLES))()
-    code = -1
-    try:
-        trainer.fit(RecordingNet(run), run.loaders(), data if waits else validation_of())
-    except SystemExit as error:
-        code = int(str(error.code))
-    seconds = time.monotonic() - preemption._heard_at if preemption._heard else 0.0
-    return Preempted(code, trainer.global_step, seconds, handlers_kept=True), tells.validated
+    data = loaders.get(waits, partial(validation_of, FEW_SAMPLES))() if waits else validation_of()
+    return fit_until_it_ends(trainer, run, preemption, data), tells.validated
 
 
 def fit_until_preempted(
@@ -206,34 +185,19 @@ def fit_until_preempted(
 ) -> Preempted:
     """Fit; the last rank is notified after step 3 by a file, a function or signals."""
     pl.seed_everything(run.seed, workers=True, verbose=False)
-    before = {name: signal.getsignal(signal.Signals[name]) for name in ("SIGTERM", "SIGUSR1")}
     is_told = comm.get_rank() == comm.get_world_size() - 1
-    net = RecordingNet(run)
     file = Path(run.root) / "notice"
-    tells = [Appears(file, 3)] if is_told and not names else []
+
+    def tell(trainer: pl.Trainer, *_: Any) -> None:
+        if is_told and not names and trainer.global_step == 3:
+            file.touch()
+        time.sleep(0.4)  # The ranks' threads agree meanwhile, as in a run of real size.
+
     sends = [SendsSignals(names, 3, in_save)] if is_told and names else []
     preemption = PreemptionCheckpoint((notice or str(file)) if is_told else None)
-    trainer = trainer_of(run, [*tells, *sends, SlowsDown(), preemption, saves_of(run)])
-    code = -1
-    try:
-        trainer.fit(net, run.loaders())
-    except SystemExit as error:
-        code = int(str(error.code))
-    seconds = time.monotonic() - preemption._heard_at if preemption._heard else 0.0
-    after = {name: signal.getsignal(signal.Signals[name]) for name in before}
-    return Preempted(code, trainer.global_step, seconds, after == before)
-
-
-class Appears(Callback):
-    """Creates a file after a step."""
-
-    def __init__(self, file: Path, step: int) -> None:
-        self.file, self.step = file, step
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            self.file.touch()
+    tells = callbacks.LambdaCallback(on_train_batch_end=tell)
+    trainer = trainer_of(run, [*sends, tells, preemption, saves_of(run)])
+    return fit_until_it_ends(trainer, run, preemption)
 
 
 @pytest.mark.parametrize(
@@ -274,8 +238,9 @@ def test_a_preempted_run_ends_in_time_and_continues_on_another_world(
     assert all(e.handlers_kept for e in ended)
     assert (tmp_path / "run" / "notice").exists() == (not names)
     assert (tmp_path / "run" / NAME).is_dir()
-    again = partial(go_on, replace(run, ckpt_path="last", strategy={}))
-    for resumed, whole in zip(worlds.run(others, again), reference, strict=True):
+    kinds = (PreemptionCheckpoint, partial(saves_of, run))
+    go_on = partial(fit, replace(run, ckpt_path="last", strategy={}, callbacks=kinds))
+    for resumed, whole in zip(worlds.run(others, go_on), reference, strict=True):
         assert resumed.steps == from_step(whole.steps, step)
         assert resumed.global_step == STEPS
         for at, loss in resumed.losses.items():
@@ -335,7 +300,8 @@ def test_a_preempted_validation_is_left_and_repeated(
     root = tmp_path / "run"
     strategy = {"async_save": background}
     run = RunSpec(stage=stage, root=str(root), schedule="plateau", strategy=strategy)
-    whole = worlds.run(others, partial(fit_validated, replace(run, root=str(tmp_path / "whole"))))
+    undisturbed = replace(run, root=str(tmp_path / "whole"))
+    reference = worlds.run(others, partial(fit_validated, undisturbed))
     ended = worlds.run(ranks, partial(fit_until_preempted_in_validation, run))
     assert [e.code for e, _ in ended] == [EXIT_CODE, *[0] * (ranks - 1)]
     assert {e.step for e, _ in ended} == {5}
@@ -343,11 +309,11 @@ def test_a_preempted_validation_is_left_and_repeated(
     assert 2 <= validated < MANY_SAMPLES // ranks
     assert 0.0 < max(e.seconds for e, _ in ended) < GRACE_S
     again = worlds.run(others, partial(fit_validated, replace(run, ckpt_path="last")))
-    for resumed, undisturbed in zip(again, whole, strict=True):
-        assert resumed.steps == from_step(undisturbed.steps, 5)
+    for resumed, whole in zip(again, reference, strict=True):
+        assert resumed.steps == from_step(whole.steps, 5)
         assert resumed.events[0] == "validate at 5"
-        assert resumed.rates == pytest.approx(from_step(undisturbed.rates, 5))
-        assert resumed.losses == pytest.approx(from_step(undisturbed.losses, 5), rel=1e-4)
+        assert resumed.rates == pytest.approx(from_step(whole.rates, 5))
+        assert resumed.losses == pytest.approx(from_step(whole.losses, 5), rel=1e-4)
 
 
 since_2_6 = pytest.mark.skipif(
@@ -379,8 +345,9 @@ def test_some_validations_are_finished_before_a_preempted_save(
 
 def test_without_a_notice_the_callback_changes_nothing(worlds: Pools, tmp_path: Path) -> None:
     run = RunSpec(stage=2, dropout=0.2, noise=0.1, root=str(tmp_path))
-    without = worlds.run(2, partial(without_preemption, run))
-    for record, other in zip(worlds.run(2, partial(with_preemption, run)), without, strict=True):
+    without = worlds.run(2, partial(fit, run))
+    beside = partial(fit, replace(run, callbacks=(PreemptionCheckpoint,)))
+    for record, other in zip(worlds.run(2, beside), without, strict=True):
         assert record.losses == other.losses
         assert record.steps == other.steps
         assert record.drawn == other.drawn

@@ -4,34 +4,344 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import distributed, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_elastic_zero.api import save_checkpoint
-from tests.support.fits import SMALL_BUCKETS
+from tests.support.engines import class_of
+from tests.support.fits import SMALL_BUCKETS, elastic, quiet_trainer
 from tests.support.outcome import error_text
 from tests.support.processes import HANG_TIMEOUT_S
 from tests.support.ranks import ForkServer, Pools
-from tests.trainer._refused_setups import (
-    BY_TRAINER,
-    EVALUATED,
-    EVALUATION_HEADING,
-    HEADING,
-    NEWER,
-    OF_OTHER_PACKAGES,
-    ON_CPU,
-    STRANGER,
-    UNTESTED,
-    WIDTH,
-    Refused,
-    ltd,
-    said_of_all,
+
+HEADING = "UnsupportedError: lightning_elastic_zero cannot save and resume this run:\n"
+EVALUATION_HEADING = (
+    "UnsupportedError: lightning_elastic_zero cannot evaluate this model: its weights can be "
+    "neither loaded nor saved:\n"
 )
+UNTESTED = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+UNTOLD = {"zero_allow_untested_optimizer": False}
+"""As most users' configs are: DeepSpeed would ask for that option first, and we refuse then."""
+WIDTH, HIDDEN = 8, 600
+
+
+def ltd() -> dict[str, Any]:
+    routing = {"enabled": True, "random_ltd": {"enabled": True}}
+    return {"data_efficiency": {"enabled": True, "data_routing": routing}}
+
+
+def curriculum() -> dict[str, Any]:
+    learning = {"enabled": True, "curriculum_metrics": {"length": {}}}
+    sampling = {"enabled": True, "curriculum_learning": learning}
+    return {"data_efficiency": {"enabled": True, "data_sampling": sampling}}
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A run of a Trainer that is refused in `setup`."""
+
+    sentence: str
+    stage: Any = 2
+    config: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: str = "torch.optim.AdamW"
+    layers: str = "linear"
+    groups: int = 1
+    precision: Any = "32-true"
+    verb: str = "fit"
+    """What the Trainer is to do."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of the strategy, in the place of a config."""
+
+
+def zero(**options: object) -> dict[str, Any]:
+    return {"zero_optimization": options}
+
+
+def made_by_deepspeed(name: str) -> dict[str, Any]:
+    """Return a config by which DeepSpeed makes the optimizer."""
+    return {"optimizer": {"type": name, "params": {"lr": 0.01}}}
+
+
+LBFGS = (
+    "the optimizer LBFGS: its step requires a closure, which ZeRO does not pass; use Adam or AdamW"
+)
+SPARSE = (
+    "the optimizer SparseAdam: it requires sparse gradients, and ZeRO's are dense; use Adam or "
+    "AdamW"
+)
+MUON = (
+    "the optimizer torch.optim.Muon in ZeRO: it requires whole matrices, which ZeRO partitions; "
+    'use stage 0, or DeepSpeed\'s Muon ("optimizer": {"type": "Muon"} in its config)'
+)
+STRANGER = (
+    "parameter group 0 of the optimizer has 1 parameters that the module lacks, with the shapes "
+    "(7,): register them in the module, or remove them from the optimizer"
+)
+NVME = (
+    "zero_optimization.offload_param.device = nvme: weights in files cannot be saved or "
+    "restored; offload weights to cpu instead"
+)
+ADAFACTOR = (
+    "the optimizer Adafactor in stage 0: it keeps factors of each matrix, which cannot be "
+    "partitioned for another number of devices; use stage 1, 2 or 3"
+)
+ON_CPU = {"device": "cpu"}
+
+BY_TRAINER = {
+    "a stage in quotes": Refused(
+        "zero_optimization.stage: '2', expected 0, 1, 2 or 3 without quotes",
+        "2",
+    ),
+    "weights in files": Refused(
+        NVME, 3, zero(offload_param={"device": "nvme", "nvme_path": "/nowhere"})
+    ),
+    "weights in files by options of the strategy": Refused(
+        NVME, 3, options={"offload_parameters": True, "offload_params_device": "nvme"}
+    ),
+    "SuperOffload": Refused(
+        "zero_optimization.offload_optimizer.super_offload: another process owns the optimizer, "
+        "and its state is not accessible; remove the option: offload_optimizer to cpu works "
+        "without it",
+        3,
+        zero(offload_optimizer={**ON_CPU, "super_offload": True}),
+    ),
+    "ZenFlow": Refused(
+        "zero_optimization.zenflow: a second optimizer steps the largest gradients, and its "
+        "state is not accessible; remove the option: offload_optimizer to cpu works without it",
+        2,
+        zero(offload_optimizer=ON_CPU, zenflow={"topk_ratio": 0.1}),
+    ),
+    "quantized frozen weights": Refused(
+        "zero_optimization.zero_quantized_nontrainable_weights: frozen weights would be integers "
+        "with separate scales; remove the option",
+        3,
+        zero(zero_quantized_nontrainable_weights=True),
+    ),
+    "AutoTP": Refused(
+        "tensor_parallel.autotp_size = 2: tensor or model parallelism over 2 ranks, in which "
+        "each has a slice of a weight; remove it: ZeRO-3 partitions the weights too",
+        1,
+        {"tensor_parallel": {"autotp_size": 2}},
+    ),
+    "AutoEP": Refused(
+        "expert_parallel.enabled: expert parallelism, in which each rank has only some of the "
+        "experts; remove the option: all ranks then have all experts, and ZeRO-3 partitions "
+        "their weights",
+        2,
+        {"expert_parallel": {"enabled": True, "autoep_size": 2}},
+    ),
+    "layers of experts": Refused(
+        "mixture-of-experts layers of DeepSpeed: expert parallelism, in which each rank has only "
+        "some of the experts; use layers with all experts on all ranks, such as those of "
+        "transformers: ZeRO-3 partitions their weights",
+        layers="experts",
+    ),
+    "sequences by a mesh": Refused(
+        "sequence_parallel_size and data_parallel_size: ZeRO would partition over the data ranks "
+        "only, and sequence ranks would hold copies; remove them. With a plain engine, configure "
+        "sequence parallelism with an mpu: deepspeed.runtime.sequence_parallel.parallel_state_sp",
+        2,
+        {"sequence_parallel_size": 2, "data_parallel_size": 1},
+    ),
+    "random-LTD": Refused(
+        "data_efficiency.data_routing.random_ltd: the state of its scheduler would be lost; "
+        "remove the option",
+        2,
+        ltd(),
+    ),
+    "a curriculum": Refused(
+        "data_efficiency.data_sampling.curriculum_learning: the state of its data sampler would "
+        "be lost; remove the option, and order the data in your own sampler",
+        2,
+        curriculum(),
+    ),
+    **{
+        name: Refused(
+            f"the optimizer {kind}: its state differs between ranks; use Adam or AdamW",
+            stage,
+            made_by_deepspeed(kind),
+        )
+        for name, kind, stage in (
+            ("1-bit Adam", "OnebitAdam", 0),
+            ("1-bit LAMB", "OnebitLamb", 0),
+            ("0/1 Adam", "ZeroOneAdam", 2),
+        )
+    },
+    "LAMB": Refused(
+        "the optimizer FusedLamb: its update depends on how the parameters are partitioned; use "
+        "stage 0, or Adam or AdamW",
+        2,
+        made_by_deepspeed("Lamb"),
+    ),
+    "LBFGS": Refused(LBFGS, optimizer="torch.optim.LBFGS"),
+    "LBFGS of a config without an option for it": Refused(LBFGS, 1, UNTOLD, "torch.optim.LBFGS"),
+    "LBFGS by its name": Refused(LBFGS, 2, made_by_deepspeed("LBFGS")),
+    "SparseAdam": Refused(SPARSE, 3, optimizer="torch.optim.SparseAdam"),
+    "SparseAdam of a config without an option for it": Refused(
+        SPARSE, 3, UNTOLD, "torch.optim.SparseAdam"
+    ),
+    "SparseAdam by its name": Refused(SPARSE, 0, made_by_deepspeed("SparseAdam")),
+    "Adafactor in stage 0": Refused(ADAFACTOR, 0, optimizer="torch.optim.Adafactor"),
+    "Adafactor in stage 0 and bf16": Refused(
+        ADAFACTOR, 0, optimizer="torch.optim.Adafactor", precision="bf16-mixed"
+    ),
+    "a parameter that the module lacks": Refused(STRANGER, 3, layers="a stranger"),
+    "a parameter that the module lacks, in stage 0": Refused(STRANGER, 0, layers="a stranger"),
+    "Adagrad of two groups": Refused(
+        "Adagrad with 2 parameter groups: DeepSpeed merges them into 1 at initialization; put "
+        "all parameters into one group",
+        optimizer="torch.optim.Adagrad",
+        groups=2,
+    ),
+}
+"""On releases of DeepSpeed that have all of it or not: what is refused by its name is in all."""
+
+NEWER = {
+    "torch.optim.Muon": Refused(MUON, optimizer="torch.optim.Muon", layers="matrices"),
+    "torch.optim.Muon of a config without an option for it": Refused(
+        MUON, 2, UNTOLD, "torch.optim.Muon", "matrices"
+    ),
+}
+"""What older releases do not have: torch's Muon came with 2.9."""
+
+
+def quantized(optimizer: str, stage: int = 2) -> Refused:
+    """Return the message for an optimizer with few bits."""
+    package, _, name = optimizer.partition(".optim.")
+    return Refused(
+        f"the optimizer {package}.{name}: its state is quantized in blocks of the flat "
+        "buffer, which cannot be repartitioned bit for bit; use one with 16 or 32 bits",
+        stage,
+        optimizer=optimizer,
+    )
+
+
+EVALUATED = {
+    "layers of experts": replace(BY_TRAINER["layers of experts"], verb="validate"),
+    "weights in files": replace(BY_TRAINER["weights in files"], verb="test"),
+    "quantized frozen weights": replace(BY_TRAINER["quantized frozen weights"], verb="predict"),
+}
+"""What is refused of an evaluation, too: its weights are not whole, or are no plain tensors."""
+
+OF_OTHER_PACKAGES = {
+    "torchao": {
+        case.optimizer: case
+        for case in (
+            quantized("torchao.optim.AdamW8bit"),
+            quantized("torchao.optim.Adam8bit", 0),
+            quantized("torchao.optim.AdamW4bit", 3),
+            quantized("torchao.optim.AdamWFp8", 1),
+        )
+    },
+    "bitsandbytes": {
+        f"{case.optimizer} in stage {case.stage}": case
+        for case in (
+            quantized("bitsandbytes.optim.AdamW8bit"),
+            quantized("bitsandbytes.optim.PagedAdamW8bit", 3),
+            quantized("bitsandbytes.optim.Lion8bit", 0),
+            Refused(
+                "the optimizer bitsandbytes.LAMB: its update depends on the norm of a whole "
+                "parameter, which ZeRO partitions; use Adam or AdamW",
+                optimizer="bitsandbytes.optim.LAMB",
+            ),
+            Refused(
+                "the optimizer bitsandbytes.LAMB in stage 0: its state unorm_vec is neither "
+                "element-wise nor a scalar; use Adam or AdamW",
+                0,
+                optimizer="bitsandbytes.optim.LAMB",
+            ),
+            Refused(
+                "the optimizer bitsandbytes.AdEMAMix: it keeps two moments of a parameter in one "
+                "tensor, which cannot be partitioned; use Adam or AdamW",
+                optimizer="bitsandbytes.optim.AdEMAMix",
+            ),
+        )
+    },
+}
+"""By package, which has to be installed."""
+
+
+class Net(pl.LightningModule):
+    """Two layers, or DeepSpeed's experts, and an optimizer of any class."""
+
+    def __init__(self, case: Refused) -> None:
+        super().__init__()
+        self.case = case
+
+    def configure_model(self) -> None:
+        if hasattr(self, "net"):
+            return
+        bias = self.case.layers != "matrices"
+        into, out = nn.Linear(WIDTH, HIDDEN, bias=bias), nn.Linear(HIDDEN, WIDTH, bias=bias)
+        self.net = nn.Sequential(into, out)
+        if self.case.layers == "experts":
+            from deepspeed.moe.layer import MoE
+
+            self.experts = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), num_experts=2, ep_size=2)
+
+    def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
+        x = batch[0].to(next(self.net.parameters()).dtype)
+        return torch.as_tensor(self.net(x).float().pow(2).mean())
+
+    validation_step = test_step = training_step
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.net(x))
+
+    def configure_optimizers(self) -> Any:
+        if "optimizer" in self.case.config:
+            return None
+        groups: list[dict[str, Any]] = [{"params": [*self.parameters()]}]
+        if self.case.layers == "experts":
+            from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+            groups = split_params_into_different_moe_groups_for_optimizer(
+                {"params": groups[0]["params"], "name": "all"}
+            )
+        if self.case.layers == "a stranger":
+            groups[0]["params"].append(nn.Parameter(torch.ones(7)))
+        if self.case.groups == 2:
+            all_of_them = groups[0]["params"]
+            groups = [{"params": all_of_them[:2]}, {"params": all_of_them[2:]}]
+        return class_of(self.case.optimizer)(groups, lr=0.01)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.ones(8, WIDTH)), batch_size=2)
+
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+
+
+def said_by_trainer(root: str, case: Refused) -> str:
+    """Fit; return the error, and the number of steps before it."""
+    warnings.simplefilter("ignore")
+    options = dict(case.config)
+    options["zero_optimization"] = {
+        "stage": case.stage,
+        **SMALL_BUCKETS,
+        **options.get("zero_optimization", {}),
+    }
+    strategy = elastic(stage=case.stage, **case.options)
+    if not case.options:
+        strategy = elastic(config=UNTESTED | options)
+    saves = ModelCheckpoint(f"{root}/saves")
+    trainer = quiet_trainer(strategy, saves, max_epochs=1, precision=case.precision)
+    said = error_text(lambda: getattr(trainer, case.verb)(Net(case)))
+    return f"{said} (after {trainer.global_step} steps)"
+
+
+def said_of_all(root: str, cases: Mapping[str, Refused]) -> dict[str, str]:
+    """Try all, one after another, in one process."""
+    return {name: said_by_trainer(root, case) for name, case in cases.items()}
+
 
 TENSOR = (
     "tensor or model parallelism over 2 ranks, in which each has a slice of a weight; remove it: "
@@ -59,14 +369,12 @@ def engine(model: nn.Module, stage: int = 1, **options: Any) -> Any:
 
 
 def pipeline() -> Any:
-    """Make an engine of two stages of a pipeline."""
     from deepspeed.pipe import PipelineModule
 
     return engine(PipelineModule([*layers()], num_stages=2, loss_fn=nn.MSELoss()), 0)
 
 
 def auto_tp() -> Any:
-    """Make an engine whose layers AutoTP has cut."""
     rules = [{"patterns": [r".*\.weight$"], "partition_type": "column"}]
     section = {"autotp_size": 2, "partition_config": {"layer_specs": rules}}
     return engine(layers(), tensor_parallel=section)
@@ -92,19 +400,16 @@ class TwoModelRanks:
 
 
 def tensor_parallel_by_mpu() -> Any:
-    """Make an engine whose model is cut by the user."""
     return engine(layers(), mpu=TwoModelRanks())
 
 
 def expert_layers() -> Any:
-    """Make an engine with a layer of two experts, one on each rank."""
     from deepspeed.moe.layer import MoE
 
     return engine(nn.Sequential(MoE(WIDTH, nn.Linear(WIDTH, WIDTH), num_experts=2, ep_size=2)), 0)
 
 
 def sequences_by_a_mesh() -> Any:
-    """Make an engine whose two ranks have parts of one sequence."""
     return engine(layers(), mesh_param=(1, 2), train_micro_batch_size_per_gpu=1, train_batch_size=1)
 
 
@@ -117,13 +422,11 @@ def late_group() -> Any:
 
 
 def stranger() -> Any:
-    """Make an engine whose optimizer has a parameter that the module lacks."""
     model = layers()
     return engine(model, 0, trained=[*model.parameters(), nn.Parameter(torch.ones(7))])
 
 
 def two_types() -> Any:
-    """Make an engine with weights of two types in one group."""
     model = layers()
     model[1].to(torch.bfloat16)
     return engine(model, 0)
@@ -153,6 +456,10 @@ def random_ltd() -> Any:
         },
     }
     return engine(layers(), 1, **section)
+
+
+def with_curriculum() -> Any:
+    return engine(layers(), **curriculum())
 
 
 KNOWN_WRAPPERS = (
@@ -204,6 +511,7 @@ BY_SAVE = {
         BY_TRAINER["ZenFlow"].sentence,
     ),
     "random-LTD": told(random_ltd, BY_TRAINER["random-LTD"].sentence),
+    "a curriculum": told(with_curriculum, BY_TRAINER["a curriculum"].sentence),
 }
 """What makes an engine, and the reasons for which it is refused."""
 

@@ -21,7 +21,7 @@ from tests.support.processes import PROMPT_TIMEOUT_S
 from tests.support.ranks import Pools
 from tests.trainer._recorded_data import IndexedSamples
 from tests.trainer._recorded_runs import RecordingNet, RunSpec
-from tests.trainer._trainer_reuse import LENGTH, make_trainer
+from tests.trainer.test_trainer_reuse import LENGTH, loaders, make_trainer
 
 pytestmark = pytest.mark.engine
 
@@ -65,9 +65,9 @@ class TerminatesAt(Callback):
 
 
 class Terminates(Callback):
-    def __init__(self) -> None:
-        self.at_start = False
-        self.at_step = -1
+    """Sends SIGTERM when training starts, or after a step."""
+
+    at_start, at_step = False, -1
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -80,7 +80,18 @@ class Terminates(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def terminated_again_and_again(root: str, background: bool, anew: bool) -> tuple[list[str], int]:
+def end_of(
+    trainer: pl.Trainer, net: RecordingNet, train: Any, val: Any = None, path: str | None = None
+) -> str:
+    """Fit; return how it has ended."""
+    try:
+        trainer.fit(net, train, val, ckpt_path=path)
+    except SIGTERMException:
+        return f"SIGTERM at {trainer.global_step}"
+    return f"went on to {trainer.global_step}"
+
+
+def terminated_again_and_again(root: str, background: bool, anew: bool) -> list[str]:
     """Swallow the error of SIGTERM in two fits of one process; return how each ended."""
     pl.seed_everything(3, workers=True, verbose=False)
     before = signal.getsignal(signal.SIGTERM)
@@ -94,20 +105,14 @@ def terminated_again_and_again(root: str, background: bool, anew: bool) -> tuple
         strategy = elastic(global_batch_size=12, async_save=background)
         return make_trainer(strategy, terminates, saves, max_epochs=1, limit_train_batches=4)
 
-    net = RecordingNet(RunSpec(length=LENGTH))
-    trainer = made()
-    for at_start, at_step, ckpt_path in ((False, 2, None), (True, -1, "last"), (False, -1, "last")):
+    net, trainer = RecordingNet(RunSpec(length=LENGTH)), made()
+    for at_start, at_step, name in ((False, 2, ""), (True, -1, "last"), (False, -1, "last")):
         terminates.at_start, terminates.at_step = at_start, at_step
         trainer = made() if anew and ends else trainer
-        path = ckpt_path and str(Path(root, "last.ckpt"))
-        try:
-            train = DataLoader(IndexedSamples(LENGTH, 0.0), batch_size=2, shuffle=True)
-            trainer.fit(net, train, ckpt_path=path)
-            ends.append("went on to the end")
-        except SIGTERMException:
-            ends.append(f"SIGTERM at {trainer.global_step}")
+        path = str(Path(root, "last.ckpt")) if name else None
+        ends.append(end_of(trainer, net, loaders()[0], path=path))
         assert signal.getsignal(signal.SIGTERM) is before
-    return ends, trainer.global_step
+    return ends
 
 
 @pytest.mark.parametrize("anew", [False, True], ids=["one Trainer", "Trainers"])
@@ -117,11 +122,10 @@ def test_a_second_fit_can_be_terminated_and_continued(
     world: int, background: bool, anew: bool, worlds: Pools, tmp_path: Path
 ) -> None:
     call = partial(terminated_again_and_again, str(tmp_path), background, anew)
-    for ends, step in worlds.run(world, call):
-        assert ends[0] == "SIGTERM at 2"
-        assert ends[1] in {"SIGTERM at 2", "SIGTERM at 3"}
-        assert ends[2] == "went on to the end"
-        assert step == 4
+    for first, second, third in worlds.run(world, call):
+        assert first == "SIGTERM at 2"
+        assert second in {"SIGTERM at 2", "SIGTERM at 3"}
+        assert third == "went on to 4"
 
 
 Places: TypeAlias = tuple[tuple[tuple[str, int], ...], ...]
@@ -142,12 +146,8 @@ def terminated_at(root: str, places: Places, stage: int, validates: bool) -> tup
     trainer = make_trainer(strategy, terminates, saves, limit_train_batches=4, **more)
     train = DataLoader(IndexedSamples(LENGTH, 0.0), batch_size=6, shuffle=True)
     val = DataLoader(IndexedSamples(LENGTH, 0.0), batch_size=6) if validates else None
-    try:
-        trainer.fit(RecordingNet(RunSpec(length=LENGTH)), train, val)
-        end = f"went on to {trainer.global_step}"
-    except SIGTERMException:
-        end = f"SIGTERM at {trainer.global_step}"
-    return end, sorted(path.name for path in Path(root).glob("*.ckpt"))
+    net = RecordingNet(RunSpec(length=LENGTH))
+    return end_of(trainer, net, train, val), sorted(path.name for path in Path(root).glob("*.ckpt"))
 
 
 TOGETHER = [

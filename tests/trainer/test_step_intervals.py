@@ -11,7 +11,14 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.support.ranks import Pools
-from tests.trainer._recorded_runs import RunSpec, error_of, fit, fits, from_step
+from tests.trainer._recorded_runs import (
+    RunSpec,
+    assert_continued,
+    assert_refused,
+    from_step,
+    record,
+    records,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -82,7 +89,7 @@ CASES: dict[str, tuple[RunSpec, list[int]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_rates_and_validation_follow_optimizer_steps(case: str, worlds: Pools) -> None:
     run, validations = CASES[case]
-    seen = worlds.run(2, partial(fit, run))[0]
+    seen = record(worlds, 2, run)
     assert seen.global_step == len(seen.rates)
     assert seen.rates == pytest.approx({step: 0.01 / (1 + step) for step in seen.rates})
     validated = [int(event.split()[-1]) for event in seen.events if "validate" in event]
@@ -93,7 +100,7 @@ def test_no_batch_beyond_the_limit_is_fetched(worlds: Pools) -> None:
     """A continuing stream would lose it."""
     trainer = {"limit_train_batches": 3, "accumulate_grad_batches": 2}
     run = replace(RUN, kind="goes on", length=100, global_batch=None, trainer=trainer)
-    seen = worlds.run(2, partial(fit, run))[0]
+    seen = record(worlds, 2, run)
     assert sorted(index for ids in seen.steps.values() for index in ids) == list(range(12))
 
 
@@ -130,7 +137,7 @@ def test_accumulation_does_not_change_steps_validations_and_saves(
             folder = tmp_path / case / f"{size}"
             saves = partial(ModelCheckpoint, folder, "{step}", save_top_k=-1)
             runs.append(replace(run, batch_size=size, callbacks=(saves,)))
-    seen = worlds.run(1, partial(fits, runs))[0]
+    seen = records(worlds, 1, runs)
     for case, one, three in zip(EPOCHS, seen[::2], seen[1::2], strict=True):
         assert three.events == one.events, case
         assert three.steps == one.steps, case
@@ -144,8 +151,7 @@ def test_intervals_without_a_global_batch(worlds: Pools) -> None:
     """A fraction is of optimizer steps; Lightning's integers count micro-batches."""
     run = replace(EPOCHS["a fraction"], global_batch=None)
     three = {"limit_train_batches": 0.7, "accumulate_grad_batches": 3}
-    runs = [run, replace(run, batch_size=2, trainer=three)]
-    one, other = worlds.run(1, partial(fits, runs))[0]
+    one, other = records(worlds, 1, [run, replace(run, batch_size=2, trainer=three)])
     assert one.steps == other.steps
     assert len(one.steps) == 21
 
@@ -153,17 +159,15 @@ def test_intervals_without_a_global_batch(worlds: Pools) -> None:
 def test_an_interval_beyond_the_epoch_is_refused(worlds: Pools) -> None:
     """As Lightning does, and with any accumulation."""
     run = replace(ONE, trainer={"limit_train_batches": 2, "val_check_interval": 3})
+    said = "`val_check_interval` (3) must be less than or equal"
     for size in (6, 2):
-        for message in worlds.run(1, partial(error_of, replace(run, batch_size=size))):
-            assert message.startswith("ValueError")
-            assert "`val_check_interval` (3) must be less than or equal" in message
+        assert_refused(worlds, 1, replace(run, batch_size=size), "ValueError", said)
 
 
 def test_a_fraction_of_less_than_a_step_is_refused_with_the_smallest(worlds: Pools) -> None:
     run = replace(ONE, batch_size=2, trainer={"limit_train_batches": 0.05})
-    for message in worlds.run(1, partial(error_of, run)):
-        assert message.startswith("UnsupportedError")
-        assert "limit_train_batches=0.05 of an epoch of 10 optimizer steps" in message
+    said = "limit_train_batches=0.05 of an epoch of 10 optimizer steps"
+    assert_refused(worlds, 1, run, "UnsupportedError", said)
 
 
 def test_a_window_cut_by_a_limit_is_resumed(worlds: Pools, tmp_path: Path) -> None:
@@ -171,14 +175,13 @@ def test_a_window_cut_by_a_limit_is_resumed(worlds: Pools, tmp_path: Path) -> No
     run = replace(
         RUN, kind="plain", length=48, **LIKE_LIGHTNING, trainer=two(limit_train_batches=5)
     )
-    moments = ("step 0.2", "inside 0.1", "step 0.3", "validated 3", "epoch 0", "step 1.1")
-    saving = replace(run, save=moments, root=str(tmp_path), dropout=0.3)
-    whole = worlds.run(2, partial(fit, saving))[0]
+    moments = {"step 0.2": 2, "inside 0.1": 1, "step 0.3": 3, "validated 3": 3, "epoch 0": 3}
+    moments["step 1.1"] = 4
+    saving = replace(run, save=tuple(moments), root=str(tmp_path), dropout=0.3)
+    whole = record(worlds, 2, saving)
     assert [len(ids) for ids in whole.steps.values()] == [4, 4, 2] * 2
-    resumed = worlds.run(2, partial(fits, [saving.resumed(moment) for moment in moments]))[0]
-    for moment, seen in zip(moments, resumed, strict=True):
-        first = min(seen.steps)
-        assert seen.steps == from_step(whole.steps, first), moment
+    resumed = assert_continued(worlds, 2, saving, whole, moments)
+    for (moment, first), seen in zip(moments.items(), resumed, strict=True):
         assert seen.losses == from_step(whole.losses, first), moment
         assert seen.rates == from_step(whole.rates, first), moment
         assert seen.events == whole.events[len(whole.events) - len(seen.events) :], moment

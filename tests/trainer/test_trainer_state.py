@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import (
     Callback,
     EarlyStopping,
     EMAWeightAveraging,
+    LambdaCallback,
     ModelCheckpoint,
     TQDMProgressBar,
 )
@@ -47,16 +48,14 @@ class Bar(TQDMProgressBar):
         self.places.append((self.train_progress_bar.n, int(self.train_progress_bar.total)))
 
 
-class Quit(Callback):
-    """Ends a run, in mid-epoch, at the step after a save."""
+def quits(step: int) -> Callback:
+    """Return what ends a run, in mid-epoch, at the step after a save."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    @override
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
+    def look(trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == step:
             raise KeyboardInterrupt
+
+    return LambdaCallback(on_train_batch_start=look)
 
 
 def trainer_of(root: str, epochs: int, callbacks: list[Callback], **options: Any) -> pl.Trainer:
@@ -105,20 +104,16 @@ def averaged(root: str, path: str | None, stage: int = 2) -> dict[Any, Any]:
     average = EMAWeightAveraging(decay=0.9)
     seen: dict[Any, Any] = {}
 
-    class Look(Callback):
-        @override
-        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            assert average._average_model is not None
-            state = average._average_model.state_dict()
-            seen["start"] = {name: value.tolist() for name, value in state.items()}
+    def look(step: Any) -> None:
+        assert average._average_model is not None
+        state = average._average_model.state_dict()
+        seen[step] = {name: value.tolist() for name, value in state.items()}
 
-        @override
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            assert average._average_model is not None
-            state = average._average_model.state_dict()
-            seen[trainer.global_step] = {name: value.tolist() for name, value in state.items()}
-
-    said = error_text(lambda: fit(trainer_of(root, 2, [average, Look()], stage=stage), path))
+    looks = LambdaCallback(
+        on_train_start=lambda *_: look("start"),
+        on_train_batch_end=lambda trainer, *_: look(trainer.global_step),
+    )
+    said = error_text(lambda: fit(trainer_of(root, 2, [average, looks], stage=stage), path))
     return seen if said == NOTHING else {"error": said}
 
 
@@ -143,7 +138,7 @@ def test_averaging_with_zero_3_is_refused(worlds: Pools, tmp_path: Path) -> None
 def stopping(root: str, path: str | None, quit_at: int = -1) -> tuple[int, int, float]:
     """Fit until the validation loss does not fall by a lot any more."""
     stop = EarlyStopping("val", patience=2, min_delta=1.0)
-    trainer = trainer_of(root, 9, [stop, Quit(quit_at)])
+    trainer = trainer_of(root, 9, [stop, quits(quit_at)])
     fit(trainer, path)
     return trainer.global_step, stop.wait_count, float(stop.best_score)
 
@@ -163,7 +158,7 @@ def test_early_stopping_continues_its_count(world: int, worlds: Pools, tmp_path:
 def logging(root: str, logs: str, path: str | None, quit_at: int = -1) -> None:
     """Fit two epochs into TensorBoard's files."""
     logger = TensorBoardLogger(logs, name=None, version="")
-    fit(trainer_of(root, 2, [Quit(quit_at)], logger=logger), path)
+    fit(trainer_of(root, 2, [quits(quit_at)], logger=logger), path)
 
 
 @pytest.mark.long
@@ -187,7 +182,7 @@ def test_each_step_is_logged_once_also_after_a_resume(
 
 def times_of_saves(root: str, path: str | None, quit_at: int) -> dict[str, int]:
     """Fit; return each manifest's inode, which shows when it was published."""
-    fit(trainer_of(root, 2, [Quit(quit_at)]), path)
+    fit(trainer_of(root, 2, [quits(quit_at)]), path)
     comm.barrier()
     return {p.name: (p / "manifest.json").stat().st_ino for p in Path(root).glob("*.ckpt")}
 

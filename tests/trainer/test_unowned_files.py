@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -72,19 +71,10 @@ def test_saves_into_a_folder_of_deepspeed_tags_are_refused(worlds: Pools, tmp_pa
 # -- a save of one's own ------------------------------------------------------------------------
 
 
-class SaveTo:
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __call__(self, trainer: pl.Trainer) -> None:
-        trainer.save_checkpoint(self.path)
-
-
-def fit_and_save(run: AsyncSaveSpec) -> tuple[dict[int, str], int]:
-    """Train; return the errors of actions, by step, and the last step."""
-    trainer, net, data, director = run.make()
-    trainer.fit(net, data)
-    return director.errors, trainer.global_step
+def fit_and_save(run: AsyncSaveSpec, path: str) -> tuple[dict[int, str], int]:
+    """Train and save after step 2; return the errors of saves, by step, and the last step."""
+    actor = run.fit({2: lambda trainer: trainer.save_checkpoint(path)})
+    return actor.errors, actor.trainer.global_step
 
 
 @pytest.mark.parametrize("async_save", [False, True], ids=["blocking", "background"])
@@ -95,9 +85,8 @@ def test_an_occupied_path_is_refused_at_the_save_itself(
     root = tmp_path / "results"
     root.mkdir()
     (root / "table.csv").write_text(MINE)
-    actions: dict[int, Callable[[pl.Trainer], None]] = {2: SaveTo(str(root))}
-    run = AsyncSaveSpec(str(tmp_path / "run"), async_save=async_save, actions=actions)
-    for errors, last in pools.run(2, partial(fit_and_save, run)):
+    run = AsyncSaveSpec(str(tmp_path / "run"), async_save=async_save)
+    for errors, last in pools.run(2, partial(fit_and_save, run, str(root))):
         assert list(errors) == [2]
         assert "it contains table.csv" in errors[2]
         assert f"Save to {root}/step-2, or" in errors[2]

@@ -19,10 +19,12 @@ from tests.trainer._recorded_runs import (
     RecordingNet,
     RunRecord,
     RunSpec,
-    error_of,
+    assert_continued,
+    assert_refused,
     fit,
-    fits,
     from_step,
+    record,
+    records,
     trainer_of,
 )
 
@@ -32,8 +34,7 @@ pytestmark = pytest.mark.engine
 @pytest.mark.parametrize("world", [1, 2])
 def test_deepspeeds_batch_size_for_its_log_is_ignored(world: int, worlds: Pools) -> None:
     run = RunSpec(global_batch=16, batch_size=2, strategy={"logging_batch_size_per_gpu": 4})
-    seen = worlds.run(world, partial(fit, run))[0]
-    assert {len(ids) for ids in seen.steps.values()} == {16}
+    assert {len(ids) for ids in record(worlds, world, run).steps.values()} == {16}
 
 
 def fitted_with(batch_sizes: list[int], length: int) -> list[tuple[int, int]]:
@@ -58,7 +59,7 @@ def test_every_fit_computes_its_own_micro_batches(worlds: Pools) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_fraction_of_several_loaders_is_of_the_longest(world: int, worlds: Pools) -> None:
     run = RunSpec(kind="two", trainer={"limit_train_batches": 0.7})
-    assert len(worlds.run(world, partial(fit, run))[0].steps) == 2 * 3
+    assert len(record(worlds, world, run).steps) == 2 * 3
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -67,8 +68,8 @@ def test_a_validation_before_a_resumed_window_is_not_repeated(
 ) -> None:
     run = RunSpec(validate=True, trainer={"val_check_interval": 0.5})
     saving = replace(run, save=("inside 0.2",), root=str(tmp_path))
-    whole = worlds.run(2, partial(fit, saving))[0]
-    seen = worlds.run(world, partial(fit, saving.resumed("inside 0.2")))[0]
+    whole = record(worlds, 2, saving)
+    seen = record(worlds, world, saving.resumed("inside 0.2"))
     assert seen.events == whole.events[whole.events.index("validate at 2") + 1 :]
 
 
@@ -85,12 +86,11 @@ def test_loaders_made_anew_keep_order_and_interval(
         trainer={"val_check_interval": 0.5, "reload_dataloaders_every_n_epochs": 1},
     )
     saving = replace(run, save=("step 0.2",), root=str(tmp_path))
-    whole = worlds.run(2, partial(fit, saving))[0]
+    whole = record(worlds, 2, saving)
     assert [e for e in whole.events if "valid" in e] == [
         f"validate at {step}" for step in (2, 4, 7, 9, 12, 14)
     ]
-    seen = worlds.run(world, partial(fit, saving.resumed("step 0.2", seed=99)))[0]
-    assert seen.steps == from_step(whole.steps, 2)
+    (seen,) = assert_continued(worlds, world, saving, whole, {"step 0.2": 2}, seed=99)
     assert seen.events == whole.events[len(whole.events) - len(seen.events) :]
 
 
@@ -108,14 +108,14 @@ def test_a_batch_that_is_none_is_counted_and_resumed(
         trainer={"val_check_interval": 0.5},
     )
     moments = ("step 0.1", "inside 0.1", "step 0.2", "inside 0.2", "step 0.4", "step 1.2")
-    whole = worlds.run(1, partial(fit, replace(run, save=moments, root=str(tmp_path))))[0]
+    whole = record(worlds, 1, replace(run, save=moments, root=str(tmp_path)))
     trained = [sample for ids in whole.steps.values() for sample in ids]
     assert not {*range(12, 12 + batch_size)} & {*trained}
     assert len(trained) == 2 * (60 - batch_size)
     paths = sorted(tmp_path.glob("*.ckpt"))
     assert len(paths) == (4 if batch_size == 12 else 6)
     runs = [replace(run, ckpt_path=str(path)) for path in paths]
-    for path, seen in zip(paths, worlds.run(1, partial(fits, runs))[0], strict=True):
+    for path, seen in zip(paths, records(worlds, 1, runs), strict=True):
         assert seen.steps == from_step(whole.steps, min(seen.steps)), path.name
         for mine, all_of in ((seen.losses, whole.losses), (seen.rates, whole.rates)):
             assert mine == {step: all_of[step] for step in seen.steps}, path.name
@@ -137,9 +137,8 @@ def _counted(seen: RunRecord) -> dict[str, object]:
 
 @pytest.mark.long
 def test_manual_optimization_with_accumulation_is_refused(worlds: Pools) -> None:
-    for message in worlds.run(2, partial(error_of, RunSpec(manual=True))):
-        assert message.startswith("UnsupportedError: global_batch_size=12 with manual")
-        assert "batch_size=6" in message
+    error = "UnsupportedError: global_batch_size=12 with manual"
+    assert_refused(worlds, 2, RunSpec(manual=True), error, "batch_size=6")
 
 
 class BackwardTwice(RecordingNet):
@@ -175,8 +174,8 @@ def test_several_backward_passes_to_a_step_are_warned_of_in_zero(
 
 def test_states_of_loaders_survive_two_resumes(worlds: Pools, tmp_path: Path) -> None:
     run = RunSpec(kind="stateful", length=60, root=str(tmp_path))
-    whole = worlds.run(2, partial(fit, replace(run, save=("step 0.2",))))[0]
-    worlds.run(2, partial(fit, run.resumed("step 0.2", save=("inside 0.2",))))
+    whole = record(worlds, 2, replace(run, save=("step 0.2",)))
+    record(worlds, 2, run.resumed("step 0.2", save=("inside 0.2",)))
     for seen in worlds.run(2, partial(fit, run.resumed("inside 0.2"))):
         assert seen.steps == from_step(whole.steps, 2)
 
@@ -186,8 +185,7 @@ def test_an_epoch_that_is_shorter_after_a_resume_ends_at_once(
     worlds: Pools, tmp_path: Path
 ) -> None:
     run = RunSpec(save=("step 0.3",), root=str(tmp_path))
-    worlds.run(2, partial(fit, run))
     shorter = run.resumed("step 0.3", trainer={"limit_train_batches": 2})
-    seen = worlds.run(2, partial(fit, shorter))[0]
+    _, seen = records(worlds, 2, [run, shorter])
     assert {step: len(ids) for step, ids in seen.steps.items()} == {3: 12, 4: 12}
     assert any("ends here" in text for text in seen.messages)
