@@ -143,9 +143,9 @@ def test_parameters_are_selected_sorted_and_summed(tmp_path: Path, run: Run) -> 
     assert "checkpoint/mp_rank_00_model_states.pt" in out
 
 
-@pytest.mark.parametrize(("kind", "cut_bytes"), [("_optim_states.pt", 100), (".sums", 1)])
+@pytest.mark.parametrize(("suffix", "cut_bytes"), [("", 100), (".sums", 1)])
 def test_missing_and_cut_files_are_named(
-    kind: str, cut_bytes: int, tmp_path: Path, run: Run
+    suffix: str, cut_bytes: int, tmp_path: Path, run: Run
 ) -> None:
     path = write_elastic(tmp_path / "a.ckpt", make_state(), 2, 3)
     assert inspect_checkpoint(path).damage == ()
@@ -153,7 +153,7 @@ def test_missing_and_cut_files_are_named(
     listed = {file.name for file in inspect_checkpoint(path).files}
     held = {p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()}
     assert held - listed == {"manifest.json", "latest"}
-    first, second, third, *_ = sorted(path.rglob(f"*optim_states*{kind}"))
+    first, second, third, *_ = sorted(path.rglob(f"*_optim_states.pt{suffix}"))
     size_bytes = first.stat().st_size
     first.write_bytes(first.read_bytes()[:-cut_bytes])
     second.unlink()
