@@ -44,7 +44,6 @@ def statuses(wanted: dict[str, int], timeout_s: float) -> dict[str, list[int]]:
 
 @pytest.fixture(scope="module")
 def ends() -> dict[str, list[int]]:
-    """Return the exit statuses of some worlds."""
     return statuses(dict.fromkeys(STATUS, 1), 280)
 
 

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +34,14 @@ from lightning_elastic_zero.checkpoint.types import SaveOptions
 from lightning_elastic_zero.coordination.client import StoreRanks
 from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import OneRank, Ranks, connect_ranks
-from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter, StateKey
-from lightning_elastic_zero.core.partition import ContiguousPartition, FlatBuffer
 from lightning_elastic_zero.core.progress import Progress
-from lightning_elastic_zero.core.tensors import FlatState, RankState
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import RanksError
 from lightning_elastic_zero.storage import publish as copying
 from lightning_elastic_zero.storage.stores import AnyPath
 from tests.dist.test_coordination import SHORT, attempt
 from tests.support.launch import Job, RankResult, run_ranks
+from tests.support.plain_checkpoints import make_state, manifest_of, rank_state
 from tests.support.ranks import ForkServer
 from tests.trainer._failure_cases import engine
 
@@ -59,7 +58,6 @@ class Counting:
         self.bytes = 0
 
     def __getattr__(self, name: str) -> Any:
-        """Call the store."""
         method = getattr(self._store, name)
 
         def call(key: Any, *rest: Any) -> Any:
@@ -92,42 +90,20 @@ def contents(job: Job, path: Path, count: int, *, odd: str = "") -> ShardContent
     names = [f"model.layers.{index}.weight" for index in range(count)]
     if odd == "parameters":
         names[count // 2] = "model.odd.weight"
-    numels = (NUMEL,) * count
-    size = -(-sum(numels) // job.world_size)
-    buffers = (FlatBuffer(0, tuple(names), numels, (), size),)
-    state = (StateKey("exp_avg", "elementwise", "float32"), StateKey("step", "scalar", "float32"))
-    manifest = Manifest(
-        save_id="",
-        stage=1,
-        world_size=job.world_size,
-        precision="fp32",
-        master_dtype="float32",
-        parameters=tuple(Parameter(name, (NUMEL,), "float32", 0) for name in names),
-        groups=(Group(tuple(names), {"lr": 0.1}, state),),
-        buffers=buffers,
-        module_buffers=tuple(f"{name}.mean" for name in names),
-        files=(),
-    )
-    fragments = ContiguousPartition(buffers, job.world_size).on_rank(job.rank)
-    flat = FlatState(
-        fragments=tuple(fragments),
-        master=torch.zeros(size),
-        elementwise={"exp_avg": torch.zeros(size)},
-        scalars={"step": torch.tensor(1.0)},
-    )
-    shift = job.rank if odd == "buffers" else 0
-    held = RankState(
-        flats=(flat,),
-        frozen={},
-        module_buffers={name: torch.tensor(float(shift)) for name in manifest.module_buffers},
-        module_weights={},
-        loss_scaler={},
-        lr_scheduler=None,
-    )
+    mean = torch.tensor(float(job.rank if odd == "buffers" else 0))
     client = {f"callback {index}": index for index in range(count)}
     if odd == "client":
         client["callback 0"] = -1
-    return ShardContents(path, manifest, held, client)
+    state = replace(
+        make_state(dict.fromkeys(names, (NUMEL,))),
+        frozen={},
+        buffers={f"{name}.mean": mean for name in names},
+        groups=(tuple(names),),
+        rates=(0.1,),
+        client=client,
+    )
+    manifest = manifest_of(state, 1, job.world_size)
+    return ShardContents(path, manifest, rank_state(state, manifest, job.rank), client)
 
 
 def saves(job: Job) -> None:
@@ -257,7 +233,6 @@ class _LinksAfter(CheckpointLinks):
         self._asked = asked
 
     def on_save_ended(self, target: AnyPath, *, published: bool) -> None:
-        """Wait for the question first."""
         self._asked.wait()
         super().on_save_ended(target, published=published)
 
@@ -272,7 +247,6 @@ class _StopsBefore:
         return getattr(self._ranks, name)
 
     def broadcast(self, step: str, work: Any) -> Any:
-        """Wait for ever instead."""
         if step.endswith(self._ending):
             threading.Event().wait()
         return self._ranks.broadcast(step, work)
@@ -314,7 +288,6 @@ def test_a_link_may_take_long(fork_server: ForkServer) -> None:
 def test_a_save_ends_if_a_deletion_after_it_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wait for the save would otherwise never end."""
     only: Any = OneRank()
     old, new = tmp_path / "old.ckpt", tmp_path / "new.ckpt"
     write_shards(contents(only, old, 1), only)
@@ -342,7 +315,6 @@ NUMBERS_BYTES = 200
 
 @pytest.fixture(scope="module")
 def saved(fork_server: ForkServer) -> list[RankResult]:
-    """Return what the ranks noted of their saves."""
     results = run_ranks(saves, WORLD, fork_server)
     for result in results:
         assert f"parameters {MANY}" in result.notes, result.stderr[-3000:]
