@@ -7,8 +7,7 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from lightning_elastic_zero.storage.owners import (
     ConcurrentRunMonitor,
     ProcessIdentity,
 )
-from tests.support.processes import HANG_TIMEOUT_S
+from tests.support.processes import HANG_TIMEOUT_S, wait_until
 
 CHILD = """
 import sys
@@ -82,13 +81,6 @@ def test_a_live_run_is_named_once_on_both_sides(
     assert not list(tmp_path.iterdir())
 
 
-def wait_for(found: Callable[[], object]) -> None:
-    end = time.monotonic() + HANG_TIMEOUT_S
-    while not found():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_runs_that_begin_together_warn_each_other(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,13 +91,13 @@ def test_runs_that_begin_together_warn_each_other(
     with another_run(folder) as child:
         folder.mkdir()
         ours.look_soon()
-        wait_for(lambda: markers(folder))
+        wait_until(lambda: markers(folder))
         assert child.stdin is not None
         assert child.stdout is not None
         print("look", file=child.stdin, flush=True)
         assert child.stdout.readline() == "looked\n"
         ours.look_soon()
-        wait_for(lambda: caplog.records)
+        wait_until(lambda: caplog.records)
         _, told = child.communicate()
     (record,) = caplog.records
     assert f"(process {child.pid} on " in record.getMessage()
@@ -150,11 +142,13 @@ def test_a_second_fit_of_one_process_is_not_another_run(
     assert not markers(tmp_path / "a")
 
 
+ELSEWHERE = replace(ProcessIdentity.of_this_process("a"), machine="node7 boot pid:[1]", pid=77)
+
+
 def test_another_machines_run_is_alive_if_its_note_is_touched(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    owner = replace(ProcessIdentity.of_this_process("a"), machine="node7 boot pid:[1]", pid=77)
-    marker = left(tmp_path, owner)
+    marker = left(tmp_path, ELSEWHERE)
     ours = ConcurrentRunMonitor([tmp_path])
     for _ in range(3):
         ours.look()
@@ -171,9 +165,7 @@ def test_another_machines_run_is_alive_if_its_note_is_touched(
 def test_another_machines_silent_run_is_dead_after_half_an_hour(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    marker = left(
-        tmp_path, replace(ProcessIdentity.of_this_process("a"), machine="node7 boot pid:[1]")
-    )
+    marker = left(tmp_path, ELSEWHERE)
     long_ago = marker.stat().st_mtime - DEAD_AFTER_S - 60
     os.utime(marker, (long_ago, long_ago))
     goes_unheard(marker, caplog)

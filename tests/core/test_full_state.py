@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_elastic_zero.core.compatibility import describe
 from lightning_elastic_zero.core.manifest import (
@@ -23,6 +20,7 @@ from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.formats.full_state import FullState, bind
 from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.formats.torch_optimizer import members_of
+from tests.support.plain_checkpoints import write_dcp
 
 DTYPES = [
     (torch.float32, "fp32"),
@@ -30,23 +28,6 @@ DTYPES = [
     (torch.float16, "fp16"),
     (torch.float64, "float64"),
 ]
-
-
-def save_file(tree: dict[str, object], folder: Path) -> Path:
-    path = folder / "model.ckpt"
-    torch.save({"state_dict": tree}, path)
-    return path
-
-
-def save_directory(tree: dict[str, object], folder: Path) -> Path:
-    path = folder / "model.distcp"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # It says that there is no process group.
-        save({"model": tree}, checkpoint_id=path, no_dist=True)
-    return path
-
-
-WRITERS = [save_file, save_directory]
 
 
 def live_of(tree: dict[str, torch.Tensor], owned: set[str]) -> Manifest:
@@ -70,10 +51,10 @@ def live_of(tree: dict[str, torch.Tensor], owned: set[str]) -> Manifest:
     )
 
 
-@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize(("dtype", "precision"), DTYPES, ids=str)
 def test_the_precision_is_that_of_the_weights(
-    dtype: torch.dtype, precision: str, write: Callable[..., Path], tmp_path: Path
+    dtype: torch.dtype, precision: str, sharded: bool, tmp_path: Path
 ) -> None:
     tree = {
         # A buffer may come first, and is no weight.
@@ -82,7 +63,12 @@ def test_the_precision_is_that_of_the_weights(
         "layer.weight": torch.ones(4, 3, dtype=dtype),
         "layer.bias": torch.ones(4, dtype=dtype),
     }
-    reader = open_checkpoint(write(tree, tmp_path))
+    path = tmp_path / "model"
+    if sharded:
+        write_dcp(path, {"model": tree})
+    else:
+        torch.save({"state_dict": tree}, path)
+    reader = open_checkpoint(path)
     assert reader.manifest.precision == precision
     assert f", {precision}, " in describe(reader.manifest)
     reader.bind(live_of(tree, {"layer.weight", "layer.bias"}))

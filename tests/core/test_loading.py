@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_elastic_zero.checkpoint.load import (
     infinite_weights,
@@ -36,18 +34,13 @@ from lightning_elastic_zero.formats.reader import (
 from lightning_elastic_zero.formats.torch_read import StoredRun
 from tests.support.plain_checkpoints import (
     STATES,
-    WholeState,
     make_state,
     manifest_of,
+    write_dcp,
     write_elastic,
 )
 
 SHAPES = {"a": (5, 3), "b": (4,), "c": (7,)}
-
-
-def one_group(steps: Sequence[float]) -> WholeState:
-    state = make_state(SHAPES)
-    return replace(state, groups=(tuple(SHAPES),), rates=(1e-3,), steps=tuple(steps))
 
 
 def sub_groups(*names: Sequence[str]) -> tuple[FlatBuffer, ...]:
@@ -57,7 +50,8 @@ def sub_groups(*names: Sequence[str]) -> tuple[FlatBuffer, ...]:
 
 def steps_of(path: Path, steps: Sequence[float], live: tuple[FlatBuffer, ...]) -> list[float]:
     """Save with these steps in the sub-groups ``a, b`` and ``c``; return those of live ones."""
-    state = one_group(steps)
+    state = make_state(SHAPES)
+    state = replace(state, groups=(tuple(SHAPES),), rates=(1e-3,), steps=tuple(steps))
     write_elastic(path, state, 3, 2, buffers=sub_groups("ab", "c"))
     here = replace(manifest_of(state, 3, 2), buffers=live)
     with closing(open_checkpoint(path)) as source:
@@ -202,11 +196,7 @@ def transposed(weight: torch.Tensor, folder: Path) -> Path:
 
 
 def directory(weight: torch.Tensor, folder: Path) -> Path:
-    """Write a directory of ``torch.distributed.checkpoint``, without a process group."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # It says that there is no process group.
-        save({"model": {"w": weight}}, checkpoint_id=folder / "model.distcp", no_dist=True)
-    return folder / "model.distcp"
+    return write_dcp(folder / "model.distcp", {"model": {"w": weight}})
 
 
 KINDS = [zip_file, legacy_file, transposed, directory]
@@ -262,6 +252,20 @@ def test_infinities_and_nan_of_the_file_are_kept(
     torch.testing.assert_close(found, weight, rtol=0, atol=0, equal_nan=True)
 
 
+def reader_of(
+    stored: torch.Tensor, wanted: list[StoredRun]
+) -> Callable[[Iterable[tuple[torch.Tensor, StoredRun]]], int]:
+    """Return what reads a stored tensor, notes the runs, and counts eight bytes."""
+
+    def read_into(pairs: Iterable[tuple[torch.Tensor, StoredRun]]) -> int:
+        for target, run in pairs:
+            wanted.append(run)
+            target.copy_(stored[run.start : run.stop])
+        return 8
+
+    return read_into
+
+
 @pytest.mark.parametrize(
     ("saved", "here", "reads"),
     [
@@ -280,30 +284,17 @@ def test_only_non_finite_parts_of_narrowing_casts_are_read_again(
     if saved.is_floating_point:
         stored[-1] = math.inf
     wanted: list[StoredRun] = []
-
-    def read_into(pairs: Iterable[tuple[torch.Tensor, StoredRun]]) -> int:
-        for target, run in pairs:
-            wanted.append(run)
-            target.copy_(stored[run.start : run.stop])
-        return 8
-
     read_run = ReadRun(stored.to(here), StoredRun(stored, 0, numel), "w", "")
-    assert check_no_overflow(read_run, Path("file"), read_into) == 8 * reads
+    assert check_no_overflow(read_run, Path("file"), reader_of(stored, wanted)) == 8 * reads
     assert len(wanted) == reads
     assert sum(run.stop - run.start for run in wanted) < HUGE_NUMEL
 
 
 def test_an_infinite_optimizer_state_is_named_with_a_remedy() -> None:
     stored = torch.full((3,), 1e39, dtype=torch.float64)
-
-    def read_into(pairs: Iterable[tuple[torch.Tensor, StoredRun]]) -> int:
-        for target, run in pairs:
-            target.copy_(stored[run.start : run.stop])
-        return 0
-
     read_run = ReadRun(stored.to(torch.bfloat16), StoredRun(stored, 0, 3), "layer.w", "exp_avg")
     with pytest.raises(CheckpointMismatchError) as refusal:
-        check_no_overflow(read_run, Path("folder/file"), read_into)
+        check_no_overflow(read_run, Path("folder/file"), reader_of(stored, []))
     told = str(refusal.value)
     assert "folder/file: the optimizer state exp_avg of layer.w has the float64 value 1e+39" in told
     assert "bfloat16 (at most 3.38953139e+38)" in told

@@ -34,10 +34,9 @@ from tests.support.small_checkpoints import (
     contents,
     fill,
     names_in,
+    no_exchange,
     whole,
 )
-
-NO_EXCHANGE = "lightning_elastic_zero.storage.publish.exchange_names"
 
 
 def said_by(path: Path) -> str:
@@ -68,46 +67,50 @@ PLACES: dict[str, Callable[[Path], object]] = {
     "a dangling link": lambda link: link.symlink_to("gone.ckpt"),
     "a directory": a_directory,
 }
-WITH_LINKS = pytest.mark.parametrize("has_links", [True, False], ids=["linked", "copied"])
+
+
+def new_and_link(folder: Path, place: Callable[[Path], object] = a_directory) -> tuple[Path, Path]:
+    """Make a checkpoint to link to, and something at the link's path; return both paths."""
+    target, link = fill(folder / "new.ckpt", "new"), folder / "last.ckpt"
+    place(link)
+    return target, link
 
 
 class TestMakeLink:
     @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-    @WITH_LINKS
-    def test_a_link_replaces_what_was_there(
+    @pytest.mark.parametrize("error", [0, errno.EPERM, errno.ENOTSUP, errno.ENOSYS])
+    @pytest.mark.parametrize("exchange", [True, False])
+    def test_a_link_or_a_copy_replaces_what_was_there(
         self,
         place: Callable[[Path], None],
+        error: int,
+        exchange: bool,
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
-        *,
-        has_links: bool,
     ) -> None:
-        target, link = fill(tmp_path / "new.ckpt", "new"), tmp_path / "last.ckpt"
-        place(link)
-        if not has_links:
-            refuse_links(errno.EPERM, monkeypatch)
-        make_link(target, link)
-        assert link.is_symlink() == has_links
+        target, link = new_and_link(tmp_path, place)
+        if error:
+            refuse_links(error, monkeypatch)
+        with no_exchange(possible=exchange):
+            make_link(target, link)
+        assert link.is_symlink() == (not error)
         assert said_by(link) == said_by(target) == "new"
         assert not [name for name in names_in(tmp_path) if name.startswith(".")]
 
     @pytest.mark.parametrize("place", [a_link, a_directory])
-    @WITH_LINKS
+    @pytest.mark.parametrize("error", [0, errno.ENOTSUP])
     def test_a_kill_leaves_the_old_or_the_new_link(
         self,
         place: Callable[[Path], None],
+        error: int,
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
-        *,
-        has_links: bool,
     ) -> None:
         folder, snapshots = tmp_path / "run", tmp_path / "snapshots"
-        folder.mkdir()
         snapshots.mkdir()
-        target, link = fill(folder / "new.ckpt", "new"), folder / "last.ckpt"
-        place(link)
-        if not has_links:
-            refuse_links(errno.ENOTSUP, monkeypatch)
+        target, link = new_and_link(folder, place)
+        if error:
+            refuse_links(error, monkeypatch)
         seen: list[str] = []
 
         def look() -> None:
@@ -126,20 +129,18 @@ class TestMakeLink:
             # A directory that was being deleted goes with the next save.
             assert not [name for name in names_in(left) if name.startswith(LINK_PREFIX)]
 
-    @WITH_LINKS
+    @pytest.mark.parametrize("error", [0, errno.ENOSYS])
     def test_an_interrupt_leaves_the_old_or_the_new_link(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_links: bool
+        self, error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(NO_EXCHANGE, lambda *_: False)
-        if not has_links:
-            refuse_links(errno.ENOSYS, monkeypatch)
+        if error:
+            refuse_links(error, monkeypatch)
         came, call = True, 0
         while came:
             folder = tmp_path / str(call)
-            target, link = fill(folder / "new.ckpt", "new"), folder / "last.ckpt"
-            a_directory(link)
+            target, link = new_and_link(folder)
             interrupted = InterruptAtCall(call)
-            with before_each_syscall(interrupted):
+            with no_exchange(), before_each_syscall(interrupted):
                 with suppress(KeyboardInterrupt):
                     make_link(target, link)
                 came, interrupted.calls = not interrupted.calls, []
@@ -151,12 +152,8 @@ class TestMakeLink:
             call += 1
         assert call > 10
 
-    def test_a_kill_between_two_renames_is_repaired(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        target, link = fill(tmp_path / "new.ckpt", "new"), tmp_path / "last.ckpt"
-        a_directory(link)
-        monkeypatch.setattr(NO_EXCHANGE, lambda *_: False)
+    def test_a_kill_between_two_renames_is_repaired(self, tmp_path: Path) -> None:
+        target, link = new_and_link(tmp_path)
         copies = tmp_path.parent / f"{tmp_path.name}-copies"
         copies.mkdir()
         missing = 0
@@ -167,31 +164,17 @@ class TestMakeLink:
                 missing += 1
                 shutil.copytree(tmp_path, copies / str(missing), symlinks=True)
 
-        with before_each_syscall(look):
+        with no_exchange(), before_each_syscall(look):
             make_link(target, link)
         assert missing
         for left in copies.iterdir():
             assert repair_target(left / "last.ckpt", settle_s=0.0)
             assert said_by(left / "last.ckpt") == "old"
 
-    @WITH_LINKS
-    def test_without_exchange_a_directory_is_replaced_by_two_renames(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_links: bool
-    ) -> None:
-        target, link = fill(tmp_path / "new.ckpt", "new"), tmp_path / "last.ckpt"
-        a_directory(link)
-        monkeypatch.setattr(NO_EXCHANGE, lambda *_: False)
-        if not has_links:
-            refuse_links(errno.ENOSYS, monkeypatch)
-        make_link(target, link)
-        assert said_by(link) == "new"
-        assert names_in(tmp_path) == ["last.ckpt", "new.ckpt"]
-
     def test_a_failed_second_rename_restores_the_old_one(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        target, link = fill(tmp_path / "new.ckpt", "new"), tmp_path / "last.ckpt"
-        a_directory(link)
+        target, link = new_and_link(tmp_path)
         rename = Path.rename
 
         def only_the_first(self: Path, other: Path) -> Path:
@@ -199,9 +182,8 @@ class TestMakeLink:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             return rename(self, other)
 
-        monkeypatch.setattr(NO_EXCHANGE, lambda *_: False)
         monkeypatch.setattr(Path, "rename", only_the_first)
-        with pytest.raises(SaveError, match="Input/output error"):
+        with no_exchange(), pytest.raises(SaveError, match="Input/output error"):
             make_link(target, link)
         assert said_by(link) == "old"
         assert names_in(tmp_path) == ["last.ckpt", "new.ckpt"]
@@ -224,8 +206,7 @@ class TestMakeLink:
     def test_a_full_disk_raises_instead_of_copying(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        target, link = fill(tmp_path / "new.ckpt", "new"), tmp_path / "last.ckpt"
-        a_link(link)
+        target, link = new_and_link(tmp_path, a_link)
         refuse_links(errno.ENOSPC, monkeypatch)
         told = r"Could not link .*last\.ckpt to the published .*new\.ckpt: No space left"
         with pytest.raises(SaveError, match=told):
@@ -236,8 +217,7 @@ class TestMakeLink:
     def test_a_failed_copy_leaves_the_old_link(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        target, link = fill(tmp_path / "new.ckpt", "new"), tmp_path / "last.ckpt"
-        a_link(link)
+        target, link = new_and_link(tmp_path, a_link)
         refuse_links(errno.EPERM, monkeypatch)
 
         def full(descriptor: int) -> None:
@@ -272,52 +252,49 @@ class TestLinks:
         a_link(tmp_path / "last.ckpt")
         return tmp_path / "last.ckpt"
 
-    def test_a_link_waits_until_its_checkpoint_is_published(self, link: Path) -> None:
-        target = link.parent / "new.ckpt"
+    @pytest.fixture
+    def target(self, link: Path) -> Path:
+        return link.parent / "new.ckpt"
+
+    @pytest.fixture
+    def links(self, target: Path) -> CheckpointLinks:
+        """Return the links of a run that saves a checkpoint."""
         links = CheckpointLinks()
         links.on_save_started(target)
+        return links
+
+    def test_a_link_waits_until_its_checkpoint_is_published(
+        self, link: Path, target: Path, links: CheckpointLinks
+    ) -> None:
         links.make(target, link)
         assert said_by(link) == "old"
+        links.on_save_ended(link.parent / "given_up.ckpt", published=True)
+        assert said_by(link) == "old", "the end of another save releases no link"
         fill(target, "new")
         links.make(target, link)
         assert said_by(link) == "old"
         links.on_save_ended(target, published=True)
         assert said_by(link) == "new"
 
-    def test_a_link_never_names_a_failed_save(self, link: Path) -> None:
-        target = link.parent / "new.ckpt"
-        links = CheckpointLinks()
-        links.on_save_started(target)
+    def test_a_link_never_names_a_failed_save(
+        self, link: Path, target: Path, links: CheckpointLinks
+    ) -> None:
         links.make(target, link)
         links.on_save_ended(target, published=False)
         assert said_by(link) == "old"
         links.make(target, link)
         assert said_by(link) == "old"
 
-    def test_links_to_other_checkpoints_are_made_at_once(self, link: Path) -> None:
-        links = CheckpointLinks()
-        links.on_save_started(link.parent / "being_written.ckpt")
-        links.make(fill(link.parent / "new.ckpt", "new"), link)
-        assert said_by(link) == "new"
-
-    def test_a_link_to_a_published_checkpoint_is_made_at_once(self, link: Path) -> None:
-        target = fill(link.parent / "new.ckpt", "new")
-        links = CheckpointLinks()
-        links.on_save_started(target)
-        links.on_save_ended(target, published=True)
+    @pytest.mark.parametrize("ended", [True, False])
+    def test_links_to_published_and_other_checkpoints_are_made_at_once(
+        self, ended: bool, link: Path, target: Path, links: CheckpointLinks
+    ) -> None:
+        if ended:
+            links.on_save_ended(target, published=True)
+        other = target if ended else link.parent / "other.ckpt"
+        fill(other, "new")
         assert said_by(link) == "old"
-        links.make(target, link)
-        assert said_by(link) == "new"
-
-    def test_the_end_of_another_save_releases_no_link(self, link: Path) -> None:
-        target = link.parent / "new.ckpt"
-        links = CheckpointLinks()
-        links.on_save_started(target)
-        links.make(target, link)
-        links.on_save_ended(link.parent / "given_up.ckpt", published=True)
-        assert said_by(link) == "old"
-        fill(target, "new")
-        links.on_save_ended(target, published=True)
+        links.make(other, link)
         assert said_by(link) == "new"
 
 
@@ -433,13 +410,16 @@ class TestRemove:
 
 
 class TestResumedFrom:
-    def test_the_resumed_checkpoint_is_never_deleted(self, tmp_path: Path) -> None:
-        fill(tmp_path / "new.ckpt", "data")
-        old, retention = fill(tmp_path / "old.ckpt", "data"), Retention()
-        retention.protect(old)
+    @pytest.mark.parametrize("folder", ["runs", "here"])
+    def test_the_resumed_checkpoint_is_never_deleted(self, folder: str, tmp_path: Path) -> None:
+        """Not even one that was resumed through a linked folder."""
+        fill(tmp_path / "runs" / "new.ckpt", "data")
+        old, retention = fill(tmp_path / "runs" / "old.ckpt", "data"), Retention()
+        (tmp_path / "here").symlink_to("runs")
+        retention.protect(tmp_path / folder / "old.ckpt")
         retention.remove(old)
         retention.delete_pending()
-        assert names_in(tmp_path) == ["new.ckpt", "old.ckpt"]
+        assert names_in(tmp_path / "runs") == ["new.ckpt", "old.ckpt"]
 
     def test_the_resumed_target_of_a_moved_link_is_not_deleted(self, tmp_path: Path) -> None:
         old, retention = fill(tmp_path / "old.ckpt", "data"), Retention()
@@ -450,16 +430,6 @@ class TestResumedFrom:
         retention.remove(old)
         retention.remove(tmp_path / "elsewhere" / ".." / "old.ckpt")
         assert names_in(tmp_path) == ["last.ckpt", "new.ckpt", "old.ckpt"]
-
-    def test_a_checkpoint_resumed_through_a_linked_folder_is_not_deleted(
-        self, tmp_path: Path
-    ) -> None:
-        fill(tmp_path / "runs" / "new.ckpt", "data")
-        old, retention = fill(tmp_path / "runs" / "old.ckpt", "data"), Retention()
-        (tmp_path / "here").symlink_to("runs")
-        retention.protect(tmp_path / "here" / "old.ckpt")
-        retention.remove(old)
-        assert names_in(tmp_path / "runs") == ["new.ckpt", "old.ckpt"]
 
     def test_other_checkpoints_are_deleted(self, tmp_path: Path) -> None:
         old, retention = fill(tmp_path / "old.ckpt", "data"), Retention()
@@ -558,34 +528,28 @@ class TestWaiting:
 class TestSavedAnew:
     """Saves to a path whose deletion is pending."""
 
-    def scheduled_deletion(self, folder: Path, retention: Retention) -> Path:
-        old = fill(folder / "best.ckpt", "data")
+    def scheduled_deletion(self, folder: Path) -> tuple[Retention, Path]:
+        retention, old = Retention(), fill(folder / "best.ckpt", "data")
         link(folder / "last.ckpt", "best.ckpt")
         fill(folder / "other.ckpt", "data")
         retention.remove(old)
         assert old.exists()
-        return old
+        return retention, old
 
     def publish(self, path: Path) -> None:
         again = fill(path.parent / "staged", "data")
         path.rename(path.parent / ".gone")
         again.rename(path)
 
-    def test_a_new_save_cancels_the_pending_deletion(self, tmp_path: Path) -> None:
-        retention = Retention()
-        best = self.scheduled_deletion(tmp_path, retention)
+    @pytest.mark.parametrize("succeeds", [True, False])
+    def test_a_save_cancels_the_pending_deletion(self, succeeds: bool, tmp_path: Path) -> None:
+        retention, best = self.scheduled_deletion(tmp_path)
         retention.on_save_started(best)
-        self.publish(best)
+        if succeeds:
+            self.publish(best)
         link(tmp_path / "last.ckpt", "other.ckpt")
-        retention.on_published(best)
-        retention.delete_pending()
-        assert (best / MANIFEST_NAME).exists()
-
-    def test_a_failed_save_cancels_the_pending_deletion_too(self, tmp_path: Path) -> None:
-        retention = Retention()
-        best = self.scheduled_deletion(tmp_path, retention)
-        retention.on_save_started(best)
-        link(tmp_path / "last.ckpt", "other.ckpt")
+        if succeeds:
+            retention.on_published(best)
         retention.delete_pending()
         assert (best / MANIFEST_NAME).exists()
 
@@ -600,8 +564,7 @@ class TestSavedAnew:
         assert not other.exists()
 
     def test_a_deletion_requested_during_the_save_counts(self, tmp_path: Path) -> None:
-        retention = Retention()
-        best = self.scheduled_deletion(tmp_path, retention)
+        retention, best = self.scheduled_deletion(tmp_path)
         retention.on_save_started(best)
         retention.remove(best)
         self.publish(best)
@@ -612,8 +575,7 @@ class TestSavedAnew:
         assert not best.exists()
 
     def test_a_save_cancels_the_deletion_of_its_own_path_only(self, tmp_path: Path) -> None:
-        retention = Retention()
-        best = self.scheduled_deletion(tmp_path, retention)
+        retention, best = self.scheduled_deletion(tmp_path)
         retention.on_save_started(tmp_path / "new.ckpt")
         link(tmp_path / "last.ckpt", "other.ckpt")
         retention.on_published(fill(tmp_path / "new.ckpt", "data"))

@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,40 +14,34 @@ import pytest
 from lightning_elastic_zero.core import processes
 from lightning_elastic_zero.core.processes import ProcessKey, ProcessState, machine, start_time
 from lightning_elastic_zero.storage.owners import DEAD_AFTER_S, ProcessIdentity
-from tests.support.processes import PROMPT_TIMEOUT_S
-
-WAIT_S = 20.0
+from tests.support.processes import PROMPT_TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.skipif(
     start_time(os.getpid()) is None, reason="this system does not tell when a process has started"
 )
 
 
-def wait_for(found: Callable[[], ProcessState], wanted: ProcessState) -> None:
-    end = time.monotonic() + WAIT_S
-    while found() is not wanted:
-        assert time.monotonic() < end, found()
-        time.sleep(0.01)
-
-
 def test_states_of_a_process() -> None:
+    """A zombie, which nobody has waited for yet, has ended and is dead."""
     child = subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True
+        [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
     )
     try:
-        key = replace(
-            ProcessKey.of_this_process(), pid=child.pid, started=start_time(child.pid) or ""
-        )
+        pid, started = child.pid, start_time(child.pid) or ""
+        key = replace(ProcessKey.of_this_process(), pid=pid, started=started)
+        identity = replace(ProcessIdentity.of_this_process("a"), pid=pid, started=started)
         assert key.state() is ProcessState.RUNNING
-        os.kill(child.pid, signal.SIGSTOP)
-        wait_for(key.state, ProcessState.STOPPED)
-        os.kill(child.pid, signal.SIGCONT)
-        wait_for(key.state, ProcessState.RUNNING)
-        os.kill(child.pid, signal.SIGKILL)
-        wait_for(key.state, ProcessState.ENDED)
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: key.state() is ProcessState.STOPPED)
+        os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: key.state() is ProcessState.RUNNING)
+        assert not identity.is_dead()
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: key.state() is ProcessState.ENDED)
+        wait_until(identity.is_dead)
     finally:
         child.kill()
-        child.wait(WAIT_S)
+        child.wait(PROMPT_TIMEOUT_S)
     assert key.state() is ProcessState.ENDED
 
 
@@ -70,24 +62,6 @@ def test_a_reused_process_id_is_another_process() -> None:
 def test_nothing_is_known_of_other_machines(change: dict[str, str]) -> None:
     state = replace(ProcessKey.of_this_process(), **change).state()  # type: ignore[arg-type]
     assert state is ProcessState.UNKNOWN
-
-
-def test_a_zombie_is_dead() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    try:
-        started = start_time(child.pid)
-        assert started is not None
-        mine = ProcessIdentity.of_this_process("a")
-        identity = replace(mine, pid=child.pid, started=started)
-        assert not identity.is_dead()
-        child.send_signal(signal.SIGKILL)
-        end = time.monotonic() + PROMPT_TIMEOUT_S
-        while not identity.is_dead():
-            assert time.monotonic() < end
-            time.sleep(0.01)
-    finally:
-        child.kill()
-        child.wait(PROMPT_TIMEOUT_S)
 
 
 def test_without_a_start_time_the_age_of_the_file_decides() -> None:

@@ -179,18 +179,22 @@ class Draws(Dataset[Any]):
         return index, torch.rand(1).item(), random.random(), float(np.random.rand())
 
 
+def drawn_from(workers: int, **options: Any) -> list[Any]:
+    loader = DataLoader(Draws(), num_workers=workers, collate_fn=_as_given, **options)
+    alone = options.get("batch_size", 1) is None
+    return [sample for given in loader for sample in ([given] if alone else given)]
+
+
+def _as_given(samples: Any) -> Any:
+    return samples
+
+
 @pytest.mark.parametrize("plan", [BatchPlan(6, 1, 2), BatchPlan(5, 1, 2)])
 def test_random_draws_of_workers_resume_with_any_number_of_workers(plan: BatchPlan) -> None:
     def drawn(workers: int, first: int) -> list[Any]:
         sampler = ElasticSampler(Draws(), plan, 0, seed_workers=True)
         sampler.start_at(1, first)
-        loader: DataLoader[Any] = DataLoader(
-            Draws(),
-            batch_sampler=ElasticBatchSampler(sampler),
-            num_workers=workers,
-            collate_fn=list,
-        )
-        return [sample for batch in loader for sample in batch]
+        return drawn_from(workers, batch_sampler=ElasticBatchSampler(sampler))
 
     whole = drawn(1, 0)
     assert drawn(2, 0) == whole
@@ -227,20 +231,13 @@ def test_workers_get_each_index_as_the_sampler_gave_it(
         options: Any = {"sampler": Named(kind), "seed_workers": True}
         sampler = ElasticSampler(Draws(), plan, 0, **options)
         sampler.start_at(1, first)
-        loader: DataLoader[Any] = DataLoader(
-            Draws(), batch_size, sampler=sampler, num_workers=workers, collate_fn=_as_given
-        )
-        return [sample for given in loader for sample in ([given] if batch_size is None else given)]
+        return drawn_from(workers, batch_size=batch_size, sampler=sampler)
 
     whole = drawn(1, 0)
     assert {type(sample[0]) for sample in whole} == {type(kind(index)) for index in (0, 1)}
     rest = whole[2 * plan.global_batch_size :]
     assert repr(drawn(2, 2)) == repr(rest)
     assert len({sample[1] for sample in whole}) == len(whole)
-
-
-def _as_given(samples: Any) -> Any:
-    return samples
 
 
 def test_without_workers_a_batch_is_a_list_of_integers() -> None:

@@ -125,16 +125,13 @@ class TestChecksummedWriter:
         assert not list(tmp_path.rglob("*.sums"))
 
 
-def _runs_of(draw: st.DrawFn, size_bytes: int) -> list[tuple[int, int]]:
-    points = sorted(draw(st.lists(st.integers(0, size_bytes), max_size=24)))
-    return list(zip(points[::2], points[1::2], strict=False))
-
-
 @st.composite
 def files_with_runs(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
     """Draw a file's size and sorted runs of it: touching, empty, and at the borders of chunks."""
     chunks, tail = draw(st.integers(0, 12)), draw(st.sampled_from([0, 1, TAIL_BYTES]))
-    return chunks * CHUNK_BYTES + tail, _runs_of(draw, chunks * CHUNK_BYTES + tail)
+    size_bytes = chunks * CHUNK_BYTES + tail
+    points = sorted(draw(st.lists(st.integers(0, size_bytes), max_size=24)))
+    return size_bytes, list(zip(points[::2], points[1::2], strict=False))
 
 
 class TestReplaceDurably:
@@ -155,49 +152,32 @@ class TestReplaceDurably:
 
 
 class TestReadRuns:
-    @given(case=files_with_runs(), read_chunks=st.integers(1, 4))
-    def test_reads_exactly_the_runs_and_each_chunk_once(
-        self, case: tuple[int, list[tuple[int, int]]], read_chunks: int
-    ) -> None:
-        size_bytes, runs = case
-        data = some_bytes(size_bytes)
-        with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(range_file, "READ_BYTES", read_chunks * CHUNK_BYTES)
-            record = write_file(Path(folder), data)
-            with VerifiedFile(Path(folder), record, SAVE_ID) as file:
-                before = file.bytes_read
-                pieces = [(start, bytes(view)) for start, view in file.read_runs(runs)]
-                bytes_read = file.bytes_read - before
-        assert b"".join(piece for _, piece in pieces) == b"".join(data[a:b] for a, b in runs)
-        assert all(data[start : start + len(piece)] == piece for start, piece in pieces)
-        chunks = (range(a // CHUNK_BYTES, -(-b // CHUNK_BYTES)) for a, b in runs if a < b)
-        touched = {chunk for of_run in chunks for chunk in of_run}
-        expected = sum(min(CHUNK_BYTES, size_bytes - chunk * CHUNK_BYTES) for chunk in touched)
-        assert bytes_read == expected
-
     @given(case=files_with_runs(), read_chunks=st.integers(1, 4), data=st.data())
-    def test_whole_chunks_are_read_into_their_places(
+    def test_runs_are_read_exactly_and_each_chunk_once(
         self, case: tuple[int, list[tuple[int, int]]], read_chunks: int, data: st.DataObject
     ) -> None:
-        """Only the edges are left to copy, and each chunk is read once."""
+        """Whole chunks are read into their places, if given; only the edges are left to copy."""
         size_bytes, runs = case
         places = []
         for start, stop in runs:
             low = data.draw(st.integers(start, stop))
             places.append((low, bytearray(data.draw(st.integers(low, stop)) - low)))
+        views = [(at, memoryview(memory)) for at, memory in places]
         content = some_bytes(size_bytes)
+        chunks = (range(a // CHUNK_BYTES, -(-b // CHUNK_BYTES)) for a, b in runs if a < b)
+        touched = {chunk for of_run in chunks for chunk in of_run}
+        expected = sum(min(CHUNK_BYTES, size_bytes - chunk * CHUNK_BYTES) for chunk in touched)
         with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
             patch.setattr(range_file, "READ_BYTES", read_chunks * CHUNK_BYTES)
             record = write_file(Path(folder), content)
             with VerifiedFile(Path(folder), record, SAVE_ID) as file:
-                before = file.bytes_read
-                list(file.read_runs(runs))
-                without = file.bytes_read - before
-                views = [(at, memoryview(memory)) for at, memory in places]
-                pieces = [(start, bytes(view)) for start, view in file.read_runs(runs, views)]
-                assert file.bytes_read - before == 2 * without
-        assert b"".join(piece for _, piece in pieces) == b"".join(content[a:b] for a, b in runs)
-        assert all(content[start : start + len(piece)] == piece for start, piece in pieces)
+                for given_places in ((), views):
+                    before = file.bytes_read
+                    pieces = [(at, bytes(view)) for at, view in file.read_runs(runs, given_places)]
+                    assert file.bytes_read - before == expected
+                    wanted = b"".join(content[a:b] for a, b in runs)
+                    assert b"".join(piece for _, piece in pieces) == wanted
+                    assert all(content[at : at + len(piece)] == piece for at, piece in pieces)
         for at, memory in places:
             first = -(-at // CHUNK_BYTES) * CHUNK_BYTES
             last = max((at + len(memory)) // CHUNK_BYTES * CHUNK_BYTES, first)
@@ -206,16 +186,21 @@ class TestReadRuns:
             assert memory[inner] == content[at:][inner]
             assert not any(outside)
 
-    def test_a_damaged_chunk_in_its_place_is_refused(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("lost_bytes", [1, CHUNK_BYTES])
+    def test_a_zeroed_chunk_is_refused_also_in_its_place(
+        self, lost_bytes: int, tmp_path: Path
+    ) -> None:
         content = some_bytes(3 * CHUNK_BYTES)
         record = write_file(tmp_path, content)
-        path = tmp_path / record.name
-        path.write_bytes(content[:100_000] + bytes([content[100_000] ^ 1]) + content[100_001:])
+        with (tmp_path / record.name).open("r+b") as damaged:
+            damaged.seek(CHUNK_BYTES)
+            damaged.write(bytes(lost_bytes))
         place = memoryview(bytearray(len(content)))
-        damaged = rf"bytes \[{CHUNK_BYTES}, {2 * CHUNK_BYTES}\) do not match"
-        refused = pytest.raises(CheckpointCorruptedError, match=damaged)
-        with VerifiedFile(tmp_path, record, SAVE_ID) as file, refused:
-            next(file.read_runs([(0, len(content))], [(0, place)]))
+        said = rf"shard\.pt.*bytes \[{CHUNK_BYTES}, {2 * CHUNK_BYTES}\) do not match"
+        for places in ((), [(0, place)]):
+            refused = pytest.raises(CheckpointCorruptedError, match=said)
+            with VerifiedFile(tmp_path, record, SAVE_ID) as file, refused:
+                next(file.read_runs([(0, len(content))], places))
 
     def test_pieces_are_bounded_and_aligned(self, tmp_path: Path) -> None:
         size_bytes = 2 * READ_BYTES + CHUNK_BYTES
@@ -358,14 +343,6 @@ class TestDamage:
                     file.read(low, high)
         assert f"{path} is damaged: its bytes [{low}, {high}) do not match" in str(caught.value)
         assert "Resume from another checkpoint" in str(caught.value)
-
-    def test_a_zeroed_chunk_is_found(self, tmp_path: Path, shard: FileEntry) -> None:
-        with (tmp_path / shard.name).open("r+b") as file:
-            file.seek(CHUNK_BYTES)
-            file.write(bytes(CHUNK_BYTES))
-        found = pytest.raises(CheckpointCorruptedError, match=r"shard\.pt.*\[65536, 131072\)")
-        with VerifiedFile(tmp_path, shard) as damaged, found:
-            damaged.read(0, SIZE_BYTES)
 
     @pytest.mark.parametrize(
         ("suffix", "damage", "reason"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import checkpoint as dcp
 
 from lightning_elastic_zero.core.layout import Fragment
 from lightning_elastic_zero.core.manifest import (
@@ -185,4 +187,12 @@ def write_elastic(
         files += writer.write(held, client)
     (folder / "manifest.json").write_text(replace(manifest, files=tuple(files)).to_json())
     (folder / "latest").write_text("checkpoint")
+    return folder
+
+
+def write_dcp(folder: Path, tree: dict[str, Any]) -> Path:
+    """Write a directory of ``torch.distributed.checkpoint``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # It says that there is no process group.
+        dcp.save(tree, checkpoint_id=folder, no_dist=True)  # type: ignore[attr-defined]
     return folder

@@ -78,6 +78,13 @@ def ends(work: Callable[[], object]) -> bool:
     return not thread.is_alive()
 
 
+def wait_until(found: Callable[[], object]) -> None:
+    end = time.monotonic() + HANG_TIMEOUT_S
+    while not found():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def output_of(command: Sequence[str | Path], folder: Path, environment: Mapping[str, str]) -> str:
     process = subprocess.Popen(
         [str(word) for word in command],
