@@ -22,50 +22,23 @@ from tests.support.ranks import Pools
 
 TOKENS, LENGTH = 40, 6
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+GPT2_SIZES = {"n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2}
 
 
-def gpt2(**options: Any) -> nn.Module:
-    """Make a tiny GPT-2, whose head is its embedding."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+def of_transformers(name: str, **options: Any) -> nn.Module:
+    """Make a tiny model: of GPT-2 with its embedding as head, of others with grouped queries."""
+    import transformers
 
-    model: nn.Module = GPT2LMHeadModel(
-        GPT2Config(vocab_size=TOKENS, n_positions=8, n_embd=16, n_layer=2, n_head=2, **options)
-    )
+    is_gpt2 = name == "GPT2"
+    kind = "GPT2LMHeadModel" if is_gpt2 else f"{name}ForCausalLM"
+    sizes = GPT2_SIZES if is_gpt2 else {**SIZES, "num_key_value_heads": 1}
+    config = getattr(transformers, f"{name}Config")(vocab_size=TOKENS, **sizes, **options)
+    model: nn.Module = getattr(transformers, kind)(config)
     return model
 
 
-def llama(**options: Any) -> nn.Module:
-    """Make a tiny Llama with tied embeddings and grouped queries."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    model: nn.Module = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=TOKENS,
-            intermediate_size=24,
-            num_key_value_heads=1,
-            tie_word_embeddings=True,
-            **SIZES,
-            **options,
-        )
-    )
-    return model
-
-
-def mixtral() -> nn.Module:
-    """Make a tiny mixture of experts, all of which are on every rank."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    model: nn.Module = MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=TOKENS,
-            intermediate_size=16,
-            num_key_value_heads=1,
-            num_local_experts=3,
-            num_experts_per_tok=2,
-            **SIZES,
-        )
-    )
-    return model
+def llama() -> nn.Module:
+    return of_transformers("Llama", intermediate_size=24, tie_word_embeddings=True)
 
 
 def lora() -> nn.Module:
@@ -78,7 +51,7 @@ def lora() -> nn.Module:
 
 def checkpointed() -> nn.Module:
     """Make a GPT-2 with activation checkpointing, as transformers does it."""
-    model = gpt2(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+    model = of_transformers("GPT2", attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
     model.gradient_checkpointing_enable()  # type: ignore[operator]
     return model
 
@@ -139,10 +112,13 @@ def in_channels_last(engine: Engine, setup: ModelSetup) -> None:
         assert not engine.module.frozen.weight.is_contiguous()
 
 
+EXPERTS = {"num_local_experts": 3, "num_experts_per_tok": 2}
+"""All of them are on every rank."""
+
 BUILDERS: dict[str, Any] = {
-    "gpt2": gpt2,
+    "gpt2": partial(of_transformers, "GPT2"),
     "llama": llama,
-    "mixtral": mixtral,
+    "mixtral": partial(of_transformers, "Mixtral", intermediate_size=16, **EXPERTS),
     "lora": lora,
     "transformers' checkpointing": checkpointed,
     "plain": Layers,

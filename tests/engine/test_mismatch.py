@@ -18,10 +18,10 @@ from tests.support.checkpoints import (
     Saved,
     Saving,
     Scheduler,
+    assert_refused,
     refusal,
 )
 from tests.support.engines import Setup, engine_of
-from tests.support.processes import PROMPT_TIMEOUT_S
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
@@ -32,17 +32,6 @@ RUNS = [
     (Setup(2, "B", "bf16"), Setup(2, "B", "bf16")),
     (Setup(3, "0"), Setup(2, "0")),
 ]
-
-
-def assert_refused(
-    pools: Pools, target: Setup, path: str, error: str, *names: str, **options: Any
-) -> None:
-    """Fail unless every rank refuses in bounded time with one message, and is unchanged."""
-    found = pools.run(target.world, partial(refusal, target, Loading(path, options)))
-    assert [refused.error for refused in found] == [error] * target.world, found
-    assert all(name in refused.message for name in names for refused in found), found[0].message
-    assert all(refused.seconds < PROMPT_TIMEOUT_S for refused in found)
-    assert all(refused.unchanged for refused in found)
 
 
 @pytest.mark.parametrize(
@@ -67,10 +56,10 @@ def test_all_differences_of_another_model_are_listed(
 ) -> None:
     """Another optimizer's state is refused with load_hyperparameters=False, too."""
     saved, here = saved_by(source), replace(target, **change)
-    assert_refused(pools, here, saved.path, "CheckpointMismatchError", *names)
+    assert_refused(pools.run, here, Loading(saved.path), *names)
     if "optimizer" in change:
         alone = {"load_hyperparameters": False}
-        assert_refused(pools, here, saved.path, "CheckpointMismatchError", *names, **alone)
+        assert_refused(pools.run, here, Loading(saved.path, alone), *names)
 
 
 @pytest.mark.essential
@@ -79,9 +68,9 @@ def test_amsgrad_on_states_without_it_is_refused(
     target: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     saved, here = saved_by(RUNS[0][0]), replace(target, optimizer="AMSGrad")
-    options = {"load_hyperparameters": False}
+    loading = Loading(saved.path, {"load_hyperparameters": False})
     names = ("max_exp_avg_sq", "amsgrad was False and is True", "load_optimizer_state=False")
-    assert_refused(pools, here, saved.path, "CheckpointMismatchError", *names, **options)
+    assert_refused(pools.run, here, loading, *names)
 
 
 RESIZED = ("a", "b", "bn", "frozen", "average")
@@ -107,9 +96,9 @@ def test_resized_layers_that_are_renamed_away_are_not_loaded(
 ) -> None:
     source, target = RUNS[1]
     target = replace(target, hidden=64)
-    refused = pools.run(target.world, partial(refusal, target, Loading(saved_by(source).path, {})))
-    assert "rename={'a': 'saved.a'}, with strict_optimizer=False" in refused[0].message
     path = saved_by(source).path
+    says = "rename={'a': 'saved.a'}, with strict_optimizer=False"
+    assert_refused(pools.run, target, Loading(path), says)
     for kept in pools.run(target.world, partial(kept_in_a_resized_model, target, path)):
         resized = {name for name in kept if name.split(".")[0] in RESIZED}
         assert resized
@@ -139,15 +128,15 @@ def test_a_damaged_file_of_another_rank_is_refused_by_name(
 ) -> None:
     damaged = _damaged_checkpoints.copied(saved_by(source).path, tmp_path)
     named = damage(damaged)
-    assert_refused(pools, target, str(damaged), error, named)
+    assert_refused(pools.run, target, Loading(str(damaged)), named, error=error)
 
 
 @pytest.mark.parametrize("target", [pair[1] for pair in RUNS], ids=str)
 def test_a_missing_checkpoint_is_refused_by_path(
     target: Setup, pools: Pools, tmp_path: Path
 ) -> None:
-    path = str(tmp_path / "nowhere.ckpt")
-    assert_refused(pools, target, path, "CheckpointNotFoundError", "nowhere.ckpt")
+    loading = Loading(str(tmp_path / "nowhere.ckpt"))
+    assert_refused(pools.run, target, loading, "nowhere.ckpt", error="CheckpointNotFoundError")
 
 
 @pytest.mark.long
@@ -156,8 +145,7 @@ def test_excluded_frozen_weights_of_another_model_are_refused(
     target: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     saved = saved_by(Setup(2, "2"), exclude_frozen_parameters=True)
-    changed = replace(target, hidden=64)
-    assert_refused(pools, changed, saved.path, "CheckpointMismatchError", "a.weight")
+    assert_refused(pools.run, replace(target, hidden=64), Loading(saved.path), "a.weight")
 
 
 @pytest.mark.long
@@ -169,12 +157,8 @@ def test_another_scheduler_is_refused_before_any_change(
     path = str(tmp_path / "steps.ckpt")
     saved = partial(refusal, target, Saving(path), prepare=Scheduler("steps"), look=False)
     assert {found.error for found in pools.run(target.world, saved)} == {"NoneType"}
-    loaded = partial(refusal, target, prepare=Scheduler("warm-up"))
-    for refused in pools.run(target.world, partial(loaded, Loading(path))):
-        assert refused.error == "CheckpointMismatchError", refused
-        assert "step_size" in refused.message
-        assert "WarmupLR" in refused.message
-        assert refused.unchanged
+    warm_up = Scheduler("warm-up")
+    assert_refused(pools.run, target, Loading(path), "step_size", "WarmupLR", prepare=warm_up)
     allowed = LoadingBesideSchedule(path, {"load_hyperparameters": False})
-    for found in pools.run(target.world, partial(loaded, allowed, look=False)):
-        assert found.error == "NoneType", found
+    loaded = partial(refusal, target, allowed, prepare=warm_up, look=False)
+    assert {found.error for found in pools.run(target.world, loaded)} == {"NoneType"}

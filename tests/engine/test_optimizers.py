@@ -15,13 +15,12 @@ from tests.support.checkpoints import (
     Saved,
     Saving,
     assert_continues,
+    assert_refused,
     assert_restored,
     found_after_load,
     load,
-    refusal,
 )
 from tests.support.engines import DEEPSPEEDS, ODD_SHAPES, Setup
-from tests.support.processes import PROMPT_TIMEOUT_S
 from tests.support.ranks import Pools, skip_without
 
 pytestmark = pytest.mark.engine
@@ -162,11 +161,7 @@ def test_a_state_without_a_rule_is_refused_by_name_at_save(
 ) -> None:
     act = Saving(str(tmp_path / "never.ckpt"))
     steps = 1 if setup.optimizer in ODD_SHAPES else 0  # With the others DeepSpeed cannot step.
-    program = partial(refusal, setup, act, steps=steps, look=False)
-    for refused in pools.run(setup.world, program):
-        assert refused.error == "UnsupportedError", refused
-        assert all(name in refused.message for name in names), refused
-        assert refused.seconds < PROMPT_TIMEOUT_S
+    assert_refused(pools.run, setup, act, *names, error="UnsupportedError", steps=steps, look=False)
     assert not list(tmp_path.iterdir())
 
 
@@ -231,9 +226,6 @@ def test_an_optimizer_of_the_same_name_in_another_package_is_refused(
     names = ("AdamW", name) if saves_torchs else (name, "AdamW")
     source, target = (Setup(2, "2", optimizer=each) for each in names)
     saved = saved_by(source)
-    for refused in pools.run(2, partial(refusal, target, Loading(saved.path))):
-        assert refused.error == "CheckpointMismatchError", refused
-        here = "bitsandbytes.AdamW" if saves_torchs else "torch.AdamW"
-        assert f"another package than this run's {here}" in refused.message
-        assert "load_optimizer_state=False" in refused.message
-        assert refused.unchanged
+    here = "bitsandbytes.AdamW" if saves_torchs else "torch.AdamW"
+    says = (f"another package than this run's {here}", "load_optimizer_state=False")
+    assert_refused(pools.run, target, Loading(saved.path), *says)

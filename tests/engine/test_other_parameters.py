@@ -50,10 +50,6 @@ def loaded(setup: Setup, saved: Saved, steps_before: int) -> tuple[Any, ...] | N
     return None if before is None else (before, after, later, listed)
 
 
-def of_layers(found: Dump, *names: str) -> Dump:
-    return {key: value for key, value in found.items() if key.partition("/")[2] in names}
-
-
 def without(found: Dump, *names: str) -> Dump:
     """Return the other entries of a dump; only BF16_Optimizer has no loss scaler."""
     skipped = ("group/", "scaler/")

@@ -13,12 +13,12 @@ import torch
 from tests.support.checkpoints import (
     Loading,
     Saved,
+    assert_refused,
     assert_restored,
     comparable,
     evaluated_weights,
     found_after_load,
     group_origins_of,
-    refusal,
 )
 from tests.support.engines import Setup
 from tests.support.oracle import Dump, differences, expected_in
@@ -112,10 +112,7 @@ def test_weights_only_saves_no_optimizer_state_and_loads_say_so(
     moments = of_kinds(whole.dump(), "exp_avg", "exp_avg_sq").values()
     saving = bytes_of(Path(whole.path).rglob("*.pt")) - bytes_of(folder.glob("*.pt"))
     assert saving >= sum(tensor.nbytes for tensor in moments)
-    for refused in pools.run(target.world, partial(refusal, target, Loading(saved.path))):
-        assert refused.error == "CheckpointMismatchError"
-        assert "load_optimizer_state=False" in refused.message
-        assert refused.unchanged
+    assert_refused(pools.run, target, Loading(saved.path), "load_optimizer_state=False")
     before, after = before_and_after(pools, target, saved, load_optimizer_state=False)
     wanted = expected_in(saved.dump(), source, target)
     kinds = ("master", "weight", "frozen", "buffer")

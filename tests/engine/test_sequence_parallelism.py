@@ -59,6 +59,7 @@ class SequenceSetup(Setup):
     """A run over data ranks times sequence ranks."""
 
     sequence: int = 1
+    grouping: str = "one"
 
     def model(self, seed: int) -> nn.Module:  # type: ignore[override]
         return Attention(seed, self.sequence)
@@ -119,26 +120,19 @@ def train_over(engine: Engine, setup: SequenceSetup, first: int, last: int) -> l
     return losses
 
 
-def saved_over(setup: SequenceSetup, path: str) -> tuple[Dump, list[float]] | None:
-    """Train and save; return the state and the losses that follow."""
-    from lightning_elastic_zero.api import save_checkpoint
+def continued_over(
+    setup: SequenceSetup, path: str, *, saves: bool
+) -> tuple[Dump, list[float]] | None:
+    """Train and save, or load into another run; return the state and the losses that follow."""
+    from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 
-    with engine_over(setup, 0) as engine:
-        train_over(engine, setup, 0, 3)
+    with engine_over(setup, 0 if saves else 7) as engine:
+        train_over(engine, setup, *((0, 3) if saves else (100, 101)))
+        if not saves:
+            load_checkpoint(engine, path)
         held = dump(engine, setup)
-        save_checkpoint(engine, path)
-        losses = train_over(engine, setup, 3, 5)
-    return None if held is None else (held, losses)
-
-
-def loaded_over(setup: SequenceSetup, path: str) -> tuple[Dump, list[float]] | None:
-    """Load into another run; return its state and the losses that follow."""
-    from lightning_elastic_zero.api import load_checkpoint
-
-    with engine_over(setup, 7) as engine:
-        train_over(engine, setup, 100, 101)
-        load_checkpoint(engine, path)
-        held = dump(engine, setup)
+        if saves:
+            save_checkpoint(engine, path)
         losses = train_over(engine, setup, 3, 5)
     return None if held is None else (held, losses)
 
@@ -146,18 +140,9 @@ def loaded_over(setup: SequenceSetup, path: str) -> tuple[Dump, list[float]] | N
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        (
-            SequenceSetup(4, "2", sequence=2, grouping="one"),
-            SequenceSetup(3, "3", sequence=1, grouping="one"),
-        ),
-        (
-            SequenceSetup(3, "3", sequence=1, grouping="one"),
-            SequenceSetup(4, "3", sequence=2, grouping="one"),
-        ),
-        (
-            SequenceSetup(4, "3", sequence=2, grouping="one"),
-            SequenceSetup(2, "1", sequence=2, grouping="one"),
-        ),
+        (SequenceSetup(4, "2", sequence=2), SequenceSetup(3, "3")),
+        (SequenceSetup(3, "3"), SequenceSetup(4, "3", sequence=2)),
+        (SequenceSetup(4, "3", sequence=2), SequenceSetup(2, "1", sequence=2)),
     ],
     ids=str,
 )
@@ -165,8 +150,8 @@ def test_sequence_ranks_restore_on_other_data_and_sequence_ranks(
     source: SequenceSetup, target: SequenceSetup, pools: Pools, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "a.ckpt")
-    saved = pools.run(source.world, partial(saved_over, source, path))[0]
-    found = pools.run(target.world, partial(loaded_over, target, path))[0]
+    saved = pools.run(source.world, partial(continued_over, source, path, saves=True))[0]
+    found = pools.run(target.world, partial(continued_over, target, path, saves=False))[0]
     assert saved is not None
     assert found is not None
     wanted = expected_in(whole_counts(saved[0]), source, target)
@@ -192,7 +177,7 @@ def refused_over(setup: SequenceSetup, path: str) -> str:
 
 
 def test_a_mesh_with_copies_on_sequence_ranks_is_refused(pools: Pools, tmp_path: Path) -> None:
-    setup = SequenceSetup(4, "2", sequence=2, grouping="one")
+    setup = SequenceSetup(4, "2", sequence=2)
     for refused in pools.run(4, partial(refused_over, setup, str(tmp_path / "a.ckpt"))):
         assert "ZeRO over 2 of 4 ranks" in refused
         assert "get_sequence_data_parallel_group" in refused

@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.checkpoints import Saved, refusal
+from tests.support.checkpoints import Saved, assert_refused
 from tests.support.engines import Engine, Setup, engine_of, inner_of, train
 from tests.support.oracle import differences, dump
-from tests.support.processes import PROMPT_TIMEOUT_S
 from tests.support.ranks import Pools
 
 STEPS = 3
@@ -262,16 +261,11 @@ class LoadingAfter:
                 assert torch.equal(parameter, before[name]), name
 
 
-def reassign_frozen(engine: Engine) -> None:
+def reassign(layer: str, engine: Engine) -> None:
     if engine.global_rank:
         with torch.inference_mode():
-            engine.module.frozen.bias.data = engine.module.frozen.bias * 2
-
-
-def reassign_trained(engine: Engine) -> None:
-    if engine.global_rank:
-        with torch.inference_mode():
-            engine.module.b.bias.data = engine.module.b.bias * 2
+            bias = engine.module.get_parameter(f"{layer}.bias")
+            bias.data = bias * 2
 
 
 def expand_frozen(engine: Engine) -> None:
@@ -355,26 +349,20 @@ def test_state_that_no_load_could_read_is_refused_at_save(pools: Pools, tmp_path
 
 @pytest.mark.essential
 @pytest.mark.parametrize(
-    "setup",
-    [Setup(2, "0"), Setup(2, "2", "bf16"), Setup(2, "3", sub_group=700)],
-    ids=str,
+    ("setup", "change", "mode"),
+    [
+        (Setup(2, "0"), leave, torch.inference_mode),
+        (Setup(2, "2", "bf16"), leave, torch.inference_mode),
+        (Setup(2, "3", sub_group=700), leave, torch.inference_mode),
+        (Setup(2, "2"), reassign_average, contextlib.nullcontext),
+    ],
+    ids=["0", "2", "3", "buffers made in it"],
 )
-def test_training_continues_after_a_load_under_inference_mode(
-    setup: Setup, pools: Pools, tmp_path: Path
+def test_training_continues_after_a_load_under_inference_mode_or_into_buffers_made_in_it(
+    setup: Setup, change: Any, mode: Any, pools: Pools, tmp_path: Path
 ) -> None:
-    program = partial(load_after, setup, str(tmp_path), leave, torch.inference_mode)
+    program = partial(load_after, setup, str(tmp_path), change, mode)
     for differing, went_on, resumed in pools.run(setup.world, program):
-        assert resumed == went_on
-        assert not differing
-
-
-@pytest.mark.essential
-def test_a_buffer_made_under_inference_mode_is_restored_and_trains(
-    pools: Pools, tmp_path: Path
-) -> None:
-    setup = Setup(2, "2")
-    change = partial(load_after, setup, str(tmp_path), reassign_average, contextlib.nullcontext)
-    for differing, went_on, resumed in pools.run(setup.world, change):
         assert resumed == went_on
         assert not differing
 
@@ -386,32 +374,28 @@ def test_a_commit_that_fails_on_one_rank_raises_on_all(
 ) -> None:
     """The error says that the engine must not be used any more."""
     load = LoadingAfter(saved_by(setup).path, refuse_hyperparameters, unchanged=False)
-    for refused in pools.run(setup.world, partial(refusal, setup, load, look=False)):
-        assert refused.error == "RanksError", refused
-        assert "now has a mixture of states: TypeError: " in refused.message
-        assert refused.seconds < PROMPT_TIMEOUT_S
+    says = "now has a mixture of states: TypeError: "
+    assert_refused(pools.run, setup, load, says, error="RanksError", look=False)
 
 
 @pytest.mark.essential
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("zero", "change", "says"),
     [
-        (expand_frozen, "frozen weights that cannot be"),
-        (leave_buffer_on_meta, "buffers that cannot be"),
-        (reassign_frozen, "neither changed nor trained: frozen.bias."),
-        (reassign_trained, "neither changed nor trained: b.bias."),
+        ("1", expand_frozen, "frozen weights that cannot be"),
+        ("1", leave_buffer_on_meta, "buffers that cannot be"),
+        ("1", partial(reassign, "frozen"), "neither changed nor trained: frozen.bias."),
+        ("0", partial(reassign, "b"), "neither changed nor trained: b.bias."),
     ],
+    ids=["expanded", "on meta", "frozen", "trained"],
 )
 def test_all_ranks_refuse_a_target_that_one_cannot_write(
+    zero: str,
     change: Callable[[Engine], None],
     says: str,
     pools: Pools,
     saved_by: Callable[..., Saved],
 ) -> None:
-    setup = Setup(2, "0" if change is reassign_trained else "1")
+    setup = Setup(2, zero)
     load = LoadingAfter(saved_by(setup).path, change)
-    program = partial(refusal, setup, load, look=False)
-    for refused in pools.run(setup.world, program):
-        assert refused.error == "CheckpointMismatchError", refused
-        assert says in refused.message
-        assert refused.seconds < PROMPT_TIMEOUT_S
+    assert_refused(pools.run, setup, load, says, look=False)

@@ -27,6 +27,7 @@ from tests.support.oracle import (
     tensors_in,
     unrounded,
 )
+from tests.support.processes import PROMPT_TIMEOUT_S
 
 STEPS = 3
 """Trained before a save."""
@@ -453,6 +454,26 @@ def assert_restored(run: RunOnRanks, target: Setup, saved: Saved, **options: Any
     verdict = run(target.world, partial(load, target, saved, **options))[0]
     assert verdict is not None
     verdict.assert_same()
+
+
+def assert_refused(
+    run: RunOnRanks,
+    target: Setup,
+    act: Callable[[Engine], object],
+    *says: str,
+    error: str = "CheckpointMismatchError",
+    **options: Any,
+) -> list[str]:
+    """Fail unless every rank refuses in bounded time with these texts, and is unchanged.
+
+    Returns each rank's message.
+    """
+    found = run(target.world, partial(refusal, target, act, **options))
+    assert [refused.error for refused in found] == [error] * target.world, found
+    assert all(text in refused.message for text in says for refused in found), found[0].message
+    assert all(refused.seconds < PROMPT_TIMEOUT_S for refused in found)
+    assert all(refused.unchanged for refused in found)
+    return [refused.message for refused in found]
 
 
 def assert_continues(
