@@ -51,7 +51,6 @@ from lightning_elastic_zero.storage.checkpoints import (
     exists,
     has_link,
     identity,
-    inspect_target,
     is_checkpoint,
     is_link,
     make_link,
@@ -665,14 +664,6 @@ class CheckpointManager:
     def is_being_written(self, path: str) -> bool:
         """Whether a checkpoint is being written in the background; on rank 0."""
         return self._links.is_deferred(parse_path(path))
-
-    @staticmethod
-    def refusal_reason(path: str) -> str:
-        """Return why the path must not be replaced; empty if it may."""
-        try:
-            return inspect_target(parse_path(path)).refusal_reason
-        except OSError as error:
-            return f"cannot be inspected ({error.strerror or error})"
 
     def link(self, path: str, link: str, ranks: Ranks) -> None:
         """Make a link as soon as the checkpoint is published. Collective.

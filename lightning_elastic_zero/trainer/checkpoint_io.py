@@ -263,9 +263,7 @@ class RunCheckpoints:
         self._world_size = 1
         self._device = torch.device("cpu")
         self._is_resumed = False
-        self._hooks = ModelCheckpointHooks(
-            self._link, manager.is_being_written, manager.refusal_reason
-        )
+        self._hooks = ModelCheckpointHooks(manager, self._link)
         self.prepare = self._hooks.prepare
         self.last_fit = LastFit()
         self.last_load: CheckpointStats | None = None

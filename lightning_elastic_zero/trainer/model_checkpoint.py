@@ -27,9 +27,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_elastic_zero.checkpoint.manager import CheckpointManager
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.errors import CheckpointNotFoundError, ElasticZeroError, SaveError
-from lightning_elastic_zero.storage.checkpoints import exists, siblings
+from lightning_elastic_zero.storage.checkpoints import exists, inspect_target, siblings
 from lightning_elastic_zero.storage.paths import parse_path
 from lightning_elastic_zero.storage.stores import AnyPath, StorePath
 from lightning_elastic_zero.trainer.lightning import (
@@ -72,14 +73,10 @@ class ModelCheckpointHooks:
     """Replaces file methods of the trainer's ``ModelCheckpoint`` callbacks."""
 
     def __init__(
-        self,
-        link: Callable[[pl.Trainer, str, str], None],
-        is_being_written: Callable[[str], bool],
-        refusal_reason: Callable[[str], str],
+        self, manager: CheckpointManager, link: Callable[[pl.Trainer, str, str], None]
     ) -> None:
+        self._manager = manager
         self._link = link
-        self._is_written = is_being_written
-        self._keeps = refusal_reason
         self._given: list[tuple[ModelCheckpoint, str]] = []
         self._linking: list[ModelCheckpoint] = []
 
@@ -130,8 +127,8 @@ class ModelCheckpointHooks:
     def _file_exists(self, callback: ModelCheckpoint, filepath: str, trainer: pl.Trainer) -> bool:
         def look() -> tuple[bool, str]:
             # In this order, because it may be published in between.
-            there = self._is_written(filepath) or _is_there(filepath)
-            return there, self._keeps(filepath) if there else ""
+            there = self._manager.is_being_written(filepath) or _is_there(filepath)
+            return there, _refusal_reason(filepath) if there else ""
 
         there, why = _on_rank_zero(trainer, look)
         if why and filepath == callback.last_model_path:
@@ -148,7 +145,7 @@ class ModelCheckpointHooks:
         del_filepath: str | None = None,
     ) -> str:
         """Name a checkpoint, but not like the one to be replaced if that must be kept."""
-        why = self._keeps(del_filepath) if trainer.is_global_zero and del_filepath else ""
+        why = _refusal_reason(del_filepath) if trainer.is_global_zero and del_filepath else ""
         replaced = None if trainer.strategy.broadcast(why) else del_filepath
         return ModelCheckpoint._get_metric_interpolated_filepath_name(
             callback, monitor_candidates, trainer, replaced
@@ -171,7 +168,7 @@ class ModelCheckpointHooks:
                 for path in siblings(folder / MANIFEST_NAME)
                 if any(name.fullmatch(path.name) for name in names)
             ]
-            return {str(path): why for path in found if (why := self._keeps(str(path)))}
+            return {str(path): why for path in found if (why := _refusal_reason(str(path)))}
 
         if wrong := _on_rank_zero(trainer, look):
             path, why = min(wrong.items())
@@ -245,6 +242,14 @@ def _is_missing(callback: ModelCheckpoint, trainer: pl.Trainer) -> bool:
 
 def _is_there(path: str) -> bool:
     return bool(path) and exists(parse_path(path))
+
+
+def _refusal_reason(path: str) -> str:
+    """Return why the path must not be replaced; empty if it may."""
+    try:
+        return inspect_target(parse_path(path)).refusal_reason
+    except OSError as error:
+        return f"cannot be inspected ({error.strerror or error})"
 
 
 def _is_lightnings_own(callback: ModelCheckpoint, name: str) -> bool:

@@ -148,14 +148,13 @@ class RunResumer:
         self.recorder = RunRecorder(batches)
         self._step_intervals = StepIntervals()
         self._pending: PendingResume | None = None
-        self._loaders_made = 0
         self._new_generators: list[dict[str, list[torch.Tensor]]] = []
+        """States of the generators of each training loader that was made."""
 
     def begin(self) -> None:
         """Begin a fit."""
         self._pending = None
         self.recorder = RunRecorder(self._batches)
-        self._loaders_made = 0
         self._new_generators = []
 
     def process_loader(self, loader: object, trainer: pl.Trainer, rank: int) -> object:
@@ -167,8 +166,8 @@ class RunResumer:
             return with_own_generator(loader, run_seed(), rank)
         if self.recorder.seed is None:
             self.recorder.seed = run_seed()
-        if self._loaders_made and self._loaders_made >= len(training_loaders(trainer)) > 0:
-            self._loaders_made, self._new_generators = 0, []  # the loaders are recreated
+        if len(self._new_generators) >= len(training_loaders(trainer)) > 0:
+            self._new_generators = []  # the loaders are recreated
         loader = elastic_loader(loader, batches, rank, run_seed(), trainer.current_epoch)
         plan, elastic = batches.plan, elastic_sampler_of(loader)
         if elastic is None:
@@ -176,7 +175,7 @@ class RunResumer:
         else:
             has_changed = plan is not None and elastic.plan != plan
             # A loader without a batch size has batches for items.
-            if plan and has_changed and not self._loaders_made and batch_size_of(loader):
+            if plan and has_changed and not self._new_generators and batch_size_of(loader):
                 msg = (
                     f"global_batch_size={plan.global_batch_size}: train_dataloader now returns "
                     "another batch_size, which would make it "
@@ -185,14 +184,12 @@ class RunResumer:
                 raise UnsupportedError(msg)
             if elastic.seed == run_seed():
                 elastic.seed = self.recorder.seed
-        self._loaders_made += 1
         self._new_generators.append(generator_states(loader))
         return loader
 
     def weight(self, trainer: pl.Trainer, rank: int) -> float:
         """Return the weight of the current micro-batch's loss, in addition to 1 / accumulation."""
-        plan = self._batches.plan
-        if plan is None or plan.is_even:
+        if (plan := self._batches.plan) is None:
             return 1.0
         return plan.loss_weight(rank, trainer.fit_loop.batch_idx % plan.accumulate)
 

@@ -128,7 +128,7 @@ def test_a_strategy_can_be_pickled_and_copied_without_sharing(copied: Callable[[
     assert (other._manager._background, other._manager._snapshot_bytes) == (True, 7)
     assert other._resumer._on_unresumable_data == "restart_epoch"
     assert not other._manager._retention._waiting
-    assert other._checkpoints._hooks._is_written.__self__ is other._manager
+    assert other._checkpoints._hooks._manager is other._manager
     assert other._checkpoints._hooks._link.__self__ is other._checkpoints
     assert other._checkpoints._get_ranks.__self__ is other
     assert other._checkpoints.prepare.__self__ is other._checkpoints._hooks
