@@ -11,7 +11,7 @@ import copy
 import math
 import mmap
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -380,16 +380,22 @@ def map_pages(size_bytes: int, advice: Sequence[str]) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
+LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes})
+"""Types of values without parts. Checked first, since lists of numbers may be long."""
+
+
 def tensors_of(tree: object) -> Iterator[torch.Tensor]:
     """Yield the tensors in dicts, lists and tuples, and in attributes of dicts and tensors."""
+    parts: Iterable[object] = ()
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from tensors_of(value)
+        parts = tree.values()
     elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from tensors_of(value)
+        parts = tree
+    for part in parts:
+        if type(part) not in LEAVES:
+            yield from tensors_of(part)
     if isinstance(tree, torch.Tensor | OrderedDict):
         yield from tensors_of(vars(tree))
 
@@ -422,7 +428,10 @@ def _with_copies(tree: Any, copies: dict[int, torch.Tensor], complete: set[int])
             vars(result).update(_with_copies(fields, copies, complete))
         return result
     if type(tree) in {list, tuple, set}:
-        return type(tree)(_with_copies(value, copies, complete) for value in tree)
+        return type(tree)(
+            value if type(value) in LEAVES else _with_copies(value, copies, complete)
+            for value in tree
+        )
     return tree
 
 

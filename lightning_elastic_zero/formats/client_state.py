@@ -33,7 +33,13 @@ import numpy as np
 import torch
 import xxhash
 
-from lightning_elastic_zero.core.tensors import in_order, is_on_device, tensors_of, with_copies
+from lightning_elastic_zero.core.tensors import (
+    LEAVES,
+    in_order,
+    is_on_device,
+    tensors_of,
+    with_copies,
+)
 from lightning_elastic_zero.core.text import TreePath, format_tree_path
 from lightning_elastic_zero.errors import CheckpointFormatError, SaveError
 from lightning_elastic_zero.formats.pickles import unsupported_class
@@ -41,7 +47,7 @@ from lightning_elastic_zero.formats.pickles import unsupported_class
 REMOVED = False
 """The end of a path to an entry that rank 0 has and this rank lacks; no key is a bool."""
 
-_LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+_LEAVES = (*LEAVES, torch.Size, torch.dtype, torch.device)
 _NUMBERS = {type(None), bool, int, float}
 """Types whose pickles depend only on the values. Long lists of them are pickled fast."""
 
@@ -149,6 +155,8 @@ def to_host(value: Any) -> Any:
 
     torch saves a view with its whole storage, and a tensor with its device.
     """
+    if type(value) in LEAVES:
+        return value
     copies = {id(t): own for t in tensors_of(value) if (own := _compact(t)) is not t}
     return with_copies(value, copies) if copies else value
 
