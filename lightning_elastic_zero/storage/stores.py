@@ -7,7 +7,7 @@ imported when the first URL is used. Errors are ``OSError``, as those of a disk.
 obstore repeats requests after temporary failures. ``Store`` adds two cases: after a truncated
 answer it repeats the request; after a failed conditional write, which may have been carried out, it
 reads the object back. What the store refuses for good is a ``PermissionError`` at once. All
-requests of one outage share one time limit (``RETRY_S``).
+requests of one outage share one time limit (``RETRY_S``); after it, each is made once.
 """
 
 from __future__ import annotations
@@ -123,11 +123,14 @@ RETRY_S = 30.0
 
 Less than the stall timeout (50 s), since some requests show no progress: a rank raises the cause
 before the others consider it stalled. After an outage of this length, the requests that follow,
-such as those that remove what was written, fail at once.
+such as those that remove what was written, are made once.
 """
 
 _AWAY_S = 10.0
-"""How long a store that did not answer for ``RETRY_S`` is not asked again."""
+"""After this time without a request, a failure begins a new outage."""
+
+_ONCE_S = 5.0
+"""Longest duration of a request that is made once."""
 
 _REQUEST_S = 30.0
 """Longest duration of one request, such as the upload of one part."""
@@ -184,10 +187,12 @@ class Store:
         self.bytes_read = 0
         self._obstore = _import_obstore(root)
         self._errors = importlib.import_module("obstore.exceptions")
-        self._handle = _handle(root)
-        # Of an outage: used in the thread of the requests only.
-        self._away_since_s = self._failed_s = -math.inf
-        self._failure: Exception | None = None
+        self._asking_repeatedly = _handle(root, _REQUEST_S, RETRY_S)
+        self._asking_once = self._asking_repeatedly
+        if not root.startswith("memory://"):
+            self._asking_once = _handle(root, _ONCE_S, 0.0)
+        # Of an outage: when its first request began, and its last one failed (-inf: none).
+        self._away_since_s, self._failed_s = 0.0, -math.inf
 
     # -- reads -------------------------------------------------------------------------------
 
@@ -314,7 +319,10 @@ class Store:
 
         async def call() -> Any:
             return self._obstore.open_writer_async(
-                self._handle, key, buffer_size=part_bytes, max_concurrency=_PARTS_IN_FLIGHT
+                self._asking_repeatedly,
+                key,
+                buffer_size=part_bytes,
+                max_concurrency=_PARTS_IN_FLIGHT,
             )
 
         file = self._wait(call(), key, progress)
@@ -338,26 +346,28 @@ class Store:
 
     # -- requests ----------------------------------------------------------------------------
 
+    @property
+    def _handle(self) -> Any:
+        return self._asking_once if self._is_away() else self._asking_repeatedly
+
+    def _is_away(self) -> bool:
+        """Whether the store has not answered for ``RETRY_S``, nor since."""
+        return self._failed_s >= self._away_since_s + RETRY_S
+
     async def _attempt(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Make a request once; in an outage of ``RETRY_S``, raise its error without asking."""
+        """Make a request, and record whether the store answers."""
         began_s = time.monotonic()
         if began_s > self._failed_s + _AWAY_S:
             self._away_since_s = began_s
-        elif self._failure is not None and self._is_away():
-            raise self._failure
         try:
             result = await call()
         except Exception as error:
-            is_failure = isinstance(error, self._errors.GenericError)
-            is_failure = is_failure and not _FINAL.search(str(error))
-            self._failure = error if is_failure else None
-            self._failed_s = time.monotonic() if is_failure else -math.inf
+            is_answer = not isinstance(error, self._errors.GenericError)
+            is_answer = is_answer or bool(_FINAL.search(str(error)))
+            self._failed_s = -math.inf if is_answer else time.monotonic()
             raise
         self._failed_s = -math.inf
         return result
-
-    def _is_away(self) -> bool:
-        return self._failed_s >= self._away_since_s + RETRY_S
 
     async def _repeated(self, key: str, call: Callable[[], Awaitable[T]]) -> T:
         """Repeat a request whose result is the same when it is carried out twice."""
@@ -562,17 +572,17 @@ _ENDPOINTS = {
 """Variables that name an endpoint, by URL scheme."""
 
 
-def _handle(root: str) -> Any:
-    """Return obstore's object for a bucket."""
+def _handle(root: str, request_s: float, retry_s: float) -> Any:
+    """Return obstore's object for a bucket, with the longest times of a request."""
     stores = importlib.import_module("obstore.store")
     if root.startswith("memory://"):
         return stores.MemoryStore()
     options: dict[str, Any] = {
-        "client_options": {"timeout": timedelta(seconds=_REQUEST_S)},
+        "client_options": {"timeout": timedelta(seconds=request_s)},
         # By time, not by number: a request that has failed has been repeated for RETRY_S.
         "retry_config": {
-            "max_retries": 1000,
-            "retry_timeout": timedelta(seconds=RETRY_S),
+            "max_retries": 1000 if retry_s else 0,
+            "retry_timeout": timedelta(seconds=retry_s),
             "backoff": {"max_backoff": timedelta(seconds=_LONGEST_WAIT_S)},
         },
     }

@@ -16,6 +16,7 @@ from lightning_elastic_zero.storage import stores
 from lightning_elastic_zero.storage.owners import new_id
 from lightning_elastic_zero.storage.store_checkpoints import StagedObjects
 from lightning_elastic_zero.storage.stores import StorePath
+from tests.stores._fault_proxy import Fault, FaultProxy
 from tests.stores._servers import (
     make_bucket,
     moto_server,
@@ -47,7 +48,7 @@ def own_pools(fork_server: ForkServer) -> Iterator[Pools]:
 def test_the_requests_of_an_outage_share_one_time_limit(
     endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that clean up after the first one fail at once; a later one asks again."""
+    """Those that clean up after the first one are not repeated; a later one is."""
     retry_s = 3.0
     for name, value in s3_environment(endpoint).items():
         monkeypatch.setenv(name, value)
@@ -65,6 +66,24 @@ def test_the_requests_of_an_outage_share_one_time_limit(
     assert seconds_of_a_failure() < retry_s
     monkeypatch.setattr(stores, "_AWAY_S", 0.0)
     assert seconds_of_a_failure() >= retry_s
+
+
+def test_a_store_that_answers_again_is_used_at_once(
+    moto_port: int, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also right after the error of an outage."""
+    for name, value in s3_environment(proxy.url).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(stores, "RETRY_S", 1.0)
+    bucket = f"outage-{new_id()}"
+    make_bucket(moto_port, bucket)
+    path = StorePath(f"s3://{bucket}", "object")
+    proxy.reset(Fault("503", number=1, times=1_000_000))
+    with pytest.raises(OSError, match="SlowDown"):
+        path.store.put(path.key, b"content")
+    proxy.reset()
+    path.store.put(path.key, b"content")
+    assert path.store.get(path.key)[0] == b"content"
 
 
 def timed_error_of(plan: FitSpec) -> tuple[float, str]:
