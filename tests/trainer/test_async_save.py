@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_elastic_zero.checkpoint.types import CheckpointStats
@@ -85,14 +85,13 @@ def save_with_little_memory(run: AsyncSaveSpec) -> dict[str, Any]:
     """Save after a step; let the writer write after the next micro-batch, or later."""
     seen: dict[str, Any] = {}
 
-    class Opens(Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-            if trainer.global_step == 1 and not trainer.fit_loop._should_accumulate():
-                trainer.save_checkpoint(run.path("a"))
-            elif trainer.global_step == 1 and run.max_snapshot_bytes is not None:
-                open_later(run.gate, 0.5)
-            elif "open at the next step" not in seen and trainer.global_step == 2:
-                seen["open at the next step"] = run.gate.exists()
+    def opens(trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        if trainer.global_step == 1 and not trainer.fit_loop._should_accumulate():
+            trainer.save_checkpoint(run.path("a"))
+        elif trainer.global_step == 1 and run.max_snapshot_bytes is not None:
+            open_later(run.gate, 0.5)
+        elif "open at the next step" not in seen and trainer.global_step == 2:
+            seen["open at the next step"] = run.gate.exists()
 
     def look(trainer: pl.Trainer) -> None:
         writer = elastic_strategy_of(trainer)._manager._writer
@@ -100,7 +99,10 @@ def save_with_little_memory(run: AsyncSaveSpec) -> dict[str, Any]:
         seen["memory"] = writer._snapshotter._memory.size_bytes
         run.gate.touch()
 
-    return {"figures": figures_of(run.fit({-1: look}, Opens())), **seen}
+    return {
+        "figures": figures_of(run.fit({-1: look}, LambdaCallback(on_train_batch_end=opens))),
+        **seen,
+    }
 
 
 @pytest.mark.long

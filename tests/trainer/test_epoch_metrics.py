@@ -13,7 +13,7 @@ import pytest
 import torch
 import torchmetrics
 from deepspeed import comm
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback, ModelCheckpoint
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from torchmetrics.wrappers import MinMaxMetric
@@ -130,26 +130,20 @@ class MetricsNet(RecordingNet):
         }
 
 
-class Noting(Callback):
-    """Records the values of an epoch when the next one begins."""
+def noting(values: LoggedValues) -> Callback:
+    """Return what records the values of an epoch when the next one begins."""
 
-    def __init__(self, values: LoggedValues) -> None:
-        self.values = values
-
-    def _note(self, trainer: pl.Trainer, moment: str) -> None:
+    def note(trainer: pl.Trainer, moment: str) -> None:
         for kept, live in (
-            (self.values.epochs, trainer.callback_metrics),
-            (self.values.logged, trainer.logged_metrics),
+            (values.epochs, trainer.callback_metrics),
+            (values.logged, trainer.logged_metrics),
         ):
             kept[moment] = {name: float(value) for name, value in live.items()}
 
-    @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._note(trainer, str(trainer.current_epoch))
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._note(trainer, "end")
+    return LambdaCallback(
+        on_train_epoch_start=lambda trainer, _: note(trainer, str(trainer.current_epoch)),
+        on_train_end=lambda trainer, _: note(trainer, "end"),
+    )
 
 
 def values_of(run: RunSpec, said: str = "") -> LoggedValues:
@@ -166,7 +160,7 @@ def values_of(run: RunSpec, said: str = "") -> LoggedValues:
     stopping = EarlyStopping(
         "object_epoch", patience=1, min_delta=0.7, check_on_train_epoch_end=True
     )
-    trainer = trainer_of(run, [EventRecorder(run), Noting(values), stopping, checkpoints])
+    trainer = trainer_of(run, [EventRecorder(run), noting(values), stopping, checkpoints])
     val = DataLoader(IndexedSamples(8, 0.0), batch_size=2) if run.validate else None
     with warnings_heard() as values.said:
         trainer.fit(net, run.loaders(), val, ckpt_path=run.ckpt_path)

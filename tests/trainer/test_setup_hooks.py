@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -54,15 +54,6 @@ class Asks:
         if who == self.asker:
             self.steps[who] = trainer.estimated_stepping_batches
             self.accumulation[who] = trainer.accumulate_grad_batches
-
-
-class AskingCallback(Callback):
-    def __init__(self, asks: Asks) -> None:
-        self.asks = asks
-
-    @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self.asks.ask("callback", trainer)
 
 
 class AskingNet(RecordingNet):
@@ -118,7 +109,8 @@ def fit_asking(source: str, asker: str, ckpt_path: str | None = None, save: str 
     asks, watch = Asks(asker), EventRecorder(run)
     net = (NetWithLoader if source == "module" else AskingNet)(run, asks)
     strategy = elastic(global_batch_size=GLOBAL_BATCH)
-    trainer = quiet_trainer(strategy, AskingCallback(asks), watch, max_epochs=EPOCHS)
+    asking = LambdaCallback(setup=lambda trainer, *_, **__: asks.ask("callback", trainer))
+    trainer = quiet_trainer(strategy, asking, watch, max_epochs=EPOCHS)
     data: dict[str, Any] = {}
     if source == "datamodule":
         data["datamodule"] = AskingData(asks)
@@ -157,7 +149,7 @@ def fitted(worlds: Pools, source: str, asker: str, **options: str) -> RunRecord:
     if source == "module" and asker != "module":
         told.pop("module")
     assert set(told.values()) <= {3}
-    assert asked.own_callbacks == ["AskingCallback", "EventRecorder"]
+    assert asked.own_callbacks == ["LambdaCallback", "EventRecorder"]
     return asked.seen
 
 

@@ -11,7 +11,12 @@ from typing import Any, TypeAlias
 import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import (
+    Callback,
+    LambdaCallback,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+)
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -33,35 +38,15 @@ VALIDATED = "on_validation_batch_end"
 """In the midst of a validation, or of the check before the first batch."""
 
 
-class TerminatesAt(Callback):
-    """Gets SIGTERMs on this rank, each in a hook of the batch after so many steps."""
+def terminates_at(places: tuple[tuple[str, int], ...]) -> Callback:
+    """Return what gets SIGTERMs on this rank, each in a hook of the batch after so many steps."""
 
-    def __init__(self, places: tuple[tuple[str, int], ...]) -> None:
-        self.places = places
+    def look(hook: str, trainer: pl.Trainer, *rest: Any) -> None:
+        is_first = hook != VALIDATED or rest[3] == 0  # of the batches of a validation
+        if is_first and (hook, trainer.fit_loop.epoch_loop.total_batch_idx) in places:
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    def _pass(self, hook: str, trainer: pl.Trainer) -> None:
-        for place in self.places:
-            if place == (hook, trainer.fit_loop.epoch_loop.total_batch_idx):
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    @override
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._pass("on_train_batch_start", trainer)
-
-    @override
-    def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._pass("on_before_optimizer_step", trainer)
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._pass("on_train_batch_end", trainer)
-
-    @override
-    def on_validation_batch_end(
-        self, trainer: pl.Trainer, _module: Any, _outputs: Any, _batch: Any, batch_idx: int, *_: Any
-    ) -> None:
-        if batch_idx == 0:
-            self._pass("on_validation_batch_end", trainer)
+    return LambdaCallback(**{hook: partial(look, hook) for hook in (*HOOKS, VALIDATED)})
 
 
 class Terminates(Callback):
@@ -138,7 +123,7 @@ def terminated_at(root: str, places: Places, stage: int, validates: bool) -> tup
     Returns:
         How that has ended, and what was saved as it raised.
     """
-    terminates = TerminatesAt(places[dist.get_rank()])
+    terminates = terminates_at(places[dist.get_rank()])
     strategy = elastic(stage=stage, global_batch_size=12)
     saves = OnExceptionCheckpoint(root, "last")
     more: dict[str, Any] = {"enable_checkpointing": True, "max_epochs": 2, "val_check_interval": 4}
@@ -197,7 +182,7 @@ def test_sigterm_ends_all_ranks_after_the_same_batch(
 
 def evaluated(places: Places) -> str:
     """Validate on ranks that get SIGTERM, without a fit before it; return how it ended."""
-    terminates = TerminatesAt(places[dist.get_rank()])
+    terminates = terminates_at(places[dist.get_rank()])
     trainer = make_trainer(elastic(stage=1, global_batch_size=12), terminates, max_epochs=1)
     try:
         trainer.validate(
