@@ -345,8 +345,8 @@ def collect(
     split = split_objects(client)
     if rank == 0:
         prepare_target(target, f"step-{manifest.progress.global_steps}")
-    # The buffers are in the state now: a background save does not keep the device's copies.
-    options = replace(options, module_buffers=None)
+    # These tensors are in the state now: a background save keeps no copies on the device.
+    options = replace(options, at_step={})
     return ShardContents(target, manifest, state, split.plain, split.objects, options)
 
 
