@@ -29,9 +29,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def start_deepspeed(folder: Path, job: Job) -> None:
     """Run the strategy's setup, DeepSpeed's initialization, and a collective."""
-    rank, world = str(job.rank), str(job.world_size)
-    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
-    os.environ.update(here, TORCH_EXTENSIONS_DIR=str(folder))
+    job.set_environment()
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
     import deepspeed
     import torch
 

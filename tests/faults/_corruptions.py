@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from lightning_elastic_zero.core.manifest import dump_with_digest
+
 MANIFEST = "manifest.json"
 LARGEST_HOLE = 1 << 20
 
@@ -147,8 +149,6 @@ def _other_value(old: Any, draw: random.Random) -> Any:
 
 def newer_version(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
     """Claim a later version of the format, with or without a matching digest."""
-    from lightning_elastic_zero.core.manifest import dump_with_digest
-
     content = json.loads((checkpoint / MANIFEST).read_text())
     content["format_version"] = draw.randrange(2, 99)
     text = dump_with_digest(content) if draw.random() < 0.5 else json.dumps(content)
@@ -158,8 +158,6 @@ def newer_version(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
 
 def another_step(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
     """Claim another step, with a matching digest."""
-    from lightning_elastic_zero.core.manifest import dump_with_digest
-
     content = json.loads((checkpoint / MANIFEST).read_text())
     content["progress"]["global_steps"] += draw.randrange(1, 99)
     (checkpoint / MANIFEST).write_text(dump_with_digest(content))

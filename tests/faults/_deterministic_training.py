@@ -11,6 +11,7 @@ import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.faults._save_steps import KillPoint, SaveStepTracer
 from tests.faults._state_digests import bits_of, digest
 from tests.support.fits import elastic, quiet_trainer
+from tests.support.ranks import Pools
 
 SIZES = (30_000, 5, 50_001)
 GLOBAL_BATCH, STEPS_PER_EPOCH = 12, 1000
@@ -210,3 +212,9 @@ def train(training: Training) -> Table:
     trainer = quiet_trainer(strategy, *callbacks, max_epochs=1)
     trainer.fit(DeterministicModel(), ckpt_path=training.ckpt_path)
     return ledger.held
+
+
+def undisturbed(pools: Pools, root: Path, steps: int) -> Table:
+    """Return the state after each step of a run without saves."""
+    training = Training(str(root), stage=1, steps=steps, saves=False, recorded=True)
+    return pools.run(1, partial(train, training))[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults._deterministic_training import Table, Training, train
+from tests.faults._deterministic_training import Table, undisturbed
 from tests.faults._kill_sequence import MODES, KillSequence, MakeChain
 from tests.support.checkpoints import Saved, train_and_save
 from tests.support.engines import Setup
@@ -34,9 +34,7 @@ def saved(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 @pytest.fixture(scope="session")
 def table(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Table:
     """Return the state after each step of an undisturbed run: 40 kills and 2 runs, 4 steps each."""
-    root = str(tmp_path_factory.mktemp("undisturbed"))
-    training = Training(root, stage=1, steps=42 * 4, saves=False, recorded=True)
-    return pools.run(1, partial(train, training))[0]
+    return undisturbed(pools, tmp_path_factory.mktemp("undisturbed"), 42 * 4)
 
 
 @pytest.fixture

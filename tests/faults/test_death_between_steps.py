@@ -48,9 +48,7 @@ def _is_gone(pid: str) -> bool:
 
 def lose_a_rank(folder: str, dies: int, stage: int, job: Job) -> None:
     warnings.simplefilter("ignore")
-    rank = {"RANK": job.rank, "LOCAL_RANK": job.rank, "WORLD_SIZE": job.world_size}
-    os.environ.update({key: str(value) for key, value in rank.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    job.set_environment()
     callback = KillAfterStep(folder, job, dies)
     strategy = elastic(stage=stage, async_save=True)
     trainer = quiet_trainer(strategy, callback, max_steps=3)

@@ -26,9 +26,8 @@ from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 from tests.faults._deterministic_training import (
     DeterministicModel,
     Table,
-    Training,
     state_digests,
-    train,
+    undisturbed,
 )
 from tests.faults._fault_injection import ON_TMPFS, Fault, hang_marker, inject_fault, tmpfs
 from tests.faults._kill_sequence import MODES, wait_for_published
@@ -230,9 +229,7 @@ SAYS = {
 @pytest.fixture(scope="module")
 def table(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Table:
     """Return the state after each step of an undisturbed run without saves."""
-    root = str(tmp_path_factory.mktemp("undisturbed"))
-    training = Training(root, stage=1, steps=STEPS, saves=False, recorded=True)
-    return pools.run(1, partial(train, training))[0]
+    return undisturbed(pools, tmp_path_factory.mktemp("undisturbed"), STEPS)
 
 
 def same(wanted: Mapping[str, str], found: Mapping[str, str]) -> bool:

@@ -23,7 +23,7 @@ from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 from tests.faults._deterministic_training import DeterministicModel, state_digests
 from tests.faults._fault_injection import on_nth_write
 from tests.faults._state_digests import read_digests
-from tests.support.fits import SMALL_BUCKETS
+from tests.support.fits import elastic, quiet_trainer
 from tests.support.launch import Job, run_ranks
 from tests.support.processes import PROMPT_TIMEOUT_S
 from tests.support.ranks import ForkServer
@@ -79,23 +79,11 @@ class RaiseDuringSave(Callback):
 
 def raise_while_saving(exception_run: ExceptionRun, job: Job) -> None:
     warnings.simplefilter("ignore")
-    rank = {"RANK": job.rank, "LOCAL_RANK": job.rank, "WORLD_SIZE": job.world_size}
-    os.environ.update({key: str(value) for key, value in rank.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    job.set_environment()
     if exception_run.patience_s is not None:
         vars(manager)["DRAIN_TIMEOUT_S"] = exception_run.patience_s
-    options: dict[str, Any] = {"stage": 2, "async_save": True, **SMALL_BUCKETS}
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=job.world_size,
-        strategy=ElasticDeepSpeedStrategy(**options),
-        max_steps=3,
-        callbacks=[RaiseDuringSave(exception_run, job)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    callback = RaiseDuringSave(exception_run, job)
+    trainer = quiet_trainer(elastic(async_save=True), callback, max_steps=3)
     try:
         trainer.fit(DeterministicModel())
     except RuntimeError as error:

@@ -20,7 +20,7 @@ from tests.engine import _damaged_checkpoints
 from tests.faults._damaged_loads import save_two
 from tests.support.checkpoints import Saved, train_and_save
 from tests.support.engines import Setup, engine_of
-from tests.support.fits import FitSpec
+from tests.support.fits import FitSpec, error_of, fit
 from tests.support.oracle import differences, dump
 from tests.support.outcome import log_heard
 from tests.support.ranks import Pools
@@ -56,8 +56,6 @@ def load_from(setup: Setup, path: str, older: Saved, options: dict[str, Any]) ->
 
 def fit_and_test(root: str, path: str) -> tuple[int, str]:
     """Resume with fallback, then test from the same path; return the step and the messages."""
-    from tests.support.fits import error_of, fit
-
     plan = FitSpec(f"{root}/out", 2, epochs=2, ckpt_path=path, strategy={"fallback": True})
     return int(fit(plan)["step"]), error_of(plan, "test")
 
@@ -116,9 +114,8 @@ def test_the_error_names_the_damage_and_the_newest_intact_checkpoint(
     ],
 )
 def test_fallback_loads_the_older_checkpoint_and_warns(
-    damage: object, pools: Pools, folder: Path
+    damage: Callable[[Path], object], pools: Pools, folder: Path
 ) -> None:
-    assert callable(damage)
     damage(folder / "c.ckpt")
     ranks = loaded(pools, folder / "last.ckpt", "b", fallback=True)
     assert [rank.message for rank in ranks] == ["", ""]

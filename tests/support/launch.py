@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -34,6 +35,12 @@ class RankResult:
 class Job:
     rank: int
     world_size: int
+
+    def set_environment(self) -> None:
+        """Set what torchrun sets for each rank; the process group is there already."""
+        rank = {"RANK": self.rank, "LOCAL_RANK": self.rank, "WORLD_SIZE": self.world_size}
+        os.environ.update({name: str(value) for name, value in rank.items()})
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
 
     def note(self, case: str, value: object) -> None:
         """Keep plain data for the test, at once: this process may be killed next."""
