@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from uuid import uuid4
 
 import pytest
@@ -82,6 +83,16 @@ def failed(plan: FitSpec) -> str:
         assert time.monotonic() - began < 40.0
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def test_file_urls(pools: Pools, tmp_path: Path) -> None:
+    """A ``ckpt_path`` may be one. A ``dirpath``, of which Lightning makes another path, may not."""
+    plan = FitSpec(str(tmp_path / "run"))
+    first = pools.run(2, partial(fit, plan))[0]
+    resumed = replace(plan, epochs=2, ckpt_path=f"file://{tmp_path}/run/last.ckpt", seed=1)
+    assert pools.run(1, partial(fit, resumed))[0]["start"] == first["end"]
+    refused = pools.run(2, partial(failed, replace(plan, root=f"file://{tmp_path}/other")))
+    assert all("Pass a path instead of a file:// URL" in each for each in refused), refused
 
 
 @pytest.mark.parametrize("ckpt_path", [None, "last", "s3://no-such-bucket/run/a.ckpt"])
