@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,9 @@ log = logging.getLogger(__name__)
 _SCHEDULERS = "schedulers"
 """Entry of an engine's record: how each of accelerate's schedulers is stepped."""
 
+_UNITS = "elastic_units"
+"""Attribute of a scheduler that is stepped as in the old run."""
+
 _STEPS = "lightning_elastic_zero.json"
 """File next to accelerate's own: the step of each engine at which they were written."""
 
@@ -78,7 +82,7 @@ class AcceleratorBinding:
         """Bind the engines that there are and will be, and ``load_state``.
 
         Raises:
-            UnsupportedError: the Accelerator does not run DeepSpeed.
+            UnsupportedError: the Accelerator does not run DeepSpeed, or its release is too old.
         """
         accelerator = self.accelerator
         if accelerator.distributed_type != DistributedType.DEEPSPEED:
@@ -88,12 +92,16 @@ class AcceleratorBinding:
                 "script with accelerate launch --use_deepspeed"
             )
             raise UnsupportedError(msg)
+        if Version(accelerate.__version__) < Version("1.15"):
+            msg = (
+                f"accelerate {accelerate.__version__} repeats the first epoch's order after a "
+                "resume in a later epoch: install accelerate 1.15 or newer"
+            )
+            raise UnsupportedError(msg)
         for method in (self._prepare, self._load_state, self._save_state, self._free_memory):
             name = method.__name__.removeprefix("_")
-            bound = functools.partial(method, getattr(accelerator, name))
+            bound = partial(method, getattr(accelerator, name))
             setattr(accelerator, name, functools.wraps(getattr(accelerator, name))(bound))
-        if Version(accelerate.__version__) < Version("1.15"):  # returns a loader of epoch 0
-            accelerator.skip_first_batches = _in_same_epoch(accelerator.skip_first_batches)
         accelerator.wait_for_save = self.wait
         accelerator.elastic_options = self.options
         self._bind_engines(accelerator._models)
@@ -160,12 +168,16 @@ class AcceleratorBinding:
             self.on_engine(engine)
             loop = replace(
                 self.loop,
-                record=lambda: {_SCHEDULERS: [_units_of(s) for s in self._schedulers()]},
+                record=self._record,
                 on_load=self._on_load,
                 check=check_steps,
             )
             self.bound[id(engine)] = EngineCheckpoints(engine, options, loop)
             self.bound[id(engine)].bind()
+
+    def _record(self) -> dict[str, Any]:
+        ranks = self.accelerator.num_processes
+        return {_SCHEDULERS: [_units_of(scheduler, ranks) for scheduler in self._schedulers()]}
 
     def _on_load(self, loaded: Loaded) -> None:
         if self.loaded is None:
@@ -334,19 +346,6 @@ def check_steps(path: Path, manifest: Manifest) -> None:
         raise CheckpointCorruptedError(msg)
 
 
-def _in_same_epoch(skip: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``skip_first_batches`` as of accelerate 1.15: the loader keeps its epoch."""
-
-    @functools.wraps(skip)
-    def skip_first_batches(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        skipped = skip(dataloader, *args, **kwargs)
-        if hasattr(dataloader, "iteration"):
-            skipped.iteration = dataloader.iteration
-        return skipped
-
-    return skip_first_batches
-
-
 @dataclass(frozen=True, slots=True)
 class Units:
     """How accelerate counts one optimizer step in a scheduler of the user's."""
@@ -356,26 +355,14 @@ class Units:
     extra_counts: int
     """Added to ``_step_count`` besides: one for each micro-batch before the last."""
 
-    def applies_to(self, scheduler: AcceleratedScheduler) -> bool:
-        """Whether accelerate multiplies the steps of a scheduler at all."""
-        return bool(scheduler.step_with_optimizer) and not scheduler.split_batches
 
-
-def _units_of(scheduler: AcceleratedScheduler) -> list[int]:
+def _units_of(scheduler: AcceleratedScheduler, ranks: int) -> list[int]:
     """Return the units of a scheduler, as plain data."""
-    inner = scheduler.scheduler
-    if isinstance(inner, _InOldUnits):
-        units = vars(inner)["_units"]
+    if (units := vars(scheduler).get(_UNITS)) is not None:
         return [units.steps, units.extra_counts]
     state = scheduler.gradient_state
     extra = state.num_steps - 1 if state.adjust_scheduler else 0
-    return [_ranks(), extra]
-
-
-def _ranks() -> int:
-    from accelerate.state import AcceleratorState
-
-    return int(AcceleratorState().num_processes)
+    return [ranks, extra]
 
 
 def _convert(scheduler: AcceleratedScheduler, saved: Units, now: int, accumulate: int) -> None:
@@ -387,18 +374,17 @@ def _convert(scheduler: AcceleratedScheduler, saved: Units, now: int, accumulate
     keep the old units, and are stepped as often as the old run stepped them.
     """
     inner = scheduler.scheduler
-    if isinstance(inner, _InOldUnits):
-        inner = vars(inner)["_inner"]
-        scheduler.scheduler = inner
+    for name in ("step", _UNITS):  # of an earlier load
+        vars(scheduler).pop(name, None)
     _scale_nested(inner, now, now)
-    if not saved.applies_to(scheduler):
-        return
+    if scheduler.split_batches or not scheduler.step_with_optimizer:
+        return  # accelerate does not multiply its steps.
     if _has_functions_of_this_run(inner):
         if saved.steps != now:
             inner.last_epoch = inner.last_epoch * now // saved.steps
     elif (saved.steps, saved.extra_counts) != (now, accumulate - 1):
         _scale_nested(inner, saved.steps, now)
-        scheduler.scheduler = _InOldUnits(inner, saved, now)
+        vars(scheduler).update({"step": partial(_step, scheduler, saved), _UNITS: saved})
 
 
 def _scale_nested(scheduler: Any, saved: int, now: int) -> None:
@@ -431,36 +417,15 @@ def _has_functions_of_this_run(scheduler: Any) -> bool:
     return not any(kept)
 
 
-class _InOldUnits:
-    """A scheduler that takes the old run's number of steps whenever accelerate takes this run's.
-
-    accelerate calls ``step()`` ``calls`` times for an optimizer step: the first call takes all
-    steps, the others none. It reads and adds to ``_step_count``; what it adds is ignored, and the
-    old run's additions are made in its place.
-    """
-
-    def __init__(self, inner: Any, units: Units, calls: int) -> None:
-        vars(self).update(_inner=inner, _units=units, _calls=calls, _call=0)
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Take the steps of one optimizer step at the first of its calls."""
-        own = vars(self)
-        inner, units, first = own["_inner"], own["_units"], own["_call"] == 0
-        own["_call"] = (own["_call"] + 1) % own["_calls"]
-        if first:
-            if hasattr(inner, "_step_count"):  # SequentialLR and ReduceLROnPlateau have none
-                inner._step_count += units.extra_counts
-            total = getattr(inner, "total_steps", None)
-            for _ in range(units.steps):
-                if total is None or inner._step_count <= total:
-                    inner.step(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        inner = vars(self)["_inner"]
-        if name == "_step_count" and (vars(self)["_call"] or not hasattr(inner, name)):
-            return 0  # accelerate asks before each call whether the schedule is over
-        return getattr(inner, name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name != "_step_count":
-            setattr(vars(self)["_inner"], name, value)
+def _step(scheduler: Any, units: Units, *args: Any, **kwargs: Any) -> None:
+    """``AcceleratedScheduler.step``, as often as the old run took it for an optimizer step."""
+    skipped = any(optimizer.step_was_skipped for optimizer in scheduler.optimizers)
+    if skipped or not scheduler.gradient_state.sync_gradients:
+        return
+    inner = scheduler.scheduler
+    if hasattr(inner, "_step_count"):  # SequentialLR and ReduceLROnPlateau have none
+        inner._step_count += units.extra_counts
+    total = getattr(inner, "total_steps", None)
+    for _ in range(units.steps):
+        if total is None or inner._step_count <= total:
+            inner.step(*args, **kwargs)

@@ -5,19 +5,13 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-import random
 import weakref
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import accelerate
-import numpy as np
-import torch
-import transformers
-from packaging.version import Version
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from lightning_elastic_zero.checkpoint.load import verify_share
@@ -79,12 +73,6 @@ class ResumeCallback(TrainerCallback):
         differences = []
         if args.ignore_data_skip:
             differences.append("ignore_data_skip=True: the epoch begins again at its first sample")
-        elif _skipping_resets_epoch():
-            differences.append(
-                f"transformers {transformers.__version__} with accelerate {accelerate.__version__} "
-                "reads a later epoch in the order of the first after a resume within it: install "
-                "accelerate 1.15 or newer"
-            )
         if not same and getattr(args, "train_sampling_strategy", "") == "batch_rebalance":
             differences.append("batch_rebalance orders samples by the number of ranks")
         loader = None if same else trainer.callback_handler.train_dataloader
@@ -110,47 +98,17 @@ class ResumeCallback(TrainerCallback):
         loaded, args = self._loaded, self._trainer.args
         if loaded is None:
             return
-        taken = _rng_file(loaded.load_dir, args.process_index, args.world_size)
+        was, rank = loaded.world_size, args.process_index % loaded.world_size
         # A folder that fewer ranks have saved again still has the others' old files.
-        source = args.process_index % loaded.world_size
-        written = (_rng_file(loaded.load_dir, rank, loaded.world_size) for rank in (source, 0))
-        file = next((file for file in written if file.is_file()), taken)
-        if file == taken:
-            return  # The Trainer itself has restored it, or there is none.
-        numpy: list[Any] = [np.ndarray, np.dtype, type(np.dtype(np.uint32)), _reconstruct()]
-        with torch.serialization.safe_globals(numpy):
-            states = torch.load(file, weights_only=True, map_location="cpu")
-        _set_rng(states, args.device)
+        if was > 1 and not (loaded.load_dir / f"rng_state_{rank}.pth").is_file():
+            rank = 0
+        saved = {"world_size": was, "process_index": rank, "parallel_mode": args.parallel_mode}
+        of_saved = SimpleNamespace(args=SimpleNamespace(**saved))
+        Trainer._load_rng_state(of_saved, str(loaded.load_dir))
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Forget the load: a second ``train()`` may begin without one."""
         self._loaded = None
-
-
-def _skipping_resets_epoch() -> bool:
-    """Whether accelerate's ``skip_first_batches`` returns a loader of epoch 0, which stays that."""
-    before_5 = Version(transformers.__version__) < Version("5")  # 5 sets the epoch again
-    return before_5 and Version(accelerate.__version__) < Version("1.15")
-
-
-def _rng_file(folder: Path, rank: int, world_size: int) -> Path:
-    return folder / ("rng_state.pth" if world_size == 1 else f"rng_state_{rank}.pth")
-
-
-def _reconstruct() -> object:
-    """Return NumPy's function that unpickles arrays, under the name that this release has."""
-    return np.zeros(0).__reduce__()[0]
-
-
-def _set_rng(states: Mapping[str, Any], device: torch.device) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.random.set_rng_state(states["cpu"])
-    kept = states.get(device.type) if device.type != "cpu" else None
-    if isinstance(kept, (list, tuple)):  # one for each device that a rank could see
-        kept = kept[device.index or 0] if (device.index or 0) < len(kept) else kept[0]
-    if kept is not None:
-        torch.get_device_module(device).set_rng_state(kept, device)
 
 
 def bind_trainer(trainer: Any, options: LoopOptions) -> None:
