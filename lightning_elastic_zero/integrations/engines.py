@@ -59,9 +59,15 @@ OTHER_OPTIONS = (
 )
 
 
+def is_a(value: object, package: str, name: str) -> bool:
+    """Whether something is of a class that is not imported for it."""
+    classes = ((cls.__module__.split(".")[0], cls.__name__) for cls in type(value).__mro__)
+    return (package, name) in classes
+
+
 def is_engine(value: object) -> bool:
-    """Whether something is an engine of DeepSpeed, which is not imported for it."""
-    return any(cls.__name__ == "DeepSpeedEngine" for cls in type(value).__mro__)
+    """Whether something is an engine of DeepSpeed."""
+    return is_a(value, "deepspeed", "DeepSpeedEngine")
 
 
 def bound_options(value: object) -> LoopOptions | None:
@@ -141,18 +147,11 @@ class EngineCheckpoints:
 
     def bind(self) -> None:
         """Make ``save`` and ``load`` the engine's methods, with DeepSpeed's signatures."""
-        engine, cls = self._engine, type(self._engine)
-
-        @functools.wraps(cls.save_checkpoint)  # transformers inspects the signature
-        def save_checkpoint(_engine: object, *args: Any, **kwargs: Any) -> bool:
-            return self.save(*args, **kwargs)
-
-        @functools.wraps(cls.load_checkpoint)
-        def load_checkpoint(_engine: object, *args: Any, **kwargs: Any) -> Any:
-            return self.load(*args, **kwargs)
-
-        engine.save_checkpoint = types.MethodType(save_checkpoint, engine)
-        engine.load_checkpoint = types.MethodType(load_checkpoint, engine)
+        engine = self._engine
+        for name, method in (("save_checkpoint", self.save), ("load_checkpoint", self.load)):
+            original = types.MethodType(getattr(type(engine), name), engine)
+            # transformers inspects the signature.
+            setattr(engine, name, functools.wraps(original)(functools.partial(method)))
         engine.wait_for_save = self.wait
         engine.elastic_options = self._options
 

@@ -13,6 +13,7 @@ from lightning_elastic_zero.integrations.engines import (
     Loop,
     LoopOptions,
     bound_options,
+    is_a,
     is_engine,
 )
 
@@ -54,13 +55,13 @@ def elastic(x: T, **options: Any) -> T:
             raise ValueError(OTHER_OPTIONS)
     elif is_engine(x):
         EngineCheckpoints(x, checked, Loop()).bind()
-    elif _is(x, "transformers", "Trainer"):
+    elif is_a(x, "transformers", "Trainer"):
         from lightning_elastic_zero.integrations.trainers import (
             bind_trainer,
         )
 
         bind_trainer(x, checked)
-    elif _is(x, "accelerate", "Accelerator"):
+    elif is_a(x, "accelerate", "Accelerator"):
         from lightning_elastic_zero.integrations.accelerators import (
             AcceleratorBinding,
         )
@@ -73,14 +74,6 @@ def elastic(x: T, **options: Any) -> T:
         )
         raise TypeError(msg)
     return x
-
-
-def _is(value: object, package: str, name: str) -> bool:
-    """Whether something is of a class that this module does not import."""
-    return any(
-        cls.__name__ == name and cls.__module__.split(".")[0] == package
-        for cls in type(value).__mro__
-    )
 
 
 @takes(LoopOptions)
