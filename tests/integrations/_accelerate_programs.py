@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin
@@ -291,3 +292,22 @@ def stock_failure(case: LoopCase) -> str:
     except Exception as error:  # noqa: BLE001 - the test looks at it
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def refusals() -> list[str]:
+    """Bind an Accelerator without DeepSpeed, and one under an old release; return the errors."""
+    plugin = DeepSpeedPlugin(hf_ds_config=ds_config(1, {"train_micro_batch_size_per_gpu": 1}))
+    release, found = accelerate.__version__, []
+    for version in (release, "1.14.0"):
+        use_gloo()
+        if version == release:
+            del os.environ["ACCELERATE_USE_DEEPSPEED"]
+        accelerate.__version__ = version
+        try:
+            elastic(Accelerator(deepspeed_plugin=None if version == release else plugin))
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            found.append(f"{type(error).__name__}: {error}")
+        finally:
+            accelerate.__version__ = release
+    use_gloo()
+    return found

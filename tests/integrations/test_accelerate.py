@@ -21,6 +21,7 @@ from tests.integrations._accelerate_programs import (
     LoopCase,
     fall_back_with_two_engines,
     loop,
+    refusals,
     stock_failure,
     two_engines,
 )
@@ -138,6 +139,14 @@ def test_a_loop_without_the_line_fails(world: int, whole_loop: Reference, hf_ran
     folder, _ = whole_loop(stage=2, schedule="cosine")
     case = LoopCase(load=f"{folder}/step_8", start=8, bound=False)
     assert all(hf_ranks.run(world, partial(stock_failure, case)))
+
+
+@pytest.mark.engine
+def test_an_accelerator_that_cannot_resume_exactly_is_refused(hf_ranks: Pools) -> None:
+    """One without DeepSpeed, and a release that repeats the first epoch's order."""
+    without, old = hf_ranks.run(1, refusals)[0]
+    assert without.startswith("UnsupportedError: elastic() was given an Accelerator of type")
+    assert old.startswith("UnsupportedError: accelerate 1.14.0 repeats")
 
 
 @pytest.mark.engine
