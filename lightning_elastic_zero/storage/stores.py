@@ -132,8 +132,11 @@ _AWAY_S = 10.0
 _ONCE_S = 5.0
 """Longest duration of a request that is made once."""
 
-_REQUEST_S = 30.0
-"""Longest duration of one request, such as the upload of one part."""
+_REQUEST_S = 15.0
+"""Longest duration of one request, such as the upload of one part.
+
+Half of ``RETRY_S``, so that a request without an answer is repeated.
+"""
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
 """Waits between repetitions: twice as long each time, times a random factor."""

@@ -86,6 +86,22 @@ def test_a_store_that_answers_again_is_used_at_once(
     assert path.store.get(path.key)[0] == b"content"
 
 
+def test_a_request_without_an_answer_is_repeated(
+    moto_port: int, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a shorter time, in the same ratio of the limits."""
+    for name, value in s3_environment(proxy.url).items():
+        monkeypatch.setenv(name, value)
+    for name in ("RETRY_S", "_REQUEST_S"):
+        monkeypatch.setattr(stores, name, getattr(stores, name) / 10)
+    bucket = f"outage-{new_id()}"
+    make_bucket(moto_port, bucket)
+    path = StorePath(f"s3://{bucket}", "object")
+    for call in (lambda: path.store.put(path.key, b"content"), lambda: path.store.get(path.key)):
+        proxy.reset(Fault("slow response", number=1, delay_s=stores.RETRY_S))
+        call()
+
+
 def timed_error_of(plan: FitSpec) -> tuple[float, str]:
     """Return how long a fit takes to fail, and its error."""
     began = time.monotonic()
