@@ -209,6 +209,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = torch.view_as_real(tensor) if tensor.dtype == torch.complex128 else tensor
     return tensor.detach().reshape(-1).view(INTEGER_DTYPES[tensor.element_size()])
 
 

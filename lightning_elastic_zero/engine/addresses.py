@@ -105,16 +105,26 @@ def allocate_pieces(
 
 def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the persistent buffers by name; shared ones appear under each name."""
-    return {name: buffer for name, buffer in _buffers(module, "") if buffer is not None}
+    return {name: owner.get_buffer(leaf(name)) for name, owner in buffer_owners(module)}
 
 
-def _buffers(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Walk the modules: torch has no public list of the non-persistent buffers' full names."""
-    for name, buffer in module.named_buffers(recurse=False):
+def buffer_owners(
+    module: torch.nn.Module, prefix: str = ""
+) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the names of the persistent buffers, each with the module that has it.
+
+    torch has no public list of the non-persistent buffers' full names.
+    """
+    for name, _ in module.named_buffers(recurse=False):
         if name not in module._non_persistent_buffers_set:  # noqa: SLF001 (torch's)
-            yield prefix + name, buffer
+            yield prefix + name, module
     for name, child in module.named_children():
-        yield from _buffers(child, f"{prefix}{name}.")
+        yield from buffer_owners(child, f"{prefix}{name}.")
+
+
+def leaf(name: str) -> str:
+    """Return the last part of a buffer's name: its name in the module that has it."""
+    return name.rpartition(".")[2]
 
 
 def write_buffers(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:

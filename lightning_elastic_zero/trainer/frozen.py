@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,13 +13,17 @@ from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.engine.addresses import weight_piece
 from lightning_elastic_zero.engine.live import LiveEngine
 
+_SAMPLED = 64
+"""Elements of each weight that are compared."""
+
 
 class FrozenCopies:
     """Copies changing frozen weights at the beginning of each accumulation window.
 
     Only those that change are copied, because a frozen base model can be larger than the trained
-    part. They are found by sums over their bits, since users write to ``.data``, which torch does
-    not count as a change. The sums are compared at windows 1, 2, 4, 8, ... and by saves.
+    part. They are found by the bits of some of their elements, since users write to ``.data``,
+    which torch does not count as a change. The bits are compared at windows 1, 2, 4, 8, ... and by
+    saves.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -33,13 +38,15 @@ class FrozenCopies:
         """Copy the weights, before the window's first micro-batch."""
         self._windows += 1
         if self._windows.bit_count() == 1:
-            self._find_changing()
+            sums = self._sampled_sums()
+            self._changing, self._sums = self._changed(sums), sums
+        self._copies = {}  # not two copies at a time
         pieces = {name: weight_piece(self._frozen[name])[1] for name in self._changing}
         self._copies = {name: piece.detach().clone() for name, piece in pieces.items()}
 
     def at_step(self) -> dict[str, torch.Tensor]:
         """Return the copies for a save inside the window, and warn of changes without a copy."""
-        self._find_changing()
+        self._changing |= self._changed(self._sampled_sums())
         if lacking := sorted(self._changing - self._copies.keys()):
             rank_zero_warn(
                 f"Frozen weights have changed during training: {format_names(lacking, 5)}. This "
@@ -50,12 +57,18 @@ class FrozenCopies:
         live = LiveEngine(self._engine).frozen()
         return {n: copy for n, copy in self._copies.items() if live.get(n) is self._frozen[n]}
 
-    def _find_changing(self) -> None:
+    def _changed(self, sums: Mapping[str, int]) -> set[str]:
+        return {name for name, total in sums.items() if self._sums.get(name, total) != total}
+
+    def _sampled_sums(self) -> dict[str, int]:
+        """Return a sum over the bits of a sample of each weight, with one transfer per device."""
+        on: dict[torch.device, dict[str, torch.Tensor]] = {}
         for name, parameter in self._frozen.items():
-            if name in self._changing or not is_writable(
-                getattr(parameter, "ds_tensor", parameter)
-            ):
-                continue
-            total = sum(bit_sums([weight_piece(parameter)[1]]))
-            if self._sums.setdefault(name, total) != total:
-                self._changing.add(name)
+            if is_writable(getattr(parameter, "ds_tensor", parameter)):
+                piece = weight_piece(parameter)[1].detach()
+                sample = piece[:: max(1, piece.numel() // _SAMPLED)].clone()
+                on.setdefault(sample.device, {})[name] = sample
+        sums: dict[str, int] = {}
+        for samples in on.values():
+            sums |= zip(samples, bit_sums([*samples.values()]), strict=True)
+        return sums

@@ -18,7 +18,7 @@ from lightning_elastic_zero.data_progress.batches import (
     read_position,
 )
 from lightning_elastic_zero.data_progress.sampler import collect_rng_states, set_rng_states
-from lightning_elastic_zero.engine.live import LiveEngine
+from lightning_elastic_zero.engine.addresses import buffer_owners, leaf
 from lightning_elastic_zero.trainer.accumulation import pending_micro_batches, prefetch_next_batch
 from lightning_elastic_zero.trainer.batches import BatchController, BatchSettings, batch_size_of
 from lightning_elastic_zero.trainer.checks import BATCH_COUNT_SETTINGS
@@ -71,7 +71,7 @@ class RunRecorder:
         self._begun: Position | None = None
         self._consumed_before: tuple[Consumed | None, ...] = ()
         self._at_step: dict[str, Any] = {}
-        self._engine: Any = None
+        self._buffers: list[tuple[str, torch.nn.Module]] = []
         self._frozen: FrozenCopies | None = None
         self._noted_at = -1
         self._random_before_validation: dict[str, Any] | None = None
@@ -94,9 +94,9 @@ class RunRecorder:
         self._latest_loaders = _loader_states(trainer) if has_stateful_loader(trainer) else None
         self._is_new_fit = True
         strategy: Any = trainer.strategy
-        self._engine = strategy.deepspeed_engine
+        self._buffers = [*buffer_owners(strategy.deepspeed_engine.module)]
         if not strategy.exclude_frozen_parameters:
-            self._frozen = FrozenCopies(self._engine)
+            self._frozen = FrozenCopies(strategy.deepspeed_engine)
         self.after_optimizer_step(trainer, device)
 
     def after_optimizer_step(self, trainer: pl.Trainer, device: torch.device) -> None:
@@ -117,12 +117,16 @@ class RunRecorder:
         if self.epoch_metrics is not None:
             self.epoch_metrics.note(trainer)
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress
-        begins = progress.current.processed % trainer.accumulate_grad_batches == 0
-        if not begins or self._noted_at == progress.total.processed:
+        current, processed = progress.current, progress.total.processed
+        # Until Lightning counts the batch as ready, users may move batches of their own, after
+        # which hooks of the last batch may still change the module.
+        is_noted = self._noted_at == processed and current.ready != current.processed
+        if is_noted or current.processed % trainer.accumulate_grad_batches:
             return
-        self._noted_at = progress.total.processed
-        buffers = LiveEngine(self._engine).module_buffers()
-        self._at_step["buffers"] = {name: b.detach().clone() for name, b in buffers.items()}
+        self._noted_at = processed
+        self._at_step.pop("buffers", None)  # not two copies at a time
+        live = {name: owner._buffers.get(leaf(name)) for name, owner in self._buffers}
+        self._at_step["buffers"] = {n: b.detach().clone() for n, b in live.items() if b is not None}
         if self._frozen is not None:
             self._frozen.begin_window()
 

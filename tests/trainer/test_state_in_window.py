@@ -69,11 +69,17 @@ class MomentumNet(RecordingNet):
         self.validations += 1
 
 
+def move_a_batch(trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+    """Move a tensor as the Trainer moves batches, as callbacks that show samples do."""
+    trainer.strategy.batch_to_device(torch.zeros(1))
+
+
 def trained(run: RunSpec) -> tuple[RunRecord, dict[str, str], list[str]]:
     """Fit; return the record, the digests of the weights and buffers, and the warnings."""
     pl.seed_everything(run.seed, workers=True, verbose=False)
     net, watch = MomentumNet(run), EventRecorder(run)
-    trainer = trainer_of(run, [watch])
+    moves = LambdaCallback(on_fit_start=move_a_batch, on_train_batch_end=move_a_batch)
+    trainer = trainer_of(run, [watch, moves])
     val = DataLoader(IndexedSamples(8, 0.0), batch_size=2) if run.validate else None
     with warnings_heard("Frozen weights have changed") as warned:
         trainer.fit(net, run.loaders(), val, ckpt_path=run.ckpt_path)
