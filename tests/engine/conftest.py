@@ -22,7 +22,7 @@ def saved_by(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable
     made: dict[str, Saved] = {}
 
     def give(setup: Setup, *, steps: int = 3, late: bool = False, **options: Any) -> Saved:
-        name = f"{setup}-{steps}-{late}-{sorted(options.items())}"
+        name = f"{setup!r}-{steps}-{late}-{sorted(options.items())}"
         if name not in made:
             saved = Saved(setup, str(folder / f"{len(made)}.ckpt"), options)
             run = partial(train_and_save, saved, steps=steps)
