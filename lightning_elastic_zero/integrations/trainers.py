@@ -106,10 +106,11 @@ class ResumeCallback(TrainerCallback):
         saved = {"world_size": was, "process_index": rank, "parallel_mode": args.parallel_mode}
         of_saved = SimpleNamespace(args=SimpleNamespace(**saved))
         Trainer._load_rng_state(of_saved, str(loaded.load_dir))
-        if args.device.type == "cuda" and args.process_index >= was:
+        if args.device.type != "cpu" and args.process_index >= was:
             # The file has a state for each device, of which its rank used its own.
-            own = torch.cuda.get_rng_state(rank % torch.cuda.device_count())
-            torch.cuda.set_rng_state(own, args.device)
+            devices = torch.get_device_module(args.device)
+            own = devices.get_rng_state(rank % devices.device_count())
+            devices.set_rng_state(own, args.device)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Forget the load: a second ``train()`` may begin without one."""
