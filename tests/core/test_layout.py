@@ -482,7 +482,7 @@ def test_one_rank_plans_within_200_mb(saved_stage: int, stage: int, rank: int) -
 def test_only_ranks_with_the_same_part_are_read(rank: int) -> None:
     """A partition of 1/768 overlaps at most three of 1/1024, in each of ZeRO-2's two groups.
 
-    ZeRO-3 cuts matrices at r / N of themselves; norms of 8192 elements a little beside that.
+    ZeRO-3 cuts matrices at r / N of their elements, and norms of 8192 elements near it.
     """
     # One run for each parameter in the partition, and one more at each border of ranks.
     for stage, transfers in ((2, 8), (3, 3 * 723)):

@@ -217,7 +217,7 @@ def test_links_between_a_disk_and_a_store_are_refused(folder: StorePath, tmp_pat
 
 
 def test_a_folder_is_described_by_its_names(folder: StorePath) -> None:
-    """As on a disk: the checkpoints in it, or else what is directly below it."""
+    """The error lists its checkpoints, or the names directly below it if it has none."""
     folder.store.put((folder / "logs/version_0/events").key, b"x")
     with pytest.raises(CheckpointFormatError, match=r"it contains logs\. .*a local disk"):
         open_checkpoint(folder)

@@ -193,6 +193,6 @@ def write_elastic(
 def write_dcp(folder: Path, tree: dict[str, Any]) -> Path:
     """Write a directory of ``torch.distributed.checkpoint``."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # It says that there is no process group.
+        warnings.simplefilter("ignore")  # It warns that there is no process group.
         dcp.save(tree, checkpoint_id=folder, no_dist=True)  # type: ignore[attr-defined]
     return folder
