@@ -1,4 +1,4 @@
-"""What all tests share: the ranks that they run on, and which cases run now."""
+"""Shared fixtures (the ranks that tests run on), and the selection of the cases to run."""
 
 from __future__ import annotations
 
@@ -20,79 +20,80 @@ from tests.support.ranks import ForkServer, Pools
 from tests.support.tables import TABLES
 
 ASKED_FOR = ("essential", "long", "gpu", "releases")
-"""Markers of cases that are not counted among those of which only some run."""
+"""Cases with these markers are not subject to the limits of ``engine`` and ``cases``."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options that say how much is tried, and on which device."""
+    """Add options for the number of random cases and for the device."""
     group = parser.getgroup("long tests")
-    group.addoption("--fuzz-cases", type=int, default=2_000, help="of each reader, in test-long")
-    group.addoption("--kills", type=int, default=2, help="at each step of a save, in test-long")
-    group.addoption("--corruptions", type=int, default=800, help="of each stage, in test-long")
-    group.addoption("--exits", type=int, default=30, help="worlds that end, in test-long")
-    group.addoption("--pr-8031", help="folder in which DeepSpeed pull request 8031 is installed")
+    group.addoption("--fuzz-cases", type=int, default=2_000, help="per reader, in test-long")
+    group.addoption("--kills", type=int, default=2, help="per step of a save, in test-long")
+    group.addoption("--corruptions", type=int, default=800, help="per ZeRO stage, in test-long")
+    group.addoption("--exits", type=int, default=30, help="worlds that exit, in test-long")
+    group.addoption("--pr-8031", help="folder with an installation of DeepSpeed pull request 8031")
     group.addoption("--hf-upstream", help="folder with the sources of transformers and accelerate")
     group = parser.getgroup("devices")
     group.addoption(
-        "--device", choices=KINDS, help="of tests marked device (DS_ACCELERATOR, or what there is)"
+        "--device",
+        choices=KINDS,
+        help="device of tests marked device (default: DS_ACCELERATOR, else cuda if available)",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Find out what device there is; let Hypothesis try the same examples always, unless seeded."""
+    """Choose the device; make Hypothesis generate the same examples each time, unless seeded."""
     config.stash[DEVICE] = chosen_device(config.getoption("--device"))
-    fixed = config.getoption("--hypothesis-seed") is None
-    settings.register_profile("tests", derandomize=fixed, database=None)
+    unseeded = config.getoption("--hypothesis-seed") is None
+    settings.register_profile("tests", derandomize=unseeded, database=None)
     settings.load_profile("tests")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """Return what repeats this run's random choices."""
+    """Report the device, and the option that repeats this run's random choices."""
     seed = config.getoption("--hypothesis-seed")
-    drawn = "fixed" if seed is None else f"--hypothesis-seed={seed}"
-    return f"device: {config.stash[DEVICE]}; random choices: {drawn}"
+    choices = "fixed" if seed is None else f"--hypothesis-seed={seed}"
+    return f"device: {config.stash[DEVICE]}; random choices: {choices}"
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as long the cases beyond those that run in ``make test``, before ``-m`` selects.
+    """Mark the cases that ``make test`` does not run as ``long``, before ``-m`` selects.
 
-    Which of them run depends on their names alone. Tests of one file with the same parameters run
-    the same cases, so that they share fixtures.
+    The selection depends on the names only. Tests of one file with the same parameters run the
+    same cases, so that they share fixtures.
     """
     tests: dict[str, list[tuple[str, pytest.Item]]] = defaultdict(list)
     for item in items:
         if not any(map(item.get_closest_marker, ASKED_FOR)):
             test, _, case = item.nodeid.partition("[")
-            place = sha256(f"{test.partition('::')[0]} {case}".encode()).hexdigest()
-            tests[test].append((place, item))
+            digest = sha256(f"{test.partition('::')[0]} {case}".encode()).hexdigest()
+            tests[test].append((digest, item))
     for cases in tests.values():
-        # Of a test that says nothing, all.
         count = _count(cases[0][1]) or len(cases)
-        for _, beyond in sorted(cases, key=itemgetter(0))[count:]:
-            beyond.add_marker(pytest.mark.long)
-    # Where processes run tests side by side, each takes one file after another: those that take
-    # long come first, so that no process begins with one of them at the end.
-    items.sort(key=_place_of_folder)
+        for _, excess in sorted(cases, key=itemgetter(0))[count:]:
+            excess.add_marker(pytest.mark.long)
+    # pytest-xdist gives each worker one file after another. Slow files come first, so that no
+    # worker starts one at the end.
+    items.sort(key=_folder_order)
 
 
 def _count(test: pytest.Item) -> int | None:
-    """Return how many cases of a test run in ``make test``, where not all do."""
+    """Return how many cases of a test run in ``make test``, or None for all."""
     if marker := test.get_closest_marker("cases"):
         return int(marker.args[0])
     return 1 if test.get_closest_marker("engine") else None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what processors do not have; draw the same numbers, whatever ran before a test."""
+    """Seed the random generators, so that tests do not depend on their order; skip GPU tests."""
     torch.manual_seed(_seed(item.config))
     random.seed(_seed(item.config))
     if item.config.stash[DEVICE] == "cpu" and item.get_closest_marker("gpu"):
-        pytest.skip("only a CUDA device has what it looks at")
+        pytest.skip("needs a CUDA device")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Send the counts of this process to the one that shows them; remove what killed ranks left."""
+    """Send this worker's tables to the controller; remove shared memory of killed ranks."""
     remove_shared_memory()
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
@@ -101,7 +102,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Add what a process has counted that ran a part of the tests."""
+    """Add the tables of a worker."""
     for table, rows in zip(
         TABLES, getattr(node, "workeroutput", {}).get("tables", ()), strict=False
     ):
@@ -109,7 +110,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Show what was tried, and what came of it."""
+    """Show the tables of results."""
     for table in filter(lambda table: table.rows, TABLES):
         terminalreporter.section(table.title)
         for line in table.lines():
@@ -130,15 +131,14 @@ LONG_FIRST = (
 )
 
 
-def _place_of_folder(item: pytest.Item) -> int:
-    """Return where the folder of a test stands in the order of tests."""
+def _folder_order(item: pytest.Item) -> int:
     folder = item.path.parent.name
     return LONG_FIRST.index(folder) if folder in LONG_FIRST else len(LONG_FIRST)
 
 
 @pytest.fixture(scope="session")
 def seed(pytestconfig: pytest.Config) -> int:
-    """Return what a test's random choices are drawn from."""
+    """Return the seed of random choices."""
     return _seed(pytestconfig)
 
 
@@ -148,7 +148,7 @@ def _seed(config: pytest.Config) -> int:
 
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[ForkServer]:
-    """Yield what all ranks are forked from."""
+    """Yield the process that all ranks are forked from."""
     server = ForkServer()
     yield server
     server.close()
@@ -156,7 +156,7 @@ def fork_server() -> Iterator[ForkServer]:
 
 @pytest.fixture(scope="session")
 def pools(fork_server: ForkServer) -> Iterator[Pools]:
-    """Yield the worlds of ranks in which plain engines run."""
+    """Yield worlds of ranks for plain engines."""
     started = Pools(fork_server)
     yield started
     started.close()
@@ -164,24 +164,25 @@ def pools(fork_server: ForkServer) -> Iterator[Pools]:
 
 @pytest.fixture(scope="session")
 def worlds(fork_server: ForkServer) -> Iterator[Pools]:
-    """Yield the worlds of ranks in which Trainers run, one after another."""
+    """Yield worlds of ranks for Trainers."""
     started = Pools(fork_server)
     yield started
     started.close()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_memory_of_killed_ranks() -> Iterator[None]:
-    """Remove it after each file: many kills would fill the memory before the session ends."""
+def remove_memory_of_killed_ranks() -> Iterator[None]:
+    """Remove it after each file, because many kills would fill the memory during the session."""
     yield
     remove_shared_memory()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def interrupts_are_heard() -> None:
-    """Make SIGINT interrupt: what runs in the background of a shell, as CI may, ignores it.
+def restore_sigint() -> None:
+    """Make SIGINT raise KeyboardInterrupt.
 
-    So would all processes that tests start, where they send it to themselves.
+    Shells start background commands with SIGINT ignored, and child processes inherit this. Some
+    tests send SIGINT to their own processes.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

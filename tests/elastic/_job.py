@@ -1,4 +1,4 @@
-"""The nodes of a torchrun job on one machine: an agent each, its workers, and their steps."""
+"""A torchrun job on one machine: nodes (an agent with its workers), and the recorded steps."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from tests.support.tables import ELASTIC
 @dataclass(frozen=True, slots=True, order=True)
 class StepRecord:
     time: float
-    """In seconds, by the clock that all nodes share here."""
+    """Seconds of the clock that all nodes share."""
 
     event: str
     step: int
     rank: int
     world: int
     met_at: str
-    """Address and port of the store in which the world's ranks met: no two worlds have the same."""
+    """Address and port of the world's store, which identify the world."""
 
     pid: int
     samples: tuple[int, ...] = ()
@@ -48,28 +48,28 @@ class StepRecord:
 @dataclass(frozen=True, slots=True)
 class Step:
     samples: tuple[int, ...]
-    """Of all ranks, sorted."""
+    """Samples of all ranks, sorted."""
 
     loss: float
 
 
 Undisturbed: TypeAlias = dict[int, Step]
-"""The steps of a run to which nothing happens, by number."""
+"""The steps of an undisturbed run, by number."""
 
 
 def read_lines(folder: Path) -> list[StepRecord]:
-    """Return the records of all ranks by time, without a last line that was cut."""
+    """Return the records of all ranks, sorted by time, without incomplete last lines."""
     found = []
     for path in folder.glob("steps-*.jsonl"):
         for text in path.read_text().splitlines():
             with suppress(ValueError):
-                plain = json.loads(text)
-                found.append(StepRecord(**{**plain, "samples": tuple(plain.get("samples", ()))}))
+                values = json.loads(text)
+                found.append(StepRecord(**{**values, "samples": tuple(values.get("samples", ()))}))
     return sorted(found)
 
 
 def steps_of(lines: Iterable[StepRecord]) -> dict[tuple[str, int], Step]:
-    """Return the steps that all ranks of a world have completed, by world and step."""
+    """Return the steps that all ranks of their world completed, by world and step."""
     by_step: dict[tuple[str, int], dict[int, StepRecord]] = defaultdict(dict)
     for line in lines:
         if line.is_step:
@@ -82,7 +82,7 @@ def steps_of(lines: Iterable[StepRecord]) -> dict[tuple[str, int], Step]:
 
 
 def check_steps(lines: list[StepRecord], undisturbed: Mapping[int, Step]) -> None:
-    """Check that each step, repeated ones included, equals that of the undisturbed run."""
+    """Check that each step, including repeated ones, equals that of the undisturbed run."""
     steps = steps_of(lines)
     assert {step for _, step in steps} == set(undisturbed)
     for (_, number), step in steps.items():
@@ -90,8 +90,8 @@ def check_steps(lines: list[StepRecord], undisturbed: Mapping[int, Step]) -> Non
         assert step.loss == pytest.approx(undisturbed[number].loss, rel=1e-5), f"step {number}"
 
 
-def steps_taken_again(lines: list[StepRecord]) -> dict[float, int]:
-    """Return how many steps were repeated by each world after the first, by its start."""
+def repeated_steps(lines: list[StepRecord]) -> dict[float, int]:
+    """Return the number of steps that each world after the first repeated, by its start time."""
     starts: dict[str, StepRecord] = {}
     for line in lines:
         if not line.is_step:
@@ -105,7 +105,7 @@ def steps_taken_again(lines: list[StepRecord]) -> dict[float, int]:
 
 
 def seconds_to_next_step(lines: list[StepRecord], since: float) -> float:
-    """Return the time from an instant to the first step of a world that began later."""
+    """Return the time from an instant to the first step of a world that started later."""
     began = {line.met_at for line in lines if not line.is_step and line.time > since}
     later = [line.time for line in lines if line.is_step and line.met_at in began]
     return min(later) - since
@@ -113,16 +113,16 @@ def seconds_to_next_step(lines: list[StepRecord], since: float) -> float:
 
 def count_event(event: str, lines: list[StepRecord], since: float) -> None:
     """Record the cost of an event for the table."""
-    again = next(steps for start, steps in steps_taken_again(lines).items() if start > since)
+    repeated = next(steps for start, steps in repeated_steps(lines).items() if start > since)
     ELASTIC.count(event, "tried")
-    ELASTIC.count(event, "steps taken again", again)
+    ELASTIC.count(event, "repeated steps", repeated)
     ELASTIC.count(event, "seconds to the next step", round(seconds_to_next_step(lines, since)))
 
 
 def start_process(
     command: Sequence[str], log: Path, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start a process in a session of its own, which adds its output to a log."""
+    """Start a process in its own session, which appends its output to a log."""
     with log.open("ab") as output:
         return subprocess.Popen(
             command,
@@ -138,24 +138,24 @@ def start_process(
 EXAMPLE = ROOT / "examples" / "torchrun"
 
 RENDEZVOUS = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=8"
-"""A node that is gone is known to be after 8 s, in the place of 15."""
+"""A lost node is detected after 8 s, instead of 15."""
 
 GLOBAL_BATCH, SAMPLES, EPOCHS, SAVE_EVERY = 48, 480, 3, 5
 STEPS = SAMPLES // GLOBAL_BATCH * EPOCHS
 
 AT, LATER = 12, 22
-"""Steps after which things happen; the last saves were at steps 10 and 20."""
+"""Steps after which events occur; the last saves before them are at steps 10 and 20."""
 
 NOTICED = "all ranks save and end after this batch"
-"""What a rank writes when it receives the signal."""
+"""Message of a rank that received the signal."""
 
 
 def arguments(folder: Path, *more: str) -> list[str]:
-    """Return arguments for the example: a small model, and the recorder."""
+    """Return arguments for the example: a small model and the recorder."""
     return [
         "--model.n_embd=32",
         "--model.n_layer=1",
-        "--model.dropout=0",  # ranks draw random numbers of their own
+        "--model.dropout=0",  # Each rank would draw its own random numbers.
         f"--data.samples_per_epoch={SAMPLES}",
         "--trainer.accelerator=cpu",
         "--trainer.enable_progress_bar=false",
@@ -171,25 +171,25 @@ def arguments(folder: Path, *more: str) -> list[str]:
 
 @dataclass
 class Job:
-    """A job's nodes by number; each has its own address, 127.0.0.2 and up."""
+    """A job; node n has the address 127.0.0.(n+2)."""
 
     folder: Path
     port: int
     more: tuple[str, ...] = ()
-    """Further arguments of the example."""
+    """Additional arguments of the example."""
 
     own_settings: dict[str, str] = field(default_factory=dict)
-    """Further environment of the nodes."""
+    """Additional environment variables of the nodes."""
 
     agents: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     killed: set[int] = field(default_factory=set)
 
     def start(self, *nodes: int) -> None:
-        """Start or restart nodes by the example's own script."""
+        """Start or restart nodes with the script of the example."""
         for node in nodes:
             self.killed.discard(node)
             self.agents[node] = start_process(
-                [*self.entered(node), *self.command()],
+                [*self.prefix(node), *self.command()],
                 self.folder / f"node-{node}.log",
                 {**environment(), **self.settings(node)},
             )
@@ -197,8 +197,8 @@ class Job:
     def command(self) -> list[str]:
         return ["sh", str(EXAMPLE / "start.sh"), *arguments(self.folder, *self.more)]
 
-    def entered(self, node: int) -> tuple[str, ...]:
-        """Return the prefix of a node's command: empty on loopback addresses."""
+    def prefix(self, node: int) -> tuple[str, ...]:
+        """Return the prefix of a node's command; nodes on loopback addresses need none."""
         return ()
 
     def settings(self, node: int) -> dict[str, str]:
@@ -216,12 +216,12 @@ class Job:
         """Return a node's workers, after its agent if requested."""
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(self.agents[node].pid)
-            below = process.children(recursive=True)
-            return [process, *below] if agent else below
+            workers = process.children(recursive=True)
+            return [process, *workers] if agent else workers
         return []
 
     def signal(self, node: int, number: int, *, agent: bool = True) -> float:
-        """Send a signal to a node's workers, and to its agent; return the time."""
+        """Send a signal to a node's workers, and by default to its agent; return the time."""
         now = time.time()
         for process in self.processes(node, agent=agent):
             with suppress(psutil.NoSuchProcess):
@@ -229,7 +229,7 @@ class Job:
         return now
 
     def kill(self, *nodes: int) -> float:
-        """Kill nodes, agents and workers at once; return the time."""
+        """Kill the agents and workers of nodes; return the time."""
         self.killed.update(nodes)
         now = min([self.signal(node, signal.SIGKILL) for node in nodes])
         for node in nodes:
@@ -238,7 +238,7 @@ class Job:
 
     @property
     def checkpoints(self) -> Path:
-        """The directory behind the nodes' own paths."""
+        """The directory with the checkpoints, which nodes may see under another path."""
         return self.folder / "checkpoints"
 
     def last_step(self) -> int:
@@ -247,13 +247,13 @@ class Job:
         return int(name.rpartition("=")[2]) if "=" in name else 0
 
     def stop_in_a_save(self, node: int) -> None:
-        """Stop the workers of rank 0's node during a save, before it is published."""
+        """Stop a node's workers (with rank 0) during a save, before it is published."""
 
         def stopped() -> bool:
             if not self.unpublished():
                 return False
             self.signal(node, signal.SIGSTOP, agent=False)
-            # A thread stops when its system call ends: it may be the one that publishes.
+            # A thread only stops after its current system call, which may publish the save.
             self.wait_until(lambda: self._have_stopped(node), "stop")
             if self.unpublished():
                 return True
@@ -275,10 +275,10 @@ class Job:
         return list(self.checkpoints.glob(".zero-staging-*"))
 
     def hold(self, step: int) -> None:
-        """Make ranks wait at the end of a step, until `go_on`."""
+        """Make ranks wait at the end of a step, until `release`."""
         (self.folder / f"hold-{step}").touch()
 
-    def go_on(self, step: int) -> None:
+    def release(self, step: int) -> None:
         (self.folder / f"hold-{step}").unlink()
 
     def lines(self) -> list[StepRecord]:
@@ -286,14 +286,14 @@ class Job:
 
     def wait_for_step(self, step: int, world: int) -> None:
         """Wait until all ranks of a world of this size have completed a step."""
-        what = f"step {step} on {world} ranks"
-        self._wait_for_all(world, lambda line: line.step == step and line.is_step, what)
+        event = f"step {step} on {world} ranks"
+        self._wait_for_all(world, lambda line: line.step == step and line.is_step, event)
 
     def wait_for_start(self, world: int, since: float) -> None:
         """Wait until all ranks of a world of this size have started training after an instant."""
         self._wait_for_all(world, lambda line: line.time > since, f"world of {world} ranks")
 
-    def _wait_for_all(self, world: int, wanted: Callable[[StepRecord], bool], what: str) -> None:
+    def _wait_for_all(self, world: int, wanted: Callable[[StepRecord], bool], event: str) -> None:
         def found() -> bool:
             of_world: dict[str, set[int]] = {}
             for line in self.lines():
@@ -301,14 +301,14 @@ class Job:
                     of_world.setdefault(line.met_at, set()).add(line.rank)
             return any(len(ranks) == world for ranks in of_world.values())
 
-        self.wait_until(found, what)
+        self.wait_until(found, event)
 
-    def wait_until(self, holds: Callable[[], bool], what: str) -> None:
-        """Wait for a condition; raise TimeoutError if all agents end without it."""
+    def wait_until(self, condition: Callable[[], bool], event: str) -> None:
+        """Wait for a condition; raise TimeoutError if all agents end before."""
         until = time.monotonic() + HANG_TIMEOUT_S
-        while not holds():
+        while not condition():
             if time.monotonic() > until or not any(a.poll() is None for a in self.agents.values()):
-                msg = f"no {what}\n{self.output_tail()}"
+                msg = f"no {event}\n{self.output_tail()}"
                 raise TimeoutError(msg)
             time.sleep(0.01)
 
@@ -337,7 +337,7 @@ class Job:
         for node in self.agents:
             self.signal(node, signal.SIGKILL)
             self.agents[node].wait(HANG_TIMEOUT_S)
-        # Workers whose agent was killed are nobody's children any more.
+        # Workers whose agent was killed are not its children any more.
         for pid in {line.pid for line in self.lines()}:
             with suppress(psutil.NoSuchProcess, ProcessLookupError):
                 if str(self.folder) in " ".join(psutil.Process(pid).cmdline()):
@@ -346,7 +346,7 @@ class Job:
 
 @contextmanager
 def job(folder: Path, *more: str, kind: type[Job] = Job) -> Iterator[Job]:
-    """Yield a job without nodes; its store runs on none of them, and outlives all."""
+    """Yield a job without nodes; its store is a separate process that outlives all nodes."""
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
     with store_of_example(port, folder / "store.log"):

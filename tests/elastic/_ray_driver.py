@@ -1,4 +1,4 @@
-"""The driver of a job on Ray: the example's run, made small, with the recorder.
+"""The driver of a Ray job: the example with a small model and the recorder.
 
     python tests/elastic/_ray_driver.py ADDRESS FOLDER
 
@@ -26,7 +26,7 @@ NAME, KEPT = "run", 2
 
 
 def train(config: dict[str, str]) -> None:
-    """Run the other launchers' example on each worker, with `_job.arguments`."""
+    """Train on each worker, with the settings of `_job.arguments`."""
     L.seed_everything(SEED)
     data = StdlibText(samples_per_epoch=SAMPLES)
     model = GPT(data.vocab_size, n_layer=1, n_embd=32, dropout=0.0, warmup_steps=10, lr=1e-3)
@@ -37,7 +37,7 @@ def train(config: dict[str, str]) -> None:
 
 
 def main() -> None:
-    """Run, and record what Ray returns."""
+    """Run the job, and write Ray's result."""
     parser = argparse.ArgumentParser()
     parser.add_argument("address")
     parser.add_argument("folder", type=Path)

@@ -1,6 +1,6 @@
-"""One rank of the soak: trains a model whose state after each step is known, from the newest save.
+"""A rank of the soak: it resumes from the newest save and trains a deterministic model.
 
-Run by torchrun's agents; or alone, with the steps at which it tells what it holds.
+torchrun's agents start it. Started alone, it records its state after given steps.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tests.faults._deterministic_training import DeterministicModel, state_diges
 from tests.support.fits import elastic
 
 SAVE_EVERY = 5
-"""Optimizer steps between two saves: the most that an event may cost."""
+"""Optimizer steps between two saves: the most steps that an event may lose."""
 
 STEP_S = 0.2
-"""What a step takes besides: a save is then a part of the time, as in a real run."""
+"""Extra time per step, so that saves take a realistic part of the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,27 +35,27 @@ class SoakRun:
     stage: int = 3
     async_save: bool = False
     module_weights: bool = False
-    told_at: tuple[int, ...] = ()
-    """Steps after which an undisturbed run tells what it holds; empty: a run of the soak."""
+    record_at: tuple[int, ...] = ()
+    """Steps after which an undisturbed run records its state; empty for a run of the soak."""
 
     @classmethod
     def read(cls, text: str) -> SoakRun:
-        plain = json.loads(text)
-        return cls(**{**plain, "told_at": tuple(plain["told_at"])})
+        values = json.loads(text)
+        return cls(**{**values, "record_at": tuple(values["record_at"])})
 
     def write(self) -> str:
         return json.dumps(asdict(self))
 
 
 class Watch(Recorder):
-    """Records each step, and the state at the start of a world by DeepSpeed's functions."""
+    """Records each step, and the state at the start of a world with DeepSpeed's functions."""
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.global_step:
             held = state_digests(trainer, pl_module)
             if trainer.is_global_zero:
-                tell(self.folder, trainer.global_step, held)
+                write_state(self.folder, trainer.global_step, held)
         super().on_train_start(trainer, pl_module)
 
     @override
@@ -65,8 +65,8 @@ class Watch(Recorder):
         time.sleep(STEP_S)
 
 
-class ReportEvents(Callback):
-    """Records the state of an undisturbed run after some steps."""
+class StateRecorder(Callback):
+    """Records the state of an undisturbed run after given steps."""
 
     def __init__(self, run: SoakRun) -> None:
         self.run = run
@@ -75,22 +75,23 @@ class ReportEvents(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
-        if trainer.global_step in self.run.told_at:
-            tell(Path(self.run.folder), trainer.global_step, state_digests(trainer, pl_module))
+        if trainer.global_step in self.run.record_at:
+            held = state_digests(trainer, pl_module)
+            write_state(Path(self.run.folder), trainer.global_step, held)
 
 
-def tell(folder: Path, step: int, held: dict[str, str]) -> None:
-    """Record the state after a step."""
+def write_state(folder: Path, step: int, held: dict[str, str]) -> None:
+    """Append the state after a step to a file."""
     line = json.dumps({"step": step, "held": held, "time": time.time()})
     with (folder / f"held-{os.getpid()}.jsonl").open("a") as file:
         file.write(f"{line}\n")
 
 
 def main(run: SoakRun) -> None:
-    """Train until this is killed, or until all is recorded."""
+    """Train until the process is killed, or until all states are recorded."""
     warnings.simplefilter("ignore")
-    callbacks: list[Callback] = [ReportEvents(run)]
-    if not run.told_at:
+    callbacks: list[Callback] = [StateRecorder(run)]
+    if not run.record_at:
         saves = ModelCheckpoint(
             dirpath=Path(run.folder) / "checkpoints",
             filename="{step}",
@@ -115,13 +116,13 @@ def main(run: SoakRun) -> None:
         strategy=strategy,
         callbacks=callbacks,
         max_epochs=-1,
-        max_steps=max(run.told_at, default=-1),
+        max_steps=max(run.record_at, default=-1),
         logger=False,
-        enable_checkpointing=not run.told_at,
+        enable_checkpointing=not run.record_at,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(DeterministicModel(), ckpt_path=None if run.told_at else "last")
+    trainer.fit(DeterministicModel(), ckpt_path=None if run.record_at else "last")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the jobs of all launchers are compared with."""
+"""The undisturbed run, with which the jobs of all launchers are compared."""
 
 from __future__ import annotations
 

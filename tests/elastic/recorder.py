@@ -1,4 +1,4 @@
-"""What the tests add to the example by its command line: a callback that notes each step."""
+"""A callback that records each step; tests add it to the example on the command line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing_extensions import override
 
 
 class Recorder(Callback):
-    """Records checksums of samples and the loss of each step; waits where the test holds it."""
+    """Records checksums of samples and the loss of each step; waits while a hold file exists."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
@@ -52,9 +52,9 @@ class Recorder(Callback):
             time.sleep(0.02)
 
     def write(self, line: dict[str, Any], trainer: pl.Trainer) -> None:
-        """Add a line with the time and the identity of this world."""
-        restart = os.environ.get("SLURM_RESTART_COUNT", "")  # a job keeps its port
-        about = {
+        """Append a line with the time and the identity of this world."""
+        restart = os.environ.get("SLURM_RESTART_COUNT", "")  # A requeued job keeps its port.
+        identity = {
             "rank": trainer.global_rank,
             "world": trainer.world_size,
             "met_at": f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} {restart}",
@@ -62,4 +62,4 @@ class Recorder(Callback):
             "time": time.time(),
         }
         with (self.folder / f"steps-{os.getpid()}.jsonl").open("a") as file:
-            file.write(json.dumps({**line, **about}) + "\n")
+            file.write(json.dumps({**line, **identity}) + "\n")

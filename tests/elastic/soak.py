@@ -1,11 +1,12 @@
-"""Kill and restart a run in random ways for a given time, and check each restart bit for bit.
+"""Kill and restart a run in random ways for a given time, and check each restart bitwise.
 
     python -m tests.elastic.soak --minutes 60 --seed 1 --plot soak.png
 
-A job under torchrun's elastic agent, of one to four nodes on this machine, trains a model whose
-state after each step is known in advance on any number of devices. Workers and nodes are killed, at
-any time and in the midst of saves, nodes join, all are killed and go on in another ZeRO stage with
-another way to save, and newest checkpoints are damaged. Each world that starts tells what it holds.
+A job of torchrun's elastic agent, with one to four nodes on this machine, trains a deterministic
+model, whose state after each step does not depend on the number of devices. Workers and nodes are
+killed at any time and during saves, nodes join, all nodes are killed and restarted with another
+ZeRO stage and other save options, and the newest checkpoint is damaged. Each world records its
+state when it starts.
 """
 
 from __future__ import annotations
@@ -46,25 +47,25 @@ class Event:
 
     kind: str
     at: float
-    """By the clock, in seconds."""
+    """Time of the event, in seconds."""
 
     world: int
-    """Nodes that were to go on."""
+    """Number of nodes after the event."""
 
     step: int
-    """The last that any rank had taken before the next world began."""
+    """The last step that any rank completed before the next world started."""
 
     published: int
-    """The step of the newest sound checkpoint just after it."""
+    """The step of the newest intact checkpoint just after the event."""
 
     in_background: bool = True
-    """Whether the world that was lost saved so."""
+    """Whether the lost world saved in the background."""
 
     resumed: int = -1
-    """The step from which the next world went on."""
+    """The step from which the next world continued."""
 
     seconds: float = 0.0
-    """Until the next world's first step."""
+    """Time from the event to the next world's first step."""
 
     @property
     def lost(self) -> int:
@@ -75,7 +76,7 @@ class Event:
 class SoakJob(Job):
     run: SoakRun = field(default_factory=lambda: SoakRun(""))
     generation: int = 0
-    """Jobs started so far: each meets under a name of its own."""
+    """Number of jobs started so far, which makes the rendezvous ids unique."""
 
     @override
     def command(self) -> list[str]:
@@ -99,32 +100,33 @@ class SoakJob(Job):
 
 
 class Soak:
-    """The driver: does things to a job until its time is up, and checks the results."""
+    """The driver: it disturbs a job for a given time, and checks the results."""
 
     def __init__(self, nodes: SoakJob, seed: int) -> None:
         self.nodes, self.random = nodes, random.Random(seed)
         self.events: list[Event] = []
         self.damaged: set[tuple[int, int]] = set()
-        """Inode and time of the manifests of damaged checkpoints: until a run saves over them."""
+        """Inode and time of the manifests of damaged checkpoints, which a later save replaces."""
 
     def run(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         self._start_all()
         began = self._wait_for_step(since=0.0, world=len(self.nodes.alive)).time
         while time.monotonic() < until:
-            # In any step, and before or after any save.
+            # At any time within a step, and before or after any save.
             time.sleep(self.random.uniform(0.0, 3.0))
             event = self._do(self._choose())
             start = self._wait_for_step(event.at, event.world)
-            # In an hour, the ports at which two worlds meet may be the same.
+            # Within an hour, two worlds may use the same port.
             steps = [line for line in self._steps() if line.time >= began]
             first = min(
                 line.time
                 for line in steps
                 if line.met_at == start.met_at and line.time >= start.time
             )
-            # A node that joins stops the others only some steps later. What the world before it had
-            # taken: after an older checkpoint was taken, not the most that any world ever had.
+            # A node that joins stops the others only some steps later, so count the steps of the
+            # last world until then. After a resume from an older checkpoint, earlier worlds may
+            # have come further.
             before = [line for line in steps if line.time < start.time]
             last = max(before, key=lambda line: line.time, default=None)
             of_last = (line.step for line in before if last and line.met_at == last.met_at)
@@ -133,7 +135,7 @@ class Soak:
             began = start.time
             self.events.append(event)
             print(
-                f"{event.kind}: {event.world} nodes, ZeRO-{self.nodes.run.stage}, went on from "
+                f"{event.kind}: {event.world} nodes, ZeRO-{self.nodes.run.stage}, continued from "
                 f"step {event.resumed} of {event.step} after {event.seconds:.0f} s",
                 flush=True,
             )
@@ -149,7 +151,7 @@ class Soak:
         return self.random.choice(kinds)
 
     def _do(self, kind: str) -> Event:
-        """Perform an event; return the details that are known at once."""
+        """Perform an event; return the details that are known immediately."""
         nodes = self.nodes
         node = self.random.choice(nodes.alive)
         if kind == KILL_IN_SAVE:
@@ -165,7 +167,7 @@ class Soak:
         in_background = nodes.run.async_save
         if kind == DAMAGE:
             self._damage_newest()
-        published = max(self._sound(), default=0)
+        published = max(self._intact(), default=0)
         if kind in {OTHER_STAGE, DAMAGE}:
             self._start_all()
         elif kind == JOIN:
@@ -173,7 +175,7 @@ class Soak:
         return Event(kind, at, len(nodes.alive), step, published, in_background)
 
     def _start_all(self) -> None:
-        """Start a job with another size, stage and way to save."""
+        """Start a job with another size, stage and save options."""
         nodes = self.nodes
         nodes.generation += 1
         nodes.run = replace(
@@ -186,21 +188,21 @@ class Soak:
 
     def _damage_newest(self) -> None:
         """Change a byte of the newest checkpoint, if there is an older one."""
-        *others, newest = sorted(self._sound().items()) or [(0, Path())]
+        *others, newest = sorted(self._intact().items()) or [(0, Path())]
         if not others:
             return
         self.damaged.add(_written(newest[1]))
         path = self.random.choice(sorted(newest[1].glob("checkpoint/*_optim_states.pt")))
         data = bytearray(path.read_bytes())
-        # In the second half lie the tensors.
+        # The second half of the file contains the tensors.
         data[self.random.randrange(len(data) // 2, len(data) * 3 // 4)] ^= 0x10
         path.write_bytes(data)
 
-    def _sound(self) -> dict[int, Path]:
+    def _intact(self) -> dict[int, Path]:
         """Return the published checkpoints that were not damaged, by step."""
         found = {}
         for path in self.nodes.checkpoints.glob("step=*.ckpt"):
-            with suppress(FileNotFoundError):  # A run that lives deletes, too.
+            with suppress(FileNotFoundError):  # A live run deletes checkpoints.
                 if _written(path) not in self.damaged:
                     found[int(path.stem.rpartition("=")[2])] = path
         return found
@@ -230,33 +232,34 @@ def _written(checkpoint: Path) -> tuple[int, int]:
 
 
 def wrong_restarts(soak: Soak, folder: Path) -> list[str]:
-    """Return a sentence for each restart that was not from the newest sound save, bit for bit.
+    """Return a message for each restart that was not bitwise from the newest intact save.
 
-    A save while training waits is linked to after all ranks have agreed on it: where one of them is
-    lost in that instant, it is in its place, and ``last.ckpt`` names the one before it.
+    A blocking save is linked only after all ranks have agreed on it. If a rank is lost between,
+    the checkpoint is published, but ``last.ckpt`` still names the previous one.
     """
     wrong = [
-        f"{event.kind}: went on from step {event.resumed}, although {event.published} was published"
+        f"{event.kind}: continued from step {event.resumed}, although {event.published} is "
+        "published"
         for event in soak.events
         if event.resumed < event.published - (0 if event.in_background else SAVE_EVERY)
     ]
-    told = _told(folder)
-    undisturbed = _undisturbed(folder / "undisturbed", {step for step, _ in told})
-    for step, held in told:
+    recorded = _recorded(folder)
+    undisturbed = _undisturbed(folder / "undisturbed", {step for step, _ in recorded})
+    for step, held in recorded:
         differs = sorted(key for key, value in undisturbed[step].items() if held.get(key) != value)
         if differs or set(held) != set(undisturbed[step]):
             wrong.append(f"the state at step {step} differs in {differs[:3]}")
     return wrong
 
 
-def _told(folder: Path) -> list[tuple[int, dict[str, str]]]:
-    """Return the recorded states, by step."""
+def _recorded(folder: Path) -> list[tuple[int, dict[str, str]]]:
+    """Return the recorded steps and states."""
     found = []
     for path in folder.glob("held-*.jsonl"):
         for line in path.read_text().splitlines():
             with suppress(ValueError):
-                plain = json.loads(line)
-                found.append((int(plain["step"]), dict(plain["held"])))
+                values = json.loads(line)
+                found.append((int(values["step"]), dict(values["held"])))
     return found
 
 
@@ -266,16 +269,16 @@ def _undisturbed(folder: Path, steps: Iterable[int]) -> dict[int, dict[str, str]
     if not wanted:
         return {}
     folder.mkdir()
-    run = SoakRun(str(folder), stage=1, told_at=wanted)
-    alone = {**environment(), "PYTHONPATH": str(ROOT)}
+    run = SoakRun(str(folder), stage=1, record_at=wanted)
+    variables = {**environment(), "PYTHONPATH": str(ROOT)}
     subprocess.run(
         [sys.executable, str(SCRIPT), run.write()],
         check=True,
         cwd=ROOT,
-        env=alone,
+        env=variables,
         timeout=HANG_TIMEOUT_S + max(wanted),
     )
-    return dict(_told(folder))
+    return dict(_recorded(folder))
 
 
 @contextmanager
@@ -287,7 +290,7 @@ def soak_job(folder: Path) -> Iterator[SoakJob]:
 
 
 def report(events: list[Event]) -> Iterator[str]:
-    yield "| | restarts | steps lost, in all | most | seconds to the next step, median | most |"
+    yield "| | restarts | lost steps | maximum | seconds to the next step, median | maximum |"
     yield "|---|---:|---:|---:|---:|---:|"
     for kind in sorted({event.kind for event in events}):
         of_kind = [event for event in events if event.kind == kind]
@@ -316,17 +319,17 @@ def plot(lines: list[StepRecord], events: list[Event], path: Path) -> None:
         axes.plot(minutes, steps, ".", markersize=2, label=f"{world} nodes")
     for event in events:
         axes.axvline((event.at - began) / 60, color="0.8", linewidth=0.5, zorder=0)
-    axes.set(xlabel="minutes", ylabel="optimizer step", title="Each line is a loss or a gain")
+    axes.set(xlabel="minutes", ylabel="optimizer step", title="Each vertical line is an event")
     axes.legend(markerscale=6)
     figure.savefig(path, dpi=110)
 
 
 def main() -> int:
-    """Run the soak from a command line; return 1 if a restart was wrong."""
+    """Run the soak from the command line; return 1 if a restart was wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plot", type=Path, help="a picture of the steps over time")
+    parser.add_argument("--plot", type=Path, help="file for a plot of the steps over time")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, soak_job(Path(folder) / "run") as nodes:
         soak = Soak(nodes, options.seed)

@@ -1,4 +1,4 @@
-"""A node of a torchrun job that is going to be taken away, and comes back: no step is lost."""
+"""A node of a torchrun job is preempted and returns: no step is lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.elastic._job import (
     check_steps,
     count_event,
     job,
-    steps_taken_again,
+    repeated_steps,
 )
 from tests.support.processes import HANG_TIMEOUT_S
 
@@ -38,31 +38,31 @@ def wait_for_agreements(nodes: Job, count: int) -> None:
     )
 
 
-@pytest.mark.parametrize("leaves", [FIRST, SECOND], ids=["rank 0's", "another"])
+@pytest.mark.parametrize("leaving", [FIRST, SECOND], ids=["rank 0's", "another"])
 def test_no_step_is_lost_when_a_node_is_preempted_and_returns(
-    leaves: int, undisturbed: Undisturbed, tmp_path: Path
+    leaving: int, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    """Agents stop their workers by SIGTERM, also when a node joins."""
+    """Agents stop their workers with SIGTERM, also when a node joins."""
     with job(tmp_path / "run", CALLBACK) as nodes:
         nodes.hold(AT)
         nodes.hold(LATER)
         nodes.start(FIRST, SECOND, THIRD)
         nodes.wait_for_step(AT, world=3)
-        taken = time.time()
-        nodes.killed.add(leaves)  # an agent that is told to stop does not end by 0
-        os.kill(nodes.agents[leaves].pid, signal.SIGTERM)
+        preempted = time.time()
+        nodes.killed.add(leaving)  # A terminated agent does not exit with status 0.
+        os.kill(nodes.agents[leaving].pid, signal.SIGTERM)
         wait_for_agreements(nodes, 1)
-        nodes.go_on(AT)
+        nodes.release(AT)
         nodes.wait_for_step(LATER, world=2)
-        assert nodes.agents[leaves].wait(HANG_TIMEOUT_S) != 0
-        back = time.time()
-        nodes.start(leaves)
+        assert nodes.agents[leaving].wait(HANG_TIMEOUT_S) != 0
+        returned = time.time()
+        nodes.start(leaving)
         wait_for_agreements(nodes, 2)
-        nodes.go_on(LATER)
+        nodes.release(LATER)
         nodes.finish()
         lines = nodes.lines()
         check_steps(lines, undisturbed)
-        assert set(steps_taken_again(lines).values()) == {0}
+        assert set(repeated_steps(lines).values()) == {0}
         assert {line.world for line in lines if line.step == STEPS} == {3}
-        count_event("a node is preempted", lines, taken)
-        count_event("a preempted node joins", lines, back)
+        count_event("a node is preempted", lines, preempted)
+        count_event("a preempted node joins", lines, returned)

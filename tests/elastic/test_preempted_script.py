@@ -1,4 +1,4 @@
-"""A script whose ranks Lightning starts itself: SIGTERM to the first one, then the same again."""
+"""A script whose ranks Lightning starts: SIGTERM to the first rank, then a restart."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.elastic._job import (
     arguments,
     check_steps,
     read_lines,
+    repeated_steps,
     start_process,
-    steps_taken_again,
 )
 from tests.support.processes import HANG_TIMEOUT_S, free_port
 from tests.support.ranks import ROOT, environment
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
 def start(folder: Path, devices: int) -> subprocess.Popen[bytes]:
-    """Start the example on as many ranks, all in one process group."""
+    """Start the example on a number of ranks, all in one process group of the system."""
     command = [
         *(sys.executable, str(ROOT / "examples" / "cli.py"), "fit"),
         *("--config", str(EXAMPLE / "fit.yaml"), *arguments(folder)),
@@ -50,22 +50,22 @@ def test_a_preempted_script_exits_with_its_code_and_resumes_on_three_devices(
     processes = [start(tmp_path, 2)]
     end = time.monotonic() + HANG_TIMEOUT_S
 
-    def told() -> str:
+    def output() -> str:
         return (tmp_path / "log").read_text()
 
-    def wait_until(holds: Callable[[], bool]) -> None:
-        while not holds():
-            assert time.monotonic() < end, told()[-4000:]
+    def wait_until(condition: Callable[[], bool]) -> None:
+        while not condition():
+            assert time.monotonic() < end, output()[-4000:]
             time.sleep(0.1)
 
     try:
         wait_until(lambda: any(r.is_step and r.step >= AT for r in read_lines(tmp_path)))
         os.kill(processes[0].pid, signal.SIGTERM)
-        wait_until(lambda: NOTICED in told())
+        wait_until(lambda: NOTICED in output())
         hold.unlink()
-        assert processes[0].wait(HANG_TIMEOUT_S) == 75, told()[-4000:]
+        assert processes[0].wait(HANG_TIMEOUT_S) == 75, output()[-4000:]
         processes.append(start(tmp_path, 3))
-        assert processes[1].wait(HANG_TIMEOUT_S) == 0, told()[-4000:]
+        assert processes[1].wait(HANG_TIMEOUT_S) == 0, output()[-4000:]
     finally:
         for process in processes:
             with suppress(ProcessLookupError):
@@ -73,4 +73,4 @@ def test_a_preempted_script_exits_with_its_code_and_resumes_on_three_devices(
     lines = read_lines(tmp_path)
     check_steps(lines, undisturbed)
     assert max(line.step for line in lines) == STEPS
-    assert list(steps_taken_again(lines).values()) == [0]
+    assert list(repeated_steps(lines).values()) == [0]

@@ -1,4 +1,4 @@
-"""A run on Ray Train whose workers and nodes are lost and come back."""
+"""A run on Ray Train that loses and regains workers and nodes."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from tests.elastic._job import (
     Undisturbed,
     check_steps,
     count_event,
+    repeated_steps,
     start_process,
-    steps_taken_again,
 )
 from tests.support.processes import HANG_TIMEOUT_S, free_port
 from tests.support.ranks import ROOT, environment
 
 HEAD = 0
-"""The node that hosts the cluster and the driver, beside its worker."""
+"""The node that hosts the cluster and the driver, in addition to its worker."""
 
 DRIVER = -1
-"""Its place among the processes of a job."""
+"""The driver's key in ``Job.agents``."""
 
 PORTS = (
     "dashboard-agent-listen",
@@ -48,20 +48,20 @@ PORTS = (
     "node-manager",
     "object-manager",
 )
-"""Ports that a node is told: it waits 15 s for agents that find their own, and then ends."""
+"""Ports passed to a node: without them, agents choose ports, and a node exits if it takes 15 s."""
 
 STARTED = "runtime started"
-"""What a node prints when it has joined."""
+"""A node prints this after it has joined."""
 
 SETTINGS = {
-    "RAY_AUTH_MODE": "disabled",  # or a token is written to the home directory
+    "RAY_AUTH_MODE": "disabled",  # Otherwise Ray writes a token to the home directory.
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-    # Ray may still count a node that is gone: after this time it looks again.
+    # Ray may still count a lost node; after this time it checks again.
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20",
     "GLOO_SOCKET_IFNAME": "lo",
 }
@@ -73,10 +73,10 @@ def is_ray_installed() -> bool:
 
 @dataclass
 class RayJob(Job):
-    """A cluster's nodes, each with its own address and one CPU: room for one worker."""
+    """A cluster; each node has its own address and one CPU, for one worker."""
 
     session: str = ""
-    """Where Ray has its files: a short path, since it has sockets there."""
+    """Folder for Ray's files; a short path, because Ray creates sockets in it."""
 
     @override
     def start(self, *nodes: int) -> None:
@@ -90,7 +90,7 @@ class RayJob(Job):
                     raise TimeoutError(msg)
 
     def _starts(self, node: int) -> bool:
-        meeting = (
+        rendezvous = (
             [
                 *("--head", f"--port={self.port}", f"--temp-dir={self.session}"),
                 *("--include-dashboard=false", f"--ray-client-server-port={free_port()}"),
@@ -101,16 +101,16 @@ class RayJob(Job):
         self._run(
             node,
             [
-                *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *meeting),
+                *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *rendezvous),
                 f"--node-ip-address=127.0.0.{node + 2}",
                 *("--num-cpus=1", "--num-gpus=0", "--object-store-memory=80000000"),
                 *("--min-worker-port=0", "--max-worker-port=0", "--log-style=record"),
                 *(f"--{name}-port={free_port()}" for name in PORTS),
             ],
         )
-        known = self.log_of(node).count(STARTED)
+        before = self.log_of(node).count(STARTED)
         while self.agents[node].poll() is None:
-            if self.log_of(node).count(STARTED) > known:
+            if self.log_of(node).count(STARTED) > before:
                 return True
             time.sleep(0.1)
         return False
@@ -121,7 +121,7 @@ class RayJob(Job):
 
     @property
     def _address(self) -> str:
-        return f"127.0.0.2:{self.port}"  # it takes 127.0.0.1 for the machine's own
+        return f"127.0.0.2:{self.port}"  # Ray replaces 127.0.0.1 by the machine's own address.
 
     def _run(self, node: int, command: list[str]) -> None:
         path = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
@@ -129,7 +129,7 @@ class RayJob(Job):
         self.agents[node] = start_process(command, self.folder / f"node-{node}.log", settings)
 
     def kill_worker(self, rank: int, world: int) -> float:
-        """Kill the process of a worker's actor only; return the time."""
+        """Kill only the process of a worker's actor; return the time."""
         of_rank = [line for line in self.lines() if (line.rank, line.world) == (rank, world)]
         now = time.time()
         os.kill(of_rank[-1].pid, signal.SIGKILL)
@@ -138,7 +138,7 @@ class RayJob(Job):
     @property
     @override
     def checkpoints(self) -> Path:
-        """The example's folder below the run's folder in Ray's storage."""
+        """The example's folder in the run's folder of Ray's storage."""
         return self.folder / "run" / "checkpoints"
 
     @override
@@ -149,12 +149,12 @@ class RayJob(Job):
 
     @override
     def end(self) -> None:
-        """Kill all processes; each worker is its own process group."""
+        """Kill all processes; each worker has its own process group."""
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 if self.session in " ".join(process.cmdline()):
                     process.kill()
-        for line in self.lines():  # workers rename themselves
+        for line in self.lines():  # Workers change their command lines.
             with suppress(psutil.Error, ProcessLookupError):
                 if psutil.Process(line.pid).create_time() < line.time:
                     os.kill(line.pid, signal.SIGKILL)
@@ -186,19 +186,19 @@ SECOND = 1
 def check_run(nodes: RayJob, undisturbed: Undisturbed) -> None:
     lines = nodes.lines()
     check_steps(lines, undisturbed)
-    assert max(steps_taken_again(lines).values()) <= SAVE_EVERY
+    assert max(repeated_steps(lines).values()) <= SAVE_EVERY
     result = json.loads((nodes.folder / "result.json").read_text())
     assert result["metrics"]["step"] == STEPS
     assert result["metrics"]["train_loss"] == pytest.approx(undisturbed[STEPS].loss, rel=1e-5)
     assert sorted(result["kept"].values()) == [STEPS - SAVE_EVERY, STEPS]
-    here = {str(path) for path in nodes.checkpoints.iterdir() if not path.name.startswith("last")}
-    assert here == set(result["kept"])
+    paths = {str(path) for path in nodes.checkpoints.iterdir() if not path.name.startswith("last")}
+    assert paths == set(result["kept"])
     assert Path(result["checkpoint"]) == (nodes.checkpoints / "last.ckpt").resolve()
-    for path in here:
+    for path in paths:
         assert verify_checkpoint(path).is_sound
 
 
-def test_a_ray_run_continues_without_a_killed_node_and_with_it_again(
+def test_a_ray_run_continues_after_a_node_is_killed_and_after_it_returns(
     undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     with ray_job(tmp_path / "run") as nodes:
@@ -208,12 +208,12 @@ def test_a_ray_run_continues_without_a_killed_node_and_with_it_again(
         nodes.drive()
         nodes.wait_for_step(AT, world=2)
         lost = nodes.kill(SECOND)
-        nodes.go_on(AT)
+        nodes.release(AT)
         nodes.wait_for_step(LATER, world=1)
         gained = time.time()
         nodes.start(SECOND)
         nodes.wait_for_start(world=2, since=gained)
-        nodes.go_on(LATER)
+        nodes.release(LATER)
         nodes.finish()
         check_run(nodes, undisturbed)
         count_event("Ray loses a node", nodes.lines(), lost)
@@ -229,7 +229,7 @@ def test_ray_restarts_all_workers_when_one_is_killed(
         nodes.drive()
         nodes.wait_for_step(AT, world=2)
         since = nodes.kill_worker(rank=1, world=2)
-        nodes.go_on(AT)
+        nodes.release(AT)
         nodes.finish()
         check_run(nodes, undisturbed)
         count_event("Ray loses a worker", nodes.lines(), since)

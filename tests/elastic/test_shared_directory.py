@@ -1,4 +1,4 @@
-"""Checkpoint directories on several hosts: mounts of one directory with caches, or of others."""
+"""Checkpoint directories on several hosts: one shared directory with caches, or separate ones."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from tests.support.processes import HANG_TIMEOUT_S, free_port
 from tests.support.ranks import ROOT, environment
 
 CACHE_S = 30
-"""How long a mount shows names and attributes as it saw them last, what was missing too.
+"""How long a mount caches names (also missing ones) and attributes.
 
-As long as NFS keeps those of directories (``acdirmin``). Opening a file reads it anew.
+As long as NFS caches those of directories (``acdirmin``). Opening a file reads it anew.
 """
 
 
 def in_own_mounts(commands: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Return a prefix that runs a command after these mount commands in a mount namespace."""
+    """Return a prefix that runs a command in a mount namespace, after mount commands."""
     text = " && ".join(shlex.join(command) for command in commands)
     return ("unshare", "--mount", "sh", "-c", f'{text} && exec "$@"', "sh")
 
 
 def cached(source: Path, target: Path) -> tuple[str, ...]:
-    """Return the command that mounts a directory as a network file system with caches would."""
+    """Return the command that mounts a directory with the caches of a network file system."""
     times = ",".join(f"{name}_timeout={CACHE_S}" for name in ("attr", "entry", "negative"))
     return ("bindfs", "-o", times, str(source), str(target))
 
 
 @contextmanager
-def caches_end(folder: Path) -> Iterator[None]:
+def ended_caches(folder: Path) -> Iterator[None]:
     """End the servers of the mounts below a folder, which keep each other alive."""
     try:
         yield
@@ -56,7 +56,7 @@ def caches_end(folder: Path) -> Iterator[None]:
 
 
 def can_mount(*command: str) -> bool:
-    """Whether this process may make its own mounts, and has the programs for these."""
+    """Return whether this process has the rights and programs for its own mounts."""
     if shutil.which("unshare") is None or not all(map(shutil.which, command)):
         return False
     mounts = in_own_mounts([("mount", "-t", "tmpfs", "none", "/mnt")])
@@ -65,7 +65,7 @@ def can_mount(*command: str) -> bool:
 
 @dataclass
 class JobWithCaches(Job):
-    """A job whose nodes see the checkpoints late, each through its own cache."""
+    """A job whose nodes see the checkpoints through their own caches."""
 
     @property
     @override
@@ -73,7 +73,7 @@ class JobWithCaches(Job):
         return self.folder / "server"
 
     @override
-    def entered(self, node: int) -> tuple[str, ...]:
+    def prefix(self, node: int) -> tuple[str, ...]:
         return in_own_mounts([cached(self.checkpoints, self.folder / "checkpoints")])
 
 
@@ -82,7 +82,7 @@ def job_with_caches(folder: Path, *more: str) -> Iterator[Job]:
     """Yield a job without nodes, whose checkpoint directory exists."""
     for name in ("server", "checkpoints"):
         (folder / name).mkdir(parents=True)
-    with caches_end(folder), job(folder, *more, kind=JobWithCaches) as nodes:
+    with ended_caches(folder), job(folder, *more, kind=JobWithCaches) as nodes:
         yield nodes
 
 
@@ -95,21 +95,21 @@ from lightning_elastic_zero.coordination.client import launched_ranks
 with launched_ranks(Timeouts(), "a test") as ranks:
     try:
         (checked,) = check_directories([sys.argv[1]], ranks)
-        told = [checked.hosts, checked.write_s > 0]
+        result = [checked.hosts, checked.write_s > 0]
     except ElasticZeroError as error:
-        told = [type(error).__name__, str(error)]
-print(json.dumps(told))
+        result = [type(error).__name__, str(error)]
+print(json.dumps(result))
 """
 
 
-def told_by_ranks(
+def check_on_ranks(
     directory: Path, mounts: Callable[[int], list[tuple[str, ...]]], world_size: int = 3
 ) -> list[list[object]]:
-    """Return what `check_directory` reports to ranks with their own mounts."""
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    """Return the results of `check_directories` on ranks with their own mounts."""
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks: list[subprocess.Popen[str]] = []
     for rank in range(world_size):
-        own = {"RANK": str(rank), "WORLD_SIZE": str(world_size), **meeting}
+        own = {"RANK": str(rank), "WORLD_SIZE": str(world_size), **rendezvous}
         ranks.append(
             subprocess.Popen(
                 [*in_own_mounts([*mounts(rank), ("true",)]), *PYTHON, CHECK, str(directory)],
@@ -146,17 +146,17 @@ def directory(tmp_path: Path) -> Path:
 @pytest.mark.long
 @needs_mounts
 def test_a_shared_directory_is_recognized_on_all_hosts(directory: Path) -> None:
-    assert told_by_ranks(directory, lambda _: []) == [[3, True]] * 3
+    assert check_on_ranks(directory, lambda _: []) == [[3, True]] * 3
     assert list(directory.iterdir()) == []
 
 
 @pytest.mark.long
 @needs_mounts
-def test_a_host_with_its_own_disk_is_reported_and_nothing_is_left(directory: Path) -> None:
+def test_a_host_with_its_own_disk_is_reported_without_leftovers(directory: Path) -> None:
     def mounts(rank: int) -> list[tuple[str, ...]]:
         return [("mount", "-t", "tmpfs", "none", str(directory))] if rank == 1 else []
 
-    first, *others = told_by_ranks(directory, mounts)
+    first, *others = check_on_ranks(directory, mounts)
     assert first[0] == "SaveError"
     assert f"{directory}/" in str(first[1])
     assert "that rank 0 wrote there" in str(first[1])
@@ -181,7 +181,7 @@ def test_an_overlay_that_keeps_a_hosts_writes_is_reported(directory: Path, tmp_p
             ("mount", "-t", "overlay", "overlay", "-o", layers, str(directory)),
         ]
 
-    first, *others = told_by_ranks(directory, mounts)
+    first, *others = check_on_ranks(directory, mounts)
     assert first[0] == "SaveError"
     assert f"{directory}/" in str(first[1])
     assert "that rank 2 wrote there" in str(first[1])
@@ -195,35 +195,36 @@ def test_a_shared_directory_behind_caches_is_recognized(tmp_path: Path) -> None:
     server, directory = tmp_path / "server", tmp_path / "checkpoints"
     server.mkdir()
     directory.mkdir()
-    with caches_end(tmp_path):
-        told = told_by_ranks(directory, lambda _: [cached(server, directory)])
-    assert told == [[3, True]] * 3
+    with ended_caches(tmp_path):
+        results = check_on_ranks(directory, lambda _: [cached(server, directory)])
+    assert results == [[3, True]] * 3
     assert list(server.iterdir()) == []
 
 
 @pytest.mark.long
 @pytest.mark.engine
 @needs_bindfs
-def test_a_killed_worker_resumes_where_names_are_cached(
+def test_a_killed_worker_resumes_although_names_are_cached(
     undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    """Checkpoints of other hosts must be found, and deleted ones must not be missed."""
+    """New checkpoints of other hosts must be found, and deleted ones must not be required."""
     with job_with_caches(tmp_path / "run") as nodes:
         nodes.hold(AT)
         nodes.hold(LATER)
         nodes.start(FIRST, SECOND)
         nodes.wait_for_step(AT, world=2)
         nodes.signal(SECOND, signal.SIGKILL, agent=False)
-        nodes.go_on(AT)
+        nodes.release(AT)
         nodes.wait_for_step(LATER, world=2)
-        # The other one this time: each host's cache has been the last one to learn of a save.
+        # Now the other node, so that each host's cache was once the outdated one.
         since = nodes.signal(FIRST, signal.SIGKILL, agent=False)
-        nodes.go_on(LATER)
+        nodes.release(LATER)
         nodes.finish()
         assert nodes.last_step() % SAVE_EVERY == 0
         check_job(nodes, undisturbed, "lose a worker where names are cached", since)
-        seen = nodes.folder / "checkpoints"
-        told = f"{seen} is one directory on all 2 hosts; the slowest wrote and synced"
-        said = re.findall(re.escape(told) + r" 4 MiB there in ([0-9.e-]+) s\.", nodes.log_of(FIRST))
-        assert said
-        assert all(float(seconds) > 0 for seconds in said)
+        path = nodes.folder / "checkpoints"
+        text = f"{path} is one directory on all 2 hosts; the slowest wrote and synced"
+        pattern = re.escape(text) + r" 4 MiB there in ([0-9.e-]+) s\."
+        durations = re.findall(pattern, nodes.log_of(FIRST))
+        assert durations
+        assert all(float(seconds) > 0 for seconds in durations)

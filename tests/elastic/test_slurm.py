@@ -1,4 +1,4 @@
-"""The SLURM example, run under SLURM: preempted, requeued, gone on elsewhere."""
+"""The SLURM example under SLURM: preempted, requeued, and resumed on other nodes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.elastic._job import (
     check_steps,
     count_event,
     read_lines,
+    repeated_steps,
     start_process,
-    steps_taken_again,
 )
 from tests.support.processes import HANG_TIMEOUT_S, free_port
 from tests.support.ranks import ROOT, environment
@@ -34,17 +34,17 @@ from tests.support.ranks import ROOT, environment
 DAEMONS = ("munged", "slurmctld", "slurmd")
 
 SPOT, URGENT = "spot", "urgent"
-"""Partitions of the same nodes: jobs of the second one preempt those of the first one."""
+"""Partitions of the same nodes; jobs of the second one preempt those of the first."""
 
 
 def can_run_slurm() -> bool:
-    """Whether Debian's slurm-wlm and munge are installed and may be started."""
+    """Return whether the daemons of Debian's slurm-wlm and munge can be started."""
     return os.geteuid() == 0 and all(shutil.which(name) for name in DAEMONS)
 
 
 @dataclass
 class SlurmCluster:
-    """Running daemons, and the commands for them."""
+    """Running daemons, and commands that use them."""
 
     folder: Path
     nodes: int
@@ -82,11 +82,11 @@ class SlurmCluster:
         path = self.folder / f"job-{job}.out"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def wait_until(self, found: Callable[[], bool], what: str, job: str) -> None:
+    def wait_until(self, condition: Callable[[], bool], event: str, job: str) -> None:
         end = time.monotonic() + HANG_TIMEOUT_S
-        while not found():
-            told = f"{what}: {self.state(job)}\n{self.output(job)[-4000:]}"
-            assert time.monotonic() < end, told
+        while not condition():
+            message = f"no {event}: {self.state(job)}\n{self.output(job)[-4000:]}"
+            assert time.monotonic() < end, message
             time.sleep(0.2)
 
     def start(self) -> None:
@@ -96,7 +96,7 @@ class SlurmCluster:
         key.chmod(0o400)
         munge = self.folder / "munge"
         munge.mkdir(mode=0o755)
-        files = [f"--{what}-file={munge / what}" for what in ("pid", "seed")]
+        files = [f"--{name}-file={munge / name}" for name in ("pid", "seed")]
         keys = [f"--key-file={key}", f"--socket={munge}/socket"]
         self._spawn(["munged", "--foreground", "--force", *keys, *files])
         (self.folder / "slurm.conf").write_text(self._configuration(munge / "socket"))
@@ -107,7 +107,7 @@ class SlurmCluster:
 
     @staticmethod
     def name(node: int) -> str:
-        """Return a node's name, which is its address too: Lightning connects to the first one."""
+        """Return a node's name, which is also its address, because Lightning connects to it."""
         return f"127.0.0.{node + 1}"
 
     def _configuration(self, munge: Path) -> str:
@@ -122,7 +122,7 @@ class SlurmCluster:
             f"SlurmctldHost={host}(127.0.0.1)",
             f"SlurmctldPort={free_port()}",
             "AuthType=auth/munge",
-            f"AuthInfo=socket={munge},cred_expire=5",  # a requeued job waits for so long
+            f"AuthInfo=socket={munge},cred_expire=5",  # A requeued job waits this long.
             "SlurmUser=root",
             "SlurmdUser=root",
             f"StateSaveLocation={self.folder / 'state'}",
@@ -151,7 +151,7 @@ class SlurmCluster:
     def end(self) -> None:
         """Cancel all jobs, and end the daemons in reverse order."""
         self.run("scancel", "--user=root", "--full", must_succeed=False)
-        time.sleep(1.0)  # slurmstepd kills the tasks
+        time.sleep(1.0)  # Until slurmstepd has killed the tasks.
         for daemon in reversed(self.started):
             daemon.terminate()
             try:
@@ -163,7 +163,7 @@ class SlurmCluster:
 
 @contextmanager
 def slurm_cluster(nodes: int) -> Iterator[SlurmCluster]:
-    """Run a cluster in a folder with a short name, since it has sockets."""
+    """Run a cluster in a folder with a short path, because it contains sockets."""
     folder = Path(tempfile.mkdtemp(prefix="ez-slurm-"))
     cluster = SlurmCluster(folder, nodes)
     try:
@@ -190,7 +190,7 @@ EXAMPLE = ROOT / "examples" / "slurm" / "train.sbatch"
 
 
 def submit(cluster: SlurmCluster, run: Path, *options: str) -> str:
-    """Submit the example to nodes that may be preempted; it waits after a step."""
+    """Submit the example to the preemptible partition; it waits after a step."""
     run.mkdir()
     (run / f"hold-{AT}").touch()
     settings = {
@@ -214,7 +214,7 @@ def assert_lossless(run: Path, undisturbed: Undisturbed) -> None:
     lines = read_lines(run)
     check_steps(lines, undisturbed)
     assert max(line.step for line in lines) == STEPS
-    assert list(steps_taken_again(lines).values()) == [0]
+    assert list(repeated_steps(lines).values()) == [0]
 
 
 def wait_for_state(cluster: SlurmCluster, job: str, state: str) -> None:
@@ -222,7 +222,7 @@ def wait_for_state(cluster: SlurmCluster, job: str, state: str) -> None:
 
 
 def wait_for_notice(cluster: SlurmCluster, job: str, run: Path) -> None:
-    """Wait until ranks have received a signal, and let them go on."""
+    """Wait until ranks have received a signal, and release them."""
     cluster.wait_until(lambda: NOTICED in cluster.output(job), "signal", job)
     (run / f"hold-{AT}").unlink()
 
@@ -237,7 +237,7 @@ def test_a_preempted_job_continues_on_two_of_three_nodes_without_loss(
         since = time.time()
         urgent = cluster.submit(f"--partition={URGENT}", "--nodes=1", "--wrap=sleep 600")
         wait_for_notice(cluster, job, run)
-        # Seen once: it ran again, and three nodes stood there still.
+        # NumNodes may still be 3 for a moment after the job runs again.
         requeued = {"JobState": "RUNNING", "Restarts": "1", "NumNodes": "2"}
         cluster.wait_until(
             lambda: requeued.items() <= cluster.state(job).items(), "two nodes after a requeue", job

@@ -1,4 +1,4 @@
-"""Random losses and gains, one after another: each restart is from the newest sound save."""
+"""After random losses and gains, each restart is from the newest intact save."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def test_a_short_soak_has_no_wrong_restart(seed: int, tmp_path: Path) -> None:
     assert not wrong
     assert soak.events
     for event in soak.events:
-        # One save may still be on its way in the background, and one be damaged since.
+        # One background save may be unfinished, and another checkpoint may be damaged.
         assert event.lost <= SAVE_EVERY * 3, event

@@ -1,4 +1,4 @@
-"""What the jobs' tests would find: other samples, another loss, too much work lost."""
+"""The checks of the job tests detect wrong samples, losses and missing steps."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from tests.elastic._job import (
     Step,
     StepRecord,
     check_steps,
+    repeated_steps,
     seconds_to_next_step,
-    steps_taken_again,
 )
 
 
 def line(
     time: float, step: int, rank: int, met_at: str = "first", event: str = "step"
 ) -> StepRecord:
-    """Return the record of one of two ranks with one sample each."""
+    """Return the record of one of two ranks, which have one sample each."""
     return StepRecord(time, event, step, rank, 2, met_at, rank, (10 * step + rank,), float(step))
 
 
@@ -31,7 +31,7 @@ LINES = [
 UNDISTURBED = {step: Step((10 * step, 10 * step + 1), float(step)) for step in (1, 2, 3, 4)}
 
 
-def test_equal_steps_pass_also_repeated_or_cut_short() -> None:
+def test_equal_steps_pass_even_if_repeated_or_incomplete() -> None:
     check_steps(LINES, UNDISTURBED)
     check_steps([other for other in LINES if other != line(3.0, 3, 1)], UNDISTURBED)
 
@@ -53,6 +53,6 @@ def test_a_missing_step_is_found() -> None:
         check_steps([other for other in LINES if other.step != 4], UNDISTURBED)
 
 
-def test_repeated_steps_and_the_time_to_the_next_are_counted() -> None:
-    assert steps_taken_again(LINES) == {10.0: 2}
+def test_repeated_steps_and_the_time_to_the_next_step_are_counted() -> None:
+    assert repeated_steps(LINES) == {10.0: 2}
     assert seconds_to_next_step(LINES, since=3.5) == 7.5

@@ -1,4 +1,4 @@
-"""Fork a process for each program, with torch and DeepSpeed imported, but not Lightning or us."""
+"""Fork a process per program, with torch and DeepSpeed but without Lightning and this library."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import torch._dynamo
 import torch.distributed.checkpoint  # noqa: F401
 import torchmetrics  # noqa: F401
 
-ASKED_ABOUT = {"lightning", "pytorch_lightning", "lightning_elastic_zero"}
+NOT_IMPORTED = {"lightning", "pytorch_lightning", "lightning_elastic_zero"}
 
 
 def main() -> None:
-    assert not ASKED_ABOUT & set(sys.modules)
+    assert not NOT_IMPORTED & set(sys.modules)
     print("ready", flush=True)
     for line in sys.stdin:
         program, path = json.loads(line)
         pid = os.fork()
         if pid == 0:
-            _print_to(path)
+            _redirect_output(path)
             exec(compile(program, path, "exec"), {"__name__": "__main__"})  # noqa: S102
             return
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
 
-def _print_to(path: str) -> None:
+def _redirect_output(path: str) -> None:
     for number, suffix in ((1, "out"), (2, "err")):
         file = os.open(f"{path}.{suffix}", os.O_WRONLY | os.O_CREAT)
         os.dup2(file, number)

@@ -1,4 +1,4 @@
-"""Import rules: the table of CONTRIBUTING.md, and those below."""
+"""The import rules of CONTRIBUTING.md, and further rules defined below."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ PACKAGE = "lightning_elastic_zero"
 ROOT = Path(__file__).parents[2] / PACKAGE
 
 LAZY_INIT = "__init__"
-"""Hands out every public name, but imports at once only what EAGER names."""
+"""Provides every public name, but imports only the modules in EAGER on import."""
 
 _PAGE = (ROOT.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
 _ROWS = re.findall(r"^\| `(\w+)` \| (.*)\|$", _PAGE, re.MULTILINE)
 MAY_IMPORT = {module: set(re.findall(r"`(\w+)`", names)) for module, names in _ROWS}
-"""What each module, or package of modules, may import of the others; its own modules always."""
+"""Other modules or packages that each module or package may import."""
 
 EAGER = MAY_IMPORT.pop(LAZY_INIT)
 
 STANDARD_LIBRARY_ONLY = ("errors.py", "core/layout.py", "core/partition.py", "core/manifest.py")
-"""These files run, and are tested, with nothing installed."""
+"""Files that may import only the standard library and each other."""
 
 ONLY_IN: dict[str, set[str]] = {
     "deepspeed": {"engine"},
     "lightning": {"trainer", "integrations"},
     "pytorch_lightning": set(),
     "torch.distributed": {"coordination", "engine"},
-    # Reads the files that it wrote by itself, in one process and without a process group.
+    # Used in one process, without a process group, to read and write its own files.
     "torch.distributed.checkpoint": {"formats"},
 }
-"""Where each of these may be imported at all; of two that a name is in, the narrower one counts."""
+"""The modules that may import each package; the longest matching name counts."""
 
 NO_COMMUNICATION = {"engine": {"get_global_rank", "get_rank", "get_world_size"}}
-"""What may be used of torch.distributed where its collectives may not: to ask, not to talk."""
+"""Functions of torch.distributed that modules without collectives may use."""
 
 DEEPSPEED_COLLECTIVES = {
     ("engine/buffers.py", "all_gather"),
     ("engine/buffers.py", "broadcast"),
     ("engine/muon.py", "all_gather"),
 }
-"""Partitions are gathered within DeepSpeed's own groups, as its optimizers do after a step."""
+"""Permitted collectives: they gather partitions in DeepSpeed's own groups, as its optimizers do."""
 
 RESOLVES_PATHS = {"absolute", "abspath", "realpath", "resolve"}
-"""What makes a path absolute, or resolves its links: each way differs a little from the others."""
+"""Functions that make a path absolute or resolve links; their results differ slightly."""
 
 LOADS_WITHOUT: dict[str, set[str]] = {
     PACKAGE: {"lightning", "deepspeed", "torch"},
@@ -64,7 +64,7 @@ LOADS_WITHOUT: dict[str, set[str]] = {
     f"{PACKAGE}.tools.verification": {"lightning", "deepspeed"},
     f"{PACKAGE}.tools.conversion": {"lightning", "deepspeed"},
 }
-"""What importing a module must not load, in a process of its own."""
+"""Packages that importing a module must not load."""
 
 SOURCES = sorted(ROOT.rglob("*.py"))
 
@@ -129,17 +129,17 @@ def is_or_is_in(name: str, module: str) -> bool:
 
 
 def runs_at_import(tree: ast.Module) -> Iterator[ast.AST]:
-    """Yield the nodes that run on import: not those of functions or type checkers."""
-    waiting: list[ast.AST] = list(tree.body)
-    while waiting:
-        node = waiting.pop()
+    """Yield the nodes that run on import: not those of functions and TYPE_CHECKING blocks."""
+    pending: list[ast.AST] = list(tree.body)
+    while pending:
+        node = pending.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            waiting.extend(node.orelse)
+            pending.extend(node.orelse)
             continue
         yield node
-        waiting.extend(ast.iter_child_nodes(node))
+        pending.extend(ast.iter_child_nodes(node))
 
 
 def test_the_table_has_no_cycle() -> None:
@@ -147,12 +147,12 @@ def test_the_table_has_no_cycle() -> None:
     assert set(order) == set(MAY_IMPORT)
 
 
-def test_every_module_has_its_row() -> None:
+def test_every_module_has_a_row() -> None:
     units = {unit_of(source) for source in SOURCES} - {LAZY_INIT}
     assert units == set(MAY_IMPORT), (
-        f"The table of CONTRIBUTING.md lacks {sorted(units - set(MAY_IMPORT))} of {PACKAGE}, and "
-        f"has {sorted(set(MAY_IMPORT) - units)}, which are not there. Write there what a module "
-        "may import, and what it is for."
+        f"The table of CONTRIBUTING.md lacks the modules {sorted(units - set(MAY_IMPORT))} of "
+        f"{PACKAGE}, and lists missing ones: {sorted(set(MAY_IMPORT) - units)}. Add a row with the "
+        "permitted imports of a new module, and describe the module above the table."
     )
 
 
@@ -182,16 +182,16 @@ def test_imports_are_absolute() -> None:
 def test_third_party_imports_follow_the_table() -> None:
     assert_in_each_source(
         lambda source: [
-            f"line {line}: {name} (only in {sorted(ONLY_IN[guest]) or 'no module'})"
+            f"line {line}: {name} (only in {sorted(ONLY_IN[rule]) or 'no module'})"
             for line, name in imports_of(source)
-            for guest in [max((g for g in ONLY_IN if is_or_is_in(name, g)), key=len, default="")]
-            if guest and unit_of(source) not in ONLY_IN[guest]
+            for rule in [max((r for r in ONLY_IN if is_or_is_in(name, r)), key=len, default="")]
+            if rule and unit_of(source) not in ONLY_IN[rule]
         ],
         *MAY_IMPORT,
     )
 
 
-def test_no_collectives_outside_of_ranks() -> None:
+def test_only_coordination_uses_collectives() -> None:
     def wrong_in(source: Path) -> set[str]:
         imported_by_name = {
             name.removeprefix("torch.distributed.")
@@ -219,7 +219,7 @@ def test_collectives_of_deepspeed_are_listed() -> None:
             and ast.unparse(node.value) in {"comm", "deepspeed.comm"}
         }
         name = str(source.relative_to(ROOT))
-        return {(name, what) for what in by_name | (used - {"get_rank", "get_world_size"})}
+        return {(name, called) for called in by_name | (used - {"get_rank", "get_world_size"})}
 
     assert {found for source in SOURCES for found in used_in(source)} == DEEPSPEED_COLLECTIVES
 
@@ -258,18 +258,18 @@ def test_the_core_is_pure() -> None:
 
 
 def test_package_init_is_lazy() -> None:
-    at_once = {
+    imported = {
         unit_of_name(name)
         for node in runs_at_import(tree_of(ROOT / "__init__.py"))
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in names_imported(node)
         if is_or_is_in(name, PACKAGE)
     }
-    assert at_once <= EAGER
+    assert imported <= EAGER
 
 
 def test_importing_loads_no_more_than_needed() -> None:
-    """One process imports the modules one by one, those that may load least first."""
+    """One process imports the modules in order, starting with the most restricted ones."""
     order = sorted(LOADS_WITHOUT, key=lambda module: -len(LOADS_WITHOUT[module]))
     program = "".join(f"import sys, {m}; print('{m}', *sys.modules)\n" for m in order)
     printed = output_of((sys.executable, "-c", program), ROOT.parent, os.environ)

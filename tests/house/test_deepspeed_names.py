@@ -1,4 +1,4 @@
-"""DeepSpeed's names that the library uses are listed in ``engine.deepspeed``."""
+"""All names of DeepSpeed that the library uses are listed in ``engine.deepspeed``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOURCES = sorted(
         *(ROOT / "trainer").glob("*.py"),
     ]
 )
-"""Where DeepSpeed's engine is handed around; elsewhere an ``engine`` is ``LiveEngine``."""
+"""Files in which ``engine`` is DeepSpeed's engine; in other files it is a ``LiveEngine``."""
 
 KNOWN = {
     *UNCHECKED,
@@ -31,8 +31,8 @@ DEEPSPEEDS_OWN = (
     *("engine", "_engine", "optimizer", "_optimizer", "module_of(optimizer)"),
     *("optimizer_swapper", "swapper", "builder"),
 )
-"""What holds an engine, an optimizer wrapper, its module, its swapper, or what builds an operator,
-wherever it is called so."""
+"""Names of variables that hold an engine, an optimizer wrapper, its module, its swapper or an
+operator builder."""
 
 OTHERS = {
     "at_step": "of this library's LiveEngine",
@@ -43,19 +43,19 @@ OTHERS = {
     "state": "of torch's optimizers",
     "step": "documented: selftest_engine",
 }
-"""Names of these that no release lacks."""
+"""Attributes of these variables that all releases have."""
 
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
 INTERNALS = ROOT / "engine" / "deepspeed.py"
-"""Where DeepSpeed's private names may stand."""
+"""The only file that may use private names of DeepSpeed."""
 
 TORCHS_OWN = {"_non_persistent_buffers_set"}
-"""Private names in ``engine`` that are of torch's modules."""
+"""Private names of torch modules that ``engine`` uses."""
 
 BY_NAME = {"delattr", "getattr", "hasattr", "setattr"}
 
 ON_PARAMETERS = ("_hp_mapping", "ds_", "optim_fragment")
-"""How the names begin that DeepSpeed gives to parameters, or to what hangs on them."""
+"""Prefixes of attributes that DeepSpeed adds to parameters."""
 
 
 def holder(node: ast.expr) -> str:
@@ -107,10 +107,10 @@ def private_in(source: Path) -> Iterator[tuple[int, str]]:
         deepspeeds = name in KNOWN or foreign or holder(of) in DEEPSPEEDS_OWN
         if PRIVATE.fullmatch(name) and deepspeeds and name not in TORCHS_OWN:
             yield line, name
-    said = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         match node:
-            case ast.Constant(value=str(name)) if name in KNOWN and node not in said:
+            case ast.Constant(value=str(name)) if name in KNOWN and node not in docstrings:
                 if PRIVATE.fullmatch(name):
                     yield node.lineno, name
 
@@ -123,7 +123,7 @@ def test_private_names_are_used_in_one_file() -> None:
         for line, private in private_in(source)
         if source != INTERNALS
     }
-    assert not found, f"use it by a function of engine/deepspeed.py: {sorted(found)}"
+    assert not found, f"move the access to a function of engine/deepspeed.py: {sorted(found)}"
     listed = {name for name in KNOWN if PRIVATE.fullmatch(name)}
     assert {name for _, name in private_in(INTERNALS)} == listed
 
@@ -143,13 +143,13 @@ def test_listed_names_are_used() -> None:
     assert not unused
 
 
-def test_fields_of_the_loss_scale_are_of_stage_0() -> None:
-    """One of those that wrappers had before ``loss_scale_config`` always exists."""
+def test_loss_scale_fields_include_that_of_old_wrappers() -> None:
+    """Wrappers of releases without ``loss_scale_config`` always have ``cur_scale``."""
     assert NAMES["an optimizer without loss_scale_config"] == {"": "cur_scale"}
     assert "cur_scale" in SCALE_FIELDS
 
 
-def test_each_object_is_checked_with_some_engine() -> None:
+def test_each_object_is_checked_with_an_engine() -> None:
     engines = [*CHECKED.values(), *CHECKED_WITHOUT_OPTIMIZER.values()]
     checked = {title for titles in engines for title in titles}
     operators = {"deepspeed.ops", "the accelerator", "an operator's builder"}

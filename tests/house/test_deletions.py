@@ -1,4 +1,4 @@
-"""Every call that can remove, replace or overwrite a file, and the test that shows it harmless."""
+"""Every call that can remove, replace or overwrite a file has a test that shows it is safe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REMOVING = {
     *("exchange_names", "renameat2", "extract", "extractall", "NamedTemporaryFile"),
     *("TemporaryDirectory", "memmap", "tofile", "O_TRUNC", "O_WRONLY", "O_RDWR"),
 }
-"""Names of what can end a file, a name or a content, on whatever object it is called."""
+"""Names of functions and flags that can remove or change files, on any object."""
 
 RACES = "tests/core/test_user_files.py::TestRaces::"
 DELETING = "tests/core/test_user_files.py::TestDeleting::"
@@ -60,10 +60,10 @@ PLACES: dict[tuple[str, str, str], str] = {
     ),
     ("storage/checksums.py", "__init__", "os.O_WRONLY"): NEW_FILES,
     ("storage/checksums.py", "write_durably", "path.open to write"): NEW_FILES,
-    # `latest`, a pointer by DeepSpeed's convention; what it names stays.
+    # `latest` is a pointer file by DeepSpeed's convention; the checkpoint that it names stays.
     ("storage/checksums.py", "replace_durably", "new.replace"): LATEST_FILE,
     ("storage/checksums.py", "replace_durably", "new.unlink"): LATEST_FILE,
-    # -- exports: under a hidden name that only the process knows which made it
+    # -- exports, under a hidden random name
     ("storage/publish.py", "drop_sums", "path.unlink"): EXPORTS + "nothing_left",
     ("storage/publish.py", "publish", "self.path.rename"): CAME_TO_EXPORT,
     ("storage/publish.py", "_remove_tree", "Path(folder, name).unlink"): KILLED_EXPORT,
@@ -98,7 +98,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ),
     ("checkpoint/manager.py", "remove", "self._retention.remove"): DELETING
     + "test_retention_skips_foreign_files_and_warns_once",
-    # -- what kills left
+    # -- leftovers of kills
     ("storage/publish.py", "_remove_by_id", "owner_file.unlink"): (
         LEFT + "test_a_users_file_under_a_hidden_name_is_kept"
     ),
@@ -125,7 +125,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("storage/publish.py", "_copy_file", "target.open to write"): (
         LINKS + "test_a_copy_has_only_files_of_the_checkpoint"
     ),
-    # -- selftest: in one folder, which it has made under a name that nothing else has
+    # -- selftest, in a folder that it creates under a unique name
     ("storage/probe.py", "_write_new", "path.open to write"): SELFTEST,
     ("storage/probe.py", "_rename", "hidden.rename"): SELFTEST,
     ("storage/probe.py", "_rename", "(place / 'new').replace"): SELFTEST,
@@ -137,7 +137,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("selftest.py", "_run_rank", "os.O_WRONLY"): SELFTEST_WORLDS,
     ("selftest.py", "put", "self._path.open to write"): SELFTEST_WORLDS,
 }
-"""Where: file, function, call; and the test in which somebody else's files survive it."""
+"""Maps file, function and call to the test that shows that foreign files survive."""
 
 NOT_ON_DISK = {
     ("cli.py", "_convert", "args.rename"),
@@ -164,7 +164,7 @@ NOT_ON_DISK = {
     ("core/manifest.py", "dump_with_digest", "mark.replace"),
     ("core/manifest.py", "has_valid_digest", "text.replace"),
 }
-"""The same names on texts, objects and hooks."""
+"""Calls with the same names on texts, objects and hooks."""
 
 
 @cache
@@ -193,16 +193,16 @@ def calls_in(node: ast.AST, function: str) -> Iterator[tuple[str, str]]:
 
 
 def may_write(call: ast.Call) -> bool:
-    given = [*call.args, *(keyword.value for keyword in call.keywords)]
-    texts = [a.value for a in given if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+    args = [*call.args, *(keyword.value for keyword in call.keywords)]
+    texts = [a.value for a in args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
     return any(set(text) & set("wax+") and set(text) <= set("rwaxbt+") for text in texts)
 
 
-def test_every_place_is_in_the_table() -> None:
+def test_every_call_is_in_the_table() -> None:
     unknown = set(calls()) - set(PLACES) - NOT_ON_DISK
-    assert not unknown, f"say which test shows that these remove nothing of a user's: {unknown}"
-    gone = (set(PLACES) | NOT_ON_DISK) - set(calls())
-    assert not gone, f"these are no more: {gone}"
+    assert not unknown, f"add to PLACES, with the test that shows that users' files stay: {unknown}"
+    removed = (set(PLACES) | NOT_ON_DISK) - set(calls())
+    assert not removed, f"remove these rows, whose calls do not exist: {removed}"
 
 
 @cache

@@ -1,4 +1,4 @@
-"""One module names CUDA; all others use torch's interface for any device, or DeepSpeed's."""
+"""Only one module names CUDA; all others use device-independent interfaces."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ PACKAGE = Path(__file__).parents[2] / "lightning_elastic_zero"
 SEAM = PACKAGE / "checkpoint" / "streams.py"
 
 BY_NAME = {"get_device_module", "getattr", "import_module", "__import__"}
-"""Functions that hand a module out by its name."""
+"""Functions that return a module by name."""
 
 
 def cuda_names(text: str) -> list[str]:
-    """Return where a program names ``torch.cuda``, also as text, or uses ``is_cuda``."""
+    """Return the uses of ``torch.cuda`` (also by a text) and ``is_cuda`` in a program."""
     tree = ast.parse(text)
     constants = {name for node in ast.walk(tree) for name in _bound_to_cuda(node)}
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.expr) and (
-            _is_attribute_of_cuda(node) or _asks_for_cuda(node, constants)
+            _is_attribute_of_cuda(node) or _gets_cuda_by_name(node, constants)
         ):
             found.append(f"{node.lineno}: {ast.unparse(node)}")
         elif isinstance(node, ast.Import):
-            found += [f"{node.lineno}: {a.name}" for a in node.names if _is_cudas(a.name)]
+            found += [f"{node.lineno}: {a.name}" for a in node.names if _is_in_cuda(a.name)]
         elif isinstance(node, ast.ImportFrom) and node.module:
             names = [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
-            found += [f"{node.lineno}: {name}" for name in names if _is_cudas(name)]
+            found += [f"{node.lineno}: {name}" for name in names if _is_in_cuda(name)]
     return found
 
 
@@ -38,29 +38,29 @@ def _is_attribute_of_cuda(node: ast.AST) -> bool:
     return node.attr == "is_cuda" or ast.unparse(node).startswith("torch.cuda")
 
 
-def _is_cudas(name: str) -> bool:
+def _is_in_cuda(name: str) -> bool:
     return name == "torch.cuda" or name.startswith("torch.cuda.")
 
 
-def _says_cuda(node: ast.AST | None) -> bool:
+def _is_cuda_text(node: ast.AST | None) -> bool:
     if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
         return False
     return node.value.removeprefix("torch.").partition(":")[0].partition(".")[0] == "cuda"
 
 
 def _bound_to_cuda(node: ast.AST) -> list[str]:
-    if isinstance(node, ast.Assign | ast.AnnAssign) and _says_cuda(node.value):
+    if isinstance(node, ast.Assign | ast.AnnAssign) and _is_cuda_text(node.value):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         return [ast.unparse(target) for target in targets]
     return []
 
 
-def _asks_for_cuda(node: ast.AST, constants: set[str]) -> bool:
+def _gets_cuda_by_name(node: ast.AST, constants: set[str]) -> bool:
     if not isinstance(node, ast.Call) or ast.unparse(node.func).rpartition(".")[2] not in BY_NAME:
         return False
-    given = [*node.args, *(keyword.value for keyword in node.keywords)]
-    said = [part for value in given for part in ast.walk(value)]
-    return any(_says_cuda(part) or ast.unparse(part) in constants for part in said)
+    args = [*node.args, *(keyword.value for keyword in node.keywords)]
+    parts = [part for value in args for part in ast.walk(value)]
+    return any(_is_cuda_text(part) or ast.unparse(part) in constants for part in parts)
 
 
 def test_one_module_names_cuda() -> None:
@@ -89,7 +89,7 @@ def test_one_module_names_cuda() -> None:
         'importlib.import_module("torch.cuda")',
     ],
 )
-def test_each_way_to_name_it_is_found(text: str) -> None:
+def test_each_use_of_cuda_is_found(text: str) -> None:
     assert cuda_names(text)
 
 

@@ -16,9 +16,9 @@ LINK = re.compile(r"\]\(([^)\s]+)[^)]*\)|<(?:img|a)[^>]*(?:src|href)=[\"']([^\"'
 
 
 def description() -> str:
-    named: str
-    (named,) = re.findall(r'^readme = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    return (ROOT / named).read_text()
+    path: str
+    (path,) = re.findall(r'^readme = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    return (ROOT / path).read_text()
 
 
 def test_links_of_the_description_are_absolute() -> None:
@@ -38,7 +38,7 @@ def test_the_readme_starts_like_the_description() -> None:
 
 
 def own_options() -> set[str]:
-    """Return the strategy's options that are neither its parent's nor of ``ElasticOptions``."""
+    """Return the strategy's options that neither its parent nor ``ElasticOptions`` has."""
     parents = inspect.signature(DeepSpeedStrategy.__init__).parameters
     own = inspect.signature(ElasticDeepSpeedStrategy.__init__).parameters.values()
     return {

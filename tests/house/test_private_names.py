@@ -1,4 +1,4 @@
-"""Lightning's private names that are used are checked at setup, and used in two files."""
+"""Private names of Lightning are listed, checked by ``setup()``, and each used in one file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
 ROOT = Path(__file__).parents[2] / "lightning_elastic_zero"
 LIGHTNING_MODULES = ("trainer",)
-"""Where Lightning may be imported (``test_architecture``)."""
+"""Packages that may use Lightning's private names."""
 
 SOURCES = sorted(
     source
@@ -58,9 +58,11 @@ INHERITED = {name for name in dir(DeepSpeedStrategy()) if is_private(name)}
 
 
 def texts_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    said = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in said:
+        if not isinstance(node, ast.Constant) or node in docstrings:
+            continue
+        if isinstance(node.value, str):
             yield node.lineno, node.value
 
 
@@ -103,7 +105,7 @@ def test_private_names_are_listed() -> None:
         for line, name in used_in(tree_of(source))
         if name not in KNOWN and name not in OWN - INHERITED
     ]
-    assert not unknown, f"say in trainer/lightning.py what it is needed for: {unknown}"
+    assert not unknown, f"list it with its purpose in trainer/lightning.py: {unknown}"
 
 
 def test_each_private_name_is_used_in_one_file() -> None:
@@ -111,16 +113,16 @@ def test_each_private_name_is_used_in_one_file() -> None:
     files: dict[str, set[str]] = {}
     for source in SOURCES:
         for _, name in used_in(tree_of(source)):
-            # A strategy can only override its parent's names, and call them, itself.
+            # Only the strategy itself can override and call the names of its parent.
             if name in KNOWN and is_private(name) and name not in OF_STRATEGIES:
                 files.setdefault(name, set()).add(source.name)
     shared = {name: sorted(names) for name, names in files.items() if len(names) > 1}
-    assert not shared, f"use these by a function of trainer/lightning.py: {shared}"
+    assert not shared, f"move the access to a function of trainer/lightning.py: {shared}"
 
 
 def test_listed_names_are_used() -> None:
     used = {name for source in SOURCES for _, name in used_in(tree_of(source))}
-    # ``trainer.lightning`` itself looks there for the barrier's name.
+    # ``trainer.lightning`` itself looks up the name of the barrier there.
     assert {name for name in KNOWN if is_private(name)} - used <= {"_checkpoint_connector"}
     assert RESUME_END not in used
 
@@ -141,7 +143,7 @@ def test_a_missing_name_is_refused_at_setup(
 
 
 def test_a_renamed_barrier_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without its name, ranks that resumed from different checkpoints go unnoticed."""
+    """Without this barrier, ranks that resumed from different checkpoints would not be detected."""
     trainer = Trainer(
         accelerator="cpu", strategy=ElasticDeepSpeedStrategy(), devices=1, logger=False
     )

@@ -1,4 +1,4 @@
-"""The public names are those of docs/api.rst: a new one is a decision."""
+"""The public names are those of docs/api.rst, so that a new one is a deliberate decision."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run_fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunFresh]:
         assert forks.stdin is not None
         assert forks.stdout is not None
         while forks.stdout.readline() not in {"ready\n", ""}:
-            pass  # What DeepSpeed prints when it is imported.
+            pass  # DeepSpeed prints lines when it is imported.
 
         def run(program: str) -> str:
             assert forks.stdin is not None
@@ -60,7 +60,7 @@ def test_the_public_names_are_those_of_the_api_page() -> None:
     assert sorted(NAMED) == sorted(lightning_elastic_zero.__all__)
 
 
-def test_every_error_is_public_and_has_one_root() -> None:
+def test_every_error_is_public_and_derives_from_one_class() -> None:
     classes = [value for _, value in inspect.getmembers(errors, inspect.isclass)]
     own = [value for value in classes if value.__module__ == errors.__name__]
     assert all(issubclass(value, errors.ElasticZeroError) for value in own)
@@ -74,11 +74,11 @@ def test_returned_types_are_public(function: str) -> None:
 
 
 def test_every_public_name_is_an_attribute() -> None:
-    reached = {name for name in PUBLIC if getattr(lightning_elastic_zero, name) is not None}
-    assert reached == PUBLIC & set(dir(lightning_elastic_zero))
+    available = {name for name in PUBLIC if getattr(lightning_elastic_zero, name) is not None}
+    assert available == PUBLIC & set(dir(lightning_elastic_zero))
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
+def test_an_unknown_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'ElasticStrategy'"):
         getattr(lightning_elastic_zero, "ElasticStrategy")  # noqa: B009 (mypy sees the other form)
 
@@ -148,12 +148,12 @@ def test_pytorch_lightning_is_refused_with_the_right_import(
         "    try:\n"
         "        pytorch_lightning.Trainer(strategy=strategy, accelerator='cpu', logger=False)\n"
         "    except (ez.UnsupportedError, ValueError) as error:\n"
-        "        print('said', str(error).replace(chr(10), ' '))"
+        "        print('error', str(error).replace(chr(10), ' '))"
     )
-    said = [line for line in run_fresh(program).splitlines() if line.startswith("said")]
-    assert len(said) == 2
-    assert "import lightning.pytorch as pl" in said[0]
-    assert "for lightning.pytorch.Trainer" in said[1]
+    errors = [line for line in run_fresh(program).splitlines() if line.startswith("error")]
+    assert len(errors) == 2
+    assert "import lightning.pytorch as pl" in errors[0]
+    assert "for lightning.pytorch.Trainer" in errors[1]
 
 
 @pytest.mark.long
@@ -173,7 +173,7 @@ def test_the_trainer_accepts_every_registered_name(run_fresh: RunFresh) -> None:
 
 def test_fields_of_public_records_are_documented() -> None:
     public = [getattr(lightning_elastic_zero, name) for name in lightning_elastic_zero.__all__]
-    classes = [thing for thing in public if inspect.isclass(thing)]
+    classes = [value for value in public if inspect.isclass(value)]
     for record in filter(dataclasses.is_dataclass, classes):
         (node,) = ast.parse(inspect.getsource(record)).body
         assert isinstance(node, ast.ClassDef)

@@ -1,4 +1,4 @@
-"""The releases that pyproject.toml and the README promise are those that tests/releases runs."""
+"""tests/releases runs the releases that pyproject.toml and the README promise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from tests.releases._cells import CELLS, EXCHANGES, PINNED, REFUSED
-from tests.releases._core_matrix import TESTS, left_out
+from tests.releases._core_matrix import TESTS, deselection
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -27,7 +27,7 @@ def promised(package: str) -> Requirement:
     return Requirement(found[1])
 
 
-def test_each_minor_release_is_run() -> None:
+def test_the_matrix_contains_each_minor_release() -> None:
     assert {cell.deepspeed for cell in CELLS} == {*DEEPSPEEDS}
     assert {cell.lightning for cell in CELLS} == {*LIGHTNINGS}
     assert {cell.base.python for cell in CELLS} == {"3.10", "3.11", "3.12", "3.13"}
@@ -36,10 +36,10 @@ def test_each_minor_release_is_run() -> None:
 
 
 def test_cells_are_within_the_promised_ranges() -> None:
-    for package, of in (("deepspeed", "deepspeed"), ("lightning", "lightning")):
+    for package in ("deepspeed", "lightning"):
         specifier = promised(package).specifier
-        assert all(specifier.contains(getattr(cell, of)) for cell in CELLS)
-        lowest = min(Version(getattr(cell, of)) for cell in CELLS)
+        assert all(specifier.contains(getattr(cell, package)) for cell in CELLS)
+        lowest = min(Version(getattr(cell, package)) for cell in CELLS)
         assert str(specifier).find(f">={lowest.major}.{lowest.minor}") >= 0
     assert not promised("deepspeed").specifier.contains(REFUSED.deepspeed)
     assert min(Version(cell.base.torch) for cell in CELLS) == Version("2.6")
@@ -58,18 +58,19 @@ def test_the_pinned_cell_has_the_pinned_releases() -> None:
     assert f"lightning=={PINNED.lightning}" in CONSTRAINTS
 
 
-@pytest.mark.parametrize("of", ["deepspeed", "torch"])
-def test_oldest_and_newest_releases_resume_each_other(of: str) -> None:
+@pytest.mark.parametrize("package", ["deepspeed", "torch"])
+def test_oldest_and_newest_releases_resume_each_other(package: str) -> None:
     releases = {
-        cell: Version(cell.deepspeed if of == "deepspeed" else cell.base.torch) for cell in CELLS
+        cell: Version(cell.deepspeed if package == "deepspeed" else cell.base.torch)
+        for cell in CELLS
     }
     ends = {min(releases.values()), max(releases.values())}
     assert any({releases[one], releases[other]} == ends for one, other in EXCHANGES)
 
 
 def test_the_newest_release_skips_nothing() -> None:
-    assert not left_out(PINNED)
-    assert "not alignment" in left_out(min(CELLS, key=lambda cell: Version(cell.deepspeed)))
+    assert not deselection(PINNED)
+    assert "not alignment" in deselection(min(CELLS, key=lambda cell: Version(cell.deepspeed)))
 
 
 def rows_of_configurations() -> list[tuple[str, str]]:
@@ -79,7 +80,7 @@ def rows_of_configurations() -> list[tuple[str, str]]:
     return [(row, row.split("|")[-2].strip()) for row in rows if not row.endswith("releases |")]
 
 
-def test_the_page_of_configurations_says_what_cells_run() -> None:
+def test_the_page_of_configurations_matches_the_tests_of_cells() -> None:
     core = {test.partition("::")[0].removeprefix("tests/") for test in TESTS}
     named = {row: {*re.findall(r"`(\w+/test_\w+\.py)", row)} for row, _ in rows_of_configurations()}
     assert sum(map(bool, named.values())) > 10

@@ -1,4 +1,4 @@
-"""The cells of the matrix of releases: which are run with one another, and why those."""
+"""The cells of the release matrix, and the reasons for their selection."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True)
 class Base:
-    """What takes long to install, shared by cells: an interpreter with a torch."""
+    """An interpreter with a torch release. Slow to install, so cells share it."""
 
     python: str
     """Major and minor version."""
@@ -19,13 +19,13 @@ class Base:
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """Releases that an environment of its own has."""
+    """Releases that are installed in one environment."""
 
     base: Base
     deepspeed: str
     lightning: str
     promised: bool = True
-    """Whether this library's ranges allow it, so that pip installs it with the library."""
+    """Whether this library's dependency ranges include the releases."""
 
     def __str__(self) -> str:
         return f"{self.base}-deepspeed{self.deepspeed}-lightning{self.lightning}"
@@ -56,18 +56,19 @@ CELLS = (
     Cell(PINNED_TORCH, "0.18.9", "2.6.6"),
     PINNED,
 )
-"""Each end of DeepSpeed 0.16 to 0.19 and of Lightning 2.5 and 2.6, each torch, each Python.
+"""The first and last releases of DeepSpeed 0.16 to 0.19 and Lightning 2.5 and 2.6; each torch and
+each Python.
 
-Not the product: what fails does so in one release, or in a pair, and pairs of neighbours in time
-are what people have. 2.5.0.post0 is 2.5.0: its only change is its number. 0.17.5 and 0.18.4 stand
-beside the releases that are refused.
+Not the full product: failures occur in one release or in a pair of releases, and users have
+releases of about the same age. 2.5.0.post0 differs from 2.5.0 only in its number. 0.17.5 and
+0.18.4 are adjacent to the refused releases.
 """
 
 EXCHANGES = ((OLDEST, NEWER), (OLDEST, NEWEST), (OLDEST, PINNED))
-"""Cells whose checkpoints are resumed in one another, both ways: far apart in every respect."""
+"""Pairs of cells that resume each other's checkpoints; all their releases are far apart."""
 
 REFUSED = Cell(PINNED_TORCH, "0.18.3", "2.6.6", promised=False)
-"""A release that pip installs against the library's word only."""
+"""A release outside the library's dependency ranges."""
 
 HUGGING_FACE = {
     "transformers4.57.3-accelerate1.15.0": (
@@ -76,5 +77,8 @@ HUGGING_FACE = {
     ),
     "transformers5.24.0-accelerate1.15.0": ("transformers==5.24.0", "accelerate==1.15.0"),
 }
-"""Both ends of what ``elastic`` supports. These packages precede those of the pinned environment,
-which has all others; the oldest transformers also needs older ones."""
+"""The oldest and newest releases that ``elastic`` supports.
+
+They are installed in a folder that precedes the packages of the pinned environment. The oldest
+transformers also needs older dependencies.
+"""

@@ -1,4 +1,4 @@
-"""The tests that are run in each cell, but for what its release of DeepSpeed does not have."""
+"""The tests that run in each cell, except those that its release of DeepSpeed does not support."""
 
 from __future__ import annotations
 
@@ -22,30 +22,32 @@ TESTS = (
     "tests/core/test_device_snapshots.py::test_without_an_accelerator_cuda_is_not_initialised",
     "tests/core/test_background.py",
 )
-"""Any stage, world and precision to any other; Trainers that resume, keep and evaluate; gradients
-that are means; and what asks for more of a release: each name that is checked at setup, signals,
-saves behind training, streams, mapped memory. Of each, the cases of ``make test``.
+"""Changes of stage, world size and precision; Trainers that resume, keep checkpoints and evaluate;
+averaged gradients; and features that depend on the release: names that are checked at setup,
+signals, background saves, streams, mapped memory. Of each test, the cases of ``make test`` run.
 """
 
-LACKING = {
+MISSING = {
     "0.16.4": ("nvme",),
     "0.16.9": ("contiguous_False",),
     "0.18.4": ("autocast",),
     "0.18.9": ("muon_in_memory",),
     "0.19.7": ("alignment", "(fp32 and bf16)", "narrower_masters"),
 }
-"""By the release that brought what they need: words of the tests that are left out before it.
+"""Keys are the first releases that support a feature; values are words in the ids of its tests.
 
-Offload to NVMe is refused before 0.16.4. An engine of 0.16.0 (0.16.9 can) that has no contiguous
-gradients cannot be destroyed, as tests do. ``torch_autocast`` has its scaler in every stage since
-0.18.4, ZeRO-3 Muon's momentum in memory since 0.18.9. ``parameter_alignment`` came with 0.19.7.
-Older releases keep buffers in bf16 where the weights are, so that they are rounded when a run
-changes its precision, which the oracle does not expect; masters in bf16 came after 0.17.5.
+- 0.16.4: earlier releases refuse offload to NVMe.
+- 0.16.9: an engine of 0.16.0 without contiguous gradients cannot be destroyed, which tests do.
+- 0.18.4: ``torch_autocast`` has a scaler in every stage.
+- 0.18.9: ZeRO-3 keeps Muon's momentum in memory.
+- 0.19.7: ``parameter_alignment``. Releases before 0.19 cast buffers to bf16 with the weights, which
+  rounds them when a run changes its precision; the oracle does not expect this. bf16 masters came
+  after 0.17.5.
 """
 
 
-def left_out(cell: Cell) -> str:
-    """Return what ``pytest -k`` is told of a cell."""
+def deselection(cell: Cell) -> str:
+    """Return the ``pytest -k`` expression that deselects unsupported tests."""
     release = Version(cell.deepspeed)
-    words = [word for since, ws in LACKING.items() if release < Version(since) for word in ws]
+    words = [word for since, ws in MISSING.items() if release < Version(since) for word in ws]
     return " and ".join(f"not {word}" for word in words)

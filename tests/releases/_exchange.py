@@ -1,4 +1,4 @@
-"""What a cell leaves for other cells, and what it finds in what others have left.
+"""Save checkpoints with the releases of one cell, and resume them with those of another.
 
 A program, run by a cell's Python: ``python -m tests.releases._exchange save FOLDER`` (``resume``).
 """
@@ -23,10 +23,10 @@ PAIRS = (
     (Setup(3, "3", sub_group=700), Setup(2, "1")),
     (Setup(2, "0"), Setup(2, "2")),
 )
-"""Plain engines: on other numbers of ranks, in other stages, by other wrappers."""
+"""Saving and loading plain engines, with other numbers of ranks, stages and wrappers."""
 
 STAGES = ((2, 2, 3, 3), (3, 3, 2, 2))
-"""Trainers: the stage and the ranks that save, those that go on."""
+"""Trainers: stage and number of ranks of the save, and of the resume."""
 
 FITTED = "fitted.json"
 
@@ -44,41 +44,41 @@ def save(pools: Pools, folder: Path) -> None:
 
 
 def resume(pools: Pools, folder: Path) -> None:
-    """Load what another cell has saved, and compare what is held then with what was.
+    """Load the checkpoints of another cell, and compare the loaded state with the saved one.
 
     Raises:
-        AssertionError: anything differs, or nothing would have been noticed.
+        AssertionError: a value differs, or the negative control does not differ.
     """
     compared = 0
     for number, (source, target) in enumerate(PAIRS):
         saved = Saved(source, str(folder / f"engine-{number}.ckpt"))
-        found = judged(pools, target.world, partial(load_of_another_release, target, saved))
+        call = partial(load_of_another_release, target, saved)
+        found = comparison_of(pools, target.world, call)
         assert not found.differing, f"{source} in {target}: {found.differing}"
         assert not found.unrounded, f"{source} in {target}: {found.unrounded}"
         compared += found.tensors
-    control = judged(pools, target.world, partial(fresh, target, saved, steps=3))
-    assert len(control.differing) > control.tensors // 2, "a run that loaded nothing is the same"
+    control = comparison_of(pools, target.world, partial(fresh, target, saved, steps=3))
+    assert len(control.differing) > control.tensors // 2, "the negative control does not differ"
     fitted = json.loads((folder / FITTED).read_text(encoding="utf-8"))
     for stage, _, target_stage, world in STAGES:
-        # A fit that goes on saves beside what it was resumed from.
+        # The resumed fit saves to the folder of the checkpoint that it resumes.
         root = shutil.copytree(folder / f"trainer-{stage}", folder / f"on-{stage}", symlinks=True)
         plan = FitSpec(str(root), target_stage, epochs=3, ckpt_path="last", lr=0.9, seed=9)
         for seen in pools.run(world, partial(fit, plan)):
-            assert_goes_on(fitted[str(stage)], seen)
+            assert_continued(fitted[str(stage)], seen)
         compared += len(fitted[str(stage)]["end"])
         shutil.rmtree(root)
     print(json.dumps({"tensors": compared}))
 
 
-def judged(pools: Pools, world: int, call: Any) -> StateComparison:
-    """Return what rank 0 found."""
+def comparison_of(pools: Pools, world: int, call: Any) -> StateComparison:
     found: StateComparison | None = pools.run(world, call)[0]
     assert found is not None
     return found
 
 
-def assert_goes_on(saved: dict[str, Any], seen: dict[str, Any]) -> None:
-    """Fail unless a Trainer began with the weights, rates and user's states that were saved."""
+def assert_continued(saved: dict[str, Any], seen: dict[str, Any]) -> None:
+    """Fail unless a Trainer started with the saved weights, learning rates and user states."""
     assert seen["start"] == saved["end"]
     assert seen["end"] != seen["start"]
     assert seen["lrs"] == saved["lrs at end"]
@@ -89,7 +89,6 @@ def assert_goes_on(saved: dict[str, Any], seen: dict[str, Any]) -> None:
 
 
 def main(verb: str, folder: str) -> None:
-    """Save or resume there."""
     pools = Pools()
     try:
         {"save": save, "resume": resume}[verb](pools, Path(folder))

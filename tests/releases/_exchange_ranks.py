@@ -1,4 +1,4 @@
-"""What a rank does with a checkpoint that another release has saved."""
+"""Loads a checkpoint of another release on a rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.oracle import Dump, dump, expected_in
 
 
 def load_of_another_release(setup: Setup, saved: Saved) -> StateComparison | None:
-    """Load into a run from another seed, with other hyperparameters; rank 0 judges."""
+    """Load into a run with another seed and hyperparameters; rank 0 compares."""
     from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 7, tilt=3.0) as engine:
@@ -24,16 +24,16 @@ def load_of_another_release(setup: Setup, saved: Saved) -> StateComparison | Non
 
 
 def held_by(wanted: Dump, found: Dump, before: Dump) -> Dump:
-    """Return what was saved as this release can hold it.
+    """Return the saved state as this release can hold it.
 
     Args:
-        wanted: what was saved.
-        found: what is held after the load.
-        before: what was held before it.
+        wanted: the saved state.
+        found: the state after the load.
+        before: the state before the load.
 
     Returns:
-        ``wanted`` with each buffer in the type in which this release of DeepSpeed keeps it, and
-        with the hyperparameters that the saving release of torch did not have, as they were.
+        ``wanted`` with each buffer in the type that this release of DeepSpeed uses, and with the
+        previous values of hyperparameters that the saving release of torch does not have.
     """
     held = {
         key: value.to(found[key].dtype)

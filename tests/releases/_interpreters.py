@@ -1,4 +1,4 @@
-"""Other Pythons, where a machine has them."""
+"""Find other Python interpreters on this machine."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-ASK_TIMEOUT_S = 300.0
+VERSION_TIMEOUT_S = 300.0
 
 VERSION = "import ensurepip, sys, venv; print('%d.%d' % sys.version_info[:2])"
-"""Debian's Python may have no ensurepip, without which it makes no environment."""
+"""Fails without ensurepip, which venv needs and Debian's Python may lack."""
 
 
 @cache
 def interpreter(version: str) -> str | None:
-    """Return a Python of a version that can make environments; None where there is none.
+    """Return a Python of a version that can create environments, or None.
 
-    Looked for are ``pythonX.Y`` on PATH and what pyenv has installed.
+    The search includes ``pythonX.Y`` on PATH and the installations of pyenv.
     """
-    return next((path for path in _candidates(version) if _says(path) == version), None)
+    return next((path for path in _candidates(version) if _version(path) == version), None)
 
 
 def _candidates(version: str) -> Iterator[str]:
     for folder in os.environ["PATH"].split(os.pathsep):
-        # A shim of pyenv's is there for versions that are not active too, and fails.
+        # pyenv's shims exist also for inactive versions, for which they fail.
         if found := shutil.which(f"python{version}", path=folder):
             yield found
     root = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
@@ -34,15 +34,15 @@ def _candidates(version: str) -> Iterator[str]:
     yield from map(str, newest_first)
 
 
-def _says(python: str) -> str:
-    """Return which version an interpreter is; nothing where it does not start."""
+def _version(python: str) -> str:
+    """Return the version of an interpreter, or an empty text if it does not start."""
     try:
         done = subprocess.run(
             [python, "-c", VERSION],
             capture_output=True,
             text=True,
             check=False,
-            timeout=ASK_TIMEOUT_S,
+            timeout=VERSION_TIMEOUT_S,
         )
     except OSError:
         return ""

@@ -1,7 +1,7 @@
-"""A Trainer under a release that lacks a name which the library relies upon: what it is told.
+"""Fit with a Trainer under releases that lack a name on which the library relies.
 
-A program, run by a cell's Python. It prints, for each of the two packages, the error's class and
-message, and the optimizer steps that were taken until then.
+A program, run by a cell's Python. For each of the two packages it prints the error's class and
+message, and the number of optimizer steps before the error.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from lightning_elastic_zero.trainer.lightning import PRIVATE_NAMES
 from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
 LOST = "a_name_that_no_release_has"
-PURPOSE = "see that its purpose is told"
+PURPOSE = "check that the message contains the purpose"
 
 
 def refusal() -> dict[str, object]:
-    """Fit, and return what came of it."""
+    """Fit; return the error and the number of steps."""
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
@@ -35,7 +35,7 @@ def refusal() -> dict[str, object]:
     )
     try:
         trainer.fit(BoringModel(), BoringDataModule())
-    except Exception as error:  # noqa: BLE001 - the test looks at it
+    except Exception as error:  # noqa: BLE001 - the test checks it
         raised = f"{type(error).__name__}: {error}"
     else:
         raised = "nothing was raised"
@@ -43,7 +43,7 @@ def refusal() -> dict[str, object]:
 
 
 def main() -> None:
-    """Lose a name of each, one after the other."""
+    """Fit with a missing name of each package, and without one."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     names = PRIVATE_NAMES["the fit loop"]

@@ -1,4 +1,4 @@
-"""Values compared by their bits, and small files of tensors with any bit pattern."""
+"""Bitwise comparison of values, and small files of tensors with random bit patterns."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lightning_elastic_zero.storage.files import VerifiedFile
 
 
 def bitwise_repr(value: object) -> str:
-    """Spell a value out with types, NaN payloads and signs of zero, not the order of keys."""
+    """Return a text that includes types, NaN payloads and signs of zero, but not key order."""
     kind = type(value).__name__
     if isinstance(value, (torch.Tensor, np.ndarray)):
-        return f"{kind} {_spelled_array(value)}"
+        return f"{kind} {_array_repr(value)}"
     if isinstance(value, (float, complex)):
         number = complex(value) if isinstance(value, complex) else complex(value, 0)
         return f"{kind} {struct.pack('<dd', number.real, number.imag).hex()}"
@@ -36,13 +36,13 @@ def bitwise_repr(value: object) -> str:
     return f"{kind} {value!r}"
 
 
-def _spelled_array(value: torch.Tensor | np.ndarray[Any, Any]) -> str:
+def _array_repr(value: torch.Tensor | np.ndarray[Any, Any]) -> str:
     if isinstance(value, np.ndarray):
         return f"{value.dtype} {value.shape} {value.tolist()}"
     flat = value.detach().contiguous().reshape(-1)
     data = bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
-    what = f"{value.dtype} {tuple(value.shape)} {value.requires_grad} {data.hex()}"
-    return f"{what} {bitwise_repr(vars(value))}"
+    text = f"{value.dtype} {tuple(value.shape)} {value.requires_grad} {data.hex()}"
+    return f"{text} {bitwise_repr(vars(value))}"
 
 
 SAVE_ID = "5a7e"

@@ -1,4 +1,4 @@
-"""Checkpoints of real engines: functions that ranks run to save, load and compare."""
+"""Functions that ranks run to save, load and compare checkpoints of real engines."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from tests.support.oracle import (
 from tests.support.processes import PROMPT_TIMEOUT_S
 
 STEPS = 3
-"""Trained before a save."""
+"""Steps trained before a save."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint, and what the engine that saved it held."""
+    """A checkpoint, with the oracle's dump of the engine that saved it."""
 
     setup: Setup
     path: str
@@ -46,7 +46,6 @@ class Saved:
         return f"{self.path}.dump"
 
     def dump(self) -> Dump:
-        """Return the oracle's dump."""
         found: Dump = torch.load(self.dump_path, weights_only=True)
         return found
 
@@ -54,11 +53,11 @@ class Saved:
 @dataclass(frozen=True)
 class StateComparison:
     tensors: int
-    """Tensors compared."""
+    """Number of tensors compared."""
     differing: dict[str, int]
-    """What differs, and in how many bits."""
+    """Number of differing bits of each entry that differs."""
     unrounded: list[str]
-    """Weights that are not their masters, rounded."""
+    """Weights that differ from their rounded masters."""
 
     def assert_same(self) -> None:
         assert self.tensors > 0
@@ -67,13 +66,12 @@ class StateComparison:
 
 
 def compare_states(wanted: Dump, found: Dump) -> StateComparison:
-    """Compare what is wanted with what was found."""
     wanted, found = comparable(wanted, found), comparable(found, wanted)
     return StateComparison(tensors_in(wanted), differences(wanted, found), unrounded(found))
 
 
 def comparable(held: Dump, other: Dump) -> Dump:
-    """Keep the entries of loss scalers that both kinds have: BF16_Optimizer has none."""
+    """Keep the loss scaler entries that both dumps have; BF16_Optimizer has none."""
     one, two = ({k for k in d if k.startswith("scaler/")} for d in (held, other))
     changes = [
         d.get("scaler/dynamic", d.get("scaler/dynamic_loss_scale", "False")) for d in (held, other)
@@ -112,7 +110,7 @@ def load(
     copy_to: Saved | None = None,
     late: bool = False,
 ) -> StateComparison | None:
-    """Load into a run with another seed and hyperparameters; ``late``: by the copy engine."""
+    """Load into a run with another seed and hyperparameters; ``late`` uses the copy engine."""
     from lightning_elastic_zero.api import load_checkpoint
     from tests.engine._late_saves import load_late, save_late
 
@@ -138,7 +136,7 @@ def load(
 
 
 def of_any_adam(held: Dump) -> Dump:
-    """Keep what all Adams have in common; DeepSpeed's count steps in an integer."""
+    """Keep the state that all Adam variants share; DeepSpeed's count steps as integers."""
     shared = ("/lr", "/betas", "/eps", "/weight_decay", "/initial_lr")
     held = {k: v for k, v in held.items() if not k.startswith("group/") or k.endswith(shared)}
     steps = {
@@ -154,7 +152,7 @@ def assert_whole_windows(engine: Engine) -> None:
 
 
 def assert_zero_padding(engine: Engine, setup: Setup) -> None:
-    """Fail unless masters and states are zero in padding, where they were NaN."""
+    """Fail unless the padding of masters and states is zero; it was NaN before."""
     for places, (flat, states) in zip(positions(setup), held_values(engine, setup), strict=True):
         for held in (flat, *states.values()):
             if torch.is_tensor(held) and held.ndim and held.shape == flat.shape:
@@ -162,7 +160,7 @@ def assert_zero_padding(engine: Engine, setup: Setup) -> None:
 
 
 def fresh(setup: Setup, saved: Saved, *, steps: int) -> StateComparison | None:
-    """Load nothing: the negative control."""
+    """Compare an engine that loads nothing: the negative control."""
     with engine_of(setup, 7, tilt=3.0) as engine:
         train(engine, setup, 100, 100 + steps)
         found = dump(engine, setup)
@@ -179,7 +177,7 @@ def found_after_load(
     steps_before: int = 0,
     steps_after: int = 0,
 ) -> tuple[Dump, Dump] | None:
-    """Return what a run held before, and after it loaded (and trained on)."""
+    """Return dumps of a run from before the load, and from after it (and after more steps)."""
     from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 7, tilt=3.0) as engine:
@@ -199,18 +197,18 @@ def found_by_deepspeed(setup: Setup, saved: Saved) -> Dump | None:
         path, client_state = engine.load_checkpoint(saved.path)
         assert path
         assert client_state["epoch"] == STEPS
-        # What docs/format.md tells users to do.
+        # As docs/format.md recommends.
         vars(scaler).update(client_state["elastic_zero"]["loss_scaler"])
         engine.optimizer.loss_scaler = scaler
         for state in inner_of(engine).state.values():
-            # DeepSpeed's loader for ZeRO-1/2 gives a step of torch's a dimension.
+            # DeepSpeed's ZeRO-1/2 loader adds a dimension to the scalar step of torch optimizers.
             if torch.is_tensor(step := state.get("step")) and step.numel() == 1:
                 state["step"] = step.view(())
         return dump(engine, setup)
 
 
 def saved_after_deepspeed(setup: Setup, saved: Saved, ours: str, theirs: str) -> Dump | None:
-    """Train on after DeepSpeed's own load, save in both ways; return what was saved."""
+    """Load with DeepSpeed, train on, save with both libraries; return the saved state."""
     from lightning_elastic_zero.api import save_checkpoint
 
     with engine_of(setup, 7) as engine:
@@ -230,7 +228,7 @@ class Refusal:
     message: str
     seconds: float
     unchanged: bool
-    """The engine held the same after as before."""
+    """The engine's state was the same before and after."""
 
 
 def refusal(
@@ -241,7 +239,7 @@ def refusal(
     look: bool = True,
     prepare: Callable[[Engine], object] | None = None,
 ) -> Refusal:
-    """Do what must be refused to a run that has trained (``prepare`` before), and compare it."""
+    """Call ``act``, which must be refused, after training; compare the state before and after."""
     with engine_of(setup, 7, tilt=3.0) as engine:
         if prepare is not None:
             prepare(engine)
@@ -250,7 +248,7 @@ def refusal(
         began = time.monotonic()
         try:
             act(engine)
-        except Exception as error:  # noqa: BLE001 - the test looks at it
+        except Exception as error:  # noqa: BLE001 - the test checks it
             raised: Exception | None = error
         else:
             raised = None
@@ -272,7 +270,7 @@ class Loading:
 
 
 class LoadingBesideSchedule(Loading):
-    """A load that leaves the engine's scheduler and rates alone."""
+    """A load that must not change the engine's scheduler and learning rates."""
 
     def __call__(self, engine: Engine) -> object:
         def rates() -> object:
@@ -351,7 +349,7 @@ class Scheduler:
 
 
 LAST = 2 * STEPS + 1
-"""Where all runs end."""
+"""The last step of all runs."""
 
 
 @dataclass(frozen=True)
@@ -366,7 +364,7 @@ class Continued:
 
 
 def same_world(setup: Setup, saved: Saved) -> Continued:
-    """Train on after a save, and after a load, from the same step."""
+    """Continue once after the save, and once after a load of the checkpoint."""
     from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 0) as engine:
@@ -385,23 +383,23 @@ def same_world(setup: Setup, saved: Saved) -> Continued:
 def uninterrupted_masters(setup: Setup, path: str) -> None:
     with engine_of(setup, 0) as engine:
         train(engine, setup, 0, LAST)
-        _leave_masters(dump(engine, setup), path)
+        _save_masters(dump(engine, setup), path)
 
 
 def resumed_masters(setup: Setup, saved: Saved, path: str) -> ReferenceComparison | None:
-    """Resume on another world, save the masters, and train a run with the state written by hand."""
+    """Resume on another world, save the masters, and compare with a run from the oracle's state."""
     from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 7, tilt=3.0) as engine:
         load_checkpoint(engine, saved.path)
         losses = train(engine, setup, STEPS, LAST)
         found = dump(engine, setup)
-    _leave_masters(found, path)
+    _save_masters(found, path)
     wanted = expected_in(saved.dump(), saved.setup, setup) if found is not None else None
     return compare_with_reference(setup, STEPS, wanted, (losses, found), steps=LAST - STEPS)
 
 
-def _leave_masters(found: Dump | None, path: str) -> None:
+def _save_masters(found: Dump | None, path: str) -> None:
     if found is not None:
         torch.save({k: v for k, v in found.items() if k.startswith("master/")}, path)
 
@@ -411,7 +409,7 @@ def differing_files(one: Path, other: Path) -> list[str]:
 
 
 def files_of(checkpoint: Path) -> dict[str, Any]:
-    """Read everything that was written except the ids of the save."""
+    """Read all saved values except the ids of the save."""
     found: dict[str, Any] = {}
     for file in sorted(checkpoint.rglob("*.pt")):
         found[file.name] = _without_ids(torch.load(file, weights_only=True))
@@ -435,15 +433,15 @@ def _without_ids(tree: Any) -> Any:
     return tree
 
 
-def _differing(one: Any, other: Any, where: str) -> Iterator[str]:
+def _differing(one: Any, other: Any, path: str) -> Iterator[str]:
     if isinstance(one, dict) and isinstance(other, dict):
         for key in {**one, **other}:
-            yield from _differing(one.get(key), other.get(key), f"{where}/{key}")
+            yield from _differing(one.get(key), other.get(key), f"{path}/{key}")
     elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        for place, pair in enumerate(zip(one, other, strict=True)):
-            yield from _differing(*pair, f"{where}/{place}")
+        for index, pair in enumerate(zip(one, other, strict=True)):
+            yield from _differing(*pair, f"{path}/{index}")
     elif one != other:
-        yield where
+        yield path
 
 
 RunOnRanks: TypeAlias = Callable[[int, Callable[[], Any]], list[Any]]
@@ -451,26 +449,26 @@ RunOnRanks: TypeAlias = Callable[[int, Callable[[], Any]], list[Any]]
 
 
 def assert_restored(run: RunOnRanks, target: Setup, saved: Saved, **options: Any) -> None:
-    verdict = run(target.world, partial(load, target, saved, **options))[0]
-    assert verdict is not None
-    verdict.assert_same()
+    comparison = run(target.world, partial(load, target, saved, **options))[0]
+    assert comparison is not None
+    comparison.assert_same()
 
 
 def assert_refused(
     run: RunOnRanks,
     target: Setup,
     act: Callable[[Engine], object],
-    *says: str,
+    *texts: str,
     error: str = "CheckpointMismatchError",
     **options: Any,
 ) -> list[str]:
-    """Fail unless every rank refuses in bounded time with these texts, and is unchanged.
+    """Fail unless every rank refuses with these texts in bounded time and keeps its state.
 
     Returns each rank's message.
     """
     found = run(target.world, partial(refusal, target, act, **options))
     assert [refused.error for refused in found] == [error] * target.world, found
-    assert all(text in refused.message for text in says for refused in found), found[0].message
+    assert all(text in refused.message for text in texts for refused in found), found[0].message
     assert all(refused.seconds < PROMPT_TIMEOUT_S for refused in found)
     assert all(refused.unchanged for refused in found)
     return [refused.message for refused in found]

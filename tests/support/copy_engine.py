@@ -1,18 +1,18 @@
 """An adversarial copy engine: streams and events that do no more than torch's interface promises.
 
-It takes torch's place in the one module that speaks to devices (``device_streams``). What is on a
-"device" lies in the host's memory, so that engines on processors have one, and is seen by the
-library as ``LateTensor``. The engine is as unkind as an order of events may be:
+It replaces torch in the one module that uses devices (``device_streams``). The memory of a
+"device" is host memory, so that CPU engines can use it; the library sees a ``LateTensor``. The
+engine chooses the worst order of events that the interface permits:
 
-- A copy on a stream is made when somebody waits for it and not before; until then its destination
-  holds NaN (-1 for integers). What it reads is what its source holds *then*.
-- Within a stream copies are made in their order; streams have none among each other but what
-  ``wait_stream`` says. What a stream reads that it was not ordered behind is NaN.
-- Training's own stream is nobody's default stream: other threads begin with one that waits for
-  nothing, on device 0.
-- Memory that is given back is gone, unless ``record_stream`` has kept it.
-- Other threads than training's read, and wait for an event, as late as they can: while training
-  waits for them, or when it has ended.
+- A copy on a stream is made only when a thread waits for it. Until then its destination contains
+  NaN (-1 for integers). The copy reads the value that its source has at that time.
+- The copies of one stream are made in order. Only ``wait_stream`` orders copies of different
+  streams. A read on a stream that was not ordered after the write returns NaN.
+- The training stream is not the default stream of other threads. They start with a stream of
+  their own on device 0, which waits for nothing.
+- Freed memory is lost, unless ``record_stream`` has kept it.
+- Threads other than the training thread read, and wait for events, as late as possible: while
+  training waits for them, or after it has ended.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from lightning_elastic_zero.core.tensors import RankState
 
 KIND = "privateuseone"
 DEVICES = (1, 2)
-"""Those on which training's tensors lie; device 0 is somebody else's."""
+"""Devices with the tensors of training; device 0 belongs to another process."""
 
 WAITING_S = 0.02
-"""For how long training waits before others go on: a wait that is left out is shorter."""
+"""How long training must wait before other threads continue; a missing wait is shorter."""
 
 _GLANCE_S = 0.005
 
@@ -48,14 +48,14 @@ class Stream:
     device: torch.device
     engine: CopyEngine
     immediate: bool = False
-    """Work is done when it is given: training's streams, and other threads' default ones."""
+    """Jobs run when they are submitted: training streams, and default streams of other threads."""
     given: int = 0
     done: int = 0
     jobs: deque[tuple[int, Callable[[], None], Event | None]] = field(default_factory=deque)
     behind: dict[Stream, int] = field(default_factory=dict)
-    """How far other streams have come when what is given from now on begins."""
+    """Positions that other streams have reached before jobs submitted from now on start."""
     kept: list[tuple[int, object]] = field(default_factory=list)
-    """Memory that was recorded on this stream, until it has come so far."""
+    """Memory recorded on this stream, with the position until which it is kept."""
 
     def give(self, job: Callable[[], None], after: Event | None = None) -> int:
         self.given += 1
@@ -71,7 +71,7 @@ class Stream:
 
 
 class Event:
-    """How far a stream has come, and all that it was ordered behind."""
+    """A position of a stream, with the positions of streams that precede it."""
 
     def __init__(self, engine: CopyEngine, stream: Stream) -> None:
         self._engine, self.stream = engine, stream
@@ -92,16 +92,16 @@ class Event:
 
 
 class CopyEngine:
-    """Streams, their order, and who may read when; made by training's thread."""
+    """The streams, their order, and when each thread may read; created by the training thread."""
 
     def __init__(self, seed: int = 0) -> None:
         self.changed = threading.Condition(threading.RLock())
         self.contexts: set[int] = set()
-        """The devices that a thread had as its own when it asked for something."""
+        """Devices that were the current device of a thread during an operation."""
         self.known: dict[Stream, int] = {}
-        """How far streams have come, as the host knows."""
+        """Positions of streams that the host has waited for."""
         self.copied_on: list[Stream] = []
-        """The stream of each copy that did not wait."""
+        """The stream of each non-blocking copy."""
         self._training = threading.get_ident()
         self._random = random.Random(seed)
         self._haste = (0.0, 0.3, 0.7)[seed % 3]
@@ -113,7 +113,7 @@ class CopyEngine:
         self._waiting_since: float | None = None
         self._over = False
 
-    # -- what torch has --------------------------------------------------------------------
+    # -- the interface of torch ------------------------------------------------------------
 
     def new_stream(self, device: torch.device) -> Stream:
         with self.changed:
@@ -143,17 +143,17 @@ class CopyEngine:
     def touch(self) -> None:
         self.contexts.add(self.current_index())
 
-    # -- what may happen when ----------------------------------------------------------------
+    # -- order of events ---------------------------------------------------------------------
 
     def finish(self, stream: Stream, place: int) -> None:
-        """Do jobs in a random order that is allowed, until a stream has come so far."""
+        """Run jobs in a random permitted order, until a stream has reached a position."""
         while stream.done < place:
             others = [s for s in self._streams if s.jobs and self._is_ready(s)]
             hasty = self._random.random() < self._haste
             self._step(self._random.choice(others) if hasty else self._ready(stream))
 
     def _ready(self, stream: Stream) -> Stream:
-        """Return the stream whose next job this stream needs."""
+        """Return the stream whose next job must run first."""
         while not self._is_ready(stream):
             after = stream.jobs[0][2]
             assert after is not None
@@ -182,7 +182,7 @@ class CopyEngine:
             return sum(job is not _nothing for s in self._streams for _, job, _ in s.jobs)
 
     def hold_back(self) -> None:
-        """Let another thread than training's go on only while training waits, or has ended."""
+        """Block threads other than the training thread until training waits or has ended."""
         if threading.get_ident() == self._training:
             return
         with self.changed:
@@ -193,7 +193,7 @@ class CopyEngine:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Let training's thread wait for others in here."""
+        """Mark that the training thread waits for other threads in this context."""
         with self.changed:
             self._waiting_since = time.monotonic()
             self.changed.notify_all()
@@ -210,7 +210,7 @@ class CopyEngine:
 
         return waits
 
-    # -- what tensors hold -------------------------------------------------------------------
+    # -- writes to tensors -------------------------------------------------------------------
 
     def stamp(self, tensor: torch.Tensor, stream: Stream) -> None:
         with self.changed:
@@ -222,13 +222,13 @@ class CopyEngine:
             self._written[tensor.untyped_storage().data_ptr()] = (stream, stream.given)
 
     def is_ordered(self, address: int, stream: Stream, behind: dict[Stream, int]) -> bool:
-        """Return whether an address was written before a stream reads it."""
+        """Return whether the last write to an address is ordered before a read on a stream."""
         writer, place = self._written.get(address, (stream, 0))
         return writer is stream or max(behind.get(writer, 0), self.known.get(writer, 0)) >= place
 
     @contextmanager
     def in_place_of_torch(self) -> Iterator[CopyEngine]:
-        """Replace torch in ``device_streams``; all jobs are done at the end."""
+        """Replace torch in ``device_streams``; run all jobs at the end."""
         from lightning_elastic_zero.checkpoint import streams as device_streams
 
         names: Any = device_streams
@@ -244,7 +244,7 @@ class CopyEngine:
 
 
 def _torch(engine: CopyEngine) -> Any:
-    """Return what ``device_streams`` uses of torch."""
+    """Return replacements of the names that ``device_streams`` uses from torch."""
     return SimpleNamespace(
         accelerator=SimpleNamespace(
             current_stream=engine.current_stream,
@@ -258,7 +258,7 @@ def _torch(engine: CopyEngine) -> Any:
 
 
 class _LateEvent(Event):
-    """One that is not recorded when it is made."""
+    """An event that is not recorded on creation."""
 
     def __init__(self, engine: CopyEngine, device: torch.device, *, blocking: bool) -> None:
         assert blocking, "a thread that waits must not spin"
@@ -272,19 +272,19 @@ class _LateEvent(Event):
 
 
 def _nothing() -> None:
-    """Do nothing: what only takes a place in a stream."""
+    """Do nothing, as a job that only marks a position in a stream."""
 
 
 HOST = torch.device("cpu")
 
 _READS = {"item", "tolist", "__bool__", "__float__", "__int__", "equal"}
-"""What gives the host a value: it waits for the stream that it is on."""
+"""Methods that return a value to the host; they wait for the tensor's stream."""
 
 _COMPUTES = {"clone", "zeros_like", "empty_like"}
 
 
 class LateTensor(torch.Tensor):
-    """A tensor that claims to be on a device, or on the host and read late; views share memory."""
+    """A tensor that reports a device, or a host tensor that is read late; views share memory."""
 
     place: torch.device
     engine: CopyEngine
@@ -314,7 +314,7 @@ class LateTensor(torch.Tensor):
             return result
         address = result.untyped_storage().data_ptr()
         if not any(address == _address(tensor) for tensor in late):
-            assert name in _COMPUTES, f"the copy engine knows nothing of {name}"
+            assert name in _COMPUTES, f"the copy engine does not support {name}"
             return _computed(result, late[0])
         return _wrapped(result, late[0].place, late[0].engine)
 
@@ -388,7 +388,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def poison(tensor: torch.Tensor) -> None:
-    """Fill with NaN; integers with -1: all bits of both are set."""
+    """Set all bits: NaN for floats, -1 for integers."""
     with torch.no_grad():
         raw = _raw(tensor)
         if raw.is_contiguous():
@@ -396,7 +396,7 @@ def poison(tensor: torch.Tensor) -> None:
 
 
 def _read(source: LateTensor) -> torch.Tensor:
-    """Return a copy on the calling thread's stream, after its jobs."""
+    """Return a copy made on the calling thread's stream, after the stream's jobs."""
     engine = source.engine
     engine.hold_back()
     if source.place == HOST:
@@ -429,8 +429,8 @@ def _to(source: LateTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     copies = kwargs.pop("copy", False)
     parsed: Any = torch._C._nn._parse_to(*args, **kwargs)
     device, dtype, non_blocking, _ = parsed
-    assert not non_blocking, "who reads the copy, and when?"
-    assert device == HOST, f"the copy engine moves nothing to {device}"
+    assert not non_blocking, "the copy engine does not support a non-blocking to()"
+    assert device == HOST, f"the copy engine does not support to({device})"
     found = _read(source)
     found = found if dtype is None else found.to(dtype)
     return found.clone() if copies and found.data_ptr() == _address(source) else found
@@ -450,7 +450,7 @@ def _copy(to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) ->
     elif to.place == HOST:
         _raw(to).copy_(_read(source) if isinstance(source, LateTensor) else source)
     else:
-        assert not isinstance(source, LateTensor), "the copy engine copies nothing between devices"
+        assert not isinstance(source, LateTensor), "the copy engine cannot copy between devices"
         _to_device(to, source, non_blocking=non_blocking)
     return to
 
@@ -466,7 +466,7 @@ def _from_device(to: torch.Tensor, source: LateTensor, *, non_blocking: bool) ->
         stream = engine.current_stream(source.place)
         engine.copied_on.append(stream)
         read = _later(source, stream)
-        if stream.immediate:  # What training computes next comes after it.
+        if stream.immediate:  # Later computations of training follow the copy.
             held = read()
             stream.give(lambda: _put(to, held))
         else:
@@ -480,7 +480,7 @@ def _put(to: torch.Tensor, found: torch.Tensor | None) -> None:
 
 
 def _later(source: LateTensor, stream: Stream) -> Callable[[], torch.Tensor | None]:
-    """Return a function that reads a source, which may be freed or not be written by then."""
+    """Return a function that reads a source; None if it is freed or not yet written then."""
     engine, address, raw = source.engine, _address(source), _raw(source)
     behind = dict(stream.behind)
     memory: Any = StorageWeakRef(raw.untyped_storage())
@@ -504,7 +504,7 @@ def _to_device(to: LateTensor, source: torch.Tensor, *, non_blocking: bool) -> N
         if non_blocking:
             engine.copied_on.append(stream)
         poison(target)
-        # Without pinned memory the source has been read when the call returns.
+        # From memory that is not pinned, the source is read before the call returns.
         held = source if non_blocking else source.clone()
         stream.give(lambda: _put(target, held))
 

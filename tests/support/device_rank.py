@@ -1,4 +1,4 @@
-"""A rank of ``DeviceRanks``: a new process, in which nothing has asked for a device before."""
+"""A rank of ``DeviceRanks``: a new process in which CUDA is not yet initialized."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import sys
 
 def main(path: str, rank: str, world: str, port: str, device: str) -> None:
     faulthandler.register(signal.SIGUSR1)
-    # Without it cuBLAS does not compute the same twice; it is read when cuBLAS starts.
+    # Makes cuBLAS deterministic; it is read when cuBLAS starts.
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     import torch
 
     torch.set_num_threads(1)
-    # Uninitialised memory is NaN. What has no deterministic kernel on a card warns there.
+    # Fills uninitialised memory with NaN. On GPUs, operations without a deterministic kernel warn.
     torch.use_deterministic_algorithms(mode=True, warn_only=device == "cuda")
 
     from tests.support import fork_server

@@ -1,4 +1,4 @@
-"""Worlds of ranks on the device that ``--device`` names: a card for each rank, or processors."""
+"""Worlds of ranks on the device of ``--device``: one GPU per rank, or CPUs."""
 
 from __future__ import annotations
 
@@ -17,36 +17,35 @@ from tests.support.ranks import ROOT, World, environment, joined_world, listenin
 
 KINDS = ("cpu", "cuda")
 DEVICE = pytest.StashKey[str]()
-"""One of them, for a whole session."""
+"""The kind that the session uses."""
 
 
-def chosen_device(told: str | None) -> str:
-    """Return ``--device``, else ``DS_ACCELERATOR``, else what the machine has."""
-    told = told or os.environ.get("DS_ACCELERATOR")
-    if told == "cpu":
-        return told
+def chosen_device(requested: str | None) -> str:
+    """Return ``--device``, else ``DS_ACCELERATOR``, else ``cuda`` if available."""
+    requested = requested or os.environ.get("DS_ACCELERATOR")
+    if requested == "cpu":
+        return requested
     if torch.cuda.is_available():
         return "cuda"
-    if told == "cuda":
+    if requested == "cuda":
         msg = (
-            "torch sees no CUDA device here, which --device=cuda or DS_ACCELERATOR=cuda asks for: "
-            "--device=cpu runs the same tests on processors (make test-gpu ARGS=--device=cpu)"
+            "--device=cuda or DS_ACCELERATOR=cuda requires a CUDA device, but torch found none. "
+            "--device=cpu runs the same tests on CPUs (make test-gpu ARGS=--device=cpu)."
         )
         raise pytest.UsageError(msg)
     return "cpu"
 
 
 def skip_without_devices(device: str, world: int) -> None:
-    """Skip a test whose ranks would share a card, which nccl refuses."""
-    if device == "cuda" and world > (cards := torch.cuda.device_count()):
-        pytest.skip(f"{world} ranks need {world} CUDA devices, since nccl wants one each: {cards}")
+    """Skip a test whose ranks would share a GPU, which NCCL refuses."""
+    if device == "cuda" and world > (count := torch.cuda.device_count()):
+        pytest.skip(f"NCCL needs one GPU per rank: {world} ranks, {count} GPUs")
 
 
 class DeviceRanks:
-    """Starts each rank as a new process: after a fork, CUDA may not work."""
+    """Starts each rank as a new process, because CUDA may not work after a fork."""
 
     def __init__(self, device: str) -> None:
-        """Begin with no rank."""
         self._device = device
         self._folder = tempfile.TemporaryDirectory(prefix="ez-device-")
         self._processes: list[subprocess.Popen[bytes]] = []

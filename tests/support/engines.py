@@ -21,21 +21,20 @@ GLOBAL_BATCH = 24  # Divides by 1, 2, 3, 4 and 8 ranks.
 
 UNTRAINED = "never"
 BUFFERS = ("bn.running_mean", "bn.running_var", "bn.num_batches_tracked", "average", "seen")
-"""The persistent ones; ``scratch`` is not."""
+"""The persistent buffers; ``scratch`` is not persistent."""
 
 ODD_BUFFERS = {
     "reshaped": (torch.full((1,), 0.1), torch.full((2, 2), 300)),
     "narrow": (torch.full((HIDDEN,), 0.1, dtype=torch.float16), torch.tensor(3, dtype=torch.uint8)),
     "integer": (torch.full((HIDDEN,), 3), torch.tensor(data=True)),
 }
-"""Kinds of ``average`` and ``seen`` that do not fit those that a model has otherwise."""
+"""Versions of ``average`` and ``seen`` with shapes or types that differ from the default ones."""
 
 
 class Norm(nn.BatchNorm1d):
-    """BatchNorm in fp32: DeepSpeed casts parameters to bf16; buffers too, before release 0.19."""
+    """BatchNorm in fp32; DeepSpeed casts parameters to bf16 (and buffers, before 0.19)."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
-        """Normalise, and count the batch."""
         if self.training and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         assert self.running_mean is not None
@@ -51,15 +50,15 @@ class Norm(nn.BatchNorm1d):
 
 
 class Net(nn.Module):
-    """Tied, frozen, buffered, one-element, never used and, where asked for, empty parameters.
+    """A model with tied, frozen, one-element, unused and optionally empty parameters, and buffers.
 
     Args:
-        seed: everything is drawn from it.
-        empty: with a parameter of no elements.
-        renamed: ``b`` is called ``c``.
+        seed: of all random values.
+        empty: add a parameter without elements.
+        renamed: name the layer ``b`` ``c``.
         hidden: size of the inner layer.
-        buffers: a key of ``ODD_BUFFERS``: two buffers of other shapes or types, which stay.
-        thawed: the layer ``frozen`` is trained, and ``a`` is frozen.
+        buffers: a key of ``ODD_BUFFERS``: constant buffers with other shapes or types.
+        thawed: train the layer ``frozen``, and freeze ``a``.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class Net(nn.Module):
 
 
 def batch(step: int, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a rank's part of a step's global batch, which is the same for any world."""
+    """Return a rank's part of a step's global batch, which does not depend on the world size."""
     generator = torch.Generator().manual_seed(1000 + step)
     x = torch.randint(0, VOCABULARY, (GLOBAL_BATCH,), generator=generator)
     y = torch.randn(GLOBAL_BATCH, VOCABULARY, generator=generator)
@@ -124,7 +123,7 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def group_members(model: nn.Module, grouping: str) -> list[list[nn.Parameter]]:
-    """Return the members of each parameter group; those of "every" have the frozen ones too."""
+    """Return the members of each parameter group; "every" includes frozen parameters."""
     parameters = list(trained(model).values())
     matrices = [p for p in parameters if p.ndim > 1]
     vectors = [p for p in parameters if p.ndim <= 1]
@@ -147,7 +146,7 @@ def group_members(model: nn.Module, grouping: str) -> list[list[nn.Parameter]]:
 
 @contextmanager
 def fp16_on_cpu() -> Iterator[None]:
-    """Make DeepSpeed build fp16 engines on CPUs for which oneDNN has no fp16; torch's suffices."""
+    """Let DeepSpeed build fp16 engines on CPUs whose oneDNN lacks fp16; torch has its own code."""
     from deepspeed.accelerator import get_accelerator, set_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
@@ -165,7 +164,7 @@ def fp16_on_cpu() -> Iterator[None]:
 
 
 def forget_autocast() -> None:
-    """Undo ``torch_autocast``, which DeepSpeed keeps for the process."""
+    """Undo ``torch_autocast``, which DeepSpeed sets for the whole process."""
     from deepspeed.runtime import torch_autocast
 
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
@@ -174,15 +173,15 @@ def forget_autocast() -> None:
 
 @contextmanager
 def wrapper_of_0_18_4() -> Iterator[None]:
-    """Make DeepSpeed use stage 0's wrapper for ``B``, by its name, as 0.18.4 does."""
+    """Make DeepSpeed use the stage 0 wrapper for ``B``, as 0.18.4 does."""
     from deepspeed.runtime import engine
 
-    if engine.DDP_BFLOAT16 == engine.BFLOAT16:  # So it is, or another such engine is alive.
+    if engine.DDP_BFLOAT16 == engine.BFLOAT16:  # This release, or already patched.
         yield
         return
     before, kind = engine.DDP_BFLOAT16, engine.FP16_UnfusedOptimizer
     engine.DDP_BFLOAT16 = engine.BFLOAT16
-    # Later releases call it where windows end.
+    # Later releases call this method at the end of each window.
     kind.set_gradient_accumulation_boundary = lambda _, __: None
     try:
         yield
@@ -195,11 +194,11 @@ OTHERS = {
     "bitsandbytes.optim.SGD": {"lr": 0.01, "momentum": 0.9},
     "bitsandbytes.optim.PytorchLARS": {"lr": 0.01, "momentum": 0.9},
 }
-"""What they have to be told beside the groups' own hyperparameters."""
+"""Required arguments in addition to the hyperparameters of the groups."""
 
 
 def optimizer_of_class(name: str, groups: list[dict[str, Any]]) -> Any:
-    """Make an optimizer of a class with module, or of one of torch's for a single group."""
+    """Make an optimizer from a qualified class name, or a torch optimizer with a single group."""
     if "." in name:
         return class_of(name)(groups, **OTHERS.get(name, {"lr": 1e-3}))
     return class_of(f"torch.optim.{name}")([p for group in groups for p in group["params"]])
@@ -211,10 +210,10 @@ def class_of(name: str) -> Any:
 
 
 SMALLEST_BYTES = 1024
-"""The smallest tensor that DeepSpeed swaps here; usually it is a MiB."""
+"""The smallest tensor that DeepSpeed swaps here; its default is 1 MiB."""
 
 AIO = {"block_size": SMALLEST_BYTES}
-"""How DeepSpeed reads and writes what it swaps."""
+"""DeepSpeed's options for reading and writing swapped tensors."""
 
 
 def swap_folder() -> Path:
@@ -251,14 +250,14 @@ def surroundings(setup: Setup) -> Iterator[None]:
             stack.enter_context(_small_tensors_swapped())
         if setup.unpartitioned:
             stack.enter_context(wrapper_of_0_18_4())
-        if setup.optimizer == "Muon":  # It is compiled else, which takes each process a minute.
+        if setup.optimizer == "Muon":  # Compiling it takes a minute per process.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
 
 @contextmanager
 def _small_tensors_swapped() -> Iterator[None]:
-    """Make DeepSpeed swap tensors smaller than a MiB, and remove what it leaves."""
+    """Make DeepSpeed swap tensors smaller than 1 MiB; remove the swap folder afterwards."""
     from deepspeed.runtime.swap_tensor import optimizer_utils
 
     least, optimizer_utils.MIN_AIO_BYTES = optimizer_utils.MIN_AIO_BYTES, SMALLEST_BYTES
@@ -270,7 +269,7 @@ def _small_tensors_swapped() -> Iterator[None]:
 
 
 def step_some_on_device(engine: Any, setup: Setup) -> None:
-    """On a CPU, give the optimizer of partial offload a device by another name."""
+    """On a CPU, rename the device of the optimizer part that is not offloaded."""
     if setup.ratio < 1 and engine.device.type == "cpu":
         devices = engine.optimizer.subgroup_to_device
         devices.update(dict.fromkeys(range(int((1 - setup.ratio) * len(devices))), "cpu:0"))
@@ -281,7 +280,7 @@ Engine: TypeAlias = Any
 
 
 QUICK_SCALER = {"initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 2}
-"""A loss scale that grows after two steps, and shrinks with the second one that overflows."""
+"""A loss scale that grows after two steps, and shrinks after the second overflow."""
 
 QUICK_GRAD_SCALER = {
     "scale": 256.0,
@@ -290,22 +289,26 @@ QUICK_GRAD_SCALER = {
     "growth_interval": 2,
     "_growth_tracker": 0,
 }
-"""The same of torch's; one that overflows at once never shrinks under ZeRO-1/2, which skips it."""
+"""The same for torch's GradScaler.
+
+Under ZeRO-1/2 a scale that overflows from the start would never shrink, because DeepSpeed skips
+the scaler's update then.
+"""
 
 OVERFLOW = 1e30
-"""Times a loss, it overflows in fp16."""
+"""A factor that makes a loss overflow in fp16."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What differs between two runs of the same model."""
+    """The configuration of a run."""
 
     world: int
     zero: str = "1"
-    """A ZeRO stage, or ``B``: ZeRO-1 in bf16 with fp32 gradients, which is BF16_Optimizer.
+    """A ZeRO stage, or ``B``: ZeRO-1 in bf16 with fp32 gradients, which uses BF16_Optimizer.
 
-    ``0`` is torch's own optimizer in fp32 and FP16_UnfusedOptimizer otherwise; with the optimizer
-    ``FusedAdam``, it is FP16_Optimizer.
+    ``0`` uses torch's own optimizer in fp32, and FP16_UnfusedOptimizer otherwise; with the
+    optimizer ``FusedAdam``, it uses FP16_Optimizer.
     """
     precision: str = "fp32"
     round_robin: bool = False
@@ -320,51 +323,51 @@ class Setup:
     renamed: bool = False
     hidden: int = HIDDEN
     steady: bool = False
-    """BatchNorm in eval mode: the loss does not depend on how the batch is cut."""
+    """BatchNorm in eval mode, so that the loss does not depend on the split of the batch."""
     elastic: bool = False
-    """With DeepSpeed's own ``elastic_checkpoint``."""
+    """DeepSpeed's ``elastic_checkpoint``."""
     sequential: bool = False
-    """Weights are gathered one after another (ZeRO-3)."""
+    """``stage3_allgather_sequential``: gather weights one after another (ZeRO-3)."""
     hpz: int = 1
-    """Ranks that hold a second copy of the weights together (ZeRO-3)."""
+    """``zero_hpz_partition_size``: ranks that share a second copy of the weights (ZeRO-3)."""
     quantized: str = ""
-    """What ``zero_quantized_...`` quantizes between ranks: ``weights`` or ``gradients``."""
+    """Suffix of ``zero_quantized_...``: ``weights`` or ``gradients``."""
     accumulation: int = 1
-    """Micro-batches of one optimizer step; ``train`` counts micro-batches."""
+    """Micro-batches per optimizer step; ``train`` counts micro-batches."""
     buffers: str = ""
     """Buffers of other shapes or types (``ODD_BUFFERS``)."""
     bf16_masters: bool = False
-    """``bf16_master_weights_and_grads``; the states are bf16 too, but for offloaded ones."""
+    """``bf16_master_weights_and_grads``; optimizer states are bf16 too, unless offloaded."""
     autocast: bool = False
     """``torch_autocast`` in fp16, with torch's scaler."""
     thawed: bool = False
-    """Another layer is frozen."""
+    """Freeze another layer (``Net``)."""
     muon_in_memory: bool = False
-    """With ``save_muon_momentum_buffer_in_memory``."""
+    """``save_muon_momentum_buffer_in_memory``."""
     contiguous: bool = True
-    """With ``contiguous_gradients``."""
+    """``contiguous_gradients``."""
     pinned: bool = True
-    """Whether what is offloaded lies in pinned memory."""
+    """``pin_memory`` of offloaded state."""
     offloaded_weights: bool = False
-    """With ``offload_param`` to the CPU (ZeRO-3)."""
+    """``offload_param`` to the CPU (ZeRO-3)."""
     ratio: float = 1.0
-    """The part of the optimizer that is offloaded (ZeRO-3)."""
+    """The fraction of the optimizer that is offloaded (ZeRO-3)."""
     nvme: str = ""
-    """Masters and optimizer states are in files (ZeRO-3): ``plain``, or ``pipelined``."""
+    """Keep masters and optimizer states in files (ZeRO-3): ``plain`` or ``pipelined``."""
     fp32_gradients: bool = False
-    """Gradients are accumulated in fp32, whatever the weights' type (ZeRO-2 and 3)."""
+    """Accumulate gradients in fp32 (ZeRO-2 and 3)."""
     zips: bool = True
-    """With DeepSpeed's own ``checkpoint_serialization``."""
+    """DeepSpeed's ``checkpoint_serialization``."""
     unpartitioned: bool = False
-    """``B`` as DeepSpeed 0.18.4 has it (``wrapper_of_0_18_4``)."""
+    """``B`` as in DeepSpeed 0.18.4 (``wrapper_of_0_18_4``)."""
 
     def __str__(self) -> str:
         base = f"zero{self.zero}x{self.world}-{self.precision}"
         skipped = ("world", "zero", "precision")
         named = [f for f in fields(self) if f.name not in skipped]
         odd = [(f.name, getattr(self, f.name)) for f in named if getattr(self, f.name) != f.default]
-        said = [n if value is True else f"{n}_{value}" for n, value in odd]
-        return "-".join([base, *said])
+        options = [n if value is True else f"{n}_{value}" for n, value in odd]
+        return "-".join([base, *options])
 
     @property
     def stage(self) -> int:
@@ -380,27 +383,26 @@ class Setup:
 
     @property
     def state_dtype(self) -> torch.dtype:
-        """The masters' dtype, except for optimizers with their own."""
+        """The dtype of the masters, except for CPUAdam, which uses fp32."""
         return torch.float32 if self.optimizer == "CPUAdam" else self.master_dtype
 
     @property
     def momentum_dtype(self) -> torch.dtype:
-        """Muon's momentum has the dtype in which gradients are communicated, if not fp32 first."""
+        """Muon's momentum has the dtype of communicated gradients, or that of the masters."""
         in_files = self.nvme and not self.muon_in_memory
         if (self.zero == "3" and not in_files) or (self.zero in "12" and not self.offload):
             return self.dtype
         return self.master_dtype
 
     def dtype_of_state(self, kind: str) -> torch.dtype:
-        is_muons = self.optimizer == "Muon" and kind == "momentum_buffer"
-        return self.momentum_dtype if is_muons else self.state_dtype
+        is_momentum = self.optimizer == "Muon" and kind == "momentum_buffer"
+        return self.momentum_dtype if is_momentum else self.state_dtype
 
     @property
     def buffers_kept(self) -> tuple[str, ...]:
         return BUFFERS
 
     def model(self, seed: int) -> Net:
-        """Make the model."""
         return Net(
             seed,
             empty=self.empty,
@@ -411,19 +413,17 @@ class Setup:
         )
 
     def twin(self) -> Setup:
-        """Return the setup with the same layout of flat buffers."""
+        """Return a simpler setup with the same layout of flat buffers."""
         fused = self.zero == "0" and self.optimizer == "FusedAdam"
         # Muon sorts its parameters by size.
         optimizer = self.optimizer if fused or self.optimizer == "Muon" else "SGD"
         plain = replace(self, steady=False, elastic=False, accumulation=1, autocast=False)
-        # fp16 does not hold the numbers that bf16 does, by which elements are told; both are as
-        # wide.
+        # fp16 cannot represent the bf16 numbers that identify elements. Both have the same size.
         precision = "bf16" if self.precision == "fp16" else self.precision
         plain = replace(plain, optimizer=optimizer, precision=precision, bf16_masters=False)
         return replace(plain, ratio=1.0, nvme="", quantized="")
 
     def config(self) -> dict[str, Any]:
-        """Return the DeepSpeed config."""
         zero: dict[str, Any] = {
             "stage": self.stage,
             "reduce_bucket_size": self.bucket,
@@ -450,12 +450,12 @@ class Setup:
             zero["save_muon_momentum_buffer_in_memory"] = self.muon_in_memory
         return {
             "train_micro_batch_size_per_gpu": GLOBAL_BATCH // self.world,
-            # Lightning refuses to be told; 1 is what DeepSpeed takes anyway.
+            # Lightning refuses this key; 1 is DeepSpeed's default.
             **({"gradient_accumulation_steps": self.accumulation} if self.accumulation > 1 else {}),
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            "gradient_clipping": 1.0,  # The default since 0.19; it was none before.
+            "gradient_clipping": 1.0,  # The default since 0.19; before, gradients were not clipped.
             "aio": AIO,
             **({} if self.zips else {"checkpoint": {"checkpoint_serialization": False}}),
             **self._types(),
@@ -476,17 +476,17 @@ class Setup:
 
 
 CAPTURABLE = ("capturable", "foreach capturable", "fused capturable")
-"""torch's AdamW with its steps on the device; on a CPU only the fused one can step."""
+"""torch's AdamW with step counts on the device; on a CPU only the fused one can step."""
 
 BETAS = ("Adam", "AdamW", "AMSGrad", "NAdam", "RAdam", "Adamax", "fused", "foreach", *CAPTURABLE)
-"""Of torch's, those that are given others for each group."""
+"""torch optimizers whose groups get different betas."""
 
 ODD_SHAPES = {"MatrixState": (2, 3), "ShortState": (5,), "QuantizedState": (0,)}
 """Optimizers whose state is not element-wise."""
 
 
 class Quantized(torch.Tensor):
-    """A tensor that holds more than it shows, as quantized states do."""
+    """A tensor subclass with additional data, as quantized states are."""
 
 
 class OddState(torch.optim.Optimizer):
@@ -505,7 +505,7 @@ class OddState(torch.optim.Optimizer):
 
 
 def make_optimizer(name: str, members: list[list[nn.Parameter]], tilt: float) -> Engine:
-    """Make an optimizer; its groups differ, and ``tilt`` scales rates and weight decays."""
+    """Make an optimizer with different groups; ``tilt`` scales learning rates and weight decays."""
     rates, decays = (1e-3, 5e-3, 2e-3), (0.1, 0.01, 0.02)
     groups: list[dict[str, Any]] = [
         {"params": ps, "lr": rates[i] * tilt, "weight_decay": decays[i] * tilt}
@@ -557,7 +557,7 @@ DEEPSPEEDS = {
     "CPULion": ("deepspeed.ops.lion", "DeepSpeedCPULion", "CPULionBuilder"),
     "CPUAdagrad": ("deepspeed.ops.adagrad", "DeepSpeedCPUAdagrad", "CPUAdagradBuilder"),
 }
-"""DeepSpeed's own optimizers: where each is, and what compiles it."""
+"""DeepSpeed's own optimizers: module, class and operator builder."""
 
 
 def deepspeeds_own(name: str) -> Any:
@@ -580,7 +580,7 @@ def _muon(members: list[list[nn.Parameter]], tilt: float) -> Engine:
 
 
 def inner_of(engine: Engine) -> Engine:
-    """Return the optimizer that steps: DeepSpeed leaves it as it is in stage 0 with fp32."""
+    """Return the wrapped optimizer; in stage 0 with fp32, DeepSpeed does not wrap it."""
     optimizer = engine.optimizer
     return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
 
@@ -612,13 +612,13 @@ def engine_of(
 
 
 def grad_scaler_of(engine: Engine) -> Engine:
-    """Return torch's scaler with ``torch_autocast`` (in stage 0 the engine's), or None."""
+    """Return torch's GradScaler of ``torch_autocast``, or None; in stage 0 the engine has it."""
     own = getattr(engine, "torch_autocast_z0_gradscaler", None)
     return own or getattr(engine.optimizer, "torch_autocast_gradscaler", None)
 
 
 def reset_secondary_partition(setup: Setup) -> None:
-    """Undo hpZ: DeepSpeed keeps its groups for the process."""
+    """Undo hpZ, whose groups DeepSpeed keeps for the whole process."""
     if setup.hpz > 1:
         from deepspeed.utils import groups
 

@@ -1,4 +1,4 @@
-"""Fits, tests and saves with real, quiet Trainers inside ranks that already run."""
+"""Quiet Trainers that fit, evaluate and save inside ranks that are already running."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 from tests.support.outcome import error_text
 
 SMALL_BUCKETS = {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
-"""Options of a strategy; by default each bucket has a gigabyte."""
+"""Options of a strategy; by default each bucket takes a gigabyte."""
 
 
 def elastic(**options: Any) -> ElasticDeepSpeedStrategy:
@@ -45,7 +45,8 @@ class StockOnCPU(DeepSpeedStrategy):
 
     @override
     def setup_environment(self) -> None:
-        super(DeepSpeedStrategy, self).setup_environment()  # Its own refuses all but CUDA.
+        # DeepSpeedStrategy's own method refuses devices other than CUDA.
+        super(DeepSpeedStrategy, self).setup_environment()
 
 
 def quiet_trainer(strategy: Any, *callbacks: Callback, **options: Any) -> pl.Trainer:
@@ -70,7 +71,7 @@ SAMPLES, GLOBAL_BATCH, WIDTH = 24, 12, 13
 
 
 class Norm(nn.BatchNorm1d):
-    """BatchNorm in its buffers' precision, which may differ from that of the weights."""
+    """BatchNorm in the precision of its buffers, which may differ from that of the weights."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
         mean, var = self.running_mean, self.running_var
@@ -82,7 +83,7 @@ class Norm(nn.BatchNorm1d):
 
 class RegressionNet(pl.LightningModule):
     strategy: ClassVar[dict[str, Any]] = {}
-    """Options that the strategy needs for it."""
+    """Strategy options that this module needs."""
 
     def __init__(self, lr: float = 0.01, seed: int = 0, hidden: int = 31) -> None:
         super().__init__()
@@ -104,7 +105,7 @@ class RegressionNet(pl.LightningModule):
 
     def _loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
         x, y = batch
-        # Both in one type: torch 2.6 has no gradient where they differ.
+        # The same type for both: torch 2.6 computes no gradient for mixed types.
         return nn.functional.mse_loss(self(x).float(), y.float())
 
     def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
@@ -158,7 +159,7 @@ class Data(pl.LightningDataModule):
 
 
 class WeightRecorder(Callback):
-    """Has one value per rank, and digests the weights when training starts and ends."""
+    """Saves one value per rank, and digests the weights when training starts and ends."""
 
     def __init__(self) -> None:
         self.loaded: dict[str, Any] = {}
@@ -181,7 +182,7 @@ class WeightRecorder(Callback):
 
 
 def digests(module: nn.Module) -> dict[str, str]:
-    """Digest every weight and buffer as the module uses it; gathered, under ZeRO-3."""
+    """Digest every weight (gathered, under ZeRO-3) and buffer as the module uses it."""
     found = {}
     for name, parameter in module.named_parameters():
         with zero.GatheredParameters([parameter]):

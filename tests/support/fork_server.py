@@ -27,12 +27,15 @@ def connect(path: str) -> Connection:
 
 
 IMPORTED = (
-    # Every engine looks at this optimizer, which is compiled: 4 s where it is not there yet.
+    # Every engine imports this optimizer. It compiles code on import, which takes 4 s.
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "lightning.pytorch",
     "lightning_elastic_zero.trainer.strategy",
 )
-"""What ranks find imported, beside torch and DeepSpeed. No thread may be started by it."""
+"""Modules imported before ranks are forked, in addition to torch and DeepSpeed.
+
+They must not start threads.
+"""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class WorldRequest:
 @dataclass(frozen=True)
 class ProgramRequest:
     pickled_call: bytes
-    """Unpickled by that process alone, so that nobody else imports what it needs."""
+    """Unpickled only in the new process, so that no other process imports its modules."""
     folder: str
     stdout: str
     stderr: str
@@ -65,18 +68,18 @@ def main(folder: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-    # Uninitialised memory is NaN: whoever takes padding for state is found out. It imports the
-    # compiler, which takes each process seconds: so it is done before the ranks are forked.
+    # Fills uninitialised memory with NaN, which reveals padding used as state. It imports the
+    # compiler, which takes seconds, so it is called before ranks are forked.
     torch.use_deterministic_algorithms(mode=True)
     import deepspeed
 
     for module in IMPORTED:
-        with suppress(ModuleNotFoundError):  # Not in each release.
+        with suppress(ModuleNotFoundError):  # Some releases lack a module.
             importlib.import_module(module)
     threads = len(list(Path("/proc/self/task").iterdir()))
-    assert threads == 1, f"{threads} threads, of which a fork would keep one, and the others' locks"
+    assert threads == 1, f"{threads} threads: a fork would keep one, with the locks of the others"
     print("torch", torch.__version__, "deepspeed", deepspeed.__version__, flush=True)
-    gc.freeze()  # Engines are collected often; what is imported need not be walked each time.
+    gc.freeze()  # Collections, which are frequent, need not traverse the imported modules.
     signal.signal(signal.SIGCHLD, _reap)
     session = connect(f"{folder}/nursery")
     session.send(os.getpid())
@@ -90,7 +93,7 @@ def main(folder: str) -> None:
             if not pid:
                 session.close()
                 pickle.loads(request.pickled_call)()  # noqa: S301 - from the test session
-                return  # to where the code of any program comes to its end
+                return  # from main, so that the process exits as any program does
             session.send(pid)
         elif isinstance(request, ImportRequest):
             for module in request.modules:
@@ -120,7 +123,7 @@ def _reap(*_: object) -> None:
 def _fork_program(request: ProgramRequest) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
-    # Its id may have been that of one that ended long ago, and it may end at once.
+    # The process id may be a reused one, and the process may end at once.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     pid = os.fork()
     if pid:
@@ -194,7 +197,7 @@ def _join_world(device: str) -> None:
 
 
 if __name__ == "__main__":
-    # What is pickled by reference is found from the repository's root, not from this folder.
+    # Pickled references are resolved from the root of the repository, not from this folder.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
-    # Requests are of the classes in the module of that name, which this one, by its own, is not.
+    # Requests are pickled as classes of this module name, but here the module is ``__main__``.
     importlib.import_module("tests.support.fork_server").main(*sys.argv[1:])

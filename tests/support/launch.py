@@ -1,4 +1,4 @@
-"""Run a function of a test module as several ranks: processes that end as any does."""
+"""Run a function of a test module on several ranks, in processes that exit normally."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from tests.support.ranks import ForkServer, Program
 @dataclass(frozen=True)
 class RankResult:
     notes: dict[str, Any]
-    """What it noted, by case."""
+    """Values of ``Job.note``, by case."""
 
     returncode: int
-    """Negative where a signal ended it."""
+    """Negative if a signal ended the rank."""
 
     stderr: str
 
@@ -37,13 +37,13 @@ class Job:
     world_size: int
 
     def set_environment(self) -> None:
-        """Set what torchrun sets for each rank; the process group is there already."""
+        """Set the variables that torchrun sets; the process group exists already."""
         rank = {"RANK": self.rank, "LOCAL_RANK": self.rank, "WORLD_SIZE": self.world_size}
         os.environ.update({name: str(value) for name, value in rank.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
 
     def note(self, case: str, value: object) -> None:
-        """Keep plain data for the test, at once: this process may be killed next."""
+        """Send plain data to the test immediately, because this process may be killed next."""
         print(json.dumps([case, value]), flush=True)
 
 
@@ -55,9 +55,10 @@ def run_ranks(
     store_of_launcher: bool = False,
     timeout_s: float = HANG_TIMEOUT_S,
 ) -> list[RankResult]:
-    """Run ``program`` on so many ranks and return what is left of each.
+    """Run ``program`` on ``world_size`` ranks.
 
-    Rank 0 hosts the store, as with a plain script, or this process does, as with torchrun.
+    Rank 0 hosts the store, as with a plain script; with ``store_of_launcher``, this process does,
+    as with torchrun.
     """
     host = None
     if store_of_launcher:
@@ -72,8 +73,8 @@ def run_ranks(
             end = time.monotonic() + timeout_s
             return [_result(rank.wait(end), rank) for rank in ranks]
         except TimeoutError as error:
-            said = [path.read_text() for path in sorted(Path(folder).iterdir())]
-            msg = f"the ranks took longer than {timeout_s} s:\n" + "\n".join(said)
+            outputs = [path.read_text() for path in sorted(Path(folder).iterdir())]
+            msg = f"the ranks took longer than {timeout_s} s:\n" + "\n".join(outputs)
             raise AssertionError(msg) from error
         finally:
             for started in ranks:
@@ -82,7 +83,8 @@ def run_ranks(
 
 def _result(returncode: int, rank: Program) -> RankResult:
     lines = rank.stdout.read_text().splitlines()
-    notes = dict(json.loads(line) for line in lines if line.startswith('["'))  # not DeepSpeed's
+    # DeepSpeed prints other lines.
+    notes = dict(json.loads(line) for line in lines if line.startswith('["'))
     return RankResult(notes, returncode, rank.stderr.read_text())
 
 

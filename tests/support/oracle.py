@@ -1,16 +1,16 @@
-"""The state of a run, found without the library and without arithmetic on offsets.
+"""The state of a run, determined without this library and without arithmetic on offsets.
 
-A twin engine of the same configuration is built on parameters whose elements all have different
-values. The twin's raw flat buffers then show which element is stored where, on which rank; the
-same places of a real engine's buffers contain that element's master weight and optimizer states.
-The values are bf16 numbers, which bf16 weights and fp32 masters represent exactly; padding is NaN,
-because ranks run with torch's filling of uninitialised memory.
+A twin engine of the same configuration is built from parameters whose elements all have different
+values. The twin's raw flat buffers then show which element is at which position on which rank. The
+same positions of a real engine's buffers contain that element's master weight and optimizer
+states. The values are bf16 numbers, which bf16 weights and fp32 masters represent exactly. Padding
+is NaN, because torch fills uninitialised memory of ranks.
 
 `write_state` is the inverse: it writes a dump into an engine's raw buffers through the same map.
-`compare_with_reference` trains such an engine next to a resumed run. Processors sum in different
-orders, so a continuation can only be compared with one computed on the same machine.
+`compare_with_reference` trains such an engine for comparison with a resumed run. CPUs sum in
+different orders, so a continuation can only be compared with one computed on the same machine.
 
-Nothing here may import ``lightning_elastic_zero``.
+This module must not import ``lightning_elastic_zero``.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from tests.support.engines import (
 )
 
 Dump: TypeAlias = "dict[str, Any]"
-"""``kind/...`` to a tensor, or to the ``repr`` of anything else."""
+"""Keys are ``kind/...``; values are tensors, or the ``repr`` of other values."""
 
 FIRST_CODE = 128
-"""The smallest normal bf16 number's bits: no zeros, no denormals."""
+"""The bits of the smallest normal bf16 number, to avoid zeros and denormals."""
 
 PADDING = -1
 
@@ -47,19 +47,19 @@ _maps: dict[Setup, list[torch.Tensor]] = {}
 
 
 class OracleError(Exception):
-    """The engine holds what cannot be: the library broke it, or the oracle is wrong."""
+    """The engine's state is inconsistent: the library damaged it, or the oracle is wrong."""
 
 
-def require(holds: object, what: str) -> None:
-    if not holds:
-        raise OracleError(what)
+def require(condition: object, message: str) -> None:
+    if not condition:
+        raise OracleError(message)
 
 
-# -- which element lies where -----------------------------------------------------------------
+# -- positions of elements --------------------------------------------------------------------
 
 
 def flat_buffers(engine: Engine, setup: Setup) -> list[torch.Tensor]:
-    """Return this rank's raw master buffers; in stage 0 each tensor that is stepped is one."""
+    """Return this rank's raw master buffers; in stage 0 each optimized tensor is one."""
     if setup.zero == "3":
         return list(engine.optimizer.fp32_partitioned_groups_flat)
     stepped = [p for group in inner_of(engine).param_groups for p in group["params"]]
@@ -69,13 +69,16 @@ def flat_buffers(engine: Engine, setup: Setup) -> list[torch.Tensor]:
 
 
 def _is_replicated(engine: Engine, setup: Setup) -> bool:
-    """Whether ranks hold all: stage 0 (not in bf16 before DeepSpeed 0.18), and ``B`` in 0.18.4."""
+    """Return whether each rank has the full state.
+
+    This is so in stage 0 (except bf16 before DeepSpeed 0.18), and for ``B`` in 0.18.4.
+    """
     kind = type(engine.optimizer).__name__
     return kind.startswith("FP16_") or (setup.zero == "0" and kind != "BF16_Optimizer")
 
 
 def positions(setup: Setup) -> list[torch.Tensor]:
-    """Return the number of the element at each place of this rank's flat buffers. Collective."""
+    """Return the element number at each position of this rank's flat buffers. Collective."""
     twin = setup.twin()
     if twin not in _maps:
         model = twin.model(0)
@@ -84,7 +87,7 @@ def positions(setup: Setup) -> list[torch.Tensor]:
             codes = torch.arange(at, at + parameter.numel()).to(torch.int16)
             parameter.data = codes.view(torch.bfloat16).float().view(parameter.shape)
             at += parameter.numel()
-        # Without any rate: in stage 0, making the optimizer takes a step in bf16.
+        # With learning rate 0, because DeepSpeed's stage 0 wrapper steps in bf16 when it is built.
         with engine_of(twin, 0, tilt=0.0, model=model) as engine:
             flats = [_decode(_on_host(flat).flatten(), at) for flat in flat_buffers(engine, twin)]
             copies = setup.world if _is_replicated(engine, twin) else 1
@@ -106,18 +109,18 @@ def _check_tiling(flats: list[torch.Tensor], numel: int, copies: int) -> None:
     counts = torch.zeros(numel, dtype=torch.long)
     for flat in flats:
         counts += torch.bincount(flat[flat != PADDING], minlength=numel)
-    # On the device: nccl takes nothing else.
+    # NCCL only accepts tensors on the device.
     counts = counts.to(get_accelerator().current_device_name())
     distributed.all_reduce(counts)
     wrong = counts != copies
-    require(not wrong.any(), f"{int(wrong.sum())} elements do not lie in {copies} places")
+    require(not wrong.any(), f"{int(wrong.sum())} elements are not at {copies} positions")
 
 
-# -- what one rank holds ----------------------------------------------------------------------
+# -- the state of one rank --------------------------------------------------------------------
 
 
 def held_values(engine: Engine, setup: Setup) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-    """Return copies on the host of each flat buffer's masters and states, swapped in from files."""
+    """Return host copies of each flat buffer's masters and states, swapped in if necessary."""
     optimizer, found = engine.optimizer, []
     for index, flat in enumerate(flat_buffers(engine, setup)):
         inner, swapped = inner_of(engine), False
@@ -132,7 +135,7 @@ def held_values(engine: Engine, setup: Setup) -> list[tuple[torch.Tensor, dict[s
             for key, value in inner.state.get(flat, {}).items()
         }
         if inner is not inner_of(engine) and states:
-            states["step"] = int(states["step"])  # The other optimizer counts in a number.
+            states["step"] = int(states["step"])  # As CPUAdam counts.
         found.append((_on_host(flat), states))
         if swapped:
             optimizer._release_swap_buffers(index)
@@ -142,7 +145,7 @@ def held_values(engine: Engine, setup: Setup) -> list[tuple[torch.Tensor, dict[s
 
 
 def _count_by_group(engine: Engine, setup: Setup, found: list[dict[str, Any]]) -> None:
-    """Set all states of a group to the step that FusedAdam uses in stage 0: the last one's."""
+    """Set all steps of a group to the last one, which FusedAdam uses in stage 0."""
     group_of = {
         id(parameter): group
         for group in inner_of(engine).param_groups
@@ -158,7 +161,10 @@ def _count_by_group(engine: Engine, setup: Setup, found: list[dict[str, Any]]) -
 
 
 def take_whole_momenta(engine: Engine, setup: Setup, piece: dict[str, Any]) -> None:
-    """Turn Muon's whole momenta (ZeRO-1/2) into element-wise states, and keep them to compare."""
+    """Convert Muon's momenta of full parameters (ZeRO-1/2) to element-wise states.
+
+    The momenta are kept for the comparison between ranks.
+    """
     names = {p: name for name, p in trained(engine.module).items()}
     numels = {name: p.numel() for name, p in trained(setup.model(0)).items()}
     piece["momenta"] = {}
@@ -218,14 +224,16 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(engine: Engine, setup: Setup) -> dict[str, torch.Tensor]:
-    """Return whole module weights: as forward finds them, and, in ZeRO-3, gathered anew."""
+    """Return the full module weights; in ZeRO-3, check that gathered weights are not stale."""
     parameters = dict(engine.module.named_parameters())
     if setup.zero != "3":
         return {name: _on_host(p) for name, p in parameters.items()}
     import deepspeed
 
     found: list[dict[str, torch.Tensor]] = []
-    for _ in range(2):  # Persistent parameters are whole already; leaving the context cuts them.
+    # Persistent parameters are gathered already. Leaving the context partitions them, so that the
+    # second pass gathers them anew.
+    for _ in range(2):
         with deepspeed.zero.GatheredParameters(list(parameters.values())):
             found.append({name: _on_host(p) for name, p in parameters.items()})
     stale = [n for n in parameters if not torch.equal(found[0][n], found[1][n])]
@@ -233,11 +241,11 @@ def _weights(engine: Engine, setup: Setup) -> dict[str, torch.Tensor]:
     return found[1]
 
 
-# -- what all ranks hold together ---------------------------------------------------------------
+# -- the state of all ranks -----------------------------------------------------------------------
 
 
 def dump(engine: Engine, setup: Setup) -> Dump | None:
-    """Return everything that must survive, whole, on rank 0. Collective."""
+    """Return the full state that a checkpoint must preserve, on rank 0. Collective."""
     piece = _piece(engine, setup)
     take_whole_momenta(engine, setup, piece)
     pieces: list[Any] | None = [None] * setup.world if distributed.get_rank() == 0 else None
@@ -253,7 +261,7 @@ def dump(engine: Engine, setup: Setup) -> Dump | None:
         for name, start, numel in zip(names, starts, numels, strict=True):
             values, covered = (t[start : start + numel] for t in flat)
             if numel and bool(covered.any()):
-                require(covered.all(), f"{kind} of {name} is not whole")
+                require(covered.all(), f"{kind} of {name} is incomplete")
                 whole[f"{kind}/{name}"] = values.view(shapes[name])
     for name, momentum in ((n, m) for p in pieces for n, m in p["momenta"].items()):
         same = same_bits(momentum, whole[f"momentum_buffer/{name}"].flatten())
@@ -266,7 +274,7 @@ def dump(engine: Engine, setup: Setup) -> Dump | None:
 def _elementwise(
     pieces: list[dict[str, Any]], numel: int
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Join masters and element-wise states of all ranks; return each with the covered elements."""
+    """Merge masters and element-wise states of all ranks; return each with a coverage mask."""
     found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for piece in pieces:
         for places, master, state in zip(
@@ -280,7 +288,7 @@ def _elementwise(
                     found[key] = (whole, torch.zeros(numel, dtype=torch.bool))
                 require(tensor.shape == master.shape, f"{key} is not element-wise")
                 again = places[here][found[key][1][places[here]]]
-                if len(again):  # In stage 0 each rank has all of it.
+                if len(again):  # In stage 0 each rank has all elements.
                     known = found[key][0][places[here]]
                     require(same_bits(known, tensor[here]), f"{key} differs between ranks")
                 found[key][0][places[here]] = tensor[here]
@@ -310,7 +318,7 @@ def _is_vector(value: object) -> bool:
 
 
 def _once(pieces: list[dict[str, Any]], names: list[str]) -> Dump:
-    """Return what each rank has whole: weights, buffers, groups, counters."""
+    """Return the state that each rank has in full: weights, buffers, groups, counters."""
     found: Dump = {}
     for kind in ("groups", "counters", "scaler", "grad_scaler"):
         require(all(p[kind] == pieces[0][kind] for p in pieces), f"{kind} differ between ranks")
@@ -333,7 +341,7 @@ def _once(pieces: list[dict[str, Any]], names: list[str]) -> Dump:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are equal bit for bit: NaN equals itself, -0 is not 0."""
+    """Return whether two tensors are bitwise equal: NaN equals itself, -0 does not equal 0."""
     return one.dtype == other.dtype and one.shape == other.shape and differing_bits(one, other) == 0
 
 
@@ -353,7 +361,7 @@ def unrounded(found: Dump) -> list[str]:
 
 
 def expected_in(saved: Dump, source: Setup, target: Setup) -> Dump:
-    """Return what a run of another world, or in another precision, must hold of a saved one."""
+    """Return the state that a run of the target setup must have after loading a saved one."""
     wanted: Dump = {}
     for key, value in saved.items():
         kind, _, name = key.partition("/")
@@ -391,21 +399,21 @@ def tensors_in(found: Dump) -> int:
 
 
 KERNEL_OPTIONS = ("foreach", "fused")
-"""Hyperparameters that are the live run's own: they choose kernels, and are not restored."""
+"""Hyperparameters that select kernels; a load keeps those of the live run."""
 
 NO_STATES = {"master", "weight", "frozen", "buffer", "group", "counter", "scaler", "scalar"}
 """Kinds of entries that are not element-wise states of the optimizer."""
 
 
 def write_state(engine: Engine, setup: Setup, held: Dump, *, states: bool = True) -> None:
-    """Make an engine hold a dump, perhaps without optimizer states. Collective, on all ranks."""
+    """Write a dump into an engine, optionally without optimizer states. Collective."""
     names = list(trained(setup.model(0)))
     with torch.no_grad():
         _write_flats(engine, setup, held, names, states=states)
         _write_weights(engine, setup, held)
         buffers = dict(engine.module.named_buffers())
         for name in BUFFERS:
-            # With its dtype: Lightning casts buffers to bf16, DeepSpeed does not.
+            # With the saved dtype: Lightning casts buffers to bf16, DeepSpeed does not.
             buffers[name].data = held[f"buffer/{distributed.get_rank()}/{name}"].clone()
     for key, value in held.items():
         kind, _, rest = key.partition("/")
@@ -433,7 +441,7 @@ def _write_flats(
         here = places != PADDING
         flat.data.view(-1)[here] = masters[places[here]].to(flat.dtype)
         if states:
-            inner.state[flat].clear()  # An optimizer that has not stepped has none.
+            inner.state[flat].clear()  # A dump from before the first step has no states.
         for kind, vector in vectors.items():
             tensor = torch.zeros_like(flat.data, dtype=vector.dtype)
             tensor.view(-1)[here] = vector[places[here]]
@@ -451,7 +459,7 @@ def _whole(held: Dump, kind: str, setup: Setup) -> torch.Tensor:
 
 
 def _writable_scalars(held: Dump, names: list[str]) -> dict[str, Any]:
-    """Return the scalar states, of which each parameter must have the same."""
+    """Return the scalar states, which must be equal for all parameters."""
     found: dict[str, str] = {}
     for key, value in held.items():
         kind, _, rest = key.partition("/")
@@ -484,27 +492,27 @@ def _write_hyperparameter(engine: Engine, path: str, value: str) -> None:
 
 
 MORE = 2
-"""Steps that both runs train where nothing else is said."""
+"""Default number of steps that both runs train."""
 
 Losses = list[list[float]]
-"""Of each rank."""
+"""The losses of each rank."""
 
 TrainOn = Callable[[Engine, Setup, int, int], list[float]]
-"""Trains steps ``[first, last)``, and returns this rank's losses."""
+"""Trains steps ``[first, last)`` and returns this rank's losses."""
 
 
 @dataclass(frozen=True)
 class ReferenceComparison:
-    """A resumed run next to one into which the saved state was written by hand."""
+    """A resumed run compared with a reference run, into which the oracle wrote the saved state."""
 
     lacking: dict[str, int]
-    """What the other run did not hold although it was put there: must be empty."""
+    """Entries that the reference run did not have after the write; must be empty."""
     losses: tuple[Losses, Losses]
-    """The resumed run's, and the other's."""
+    """Of the resumed run and of the reference run."""
     differing: dict[str, int]
-    """What differs at the end, in how many bits."""
+    """Differing bits of the final states."""
     unlike: dict[str, int]
-    """What differs at the end if the writer's weights have a fresh optimizer."""
+    """Differing bits of the final states if the reference run has a fresh optimizer."""
 
     def assert_same(self, *, stateless: bool = False) -> None:
         """Fail unless both are equal; ``stateless``: the saved optimizer had no state yet."""
@@ -526,15 +534,15 @@ def compare_with_reference(
     *,
     steps: int = MORE,
 ) -> ReferenceComparison | None:
-    """Train a run that is made to hold the writer's state, and compare. Collective.
+    """Write the saved state into a reference run, train it, and compare. Collective.
 
     Args:
         setup: of both runs.
-        first: the step that the writer's run was at.
-        wanted: what it held, on rank 0.
-        resumed: this rank's losses of the resumed run, and what it held at the end, on rank 0.
+        first: the step of the saved run.
+        wanted: the dump of the saved run, on rank 0.
+        resumed: this rank's losses of the resumed run, and its final dump, on rank 0.
         train_on: trains an engine as the resumed run was trained.
-        steps: how many that run was trained on.
+        steps: number of steps that the resumed run was trained.
     """
     shared = [wanted]
     distributed.broadcast_object_list(shared, 0)
@@ -542,7 +550,7 @@ def compare_with_reference(
     assert held is not None
     ends: list[Dump | None] = []
     with engine_of(setup, 11, tilt=3.0) as engine:
-        for states in (False, True):  # First with the optimizer that it has, which is fresh.
+        for states in (False, True):  # First with a fresh optimizer.
             write_state(engine, setup, held, states=states)
             found = dump(engine, setup)
             losses = train_on(engine, setup, first, first + steps)
@@ -565,5 +573,5 @@ def restored_differences(wanted: Dump, found: Dump) -> dict[str, int]:
         key: bits
         for key, bits in differences(wanted, found).items()
         if not (key.startswith("group/") and key.endswith(KERNEL_OPTIONS))
-        and not key.startswith("scaler/")  # BF16_Optimizer alone has none; no run's differs.
+        and not key.startswith("scaler/")  # BF16_Optimizer has none; the others are equal.
     }

@@ -13,34 +13,38 @@ NOTHING = "nothing was raised"
 def error_text(work: Callable[[], object]) -> str:
     try:
         work()
-    except Exception as error:  # noqa: BLE001 - it is what the test looks at
+    except Exception as error:  # noqa: BLE001 - the test checks it
         return f"{type(error).__name__}: {error}"
     return NOTHING
 
 
 @contextmanager
 def warnings_heard(about: str = "") -> Iterator[list[str]]:
-    """Yield a list that has all warnings afterwards, or those that contain a text."""
-    said: list[str] = []
+    """Yield a list to which the warnings that contain a text are added at the end."""
+    messages: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            yield said
+            yield messages
         finally:
-            said += [text for each in caught if about in (text := str(each.message))]
+            messages += [text for each in caught if about in (text := str(each.message))]
 
 
 @contextmanager
 def log_heard(logger: str, level: int = logging.NOTSET) -> Iterator[list[str]]:
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler(level)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    heard = logging.getLogger(logger)
-    before = heard.level
-    heard.addHandler(handler)
-    heard.setLevel(level or before)
+
+    def emit(record: logging.LogRecord) -> None:
+        messages.append(record.getMessage())
+
+    handler.emit = emit  # type: ignore[method-assign]
+    recorded = logging.getLogger(logger)
+    before = recorded.level
+    recorded.addHandler(handler)
+    recorded.setLevel(level or before)
     try:
-        yield said
+        yield messages
     finally:
-        heard.removeHandler(handler)
-        heard.setLevel(before)
+        recorded.removeHandler(handler)
+        recorded.setLevel(before)

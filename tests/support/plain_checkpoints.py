@@ -1,4 +1,4 @@
-"""Checkpoints of this library's format, of any stage and rank count, written in one process."""
+"""Checkpoints in this library's format, of any stage and world size, written by one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHAPES = {
     "scale": (),
     "head.weight": (5, 13),
 }
-"""Of the trained parameters; the frozen one is apart."""
+"""Shapes of the trained parameters; the frozen one is separate."""
 
 STATES = ("exp_avg", "exp_avg_sq")
 
@@ -47,15 +47,15 @@ def _values(seed: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tens
 class WholeState:
     masters: dict[str, torch.Tensor]
     states: dict[str, dict[str, torch.Tensor]]
-    """By parameter and key."""
+    """Keys are the parameter and the state key."""
     frozen: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     step: float = 3.0
-    """An int stays one; a float becomes a tensor, as torch's optimizers count."""
+    """An int is saved as such, a float as a tensor, as in torch's optimizers."""
     steps: tuple[float, ...] = ()
-    """By flat buffer, where they differ."""
+    """Different steps for each flat buffer."""
     scalars: dict[str, Any] = field(default_factory=dict)
-    """Other states of one value, the same in all flat buffers."""
+    """Other scalar states, equal in all flat buffers."""
     groups: tuple[tuple[str, ...], ...] = ()
     rates: tuple[float, ...] = (1e-3, 5e-4)
     client: dict[str, Any] = field(default_factory=dict)
@@ -88,7 +88,7 @@ def manifest_of(state: WholeState, stage: int, world_size: int, **changes: Any) 
     keys: tuple[StateKey, ...] = (
         *(StateKey(k, "elementwise", "float32") for k in STATES),
         *(state_key(k, v, elementwise=False) for k, v in state.scalars.items()),
-        state_key("step", _counted(state.step), elementwise=False),
+        state_key("step", _step_value(state.step), elementwise=False),
     )
     if changes.get("weights_only"):
         keys = ()
@@ -130,7 +130,7 @@ def manifest_of(state: WholeState, stage: int, world_size: int, **changes: Any) 
     return replace(manifest, **changes)
 
 
-def _counted(step: float) -> torch.Tensor | int:
+def _step_value(step: float) -> torch.Tensor | int:
     return step if isinstance(step, int) else torch.tensor(step)
 
 
@@ -156,9 +156,9 @@ def rank_state(state: WholeState, manifest: Manifest, rank: int) -> RankState:
                 for key in STATES
             }
         )
-        scalars = {} if manifest.weights_only else {"step": _counted(step), **state.scalars}
+        scalars = {} if manifest.weights_only else {"step": _step_value(step), **state.scalars}
         flats.append(FlatState(tuple(mine), _cut(mine, state.masters, numel), states, scalars))
-    # More ranks than elements: some have an empty piece.
+    # With more ranks than elements, some ranks have an empty piece.
     pieces = {name: t.new_empty(0) for name, t in state.frozen.items()}
     pieces |= {
         f.name: state.frozen[f.name].view(-1)[f.start : f.stop]
@@ -191,8 +191,8 @@ def write_elastic(
 
 
 def write_dcp(folder: Path, tree: dict[str, Any]) -> Path:
-    """Write a directory of ``torch.distributed.checkpoint``."""
+    """Write a checkpoint of ``torch.distributed.checkpoint``."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # It warns that there is no process group.
+        warnings.simplefilter("ignore")  # It warns about the missing process group.
         dcp.save(tree, checkpoint_id=folder, no_dist=True)  # type: ignore[attr-defined]
     return folder

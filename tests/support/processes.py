@@ -1,4 +1,4 @@
-"""Time limits, free ports and shared memory of test processes; the limits only detect hangs."""
+"""Timeouts (which only detect hangs), free ports and shared memory of test processes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-# Below those that Linux gives to whoever connects or asks for any: these are taken at any time.
+# Below the ephemeral ports of Linux, which any process may get at any time.
 _FIRST, _LAST = 10_000, 32_000
 
 _draw = random.SystemRandom()
 _drawn: set[int] = set()
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where DeepSpeed's operator for CPU ranks has its own
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the path that DeepSpeed's operator for CPUs uses
 
 
 _JUST_MADE_S = 60.0
-"""It may not be mapped yet."""
+"""Newer files may not be mapped yet."""
 
 _NAME = re.compile(r"deepspeed_allreduce_buffer_[^\s/]*")
 
@@ -41,15 +41,15 @@ def free_port() -> int:
 
 
 def remove_shared_memory() -> None:
-    """Remove DeepSpeed's memory (69 MB per killed world): of our ports, and old unmapped ones."""
+    """Remove unmapped DeepSpeed buffers (69 MB per killed world): of our ports, or old ones."""
     mapped = _mapped()
-    for left in SHARED_MEMORY.glob("deepspeed_allreduce_buffer_*"):
+    for path in SHARED_MEMORY.glob("deepspeed_allreduce_buffer_*"):
         with suppress(OSError, ValueError):
-            status, port = left.stat(), int(left.name.split("_")[-2])
+            status, port = path.stat(), int(path.name.split("_")[-2])
             old = time.time() - status.st_mtime > _JUST_MADE_S
             ours = port in _drawn or (old and status.st_uid == os.getuid())
-            if ours and left.name not in mapped:
-                left.unlink(missing_ok=True)
+            if ours and path.name not in mapped:
+                path.unlink(missing_ok=True)
 
 
 def _mapped() -> set[str]:
@@ -61,26 +61,27 @@ def _mapped() -> set[str]:
 
 
 HANG_TIMEOUT_S = 900.0
-"""What takes longer than this hangs: a call on ranks, a process."""
+"""A call on ranks or a process that takes longer hangs."""
 
 PROMPT_TIMEOUT_S = 300.0
-"""Far below the half hour for which torch's collectives wait, and rule 3 forbids to wait.
+"""Far below the half hour that torch's collectives wait, and that invariant 3 rules out.
 
-That the times that ranks have by default keep its 10 s and 60 s is a sum, and tested as one.
+A separate test adds up the default timeouts and compares them with the 10 s and 60 s of
+invariant 3.
 """
 
 
 def ends(work: Callable[[], object]) -> bool:
-    """Return whether work ends in a thread, which is left alone otherwise."""
+    """Run work in a daemon thread; return whether it ended in time."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(PROMPT_TIMEOUT_S)
     return not thread.is_alive()
 
 
-def wait_until(found: Callable[[], object]) -> None:
+def wait_until(condition: Callable[[], object]) -> None:
     end = time.monotonic() + HANG_TIMEOUT_S
-    while not found():
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
 

@@ -1,7 +1,7 @@
-"""Worlds of ranks that are reused for the whole session; each call runs on all ranks of one.
+"""Worlds of ranks, reused for the whole session; each call runs on all ranks of one world.
 
 A process that has destroyed its process group cannot create another one for DeepSpeed, so each
-world size has its own processes. They are forked from one process that has imported everything.
+world size has its own processes. They are forked from one process that has imported all modules.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.support.processes import HANG_TIMEOUT_S, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE_S = 60.0
-"""For the others, once a rank has failed: their errors are told too."""
+"""Timeout for the other ranks after a rank has failed, to report their errors too."""
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ class World:
                 os.kill(pid, signal.SIGKILL)
 
     def results(self, timeout_s: float) -> dict[int, tuple[str, Any]]:
-        """Wait for all ranks' answers; after a failure only briefly."""
+        """Wait for the results of all ranks; after a failure only briefly."""
         found: dict[int, tuple[str, Any]] = {}
         waiting = {connection: rank for rank, connection in enumerate(self.ranks)}
         end = time.monotonic() + timeout_s
@@ -104,10 +104,10 @@ class Program:
 
 
 class ForkServer:
-    """The process that has imported everything, started when the first world is."""
+    """The process that has imported all modules, started with the first world."""
 
     def __init__(self, deepspeed: Path | None = None) -> None:
-        """Import the installed DeepSpeed, or the one in a folder, with operators of its own."""
+        """Use the installed DeepSpeed, or the one in a folder, with its own compiled operators."""
         self._deepspeed = deepspeed
         self._folder = tempfile.TemporaryDirectory(prefix="ez-ranks-")
         self._process: subprocess.Popen[bytes] | None = None
@@ -167,25 +167,25 @@ class ForkServer:
             except TimeoutError as error:
                 self._process.kill()
                 self._process.wait()
-                said = (folder / "nursery.log").read_text(errors="replace")
-                raise AssertionError(said) from error
+                log_text = (folder / "nursery.log").read_text(errors="replace")
+                raise AssertionError(log_text) from error
             assert self._connection.recv() == self._process.pid
         return self._connection
 
 
 class RankServer(Protocol):
-    """What starts worlds of ranks."""
+    """Starts worlds of ranks."""
 
     def start(self, world: int) -> World:
-        """Start a world of ranks that is the caller's own, to end."""
+        """Start a new world of ranks, which the caller must end."""
 
     def close(self) -> None:
-        """End whoever was started."""
+        """End all started processes."""
 
 
 class Pools:
     def __init__(self, server: RankServer | None = None) -> None:
-        """Take what starts the ranks; without it, start and end a fork server of its own."""
+        """Use a server; without one, start and end an own fork server."""
         self._own = None if server else ForkServer()
         self._server = server or self._own
         self._worlds: dict[int, World] = {}
@@ -221,14 +221,14 @@ class Pools:
 def environment(device: str = "cpu") -> dict[str, str]:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     defaults = {"TORCH_EXTENSIONS_DIR": str(ROOT / ".cache" / "torch_extensions" / device)}
-    # Without it, DeepSpeed starts `numactl` at each reduction of gradients, to count what it has.
+    # Without it, DeepSpeed starts `numactl` at each reduction of gradients, to count the cores.
     defaults["LOCAL_SIZE"] = "1"
-    # Other releases of DeepSpeed or Lightning may stand before the installed ones (tests/releases).
+    # Other releases of DeepSpeed or Lightning may precede the installed ones (tests/releases).
     others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     found = os.pathsep.join(dict.fromkeys([*filter(None, others), str(ROOT)]))
     fixed = {"PATH": path, "PYTHONPATH": found, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": device}
     if os.environ.get("DS_ACCELERATOR", device) != device:
-        fixed |= defaults  # What is exported was compiled for the other one.
+        fixed |= defaults  # The exported operators are compiled for the other device.
     return {**defaults, **os.environ, **fixed}
 
 
@@ -263,7 +263,7 @@ def _accept(listener: socket.socket) -> Connection:
 
 
 def missing_operator(name: str) -> str:
-    """Return why an operator of DeepSpeed is unavailable, or ""."""
+    """Return why an operator of DeepSpeed is unavailable, or an empty text."""
     from deepspeed.ops import op_builder
 
     try:

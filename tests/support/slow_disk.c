@@ -1,10 +1,9 @@
-/* A slow disk, for a process that is started with this in LD_PRELOAD.
+/* A slow disk for a process that is started with this library in LD_PRELOAD.
  *
- * What is written below $SLOW_DISK comes to the disk at the speed that the file "speed" in there
- * names, in bytes per second; 0: not any more. Writing only fills the page cache. Whoever asks for
- * the bytes to be on the disk waits in that very call, for all that has not come there yet. Each
- * wait is a line of the file "waits": the call, and the bytes waited for. To open a file takes the
- * seconds that the file "latency" names.
+ * Data written below $SLOW_DISK reaches the disk at the speed in the file "speed" of that folder,
+ * in bytes per second; 0 stops the disk. A write only fills the page cache. A call that syncs waits
+ * for all bytes that have not reached the disk. Each wait appends a line to the file "waits": the
+ * call, and the number of bytes. Opening a file takes the seconds in the file "latency".
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -46,7 +45,7 @@ static long long *dirty_of(int descriptor)
     return NULL;
 }
 
-/* The number in a file of the root's. fopen() calls none of the functions below. */
+/* The number in a file of the root folder. fopen() calls none of the functions below. */
 static double number(const char *name, double otherwise)
 {
     char path[4096];
@@ -66,18 +65,18 @@ static void drain(int descriptor, const char *call, long long most)
     char path[4096];
     pthread_mutex_lock(&lock);
     long long *dirty = dirty_of(descriptor);
-    long long left = dirty == NULL ? 0 : *dirty < most ? *dirty : most;
+    long long bytes = dirty == NULL ? 0 : *dirty < most ? *dirty : most;
     if (dirty != NULL)
-        *dirty -= left;
+        *dirty -= bytes;
     pthread_mutex_unlock(&lock);
-    if (left == 0)
+    if (bytes == 0)
         return;
     snprintf(path, sizeof path, "%s/waits", root());
     FILE *log = fopen(path, "a");
-    if (log == NULL || fprintf(log, "%s %lld\n", call, left) < 0 || fclose(log) != 0)
+    if (log == NULL || fprintf(log, "%s %lld\n", call, bytes) < 0 || fclose(log) != 0)
         abort();
-    /* In small steps: the speed may change meanwhile. */
-    for (double rest = left; rest > 0; usleep(10000))
+    /* In small steps, because the speed may change meanwhile. */
+    for (double rest = bytes; rest > 0; usleep(10000))
         rest -= number("speed", 1e12) / 100;
 }
 

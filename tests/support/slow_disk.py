@@ -1,4 +1,4 @@
-"""A slow disk for processes: ``slow_disk.c`` delays the C library's calls that wait for one."""
+"""A slow disk for processes: ``slow_disk.c`` delays the C library's calls that wait for a disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SOURCE = Path(__file__).with_name("slow_disk.c")
 
 class SlowDisk:
     def __init__(self, folder: Path, bytes_per_s: float) -> None:
-        """Make the folder, and the library that makes its disk slow.
+        """Create the folder, and compile the library that slows its disk.
 
         Raises:
             pytest.skip.Exception: There is no C compiler.
@@ -31,11 +31,11 @@ class SlowDisk:
         command = [compiler, *options, str(SOURCE), "-ldl", "-lpthread"]
         subprocess.run(command, check=True, timeout=HANG_TIMEOUT_S)
         self.environment = {"LD_PRELOAD": str(library), "SLOW_DISK": str(self.folder)}
-        """What a process has to be started with."""
+        """Environment variables for processes that use the disk."""
         self.set_speed(bytes_per_s)
 
     def set_speed(self, bytes_per_s: float, *, latency_s: float = 0.0) -> None:
-        """Change the speed (0: stop), and the latency of opening a file."""
+        """Change the speed (0 stops the disk), and the latency of opening a file."""
         for name, number in (("speed", bytes_per_s), ("latency", latency_s)):
             new = self.folder / f"{name}.{os.getpid()}"
             new.write_text(str(number))

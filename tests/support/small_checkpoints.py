@@ -36,7 +36,7 @@ def _on_event(event: str, _: object) -> None:
 def before_each_syscall(look: Callable[[], None]) -> Iterator[None]:
     """Call ``look`` before each audited system call in any thread, and at the end."""
     if _on_event not in _hooked:
-        # A process cannot take it back; without looks it does nothing.
+        # An audit hook cannot be removed; without looks it does nothing.
         sys.addaudithook(_on_event)
         _hooked.append(_on_event)
     _looks.append(look)
@@ -64,11 +64,11 @@ class InterruptAtCall:
 
 
 SHARD = "checkpoint/mp_rank_00_model_states.pt"
-"""A file that every checkpoint of ZeRO-1 and 2 has."""
+"""A file of every ZeRO-1 and ZeRO-2 checkpoint."""
 
 
 class NoEngine:
-    """Takes the place of DeepSpeed's engine in a ``LiveEngine`` that has its own state."""
+    """Replaces DeepSpeed's engine in a ``LiveEngine`` that has its own state."""
 
     optimizer = None
 
@@ -79,7 +79,7 @@ def manifest_of(files: dict[str, str], mark: str = "") -> str:
 
 
 def fill(path: Path, text: str, *, published: bool = True) -> Path:
-    """Write a checkpoint whose every file holds one text."""
+    """Write a checkpoint whose files all contain one text."""
     shard = path / SHARD
     shard.parent.mkdir(parents=True, exist_ok=True)
     shard.write_text(text)
@@ -119,13 +119,13 @@ def publish_staged(
     instant: str = "",
     act: Callable[[], object] = lambda: None,
 ) -> bool:
-    """Publish "new" in the place of another one, as a save does; return whether an act was done.
+    """Replace a checkpoint with "new", as a save does; return whether ``act`` was called.
 
     Args:
-        staged: the directory, filled.
-        exchange: whether names can be exchanged.
-        instant: "synced", "set aside", "placed", "kept" (it outlives a power cut) or "cleaned".
-        act: done once, when all before that instant is done.
+        staged: the filled directory.
+        exchange: whether the file system can exchange names.
+        instant: "synced", "set aside", "placed", "kept" (survives a power cut) or "cleaned".
+        act: called once, at that instant.
     """
     acted, looks = False, 0
 

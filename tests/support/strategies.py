@@ -52,7 +52,7 @@ def cut_to(whole: Fragment, start: int, stop: int) -> Fragment:
 
 def tables(min_numel: int = 1) -> st.SearchStrategy[dict[str, int]]:
     names = st.sampled_from(["a", "b", "a.b", "layers.0.weight", "layers.10.weight", "bias", "g"])
-    # Small numbers of elements, so that there are often more ranks than elements.
+    # Few elements, so that there are often more ranks than elements.
     return st.dictionaries(names, st.integers(min_numel, 90), min_size=1)
 
 
@@ -66,7 +66,7 @@ def _parted(draw: st.DrawFn, names: Sequence[str]) -> list[tuple[str, ...]]:
 
 @st.composite
 def contiguous_cuts(draw: st.DrawFn, table: dict[str, int]) -> Cut:
-    """ZeRO-1/2: any order, any padding after each parameter, any room at the end."""
+    """ZeRO-1/2: any order, any padding after each parameter and at the end."""
     world_size = draw(world_sizes)
     buffers = []
     for group, names in enumerate(draw(_parted(list(table)))):
@@ -103,7 +103,7 @@ def pairs_of_cuts(draw: st.DrawFn) -> tuple[dict[str, int], Cut, Cut]:
 _texts = st.text(max_size=8)
 _integers = st.integers(-(2**70), 2**70)
 _numbers = st.one_of(st.booleans(), _integers, st.none())
-# JSON has one NaN.
+# JSON has only one NaN.
 _json_numbers = st.one_of(_numbers, st.floats(allow_nan=False), st.just(math.nan))
 _keys = st.one_of(st.sampled_from(["tuple", "dict", "lr"]), _texts)
 
@@ -116,7 +116,7 @@ plain_values: st.SearchStrategy[Plain] = st.recursive(
     ),
     max_leaves=6,
 )
-"""What a hyperparameter may be, tuples and misleading dicts among it."""
+"""Values of hyperparameters, including tuples and dicts that look like encoded ones."""
 
 _state_keys = st.builds(
     StateKey, name=_texts, kind=st.sampled_from(["elementwise", "scalar"]), dtype=_texts
@@ -171,7 +171,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 
 @st.composite
 def tensors(draw: st.DrawFn) -> torch.Tensor:
-    """Small tensors of any bits: NaN with payloads, -0.0, scalars, empty ones, views."""
+    """Small tensors with any bits, such as NaN payloads and -0.0; scalars, empty tensors, views."""
     dtype = draw(st.sampled_from(DTYPES))
     shape = tuple(draw(st.lists(st.integers(0, 3), max_size=3)))
     count = math.prod(shape)
@@ -179,7 +179,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     data = bytearray(draw(st.binary(min_size=size, max_size=size)))
     if dtype == torch.bool:
         data = bytearray(byte & 1 for byte in data)
-    # One element longer than what is shown of it: all of these are views.
+    # The storage has one element more, so that all tensors are views.
     return torch.frombuffer(data, dtype=dtype)[:count].view(shape)
 
 
@@ -196,7 +196,7 @@ _hashables = st.one_of(_numbers, _texts)
 _hashables = st.one_of(_hashables, st.tuples(_hashables, _hashables))
 
 tree_keys = st.one_of(st.sampled_from(["a", "b", "a.b", "0", "1", "[", '["a"]']), st.integers(0, 2))
-"""Keys that look like each other when they are joined by dots."""
+"""Keys that are ambiguous when they are joined by dots."""
 
 
 def trees(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
@@ -219,4 +219,4 @@ plain_leaves: st.SearchStrategy[Any] = st.one_of(
     st.lists(_scalars | tensors(), max_size=2).map(tuple),
     st.dictionaries(_hashables, _scalars, max_size=2),
 )
-"""What is plain data and no dict or list that is walked into."""
+"""Plain data except dicts and lists, which are traversed."""

@@ -1,4 +1,4 @@
-"""Tables of what was tried, shown at the end of a run and copied to docs/results.md by hand."""
+"""Tables of results, shown at the end of a run and copied to docs/results.md by hand."""
 
 from __future__ import annotations
 
@@ -57,17 +57,17 @@ MATRIX = Table(
     ("cases", "tensors compared", "differing", "differing bits"),
 )
 ELASTIC = Table(
-    "jobs that lose and gain nodes", ("tried", "steps taken again", "seconds to the next step")
+    "jobs that lose and gain nodes", ("tried", "repeated steps", "seconds to the next step")
 )
 RELEASES = Table(
-    "other releases",
+    "other releases of dependencies",
     (
-        *("tests passed", "tests skipped", "lost names refused", "resumed here"),
-        *("resumed elsewhere", "not to be had here"),
+        *("tests passed", "tests skipped", "missing names refused", "resumed here"),
+        *("resumed elsewhere", "not available here"),
     ),
 )
 STALLS = Table(
-    "a save behind training, beside a copy from the device to the host",
+    "stall of training by a background save, compared with a copy from device to host",
     ("MiB", "µs of stall", "µs of a copy"),
 )
 STORE_FAULTS = Table(

@@ -16,7 +16,7 @@ from tests.support.slow_disk import SlowDisk
 
 
 def test_unused_shared_memory_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher's after a minute without a mapping; ours at once."""
+    """Buffers of our ports are removed at once, those of launchers a minute later."""
     monkeypatch.setattr(processes, "SHARED_MEMORY", tmp_path)
     mine = processes.free_port()
     name = "deepspeed_allreduce_buffer_0_10.0.0.1_{}_0"
@@ -46,31 +46,31 @@ from lightning_elastic_zero.storage.checksums import ChecksummedWriter
 
 from tests.support.processes import HANG_TIMEOUT_S
 
-way, folder, size = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-signs = 0
-def note():
-    global signs
-    signs += 1
-progress = Progress(note)
-if way == "write":
+method, folder, size = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+calls = 0
+def report():
+    global calls
+    calls += 1
+progress = Progress(report)
+if method == "write":
     with ChecksummedWriter(folder, "shard.pt", progress) as file:
         for _ in range(4):
             file.write(bytes(size // 4))
         file.finish("5a7e")
 else:
     copying._copy_file(folder.parent / "source", folder / "shard.pt", progress)
-print(signs)
+print(calls)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="stands in front of glibc's calls")
-@pytest.mark.parametrize("way", ["write", "copy"])
-def test_no_call_waits_for_much_of_a_slow_disk(way: str, tmp_path: Path) -> None:
-    """However 24 MiB are written, a call waits for at most one and reports progress."""
+@pytest.mark.skipif(sys.platform != "linux", reason="the slow disk replaces functions of glibc")
+@pytest.mark.parametrize("method", ["write", "copy"])
+def test_no_call_waits_for_much_of_a_slow_disk(method: str, tmp_path: Path) -> None:
+    """While 24 MiB are written or copied, each call waits for at most 1 MiB and reports it."""
     disk = SlowDisk(tmp_path, 32 * MB)
     (tmp_path / "source").write_bytes(bytes(24 * MB))
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, way, str(disk.folder), str(24 * MB)],
+        [sys.executable, "-c", PROGRAM, method, str(disk.folder), str(24 * MB)],
         env={**os.environ, **disk.environment, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
@@ -90,7 +90,7 @@ from tests.support import fork_server as server
 signal.signal(signal.SIGCHLD, server._reap)
 if not (probe := os.fork()):
     os._exit(7)
-# As left by processes that ended: the next ids, and those after the largest one.
+# Statuses of ended processes, for the next ids, and for the ids after a wrap-around.
 ids = [*range(probe, probe + 20_000), *range(2, 20_000)]
 server._STATUSES.update(dict.fromkeys(ids, 7))
 read, write = os.pipe()
