@@ -53,6 +53,15 @@ class ChunkedSource:
             else:
                 yield host_chunk(chunk.numel(), self.dtype).copy_(chunk)
 
+    def parts(self) -> Iterator[memoryview]:
+        """Yield the bytes of the elements."""
+        for chunk in self.chunks():
+            if chunk.dim() != 1:
+                msg = f"A source of {self.dtype} gave {chunk.dtype} of shape {tuple(chunk.shape)}."
+                raise ValueError(msg)
+            if chunk.numel():
+                yield in_order(chunk).view(torch.uint8).numpy().data
+
 
 Piece: TypeAlias = "torch.Tensor | ChunkedSource | int"
 """A contiguous tensor on any device, a source, or a number of zeros."""
@@ -225,7 +234,7 @@ class _SourceBytes:
         self._next = self.start = placeholder.data_ptr()
         self.stop = self.start + placeholder.nbytes
         self._source = source
-        self._parts = _bytes_of(source)
+        self._parts = source.parts()
         self._rest = memoryview(b"")
 
     def take(self, address: int, size_bytes: int) -> Iterator[memoryview]:
@@ -256,12 +265,3 @@ class _SourceBytes:
     def _fail(self, what: str) -> None:
         msg = f"A source of {self._source.numel} elements of {self._source.dtype} has {what}."
         raise ValueError(msg)
-
-
-def _bytes_of(source: ChunkedSource) -> Iterator[memoryview]:
-    for chunk in source.chunks():
-        if chunk.dtype != source.dtype or chunk.dim() != 1:
-            msg = f"A source of {source.dtype} gave {chunk.dtype} of shape {tuple(chunk.shape)}."
-            raise ValueError(msg)
-        if chunk.numel():
-            yield in_order(chunk).view(torch.uint8).numpy().data

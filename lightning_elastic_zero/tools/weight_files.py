@@ -23,9 +23,8 @@ from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.tensors import can_overflow, host_chunk, overflowed, unplain
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
-from lightning_elastic_zero.formats.safetensors import NamedSource, write_safetensors
 from lightning_elastic_zero.formats.torch_write import ChunkedSource, TorchFileWriter
-from lightning_elastic_zero.storage.checksums import write_durably
+from lightning_elastic_zero.storage.checksums import ChecksummedWriter, write_durably
 from lightning_elastic_zero.storage.publish import staged_export
 from lightning_elastic_zero.tools.view import (
     OpenCheckpoint,
@@ -323,27 +322,91 @@ def _states(checkpoint: OpenCheckpoint) -> Iterator[NamedSource]:
                 yield NamedSource(f"state.{parameter.name}.{key}", (), source)
 
 
+_SAFETENSORS_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_HEADER_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class NamedSource:
+    """A tensor of a safetensors file."""
+
+    name: str
+    shape: tuple[int, ...]
+    source: ChunkedSource
+
+    @property
+    def size_bytes(self) -> int:
+        return self.source.numel * self.source.dtype.itemsize
+
+
+def write_safetensors(
+    folder: Path, name: str, tensors: Sequence[NamedSource], progress: Progress
+) -> None:
+    """Write one safetensors file in pieces: eight bytes, a JSON header, then the tensors' bytes.
+
+    The writer of the ``safetensors`` package needs all tensors in memory. The format is at
+    https://github.com/huggingface/safetensors#format. Raises UnsupportedError for a dtype that it
+    does not have.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers requires it.
+    at = 0
+    for tensor in tensors:
+        if tensor.source.dtype not in _SAFETENSORS_DTYPES:
+            msg = (
+                f"{tensor.name} is of {tensor.source.dtype}, which safetensors files cannot "
+                "contain. Exclude it, or write fp32 or lightning"
+            )
+            raise UnsupportedError(msg)
+        header[tensor.name] = {
+            "dtype": _SAFETENSORS_DTYPES[tensor.source.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.size_bytes],
+        }
+        at += tensor.size_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    with ChecksummedWriter(folder, name, progress) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            stop = file.size_bytes + tensor.size_bytes
+            for part in tensor.source.parts():
+                file.write(part)
+            if file.size_bytes != stop:
+                msg = f"{tensor.name} ends at byte {file.size_bytes}, expected {stop}"
+                raise ValueError(msg)
+        file.finish("")
+
+
 def write_sharded(
     folder: Path, stem: str, tensors: Sequence[NamedSource], max_bytes: int, progress: Progress
 ) -> None:
     """Write one file, or several of at most ``max_bytes`` and an index."""
     shards = _shards(tensors, max_bytes)
-    names = [f"{stem}-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     if len(shards) == 1:
-        names = [f"{stem}.safetensors"]
-    for name, shard in zip(names, shards, strict=True):
-        write_safetensors(folder, name, shard, {"format": "pt"}, progress)
-    if len(shards) > 1:
-        index = {
-            "metadata": {"total_size": sum(t.size_bytes for t in tensors)},
-            "weight_map": {
-                tensor.name: name
-                for name, shard in zip(names, shards, strict=True)
-                for tensor in shard
-            },
-        }
-        text = json.dumps(index, indent=2)
-        write_durably(folder / f"{stem}.safetensors.index.json", text.encode())
+        write_safetensors(folder, f"{stem}.safetensors", tensors, progress)
+        return
+    file_of: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"{stem}-{number:05}-of-{len(shards):05}.safetensors"
+        write_safetensors(folder, name, shard, progress)
+        file_of |= {tensor.name: name for tensor in shard}
+    total_bytes = sum(tensor.size_bytes for tensor in tensors)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": file_of}
+    text = json.dumps(index, indent=2)
+    write_durably(folder / f"{stem}.safetensors.index.json", text.encode())
 
 
 def _shards(tensors: Sequence[NamedSource], max_bytes: int) -> list[list[NamedSource]]:
@@ -389,8 +452,7 @@ def write_adapter_folder(
         raise CheckpointMismatchError(msg)
     _check_nothing_left_out(checkpoint, options)
     with staged_export(target) as export:
-        name = "adapter_model.safetensors"
-        write_safetensors(export.path, name, weights, {"format": "pt"}, progress)
+        write_safetensors(export.path, "adapter_model.safetensors", weights, progress)
         write_durably(export.path / _ADAPTER_CONFIG, config)
         export.drop_sums()
         export.publish()
