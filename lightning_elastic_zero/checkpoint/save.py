@@ -69,8 +69,8 @@ from lightning_elastic_zero.formats.elastic import (
     as_it_is,
     writes_weights,
 )
-from lightning_elastic_zero.formats.pickles import PLAIN_DATA, unpickle
 from lightning_elastic_zero.formats.reader import EXTRA_STATES, OPTIMIZER_STATE
+from lightning_elastic_zero.formats.torch_read import PLAIN_DATA, unpickle
 from lightning_elastic_zero.storage.checkpoints import (
     Staged,
     await_shared,

@@ -42,7 +42,7 @@ from lightning_elastic_zero.core.tensors import (
 )
 from lightning_elastic_zero.core.text import TreePath, format_tree_path
 from lightning_elastic_zero.errors import CheckpointFormatError, SaveError
-from lightning_elastic_zero.formats.pickles import unsupported_class
+from lightning_elastic_zero.formats.torch_read import unsupported_class
 
 REMOVED = False
 """The end of a path to an entry that rank 0 has and this rank lacks; no key is a bool."""

@@ -36,13 +36,13 @@ from lightning_elastic_zero.errors import (
     ElasticZeroError,
     UnsupportedError,
 )
+from lightning_elastic_zero.formats.deepspeed_files import CLASS_STUBS
 from lightning_elastic_zero.formats.full_state import (
     AVERAGING,
     FullState,
     FullStateReader,
     refuse_several,
 )
-from lightning_elastic_zero.formats.pickles import PicklePolicy
 from lightning_elastic_zero.formats.reader import FRESH_OPTIMIZER_HINT, file_list_digest
 from lightning_elastic_zero.formats.torch_optimizer import (
     MEMBERS,
@@ -51,6 +51,7 @@ from lightning_elastic_zero.formats.torch_optimizer import (
 )
 from lightning_elastic_zero.formats.torch_read import (
     ForeignFiles,
+    PicklePolicy,
     StoredRun,
     TorchFile,
     as_stream,
@@ -620,9 +621,10 @@ _LIGHTNINGS_OPTIMIZER = ("optimizer_0",)
 class DcpReader(FullStateReader):
     """A directory of chunks, and of Lightning's file with the trainer's state if there is one."""
 
-    def __init__(self, files: ForeignFiles, policy: PicklePolicy) -> None:
+    def __init__(self, files: ForeignFiles, *, allow_pickle: bool) -> None:
         path = files.folder
         metadata = read_metadata(path)
+        policy = PicklePolicy(CLASS_STUBS, allow_pickle)
         self._chunks = Chunks(path, metadata, policy, files.progress)
         self._chunks.check_files()
         super().__init__(path, files, self._chunks)

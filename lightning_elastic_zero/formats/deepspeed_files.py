@@ -59,29 +59,21 @@ def model_file(rank: int, stage: int) -> str:
     return f"{TAG}/{partitioned_model_name(rank) if stage == STAGE_WEIGHTS else MODEL_NAME}"
 
 
-class Fields:
-    """The fields of an object, without its methods."""
-
-
-class FragmentAddress(Fields):
+class FragmentAddress:
     """The address of a fragment; not used, as it is wrong with round-robin gradients."""
 
 
-class LossScaler(Fields):
-    """A constant loss scale."""
+class LossScaler:
+    """A constant loss scale: the fields of the object, without its methods."""
 
 
 class DynamicLossScaler(LossScaler):
     """A loss scale that follows overflows."""
 
 
-class ZeroStage(int):
-    """DeepSpeed's enumeration of the ZeRO stages."""
-
-
 CLASS_STUBS: Mapping[str, type] = {
     "deepspeed.utils.tensor_fragment.fragment_address": FragmentAddress,
-    "deepspeed.runtime.zero.config.ZeroStageEnum": ZeroStage,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": int,
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": LossScaler,
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": DynamicLossScaler,
 }

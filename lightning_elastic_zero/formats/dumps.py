@@ -53,7 +53,6 @@ from lightning_elastic_zero.formats.deepspeed_shards import (
     ZeroShardSet,
     shard_metadata,
 )
-from lightning_elastic_zero.formats.pickles import FOREIGN_TREE
 from lightning_elastic_zero.formats.reader import (
     COMPARED_ELEMENTS,
     WEIGHT,
@@ -359,8 +358,8 @@ def describe_dumps(
     if not names:
         msg = f"dumps= is empty: pass the names of the dumps in {path}, one per rank of the run"
         raise CheckpointNotFoundError(msg)
-    policy = FOREIGN_TREE.with_any_class(allow_pickle)
-    files = foreign_files(path, policy, limit=min(len(names) + 1, MAX_OPEN_FILES))
+    limit = min(len(names) + 1, MAX_OPEN_FILES)
+    files = foreign_files(path, allow_pickle=allow_pickle, limit=limit)
     with closing(files):
         with as_format_error(path):
             reader = _verified_reader(files, names, model_file, model, groups)

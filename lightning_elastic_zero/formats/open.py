@@ -35,7 +35,6 @@ from lightning_elastic_zero.formats.deepspeed_reader import UniversalReader, Zer
 from lightning_elastic_zero.formats.dumps import TABLE_NAME, DumpsReader
 from lightning_elastic_zero.formats.elastic import ElasticReader
 from lightning_elastic_zero.formats.full_state import WEIGHTS, SingleFileReader
-from lightning_elastic_zero.formats.pickles import FOREIGN_TREE, PicklePolicy
 from lightning_elastic_zero.formats.reader import (
     CheckpointReader,
     Location,
@@ -282,7 +281,7 @@ def _opened(path: AnyPath, *, allow_pickle: bool, progress: Progress) -> Checkpo
     progress.check()
     if manifest is not None:
         return ElasticReader(path, manifest, allow_pickle=allow_pickle, progress=progress)
-    return _foreign(path, FOREIGN_TREE.with_any_class(allow_pickle), progress)
+    return _foreign(path, allow_pickle=allow_pickle, progress=progress)
 
 
 def _opened_in_store(
@@ -348,7 +347,7 @@ def _check_latest(path: Path) -> None:
     raise CheckpointFormatError(msg)
 
 
-def _foreign(path: Path, policy: PicklePolicy, progress: Progress) -> CheckpointReader:
+def _foreign(path: Path, *, allow_pickle: bool, progress: Progress) -> CheckpointReader:
     """Open a checkpoint that other software wrote."""
     folder, where = path, path
     reader: Callable[[ForeignFiles], CheckpointReader]
@@ -364,7 +363,7 @@ def _foreign(path: Path, policy: PicklePolicy, progress: Progress) -> Checkpoint
         folder = where = tag
         reader = UniversalReader if is_universal(tag) else ZeroReader
     elif is_dcp(path):
-        reader = partial(DcpReader, policy=policy)
+        reader = partial(DcpReader, allow_pickle=allow_pickle)
     else:
         why = (
             f"{describe_content(path)}. It is not a checkpoint, or its save did not finish. For a "
@@ -379,7 +378,7 @@ def _foreign(path: Path, policy: PicklePolicy, progress: Progress) -> Checkpoint
         )
         raise CheckpointFormatError(msg)
     of_tag = reader in (UniversalReader, ZeroReader)
-    files = foreign_files(folder, policy, progress=progress, check_names=of_tag)
+    files = foreign_files(folder, allow_pickle=allow_pickle, progress=progress, check_names=of_tag)
     try:
         with as_format_error(where):
             return reader(files)

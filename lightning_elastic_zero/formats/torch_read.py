@@ -1,7 +1,9 @@
 """Reads selected elements of files of ``torch.save``, verified, into their target buffers.
 
 The byte range of each tensor is found from the zip directory without reading data. Files from
-before torch wrote zips have no index and are read as a whole.
+before torch wrote zips have no index and are read as a whole. Trees are unpickled as by
+``torch.load(weights_only=True)``, with stand-ins for a few classes; with ``allow_pickle``, by
+Python's own unpickler.
 
 Tensors without gaps in another memory order (``channels_last``, transposed) are read in blocks:
 elements ``[k * block, (k + 1) * block)`` are the same set in logical order and in the file. In
@@ -13,18 +15,23 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import pickle
+import re
 import struct
 import sys
+import threading
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import IO, Any, Generic, NoReturn, Protocol, TypeVar
 
 import torch
+from torch import _weights_only_unpickler
 
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import (
@@ -40,17 +47,7 @@ from lightning_elastic_zero.errors import (
     ElasticZeroError,
     UnsupportedError,
 )
-from lightning_elastic_zero.formats.deepspeed_files import check_saved_name
-from lightning_elastic_zero.formats.pickles import (
-    DAMAGED,
-    FOREIGN_TREE,
-    LEGACY_MARK,
-    PLAIN_DATA,
-    PicklePolicy,
-    load_stream,
-    refuse_class,
-    unpickle,
-)
+from lightning_elastic_zero.formats.deepspeed_files import CLASS_STUBS, check_saved_name
 from lightning_elastic_zero.storage.checksums import CHUNK_BYTES
 from lightning_elastic_zero.storage.files import PlacedView, RangeFile, bounded_stream
 from lightning_elastic_zero.storage.paths import open_file, raise_unless_damage
@@ -62,8 +59,112 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _ZIP_MARK = b"PK\x03\x04"
 _KEPT_CHUNKS = 8
 
-_UNREADABLE = (*DAMAGED, MemoryError)
+
+LEGACY_MARK = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""The first bytes of files that ``torch.save`` wrote before it wrote zips: a pickled number."""
+
+_UNREADABLE = (
+    pickle.UnpicklingError,
+    struct.error,
+    EOFError,
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    AssertionError,
+    RuntimeError,
+    ImportError,
+    OverflowError,
+    MemoryError,
+)
 """Exceptions that damaged or foreign data raises in unpicklers."""
+
+
+def unsupported_class(where: object, what: str, more: str = "") -> UnsupportedError:
+    """Return the error for a class that is built only with ``allow_pickle``."""
+    return UnsupportedError(
+        f"{where} contains {what}. Building it can run code. If you trust this checkpoint, pass "
+        f"allow_pickle=True (to ElasticDeepSpeedStrategy, or to load_checkpoint){more}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PicklePolicy:
+    """The classes that a pickle may contain besides those of ``torch.load(weights_only=True)``."""
+
+    stubs: Mapping[str, type] = field(default_factory=dict)
+    """The classes to build instead of others, by the full names of those."""
+    any_class: bool = False
+    """Build objects of any class, which can run code."""
+
+
+PLAIN_DATA = PicklePolicy()
+"""For files of this library."""
+
+
+class _AnyClassUnpickler(pickle.Unpickler):
+    """Builds objects of any class, except those with a stub."""
+
+    def __init__(self, data: bytes, policy: PicklePolicy, storage_of: Callable[[Any], Any]) -> None:
+        super().__init__(io.BytesIO(data), encoding="utf-8")
+        self._policy = policy
+        self._storage_of = storage_of
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._storage_of(pid)
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if stub := self._policy.stubs.get(f"{module_name}.{global_name}"):
+            return stub
+        if module_name == "torch" and global_name.endswith("Storage"):
+            # As in torch.load: the storage classes themselves are deprecated, and warn.
+            return torch.serialization.StorageType(global_name)
+        return super().find_class(module_name, global_name)
+
+
+_ASKED_FOR = re.compile(r"(?:GLOBAL|global|class) ([A-Za-z_][\w.]*\.[\w.]+)")
+"""The class that torch's restricted unpickler refuses, in its message."""
+
+# torch keeps the allowed classes per process. Only one file is unpickled at a time, so that no
+# thread removes classes that another one still needs.
+_allowing = threading.RLock()
+
+
+@contextmanager
+def _allowed(policy: PicklePolicy) -> Iterator[None]:
+    """Allow the policy's stubs to torch's restricted unpickler, within this context."""
+    pairs: Any = [(stub, name) for name, stub in policy.stubs.items()]
+    with _allowing, torch.serialization.safe_globals(pairs):
+        yield
+
+
+def unpickle(data: bytes, storage_of: Callable[[Any], Any], policy: PicklePolicy) -> Any:
+    """Unpickle a tree, with storages from ``storage_of``."""
+    if policy.any_class:
+        return _AnyClassUnpickler(data, policy, storage_of).load()
+    unpickler = _weights_only_unpickler.Unpickler(io.BytesIO(data), encoding="utf-8")
+    unpickler.persistent_load = storage_of  # type: ignore[method-assign]
+    with _allowed(policy):
+        return unpickler.load()
+
+
+def load_stream(stream: IO[bytes], policy: PicklePolicy, where: object) -> Any:
+    """Load a whole file of ``torch.save``, with tensors on the host."""
+    try:
+        with _allowed(policy):
+            return torch.load(stream, map_location="cpu", weights_only=not policy.any_class)
+    except pickle.UnpicklingError as error:
+        refuse_class(error, where)
+        raise
+
+
+def refuse_class(error: Exception, where: object) -> None:
+    """Raise an error with the remedy if an unpickler refused a class; else return."""
+    asked_for = _ASKED_FOR.search(str(error)) if isinstance(error, pickle.UnpicklingError) else None
+    if asked_for:
+        what = f"a Python object of {asked_for[1]}, which is not plain data"
+        more = ", or allow this one class with torch.serialization.add_safe_globals"
+        raise unsupported_class(where, what, more) from error
 
 
 class RangeSource(Protocol):
@@ -641,16 +742,18 @@ ForeignFiles = OpenFiles["TorchFile | LegacyFile", Path]
 
 def foreign_files(
     folder: Path,
-    policy: PicklePolicy = FOREIGN_TREE,
     *,
+    allow_pickle: bool = False,
     limit: int = MAX_OPEN,
     progress: Progress = NO_PROGRESS,
     check_names: bool = False,
 ) -> ForeignFiles:
     """Return the files of ``torch.save`` in a folder.
 
-    ``check_names`` refuses files that were saved under DeepSpeed's name of another file.
+    ``allow_pickle`` builds objects of any class. ``check_names`` refuses files that were saved
+    under DeepSpeed's name of another file.
     """
+    policy = PicklePolicy(CLASS_STUBS, allow_pickle)
 
     def open_file(name: str) -> TorchFile | LegacyFile:
         path = folder / name

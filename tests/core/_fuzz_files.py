@@ -13,8 +13,7 @@ import torch
 from hypothesis import strategies as st
 
 from lightning_elastic_zero.errors import ElasticZeroError
-from lightning_elastic_zero.formats.pickles import PLAIN_DATA
-from lightning_elastic_zero.formats.torch_read import StoredRun, TorchFile
+from lightning_elastic_zero.formats.torch_read import PLAIN_DATA, StoredRun, TorchFile
 from lightning_elastic_zero.storage.files import RangeFile
 from tests.core._fuzz_runner import refuse_much_memory
 

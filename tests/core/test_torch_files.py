@@ -30,8 +30,8 @@ from lightning_elastic_zero.errors import (
     UnsupportedError,
 )
 from lightning_elastic_zero.formats import torch_write as writing
-from lightning_elastic_zero.formats.pickles import PLAIN_DATA
 from lightning_elastic_zero.formats.torch_read import (
+    PLAIN_DATA,
     LegacyFile,
     StoredRun,
     TorchFile,
