@@ -67,7 +67,7 @@ OPTIMIZERS: dict[str, Any] = {
     "ASGD": torch.optim.ASGD,
     "Momentum": torch.optim.SGD,
 }
-"""Moments, with steps on the host; steps and rates on the device; no steps at all."""
+"""Adam: moments, with steps on the host. ASGD: steps and rates on the device. SGD: no steps."""
 
 
 @dataclass
@@ -127,8 +127,8 @@ class DeviceRun(LiveEngine):
         group = Group(("w",), {"lr": self.inner.param_groups[0]["lr"]}, tuple(keys))
         buffer = FlatBuffer(0, ("w",), (NUMEL,), (), PADDED)
         tables = ((parameter,), (group,), (buffer,), ("buffer",), ())
-        about = Writer(optimizer=type(self.inner).__name__)
-        return Manifest("", 1, 1, "bf16", "float32", *tables, writer=about)
+        writer = Writer(optimizer=type(self.inner).__name__)
+        return Manifest("", 1, 1, "bf16", "float32", *tables, writer=writer)
 
     def contents(self, path: Path) -> ShardContents:
         return ShardContents(path, self.describe(), self.rank_state(), {})
@@ -147,10 +147,10 @@ class DeviceRun(LiveEngine):
         return torch.nn.Module()
 
     def check_optimizer(self, *_: object, **__: object) -> None:
-        """Refuse nothing."""
+        """Accept every optimizer."""
 
     def check_scheduler(self, _: object) -> None:
-        """Refuse nothing."""
+        """Accept every scheduler."""
 
     def allocate_targets(self, source: Manifest, *, with_optimizer: bool) -> RestoreTargets:
         assert with_optimizer
@@ -173,7 +173,7 @@ class DeviceRun(LiveEngine):
         self.buffer.copy_(values.module_buffers["buffer"])
 
     def check(self) -> None:
-        """Refuse nothing."""
+        """Accept every run."""
 
 
 _FRAGMENTS = (Fragment("w", 0, NUMEL, 0, 0, 0),)
@@ -193,26 +193,26 @@ def stored(state: RankState) -> list[Any]:
 
 
 def copies(device: torch.device, _: Path) -> None:
-    camera = Snapshotter()
-    for turn in range(2):  # the second one takes the same memory
+    snapshotter = Snapshotter()
+    for turn in range(2):  # the second snapshot reuses the memory
         run = trained(device, 3 + turn)
         wanted = stored(run.rank_state())
-        snapshot = camera.take(run.contents(Path()), 0)
+        snapshot = snapshotter.take(run.contents(Path()), 0)
         snapshot.wait(lambda: False)
         run.train(5, 6)
         assert stored(snapshot.contents.state) == wanted != stored(run.rank_state())
-    camera.close()
+    snapshotter.close()
 
 
 def offload(device: torch.device, _: Path) -> None:
-    """Memory that is freed after a snapshot is read before it is used again."""
-    for memory_bytes in (None, 0):  # copied, and written from where it is
-        run, camera = trained(device), Snapshotter(memory_bytes)
+    """Memory that is freed after a snapshot is read before it is reused."""
+    for memory_bytes in (None, 0):  # copied first; written directly from the device
+        run, snapshotter = trained(device), Snapshotter(memory_bytes)
         wanted = stored(run.rank_state())
         if device.type == "cuda":
-            # Copies begin when this is over.
+            # Copies start after this delay.
             torch.cuda._sleep(200_000_000)
-        snapshot = camera.take(run.contents(Path()), 0)
+        snapshot = snapshotter.take(run.contents(Path()), 0)
         tensors = (run.master, run.inner.state[run.master]["ax"])
         for tensor in tensors:
             tensor.data = tensor.data.cpu() if tensor.is_cuda else tensor.data.clone()
@@ -222,7 +222,7 @@ def offload(device: torch.device, _: Path) -> None:
         for tensor in tensors:
             tensor.data.add_(1000.0)
         assert stored(snapshot.contents.state) == wanted
-        camera.close()
+        snapshotter.close()
 
 
 def write(device: torch.device, folder: Path) -> None:
@@ -294,13 +294,13 @@ def fingerprint(device: torch.device, _: Path) -> None:
 
 
 def restore(device: torch.device, folder: Path) -> None:
-    """A state saved on a device is restored on another one bit for bit, and training goes on so."""
+    """A state is restored on another device bit for bit, and training continues identically."""
     other = torch.device(device.type, 1)
     for optimizer in OPTIMIZERS:
         for memory_bytes in (None, 0):
             path = folder / f"{optimizer}-{memory_bytes}.ckpt"
-            run, wanted = _saved_behind(DeviceRun(device, optimizer, 0), path, memory_bytes)
-            for steps in (0, 2):  # into a fresh run, and into one that has a state
+            run, wanted = _save_in_background(DeviceRun(device, optimizer, 0), path, memory_bytes)
+            for steps in (0, 2):  # into a fresh run, and into one with trained state
                 resumed = DeviceRun(other, optimizer, 7)
                 resumed.train(50, 50 + steps)
                 set_rng_states({other.type: torch.zeros(4, dtype=torch.uint8)}, other)
@@ -315,7 +315,7 @@ def restore(device: torch.device, folder: Path) -> None:
                 assert resumed.held() == run.held()
 
 
-def _saved_behind(
+def _save_in_background(
     run: DeviceRun, path: Path, memory_bytes: int | None
 ) -> tuple[DeviceRun, dict[str, Any]]:
     ranks = OneRank()
@@ -335,7 +335,7 @@ def _saved_behind(
 
 
 def unreadable(device: torch.device, folder: Path) -> None:
-    """Show where the memory of a tensor is, and read there: this ends the process."""
+    """Print a message, then read a tensor's device memory on the host, which ends the process."""
     tensor = torch.ones(4).to(device)
     assert tensor.cpu().tolist() == [1.0] * 4
     print("reads", flush=True)
@@ -366,7 +366,7 @@ def main(cases: str, library: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    # Objects are pickled by their module's name.
+    # Pickled classes are looked up in their module, which must not be __main__.
     from tests.core import _device_snapshot_programs
 
     _device_snapshot_programs.main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Files of ``torch.save`` with bytes changed, put in, taken out: the zip and the pickle in it."""
+"""Files of ``torch.save`` with changed, inserted and removed bytes, in the zip and its pickle."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ def _saved(tree: object) -> bytes:
 
 
 FLAT = torch.arange(24.0)
-SOUND = [
+VALID = [
     _saved({"a": FLAT, "b": FLAT.view(4, 6).t(), "n": 3}),
     _saved(OrderedDict(w=torch.ones(3, dtype=torch.bfloat16), i=torch.arange(5), e=torch.zeros(0))),
     _saved([torch.nn.Parameter(torch.ones(2)), (torch.Size([2]), torch.tensor(1.5))]),
 ]
 MARKS = [b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07", b"data.pkl"]
-"""What stands at the places that are worth changing."""
+"""Markers next to which a change is likely to matter."""
 
 NUMBERS = [0, 1, 8, 255, (1 << 16) - 1, (1 << 31) - 1, (1 << 32) - 1, 1 << 40, (1 << 63) - 1]
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> bytes:
-    """A sound file, changed in a few places: behind the marks of a zip, or anywhere."""
-    data = bytearray(draw(st.sampled_from(SOUND)))
+    """A valid file with a few changes, after zip markers or at any position."""
+    data = bytearray(draw(st.sampled_from(VALID)))
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, max(len(data) - 1, 0)))
         if draw(st.booleans()):
@@ -65,7 +65,7 @@ def check(data: bytes) -> None:
 
 
 def _read(file: TorchFile, size_bytes: int) -> None:
-    """Read all tensors whole, and one by a range; they take no more than the file has."""
+    """Read all tensors, and the last element of each; none takes more memory than the file has."""
     found: Any = file.load_tree(file.tree)
     inside = found.values() if isinstance(found, dict) else found
     for tensor in inside if isinstance(found, (dict, list, tuple)) else []:

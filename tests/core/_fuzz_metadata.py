@@ -1,4 +1,4 @@
-"""Pickles made of the parts of sound ones: the metadata of a directory of chunks."""
+"""Metadata pickles of chunk directories, recombined from parts of valid ones."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tests.core._fuzz_runner import refuse_much_memory
 
 
 def parts_of(data: bytes) -> list[bytes]:
-    """Cut a pickle into its opcodes, each with its argument; frames are left out."""
+    """Cut a pickle into its opcodes, each with its argument, without frames."""
     starts = [at for _, _, at in pickletools.genops(data) if at is not None]
     parts = [data[a:b] for a, b in zip(starts, [*starts[1:], len(data)], strict=True)]
-    left_out = (pickle.PROTO, pickle.FRAME, pickle.STOP)
-    return [part for part in parts if part[:1] not in left_out]
+    excluded = (pickle.PROTO, pickle.FRAME, pickle.STOP)
+    return [part for part in parts if part[:1] not in excluded]
 
 
-def called(name: str, *arguments: bytes) -> list[bytes]:
+def call_opcodes(name: str, *arguments: bytes) -> list[bytes]:
     module, _, attribute = name.rpartition(".")
     return [
         b"c" + module.encode() + b"\n" + attribute.encode() + b"\n",
@@ -67,7 +67,7 @@ numbers = st.sampled_from(NUMBERS).map(lambda n: b"I%d\n" % n)
 MODULE = "torch.distributed.checkpoint.metadata"
 
 
-def sound(rows: int) -> Metadata:
+def valid_metadata(rows: int) -> Metadata:
     chunks = [ChunkStorageMetadata(torch.Size([row, 0]), torch.Size([1, 3])) for row in range(rows)]
     weight = TensorStorageMetadata(TensorProperties(), torch.Size([rows, 3]), chunks)
     places = {
@@ -82,8 +82,12 @@ def sound(rows: int) -> Metadata:
     )
 
 
-SOUND = [parts_of(pickle.dumps(sound(rows), protocol)) for rows in (1, 3) for protocol in (2, 4, 5)]
-POOL = sorted({part for parts in SOUND for part in parts})
+VALID = [
+    parts_of(pickle.dumps(valid_metadata(rows), protocol))
+    for rows in (1, 3)
+    for protocol in (2, 4, 5)
+]
+POOL = sorted({part for parts in VALID for part in parts})
 CLASSES = [getattr(torch_metadata, name) for name in (
     "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
     "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
@@ -101,7 +105,7 @@ _values = st.one_of(
 
 @st.composite
 def _instances(draw: st.DrawFn) -> list[bytes]:
-    begin = called(draw(_names), *draw(st.lists(_values, max_size=2)))
+    begin = call_opcodes(draw(_names), *draw(st.lists(_values, max_size=2)))
     fields = draw(st.lists(st.tuples(st.sampled_from(_FIELDS), _values), max_size=3))
     inside = [part for name, value in fields for part in (text(name), value)]
     return [*begin, pickle.EMPTY_DICT, pickle.MARK, *inside, pickle.SETITEMS, pickle.BUILD]
@@ -111,7 +115,7 @@ _FIELDS = [b"fqn", b"offset", b"chunks", b"size", b"_value_", b"__class__", b"re
 
 _pieces = st.one_of(
     st.sampled_from(POOL).map(lambda part: [part]),
-    st.sampled_from(SOUND),
+    st.sampled_from(VALID),
     _values.map(lambda part: [part]),
     st.sampled_from(SINGLE).map(lambda part: [part]),
     _instances(),
@@ -120,8 +124,8 @@ _pieces = st.one_of(
 
 @st.composite
 def cases(draw: st.DrawFn) -> bytes:
-    """Pickles: a sound one with parts inserted, removed and repeated, or parts alone."""
-    parts = list(draw(st.one_of(st.just([]), st.sampled_from(SOUND))))
+    """A valid pickle with parts inserted, removed and repeated, or such parts alone."""
+    parts = list(draw(st.one_of(st.just([]), st.sampled_from(VALID))))
     for _ in range(draw(st.integers(1, 6))):
         at = draw(st.integers(0, len(parts)))
         parts[at : at + draw(st.integers(0, 2))] = draw(_pieces)

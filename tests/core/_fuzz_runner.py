@@ -1,8 +1,8 @@
-"""Readers given what nobody would write, in a process of their own: a crash there is a failed test.
+"""Readers with invalid input, in separate processes: a crash there fails the test.
 
-A program is a module with ``cases()``, a strategy of bytes, and ``check(data)``, which raises where
-a reader did something else than to read the value or to refuse it. The process notes each case
-before it is tried, so that the one that ended it is known.
+A program is a module with ``cases()``, a strategy of bytes, and ``check(data)``, which raises
+unless a reader reads the value or refuses it. The process stores each case before trying it, so
+that a crash can be reported with its case.
 """
 
 from __future__ import annotations
@@ -19,28 +19,30 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 ROOT = Path(__file__).parents[2]
 
 SPARE_BYTES = 256 << 20
-"""Memory that a reader of a few kilobytes may ask for at once, beyond what the process has."""
+"""Memory that a reader of a few kilobytes may allocate, above the initial size of the process."""
 
 TIMEOUT_S = 3000
 
-AT_ONCE = 5_000
-"""Cases of a process: Hypothesis keeps some 20 KB of each, which count as ``SPARE_BYTES``."""
+CASES_PER_PROCESS = 5_000
+"""Hypothesis keeps about 20 KB of each case, which count as ``SPARE_BYTES``."""
 
 
 def fuzz(program: str, count: int, first: int, folder: Path) -> None:
-    """Try cases of a program in processes of their own, each with other cases, from a seed on.
+    """Try ``count`` cases of a program, with seeds from ``first`` on.
+
+    Each process tries at most ``CASES_PER_PROCESS`` cases.
 
     Raises:
-        AssertionError: a process did not end well; with the case that it tried last.
+        AssertionError: a process failed; the message contains the last case.
     """
-    for at in range(0, count, AT_ONCE):
-        _fuzz(program, min(AT_ONCE, count - at), first + at, folder / "case")
+    for at in range(0, count, CASES_PER_PROCESS):
+        _fuzz(program, min(CASES_PER_PROCESS, count - at), first + at, folder / "case")
 
 
-def _fuzz(program: str, count: int, seeded: int, case: Path) -> None:
+def _fuzz(program: str, count: int, seed_number: int, case: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "tests.core._fuzz_runner", program]
     done = subprocess.run(
-        [*command, str(count), str(seeded), str(case)],
+        [*command, str(count), str(seed_number), str(case)],
         cwd=ROOT,
         check=False,
         capture_output=True,
@@ -49,9 +51,9 @@ def _fuzz(program: str, count: int, seeded: int, case: Path) -> None:
     )
     if done.returncode:
         tried = case.read_bytes() if case.exists() else b""
-        how = f"signal {-done.returncode}" if done.returncode < 0 else f"code {done.returncode}"
-        said = f"{done.stdout}\n{done.stderr}"
-        msg = f"seed {seeded}: ended with {how}; tried last:\n{tried!r}\n{said}"
+        status = f"signal {-done.returncode}" if done.returncode < 0 else f"code {done.returncode}"
+        output = f"{done.stdout}\n{done.stderr}"
+        msg = f"seed {seed_number}: ended with {status}; tried last:\n{tried!r}\n{output}"
         raise AssertionError(msg)
     assert f"{count} cases" in done.stdout
 
@@ -63,20 +65,25 @@ def limit_memory() -> None:
 
 
 def refuse_much_memory(error: BaseException | None) -> None:
-    """Fail where an error, or its cause, says that there was no memory."""
+    """Fail if an error or its cause reports a failed allocation."""
     while error is not None:
-        asked = isinstance(error, MemoryError) or "allocate" in str(error)
-        assert not asked, f"asked for much memory: {error!r}"
+        out_of_memory = isinstance(error, MemoryError) or "allocate" in str(error)
+        assert not out_of_memory, f"tried to allocate too much memory: {error!r}"
         error = error.__cause__ or error.__context__
 
 
 def main() -> None:
-    name, count, seeded, path = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    name, count, seed_number, path = (
+        sys.argv[1],
+        int(sys.argv[2]),
+        int(sys.argv[3]),
+        Path(sys.argv[4]),
+    )
     program = importlib.import_module(f"tests.core.{name}")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
     tried = [0]
 
-    @seed(seeded)
+    @seed(seed_number)
     @settings(
         max_examples=count,
         deadline=None,

@@ -1,10 +1,10 @@
-// A device for tests on machines without one: memory of its own, current devices, streams, events.
+// A simulated device for machines without one: own memory, current devices, streams, events.
 //
-// It is as unforgiving as CUDA may be. What is copied on a stream of its own is read late (DELAY)
-// and holds no memory alive; memory that is given back is overwritten at once, unless a stream was
-// recorded on it. A device gets a context as soon as a thread that has it as current device asks
-// it for anything, as CUDA's runtime does. Where its tensors say that they lie, no host may read or
-// write (SIGSEGV): the device itself has the same memory mapped a second time.
+// It is as unforgiving as CUDA may be. A copy on a side stream reads its source late (DELAY) and
+// keeps no memory alive; freed memory is overwritten at once, unless a stream was recorded on it.
+// A device gets a context as soon as a thread that has it as current device uses it, as CUDA's
+// runtime does. The host can neither read nor write at the addresses of its tensors (SIGSEGV): the
+// device itself has the same memory mapped a second time.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/CPUFallback.h>
@@ -47,7 +47,7 @@ void touch() {
   contexts.insert(current_device);
 }
 
-// One stream: jobs in order, in a thread of its own. Threads end with the process.
+// One stream: runs jobs in order, in its own thread. Threads end with the process.
 struct Queue {
   std::mutex mutex;
   std::condition_variable changed;
@@ -90,7 +90,7 @@ struct Queue {
 
 std::map<int64_t, Queue*> queues;
 
-// The queue of a stream; none for a default stream, whose work is done when it returns.
+// The queue of a stream, or nullptr for a default stream, whose calls are synchronous.
 Queue* queue_of(int64_t stream) {
   if (stream == 0) return nullptr;
   std::lock_guard<std::mutex> lock(mutex);
@@ -105,10 +105,10 @@ struct Block {
 };
 std::map<void*, Block> blocks;
 
-// Where the device has what a host must not touch: by its address, its size and the other one.
+// By the address that a host must not touch: the size, and the address that the device uses.
 std::map<char*, std::pair<size_t, char*>> mapped;
 
-// The device's own address of what a tensor's address names; any other address as it is.
+// Translate the address of a tensor into the device's own; return any other address unchanged.
 char* own_address(const void* address) {
   auto* at = static_cast<char*>(const_cast<void*>(address));
   std::lock_guard<std::mutex> lock(mutex);
@@ -119,7 +119,7 @@ char* own_address(const void* address) {
   return at < start + block.first ? block.second + (at - start) : at;
 }
 
-// Map fresh memory twice; return the address that no host may touch.
+// Map new memory twice; return the address that the host must not touch.
 void* map_twice(size_t size) {
   int file = memfd_create("late device", 0);
   TORCH_CHECK(file >= 0 && ftruncate(file, size) == 0, "no memory on the late device");
@@ -134,7 +134,7 @@ void* map_twice(size_t size) {
   return theirs;
 }
 
-void give_back(void* data) {
+void free_memory(void* data) {
   Block block;
   {
     std::lock_guard<std::mutex> lock(mutex);
@@ -149,16 +149,16 @@ void give_back(void* data) {
       queue->give(overwrite);
       return;
     }
-  overwrite();  // and it is never used again: the tests are small
+  overwrite();  // The memory is never reused: the tests are small.
 }
 
 struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
     touch();
     void* data = size ? map_twice(size) : nullptr;
-    return {data, data, give_back, c10::Device(KIND, current_device)};
+    return {data, data, free_memory, c10::Device(KIND, current_device)};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return give_back; }
+  c10::DeleterFnPtr raw_deleter() const override { return free_memory; }
   void copy_data(void* to, const void* from, size_t size) const override {
     std::memcpy(own_address(to), own_address(from), size);
   }
@@ -187,7 +187,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
   void uncheckedSetDevice(c10::Device device) const noexcept override {
-    current_device = device.index();  // makes no context, as CUDA's does not
+    current_device = device.index();  // creates no context, like CUDA's
   }
   c10::DeviceIndex deviceCount() const noexcept override { return DEVICES; }
 
@@ -278,7 +278,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
 };
 
-// -- operators: a few of its own, the CPU's for the rest ---------------------------------------------
+// -- operators: a few own ones; the rest run on the CPU ----------------------------------------------
 
 at::Tensor empty(
     c10::IntArrayRef size,
@@ -306,7 +306,7 @@ at::Tensor empty_strided(
       dtype.value_or(c10::kFloat));
 }
 
-// The same memory, as the device computes with it.
+// A CPU tensor of the same memory, at the device's own address.
 at::Tensor as_cpu(const at::Tensor& t) {
   if (t.device().is_cpu()) return t;
   auto storage = c10::Storage(

@@ -1,7 +1,7 @@
-"""A device that is not the CPU, for machines that have no other: four of them, in torch's own way.
+"""Four simulated devices, for machines without accelerators, in torch's own extension interface.
 
-See ``_late_device.cpp``. What it shows of threads, streams and memory holds for CUDA as far as both
-do what torch's interface says; ``test_device_snapshots_gpu`` is for a machine with the real one.
+See ``_late_device.cpp``. Results for threads, streams and memory hold for CUDA as far as both
+follow torch's interface; ``test_device_snapshots_gpu`` tests a real GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BUILD_TIMEOUT_S = 900
 
 
 def build() -> Path:
-    """Compile it, once per checkout and release of torch; give the library's path.
+    """Compile the device, once per checkout and release of torch; return the library's path.
 
     Raises:
         FileNotFoundError: there is no compiler.
@@ -41,7 +41,7 @@ def build() -> Path:
         command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
         command += [f"-L{home / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
         subprocess.run(command, check=True, timeout=BUILD_TIMEOUT_S)
-        made.replace(library)  # nobody ever sees half of it
+        made.replace(library)  # no process sees a partial file
     return library
 
 

@@ -23,7 +23,7 @@ def field_bytes(file: str, name: str) -> int:
 
 
 def share_bytes(pid: int | str) -> int:
-    """Return what a process holds; of shared memory, its share."""
+    """Return the memory of a process, with its share of shared memory."""
     return field_bytes(f"/proc/{pid}/smaps_rollup", "Pss:")
 
 
@@ -32,7 +32,7 @@ def zeros(size_bytes: int) -> torch.Tensor:
 
 
 def fork() -> int:
-    """Fill a block, fork, fill it again; return how much more the two then hold together."""
+    """Fill a block, fork, fill it again; return the additional memory of both processes."""
     state, memory = [zeros(64 * MB)], HostBuffer()
     memory.allocate_like(state)[0].copy_(state[0])
     before = share_bytes("self")
@@ -49,14 +49,14 @@ def fork() -> int:
 
 
 def grow(*, at_once: bool) -> int:
-    """Take a snapshot, and then a larger one; return the peak of both."""
-    camera, before = Snapshotter(), field_bytes("/proc/self/status", "VmRSS:")
+    """Take a snapshot, then a larger one; return the process's additional peak memory."""
+    snapshotter, before = Snapshotter(), field_bytes("/proc/self/status", "VmRSS:")
     for size_bytes in (128 * MB, 192 * MB):
-        camera.take(_draft(zeros(size_bytes), at_once=at_once), 0).wait(lambda: False)
+        snapshotter.take(_contents(zeros(size_bytes), at_once=at_once), 0).wait(lambda: False)
     return field_bytes("/proc/self/status", "VmHWM:") - before
 
 
-def _draft(tensor: torch.Tensor, *, at_once: bool) -> ShardContents:
+def _contents(tensor: torch.Tensor, *, at_once: bool) -> ShardContents:
     manifest = Manifest("", 1, 1, "fp32", "float32", (), (), (), (), ())
     flats = () if at_once else (FlatState((), tensor, {}, {}),)
     state = RankState(flats, {"w": tensor} if at_once else {}, {}, {}, {})

@@ -1,4 +1,4 @@
-"""How Hypothesis runs here, and where the examples are found."""
+"""Settings of Hypothesis, and the import path of the examples."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 from hypothesis import settings
 
-# What the benchmark of the planner prints is what its test holds.
+# Tests of the planner import its benchmark.
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
-# No deadline: other work may hold the processor.
+# No deadline: other processes may use the CPU.
 settings.register_profile("house", deadline=None)
 settings.load_profile("house")

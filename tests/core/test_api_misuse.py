@@ -37,7 +37,7 @@ def test_a_module_instead_of_an_engine_is_refused() -> None:
 
 @pytest.mark.parametrize("stage", ["3", 4, True, 2.0])
 def test_an_invalid_stage_is_refused(stage: Any) -> None:
-    """DeepSpeed accepts "3" and Lightning does not, so each would do something else."""
+    """DeepSpeed accepts the string "3" and Lightning does not, so their behavior would differ."""
     with pytest.raises(UnsupportedError, match=r"stage: .*expected 0, 1, 2 or 3"):
         check_config({"zero_optimization": {"stage": stage}})
     check_config({"zero_optimization": {"stage": 3}})
@@ -64,7 +64,7 @@ def test_the_tag_can_be_read_by_its_path(tmp_path: Path) -> None:
         assert ("is inside a checkpoint" in str(refused.value)) is inside
 
 
-_DAMAGED = b"This is no file of torch.save."
+_DAMAGED = b"This is not a file of torch.save."
 
 
 def _open_in(folder: Path) -> list[Path]:
@@ -72,15 +72,15 @@ def _open_in(folder: Path) -> list[Path]:
     for link in Path("/proc/self/fd").iterdir():
         try:
             found.append(link.readlink())
-        except OSError:  # The one that lists them is closed again.
+        except OSError:  # The descriptor of this listing is closed.
             continue
     return sorted(path for path in found if folder in path.parents)
 
 
 def _kinds(kind: str, folder: Path) -> Path:
     if kind in {"universal", "dcp"}:
-        whole = write_elastic(folder / "own.ckpt", make_state())
-        convert_checkpoint(whole, folder / "converted", kind)
+        intact = write_elastic(folder / "own.ckpt", make_state())
+        convert_checkpoint(intact, folder / "converted", kind)
         return folder / "converted"
     if kind == "single":
         file = folder / "single" / "a.pt"
@@ -90,13 +90,13 @@ def _kinds(kind: str, folder: Path) -> Path:
     return unpack(kind, folder / "unpacked").checkpoint
 
 
-def _damaged(whole: Path, target: Path) -> Iterator[Path]:
-    if whole.is_file():
-        yield whole
+def _damaged(intact: Path, target: Path) -> Iterator[Path]:
+    if intact.is_file():
+        yield intact
         return
-    for name in sorted(p.relative_to(whole) for p in whole.rglob("*") if p.is_file()):
+    for name in sorted(p.relative_to(intact) for p in intact.rglob("*") if p.is_file()):
         for content in (_DAMAGED, b""):
-            shutil.copytree(whole, target, symlinks=True)
+            shutil.copytree(intact, target, symlinks=True)
             (target / name).write_bytes(content)
             yield target
             shutil.rmtree(target)
@@ -104,9 +104,9 @@ def _damaged(whole: Path, target: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("kind", ["universal", "dcp", "zero1-ds0.19", "zero3-ds0.19", "single"])
 def test_readers_close_files_that_they_refuse(kind: str, tmp_path: Path) -> None:
-    whole = _kinds(kind, tmp_path)
+    intact = _kinds(kind, tmp_path)
     refused = []
-    for path in _damaged(whole, tmp_path / "damaged"):
+    for path in _damaged(intact, tmp_path / "damaged"):
         try:
             reader = open_checkpoint(path)
         except ElasticZeroError as error:

@@ -67,11 +67,11 @@ NUMEL = 600
 NAMES = ("a", "b", "c")
 STATE_BYTES = 2 * len(NAMES) * NUMEL * 4
 SMALL_MEMORY = (None, 0, STATE_BYTES // 2)
-"""All is copied, nothing, and a part."""
+"""Limits with which all, none or a part of the state is copied."""
 
 _ADAM = (StateKey("exp_avg", "elementwise", "float32"), StateKey("step", "scalar", "float32"))
 STEP_ALONE = _ADAM[1:]
-"""Of an optimizer that keeps no moments."""
+"""State keys of an optimizer without moments."""
 
 Values = dict[str, list[float]]
 
@@ -82,9 +82,9 @@ class LateRun(LiveEngine):
 
     late: CopyEngine
     first: int = 0
-    """Where the first tensor lies; see ``some_place``."""
+    """Number that selects the device of the first tensor; see ``some_place``."""
     in_module: tuple[str, ...] = NAMES[-1:]
-    """Whose masters are the module's own weights, which forward changes too."""
+    """Parameters whose masters are the module's own weights, which forward changes too."""
     keys: tuple[StateKey, ...] = _ADAM
     masters: dict[str, torch.Tensor] = field(init=False)
     moments: dict[str, torch.Tensor] = field(init=False)
@@ -141,15 +141,14 @@ class LateRun(LiveEngine):
         return ShardContents(Path(), self.describe(), state, {})
 
     def check(self) -> None:
-        """Refuse nothing."""
+        """Accept every run."""
 
     def add_step_pre_hook(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Add to the calls before a step."""
         self.hooks.append(call)
         return lambda: self.hooks.remove(call)
 
-    def step_on(self) -> None:
-        """Change everything in place, as an optimizer does after its hooks."""
+    def train_step(self) -> None:
+        """Change all tensors in place, as an optimizer does after its hooks."""
         for tensor in (self.average, *(self.masters[name] for name in self.in_module)):
             tensor.add_(1)  # in forward
         for call in self.hooks:
@@ -157,7 +156,7 @@ class LateRun(LiveEngine):
         for tensor in self._tensors():
             tensor.add_(4096)
 
-    def step_back(self) -> None:
+    def undo_steps(self) -> None:
         for tensor in self._tensors():
             tensor.sub_(2 * 4096)
         for tensor in (self.average, *(self.masters[name] for name in self.in_module)):
@@ -165,9 +164,9 @@ class LateRun(LiveEngine):
 
     def _tensors(self) -> tuple[torch.Tensor, ...]:
         states = (self.masters, self.moments, self.steps)
-        return *(tensor for of_all in states for tensor in of_all.values()), self.average
+        return *(tensor for of_kind in states for tensor in of_kind.values()), self.average
 
-    def give_back(self) -> None:
+    def free_memory(self) -> None:
         """Free the memory of masters and moments, as DeepSpeed's ``offload_states`` does."""
         for tensors in (self.masters, self.moments):
             for tensor in tensors.values():
@@ -214,13 +213,13 @@ def _read(contents: ShardContents) -> Values:
 
 @pytest.fixture(params=range(3))
 def late(request: pytest.FixtureRequest) -> Iterator[CopyEngine]:
-    """Yield a copy engine in torch's place, with a random order of copies."""
+    """Yield a copy engine that replaces torch's, with a random order of copies."""
     with CopyEngine(request.param).in_place_of_torch() as engine:
         yield engine
-    assert engine.contexts <= set(DEVICES), "a thread has asked another device"
+    assert engine.contexts <= set(DEVICES), "a thread has used another device"
 
 
-def test_a_copy_is_nan_until_it_is_waited_for(late: CopyEngine) -> None:
+def test_a_copy_is_nan_until_its_event_is_waited_for(late: CopyEngine) -> None:
     source, device = torch.zeros(4), torch.device(KIND, 1)
     to, seen = torch.ones(4), on_device(source, late, device)
     with on_stream(side_stream(device)):
@@ -263,18 +262,18 @@ def test_on_stream_restores_device_and_stream(late: CopyEngine) -> None:
 def test_a_snapshot_is_unaffected_by_later_training(
     memory_bytes: int | None, late: CopyEngine
 ) -> None:
-    camera = Snapshotter(memory_bytes)
+    snapshotter = Snapshotter(memory_bytes)
     for first in range(3):
         run = LateRun(late, first)
         wanted = run.values()
-        snapshot = camera.take(run.contents(), 0)
+        snapshot = snapshotter.take(run.contents(), 0)
         run.hooks = [lambda taken=snapshot: taken.wait(lambda: False)]  # type: ignore[misc]
         with writing(snapshot, late) as found:
-            run.step_on()
-            run.step_on()
+            run.train_step()
+            run.train_step()
         assert found == wanted
-    camera.close()
-    assert not any(stream.immediate for stream in late.copied_on), "training's stream copies"
+    snapshotter.close()
+    assert not any(stream.immediate for stream in late.copied_on), "training's stream has copied"
 
 
 @pytest.mark.parametrize("first", range(3))
@@ -282,16 +281,16 @@ def test_a_snapshot_of_small_tensors_alone_is_unaffected_by_training(
     first: int, late: CopyEngine
 ) -> None:
     run = LateRun(late, first, in_module=NAMES, keys=STEP_ALONE)
-    camera, wanted = Snapshotter(), run.values()
-    snapshot = camera.take(run.contents(), 0)
+    snapshotter, wanted = Snapshotter(), run.values()
+    snapshot = snapshotter.take(run.contents(), 0)
     with writing(snapshot, late) as found:
-        run.step_on()
+        run.train_step()
     assert found == wanted
-    camera.close()
+    snapshotter.close()
 
 
 def test_a_snapshot_keeps_every_field_of_the_state() -> None:
-    """A field that is added later is copied too, instead of dropped or shared with training."""
+    """A field added in the future must be copied too, neither dropped nor shared with training."""
     live = [torch.full((4,), float(n)) for n in range(7)]
     fragment = Fragment("a", 0, 4, 0, 0, 0)
     flat = FlatState((fragment,), live[0], {"exp_avg": live[1]}, {"step": live[2]}, in_module=True)
@@ -304,35 +303,35 @@ def test_a_snapshot_keeps_every_field_of_the_state() -> None:
     tables = (Group(("a",), {"lr": 0.1}, _ADAM),), (FlatBuffer(0, ("a",), (4,), (), 4),)
     manifest = Manifest("", 1, 1, "fp32", "float32", parameters, *tables, ("average",), ())
     wanted = repr(asdict(state))
-    camera = Snapshotter()
-    snapshot = camera.take(ShardContents(Path(), manifest, state, {}), 0)
+    snapshotter = Snapshotter()
+    snapshot = snapshotter.take(ShardContents(Path(), manifest, state, {}), 0)
     snapshot.wait_for_copies()
     for tensor in live:
         tensor.fill_(-1)
     assert repr(asdict(snapshot.contents.state)) == wanted
-    camera.close()
+    snapshotter.close()
 
 
 def test_copies_of_an_abandoned_snapshot_do_not_reach_the_next(late: CopyEngine) -> None:
-    camera, run, other = Snapshotter(), LateRun(late), LateRun(late)
-    other.step_on()
+    snapshotter, run, other = Snapshotter(), LateRun(late), LateRun(late)
+    other.train_step()
     wanted = other.values()
-    camera.take(run.contents(), 0)
+    snapshotter.take(run.contents(), 0)
     with late.waiting():
-        snapshot = camera.take(other.contents(), 0)
+        snapshot = snapshotter.take(other.contents(), 0)
     for _ in range(2):
         with writing(snapshot, late) as found:
             pass
         assert found == wanted
         late.finish_all()
-    camera.close()
+    snapshotter.close()
 
 
 def test_close_waits_for_the_copies_of_an_abandoned_snapshot(late: CopyEngine) -> None:
-    camera = Snapshotter()
+    snapshotter = Snapshotter()
     with late.waiting():
-        camera.take(LateRun(late).contents(), 0)
-        camera.close()
+        snapshotter.take(LateRun(late).contents(), 0)
+        snapshotter.close()
     assert not late.pending_copies()
 
 
@@ -340,36 +339,36 @@ def test_close_waits_for_the_copies_of_an_abandoned_snapshot(late: CopyEngine) -
 def test_memory_freed_after_a_snapshot_is_copied_first(
     memory_bytes: int | None, late: CopyEngine
 ) -> None:
-    camera, run = Snapshotter(memory_bytes), LateRun(late)
+    snapshotter, run = Snapshotter(memory_bytes), LateRun(late)
     wanted = run.values()
-    snapshot = camera.take(run.contents(), 0)
-    run.give_back()
+    snapshot = snapshotter.take(run.contents(), 0)
+    run.free_memory()
     with writing(snapshot, late) as found:
         pass
     assert found == wanted
-    camera.close()
+    snapshotter.close()
 
 
 @pytest.mark.parametrize("memory_bytes", SMALL_MEMORY)
 def test_a_background_save_equals_a_blocking_one(
     memory_bytes: int | None, late: CopyEngine, tmp_path: Path
 ) -> None:
-    """File by file, except the save's number."""
+    """All files are equal, except for the save id."""
     run, ranks = LateRun(late), OneRank()
     save_engine(run, tmp_path / "blocking", ranks, {"epoch": 1}, SaveOptions())
     writer = AsyncCheckpointer(OneRank(), CheckpointLinks(), Retention(), memory_bytes)
     end_hook = run.add_step_pre_hook(writer.wait_for_copies)
-    for turn in range(2):  # The second one takes the same memory.
-        # The memory of the first one is filled by threads that are not in inference mode.
+    for turn in range(2):  # The second save reuses the memory.
+        # Threads that are not in inference mode fill the first save's memory.
         with torch.inference_mode(mode=not turn):
             path = tmp_path / f"behind{turn}"
             saved = writer.save(run, path, ranks, {"epoch": 1}, SaveOptions())
-        run.step_on()
-        run.step_on()
+        run.train_step()
+        run.train_step()
         with late.waiting():
             writer.wait_until_finished(ranks)
         assert saved.result(0).path == str(path)
-        run.step_back()
+        run.undo_steps()
     end_hook()
     with late.waiting():
         assert writer.stop() is None
@@ -381,17 +380,17 @@ def test_a_save_waits_until_the_memory_of_the_previous_one_is_free(
     late: CopyEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manager, "_GLANCE_S", 0.01)
-    line = _HeldLine()
-    run, ranks = LateRun(late), _OpensWhileWaiting(line)
+    blocked = _BlockedRanks()
+    run, ranks = LateRun(late), _UnblocksWhileWaiting(blocked)
     save_engine(run, tmp_path / "blocking", OneRank(), {"epoch": 1}, SaveOptions())
-    writer = AsyncCheckpointer(line, CheckpointLinks(), Retention())
+    writer = AsyncCheckpointer(blocked, CheckpointLinks(), Retention())
     run.hooks = [writer.wait_for_copies]
     writer.save(run, tmp_path / "behind", ranks, {"epoch": 1}, SaveOptions())
-    run.step_on()
+    run.train_step()
     ranks.waits = True
     with late.waiting():
         writer.save(run, tmp_path / "next", ranks, {"epoch": 1}, SaveOptions())
-        line.opened.set()
+        blocked.opened.set()
         writer.wait_until_finished(ranks)
         assert writer.stop() is None
     assert not differing_files(tmp_path / "behind", tmp_path / "blocking")
@@ -406,13 +405,13 @@ def test_a_load_into_devices_waits_for_the_buffers_copy(late: CopyEngine, tmp_pa
         for target, start in zip(targets, starts, strict=True):
             run = StoredRun(file.tree["a"], start, start + target.numel())
             file.read_into([(on_device(target, late, device), run)])
-            assert target.isnan().all(), "there before it may be"
+            assert target.isnan().all(), "copied too early"
     late.finish_all()
     for target, start in zip(targets, starts, strict=True):
         assert torch.equal(target, values[start : start + target.numel()])
 
 
-class _HeldLine(OneRank):
+class _BlockedRanks(OneRank):
     def __init__(self) -> None:
         super().__init__()
         self.opened = threading.Event()
@@ -422,16 +421,16 @@ class _HeldLine(OneRank):
         return super().broadcast(step, work)
 
 
-class _OpensWhileWaiting(OneRank):
-    def __init__(self, line: _HeldLine) -> None:
+class _UnblocksWhileWaiting(OneRank):
+    def __init__(self, blocked: _BlockedRanks) -> None:
         super().__init__()
         self.progress = Progress(self._open)
         self.waits = False
-        self._line = line
+        self._blocked = blocked
 
     def _open(self) -> None:
         if self.waits:
-            self._line.opened.set()
+            self._blocked.opened.set()
 
 
 STATE = [
@@ -470,13 +469,13 @@ def measured(program: str) -> int:
     return int(output_of(command, ROOT, environment()).splitlines()[-1])
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="counts pages as Linux tells them")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_forked_children_do_not_copy_the_block() -> None:
     assert measured("fork") < 16 * MB
 
 
 @pytest.mark.cases(1)
-@pytest.mark.skipif(sys.platform != "linux", reason="counts pages as Linux tells them")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("when", ["at once", "behind"])
 def test_a_growing_block_frees_the_old_one_first(when: str) -> None:
     assert 0.9 <= measured(f"grow {when}") / (192 * MB) <= 1.1

@@ -62,7 +62,7 @@ def test_micro_batches_make_up_the_global_batch(plan: BatchPlan) -> None:
 @given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 8))
 @example(25, 13, 1)  # a divisor beyond twice the fewest
 @example(3, 1, 2)  # a rank with fewer samples than micro-batches
-def test_there_is_a_plan_wherever_there_can_be_one(size: int, most: int, world: int) -> None:
+def test_a_plan_is_found_if_one_exists(size: int, most: int, world: int) -> None:
     """Equal micro-batches if they fill half the memory; else unequal ones, if allowed."""
     smallest, largest = size // world, -(-size // world)
     fitting = [a for a in range(1, smallest + 1) if -(-largest // a) <= most]
@@ -73,7 +73,7 @@ def test_there_is_a_plan_wherever_there_can_be_one(size: int, most: int, world: 
 
 
 @given(plans())
-def test_every_sample_counts_alike(plan: BatchPlan) -> None:
+def test_every_sample_has_the_same_weight(plan: BatchPlan) -> None:
     """Lightning's 1 / A, DeepSpeed's 1 / W and the weight give each sample the share 1 / G."""
     for rank in range(plan.world_size):
         for index, samples in enumerate(plan.micro_batches_of(rank)):
@@ -128,11 +128,11 @@ def loops(
     before: int = 0,
     validated: int = 0,
 ) -> dict[str, Any]:
-    """Return a fit loop's state; ``before``: micro-batches of earlier epochs."""
+    """Return the state of a fit loop; ``before`` counts micro-batches of earlier epochs."""
     current = counts(*batch)
     val = counts(*[validated] * 4)
     steps = {"total": {"ready": 1, "completed": 1}, "current": {"ready": 1, "completed": 1}}
-    # A window more has begun than steps were taken.
+    # One more accumulation window was started than steps were taken.
     cleared = {part: {"ready": 2, "started": 2, "completed": 2} for part in steps}
     return {
         "state_dict": {"combined_loader": [{"some": "state"}]},
@@ -172,27 +172,29 @@ def loops(
         (loops((1, 1, 1, 0), (10, 10, 10, 10), is_last=True), False, Position(1, 0)),
         (loops((1, 1, 1, 1), (10, 10, 10, 10), is_last=True), False, Position(1, 0)),
         (loops((2, 1, 1, 1), (10, 10, 10, 10), is_last=True), False, Position(1, 0)),
-        # max_steps stopped it in mid-epoch, and the epoch's end was gone through all the same.
+        # max_steps stopped the fit in mid-epoch, but the end of the epoch ran all the same.
         (loops((1, 1, 1, 0), (4, 4, 4, 4)), False, Position(0, 2, is_validated=True)),
         (loops((3, 3, 3, 3), (4, 4, 4, 4)), False, Position(2, 2, is_validated=True)),
-        # on_train_batch_start gave -1: the rest of the epoch is left out on purpose.
+        # on_train_batch_start returned -1: the rest of the epoch is skipped on purpose.
         (loops((1, 1, 0, 0), (4, 3, 4, 3), is_last=True), False, Position(0, 2, is_over=True)),
         (loops((1, 1, 0, 0), (5, 4, 5, 4), is_last=True), False, Position(0, 2, is_over=True)),
     ],
 )
 def test_positions_are_read(state: dict[str, Any], validating: bool, expected: Position) -> None:
-    """Every moment of a fit at which a checkpoint can be taken, with 2 micro-batches per step."""
+    """Every moment of a fit at which a checkpoint can be saved, with 2 micro-batches per step."""
     assert read_position(state, 2, batches=10, validating=validating) == expected
 
 
 @pytest.mark.parametrize(
-    ("told", "steps", "expected"), [(4, 3, 4), (1, 3, 2), (1, 4, 1), (1, 0, 1), (0, 0, 1)]
+    ("recorded", "steps", "expected"), [(4, 3, 4), (1, 3, 2), (1, 4, 1), (1, 0, 1), (0, 0, 1)]
 )
-def test_another_programs_accumulation_is_inferred(told: int, steps: int, expected: int) -> None:
+def test_another_programs_accumulation_is_inferred(
+    recorded: int, steps: int, expected: int
+) -> None:
     state = loops((1, 1, 0, 0), (6, 6, 6, 6))
     taken = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
     taken["total"]["completed"] = steps
-    progress = TrainingProgress(gradient_accumulation_steps=told, global_batch_size=12)
+    progress = TrainingProgress(gradient_accumulation_steps=recorded, global_batch_size=12)
     found = infer_progress(state, progress, 2, 7)
     assert found == DataProgress(Position(0, 6 // expected), 7, 12, expected, 2)
 
@@ -201,10 +203,10 @@ def test_another_programs_accumulation_is_inferred(told: int, steps: int, expect
 def test_every_moment_of_an_epoch_is_read(
     batches: int, accumulate: int, length_is_known: bool
 ) -> None:
-    """Also the last step, of fewer micro-batches."""
+    """Including the last step, which may have fewer micro-batches."""
     for moment in range(4 * batches + 1):
         ready, started, processed, completed = ((moment + at) // 4 for at in (3, 2, 1, 0))
-        # Where the length is not known, the last batch is known when it comes.
+        # If the length is unknown, the last batch is known only once it is fetched.
         is_last = not length_is_known and ready == batches
         state = loops((1, 1, 0, 0), (ready, started, processed, completed), is_last=is_last)
         steps = [n for n in range(1, processed + 1) if n % accumulate == 0 or n == batches]
@@ -260,7 +262,7 @@ def test_a_written_position_is_read_in_the_new_worlds_units(
     assert batch["total"] == counts(*[(before + steps) * now] * 4)
     assert written["epoch_progress"]["current"] == counts(entered, entered, epoch, epoch)
     assert written["state_dict"] == {}
-    # One that may be due here has begun, with none of its batches: Lightning then decides.
+    # A validation that may be due is marked as started, without batches: Lightning then decides.
     pending = int(in_epoch and not is_validated)
     begun = counts(pending, pending, 0, 0)
     assert val == {"total": begun, "current": begun, "is_last_batch": False}

@@ -175,7 +175,7 @@ _trees = st.recursive(
 
 @given(_trees)
 def test_any_plain_data_is_built_or_refused(tree: object) -> None:
-    """No stored tree causes another error, or an array that is not of its own bytes."""
+    """Every stored tree is built or refused, and an array contains only its own bytes."""
     stored = {"values": [[["x"], tree]]}
     with suppress(CheckpointFormatError):
         ((_, found),) = load_objects(stored, WHERE, allow_pickle=False)

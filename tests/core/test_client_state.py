@@ -37,7 +37,7 @@ from tests.support.strategies import plain_leaves, trees
 
 
 def name_of_case(value: object) -> str:
-    """Return the same name in each process: no address in memory."""
+    """Return a test id without memory addresses, so that it is the same in each process."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
@@ -59,7 +59,7 @@ def file_bytes(value: object) -> int:
 
 
 def with_field(value: Any, field: object) -> Any:
-    value.hung_on = field
+    value.attached = field
     return value
 
 
@@ -72,7 +72,7 @@ objects: st.SearchStrategy[Any] = st.one_of(
     st.builds(lambda: deque([torch.zeros(1)], maxlen=2)),
     st.builds(lambda: with_field(OrderedDict(a=1), Path("x"))),
 )
-"""What is not plain data, alone or inside something."""
+"""Values that are not plain data, alone or inside a container."""
 
 
 class TestSplit:
@@ -102,8 +102,8 @@ class TestSplit:
         ],
         ids=name_of_case,
     )
-    def test_what_others_could_not_read_is_an_object(self, value: object) -> None:
-        """One enum key in a model file would make the whole checkpoint unreadable."""
+    def test_a_value_that_other_software_could_not_read_is_an_object(self, value: object) -> None:
+        """A single enum key in a model file would make the whole checkpoint unreadable."""
         assert not is_plain(value)
         split = split_objects({"a": value, "b": 1})
         assert len(split.objects) == 1
@@ -130,8 +130,8 @@ class TestSplit:
         assert file_bytes(plain) < 10_000
 
     def test_a_tensor_that_fills_its_storage_is_not_copied(self) -> None:
-        whole = torch.ones(3)
-        assert split_objects({"a": whole}).plain["a"] is whole
+        full = torch.ones(3)
+        assert split_objects({"a": full}).plain["a"] is full
 
     def test_a_state_dict_keeps_its_metadata(self) -> None:
         state = torch.nn.BatchNorm1d(2).state_dict()
@@ -285,7 +285,7 @@ class TestFingerprints:
         apart = shared.encode().decode()
         assert apart is not shared
         assert fingerprints({"a": (shared, shared)}) == fingerprints({"a": (shared, apart)})
-        # Members that collide stay in the order in which they came.
+        # Set members with colliding hashes keep their insertion order.
         one, other = {0, 8}, {8}
         other.add(0)
         assert list(one) != list(other)
@@ -293,7 +293,7 @@ class TestFingerprints:
         assert fingerprints({"a": {"b": 1, "c": 2}}) == fingerprints({"a": {"c": 2, "b": 1}})
         base = torch.arange(6.0).view(2, 3)
         assert fingerprints({"a": base.t()}) == fingerprints({"a": base.t().contiguous()})
-        # To torch one element is contiguous, wherever the next one would lie.
+        # torch treats a single element as contiguous, whatever its strides.
         for view in (base[1:2, 1], torch.ones(()).expand(1)):
             same = torch.tensor(view.tolist())
             assert fingerprints({"a": view}) == fingerprints({"a": same})
@@ -315,7 +315,7 @@ class TestFingerprints:
         assert len(fingerprints({"order": list(range(1_000_000))})) == 1
 
 
-class TestDiffering:
+class TestRankDifferences:
     @given(trees(plain_leaves), trees(plain_leaves))
     def test_a_ranks_changes_applied_to_rank_0s_tree_give_its_own(
         self, first: dict[str, Any], mine: dict[str, Any]

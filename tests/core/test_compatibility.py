@@ -79,12 +79,12 @@ UNUSED = f"; pass {LENIENT} to ignore them"
 def resized(layer: str) -> str:
     return (
         "; configure the saved model. To start resized layers from their current values, rename "
-        f"the saved ones, as in {away(layer)}, with {LENIENT}; if they are frozen or for an "
-        f"evaluation, with {STRICT}"
+        f"the saved ones, as in {renamed_away(layer)}, with {LENIENT}; if they are frozen or "
+        f"for an evaluation, with {STRICT}"
     )
 
 
-def away(layer: str) -> str:
+def renamed_away(layer: str) -> str:
     return f"rename={ ({layer: f'saved.{layer}'})!r}"
 
 
@@ -95,11 +95,11 @@ LEFT_OUT = (
 )
 
 
-def perhaps(renamed: dict[str, str]) -> str:
+def possible_renaming(renamed: dict[str, str]) -> str:
     return f"possibly renamed since the save; if so, load with rename={renamed!r}"
 
 
-class TestWhatFits:
+class TestAccepted:
     @given(manifests())
     def test_a_checkpoint_fits_the_model_that_saved_it(self, manifest: Manifest) -> None:
         saved = replace(manifest, weights_only=False)
@@ -200,9 +200,9 @@ class TestDifferences:
     @pytest.mark.parametrize(("saved", "here"), [("int8", "bfloat16"), ("float32", "uint8")])
     def test_quantized_weights_are_refused_by_name(self, saved: str, here: str) -> None:
         def typed(dtype: str) -> Manifest:
-            whole = model(["a"], frozen=("b",))
-            changed = tuple(replace(p, dtype=dtype) for p in whole.parameters if p.name == "b")
-            return replace(whole, parameters=(whole.parameters[0], *changed))
+            base = model(["a"], frozen=("b",))
+            changed = tuple(replace(p, dtype=dtype) for p in base.parameters if p.name == "b")
+            return replace(base, parameters=(base.parameters[0], *changed))
 
         (found,) = differences(typed(saved), typed(here))
         assert found == (
@@ -263,7 +263,7 @@ class TestDifferences:
 
 
 class TestNotStrict:
-    """``strict=False`` is Lightning's ``strict_loading``: it concerns what is not trained."""
+    """``strict=False`` is Lightning's ``strict_loading``: it concerns untrained weights."""
 
     lenient = replace(EVERYTHING, strict=False)
 
@@ -301,10 +301,10 @@ class TestNotStrict:
         assert differences(saved, live) == [
             "missing from the checkpoint: enc.weight, enc.bias" + NEW,
             "in the checkpoint, but not in the model: model.enc.weight, model.enc.bias" + UNUSED,
-            perhaps({"model": ""}),
+            possible_renaming({"model": ""}),
             "buffers missing from the checkpoint: bn.mean" + KEPT,
             "buffers in the checkpoint, but not in the model: model.bn.mean" + BEYOND,
-            perhaps({"model": ""}),
+            possible_renaming({"model": ""}),
         ]
 
 
@@ -431,7 +431,7 @@ def test_buffers_that_do_not_fit_are_listed() -> None:
         f"different shapes: a (saved (5,), here (4,)){resized('a')}\n"
         "  - buffers of different shapes: wide (saved (1,), here (4,)), square (saved (), here "
         "(2, 2)); register them with the saved shapes, or rename the saved ones, as in "
-        f"{away('wide')}, with {STRICT}\n"
+        f"{renamed_away('wide')}, with {STRICT}\n"
         "  - buffers of types that cannot represent the saved values: half (saved float32, "
         "here float16), count (saved int64, here uint8)\n"
         "  - buffers that cannot be written (expanded views, sparse, or on the meta device): "
@@ -448,8 +448,8 @@ def test_a_run_in_low_precision_may_round_buffers(precision: str, evaluates: boo
     assert rounded_buffers(half, live) == ["half"]
     lowest = torch.tensor([torch.finfo(torch.float32).min, -torch.inf])
     mask = pair("mask", lowest, lowest.half())
-    told = "mask (values too large for float16 become infinite)"
-    assert rounded_buffers([*half, mask], live) == ["half", told]
+    line = "mask (values too large for float16 become infinite)"
+    assert rounded_buffers([*half, mask], live) == ["half", line]
     assert not pair("mask", lowest[1:], lowest[1:].half()).overflows
     integer = [pair("integer", torch.full((2,), 0.1), torch.zeros(2, dtype=torch.int64))]
     with pytest.raises(CheckpointMismatchError, match="integer"):

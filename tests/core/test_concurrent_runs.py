@@ -1,4 +1,4 @@
-"""Runs that save into one folder see each other, and never one that has ended."""
+"""Runs that save into one folder detect each other, and ignore runs that have ended."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tests.support.processes import HANG_TIMEOUT_S, wait_until
 CHILD = """
 import sys
 from lightning_elastic_zero.storage.owners import ConcurrentRunMonitor
-tenancy = ConcurrentRunMonitor(sys.argv[1:])
-tenancy.begin()
+monitor = ConcurrentRunMonitor(sys.argv[1:])
+monitor.begin()
 print("in", flush=True)
 for _ in sys.stdin:
-    tenancy.look()
+    monitor.look()
     print("looked", flush=True)
-tenancy.end()
+monitor.end()
 """
 
 
@@ -53,7 +53,7 @@ def markers(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"{RUN_MARKER_PREFIX}*"))
 
 
-def left(folder: Path, owner: ProcessIdentity) -> Path:
+def leave_marker(folder: Path, owner: ProcessIdentity) -> Path:
     path = folder / f"{RUN_MARKER_PREFIX}{owner.pid}.json"
     path.write_bytes(owner.to_json())
     return path
@@ -70,12 +70,12 @@ def test_a_live_run_is_named_once_on_both_sides(
             ours.look()
         assert len(markers(tmp_path)) == 2
         assert child.stdin is not None
-        said, told = child.communicate("look\nlook\n")
-        assert said == "looked\nlooked\n"
+        output, warnings = child.communicate("look\nlook\n")
+        assert output == "looked\nlooked\n"
     host = os.uname().nodename
     (record,) = caplog.records
     assert f"(process {child.pid} on {host}) saves into {tmp_path}." in record.getMessage()
-    assert told.count(f"(process {os.getpid()} on {host})") == 1
+    assert warnings.count(f"(process {os.getpid()} on {host})") == 1
     ours.end()
     ours.end()
     assert not list(tmp_path.iterdir())
@@ -98,17 +98,17 @@ def test_runs_that_begin_together_warn_each_other(
         assert child.stdout.readline() == "looked\n"
         ours.look_soon()
         wait_until(lambda: caplog.records)
-        _, told = child.communicate()
+        _, warnings = child.communicate()
     (record,) = caplog.records
     assert f"(process {child.pid} on " in record.getMessage()
     assert "Give each run its own dirpath" in record.getMessage()
-    assert told.count(f"process {os.getpid()} on") == 1
+    assert warnings.count(f"process {os.getpid()} on") == 1
     ours.end()
     assert not markers(folder)
 
 
-def goes_unheard(marker: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """See that a note of a dead run is removed by the next one without a warning."""
+def assert_removed_silently(marker: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Assert that the next run removes the marker of a dead run, without a warning."""
     ours = ConcurrentRunMonitor([marker.parent])
     ours.look()
     assert marker not in markers(marker.parent)
@@ -121,7 +121,7 @@ def test_a_killed_run_is_not_reported(tmp_path: Path, caplog: pytest.LogCaptureF
     with another_run(tmp_path):
         (marker,) = markers(tmp_path)
     assert marker.exists()
-    goes_unheard(marker, caplog)
+    assert_removed_silently(marker, caplog)
 
 
 def test_a_second_fit_of_one_process_is_not_another_run(
@@ -133,8 +133,8 @@ def test_a_second_fit_of_one_process_is_not_another_run(
         ConcurrentRunMonitor([tmp_path / "a"]),
         ConcurrentRunMonitor([tmp_path / "link", tmp_path]),
     )
-    for tenancy in (first, second, first):
-        tenancy.look()
+    for monitor in (first, second, first):
+        monitor.look()
     first.end()
     second.end()
     assert not caplog.records
@@ -145,10 +145,10 @@ def test_a_second_fit_of_one_process_is_not_another_run(
 ELSEWHERE = replace(ProcessIdentity.of_this_process("a"), machine="node7 boot pid:[1]", pid=77)
 
 
-def test_another_machines_run_is_alive_if_its_note_is_touched(
+def test_another_machines_run_is_alive_if_its_marker_is_touched(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    marker = left(tmp_path, ELSEWHERE)
+    marker = leave_marker(tmp_path, ELSEWHERE)
     ours = ConcurrentRunMonitor([tmp_path])
     for _ in range(3):
         ours.look()
@@ -165,13 +165,13 @@ def test_another_machines_run_is_alive_if_its_note_is_touched(
 def test_another_machines_silent_run_is_dead_after_half_an_hour(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    marker = left(tmp_path, ELSEWHERE)
+    marker = leave_marker(tmp_path, ELSEWHERE)
     long_ago = marker.stat().st_mtime - DEAD_AFTER_S - 60
     os.utime(marker, (long_ago, long_ago))
-    goes_unheard(marker, caplog)
+    assert_removed_silently(marker, caplog)
 
 
-def test_foreign_files_with_the_name_of_a_note_stay(tmp_path: Path) -> None:
+def test_foreign_files_with_the_name_of_a_marker_are_kept(tmp_path: Path) -> None:
     mine = {
         f"{RUN_MARKER_PREFIX}mine.json": "the user's only one",
         f"{RUN_MARKER_PREFIX}list.json": json.dumps([1]),
@@ -192,7 +192,7 @@ def test_foreign_files_with_the_name_of_a_note_stay(tmp_path: Path) -> None:
     assert {name: (tmp_path / name).read_text() for name in mine} == mine
 
 
-def test_a_note_is_left_when_the_folder_exists(tmp_path: Path) -> None:
+def test_a_marker_is_written_once_the_folder_exists(tmp_path: Path) -> None:
     folder = tmp_path / "later"
     ours = ConcurrentRunMonitor([folder, "s3://bucket/run"])
     ours.look()
@@ -215,7 +215,7 @@ def test_an_unwritable_folder_raises_nothing(
     assert not caplog.records
 
 
-def test_a_copied_strategy_has_no_run(tmp_path: Path) -> None:
+def test_a_copied_monitor_does_not_affect_the_marker(tmp_path: Path) -> None:
     ours = ConcurrentRunMonitor([tmp_path])
     ours.begin()
     other = copy.deepcopy(ours)

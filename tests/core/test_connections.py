@@ -21,7 +21,7 @@ THREADS, EACH = 4, 500
 
 @pytest.mark.parametrize("timeout_s", [0.0, 1e-9, 1e-6, 1e-4])
 def test_a_wait_ends_in_time(timeout_s: float) -> None:
-    """Also the first one after an order; ``queue.SimpleQueue`` may block forever there."""
+    """Including the first wait after a command; ``queue.SimpleQueue`` may block forever there."""
     queue = CommandQueue()
     found: list[bool] = []
 
@@ -34,30 +34,30 @@ def test_a_wait_ends_in_time(timeout_s: float) -> None:
     assert found == [True, False] * 2000
 
 
-def test_no_order_is_lost_or_reordered() -> None:
+def test_no_command_is_lost_or_reordered() -> None:
     queue = CommandQueue()
     done: list[tuple[int, int]] = []
 
-    def give(thread: int) -> None:
+    def put(thread: int) -> None:
         for number in range(EACH):
             queue.put(partial(done.append, (thread, number)))
 
-    threads = [threading.Thread(target=give, args=(t,), daemon=True) for t in range(THREADS)]
+    threads = [threading.Thread(target=put, args=(t,), daemon=True) for t in range(THREADS)]
     for thread in threads:
         thread.start()
 
     def take() -> None:
         while len(done) < THREADS * EACH:
-            order = queue.get(1.0)
-            if order is not None:
-                order()
+            command = queue.get(1.0)
+            if command is not None:
+                command()
 
     assert ends(take)
     for thread_number in range(THREADS):
         assert [n for t, n in done if t == thread_number] == list(range(EACH))
 
 
-def test_an_order_ends_a_wait_at_once() -> None:
+def test_a_command_ends_a_wait_at_once() -> None:
     queue = CommandQueue()
     threading.Timer(0.05, lambda: queue.put(lambda: None)).start()
     assert ends(lambda: queue.get(10 * PROMPT_TIMEOUT_S))
@@ -83,7 +83,7 @@ def connect(port: int, *, hosts: bool = False) -> TCPStore:
 
 
 def meet(port: int, ranks: range) -> list[int]:
-    """Start the ranks of a world, the last ones first; return what each agreed on."""
+    """Start the ranks of a world, the last ones first; return the port that each agreed on."""
     with ThreadPoolExecutor(len(ranks)) as threads:
         calls = [
             threads.submit(agree_on_port, connect(port), rank, len(ranks), HANG_TIMEOUT_S)

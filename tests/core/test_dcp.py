@@ -1,4 +1,4 @@
-"""The metadata and the chunks of a directory of ``torch.distributed.checkpoint``."""
+"""Metadata and chunks of directories of ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lightning_elastic_zero.errors import CheckpointCorruptedError, UnsupportedError
 from lightning_elastic_zero.formats.dcp_read import Chunk, Metadata, overlaps, read_metadata
 from lightning_elastic_zero.formats.torch_read import StoredRun
-from tests.core._fuzz_metadata import BEFORE, CLASSES, MEMBERS, sound
+from tests.core._fuzz_metadata import BEFORE, CLASSES, MEMBERS, valid_metadata
 
 MODULE = b"ctorch.distributed.checkpoint.metadata\n"
 FILE = "__0_0.distcp"
@@ -26,7 +26,7 @@ def _read(data: bytes, folder: Path) -> Metadata:
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_metadata_round_trips(protocol: int, tmp_path: Path) -> None:
-    found = _read(pickle.dumps(sound(3), protocol), tmp_path)
+    found = _read(pickle.dumps(valid_metadata(3), protocol), tmp_path)
     weight, epoch = found.leaves
     assert found.ordered
     assert (weight.path, epoch.path) == (("model", "weight"), ("epoch",))
@@ -39,7 +39,7 @@ def test_metadata_round_trips(protocol: int, tmp_path: Path) -> None:
 
 def test_overlapping_or_missing_chunks_are_refused(tmp_path: Path) -> None:
     for change in ("offsets", "sizes"):
-        metadata = sound(3)
+        metadata = valid_metadata(3)
         chunk = metadata.state_dict_metadata["model.weight"].chunks[2]  # type: ignore[union-attr]
         places = metadata.storage_data
         setattr(chunk, change, torch.Size([1, 0] if change == "offsets" else [1, 2]))

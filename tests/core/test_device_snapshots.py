@@ -1,4 +1,4 @@
-"""Background saves of a state on a device, by torch's interface for any device."""
+"""Background saves of a state on a device, through torch's interface for any device."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run_case(case: str, where: str, folder: Path, status: int = 0) -> None:
 
 @pytest.fixture(scope="session")
 def late_device() -> str:
-    """Compile the device, which takes half a minute the first time."""
+    """Compile the simulated device, which takes half a minute the first time."""
     try:
         return str(_late_device.build())
     except FileNotFoundError as error:
@@ -83,7 +83,7 @@ def test_the_writer_waits_for_small_copies_too(
     "case", ["copies", "offload", "scalars", "randomness", "fingerprint", "restore"]
 )
 def test_a_state_on_a_device(case: str, late_device: str, tmp_path: Path) -> None:
-    """Each case in its own process, since a process has one accelerator."""
+    """Each case runs in its own process, since a process has one accelerator."""
     run_case(case, late_device, tmp_path)
 
 
@@ -95,7 +95,7 @@ def test_a_host_read_of_device_memory_ends_the_process(late_device: str, tmp_pat
 
 @pytest.mark.long
 def test_the_writer_works_on_its_ranks_device(late_device: str, tmp_path: Path) -> None:
-    """Device 0 is never used, and no file names a device."""
+    """Device 0 is never used, and no file contains a device name."""
     run_case("write", late_device, tmp_path)
     for name in ("copied", "live"):
         files = sorted((tmp_path / f"{name}.ckpt").rglob("*.pt"))

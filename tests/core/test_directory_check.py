@@ -1,4 +1,4 @@
-"""A directory is checked before training: what it finds, what it leaves."""
+"""The check of a directory before training: its findings, and the files it leaves."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def on_both(ranks: list[Ranks], work: Callable[[Ranks], object]) -> list[object]
             return error
 
     with ThreadPoolExecutor(len(ranks)) as threads:
-        told = [threads.submit(outcome, of_rank) for of_rank in ranks]
-        return [future.result(timeout=HANG_TIMEOUT_S) for future in told]
+        futures = [threads.submit(outcome, of_rank) for of_rank in ranks]
+        return [future.result(timeout=HANG_TIMEOUT_S) for future in futures]
 
 
 def test_only_the_directory_is_left(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_only_the_directory_is_left(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("*")) == [tmp_path / "logs", tmp_path / "logs" / "checkpoints"]
 
 
-def test_a_users_files_stay(tmp_path: Path) -> None:
+def test_a_users_files_are_kept(tmp_path: Path) -> None:
     there = tmp_path / "checkpoints"
     (there / "empty").mkdir(parents=True)
     (there / "mine.txt").write_text("mine")
@@ -70,7 +70,7 @@ def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path: Path) -> None
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_remote_storage_is_refused() -> None:
+def test_remote_storage_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="ftp://"):
         check_directories(["ftp://bucket/run"], OneRank())
 
@@ -107,13 +107,13 @@ def test_ranks_that_do_not_share_files_are_named(
     folders = [tmp_path / name / "folder" for name in ("one", "two")]
     for folder in folders:
         folder.mkdir(parents=True)
-    told = on_both(two_ranks, lambda r: find_unseen(r, folders[r.rank], (0, 1), "check"))
-    assert told[0] == told[1]
-    assert "does not see the file seen-by-0 that rank 0 wrote there" in str(told[0])
-    (folders[1] / "seen-by-0").touch()  # as an overlay shows what lies below it
+    errors = on_both(two_ranks, lambda r: find_unseen(r, folders[r.rank], (0, 1), "check"))
+    assert errors[0] == errors[1]
+    assert "does not see the file seen-by-0 that rank 0 wrote there" in str(errors[0])
+    (folders[1] / "seen-by-0").touch()  # as an overlay shows files of its lower layer
     for path in folders[0].iterdir():
         path.unlink()
-    told = on_both(two_ranks, lambda r: find_unseen(r, folders[r.rank], (0, 1), "check"))
-    assert told[0] == told[1]
-    assert f"{folders[0]}: " in str(told[0])
-    assert "does not see the file seen-by-1 that rank 1 wrote there" in str(told[0])
+    errors = on_both(two_ranks, lambda r: find_unseen(r, folders[r.rank], (0, 1), "check"))
+    assert errors[0] == errors[1]
+    assert f"{folders[0]}: " in str(errors[0])
+    assert "does not see the file seen-by-1 that rank 1 wrote there" in str(errors[0])

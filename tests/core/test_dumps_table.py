@@ -1,4 +1,4 @@
-"""What a folder of dumps says of itself is read as it was written, or refused."""
+"""The table of a folder of dumps is read as it was written, or refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_table_round_trips(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("edit", "said"),
+    ("edit", "message"),
     [
         (lambda c: c["frozen"][0].update(shape="23"), "ParameterRow.shape is '23'"),
         (lambda c: c["flats"][0]["parameters"][0].update(shape=[2, "3"]), "ParameterRow.shape"),
@@ -49,12 +49,12 @@ def test_a_table_round_trips(tmp_path: Path) -> None:
     ],
 )
 def test_a_value_of_another_type_is_refused(
-    edit: Callable[[Any], object], said: str, tmp_path: Path
+    edit: Callable[[Any], object], message: str, tmp_path: Path
 ) -> None:
     content = json.loads(TABLE.to_json())
     edit(content)
     (tmp_path / TABLE_NAME).write_text(json.dumps(content))
     with pytest.raises(CheckpointFormatError, match="cannot be read") as caught:
         read_table(tmp_path)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert str(tmp_path / TABLE_NAME) in str(caught.value)

@@ -14,7 +14,7 @@ from lightning_elastic_zero.trainer.checks import configured_rates, warn_of_repl
 from tests.support.outcome import warnings_heard
 
 NO_RATES = [None, "relative", [0.1, 0.2], {"dtype": "float32"}, torch.ones(2)]
-"""What optimizers that compute their own rate may have under ``lr``, or a checkpoint of them."""
+"""Values under ``lr`` of optimizers that compute their own rate, or in their checkpoints."""
 
 
 class Optimizer:
@@ -45,7 +45,7 @@ def test_rates_are_compared_as_numbers_and_tensors(rate: float | torch.Tensor) -
 
 class Own(RandomSampler):
     def __init__(self) -> None:
-        """Leave out the parent's."""
+        """Skip the initialization of the parent."""
 
 
 def test_a_sampler_of_a_users_class_is_not_inspected() -> None:

@@ -57,7 +57,7 @@ def test_the_precision_is_that_of_the_weights(
     dtype: torch.dtype, precision: str, sharded: bool, tmp_path: Path
 ) -> None:
     tree = {
-        # A buffer may come first, and is no weight.
+        # A buffer may come first; it does not determine the precision.
         "positions": torch.arange(3),
         "frozen.scale": torch.ones(2),
         "layer.weight": torch.ones(4, 3, dtype=dtype),
@@ -84,8 +84,8 @@ def test_states_of_one_shape_in_an_unknown_order_are_refused(ordered: bool, alik
     tree = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     state = {index: {"step": 1.0, "exp_avg": tree[name]} for index, name in enumerate(("a", "b"))}
     optimizer = {"state": state, "param_groups": [{"params": [0, 1], "lr": 0.1}]}
-    whole = FullState(tree, [optimizer], "", ordered=ordered)
-    bound = bind(whole, live_of(tree, {"a", "b"}))
+    full = FullState(tree, [optimizer], "", ordered=ordered)
+    bound = bind(full, live_of(tree, {"a", "b"}))
     if alike and not ordered:
         assert "is unknown: the states of a and b, which have the same shape" in bound.unmatched
         assert not bound.states
@@ -142,7 +142,7 @@ def adam_of(*shapes: tuple[int, ...]) -> dict[int, dict[str, torch.Tensor]]:
     }
 
 
-def test_the_state_of_a_scalar_weight_fits_it_alone() -> None:
+def test_the_state_of_a_scalar_weight_matches_no_other_weight() -> None:
     weights = {
         "scale": torch.tensor(1.5),
         "first": torch.zeros(2, 3),
@@ -156,7 +156,7 @@ def test_the_state_of_a_scalar_weight_fits_it_alone() -> None:
     in_order = {"state": adam_of((), (2, 3), (1,)), "param_groups": groups}
     del weights["third"]
     assert members_of(in_order, weights) == (("scale",), ("first", "second"))
-    # Where no state has dimensions, nothing tells its parameter's shape.
+    # A state without dimensions does not identify the shape of its parameter.
     counted = {"state": {0: {"step": torch.tensor(2.0)}}, "param_groups": [{"params": [0]}]}
     with pytest.raises(CheckpointMismatchError, match="several orders of the 3 weights"):
         members_of(counted, weights)

@@ -66,9 +66,9 @@ def zero_1_2(cut: Cut, rank: int) -> list[list[Element]]:
         for i, name in enumerate(buffer.names):
             flat += elements(name, buffer.numels[i])
             flat += [PADDING] * (buffer.paddings[i] if buffer.paddings else 0)
-        whole = buffer.partition_numel * cut.world_size
+        total = buffer.partition_numel * cut.world_size
         # Padding after the last parameter may reach beyond what the ranks share.
-        flat = (flat + [PADDING] * whole)[:whole]
+        flat = (flat + [PADDING] * total)[:total]
         held.append(flat[rank * buffer.partition_numel :][: buffer.partition_numel])
     return held
 
@@ -338,7 +338,7 @@ class TestPlan:
                     f.name == t.name and f.start <= t.start < t.stop <= f.stop for f in fragments
                 )
 
-    def test_a_small_plan_is_exactly_this(self) -> None:
+    def test_a_small_plan_has_exactly_these_transfers(self) -> None:
         held = PerParameterPartition([FlatBuffer(0, ("a", "w"), (4, 3))], 2)
         assert planned([Fragment("w", 0, 3, 0, 5, 7)], held) == [
             Transfer("w", 0, 2, 0, 0, 2, 5, 7),

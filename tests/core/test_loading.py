@@ -72,7 +72,7 @@ def test_merged_sub_groups_need_equal_steps(tmp_path: Path) -> None:
 
 def test_a_new_parameter_takes_the_steps_of_its_group(tmp_path: Path) -> None:
     assert steps_of(tmp_path, (4.0, 4.0), sub_groups("abc", ["new"])) == [4.0, 4.0]
-    assert steps_of(tmp_path / "beside", (3.0, 5.0), sub_groups("ab", ["c", "new"])) == [3.0, 5.0]
+    assert steps_of(tmp_path / "new", (3.0, 5.0), sub_groups("ab", ["c", "new"])) == [3.0, 5.0]
 
 
 def test_states_of_fresh_parameters_are_not_read(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_states_of_fresh_parameters_are_not_read(tmp_path: Path) -> None:
 
 
 NUMEL = (1 << 20) + 3
-"""More elements than are looked at at a time."""
+"""More elements than are checked at a time."""
 
 
 def manifest(dtype: str, *names: str, frozen: tuple[str, ...] = ()) -> Manifest:
@@ -208,7 +208,7 @@ CASTS = [
     (torch.float32, torch.bfloat16, 3.4e38),
     (torch.bfloat16, torch.float16, 1e30),
 ]
-"""The type in the file, the one here, and a number that only the former can hold."""
+"""The type in the file, the type here, and a number that only the former can represent."""
 
 
 def read(path: Path, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
@@ -232,8 +232,8 @@ def test_a_number_that_is_too_large_is_refused_by_name(
     weight = torch.arange(HUGE_NUMEL, dtype=torch.float32).remainder(7).to(saved)
     weight[0], weight[-3] = math.inf, number
     path = write(weight, tmp_path)
-    told = f"w has the {saved} value {weight[-3].item():.9g}, which overflows {here}"
-    with pytest.raises(CheckpointMismatchError, match=re.escape(told.replace("torch.", ""))):
+    message = f"w has the {saved} value {weight[-3].item():.9g}, which overflows {here}"
+    with pytest.raises(CheckpointMismatchError, match=re.escape(message.replace("torch.", ""))):
         read(path, here, 0, HUGE_NUMEL)
     assert torch.equal(read(path, here, 0, HUGE_NUMEL - 3), weight[:-3].to(here))
 
@@ -255,7 +255,7 @@ def test_infinities_and_nan_of_the_file_are_kept(
 def reader_of(
     stored: torch.Tensor, wanted: list[StoredRun]
 ) -> Callable[[Iterable[tuple[torch.Tensor, StoredRun]]], int]:
-    """Return what reads a stored tensor, notes the runs, and counts eight bytes."""
+    """Return a function that reads a stored tensor, records the runs, and counts eight bytes."""
 
     def read_into(pairs: Iterable[tuple[torch.Tensor, StoredRun]]) -> int:
         for target, run in pairs:
@@ -295,8 +295,10 @@ def test_an_infinite_optimizer_state_is_named_with_a_remedy() -> None:
     read_run = ReadRun(stored.to(torch.bfloat16), StoredRun(stored, 0, 3), "layer.w", "exp_avg")
     with pytest.raises(CheckpointMismatchError) as refusal:
         check_no_overflow(read_run, Path("folder/file"), reader_of(stored, []))
-    told = str(refusal.value)
-    assert "folder/file: the optimizer state exp_avg of layer.w has the float64 value 1e+39" in told
-    assert "bfloat16 (at most 3.38953139e+38)" in told
-    assert "load_optimizer_state=False" in told
-    assert "precision" in told
+    message = str(refusal.value)
+    assert (
+        "folder/file: the optimizer state exp_avg of layer.w has the float64 value 1e+39" in message
+    )
+    assert "bfloat16 (at most 3.38953139e+38)" in message
+    assert "load_optimizer_state=False" in message
+    assert "precision" in message

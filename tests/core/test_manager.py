@@ -39,8 +39,8 @@ from tests.support.small_checkpoints import (
 )
 
 
-def said_by(path: Path) -> str:
-    """Return which checkpoint is at a path: "old", "new", "a part" or "" for none."""
+def checkpoint_at(path: Path) -> str:
+    """Return the checkpoint at a path: "old", "new", "a part" (of one), or "" for none."""
     found = contents(path)
     return next((text for text in ("old", "new") if found == whole(text)), "a part" * bool(found))
 
@@ -69,8 +69,10 @@ PLACES: dict[str, Callable[[Path], object]] = {
 }
 
 
-def new_and_link(folder: Path, place: Callable[[Path], object] = a_directory) -> tuple[Path, Path]:
-    """Make a checkpoint to link to, and something at the link's path; return both paths."""
+def target_and_link(
+    folder: Path, place: Callable[[Path], object] = a_directory
+) -> tuple[Path, Path]:
+    """Make a checkpoint to link to, and something at the path of the link; return both paths."""
     target, link = fill(folder / "new.ckpt", "new"), folder / "last.ckpt"
     place(link)
     return target, link
@@ -88,13 +90,13 @@ class TestMakeLink:
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        target, link = new_and_link(tmp_path, place)
+        target, link = target_and_link(tmp_path, place)
         if error:
             refuse_links(error, monkeypatch)
         with no_exchange(possible=exchange):
             make_link(target, link)
         assert link.is_symlink() == (not error)
-        assert said_by(link) == said_by(target) == "new"
+        assert checkpoint_at(link) == checkpoint_at(target) == "new"
         assert not [name for name in names_in(tmp_path) if name.startswith(".")]
 
     @pytest.mark.parametrize("place", [a_link, a_directory])
@@ -108,13 +110,13 @@ class TestMakeLink:
     ) -> None:
         folder, snapshots = tmp_path / "run", tmp_path / "snapshots"
         snapshots.mkdir()
-        target, link = new_and_link(folder, place)
+        target, link = target_and_link(folder, place)
         if error:
             refuse_links(error, monkeypatch)
         seen: list[str] = []
 
         def look() -> None:
-            seen.append(said_by(link))
+            seen.append(checkpoint_at(link))
             shutil.copytree(folder, snapshots / str(len(seen)), symlinks=True)
 
         with before_each_syscall(look):
@@ -123,11 +125,11 @@ class TestMakeLink:
         assert sorted(set(seen)) == ["new", "old"]
         assert seen == sorted(seen, reverse=True)
         assert any(names[0].startswith(LINK_PREFIX) for names in map(names_in, snapshots.iterdir()))
-        for left in snapshots.iterdir():
-            make_link(left / "new.ckpt", left / "last.ckpt")
-            assert said_by(left / "last.ckpt") == "new"
-            # A directory that was being deleted goes with the next save.
-            assert not [name for name in names_in(left) if name.startswith(LINK_PREFIX)]
+        for snapshot in snapshots.iterdir():
+            make_link(snapshot / "new.ckpt", snapshot / "last.ckpt")
+            assert checkpoint_at(snapshot / "last.ckpt") == "new"
+            # The next save continues an interrupted deletion.
+            assert not [name for name in names_in(snapshot) if name.startswith(LINK_PREFIX)]
 
     @pytest.mark.parametrize("error", [0, errno.ENOSYS])
     def test_an_interrupt_leaves_the_old_or_the_new_link(
@@ -135,25 +137,25 @@ class TestMakeLink:
     ) -> None:
         if error:
             refuse_links(error, monkeypatch)
-        came, call = True, 0
-        while came:
+        was_interrupted, call = True, 0
+        while was_interrupted:
             folder = tmp_path / str(call)
-            target, link = new_and_link(folder)
+            target, link = target_and_link(folder)
             interrupted = InterruptAtCall(call)
             with no_exchange(), before_each_syscall(interrupted):
                 with suppress(KeyboardInterrupt):
                     make_link(target, link)
-                came, interrupted.calls = not interrupted.calls, []
-            assert said_by(link) in {"old", "new"}, call
+                was_interrupted, interrupted.calls = not interrupted.calls, []
+            assert checkpoint_at(link) in {"old", "new"}, call
             make_link(target, link)
-            assert said_by(link) == "new"
+            assert checkpoint_at(link) == "new"
             remove_leftovers(folder)
             assert names_in(folder) == ["last.ckpt", "new.ckpt"], call
             call += 1
         assert call > 10
 
     def test_a_kill_between_two_renames_is_repaired(self, tmp_path: Path) -> None:
-        target, link = new_and_link(tmp_path)
+        target, link = target_and_link(tmp_path)
         copies = tmp_path.parent / f"{tmp_path.name}-copies"
         copies.mkdir()
         missing = 0
@@ -167,14 +169,14 @@ class TestMakeLink:
         with no_exchange(), before_each_syscall(look):
             make_link(target, link)
         assert missing
-        for left in copies.iterdir():
-            assert repair_target(left / "last.ckpt", settle_s=0.0)
-            assert said_by(left / "last.ckpt") == "old"
+        for copy in copies.iterdir():
+            assert repair_target(copy / "last.ckpt", settle_s=0.0)
+            assert checkpoint_at(copy / "last.ckpt") == "old"
 
     def test_a_failed_second_rename_restores_the_old_one(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        target, link = new_and_link(tmp_path)
+        target, link = target_and_link(tmp_path)
         rename = Path.rename
 
         def only_the_first(self: Path, other: Path) -> Path:
@@ -185,7 +187,7 @@ class TestMakeLink:
         monkeypatch.setattr(Path, "rename", only_the_first)
         with no_exchange(), pytest.raises(SaveError, match="Input/output error"):
             make_link(target, link)
-        assert said_by(link) == "old"
+        assert checkpoint_at(link) == "old"
         assert names_in(tmp_path) == ["last.ckpt", "new.ckpt"]
 
     @pytest.mark.parametrize("target", ["a.ckpt", "deep/a.ckpt", "../a.ckpt"])
@@ -200,24 +202,24 @@ class TestMakeLink:
     def test_a_checkpoint_is_not_linked_to_itself(self, tmp_path: Path) -> None:
         target = fill(tmp_path / "last.ckpt", "new")
         make_link(target, target)
-        assert said_by(target) == "new"
+        assert checkpoint_at(target) == "new"
         assert not target.is_symlink()
 
     def test_a_full_disk_raises_instead_of_copying(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        target, link = new_and_link(tmp_path, a_link)
+        target, link = target_and_link(tmp_path, a_link)
         refuse_links(errno.ENOSPC, monkeypatch)
-        told = r"Could not link .*last\.ckpt to the published .*new\.ckpt: No space left"
-        with pytest.raises(SaveError, match=told):
+        message = r"Could not link .*last\.ckpt to the published .*new\.ckpt: No space left"
+        with pytest.raises(SaveError, match=message):
             make_link(target, link)
-        assert said_by(link) == "old"
+        assert checkpoint_at(link) == "old"
         assert names_in(tmp_path) == ["last.ckpt", "new.ckpt", "old.ckpt"]
 
     def test_a_failed_copy_leaves_the_old_link(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        target, link = new_and_link(tmp_path, a_link)
+        target, link = target_and_link(tmp_path, a_link)
         refuse_links(errno.EPERM, monkeypatch)
 
         def full(descriptor: int) -> None:
@@ -227,7 +229,7 @@ class TestMakeLink:
         monkeypatch.setattr(os, "fsync", full)
         with pytest.raises(SaveError, match="No space left"):
             make_link(target, link)
-        assert said_by(link) == "old"
+        assert checkpoint_at(link) == "old"
         assert names_in(tmp_path) == ["last.ckpt", "new.ckpt", "old.ckpt"]
 
     def test_copying_reports_progress(
@@ -240,9 +242,9 @@ class TestMakeLink:
         manifest = json.dumps({"format": "lightning_elastic_zero", "files": [sizes]})
         (target / "manifest.json").write_text(manifest)
         refuse_links(errno.EPERM, monkeypatch)
-        heard: list[int] = []
-        make_link(target, tmp_path / "last.ckpt", Progress(lambda: heard.append(1)))
-        assert len(heard) >= 40
+        calls: list[int] = []
+        make_link(target, tmp_path / "last.ckpt", Progress(lambda: calls.append(1)))
+        assert len(calls) >= 40
         assert (tmp_path / "last.ckpt" / SHARD).stat().st_size == 40 << 20
 
 
@@ -267,23 +269,23 @@ class TestLinks:
         self, link: Path, target: Path, links: CheckpointLinks
     ) -> None:
         links.make(target, link)
-        assert said_by(link) == "old"
+        assert checkpoint_at(link) == "old"
         links.on_save_ended(link.parent / "given_up.ckpt", published=True)
-        assert said_by(link) == "old", "the end of another save releases no link"
+        assert checkpoint_at(link) == "old", "the end of another save releases no link"
         fill(target, "new")
         links.make(target, link)
-        assert said_by(link) == "old"
+        assert checkpoint_at(link) == "old"
         links.on_save_ended(target, published=True)
-        assert said_by(link) == "new"
+        assert checkpoint_at(link) == "new"
 
     def test_a_link_never_names_a_failed_save(
         self, link: Path, target: Path, links: CheckpointLinks
     ) -> None:
         links.make(target, link)
         links.on_save_ended(target, published=False)
-        assert said_by(link) == "old"
+        assert checkpoint_at(link) == "old"
         links.make(target, link)
-        assert said_by(link) == "old"
+        assert checkpoint_at(link) == "old"
 
     @pytest.mark.parametrize("ended", [True, False])
     def test_links_to_published_and_other_checkpoints_are_made_at_once(
@@ -293,9 +295,9 @@ class TestLinks:
             links.on_save_ended(target, published=True)
         other = target if ended else link.parent / "other.ckpt"
         fill(other, "new")
-        assert said_by(link) == "old"
+        assert checkpoint_at(link) == "old"
         links.make(other, link)
-        assert said_by(link) == "new"
+        assert checkpoint_at(link) == "new"
 
 
 def link(path: Path, target: str) -> None:
@@ -303,7 +305,7 @@ def link(path: Path, target: str) -> None:
     path.symlink_to(target)
 
 
-def of_weights_alone(path: Path) -> None:
+def make_weights_only(path: Path) -> None:
     fields = json.loads((path / MANIFEST_NAME).read_text())
     (path / MANIFEST_NAME).write_text(json.dumps({**fields, "weights_only": True}))
 
@@ -313,7 +315,7 @@ SPOILED: dict[str, Callable[[Path], object]] = {
     "half a manifest": lambda path: os.truncate(path / MANIFEST_NAME, 40),
     "a missing file": lambda path: (path / SHARD).unlink(),
     "a short file": lambda path: (path / SHARD).write_text("d"),
-    "weights only": of_weights_alone,
+    "weights only": make_weights_only,
 }
 
 
@@ -323,7 +325,7 @@ class TestRemove:
         Retention().remove(fill(tmp_path / "old.ckpt", "data"))
         assert names_in(tmp_path) == ["new.ckpt"]
 
-    def test_a_missing_checkpoint_is_no_error(self, tmp_path: Path) -> None:
+    def test_a_missing_checkpoint_is_ignored(self, tmp_path: Path) -> None:
         Retention().remove(tmp_path / "old.ckpt")
 
     def test_a_link_is_deleted_but_not_its_target(self, tmp_path: Path) -> None:
@@ -372,7 +374,7 @@ class TestRemove:
         assert names_in(tmp_path) == ["new.ckpt", "old.ckpt"]
 
     @pytest.mark.parametrize("moment", ["before", "during"])
-    def test_what_another_run_has_published_stays(
+    def test_a_checkpoint_that_another_run_has_published_is_kept(
         self,
         moment: str,
         tmp_path: Path,
@@ -412,7 +414,7 @@ class TestRemove:
 class TestResumedFrom:
     @pytest.mark.parametrize("folder", ["runs", "here"])
     def test_the_resumed_checkpoint_is_never_deleted(self, folder: str, tmp_path: Path) -> None:
-        """Not even one that was resumed through a linked folder."""
+        """Including one that was resumed through a linked folder."""
         fill(tmp_path / "runs" / "new.ckpt", "data")
         old, retention = fill(tmp_path / "runs" / "old.ckpt", "data"), Retention()
         (tmp_path / "here").symlink_to("runs")
@@ -451,7 +453,7 @@ class TestWaiting:
         retention.delete_pending()
         assert names_in(tmp_path) == ["last.ckpt", "new.ckpt"]
 
-    def test_the_last_good_checkpoint_stays_until_there_is_another(self, tmp_path: Path) -> None:
+    def test_the_last_good_checkpoint_is_kept_until_there_is_another(self, tmp_path: Path) -> None:
         old, retention = fill(tmp_path / "old.ckpt", "data"), Retention()
         retention.remove(old)
         fill(tmp_path / "torn.ckpt", "data", published=False)
@@ -496,7 +498,7 @@ class TestWaiting:
     def test_weights_only_checkpoints_replace_each_other(self, tmp_path: Path) -> None:
         old = fill(tmp_path / "old.ckpt", "data")
         for path in (old, fill(tmp_path / "new.ckpt", "data")):
-            of_weights_alone(path)
+            make_weights_only(path)
         Retention().remove(old)
         assert names_in(tmp_path) == ["new.ckpt"]
 
@@ -525,7 +527,7 @@ class TestWaiting:
         assert best.exists()
 
 
-class TestSavedAnew:
+class TestSavedAgain:
     """Saves to a path whose deletion is pending."""
 
     def scheduled_deletion(self, folder: Path) -> tuple[Retention, Path]:

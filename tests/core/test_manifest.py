@@ -124,10 +124,10 @@ CONTENT: dict[str, Any] = {
     },
 }
 GOLDEN = json.dumps(CONTENT, indent=1) + "\n"
-"""The exact text, in this order, which does not change while the format's version is 1."""
+"""The exact text, in this order, which must not change while the format version is 1."""
 
 FIELDS = sorted(CONTENT.keys() - {"digest"})
-"""What a manifest says; its digest, which says that nothing of it was changed, is tested apart."""
+"""The fields of a manifest, except for its digest, which has its own tests."""
 
 
 def refusal(text: str) -> str:
@@ -210,11 +210,13 @@ class TestProperties:
         assert [Parameter("w", s, "", 0).numel for s in [(), (2, 3), (2, 0)]] == [1, 6, 0]
 
     def test_layouts_of_frozen_weights(self) -> None:
-        whole = replace(SMALL, excluded=())
-        assert [f.rank for f in whole.layout().covering("w", 0, 6)] == [0, 1]
-        whole = replace(whole, parameters=(Parameter("f", (4,), "bfloat16", None),), excluded=())
-        assert [f.rank for f in whole.frozen_layout().covering("f", 0, 4)] == [0]
-        cut = replace(whole, stage=3).frozen_layout()
+        manifest = replace(SMALL, excluded=())
+        assert [f.rank for f in manifest.layout().covering("w", 0, 6)] == [0, 1]
+        manifest = replace(
+            manifest, parameters=(Parameter("f", (4,), "bfloat16", None),), excluded=()
+        )
+        assert [f.rank for f in manifest.frozen_layout().covering("f", 0, 4)] == [0]
+        cut = replace(manifest, stage=3).frozen_layout()
         assert [f.rank for f in cut.covering("f", 0, 4)] == [0, 1]
 
 
@@ -328,10 +330,10 @@ class TestRefusals:
         try:
             manifest_from_json(dump_with_digest(content), WHERE)
         except CheckpointFormatError as error:
-            said = str(error)
+            message = str(error)
         else:
-            said = WHERE if type(value) is type(original) or path[-1] == "group" else ""
-        assert said.startswith(WHERE)
+            message = WHERE if type(value) is type(original) or path[-1] == "group" else ""
+        assert message.startswith(WHERE)
 
     @pytest.mark.parametrize(
         ("edit", "message"),

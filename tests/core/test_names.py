@@ -82,7 +82,7 @@ def test_a_layer_and_its_compiled_copy_keep_their_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("of", "says"),
+    ("of", "error"),
     [
         ({"c": "d"}, r"rename='c' matches no name in the checkpoint"),
         ({"a": "b"}, "maps both 'a.x' and 'b.x' to 'b.x'"),
@@ -94,11 +94,11 @@ def test_a_layer_and_its_compiled_copy_keep_their_names() -> None:
         ({"b*": "a*"}, "maps both 'a.x' and 'b.x' to 'a.x'"),
     ],
 )
-def test_impossible_renamings_are_refused(of: dict[str, str], says: str | None) -> None:
-    if says is None:
+def test_impossible_renamings_are_refused(of: dict[str, str], error: str | None) -> None:
+    if error is None:
         assert KeyMapping(of).table(["a.x", "b.x"], "") == {"a.x": "ya", "b.x": "yb"}
         return
-    with pytest.raises(CheckpointMismatchError, match=says):
+    with pytest.raises(CheckpointMismatchError, match=error):
         KeyMapping(of).table(["a.x", "b.x"], "last.ckpt")
 
 
@@ -133,7 +133,7 @@ def test_names_that_match_are_not_renamed() -> None:
     assert guess_key_mapping({"a.w": 1}, {"b.w": 1}, ["a.v"]) == {"a.w": "b.w"}
 
 
-def test_of_many_the_first_are_suggested() -> None:
+def test_only_the_first_of_many_renamings_are_suggested() -> None:
     saved, live = ({f"{letter}{i}.w": 1 for i in range(999)} for letter in "lk")
     assert guess_key_mapping(saved, live) == {f"l{i}": f"k{i}" for i in range(MOST_SUGGESTED)}
 
@@ -199,7 +199,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
 }
 BEGINS = {"Adagrad": {"sum": 0.25}, "Rprop": {"prev": 0.0, "step_size": 0.125}}
-"""What does not begin with zeros."""
+"""Initial values of states that do not start with zeros."""
 
 
 def held_by(inner: torch.optim.Optimizer) -> Group:
@@ -222,7 +222,7 @@ def test_a_fresh_state_is_that_of_zero_gradients(name: str) -> None:
     held = held_by(inner)
     found = initial_values(inner, 0, held)
     states = {key.name for key in held.state if key.kind == "elementwise"}
-    # Adamax adds its epsilon to the absolute gradient: in the next step it does not count.
+    # Adamax adds its epsilon to the absolute gradient, which has no effect on the next step.
     assert {k: v if v > 1e-6 else 0.0 for k, v in found.items()} == {
         **dict.fromkeys(states, 0.0),
         **BEGINS.get(name, {}),
@@ -231,7 +231,7 @@ def test_a_fresh_state_is_that_of_zero_gradients(name: str) -> None:
 
 
 class KeepsWeights(torch.optim.SGD):
-    """Like schedule-free optimizers: a state begins as the weights."""
+    """Like schedule-free optimizers: a state starts as a copy of the weights."""
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for p in self.param_groups[0]["params"]:
@@ -246,19 +246,19 @@ class AsksForMore(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "says"),
+    ("kind", "options", "error"),
     [
         (KeepsWeights, {"lr": 0.1}, "'z' starts with a value that depends on the weights"),
         (AsksForMore, {"mine": "?"}, "a trial step of another AsksForMore failed"),
     ],
 )
-def test_states_that_cannot_be_fresh_are_refused_by_name(
-    kind: Callable[..., Any], options: dict[str, Any], says: str
+def test_states_without_a_known_initial_value_are_refused_by_name(
+    kind: Callable[..., Any], options: dict[str, Any], error: str
 ) -> None:
     inner = stepped(kind, options)
     with pytest.raises(CheckpointMismatchError) as refused:
         initial_values(inner, 0, held_by(inner))
-    assert says in str(refused.value)
+    assert error in str(refused.value)
     assert "put new parameters into a parameter group of their own" in str(refused.value)
 
 

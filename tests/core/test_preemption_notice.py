@@ -1,4 +1,4 @@
-"""Notices of machines that are going to be taken away, asked of real servers and files."""
+"""Notices that a machine will be taken away, from real servers and files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOKEN = "a-token"  # noqa: S105 - of this server alone
 
 
 class Metadata(BaseHTTPRequestHandler):
-    told = False
+    preempted = False
 
     def do_PUT(self) -> None:
         known = self.path == "/latest/api/token"
@@ -37,10 +37,10 @@ class Metadata(BaseHTTPRequestHandler):
         if self.path == "/latest/meta-data/spot/instance-action":
             allowed = self.headers.get("X-aws-ec2-metadata-token") == TOKEN
             document = '{"action": "terminate", "time": "2026-11-22T08:22:00Z"}'
-            self._answer((200 if type(self).told else 404) if allowed else 401, document)
+            self._answer((200 if type(self).preempted else 404) if allowed else 401, document)
         elif self.path == "/computeMetadata/v1/instance/preempted":
             allowed = self.headers.get("Metadata-Flavor") == "Google"
-            self._answer(200 if allowed else 403, "TRUE\n" if type(self).told else "FALSE\n")
+            self._answer(200 if allowed else 403, "TRUE\n" if type(self).preempted else "FALSE\n")
         else:
             self._answer(404, "")
 
@@ -56,7 +56,7 @@ class Metadata(BaseHTTPRequestHandler):
 
 @contextmanager
 def metadata_server() -> Iterator[tuple[str, type[Metadata]]]:
-    """Run a server; return its address, and the class whose ``told`` it answers with."""
+    """Run a server; yield its address, and the class whose ``preempted`` it answers with."""
     handler = type("Asked", (Metadata,), {})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -68,7 +68,7 @@ def metadata_server() -> Iterator[tuple[str, type[Metadata]]]:
             thread.join()
 
 
-def test_metadata_servers_are_asked_as_documented() -> None:
+def test_metadata_servers_are_queried_as_documented() -> None:
     with metadata_server() as (address, answers):
         notices: dict[str, Notice] = {
             "aws": partial(aws_notice, address),
@@ -80,11 +80,11 @@ def test_metadata_servers_are_asked_as_documented() -> None:
             ),
         }
         assert {name: notice() for name, notice in notices.items()} == dict.fromkeys(notices, False)
-        answers.told = True
+        answers.preempted = True
         assert {name: notice() for name, notice in notices.items()} == dict.fromkeys(notices, True)
 
 
-def test_no_answer_is_no_notice() -> None:
+def test_a_missing_answer_is_not_a_notice() -> None:
     with metadata_server() as (address, _):
         refused = notice_of(f"{address}/computeMetadata/v1/instance/preempted")  # without header
         unknown = notice_of(f"{address}/nothing")
@@ -116,15 +116,15 @@ class Garbage(BaseHTTPRequestHandler):
         """Print nothing."""
 
 
-def test_garbage_is_no_notice() -> None:
+def test_an_invalid_answer_is_not_a_notice() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Garbage) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         assert not url_notice(f"http://127.0.0.1:{server.server_port}/x")
         server.shutdown()
 
 
-def test_a_source_that_fails_is_no_notice(caplog: pytest.LogCaptureFixture) -> None:
-    """It is warned of once, and what is heard later counts."""
+def test_a_failing_source_is_not_a_notice(caplog: pytest.LogCaptureFixture) -> None:
+    """A failing source causes one warning, and a later notice is still received."""
     answers = [OSError(116, "Stale file handle"), RuntimeError("a user's"), True]
 
     def notice() -> bool:

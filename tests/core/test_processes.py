@@ -17,12 +17,12 @@ from lightning_elastic_zero.storage.owners import DEAD_AFTER_S, ProcessIdentity
 from tests.support.processes import PROMPT_TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.skipif(
-    start_time(os.getpid()) is None, reason="this system does not tell when a process has started"
+    start_time(os.getpid()) is None, reason="this system does not report start times of processes"
 )
 
 
 def test_states_of_a_process() -> None:
-    """A zombie, which nobody has waited for yet, has ended and is dead."""
+    """A zombie, for which no process has waited yet, has ended and is dead."""
     child = subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
     )
@@ -59,7 +59,7 @@ def test_a_reused_process_id_is_another_process() -> None:
 
 
 @pytest.mark.parametrize("change", [{"machine": "another"}, {"started": ""}])
-def test_nothing_is_known_of_other_machines(change: dict[str, str]) -> None:
+def test_processes_of_other_machines_have_an_unknown_state(change: dict[str, str]) -> None:
     state = replace(ProcessKey.of_this_process(), **change).state()  # type: ignore[arg-type]
     assert state is ProcessState.UNKNOWN
 

@@ -1,4 +1,4 @@
-"""What ranks compare before they write one checkpoint: values, not where these lie."""
+"""Ranks compare their values before they write one checkpoint, whatever device holds them."""
 
 from __future__ import annotations
 

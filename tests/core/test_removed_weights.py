@@ -1,4 +1,4 @@
-"""Which weights a hook has removed from a state dict, and which it has renamed."""
+"""Weights that a hook has removed from a state dict, or has renamed."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ CASES: dict[str, tuple[Callable[[Weights], Weights], set[str], set[str]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_removed_weights_are_excluded_and_renamed_ones_are_not(case: str) -> None:
-    """Where that cannot be told apart, the weight is saved, with a warning."""
+    """If these cannot be distinguished, the weight is saved, with a warning."""
     change, gone, unclear = CASES[case]
     given: Weights = {"student": torch.ones(4), "teacher": torch.ones(2, 2), "bias": torch.ones(5)}
     given["extra"] = {"calls": 3}  # as of a module's ``get_extra_state``
     with warnings_heard() as warned:
-        _, left_out = without_weights({"state_dict": change(given)}, given)
-    assert left_out == gone
+        _, excluded = without_weights({"state_dict": change(given)}, given)
+    assert excluded == gone
     assert len(warned) == bool(unclear)
     assert all(name in text for name in unclear for text in warned)

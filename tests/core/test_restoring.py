@@ -57,7 +57,7 @@ FRAGMENTS = (
     Fragment("new", 2, 5, rank=0, buffer=0, offset=5),
     Fragment("also known", 0, 3, rank=0, buffer=0, offset=9),
 )
-"""With an element of padding before the first and the third one, and two behind."""
+"""One element of padding precedes the first and the third fragment, and two follow the last."""
 NUMEL = 14
 PADDING = [0, 8, 12, 13]
 RATE = 0.25
@@ -68,7 +68,7 @@ def buffer_of(master: torch.Tensor) -> LiveFlatBuffer:
 
 
 def stepped_engine(buffer: LiveFlatBuffer) -> tuple[torch.optim.Optimizer, Manifest]:
-    """Return an optimizer with non-zero states, and what it saved without "new"."""
+    """Return an optimizer with non-zero states, and its manifest without "new"."""
     inner = torch.optim.Rprop([buffer.master], lr=RATE)
     buffer.master.grad = torch.ones(NUMEL)
     inner.step()
@@ -105,7 +105,7 @@ def test_without_new_parameters_the_fresh_state_is_not_needed(
 
 
 @pytest.mark.parametrize(
-    ("says_fp32", "masters_then", "expected"),
+    ("keeps_fp32", "saved_masters", "expected"),
     [
         (True, torch.float32, torch.float32),
         (False, torch.bfloat16, torch.bfloat16),
@@ -114,13 +114,13 @@ def test_without_new_parameters_the_fresh_state_is_not_needed(
     ],
 )
 def test_states_have_the_type_that_the_optimizer_keeps(
-    says_fp32: bool | None, masters_then: torch.dtype, expected: torch.dtype
+    keeps_fp32: bool | None, saved_masters: torch.dtype, expected: torch.dtype
 ) -> None:
     """Here the masters are bf16, and the states were saved in fp32."""
     inner, saved = stepped_engine(buffer_of(torch.randn(NUMEL)))
-    if says_fp32 is not None:
-        inner.fp32_optimizer_states = says_fp32  # type: ignore[attr-defined]
-    saved = replace(saved, master_dtype=dtype_name(masters_then))
+    if keeps_fp32 is not None:
+        inner.fp32_optimizer_states = keeps_fp32  # type: ignore[attr-defined]
+    saved = replace(saved, master_dtype=dtype_name(saved_masters))
     buffer = buffer_of(torch.randn(NUMEL).bfloat16())
     states = allocate_states(inner, buffer, FRAGMENTS[:1], saved)
     assert {state.dtype for state in states.values()} == {expected}
@@ -165,12 +165,12 @@ def _shared(values: torch.Tensor) -> torch.Tensor:
 def test_a_live_state_keeps_its_tensor_and_takes_the_memory(
     live_of: Callable[[torch.Tensor], torch.Tensor], copied: bool
 ) -> None:
-    """Except where its memory is shared with a larger tensor or another process."""
+    """Memory that a larger tensor or another process shares is kept, and the values are copied."""
     buffer = buffer_of(torch.randn(NUMEL))
     inner, _ = stepped_engine(buffer)
     held = inner.state[buffer.key]
     live = held["prev"] = live_of(held["prev"])
-    there = live.data_ptr()
+    address = live.data_ptr()
     received = {"prev": torch.randn(NUMEL), "step_size": torch.randn(NUMEL)}
     wanted = {key: value.clone() for key, value in received.items()}
     target = FlatTarget(buffer, FRAGMENTS, buffer.master.data, in_place=True, states=received)
@@ -178,7 +178,7 @@ def test_a_live_state_keeps_its_tensor_and_takes_the_memory(
     committed = inner.state[buffer.key]
     assert committed["prev"] is live
     assert all(torch.equal(committed[key], value) for key, value in wanted.items())
-    assert live.data_ptr() == (there if copied else received["prev"].data_ptr())
+    assert live.data_ptr() == (address if copied else received["prev"].data_ptr())
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
@@ -199,7 +199,7 @@ def test_a_python_step_becomes_fp32_whatever_the_default_type(
 
 
 class Odd(nn.Module):
-    """Weights in another order than that of their elements, and one without dimensions."""
+    """Weights whose memory order is not their element order, and one without dimensions."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ def test_slices_of_all_ranks_restore_the_whole_state(world_size: int) -> None:
         whole = rank_fragments(0, rows, world_size, 0)[index]
         targets = allocate_states(fresh, buffer, whole, manifest)
         target = flat_target(buffer, whole, targets, whole=True)
-        assert not target.in_place  # Nothing could rebuild them.
+        assert not target.in_place  # Weights of the module have no other copy.
         filled = 0
         for of_rank in slices:
             for fragment in of_rank[index].fragments:
@@ -304,7 +304,7 @@ Kind: TypeAlias = "type[torch.optim.Optimizer]"
 FUSED_ADAM: dict[str, Plain] = {"lr": 0.1, "bias_correction": True, "betas": (0.9, 0.999)}
 FUSED_ADAM |= {"eps": 1e-8, "weight_decay": 0.0}
 FUSED_LAMB = {**FUSED_ADAM, "max_grad_norm": 0.0, "max_coeff": 10.0, "min_coeff": 0.01}
-"""DeepSpeed's; its states have the names of Adam's."""
+"""DeepSpeed's optimizers. The states of Lamb have the names of Adam's."""
 
 
 def optimizer(kind: Kind, **options: Any) -> torch.optim.Optimizer:
@@ -317,12 +317,12 @@ def own(inner: torch.optim.Optimizer, **changes: Any) -> Group:
 
 
 def manifest(group: Group, saved_by: str = "") -> Manifest:
-    about = Writer(optimizer=saved_by)
-    return Manifest("", 2, 2, "fp32", "float32", (), (group,), (), (), (), writer=about)
+    writer = Writer(optimizer=saved_by)
+    return Manifest("", 2, 2, "fp32", "float32", (), (group,), (), (), (), writer=writer)
 
 
 @pytest.mark.parametrize(
-    ("held", "kind", "said"),
+    ("held", "kind", "message"),
     [
         (FUSED_LAMB, torch.optim.AdamW, "max_coeff"),
         (own(optimizer(torch.optim.SGD, lr=0.7)).hyperparameters, torch.optim.AdamW, "momentum"),
@@ -331,10 +331,10 @@ def manifest(group: Group, saved_by: str = "") -> Manifest:
     ],
 )
 def test_states_of_another_optimizer_are_refused(
-    held: Mapping[str, Plain], kind: Kind, said: str
+    held: Mapping[str, Plain], kind: Kind, message: str
 ) -> None:
     inner = optimizer(kind)
-    with pytest.raises(CheckpointMismatchError, match=said) as raised:
+    with pytest.raises(CheckpointMismatchError, match=message) as raised:
         check_unnamed_hyperparameters([Group(("a",), held, ())], [own(inner)], inner)
     assert "load_hyperparameters=False" in str(raised.value)
 
@@ -378,7 +378,7 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
 
 
 @pytest.mark.parametrize(
-    ("saved", "here", "said"),
+    ("saved", "here", "message"),
     [
         (torch.optim.Adam, torch.optim.AdamW, "stays in the gradient"),
         (torch.optim.AdamW, torch.optim.Adam, "stays decoupled"),
@@ -387,13 +387,15 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
         (torch.optim.SGD, torch.optim.SGD, ""),
     ],
 )
-def test_another_kind_of_weight_decay_is_a_warning(saved: Kind, here: Kind, said: str) -> None:
+def test_another_kind_of_weight_decay_is_a_warning(saved: Kind, here: Kind, message: str) -> None:
     group = own(optimizer(saved, weight_decay=0.1))
     for name in ("", saved.__name__):
         found = weight_decay_change(manifest(group, name), optimizer(here, weight_decay=0.1))
-        assert (said in found) if said else not found
-        assert not said or found.startswith("Weight decay of parameter group 0 ")
-        assert not said or found.endswith("load_hyperparameters=False to use the configured one.")
+        assert (message in found) if message else not found
+        assert not message or found.startswith("Weight decay of parameter group 0 ")
+        assert not message or found.endswith(
+            "load_hyperparameters=False to use the configured one."
+        )
     none = own(optimizer(saved, weight_decay=0.0))
     assert not weight_decay_change(manifest(none), optimizer(here, weight_decay=0.1))
 
@@ -412,7 +414,7 @@ def test_deepspeeds_kind_of_weight_decay_is_compared() -> None:
 
 @pytest.mark.parametrize(("saved_by", "mine"), [("Adam", 3), ("AdamW", None)])
 def test_hyperparameters_that_a_group_takes_over(saved_by: str, mine: int | None) -> None:
-    """Not those of the other class only, nor how a step is computed; but what schedulers keep."""
+    """Not those of the other class only, nor those that select how to compute a step."""
     inner = optimizer(torch.optim.Adam, lr=1.0, foreach=False)
     (group,) = inner.param_groups
     before = dict(group)
@@ -461,10 +463,10 @@ def test_states_that_the_settings_need_are_required(
             assert lacking
             assert " was " in str(refused.value)
         else:
-            told = check_configured_state([held], live, hyperparameters=False)
+            warning = check_configured_state([held], live, hyperparameters=False)
             unused = state.keys() - stepped(optimizer(kind, **{"lr": 0.1, **other})).keys()
-            assert all(name in told for name in unused)
-            assert bool(told) == bool(unused)
+            assert all(name in warning for name in unused)
+            assert bool(warning) == bool(unused)
 
 
 def stepped(inner: torch.optim.Optimizer) -> dict[str, Any]:

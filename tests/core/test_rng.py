@@ -1,4 +1,4 @@
-"""Streams of random numbers go on where they were, or begin where nothing else did."""
+"""Random number streams continue at their saved positions, or start from seeds of their own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SEEDS = st.integers(0, 2**63 - 1)
 
 
 def drawn() -> list[float]:
-    """Draw from each generator of the process; normal numbers are made in pairs."""
+    """Draw from each generator of the process; normal numbers are generated in pairs."""
     return [
         random.random(),
         random.gauss(0, 1),
@@ -63,7 +63,7 @@ def test_a_stream_that_was_not_kept_is_unchanged(seed: int, kept: set[str]) -> N
         assert [found[i] for i in indices] == [expected[i] for i in indices]
 
 
-def test_isolated_draws_leave_the_streams_alone() -> None:
+def test_isolated_draws_do_not_change_the_streams() -> None:
     state = collect_rng_states()
     expected = drawn()
     set_rng_states(state)

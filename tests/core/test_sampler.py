@@ -1,4 +1,4 @@
-"""Step k of an epoch is the same samples on any number of ranks, wherever the epoch is taken up."""
+"""Step k of an epoch has the same samples on any number of ranks, also after a resume."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def sampler_of(length: int, plan: BatchPlan, rank: int, **options: Any) -> Elast
 
 
 def steps_of(samplers: list[ElasticSampler], epoch: int, first: int = 0) -> list[list[int]]:
-    """Return the samples of each step, of all ranks together, from a step on."""
+    """Return the samples of each step, of all ranks together, from step ``first`` on."""
     of_ranks = []
     for sampler in samplers:
         sampler.set_epoch(epoch)
@@ -98,7 +98,7 @@ def test_steps_do_not_depend_on_the_world_size(
     assert all(len(samples) == size for samples in first)
     begin = data.draw(st.integers(0, len(first)))
     assert steps_of(samplers, epoch, begin) == first[begin:]
-    assert steps_of(samplers, epoch) == first  # only the next iteration begins there
+    assert steps_of(samplers, epoch) == first  # the start applies to the next iteration only
     if not drop_last:
         assert {i for samples in first for i in samples} == set(range(length))
 
@@ -113,8 +113,8 @@ def test_the_order_is_torchs_without_padding(
         ours = sampler_of(length, plan, rank, shuffle=True, seed=3)
         own.set_epoch(epoch)
         ours.set_epoch(epoch)
-        whole = length // world
-        assert list(islice(ours, whole)) == list(islice(own, whole))
+        full = length // world
+        assert list(islice(ours, full)) == list(islice(own, full))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -136,7 +136,7 @@ def test_a_users_sampler_gives_all_ranks_one_order(world: int) -> None:
         assert steps[0][0] != steps[0][1]
 
 
-def test_an_order_leaves_the_global_streams_alone() -> None:
+def test_an_order_does_not_change_the_global_streams() -> None:
     sampler = sampler_of(20, BatchPlan(4, 1, 1), 0, sampler=SubsetRandomSampler(range(20)))
     torch.manual_seed(1)
     random.seed(1)
@@ -181,8 +181,8 @@ class Draws(Dataset[Any]):
 
 def drawn_from(workers: int, **options: Any) -> list[Any]:
     loader = DataLoader(Draws(), num_workers=workers, collate_fn=_as_given, **options)
-    alone = options.get("batch_size", 1) is None
-    return [sample for given in loader for sample in ([given] if alone else given)]
+    unbatched = options.get("batch_size", 1) is None
+    return [sample for given in loader for sample in ([given] if unbatched else given)]
 
 
 def _as_given(samples: Any) -> Any:
@@ -366,7 +366,7 @@ class _OfAll(Sampler[int]):
         return iter(int(index) for index in self.rng.permutation(9))
 
 
-def test_the_generators_of_the_process_are_left_alone() -> None:
+def test_the_generators_of_the_process_are_not_changed() -> None:
     np.random.seed(4)
     torch.manual_seed(4)
     before = np.random.get_state()[1].tolist(), torch.get_rng_state()  # type: ignore[index]
@@ -400,7 +400,7 @@ class Asked(SubsetRandomSampler):
         return map(str, super().__iter__())
 
 
-def test_a_users_sampler_is_asked_once_per_epoch() -> None:
+def test_a_users_sampler_is_iterated_once_per_epoch() -> None:
     own = Asked(range(8))
     sampler = sampler_of(8, BatchPlan(4, 1, 1), 0, sampler=own)
     sampler.start_at(0, 2)
@@ -414,7 +414,7 @@ def test_a_users_sampler_is_asked_once_per_epoch() -> None:
     assert own.asked == 1
 
 
-def test_a_fingerprint_names_what_the_order_depends_on() -> None:
+def test_a_fingerprint_lists_the_inputs_of_the_order() -> None:
     plan = BatchPlan(4, 1, 1)
     assert sampler_of(8, plan, 0, seed=3).describe() == {
         "order": "torch.randperm",
@@ -439,8 +439,8 @@ def test_samples_that_are_not_indices_are_unchanged() -> None:
     assert sorted(map(tuple, batches)) == [("0",), ("1",)]
     assert (batches.sampler, batches.batch_size, batches.drop_last) == (sampler, 1, False)
     assert len(batches) == 2
-    alone = sampler_of(2, BatchPlan(2, 1, 2), 0, shuffle=False, seed_workers=True)
-    assert list(alone.micro_batches()) == [[0], [1]]
+    single = sampler_of(2, BatchPlan(2, 1, 2), 0, shuffle=False, seed_workers=True)
+    assert list(single.micro_batches()) == [[0], [1]]
 
 
 @pytest.mark.parametrize("persistent", [False, True])

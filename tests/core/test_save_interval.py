@@ -1,4 +1,4 @@
-"""The interval between saves: it is the one that costs least, by an oracle that only tries."""
+"""The interval between saves costs least, compared with a numerical search."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ times_between_failures = st.floats(1.0, 1e9)
 
 
 def time_per_useful_second(period_s: float, stall_s: float, mtbf_s: float) -> float:
-    """Return Daly's expected time, without what does not depend on the period.
+    """Return Daly's expected time, without factors that do not depend on the period.
 
-    With failures at a constant rate, a stretch of P seconds without one comes after an expected
-    (exp(P/M) - 1) M seconds, restarts aside, and P less the stall of it are useful.
+    With failures at a constant rate, the expected time until P seconds pass without a failure is
+    (exp(P/M) - 1) M, excluding restarts. Of these P seconds, all but the stall are useful.
     """
     return math.expm1(period_s / mtbf_s) * mtbf_s / (period_s - stall_s)
 
@@ -47,7 +47,7 @@ def test_no_other_interval_costs_noticeably_less(stall_s: float, ratio: float) -
 
 @given(mtbf_s=times_between_failures, ratio=st.floats(1e-6, 1e-2), wrong=st.floats(0.25, 4))
 def test_a_guess_of_the_failure_rate_is_enough(mtbf_s: float, ratio: float, wrong: float) -> None:
-    """A mean time that is wrong by a factor of four costs a third more at most (docs/saving.md)."""
+    """A mean time that is wrong by a factor of four costs at most a third more (docs/saving.md)."""
     stall_s = mtbf_s * ratio
     period_s = optimal_save_interval(stall_s, wrong * mtbf_s)
     lost = time_per_useful_second(period_s, stall_s, mtbf_s) - 1
@@ -58,7 +58,7 @@ def test_a_guess_of_the_failure_rate_is_enough(mtbf_s: float, ratio: float, wron
     ("mtbf_min", "published_min"), [(24 * 60, "117"), (6 * 60, "57"), (15, "9.1")]
 )
 def test_intervals_equal_those_of_dalys_paper(mtbf_min: float, published_min: str) -> None:
-    """Figures 3 to 5, for a stall of five minutes; he counts without the stall."""
+    """Figures 3 to 5, for a stall of five minutes, which the paper's intervals exclude."""
     found_min = optimal_save_interval(300.0, mtbf_min * 60) / 60 - 5
     digits = len(published_min.partition(".")[2])
     assert f"{found_min:.{digits}f}" == published_min

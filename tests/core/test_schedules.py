@@ -27,7 +27,7 @@ Make = Callable[[Optimizer], Any]
 
 SAVED_RATE, RATE = 0.8, 0.05
 STEPS, MORE = 9, 10
-"""Steps before the checkpoint, and after it."""
+"""Steps before and after the checkpoint."""
 
 
 def halves(step: int) -> float:
@@ -35,7 +35,7 @@ def halves(step: int) -> float:
 
 
 class Warmup:
-    """A factor with state."""
+    """A stateful factor."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -50,7 +50,7 @@ def warmed(o: Optimizer, steps: int = 4, eta_min: float = 0.0) -> lrs.Sequential
 
 
 def nested(o: Optimizer, gamma: float) -> lrs.ChainedScheduler:
-    """Schedules within schedules; SequentialLR takes no others."""
+    """Nested schedules, in the only nesting that SequentialLR accepts."""
     parts: list[Any] = [lrs.ConstantLR(o, 0.5, total_iters=2), lrs.ExponentialLR(o, gamma)]
     return lrs.ChainedScheduler([lrs.SequentialLR(o, parts, [3]), lrs.StepLR(o, 4, gamma=0.5)], o)
 
@@ -90,7 +90,7 @@ PAIRS: dict[str, tuple[Make, Make]] = {
     "another kind": (lambda o: lrs.StepLR(o, 2), warmed),
     "another kind, nested": (warmed, lambda o: nested(o, 0.5)),
 }
-"""A scheduler as it was saved, and as it is configured now."""
+"""A scheduler as saved, and as configured now."""
 
 PLATEAU: tuple[Make, Make] = (
     lambda o: lrs.ReduceLROnPlateau(o, patience=1),
@@ -159,7 +159,7 @@ def resume(saved: Any, live: Any) -> None:
 
 @each
 @of_each
-def test_a_new_configuration_continues_as_if_it_had_been_there(
+def test_a_new_configuration_continues_as_if_used_from_the_start(
     saved: Make, live: Make, make_optimizer: Callable[[float], Optimizer]
 ) -> None:
     """Rates, momentum and betas, bit for bit."""
@@ -284,7 +284,7 @@ def test_swalr_is_scaled() -> None:
     assert math.isclose(scheduler.get_last_lr()[0], saved.get_last_lr()[0] / 2)
 
 
-def test_deepspeeds_schedulers_keep_their_place_only() -> None:
+def test_deepspeeds_schedulers_keep_only_their_position() -> None:
     schedules = pytest.importorskip("deepspeed.runtime.lr_schedules")
     makes: tuple[Make, ...] = (
         lambda o: schedules.WarmupLR(o, 0.0, o.defaults["lr"], 20),
@@ -384,15 +384,15 @@ def rates_of(optimizer: Optimizer, scheduler: Any, steps: int) -> list[list[floa
 
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_a_new_group_starts_at_the_position_of_the_others(kind: str) -> None:
-    whole, their = made([0.1, 0.2, 0.3], kind)
-    expected = rates_of(whole, their, PLACE + LATER)[PLACE:]
+    uninterrupted, their = made([0.1, 0.2, 0.3], kind)
+    expected = rates_of(uninterrupted, their, PLACE + LATER)[PLACE:]
     saved, saving = made([0.1, 0.2], kind)
     rates_of(saved, saving, PLACE)
     state = saving.state_dict()
 
     here, live = made([0.9, 0.3, 0.8], kind)
     origins = (1, None, 0)
-    for group, origin in zip(here.param_groups, origins, strict=True):  # as the load has done
+    for group, origin in zip(here.param_groups, origins, strict=True):  # as a load does
         if origin is not None:
             values = saved.param_groups[origin]
             group.update({k: v for k, v in values.items() if k != "params"})
@@ -402,7 +402,7 @@ def test_a_new_group_starts_at_the_position_of_the_others(kind: str) -> None:
     assert found == [[b, c, a] for a, b, c in expected]
 
 
-def test_unchanged_groups_are_left_alone() -> None:
+def test_unchanged_groups_are_not_modified() -> None:
     optimizer, scheduler = made([0.1, 0.2], "cosine")
     state = {"base_lrs": [7, 8], "last_epoch": 3}
     assert with_new_groups([scheduler], [state], (0, 1), 2) == [state]

@@ -1,6 +1,6 @@
 """Steps of all ranks on a simulated clock; tests/dist runs the same properties with processes.
 
-Every message, delay and death of a job of ranks is chosen by the test.
+The test controls every message, delay and death of ranks.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Rank:
         self.done, self.result = True, None
 
     def open(self, name: str = "s", call: str = "") -> None:
-        cluster, self.orders = self.cluster, deque[Command]()
+        cluster, self.commands = self.cluster, deque[Command]()
         keys = join_session(cluster.store, name, self.rank, call)
         size, times = cluster.world_size, cluster.times
         self.session = RankSession(
@@ -91,11 +91,11 @@ class Rank:
         )
         self.answered_s = cluster.now_s
 
-    def talk(self) -> None:
-        self.session.take_turn(self.orders.popleft() if self.orders else None)
+    def take_turn(self) -> None:
+        self.session.take_turn(self.commands.popleft() if self.commands else None)
         self.answered_s = self.cluster.now_s
 
-    def go_on(self) -> None:
+    def run_program(self) -> None:
         try:
             next(self.program)
         except StopIteration:
@@ -116,18 +116,18 @@ class Rank:
         progress: bool = True,
         abort_after_s: float = float("inf"),
     ) -> Pauses[dict[str, Any]]:
-        """Do a step; return its result or error, and the seconds that it took.
+        """Run a step; return its result or error, and the seconds that it took.
 
         Args:
             kind: the method that is called.
             name: the step's name.
             work: the work, after ``busy_s``.
-            busy_s: for how long this rank is at work at most.
-            progress: whether it shows progress meanwhile, and stops once the step is decided.
-            abort_after_s: how long after its report this rank is interrupted.
+            busy_s: seconds for which this rank works at most.
+            progress: whether it reports progress meanwhile, and stops once the step is decided.
+            abort_after_s: seconds from its report until this rank is interrupted.
         """
         step, began_s = Step(kind, name), self.cluster.now_s
-        self.orders.append(partial(self.session.enter_step, step))
+        self.commands.append(partial(self.session.enter_step, step))
         try:
             yield from self._wait(step, step.arrived)
             if not (step.decided.is_set() or step.reported.is_set()):
@@ -137,11 +137,11 @@ class Rank:
                     yield
                 error, text = run_work(kind, work if work is not None else lambda: self.rank)
                 failed = error is not None
-                self.orders.append(partial(self.session.report, step, text, failed=failed))
+                self.commands.append(partial(self.session.report, step, text, failed=failed))
             yield from self._wait(step, step.decided, abort_after_s)
         except (RanksError, KeyboardInterrupt) as error:
             why = f"it gave up this step ({str(error) or type(error).__name__})"
-            self.orders.append(partial(self.session.abort_step, step, why))
+            self.commands.append(partial(self.session.abort_step, step, why))
             found: dict[str, Any] = {"error": type(error).__name__, "message": str(error)}
         else:
             found = {"value": step.values}
@@ -153,7 +153,7 @@ class Rank:
     def _wait(
         self, step: Step, event: threading.Event, abort_after_s: float = float("inf")
     ) -> Pauses[None]:
-        """Wait as ``StoreThread.wait`` does: the pauses are ours, what ends it is not."""
+        """Wait as ``StoreThread.wait`` does, with simulated pauses and the same end conditions."""
         now_s = self.cluster.now_s
         until_s, check_s = now_s + abort_after_s, now_s + CHECK_INTERVAL_S
         while not event.is_set():
@@ -168,7 +168,7 @@ class Rank:
             yield
 
     def _silent_s(self) -> Pauses[float]:
-        """Return how long the thread has taken no turn, unless it takes one in the next moment."""
+        """Return the seconds since the last turn of the thread, or 0 if one follows shortly."""
         answered_s, times = self.answered_s, self.cluster.times
         silent_s = self.cluster.now_s - answered_s
         if silent_s > times.heartbeat_timeout_s:
@@ -185,13 +185,13 @@ class Cluster:
     def __init__(self, world_size: int, times: Timeouts = SHORT) -> None:
         self.world_size, self.times, self.now_s = world_size, times, 1000.0
         self.state = ProcessState.UNKNOWN
-        """What the system says of each rank's process."""
+        """The reported state of each rank's process."""
         self.store = HashStore()
-        self.store.set_timeout(timedelta(seconds=1))  # a key that is not there would be waited for
+        self.store.set_timeout(timedelta(seconds=1))  # a get of a missing key waits this long
         self.stopped: set[int] = set()
         """Ranks that do nothing: stopped, or dead."""
         self.held: set[int] = set()
-        """Ranks whose thread waits for the store, and whose caller goes on."""
+        """Ranks whose thread waits for the store while the caller continues."""
         self.ranks = [Rank(self, rank) for rank in range(world_size)]
 
     def tick(self, order: Iterable[int] = ()) -> None:
@@ -199,8 +199,8 @@ class Cluster:
         for rank in list(order) or range(self.world_size):
             if rank not in self.stopped:
                 if rank not in self.held:
-                    self.ranks[rank].talk()
-                self.ranks[rank].go_on()
+                    self.ranks[rank].take_turn()
+                self.ranks[rank].run_program()
 
     def pass_time(self, seconds: float) -> None:
         until = self.now_s + seconds
@@ -235,20 +235,20 @@ class Cluster:
 WORLD = 4
 EVERYONE = list(range(WORLD))
 STOP_S = 4.5
-"""Longer than it takes the others to give up a step."""
+"""Longer than the other ranks need to give up a step."""
 LATE_S = STOP_S + 1
 KINDS = ("run_all", "gather", "broadcast", "all_gather")
 
 
 def failure(found: Sequence[dict[str, Any]]) -> tuple[str, str]:
-    """Return the class and the message that every one of these ranks raised."""
+    """Return the class and the message of the error, which must be equal on all these ranks."""
     (same,) = {(outcome.get("error", ""), outcome.get("message", "")) for outcome in found}
     assert same[0], found
     return same
 
 
 def assert_in_step(job: Cluster) -> None:
-    """Check that the very next step succeeds on all ranks, and each after it."""
+    """Check that the next step and each one after it succeed on all ranks."""
     assert {tuple(tries) for tries in job.run(meet)} == {()}
     for number in range(3):
         for kind in KINDS:
@@ -261,7 +261,7 @@ def assert_in_step(job: Cluster) -> None:
 
 
 def meet(rank: Rank) -> Pauses[list[str]]:
-    """Try a step until it works; return what failed before."""
+    """Retry a step until it succeeds; return the messages of the failures."""
     failed: list[str] = []
     while "error" in (found := (yield from rank.step("run_all", "meet"))):
         failed.append(found["message"])
@@ -275,7 +275,7 @@ def job() -> Cluster:
 
 
 def watched(store: HashStore, note: Callable[[str], object]) -> Any:
-    """Return a store that notes the name of each call first."""
+    """Return a store that passes the name of each call to ``note`` first."""
 
     class Watched:
         def __getattr__(self, name: str) -> Any:
@@ -324,7 +324,7 @@ class TestResults:
             store.set(f"beat/{rank}", beat.packed())
             store.append(ROLL, roll_entry(rank))  # type: ignore[attr-defined] # stubs lack it
         store.set("1/step", pack(["run_all", "write"]))
-        leader.poll()  # the step, the roll, all beats; whether there is a verdict
+        leader.poll()  # reads the step, the roll, all beats, and whether a verdict exists
         assert calls == {"add": 2, "check": 3, "get": 2, "multi_get": 1}
         calls.clear()
         for _ in range(10):
@@ -434,7 +434,7 @@ class TestFailures:
 
 
 class Stop(NamedTuple):
-    """A rank that is stopped, or whose store does not answer (held), for some ticks."""
+    """A rank that is stopped, or held (its store does not answer), for some ticks."""
 
     rank: int
     begin: int
@@ -468,10 +468,11 @@ def schedules(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=60)
 @given(schedules())
 def test_all_ranks_get_the_same_verdict_in_bounded_time(plan: dict[str, Any]) -> None:
-    """The next step succeeds again; a rank without an answer from the store gives up by itself."""
+    """The next step succeeds again; a rank that gets no answer from the store gives up alone."""
     job = Cluster(plan["size"])
     found: list[dict[int, dict[str, Any]]] = [{} for _ in plan["steps"]]
-    # Whoever raises what the others have finished is alone with its next step, if they make none.
+    # A rank may raise in a step that the others have finished. Its next step succeeds only if they
+    # make one, so all ranks end with a common step after all stops.
     undisturbed_s = job.now_s + TICK_S * max(
         (s.begin + s.ticks + 1 for s in plan["stops"]), default=0
     )
@@ -505,12 +506,12 @@ def test_all_ranks_get_the_same_verdict_in_bounded_time(plan: dict[str, Any]) ->
     times = job.times
     limit_s = away_s + times.absent_timeout_s + times.stall_timeout_s + times.heartbeat_timeout_s
     for number, outcomes in enumerate(found):
-        heard = {
+        answered = {
             rank: outcome
             for rank, outcome in outcomes.items()
             if "store has not answered" not in outcome.get("message", "")
         }
-        messages = {outcome.get("message") for outcome in heard.values()}
+        messages = {outcome.get("message") for outcome in answered.values()}
         assert len(messages) <= 1, (number, outcomes)
         if plan["steps"][number]["raises"] - {0} and plan["steps"][number]["kind"] != "broadcast":
             assert None not in messages, (number, outcomes)
@@ -553,7 +554,7 @@ class TestLostRanks:
         assert failure([other for _, other in found])[1].endswith("rank 1 of 4: OSError: disk")
         assert_in_step(job)
 
-    def test_a_stopped_rank_is_named_and_hears_of_it_later(self, job: Cluster) -> None:
+    def test_a_stopped_rank_is_named_and_gets_the_error_later(self, job: Cluster) -> None:
         job.start(lambda rank: rank.step("run_all", "sync files", busy_s=rank.rank / 3))
         job.pass_time(0.5)
         job.stopped = {3}
@@ -573,7 +574,7 @@ class TestLostRanks:
             (ProcessState.RUNNING, SHORT.held_up_timeout_s, "5 s (its process {} runs, but"),
         ],
     )
-    def test_a_silent_rank_is_given_time_by_the_state_of_its_process(
+    def test_the_timeout_of_a_silent_rank_depends_on_the_state_of_its_process(
         self, state: ProcessState, seconds: float, why: str, lost: int
     ) -> None:
         job = Cluster(WORLD, replace(SHORT, absent_timeout_s=60.0))
@@ -586,7 +587,7 @@ class TestLostRanks:
         assert all(seconds <= outcome["seconds"] + 0.5 <= seconds + 1.5 for outcome in found), found
 
     def delayed(self, seconds: float) -> list[dict[str, Any]]:
-        """Do a step while the thread of rank 2 is not scheduled, though its process runs."""
+        """Run a step while the thread of rank 2 is not scheduled, although its process runs."""
         job = Cluster(WORLD, replace(SHORT, stall_timeout_s=60.0, absent_timeout_s=60.0))
         job.state = ProcessState.RUNNING
         job.run_step()
@@ -649,14 +650,14 @@ class TestLostRanks:
 
 
 class TestCallOnOneRank:
-    """A call opens a session of its own, does steps in it, and closes it."""
+    """A call opens its own session, runs steps in it, and closes it."""
 
     def call(
         self, rank: Rank, name: str, work: Work | None = None, abort_after_s: float = 1e9
     ) -> Pauses[dict[str, Any]]:
         rank.open(call=name)
         found = yield from rank.step("all_gather", "look", work, abort_after_s=abort_after_s)
-        while rank.orders:
+        while rank.commands:
             yield
         rank.session.leave(failed="error" in found)
         return found
@@ -664,7 +665,7 @@ class TestCallOnOneRank:
     def on(
         self, job: Cluster, ranks: set[int], name: str, work: Work | None = None, **more: Any
     ) -> list[dict[str, Any]]:
-        """Make a call on some ranks; the others do something else."""
+        """Make a call on some ranks; the others make none."""
 
         def program(rank: Rank) -> Pauses[Any]:
             if rank.rank in ranks:
@@ -681,10 +682,10 @@ class TestCallOnOneRank:
         with caplog.at_level(logging.WARNING):
             (alone,) = self.on(job, {0}, "save at step 2")
         assert "without ranks 1, 2 of 3: never seen" in alone["message"]
-        (told,) = caplog.messages
-        assert told.startswith("ranks 1, 2 of 3: not in step 'look' after 1 s.")
+        (warning,) = caplog.messages
+        assert warning.startswith("ranks 1, 2 of 3: not in step 'look' after 1 s.")
         for part in ("every rank", "`if rank == 0:`", "2.4 s (absent_timeout_s)"):
-            assert part in told
+            assert part in warning
         (interrupted,) = self.on(job, {0}, "save at step 3", abort_after_s=0.5)
         assert interrupted["error"] == "KeyboardInterrupt"
         found = self.on(job, everyone, "save at step 4")
@@ -710,12 +711,12 @@ class TestCallOnOneRank:
         with caplog.at_level(logging.WARNING):
             found = self.on(job, {1, 2}, "save at step 9")
         assert "rank 0 of 3: never seen" in failure(found)[1]
-        (told,) = caplog.messages
-        assert told.startswith("rank 0 of 3: not in step 'look' after ")
+        (warning,) = caplog.messages
+        assert warning.startswith("rank 0 of 3: not in step 'look' after ")
 
 
 def rank_0_at_work(rank: Rank) -> Pauses[Any]:
-    """Of the others one works, one waits, one is late."""
+    """Of the other ranks, one works, one waits, and one is late."""
     seconds = (1.0, 10.0, 0.0, LATE_S)[rank.rank]
     progress = rank.rank == 1
     return (yield from rank.step("run_all", "write", busy_s=seconds, progress=progress))
@@ -732,7 +733,7 @@ def rank_0_not_there_yet(rank: Rank) -> Pauses[Any]:
 
 
 def not_all_there_yet(rank: Rank) -> Pauses[Any]:
-    """Rank 1 enters after rank 0 has left, and notices nothing."""
+    """Rank 1 enters after rank 0 has left, and does not notice the stop."""
     yield from rank.sleep(LATE_S * (rank.rank == 1))
     return (yield from rank_0_not_there_yet(rank))
 
@@ -750,7 +751,7 @@ def suspend(job: Cluster, rank: int, *, with_store: bool, seconds: float = STOP_
     job.stopped, job.held = set(), set()
 
 
-class TestComingBack:
+class TestResumedRanks:
     @pytest.mark.parametrize("with_store", [False, True])
     @pytest.mark.parametrize(
         "program", [rank_0_at_work, rank_0_waiting, rank_0_not_there_yet, not_all_there_yet]
@@ -833,7 +834,7 @@ class TestComingBack:
         assert_in_step(job)
 
     def finished(self, job: Cluster) -> list[Any]:
-        """Do a step of which the last rank does not hear that it has succeeded."""
+        """Run a step whose success is not reported to the last rank."""
         job.start(lambda rank: rank.step("run_all", "finished", busy_s=1.0 * (rank.rank == 0)))
         job.pass_time(0.5)
         job.held = {3}
@@ -846,7 +847,7 @@ class TestComingBack:
     def test_a_rank_interrupted_while_waiting_is_named(
         self, ticks: int, order: list[int], job: Cluster
     ) -> None:
-        """Unless the verdict came before the interrupt, at whatever tick."""
+        """Unless the verdict came before the interrupt."""
         job.start(
             lambda rank: rank.step(
                 "gather",

@@ -58,7 +58,7 @@ if step == "written":
 fill(staged.path, "new")
 publish_staged(staged, exchange=way == "exchange", instant=step, act=die)
 """
-"""A save in a process of its own, that is killed after the step that it is told."""
+"""A save in its own process, which is killed after the given step."""
 
 STEPS = [
     *((step, "exchange") for step in ("written", "synced", "placed", "kept", "cleaned")),
@@ -128,7 +128,7 @@ class TestPublish:
         publish(target, "old")
         staged = StagedDirectory.create(target, "new")
         with pytest.raises(SaveError, match=r"Could not publish .*a\.ckpt"):
-            # What was staged vanishes between the two renames.
+            # The staged directory disappears between the two renames.
             publish_staged(
                 staged,
                 exchange=False,
@@ -169,7 +169,7 @@ class TestPublish:
         assert names_in(tmp_path) == ["a.ckpt"]
         assert contents(tmp_path / "a.ckpt") == whole("old")
 
-    def test_a_failed_owner_note_leaves_nothing(
+    def test_a_failed_owner_file_leaves_nothing(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def full(_: int) -> None:
@@ -199,7 +199,7 @@ class TestPublish:
 
 
 class TestNames:
-    def test_lightning_does_not_take_hidden_names_for_checkpoints(self, tmp_path: Path) -> None:
+    def test_lightning_does_not_mistake_hidden_names_for_checkpoints(self, tmp_path: Path) -> None:
         for name in ("last.ckpt", "hpc_ckpt_3.ckpt"):
             staged = StagedDirectory.create(tmp_path / name, "5a7e")
             for found in names_in(tmp_path):
@@ -242,7 +242,7 @@ class TestKilled:
 
 
 def interrupted_save(target: Path, exchange: bool, *calls: int) -> bool:
-    """Save with interrupts at these calls; return whether all came."""
+    """Save with interrupts at these calls; return whether all occurred."""
     staged = StagedDirectory.create(target, "new")
     fill(staged.path, "new")
     interrupted = InterruptAtCall(*calls)
@@ -272,12 +272,12 @@ class TestInterrupted:
         while True:
             folder = tmp_path / str(call)
             target = fill(folder / "last.ckpt", "old")
-            came = interrupted_save(target, exchange, call)
+            was_interrupted = interrupted_save(target, exchange, call)
             found.append("new" if contents(target) == whole("new") else "old")
             assert contents(target) == whole(found[-1]), call
-            remove_leftovers(folder)  # the rest of a deletion may be there
+            remove_leftovers(folder)  # an unfinished deletion may remain
             assert names_in(folder) == ["last.ckpt"], call
-            if not came:
+            if not was_interrupted:
                 break
             call += 1
         assert found == sorted(found, reverse=True)
@@ -305,72 +305,78 @@ class TestInterrupted:
             folder = tmp_path / str(first)
             target = fill(folder / "last.ckpt", "old")
             interrupted_save(target, False, first, second)
-            if (note := folder / ".zero-owner-new.json").exists():
-                end_owner(note)
+            if (owner_file := folder / ".zero-owner-new.json").exists():
+                end_owner(owner_file)
             repair_target(target)
             remove_leftovers(folder)
             assert contents(target) in [whole("old"), whole("new")], first
             assert names_in(folder) == ["last.ckpt"], first
 
 
-def end_owner(note: Path) -> None:
-    """Make the process of a note one that has ended."""
-    note.write_text(json.dumps({**json.loads(note.read_text()), "started": "12"}))
+def end_owner(owner_file: Path) -> None:
+    """Make the owner a process that has ended."""
+    owner_file.write_text(json.dumps({**json.loads(owner_file.read_text()), "started": "12"}))
 
 
-def move_elsewhere(note: Path) -> None:
-    """Make the process of a note run on another machine."""
-    # Its number is one that no process has here, which says nothing of the other machine's.
-    fields = {**json.loads(note.read_text()), "machine": "elsewhere", "pid": 2**22 + 1}
-    note.write_text(json.dumps(fields))
+def move_elsewhere(owner_file: Path) -> None:
+    """Make the owner a process on another machine."""
+    # No process here has this id, which implies nothing about the other machine.
+    fields = {**json.loads(owner_file.read_text()), "machine": "elsewhere", "pid": 2**22 + 1}
+    owner_file.write_text(json.dumps(fields))
 
 
 class TestElsewhere:
     @pytest.fixture
-    def left(self, tmp_path: Path) -> tuple[StagedDirectory, Path]:
+    def abandoned(self, tmp_path: Path) -> tuple[StagedDirectory, Path]:
         target = fill(tmp_path / "a.ckpt", "old")
         staged = StagedDirectory.create(target, "5a7e")
         fill(staged.path, "new", published=False)
-        note = tmp_path / ".zero-owner-5a7e.json"
-        move_elsewhere(note)
-        return staged, note
+        owner_file = tmp_path / ".zero-owner-5a7e.json"
+        move_elsewhere(owner_file)
+        return staged, owner_file
 
     def test_another_machines_save_is_removed_after_half_an_hour(
-        self, left: tuple[StagedDirectory, Path], tmp_path: Path
+        self, abandoned: tuple[StagedDirectory, Path], tmp_path: Path
     ) -> None:
-        staged, note = left
+        staged, owner_file = abandoned
         assert remove_leftovers(tmp_path) == []
-        for ago_s, removed in ((DEAD_AFTER_S - 300, []), (DEAD_AFTER_S + 300, [staged.path, note])):
+        for ago_s, removed in (
+            (DEAD_AFTER_S - 300, []),
+            (DEAD_AFTER_S + 300, [staged.path, owner_file]),
+        ):
             then_s = time.time() - ago_s
-            os.utime(note, (then_s, then_s))
+            os.utime(owner_file, (then_s, then_s))
             assert remove_leftovers(tmp_path) == removed
         assert names_in(tmp_path) == ["a.ckpt"]
 
     @pytest.mark.parametrize("off_s", [-3e8, 3e8])
-    def test_the_age_of_a_note_is_by_the_filesystems_clock(
+    def test_the_age_of_an_owner_file_is_by_the_filesystems_clock(
         self,
         off_s: float,
-        left: tuple[StagedDirectory, Path],
+        abandoned: tuple[StagedDirectory, Path],
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        staged, note = left
+        staged, owner_file = abandoned
         now_s = time.time
         monkeypatch.setattr(time, "time", lambda: now_s() + off_s)
         assert remove_leftovers(tmp_path) == []
         then_s = now_s() - DEAD_AFTER_S - 300
-        os.utime(note, (then_s, then_s))
-        assert remove_leftovers(tmp_path) == [staged.path, note]
+        os.utime(owner_file, (then_s, then_s))
+        assert remove_leftovers(tmp_path) == [staged.path, owner_file]
 
-    def test_a_running_save_touches_its_note(
-        self, left: tuple[StagedDirectory, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    def test_a_running_save_touches_its_owner_file(
+        self,
+        abandoned: tuple[StagedDirectory, Path],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        staged, note = left
+        staged, owner_file = abandoned
         monkeypatch.setattr(process_identity, "TOUCH_INTERVAL_S", 0.01)
         before = set(threading.enumerate())
         with staged.touch_regularly():
-            os.utime(note, (0, 0))
-            wait_until(lambda: note.stat().st_mtime > 0)
+            os.utime(owner_file, (0, 0))
+            wait_until(lambda: owner_file.stat().st_mtime > 0)
             assert remove_leftovers(tmp_path) == []
             new = set(threading.enumerate()) - before
             (toucher,) = (thread for thread in new if isinstance(thread, PeriodicThread))
@@ -378,11 +384,11 @@ class TestElsewhere:
         assert not toucher.is_alive()
 
     def test_a_save_whose_staging_was_removed_fails(
-        self, exchange: bool, left: tuple[StagedDirectory, Path], tmp_path: Path
+        self, exchange: bool, abandoned: tuple[StagedDirectory, Path], tmp_path: Path
     ) -> None:
-        staged, note = left
+        staged, owner_file = abandoned
         fill(staged.path, "new")
-        os.utime(note, (0, 0))
+        os.utime(owner_file, (0, 0))
         remove_leftovers(tmp_path)
         with pytest.raises(SaveError, match="No such file"), no_exchange(possible=exchange):
             staged.publish()
@@ -391,9 +397,9 @@ class TestElsewhere:
         assert names_in(tmp_path) == ["a.ckpt"]
 
     def test_a_checkpoint_set_aside_elsewhere_is_restored(
-        self, left: tuple[StagedDirectory, Path], tmp_path: Path
+        self, abandoned: tuple[StagedDirectory, Path], tmp_path: Path
     ) -> None:
-        staged, _ = left
+        staged, _ = abandoned
         (tmp_path / "a.ckpt").rename(tmp_path / ".zero-previous-5a7e")
         remove_leftovers(tmp_path)
         assert contents(tmp_path / "a.ckpt") == whole("old")
@@ -401,7 +407,7 @@ class TestElsewhere:
 
 
 class TestLeftovers:
-    def test_a_running_save_is_left_alone_and_found_by_other_ranks(self, tmp_path: Path) -> None:
+    def test_a_running_save_is_kept_and_found_by_other_ranks(self, tmp_path: Path) -> None:
         staged = StagedDirectory.create(tmp_path / "a.ckpt", "5a7e")
         assert remove_leftovers(tmp_path) == []
         assert staged.path == staging_path(tmp_path / "a.ckpt", "5a7e")
@@ -409,8 +415,8 @@ class TestLeftovers:
 
     def test_a_reused_process_id_is_not_taken_for_the_owner(self, tmp_path: Path) -> None:
         StagedDirectory.create(tmp_path / "a.ckpt", "5a7e")
-        note = tmp_path / ".zero-owner-5a7e.json"
-        end_owner(note)
+        owner_file = tmp_path / ".zero-owner-5a7e.json"
+        end_owner(owner_file)
         assert len(remove_leftovers(tmp_path)) == 2
 
     @pytest.mark.parametrize("text", ["", "[]", '{"target": "../x"}', None])
@@ -418,12 +424,12 @@ class TestLeftovers:
         self, tmp_path: Path, text: str | None
     ) -> None:
         staged = StagedDirectory.create(tmp_path / "a.ckpt", "5a7e")
-        note = tmp_path / ".zero-owner-5a7e.json"
-        note.unlink()
+        owner_file = tmp_path / ".zero-owner-5a7e.json"
+        owner_file.unlink()
         if text is not None:
-            note.write_text(text)
+            owner_file.write_text(text)
         assert remove_leftovers(tmp_path) == []
-        os.utime(staged.path if text is None else note, (0, 0))
+        os.utime(staged.path if text is None else owner_file, (0, 0))
         remove_leftovers(tmp_path)
         assert names_in(tmp_path) == []
 
@@ -436,7 +442,7 @@ class TestLeftovers:
         remove_leftovers(tmp_path)
         assert contents(tmp_path / ".zero-previous-new") == whole("old")
 
-    def test_the_rest_of_a_deletion_is_removed(self, tmp_path: Path) -> None:
+    def test_remains_of_a_deletion_are_removed(self, tmp_path: Path) -> None:
         doomed = tmp_path / f"{DELETING_PREFIX}5a7e"
         (doomed / "checkpoint").mkdir(parents=True)
         assert remove_leftovers(tmp_path) == [doomed]
@@ -455,7 +461,7 @@ class TestLeftovers:
         assert remove_leftovers(tmp_path) == [made]
         assert names_in(tmp_path) == []
 
-    def test_other_names_are_left_alone(self, tmp_path: Path) -> None:
+    def test_directories_with_other_names_are_kept(self, tmp_path: Path) -> None:
         names = [".zero-staging-", ".zero-staging-a b", "zero-staging-a", ".staging-a"]
         for name in names:
             (tmp_path / name).mkdir()

@@ -56,7 +56,7 @@ TAIL_BYTES = 777
 
 
 def some_bytes(size_bytes: int, seed: int = 0) -> bytes:
-    """Make bytes of which no two chunks are alike."""
+    """Make bytes in which no two chunks are equal."""
     parts = range(-(-size_bytes // 16))
     return b"".join(xxhash.xxh3_128_digest(b"%d" % part, seed) for part in parts)[:size_bytes]
 
@@ -68,7 +68,7 @@ def write_file(directory: Path, data: bytes, name: str = "checkpoint/shard.pt") 
 
 
 @contextmanager
-def room_for(size_bytes: int) -> Iterator[None]:
+def limited_file_size(size_bytes: int) -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
     try:
@@ -108,11 +108,11 @@ class TestChecksummedWriter:
         }
 
     def test_progress_is_reported_at_least_every_16_mib(self, tmp_path: Path) -> None:
-        told: list[int] = []
-        with ChecksummedWriter(tmp_path, "a.pt", Progress(show=told.append)) as file:
+        reported: list[int] = []
+        with ChecksummedWriter(tmp_path, "a.pt", Progress(show=reported.append)) as file:
             file.write(bytes(40 << 20))
-        assert sum(told) == 40 << 20
-        assert max(told) <= 16 << 20
+        assert sum(reported) == 40 << 20
+        assert max(reported) <= 16 << 20
 
     def test_a_file_is_never_overwritten(self, tmp_path: Path) -> None:
         write_file(tmp_path, b"one")
@@ -120,14 +120,17 @@ class TestChecksummedWriter:
             write_file(tmp_path, b"two")
 
     def test_a_full_disk_error_names_file_and_remedy(self, tmp_path: Path) -> None:
-        with room_for(1 << 20), pytest.raises(SaveError, match=r"shard\.pt: .*Check free space"):
+        with (
+            limited_file_size(1 << 20),
+            pytest.raises(SaveError, match=r"shard\.pt: .*Check free space"),
+        ):
             write_file(tmp_path, bytes(2 << 20))
         assert not list(tmp_path.rglob("*.sums"))
 
 
 @st.composite
 def files_with_runs(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
-    """Draw a file's size and sorted runs of it: touching, empty, and at the borders of chunks."""
+    """Draw the size of a file and sorted runs: adjacent, empty, and at the borders of chunks."""
     chunks, tail = draw(st.integers(0, 12)), draw(st.sampled_from([0, 1, TAIL_BYTES]))
     size_bytes = chunks * CHUNK_BYTES + tail
     points = sorted(draw(st.lists(st.integers(0, size_bytes), max_size=24)))
@@ -156,7 +159,7 @@ class TestReadRuns:
     def test_runs_are_read_exactly_and_each_chunk_once(
         self, case: tuple[int, list[tuple[int, int]]], read_chunks: int, data: st.DataObject
     ) -> None:
-        """Whole chunks are read into their places, if given; only the edges are left to copy."""
+        """Whole chunks are read directly into their places, if given; only the edges are copied."""
         size_bytes, runs = case
         places = []
         for start, stop in runs:
@@ -196,9 +199,9 @@ class TestReadRuns:
             damaged.seek(CHUNK_BYTES)
             damaged.write(bytes(lost_bytes))
         place = memoryview(bytearray(len(content)))
-        said = rf"shard\.pt.*bytes \[{CHUNK_BYTES}, {2 * CHUNK_BYTES}\) do not match"
+        message = rf"shard\.pt.*bytes \[{CHUNK_BYTES}, {2 * CHUNK_BYTES}\) do not match"
         for places in ((), [(0, place)]):
-            refused = pytest.raises(CheckpointCorruptedError, match=said)
+            refused = pytest.raises(CheckpointCorruptedError, match=message)
             with VerifiedFile(tmp_path, record, SAVE_ID) as file, refused:
                 next(file.read_runs([(0, len(content))], places))
 
@@ -223,7 +226,7 @@ class TestReadRuns:
             nonlocal now
             calls.append(("read", start))
             found = preadv(file, memory, start)
-            # What was announced comes fast; that does not end it.
+            # Announced blocks are fast, which does not end the announcements.
             waits = slow and ("announce", start) not in calls
             now += found / range_file.SLOW_BYTES_PER_S * (1.1 if waits else 0.9)
             return found
@@ -253,17 +256,17 @@ class TestReadRuns:
         monkeypatch.setattr(range_file, "READ_BYTES", CHUNK_BYTES)
         monkeypatch.setattr(range_file, "SAMPLE_BYTES", 0)
         monkeypatch.setattr(range_file, "SLOW_BYTES_PER_S", float("inf"))
-        told = []
+        calls = []
 
         def refuse(*arguments: object) -> None:
-            told.append(arguments)
+            calls.append(arguments)
             raise error
 
         monkeypatch.setattr(os, "posix_fadvise", refuse)
         data = some_bytes(5 * CHUNK_BYTES)
         with VerifiedFile(tmp_path, write_file(tmp_path, data)) as file:
             assert file.read(0, len(data)) == data
-        assert len(told) == 4
+        assert len(calls) == 4
 
     def test_slow_reads_of_earlier_calls_are_remembered(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -282,7 +285,7 @@ class TestReadRuns:
     def test_two_iterations_of_one_file_are_independent(self, tmp_path: Path) -> None:
         data = some_bytes(4 * CHUNK_BYTES)
         with VerifiedFile(tmp_path, write_file(tmp_path, data)) as file:
-            file.read(0, 1)  # From now on it has a buffer to hand out.
+            file.read(0, 1)  # Later reads reuse this buffer.
             first = file.read_runs([(0, 10), (3 * CHUNK_BYTES, 3 * CHUNK_BYTES + 10)])
             _, view = next(first)
             assert file.read(CHUNK_BYTES, CHUNK_BYTES + 10) == data[CHUNK_BYTES : CHUNK_BYTES + 10]
@@ -307,7 +310,7 @@ def shard(tmp_path: Path) -> FileEntry:
 
 
 def change_sidecar(directory: Path, record: FileEntry, **fields: object) -> FileEntry:
-    """Change fields of a sidecar, and give a record that vouches for it."""
+    """Change fields of a sidecar; return a record that matches it."""
     path = directory / f"{record.name}.sums"
     data = json.dumps({**json.loads(path.read_bytes()), **fields}).encode()
     path.write_bytes(data)
@@ -347,7 +350,10 @@ class TestDamage:
     @pytest.mark.parametrize(
         ("suffix", "damage", "reason"),
         [
-            *(("", partial(os.truncate, length=size), said) for size, said in WRONG_SIZES.items()),
+            *(
+                ("", partial(os.truncate, length=size), reason)
+                for size, reason in WRONG_SIZES.items()
+            ),
             ("", Path.unlink, "it is missing"),
             (".sums", Path.unlink, "sums, are"),
             ("", put_pipe, "not a regular file"),
@@ -379,7 +385,7 @@ class TestDamage:
         shard: FileEntry,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """It may be temporary. Damage would make a load fall back to an older checkpoint."""
+        """It may be temporary; damage would make a load fall back to an older checkpoint."""
         real = getattr(os, call)
 
         def failing(first: Any, *arguments: Any) -> Any:
@@ -392,7 +398,7 @@ class TestDamage:
             VerifiedFile(tmp_path, shard).read(0, SIZE_BYTES)
         assert caught.value.errno == errno.EIO
 
-    def test_neither_is_one_at_the_manifest(
+    def test_a_disk_error_at_the_manifest_is_not_damage(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (tmp_path / MANIFEST_NAME).write_text("{}")
@@ -474,7 +480,7 @@ class TestPlaces:
         ],
     )
     def test_paths_made_of_urls_are_refused(self, path: str | Path) -> None:
-        """Lightning makes one of a ``dirpath`` that begins with ``file://``."""
+        """Lightning creates such paths from a ``dirpath`` that begins with ``file://``."""
         with pytest.raises(UnsupportedError, match=r"was a URL before .*Pass a path instead"):
             parse_path(path)
 
@@ -485,7 +491,7 @@ class TestPlaces:
         assert check_local_path(f"file://{tmp_path}/a") == tmp_path / "a"
         assert check_local_path("a.ckpt") == Path.cwd() / "a.ckpt"
 
-    def test_links_are_resolved_as_far_as_they_lead(
+    def test_links_are_resolved_as_far_as_possible(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         folder = Path(os.path.realpath(tmp_path))

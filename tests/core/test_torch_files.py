@@ -160,12 +160,12 @@ class TestReading:
     def test_integers_are_not_cast(
         self, stored: torch.dtype, wanted: torch.dtype, legacy: bool, tmp_path: Path
     ) -> None:
-        """Quantized weights cast to numbers would be silently wrong by their scales."""
+        """Quantized weights would be silently wrong if cast without their scales."""
         tree = {"a": torch.ones(8).to(stored)}
         torch.save(tree, tmp_path / "a.pt", _use_new_zipfile_serialization=not legacy)
         file, target = open_unverified(tmp_path / "a.pt"), torch.zeros(8, dtype=wanted)
-        said = f"elements of {stored}, expected {wanted}"
-        with pytest.raises(CheckpointMismatchError, match=said):
+        message = f"elements of {stored}, expected {wanted}"
+        with pytest.raises(CheckpointMismatchError, match=message):
             file.read_into([(target, StoredRun(file.tree["a"], 0, 8))])
         assert not target.any()
         same = torch.zeros(8, dtype=stored)
@@ -174,16 +174,16 @@ class TestReading:
         file.close()
 
     def test_a_run_costs_its_own_chunks_and_the_index(self, tmp_path: Path) -> None:
-        live, told = any_bits(1 << 22), list[int]()
+        live, reported = any_bits(1 << 22), list[int]()
         with open_pieces(tmp_path, live) as file:
             opening = file.bytes_read
             assert opening < 3 * CHUNK_BYTES
             target = torch.zeros(1 << 20)
             run = StoredRun(file.tree[0], 99, 99 + (1 << 20))
-            read_bytes = file.read_into([(target, run)], Progress(show=told.append))
+            read_bytes = file.read_into([(target, run)], Progress(show=reported.append))
             assert read_bytes == file.bytes_read - opening <= (4 << 20) + CHUNK_BYTES
         assert bits(target) == bits(live[99 : 99 + (1 << 20)])
-        assert sum(told) == 4 << 20
+        assert sum(reported) == 4 << 20
 
     def test_meta_tensors_and_their_views_are_read_and_foreign_ones_refused(
         self, tmp_path: Path
@@ -344,9 +344,9 @@ class TestWriting:
         record = write_tree(tmp_path, tree, builder)
         for mmap in (False, True):
             found = torch.load(tmp_path / record.name, weights_only=True, mmap=mmap)
-            whole = bits(found["a"]) + bits(found["rest"][0])
+            joined = bits(found["a"]) + bits(found["rest"][0])
             zeros = bytes(5 * dtype.itemsize)
-            assert whole == bits(live[:7]) + zeros + bits(live[7:])
+            assert joined == bits(live[:7]) + zeros + bits(live[7:])
             assert bits(found["plain"]) == bits(plain)
             assert found["a"].shape == (2, 5)
             assert found["empty"].shape == (0,)
@@ -364,28 +364,28 @@ class TestWriting:
     def test_a_source_ends_after_its_last_byte_is_written_and_every_byte_counts(
         self, tmp_path: Path
     ) -> None:
-        said: list[str] = []
+        events: list[str] = []
         builder = TorchFileWriter()
 
         def fetch(name: str, numel: int) -> Iterator[torch.Tensor]:
             yield torch.zeros(numel)
-            said.append(name)
+            events.append(name)
 
         tree = []
         for name, numel in (("a", 5 << 20), ("b", 5 << 20)):
             source = ChunkedSource(numel, torch.float32, partial(fetch, name, numel))
             tree.append(builder.add(piecewise([source], torch.float32)))
-        assert not said
+        assert not events
         written = [0]
 
         def note(size_bytes: int) -> None:
             written[0] += size_bytes
             if written[0] > 21 << 20:
-                said.append("written")
+                events.append("written")
 
         record = builder.write(tree, tmp_path, NAME, save_id=SAVE_ID, progress=Progress(show=note))
         assert written == [record.size_bytes] == [(tmp_path / NAME).stat().st_size]
-        assert said.index("a") < said.index("written") < said.index("b")
+        assert events.index("a") < events.index("written") < events.index("b")
 
     def test_pieces_are_cast_to_the_type_of_the_source(self, tmp_path: Path) -> None:
         live, builder = torch.randn(1000), TorchFileWriter()
@@ -451,7 +451,7 @@ from lightning_elastic_zero.formats.torch_write import TorchFileWriter, piecewis
 from lightning_elastic_zero.formats.torch_read import StoredRun, TorchFile
 from lightning_elastic_zero.storage.files import VerifiedFile
 
-# Where deterministic algorithms are asked for, torch.empty fills what it gives.
+# With deterministic algorithms, torch.empty fills its memory.
 torch.use_deterministic_algorithms(True)
 peak = 0
 
@@ -559,17 +559,17 @@ def test_a_file_is_read_in_logical_order(tmp_path: Path) -> None:
     torch.save({"conv": conv, "matrix": matrix, "gaps": gaps}, tmp_path / "file.pt")
     file = TorchFile(RangeFile(tmp_path / "file.pt"))
     for name, live, start, stop in (
-        ("conv", conv, 0, conv.numel()),  # more than are read at a time
+        ("conv", conv, 0, conv.numel()),  # more elements than one block
         ("conv", conv, 70 * 31 * 31 - 5, 3 * 70 * 31 * 31 + 7),
         ("matrix", matrix, 17, 1111),
     ):
         found = torch.empty(stop - start)
-        told: list[int] = []
+        reported: list[int] = []
         file.read_into(
-            [(found, StoredRun(file.tree[name], start, stop))], Progress(show=told.append)
+            [(found, StoredRun(file.tree[name], start, stop))], Progress(show=reported.append)
         )
         assert torch.equal(found, live.reshape(-1)[start:stop])
-        assert sum(told) >= found.nbytes
+        assert sum(reported) >= found.nbytes
     run = StoredRun(file.tree["gaps"], 0, 12)
     with pytest.raises(UnsupportedError, match=r"gaps between its elements .*contiguous"):
         file.read_into([(torch.empty(12), run)])

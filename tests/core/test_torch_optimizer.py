@@ -1,4 +1,4 @@
-"""What the positions in a torch optimizer's state dict mean: told apart, or refused."""
+"""Positions in the state dict of a torch optimizer are assigned to parameters, or refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FROZEN = ("f",)
 
 
 def live(groups: Sequence[Sequence[str]], order: Sequence[str] = tuple(SHAPES)) -> Manifest:
-    """Describe a live run; what is in no group is frozen."""
+    """Describe a live run; parameters outside all groups are frozen."""
     of = {name: index for index, names in enumerate(groups) for name in names}
     parameters = tuple(Parameter(n, SHAPES[n], "float32", of.get(n)) for n in order)
     tables = tuple(Group(tuple(names), {"lr": 0.1}, ()) for names in groups)
@@ -74,16 +74,16 @@ def test_frozen_parameters_in_the_only_group_are_counted() -> None:
     assert found.states["a"] is tree["state"][1]
 
 
-def test_names_may_stand_next_to_positions() -> None:
+def test_names_may_replace_or_accompany_positions() -> None:
     by_name = saved([["a", "c"], ["b", "d", "f"]], {n: n for n in SHAPES})
     manifest = live([["c", "a"], ["d", "b"]])
     found = meaning(by_name, manifest)
     assert [g.names for g in found.groups] == [("a", "c"), ("b", "d")]
-    beside = saved([[0, 1], [2, 3]], {0: "a", 1: "c", 2: "b", 3: "d"})
-    for group, names in zip(beside["param_groups"], (["a", "c"], ["b", "d"]), strict=True):
+    with_names = saved([[0, 1], [2, 3]], {0: "a", 1: "c", 2: "b", 3: "d"})
+    for group, names in zip(with_names["param_groups"], (["a", "c"], ["b", "d"]), strict=True):
         group["param_names"] = names
-    found = meaning(beside, manifest)
-    assert found.states["c"] is beside["state"][1]
+    found = meaning(with_names, manifest)
+    assert found.states["c"] is with_names["state"][1]
     assert found.groups[0].hyperparameters == {"lr": 0.5}
 
 

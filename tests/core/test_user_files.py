@@ -58,11 +58,11 @@ def snapshot(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): held(path) for path in folder.rglob("*")}
 
 
-# -- what lies in the way -----------------------------------------------------------------------
+# -- existing files at the target ---------------------------------------------------------------
 
 
 def place(name: str, tree: Mapping[str, str | Path | None], *, old: bool = False) -> Place:
-    """Return what makes files, links (paths) and folders (None), perhaps in a checkpoint."""
+    """Return a function that makes files, links (paths) and folders (None) at a path."""
 
     def put(path: Path) -> None:
         if old:
@@ -154,7 +154,7 @@ OTHERS: list[Place] = [
 ]
 
 
-def in_the_way(places: list[Place]) -> pytest.MarkDecorator:
+def existing(places: list[Place]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("place", places, ids=lambda place: place.__name__)
 
 
@@ -162,19 +162,21 @@ NOT_OURS = r"not a checkpoint of this library \(its manifest\.json"
 
 
 class TestSaving:
-    @in_the_way([*DIRECTORIES, *OTHERS])
+    @existing([*DIRECTORIES, *OTHERS])
     def test_saving_over_foreign_files_is_refused_first(self, place: Place, tmp_path: Path) -> None:
         target = tmp_path / "last.ckpt"
         place(target)
         before = snapshot(tmp_path)
-        with pytest.raises(SaveError, match=r"last\.ckpt .*nothing was written\. Save to ") as told:
+        with pytest.raises(
+            SaveError, match=r"last\.ckpt .*nothing was written\. Save to "
+        ) as refused:
             check_replaceable(target, "step")
         assert snapshot(tmp_path) == before
-        instead = Path(str(told.value).split("Save to ")[1].split(", or")[0])
+        instead = Path(str(refused.value).split("Save to ")[1].split(", or")[0])
         check_replaceable(instead, "")
 
     @pytest.mark.parametrize(
-        ("place", "says"),
+        ("place", "message"),
         [
             (WITH_FILE, r"last contains files that this library did not write: pytorch_model\.bin"),
             (overwritten_by_stock, rf"contains files that this library did not write: {SHARD}"),
@@ -190,17 +192,17 @@ class TestSaving:
         ],
     )
     def test_the_error_names_what_is_there_and_another_path(
-        self, place: Place, says: str, tmp_path: Path
+        self, place: Place, message: str, tmp_path: Path
     ) -> None:
         place(tmp_path / "last")
-        with pytest.raises(SaveError, match=says) as told:
+        with pytest.raises(SaveError, match=message) as refused:
             check_replaceable(tmp_path / "last", "step-20")
         below = place in {deepspeeds, stock_lightnings, of_other_software, a_dirpath, a_root}
         instead = "last/step-20" if below or place in {damaged, nested, of_no_size} else "last-v1"
         if place is not a_link_to_a_folder:
-            assert f"Save to {tmp_path / instead}, or" in str(told.value)
+            assert f"Save to {tmp_path / instead}, or" in str(refused.value)
 
-    @in_the_way(DANGLING)
+    @existing(DANGLING)
     def test_a_dangling_link_above_the_target_is_refused(
         self, place: Place, tmp_path: Path
     ) -> None:
@@ -282,9 +284,9 @@ class TestRaces:
             (aside[0] / "pytorch_model.bin").write_text(MINE)
 
         with caplog.at_level(logging.WARNING):
-            came = publish_staged(staged, exchange=exchange, instant=instant, act=put)
-        assert came == (instant != "set aside" or not exchange)
-        if not came:
+            acted = publish_staged(staged, exchange=exchange, instant=instant, act=put)
+        assert acted == (instant != "set aside" or not exchange)
+        if not acted:
             return
         assert contents(target) == whole("new")
         (kept,) = tmp_path.glob("last.ckpt.kept-*")
@@ -292,7 +294,7 @@ class TestRaces:
         assert names_in(tmp_path) == ["last.ckpt", kept.name]
         assert f"The replaced {target} was kept as {kept}: it contains files" in caplog.text
 
-    @in_the_way([a_file, a_link_to_a_folder, a_root, stock_lightnings, *DANGLING])
+    @existing([a_file, a_link_to_a_folder, a_root, stock_lightnings, *DANGLING])
     def test_a_name_taken_during_the_save_is_refused(self, place: Place, tmp_path: Path) -> None:
         target = tmp_path / "last.ckpt"
         staged = StagedDirectory.create(target, "new")
@@ -329,7 +331,7 @@ class TestRaces:
 
 
 class TestDeleting:
-    @in_the_way([*DIRECTORIES, *OTHERS, Path.mkdir])
+    @existing([*DIRECTORIES, *OTHERS, Path.mkdir])
     def test_retention_skips_foreign_files_and_warns_once(
         self, place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -392,7 +394,7 @@ class TestLeftovers:
             *(f".zero-link-last.ckpt.{which}" for which in ("new", "old")),
         ],
     )
-    @in_the_way([WITH_FILE, with_file("checkpoint/mine.pt"), a_root])
+    @existing([WITH_FILE, with_file("checkpoint/mine.pt"), a_root])
     def test_a_users_file_under_a_hidden_name_is_kept(
         self, place: Place, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -401,7 +403,9 @@ class TestLeftovers:
         os.utime(tmp_path / name, (0, 0))
         remove_leftovers(tmp_path)
         assert contents(tmp_path / name) == before
-        is_last = name == ".zero-previous-5a7e"  # nothing replaced it, so that it is not looked at
+        is_last = (
+            name == ".zero-previous-5a7e"
+        )  # no checkpoint has replaced it, so it is not checked
         assert is_last or f"{name} was not removed: it contains files" in caplog.text
 
     @pytest.mark.parametrize("kind", ["file", "link"])
@@ -428,8 +432,8 @@ class TestLeftovers:
         with pytest.raises(KeyboardInterrupt):
             publish_staged(staged, instant="kept", act=interrupt)
         (staged.path / "mine").write_text(MINE)
-        note = tmp_path / ".zero-owner-5a7e.json"
-        note.write_text(json.dumps({**json.loads(note.read_text()), "started": "12"}))
+        owner_file = tmp_path / ".zero-owner-5a7e.json"
+        owner_file.write_text(json.dumps({**json.loads(owner_file.read_text()), "started": "12"}))
         remove_leftovers(tmp_path)
         (kept,) = tmp_path.glob("last.ckpt.kept-*")
         assert contents(kept) == {**whole("old"), "mine": MINE}
@@ -441,7 +445,7 @@ class TestLeftovers:
         assert not repair_target(tmp_path / "last.ckpt", 0.0)
         assert (tmp_path / "last.ckpt").read_text() == MINE
 
-    def test_the_clocks_file_does_not_replace_one(self, tmp_path: Path) -> None:
+    def test_the_clock_probe_does_not_replace_a_file(self, tmp_path: Path) -> None:
         (tmp_path / "probe").write_text(MINE)
         os.utime(tmp_path / "probe", (1, 1))
         assert abs(filesystem_time_s(tmp_path / "probe") - time.time()) < 3600
@@ -450,7 +454,7 @@ class TestLeftovers:
 
 
 class TestLinks:
-    @in_the_way([*DIRECTORIES, *OTHERS])
+    @existing([*DIRECTORIES, *OTHERS])
     def test_a_link_does_not_replace_foreign_files(self, place: Place, tmp_path: Path) -> None:
         target = fill(tmp_path / "new.ckpt", "new")
         place(tmp_path / "last.ckpt")
@@ -503,4 +507,6 @@ def test_all_names_that_a_save_writes_are_classified_as_ours(tmp_path: Path) -> 
         (tmp_path / name).touch()
     found = classify_files(tmp_path, hidden=True)
     assert (set(found.ours), found.foreign) == (names, ())
-    assert not classify_files(tmp_path).ours  # unless it is hidden, only a manifest says so
+    assert not classify_files(
+        tmp_path
+    ).ours  # only a manifest identifies files in a visible directory
