@@ -43,7 +43,11 @@ from lightning_elastic_zero.formats.full_state import (
     FullStateReader,
     refuse_several,
 )
-from lightning_elastic_zero.formats.reader import FRESH_OPTIMIZER_HINT, file_list_digest
+from lightning_elastic_zero.formats.reader import (
+    FRESH_OPTIMIZER_HINT,
+    SourceInfo,
+    file_list_digest,
+)
 from lightning_elastic_zero.formats.torch_optimizer import (
     MEMBERS,
     Members,
@@ -637,8 +641,10 @@ class DcpReader(FullStateReader):
             save_id=file_list_digest(path, self._names, files.progress),
             trainer=trainer,
             ordered=metadata.ordered,
-            kind="directory of torch.distributed.checkpoint",
-            incomplete="" if trainer else self._without_trainer_state(),
+            info=SourceInfo(
+                "directory of torch.distributed.checkpoint",
+                incomplete="" if trainer else self._without_trainer_state(),
+            ),
         )
         self._models: list[Mapping[str, Any]] = []
         models = self._tree.models
@@ -669,14 +675,11 @@ class DcpReader(FullStateReader):
         self._model = model
         left = [format_tree_path(path) for path in self._tree.models if path != model]
         left = [f"the tensors of {', '.join(left)}"] if left else []
-        if self._full_state.incomplete:
+        if self._full_state.info.incomplete:
             left.append(f"the trainer's state (Lightning's {TRAINER_STATE})")
-        self._full_state = replace(
-            self._full_state,
-            weights=self._tree.models.get(model, {}),
-            lacks=tuple(left),
-        )
-        self._models.append(self._full_state.weights)
+        self._models.append(self._tree.models.get(model, {}))
+        info = replace(self._full_state.info, lacks=tuple(left))
+        self._full_state = replace(self._full_state, weights=self._models[-1], info=info)
 
     def bind(self, live: Manifest) -> None:
         self._bind_to(choose_model(self._tree, live, self._path), live)
@@ -705,8 +708,8 @@ class DcpReader(FullStateReader):
     def _bind_to(self, model: TreePath, live: Manifest) -> None:
         self._choose(model)
         optimizers, why = self._optimizers(live)
-        self._full_state = replace(self._full_state, optimizers=optimizers, unmatched=why)
-        self._set_content(self._full_state, live)
+        info = replace(self._full_state.info, unmatched=why)
+        self._set_content(replace(self._full_state, optimizers=optimizers, info=info), live)
 
     def _optimizers(self, live: Manifest) -> tuple[list[dict[str, Any]], str]:
         """Return the optimizer's state dict, and the reason if it cannot be used."""

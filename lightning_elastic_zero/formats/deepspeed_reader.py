@@ -206,8 +206,7 @@ class ModelFile:
 
 
 def _module_of(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    module: Mapping[str, Any] = tree.get("module") or {}
-    return module
+    return tree.get("module") or {}
 
 
 def _progress(tree: Mapping[str, Any]) -> TrainingProgress:
@@ -348,8 +347,7 @@ class TagReader(CheckpointReader):
         return self.files.load(name, {n: module[n] for n in self._first.buffers})
 
     def trainer_entry(self, name: str) -> object:
-        found: object = self.files.tree(self._first.name).get(name)
-        return found
+        return self.files.tree(self._first.name).get(name)
 
     @abstractmethod
     def _loss_scaler(self) -> Mapping[str, Plain]:
@@ -494,14 +492,12 @@ class UniversalReader(TagReader):
     @property
     def _optimizer(self) -> Mapping[str, Any]:
         """Return the content of ``optimizer_state.pt``; files may be closed in between."""
-        found: Mapping[str, Any] = self.files.tree(OPTIMIZER_STATE)
-        return found
+        return self.files.tree(OPTIMIZER_STATE)
 
     @property
     def _listed(self) -> Sequence[str]:
         """Return the other files, if this library's ``convert`` listed them."""
-        found: Sequence[str] = self._optimizer.get(OURS, {}).get("files", ())
-        return found
+        return self._optimizer.get(OURS, {}).get("files", ())
 
     # -- contents --------------------------------------------------------------------------------
 

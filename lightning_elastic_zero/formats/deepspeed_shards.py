@@ -226,7 +226,7 @@ class ZeroShardSet:
 
     def _shard(self, rank: int) -> Shard:
         """Return a rank's shard. Its tensors have no values: see ``_load``."""
-        tree: Shard = self._files.tree(self._name(rank))
+        tree = self._files.tree(self._name(rank))
         return tree[self._entry] if self._entry else tree
 
     def _load(self, rank: int, part: Any) -> Any:
@@ -377,8 +377,7 @@ class ZeroShardSet:
         shard = self._shard(at.rank)
         state = self._state(shard, at.buffer)
         keys = [k.name for k in self.groups[self.group_of[at.buffer]].state if k.kind == "scalar"]
-        found: dict[str, Scalar] = self._load(at.rank, {key: state[key] for key in keys})
-        return found
+        return self._load(at.rank, {key: state[key] for key in keys})
 
     def unmatched(self) -> str:
         """Describe why the optimizer state cannot be restored; else empty."""
@@ -530,11 +529,8 @@ class ZeroShardSet:
             )
 
     def _counters(self, rank: int, index: int) -> dict[str, Scalar]:
-        shard = self._shard(rank)
-        state = self._state(shard, index)
-        scalars = {k: v for k, v in sorted(state.items()) if not is_vector(v)}
-        found: dict[str, Scalar] = self._load(rank, scalars)
-        return found
+        state = self._state(self._shard(rank), index)
+        return self._load(rank, {k: v for k, v in sorted(state.items()) if not is_vector(v)})
 
     def _hyperparameters(self, rank: int) -> list[dict[str, Any]]:
         groups = _param_groups_of(self._shard(rank))

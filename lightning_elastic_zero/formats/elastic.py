@@ -187,14 +187,12 @@ class ElasticReader(CheckpointReader):
         states = file.tree[OPTIMIZER][STATES][at.buffer]
         group = self.manifest.groups[self.manifest.buffers[at.buffer].group]
         keys = [key.name for key in group.state if key.kind == "scalar"]
-        found: dict[str, Scalar] = file.load_tree({key: states[key] for key in keys})
-        return found
+        return file.load_tree({key: states[key] for key in keys})
 
     # -- shared state ------------------------------------------------------------------------
 
     def _model_file(self) -> TorchFile:
-        file: TorchFile = self.files.get(model_file(0, self.manifest.stage))
-        return file
+        return self.files.get(model_file(0, self.manifest.stage))
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
         file = self._model_file()
@@ -220,13 +218,11 @@ class ElasticReader(CheckpointReader):
 
     def optimizer_state(self) -> Mapping[Any, Any]:
         file = self._model_file()
-        held = file.tree[OURS]["client_state"].get(OPTIMIZER_STATE, {})
-        return file.load_tree(held)
+        return file.load_tree(file.tree[OURS]["client_state"].get(OPTIMIZER_STATE, {}))
 
     def module_buffers(self) -> Mapping[str, torch.Tensor]:
         file = self._model_file()
-        held = {n: file.tree["module"][n] for n in self.manifest.module_buffers}
-        return file.load_tree(held)
+        return file.load_tree({n: file.tree["module"][n] for n in self.manifest.module_buffers})
 
     def recorded_fingerprint(self) -> str:
         found = self._model_file().tree[OURS].get("fingerprint")

@@ -7,8 +7,10 @@ manifest is built when the checkpoint is opened for a model.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -74,14 +76,8 @@ class FullState:
     """The trainer's state; its tensors need no values."""
     ordered: bool = True
     """Whether ``weights`` has the order of the saved model."""
-    kind: str = ""
-    """As in ``SourceInfo``."""
-    lacks: tuple[str, ...] = ()
-    """As in ``SourceInfo``, besides what no checkpoint of these kinds contains."""
-    unmatched: str = ""
-    """As in ``SourceInfo``."""
-    incomplete: str = ""
-    """As in ``SourceInfo``."""
+    info: SourceInfo = field(default_factory=partial(SourceInfo, ""))
+    """Without what no checkpoint of these kinds contains, and what follows from the live model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +116,7 @@ def bind(full_state: FullState, live: Manifest) -> BoundState:
     held = full_state.weights.keys() - set(buffers)
     aliases = {p.name: tuple(n for n in p.aliases if n in held) for p in live.parameters}
     manifest = _manifest(full_state, weight_of, buffers, named.groups, aliases)
-    unmatched = full_state.unmatched or named.unmatched
+    unmatched = full_state.info.unmatched or named.unmatched
     return BoundState(manifest, weight_of, named.states, tuple(ties), unmatched)
 
 
@@ -247,6 +243,7 @@ class FullStateReader(CheckpointReader):
         self.files = files
         self._path = path
         self._tensors = tensors
+        self._extra_states: Mapping[str, Any] = {}
 
     def _set_content(self, full_state: FullState, live: Manifest | None = None) -> None:
         """Match the content with a live model, if given, and set ``manifest`` and ``info``."""
@@ -268,13 +265,12 @@ class FullStateReader(CheckpointReader):
         self._scalars: Mapping[str, dict[str, Scalar]] | None = None
         self.manifest = bound.manifest
         without_state = ("optimizer state",) if bound.manifest.weights_only else ()
-        self.info = SourceInfo(
-            kind=full_state.kind,
-            lacks=("RNG states", *without_state, *full_state.lacks),
+        self.info = replace(
+            full_state.info,
+            lacks=("RNG states", *without_state, *full_state.info.lacks),
             hyperparameters=any(g.hyperparameters for g in bound.manifest.groups),
             has_counters="global_step" in full_state.trainer,
             unmatched=bound.unmatched,
-            incomplete=full_state.incomplete,
         )
 
     def bind_without_model(self) -> None:
@@ -349,20 +345,16 @@ class FullStateReader(CheckpointReader):
             client_state=self.load_client_state(),
             loss_scaler={},
             lr_scheduler=None,
-            extra_states=self.load_extra_states(),
+            extra_states=self._tensors.load_tree(self._extra_states),
         )
-
-    def load_extra_states(self) -> dict[str, Any]:
-        """Return the results of modules' ``get_extra_state``, if the format contains them."""
-        return {}
 
     def module_buffers(self) -> Mapping[str, torch.Tensor]:
         held = {name: self._full_state.weights[name] for name in self.manifest.module_buffers}
         return self._tensors.load_tree(held)
 
+    @abstractmethod
     def load_client_state(self) -> dict[str, Any]:
         """Return the trainer's state."""
-        raise NotImplementedError
 
 
 FUSED_ADAM_KEYS = frozenset({"betas", "bias_correction", "step"})
@@ -405,25 +397,20 @@ class SingleFileReader(FullStateReader):
         weights = _checked(weights, path)
         self._average = _checked(tree[WEIGHTS], path) if CURRENT in trainer else None
         averaged = " with averaged weights (taken: the trained weights)"
-        self._full_state = FullState(
-            weights=weights,
-            optimizers=self._optimizers(tree),
-            save_id=file_list_digest(path.parent, [path.name]),
-            trainer=trainer,
-            kind=f"{KIND}{'' if self._average is None else averaged}",
-        )
-        self._set_content(self._full_state)
-
-    def _optimizers(self, tree: Mapping[str, Any]) -> list[dict[str, Any]]:
-        found = tree.get(OPTIMIZERS) if WEIGHTS in tree else None
-        return [
-            {
-                "state": saved["state"],
-                "param_groups": self._file.load_tree(list(saved["param_groups"])),
-            }
-            for saved in found or ()
+        optimizers = [
+            {**saved, "param_groups": self._file.load_tree(list(saved["param_groups"]))}
+            for saved in (tree.get(OPTIMIZERS) if WEIGHTS in tree else None) or ()
             if is_optimizer(saved)
         ]
+        self._set_content(
+            FullState(
+                weights,
+                optimizers,
+                save_id=file_list_digest(path.parent, [path.name]),
+                trainer=trainer,
+                info=SourceInfo(KIND if self._average is None else KIND + averaged),
+            )
+        )
 
     def names(self) -> Sequence[str]:
         return [self._path.name]
@@ -434,14 +421,12 @@ class SingleFileReader(FullStateReader):
         An evaluation uses averaged weights if the file has them, as with Lightning's strategies.
         """
         if self._average is not None and not live.groups:
-            kind = f"{KIND} with averaged weights (taken: the average)"
-            self._full_state = replace(self._full_state, weights=self._average, kind=kind)
+            info = SourceInfo(f"{KIND} with averaged weights (taken: the average)")
+            self._full_state = replace(self._full_state, weights=self._average, info=info)
         self._set_content(self._full_state, live)
 
     def load_client_state(self) -> dict[str, Any]:
-        """Return the trainer's state."""
-        found: dict[str, Any] = self._file.load_tree(self._full_state.trainer)
-        return found
+        return self._file.load_tree(self._full_state.trainer)
 
     def optimizer_state(self) -> Mapping[Any, Any] | None:
         optimizers = self._full_state.optimizers
@@ -449,13 +434,7 @@ class SingleFileReader(FullStateReader):
             return None
         state = optimizers[0]["state"]
         held = {key: value for key, value in state.items() if not isinstance(key, int)}
-        found: dict[Any, Any] = self._file.load_tree(held)
-        return found
-
-    def load_extra_states(self) -> dict[str, Any]:
-        """Return the results of modules' ``get_extra_state``."""
-        found: dict[str, Any] = self._file.load_tree(self._extra_states)
-        return found
+        return self._file.load_tree(held)
 
 
 def _parts(tree: object, path: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:

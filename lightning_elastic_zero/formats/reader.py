@@ -41,72 +41,6 @@ from lightning_elastic_zero.storage.stores import AnyPath
 _CHECKED_ELEMENTS = 1 << 20
 """Elements that are checked for overflow at a time."""
 
-ReadInto: TypeAlias = Callable[[Iterable[tuple[torch.Tensor, StoredRun]]], int]
-"""``read_into`` of an open file: fills 1-D tensors and returns the bytes read from disk."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadRun:
-    """A run of elements that has been read."""
-
-    found: torch.Tensor
-    """The values, shape ``(elements of the run,)``, of any floating-point type."""
-    run: StoredRun
-    """Their location in the file."""
-    name: str
-    """The name of the parameter."""
-    state: str
-    """The key of the optimizer state; empty for the weight itself."""
-
-
-def check_no_overflow(read: ReadRun, path: Path, read_into: ReadInto) -> int:
-    """Refuse finite values of a file that became infinite because of the cast on reading.
-
-    Only casts to narrower types are checked. Chunks with values that are not finite are read again
-    in the file's type: infinite values of the file are valid.
-
-    Args:
-        read: the run that was read.
-        path: the file or directory that it was read from, for messages.
-        read_into: reads from that file again.
-
-    Returns:
-        The number of bytes that were read again.
-
-    Raises:
-        CheckpointMismatchError: a value is too large for the type that it was read into.
-    """
-    found, run, bytes_read = read.found, read.run, 0
-    saved = run.tensor.dtype
-    if not can_overflow(saved, found.dtype):
-        return 0
-    for start, stop in spans(0, found.numel(), _CHECKED_ELEMENTS):
-        cast = found[start:stop].cpu()
-        if cast.isfinite().all():
-            continue
-        held = host_chunk(stop - start, saved)
-        part = StoredRun(run.tensor, run.start + start, run.start + stop)
-        bytes_read += read_into([(held, part)])
-        if (lost := overflowed(held, cast)).any():
-            raise CheckpointMismatchError(_refusal(read, path, held[lost][0].item()))
-    return bytes_read
-
-
-def _refusal(read: ReadRun, path: Path, value: complex) -> str:
-    saved, here = read.run.tensor.dtype, read.found.dtype
-    what = f"the optimizer state {read.state} of {read.name}" if read.state else read.name
-    ways = ["Resume from another checkpoint"]
-    if here.itemsize < torch.float32.itemsize:
-        ways.append("use a precision with a larger range")
-    if read.state:
-        ways.append("pass load_optimizer_state=False to start with a fresh optimizer")
-    return (
-        f"{path}: {what} has the {dtype_name(saved)} value {value:.9g}, which overflows "
-        f"{dtype_name(here)} (at most {torch.finfo(here).max:.9g}), its type in this run. Usually "
-        f"the training had diverged, or the file is wrong. {', or '.join(ways)}"
-    )
-
-
 WEIGHT = ""
 """The key of the weights themselves (masters or frozen) among the keys of optimizer states."""
 
@@ -207,6 +141,51 @@ def read_run(location: Location) -> torch.Tensor:
     found = torch.empty(run.stop - run.start, dtype=run.tensor.dtype)
     file.read_into([(found, run)])
     return found
+
+
+def check_no_overflow(
+    file: StoredTensors, run: StoredRun, found: torch.Tensor, name: str, key: str
+) -> int:
+    """Refuse finite values of a file that became infinite because of the cast on reading.
+
+    Only casts to narrower types are checked. Chunks with values that are not finite are read again
+    in the file's type: infinite values of the file are valid.
+
+    Args:
+        file: the file or directory that was read.
+        run: the location of the elements in it.
+        found: the values that were read, 1-D, of any floating-point type.
+        name: the name of the parameter.
+        key: the key of the optimizer state, or ``WEIGHT``.
+
+    Returns:
+        The number of bytes that were read again.
+    """
+    saved, here, bytes_read = run.tensor.dtype, found.dtype, 0
+    if not can_overflow(saved, here):
+        return 0
+    for start, stop in spans(0, found.numel(), _CHECKED_ELEMENTS):
+        cast = found[start:stop].cpu()
+        if cast.isfinite().all():
+            continue
+        held = host_chunk(stop - start, saved)
+        part = StoredRun(run.tensor, run.start + start, run.start + stop)
+        bytes_read += file.read_into([(held, part)])
+        if not (lost := overflowed(held, cast)).any():
+            continue
+        ways = ["Resume from another checkpoint"]
+        if here.itemsize < torch.float32.itemsize:
+            ways.append("use a precision with a larger range")
+        if key != WEIGHT:
+            ways.append("pass load_optimizer_state=False to start with a fresh optimizer")
+        msg = (
+            f"{file.path}: {name if key == WEIGHT else f'the optimizer state {key} of {name}'} has "
+            f"the {dtype_name(saved)} value {held[lost][0].item():.9g}, which overflows "
+            f"{dtype_name(here)} (at most {torch.finfo(here).max:.9g}), its type in this run. "
+            f"Usually the training had diverged, or the file is wrong. {', or '.join(ways)}"
+        )
+        raise CheckpointMismatchError(msg)
+    return bytes_read
 
 
 class CheckpointReader(ABC):
@@ -327,10 +306,9 @@ class CheckpointReader(ABC):
             (*self.locate(key, t), _filled(targets, t, key), t.name, key) for t, key in wanted
         )
         for file, group in itertools.groupby(located, key=lambda each: each[0]):
-            of_file = [ReadRun(found, run, name, key) for _, run, found, name, key in group]
-            bytes_read += file.read_into([(read.found, read.run) for read in of_file], progress)
-            for read in of_file:
-                bytes_read += check_no_overflow(read, file.path, file.read_into)
+            of_file = list(group)
+            bytes_read += file.read_into([(found, run) for _, run, found, *_ in of_file], progress)
+            bytes_read += sum(check_no_overflow(*each) for each in of_file)
         masters = ((t, _filled(targets, t, WEIGHT)) for t, key in wanted if key == WEIGHT)
         return bytes_read + sum(
             self._check_rounding(t.name, read, *rounded, progress)
@@ -450,10 +428,7 @@ def differing_sizes(
     return wrong
 
 
-StorageLocation: TypeAlias = "tuple[object, ...]"
-
-
-def storage_location(tensor: torch.Tensor) -> StorageLocation:
+def storage_location(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return a key that is equal for two tensors that are the same view of one storage."""
     storage = tensor.untyped_storage()
     where = storage._cdata, tensor.storage_offset()  # noqa: SLF001 (identifies the storage)
@@ -466,7 +441,7 @@ def duplicate_names(tensors: Mapping[str, Any]) -> dict[str, str]:
     A module that is registered twice under one parent has two names in a state dict, but one in
     DeepSpeed's lists of buffers and tied weights.
     """
-    first: dict[StorageLocation, str] = {}
+    first: dict[object, str] = {}
     again: dict[str, str] = {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor) or not tensor.numel():

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -21,14 +21,13 @@ from lightning_elastic_zero.checkpoint.load import (
 from lightning_elastic_zero.core.layout import Fragment, Layout, TransferPlan
 from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter
 from lightning_elastic_zero.core.partition import FlatBuffer
-from lightning_elastic_zero.core.progress import NO_PROGRESS
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import RestoreTargets
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.formats.reader import (
     WEIGHT,
     CheckpointReader,
-    ReadRun,
     check_no_overflow,
 )
 from lightning_elastic_zero.formats.torch_read import StoredRun
@@ -252,18 +251,25 @@ def test_infinities_and_nan_of_the_file_are_kept(
     torch.testing.assert_close(found, weight, rtol=0, atol=0, equal_nan=True)
 
 
-def reader_of(
-    stored: torch.Tensor, wanted: list[StoredRun]
-) -> Callable[[Iterable[tuple[torch.Tensor, StoredRun]]], int]:
-    """Return a function that reads a stored tensor, records the runs, and counts eight bytes."""
+@dataclass
+class File:
+    """A file of one tensor, which notes the runs that are read, and counts eight bytes for each."""
 
-    def read_into(pairs: Iterable[tuple[torch.Tensor, StoredRun]]) -> int:
-        for target, run in pairs:
-            wanted.append(run)
-            target.copy_(stored[run.start : run.stop])
-        return 8
+    path: Path
+    stored: torch.Tensor
+    runs: list[StoredRun] = field(default_factory=list)
 
-    return read_into
+    def read_into(
+        self, wanted: Iterable[tuple[torch.Tensor, StoredRun]], _: Progress = NO_PROGRESS
+    ) -> int:
+        before = len(self.runs)
+        for target, run in wanted:
+            self.runs.append(run)
+            target.copy_(self.stored[run.start : run.stop])
+        return 8 * (len(self.runs) - before)
+
+    def load_tree(self, subtree: object) -> object:
+        return subtree
 
 
 @pytest.mark.parametrize(
@@ -283,18 +289,17 @@ def test_only_non_finite_parts_of_narrowing_casts_are_read_again(
     stored = torch.ones(numel, dtype=saved)
     if saved.is_floating_point:
         stored[-1] = math.inf
-    wanted: list[StoredRun] = []
-    read_run = ReadRun(stored.to(here), StoredRun(stored, 0, numel), "w", "")
-    assert check_no_overflow(read_run, Path("file"), reader_of(stored, wanted)) == 8 * reads
-    assert len(wanted) == reads
-    assert sum(run.stop - run.start for run in wanted) < HUGE_NUMEL
+    file, run = File(Path("file"), stored), StoredRun(stored, 0, numel)
+    assert check_no_overflow(file, run, stored.to(here), "w", WEIGHT) == 8 * reads
+    assert len(file.runs) == reads
+    assert sum(run.stop - run.start for run in file.runs) < HUGE_NUMEL
 
 
 def test_an_infinite_optimizer_state_is_named_with_a_remedy() -> None:
     stored = torch.full((3,), 1e39, dtype=torch.float64)
-    read_run = ReadRun(stored.to(torch.bfloat16), StoredRun(stored, 0, 3), "layer.w", "exp_avg")
+    file, run = File(Path("folder/file"), stored), StoredRun(stored, 0, 3)
     with pytest.raises(CheckpointMismatchError) as refusal:
-        check_no_overflow(read_run, Path("folder/file"), reader_of(stored, []))
+        check_no_overflow(file, run, stored.to(torch.bfloat16), "layer.w", "exp_avg")
     message = str(refusal.value)
     assert (
         "folder/file: the optimizer state exp_avg of layer.w has the float64 value 1e+39" in message
