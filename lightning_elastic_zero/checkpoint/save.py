@@ -55,6 +55,7 @@ from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.engine.support import recovery_script
 from lightning_elastic_zero.errors import CheckpointMismatchError, SaveError, UnsupportedError
 from lightning_elastic_zero.formats.client_state import (
+    ClientPart,
     Objects,
     fingerprints,
     is_plain,
@@ -63,7 +64,6 @@ from lightning_elastic_zero.formats.client_state import (
     split_objects,
 )
 from lightning_elastic_zero.formats.elastic import (
-    ClientPart,
     RankWriter,
     SourceOf,
     as_it_is,
@@ -291,7 +291,7 @@ class ShardContents:
     """The checkpoint's directory."""
     manifest: Manifest
     state: RankState
-    client: Mapping[str, Any]
+    client: dict[str, Any]
     objects: Objects = ()
     options: SaveOptions = field(default_factory=SaveOptions)
     source_of: SourceOf = as_it_is

@@ -64,15 +64,21 @@ Objects: TypeAlias = "tuple[tuple[TreePath, object], ...]"
 
 
 @dataclass(frozen=True, slots=True)
-class SplitState:
-    """The plain data and the objects of a client state."""
+class ClientPart:
+    """The part of the trainer's state that a rank writes."""
 
     plain: dict[str, Any]
-    """The tree with None in place of each object."""
-    objects: Objects
+    """Rank 0: the whole tree of plain data, with None in place of each object. Other ranks: empty,
+    or their whole tree if DeepSpeed's loader needs it."""
+    objects: Objects = ()
+    """Rank 0: the objects that are not plain data, with their paths."""
+    own: tuple[tuple[TreePath, Any], ...] = ()
+    """Other ranks: plain leaves that differ from rank 0's."""
+    own_objects: Objects = ()
+    """Other ranks: all objects, if they differ from rank 0's."""
 
 
-def split_objects(state: Mapping[str, Any]) -> SplitState:
+def split_objects(state: Mapping[str, Any]) -> ClientPart:
     """Split a client state into plain data and other objects."""
     if strange := [key for key in state if type(key) not in (str, int)]:
         msg = (
@@ -88,7 +94,7 @@ def split_objects(state: Mapping[str, Any]) -> SplitState:
         except RecursionError as error:
             msg = f"the trainer's state has {key!r}, which contains itself or is nested too deep"
             raise SaveError(msg) from error
-    return SplitState(plain, tuple(objects))
+    return ClientPart(plain, tuple(objects))
 
 
 def _plain_part(value: object, path: TreePath, objects: list[tuple[TreePath, object]]) -> object:

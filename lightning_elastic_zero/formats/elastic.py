@@ -28,9 +28,9 @@ from lightning_elastic_zero.core.manifest import (
 from lightning_elastic_zero.core.partition import FlatBuffer, piece_numel, piece_start
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import FlatState, RankState, Scalar
-from lightning_elastic_zero.core.text import TreePath
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
 from lightning_elastic_zero.formats.client_state import (
+    ClientPart,
     Objects,
     join_objects,
     load_objects,
@@ -318,21 +318,6 @@ def as_it_is(piece: torch.Tensor) -> torch.Tensor:
     return piece
 
 
-@dataclass(frozen=True, slots=True)
-class ClientPart:
-    """The part of the trainer's state that a rank writes."""
-
-    plain: Mapping[str, Any]
-    """Rank 0: the whole tree of plain data. Other ranks: empty, or their whole tree if DeepSpeed's
-    loader needs it."""
-    objects: Objects = ()
-    """Rank 0: the objects that are not plain data, with their paths."""
-    own: tuple[tuple[TreePath, Any], ...] = ()
-    """Other ranks: plain leaves that differ from rank 0's."""
-    own_objects: Objects = ()
-    """Other ranks: all objects, if they differ from rank 0's."""
-
-
 def writes_weights(manifest: Manifest, rank: int) -> bool:
     """Whether a rank writes frozen and low-precision weights; in ZeRO-3 it writes its part."""
     return rank == 0 or manifest.stage == STAGE_WEIGHTS
@@ -430,27 +415,14 @@ class RankWriter:
         manifest, builder = self.manifest, TorchFileWriter()
         buffers = _copies(state.module_buffers) if self.rank == 0 else {}
         frozen = {p.name: p for p in manifest.frozen}
-        shapes = {name: torch.Size(p.shape) for name, p in frozen.items()}
+        pieces = {n: self._frozen(builder, state.frozen[n], p) for n, p in frozen.items()}
+        weights, flats = _copies(state.module_weights), [b.names for b in manifest.buffers]
         tree: dict[str, Any] = {
             # As DeepSpeed does: converters look for the trainer's keys here. DeepSpeed's own
             # entries take precedence; the complete client state is in OURS below.
             **client.plain,
-            "module": OrderedDict({**_copies(state.module_weights), **buffers}),
-            "buffer_names": list(buffers),
-            "optimizer": None,
-            "param_shapes": [_shapes(manifest, b.names) for b in manifest.buffers],
-            # None if there are none: DeepSpeed's loaders then leave the module unchanged.
-            "frozen_param_shapes": shapes or None,
-            FROZEN: {n: self._frozen(builder, state.frozen[n], p) for n, p in frozen.items()}
-            or None,
-            "shared_params": {alias: p.name for p in manifest.parameters for alias in p.aliases},
+            **model_entries(manifest, flats, weights, pieces, buffers),
             "lr_scheduler": to_host(state.lr_scheduler),
-            "global_steps": manifest.progress.global_steps,
-            "global_samples": manifest.progress.global_samples,
-            "skipped_steps": manifest.progress.skipped_steps,
-            "dp_world_size": manifest.world_size,
-            "mp_world_size": 1,
-            "ds_version": manifest.writer.deepspeed,
             OURS: {
                 **self._stamp(),
                 "client_state": dict(client.plain),
@@ -567,9 +539,32 @@ def _optimizer_step(manifest: Manifest) -> int | float | None:
     return manifest.progress.global_steps - manifest.progress.skipped_steps
 
 
-def _shapes(manifest: Manifest, names: tuple[str, ...]) -> OrderedDict[str, torch.Size]:
+def model_entries(
+    manifest: Manifest,
+    flats: Iterable[Sequence[str]],
+    weights: Mapping[str, torch.Tensor],
+    frozen: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+) -> dict[str, Any]:
+    """Return DeepSpeed's entries of a model file; ``flats`` are the names in each flat buffer."""
     shape_of = {p.name: torch.Size(p.shape) for p in manifest.parameters}
-    return OrderedDict((name, shape_of[name]) for name in names)
+    return {
+        "module": OrderedDict({**weights, **buffers}),
+        "buffer_names": list(buffers),
+        "optimizer": None,
+        "lr_scheduler": None,
+        "param_shapes": [OrderedDict((n, shape_of[n]) for n in names) for names in flats],
+        # None if there are none: DeepSpeed's loaders then leave the module unchanged.
+        "frozen_param_shapes": {name: shape_of[name] for name in frozen} or None,
+        FROZEN: dict(frozen) or None,
+        "shared_params": {alias: p.name for p in manifest.parameters for alias in p.aliases},
+        "global_steps": manifest.progress.global_steps,
+        "global_samples": manifest.progress.global_samples,
+        "skipped_steps": manifest.progress.skipped_steps,
+        "dp_world_size": manifest.world_size,
+        "mp_world_size": 1,
+        "ds_version": manifest.writer.deepspeed,
+    }
 
 
 def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

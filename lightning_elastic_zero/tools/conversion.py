@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,7 +17,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from lightning_elastic_zero.core.layout import Fragment
 from lightning_elastic_zero.core.manifest import STAGE_WEIGHTS, Manifest, TrainingProgress
 from lightning_elastic_zero.core.partition import FlatBuffer
 from lightning_elastic_zero.core.progress import NO_PROGRESS, ByteCount, Progress
@@ -28,7 +26,7 @@ from lightning_elastic_zero.core.text import format_tree_path
 from lightning_elastic_zero.errors import CheckpointMismatchError, SaveError, UnsupportedError
 from lightning_elastic_zero.formats.client_state import split_objects
 from lightning_elastic_zero.formats.deepspeed_files import OURS
-from lightning_elastic_zero.formats.elastic import ClientPart, RankWriter
+from lightning_elastic_zero.formats.elastic import RankWriter, model_entries
 from lightning_elastic_zero.formats.reader import EXTRA_STATES, OPTIMIZER_STATE, WEIGHT
 from lightning_elastic_zero.formats.torch_write import ChunkedSource, TorchFileWriter
 from lightning_elastic_zero.storage.checksums import as_save_error, write_durably
@@ -291,27 +289,13 @@ def _universal_model(checkpoint: OpenCheckpoint, builder: TorchFileWriter) -> di
     empty = {p.name: torch.empty(0, dtype=getattr(torch, p.dtype)) for p in manifest.optimized}
     # Copies, so that each storage has the buffer's own size.
     buffers = {name: tensor.clone() for name, tensor in checkpoint.buffers.items()}
-    shape_of = {p.name: torch.Size(p.shape) for p in manifest.parameters}
+    names = [group.names for group in manifest.groups]
     return {
         **checkpoint.reader.module_state(0, manifest.world_size).client_state,
-        "module": {**empty, **frozen, **buffers},
-        "buffer_names": list(checkpoint.buffers),
-        "optimizer": None,
-        "lr_scheduler": None,
-        "param_shapes": [
-            OrderedDict((name, shape_of[name]) for name in group.names) for group in manifest.groups
-        ],
-        "frozen_param_shapes": {p.name: shape_of[p.name] for p in manifest.frozen} or None,
-        "frozen_param_fragments": frozen or None,
-        "shared_params": {alias: p.name for p in manifest.parameters for alias in p.aliases},
+        **model_entries(manifest, names, {**empty, **frozen}, frozen, buffers),
         "data_sampler": None,
         "random_ltd": None,
         "sparse_tensor_module_names": [],
-        "global_steps": progress.global_steps,
-        "global_samples": progress.global_samples,
-        "skipped_steps": progress.skipped_steps,
-        "dp_world_size": manifest.world_size,
-        "mp_world_size": 1,
         "ds_config": {
             "gradient_accumulation_steps": progress.gradient_accumulation_steps,
             "train_batch_size": progress.global_batch_size,
@@ -408,26 +392,26 @@ def write_elastic(
     extra: dict[str, Any] = {EXTRA_STATES: dict(shared.extra_states)} if shared.extra_states else {}
     if not lean and (of_optimizer := checkpoint.reader.optimizer_state()):
         extra[OPTIMIZER_STATE] = dict(of_optimizer)
-    split = split_objects({**shared.client_state, **extra})
+    client = split_objects({**shared.client_state, **extra})
     buffers = {**checkpoint.buffers, **_unmarked_buffers(checkpoint, options)}
     manifest = _elastic_manifest(checkpoint, tuple(buffers), weights_only=lean)
     placeholders = _Placeholders(checkpoint)
     state = RankState(
-        flats=tuple(placeholders.flats(manifest)),
-        frozen={p.name: placeholders.add(entry_of(p)) for p in manifest.frozen},
+        flats=tuple(_flats(checkpoint, manifest, placeholders)),
+        frozen={p.name: placeholders.add([entry_of(p)]) for p in manifest.frozen},
         module_buffers=buffers,
         module_weights={},
         loss_scaler=shared.loss_scaler,
         lr_scheduler=shared.lr_scheduler,
     )
-    objects = tuple(format_tree_path(path) for path, _ in split.objects)
+    objects = tuple(format_tree_path(path) for path, _ in client.objects)
     staged = StagedDirectory.create(target, manifest.save_id)
     try:
         with staged.touch_regularly():
             writer = RankWriter(
                 staged.path, manifest, rank=0, progress=progress, source_of=placeholders.source_of
             )
-            files = tuple(writer.write(state, ClientPart(split.plain, split.objects)))
+            files = tuple(writer.write(state, client))
             write_durably(staged.path / LATEST, TAG.encode())
             manifest = replace(manifest, client_objects=objects, files=files)
             staged.seal(manifest.to_json().encode())
@@ -514,44 +498,40 @@ class _Placeholders:
 
     def __init__(self, checkpoint: OpenCheckpoint) -> None:
         self._checkpoint = checkpoint
-        self._entries: dict[tuple[int, int], TensorEntry] = {}
-        self._held: list[torch.Tensor] = []
+        # With the placeholders, so that their addresses are not reused.
+        self._entries: dict[tuple[int, int], tuple[TensorEntry, torch.Tensor]] = {}
 
-    def add(self, entry: TensorEntry) -> torch.Tensor:
-        return self._join([entry], [0], entry.numel)
-
-    def flats(self, manifest: Manifest) -> Iterator[FlatState]:
-        held = manifest.layout().on_rank(0)
-        for index, buffer in enumerate(manifest.buffers):
-            mine = tuple(f for f in held if f.buffer == index)
-            keys = [k.name for k in manifest.groups[buffer.group].state if k.kind == "elementwise"]
-            states = {key: self._flat(mine, key) for key in keys}
-            scalars: Mapping[str, Scalar] = {}
-            if buffer.names and not manifest.weights_only:
-                scalars = self._checkpoint.scalars(buffer.names[0])
-            yield FlatState(mine, self._flat(mine, WEIGHT), states, scalars)
-
-    def _flat(self, fragments: Sequence[Fragment], key: str) -> torch.Tensor:
-        parameters = self._checkpoint.parameters
-        entries = [entry_of(parameters[f.name], key) for f in fragments]
-        return self._join(entries, [f.offset for f in fragments], sum(e.numel for e in entries))
-
-    def _join(
-        self, entries: Sequence[TensorEntry], offsets: Sequence[int], numel: int
-    ) -> torch.Tensor:
+    def add(self, entries: Sequence[TensorEntry], offsets: Sequence[int] = (0,)) -> torch.Tensor:
+        """Return a tensor with the elements of others at the given offsets."""
         first = _first_held(entries)
         dtype = self._checkpoint.dtype(first) if first else torch.float32
-        placeholder = torch.empty(numel, dtype=dtype, device="meta")
-        self._held.append(placeholder)  # So that its address is not reused.
+        joined = torch.empty(sum(e.numel for e in entries), dtype=dtype, device="meta")
         for entry, offset in zip(entries, offsets, strict=True):
-            self._entries[_place(placeholder[offset:])] = entry
-        return placeholder
+            self._entries[_place(joined[offset:])] = entry, joined
+        return joined
 
     def source_of(self, piece: torch.Tensor) -> torch.Tensor | ChunkedSource:
         """Return the contents of a piece, which is always one whole tensor of the checkpoint."""
         if not piece.is_meta or not piece.numel():
             return piece
-        return source_of(self._checkpoint, self._entries[_place(piece)])
+        return source_of(self._checkpoint, self._entries[_place(piece)][0])
+
+
+def _flats(
+    checkpoint: OpenCheckpoint, manifest: Manifest, placeholders: _Placeholders
+) -> Iterator[FlatState]:
+    held = manifest.layout().on_rank(0)
+    for index, buffer in enumerate(manifest.buffers):
+        mine = tuple(f for f in held if f.buffer == index)
+        offsets = [f.offset for f in mine]
+        parameters = [checkpoint.parameters[f.name] for f in mine]
+        state = manifest.groups[buffer.group].state
+        keys = [WEIGHT, *(key.name for key in state if key.kind == "elementwise")]
+        flat = {k: placeholders.add([entry_of(p, k) for p in parameters], offsets) for k in keys}
+        scalars: Mapping[str, Scalar] = {}
+        if buffer.names and not manifest.weights_only:
+            scalars = checkpoint.scalars(buffer.names[0])
+        yield FlatState(mine, flat.pop(WEIGHT), flat, scalars)
 
 
 def _place(piece: torch.Tensor) -> tuple[int, int]:

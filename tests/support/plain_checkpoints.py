@@ -23,7 +23,8 @@ from lightning_elastic_zero.core.manifest import (
 from lightning_elastic_zero.core.partition import FlatBuffer
 from lightning_elastic_zero.core.progress import NO_PROGRESS
 from lightning_elastic_zero.core.tensors import FlatState, RankState, dtype_name, state_key
-from lightning_elastic_zero.formats.elastic import ClientPart, RankWriter
+from lightning_elastic_zero.formats.client_state import ClientPart
+from lightning_elastic_zero.formats.elastic import RankWriter
 
 SHAPES = {
     "layers.0.weight": (13, 7),
