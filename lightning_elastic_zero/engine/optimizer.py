@@ -27,7 +27,8 @@ from lightning_elastic_zero.engine.muon import MOMENTUM_KEY
 from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
 
 ADAM_FAMILY = frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"})
-"""They have the same state: a run may change between them, as with CPU offload."""
+"""They have the same state: a run may change between them, as with CPU offload. Other packages use
+these names too (``converts_adam_states``)."""
 
 INT_STEPS = frozenset(
     {"FusedAdam", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedLion", "DeepSpeedCPUAdagrad"}
@@ -185,6 +186,14 @@ def package_of(optimizer: object) -> str:
     return next((name for name in packages if name in _PACKAGES), packages[0])
 
 
+def converts_adam_states(inner: object) -> bool:
+    """Whether an optimizer may take the states of another of Adam's family, in its own types.
+
+    A class of another package with such a name may count in a number or keep bf16 states.
+    """
+    return type(inner).__name__ in ADAM_FAMILY and package_of(inner) in {"deepspeed", "torch"}
+
+
 def check_same_optimizer(saved: str, inner: Any, states: Collection[str]) -> None:
     """Refuse to restore one optimizer's state or hyperparameters into another.
 
@@ -212,10 +221,9 @@ def place_scalar(
 ) -> Scalar:
     """Return a scalar in the form and on the device that the live optimizer uses."""
     if key == "step" and value is not None:
-        live = type(inner).__name__
-        if live in INT_STEPS or package_of(inner) == BITSANDBYTES:
+        if type(inner).__name__ in INT_STEPS or package_of(inner) == BITSANDBYTES:
             return int(value)
-        if live in ADAM_FAMILY and not isinstance(value, torch.Tensor):
+        if converts_adam_states(inner) and not isinstance(value, torch.Tensor):
             # In torch's type, whatever the default one. Fused kernels accept fp32 only.
             exact = torch.tensor(value, dtype=torch.float64)
             rounded = exact.float()

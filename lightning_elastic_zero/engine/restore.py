@@ -39,10 +39,10 @@ from lightning_elastic_zero.engine.deepspeed import discard_gradients, swapped_i
 from lightning_elastic_zero.engine.loss_scale import restore_loss_scaler, warn_of_momentum_scale
 from lightning_elastic_zero.engine.muon import MOMENTUM_KEY, place_momentum
 from lightning_elastic_zero.engine.optimizer import (
-    ADAM_FAMILY,
     BACKUP_KEY,
     EXECUTION_KEYS,
     SCHEDULER_KEYS,
+    converts_adam_states,
     place_scalar,
     probe_after_a_step,
     restore_backup_hyperparameters,
@@ -185,7 +185,7 @@ def _state_dtype(inner: Any, key: StateKey, source: Manifest, master: torch.Tens
     keeps_fp32 = getattr(inner, "fp32_optimizer_states", None)
     if keeps_fp32:
         return torch.float32
-    follows = keeps_fp32 is False or type(inner).__name__ in ADAM_FAMILY
+    follows = keeps_fp32 is False or converts_adam_states(inner)
     if follows or key.dtype == source.master_dtype:
         return master.dtype
     dtype: torch.dtype = getattr(torch, key.dtype)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.checkpoints import (
     Loading,
@@ -214,6 +215,32 @@ def test_lars_continues_in_stage_0(
     assert state_kinds(saved) == {"momentum_buffer"}
     assert_restored(pools.run, target, saved, steps_before=1)
     assert_continues(pools.run, source, tmp_path)
+
+
+class AdamW(torch.optim.Optimizer):
+    """A user's optimizer with the name of torch's: an int as step count, and a bf16 average."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state: dict[str, Any] = self.state[p]
+                if not state:
+                    state.update(step=0, exp_avg=torch.zeros_like(p, dtype=torch.bfloat16))
+                state["step"] += 1
+                state["exp_avg"].lerp_(p.grad.bfloat16(), 0.1)
+                p.sub_(state["exp_avg"].to(p), alpha=group["lr"] / (1 - 0.9 ** state["step"]))
+
+
+@pytest.mark.parametrize("zero", ["0", "2", "3"])
+def test_a_users_optimizer_named_like_torchs_continues_bit_for_bit(
+    zero: str, pools: Pools, tmp_path: Path
+) -> None:
+    name = f"{AdamW.__module__}.{AdamW.__name__}"
+    assert_continues(pools.run, Setup(2, zero, optimizer=name), tmp_path)
 
 
 @pytest.mark.cases(2)
