@@ -21,8 +21,11 @@ def device(pytestconfig: pytest.Config) -> str:
 
 
 @pytest.fixture(scope="session")
-def device_pools(device: str) -> Iterator[Pools]:
-    """Yield the worlds of ranks on that device; ``pools`` are on processors."""
+def device_pools(device: str, request: pytest.FixtureRequest) -> Iterator[Pools]:
+    """Yield the worlds of ranks on that device; only ``--device=cpu`` starts processors' ranks."""
+    if device == "cpu" and not request.config.getoption("--device"):
+        yield request.getfixturevalue("pools")
+        return
     ranks = DeviceRanks(device)
     started = Pools(ranks)
     yield started

@@ -20,6 +20,8 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+import torch
+
 from tests.support.ranks import ForkServer, Program
 
 POLL_S = 0.02
@@ -67,6 +69,7 @@ def be_python(request: Request) -> None:
         opened = os.open(f"/proc/{request.shim}/fd/{number}", os.O_WRONLY | os.O_APPEND)
         os.dup2(opened, number)
         os.close(opened)
+    torch.use_deterministic_algorithms(mode=False)  # The fork server fills new memory with NaN.
     os.chdir(request.folder)
     os.environ.clear()
     os.environ.update(request.environment)

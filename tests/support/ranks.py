@@ -266,8 +266,11 @@ def missing_operator(name: str) -> str:
     """Return why an operator of DeepSpeed is unavailable, or an empty text."""
     from deepspeed.ops import op_builder
 
+    builder = getattr(op_builder, name)()
+    if not builder.is_compatible():  # `load` would first compile what it needs besides.
+        return f"{name} does not build here: it lacks a library"
     try:
-        getattr(op_builder, name)().load()
+        builder.load()
     except (ImportError, OSError, RuntimeError, SubprocessError) as error:
         return f"{name} does not build here: {error}"
     return ""
