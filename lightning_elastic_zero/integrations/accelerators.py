@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
+import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -14,10 +17,11 @@ from typing import Any
 
 import accelerate
 from accelerate.checkpointing import load_accelerator_state
-from accelerate.data_loader import DataLoaderDispatcher
+from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler, SkipBatchSampler
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import MODEL_NAME, DeepSpeedSchedulerWrapper, DistributedType
 from packaging.version import Version
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -29,7 +33,11 @@ from torch.utils.data import (
 from lightning_elastic_zero.checkpoint.load import verify_share
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.manifest import Manifest, load_json
-from lightning_elastic_zero.errors import CheckpointCorruptedError, UnsupportedError
+from lightning_elastic_zero.errors import (
+    CheckpointCorruptedError,
+    CheckpointMismatchError,
+    UnsupportedError,
+)
 from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.integrations.engines import (
     OTHER_OPTIONS,
@@ -40,6 +48,7 @@ from lightning_elastic_zero.integrations.engines import (
     bound_options,
     is_engine,
     newest_intact,
+    older_folders,
 )
 from lightning_elastic_zero.storage.checksums import replace_durably
 from lightning_elastic_zero.storage.ownership import is_checkpoint
@@ -120,14 +129,46 @@ class AcceleratorBinding:
         self, load: Callable[..., Any], input_dir: str | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         self.loaded = None
-        naming = self.accelerator.project_configuration.automatic_checkpoint_naming
-        if self.options.fallback and (input_dir is not None or naming):
+        named = self._named_folders()
+        if self.options.fallback and (input_dir is not None or named):
             asked = None if input_dir is None else Path(input_dir).expanduser()
-            series = Path(self.accelerator.project_dir or "", "checkpoints", "checkpoint_")
-            input_dir = newest_intact(asked, series, self._verify, self.options)
+            input_dir = newest_intact(asked, self._series(), self._verify, self.options)
+        if input_dir is not None or named:
+            self._check_prepared(Path(input_dir or named[0]).expanduser())
         loaded = load(input_dir, *args, **kwargs)
         self._after_load()
+        if named:  # else the next saves are older than those that exist, and are deleted first
+            configuration = self.accelerator.project_configuration
+            newest = int(named[0].name.rpartition("_")[2])
+            configuration.iteration = max(configuration.iteration, newest + 1)
         return loaded
+
+    def _series(self) -> Path:
+        """Return the path of automatically named folders, without their number."""
+        return Path(self.accelerator.project_dir or "", "checkpoints", "checkpoint_")
+
+    def _named_folders(self) -> list[Path]:
+        """Return the automatically named folders, the newest first; none without that option."""
+        if not self.accelerator.project_configuration.automatic_checkpoint_naming:
+            return []
+        return older_folders(self._series().with_name(f"checkpoint_{sys.maxsize}"))
+
+    def _check_prepared(self, folder: Path) -> None:
+        """Refuse to leave out engines, whose models would be trained from the start.
+
+        Raises:
+            CheckpointMismatchError: the folder has engines that are not prepared.
+        """
+        prepared = {_tag(index) for index in range(len(self.accelerator._models))}
+        saved = {path.name for path in folder.glob(f"{MODEL_NAME}*") if path.is_dir()}
+        saved = {name for name in saved if re.fullmatch(rf"{MODEL_NAME}(_\d+)?", name)}
+        if missing := sorted(saved - prepared):
+            msg = (
+                f"{folder} has {', '.join(missing)}, and {len(prepared)} models are prepared: call "
+                "accelerator.prepare() with all models before load_state(). To load only some, call"
+                f" engine.load_checkpoint(folder, {MODEL_NAME!r}) on each engine"
+            )
+            raise CheckpointMismatchError(msg)
 
     def _save_state(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.wait()  # accelerate deletes old checkpoints before it saves a new one
@@ -200,8 +241,8 @@ class AcceleratorBinding:
         for index, scheduler in enumerate(self._schedulers()):
             known = recorded[index] if index < len(recorded) else (was, loaded.accumulate - 1)
             _convert(scheduler, Units(*map(int, known)), now, accumulate)
-        if was == now and loaded.accumulate == accumulate:
-            return
+            if was != now and accelerator.is_main_process:
+                _warn_of_rates(scheduler.scheduler)
         # Files are per rank; a rank that has none takes another's random state, as all ranks began
         # with one seed. The counter of micro-batches is rank 0's everywhere: ranks whose counters
         # differ would end their windows at different batches.
@@ -230,29 +271,45 @@ class AcceleratorBinding:
         @functools.wraps(backward)
         def first_backward(*args: Any, **kwargs: Any) -> Any:
             accelerator.backward = backward
-            warn_of_data(loaded, accelerator, accelerator.gradient_state.active_dataloader)
+            loader = accelerator.gradient_state.active_dataloader
+            skips = isinstance(getattr(loader, "batch_sampler", None), SkipBatchSampler)
+            warn_of_data(loaded, accelerator, loader, in_epoch=skips)
             return backward(*args, **kwargs)
 
         accelerator.backward = first_backward
 
 
 def warn_of_data(
-    loaded: Loaded, accelerator: Any, loader: object, differences: Iterable[str] = ()
+    loaded: Loaded,
+    accelerator: Any,
+    loader: object,
+    *,
+    in_epoch: bool,
+    differences: Iterable[str] = (),
 ) -> None:
     """Warn, on one rank, why samples of the steps to come may differ from those of the old run.
 
     Args:
         loaded: the load.
         accelerator: accelerate's, of this run.
-        loader: the training DataLoader, as accelerate has prepared it; None: it reads as before.
+        loader: the training DataLoader, as accelerate has prepared it, or another.
+        in_epoch: whether batches of the resumed epoch are skipped.
         differences: others that the caller knows of.
     """
     found = [*differences]
-    if loader is not None and accelerator.dataloader_config.use_stateful_dataloader:
+    accumulations = (loaded.accumulate, accelerator.gradient_accumulation_steps)
+    changed = loaded.world_size != accelerator.num_processes or len({*accumulations}) > 1
+    if changed and loader is not None and accelerator.dataloader_config.use_stateful_dataloader:
         found.append("use_stateful_dataloader keeps one rank's position, which no other can use")
-    samples = loaded.result.manifest.progress.global_batch_size or 0
-    accumulations = {loaded.accumulate, accelerator.gradient_accumulation_steps}
-    found += _data_differences(loader, samples, {max(1, samples // each) for each in accumulations})
+    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        if changed or in_epoch:
+            found += _order_differences(loader, loaded.world_size, accelerator.num_processes)
+        samples = loaded.result.manifest.progress.global_batch_size
+        if changed and samples:
+            micro_steps = {max(1, samples // each) for each in accumulations}
+            found += _remainders(loader, samples, micro_steps)
+    elif changed and isinstance(loader, DataLoader):
+        found.append("an iterable dataset is read again up to the resumed batch")
     if found and accelerator.is_main_process:
         log.warning(
             "This run has %d ranks, %s was saved on %d: %s",
@@ -263,25 +320,26 @@ def warn_of_data(
         )
 
 
-def _data_differences(loader: object, samples: int, micro_steps: set[int]) -> Iterator[str]:
-    """Yield differences, given the samples of an optimizer step and of the runs' micro-steps."""
-    if not isinstance(loader, DataLoader):
-        return
-    if isinstance(loader.dataset, IterableDataset):
-        yield "an iterable dataset is read again up to the resumed batch"
-        return
-    if isinstance(loader, DataLoaderDispatcher) and loader.state.num_processes > 1:
+def _order_differences(loader: Any, was: int, now: int) -> Iterator[str]:
+    """Yield why a resumed epoch has other samples, given the old and the new number of ranks."""
+    if isinstance(loader, DataLoaderDispatcher) and now > 1:
         yield (
             "with dispatch_batches=True, accelerate skips too few batches of a resumed epoch: set "
             "it to False"
         )
     batches, sampler = samplers_of(loader)
     has_epochs = hasattr(loader, "set_epoch") and hasattr(loader.dataset, "set_epoch")
-    if has_epochs and sampler is not batches and hasattr(sampler, "set_epoch"):
+    is_never_called = was == now > 1 and isinstance(sampler, SeedableRandomSampler)
+    if (
+        has_epochs
+        and sampler is not batches
+        and hasattr(sampler, "set_epoch")
+        and not is_never_called
+    ):
         yield (
             f"accelerate calls {type(loader.dataset).__name__}.set_epoch in some epochs only, "
-            "which depend on the number of ranks: give the method another name, and call it at the "
-            "start of each epoch"
+            "depending on the number of ranks and on skipped batches: give the method another "
+            "name, and call it at the start of each epoch"
         )
     if isinstance(sampler, RandomSampler) and not hasattr(sampler, "set_epoch"):
         yield (
@@ -293,12 +351,23 @@ def _data_differences(loader: object, samples: int, micro_steps: set[int]) -> It
             f"the order of {type(sampler).__name__} cannot be repeated, and a resumed epoch has "
             "other samples: use a sampler whose set_epoch(epoch) seeds the order"
         )
+
+
+def _remainders(loader: Any, samples: int, micro_steps: set[int]) -> Iterator[str]:
+    """Yield what differs at the end of an epoch.
+
+    Args:
+        loader: the DataLoader.
+        samples: those of an optimizer step.
+        micro_steps: samples of a micro-step on all ranks, in both runs.
+    """
+    batches, sampler = samplers_of(loader)
     counted = sampler.dataset if isinstance(sampler, DistributedSampler) else sampler
     each = getattr(batches, "batch_size", None) or 0 if sampler is batches else 1
     count = len(counted) * each if isinstance(counted, Sized) else 0
-    if not samples or not any(count % each for each in micro_steps):
-        return
     rest = count % samples
+    if not any(count % each for each in micro_steps):
+        return
     if getattr(batches, "drop_last", False):
         yield (
             f"{count} samples are not a multiple of the {samples} of a step, and drop_last makes "
@@ -385,6 +454,25 @@ def _convert(scheduler: AcceleratedScheduler, saved: Units, now: int, accumulate
     elif (saved.steps, saved.extra_counts) != (now, accumulate - 1):
         _scale_nested(inner, saved.steps, now)
         vars(scheduler).update({"step": partial(_step, scheduler, saved), _UNITS: saved})
+
+
+def _warn_of_rates(scheduler: Any) -> None:
+    """Warn if a function of this run continues with another learning rate than the old run."""
+    if not isinstance(scheduler, LambdaLR):
+        return
+    functions, last = scheduler.lr_lambdas, scheduler._last_lr
+    step = scheduler.last_epoch
+    rates = [rate * f(step) for rate, f in zip(scheduler.base_lrs, functions, strict=True)]
+    for was, now in zip(last, rates, strict=True):
+        if not math.isclose(was, now, rel_tol=1e-6):
+            log.warning(
+                "The learning rate jumps from %g to %g: accelerate steps a LambdaLR once per rank, "
+                "and its function does not count steps of all ranks. Multiply its numbers of steps "
+                "(warm-up, total) by accelerator.num_processes",
+                was,
+                now,
+            )
+            return
 
 
 def _scale_nested(scheduler: Any, saved: int, now: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
 from lightning_elastic_zero.checkpoint.load import verify_share
 from lightning_elastic_zero.coordination.ranks import Ranks
@@ -63,21 +63,38 @@ class ResumeCallback(TrainerCallback):
             with suppress(OSError):
                 os.utime(loaded.load_dir)
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Warn of data that another number of ranks reads in another order."""
-        loaded, trainer, args = self._loaded, self._trainer, self._trainer.args
+    def on_train_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        """Warn of samples that differ from those of the old run."""
+        loaded, trainer = self._loaded, self._trainer
         if loaded is None:
             return
-        same = loaded.world_size == args.world_size and (
-            loaded.accumulate == args.gradient_accumulation_steps
+        changed = loaded.world_size != args.world_size or (
+            loaded.accumulate != args.gradient_accumulation_steps
         )
         differences = []
         if args.ignore_data_skip:
             differences.append("ignore_data_skip=True: the epoch begins again at its first sample")
-        if not same and getattr(args, "train_sampling_strategy", "") == "batch_rebalance":
+        loader = trainer.callback_handler.train_dataloader
+        if state.epoch and state.epoch >= 1 and not has_length(loader):
+            differences.append(
+                "the Trainer does not find its position in a later pass over an iterable dataset "
+                "without a length: define __len__"
+            )
+        weighs_tokens = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func
+        if changed and weighs_tokens and not args.average_tokens_across_devices:
+            differences.append(
+                "average_tokens_across_devices=False: the weight of a token depends on the others "
+                "of its rank, if samples differ in length. Set it to True"
+            )
+        if changed and getattr(args, "train_sampling_strategy", "") == "batch_rebalance":
             differences.append("batch_rebalance orders samples by the number of ranks")
-        loader = None if same else trainer.callback_handler.train_dataloader
-        warn_of_data(loaded, trainer.accelerator, loader, differences)
+        warn_of_data(
+            loaded,
+            trainer.accelerator,
+            loader,
+            in_epoch=bool(state.epoch and state.epoch % 1) and not args.ignore_data_skip,
+            differences=differences,
+        )
 
     def on_epoch_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:  # noqa: ARG002
         """Set the epoch of a sampler of the user's.
@@ -176,8 +193,8 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
             Loop(
                 batch_names=("per_device_train_batch_size", "gradient_accumulation_steps"),
                 on_load=callback.on_load,
-                # Nothing waits for a save after train().
-                foreground=lambda _: not training,
+                # Nothing waits for a save after train(), and an upload must not begin before.
+                foreground=lambda _: not training or args.push_to_hub,
                 skip_repeated=True,
                 shows_bars=lambda: not args.disable_tqdm,
             ),

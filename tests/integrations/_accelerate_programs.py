@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import (
 from torch.utils.data import DataLoader
 
 from lightning_elastic_zero import elastic, wrap_initialize
+from lightning_elastic_zero.errors import CheckpointMismatchError
 from tests.integrations._hf_programs import (
     GLOBAL_BATCH,
     MICRO,
@@ -71,6 +72,10 @@ class LoopCase:
     """Whether the data set has ``set_epoch``."""
     dispatch: bool = False
     """Whether rank 0 reads the batches of all ranks."""
+    save_within: int = 0
+    """Step in which a state is saved after its first micro-batch, too."""
+    split: bool = False
+    """Whether ``batch_size`` is that of all ranks."""
     wrapped: bool = False
     """Whether ``wrap_initialize`` was called before."""
 
@@ -85,6 +90,8 @@ class Plateau(ReduceLROnPlateau):
 def scheduler_of(kind: str, optimizer: Any, steps: int, times: int) -> Any:
     """Return a schedule as users of accelerate make it: in steps of all ranks."""
     total = steps * times
+    if kind == "warmup":  # counts optimizer steps, as on one rank
+        return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 30))
     if kind == "lambda":
         return LambdaLR(optimizer, lambda step: max(0.0, 1.0 - step / total))
     if kind == "cosine":
@@ -124,7 +131,9 @@ def _loop(case: LoopCase, run: Run) -> None:
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
         gradient_accumulation_steps=accumulate,
         dataloader_config=DataLoaderConfiguration(
-            use_seedable_sampler=case.seedable, dispatch_batches=case.dispatch or None
+            use_seedable_sampler=case.seedable,
+            dispatch_batches=case.dispatch or None,
+            split_batches=case.split,
         ),
     )
     if case.bound:
@@ -132,15 +141,17 @@ def _loop(case: LoopCase, run: Run) -> None:
     model = tiny_model(case.dropout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     sampler = sampler_of(case.sampler, case.samples) if case.sampler else None
+    batch_size = micro * (accelerator.num_processes if case.split else 1)
     loader: Any = DataLoader(
         EpochTokens(case.samples) if case.epoch_data else Tokens(case.samples),
-        batch_size=micro,
+        batch_size=batch_size,
         shuffle=sampler is None,
         sampler=sampler,
         drop_last=case.drop_last,
     )
-    accelerator.prepare(DataLoader(Tokens(10), batch_size=micro))  # for an evaluation
-    schedule = scheduler_of(case.schedule, optimizer, 12, accelerator.num_processes)
+    accelerator.prepare(DataLoader(Tokens(10), batch_size=batch_size))  # for an evaluation
+    times = 1 if case.split else accelerator.num_processes
+    schedule = scheduler_of(case.schedule, optimizer, 12, times)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     if case.load:
         accelerator.load_state(case.load)
@@ -163,6 +174,8 @@ def _loop(case: LoopCase, run: Run) -> None:
                 schedule.step()
                 optimizer.zero_grad()
             if not accelerator.sync_gradients:
+                if step + 1 == case.save_within and accelerator.step % accumulate == 1:
+                    accelerator.save_state(f"{case.folder}/within_{case.save_within}")
                 continue
             step += 1
             mean = torch.tensor(losses).mean()
@@ -238,6 +251,39 @@ def two_engines(
         engine.destroy()
     _end(accelerator)
     return states
+
+
+def save_named(folder: str, saves: int) -> tuple[list[str], list[str], str]:
+    """Save into folders that accelerate names, then load in another Accelerator and save again.
+
+    Returns the folders after the first saves and after the last, and the refusal of a load to which
+    no model was given.
+    """
+    folders, refusal = [], ""
+    for first in (True, False):
+        use_gloo()
+        config = ds_config(2, {"train_micro_batch_size_per_gpu": 2})
+        project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2)
+        accelerator = elastic(
+            Accelerator(
+                deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), project_config=project
+            )
+        )
+        if not first:
+            try:
+                accelerator.load_state()
+            except CheckpointMismatchError as error:
+                refusal = str(error)
+        model = tiny_model()
+        engine, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        if not first:
+            accelerator.load_state()
+        for _ in range(saves if first else 1):
+            accelerator.save_state()
+        folders.append(sorted(path.name for path in Path(folder, "checkpoints").iterdir()))
+        engine.destroy()
+        _end(accelerator)
+    return folders[0], folders[1], refusal
 
 
 def fall_back_with_two_engines(folder: str) -> list[str]:

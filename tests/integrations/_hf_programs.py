@@ -29,6 +29,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     Sampler,
     WeightedRandomSampler,
 )
@@ -95,6 +96,32 @@ class EpochTokens(Tokens):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return super().__getitem__((index + self.epoch) % len(self))
+
+
+class UnequalTokens(Tokens):
+    """Samples with different numbers of labels."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        labels = self.tokens[index].clone()
+        labels[: index % 7] = -100
+        return {**super().__getitem__(index), "labels": labels}
+
+
+def loss_of_tokens(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    """Return this micro-batch's part of the mean over all tokens of a step."""
+    logits = outputs.logits[:, :-1].transpose(1, 2)
+    total = torch.nn.functional.cross_entropy(logits, labels[:, 1:], reduction="sum")
+    return total / num_items_in_batch
+
+
+class Stream(IterableDataset[dict[str, torch.Tensor]]):
+    """Samples whose number is not known."""
+
+    def __init__(self, count: int) -> None:
+        self.data = Tokens(count)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return (self.data[index] for index in range(len(self.data)))
 
 
 class TinyModel(GPT2LMHeadModel):
@@ -248,6 +275,10 @@ class TrainerCase:
     """The user's own: ``weighted``, or with a seed for each epoch: ``epochs``, ``batches``."""
     epoch_data: bool = False
     """Whether the data set has ``set_epoch``."""
+    stream: bool = False
+    """Whether the data set is iterable."""
+    unequal: bool = False
+    """Whether samples differ in length, and the loss is a mean over the tokens of a step."""
     sharded: bool = False
     """Whether ``get_train_dataloader`` returns a loader of the user's, not prepared by accelerate,
     whose ``DistributedSampler`` is never given an epoch."""
@@ -375,13 +406,16 @@ def make_trainer(case: TrainerCase, run: Run, cls: type[Trainer] = Trainer) -> A
 
         torch.manual_seed(4)
         model = get_peft_model(model, LoraConfig(target_modules=["c_attn"], r=2, lora_dropout=0.0))
-    data = EpochTokens(case.samples) if case.epoch_data else Tokens(case.samples)
+    data: Any = EpochTokens(case.samples) if case.epoch_data else Tokens(case.samples)
+    if case.stream or case.unequal:
+        data = Stream(case.samples) if case.stream else UnequalTokens(case.samples)
     watch = Watch(run, case)
     trainer = cls(
         model=None if case.model_init else model,
         model_init=(lambda: tiny_model(case.dropout)) if case.model_init else None,
         args=arguments,
         train_dataset=data,
+        compute_loss_func=loss_of_tokens if case.unequal else None,
         eval_dataset=Tokens(12) if case.evaluate else None,
         callbacks=[watch, *([Stop(case.stop_at)] if case.stop_at else [])],
     )
@@ -477,6 +511,25 @@ def save_again(case: TrainerCase) -> list[list[str]]:
         dist.barrier()
     close(trainer)
     return found
+
+
+class Pushing(Trainer):
+    """Uploads nothing, and notes the checkpoints that an upload would have found complete."""
+
+    def init_hf_repo(self, token: str | None = None) -> None:
+        self.pushed: list[bool] = []
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        self.pushed.append(Path(checkpoint_folder, "latest").is_file())
+
+
+def push(case: TrainerCase) -> list[bool]:
+    """Train with uploads; return whether each folder was complete."""
+    trainer = make_trainer(case, Run(), Pushing)
+    trainer.train()
+    trainer.wait_for_save()
+    close(trainer)
+    return list(trainer.pushed)
 
 
 def save_after_failure(case: TrainerCase) -> list[str]:

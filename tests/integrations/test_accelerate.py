@@ -22,6 +22,7 @@ from tests.integrations._accelerate_programs import (
     fall_back_with_two_engines,
     loop,
     refusals,
+    save_named,
     stock_failure,
     two_engines,
 )
@@ -169,6 +170,69 @@ def test_what_cannot_be_exact_is_warned_of(
     folder, _ = whole_loop(**case)
     run, *_ = hf_ranks.run(3, partial(loop, LoopCase(load=f"{folder}/step_8", start=8, **case)))
     assert [words in warning for warning in run.warnings] == [True]
+
+
+@pytest.mark.engine
+@pytest.mark.long
+def test_an_unchanged_count_may_differ_within_an_epoch(
+    whole_loop: Reference, hf_ranks: Pools
+) -> None:
+    """A warning says where stock itself reads other samples."""
+    case: dict[str, Any] = {"epoch_data": True, "sampler": "epochs"}
+    folder, (whole, *_) = whole_loop(**case)
+    run, *_ = hf_ranks.run(2, partial(loop, LoopCase(load=f"{folder}/step_8", start=8, **case)))
+    assert run.samples != {step: whole.samples[step] for step in range(9, 13)}
+    words = "accelerate calls EpochTokens.set_epoch in some epochs only"
+    assert [words in warning for warning in run.warnings] == [True]
+
+
+@pytest.mark.engine
+@pytest.mark.long
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_step_that_was_saved_within_is_repeated(
+    world: int, whole_loop: Reference, hf_ranks: Pools
+) -> None:
+    """Gradients of its first micro-batch are not in the checkpoint; a warning says so."""
+    folder, (whole, *_) = whole_loop(save_within=9)
+    run, *_ = hf_ranks.run(world, partial(loop, LoopCase(load=f"{folder}/within_9", start=8)))
+    assert_continues(run, whole, range(9, 13))
+    assert {"saved after 1 of 3 micro-batches" in warning for warning in run.warnings} == {True}
+
+
+@pytest.mark.engine
+@pytest.mark.long
+def test_a_rate_that_does_not_count_all_ranks_is_warned_of(
+    whole_loop: Reference, hf_ranks: Pools
+) -> None:
+    """A step is taken for each rank: a fixed number of warm-up steps ends at another step."""
+    folder, (whole, *_) = whole_loop(schedule="warmup")
+    case = LoopCase(schedule="warmup", load=f"{folder}/step_8", start=8)
+    run, *_ = hf_ranks.run(3, partial(loop, case))
+    assert run.rates[9] != whole.rates[9]
+    words = "The learning rate jumps from 0.00566667 to 0.00833333"
+    assert [words in warning for warning in run.warnings] == [True]
+
+
+@pytest.mark.engine
+@pytest.mark.long
+@pytest.mark.parametrize("world", [3, 1])
+def test_split_batches_go_on(world: int, whole_loop: Reference, hf_ranks: Pools) -> None:
+    """Where accelerate divides each batch, it takes one step of a scheduler for all ranks."""
+    folder, (whole, *_) = whole_loop(split=True, schedule="cosine")
+    case = LoopCase(split=True, schedule="cosine", load=f"{folder}/step_8", start=8)
+    run, *_ = hf_ranks.run(world, partial(loop, case))
+    assert_continues(run, whole, range(9, 13))
+    assert run.warnings == []
+
+
+@pytest.mark.engine
+@pytest.mark.long
+def test_folders_that_accelerate_names_go_on(hf_ranks: Pools, tmp_path: Path) -> None:
+    """Without the line, numbers begin at 0 after a load, and the lowest are deleted first."""
+    for first, second, refusal in hf_ranks.run(2, partial(save_named, str(tmp_path), 3)):
+        assert first == ["checkpoint_1", "checkpoint_2"]
+        assert second == ["checkpoint_2", "checkpoint_3"]
+        assert "checkpoint_2 has pytorch_model, and 0 models are prepared" in refusal
 
 
 @pytest.mark.engine

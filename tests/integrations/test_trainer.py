@@ -28,6 +28,7 @@ from tests.integrations._hf_programs import (
     TrainerCase,
     failure_of,
     is_freed,
+    push,
     save_after_failure,
     save_again,
     saves,
@@ -73,6 +74,7 @@ def resumed(hf_ranks: Pools, tmp_path: Path) -> Callable[..., list[Run]]:
 
     def resume(folder: Path, world: int, step: int = 10, **case: Any) -> list[Run]:
         copy = tmp_path / f"on-{world}"
+        shutil.rmtree(copy, ignore_errors=True)  # of an earlier resume
         shutil.copytree(folder, copy)
         resume_from = str(copy / f"checkpoint-{step}")
         return hf_ranks.run(
@@ -379,6 +381,11 @@ def test_deepspeeds_own_optimizer_and_scheduler_go_on(
             "accelerate skips too few batches",
         ),
         ({"epoch_data": True}, "accelerate calls EpochTokens.set_epoch in some epochs only"),
+        ({"stream": True, "args": {"max_steps": 16}}, "does not find its position in a later pass"),
+        (
+            {"unequal": True, "args": {"average_tokens_across_devices": False}},
+            "the weight of a token depends on the others of its rank",
+        ),
     ],
 )
 def test_what_cannot_be_exact_is_warned_of(
@@ -391,6 +398,35 @@ def test_what_cannot_be_exact_is_warned_of(
     folder, _ = reference(stage=2, **case)
     run, *_ = resumed(folder, 1 if "epoch_data" in case else 3, stage=2, **case)
     assert [words in warning for warning in run.warnings] == [True]
+
+
+@pytest.mark.engine
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("world", "case", "words"),
+    [
+        (1, {"epoch_data": True}, "accelerate calls EpochTokens.set_epoch in some epochs only"),
+        (2, {"epoch_data": True}, ""),  # never calls it
+        (2, {"epoch_data": True, "sampler": "epochs"}, "accelerate calls EpochTokens.set_epoch"),
+        (2, {"sampler": "weighted"}, "WeightedRandomSampler cannot be repeated"),
+    ],
+)
+def test_an_unchanged_count_may_differ_within_an_epoch(
+    world: int,
+    case: dict[str, Any],
+    words: str,
+    reference: Reference,
+    resumed: Callable[..., list[Run]],
+) -> None:
+    """A warning says where stock itself reads other samples; from an epoch's start it does not."""
+    case = {"stage": 2, "args": {"save_steps": 4}, **case}
+    folder, (whole, *_) = reference(world, **case)
+    for step in (8, 12):
+        run, *_ = resumed(folder, world, step, **case)
+        exact = step == 8 or not words
+        later = {s: samples for s, samples in whole.samples.items() if s > step}
+        assert (run.samples == later) is exact
+        assert [words in warning for warning in run.warnings] == ([] if exact else [True])
 
 
 @pytest.mark.engine
@@ -413,12 +449,18 @@ def test_only_the_last_step_of_an_epoch_is_filled_up(
 @pytest.mark.long
 @pytest.mark.parametrize(
     "case",
-    [{"sampler": "epochs"}, {"sampler": "batches"}, {"evaluate": True}, {"sharded": True}],
+    [
+        {"sampler": "epochs"},
+        {"sampler": "batches"},
+        {"evaluate": True},
+        {"sharded": True},
+        {"unequal": True},
+    ],
 )
 def test_what_is_exact_is_not_warned_of(
     case: dict[str, Any], reference: Reference, resumed: Callable[..., list[Run]]
 ) -> None:
-    """A user's sampler that seeds each epoch, or loader; data for evaluation of any size."""
+    """A user's sampler that seeds each epoch, or loader; evaluation; samples of any length."""
     if case.get("sampler") == "batches":
         case["samples"] = 84  # 42 batches, which is not a multiple of a step's
     if "evaluate" in case:
@@ -605,6 +647,15 @@ def test_a_model_whose_save_was_deleted_is_saved_again(
     first, second = hf_ranks.run(2, partial(save_again, case))[0]
     assert "global_step1" in first
     assert second == first
+
+
+@pytest.mark.engine
+@pytest.mark.long
+def test_an_upload_waits_for_the_save(hf_ranks: Pools, tmp_path: Path) -> None:
+    """With ``push_to_hub``, the Trainer uploads a folder at once."""
+    args = {"push_to_hub": True, "hub_strategy": "checkpoint"}
+    case = TrainerCase(str(tmp_path), args=args, options={"async_save": True})
+    assert hf_ranks.run(2, partial(push, case))[0] == [True] * 4
 
 
 @pytest.mark.engine
