@@ -1,4 +1,4 @@
-"""Ways in which a checkpoint is not what a run wants."""
+"""Kinds of damage to a checkpoint."""
 
 from __future__ import annotations
 

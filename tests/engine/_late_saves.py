@@ -1,4 +1,4 @@
-"""Saves and loads of engines on processors as if on devices, through an adversarial copy engine."""
+"""Saves and loads of CPU engines as if on devices, through an adversarial copy engine."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class LateEngine(LiveEngine):
         self._late, self._first = late, first
 
     def add_step_pre_hook(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Let the device work while a step waits."""
+        """Let the device make progress while a step waits."""
         return super().add_step_pre_hook(self._late.while_waiting(call))
 
     def rank_state(self, **options: bool) -> RankState:
         return large_on_devices(super().rank_state(**options), self._late, self._first)
 
     def allocate_targets(self, source: Manifest, *, with_optimizer: bool) -> RestoreTargets:
-        """Return the targets; all copies to devices have arrived when they are committed."""
+        """Return targets whose copies to devices are finished when they are committed."""
         targets = super().allocate_targets(source, with_optimizer=with_optimizer)
         late, first = self._late, self._first
 
@@ -83,14 +83,14 @@ class LateEngine(LiveEngine):
 
 @contextmanager
 def late_engine(engine: Engine, turn: int) -> Iterator[tuple[CopyEngine, Callable[[], LiveEngine]]]:
-    """Yield a copy engine and an engine seen through it; no other device may be queried."""
+    """Yield a copy engine, and an engine behind it; no other device may be queried."""
     with CopyEngine(turn).in_place_of_torch() as late:
         yield late, partial(LateEngine, engine, late, turn)
     assert late.contexts <= set(DEVICES), late.contexts
 
 
 def save_late(engine: Engine, saved: Saved) -> None:
-    """Save while training waits and while it continues: both must contain the engine's state."""
+    """Save while training waits and while it continues; both must contain the engine's state."""
     setup, first = saved.setup, f"{saved.path}.blocking"
     turn = zlib.crc32(f"{setup} {saved.path.rpartition('/')[2]}".encode())
     before = dump(engine, setup)
@@ -111,11 +111,11 @@ def save_late(engine: Engine, saved: Saved) -> None:
         assert not differences(before, after), "saving changed the engine"
         torch.save(before, saved.dump_path)
         differing = differing_files(Path(first), Path(saved.path))
-        assert not differing, f"behind training it differs: {differing}"
+        assert not differing, f"the background save differs: {differing}"
 
 
 def _take_small_from_devices(manager: CheckpointManager, late: CopyEngine, turn: int) -> None:
-    """Let snapshots find buffers and scalars on devices too, after their check."""
+    """Put the buffers and scalars of snapshots on devices too, after their check."""
     assert manager._writer is not None
     snapshotter: Any = manager._writer._snapshotter
     take = snapshotter.take
@@ -131,7 +131,7 @@ def _take_small_from_devices(manager: CheckpointManager, late: CopyEngine, turn:
 def _end(manager: CheckpointManager, ranks: Ranks, late: CopyEngine) -> None:
     with late.waiting():
         manager.wait_until_finished(ranks)
-    assert not any(stream.immediate for stream in late.copied_on), "training's stream copies"
+    assert not any(stream.immediate for stream in late.copied_on), "training's stream has copied"
 
 
 def _half_of(live: LiveEngine) -> int:
@@ -150,7 +150,7 @@ def load_late(engine: Engine, saved: Saved) -> dict[str, Any]:
 
 
 def train_and_save_late(saved: Saved) -> None:
-    """Train a run from its start, and save it in both ways."""
+    """Train a run from its start; save it in both ways."""
     with engine_of(saved.setup, 0) as engine:
         train(engine, saved.setup, 0, STEPS)
         save_late(engine, saved)

@@ -1,4 +1,4 @@
-"""The objects of which each kind of engine is checked for DeepSpeed's names."""
+"""The objects of each kind of engine that are checked for DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FP16_FUSED = {*ENGINE, "FP16_Optimizer"}
 FP16_UNFUSED = {*ENGINE, "FP16_UnfusedOptimizer"}
 
 SWAPPED_HIDDEN = 4000
-"""So wide a layer that its sub-group goes to files: DeepSpeed swaps nothing below 1 MiB."""
+"""Width of a layer whose sub-group is swapped to files; DeepSpeed swaps nothing below 1 MiB."""
 
 CHECKED: Mapping[Setup, set[str]] = {
     Setup(1, "0"): ENGINE,
@@ -67,16 +67,16 @@ CHECKED_WITHOUT_OPTIMIZER: Mapping[Setup, set[str]] = {
     Setup(1, "0", "bf16"): ENGINE,  # It has a BF16_Optimizer without parameters.
     Setup(1, "0"): ENGINE,
 }
-"""The same for engines that evaluate."""
+"""The same for engines without an optimizer."""
 
 
 def checked_in(setup: Setup, release: str) -> set[str]:
     """Return the objects of an engine that are checked with an older release."""
     checked, version = CHECKED[setup], Version(release)
     if (setup.zero, setup.precision) == ("0", "bf16") and version < Version("0.18"):
-        checked = BF16  # It has no other wrapper for bf16.
+        checked = BF16  # These releases have no other wrapper for bf16.
     if setup.zero == "B" and Version("0.18") < version < Version("0.18.5"):
-        checked = FP16_UNFUSED  # It uses the wrapper of stage 0.
+        checked = FP16_UNFUSED  # These releases use the wrapper of stage 0.
     older = set()
     if "BF16_Optimizer" in checked and version < Version("0.16.9"):
         older = {"BF16_Optimizer without zero_grad"}

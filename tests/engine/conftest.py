@@ -1,4 +1,4 @@
-"""Checkpoints that several tests load: made once per session."""
+"""Checkpoints that several tests load, made once per session."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from tests.support.ranks import ForkServer, Pools
 
 @pytest.fixture(scope="session")
 def saved_by(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Saved]:
-    """Return a run's checkpoint, made once per session; `late`: by the adversarial copy engine."""
+    """Return a function that saves a run once per session.
+
+    With ``late``, it saves through the adversarial copy engine.
+    """
     folder: Path = tmp_path_factory.mktemp("saved")
     made: dict[str, Saved] = {}
 
-    def give(setup: Setup, *, steps: int = 3, late: bool = False, **options: Any) -> Saved:
+    def get(setup: Setup, *, steps: int = 3, late: bool = False, **options: Any) -> Saved:
         name = f"{setup!r}-{steps}-{late}-{sorted(options.items())}"
         if name not in made:
             saved = Saved(setup, str(folder / f"{len(made)}.ckpt"), options)
@@ -30,7 +33,7 @@ def saved_by(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable
             made[name] = saved
         return made[name]
 
-    return give
+    return get
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Models as people build them are restored on another number of devices, bit for bit."""
+"""Models of common libraries are restored on another number of devices, bit for bit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GPT2_SIZES = {"n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2}
 
 
 def of_transformers(name: str, **options: Any) -> nn.Module:
-    """Make a tiny model: of GPT-2 with its embedding as head, of others with grouped queries."""
+    """Make a tiny model: GPT-2 with a tied head, others with grouped queries."""
     import transformers
 
     is_gpt2 = name == "GPT2"
@@ -50,7 +50,7 @@ def lora() -> nn.Module:
 
 
 def checkpointed() -> nn.Module:
-    """Make a GPT-2 with activation checkpointing, as transformers does it."""
+    """Make a GPT-2 with the activation checkpointing of transformers."""
     model = of_transformers("GPT2", attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
     model.gradient_checkpointing_enable()  # type: ignore[operator]
     return model
@@ -91,7 +91,7 @@ def normed(norm: Callable[[nn.Module], nn.Module]) -> nn.Module:
 
 
 class Images(nn.Module):
-    """Convolutions with BatchNorm, behind a frozen one; see `in_channels_last`."""
+    """Convolutions with BatchNorm, after a frozen one; see ``in_channels_last``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,14 +106,14 @@ class Images(nn.Module):
 
 
 def in_channels_last(engine: Engine, setup: ModelSetup) -> None:
-    """Partition frozen weights in another order, which DeepSpeed accepts only before it starts."""
+    """Change the memory order of frozen weights, which ZeRO-3 accepts only before its setup."""
     if setup.kind == "images" and setup.zero != "3":
         engine.module.frozen.to(memory_format=torch.channels_last)
         assert not engine.module.frozen.weight.is_contiguous()
 
 
 EXPERTS = {"num_local_experts": 3, "num_experts_per_tok": 2}
-"""All of them are on every rank."""
+"""Each rank has all experts."""
 
 BUILDERS: dict[str, Any] = {
     "gpt2": partial(of_transformers, "GPT2"),
@@ -141,7 +141,7 @@ class ModelSetup(Setup):
     def model(self, seed: int) -> nn.Module:  # type: ignore[override]
         torch.manual_seed(seed)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the libraries among themselves
+            warnings.simplefilter("ignore")  # between the libraries
             model: nn.Module = BUILDERS[self.kind]()
         return model
 
@@ -156,7 +156,7 @@ class ModelSetup(Setup):
 
 
 def train_model(engine: Engine, setup: ModelSetup, first: int, last: int) -> list[float]:
-    """Train steps `[first, last)` on data that depend on step and rank only."""
+    """Train steps ``[first, last)`` on data that depend only on step and rank."""
     rank, losses = distributed.get_rank(), []
     size = GLOBAL_BATCH // setup.world
     for step in range(first, last):
@@ -205,7 +205,7 @@ def saved_dump(setup: ModelSetup, path: str, options: Mapping[str, Any]) -> Dump
 
 
 def loaded_dumps(setup: ModelSetup, path: str) -> tuple[Dump, Dump, list[float]] | None:
-    """Load into a run of another seed, and train on; return the state before and after."""
+    """Load into a run with another seed, and train; return the state before and after the load."""
     from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 7, tilt=3.0) as engine:
@@ -219,7 +219,7 @@ def loaded_dumps(setup: ModelSetup, path: str) -> tuple[Dump, Dump, list[float]]
 
 
 def unwrapped(held: Dump) -> Dump:
-    """Return a dump under the names that layers have without wrappers."""
+    """Return a dump with the names that layers have without wrappers."""
     return {WRAPPERS.sub("", key): value for key, value in held.items()}
 
 
@@ -270,7 +270,7 @@ def test_built_models_are_restored_on_other_devices_and_stages(
 ) -> None:
     if kind == "DeepSpeed's checkpointing":  # Its recomputation does not gather ZeRO-3's weights.
         zero, then = zero.replace("3", "1"), then.replace("3", "1")
-    # Their buffers stay fp32 in a bf16 engine, which torch's own kernels do not take.
+    # Their buffers stay fp32 in a bf16 engine, which torch's own kernels do not accept.
     precision = "fp32" if kind == "images" or kind.startswith("spectral") else precision
     source = ModelSetup(world, zero, precision, kind=kind)
     target = ModelSetup(on, then, precision, kind=kind)
@@ -285,7 +285,7 @@ def test_built_models_are_restored_on_other_devices_and_stages(
 def test_wrappers_do_not_change_the_names_of_layers(
     other: str, back: bool, pools: Pools, tmp_path: Path
 ) -> None:
-    """Compiled layers run in ZeRO-1/2: DeepSpeed's own hooks of ZeRO-3 fail on them."""
+    """Compiled layers run in ZeRO-1/2, since DeepSpeed's hooks of ZeRO-3 fail on them."""
     plain, wrapped = ModelSetup(3, "3", kind="plain"), ModelSetup(2, "2", kind=other)
     source, target = (wrapped, plain) if back else (plain, wrapped)
     wanted, _, after = resumed(pools, source, target, tmp_path)

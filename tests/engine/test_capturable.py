@@ -1,7 +1,7 @@
-"""torch's ``capturable``, which keeps the count of steps on the device, is the live run's own.
+"""torch's ``capturable``, which counts steps on the device, is a setting of the live run.
 
-On a CPU torch refuses such a step, but for the fused kernel, which takes it: there it saves and
-resumes like any other. The others load, and save what they have loaded, without a step between.
+On a CPU, torch refuses such steps, except those of the fused kernel, which trains, saves and
+resumes like any other. The others load, and save the loaded state without a step.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ OPTIONS = ("capturable", "foreach", "fused")
 @dataclass(frozen=True)
 class LoadedSteps:
     counts: list[object]
-    """Of each flat buffer: the value, its type and dimensions, whether it is beside the masters."""
+    """Of each flat buffer: value, type, dimensions, and whether it is on the masters' device."""
     shared: bool
-    """Two flat buffers count in one tensor: each step would count twice."""
+    """Whether two flat buffers share a count, so that each step would count twice."""
     options: list[tuple[object, ...]]
-    """Of each parameter group, ``OPTIONS``."""
+    """``OPTIONS`` of each parameter group."""
 
 
 def steps_after_load(setup: Setup, saved: Saved) -> LoadedSteps:
-    """Load; return the counts of steps, and the options of the parameter groups."""
+    """Load; return the step counts, and the options of the parameter groups."""
     from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 7, tilt=3.0) as engine:
@@ -54,7 +54,7 @@ def steps_after_load(setup: Setup, saved: Saved) -> LoadedSteps:
 
 
 def first_step(setup: Setup) -> str:
-    """Train a step, and return its error."""
+    """Train a step; return its error."""
     with engine_of(setup, 0) as engine:
         try:
             train(engine, setup, 0, 1)
@@ -64,7 +64,7 @@ def first_step(setup: Setup) -> str:
 
 
 EXPECTED_COUNT = (float(STEPS), torch.float32, 0, True)
-"""Of a run that was saved after its first steps; on a CPU all tensors are on one device."""
+"""The count of a run saved after its first steps; on a CPU all tensors are on one device."""
 
 
 pytestmark = pytest.mark.engine

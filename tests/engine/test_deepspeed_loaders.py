@@ -39,7 +39,7 @@ pytestmark = pytest.mark.engine
 
 
 def wanted_in(saved: Saved, target: Setup) -> Dump:
-    """Return what a run must hold after a load by DeepSpeed.
+    """Return the state that a run must have after a load by DeepSpeed.
 
     Elastic checkpoints of DeepSpeed have no hyperparameters. In ZeRO-1 and 2 there is one model
     file, so that all ranks get the buffers of rank 0; in ZeRO-3 each rank reads its own.
@@ -50,12 +50,12 @@ def wanted_in(saved: Saved, target: Setup) -> Dump:
         file = rank if target.zero == "3" else 0
         for name in target.buffers_kept:
             wanted[f"buffer/{rank}/{name}"] = held[f"buffer/{file}/{name}"]
-    left_out = ["group/"]
+    excluded = ["group/"]
     if saved.options.get("exclude_frozen_parameters"):
-        left_out.append("frozen/")
+        excluded.append("frozen/")
     if target.zero == "3" and target.precision != "fp32":
-        left_out.append("buffer/")  # DeepSpeed 0.19.2 casts the module's buffers to 16 bits.
-    return {k: v for k, v in wanted.items() if not k.startswith(tuple(left_out))}
+        excluded.append("buffer/")  # DeepSpeed 0.19.2 casts the module's buffers to 16 bits.
+    return {k: v for k, v in wanted.items() if not k.startswith(tuple(excluded))}
 
 
 def assert_restored(saved: Saved, target: Setup, pools: Pools) -> None:
@@ -90,18 +90,18 @@ def test_deepspeed_loads_elastic_zero_1_and_2_on_the_same_count(
 def test_deepspeed_loads_zero_1_and_2_without_elastic_checkpoint(
     setup: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """Without scalar states: DeepSpeed's loader would append the flat buffer's padding to them."""
+    """DeepSpeed's loader would append the padding of the flat buffer to scalar states."""
     assert_restored(saved_by(setup, save_module_weights=True), setup, pools)
 
 
 def test_a_run_continued_by_deepspeed_loads_from_either_save(
     pools: Pools, saved_by: Callable[..., Saved], tmp_path: Path
 ) -> None:
-    """DeepSpeed's loader gives the step of torch's AdamW a dimension, with which both save."""
+    """DeepSpeed's loader adds a dimension to the step of torch's AdamW, and both saves keep it."""
     saved, elastic = saved_by(AT_HOME, save_module_weights=True), replace(AT_HOME, elastic=True)
     ours, theirs = str(tmp_path / "ours"), str(tmp_path / "theirs")
-    went_on = partial(saved_after_deepspeed, elastic, saved, ours, theirs)
-    held = pools.run(AT_HOME.world, went_on)[0]
+    program = partial(saved_after_deepspeed, elastic, saved, ours, theirs)
+    held = pools.run(AT_HOME.world, program)[0]
     assert held is not None
     target = Setup(3, "3")
     wanted = expected_in(held, AT_HOME, target)
@@ -131,17 +131,17 @@ def structure(value: Any) -> Structure:
 
 
 def shard_structures(checkpoint: str, *, sizes: bool) -> list[Structure]:
-    """Return the structure of each rank's optimizer states; in a rank, for DeepSpeed's classes.
+    """Return the structure of each rank's optimizer states, in a rank with DeepSpeed's classes.
 
     Args:
         checkpoint: its directory.
-        sizes: tell those of state tensors. Where a parameter ends before the last rank, the pull
-            request writes padding of other ranks, which its loader ignores.
+        sizes: include the sizes of state tensors. If a parameter ends before the last rank, the
+            pull request writes padding of other ranks, which its loader ignores.
     """
     found = []
     for path in sorted(Path(checkpoint).rglob("*_optim_states.pt")):
         state = torch.load(path, weights_only=False)["optimizer_state_dict"]
-        state["zero_stage"] = int(state["zero_stage"])  # An enumeration of DeepSpeed's.
+        state["zero_stage"] = int(state["zero_stage"])  # DeepSpeed's enumeration.
         if not sizes:
             for states in state["base_optimizer_state"]:
                 lists = [value for value in states.values() if isinstance(value, list)]
@@ -162,7 +162,7 @@ def shard_structures(checkpoint: str, *, sizes: bool) -> list[Structure]:
 def test_zero_3_files_have_the_structure_of_pull_request_8031(
     name: str, sizes: bool, pools: Pools, tmp_path: Path
 ) -> None:
-    """Except the loss scaler, which is plain data here."""
+    """Except for the loss scaler, which is plain data here."""
     fixture = unpack(name, tmp_path)
     saved = Saved(replace(fixture.setup, elastic=False), str(tmp_path / "ours"))
     pools.run(saved.setup.world, partial(train_and_save, saved, steps=fixture.setup_steps))
@@ -218,10 +218,11 @@ def test_pull_request_8031_loads_zero_3_on_the_same_count(
 def test_pull_request_8031_loads_zero_3_on_fewer_ranks(
     setup: Setup, world: int, pr_8031: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """Without the frozen weights, of which the loader reads pieces of the current size only.
+    """The loader reads frozen weights only in pieces for the current number of ranks.
 
-    It fails on more ranks, with checkpoints of its own too: the new ranks have no model file. It
-    also wants the same parameters in each sub-group, whose size counts the elements of one rank.
+    They are excluded here. It fails on more ranks even with its own checkpoints, since the new
+    ranks have no model file. It also needs the same parameters in each sub-group, whose size counts
+    the elements of one rank.
     """
     saved = saved_by(setup, save_module_weights=True, exclude_frozen_parameters=True)
     assert_restored(saved, in_pr_8031(setup, world), pr_8031)
@@ -257,7 +258,7 @@ def assert_exact(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 
 
 def recovered(path: str, *, exclude_frozen: bool) -> dict[str, Any]:
-    """Run DeepSpeed's function (in a rank: this process does not import DeepSpeed)."""
+    """Run DeepSpeed's function, in a rank since this process does not import DeepSpeed."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     found = get_fp32_state_dict_from_zero_checkpoint(path, exclude_frozen_parameters=exclude_frozen)
@@ -281,8 +282,8 @@ def test_deepspeeds_function_recovers_the_weights(
     program = partial(recovered, saved.path, exclude_frozen=False)
     assert_exact(pools.run(1, program)[0], wanted)
     program = partial(recovered, saved.path, exclude_frozen=True)
-    left_out = ("frozen.weight", "frozen.bias", "empty")
-    trained = {name: tensor for name, tensor in wanted.items() if name not in left_out}
+    excluded = ("frozen.weight", "frozen.bias", "empty")
+    trained = {name: tensor for name, tensor in wanted.items() if name not in excluded}
     assert_exact(pools.run(1, program)[0], trained)
 
 
@@ -298,7 +299,7 @@ def test_lightnings_function_recovers_and_writes_the_same_weights(
     assert_exact(torch.load(output, weights_only=False)["state_dict"], expected(saved))
 
 
-@pytest.mark.skipif(find_spec("huggingface_hub") is None, reason="the script asks for it")
+@pytest.mark.skipif(find_spec("huggingface_hub") is None, reason="the script imports it")
 @pytest.mark.parametrize("setup", [RUNS[1], RUNS[4], RUNS[6]], ids=str)
 def test_the_script_in_the_checkpoint_recovers_the_weights(
     setup: Setup, saved_by: Callable[..., Saved], tmp_path: Path

@@ -1,4 +1,4 @@
-"""Rates that drift apart between ranks are told, and end no run."""
+"""Rates that differ between ranks cause a warning and end no run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Drifted:
 
 
 def save_drifted(setup: Setup, path: str, rates: list[float], *, steps: int = 0) -> Drifted:
-    """Save where each rank has its own rate and a matching scheduler."""
+    """Save a run in which each rank has its own rate and a matching scheduler."""
     from lightning_elastic_zero.api import save_checkpoint
 
     rank = distributed.get_rank()
@@ -54,10 +54,10 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize("source", [Setup(3, "2"), Setup(3, "3", sub_group=700)], ids=str)
-def test_drifted_rates_are_warned_of_and_rank_0s_are_saved(
+def test_drifted_rates_cause_a_warning_and_rank_0s_are_saved(
     source: Setup, pools: Pools, tmp_path: Path
 ) -> None:
-    """Schedulers follow the rates; other client state of each rank comes back on as many ranks."""
+    """Schedulers follow the rates; other client state is restored per rank on as many ranks."""
     path, rates = str(tmp_path / "drifted.ckpt"), [0.5, 0.25, 0.25]
     saved = pools.run(3, partial(save_drifted, source, path, rates))
     assert [drifted.rates[0] for drifted in saved] == rates

@@ -1,4 +1,4 @@
-"""What modules keep by ``get_extra_state`` comes back, whoever saved it, on any number of ranks."""
+"""State that modules keep with ``get_extra_state`` is restored on any number of ranks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _values(rank: int) -> dict[str, Any]:
 
 
 def save_extra_states(setup: Setup, folder: str) -> None:
-    """Save a run by this library, by DeepSpeed, and by torch where weights are whole."""
+    """Save a run with this library, with DeepSpeed, and with torch if weights are not sharded."""
     from lightning_elastic_zero.api import save_checkpoint
 
     with engine_of(setup, 0, model=_model(setup, _values(distributed.get_rank()))) as engine:
@@ -72,9 +72,9 @@ def load_extra_states(
     for path in paths:
         with (
             engine_of(setup, 1, model=_model(setup, values)) as engine,
-            log_heard("lightning_elastic_zero.checkpoint.save") as said,
+            log_heard("lightning_elastic_zero.checkpoint.save") as warned,
         ):
-            found.append((_loaded(engine, path, options), said))
+            found.append((_loaded(engine, path, options), warned))
     return found
 
 
@@ -104,7 +104,7 @@ EMPTY: dict[str, Any] = {"scales": None, "bytes": None, "rank": None}
 def test_extra_states_are_restored_per_rank_or_from_rank_0(
     source: Setup, target: Setup, pools: Pools, tmp_path: Path
 ) -> None:
-    """Per rank on as many ranks; files of other software have rank 0's."""
+    """Per rank on as many ranks; files of other software contain the states of rank 0."""
     pools.run(source.world, partial(save_extra_states, source, str(tmp_path)))
     paths = sorted(map(str, tmp_path.iterdir()))
     assert len(paths) == 3 + (source.stage < 3)
@@ -122,7 +122,7 @@ def test_extra_states_are_restored_per_rank_or_from_rank_0(
 
 
 @pytest.mark.long
-def test_extra_states_of_model_or_checkpoint_alone_are_warned_of(
+def test_extra_states_of_only_model_or_checkpoint_cause_a_warning(
     pools: Pools, tmp_path: Path
 ) -> None:
     source, target = Setup(2, "2"), Setup(2, "3")

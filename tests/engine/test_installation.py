@@ -1,4 +1,4 @@
-"""The locks that killed builds of DeepSpeed's operators leave are told of, and not waited for."""
+"""Stale locks of killed builds of DeepSpeed's operators are reported, and not waited for."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_stale_locks_of_builds_are_reported_and_not_waited_for(
 
 
 def test_a_running_build_is_waited_for(folder: Path) -> None:
-    """Its lock is open in a process, or so new that a build elsewhere may hold it."""
+    """Its lock is open in a process, or so new that a build on another machine may hold it."""
     with (folder / FILES / "lock").open():
         assert [*installation.abandoned_builds()] == [SHARED_MEMORY]
         installation.report_abandoned_builds(NVME)

@@ -1,4 +1,4 @@
-"""The loss scale after a load: what the run has learned, and settings, of which a warning tells."""
+"""The loss scale after a load: learned values continue, and replaced settings cause a warning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.ranks import Pools
 pytestmark = pytest.mark.engine
 
 SETTINGS = {"scale_window": 5, "min_scale": 4.0, "delayed_shift": 3, "cur_hysteresis": 3}
-"""Others than those that were saved (``QUICK_SCALER``)."""
+"""Settings that differ from the saved ones (``QUICK_SCALER``)."""
 
 
 def numbers(engine: Engine) -> dict[str, Any]:
@@ -44,16 +44,16 @@ def after_load(
     steps: int = 0,
     **options: Any,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Load some steps after the start; return the scaler's numbers, and warnings about it."""
+    """Load after some steps; return the scaler's numbers, and the warnings about it."""
     from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 7) as engine:
         for key, value in configured.items():
             setattr(scaler_of(engine), key, value)
         train(engine, setup, 100, 100 + steps)
-        with log_heard("lightning_elastic_zero", logging.WARNING) as said:
+        with log_heard("lightning_elastic_zero", logging.WARNING) as texts:
             load_checkpoint(engine, path, **options)
-        return numbers(engine), [text for text in said if "loss scale" in text]
+        return numbers(engine), [text for text in texts if "loss scale" in text]
 
 
 def test_the_hysteresis_is_reset_after_stage_0(
@@ -61,10 +61,10 @@ def test_the_hysteresis_is_reset_after_stage_0(
 ) -> None:
     """Stage 0 counts none, so a running engine must not keep its own count."""
     saved, target = saved_by(Setup(2, "0", "fp16")), Setup(2, "2", "fp16")
-    fresh, under_way = (
+    fresh, running = (
         pools.run(2, partial(after_load, target, saved.path, {}, steps=steps)) for steps in (0, 2)
     )
-    assert under_way == fresh
+    assert running == fresh
     for found, warned in fresh:
         assert found["cur_hysteresis"] == found["delayed_shift"] == 2
         assert repr(found["last_overflow_iter"]) == saved.dump()["scaler/last_overflow_iter"] == "1"
@@ -76,7 +76,7 @@ def test_scaler_settings_follow_load_hyperparameters(
 ) -> None:
     """Rank 0 warns of configured settings that are replaced; learned values always continue."""
     saved, target = saved_by(Setup(2, "2", "fp16")), Setup(2, "3", "fp16")
-    look = partial(after_load, target, saved.path)
+    load = partial(after_load, target, saved.path)
     as_saved = {
         key.removeprefix("scaler/"): value
         for key, value in saved.dump().items()
@@ -84,8 +84,8 @@ def test_scaler_settings_follow_load_hyperparameters(
     }
     assert as_saved["cur_hysteresis"] == "1"
     assert as_saved["scale_window"] == "2"
-    same = pools.run(2, partial(look, {}))
-    changed = pools.run(2, partial(look, SETTINGS))
+    same = pools.run(2, partial(load, {}))
+    changed = pools.run(2, partial(load, SETTINGS))
     assert [{k: repr(v) for k, v in found.items()} for found, _ in (*same, *changed)] == [
         as_saved
     ] * 4
@@ -94,7 +94,7 @@ def test_scaler_settings_follow_load_hyperparameters(
     assert "delayed_shift 2 (here 3), min_scale 1 (here 4.0), scale_window 2 (here 5)" in text
     assert "load_hyperparameters=False" in text
     learned = ("cur_hysteresis", "cur_iter", "cur_scale", "last_overflow_iter")
-    for found, warned in pools.run(2, partial(look, SETTINGS, load_hyperparameters=False)):
+    for found, warned in pools.run(2, partial(load, SETTINGS, load_hyperparameters=False)):
         assert {key: repr(found[key]) for key in learned} == {key: as_saved[key] for key in learned}
         assert SETTINGS.items() - {("cur_hysteresis", 3)} <= found.items()
         assert not warned
@@ -106,10 +106,10 @@ def test_a_fixed_scale_is_a_setting_in_every_stage(
 ) -> None:
     path = str(tmp_path / "fixed.ckpt")
     pools.run(1, partial(save_with_fixed_scale, Setup(1, "1"), path, 128.0))
-    look = partial(after_load, target, path, {"cur_scale": 512.0})
-    ((found, (warned,)),) = pools.run(1, look)
+    load = partial(after_load, target, path, {"cur_scale": 512.0})
+    ((found, (warned,)),) = pools.run(1, load)
     assert found["cur_scale"] == 128.0
     assert "cur_scale 128.0 (here 512.0)" in warned
-    ((found, none),) = pools.run(1, partial(look, load_hyperparameters=False))
+    ((found, none),) = pools.run(1, partial(load, load_hyperparameters=False))
     assert found["cur_scale"] == 512.0
     assert not none

@@ -1,4 +1,4 @@
-"""A release of DeepSpeed that lacks a name is refused by that name, and no other release is."""
+"""A DeepSpeed release without a required name is refused by that name; others are accepted."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Refusals:
     missed: list[str]
     """Messages of the checks with the installed release."""
     unreported: dict[str, str]
-    """Names whose absence is not reported by name, and the message instead."""
+    """Names whose absence is not reported by name, with the message instead."""
 
 
 def refusals(setup: Setup) -> Refusals:
-    """Check an engine, then again with each name replaced by one that no release has."""
+    """Check an engine, and again with each name replaced by one that no release has."""
     with engine_of(setup, 0) as engine:
         return _refusals(engine)
 
@@ -56,15 +56,15 @@ def _refusals(engine: Engine) -> Refusals:
         for since, names in [*NAMES[title].items()]:
             for name in names.split() if DEEPSPEED.is_at_least(release, since or "0") else ():
                 NAMES[title][since] = f"{name}_gone"
-                said = "\n".join(check_names(engine, wrapper, release))
-                if f"has no {name}_gone in {title}, which" not in said:
-                    unreported[f"{title}: {name}"] = said
+                message = "\n".join(check_names(engine, wrapper, release))
+                if f"has no {name}_gone in {title}, which" not in message:
+                    unreported[f"{title}: {name}"] = message
             NAMES[title][since] = names
     return Refusals(release, checked, missed, unreported)
 
 
 def missed_later(setup: Setup, states: tuple[str, ...]) -> dict[str, list[str]]:
-    """Return names that are missing within a window, between steps, and while offloaded."""
+    """Return the names that are missing in a window, between steps, and while offloaded."""
     model = setup.model(0)
     if states and setup.zero == "3":  # DeepSpeed's ``offload_states`` fails with frozen weights.
         model.frozen = torch.nn.Identity()  # type: ignore[assignment]
@@ -109,7 +109,7 @@ MOMENTS = [
     (Setup(1, "3", "bf16", accumulation=2, grouping="one"), WEIGHTS),
     (Setup(1, "3", accumulation=2, offload=True, offloaded_weights=True), ()),
 ]
-"""Engines whose windows have two micro-batches, and the states that they put on the host."""
+"""Engines with windows of two micro-batches, and the states that they offload to the host."""
 
 
 @pytest.mark.parametrize("setup", CHECKED, ids=str)
@@ -126,7 +126,7 @@ def test_each_missing_deepspeed_name_is_reported(setup: Setup, pools: Pools) -> 
 
 needs_newest = pytest.mark.skipif(
     not DEEPSPEED.is_at_least(version_of("deepspeed"), DEEPSPEED.newest_tested),
-    reason="what the newest release has is asked for",
+    reason="needs the names of the newest release",
 )
 
 
@@ -138,7 +138,7 @@ def test_no_name_is_missing_within_a_window_or_while_offloaded(
 ) -> None:
     missed = pools.run(1, partial(missed_later, setup, states))[0]
     assert len(missed) == (6 if states else 4)
-    assert not {moment: said for moment, said in missed.items() if said}
+    assert not {moment: names for moment, names in missed.items() if names}
 
 
 @pytest.mark.long

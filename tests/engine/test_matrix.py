@@ -1,4 +1,4 @@
-"""State saved by N ranks and restored by M: a covering set of configurations."""
+"""State saved by N ranks and loaded by M: a covering set of configurations."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Case: TypeAlias = "dict[str, str | int]"
 Pair: TypeAlias = "tuple[tuple[str, str | int], tuple[str, str | int]]"
 
 CANDIDATES = 40
-"""Drawn for each case; the one with the most new pairs is taken."""
+"""Random candidates for each case; the one with the most new pairs is chosen."""
 
 
 def pairwise(
     factors: Mapping[str, Sequence[str | int]], allowed: Callable[[Case], bool]
 ) -> list[Case]:
-    """Return cases that cover every pair of values in an allowed case; deterministic."""
+    """Return cases that cover all pairs of values that an allowed case can have; deterministic."""
     draw = random.Random(0)
     missing = dict.fromkeys(_all_pairs(factors))
     cases: list[Case] = []
@@ -113,7 +113,7 @@ KNOBS: dict[str, dict[str, dict[str, Any]]] = {
         "3": {"offload": True, "offloaded_weights": True, "pinned": False, "sub_group": 900},
     },
 }
-"""How each of them is turned at each stage."""
+"""The options of each knob at each stage."""
 
 
 def setup_of(zero: str, world: int, precision: str, knob: str) -> Setup:
@@ -127,18 +127,18 @@ EACH_STAGE = [
     (setup_of("B", 3, "bf16", "plain"), setup_of("1", 1, "bf16", "order")),
     (setup_of("1", 2, "bf16", "huge"), setup_of("0", 3, "bf16", "plain")),
 ]
-"""Each stage saves and loads once, on more and on fewer ranks: the cases of ``make test``."""
+"""Each stage saves and loads once, on more and on fewer ranks. ``make test`` runs these cases."""
 
 SECONDARY = [
     (Setup(2, "3", "bf16", hpz=2), Setup(3, "3", sub_group=700)),
     (Setup(3, "3"), Setup(4, "3", "bf16", hpz=2, persistence=0)),
     (Setup(4, "3", hpz=2, offload=True), Setup(2, "2", alignment=True)),
 ]
-"""With and without hpZ, which not every number of ranks can have."""
+"""With and without hpZ, which not every number of ranks supports."""
 
 
 def small_matrix() -> list[tuple[Setup, Setup]]:
-    """Return saving and loading runs so that all pairs of values meet."""
+    """Return saving and loading runs in which all pairs of values occur."""
     factors: dict[str, Sequence[str | int]] = {
         "from": ZEROS,
         "onto": ZEROS,
@@ -188,7 +188,7 @@ def precisions(case: Case) -> tuple[str, str]:
 
 
 def _allowed(case: Case) -> bool:
-    """Return whether DeepSpeed has such runs: BF16_Optimizer is bf16, and has few knobs."""
+    """Return whether DeepSpeed has such runs: BF16_Optimizer needs bf16 and has few knobs."""
     first, second = precisions(case)
     return (
         (case["from"] != "B" or first == "bf16")
@@ -206,7 +206,7 @@ pytestmark = pytest.mark.engine
 
 
 def restored(pools: Pools, setup: Setup, saved: Saved) -> StateComparison:
-    """Load on a world; return rank 0's verdict."""
+    """Load on a world; return rank 0's comparison."""
     verdict = pools.run(setup.world, partial(load, setup, saved, late=True))[0]
     assert verdict is not None
     return verdict

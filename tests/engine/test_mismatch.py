@@ -1,4 +1,4 @@
-"""What does not fit, or is damaged, is refused on all ranks, and leaves the run as it was."""
+"""Mismatched and damaged checkpoints are refused on all ranks, and the run is unchanged."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_all_differences_of_another_model_are_listed(
     pools: Pools,
     saved_by: Callable[..., Saved],
 ) -> None:
-    """Another optimizer's state is refused with load_hyperparameters=False, too."""
+    """The state of another optimizer is also refused with load_hyperparameters=False."""
     saved, here = saved_by(source), replace(target, **change)
     assert_refused(pools.run, here, Loading(saved.path), *names)
     if "optimizer" in change:
@@ -97,8 +97,8 @@ def test_resized_layers_that_are_renamed_away_are_not_loaded(
     source, target = RUNS[1]
     target = replace(target, hidden=64)
     path = saved_by(source).path
-    says = "rename={'a': 'saved.a'}, with strict_optimizer=False"
-    assert_refused(pools.run, target, Loading(path), says)
+    message = "rename={'a': 'saved.a'}, with strict_optimizer=False"
+    assert_refused(pools.run, target, Loading(path), message)
     for kept in pools.run(target.world, partial(kept_in_a_resized_model, target, path)):
         resized = {name for name in kept if name.split(".")[0] in RESIZED}
         assert resized
@@ -153,7 +153,7 @@ def test_excluded_frozen_weights_of_another_model_are_refused(
 def test_another_scheduler_is_refused_before_any_change(
     target: Setup, pools: Pools, tmp_path: Path
 ) -> None:
-    """Without hyperparameters none is restored: the engine's scheduler and its rates stay."""
+    """Without hyperparameters, the engine's own scheduler and rates are kept."""
     path = str(tmp_path / "steps.ckpt")
     saved = partial(refusal, target, Saving(path), prepare=Scheduler("steps"), look=False)
     assert {found.error for found in pools.run(target.world, saved)} == {"NoneType"}

@@ -1,4 +1,4 @@
-"""Buffers of other shapes, or of types that cannot hold what was saved, are refused by name."""
+"""Buffers of other shapes, or of types that cannot represent the saved values, are refused."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.support.plain_checkpoints import write_dcp
 from tests.support.ranks import Pools
 
 
-def write_whole_weights(setup: Setup) -> tuple[str, list[str], list[str]]:
-    """Write a weight that fails on rank 1; then one that fits and others that do not."""
+def write_full_weights(setup: Setup) -> tuple[str, list[str], list[str]]:
+    """Write a weight that fails on rank 1, then one that matches and others that do not."""
     from lightning_elastic_zero.coordination.ranks import connect_ranks
     from lightning_elastic_zero.engine.live import LiveEngine
 
@@ -32,9 +32,9 @@ def write_whole_weights(setup: Setup) -> tuple[str, list[str], list[str]]:
         step = "write a weight"
         error = error_text(lambda: ranks.run_all(step, lambda: live.copy_full_weights(unwritable)))
         others = {"average": torch.ones(2, 2), "lost": ones, "frozen.bias": ones}
-        with log_heard("lightning_elastic_zero") as said:
+        with log_heard("lightning_elastic_zero") as messages:
             taken = live.copy_full_weights({"frozen.weight": ones, **others})
-        return error, taken, said
+        return error, taken, messages
 
 
 pytestmark = pytest.mark.engine
@@ -65,8 +65,8 @@ def test_different_buffers_are_listed_and_nothing_changes(
     saved_by: Callable[..., Saved],
 ) -> None:
     loading, other = Loading(saved_by(source).path), replace(target, buffers=change)
-    told = assert_refused(pools.run, other, loading, *names)
-    assert not any("a.weight" in message for message in told)
+    errors = assert_refused(pools.run, other, loading, *names)
+    assert not any("a.weight" in message for message in errors)
     assert_refused(pools.run, replace(other, hidden=64), loading, *names, "a.weight")
 
 
@@ -76,8 +76,8 @@ def test_a_saved_scalar_does_not_fill_a_larger_buffer(
     source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     saved = saved_by(replace(source, buffers="reshaped"))
-    says = ("average (saved (1,), here (65,))", "seen (saved (2, 2), here ())")
-    assert_refused(pools.run, target, Loading(saved.path), *says)
+    names = ("average (saved (1,), here (65,))", "seen (saved (2, 2), here ())")
+    assert_refused(pools.run, target, Loading(saved.path), *names)
 
 
 @pytest.mark.parametrize("setup", [Setup(2, "2"), Setup(2, "3")], ids=str)
@@ -108,11 +108,13 @@ def test_every_format_refuses_different_buffers(pools: Pools, tmp_path: Path) ->
 
 
 @pytest.mark.essential
-def test_whole_weights_that_cannot_be_written(pools: Pools) -> None:
+def test_full_weights_that_cannot_be_written(pools: Pools) -> None:
     """A failed write is raised on all ranks. Weights that the model lacks are named."""
     setup = Setup(2, "3")
-    for rank, (error, taken, said) in enumerate(pools.run(2, partial(write_whole_weights, setup))):
+    for rank, (error, taken, messages) in enumerate(
+        pools.run(2, partial(write_full_weights, setup))
+    ):
         assert "RanksError: step 'write a weight' failed on rank 1 of 2" in error
         assert taken == ["frozen.weight"]
-        found = [line for line in said if "other shapes: average, lost, frozen.bias" in line]
-        assert len(found) == (rank == 0), said
+        found = [line for line in messages if "other shapes: average, lost, frozen.bias" in line]
+        assert len(found) == (rank == 0), messages

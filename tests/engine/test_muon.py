@@ -90,15 +90,15 @@ def warned_of_momentum(setup: Setup, path: str, **options: Any) -> list[str]:
 
     with (
         engine_of(setup, 7) as engine,
-        log_heard("lightning_elastic_zero", logging.WARNING) as said,
+        log_heard("lightning_elastic_zero", logging.WARNING) as texts,
     ):
         load_checkpoint(engine, path, **options)
-    return [text for text in said if "momentum" in text]
+    return [text for text in texts if "momentum" in text]
 
 
 CONFIGURED = float(2 ** QUICK_SCALER["initial_scale_power"])
 REACHED = CONFIGURED / 2
-"""After two steps of three that overflow."""
+"""The scale after three steps, two of which overflow."""
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ REACHED = CONFIGURED / 2
     ],
     ids=str,
 )
-def test_momentum_from_gradients_of_another_scale_is_warned_of(
+def test_momentum_from_gradients_of_another_scale_causes_a_warning(
     source: Setup,
     target: Setup,
     scales: tuple[float, float] | None,
@@ -130,11 +130,13 @@ def test_momentum_from_gradients_of_another_scale_is_warned_of(
     (text,) = first
     assert "gradients with loss scale {}, this run's have loss scale {}".format(*scales) in text
     fresh = partial(warned_of_momentum, target, path, load_optimizer_state=False)
-    assert not any("loss scale" in text for said in pools.run(target.world, fresh) for text in said)
+    assert not any(
+        "loss scale" in text for texts in pools.run(target.world, fresh) for text in texts
+    )
 
 
 def test_deepspeeds_momentum_has_the_scale_of_the_gradients(saved_by: Callable[..., Saved]) -> None:
-    """In ZeRO without offload; the warning relies on this."""
+    """In ZeRO without offload. The warning relies on this."""
     scaled, divided = (
         saved_by(setup).dump()
         for setup in (muon(2, "2", "fp16"), muon(2, "2", "fp16", offload=True))

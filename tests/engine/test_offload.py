@@ -1,4 +1,4 @@
-"""Optimizers that are elsewhere: in part on the device, in files, or on the host for a while."""
+"""Offloaded optimizers: in part, to files, or to the host for some time."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class OffloadedSave:
     """A run that saved before, during and after the offload of its states."""
 
     refusal: str
-    """How a load was refused meanwhile."""
+    """The error of a load while the states were offloaded."""
     losses: list[float]
-    """After the reload."""
+    """Losses after the reload."""
 
 
 def save_offloaded(setup: Setup, folder: str, states: tuple[str, ...]) -> OffloadedSave:
@@ -48,7 +48,7 @@ def save_offloaded(setup: Setup, folder: str, states: tuple[str, ...]) -> Offloa
         train(engine, setup, 0, 2)
         save_checkpoint(engine, f"{folder}/before.ckpt")
         engine.offload_states(include=[OffloadStateTypeEnum(state) for state in states])
-        if setup.zero == "3":  # It would do so by itself for FusedAdam.
+        if setup.zero == "3":  # DeepSpeed itself does so for FusedAdam only.
             offload_adam_states(engine.optimizer.optimizer, "cpu")
         save_checkpoint(engine, f"{folder}/while.ckpt")
         try:
@@ -87,7 +87,7 @@ def called_before_any_change(setup: Setup) -> tuple[list[bool], bool]:
 
     with engine_of(setup, 0) as engine:
         train(engine, setup, 0, 1)
-        # As bits: padding is NaN.
+        # Compared as bits, since padding is NaN.
         flats = engine.optimizer.fp32_partitioned_groups_flat
         masters = [flat.detach().view(torch.int32) for flat in flats]
         before = [flat.clone() for flat in masters]
@@ -162,11 +162,11 @@ SWAPPED = Setup(2, "3", nvme="plain", sub_group=1500)
 PIPELINED = Setup(3, "3", nvme="pipelined", sub_group=700)
 
 TORCH_KEYS = ("foreach", "maximize", "capturable", "differentiable", "fused", "decoupled")
-"""What torch's AdamW puts into the groups of the optimizer beside it."""
+"""Keys that torch's AdamW adds to the groups of the second optimizer."""
 
 
 def of_adam(verdict: StateComparison) -> StateComparison:
-    """Return a dump without the hyperparameters that only torch's AdamW has."""
+    """Return a comparison without the hyperparameters that only torch's AdamW has."""
     differing = {
         key: bits
         for key, bits in verdict.differing.items()
@@ -212,7 +212,7 @@ def test_the_rates_of_both_optimizers_are_restored(pools: Pools, tmp_path: Path)
     (main, backup), *others = saved[0]
     assert backup == 2 * main
     assert all(one == other for one, other in others)
-    # A run that has no second one goes on with the first one's.
+    # A run without a second optimizer continues with the rates of the first one.
     for target in (WHOLLY, Setup(2, "1")):
         alone = pools.run(2, partial(rates_of_both, replace(target, world=2), path, saves=False))
         assert alone[0] == [(rate, rate) for rate, _ in saved[0]]
@@ -262,7 +262,7 @@ def test_a_swapped_run_continues_bit_for_bit(setup: Setup, pools: Pools, tmp_pat
 
 @pytest.mark.long
 def test_loaded_states_are_swapped_out(pools: Pools, saved_by: Callable[..., Saved]) -> None:
-    """With a pipeline, DeepSpeed leaves its tensors views of buffers that it reuses."""
+    """With a pipeline, DeepSpeed's tensors stay views of buffers that it reuses."""
     skip_without("AsyncIOBuilder", pools)
     call = partial(elements_in_memory, SWAPPED, saved_by(SWAPPED).path)
     assert pools.run(SWAPPED.world, call) == [[0, 0, 0]] * SWAPPED.world
@@ -272,8 +272,8 @@ def test_loaded_states_are_swapped_out(pools: Pools, saved_by: Callable[..., Sav
 def test_missing_swap_files_are_named_on_every_rank(pools: Pools, tmp_path: Path) -> None:
     skip_without("AsyncIOBuilder", pools)
     act = partial(save_without_swap_files, path=str(tmp_path / "never.ckpt"))
-    says = ("tensor.swp", "nvme_path", "removed or truncated", "rank 1")
-    assert_refused(pools.run, SWAPPED, act, *says, error="UnsupportedError", look=False)
+    names = ("tensor.swp", "nvme_path", "removed or truncated", "rank 1")
+    assert_refused(pools.run, SWAPPED, act, *names, error="UnsupportedError", look=False)
     assert not list(tmp_path.iterdir())
 
 
@@ -287,7 +287,7 @@ def test_missing_swap_files_are_named_on_every_rank(pools: Pools, tmp_path: Path
     ],
     ids=str,
 )
-def test_offload_states_does_not_change_a_save_and_a_load_asks_for_a_reload(
+def test_offload_states_does_not_change_a_save_and_a_load_requires_a_reload(
     setup: Setup, states: tuple[str, ...], pools: Pools, tmp_path: Path
 ) -> None:
     found = pools.run(setup.world, partial(save_offloaded, setup, str(tmp_path), states))

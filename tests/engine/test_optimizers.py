@@ -1,4 +1,4 @@
-"""The state of any optimizer survives, also of torchao's and bitsandbytes' where installed."""
+"""The state of any optimizer is restored, including torchao's and bitsandbytes' if installed."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ STATES = {
     "CPULion": {"exp_avg"},
     "CPUAdagrad": {"exp_avg_sq"},
 }
-"""The element-wise states of each optimizer; AdamW is that of all other tests."""
+"""The element-wise states of each optimizer. Other tests use AdamW."""
 
 COMPILED_FIRST = {"CPULion": {"exp_avg", "exp_avg_sq"}, "CPUAdagrad": {"exp_avg_sq"}}
-"""Those whose operators ``make`` does not compile."""
+"""Optimizers whose operators ``make`` does not compile."""
 
 
 def state_kinds(saved: Saved) -> set[str]:
-    """Return the kinds of tensors that the oracle found besides masters, weights and buffers."""
+    """Return the kinds of optimizer state that the oracle found."""
     kinds = {key.split("/")[0] for key in saved.dump()}
     return kinds - {"master", "weight", "frozen", "buffer", "group", "counter", "scaler", "scalar"}
 
@@ -74,7 +74,7 @@ def state_kinds(saved: Saved) -> set[str]:
         pytest.param(name, runs, id=f"{name}-{which}")
         for name in STATES
         for which, runs in RUNS.items()
-        # In stage 0 its states are factors of matrices, which are refused.
+        # In stage 0, its states are factors of matrices, which are refused.
         if not (name == "Adafactor" and "0" in which)
     ],
 )
@@ -94,7 +94,7 @@ def test_every_state_is_restored_on_another_world_and_stage(
 def test_fused_adam_resumes_the_count_of_each_group(
     pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """In stage 0 it counts on a group's last parameter only."""
+    """In stage 0, it counts on the last parameter of a group only."""
     skip_without("FusedAdamBuilder", pools)
     saved = saved_by(Setup(3, "0", optimizer="FusedAdam"))
     steps = {value for key, value in saved.dump().items() if key.startswith("scalar/step/")}
@@ -112,7 +112,7 @@ def test_fused_adam_resumes_the_count_of_each_group(
 def test_every_state_of_a_cpu_optimizer_is_restored(
     name: str, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """Also from memory that is not pinned."""
+    """Including from memory that is not pinned."""
     skip_without(f"{name}Builder", pools)
     grouping = "one" if name == "CPUAdagrad" else "two"
     for runs in RUNS.values():
@@ -128,7 +128,7 @@ def test_every_state_of_a_cpu_optimizer_is_restored(
 def test_adagrad_without_saved_state_is_reset_to_its_start(
     pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """It makes its state in its constructor."""
+    """Adagrad creates its state in its constructor."""
     source, target = (replace(run, optimizer="Adagrad", grouping="one") for run in RUNS["3 to 1"])
     options = {"load_optimizer_state": False}
     program = partial(found_after_load, target, saved_by(source), options, steps_before=1)
@@ -161,7 +161,7 @@ def test_a_state_without_a_rule_is_refused_by_name_at_save(
     setup: Setup, names: tuple[str, ...], pools: Pools, tmp_path: Path
 ) -> None:
     act = Saving(str(tmp_path / "never.ckpt"))
-    steps = 1 if setup.optimizer in ODD_SHAPES else 0  # With the others DeepSpeed cannot step.
+    steps = 1 if setup.optimizer in ODD_SHAPES else 0  # DeepSpeed cannot step with the others.
     assert_refused(pools.run, setup, act, *names, error="UnsupportedError", steps=steps, look=False)
     assert not list(tmp_path.iterdir())
 
@@ -172,8 +172,11 @@ STATES_OF_OTHERS = {
     "bitsandbytes.optim.Lion": {"state1"},
     "bitsandbytes.optim.SGD": {"state1"},
 }
-"""By optimizer, what it keeps of each element: torchao's with the bits of the masters (its name is
-private; it is what its 8-bit optimizers are compared with), and bitsandbytes' with 32."""
+"""Element-wise states of each optimizer.
+
+torchao's have the bits of the masters. Its name is private; it is the reference of torchao's 8-bit
+optimizers. The states of bitsandbytes have 32 bits.
+"""
 
 EACH_OF_OTHERS = pytest.mark.parametrize("name", STATES_OF_OTHERS)
 
@@ -207,7 +210,7 @@ def test_optimizers_of_other_packages_continue_bit_for_bit(
 def test_lars_continues_in_stage_0(
     pools: Pools, saved_by: Callable[..., Saved], tmp_path: Path
 ) -> None:
-    """Its norms are of whole parameters."""
+    """Its norms are norms of whole parameters."""
     name = "bitsandbytes.optim.PytorchLARS"
     need(name)
     source, target = (Setup(world, "0", optimizer=name) for world in (2, 3))
@@ -254,5 +257,5 @@ def test_an_optimizer_of_the_same_name_in_another_package_is_refused(
     source, target = (Setup(2, "2", optimizer=each) for each in names)
     saved = saved_by(source)
     here = "bitsandbytes.AdamW" if saves_torchs else "torch.AdamW"
-    says = (f"another package than this run's {here}", "load_optimizer_state=False")
-    assert_refused(pools.run, target, Loading(saved.path), *says)
+    message_parts = (f"another package than this run's {here}", "load_optimizer_state=False")
+    assert_refused(pools.run, target, Loading(saved.path), *message_parts)

@@ -1,4 +1,4 @@
-"""The oracle itself: it fails for what was not restored, and owes nothing to the library."""
+"""The oracle detects state that was not restored, and shares no code with the library."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def public_values(setup: Setup) -> tuple[Values, Values]:
     """Return the oracle's values of a trained run, and those of DeepSpeed's public functions."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    # After a first step ZeRO-1/2 does not find the states of groups that were stepped last.
+    # After a first step, ZeRO-1/2 does not find the states of groups that were stepped last.
     keys = () if setup.zero in "12" else ("exp_avg", "exp_avg_sq")
     theirs: Values = {}
     with engine_of(setup, 0) as engine:
@@ -97,7 +97,7 @@ def must_differ(saved: Dump) -> set[str]:
     differing = {k for k in saved if k.split("/")[0] in kinds}
     differing |= {k for k in saved if k.endswith(("/lr", "/weight_decay", "/betas"))}
     differing |= {"counter/global_steps", "counter/global_samples"}
-    # Without a gradient the moments stay zero, wherever they come from.
+    # Without gradients, moments are zero in every run.
     return differing - {f"exp_avg/{UNTRAINED}", f"exp_avg_sq/{UNTRAINED}"}
 
 

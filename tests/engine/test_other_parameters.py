@@ -25,7 +25,7 @@ RUNS = [
     (Setup(2, "B", "bf16"), Setup(3, "2", "bf16")),
     (Setup(2, "1"), Setup(1, "3", sub_group=300)),
 ]
-"""From and to; the one that loads trains another set of parameters."""
+"""Source and target; the target trains another set of parameters."""
 
 THAWED = ("frozen.weight", "frozen.bias")
 FROZEN = ("a.weight", "a.bias")
@@ -51,7 +51,7 @@ def loaded(setup: Setup, saved: Saved, steps_before: int) -> tuple[Any, ...] | N
 
 
 def without(found: Dump, *names: str) -> Dump:
-    """Return the other entries of a dump; only BF16_Optimizer has no loss scaler."""
+    """Return a dump without these parameters, groups, and loss scalers, which not all have."""
     skipped = ("group/", "scaler/")
     return {
         key: value
@@ -63,7 +63,7 @@ def without(found: Dump, *names: str) -> Dump:
 @pytest.mark.parametrize("steps_before", [0, 2])
 @pytest.mark.parametrize("grouping", ["two", "new apart"])
 @pytest.mark.parametrize(("source", "target"), RUNS, ids=str)
-def test_known_parameters_are_restored_and_others_are_warned_of(
+def test_known_parameters_are_restored_and_others_cause_a_warning(
     source: Setup,
     target: Setup,
     grouping: str,
@@ -90,7 +90,7 @@ def test_known_parameters_are_restored_and_others_are_warned_of(
     assert {counts[name] for name in (*THAWED, *NEW)} == (
         {"tensor(1.)"} if grouping == "new apart" else {"tensor(4.)"}
     )
-    _assert_told(texts, apart=grouping == "new apart")
+    _assert_warnings(texts, apart=grouping == "new apart")
     _assert_groups(wanted, before, after, apart=grouping == "new apart")
 
 
@@ -114,7 +114,7 @@ def _assert_fresh(after: Dump, wanted: Dump, *, apart: bool) -> None:
         assert step == (None if apart else wanted["scalar/step/one"])
 
 
-def _assert_told(texts: list[str], *, apart: bool) -> None:
+def _assert_warnings(texts: list[str], *, apart: bool) -> None:
     for name in (*THAWED, *FROZEN, *NEW, *GONE):
         assert sum(name in text for text in texts) == 1, (name, texts)
     shared = [text for text in texts if "step count" in text]

@@ -1,4 +1,4 @@
-"""``partition.py``, which is arithmetic, says what live engines hold, which the oracle looks up."""
+"""``partition.py`` computes the layout that the oracle finds in live engines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def observed(setup: Setup) -> list[list[list[int]]]:
 
 
 def predicted(setup: Setup) -> list[list[list[int]]]:
-    """Compute the same from names, sizes and the configuration alone."""
+    """Compute the same from names, sizes and the configuration only."""
     model = setup.model(0)
     parameters = trained(model)
     names = {p: name for name, p in parameters.items()}
@@ -61,10 +61,10 @@ def _contiguous(setup: Setup, group: int, table: list[tuple[str, int]]) -> list[
     order = round_robin_order(len(table), setup.world) if setup.round_robin else range(len(table))
     names, numels = zip(*[table[i] for i in order], strict=True)
     itemsize = setup.dtype.itemsize
-    # With parameter_alignment, each parameter but the first begins at a multiple of 16 bytes;
+    # With parameter_alignment, each parameter but the first begins at a multiple of 16 bytes.
     unit = max(16 // itemsize, 1) if setup.alignment else 1
     paddings = (*(-numel % unit for numel in numels[:-1]), 0)
-    # and a flat buffer has a multiple of two elements for each rank, for NCCL.
+    # A flat buffer has a multiple of two elements for each rank, for NCCL.
     partition = 2 * -(-sum(numels + paddings) // (2 * setup.world))
     return [FlatBuffer(group, names, numels, paddings, partition)]
 
@@ -108,7 +108,7 @@ def test_the_rules_predict_each_element_of_each_flat_buffer(
 
 
 def refusals(setup: Setup) -> dict[str, str]:
-    """Change the library's reading of an engine's flat buffers; return the error."""
+    """Change the engine's tables of its flat buffers; return the errors of checks."""
     from lightning_elastic_zero.engine.live import LiveEngine
 
     def at_setup(engine: Engine) -> None:
@@ -117,27 +117,27 @@ def refusals(setup: Setup) -> dict[str, str]:
     def at_save(engine: Engine) -> None:
         LiveEngine(engine).check()
 
-    said = {}
+    errors = {}
     with engine_of(setup, 0) as engine:
         at_setup(engine)
         for what, (holder, key, value) in _changes(engine.optimizer, setup).items():
             before, holder[key] = holder[key], value
-            for when, look in (("setup", at_setup), ("save", at_save)):
+            for when, check in (("setup", at_setup), ("save", at_save)):
                 try:
-                    look(engine)
-                    said[f"{what} at {when}"] = "nothing"
+                    check(engine)
+                    errors[f"{what} at {when}"] = "nothing"
                 except UnsupportedError as error:
-                    said[f"{what} at {when}"] = str(error)
+                    errors[f"{what} at {when}"] = str(error)
             holder[key] = before
         at_save(engine)
-    return said
+    return errors
 
 
-def put_elsewhere(setup: Setup) -> tuple[str, str]:
-    """Swap the places of two weights; return the errors of a save, with and without a setup."""
+def move_weight(setup: Setup) -> tuple[str, str]:
+    """Move a weight in memory; return the errors of a save, with and without recorded places."""
     from lightning_elastic_zero.engine.live import LiveEngine
 
-    def look(*, places_checked: bool) -> str:
+    def save_error(*, places_checked: bool) -> str:
         try:
             LiveEngine(engine, places_checked=places_checked).check()
         except UnsupportedError as error:
@@ -148,19 +148,19 @@ def put_elsewhere(setup: Setup) -> tuple[str, str]:
         LiveEngine(engine).verify_addresses(fresh=True)
         weight = engine.optimizer.round_robin_bit16_groups[0][-1]
         weight.data = engine.optimizer.bit16_groups_flat[0][: weight.numel()].view_as(weight)
-        return look(places_checked=True), look(places_checked=False)
+        return save_error(places_checked=True), save_error(places_checked=False)
 
 
 @pytest.mark.parametrize("setup", [Setup(1, "1"), Setup(1, "2", "bf16")], ids=str)
 def test_a_moved_weight_does_not_move_its_master(setup: Setup, pools: Pools) -> None:
-    """Without a setup that recorded the places, the save is refused."""
-    ((after_setup, without),) = pools.run(1, partial(put_elsewhere, setup))
+    """A save without recorded places is refused."""
+    ((after_setup, without),) = pools.run(1, partial(move_weight, setup))
     assert after_setup == ""
     assert ".data" in without
 
 
 def _changes(optimizer: Engine, setup: Setup) -> dict[str, tuple[Any, Any, Any]]:
-    """Return possible differences of another DeepSpeed release: holder, key and other value."""
+    """Return possible differences in other DeepSpeed releases: holder, key and other value."""
     of_stage = {"3": "fp16_groups", "B": "bf16_groups"}
     groups = getattr(optimizer, of_stage.get(setup.zero, "round_robin_bit16_groups"))
     order = list(groups[0])
@@ -191,7 +191,9 @@ def _changes(optimizer: Engine, setup: Setup) -> dict[str, tuple[Any, Any, Any]]
 )
 def test_a_layout_unlike_that_of_the_live_weights_is_refused(setup: Setup, pools: Pools) -> None:
     """The computed order, alignment, padding and cuts are compared with the live weights."""
-    for said in pools.run(setup.world, partial(refusals, setup)):
-        assert said
-        unseen = {what for what, text in said.items() if "unknown layout of parameters" not in text}
-        assert not unseen, said
+    for errors in pools.run(setup.world, partial(refusals, setup)):
+        assert errors
+        unnoticed = {
+            what for what, text in errors.items() if "unknown layout of parameters" not in text
+        }
+        assert not unnoticed, errors

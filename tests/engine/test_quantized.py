@@ -1,7 +1,7 @@
-"""``zero_quantized_weights`` and ``zero_quantized_gradients``, as far as a CPU goes.
+"""``zero_quantized_weights`` and ``zero_quantized_gradients``, as far as a CPU supports them.
 
-DeepSpeed has no operator that quantizes there. Gradients are quantized between nodes only, and
-each rank without a device is a node of its own: one rank trains, several can be made and loaded.
+DeepSpeed has no quantizing operator for CPUs. It quantizes gradients between nodes only, and each
+rank without a device counts as a node: one rank can train, and several can be made and loaded.
 """
 
 from __future__ import annotations
@@ -52,4 +52,4 @@ def test_quantized_gradients_do_not_change_a_checkpoint(
 @pytest.mark.parametrize(("what", "made"), [("weights", False), ("gradients", True)])
 def test_deepspeed_refuses_quantized_weights_on_a_cpu(what: str, made: bool, pools: Pools) -> None:
     refused = pools.run(2, partial(refused_by_deepspeed, Setup(2, "3", quantized=what)))
-    assert all(found == made and "not been implemented on CPU" in said for found, said in refused)
+    assert all(found == made and "not been implemented on CPU" in error for found, error in refused)

@@ -1,4 +1,4 @@
-"""A load leaves nothing of what a run had: no copies of weights, no gradients, no memory."""
+"""A load leaves nothing of the earlier state of a run: copies of weights, gradients, memory."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ from tests.support.processes import HANG_TIMEOUT_S
 from tests.support.ranks import Pools, skip_without
 
 Change = Callable[[Engine, str], None]
-"""Changes the state of an engine, or loads a checkpoint."""
+"""A function that changes the state of an engine, or loads a checkpoint."""
 
 
 def load_public(engine: Engine, path: str) -> None:
-    """Load by the public function, which does not know of the save."""
+    """Load with the public function, which is not connected to the save."""
     from lightning_elastic_zero.api import load_checkpoint
 
     load_checkpoint(engine, path)
 
 
 def set_masters(engine: Engine, _: str) -> None:
-    """Set masters by DeepSpeed's own functions."""
+    """Set masters with DeepSpeed's own functions."""
     from deepspeed import utils
 
-    # Under ZeRO-3 the function for whole parameters fails where ranks hold unequal parts.
+    # In ZeRO-3, the function for whole parameters fails if ranks hold unequal parts.
     part = "local" if engine.zero_optimization_partition_weights() else "full"
     get, put = (getattr(utils, f"safe_{verb}_{part}_fp32_param") for verb in ("get", "set"))
     for parameter in filter(lambda p: p.requires_grad, engine.module.parameters()):
@@ -66,7 +66,7 @@ def set_masters(engine: Engine, _: str) -> None:
 
 
 def set_local_states(engine: Engine, _: str) -> None:
-    """Set a ZeRO-3 rank's own parts of states by DeepSpeed's own functions."""
+    """Set a ZeRO-3 rank's own parts of states with DeepSpeed's own functions."""
     from deepspeed import utils
 
     found = 0
@@ -119,7 +119,7 @@ def changed_during_save(
             manager.save(handle, first, ranks, {}, SaveOptions())
             patch.setattr(RankWriter, "optimizer_shard", write_when_released)
             manager.save_async(handle, path, ranks, {}, SaveOptions())
-            # What waits for the save has begun to wait by then; nothing depends on it.
+            # By then, calls that wait for the save are waiting. No result depends on it.
             release = threading.Timer(0.5, released.set)
             release.start()
             change(engine, f"{folder}/older.ckpt")
@@ -140,7 +140,7 @@ WINDOWS = 2
 
 
 def within_window(setup: Setup, saved: Saved) -> Continued:
-    """Train on after a save, and after a load that interrupts another run's window."""
+    """Continue after a save, and after a load that interrupts a window of another run."""
     from lightning_elastic_zero.api import load_checkpoint
 
     middle, end = (n * WINDOWS * setup.accumulation for n in (1, 2))
@@ -176,11 +176,11 @@ def evaluated(source: Setup, target: Setup, saved: Saved) -> Evaluations:
 
     with engine_of(source, 0) as engine:
         train(engine, source, 0, 2)
-        for buffer in engine.module.buffers():  # An evaluation takes rank 0's everywhere.
+        for buffer in engine.module.buffers():  # An evaluation uses those of rank 0 on all ranks.
             distributed.broadcast(buffer, 0)
         save(engine, saved)
         at_save = loss_of(engine, source)
-    if target.hpz > 1:  # DeepSpeed's engine without an optimizer calls a method that is not there.
+    if target.hpz > 1:  # DeepSpeed's engine without an optimizer calls a missing method.
         groups._create_zero_param_parallel_group(target.hpz)
     engine, *_ = deepspeed.initialize(
         model=target.model(7), config=target.config(), dist_init_required=False
@@ -211,10 +211,10 @@ class InterruptedLoad:
 
 
 def interrupted_load(setup: Setup, path: str) -> InterruptedLoad:
-    """Load into a run, where the disk fails rank 0 once all else has been received.
+    """Load into a run; the disk of rank 0 fails after all other data was received.
 
-    Before, the run is restored from there and trained a step, without weight decay for vectors:
-    ``never``, which has no gradient, keeps masters that bf16 can hold, and no other one does.
+    Before, the run is restored from this checkpoint and trained a step, without weight decay for
+    vectors: bf16 can represent the masters of ``never``, which has no gradient, but no others.
     """
     from lightning_elastic_zero.api import load_checkpoint
 
@@ -264,13 +264,13 @@ class Held:
     """The memory of a run before and after loads over its own state."""
 
     tensor_bytes: tuple[int, ...]
-    """Of all tensors in the process: before, and after each load."""
+    """Bytes of all tensors in the process: before, and after each load."""
     state_bytes: int
-    """Of the element-wise states before the loads."""
+    """Bytes of the element-wise states before the loads."""
     replaced: tuple[str, ...]
-    """States that are another tensor than before: who held the old one would go on with it."""
+    """States whose tensor was replaced, so that references to the old one would be stale."""
     narrow: tuple[str, ...]
-    """States that differ where the live ones were bf16 before the load."""
+    """States that differ after a load over bf16 states."""
 
 
 def loaded_over(setup: Setup, saved: Saved, loads: int) -> Held:
@@ -347,7 +347,7 @@ pytestmark = pytest.mark.engine
 def test_state_that_changes_during_a_save_fails_it_by_name(
     setup: Setup, change: Change, most: int | None, pools: Pools, tmp_path: Path
 ) -> None:
-    """A load, however, waits for a background save."""
+    """A load waits for the background save instead."""
     program = partial(changed_during_save, setup, str(tmp_path), change, most)
     for error, published in pools.run(setup.world, program):
         if change is load_public or (most is None and published):
@@ -371,7 +371,7 @@ PIPELINED = Setup(2, "3", nvme="pipelined", sub_group=700)
 def test_a_save_of_changing_offloaded_state_fails_or_is_consistent(
     setup: Setup, change: Change, most: int | None, pools: Pools, tmp_path: Path
 ) -> None:
-    """Also with two optimizers, and with swap files."""
+    """Including runs with two optimizers, or with swap files."""
     skip_without("AsyncIOBuilder" if setup.nvme else "CPUAdamBuilder", pools)
     program = partial(changed_during_save, setup, str(tmp_path), change, most)
     for error, published in pools.run(setup.world, program):
@@ -389,7 +389,7 @@ HPZ = Setup(4, "3", hpz=2, persistence=100)
 def test_training_does_not_use_stale_second_copies_of_frozen_weights(
     pools: Pools, tmp_path: Path
 ) -> None:
-    """Frozen weights keep their second copies (hpZ) for good."""
+    """Frozen weights keep their second copies (hpZ) permanently."""
     assert_continues(pools.run, HPZ, tmp_path)
 
 

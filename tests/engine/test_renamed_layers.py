@@ -1,4 +1,4 @@
-"""Layers with other names, and new ones: what a load can be told, and what it says."""
+"""Layers with other names, and new layers: the options and the errors of a load."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RUNS = [
     (Setup(2, "B", "bf16"), Setup(2, "B", "bf16")),
 ]
 NEW = ("c.weight", "c.bias")
-"""Of the model that is called ``renamed``; the other has ``b`` in its place."""
+"""Layers of the model that is called ``renamed``; the other model has ``b`` instead."""
 
 
 def found_after(
@@ -59,7 +59,7 @@ def test_renamed_layers_are_restored_bit_for_bit(
 def test_new_layers_start_from_their_own_values(
     source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """Also in bf16, where masters are more precise than weights."""
+    """Including bf16, where masters are more precise than weights."""
     saved, here = saved_by(source), replace(target, renamed=True)
     options = {"load_optimizer_state": False, "strict": False}
     before, after = found_after(pools, here, saved, steps_before=1, **options)
@@ -80,10 +80,10 @@ def test_errors_propose_a_rename_and_refuse_wrong_ones(
     source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     saved, here = saved_by(source), replace(target, renamed=True)
-    for options, says in (
+    for options, names in (
         ({}, ("c.weight", "rename={'b': 'c'}")),
         ({"strict": False}, ("c.weight", "rename={'b': 'c'}")),
         ({"rename": {"x": "c"}}, ("rename='x' matches no name",)),
         ({"rename": {"b": "a"}}, ("maps both 'a.weight' and 'b.weight' to 'a.weight'",)),
     ):
-        assert_refused(pools.run, here, Loading(saved.path, options), *says)
+        assert_refused(pools.run, here, Loading(saved.path, options), *names)

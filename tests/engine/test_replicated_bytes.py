@@ -1,4 +1,4 @@
-"""In stage 0 all ranks hold the same state, which a checkpoint holds once."""
+"""In stage 0, all ranks hold the same state, which a checkpoint stores once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.ranks import Pools
 pytestmark = pytest.mark.engine
 
 VALUES = 3
-"""Of each element: the master, and AdamW's two moments; 4 bytes each."""
+"""Values of each element: the master and AdamW's two moments, 4 bytes each."""
 
 
 def train_and_save(setup: Setup, path: str) -> None:

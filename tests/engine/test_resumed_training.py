@@ -1,4 +1,4 @@
-"""A resumed run goes on as if it had never been stopped."""
+"""A resumed run continues as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_same_world_continues_bit_for_bit(setup: Setup, pools: Pools, tmp_pa
 def test_another_world_continues_up_to_the_order_of_sums(
     source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved], tmp_path: Path
 ) -> None:
-    """A run made with the restored state is equal; others differ by the order of sums."""
+    """A run that was given the restored state is equal; others differ by the order of sums."""
     source, target = (
         replace(source, steady=True),
         replace(target, steady=True),
@@ -72,7 +72,7 @@ def test_another_world_continues_up_to_the_order_of_sums(
     runs = {name: torch.load(path, weights_only=True) for name, path in paths.items()}
     apart = distance(runs["source"], runs["target"])
     print(f"apart {apart:.3g}, resumed {distance(runs['resumed'], runs['source']):.3g}")
-    # A step is some thousandths: the rate. In bf16 a rounding can turn an element's step around.
+    # A step changes elements by some thousandths, the rate. In bf16, rounding can reverse a step.
     bound = 1e-4 if target.precision == "fp32" else 0.05
     assert apart < bound
     assert distance(runs["resumed"], runs["source"]) < bound

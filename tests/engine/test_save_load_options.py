@@ -1,4 +1,4 @@
-"""What a save or a load is asked to leave out, and runs that have no state yet."""
+"""Options of saves and loads that leave out state, and runs without optimizer state."""
 
 from __future__ import annotations
 
@@ -103,14 +103,14 @@ def test_load_hyperparameters_false_restores_moments_only(
 def test_weights_only_saves_no_optimizer_state_and_loads_say_so(
     source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """Rates and counters of a new run are its own."""
-    saved, whole = saved_by(source, weights_only=True), saved_by(source)
+    """A new run keeps its own rates and counters."""
+    saved, complete = saved_by(source, weights_only=True), saved_by(source)
     folder = Path(saved.path) / "checkpoint"
     for path in folder.glob("*_optim_states.pt"):
         state = torch.load(path, weights_only=True)["optimizer_state_dict"]
         assert not _tensors(state.get("base_optimizer_state"))
-    moments = of_kinds(whole.dump(), "exp_avg", "exp_avg_sq").values()
-    saving = bytes_of(Path(whole.path).rglob("*.pt")) - bytes_of(folder.glob("*.pt"))
+    moments = of_kinds(complete.dump(), "exp_avg", "exp_avg_sq").values()
+    saving = bytes_of(Path(complete.path).rglob("*.pt")) - bytes_of(folder.glob("*.pt"))
     assert saving >= sum(tensor.nbytes for tensor in moments)
     assert_refused(pools.run, target, Loading(saved.path), "load_optimizer_state=False")
     before, after = before_and_after(pools, target, saved, load_optimizer_state=False)
@@ -171,7 +171,7 @@ def test_excluded_frozen_parameters_keep_the_models_values(
 def test_an_empty_parameter_is_saved_and_loaded(
     source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """ZeRO-3's own forward fails with one."""
+    """Not in ZeRO-3, whose own forward fails with one."""
     saved = saved_by(source)
     assert "frozen/empty" in saved.dump() or "weight/empty" in saved.dump()
     assert_restored(pools.run, target, saved)

@@ -1,4 +1,4 @@
-"""Sequence parallelism (Ulysses): ZeRO cuts over data and sequence ranks, as over any others."""
+"""Sequence parallelism (Ulysses): ZeRO shards over data and sequence ranks like any others."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class SequenceSetup(Setup):
-    """A run over data ranks times sequence ranks."""
+    """A run on data ranks times sequence ranks."""
 
     sequence: int = 1
     grouping: str = "one"
@@ -75,7 +75,7 @@ class SequenceSetup(Setup):
 
 @contextmanager
 def engine_over(setup: SequenceSetup, seed: int, *, mesh: bool = False) -> Iterator[Engine]:
-    """Make an engine, and undo DeepSpeed's global state."""
+    """Make an engine; reset DeepSpeed's global state at the end."""
     import deepspeed
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
     from deepspeed.utils import groups
@@ -123,7 +123,7 @@ def train_over(engine: Engine, setup: SequenceSetup, first: int, last: int) -> l
 def continued_over(
     setup: SequenceSetup, path: str, *, saves: bool
 ) -> tuple[Dump, list[float]] | None:
-    """Train and save, or load into another run; return the state and the losses that follow."""
+    """Train and save, or load into another run; return the state and the following losses."""
     from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 
     with engine_over(setup, 0 if saves else 7) as engine:
@@ -154,13 +154,13 @@ def test_sequence_ranks_restore_on_other_data_and_sequence_ranks(
     found = pools.run(target.world, partial(continued_over, target, path, saves=False))[0]
     assert saved is not None
     assert found is not None
-    wanted = expected_in(whole_counts(saved[0]), source, target)
-    compare_states(wanted, whole_counts(found[0])).assert_same()
+    wanted = expected_in(integer_counts(saved[0]), source, target)
+    compare_states(wanted, integer_counts(found[0])).assert_same()
     assert found[1] == pytest.approx(saved[1], rel=1e-4)
 
 
-def whole_counts(held: Dump) -> Dump:
-    """Return a dump with integer counters: with sequence ranks, DeepSpeed's are floats."""
+def integer_counts(held: Dump) -> Dump:
+    """Return a dump with integer counters; with sequence ranks, DeepSpeed's are floats."""
     return {k: str(int(float(v))) if k.startswith("counter/") else v for k, v in held.items()}
 
 

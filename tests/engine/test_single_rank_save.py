@@ -1,4 +1,4 @@
-"""A call that was made on one rank only, by mistake, has no say in those that all ranks make."""
+"""A call that one rank made by mistake does not affect later calls of all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALONE_S, TOGETHER_S = 3, 30
 
 
 class _TimeIsUpError(Exception):
-    """A rank has waited in vain."""
+    """The time limit of a rank has passed."""
 
 
 def _give_up(*_: object) -> None:
@@ -32,7 +32,7 @@ def _saved(engine: Engine, path: Path, timeout_s: int) -> str:
     signal.alarm(timeout_s)
     try:
         save_checkpoint(engine, path)
-    except Exception as error:  # noqa: BLE001 - the test looks at it
+    except Exception as error:  # noqa: BLE001 (the test checks it)
         return f"{type(error).__name__}: {error}"
     finally:
         signal.alarm(0)
@@ -40,7 +40,7 @@ def _saved(engine: Engine, path: Path, timeout_s: int) -> str:
 
 
 def saves(folder: str) -> list[str]:
-    """Save on one rank, and then on all, twice."""
+    """Save on one rank, then twice on all ranks."""
     from torch import distributed
 
     found = []

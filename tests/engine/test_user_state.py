@@ -1,4 +1,4 @@
-"""What users hang on a run comes back, or is refused by name before anything is published."""
+"""State that users add to a run is restored, or refused by name before it is published."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ STEPS = 3
 
 
 def cosine(epoch: int) -> Any:
-    """Return a NumPy factor."""
+    """Return a factor as a NumPy number."""
     return np.cos(epoch / 10)
 
 
 class Ratio:
-    """A callable whose fields a scheduler keeps; one of them is not plain data."""
+    """A callable whose attributes a scheduler saves; one of them is not plain data."""
 
     def __init__(self) -> None:
         self.ratio = fractions.Fraction(1, 3)
@@ -39,7 +39,7 @@ class Ratio:
 
 
 class Annealed(torch.optim.SGD):
-    """An optimizer with state under a key that is not a parameter: each step is smaller."""
+    """An optimizer with state under a key that is not a parameter; its steps become smaller."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -61,7 +61,7 @@ def global_state(setup: Setup, folder: str, steps: int) -> tuple[Any, Any, str]:
     from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
     from lightning_elastic_zero.errors import ElasticZeroError
 
-    def go_on(engine: Engine) -> tuple[list[float], str]:
+    def continue_training(engine: Engine) -> tuple[list[float], str]:
         losses = train(engine, setup, STEPS, 2 * STEPS)
         return losses, repr(dict(inner_of(engine).state["global"]))
 
@@ -74,19 +74,19 @@ def global_state(setup: Setup, folder: str, steps: int) -> tuple[Any, Any, str]:
         save_checkpoint(engine, f"{folder}/global.ckpt")
         engine.save_checkpoint(f"{folder}/stock", tag="tag")
         saved = held_by(engine)
-        went_on = go_on(engine)
+        continued = continue_training(engine)
     with engine_of(setup, 1) as engine:
         train(engine, setup, 0, 1)
         load_checkpoint(engine, f"{folder}/global.ckpt")
         restored = held_by(engine)
-        resumed = go_on(engine)
+        resumed = continue_training(engine)
         try:
             load_checkpoint(engine, f"{folder}/stock")
         except ElasticZeroError as error:
             stock = str(error)
         else:
             stock = held_by(engine)
-    return (saved, *went_on), (restored, *resumed), stock
+    return (saved, *continued), (restored, *resumed), stock
 
 
 class FailsToUnpickle(Exception):  # noqa: N818 (it is a value here)
@@ -114,7 +114,7 @@ def _found(engine: Engine, losses: list[float]) -> dict[str, Any]:
 
 
 def numbers_of_numpy(setup: Setup, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Save a run with NumPy numbers in all places; return how it and a resumed run continue."""
+    """Save a run with NumPy numbers everywhere; return how it and a resumed run continue."""
     from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 
     path = f"{folder}/numbers.ckpt"
@@ -128,18 +128,18 @@ def numbers_of_numpy(setup: Setup, folder: str) -> tuple[dict[str, Any], dict[st
             state.update(scale=np.float32(0.1), count=np.int64(7), flag=np.bool_(True))
         engine.optimizer.loss_scaler.cur_scale = np.float64(2)
         save_checkpoint(engine, path, client)
-        went_on = _found(engine, train(engine, setup, STEPS, 2 * STEPS))
+        continued = _found(engine, train(engine, setup, STEPS, 2 * STEPS))
     with engine_of(setup, 1) as engine:
         _schedule(engine, cosine)
-        engine.optimizer.loss_scaler.cur_scale = 8.0  # A fixed one too.
+        engine.optimizer.loss_scaler.cur_scale = 8.0  # A fixed scale is restored too.
         read = load_checkpoint(engine, path).client_state
         assert repr(read) == repr(client), read
         resumed = _found(engine, train(engine, setup, STEPS, 2 * STEPS))
-        _load_beside_another_scaler(engine, path)
-    return went_on, resumed
+        _load_with_another_scaler(engine, path)
+    return continued, resumed
 
 
-def _load_beside_another_scaler(engine: Engine, path: str) -> None:
+def _load_with_another_scaler(engine: Engine, path: str) -> None:
     """Check that a scaler of another class, as in fp16, is not changed."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
@@ -154,7 +154,7 @@ def _load_beside_another_scaler(engine: Engine, path: str) -> None:
 
 
 def refused_saves(setup: Setup, folder: str) -> dict[str, str]:
-    """Save state that no load could read; return the errors, and the folder's other contents."""
+    """Save states that no load could read; return the errors, and the other files in the folder."""
     from lightning_elastic_zero.api import save_checkpoint
     from lightning_elastic_zero.errors import ElasticZeroError
 
@@ -190,8 +190,8 @@ def refused_saves(setup: Setup, folder: str) -> dict[str, str]:
         found["parameter"] = found["parameter"].replace(name, "NAME")
         del state[parameter]
         save_checkpoint(engine, f"{folder}/numbers.ckpt")
-    left = sorted(path.name for path in Path(folder).iterdir() if path.name != "numbers.ckpt")
-    return {**found, "left": ", ".join(left)}
+    remaining = sorted(path.name for path in Path(folder).iterdir() if path.name != "numbers.ckpt")
+    return {**found, "left": ", ".join(remaining)}
 
 
 def reassign_average(engine: Engine) -> None:
@@ -209,13 +209,13 @@ def load_after(
     change: Callable[[Engine], None],
     mode: Callable[[], contextlib.AbstractContextManager[Any]],
 ) -> tuple[dict[str, int], list[float], list[float]]:
-    """Load into an engine that was changed; return what differs two steps later, and all losses.
+    """Load into a changed engine; return its differences two steps later, and all losses.
 
     Args:
-        setup: of both runs.
-        folder: where the checkpoint is written.
-        change: done to the second engine before it loads.
-        mode: makes the context in which both the save and the load are called.
+        setup: the setup of both runs.
+        folder: the folder of the checkpoint.
+        change: applied to the second engine before it loads.
+        mode: returns the context in which both the save and the load are called.
     """
     from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 
@@ -224,7 +224,7 @@ def load_after(
         train(engine, setup, 0, STEPS)
         with mode():
             save_checkpoint(engine, path)
-        went_on = train(engine, setup, STEPS, STEPS + 2)
+        continued = train(engine, setup, STEPS, STEPS + 2)
         wanted = dump(engine, setup)
     with engine_of(setup, 7) as engine:
         train(engine, setup, 100, 101)
@@ -233,7 +233,7 @@ def load_after(
             load_checkpoint(engine, path)
         resumed = train(engine, setup, STEPS, STEPS + 2)
         found = dump(engine, setup)
-    return differences(wanted or {}, found or {}), went_on, resumed
+    return differences(wanted or {}, found or {}), continued, resumed
 
 
 def leave(_: Engine) -> None:
@@ -249,7 +249,7 @@ class LoadingAfter:
     unchanged: bool = True
 
     def __call__(self, engine: Engine) -> None:
-        """Change the engine, and load; fail if that changes a weight and must not."""
+        """Change the engine, and load; fail if this changes a weight that must not change."""
         from lightning_elastic_zero.api import load_checkpoint
 
         self.change(engine)
@@ -269,7 +269,7 @@ def reassign(layer: str, engine: Engine) -> None:
 
 
 def expand_frozen(engine: Engine) -> None:
-    """Give a frozen weight of the last rank one number for all of its elements."""
+    """Give all elements of a frozen weight of the last rank one shared value."""
     if engine.global_rank:
         bias = engine.module.frozen.bias
         bias.data = torch.ones(1).expand(bias.shape)
@@ -298,11 +298,11 @@ pytestmark = pytest.mark.engine
 
 @pytest.mark.parametrize("setup", [Setup(2, "1", "fp32"), Setup(2, "3", "fp32")], ids=str)
 def test_numpy_numbers_are_restored(setup: Setup, pools: Pools, tmp_path: Path) -> None:
-    """In a schedule, an optimizer state and a loss scale."""
+    """NumPy numbers in a schedule, an optimizer state and a loss scale."""
     program = partial(numbers_of_numpy, setup, str(tmp_path))
-    for went_on, resumed in pools.run(setup.world, program):
-        assert resumed == went_on
-        assert went_on["states"][0] == {"scale": 0.10000000149011612, "count": 7, "flag": True}
+    for continued, resumed in pools.run(setup.world, program):
+        assert resumed == continued
+        assert continued["states"][0] == {"scale": 0.10000000149011612, "count": 7, "flag": True}
 
 
 @pytest.mark.parametrize(
@@ -320,9 +320,9 @@ def test_optimizer_state_outside_parameters_is_restored_or_removed(
     setup: Setup, steps: int, pools: Pools, tmp_path: Path
 ) -> None:
     program = partial(global_state, setup, str(tmp_path), steps)
-    for went_on, resumed, stock in pools.run(setup.world, program):
-        assert resumed == went_on
-        assert ("sums" in went_on[0]) == bool(steps)
+    for continued, resumed, stock in pools.run(setup.world, program):
+        assert resumed == continued
+        assert ("sums" in continued[0]) == bool(steps)
         if setup.stage:  # DeepSpeed's own files of stage 0 are not read for training.
             assert "state that belongs to no parameter (keys 'global')" in stock
 
@@ -362,8 +362,8 @@ def test_training_continues_after_a_load_under_inference_mode_or_into_buffers_ma
     setup: Setup, change: Any, mode: Any, pools: Pools, tmp_path: Path
 ) -> None:
     program = partial(load_after, setup, str(tmp_path), change, mode)
-    for differing, went_on, resumed in pools.run(setup.world, program):
-        assert resumed == went_on
+    for differing, continued, resumed in pools.run(setup.world, program):
+        assert resumed == continued
         assert not differing
 
 
@@ -372,15 +372,15 @@ def test_training_continues_after_a_load_under_inference_mode_or_into_buffers_ma
 def test_a_commit_that_fails_on_one_rank_raises_on_all(
     setup: Setup, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    """The error says that the engine must not be used any more."""
+    """The error says that the engine must no longer be used."""
     load = LoadingAfter(saved_by(setup).path, refuse_hyperparameters, unchanged=False)
-    says = "now has a mixture of states: TypeError: "
-    assert_refused(pools.run, setup, load, says, error="RanksError", look=False)
+    message = "now has a mixture of states: TypeError: "
+    assert_refused(pools.run, setup, load, message, error="RanksError", look=False)
 
 
 @pytest.mark.essential
 @pytest.mark.parametrize(
-    ("zero", "change", "says"),
+    ("zero", "change", "message"),
     [
         ("1", expand_frozen, "frozen weights that cannot be"),
         ("1", leave_buffer_on_meta, "buffers that cannot be"),
@@ -392,10 +392,10 @@ def test_a_commit_that_fails_on_one_rank_raises_on_all(
 def test_all_ranks_refuse_a_target_that_one_cannot_write(
     zero: str,
     change: Callable[[Engine], None],
-    says: str,
+    message: str,
     pools: Pools,
     saved_by: Callable[..., Saved],
 ) -> None:
     setup = Setup(2, zero)
     load = LoadingAfter(saved_by(setup).path, change)
-    assert_refused(pools.run, setup, load, says, look=False)
+    assert_refused(pools.run, setup, load, message, look=False)

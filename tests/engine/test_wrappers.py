@@ -66,7 +66,7 @@ PAIRS = {
     ],
 }
 
-GOING_ON = [
+CONTINUED = [
     Setup(2, "1", "fp16"),
     Setup(3, "2", "fp16", offload=True),
     Setup(2, "3", "fp16"),
@@ -95,7 +95,7 @@ def test_state_is_restored_between_wrappers(
     need_ops(pools, source, target)
     saved = saved_by(source)
     held = saved.dump()
-    if source.precision == "fp16":  # One step of the three has overflown.
+    if source.precision == "fp16":  # One of the three steps has overflowed.
         assert held["counter/skipped_steps"] == "1"
         assert held["scaler/last_overflow_iter"] == "1"
     if source.autocast:
@@ -104,7 +104,7 @@ def test_state_is_restored_between_wrappers(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("setup", GOING_ON, ids=str)
+@pytest.mark.parametrize("setup", CONTINUED, ids=str)
 def test_a_resumed_run_continues_bit_for_bit(setup: Setup, pools: Pools, tmp_path: Path) -> None:
     """Including steps that overflow, and changes of the scale."""
     need_ops(pools, setup)

@@ -1,4 +1,4 @@
-"""Everything that can happen to a checkpoint's files, drawn at random from a seed."""
+"""Kinds of damage to a checkpoint's files, drawn at random from a seed."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ LARGEST_HOLE = 1 << 20
 class Damage:
     what: str
     file: str
-    """Below the checkpoint."""
+    """Path relative to the checkpoint."""
     other: str = ""
-    """Another one that is not what it was: either may be named."""
+    """Another changed file: the error may name either."""
 
 
 Corruption: TypeAlias = "Callable[[Path, Path, random.Random], Damage]"
-"""Takes the checkpoint to damage, another save of the same run, and where chance comes from."""
+"""Takes the checkpoint to damage, another save of the same run, and a random generator."""
 
 
 def files_of(checkpoint: Path) -> list[str]:
@@ -36,7 +36,7 @@ def files_of(checkpoint: Path) -> list[str]:
 
 
 def _any(checkpoint: Path, draw: random.Random) -> str:
-    """Return a file; data files and the manifest more often than files that readers do not use."""
+    """Return a file: data files and the manifest more often than files that readers do not use."""
     names = files_of(checkpoint)
     used = [n for n in names if n == MANIFEST or n.startswith("checkpoint/")]
     return draw.choice(used if draw.random() < 0.9 else names)
@@ -56,7 +56,7 @@ def flipped_bit(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
 
 
 def zeroed_hole(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
-    """Fill a stretch with zeros, as a disk that lost a block does."""
+    """Fill a range with zeros, like a disk that lost a block."""
     name = _any(checkpoint, draw)
     data = bytearray((checkpoint / name).read_bytes())
     start = draw.randrange(len(data))
@@ -81,7 +81,7 @@ def missing_file(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
 
 
 def swapped_shards(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
-    """Exchange two files, with or without their checksums."""
+    """Swap two files, with or without their checksums."""
     one, other = draw.sample(_shards(checkpoint), 2)
     for ending in draw.choice([("",), ("", ".sums"), (".sums",)]):
         first, second = checkpoint / f"{one}{ending}", checkpoint / f"{other}{ending}"
@@ -100,7 +100,7 @@ def shard_of_another_save(checkpoint: Path, other: Path, draw: random.Random) ->
 
 
 def bytes_of_another_save(checkpoint: Path, other: Path, draw: random.Random) -> Damage:
-    """Mix two saves in a file, as an interrupted copy over an older file does."""
+    """Mix two saves in a file, like an interrupted copy over an older file."""
     name = draw.choice(_shards(checkpoint))
     mine, theirs = (checkpoint / name).read_bytes(), (other / name).read_bytes()
     at = draw.randrange(len(mine))
@@ -165,7 +165,7 @@ def another_step(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
 
 
 def unreadable_file(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
-    """Replace a file by a link to itself: root can read all other files."""
+    """Replace a file by a link to itself, since root can read all other files."""
     name = _any(checkpoint, draw)
     (checkpoint / name).unlink()
     (checkpoint / name).symlink_to(Path(name).name)
@@ -173,7 +173,7 @@ def unreadable_file(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
 
 
 def foreign_file(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
-    """Put a directory, a pipe or other bytes of equal size in a file's place."""
+    """Replace a file by a directory, a pipe, or other bytes of the same size."""
     name = _any(checkpoint, draw)
     path = checkpoint / name
     size = path.stat().st_size
@@ -195,7 +195,7 @@ def foreign_folder(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
 
 
 def extra_file(checkpoint: Path, other: Path, draw: random.Random) -> Damage:
-    """Add files that look like shards of a larger world: readers must ignore them."""
+    """Add files that look like shards of a larger world, which readers must ignore."""
     name = draw.choice(_shards(checkpoint)).replace("rank_1", "rank_7").replace("_00_", "_03_")
     shutil.copyfile(other / draw.choice(_shards(other)), checkpoint / name)
     (checkpoint / draw.choice(["notes.txt", "checkpoint/.nfs01", "manifest.json~"])).touch()
@@ -219,4 +219,4 @@ KINDS: dict[str, tuple[Corruption, int]] = {
     "foreign folder": (foreign_folder, 1),
     "extra file": (extra_file, 3),
 }
-"""Each kind, and how many of a hundred corruptions are of it at least."""
+"""Each kind, and its minimum number in a hundred corruptions."""

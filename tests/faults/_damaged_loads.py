@@ -1,4 +1,4 @@
-"""Loads of damaged checkpoints by ranks: each gives what this rank was told, and what it holds."""
+"""Loads of damaged checkpoints by ranks, with the error and the state of each rank."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.support.outcome import NOTHING, error_text
 @dataclass(frozen=True)
 class Outcome:
     message: str
-    """Class and message of what was raised."""
+    """Class and message of the error."""
     as_wanted: bool
-    """After an error the engine holds what it held before; else just what was saved."""
+    """Whether the engine has its earlier state after an error, and the saved state otherwise."""
 
 
 def load_each(setup: Setup, good: str, damaged: tuple[str, ...]) -> list[Outcome]:

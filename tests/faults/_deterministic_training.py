@@ -1,8 +1,8 @@
-"""A Trainer's run whose every bit is known in advance, on any number of devices and ZeRO stage.
+"""A Trainer's run whose state is known bit for bit, for any number of devices and ZeRO stage.
 
-Gradients do not depend on the weights, and are whole numbers that any number of ranks up to 4
-divides: sums over ranks are exact, in whatever order. So one undisturbed run says what every other
-one has to hold after each step.
+Gradients do not depend on the weights. They are integers that any number of ranks up to 4 divides,
+so sums over ranks are exact in any order. One undisturbed run therefore gives the expected state of
+every other run after each step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SIZES = (30_000, 5, 50_001)
 GLOBAL_BATCH, STEPS_PER_EPOCH = 12, 1000
 
 Table = dict[int, dict[str, str]]
-"""For each step, a digest of all that is held after it."""
+"""For each step, digests of the state after it."""
 
 
 class Layer(nn.Module):
@@ -83,10 +83,10 @@ class DeterministicModel(pl.LightningModule):
 
 
 def state_digests(trainer: pl.Trainer, module: nn.Module) -> dict[str, str]:
-    """Digest the state of a run, gathered by DeepSpeed's own functions; collective."""
+    """Return digests of the state of a run, gathered by DeepSpeed's own functions; collective."""
     wrapped: Any = trainer.strategy.model and trainer.strategy.model.optimizer
     if hasattr(wrapped, "_lazy_init_hp_params_optimizer_state"):
-        # ZeRO-1/2 look for their state once, which may be before there is any.
+        # ZeRO-1/2 links its states once, which may be before there are any.
         wrapped._hp_optimizer_states_linked = False
         wrapped._lazy_init_hp_params_optimizer_state()
     found = {f"buffer/{n}": digest(bits_of(b)) for n, b in module.named_buffers()}
@@ -106,14 +106,14 @@ class Training:
     root: str
     stage: int = 2
     steps: int = 3
-    """Trained beyond those that it starts with."""
+    """Number of steps to train."""
     ckpt_path: str | None = None
     kill_point: KillPoint | None = None
     strategy: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the strategy's, such as how it saves."""
+    """Options of the strategy, such as the mode of saves."""
     saves: bool = True
     recorded: bool = False
-    """Return what is held after each step, and not at the start only."""
+    """Return the state after each step, instead of only at the start."""
 
     @property
     def over(self) -> Path:
@@ -130,15 +130,15 @@ class SaveEachStep(Callback):
     def __init__(self, training: Training) -> None:
         self.training = training
         self.held: Table = {}
-        self.witness: SaveStepTracer | None = None
+        self.tracer: SaveStepTracer | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.global_step:
             self.held[trainer.global_step] = state_digests(trainer, pl_module)
         kill_point, root = self.training.kill_point, Path(self.training.root)
         if kill_point is not None:
-            self.witness = SaveStepTracer(kill_point, root, comm.get_rank(), comm.get_world_size())
-            self.witness.watch()
+            self.tracer = SaveStepTracer(kill_point, root, comm.get_rank(), comm.get_world_size())
+            self.tracer.watch()
             trainer.strategy.barrier()
         trainer.fit_loop.epoch_loop.max_steps = trainer.global_step + self.training.steps
         if comm.get_rank() == 0:
@@ -167,8 +167,8 @@ class LinkedModelCheckpoint(ModelCheckpoint):
 
     def _save_last_checkpoint(self, *args: Any) -> None:
         super()._save_last_checkpoint(*args)
-        if self.ledger.witness is not None:
-            self.ledger.witness.reach("after the link is asked for")
+        if self.ledger.tracer is not None:
+            self.ledger.tracer.reach("after the link is asked for")
 
 
 def published(folder: Path) -> dict[int, Path]:

@@ -1,4 +1,4 @@
-"""What disks and ranks do to a save, as contexts in which it happens on one rank."""
+"""Faults of disks and ranks during a save, as context managers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from typing import Any
 from tests.support.processes import HANG_TIMEOUT_S
 
 TMPFS_BYTES = 8 << 20
-"""Room for three checkpoints of the runs here."""
+"""Space for three checkpoints of the runs here."""
 
 SLOW_S = 0.12
-"""What a slow disk takes for each write."""
+"""Seconds that each write to a slow disk takes."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Fault:
     kind: str
     rank: int = 0
     nth: int = 1
-    """At which of the rank's writes of a shard."""
+    """The number of the rank's write to a shard at which the fault occurs."""
     room_bytes: int = 0
-    """What a full disk still takes."""
+    """The remaining space of a full disk."""
 
     def __str__(self) -> str:
         room = f", {self.room_bytes} bytes of room" if self.kind == "full disk" else ""
@@ -44,7 +44,7 @@ Act = Callable[[], object]
 def inject_fault(fault: Fault, folder: Path, rank: int) -> Iterator[None]:
     """Inject the fault during this context into saves to the folder."""
     if fault.kind in AROUND:
-        # Another rank's disk is the same one.
+        # All ranks share this disk.
         if rank == 0:
             with AROUND[fault.kind](fault, folder):
                 yield
@@ -87,7 +87,7 @@ def _raising(number: int) -> Callable[[Path], Act]:
 def _vanish(folder: Path) -> Act:
     def act() -> None:
         for staging in folder.glob(".zero-staging-*"):
-            # At once: where another rank goes on making files in it, it could not be emptied.
+            # Renamed first: while another rank creates files in it, it could not be emptied.
             gone = folder.parent / f"gone-{staging.name}"
             staging.rename(gone)
             shutil.rmtree(gone)
@@ -104,7 +104,7 @@ def _die(_: Path) -> Act:
 
 
 def hang_marker(folder: Path) -> Path:
-    """Return the file that exists while the disk below a folder does not answer."""
+    """Return the file that exists while the disk of a folder does not answer."""
     return folder.with_name("hangs")
 
 
@@ -127,7 +127,7 @@ ACTS: dict[str, Callable[[Path], Act]] = {
     "a rank stalls": _stop,
     "a rank dies": _die,
 }
-"""What happens at a write."""
+"""Faults that occur at a write."""
 
 
 @contextmanager
@@ -136,8 +136,8 @@ def _full(fault: Fault, folder: Path) -> Iterator[None]:
     filler = folder / "filler"
     with filler.open("wb", buffering=0) as file:
         free_bytes = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
-        while (left := free_bytes - fault.room_bytes - file.tell()) > 0:
-            file.write(bytes(min(left, 1 << 20)))
+        while (remaining_bytes := free_bytes - fault.room_bytes - file.tell()) > 0:
+            file.write(bytes(min(remaining_bytes, 1 << 20)))
     try:
         yield
     finally:
@@ -146,7 +146,7 @@ def _full(fault: Fault, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _read_only(_: Fault, folder: Path) -> Iterator[None]:
-    """Remove the right to write, from root too."""
+    """Remount the folder read-only, which applies to root too."""
     _mount("-o", "remount,ro", str(folder))
     try:
         yield
@@ -156,7 +156,7 @@ def _read_only(_: Fault, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _moved(_: Fault, folder: Path) -> Iterator[None]:
-    """Move the folder away, as an automounter does, and put a file in its place."""
+    """Move the folder away, like an automounter, and put a file in its place."""
     away = folder.with_name("away")
     folder.rename(away)
     folder.touch()
@@ -172,15 +172,15 @@ AROUND: dict[str, Callable[[Fault, Path], Any]] = {
     "read-only": _read_only,
     "the folder is moved away": _moved,
 }
-"""What lasts for the whole of a save."""
+"""Faults that last for a whole save."""
 
 ON_TMPFS = {"full disk", "read-only"}
-"""What needs a file system of its own."""
+"""Faults that need their own file system."""
 
 
 @contextmanager
 def tmpfs(folder: Path) -> Iterator[None]:
-    """Yield a small file system; raise PermissionError if this user may not make one."""
+    """Yield a small file system; raise PermissionError if this user may not mount one."""
     folder.mkdir()
     if _mount("-t", "tmpfs", "-o", f"size={TMPFS_BYTES}", "tmpfs", str(folder), check=False):
         msg = "a small file system can be mounted by root only"

@@ -29,7 +29,7 @@ from tests.support.ranks import Pools, World
 from tests.support.tables import KILLS
 
 PATIENCE_S = 0.3
-"""How long the ranks that were not killed may go on, before a launcher would kill them too."""
+"""Time for which surviving ranks may continue before a launcher would kill them too."""
 
 RUN_S = PROMPT_TIMEOUT_S
 """A run that takes longer hangs."""
@@ -40,25 +40,25 @@ STAGES = (2, 3, 1)
 
 @dataclass
 class KillSequence:
-    """Runs one after another in one folder, each of them killed."""
+    """Successive runs in one folder, each of which is killed."""
 
     pools: Pools
     root: Path
     table: Table
-    """What every run holds after each step, by an undisturbed run."""
+    """The state after each step of an undisturbed run, which every run must have."""
     row: str
-    """Of the table of what was tried."""
+    """The row of the printed table."""
     strategy: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the strategy's, such as how it saves."""
+    """Options of the strategy, such as the mode of saves."""
     wrong: list[str] = field(default_factory=list)
     _count: int = 0
     _began: int = 0
-    """The step that the last run has begun at."""
+    """The step from which the last run started."""
     _linked: bool = False
-    """Whether ``last.ckpt`` was there, so that it must never be gone."""
+    """Whether ``last.ckpt`` has existed, after which it must never disappear."""
 
     def kill(self, kill_point: KillPoint) -> bool:
-        """Kill a run at a step and check what it leaves; return whether it reached the step."""
+        """Kill a run at a step, and check its files; return whether it reached the step."""
         (self.root / "landed").unlink(missing_ok=True)
         self._run(self._until_dead, kill_point)
         landed = (self.root / "landed").exists()
@@ -79,11 +79,11 @@ class KillSequence:
         self._run(strike, None)
         self._check(f"after {delay_s:.3f} s, {everyone=}", landed=True)
 
-    def go_on(self) -> None:
+    def run_undisturbed(self) -> None:
         """Run once undisturbed; this removes the leftovers of killed runs."""
         self._run(self._until_dead, None, steps=2)
         self._check("undisturbed", landed=None)
-        # A note that was cut while it was written names nobody who could be dead: it goes by age.
+        # A truncated owner file names no process that could be dead, so it is removed by age.
         hidden = [
             str(path)
             for path in self.root.glob("*/.zero-*")
@@ -114,9 +114,9 @@ class KillSequence:
                 connection.send(partial(train, training))
             watch(world)
         finally:
-            said = world.output_tail() if not (self.root / "started").exists() else ""
+            output = world.output_tail() if not (self.root / "started").exists() else ""
             world.end()
-        self._check_restart(training, said)
+        self._check_restart(training, output)
 
     def _until_dead(self, world: World) -> None:
         """Wait until all ranks have ended, or until one died and the others had time to react."""
@@ -143,12 +143,12 @@ class KillSequence:
                 return str(path)
         return None
 
-    # -- what is left ------------------------------------------------------------------------
+    # -- checks ------------------------------------------------------------------------------
 
-    def _check_restart(self, training: Training, said: str) -> None:
+    def _check_restart(self, training: Training, output: str) -> None:
         started = self.root / "started"
         if not started.exists():
-            self._note("not restarted", f"from {training.ckpt_path}: {said[-1500:]}")
+            self._note("not restarted", f"from {training.ckpt_path}: {output[-1500:]}")
             return
         held = {int(step): values for step, values in json.loads(started.read_text()).items()}
         self._began = max(held, default=0)
@@ -170,7 +170,8 @@ class KillSequence:
             repair(self.root / name)
             found = published(self.root / name)
             sound = [s for s, path in found.items() if self._is_sound(s, path, what)]
-            # A run that began at an older one saves what is older than what it replaces.
+            # A run that started from an older checkpoint saves older steps than those that it
+            # replaces.
             if max(sound, default=0) < min(floor.get(name, 0), self._began + 1):
                 self._note("last-good losses", f"{what}: {name} has {sound}, had {floor[name]}")
         last = self.root / "top" / "last.ckpt"
@@ -198,7 +199,7 @@ class KillSequence:
 
 
 MakeChain = Callable[[str, str], KillSequence]
-"""Makes one, of a way to save and a row of the table."""
+"""Makes a sequence for a mode of saves and a row of the table."""
 
 
 def _newest(folder: Path) -> list[Path]:
@@ -223,7 +224,7 @@ MODES: dict[str, Mapping[str, Any]] = {
     "blocking": {},
     "background": {"async_save": True},
 }
-"""Options of the strategy, by the name that the tables have."""
+"""Options of the strategy, by the mode's name in the tables."""
 
 
 def wait_for_published(trainer: pl.Trainer) -> None:

@@ -1,6 +1,6 @@
-"""The named steps of a save, as a process sees itself reach them, and what kills it there.
+"""The named steps of a save, as seen by the saving process, which is killed at one of them.
 
-Nothing of this is in the library: the program under test looks at its own system calls.
+The library has no part in this: the process under test watches its own system calls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BY_EACH_RANK = (
     "after a shard's fsync",
     "after the sums' fsync",
 )
-"""Reached by every rank, in its own files; all others by rank 0 only."""
+"""Steps that every rank reaches, in its own files. Only rank 0 reaches the others."""
 
 STEPS = (
     "before staging",
@@ -48,7 +48,7 @@ STEPS = (
 )
 
 TWO_RENAMES = ("before two renames", "between two renames")
-"""Reached only where names cannot be exchanged."""
+"""Steps that are reached only where names cannot be exchanged."""
 
 OFTEN = {
     "during a shard": 40,
@@ -57,7 +57,7 @@ OFTEN = {
     "while the replaced one is deleted": 12,
     "while top-k deletes": 12,
 }
-"""How often a step is reached in the first saves of a run; every other one some three times."""
+"""Visits to a step in the first saves of a run; other steps have about three."""
 
 ALL, FIRST, OTHER = "all", "rank 0", "another"
 
@@ -70,7 +70,7 @@ class KillPoint:
 
     @classmethod
     def drawn(cls, step: str, turn: int) -> KillPoint:
-        """Return who is killed, and at which visit to the step; ranks take turns."""
+        """Return which ranks are killed, and at which visit to the step; ranks take turns."""
         draw = random.Random(f"{step}-{turn}")
         return cls(step, (ALL, FIRST, OTHER)[turn % 3], 1 + draw.randrange(OFTEN.get(step, 3)))
 
@@ -120,18 +120,18 @@ class SaveStepTracer:
         (self._root / "landed").write_text(self._kill_point.step)
         ranks = {FIRST: [0], OTHER: [min(1, self._world - 1)], ALL: list(range(self._world))}
         victims = [int((self._root / f"pid-{r}").read_text()) for r in ranks[self._kill_point.whom]]
-        # The one that strikes goes last.
+        # This process is the last one.
         for pid in sorted(victims, key=lambda pid: pid == os.getpid()):
             os.kill(pid, signal.SIGKILL)
 
-    # -- how steps are told ------------------------------------------------------------------
+    # -- detection of steps ------------------------------------------------------------------
 
     def _on_write(self, descriptor: int, data: Any) -> int:
         name = _path_of(descriptor).name
         half = memoryview(data)[: max(1, len(data) // 2)]
         if not name.endswith("_states.pt"):
             return self._write(descriptor, data)
-        # The caller has to go on with what was not taken.
+        # The caller writes the rest with another call.
         count = self._write(descriptor, half)
         self.reach("during a shard" if "optim" in name else "during the model file")
         return count

@@ -1,4 +1,4 @@
-"""A checkpoint read whole, in one process without DeepSpeed, as digests of all that it holds."""
+"""A whole checkpoint, read in one process without DeepSpeed, as digests of its values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def digest(data: bytes) -> str:
 
 
 def read_digests(path: AnyPath) -> dict[str, str]:
-    """Return a digest of each value that a load can receive, by its identity."""
+    """Return a digest of each value that a load can receive, by name."""
     with closing(open_checkpoint(path)) as source:
         source.check_all()
         source.verify(0, 1, NO_PROGRESS)

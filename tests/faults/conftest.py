@@ -1,4 +1,4 @@
-"""The checkpoints that are damaged."""
+"""Checkpoints and runs that several tests use."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from tests.support.ranks import Pools
 
 @pytest.fixture(scope="session")
 def saved(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
-    """Return the checkpoint of a run with a ZeRO stage after some steps, made once per session."""
+    """Return a function that saves a run with a ZeRO stage after some steps, once per session."""
     folder = tmp_path_factory.mktemp("saved")
     made: dict[tuple[str, int], Path] = {}
 
-    def give(stage: str, steps: int = 3) -> Path:
+    def get(stage: str, steps: int = 3) -> Path:
         if (stage, steps) not in made:
             path = folder / f"{stage}-{steps}.ckpt"
             pools.run(2, partial(train_and_save, Saved(Setup(2, stage), str(path)), steps=steps))
             made[stage, steps] = path
         return made[stage, steps]
 
-    return give
+    return get
 
 
 @pytest.fixture(scope="session")
 def table(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Table:
-    """Return the state after each step of an undisturbed run: 40 kills and 2 runs, 4 steps each."""
+    """Return the state after each step of an undisturbed run, as long as 42 runs of 4 steps."""
     return undisturbed(pools, tmp_path_factory.mktemp("undisturbed"), 42 * 4)
 
 

@@ -1,4 +1,4 @@
-"""What is not what was written is refused by name, and never read as something else."""
+"""A changed file is refused by name, and never read as another value."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def drawn(count: int) -> Iterator[tuple[str, Corruption]]:
     return itertools.islice(itertools.cycle(shares), count)
 
 
-def judged(damaged: Path, damage: Damage, whole: dict[str, str]) -> tuple[str, str]:
+def judged(damaged: Path, damage: Damage, intact: dict[str, str]) -> tuple[str, str]:
     try:
         found = read_digests(damaged)
     except ElasticZeroError as error:
         message = str(error)
         names = [Path(n).name.removesuffix(".sums") for n in (damage.file, damage.other) if n]
-        # Without its manifest it is the checkpoint that is no checkpoint.
+        # Without a manifest, the error names the checkpoint.
         named = any(name in message for name in names) or damage.file == MANIFEST
         return ("refused" if named and damaged.name in message else "unnamed"), message
-    return ("harmless" if found == whole else "undetected"), ""
+    return ("harmless" if found == intact else "undetected"), ""
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -53,15 +53,15 @@ def test_a_corruption_is_refused_by_file_or_changes_no_value(
 ) -> None:
     count = pytestconfig.getoption("--corruptions") if many else FEW
     checkpoint, other = saved(stage, 3), saved(stage, 4)
-    whole = read_digests(checkpoint)
-    assert whole != read_digests(other)
+    intact = read_digests(checkpoint)
+    assert intact != read_digests(other)
     damaged = tmp_path / "damaged.ckpt"
     wrong: list[str] = []
     for index, (kind, act) in enumerate(drawn(count)):
         drawn_from = f"zero{stage}-{seed + index}"
         shutil.copytree(checkpoint, damaged)
         damage = act(damaged, other, random.Random(drawn_from))
-        verdict, message = judged(damaged, damage, whole)
+        verdict, message = judged(damaged, damage, intact)
         shutil.rmtree(damaged)
         CORRUPTIONS.count(kind, "tried")
         CORRUPTIONS.count(kind, verdict)

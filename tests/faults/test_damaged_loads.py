@@ -1,4 +1,4 @@
-"""A damaged checkpoint is refused by all ranks of a real run, which stays what it was."""
+"""A damaged checkpoint is refused by all ranks of a real run, whose state does not change."""
 
 from __future__ import annotations
 

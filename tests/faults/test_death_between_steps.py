@@ -1,4 +1,4 @@
-"""Where a rank dies between two steps, the others end at once, and wait for no timeout."""
+"""If a rank dies between two steps, the others end at once, without waiting for a timeout."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class KillAfterStep(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
         while not _is_gone(self.pid.read_text()):
             time.sleep(0.01)
-        # By then gloo has seen its sockets close. Rank 0 is the first to go on: what it broadcasts
+        # gloo has then seen its sockets close. Rank 0 continues first: its broadcast fails before
+        # it is sent, so no rank will ever receive it.
         # is not on its way yet when that fails, and nobody will ever receive it.
         time.sleep(0.5 if self.job.rank == 0 else 1.5)
 

@@ -1,4 +1,4 @@
-"""Whatever disk or ranks do to a save: a clear error on all ranks in time, and nothing is lost."""
+"""Faults of disks and ranks in a save: a prompt error on all ranks, and no lost checkpoint."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SHORT = Timeouts(
 
 
 WAITING, NEXT_SAVE, END = "waiting", "the next save", "the end"
-"""When ranks hear of a save that goes on behind training; of one that does not, at once."""
+"""When ranks learn of a failed background save. A blocking save raises at once."""
 
 
 @dataclass
@@ -52,15 +52,15 @@ class FaultRunResult:
     message: str = "nothing was raised"
     seconds: float = 0.0
     again: str = ""
-    """What was raised when all asked again while the fault lasted."""
+    """The error of a second request while the fault lasted."""
     again_s: float = 0.0
     held: Table = field(default_factory=dict)
-    """What the run held after each step."""
+    """The state of the run after each step."""
     good: dict[str, str] = field(default_factory=dict)
-    """Rank 0: what the last good checkpoint gives when it is over, and the save failed."""
+    """Rank 0: the last good checkpoint, after the save failed."""
     last: dict[str, str] = field(default_factory=dict)
-    """Rank 0: what the next one gives."""
-    left: list[str] = field(default_factory=list)
+    """Rank 0: the checkpoint of the next save."""
+    remaining: list[str] = field(default_factory=list)
     """Rank 0: names in the folder at the end."""
 
 
@@ -72,14 +72,14 @@ class FaultRun:
     fault: Fault
     stage: int = 2
     short: bool = True
-    """Ranks wait for one another for seconds, and not as long as they do for users."""
+    """Whether ranks wait for each other for seconds, instead of the default timeouts."""
     strategy: Mapping[str, Any] = field(default_factory=dict)
     hears: str = WAITING
-    """When the ranks ask for that save, and so hear what became of it."""
+    """When the ranks ask for the result of that save."""
 
     @property
     def stopped_s(self) -> float:
-        """How long a rank is stopped: longer than the heartbeat timeout."""
+        """Seconds for which a rank is stopped: longer than the heartbeat timeout."""
         return 8.0 if self.short else Timeouts().heartbeat_timeout_s + 15.0
 
 
@@ -161,7 +161,7 @@ class SaveWithFault(Callback):
                 trainer.save_checkpoint(self.path)
                 wakes = self._wake(in_s=self.fault_run.stopped_s)
             if fault.kind == "a rank dies":
-                # There is nobody left to train with.
+                # No other rank is left to train with.
                 message = json.dumps([self.endured.message, self.endured.seconds])
                 (self.pids / "survivor").write_text(message)
                 os._exit(0)
@@ -172,7 +172,7 @@ class SaveWithFault(Callback):
             self._look_at_the_last_good(trainer)
 
     def _wake(self, in_s: float) -> subprocess.Popen[bytes] | None:
-        """Continue the stopped rank, which cannot do that itself."""
+        """Continue the stopped rank, which cannot continue by itself."""
         fault = self.fault_run.fault
         if fault.kind == "hanging disk":
             while not hang_marker(self.path.parent).exists():
@@ -198,7 +198,7 @@ def run_with_fault(fault_run: FaultRun) -> FaultRunResult:
     if comm.get_rank() == 0:
         if fault_run.hears == END:
             callback.endured.good = read_digests(callback.path)
-        callback.endured.left = sorted(p.name for p in Path(fault_run.folder).iterdir())
+        callback.endured.remaining = sorted(p.name for p in Path(fault_run.folder).iterdir())
     return callback.endured
 
 
@@ -214,7 +214,7 @@ RAISING = [
     *(Fault("full disk", room_bytes=kib << 10) for kib in (0, 8, 300, 700, 1000)),
 ]
 
-SAYS = {
+MESSAGES = {
     "I/O error": "Input/output error",
     "no space": "No space left on device",
     "quota": "quota exceeded",
@@ -223,7 +223,7 @@ SAYS = {
     "read-only": "Read-only file system",
     "full disk": "No space left on device",
 }
-"""What the error must say, beside the path."""
+"""Expected texts of the errors, in addition to the path."""
 
 
 @pytest.fixture(scope="module")
@@ -253,9 +253,9 @@ def run(
     for rank in ranks:
         assert rank.held == {step: table[step] for step in range(1, STEPS + 1)}
     FAULTS.count(row, "training intact")
-    assert ranks[0].left == ["good.ckpt"]
+    assert ranks[0].remaining == ["good.ckpt"]
     if fault_run.hears != END:
-        assert same(table[STEPS], ranks[0].last), "the next save is not what was trained"
+        assert same(table[STEPS], ranks[0].last), "the next save differs from the trained state"
         FAULTS.count(row, "next save sound")
     return ranks
 
@@ -264,12 +264,12 @@ def check(
     ranks: list[FaultRunResult],
     row: str,
     table: Table,
-    says: str,
+    message: str,
     steps: tuple[int, ...] = (1,),
 ) -> None:
     """Check that all ranks raised in bounded time, and a checkpoint of these steps is intact."""
     for rank in ranks:
-        assert says in rank.message, rank.message
+        assert message in rank.message, rank.message
         assert rank.seconds < PROMPT_TIMEOUT_S
     FAULTS.count(row, "raised on all ranks")
     assert any(same(table[step], ranks[0].good) for step in steps)
@@ -291,11 +291,11 @@ def test_a_disk_fault_is_raised_on_all_ranks_and_the_run_continues(
         folder.mkdir()
         ranks = run(pools, folder, fault, table, mode)
     assert all(rank.message.startswith("SaveError") for rank in ranks), ranks[0].message
-    check(ranks, f"{fault.kind} ({mode})", table, SAYS[fault.kind])
+    check(ranks, f"{fault.kind} ({mode})", table, MESSAGES[fault.kind])
 
 
 @pytest.mark.long
-def test_a_disk_slower_than_the_stall_timeout_is_waited_for(
+def test_a_save_to_a_disk_slower_than_the_stall_timeout_succeeds(
     mode: str, pools: Pools, table: Table, tmp_path: Path
 ) -> None:
     (tmp_path / "saves").mkdir()
@@ -354,8 +354,8 @@ def test_no_background_save_hangs_with_the_disk(
     fault = Fault("hanging disk", rank, 2)
     (tmp_path / "saves").mkdir()
     ranks = run(pools, tmp_path / "saves", fault, table, "background", hears=NEXT_SAVE)
-    says = f"rank {rank} of 2: alive, but without progress"
-    check(ranks, "hanging disk (background)", table, says)
+    message = f"rank {rank} of 2: alive, but without progress"
+    check(ranks, "hanging disk (background)", table, message)
     for seen in ranks:
         assert "is still being written" in seen.again, seen.again
         assert seen.again_s < PROMPT_TIMEOUT_S

@@ -1,4 +1,4 @@
-"""A run that ends by an exception ends soon, whatever the disk does to the save in flight."""
+"""A run that ends with an exception ends soon, even if the disk delays a save in progress."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from tests.support.ranks import ForkServer
 class ExceptionRun:
     folder: str
     rank: int
-    """Whose disk it is."""
+    """The rank with the bad disk."""
     slow_s: float | None
-    """What each of its writes takes; None: the second one never returns."""
+    """Seconds that each of its writes takes; None: the second one never returns."""
     patience_s: float | None
-    """How long the save in flight may go on; None: as long as for users."""
+    """Time limit of the save in progress; None: the default."""
 
 
 class RaiseDuringSave(Callback):
@@ -96,7 +96,7 @@ pytestmark = pytest.mark.engine
 SHORT_S = 1.5
 
 SLOW_S = {SHORT_S: 0.2, DRAIN_TIMEOUT_S: 0.8}
-"""What each of some sixty writes takes: more in all than the patience."""
+"""Seconds of each of about sixty writes, which together exceed the time limit."""
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_an_exception_ends_processes_during_a_save(
     took_s = max(result.notes["ended at"] for result in results) - raised_at
     print(f"slow: {slow}, rank {rank}: the run ended {took_s:.1f} s after its exception, its")
     print(f"processes {ended_at - raised_at - took_s:.1f} s later")
-    # That it did not end on its own, and nobody waited for that, is what the process says.
+    # The process reports that the save was cancelled, and that nothing waited for it.
     assert patience_s <= took_s < PROMPT_TIMEOUT_S
     assert ended_at < raised_at + took_s + PROMPT_TIMEOUT_S
     assert "Cancelled the save of" in results[rank].stderr

@@ -1,4 +1,4 @@
-"""Where a checkpoint is damaged, the newest sound one is named, and taken if the user says so."""
+"""For a damaged checkpoint, the error names the newest intact one, and fallback=True loads it."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ from tests.support.ranks import Pools
 @dataclass(frozen=True)
 class FallbackResult:
     message: str
-    """Class and message of what was raised."""
+    """Class and message of the error."""
     instead_of: str
     warnings: tuple[str, ...]
     is_older: bool
-    """Rank 0: the engine holds just what the older checkpoint's writer held."""
+    """Rank 0: whether the engine has exactly the state of the older checkpoint."""
 
 
 def load_from(setup: Setup, path: str, older: Saved, options: dict[str, Any]) -> FallbackResult:
-    """Load into a run from another seed."""
+    """Load into a run with another seed."""
     from lightning_elastic_zero.api import load_checkpoint
 
     message, instead_of = "", ""
     with (
-        log_heard("lightning_elastic_zero", logging.WARNING) as said,
+        log_heard("lightning_elastic_zero", logging.WARNING) as logged,
         engine_of(setup, 7, tilt=3.0) as engine,
     ):
         try:
             instead_of = load_checkpoint(engine, path, **options).instead_of
-        except Exception as error:  # noqa: BLE001 - the test looks at it
+        except Exception as error:  # noqa: BLE001 (the test checks it)
             message = f"{type(error).__name__}: {error}"
         found = dump(engine, setup)
     same = found is None or not differences(older.dump(), found)
-    return FallbackResult(message, instead_of, tuple(said), same)
+    return FallbackResult(message, instead_of, tuple(logged), same)
 
 
 def fit_and_test(root: str, path: str) -> tuple[int, str]:
@@ -164,7 +164,7 @@ def test_newest_means_published_last_not_highest_step(pools: Pools, folder: Path
 
 
 def rot_manifest(checkpoint: Path, damage: Callable[[Path], object]) -> None:
-    """Make a manifest unreadable as a bad disk does: no file's time changes."""
+    """Make a manifest unreadable without changing file times, like a bad disk."""
     manifest = checkpoint / MANIFEST_NAME
     times = {path: path.stat().st_mtime_ns for path in (checkpoint, manifest)}
     damage(checkpoint)
@@ -176,7 +176,7 @@ def rot_manifest(checkpoint: Path, damage: Callable[[Path], object]) -> None:
 def proposed_for(
     checkpoint: Path, fits_model: Callable[[Manifest], bool] = lambda _: True
 ) -> str | None:
-    """Return the checkpoint that is proposed in place of another."""
+    """Return the name of the checkpoint that is proposed in place of another."""
     older = find_fallback(checkpoint, OneRank(), fits_model)
     return None if older is None else Path(older[0]).name
 
@@ -196,7 +196,7 @@ def test_without_a_manifest_only_earlier_files_are_proposed(
 
 
 def test_nothing_is_proposed_for_checkpoints_of_other_software(folder: Path) -> None:
-    """They may be of another run, and so may any checkpoint in the same folder."""
+    """They may belong to another run, and so may any checkpoint in the same folder."""
     (folder / "file.ckpt").write_bytes(b"PK, and no more")
     shard = folder / "stock" / "global_step3" / "mp_rank_00_model_states.pt"
     shard.parent.mkdir(parents=True)
@@ -228,7 +228,7 @@ def _shares_shapes(model: Manifest, saved: Manifest) -> bool:
     }
 
 
-def test_a_newer_checkpoint_alone_is_no_fallback(pools: Pools, folder: Path) -> None:
+def test_a_newer_checkpoint_is_not_a_fallback(pools: Pools, folder: Path) -> None:
     rot_manifest(folder / "a.ckpt", _damaged_checkpoints.cut_manifest)
     for rank in loaded(pools, folder / "a.ckpt", "b", fallback=True):
         assert rank.message
@@ -237,7 +237,7 @@ def test_a_newer_checkpoint_alone_is_no_fallback(pools: Pools, folder: Path) -> 
         assert "c.ckpt" not in rank.message
 
 
-def test_weights_only_checkpoints_are_no_fallback(pools: Pools, folder: Path) -> None:
+def test_weights_only_checkpoints_are_not_a_fallback(pools: Pools, folder: Path) -> None:
     light = Saved(SETUP, str(folder / "light.ckpt"), {"weights_only": True})
     pools.run(2, partial(train_and_save, light, steps=2))
     before_c = (folder / "c.ckpt" / MANIFEST_NAME).stat().st_mtime - 0.01

@@ -1,4 +1,4 @@
-"""Whoever is killed, many times at each step of a save: a file of its own, as it takes long."""
+"""Many kills at each step of a save. They take long, so they have their own file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.faults._save_steps import STEPS, KillPoint
 pytestmark = pytest.mark.engine
 
 MORE_TRIES = 6
-"""How many kills may come too late for the step, or where a run does not reach it."""
+"""Kills that may come too late for the step, or in runs that do not reach it."""
 
 
 @pytest.mark.long
@@ -21,12 +21,12 @@ def test_a_run_resumes_exactly_after_many_kills_at_one_step(
 ) -> None:
     wanted = pytestconfig.getoption("--kills")
     runs = chain(mode, step)
-    runs.go_on()
+    runs.run_undisturbed()
     landed, first = 0, seed * wanted
     for index in range(first, first + wanted + MORE_TRIES):
         landed += runs.kill(KillPoint.drawn(step, index))
         if landed >= wanted:
             break
-    runs.go_on()
+    runs.run_undisturbed()
     assert not runs.wrong, "\n".join(runs.wrong)
     assert landed >= wanted

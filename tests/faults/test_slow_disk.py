@@ -1,7 +1,7 @@
-"""Real engines on a disk that is slow in the very calls: waited for while it answers, no longer.
+"""Real engines on a slow disk: saves and loads wait while it makes progress, and no longer.
 
-A rank without progress counts as stalled after ``stall_timeout_s``, here 6 s; each of these saves
-and loads waits for the disk twice as long, in all.
+A rank without progress counts as stalled after ``stall_timeout_s``, here 6 s. Each of these saves
+and loads waits for the disk twice as long in total.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support.slow_disk import SlowDisk
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 SETUP = Setup(2, "1", hidden=2000)
-"""Of 18 MB, most of it frozen weights, which rank 0 writes."""
+"""A state of 18 MB, most of it frozen weights, which rank 0 writes."""
 
 STALL_TIMEOUT_S = 6.0
 SLOW, FAST = 1 << 20, 1 << 40
@@ -39,7 +39,7 @@ class Seen:
     message: str
     seconds: float
     differing: list[str]
-    """Which weights differ from those that were saved, after a load."""
+    """Weights that differ from the saved ones after a load."""
 
 
 def attempt(act: Callable[[], Any]) -> tuple[str, float]:
@@ -61,7 +61,8 @@ def save_then_load(disk: SlowDisk, way: str) -> Seen:
         else:
             turn(disk, SLOW if way == "slow" else 0)
             message, seconds = attempt(partial(save, engine, path))
-            # By the first who hears of it: nothing is heard within a call that does not return.
+            # The first rank that fails does this: a rank cannot notice a failure in a call that
+            # does not return.
             disk.set_speed(FAST)
             turn(disk, FAST)
             if way == "stalled":
@@ -79,7 +80,7 @@ def save_then_load(disk: SlowDisk, way: str) -> Seen:
 
 
 def weights(engine: Engine) -> dict[str, torch.Tensor]:
-    """Copy the weights; in fp32, they are their masters."""
+    """Copy the weights, which in fp32 are their masters."""
     return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
 
 
@@ -92,7 +93,7 @@ def load(engine: Engine, path: Path) -> None:
 
 
 def turn(disk: SlowDisk, bytes_per_s: float, *, latency_s: float = 0.0) -> None:
-    """Change how the disk answers, for all ranks."""
+    """Change the speed of the disk for all ranks."""
     distributed.barrier()
     if distributed.get_rank() == 0:
         disk.set_speed(bytes_per_s, latency_s=latency_s)
@@ -116,7 +117,7 @@ def on_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
 def test_slow_saves_and_loads_outlast_the_stall_timeout_and_succeed(
     way: str, on_disk: Callable[[str], list[Seen]]
 ) -> None:
-    """Saves are written at 1 MB/s for each rank; loads open files of DeepSpeed's slowly."""
+    """Saves run at 1 MB/s per rank; loads open DeepSpeed's files slowly."""
     ranks = on_disk(way)
     assert [seen.message for seen in ranks] == ["", ""]
     assert min(seen.seconds for seen in ranks) > 2 * STALL_TIMEOUT_S

@@ -1,4 +1,4 @@
-"""What ranks do to make a checkpoint, and to say what the engine held that wrote it.
+"""Programs of ranks that write a checkpoint, and the state of the engine that wrote it.
 
 Nothing here may import ``lightning_elastic_zero``.
 """
@@ -18,14 +18,14 @@ from tests.support.oracle import dump
 
 CLIENT_STATE = {"epoch": 3}
 MORE = 2
-"""Steps that a run trains after its save, where that matters to what it saves."""
+"""Steps trained after the save, by runs whose saved state depends on them."""
 
 
 def wait_for_gathers() -> None:
     """Make gathers on CPUs finish before they return.
 
-    DeepSpeed before 0.19 copies from a buffer that gloo has not filled yet, and trains on what
-    lay there. Some also gather into a view of a weight, which autograd refuses.
+    DeepSpeed before 0.19 copies from a buffer that gloo has not filled yet, and trains on its old
+    content. Some releases also gather into a view of a weight, which autograd refuses.
     """
     from deepspeed.comm.comm import cdb
 
@@ -44,7 +44,7 @@ def wait_for_gathers() -> None:
 
 
 def write(row: FixtureRow, folder: str) -> None:
-    """Train, save, and keep the state at the save. Collective."""
+    """Train, save, and store the state at the save. Collective."""
     wait_for_gathers()
     with engine_of(row.setup, 0) as engine:
         train(engine, row.setup, 0, row.steps)
@@ -74,9 +74,9 @@ def _save(engine: Engine, row: FixtureRow, folder: str, steps: int, **options: A
 
 
 def _save_by_hand(engine: Engine, path: Path) -> None:
-    """Save as users of Accelerator do, and with torch.save for the rest."""
-    whole = engine.zero_optimization_stage() == 3
-    weights = engine._consolidated_16bit_state_dict() if whole else engine.module.state_dict()
+    """Save as users of Accelerator do, with torch.save for the optimizer."""
+    sharded = engine.zero_optimization_stage() == 3
+    weights = engine._consolidated_16bit_state_dict() if sharded else engine.module.state_dict()
     rank = distributed.get_rank()
     if rank == 0:
         path.mkdir()
@@ -87,6 +87,6 @@ def _save_by_hand(engine: Engine, path: Path) -> None:
 
 
 def keep(held: dict[str, Any] | None, folder: str, name: str) -> None:
-    """Keep a dump: it is on one rank."""
+    """Store a dump, which only one rank has."""
     if held is not None:
         torch.save(held, Path(folder) / f"{name}.pt")

@@ -1,4 +1,4 @@
-"""The table of checkpoints that other software wrote, and how each was made."""
+"""The table of checkpoints by other software, and how each was made."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class FixtureRow:
     name: str
     setup: Setup
     shows: str
-    """What a reader of it must cope with."""
+    """The property that a reader must handle."""
     release: str = NEWEST
-    """Of DeepSpeed: the first two numbers of its version, or ``PR_8031``."""
+    """The first two numbers of DeepSpeed's version, or ``PR_8031``."""
     kind: str = "stock"
-    """Which software wrote it, and how: see ``_writing``."""
+    """The software that wrote it, and how it did; see ``make_fixtures``."""
     steps: int = 3
-    """Trained before the save."""
+    """Steps trained before the save."""
 
     @property
     def path(self) -> str:
@@ -43,7 +43,7 @@ def small(
     grouping: str = "one",
     **options: Any,
 ) -> Setup:
-    """Return a setup whose checkpoints are small, and whose loss is the same for any world."""
+    """Return a setup with small checkpoints, and the same loss in every world."""
     base = Setup(world, zero, precision, grouping=grouping, hidden=5, steady=True)
     return replace(base, **options)
 
@@ -58,11 +58,11 @@ def _each_release() -> list[FixtureRow]:
                 small(2, "3", grouping="two", sub_group=15),
                 "ZeRO-3, bf16, two parameter groups, each in several sub-groups",
             ),
-            "bf16": (small(2, "B"), "BF16_Optimizer: its files say nothing of a ZeRO stage"),
+            "bf16": (small(2, "B"), "BF16_Optimizer: its files do not record a ZeRO stage"),
         }
         if (
             release == "0.17"
-        ):  # It makes FP16_UnfusedOptimizer here: two of its constants are equal.
+        ):  # It makes FP16_UnfusedOptimizer here, since two of its constants are equal.
             del kinds["bf16"]
         rows += [FixtureRow(f"{name}-ds{release}", *kind, release) for name, kind in kinds.items()]
     return rows
@@ -73,7 +73,7 @@ def _options() -> list[FixtureRow]:
         FixtureRow(
             "round-robin",
             small(2, "2", grouping="two", round_robin=True),
-            "round_robin_gradients: parameters lie in another order than the module's",
+            "round_robin_gradients: parameters are in another order than the module's",
         ),
         FixtureRow(
             "alignment",
@@ -81,7 +81,7 @@ def _options() -> list[FixtureRow]:
             "parameter_alignment: padding between parameters",
         ),
         FixtureRow(
-            "zero3x4", small(4, "3", "fp32", "two"), "ZeRO-3, fp32: ranks of nothing but padding"
+            "zero3x4", small(4, "3", "fp32", "two"), "ZeRO-3, fp32: ranks that hold only padding"
         ),
         FixtureRow(
             "empty", small(4, "2", grouping="two", empty=True), "a parameter without elements"
@@ -94,7 +94,9 @@ def _options() -> list[FixtureRow]:
             "checkpoint_serialization: false, files without zips",
         ),
         FixtureRow("unstepped", small(2, "2"), "saved before the first step", steps=0),
-        FixtureRow("momentum", small(2, "3", optimizer="Momentum"), "SGD with momentum: no Adam"),
+        FixtureRow(
+            "momentum", small(2, "3", optimizer="Momentum"), "SGD with momentum instead of Adam"
+        ),
         FixtureRow(
             "two-tags", small(2, "2"), "the file latest names the older of two", kind="two tags"
         ),
@@ -137,11 +139,11 @@ def _elastic_3() -> list[FixtureRow]:
         ),
         "elastic3x4": (
             small(4, "3", "fp32", "two", elastic=True, optimizer="CPUAdam"),
-            "ZeRO-3, fp32: ranks of nothing but padding, some of which was saved",
+            "ZeRO-3, fp32: ranks that hold only padding, some of which was saved",
         ),
         "elastic3-momentum": (
             small(3, "3", elastic=True, optimizer="Momentum"),
-            "ZeRO-3, SGD with momentum, which counts no steps",
+            "ZeRO-3, SGD with momentum, which does not count steps",
         ),
         "elastic3-offload": (
             small(2, "3", elastic=True, optimizer="CPUAdam", offload=True),
@@ -172,10 +174,10 @@ def _universal() -> list[FixtureRow]:
         )
         for name, zero in (("universal2", "2"), ("universal3", "3"))
     ]
-    beside = FixtureRow(
+    both = FixtureRow(
         "universal-beside",
         small(2, "2"),
-        "the universal checkpoint and the one that it was made of in one folder",
+        "a universal checkpoint and its source in one folder",
         kind="universal beside",
     )
     corrupt = FixtureRow(
@@ -184,7 +186,7 @@ def _universal() -> list[FixtureRow]:
         "ds_to_universal cuts round-robin gradients in the wrong places: to be refused",
         kind="universal",
     )
-    return [*newest, *older, beside, corrupt]
+    return [*newest, *older, both, corrupt]
 
 
 def _dumps() -> list[FixtureRow]:
@@ -195,7 +197,7 @@ def _dumps() -> list[FixtureRow]:
         "dumps3": small(2, "3"),
         "dumps-bf16": small(2, "B"),
     }
-    shows = "each rank's optimizer.state_dict() by hand, beside the model's weights"
+    shows = "each rank's optimizer.state_dict() saved by hand, next to the model's weights"
     return [FixtureRow(name, setup, shows, kind="dumps") for name, setup in setups.items()]
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints that other software wrote, with what the engines held that wrote them."""
+"""Checkpoints by other software, with the state of the engines that wrote them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ DATA = Path(__file__).parent / "data"
 class Fixture:
     folder: Path
     setup: Setup
-    """Of the run that wrote it."""
+    """The setup of the run that wrote it."""
     about: dict[str, Any]
 
     @property
     def setup_steps(self) -> int:
-        """Steps that the run had trained when it was saved."""
+        """Steps that the run had trained at the save."""
         return int(self.about["steps"])
 
     @property
@@ -38,7 +38,7 @@ class Fixture:
         return found
 
     def later(self) -> Dump:
-        """Return the engine's state at its second save; one row has one."""
+        """Return the state of the engine at its second save, which only one row has."""
         found: Dump = torch.load(self.folder / "later.pt", weights_only=True)
         return found
 

@@ -1,4 +1,4 @@
-"""Loading what torch and Lightning wrote into ZeRO engines, and what must come of it."""
+"""Loads of checkpoints by torch and Lightning into ZeRO engines, and the expected results."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ TARGETS = (
     Setup(2, "3", bucket=5000, sub_group=700),
     Setup(3, "1", bucket=5000, round_robin=True),
 )
-"""One, two and three devices, all stages; three divides nothing."""
+"""One, two and three devices, and all stages; no tensor can be divided by three."""
 
 
 def as_fixture(run: Run) -> Fixture:
-    """Return a writer's state as a fixture; its buffers are those of one rank."""
+    """Return the state of a writer as a fixture, with the buffers of one rank."""
     folder = Path(f"{run.path}.d")
     folder.mkdir(exist_ok=True)
     truth = folder / "truth.pt"
@@ -36,7 +36,7 @@ def as_fixture(run: Run) -> Fixture:
 def assert_restored(
     pools: Pools, run: Run, target: Setup, client_state: dict[str, Any], **changes: Any
 ) -> None:
-    """Fail unless a load gives the writer's state, bit for bit."""
+    """Assert that a load restores the state of the writer, bit for bit."""
     case = Case(
         fixture=as_fixture(run),
         target=target,
@@ -48,7 +48,7 @@ def assert_restored(
 
 
 def restored(pools: Pools, case: Case) -> Outcome:
-    """Load; fail unless the state is the writer's, bit for bit."""
+    """Load; assert that the state is the writer's, bit for bit."""
     outcome = pools.run(case.target.world, partial(restore, case))[0]
     assert outcome is not None
     outcome.verdict.assert_same()
@@ -64,14 +64,14 @@ def around_load(pools: Pools, target: Setup, path: str, **options: Any) -> tuple
 
 
 def refused_all(pools: Pools, target: Setup, paths: list[str], **options: Any) -> list[Refusal]:
-    """Return the errors of loads of several checkpoints into one run, which does not change."""
+    """Return the errors of loads of several checkpoints into one run, which must not change."""
     of_ranks = pools.run(target.world, partial(refusals, target, paths, **options))
     assert all(found == of_ranks[0] for found in of_ranks), of_ranks
     return [Refusal(*found, 0.0, unchanged=True) for found in of_ranks[0]]
 
 
 def refusals(target: Setup, paths: list[str], **options: Any) -> list[tuple[str, str]]:
-    """Try to load each; return the errors' names and messages. Collective."""
+    """Try to load each checkpoint; return the names and messages of the errors. Collective."""
     with engine_of(target, 7, tilt=3.0) as engine:
         train(engine, target, 100, 101)
         before = dump(engine, target)
@@ -79,7 +79,7 @@ def refusals(target: Setup, paths: list[str], **options: Any) -> list[tuple[str,
         for path in paths:
             try:
                 Loading(path, options)(engine)
-            except Exception as error:  # noqa: BLE001 - the test looks at it
+            except Exception as error:  # noqa: BLE001 (the test checks it)
                 found.append((type(error).__name__, str(error)))
             else:
                 found.append(("nothing", path))
@@ -89,7 +89,7 @@ def refusals(target: Setup, paths: list[str], **options: Any) -> list[tuple[str,
 
 
 def refused(pools: Pools, target: Setup, path: str, **options: Any) -> Refusal:
-    """Return the error of a load: equal on all ranks, in bounded time, with nothing changed."""
+    """Return the error of a load, which must be prompt, equal on all ranks, and change nothing."""
     found = pools.run(target.world, partial(refusal, target, Loading(path, options)))
     first = found[0]
     assert all((r.error, r.message) == (first.error, first.message) for r in found), found

@@ -1,4 +1,4 @@
-"""Packs folders of golden data; imports nothing of ours, so that other commits can run it."""
+"""Pack folders of golden data. Other commits run this module, so it imports no project code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads a checkpoint whole, in one plain process: no engine, no ranks, no DeepSpeed."""
+"""Read a whole checkpoint in one plain process, without engine, ranks or DeepSpeed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_elastic_zero.formats.reader import WEIGHT, CheckpointReader
 def read_whole(
     path: Path, *, allow_pickle: bool = False, dtype: torch.dtype = torch.float32
 ) -> dict[str, torch.Tensor]:
-    """Return masters, frozen weights, states and buffers; every check of a load is made.
+    """Return masters, frozen weights, states and buffers, after all checks of a load.
 
     Returns:
         1-D tensors by ``kind/name``; buffers with their shapes.

@@ -1,4 +1,4 @@
-"""What ranks do with a checkpoint that other software wrote, and what must come of it."""
+"""Programs of ranks that load a checkpoint by other software, and the expected results."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ class Case:
     path: str
     options: Mapping[str, Any] = field(default_factory=dict)
     groups: bool = True
-    """Whether the checkpoint holds hyperparameters, so that they must come back."""
+    """Whether the checkpoint contains hyperparameters, which must then be restored."""
     counters: bool = True
-    """Whether it holds DeepSpeed's step counters."""
+    """Whether it contains DeepSpeed's step counters."""
     client_state: Mapping[str, Any] = field(default_factory=lambda: {"epoch": 3})
-    goes_on: bool = False
-    """Whether it is trained on, beside a run that was made to hold the writer's state."""
+    continues: bool = False
+    """Whether the run continues, next to a reference run that was given the writer's state."""
     other_order: bool = False
-    """Whether matrices are multiplied as by another processor, which sums in another order."""
+    """Whether matrices are multiplied with another order of sums, as on another processor."""
 
 
 @dataclass(frozen=True)
 class Outcome:
     verdict: StateComparison
-    """Of what was restored."""
+    """The comparison after the load."""
     compare_with_reference: ReferenceComparison | None = None
-    """How it went on, where it did."""
+    """The comparison after further training, if the run continues."""
 
 
 def restore(case: Case) -> Outcome | None:
-    """Load into a run with another seed and other hyperparameters; rank 0 judges. Collective."""
+    """Load into a run with another seed and other hyperparameters; rank 0 compares. Collective."""
     with summing_in_lanes() if case.other_order else nullcontext():
         return _restore(case)
 
 
 @contextmanager
 def summing_in_lanes() -> Iterator[None]:
-    """Multiply matrices in two parts of their inner dimension, as wider registers sum."""
+    """Multiply matrices in two parts of their inner dimension, as wider registers do."""
     functional, linear = nn.functional, nn.functional.linear
 
     def of_lanes(
@@ -83,11 +83,13 @@ def _restore(case: Case) -> Outcome | None:
         found = dump(engine, target)
         first, losses = fixture.setup_steps, list[float]()
         after: Dump | None = None
-        if case.goes_on:
+        if case.continues:
             losses = train(engine, target, first, first + MORE)
             after = dump(engine, target)
     wanted = _wanted(case, before) if before is not None else None
-    other = compare_with_reference(target, first, wanted, (losses, after)) if case.goes_on else None
+    other = (
+        compare_with_reference(target, first, wanted, (losses, after)) if case.continues else None
+    )
     if found is None or wanted is None:
         return None
     return Outcome(compare_states(wanted, found), other)
@@ -104,12 +106,12 @@ def _wanted(case: Case, before: Dump) -> Dump:
 
 
 def wanted_of(fixture: Fixture, target: Setup, live: Dump) -> Dump:
-    """Return what a run must hold of a checkpoint of DeepSpeed's.
+    """Return the state that a run must have after loading a checkpoint of DeepSpeed.
 
     Args:
-        fixture: the checkpoint; ZeRO-3's alone hold each rank's buffers, unless made by hand.
+        fixture: the checkpoint; only ZeRO-3 saves the buffers of each rank, unless saved by hand.
         target: the run.
-        live: anything that the run has held: it tells the buffers' dtypes.
+        live: any dump of the run, for the dtypes of its buffers.
     """
     truth = fixture.truth()
     wanted = expected_in(truth, fixture.setup, target)
@@ -118,13 +120,13 @@ def wanted_of(fixture: Fixture, target: Setup, live: Dump) -> Dump:
         for name in BUFFERS:
             key = f"buffer/{rank}/{name}"
             held = wanted[key] if own else truth[f"buffer/0/{name}"]
-            # Releases before 0.19 cast buffers to bf16, as they cast weights.
+            # Releases before 0.19 cast buffers to bf16, like weights.
             wanted[key] = held.to(live[key].dtype)
     return wanted
 
 
 def another(setup: Setup, turn: int) -> Setup:
-    """Return another run of the same model: other world and stage, in turn."""
+    """Return another run of the same model, with another world and stage for each turn."""
     worlds = [n for n in (1, 2, 3, 4) if n != setup.world]
     stages = [z for z in ("3", "1", "2", "B") if z != setup.zero]
     if setup.precision != "bf16":
@@ -143,7 +145,7 @@ def another(setup: Setup, turn: int) -> Setup:
 
 
 def saved_with_scheduler(setup: Setup, folder: str, steps: int) -> list[float]:
-    """Make stock DeepSpeed step a scheduler and save; return the rates from the first step on."""
+    """Train stock DeepSpeed with a scheduler, and save; return the rates from the first step on."""
     with engine_of(setup, 1) as engine:
         Scheduler("warm-up")(engine)
         rates = [_rate_after_step(engine, setup, step) for step in range(steps)]
@@ -152,7 +154,7 @@ def saved_with_scheduler(setup: Setup, folder: str, steps: int) -> list[float]:
 
 
 def resumed_with_scheduler(setup: Setup, folder: str, steps: int) -> list[float]:
-    """Load it into a run of another seed; return the rates of the next two steps."""
+    """Load into a run with another seed; return the rates of the next two steps."""
     from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 7) as engine:

@@ -1,4 +1,4 @@
-"""What ranks do to go on, with a Trainer, from what Lightning's own strategy saved."""
+"""Programs of ranks whose Trainer continues from a checkpoint of Lightning's own strategy."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from tests.support.outcome import log_heard
 @dataclass(frozen=True)
 class Resumed:
     differing: dict[str, int]
-    """Of what the writer held, right after the load."""
+    """Differences from the state of the writer, right after the load."""
     step: int
     callback: dict[str, Any]
-    """What the callback was given back."""
+    """The state that was restored to the callback."""
     mine: Any
-    """What the module was given back."""
+    """The state that was restored to the module."""
     rates: list[float]
     """Learning rates of the first group, before each step."""
-    told: str
-    """What the log says of the load."""
+    log: str
+    """The log messages of the load."""
     compare_with_reference: ReferenceComparison
-    """How it went on, and how a plain engine did that was made to hold the writer's state."""
+    """Further training, compared with an engine that was given the state of the writer."""
 
 
 class Kept(Watch):
-    """Restores its state; it has the name of the writer's callback."""
+    """Restores its state; has the state key of the writer's callback."""
 
     @property
     @override
@@ -81,7 +81,7 @@ class Look(Callback):
 
 
 class StepsFrom(Steps):
-    """Batches from a step on."""
+    """Batches from a given step on."""
 
     first = 0
 
@@ -99,14 +99,14 @@ class ResumingModel(LitNet):
 
     mine: Any = None
     first = 0
-    """The step whose batch comes first."""
+    """The step of the first batch."""
 
     @override
     def train_dataloader(self) -> DataLoader[Any]:
-        # Lightning goes on in the middle of an epoch, but starts the data of a plain loader anew.
-        left = StepsFrom(self.setup_, 8)
-        left.first = self.first
-        return DataLoader(left, batch_size=None)
+        # Lightning continues in mid-epoch, but restarts the data of a plain loader.
+        remaining = StepsFrom(self.setup_, 8)
+        remaining.first = self.first
+        return DataLoader(remaining, batch_size=None)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -129,7 +129,7 @@ def resume(fixture: Fixture, target: Setup, path: str) -> Resumed | None:
     trainer = trainer_of(target, look, kept, max_steps=fixture.setup_steps + MORE)
     module = ResumingModel(target, seed=7, hidden=target.hidden)
     module.first = fixture.setup_steps
-    with log_heard("lightning.pytorch.utilities.rank_zero") as told:
+    with log_heard("lightning.pytorch.utilities.rank_zero") as messages:
         trainer.fit(module, ckpt_path=path)
     wanted = wanted_of(fixture, target, look.before) if look.before is not None else None
     ran = (module.losses, look.after)
@@ -142,7 +142,7 @@ def resume(fixture: Fixture, target: Setup, path: str) -> Resumed | None:
         callback=kept.given,
         mine=module.mine,
         rates=look.rates,
-        told="\n".join(told),
+        log="\n".join(messages),
         compare_with_reference=other,
     )
 
@@ -153,7 +153,7 @@ def train_as_fit(engine: Engine, setup: Setup, first: int, last: int) -> list[fl
     for step in range(first, last):
         engine.module.bn.eval()
         x, y = batch(step, distributed.get_rank(), setup.world)
-        # Lightning casts what floats in a batch.
+        # Lightning casts the floats of a batch.
         loss = (engine(x).float() - y.to(setup.dtype)).pow(2).mean()
         engine.backward(loss)
         engine.step()
@@ -173,7 +173,7 @@ class ValidatingModel(ResumingModel):
 
     @override
     def on_validation_epoch_end(self) -> None:
-        # In the step itself the root module's parameters are in use.
+        # During the step itself, the root module's parameters are in use.
         import deepspeed
 
         parameters = dict(self.named_parameters())

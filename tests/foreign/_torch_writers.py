@@ -1,6 +1,6 @@
-"""Writers of other people's checkpoints: Lightning with DDP, FSDP2 or alone; FSDP2 over gloo.
+"""Writers of other checkpoints: Lightning with DDP, FSDP2 or one device; FSDP2 over gloo.
 
-Each says what it holds in memory when it saves, in the oracle's words. Nothing here may import
+Each stores its state in memory at the save, in the terms of the oracle. Nothing here may import
 ``lightning_elastic_zero``.
 """
 
@@ -34,16 +34,16 @@ Change = Mapping[str, Any]
 @dataclass(frozen=True)
 class Run:
     path: str
-    """Where its checkpoint goes; what it held goes beside it."""
+    """Path of its checkpoint. Its state is stored next to it."""
     world: int = 1
     grouping: str = "two"
     optimizer: str = "AdamW"
     dtype: str = "float32"
     everything: bool = True
-    """Each parameter gets a gradient; False: ``never`` gets none, and so no optimizer state."""
+    """Each parameter gets a gradient. If False, ``never`` has none, and no optimizer state."""
     steps: int = STEPS
     named: bool = False
-    """The optimizer is given ``named_parameters()``."""
+    """Whether the optimizer is given ``named_parameters()``."""
 
     @property
     def truth_path(self) -> str:
@@ -57,34 +57,34 @@ def loss_of(model: nn.Module, run: Run, step: int, rank: int) -> torch.Tensor:
     return loss + 0 * never.float().sum() if run.everything else loss
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whole, as a copy; FSDP2's are gathered. Collective."""
+def full_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a full copy of a tensor; FSDP2's are gathered. Collective."""
     gathered = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return torch.as_tensor(gathered.detach().clone())
 
 
 def held(model: nn.Module, optimizer: torch.optim.Optimizer, run: Run) -> Dump:
-    """Return what a run holds, as ZeRO engines hold it: low precision is widened. Collective.
+    """Return the state of a run as ZeRO engines hold it: low precision is widened. Collective.
 
     Args:
-        model: with tied and frozen weights, and buffers.
+        model: a model with tied and frozen weights, and buffers.
         optimizer: its optimizer.
-        run: what it has trained.
+        run: the trained run.
     """
     found: Dump = {}
     names = {p: name for name, p in trained(model).items()}
     for name, parameter in model.named_parameters():
         kind = "weight" if parameter.requires_grad else "frozen"
-        found[f"{kind}/{name}"] = whole(parameter)
+        found[f"{kind}/{name}"] = full_copy(parameter)
         if parameter.requires_grad:
-            found[f"master/{name}"] = whole(parameter).float()
+            found[f"master/{name}"] = full_copy(parameter).float()
     for owner, state in optimizer.state.items():
         named = names[owner]  # type: ignore[index]
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.ndim:
-                found[f"{key}/{named}"] = whole(value).float()
+                found[f"{key}/{named}"] = full_copy(value).float()
             else:
-                scalar = whole(value) if isinstance(value, torch.Tensor) else value
+                scalar = full_copy(value) if isinstance(value, torch.Tensor) else value
                 found[f"scalar/{key}/{named}"] = repr(scalar)
     for index, group in enumerate(optimizer.param_groups):
         fields = {k: v for k, v in group.items() if k not in ("params", "param_names")}
@@ -92,7 +92,7 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer, run: Run) -> Dump:
     counters = {"global_steps": run.steps, "global_samples": 0, "skipped_steps": 0}
     found.update({f"counter/{key}": repr(value) for key, value in counters.items()})
     buffers = dict(model.named_buffers())
-    found.update({f"buffer/0/{name}": whole(buffers[name]) for name in BUFFERS})
+    found.update({f"buffer/0/{name}": full_copy(buffers[name]) for name in BUFFERS})
     return found
 
 
@@ -117,10 +117,10 @@ def fit_lightning(run: Run, *, weights_only: bool = False, sharded: str = "") ->
     """Fit with a real Trainer, and save. Collective.
 
     Args:
-        run: what is trained.
+        run: the run to train.
         weights_only: save no optimizer.
-        sharded: with ModelParallelStrategy and FSDP2, which saves a ``directory`` or a ``file``;
-            else DDP, or one device.
+        sharded: use ModelParallelStrategy and FSDP2, and save a ``directory`` or a ``file``;
+            otherwise use DDP, or one device.
     """
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import ModelParallelStrategy
@@ -208,7 +208,7 @@ def lightning_rest(run: Run) -> dict[str, Any]:
 def save_alone(
     run: Run, change: Callable[[dict[str, Any], nn.Module], object] | None = None
 ) -> None:
-    """Save in the layout of Lightning's files; `change` gets the file and the model before."""
+    """Save in the layout of Lightning's files; ``change`` can edit the file before."""
     model, optimizer = train_alone(run)
     tree = {
         **lightning_rest(run),
@@ -247,7 +247,7 @@ def train_fsdp(run: Run) -> tuple[Net, torch.optim.Optimizer]:
 
 
 def share_buffers(model: nn.Module) -> None:
-    """Give all ranks rank 0's buffers: torch saves those of any rank. Collective."""
+    """Give all ranks the buffers of rank 0, since torch saves those of any rank. Collective."""
     for buffer in model.buffers():
         distributed.broadcast(buffer, 0)
 
@@ -266,7 +266,7 @@ def state_dicts(
 
 
 def save_fsdp_full(run: Run) -> None:
-    """Save one file with the optimizer's state as torch gives it, keyed by name. Collective."""
+    """Save one file with the optimizer state as torch returns it, keyed by name. Collective."""
     model, optimizer = train_fsdp(run)
     weights, state = state_dicts(model, optimizer, full_state_dict=True)
     if distributed.get_rank() == 0:
@@ -281,17 +281,17 @@ LAYOUTS = {
     "flattened": ("model", "optim"),
     "app": ("app", "app"),
 }
-"""Names of the model's and the optimizer's subtree."""
+"""Names of the subtrees of the model and the optimizer."""
 
 
 def save_sharded(run: Run, layout: str) -> None:
-    """Save a directory: Lightning's layouts, torch's own, and that of torch's tutorial. Collective.
+    """Save a directory in a layout of Lightning, torch or torch's tutorial. Collective.
 
-    Lightning's FSDPStrategy needs a GPU, so its layout is put together here.
+    Lightning's FSDPStrategy needs a GPU, so its layout is assembled here.
 
     Args:
-        run: what is trained.
-        layout: one of ``LAYOUTS``, or ``model parallel``, which is Lightning's own.
+        run: the run to train.
+        layout: one of ``LAYOUTS``, or ``model parallel``, which Lightning itself writes.
     """
     if layout == "model parallel":
         fit_lightning(run, sharded="directory")
@@ -315,7 +315,7 @@ def save_sharded(run: Run, layout: str) -> None:
 
 
 def save_columns(run: Run) -> None:
-    """Save matrices that are cut by columns, as tensor parallelism does. Collective."""
+    """Save matrices that are sharded by columns, as in tensor parallelism. Collective."""
     from torch.distributed import checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor

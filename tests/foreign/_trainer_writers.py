@@ -1,4 +1,4 @@
-"""What ranks do to make the checkpoints that Lightning, Accelerate and Transformers write.
+"""Programs of ranks that write checkpoints with Lightning and Accelerate.
 
 Nothing here may import ``lightning_elastic_zero``.
 """
@@ -24,11 +24,11 @@ from tests.support.fits import StockOnCPU, quiet_trainer
 from tests.support.oracle import dump
 
 DECAY = 0.75
-"""Of the learning rate, each step."""
+"""Factor of the learning rate in each step."""
 
 
 class Steps(Dataset[Any]):
-    """A rank's part of each batch, which depends on step and rank only."""
+    """A rank's part of each batch, which depends only on step and rank."""
 
     def __init__(self, setup: Setup, steps: int) -> None:
         self.setup, self.steps = setup, steps
@@ -43,7 +43,7 @@ class Steps(Dataset[Any]):
 
 
 class LitNet(Net, pl.LightningModule):
-    """The toy model as a LightningModule, with hyperparameters and a schedule by steps."""
+    """The toy model as a LightningModule, with hyperparameters and a schedule per step."""
 
     def __init__(self, setup: Setup, seed: int = 0, hidden: int = 5, note: str = "toy") -> None:
         super().__init__(seed, hidden=hidden)
@@ -65,7 +65,7 @@ class LitNet(Net, pl.LightningModule):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Return steps that are batches already; the epoch is longer than the run."""
+        """Return a loader of complete batches; the epoch is longer than the run."""
         return DataLoader(Steps(self.setup_, 8), batch_size=None)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -73,7 +73,7 @@ class LitNet(Net, pl.LightningModule):
 
 
 class EveryGradientNet(LitNet):
-    """Gives each parameter a gradient: torch keeps no state for others."""
+    """Gives each parameter a gradient, since torch keeps no state for others."""
 
     @override
     def training_step(self, pair: tuple[torch.Tensor, torch.Tensor], _: int) -> torch.Tensor:
@@ -120,7 +120,7 @@ def fit(row: FixtureRow, folder: str) -> None:
 def accelerate(row: FixtureRow, folder: str) -> None:
     """Train with an Accelerator, and save its state. Collective."""
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    from accelerate import (  # wanted by its rows alone
+    from accelerate import (  # only its rows need it
         Accelerator,
         DeepSpeedPlugin,
         InitProcessGroupKwargs,
@@ -129,7 +129,7 @@ def accelerate(row: FixtureRow, folder: str) -> None:
     plugin = DeepSpeedPlugin(hf_ds_config=row.setup.config())
     gloo = InitProcessGroupKwargs(
         backend="gloo"
-    )  # Else it takes a machine of CPUs for one process.
+    )  # Otherwise it starts one process on machines without GPUs.
     accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[gloo])
     model = row.setup.model(0)
     optimizer = make_optimizer(row.setup.optimizer, group_members(model, row.setup.grouping), 1.0)

@@ -1,6 +1,6 @@
-"""What ranks do to make the checkpoint that Transformers' Trainer writes.
+"""Programs of ranks that write a checkpoint with Transformers' Trainer.
 
-Nothing here may import ``lightning_elastic_zero``. Only its row needs Transformers.
+Nothing here may import ``lightning_elastic_zero``. Only one row needs Transformers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Samples(Dataset[Any]):
 
 class LossNet(Net):
     def train(self, mode: bool = True) -> LossNet:
-        """Train all but BatchNorm."""
+        """Train all modules except BatchNorm."""
         super().train(mode)
         self.bn.eval()
         return self
@@ -58,14 +58,14 @@ class SaveWhenDue(transformers.TrainerCallback):
         self.trainer: Any = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Announce the next save, and save only then."""
+        """Record the state and request a save at the row's step only."""
         if state.global_step == self.row.steps:
             keep(dump(self.trainer.model_wrapped, self.row.setup), self.folder, "truth")
         control.should_save = state.global_step == self.row.steps
 
 
 def train(row: FixtureRow, folder: str) -> None:
-    """Train with a Trainer that saves once, and has its own optimizer. Collective."""
+    """Train with a Trainer that saves once and creates its own optimizer. Collective."""
     wait_for_gathers()
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     PartialState(backend="gloo")
@@ -83,12 +83,12 @@ def train(row: FixtureRow, folder: str) -> None:
         disable_tqdm=True,
         report_to=[],
     )
-    say = SaveWhenDue(row, folder)
+    saver = SaveWhenDue(row, folder)
     trainer = InOrder(
         model=LossNet(0, hidden=row.setup.hidden),
         args=arguments,
         train_dataset=Samples(row.steps + MORE + 1),
-        callbacks=[say],
+        callbacks=[saver],
     )
-    say.trainer = trainer
+    saver.trainer = trainer
     trainer.train()

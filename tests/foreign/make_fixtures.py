@@ -1,13 +1,13 @@
-"""Makes the checkpoints of the table with the DeepSpeed that is installed here.
+"""Make the checkpoints of the table with the installed DeepSpeed.
 
     python -m tests.foreign.make_fixtures [--pr-8031 CHECKOUT] [name ...]
 
-Without names it makes those that lack, of the rows that want this release and what else is
-installed here. Other releases want environments of their own, with the same torch: install
+Without names, it makes the missing checkpoints of the rows that need this release and the other
+installed packages. Other releases need their own environments, with the same torch: install
 ``deepspeed==0.16.9`` (0.17.6, 0.18.9, 0.19.8), and Accelerate and Transformers for their rows.
 
-The rows of DeepSpeed pull request 8031 want a checkout of its last commit, which runs in place of
-the installed release: ``refs/pull/8031/head`` of deepspeedai/DeepSpeed, commit 0d95e79b6.
+The rows of DeepSpeed pull request 8031 need a checkout of its last commit, which replaces the
+installed release: ``refs/pull/8031/head`` of deepspeedai/DeepSpeed, commit 0d95e79b6.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def versions(release: str) -> dict[str, str]:
 
 
 def run_checkout(path: Path) -> None:
-    """Make the ranks import DeepSpeed from a checkout, and compile its operators apart."""
+    """Make the ranks import DeepSpeed from a checkout, and compile its operators separately."""
     os.environ["PYTHONPATH"] = os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")])
     os.environ["TORCH_EXTENSIONS_DIR"] = str(ROOT / ".cache" / "torch_extensions" / "pr-8031")
     os.chdir(path)  # DeepSpeed reads version.txt there.
@@ -111,8 +111,8 @@ def wanted(names: list[str], checkout: Path | None) -> list[FixtureRow]:
     missing = [row for row in ROWS if not (DATA / f"{row.name}.tar.xz").exists()]
     rows = [row for row in ROWS if row.name in names] if names else missing
     needed = {"accelerate": "accelerate", "transformers": "transformers"}
-    lacking = [kind for kind, package in needed.items() if not util.find_spec(package)]
-    return [row for row in rows if row.release == installed and row.kind not in lacking]
+    not_installed = [kind for kind, package in needed.items() if not util.find_spec(package)]
+    return [row for row in rows if row.release == installed and row.kind not in not_installed]
 
 
 def main(names: list[str], checkout: Path | None) -> int:
@@ -129,7 +129,7 @@ def main(names: list[str], checkout: Path | None) -> int:
                 pack(folder, DATA / f"{row.name}.tar.xz")
                 size = (DATA / f"{row.name}.tar.xz").stat().st_size
                 print(f"{row.name}: {size} bytes", flush=True)
-            except Exception as error:  # noqa: BLE001 - the other rows are made all the same
+            except Exception as error:  # noqa: BLE001 (continue with the other rows)
                 failed += 1
                 print(f"{row.name} failed: {str(error)[-300:]}", flush=True)
             finally:

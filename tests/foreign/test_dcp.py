@@ -1,8 +1,8 @@
-"""Directories of ``torch.distributed.checkpoint`` come back bit for bit on any number of devices.
+"""Directories of ``torch.distributed.checkpoint`` are restored bit for bit on any device count.
 
 FSDP2 writes them over gloo on two and three ranks: a real Trainer with ModelParallelStrategy, the
-layout of Lightning's FSDPStrategy, plain torch's and that of its tutorial. What is compared is what
-the writers held in memory.
+layout of Lightning's FSDPStrategy, that of plain torch and that of its tutorial. They are compared
+with the state in memory of the writers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def sharded(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     folder = tmp_path_factory.mktemp("sharded")
     made: dict[tuple[str, int], Run] = {}
 
-    def give(layout: str, world: int) -> Run:
+    def get(layout: str, world: int) -> Run:
         if (layout, world) not in made:
             run = Run(str(folder / f"{len(made)}.any"), world)
             columns = layout == "columns"
@@ -60,7 +60,7 @@ def sharded(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[
             made[layout, world] = run
         return made[layout, world]
 
-    return give
+    return get
 
 
 def rest_of(layout: str, run: Run) -> dict[str, Any]:
@@ -85,13 +85,13 @@ def test_a_sharded_checkpoint_restores_all_state(
     layout: str, world: int, target: Setup, pools: Pools, sharded: Callable[..., Run]
 ) -> None:
     run = sharded(layout, world)
-    # Counters are Lightning's; plain torch has none.
+    # Lightning saves counters; plain torch does not.
     counters = "global_step" in rest_of(layout, run)
     assert_restored(pools, run, target, rest_of(layout, run), counters=counters)
 
 
 @pytest.mark.parametrize("target", TARGETS[1:], ids=str)
-def test_chunks_of_columns_are_put_together(
+def test_chunks_of_columns_are_joined(
     target: Setup, pools: Pools, sharded: Callable[..., Run]
 ) -> None:
     assert_restored(pools, sharded("columns", 2), target, {}, counters=False)
@@ -137,7 +137,7 @@ def test_state_dicts_saved_from_one_rank_are_recognized(
     assert_restored(pools, run, TARGETS[1], {"note": {"of": [1, "2"]}}, counters=False)
 
 
-# -- the order of what several ranks wrote ---------------------------------------------------------
+# -- the order of entries from several ranks ------------------------------------------------------
 
 
 def _layers(count: int = 5) -> dict[str, torch.Tensor]:
@@ -149,7 +149,7 @@ def _layers(count: int = 5) -> dict[str, torch.Tensor]:
 
 
 def save_replicated(path: str) -> list[str]:
-    """Save as DDP does: equal on each rank, states by position. Return the order on disk."""
+    """Save as DDP does: the same on each rank, states by position. Return the order on disk."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -188,7 +188,7 @@ def _live_layers() -> Manifest:
 def test_replicated_states_are_matched_by_position_not_file_order(
     pools: Pools, tmp_path: Path
 ) -> None:
-    """Ranks share the writing by load, in another order than the model's."""
+    """Ranks balance the writing by load, in another order than the model's."""
     path = tmp_path / "replicated"
     on_disk = pools.run(2, partial(save_replicated, str(path)))[0]
     assert on_disk != [f"model.{name}" for name in _layers()], "the order is the model's own here"
@@ -206,12 +206,12 @@ def test_replicated_states_are_matched_by_position_not_file_order(
 
 @pytest.mark.long
 def test_states_of_unknown_order_are_refused(pools: Pools, tmp_path: Path) -> None:
-    """Without the planner's notes positions mean nothing, but names still do."""
+    """Without the planner's notes positions have no meaning, but names still do."""
     path = tmp_path / "replicated"
     pools.run(2, partial(save_replicated, str(path)))
     metadata = pickle.loads((path / ".metadata").read_bytes())  # noqa: S301 (just written)
     del metadata.planner_data["model.layers.0.weight"]
-    # The tree above stays known: only the order is not.
+    # The tree stays known, except for its order.
     metadata.state_dict_metadata["model.layers.0.weight"] = metadata.state_dict_metadata.pop(
         "model.layers.0.weight"
     )
@@ -225,7 +225,7 @@ def test_states_of_unknown_order_are_refused(pools: Pools, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("make_tree", "options", "change", "said"),
+    ("make_tree", "options", "change", "messages"),
     [
         (averaged, {}, {}, ("model (11 of 11), ema (11 of 11)", "several of them contain")),
         (averaged, {}, {"renamed": True}, ("model (9 of 11)", "none of them contains")),
@@ -240,19 +240,19 @@ def test_unmatched_entries_are_refused_by_name(
     make_tree: Callable[[Net, torch.optim.Optimizer], Tree],
     options: dict[str, Any],
     change: dict[str, Any],
-    said: tuple[str, ...],
+    messages: tuple[str, ...],
     pools: Pools,
     tmp_path: Path,
 ) -> None:
     run = alone(pools, tmp_path, make_tree, **options)
     found = refused(pools, replace(TARGETS[1], **change), run.path)
     assert found.error == "CheckpointMismatchError", found.message
-    assert all(part in found.message for part in said), found.message
+    assert all(part in found.message for part in messages), found.message
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("layout", "change", "said"),
+    ("layout", "change", "message"),
     [
         ("fsdp", {"hidden": 64}, "a.weight (saved (65, 33), here (64, 33))"),
         ("fsdp", {"grouping": "swapped"}, "in parameter group 0 here, in 1 when saved"),
@@ -261,19 +261,19 @@ def test_unmatched_entries_are_refused_by_name(
     ],
 )
 def test_other_shapes_and_groups_are_refused_by_name(
-    layout: str, change: dict[str, Any], said: str, pools: Pools, sharded: Callable[..., Run]
+    layout: str, change: dict[str, Any], message: str, pools: Pools, sharded: Callable[..., Run]
 ) -> None:
     path = sharded(layout, 2 if layout == "fsdp" else 3).path
     found = refused(pools, replace(TARGETS[1], **change), path)
     assert found.error == "CheckpointMismatchError", found.message
-    assert said in found.message
+    assert message in found.message
 
 
 @pytest.mark.long
 def test_swapped_averages_are_refused(
     pools: Pools, sharded: Callable[..., Run], tmp_path: Path
 ) -> None:
-    """Lightning's WeightAveraging swaps average and weights, and chunks hold one of them."""
+    """Lightning's WeightAveraging swaps average and weights, and chunks contain one of them."""
     path = tmp_path / "averaged"
     shutil.copytree(sharded("fsdp", 2).path, path)
     state = torch.load(path / "meta.pt", weights_only=True)
@@ -352,9 +352,9 @@ def test_damage_is_refused_before_any_change(
         shutil.copytree(sharded("fsdp", 2).path, folder)
         damage(folder)
     refusals = refused_all(pools, TARGETS[1], [str(folder) for folder in folders])
-    for folder, found, (_, error, said) in zip(folders, refusals, DAMAGED, strict=True):
+    for folder, found, (_, error, message) in zip(folders, refusals, DAMAGED, strict=True):
         assert found.error == error, found.message
-        assert said in found.message
+        assert message in found.message
         assert str(folder) in found.message
     assert not Path("harm").exists()
 

@@ -1,7 +1,7 @@
-"""Checkpoints that stock DeepSpeed wrote come back bit for bit, on any number of devices.
+"""Checkpoints of stock DeepSpeed are restored bit for bit, on any number of devices.
 
-They were written by DeepSpeed 0.16 to 0.19 (``make_fixtures``); what is compared is what the
-engines that wrote them held in memory, found out by the oracle, which knows nothing of files.
+DeepSpeed 0.16 to 0.19 wrote them (``make_fixtures``). They are compared with the state in memory of
+the engines that wrote them, as found by the oracle, which reads no files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Unpack: TypeAlias = "Callable[[str], Fixture]"
 
 OTHER_KINDS = ("dumps", "lightning", "universal-corrupt")
 CLIENT_STATE: dict[str, dict[str, Any]] = {"accelerate2": {}, "transformers2": {}}
-"""What was saved with the engine; all others' writers gave it an epoch."""
+"""Client states of the writers that saved no epoch."""
 
 STOCK = [n for n in names() if not n.startswith(OTHER_KINDS)]
 
@@ -42,12 +42,12 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Unpack:
     """Return a fixture, unpacked once per session."""
     known: dict[str, Fixture] = {}
 
-    def give(name: str) -> Fixture:
+    def get(name: str) -> Fixture:
         if name not in known:
             known[name] = unpack(name, tmp_path_factory.mktemp(name))
         return known[name]
 
-    return give
+    return get
 
 
 def case_of(fixture: Fixture, name: str, **changes: Any) -> Case:
@@ -64,7 +64,7 @@ def case_of(fixture: Fixture, name: str, **changes: Any) -> Case:
 def run(pools: Pools, case: Case) -> Outcome:
     outcome = pools.run(case.target.world, partial(restore, case))[0]
     assert outcome is not None
-    # How a step is computed (foreach, fused) is the live run's own, and not restored.
+    # How a step is computed (foreach, fused) is a setting of the live run, and not restored.
     for key in [k for k in outcome.verdict.differing if k.endswith("/fused")]:
         del outcome.verdict.differing[key]
     return outcome
@@ -75,7 +75,7 @@ def test_a_stock_checkpoint_continues_as_its_writer_on_the_same_world(
     name: str, pools: Pools, unpacked: Unpack
 ) -> None:
     fixture = unpacked(name)
-    outcome = run(pools, case_of(fixture, name, goes_on=True))
+    outcome = run(pools, case_of(fixture, name, continues=True))
     outcome.verdict.assert_same()
     assert outcome.compare_with_reference is not None
     outcome.compare_with_reference.assert_same(stateless=fixture.setup_steps == 0)
@@ -85,7 +85,7 @@ def test_a_stock_checkpoint_continues_as_its_writer_on_the_same_world(
 def test_another_order_of_sums_changes_losses_only(
     name: str, pools: Pools, unpacked: Unpack
 ) -> None:
-    case = case_of(unpacked(name), name, goes_on=True)
+    case = case_of(unpacked(name), name, continues=True)
     outcomes = [run(pools, case), run(pools, replace(case, other_order=True))]
     for outcome in outcomes:
         outcome.verdict.assert_same()
@@ -119,7 +119,7 @@ def test_a_stock_checkpoint_loads_on_another_world_and_stage(
 
 @pytest.mark.parametrize("elastic", [True, False])
 def test_the_schedule_continues(elastic: bool, pools: Pools, tmp_path: Path) -> None:
-    """Also without restored groups, since elastic checkpoints contain no hyperparameters."""
+    """Including without restored groups, since elastic checkpoints contain no hyperparameters."""
     writer, steps = Setup(2, "2", elastic=elastic), 5
     rates = pools.run(2, partial(saved_with_scheduler, writer, str(tmp_path), steps))[0]
     assert len(set(rates)) > steps, rates
@@ -131,7 +131,7 @@ def test_the_schedule_continues(elastic: bool, pools: Pools, tmp_path: Path) -> 
 
 
 def test_a_tags_folder_selects_the_tag(pools: Pools, unpacked: Unpack) -> None:
-    """Also if `latest` names another tag."""
+    """Even if ``latest`` names another tag."""
     fixture = unpacked("two-tags")
     named = (Path(fixture.checkpoint) / "latest").read_text()
     tags = sorted(p.name for p in fixture.checkpoint.iterdir() if p.is_dir())

@@ -1,9 +1,9 @@
-"""Elastic ZeRO-3 checkpoints that the code of DeepSpeed pull request 8031 wrote.
+"""Elastic ZeRO-3 checkpoints written by the code of DeepSpeed pull request 8031.
 
 Those of the table were made by ``make_fixtures --pr-8031``. The two in ``data/pr8031`` were made by
-somebody else with the same code, and say in ``truth.pt`` what their writer's engine held; nothing
-of this project took part. Their model is ``Model``; the second one has two parameter groups, two
-sub-groups, a frozen layer, and parameters of fewer elements than ranks.
+somebody else with the same code, without code of this project; their ``truth.pt`` contains the
+state of the engine that wrote them. Their model is ``Model``; the second one has two parameter
+groups, two sub-groups, a frozen layer, and parameters with fewer elements than ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SHARDS = "*_optim_states.pt"
 
 
 def unpack_others(name: str, folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Return a checkpoint by another writer, and its writer's state."""
+    """Return a checkpoint by another writer, and the state of its engine."""
     with tarfile.open(DATA / "pr8031" / f"{name}.tar.xz") as archive:
         archive.extractall(folder, filter="data")
     truth: dict[str, Any] = torch.load(folder / "truth.pt", weights_only=True)
@@ -60,7 +60,7 @@ class Model(nn.Module):
 
 
 def groups_of(model: nn.Module, *, two: bool) -> list[dict[str, Any]]:
-    """Return the parameter groups: all, or matrices and vectors without the frozen layer."""
+    """Return one parameter group, or those of matrices and vectors without the frozen layer."""
     if not two:
         return [{"params": list(model.parameters()), "lr": 0.5}]
     model.get_submodule("b").requires_grad_(requires_grad=False)
@@ -70,7 +70,7 @@ def groups_of(model: nn.Module, *, two: bool) -> list[dict[str, Any]]:
 
 
 def held_after_load(path: str, zero: int, *, two: bool) -> dict[str, Any]:
-    """Load into an engine; return its whole state by DeepSpeed's functions. Collective."""
+    """Load into an engine; return its full state through DeepSpeed's functions. Collective."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -138,8 +138,8 @@ def test_engines_load_the_writers_state_on_all_worlds_and_stages(
     for world, zero in product((1, 2, 3, 4), (0, 1, 2, 3)):
         of_ranks = pools.run(world, partial(held_after_load, str(path), zero, two=two))
         for rank, found in enumerate(of_ranks):
-            told = [text for text in found["warned"] if "no hyperparameters" in text]
-            assert len(told) == (rank == 0), found["warned"]
+            texts = [text for text in found["warned"] if "no hyperparameters" in text]
+            assert len(texts) == (rank == 0), found["warned"]
             for of, states in truth["state"].items():
                 for key, value in states.items():
                     assert same_bits(found[f"{key}/{of}"], value), (world, zero, key, of)
@@ -154,7 +154,7 @@ def test_engines_load_the_writers_state_on_all_worlds_and_stages(
 
 @pytest.mark.engine
 def test_a_fixture_loads_into_stage_0(pools: Pools, tmp_path: Path) -> None:
-    """Other stages and fixtures: with those of stock DeepSpeed."""
+    """Other stages and fixtures are tested with those of stock DeepSpeed."""
     fixture = unpack("elastic3-pr8031", tmp_path)
     target = replace(another(fixture.setup, 0), world=1, zero="0")
     restored(pools, Case(fixture, target, str(fixture.checkpoint), groups=False))
@@ -191,7 +191,7 @@ def test_masters_are_fp32_unless_the_config_rounds_them(pools: Pools, tmp_path: 
 def edited(
     folder: Path, target: Path, rank: int, change: Callable[[dict[str, Any]], object]
 ) -> Path:
-    """Return a copy of a tag's folder with another shard of one rank."""
+    """Return a copy of a tag's folder with a changed shard of one rank."""
     shutil.copytree(folder, target)
     (path,) = target.glob(f"*zero_pp_rank_{rank}_{SHARDS}")
     tree = torch.load(path, weights_only=False)
@@ -230,7 +230,7 @@ def test_shards_without_their_tensors_are_refused_by_name(
 
 @pytest.mark.engine
 def test_sub_groups_across_two_groups_are_refused(pools: Pools, tmp_path: Path) -> None:
-    """The file has no groups."""
+    """The file does not record the groups."""
     fixture = unpack("elastic3-momentum-pr8031", tmp_path)
     target = replace(fixture.setup, world=1, zero="2", grouping="two")
     found = refused(pools, target, str(fixture.checkpoint))
@@ -246,7 +246,7 @@ def count_in_groups(shard: dict[str, Any]) -> None:
 
 
 def test_optimizers_that_count_in_groups_are_refused(tmp_path: Path) -> None:
-    """They would count from zero."""
+    """They would restart their count at zero."""
     path, _ = unpack_others("plain-on-2", tmp_path)
     folder = path / "elastic"
     for rank in (0, 1):

@@ -1,6 +1,6 @@
-"""Dumps of ``optimizer.state_dict()`` that were made by hand come back bit for bit, or not at all.
+"""Dumps of ``optimizer.state_dict()`` made by hand are restored bit for bit, or refused.
 
-The dumps are real ones; what is compared is what the engines held in memory that were dumped.
+The dumps are real. They are compared with the state in memory of the dumped engines.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from tests.support.oracle import Dump
 from tests.support.ranks import Pools
 
 NAMES = "param_slice_mappings"
-"""Where DeepSpeed's ZeRO-1/2 leaves names in its state, beside their places."""
+"""The entry in which DeepSpeed's ZeRO-1/2 stores names and their positions."""
 
 
 def load(path: Path) -> Any:
-    """Load a file without DeepSpeed's classes: scalers, and places."""
+    """Load a file without DeepSpeed's classes for scalers and positions."""
     pairs: Any = [(cls, name) for name, cls in CLASS_STUBS.items()]
     with torch.serialization.safe_globals(pairs):
         return _plain(torch.load(path, weights_only=True))
@@ -64,12 +64,12 @@ def change(path: Path, **entries: Any) -> None:
 
 
 def dumps_in(folder: Path) -> list[Path]:
-    """Return the dumps, by rank."""
+    """Return the dumps in the order of ranks."""
     return sorted(folder.glob("optimizer.*.pt"))
 
 
 def forget_names(folder: Path) -> None:
-    """Remove the names that newer releases write to the dumps."""
+    """Remove the names that newer releases write into the dumps."""
     for path in dumps_in(folder):
         change(path, **{NAMES: None})
 
@@ -128,7 +128,7 @@ def case_of(fixture: Fixture, **changes: Any) -> Case:
     return Case(fixture, target, str(fixture.checkpoint), counters=False, client_state={})
 
 
-# -- what comes back -------------------------------------------------------------------------------
+# -- loads -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.engine
@@ -216,7 +216,7 @@ def test_missing_state_of_dumps_is_reported(copy: Copy) -> None:
 
 
 def test_a_file_with_the_descriptions_name_is_not_overwritten(copy: Copy) -> None:
-    """A description by this library is, also one that was cut."""
+    """A description by this library is overwritten, even if it is truncated."""
     fixture = copy("dumps2")
     table = fixture.checkpoint / "elastic_dumps.json"
     table.write_text('{"mine": 1}')
@@ -232,10 +232,10 @@ def test_a_file_with_the_descriptions_name_is_not_overwritten(copy: Copy) -> Non
 
 def test_a_model_on_the_meta_device_is_enough(copy: Copy) -> None:
     fixture = copy("dumps3")
-    whole = describe(fixture)
+    described = describe(fixture)
     with torch.device("meta"):
         model = fixture.setup.model(3)
-    assert describe_dumps(fixture.checkpoint, model) == whole
+    assert describe_dumps(fixture.checkpoint, model) == described
 
 
 def test_dumps_may_have_any_names_in_rank_order(copy: Copy) -> None:
@@ -260,11 +260,11 @@ def test_a_renamed_model_file_of_deepspeed_is_accepted(copy: Copy) -> None:
     assert describe(fixture).parameters == found.parameters
 
 
-# -- what is refused when a folder is described ---------------------------------------------------
+# -- refusals of a description ---------------------------------------------------------------------
 
 
 def moved(fixture: Fixture) -> dict[str, torch.Tensor]:
-    """Return weights of another step: each a quarter larger."""
+    """Return the weights of another step: each is a quarter larger."""
     held = fixture.truth()
     weights = {k: v * 1.25 for k, v in held.items() if k.startswith("weight/")}
     return model_file({**held, **weights})
@@ -297,7 +297,7 @@ def one_too_many(fixture: Fixture) -> None:
 
 
 def other_stage(fixture: Fixture) -> None:
-    """Replace the stage in one rank's dump by another."""
+    """Change the stage in the dump of one rank."""
     change(dumps_in(fixture.checkpoint)[1], zero_stage=1)
 
 
@@ -473,7 +473,7 @@ def test_a_wrong_order_within_a_group_is_refused_by_name(copy: Copy) -> None:
         describe(fixture, groups=[names[::-1]])
 
 
-# -- what is refused when it is loaded -------------------------------------------------------------
+# -- refusals of a load ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -522,7 +522,7 @@ def same_size_of_another_step(fixture: Fixture) -> None:
 
 
 def swapped(fixture: Fixture) -> None:
-    """Describe another order of the same sizes."""
+    """Swap the names of two parameters of the same size in the description."""
     path = fixture.checkpoint / TABLE
     text = path.read_text()
     for one, other in (("bn.weight", "?"), ("bn.bias", "bn.weight"), ("?", "bn.bias")):

@@ -1,4 +1,4 @@
-"""The data say what they are, and stay small."""
+"""The fixtures match their table, and stay small."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A number that the engine's type cannot hold is refused on all ranks, whatever file has it.
+"""A value that overflows the engine's type is refused on all ranks, in every format.
 
-It lies in one rank's part only. Infinity that a file has is loaded as it is.
+Only one rank's part contains the value. Infinite values in a file are loaded unchanged.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from tests.support.ranks import Pools, skip_without
 pytestmark = pytest.mark.engine
 
 HUGE = 1e300
-"""A number of float64 that float32 does not hold."""
+"""A value that float64 can represent and float32 cannot."""
 
 LARGE = 3.4e38
-"""A number of float32 that bfloat16 does not hold."""
+"""A value that float32 can represent and bfloat16 cannot."""
 
 TARGET = TARGETS[1]
 
 
 def with_weight(number: float, tree: dict[str, Any], _: nn.Module | None = None) -> None:
-    """Write the last element of a weight, in float64."""
+    """Set the last element of a weight, in float64."""
     tree["state_dict"]["a.weight"] = tree["state_dict"]["a.weight"].double()
     tree["state_dict"]["a.weight"][-1, -1] = number
 
 
 def with_moment(number: float, tree: dict[str, Any], _: nn.Module) -> None:
-    """Write an element of a moment; all of them are in float64."""
+    """Set an element of a moment; all moments are in float64."""
     states = tree["optimizer_states"][0]["state"]
     for state in states.values():
         state["exp_avg_sq"] = state["exp_avg_sq"].double()
@@ -69,11 +69,11 @@ WRITERS: dict[str, tuple[Callable[[Run], None], str]] = {
 def test_a_value_that_overflows_is_refused_by_parameter_and_type(
     name: str, pools: Pools, tmp_path: Path
 ) -> None:
-    run, (write, said) = Run(str(tmp_path / "huge")), WRITERS[name]
+    run, (write, message) = Run(str(tmp_path / "huge")), WRITERS[name]
     pools.run(1, partial(write, run))
     found = refused(pools, TARGET, run.path)
     assert found.error == "CheckpointMismatchError", found.message
-    assert said in found.message
+    assert message in found.message
     assert "the float64 value 1e+300, which overflows float32" in found.message
     assert "failed on rank" in found.message
     assert ("load_optimizer_state=False" in found.message) == (name == "moment")
@@ -96,7 +96,7 @@ def test_infinite_values_of_a_file_are_loaded(
 
 
 def save_large(setup: Setup, path: str, large: float = LARGE, state: str = "") -> None:
-    """Save a ZeRO-2 run whose first master, or state, of each rank is large. Collective."""
+    """Save a ZeRO-2 run whose first master, or state, on each rank is large. Collective."""
     from lightning_elastic_zero.api import save_checkpoint
 
     with engine_of(setup, 0) as engine:
@@ -113,24 +113,24 @@ def warnings_of_load(setup: Setup, path: str, again: str = "") -> list[str]:
     from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 
     with engine_of(setup, 7) as engine:
-        with log_heard("lightning_elastic_zero", logging.WARNING) as said:
+        with log_heard("lightning_elastic_zero", logging.WARNING) as messages:
             load_checkpoint(engine, path)
         if again:
             save_checkpoint(engine, again)
-    return said
+    return messages
 
 
 def test_narrower_masters_refuse_values_that_overflow(pools: Pools, tmp_path: Path) -> None:
-    """Of our own checkpoints too; an evaluation, without masters, refuses infinite weights."""
+    """An evaluation, which has no masters, refuses weights that become infinite."""
     source, path = Setup(2, "2"), str(tmp_path / "large.ckpt")
     pools.run(2, partial(save_large, source, path))
     narrow = Setup(2, "3", "bf16", bf16_masters=True)
     found = refused(pools, narrow, path)
     assert found.error == "CheckpointMismatchError", found.message
-    told = "has the float32 value 3.39999995e+38, which overflows bfloat16"
-    assert told in found.message
+    message = "has the float32 value 3.39999995e+38, which overflows bfloat16"
+    assert message in found.message
     assert "use a precision" in found.message
-    with pytest.raises(AssertionError, match=re.escape(told)):
+    with pytest.raises(AssertionError, match=re.escape(message)):
         pools.run(2, partial(evaluated_weights, Setup(2, "3", "bf16"), Saved(source, path)))
     _, after = around_load(pools, Setup(2, "3", "bf16"), path)
     held = [torch.as_tensor(v) for k, v in after.items() if k.startswith("master/")]
@@ -163,7 +163,7 @@ def test_a_momentum_in_swap_files_is_kept_in_the_masters_type(pools: Pools, tmp_
 
 
 def assert_momentum_kept(pools: Pools, target: Setup, path: str) -> None:
-    """Fail unless a run continues with the large number of a momentum."""
+    """Assert that a run continues with the large value of a momentum."""
     _, after = around_load(pools, target, path)
     held = [torch.as_tensor(v) for k, v in after.items() if k.startswith("momentum_buffer/")]
     assert any((v == torch.tensor(LARGE)).any() for v in held)
@@ -178,22 +178,26 @@ def assert_momentum_kept(pools: Pools, target: Setup, path: str) -> None:
     ],
     ids=str,
 )
-def test_weights_that_become_infinite_are_named_and_masters_stay(
+def test_weights_that_become_infinite_are_named_and_masters_are_kept(
     source: Setup, target: Setup, large: float, pools: Pools, tmp_path: Path
 ) -> None:
     path, again = str(tmp_path / "large.ckpt"), str(tmp_path / "again.ckpt")
     pools.run(source.world, partial(save_large, source, path, large))
-    warned = pools.run(target.world, partial(warnings_of_load, target, path, again))
-    told = f"values too large for {target.precision}. These weights become infinite"
-    named = [re.findall(rf"{told} .*?: ([\w., ]+)\. Train", text) for s in warned for text in s]
+    of_ranks = pools.run(target.world, partial(warnings_of_load, target, path, again))
+    warning = f"values too large for {target.precision}. These weights become infinite"
+    named = [
+        re.findall(rf"{warning} .*?: ([\w., ]+)\. Train", text)
+        for texts in of_ranks
+        for text in texts
+    ]
     names = {name for found in named for each in found for name in each.split(", ")}
-    assert names == {"embedding.weight", "a.weight"}  # The second rank's part begins in that one.
+    assert names == {"embedding.weight", "a.weight"}  # The second rank's part begins in a.weight.
     same = pools.run(target.world, partial(warnings_of_load, target, again))
-    assert not any(told in text for said in same for text in said), same
+    assert not any(warning in text for texts in same for text in texts), same
 
 
 def round_masters(engine: Engine) -> None:
-    """Configure DeepSpeed's option that rounds masters at a load."""
+    """Set DeepSpeed's option that rounds masters in a load."""
     engine._config.zero_config.load_from_fp32_weights = False
 
 

@@ -1,4 +1,4 @@
-"""``trainer.fit(ckpt_path=...)`` goes on from what Lightning's own DeepSpeedStrategy saved."""
+"""``trainer.fit(ckpt_path=...)`` continues from checkpoints of Lightning's DeepSpeedStrategy."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def test_fit_continues_from_lightnings_deepspeed_checkpoint(
     assert resumed.callback == {"rank": 0, "common": [1, 2.5, "three"]}
     assert resumed.mine["tensor"].tolist() == [0, 1, 2]
     assert resumed.rates[0] == pytest.approx(1e-3 * DECAY**fixture.setup_steps)
-    assert f"Loaded {fixture.checkpoint} (a stock DeepSpeed checkpoint of " in resumed.told
-    assert "without RNG states" in resumed.told
-    assert f" at step {resumed.step}, epoch 0: " in resumed.told
+    assert f"Loaded {fixture.checkpoint} (a stock DeepSpeed checkpoint of " in resumed.log
+    assert "without RNG states" in resumed.log
+    assert f" at step {resumed.step}, epoch 0: " in resumed.log
     resumed.compare_with_reference.assert_same()
 
 

@@ -1,4 +1,4 @@
-"""Files of two saves, and optimizer states that are not there: refused where they are wanted."""
+"""Files of two saves, and missing optimizer states, are refused if they are needed."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ SHARDS, MODELS = "*_optim_states.pt", "*_model_states.pt"
 
 @pytest.fixture(scope="module")
 def two_tags(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return stock DeepSpeed's saves of one run at steps 3 and 5."""
+    """Return the saves of one run by stock DeepSpeed, at steps 3 and 5."""
     folder = tmp_path_factory.mktemp("two")
     pools.run(2, partial(write, FixtureRow("", SOURCE, "", kind="two tags"), str(folder)))
     return folder / "checkpoint"
 
 
 def mixed(two_tags: Path, folder: Path, models: str, shards: str) -> str:
-    """Return a tag with the model files of one and the shards of another."""
+    """Return a tag with the model files of one tag and the shards of another."""
     folder.mkdir()
     for tag, kind in ((models, MODELS), (shards, SHARDS)):
         for path in (two_tags / tag).glob(kind):
@@ -66,7 +66,7 @@ def lose_a_group(held: dict[str, Any]) -> None:
 
 
 def lose_a_sub_group(held: dict[str, Any]) -> None:
-    """Lose the states of the first sub-group, as partial offload does."""
+    """Delete the states of the first sub-group, as partial offload does."""
     del held["state"][held["param_groups"][0]["params"][0]]
 
 
@@ -77,7 +77,7 @@ def lose_all(held: dict[str, Any]) -> None:
 def test_mixed_saves_and_missing_states_are_refused_by_name(
     two_tags: Path, pools: Pools, tmp_path: Path
 ) -> None:
-    """With a fresh optimizer, the weights load."""
+    """The weights load with a fresh optimizer."""
     cases = {
         mixed(two_tags, tmp_path / "newer", "step3", "step5"): (
             "CheckpointFormatError",
@@ -105,9 +105,9 @@ def test_mixed_saves_and_missing_states_are_refused_by_name(
         ),
     }
     found = refused_all(pools, TARGET, list(cases))
-    for refused, (error, said) in zip(found, cases.values(), strict=True):
+    for refused, (error, messages) in zip(found, cases.values(), strict=True):
         assert refused.error == error, refused.message
-        assert all(part in refused.message for part in said), refused.message
+        assert all(part in refused.message for part in messages), refused.message
         assert "load_optimizer_state=False" in refused.message
     for path in cases:
         _, after = around_load(pools, TARGET, path, load_optimizer_state=False)
@@ -116,7 +116,7 @@ def test_mixed_saves_and_missing_states_are_refused_by_name(
 
 @pytest.mark.long
 def test_missing_states_of_partial_offload_are_refused(pools: Pools, tmp_path: Path) -> None:
-    """DeepSpeed itself does not save them."""
+    """DeepSpeed itself does not save these states."""
     setup = small(2, "3", sub_group=15, offload=True, ratio=0.5, optimizer="CPUAdam")
     pools.run(2, partial(write, FixtureRow("", setup, ""), str(tmp_path)))
     target = small(1, "2", optimizer="CPUAdam")
@@ -162,7 +162,7 @@ def test_the_error_names_both_files_and_suggests_no_deletion(
 
 
 def test_every_prefix_of_a_save_is_refused(tmp_path: Path) -> None:
-    """Into a new tag, and over an older save; only the complete save loads."""
+    """Saves into a new tag, and over an older save. Only the complete save loads."""
     root = unpack("two-tags", tmp_path).checkpoint
     older, later = (root / tag for tag in ("step3", "step5"))
     # DeepSpeed writes the model file first.
@@ -195,7 +195,7 @@ def test_every_prefix_of_a_save_is_refused(tmp_path: Path) -> None:
 def test_hyperparameters_of_another_optimizer_are_not_restored(
     source: str, here: str, pools: Pools, tmp_path: Path
 ) -> None:
-    """Its rates mean something else."""
+    """The rates of another optimizer have another meaning."""
     fixture = unpack(source, tmp_path)
     target: Setup = replace(fixture.setup, world=1, zero="2", sub_group=10**9, optimizer=here)
     path, fresh = str(fixture.checkpoint), {"load_optimizer_state": False}

@@ -1,4 +1,4 @@
-"""Read whole in one plain process, a checkpoint holds what its writer's engine held in memory."""
+"""A checkpoint read in one plain process equals the state in memory of its writer's engine."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def test_each_opened_file_counts_as_progress(name: str, tmp_path: Path) -> None:
     checkpoint = fixture.checkpoint
     if name.startswith("dumps"):
         describe_dumps(checkpoint, fixture.setup.model(3))
-    looks: list[int] = []
-    with closing(open_checkpoint(checkpoint, progress=Progress(lambda: looks.append(1)))) as source:
-        opened = len(looks)
+    calls: list[int] = []
+    with closing(open_checkpoint(checkpoint, progress=Progress(lambda: calls.append(1)))) as source:
+        opened = len(calls)
         source.check_all()
         files = sum(path.suffix == ".pt" for path in checkpoint.rglob("*"))
         assert opened >= 1
-        assert len(looks) >= files
+        assert len(calls) >= files
 
 
 def test_bf16_checkpoints_are_read_into_fp16(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""Mixtures, damage and what cannot be resumed are refused by name, before anything is loaded.
+"""Mixtures, damage and unsupported checkpoints are refused by name, before anything is loaded.
 
-Everything here runs in plain processes, without DeepSpeed: the checkpoints are real ones of other
-software, with one thing wrong each.
+Everything here runs in plain processes, without DeepSpeed. The checkpoints are real ones of other
+software, each with one defect.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Custom:
 
 
 def tag_of(path: Path) -> Path:
-    """Return the folder that `latest` names."""
+    """Return the folder that ``latest`` names."""
     return path / (path / "latest").read_text().strip()
 
 
@@ -72,7 +72,7 @@ def set_rate(rate: float, tree: dict[str, Any]) -> None:
 
 class TestMixtures:
     def test_missing_ranks_are_all_named(self, tmp_path: Path) -> None:
-        """Every file that a rank must have written is named when it is not there."""
+        """The error names each file that a rank must have written."""
         path = unpack("zero3-ds0.19", tmp_path).checkpoint
         tag = tag_of(path)
         (tag / shard(1)).unlink()
@@ -114,7 +114,7 @@ class TestMixtures:
 
     @pytest.mark.parametrize("kind", ["optim", "model"])
     def test_swapped_shards_of_zero_3_are_refused(self, kind: str, tmp_path: Path) -> None:
-        """There are no weights to compare with: the name recorded in the file shows it."""
+        """ZeRO-3 has no weights to compare with, but each file records its name."""
         path = unpack("zero3-ds0.16", tmp_path).checkpoint
         swap(*sorted(tag_of(path).glob(f"*{kind}_states.pt")))
         with pytest.raises(CheckpointFormatError, match=r"rank_\d_.* was saved as .*rank_\d_"):
@@ -122,7 +122,7 @@ class TestMixtures:
 
     @pytest.mark.parametrize("name", ["zero2-ds0.19", "zero3-ds0.19"])
     def test_a_shard_with_another_loss_scale_is_refused(self, name: str, tmp_path: Path) -> None:
-        """Ranks agree on overflows."""
+        """Ranks agree on overflows, so their loss scales are equal."""
         path = unpack(name, tmp_path).checkpoint
 
         def rescale(tree: dict[str, Any]) -> None:
@@ -133,21 +133,21 @@ class TestMixtures:
             read_whole(path)
 
     @pytest.mark.parametrize("name", ["zero2-ds0.19", "zero3-ds0.19", "bf16-ds0.18"])
-    def test_drifted_rates_are_warned_of(
+    def test_drifted_rates_cause_a_warning(
         self, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         path = unpack(name, tmp_path).checkpoint
-        whole = read_whole(path)
+        before = read_whole(path)
         assert not caplog.messages
         edit(tag_of(path) / shard(1), partial(set_rate, 0.25))
         with closing(open_checkpoint(path)) as source:
             assert source.manifest.groups[0].hyperparameters["lr"] != 0.25
-        assert_same(whole, read_whole(path))
-        (said,) = caplog.messages
-        assert re.search(r"lr of parameter group 0 is 0\.001 on rank 0, 0\.25 on rank 1", said)
+        assert_same(before, read_whole(path))
+        (warning,) = caplog.messages
+        assert re.search(r"lr of parameter group 0 is 0\.001 on rank 0, 0\.25 on rank 1", warning)
 
     def test_drifted_rates_without_step_counts_are_refused(self, tmp_path: Path) -> None:
-        """In ZeRO-3 with such an optimizer, shards of two saves look the same."""
+        """In ZeRO-3, the shards could be those of two saves, which only step counts show."""
         path = unpack("momentum", tmp_path).checkpoint
         edit(tag_of(path) / shard(1), partial(set_rate, 0.25))
         with pytest.raises(CheckpointFormatError, match=r"0\.25 on rank 1; .* no step counters"):
@@ -212,17 +212,17 @@ class TestDamage:
     @pytest.mark.filterwarnings("ignore:TypedStorage:UserWarning")  # a flipped class name
     @pytest.mark.parametrize("name", ["zero2-ds0.19", "zero3-ds0.19", "bf16-ds0.19", "universal3"])
     def test_flipped_bits_are_never_loaded(self, name: str, tmp_path: Path) -> None:
-        """A flipped bit anywhere is refused, or lies where nothing is read from."""
+        """Each flipped bit is refused, unless nothing reads the bytes that contain it."""
         path = unpack(name, tmp_path).checkpoint
-        whole = read_whole(path)
+        before = read_whole(path)
         files = sorted(p for p in path.rglob("*.pt") if p.stat().st_size)
-        chance = random.Random(SEED)
+        rng = random.Random(SEED)
         refused = 0
         for _ in range(40):
-            file = chance.choice(files)
+            file = rng.choice(files)
             data = bytearray(file.read_bytes())
-            at = chance.randrange(len(data))
-            data[at] ^= 1 << chance.randrange(8)
+            at = rng.randrange(len(data))
+            data[at] ^= 1 << rng.randrange(8)
             kept = file.read_bytes()
             file.write_bytes(data)
             try:
@@ -230,7 +230,7 @@ class TestDamage:
             except ElasticZeroError:
                 refused += 1
             else:
-                assert_same(whole, found)
+                assert_same(before, found)
             file.write_bytes(kept)
         assert refused > 0
 
@@ -252,7 +252,7 @@ class TestDamage:
     )
     def test_missing_entries_are_refused_or_unused(self, entry: str, tmp_path: Path) -> None:
         path = unpack("zero3-ds0.19", tmp_path).checkpoint
-        whole = read_whole(path)
+        before = read_whole(path)
         for name in (f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in (0, 1)):
             edit(tag_of(path) / name, lambda tree: tree.pop(entry))
         try:
@@ -260,7 +260,7 @@ class TestDamage:
         except ElasticZeroError:
             return
         assert entry == "ds_config"
-        assert_same(whole, found)
+        assert_same(before, found)
 
 
 class TestTrust:
@@ -314,7 +314,7 @@ class TestOtherRuns:
             read_whole(path)
 
     @pytest.mark.parametrize(
-        ("content", "said"),
+        ("content", "reason"),
         [
             (b"", "is empty: "),
             (b"i1\n.", r"it begins with b'i1"),
@@ -323,10 +323,10 @@ class TestOtherRuns:
         ],
     )
     def test_unreadable_files_are_refused_with_a_reason(
-        self, content: bytes, said: str, tmp_path: Path
+        self, content: bytes, reason: str, tmp_path: Path
     ) -> None:
         (tmp_path / "last.ckpt").write_bytes(content)
-        with pytest.raises(CheckpointFormatError, match=said):
+        with pytest.raises(CheckpointFormatError, match=reason):
             read_whole(tmp_path / "last.ckpt")
 
     def test_the_error_lists_the_checkpoints_in_a_folder(self, tmp_path: Path) -> None:

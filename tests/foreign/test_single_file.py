@@ -1,7 +1,7 @@
-"""Single files of Lightning and torch come back bit for bit on any number of devices.
+"""Single files of Lightning and torch are restored bit for bit on any number of devices.
 
-What is compared is what the writers held in memory: real Trainers (DDP, FSDP2, one device), FSDP2
-over gloo, and plain torch.
+They are compared with the state in memory of the writers: real Trainers (DDP, FSDP2, one device),
+FSDP2 over gloo, and plain torch.
 """
 
 from __future__ import annotations
@@ -62,18 +62,18 @@ def run_of(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
     folder = tmp_path_factory.mktemp("single")
     made: dict[str, Run] = {}
 
-    def give(name: str) -> Run:
+    def get(name: str) -> Run:
         if name not in made:
             world, write, options = WRITERS[name]
             made[name] = Run(str(folder / f"{len(made)}.any"), world, **options)
             pools.run(world, partial(write, made[name]))
         return made[name]
 
-    return give
+    return get
 
 
 def rest_of(path: str) -> dict[str, Any]:
-    """Return the expected client state, found without the library."""
+    """Return the expected client state, read without the library."""
     tree = torch.load(path, weights_only=True)
     return {k: v for k, v in tree.items() if k not in ("state_dict", "optimizer_states")}
 
@@ -103,7 +103,9 @@ def test_a_single_file_restores_all_state(
 
 
 @pytest.mark.long
-def test_a_run_that_loaded_nothing_is_found(pools: Pools, run_of: Callable[[str], Run]) -> None:
+def test_the_comparison_detects_a_run_that_loaded_nothing(
+    pools: Pools, run_of: Callable[[str], Run]
+) -> None:
     target = TARGETS[1]
     wanted = torch.load(run_of("ddp").truth_path, weights_only=True)
     before, after = around_load(pools, target, run_of("ddp").path)
@@ -115,7 +117,7 @@ def test_a_run_that_loaded_nothing_is_found(pools: Pools, run_of: Callable[[str]
 
 
 def assert_weights(pools: Pools, target: Setup, path: str, truth: Dump) -> None:
-    """Fail unless weights and buffers are the writer's, and the optimizer is fresh."""
+    """Assert that weights and buffers are the writer's, and that the optimizer is fresh."""
     _, after = around_load(pools, target, path, load_optimizer_state=False)
     wanted = expected_in({k: v for k, v in truth.items() if _is_weight(k)}, Setup(1), target)
     assert not differences(wanted, {k: v for k, v in after.items() if _is_weight(k)})
@@ -133,8 +135,8 @@ def test_files_without_optimizer_state_load_their_weights_on_request(
     run, target = run_of(name), TARGETS[1]
     found = refused(pools, target, run.path)
     assert found.error == "CheckpointMismatchError"
-    said = "has no optimizer state" if name == "weights" else "has no state for never"
-    assert said in found.message
+    message = "has no optimizer state" if name == "weights" else "has no state for never"
+    assert message in found.message
     assert "load_optimizer_state=False" in found.message
     truth = torch.load(run.truth_path, weights_only=True)
     assert_weights(pools, target, run.path, truth)
@@ -243,7 +245,7 @@ CHANGED: dict[str, tuple[Callable[[Tree], object], str, tuple[str, ...]]] = {
 
 
 def changed(run: Run, path: Path, change: Callable[[Tree], object]) -> str:
-    """Write a file that differs from a writer's."""
+    """Write a changed copy of a writer's file."""
     tree = torch.load(run.path, weights_only=True)
     change(tree)
     torch.save(tree, path)
@@ -265,7 +267,7 @@ def test_unmatched_entries_are_refused_with_a_remedy(
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("name", "change", "said"),
+    ("name", "change", "message"),
     [
         ("ddp", {"grouping": "swapped"}, "groups of 3, 6 parameters (0 of them"),
         ("ddp", {"grouping": "three"}, "saved with 2 parameter groups, here are 3"),
@@ -279,11 +281,11 @@ def test_unmatched_entries_are_refused_with_a_remedy(
     ],
 )
 def test_another_runs_positions_shapes_and_groups_are_refused(
-    name: str, change: dict[str, Any], said: str, pools: Pools, run_of: Callable[[str], Run]
+    name: str, change: dict[str, Any], message: str, pools: Pools, run_of: Callable[[str], Run]
 ) -> None:
     found = refused(pools, replace(TARGETS[1], **change), run_of(name).path)
     assert found.error == "CheckpointMismatchError", found.message
-    assert said in found.message
+    assert message in found.message
 
 
 def _flip(data: bytearray) -> None:
@@ -353,20 +355,22 @@ def test_a_bare_state_dict_loads_its_weights(
 
 
 def groups_of(setup: Setup) -> tuple[list[list[str]], list[list[str]]]:
-    """Return the names of each group as the engine reports them, and as they were passed."""
+    """Return the names of each group, as the engine reports them and as they were passed."""
     from lightning_elastic_zero.engine.live import LiveEngine
 
     model = setup.model(0)
     names = {id(p): name for name, p in model.named_parameters()}
     given = [[names[id(p)] for p in ps] for ps in group_members(model, setup.grouping)]
     with engine_of(setup, 0, model=model) as engine:
-        told = [list(group.names) for group in LiveEngine(engine).describe().groups]
-    return told, given
+        reported = [list(group.names) for group in LiveEngine(engine).describe().groups]
+    return reported, given
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("setup", [*TARGETS, Setup(2, "B", "bf16", bucket=5000)], ids=str)
 def test_groups_have_the_optimizers_order(setup: Setup, pools: Pools) -> None:
-    """Neither the module's order nor round robin changes it."""
-    told, given = pools.run(setup.world, partial(groups_of, replace(setup, grouping="reversed")))[0]
-    assert told == given
+    """The order of the module and round robin do not change it."""
+    reported, given = pools.run(
+        setup.world, partial(groups_of, replace(setup, grouping="reversed"))
+    )[0]
+    assert reported == given

@@ -1,4 +1,4 @@
-"""``trainer.fit(ckpt_path=...)`` goes on from single files and directories of torch's."""
+"""``trainer.fit(ckpt_path=...)`` continues from single files and directories of torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.ranks import Pools
 
 
 class Keep(pl.Callback):
-    """Records the state at the end."""
+    """Records the state at the end of training."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -106,7 +106,7 @@ def test_a_bare_state_dict_starts_a_new_run(fitted: Fixture, pools: Pools, tmp_p
 
 
 def test_a_dcp_directory_restores_weights_and_optimizer(pools: Pools, tmp_path: Path) -> None:
-    """Loops start anew."""
+    """Loops start from the beginning."""
     run = Run(str(tmp_path / "alone"))
     pools.run(1, partial(writers.save_tree, run, state_dicts))
     step, before = pools.run(3, partial(start, run.path, Setup(3, "2", bucket=5000), {}))[0]

@@ -1,4 +1,4 @@
-"""Sound checkpoints of models that are made in unusual ways: what is held twice, or frozen late."""
+"""Checkpoints of models with shared modules, and with layers that are frozen late."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Held = dict[str, torch.Tensor]
 
 
 class Twice(nn.Module):
-    """A block that occurs three times in a list, as in ALBERT; a frozen layer with two names."""
+    """A block that occurs three times, as in ALBERT, and a frozen layer with two names."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Twice(nn.Module):
 
 
 def make(setup: Setup, seed: int) -> Engine:
-    """Make an engine, and freeze a layer after the optimizer was made."""
+    """Make an engine; freeze a layer after the optimizer was created."""
     import deepspeed
 
     model = Twice(seed)
@@ -66,7 +66,7 @@ def held(engine: Engine) -> Held:
             with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
                 found[f"frozen/{name}"] = parameter.detach().clone()
             continue
-        # ZeRO-3 tells nothing of what needs no gradient.
+        # ZeRO-3's functions return nothing for parameters without gradients.
         is_frozen = not parameter.requires_grad
         parameter.requires_grad_(requires_grad=True)
         found[f"master/{name}"] = safe_get_full_fp32_param(parameter).clone()
@@ -90,7 +90,7 @@ def write(setup: Setup, path: str) -> Held:
 
 
 def read(setup: Setup, path: str) -> Held:
-    """Load into a run from another seed that has stepped once. Collective."""
+    """Load into a run with another seed that has trained one step. Collective."""
     from lightning_elastic_zero.api import load_checkpoint
 
     engine = make(setup, 7)
@@ -107,7 +107,7 @@ def read(setup: Setup, path: str) -> Held:
 def test_shared_modules_and_late_frozen_layers_are_restored(
     zero: str, target: str, pools: Pools, tmp_path: Path
 ) -> None:
-    """DeepSpeed lists them once and saves them thrice, or lists them as frozen too."""
+    """DeepSpeed lists them once and saves them three times, or also lists them as frozen."""
     wanted: Any = pools.run(2, partial(write, Setup(2, zero), str(tmp_path)))[0]
     assert len(wanted) == 17
     for setup in (Setup(2, zero), Setup(1, target)):

@@ -1,7 +1,7 @@
-"""Runs that average their weights: what is trained, and the average, keep apart.
+"""Runs that average their weights: trained weights and their average are kept apart.
 
-Real Trainers write the files, with Lightning's ``WeightAveraging``: one device, whose file has the
-average where the weights are otherwise, and Lightning's own DeepSpeedStrategy, which drops it.
+Real Trainers write the files, with Lightning's ``WeightAveraging``: one device, whose file contains
+the average in place of the weights, and Lightning's own DeepSpeedStrategy, which drops it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.support.ranks import Pools
 pytestmark = pytest.mark.engine
 
 SAVED, END = 3, 5
-"""Steps that a run has trained when it is saved, and when it ends."""
+"""Steps trained when a run is saved, and when it ends."""
 
 ALONE = small(1, "1", "fp32")
 TWO = small(2, "1", "fp32")
@@ -54,7 +54,7 @@ class Look(Callback):
         self.averages: dict[int, Weights] = {}
 
     def note(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Record this step; ZeRO-3's weights are whole on rank 0 only."""
+        """Record this step; only rank 0 has the full weights of ZeRO-3."""
         step, engine = trainer.global_step, getattr(trainer.strategy, "deepspeed_engine", None)
         if engine is None:
             held: Any = {f"master/{k}": v for k, v in module.named_parameters() if v.requires_grad}
@@ -93,36 +93,36 @@ def fit(
 
 
 def write_alone(path: str) -> tuple[dict[int, Weights], dict[int, Weights]]:
-    """Train on one device without DeepSpeed, averaging; a single file."""
+    """Train on one device with averaging and without DeepSpeed; save a single file."""
     return fit(ALONE, "auto", Look(ALONE, EMAWeightAveraging(decay=0.9), path))
 
 
 def write_stock(path: str) -> tuple[dict[int, Weights], dict[int, Weights]]:
-    """Train with Lightning's own strategy, averaging; a directory. Collective."""
+    """Train with averaging and Lightning's own strategy; save a directory. Collective."""
     look = Look(TWO, EMAWeightAveraging(decay=0.9), path)
     return fit(TWO, OnCPU(FixtureRow("", TWO, ""), str(Path(path).parent)), look)
 
 
 def write_ours(path: str) -> tuple[dict[int, Weights], dict[int, Weights]]:
-    """Train without an average; a directory of ours. Collective."""
+    """Train without averaging; save a directory of this library. Collective."""
     from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
     return fit(TWO, ElasticDeepSpeedStrategy(config=TWO.config()), Look(TWO, None, path))
 
 
-def go_on(
+def continue_run(
     path: str, setup: Setup, *, averaging: bool
 ) -> tuple[dict[int, Weights], dict[int, Weights], list[str]]:
     """Resume; return weights and averages by step, and the warnings. Collective."""
     from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
     average = EMAWeightAveraging(decay=0.9) if averaging else None
-    # DeepSpeed clips unless it is told not to, and what wrote the single file does not.
+    # DeepSpeed clips by default, but the writer of the single file does not.
     config = {**setup.config(), "gradient_clipping": 0.0}
     strategy = ElasticDeepSpeedStrategy(config=config, on_unresumable_data="restart_epoch")
-    with warnings_heard() as said:
+    with warnings_heard() as messages:
         found = fit(setup, strategy, Look(setup, average), resume=path)
-    return (*found, said)
+    return (*found, messages)
 
 
 def assert_same(wanted: Weights, found: Weights) -> None:
@@ -159,8 +159,8 @@ def test_masters_are_the_trained_weights_not_the_average(
     path, weights, averages = alone
     means = {f"master/{k.removeprefix('module.')}": v for k, v in averages[SAVED].items()}
     assert not same_bits(weights[SAVED]["master/a.weight"], means["master/a.weight"])
-    of_ranks = pools.run(setup.world, partial(go_on, path, setup, averaging=averaging))
-    found, _, said = of_ranks[0]
+    of_ranks = pools.run(setup.world, partial(continue_run, path, setup, averaging=averaging))
+    found, _, messages = of_ranks[0]
     assert_same(weights[SAVED], found[SAVED])
     for name, wanted in weights[END].items():
         torch.testing.assert_close(found[END][name], wanted, rtol=1e-5, atol=1e-6)
@@ -171,7 +171,7 @@ def test_masters_are_the_trained_weights_not_the_average(
         for name in (name.replace("master/", "module.") for name in weights[END]):
             now, wanted = of_ranks[0][1][END][name], averages[END][name]
             torch.testing.assert_close(now, wanted, rtol=1e-5, atol=1e-6)
-    assert any("has no WeightAveraging callback" in line for line in said) == (not averaging)
+    assert any("has no WeightAveraging callback" in line for line in messages) == (not averaging)
 
 
 @pytest.mark.parametrize("setup", [small(1, "2", "fp32"), small(2, "3", "fp32")], ids=str)
@@ -195,9 +195,9 @@ def test_a_missing_average_starts_from_the_weights_with_a_warning(
     path = str(tmp_path / "a.ckpt")
     weights, _ = pools.run(2, partial(write, path))[0]
     for setup in (TWO, ALONE):
-        of_ranks = pools.run(setup.world, partial(go_on, path, setup, averaging=True))
-        found, averages, said = of_ranks[0]
+        of_ranks = pools.run(setup.world, partial(continue_run, path, setup, averaging=True))
+        found, averages, messages = of_ranks[0]
         assert_same(weights[SAVED], found[SAVED])
         first = {f"master/{k.removeprefix('module.')}": v for k, v in averages[SAVED].items()}
         assert_same(weights[SAVED], {k: v for k, v in first.items() if k in weights[SAVED]})
-        assert any(why in line for line in said), said
+        assert any(why in line for line in messages), messages

@@ -1,4 +1,4 @@
-"""What other software makes of our conversions: each function is run by one rank."""
+"""Other software loads our conversions. Each function is run by one rank."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def with_transformers(folder: str) -> None:
 
 
 def with_peft(folder: str) -> None:
-    """``PeftModel.from_pretrained`` reads the adapter's folder; outputs are the same."""
+    """``PeftModel.from_pretrained`` reads the adapter's folder, and the outputs are equal."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
     config = LoraConfig(
@@ -116,7 +116,7 @@ def small_model(seed: int) -> nn.Module:
 
 
 def with_fsdp2(folder: str) -> None:
-    """Code with FSDP2 loads model, states and hyperparameters; int steps become tensors."""
+    """FSDP2 loads the model, its states and hyperparameters; int steps become tensors."""
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load
     from torch.distributed.device_mesh import init_device_mesh
@@ -146,7 +146,7 @@ def with_fsdp2(folder: str) -> None:
 
 
 def with_lightning(folder: str) -> None:
-    """``load_from_checkpoint`` reads the file; its optimizer state is as torch's."""
+    """``load_from_checkpoint`` reads the file, and torch loads its optimizer state."""
     import lightning.pytorch as pl
 
     class Model(pl.LightningModule):
@@ -175,7 +175,7 @@ def with_lightning(folder: str) -> None:
     optimizer = torch.optim.AdamW(found.parameters(), lr=1.0)
     optimizer.load_state_dict(tree["optimizer_states"][0])
     steps = [held["step"] for held in optimizer.state.values()]
-    assert len({step.data_ptr() for step in steps}) == len(steps)  # Each counts by itself.
+    assert len({step.data_ptr() for step in steps}) == len(steps)  # Each has its own memory.
     assert optimizer.param_groups[0]["lr"] == 1e-3
     for name, parameter in found.named_parameters():
         assert torch.equal(optimizer.state[parameter]["exp_avg"], state.states[name]["exp_avg"])

@@ -1,4 +1,4 @@
-"""A worker of ``selftest`` with one stage only, whose load of one checkpoint is broken."""
+"""A worker of ``selftest`` with one stage only, in which the load of one checkpoint is broken."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from lightning_elastic_zero import load_checkpoint, selftest
 from lightning_elastic_zero.selftest import _run_rank as run_rank
 
 
-def _load_all_but_a_bit(engine: Any, path: Path) -> object:
-    """Load, and on the last rank change the last bit of one element."""
+def _load_with_a_flipped_bit(engine: Any, path: Path) -> object:
+    """Load; on the last rank, flip the last bit of one element."""
     result = load_checkpoint(engine, path)
     is_last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
     if "background" in path.name and is_last:
@@ -22,5 +22,5 @@ def _load_all_but_a_bit(engine: Any, path: Path) -> object:
 
 
 def broken_rank(index: int, *given: Any) -> None:
-    vars(selftest).update(STAGES=(1,), load_checkpoint=_load_all_but_a_bit)
+    vars(selftest).update(STAGES=(1,), load_checkpoint=_load_with_a_flipped_bit)
     run_rank(index, *given)

@@ -1,4 +1,4 @@
-"""The command itself: quick to answer, with its errors where they belong."""
+"""The command line: imports, output streams, colours and exit codes."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_exit_codes_and_streams_are_those_of_the_page(tmp_path: Path, run: Run) 
             code, out, err = run(*words)
             assert code == wanted, (words, err)
             if words[0] in {"diff", "plan"} and wanted == 1:
-                assert out, words  # What differs, or stands in the way, is what was asked for.
+                assert out, words  # Differences and obstacles are the requested output.
                 assert not err, words
             else:
                 assert bool(out) == (wanted == 0), words
@@ -108,7 +108,7 @@ def test_exit_codes_and_streams_are_those_of_the_page(tmp_path: Path, run: Run) 
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[TextIO, Callable[[], str]]]:
-    """Yield a stream that is a terminal, and a reader of the terminal's other side."""
+    """Yield a stream that is a terminal, and a function that reads what the terminal shows."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
     monkeypatch.setenv("TERM", "xterm")
@@ -147,9 +147,9 @@ def test_only_terminals_get_colours(
                 patch.setenv(key, value)
             patch.setattr(sys, name, stream)
             assert main([verb, str(path)]) == code
-            said = shown().replace("\r\n", "\n")
-        assert ("\x1b[" in said) == (not refused)
-        assert re.sub(r"\x1b\[[\d;]*m", "", said) == plain
+            colored = shown().replace("\r\n", "\n")
+        assert ("\x1b[" in colored) == (not refused)
+        assert re.sub(r"\x1b\[[\d;]*m", "", colored) == plain
 
 
 def test_progress_appears_on_terminals_after_two_seconds(
@@ -219,10 +219,10 @@ def test_a_missing_path_exits_with_2_and_damage_with_1(tmp_path: Path, run: Run)
 def test_one_missing_checkpoint_does_not_hide_the_others(
     source: Path, tmp_path: Path, run: Run
 ) -> None:
-    for verb, said in (("fingerprint", f"  {source}\n"), ("verify", "a.ckpt: intact")):
+    for verb, message in (("fingerprint", f"  {source}\n"), ("verify", "a.ckpt: intact")):
         code, out, error = run(verb, tmp_path / "not there", source)
         assert code == 2
-        assert said in out
+        assert message in out
         assert "not there" in error
 
 
@@ -245,7 +245,7 @@ def forbidden(tmp_path: Path) -> Iterator[Path]:
     inner = tmp_path / "forbidden.ckpt" / "checkpoint"
     user, mode = os.geteuid(), path.stat().st_mode
     path.chmod(0)
-    if not user:  # Nothing is forbidden to root; folders above are root's.
+    if not user:  # Root may read everything, and owns the parent folders.
         os.seteuid(65534)
     yield path
     if not user:

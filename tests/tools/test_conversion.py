@@ -1,4 +1,4 @@
-"""``convert``: each result holds the state, and other software reads it."""
+"""``convert``: each result contains the state, and other software reads it."""
 
 from __future__ import annotations
 
@@ -225,14 +225,14 @@ def test_patterns_rename(tmp_path: Path, run: Run, refused: Refused) -> None:
     }
     assert_same(held, {names.get(name, name): tensor for name, tensor in was.items()})
     assert moments == {names.get(name, name) for name in state.masters}
-    for wrong, says in (
+    for wrong, message in (
         (("layers.*.*=x.*",), "both sides need the same number of"),
         (("layers.*.weight=same*", "layers.*.bias=same*"), "to 'same0'"),
         (("*.gamma=*.weight",), "matches no name in the checkpoint"),
         (("scale=",), "turns 'scale' into an empty name"),
         (("scale=a", "scale=b"), "two values for 'scale'"),
     ):
-        assert says in refused(
+        assert message in refused(
             "convert", source, tmp_path / "c", "--to", "fp32", "--rename", *wrong
         )
     assert names_in(tmp_path) == ["a.ckpt", "b.ckpt"]
@@ -306,11 +306,11 @@ def test_a_file_that_appears_at_the_target_stays(source: Path, tmp_path: Path) -
     for to in ("fp32", "safetensors"):
         target = tmp_path / f"{to}.out"
 
-        def come(_: int, target: Path = target) -> None:
+        def create_target(_: int, target: Path = target) -> None:
             target.write_text("mine")
 
         with pytest.raises(SaveError):
-            convert_checkpoint(source, target, to, progress=Progress(show=come))
+            convert_checkpoint(source, target, to, progress=Progress(show=create_target))
         assert target.read_text() == "mine"
     assert not list(tmp_path.glob(".zero-export-*"))
 
@@ -325,32 +325,32 @@ def test_a_checkpoint_of_ours_is_not_overwritten(source: Path, tmp_path: Path) -
         assert (target / "manifest.json").read_bytes() == before
     target = tmp_path / "c.ckpt"
 
-    def come(_: int) -> None:
+    def create_target(_: int) -> None:
         if other.exists():
             other.rename(target)
 
     with pytest.raises(SaveError, match="exists, and is not overwritten"):
-        convert_checkpoint(source, target, "elastic", lean, progress=Progress(show=come))
+        convert_checkpoint(source, target, "elastic", lean, progress=Progress(show=create_target))
     assert (target / "manifest.json").read_bytes() == before
     assert names_in(tmp_path) == ["a.ckpt", "c.ckpt"]
 
 
 def test_missing_parts_are_named(tmp_path: Path) -> None:
     source = write_elastic(tmp_path / "a.ckpt", make_state(), weights_only=True)
-    whole = write_elastic(tmp_path / "b.ckpt", make_state())
+    full = write_elastic(tmp_path / "b.ckpt", make_state())
     torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
     for path, to, options, error, words in (
         (source, "universal", ConvertOptions(), CheckpointMismatchError, "it contains none"),
-        (whole, "universal", ConvertOptions(include=["a"]), UnsupportedError, "the whole state"),
+        (full, "universal", ConvertOptions(include=["a"]), UnsupportedError, "the whole state"),
         (tmp_path / "w.pt", "elastic", ConvertOptions(), CheckpointMismatchError, "are trained"),
-        (whole, "adapter", ConvertOptions(), CheckpointMismatchError, "lora_alpha"),
+        (full, "adapter", ConvertOptions(), CheckpointMismatchError, "lora_alpha"),
     ):
         with pytest.raises(error, match=words):
             convert_checkpoint(path, tmp_path / "out", to, options)
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     options = ConvertOptions(adapter_config=str(tmp_path))
     with pytest.raises(CheckpointMismatchError, match="no weights of an adapter"):
-        convert_checkpoint(whole, tmp_path / "out", "adapter", options)
+        convert_checkpoint(full, tmp_path / "out", "adapter", options)
     with pytest.raises(UnsupportedError, match="fp64"):
         ConvertOptions(dtype="fp64")
     assert not (tmp_path / "out").exists()
@@ -525,7 +525,7 @@ def test_numbers_that_would_become_infinite_are_refused(
     assert f"{weights['b'][4, 77].item():.6g}" in err
     assert "would become infinite" in err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["w.pt"]
-    # Where it is left out, or was infinite before, there is nothing to be refused.
+    # A weight that is excluded, or was infinite before, is not refused.
     assert run("convert", tmp_path / "w.pt", tmp_path / "out", *options, "--exclude", "b")[0] == 0
     weights["b"][4, 77] = float("inf")
     weights["b"][3, 5] = float("nan")
@@ -557,7 +557,7 @@ def test_torch_reads_both_names_of_a_tie(tmp_path: Path) -> None:
     assert large.nbytes < size < 1.5 * large.nbytes
     tree = {"model": {"a": torch.zeros(300, 100), "b": torch.zeros(300, 100)}}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # It tells that there is no process group.
+        warnings.simplefilter("ignore")  # It warns that there is no process group.
         load(tree, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert torch.equal(tree["model"]["a"], large)
     assert torch.equal(tree["model"]["b"], large)
@@ -628,14 +628,14 @@ SCALARS: dict[str, Any] = {
     "long": torch.tensor(2**62 + 1),
     "half": torch.tensor(1.5, dtype=torch.bfloat16),
 }
-"""What optimizers keep as one value, which narrower types would change."""
+"""Scalar states that narrower types would change."""
 
 RATES = {
     "lr": torch.tensor(0.1),
     "betas": (torch.tensor(0.9, dtype=torch.float64), 0.999),
     "nested": [{"count": torch.tensor(3)}],
 }
-"""Hyperparameters that are tensors, as capturable optimizers have them."""
+"""Tensors as hyperparameters, as capturable optimizers have them."""
 
 
 def _scalars(path: Path) -> dict[str, str]:
@@ -708,7 +708,7 @@ _STATES = ("exp_avg", "exp_avg_sq")
 def _write_dcp(
     folder: Path, steps: dict[str, float | None], sizes: dict[str, int], **more: Any
 ) -> Path:
-    """Write a group of parameters with these steps; None: the group counts, if ``more`` does."""
+    """Write parameters with these steps. None: no step, except that of the group in ``more``."""
     state = {
         name: {
             **{key: torch.rand(sizes.get(name, 3)) for key in _STATES},
@@ -742,7 +742,7 @@ _GROUPS = [
 
 
 _TARGETS = ("universal", "dcp", "lightning", "elastic")
-# A single file keeps states by position, which here could mean several weights: it is told so.
+# A single file stores states by position, which would be ambiguous here and is refused.
 _AMBIGUOUS = ("lightning", _GROUPS[2])
 
 
@@ -771,7 +771,7 @@ def test_empty_parameters_take_no_state_or_dtype_from_their_group(
 
 
 def test_every_member_of_a_universal_checkpoint_has_its_step(tmp_path: Path) -> None:
-    """DeepSpeed compares the steps of all members, and refuses where one has none."""
+    """DeepSpeed compares the steps of all members, and fails if one has none."""
     groups = (("empty", "a"), ("b",))
     state = replace(make_state({"empty": (0,), "a": (4, 3), "b": (2,)}), groups=groups)
     source = write_elastic(tmp_path / "a.ckpt", state)
@@ -782,7 +782,7 @@ def test_every_member_of_a_universal_checkpoint_has_its_step(tmp_path: Path) -> 
         assert torch.load(zero / name / "fp32.pt")["param"].dtype == torch.float32
     shared = torch.load(zero / "optimizer_state.pt")
     assert shared["optimizer_state_dict"]["state"][0]["step"] == 3
-    # As it was written once, and by others, who list no files.
+    # Other software, and earlier versions, list no files.
     (zero / "empty" / "step.pt").unlink()
     del shared["elastic_zero"]
     torch.save(shared, zero / "optimizer_state.pt")

@@ -66,7 +66,7 @@ def test_a_killed_conversion_is_removed_by_the_next(to: str, tmp_path: Path) -> 
     folder.mkdir()
     with stopped_conversion(source, folder / "target", to) as process:
         written = hidden(folder)
-        assert len(written) == 2  # What is written, and who writes it.
+        assert len(written) == 2  # The partial result and its owner file.
         convert_checkpoint(source, folder / "other", "fp32")
         assert hidden(folder) == written
         process.kill()
@@ -79,19 +79,19 @@ def test_a_killed_conversion_is_removed_by_the_next(to: str, tmp_path: Path) -> 
         assert fingerprint_checkpoint(folder / "target") == fingerprint_checkpoint(source)
 
 
-def test_a_foreign_file_in_a_killed_conversion_stays(tmp_path: Path) -> None:
+def test_a_foreign_file_in_a_killed_conversion_is_kept(tmp_path: Path) -> None:
     source = write_elastic(tmp_path / "a.ckpt", make_state(), 3, 2)
     with stopped_conversion(source, tmp_path / "target", "safetensors"):
-        (left,) = (path for path in tmp_path.glob(".zero-export-*") if path.is_dir())
+        (remains,) = (path for path in tmp_path.glob(".zero-export-*") if path.is_dir())
     before = names_in(tmp_path)
-    for stranger in (left / "notes.txt", left / "model.safetensors.bak"):
-        stranger.write_text("mine")
+    for foreign in (remains / "notes.txt", remains / "model.safetensors.bak"):
+        foreign.write_text("mine")
         assert remove_leftovers(tmp_path) == []
-        assert stranger.read_text() == "mine"
+        assert foreign.read_text() == "mine"
         assert names_in(tmp_path) == before
-        stranger.unlink()
-    owner = tmp_path / f".zero-owner-{left.name.removeprefix('.zero-export-')}.json"
-    assert remove_leftovers(tmp_path) == [left, owner]
+        foreign.unlink()
+    owner = tmp_path / f".zero-owner-{remains.name.removeprefix('.zero-export-')}.json"
+    assert remove_leftovers(tmp_path) == [remains, owner]
     assert names_in(tmp_path) == ["a.ckpt"]
 
 
@@ -100,23 +100,25 @@ def test_a_save_removes_a_killed_conversion(tmp_path: Path) -> None:
     with stopped_conversion(source, tmp_path / "target", "safetensors"):
         assert remove_leftovers(tmp_path) == []
     (mine := tmp_path / ".zero-export-mine.json").write_text("{}")
-    left, _ = remove_leftovers(tmp_path)
-    assert left.name.startswith(".zero-export-")
+    removed, _ = remove_leftovers(tmp_path)
+    assert removed.name.startswith(".zero-export-")
     assert names_in(tmp_path) == sorted([mine.name, "a.ckpt"])
 
 
 LARGE = "base_model.model.large.lora_A.default.weight"
 SHAPES = {
-    # In several chunks; and so many in one chunk each that to keep the last of each would show.
+    # Several chunks, and so many of one chunk each that keeping the last chunk of each would show.
     LARGE: (12, 1_000_000),
     **{f"base_model.model.small.{i}.lora_A.default.weight": (600_000,) for i in range(10)},
 }
 LIMIT_BYTES = 128 << 20
-"""Of data that a conversion may have beside what its process had before."""
+"""Memory that a conversion may allocate, above that of its process before."""
 
 MOST_BYTES = 96 << 20
-"""That it has at a time, as it is: 45 MB, and 100 from torch's directories, whose chunks torch
-reads whole."""
+"""Limit of its peak.
+
+Measured: 45 MB, and 100 MB for torch's directories, whose chunks torch reads as a whole.
+"""
 
 CONVERT_BOUNDED = """
 import resource, sys
@@ -125,7 +127,7 @@ from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_chec
 import lightning_elastic_zero.formats.dcp_write
 source, target, to, config, limit = sys.argv[1:]
 
-def memory(what):  # ru_maxrss would be that of the process that has started this one
+def memory(what):  # ru_maxrss would be inherited from the parent process
     status = Path("/proc/self/status").read_text().splitlines()
     (found,) = (int(line.split()[1]) << 10 for line in status if line.startswith(what + ":"))
     return found
@@ -161,16 +163,16 @@ def convert_bounded(source: Path, target: Path, to: str, config: Path) -> int:
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("to", TARGETS)
 def test_memory_is_bounded(to: str, large: Path, tmp_path: Path) -> None:
-    """Under a limit (``ulimit -d``) that is smaller than the state."""
+    """The limit (``ulimit -d``) is smaller than the state."""
     config = large.parent / "adapter_config.json"
     assert convert_bounded(large, tmp_path / "out", to, config) < MOST_BYTES
-    # The adapter's weights are a third of it, and all that is there of it.
+    # An adapter contains only the weights, which are a third of the state.
     written = sum(p.stat().st_size for p in [tmp_path / "out", *tmp_path.rglob("*")] if p.is_file())
     assert written >= 18_000_000 * 2
 
 
 class Large(nn.Module):
-    """As large, in one parameter and several."""
+    """A model of the same size, with one large and several smaller parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +207,7 @@ SOURCES = [
     ("zero2", "elastic"),
     ("zero3", "fp32"),
 ]
-"""Kinds of checkpoints that are read a range at a time, and targets: no file is read whole."""
+"""Checkpoints that are read by ranges, and targets; no file is read as a whole."""
 
 
 @pytest.mark.cases(1)

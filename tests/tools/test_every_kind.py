@@ -33,37 +33,37 @@ Make = Callable[[Path], Path]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of checkpoint, and what it lacks."""
+    """A kind of checkpoint, and the parts that it contains."""
 
     name: str
     make: Make
-    """Writes one into a folder; returns its path."""
+    """Writes a checkpoint into a folder; returns its path."""
     reported: str
-    """What ``inspect`` calls it."""
+    """The name that ``inspect`` reports."""
     optimizer: bool = True
-    """It holds the state of an optimizer, and says whose it is."""
+    """Whether it has optimizer state of known parameters."""
     hyperparameters: bool = True
-    """It holds those of the parameter groups."""
+    """Whether it has the hyperparameters of the parameter groups."""
     trained: bool = True
-    """It says which weights are trained."""
+    """Whether it records which weights are trained."""
     states: bool = True
-    """The optimizer had taken a step."""
+    """Whether the optimizer had taken a step."""
     ambiguous: bool = False
-    """It holds an optimizer's state, and does not say whose it is."""
+    """Whether it has optimizer state of unknown parameters."""
 
 
 @dataclass(frozen=True)
-class Stranger:
+class Unreadable:
     """Something that is not a readable checkpoint, and the expected error."""
 
     name: str
     make: Make
-    said: str
+    message: str
     code: int = 2
-    """That ``verify`` returns."""
+    """The exit code of ``verify``."""
 
 
-# -- what other software wrote -------------------------------------------------------------------
+# -- checkpoints by other software ----------------------------------------------------------------
 
 
 def _fixture(name: str, folder: Path) -> Path:
@@ -74,15 +74,15 @@ def _fixture(name: str, folder: Path) -> Path:
 
 
 def _fixture_kind(name: str) -> Kind:
-    # Where both are in one folder, the file latest names the stock one.
+    # If a folder has both, the file latest names the stock one.
     universal = name.startswith("universal") and name != "universal-beside"
     dumps = name.startswith("dumps")
     reported = "Universal" if universal else "dumps" if dumps else "DeepSpeed"
-    told, stepped = not name.startswith("elastic"), name != "unstepped"
-    return Kind(name, partial(_fixture, name), reported, hyperparameters=told, states=stepped)
+    has_groups, stepped = not name.startswith("elastic"), name != "unstepped"
+    return Kind(name, partial(_fixture, name), reported, hyperparameters=has_groups, states=stepped)
 
 
-# -- this library's, and what convert writes -----------------------------------------------------
+# -- checkpoints of this library, and converted ones ----------------------------------------------
 
 
 def _own(stage: int, world_size: int, folder: Path) -> Path:
@@ -146,7 +146,7 @@ def _saved_dcp(tree: dict[str, Any], folder: Path) -> Path:
 
 
 def _lightning_dcp(folder: Path) -> Path:
-    """Return a directory as Lightning's FSDP and ModelParallel strategies write them."""
+    """Return a directory as Lightning's FSDP and ModelParallel strategies write it."""
     model, optimizer = _model()
     tree = {"model": model.state_dict(), "optimizer_0": optimizer.state_dict()}
     torch.save(_ABOUT, _saved_dcp(tree, folder) / "meta.pt")
@@ -157,7 +157,7 @@ _alone = {"optimizer": False, "trained": False, "states": False}
 _FILE, _DCP, _OURS = "single file", "torch.distributed.checkpoint", "lightning_elastic_zero"
 
 FOREIGN = [_fixture_kind(name) for name in names() if name != "universal-corrupt"]
-"""What DeepSpeed, Lightning, transformers and accelerate wrote, and dumps, described."""
+"""Checkpoints by DeepSpeed, Lightning, transformers and accelerate, and described dumps."""
 
 KINDS = [
     *(
@@ -184,7 +184,7 @@ KINDS = [
 ]
 
 
-# -- what is none --------------------------------------------------------------------------------
+# -- anything else -------------------------------------------------------------------------------
 
 
 def _model_and_optimizer(first: str, second: str, folder: Path) -> Path:
@@ -207,42 +207,42 @@ def _safetensors_file(folder: Path) -> Path:
     return folder / "model.safetensors"
 
 
-STRANGERS = [
-    Stranger("corrupt universal", partial(_fixture, "universal-corrupt"), "round to", code=1),
-    Stranger(
+UNREADABLE = [
+    Unreadable("corrupt universal", partial(_fixture, "universal-corrupt"), "round to", code=1),
+    Unreadable(
         "dumps without description", lambda f: unpack("dumps2", f).checkpoint, "describe_dumps"
     ),
-    Stranger("model", partial(_model_and_optimizer, "model", "optimizer"), "['model']"),
-    Stranger(
+    Unreadable("model", partial(_model_and_optimizer, "model", "optimizer"), "['model']"),
+    Unreadable(
         "model_state_dict",
         partial(_model_and_optimizer, "model_state_dict", "optimizer_state_dict"),
         "['model_state_dict']",
     ),
-    Stranger(
+    Unreadable(
         "optimizer alone",
         lambda folder: _saved(_model()[1].state_dict(), folder),
         "its entries are 'param_groups', 'state'",
     ),
-    Stranger(
+    Unreadable(
         "whole module", lambda f: _saved(_model()[0], f), "torch.nn.modules.container.Sequential"
     ),
-    Stranger("empty dict", partial(_saved, {}), "its entries are none"),
-    Stranger("empty folder", lambda folder: folder, "it is empty"),
-    Stranger("nothing", lambda folder: folder / "missing", "there is no checkpoint at"),
-    Stranger("text", _text, "is not a file of torch.save"),
-    Stranger("empty file", _empty_file, "is empty", code=1),
-    Stranger("safetensors file", _safetensors_file, "is not a file of torch.save"),
-    Stranger("safetensors", partial(_converted, "safetensors", None), "is not a checkpoint of"),
+    Unreadable("empty dict", partial(_saved, {}), "its entries are none"),
+    Unreadable("empty folder", lambda folder: folder, "it is empty"),
+    Unreadable("nothing", lambda folder: folder / "missing", "there is no checkpoint at"),
+    Unreadable("text", _text, "is not a file of torch.save"),
+    Unreadable("empty file", _empty_file, "is empty", code=1),
+    Unreadable("safetensors file", _safetensors_file, "is not a file of torch.save"),
+    Unreadable("safetensors", partial(_converted, "safetensors", None), "is not a checkpoint of"),
 ]
 
 
 Run = Callable[..., tuple[int, str, str]]
 
 WITH_STATE = {"universal", "elastic", "dcp"}
-"""Targets that hold the optimizer's state unless told otherwise."""
+"""Targets that contain optimizer state by default."""
 
 
-def names_of(kind: Kind | Stranger) -> str:
+def names_of(kind: Kind | Unreadable) -> str:
     return kind.name
 
 
@@ -271,16 +271,16 @@ def refused(kind: Kind, to: str) -> str:
     return ""
 
 
-def check_looks(kind: Kind, path: Path, run: Run) -> None:
+def check_reports(kind: Kind, path: Path, run: Run) -> None:
     code, out, err = run("inspect", path)
     assert (code, err) == (0, "")
     code, out, err = run("inspect", path, "--json", "--parameters", "--files")
     assert (code, err) == (0, "")
-    said = json.loads(out)
-    assert kind.reported in said["kind"]
-    assert bool(said["groups"]) == kind.trained
+    report = json.loads(out)
+    assert kind.reported in report["kind"]
+    assert bool(report["groups"]) == kind.trained
     with open_view(path) as checkpoint:
-        assert [p["name"] for p in said["parameters"]] == [
+        assert [p["name"] for p in report["parameters"]] == [
             entry.name for entry in checkpoint.weights() if entry.role != "buffer"
         ]
     code, out, _ = run("verify", path)
@@ -327,24 +327,24 @@ def check_kind(kind: Kind, tmp_path: Path, run: Run) -> None:
     source.mkdir()
     out.mkdir()
     path = kind.make(source)
-    check_looks(kind, path, run)
-    code, said, err = run("fingerprint", path, "--tensors")
+    check_reports(kind, path, run)
+    code, output, err = run("fingerprint", path, "--tensors")
     assert (code, err) == (0, "")
-    assert (numbers(said)[1] != "none") == kind.states
+    assert (numbers(output)[1] != "none") == kind.states
     with open_view(path) as checkpoint:
         tensors = sum(1 for e in checkpoint.weights() if e.numel and e.key == WEIGHT)
         tensors += sum(1 for e in checkpoint.states() if e.numel) if kind.states else 0
-    lines = [line for line in said.splitlines() if line.startswith("  ") and "save" not in line]
+    lines = [line for line in output.splitlines() if line.startswith("  ") and "save" not in line]
     assert len(lines) == tensors
     for to in TARGETS:
-        code, said, err = run("convert", path, out / to, "--to", to)
+        code, output, err = run("convert", path, out / to, "--to", to)
         if why := refused(kind, to):
-            assert (code, said) == (2, ""), to
+            assert (code, output) == (2, ""), to
             assert why in err
             assert str(path) in err
         else:
             assert code == 0, (to, err)
-            assert said.startswith(str(out / to))
+            assert output.startswith(str(out / to))
             check_written(to, path, out / to, run)
     wanted = sorted(to for to in TARGETS if not refused(kind, to))
     assert sorted(p.name for p in out.iterdir()) == wanted
@@ -375,42 +375,42 @@ def test_every_verb_reads_buffers_that_are_views(tmp_path: Path, run: Run) -> No
     assert first == other
 
 
-@pytest.mark.parametrize("stranger", STRANGERS, ids=names_of)
+@pytest.mark.parametrize("unreadable", UNREADABLE, ids=names_of)
 def test_unreadable_paths_are_refused_in_a_sentence(
-    stranger: Stranger, tmp_path: Path, run: Run
+    unreadable: Unreadable, tmp_path: Path, run: Run
 ) -> None:
     source = tmp_path / "source"
     source.mkdir()
-    path = stranger.make(source)
-    told_by_metadata = stranger.name == "corrupt universal"  # It is found where masters are read.
+    path = unreadable.make(source)
+    readable_metadata = unreadable.name == "corrupt universal"  # Only the masters show the damage.
     calls = [
         *((to, ("convert", path, tmp_path / to, "--to", to)) for to in TARGETS if to != "adapter"),
         ("fingerprint", ("fingerprint", path)),
         ("diff", ("diff", path, path)),
-        *([] if told_by_metadata else [("inspect", ("inspect", path))]),
-        *([] if told_by_metadata else [("plan", ("plan", path, "--devices", 2, "--stage", 2))]),
+        *([] if readable_metadata else [("inspect", ("inspect", path))]),
+        *([] if readable_metadata else [("plan", ("plan", path, "--devices", 2, "--stage", 2))]),
     ]
     for name, words in calls:
         code, out, err = run(*map(str, words))
         assert (code, out) == (2, ""), name
-        assert stranger.said in err, name
+        assert unreadable.message in err, name
         assert err.count("\n") == 1, name
     code, out, err = run("verify", path)
-    assert (code, out) == (stranger.code, "")
-    assert stranger.said in err
+    assert (code, out) == (unreadable.code, "")
+    assert unreadable.message in err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
 
 
 HARMLESS = re.compile(
-    # The tag, where there is only one.
+    # The tag, if there is only one.
     r"(.*/)?latest|latest_universal"
-    # What accelerate, and the trainer of transformers, read beside DeepSpeed's files.
+    # Files of accelerate and of the transformers trainer, next to DeepSpeed's.
     r"|scheduler\.(bin|pt)|random_states_\d+\.pkl|rng_state_\d+\.pth|training_args\.bin"
     r"|trainer_state\.json|model\.safetensors|zero_to_fp32\.py"
-    # Of buffers, frozen weights and second names the model file holds what is loaded.
+    # Buffers, frozen weights and second names are loaded from the model file.
     r"|step3_universal/zero/(average|seen|bn\.(running_\w+|num_\w+)|frozen\.\w+|head\.weight)/fp32\.pt"
 )
-"""Names, below the checkpoint, of files without which all of the state is there."""
+"""Names, relative to the checkpoint, of files that the state does not need."""
 
 
 def _without_each(path: Path) -> Iterator[Path]:
@@ -421,7 +421,7 @@ def _without_each(path: Path) -> Iterator[Path]:
         away.rename(file)
 
 
-# With another checkpoint, or what a larger world had left of one, in the same folder.
+# Folders that also contain another checkpoint, or files of a larger world.
 NOT_ALONE = {"universal-beside", "two-tags", "stale2", "stale3"}
 ALONE = [kind for kind in FOREIGN if kind.name not in NOT_ALONE]
 
@@ -431,25 +431,25 @@ ALONE = [kind for kind in FOREIGN if kind.name not in NOT_ALONE]
 def test_a_missing_file_is_named(kind: Kind, tmp_path: Path, run: Run) -> None:
     path = kind.make(tmp_path)
     assert run("verify", path)[0] == 0
-    whole = fingerprint_checkpoint(path)
+    before = fingerprint_checkpoint(path)
     for file in _without_each(path):
         code, out, err = run("verify", path)
         below = file.relative_to(path.parent if path.is_file() else path).as_posix()
         if HARMLESS.fullmatch(below):
             assert code == 0, (below, err)
-            assert fingerprint_checkpoint(path) == whole, below
+            assert fingerprint_checkpoint(path) == before, below
             assert run("inspect", path)[0] == 0, below
         elif file == path:
             assert (code, out) == (2, "")
             assert f"there is no checkpoint at {path}" in err
         elif file.name == "elastic_dumps.json":
-            assert (code, out) == (2, "")  # Dumps that nobody has described are no checkpoint.
+            assert (code, out) == (2, "")  # Dumps without a description are not a checkpoint.
             assert "call describe_dumps first" in err
         else:
             assert (code, out) == (1, ""), (below, err)
             assert "DAMAGED" in err
             assert file.name in err, below
-            # Of files that are called alike, the right one.
+            # Of files with equal names, the right one.
             assert file.parent.name in err or not below.startswith("zero/"), (below, err)
             assert re.search("missing|cannot be read", err), err
-    assert fingerprint_checkpoint(path) == whole
+    assert fingerprint_checkpoint(path) == before

@@ -1,4 +1,4 @@
-"""A state's number: the same however it is cut, another one for every other state."""
+"""Equal states have equal fingerprints, however they are sharded; other states have others."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def part(values: torch.Tensor, start: int = 0, **changes: object) -> Fingerprint
 
 
 def by_the_formula(values: torch.Tensor, tensor: TensorId) -> int:
-    """Return the value of a whole tensor by the module's formula, bit by bit, lowest bit first."""
+    """Return the value of a tensor by the module's formula, bit by bit, lowest bit first."""
     polynomial = int(f"{0xAD93D23594C93659:064b}"[::-1], 2)
 
     def times_x(register: int) -> int:
@@ -129,7 +129,7 @@ def test_flips_swaps_shifts_and_zeros_change_the_fingerprint(data: st.DataObject
             other[a : b + 1] = 0
         case "shift":
             other[a : b + 1] = other[a : b + 1].roll(1)
-        case "cancel":  # The bits of one grow as those of the other shrink.
+        case "cancel":  # One value grows as much as the other shrinks.
             other.view(torch.int32)[a] += 1
             other.view(torch.int32)[b] -= 1
         case "bit":
@@ -233,13 +233,13 @@ def test_large_tensors_are_covered_to_the_last_element() -> None:
     one = rank_part(manifest, held, 0)
     pieces: list[None] = []
     assert rank_part(manifest, held, 0, Progress(lambda: pieces.append(None))) == one
-    whole = FingerprintPart()
+    expected = FingerprintPart()
     for name, values in state.masters.items():
-        whole += part(values.view(-1), name=name, shape=tuple(values.shape))
+        expected += part(values.view(-1), name=name, shape=tuple(values.shape))
     for name, values in (*state.frozen.items(), *state.buffers.items()):
-        whole += part(values.reshape(-1), name=name, shape=tuple(values.shape))
-    assert one.weights == whole.weights
-    # Masters and both moments of 2.5 pieces each, beside what is small.
+        expected += part(values.reshape(-1), name=name, shape=tuple(values.shape))
+    assert one.weights == expected.weights
+    # Masters and both moments have 2.5 pieces each; small tensors add a few.
     assert len(pieces) > 3 * 3
     for place in (0, PIECE_BYTES // 4 - 1, PIECE_BYTES // 4, 5 * (PIECE_BYTES // 8 + 3) - 1):
         before = held.flats[0].master[place].clone()
@@ -251,10 +251,10 @@ def test_large_tensors_are_covered_to_the_last_element() -> None:
 
 def test_weights_only_have_the_fingerprint_of_the_weights(tmp_path: Path) -> None:
     state = make_state()
-    whole = fingerprint_checkpoint(write_elastic(tmp_path / "whole", state))
+    full = fingerprint_checkpoint(write_elastic(tmp_path / "whole", state))
     lean = fingerprint_checkpoint(write_elastic(tmp_path / "lean", state, weights_only=True))
-    assert (lean.weights, lean.optimizer) == (whole.weights, "")
-    assert whole.optimizer
+    assert (lean.weights, lean.optimizer) == (full.weights, "")
+    assert full.optimizer
 
 
 def test_a_changed_element_changes_its_tensor_alone(tmp_path: Path, run: Run) -> None:

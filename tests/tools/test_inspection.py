@@ -1,4 +1,4 @@
-"""``inspect`` and ``plan``: what small files say about a checkpoint and a resume."""
+"""``inspect`` and ``plan``: reports on a checkpoint and on a resume, from small files."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_positions_of_an_optimizer_are_explained_if_shapes_allow(tmp_path: Path)
     report = inspect_checkpoint(tmp_path / "a.ckpt")
     assert (report.epoch, report.steps, report.doubts) == (4, 1, ())
     assert {p.group for p in report.parameters} == {0}
-    # A buffer of a weight's shape before it: two ways to count.
+    # A buffer with the shape of a weight precedes it, so the positions are ambiguous.
     tree["state_dict"] = {"buffer": torch.ones(2, 3), **model.state_dict()}
     torch.save(tree, tmp_path / "b.ckpt")
     report = inspect_checkpoint(tmp_path / "b.ckpt")
@@ -113,17 +113,17 @@ def test_positions_of_an_optimizer_are_explained_if_shapes_allow(tmp_path: Path)
 
 
 def test_no_tensor_is_read(tmp_path: Path) -> None:
-    """A checkpoint of a hundred times the size costs the same bytes, ours and others."""
+    """A checkpoint a hundred times as large costs the same bytes, ours and others."""
     read = []
     for width in (10, 1000):
         state = make_state({"a": (width, 1000), "b": (width,)})
         own = write_elastic(tmp_path / f"{width}.ckpt", state, 1, 1)
         torch.save(state.masters, tmp_path / f"{width}.pt")
-        inspect_checkpoint(own)  # What it imports is read now.
+        inspect_checkpoint(own)  # Its imports are read now.
         paths = (own, tmp_path / f"{width}.pt")
         read += [bytes_read_by(partial(inspect_checkpoint, path)) for path in paths]
     assert (tmp_path / "1000.pt").stat().st_size > 4_000_000
-    # A file's index and what lies around it; of our own, the manifest.
+    # The index of a file and the data around it; for our own, the manifest.
     assert max(read) < 200_000
     assert abs(read[0] - read[2]) < 1000
 
@@ -162,11 +162,11 @@ def test_missing_and_cut_files_are_named(
     assert cut == f"{names[0]} has {size_bytes - cut_bytes} bytes, recorded are {size_bytes}"
     assert gone == f"{names[1]} is missing"
     code, out, _ = run("inspect", path, "--files")
-    (said,) = [line for line in out.splitlines() if line.startswith("DAMAGED")]
+    (summary,) = [summary for summary in out.splitlines() if summary.startswith("DAMAGED")]
     assert code == 0
-    assert "2 of 8 files" in said
-    assert all(name in said for name in names[:2])
-    assert names[2] not in said
+    assert "2 of 8 files" in summary
+    assert all(name in summary for name in names[:2])
+    assert names[2] not in summary
     assert json.loads(run("inspect", path, "--json")[1])["damage"] == [cut, gone]
 
 
@@ -176,8 +176,8 @@ def test_missing_files_of_other_software_are_named(name: str, tmp_path: Path, ru
     assert inspect_checkpoint(fixture.checkpoint).damage == ()
     lost = max(Path(fixture.checkpoint).rglob("*_optim_states.pt"))
     lost.unlink()
-    (said,) = inspect_checkpoint(fixture.checkpoint).damage
-    assert said == f"{lost.name} is missing"
+    (problem,) = inspect_checkpoint(fixture.checkpoint).damage
+    assert problem == f"{lost.name} is missing"
     files = fixture.setup.world * 2 if "zero3" in name else fixture.setup.world + 1
     assert f"1 of {files} files" in run("inspect", fixture.checkpoint)[1]
 
@@ -194,11 +194,11 @@ def test_the_part_of_a_rank_is_that_of_the_layout(stage: int, devices: int, tmp_
     manifest = manifest_of(state, stage, devices)
     held = [sum(f.stop - f.start for f in manifest.layout().on_rank(r)) for r in range(devices)]
     largest = max(held)
-    # A rank may have padding besides, of an element for each parameter or group at most.
+    # A rank may also have padding: at most one element for each parameter or group.
     assert 0 <= plan.state_bytes_per_rank - largest * 12 < 12 * len(state.masters)
     frozen = 12 * 2
-    whole = sum(held) * 12 + frozen * (1 if stage == 3 else devices)
-    assert plan.read_bytes == whole
+    expected_bytes = sum(held) * 12 + frozen * (1 if stage == 3 else devices)
+    assert plan.read_bytes == expected_bytes
     mine = rank_state(state, manifest, 0).frozen["frozen.weight"].nbytes
     assert plan.read_bytes_per_rank - plan.state_bytes_per_rank == mine
     assert plan.is_possible
@@ -223,14 +223,14 @@ def test_a_plan_lists_batches_and_obstacles(tmp_path: Path, run: Run) -> None:
 
 
 PADDING_BYTES = 512
-"""The most that DeepSpeed's buffers have besides here: a few elements for each of them."""
+"""Upper limit of the padding in DeepSpeed's buffers: a few elements for each."""
 
 FLAT_BUFFERS = (
     *("bit16_groups_flat", "single_partition_of_fp32_groups", "fp16_partitioned_groups_flat"),
     *("fp32_partitioned_groups_flat", "fp32_groups_flat", "fp16_groups_flat"),
     *("fp32_groups", "fp16_groups"),
 )
-"""Where DeepSpeed's wrappers keep weights and masters."""
+"""Attributes in which DeepSpeed's wrappers keep weights and masters."""
 
 
 def saved_and_held(setup: Setup, path: str) -> int:
@@ -280,8 +280,8 @@ def test_a_truncated_file_is_an_obstacle(tmp_path: Path) -> None:
     assert plan_resume(path, 1, 3).is_possible
     shard = next(path.rglob("*_optim_states.pt"))
     shard.write_bytes(shard.read_bytes()[:-100])
-    (said,) = plan_resume(path, 1, 3).obstacles
-    assert shard.name in said
+    (obstacle,) = plan_resume(path, 1, 3).obstacles
+    assert shard.name in obstacle
     shard.unlink()
-    (said,) = plan_resume(path, 1, 3).obstacles
-    assert shard.name in said
+    (obstacle,) = plan_resume(path, 1, 3).obstacles
+    assert shard.name in obstacle

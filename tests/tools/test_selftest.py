@@ -80,15 +80,15 @@ def run_python(program: str, *args: str, **variables: str) -> str:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return what makes a disk bad."""
+    """Return a library that makes calls to a disk fail."""
     return compiled(Path(__file__).with_name("bad_disk.c"), tmp_path_factory.mktemp("bad"))
 
 
 def compiled(source: Path, folder: Path) -> Path:
-    """Compile a library that processes are started with, from C; skip without a C compiler."""
+    """Compile a library for LD_PRELOAD from C; skip without a C compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
-        pytest.skip("what stands before the C library needs a C compiler")
+        pytest.skip("a library for LD_PRELOAD needs a C compiler")
     library = folder / f"{source.stem}.so"
     command = [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"]
     subprocess.run(command, check=True, timeout=HANG_TIMEOUT_S)
@@ -164,7 +164,7 @@ def test_links_to_a_directory_are_followed(tmp_path: Path) -> None:
     assert about["directory"] == f"{link} -> {link.resolve()}"
 
 
-def test_a_users_files_stay(tmp_path: Path) -> None:
+def test_a_users_files_are_kept(tmp_path: Path) -> None:
     theirs = {name: tmp_path / name for name in ("file", "last.ckpt", f"{PREFIX}mine")}
     for name, path in theirs.items():
         path.write_text(name)
@@ -228,12 +228,16 @@ LAUNCHER = dict(zip(LAUNCHED, ("1", "2", "127.0.0.1", "1"), strict=True))
 
 
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    ("variables", "message"),
     [({"DS_ACCELERATOR": "xpu"}, "DS_ACCELERATOR=xpu"), (LAUNCHER, "LOCAL_RANK is not")],
     ids=["device", "launcher"],
 )
 def test_an_unsupported_device_or_launcher_is_refused(
-    variables: dict[str, str], said: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str],
+    message: str,
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without LOCAL_RANK, all ranks of a host would use its first GPU."""
     monkeypatch.delenv("LOCAL_RANK", raising=False)
@@ -241,7 +245,7 @@ def test_an_unsupported_device_or_launcher_is_refused(
         monkeypatch.setenv(name, value)
     code, out, err = run("selftest", "--dir", tmp_path)
     assert (code, out) == (2, "")
-    assert said in err
+    assert message in err
     assert not list(tmp_path.iterdir())
 
 
@@ -319,7 +323,7 @@ print("went on")
 
 
 def test_signals_interrupt_once(tmp_path: Path) -> None:
-    """Nohup's SIGHUP and handlers that are not Python's stay."""
+    """Nohup's SIGHUP, and handlers that are not Python's, are kept."""
     assert run_python(SIGNALS).split() == ["interrupted"] * 3
     source = tmp_path / "handler.c"
     source.write_text(FOREIGN_HANDLER)
@@ -384,7 +388,7 @@ def test_a_report_holds_if_nothing_failed_and_each_row_is_one_line(rows: list[Ro
 
 
 def cells_of(line: str) -> list[str]:
-    """Return the cells of a line of a Markdown table, in which a backslash escapes."""
+    """Return the cells of a row of a Markdown table, in which a backslash escapes."""
     assert line.startswith("|")
     parts = re.findall(r"((?:\\.|[^\\|])*)\|", line[1:])
     assert sum(len(part) + 1 for part in parts) == len(line) - 1
@@ -408,8 +412,8 @@ def test_nothing_holds_without_records() -> None:
 def test_a_check_holds_if_all_ranks_record_success(
     records: list[tuple[int, str]], result: str, details: str
 ) -> None:
-    told = [Record(rank, INTACT, problem) for rank, problem in records]
-    (row,) = [row for row in rows_of(told, setting_of()) if row.what == INTACT]
+    recorded = [Record(rank, INTACT, problem) for rank, problem in records]
+    (row,) = [row for row in rows_of(recorded, setting_of()) if row.what == INTACT]
     assert row.result == result
     assert details in row.details
 
@@ -490,7 +494,7 @@ def assert_held(rows: list[Row], saves: int, loads: int) -> None:
 
 @pytest.mark.long
 def test_selftest_holds_alone(tmp_path: Path) -> None:
-    """On 2 and 3 processes, through a relative path and a link; a user's files stay."""
+    """On 2 and 3 processes, through a relative path and a link; a user's files are kept."""
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     theirs = tmp_path / "real" / "raw-0-0"
@@ -552,10 +556,10 @@ def test_selftest_holds_under_two_agents(tmp_path: Path) -> None:
             stack.enter_context(started([*command, "--dir", str(disk)], tmp_path))
             for command in commands
         ]
-        said = list(pool.map(lambda agent: agent.communicate(timeout=HANG_TIMEOUT_S), agents))
-    assert [agent.returncode for agent in agents] == [0, 0], said
-    assert [out.count("selftest: holds") for out, _ in said] == [1, 0]
-    assert_held(printed_rows(said[0][0]), 2, 1)
+        outputs = list(pool.map(lambda agent: agent.communicate(timeout=HANG_TIMEOUT_S), agents))
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    assert [out.count("selftest: holds") for out, _ in outputs] == [1, 0]
+    assert_held(printed_rows(outputs[0][0]), 2, 1)
     assert not list(disk.iterdir())
 
 
@@ -599,8 +603,8 @@ def test_a_hanging_world_is_killed(tmp_path: Path) -> None:
     held = {row.what for row in report.rows if row.result == "holds"}
     assert not [what for what in held if not what.startswith("directory")]
     assert not list(tmp_path.iterdir())
-    left = set(psutil.Process().children(recursive=True)) - before
-    assert not [p for p in left if "resource_tracker" not in " ".join(p.cmdline())]
+    remaining = set(psutil.Process().children(recursive=True)) - before
+    assert not [p for p in remaining if "resource_tracker" not in " ".join(p.cmdline())]
 
 
 @pytest.mark.long
@@ -616,13 +620,13 @@ def test_signals_end_all_processes(number: signal.Signals, tmp_path: Path) -> No
         out, err = process.communicate(timeout=HANG_TIMEOUT_S)
         psutil.wait_procs(ranks, timeout=HANG_TIMEOUT_S)
         assert not [rank for rank in ranks if rank.is_running()]
-    left = [path.name for path in tmp_path.iterdir()]
+    remaining = [path.name for path in tmp_path.iterdir()]
     if number == signal.SIGKILL:
-        assert [name[: len(PREFIX)] for name in left] == [PREFIX]
+        assert [name[: len(PREFIX)] for name in remaining] == [PREFIX]
     else:
         assert (process.returncode, out) == (2, "")
         assert "interrupted" in err
-        assert not left
+        assert not remaining
 
 
 @pytest.mark.long
@@ -637,8 +641,8 @@ def test_a_directory_that_is_not_shared_fails(tmp_path: Path) -> None:
             opened.callback(of_rank.close)
         setting = setting_of(launched=2, hosts=2)
         pairs = zip(ranks, folders, strict=True)
-        told = [threads.submit(directory_rows, r, f, setting) for r, f in pairs]
-        found = [future.result(timeout=HANG_TIMEOUT_S) for future in told]
+        futures = [threads.submit(directory_rows, r, f, setting) for r, f in pairs]
+        found = [future.result(timeout=HANG_TIMEOUT_S) for future in futures]
     assert found[0] == found[1]
     (row,) = found[0]
     assert (row.what, row.result) == (SEEN, "FAILS")

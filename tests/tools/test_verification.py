@@ -63,11 +63,11 @@ def test_a_sound_checkpoint_is_read_once(
     stage: int, world_size: int, threads: int, tmp_path: Path, run: Run
 ) -> None:
     path = write_elastic(tmp_path / "a.ckpt", make_state(), stage, world_size)
-    told: list[int] = []
-    found = verify_checkpoint(path, threads=threads, progress=Progress(show=told.append))
+    reported: list[int] = []
+    found = verify_checkpoint(path, threads=threads, progress=Progress(show=reported.append))
     assert found.is_sound
     files = sum(f.stat().st_size for f in path.rglob("*.pt"))
-    assert found.bytes == files == sum(told)
+    assert found.bytes == files == sum(reported)
     code, out, _ = run("verify", path, path)
     assert code == 0
     assert out.count("intact: lightning_elastic_zero checkpoint of step 3") == 2
@@ -121,9 +121,9 @@ def test_each_damage_is_named(
 def test_missing_paths_and_the_inside_of_a_checkpoint_are_usage_errors(
     source: Path, tmp_path: Path, refused: Callable[..., str]
 ) -> None:
-    for look in (verify_checkpoint, inspect_checkpoint):
+    for check in (verify_checkpoint, inspect_checkpoint):
         with pytest.raises(CheckpointNotFoundError):
-            look(tmp_path / "none")
+            check(tmp_path / "none")
     refused("verify", tmp_path, "--newest-sound", tmp_path)
     assert f"is inside a checkpoint. Pass {source}" in refused("verify", source / "checkpoint")
 
@@ -152,7 +152,7 @@ def test_a_missing_latest_is_reported_but_sound(name: str, tmp_path: Path, run: 
     (tag,) = (p.name for p in path.iterdir() if p.is_dir())
     named.write_text(tag)
     assert (verify_checkpoint(path).note, inspect_checkpoint(path).note) == ("", "")
-    if name == "own":  # Of others the tag is not known then.
+    if name == "own":  # For others, the tag is unknown then.
         named.write_text("another")
         note = verify_checkpoint(path).note
         assert f"{named.name} names the tag 'another', which does not exist" in note
@@ -169,7 +169,7 @@ def test_a_missing_latest_is_reported_but_sound(name: str, tmp_path: Path, run: 
     assert (code, note in out) == (0, True)
     assert json.loads(run("inspect", path, "--json")[1])["note"] == note
     if name != "own":
-        assert verify_checkpoint(path / tag).note == ""  # Which tag is meant is clear.
+        assert verify_checkpoint(path / tag).note == ""  # The path selects the tag.
 
 
 def test_the_missing_model_file_is_named_for_both_stages(tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_a_checkpoint_without_checksums_is_not_called_sound(tmp_path: Path, run:
 def test_only_a_cut_or_flipped_file_without_checksums_is_damaged(
     tree: object, source: Path, tmp_path: Path, run: Run
 ) -> None:
-    """A file of something else is a usage error."""
+    """A valid file with other content is a usage error."""
     path = tmp_path / "x.pt"
     if tree is None:
         convert_checkpoint(source, path, "lightning")
@@ -303,18 +303,18 @@ def quietly(call: Callable[[Path], object], path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["own", "zero3-ds0.19", "universal", "dcp"])
-def test_pipes_are_not_waited_for(kind: str, tmp_path: Path) -> None:
-    whole = write_elastic(tmp_path / "own.ckpt", make_state())
+def test_pipes_do_not_block(kind: str, tmp_path: Path) -> None:
+    intact = write_elastic(tmp_path / "own.ckpt", make_state())
     if kind in {"universal", "dcp"}:
-        convert_checkpoint(whole, tmp_path / kind, kind)
-        whole = tmp_path / kind
+        convert_checkpoint(intact, tmp_path / kind, kind)
+        intact = tmp_path / kind
     elif kind != "own":
-        whole = unpack(kind, tmp_path / kind).checkpoint
-    files = sorted(p.relative_to(whole) for p in whole.rglob("*") if p.is_file())
+        intact = unpack(kind, tmp_path / kind).checkpoint
+    files = sorted(p.relative_to(intact) for p in intact.rglob("*") if p.is_file())
     assert files
     for name in files:
         damaged = tmp_path / "damaged.ckpt"
-        shutil.copytree(whole, damaged)
+        shutil.copytree(intact, damaged)
         (damaged / name).unlink()
         os.mkfifo(damaged / name)
         for call in (verify_checkpoint, inspect_target):
@@ -336,15 +336,15 @@ def test_a_folder_in_a_files_place_leaves_no_open_file(tmp_path: Path) -> None:
 HOLD_LEASE = """
 import fcntl, os, signal, sys, time
 held = os.open(sys.argv[1], os.O_RDWR)
-def give_back(*_):
+def release(*_):
     time.sleep(0.2)
     fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-signal.signal(signal.SIGIO, give_back)
+signal.signal(signal.SIGIO, release)
 fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_WRLCK)
 print("held", flush=True)
 sys.stdin.read()
 """
-"""What a Samba server does with a file that its client has open: it gives it back when asked."""
+"""Like a Samba server, hold a file that a client has open, and release it on request."""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system has no leases")
@@ -353,14 +353,14 @@ def test_a_leased_file_is_sound(name: str, tmp_path: Path) -> None:
     path = write_elastic(tmp_path / "own.ckpt", make_state())
     file = path / name if name == "manifest.json" else next(path.rglob("*optim_states.pt"))
     command = [sys.executable, "-c", HOLD_LEASE, str(file)]
-    looks = ((verify_checkpoint, "problem"), (inspect_target, "refusal_reason"))
-    for look, problem in looks:
+    checks = ((verify_checkpoint, "problem"), (inspect_target, "refusal_reason"))
+    for check, problem in checks:
         pipe = subprocess.PIPE
         with subprocess.Popen(command, stdin=pipe, stdout=pipe) as holder:
             try:
                 assert holder.stdout is not None
                 assert holder.stdout.readline() == b"held\n"
-                assert getattr(look(path), problem) == ""
+                assert getattr(check(path), problem) == ""
             finally:
                 holder.send_signal(signal.SIGKILL)
 
