@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Any, TextIO
 
 from lightning_elastic_zero.core.progress import Progress, is_terminal, showing, tqdm_bar
 from lightning_elastic_zero.core.text import format_names
@@ -77,14 +77,16 @@ def select(
 
     ``sort`` is ``"model"`` (unchanged), ``"name"``, ``"size"`` (largest first) or ``"dtype"``.
     """
-    found = [p for p in parameters if fnmatch.fnmatchcase(p.name, pattern)]
-    if sort == "name":
-        found.sort(key=lambda p: p.name)
-    elif sort == "size":
-        found.sort(key=lambda p: -p.size_bytes)
-    elif sort == "dtype":
-        found.sort(key=lambda p: p.dtype)
-    return found
+    found = (p for p in parameters if fnmatch.fnmatchcase(p.name, pattern))
+    return sorted(found, key=_SORT_KEYS[sort])
+
+
+_SORT_KEYS: dict[str, Callable[[ParameterReport], Any]] = {
+    "model": lambda _: 0,
+    "name": lambda p: p.name,
+    "size": lambda p: -p.size_bytes,
+    "dtype": lambda p: p.dtype,
+}
 
 
 def summary_lines(report: CheckpointReport) -> Iterator[str]:

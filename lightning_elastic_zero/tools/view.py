@@ -261,37 +261,21 @@ class OpenCheckpoint:
         """Yield a share of what the saving ranks hold, in runs of at most one chunk."""
         ranks = self.manifest.world_size
         by_rank = ranks >= parts
-        for rank in range(part, ranks, parts) if by_rank else range(ranks):
-            layouts = (self._layout,) if masters_only else (self._layout, self._frozen_layout)
-            for layout in layouts:
-                fragments = layout.on_rank(rank)
-                mine = fragments if by_rank else fragments[part::parts]
-                yield from self._of(mine, masters_only=masters_only)
-
-    def _of(
-        self, fragments: Sequence[Fragment], *, masters_only: bool
-    ) -> Iterator[tuple[TensorEntry, Transfer]]:
-        # One key after another: most files store the same state of all parameters together.
-        table = [(f, WEIGHT) for f in fragments]
-        if not masters_only:
-            states = [(f, k) for f in fragments for k in self.state_keys(f.name, "elementwise")]
-            table += sorted(states, key=lambda pair: pair[1])
-        for fragment, key in table:
-            entry = entry_of(self.parameters[fragment.name], key)
-            for start, stop in spans(fragment.start, fragment.stop, CHUNK_ELEMENTS):
-                yield (
-                    entry,
-                    Transfer(
-                        name=fragment.name,
-                        start=start,
-                        stop=stop,
-                        source_rank=fragment.rank,
-                        source_buffer=fragment.buffer,
-                        source_offset=fragment.offset + start - fragment.start,
-                        target_buffer=0,
-                        target_offset=0,
-                    ),
-                )
+        layouts = (self._layout,) if masters_only else (self._layout, self._frozen_layout)
+        for rank, layout in itertools.product(
+            range(part, ranks, parts) if by_rank else range(ranks), layouts
+        ):
+            fragments = layout.on_rank(rank)[slice(None) if by_rank else slice(part, None, parts)]
+            # One key after another: most files store the same state of all parameters together.
+            table = [(f, WEIGHT) for f in fragments]
+            if not masters_only:
+                states = [(f, k) for f in fragments for k in self.state_keys(f.name, "elementwise")]
+                table += sorted(states, key=lambda pair: pair[1])
+            for fragment, key in table:
+                entry = entry_of(self.parameters[fragment.name], key)
+                for start, stop in spans(fragment.start, fragment.stop, CHUNK_ELEMENTS):
+                    place = fragment.rank, fragment.buffer, fragment.offset + start - fragment.start
+                    yield entry, Transfer(fragment.name, start, stop, *place, 0, 0)
 
     def has_rounded_weights(self) -> bool:
         """Whether low-precision weights are stored next to masters."""
