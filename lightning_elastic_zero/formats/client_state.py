@@ -210,13 +210,8 @@ def rank_differences(
 ) -> tuple[tuple[TreePath, Any], ...]:
     """Return the entries with which ``join_objects`` turns rank 0's state into this rank's.
 
-    Args:
-        state: the state of this rank.
-        first: the ``fingerprints`` of rank 0.
-
-    Returns:
-        Leaves that differ, nodes and leaves that rank 0 lacks, and for entries that this rank
-        lacks a path that ends in ``REMOVED``.
+    ``first`` are the ``fingerprints`` of rank 0. The entries are leaves that differ, nodes and
+    leaves that rank 0 lacks, and for entries that this rank lacks a path that ends in ``REMOVED``.
     """
     of_first: dict[TreePath, list[str | int]] = {}
     for text in first:
@@ -553,16 +548,10 @@ def store_objects(objects: Objects) -> dict[str, Any]:
 
 
 def load_objects(stored: Mapping[str, Any], where: str, *, allow_pickle: bool) -> Objects:
-    """Return the objects of ``store_objects``.
+    """Return the objects of ``store_objects``; ``where`` is the file, for messages.
 
-    Args:
-        stored: the entries, with the values of their tensors.
-        where: the file, for messages.
-        allow_pickle: build objects of any class; that can run code from the checkpoint.
-
-    Raises:
-        UnsupportedError: a class is not known, and was not allowed.
-        CheckpointFormatError: an object cannot be built.
+    Raises UnsupportedError if a class is not known and ``allow_pickle`` is not set, and
+    CheckpointFormatError if an object cannot be built.
     """
     if stored.get("unknown") and not allow_pickle:
         place, name = next(iter(stored["unknown"].items()))

@@ -342,16 +342,9 @@ def choose_model(tree: Tree, live: Manifest, where: Path) -> TreePath:
 def overlaps(
     run: StoredRun, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield the elements that a run and a box of a tensor have in common.
+    """Yield the elements that a run and a box of a tensor of ``shape`` have in common.
 
-    Args:
-        run: the run.
-        shape: the shape of the tensor.
-        offsets: the first element of the box, in each dimension.
-        sizes: the shape of the box.
-
-    Yields:
-        The offset in the flat box, and the elements ``[start, stop)`` of the flat tensor.
+    Each item is the offset in the flat box, and the elements ``[start, stop)`` of the flat tensor.
     """
     cut = len(shape)
     while cut and sizes[cut - 1] == shape[cut - 1]:

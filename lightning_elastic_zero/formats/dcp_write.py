@@ -61,17 +61,7 @@ def write_directory(
     objects: Mapping[TreePath, Any],
     progress: Progress = NO_PROGRESS,
 ) -> None:
-    """Write a directory, synced to disk.
-
-    Args:
-        folder: an empty directory.
-        tensors: the tensors.
-        objects: other values by their paths in the tree; torch pickles each.
-        progress: receives the number of bytes written.
-
-    Raises:
-        OSError: writing failed.
-    """
+    """Write into an empty folder, synced to disk; torch pickles each of the objects."""
     planner = _ChunkPlanner(tensors, objects, progress)
     # Without copying ahead, a chunk is requested after the one before is written, also with GPUs.
     writer = FileSystemWriter(

@@ -342,13 +342,8 @@ class RankWriter:
     def write(self, state: RankState, client: ClientPart) -> list[FileEntry]:
         """Write the rank's files, synced to disk; return their entries for the manifest.
 
-        Args:
-            state: the rank's state. On ranks other than 0, ``module_buffers`` contains only
-                buffers that differ from rank 0's.
-            client: the rank's part of the trainer's state.
-
-        Raises:
-            SaveError: a file could not be written.
+        On ranks other than 0, ``state.module_buffers`` has only buffers that differ from rank 0's.
+        Raises SaveError if a file cannot be written.
         """
         files = [self.optimizer_shard(state, client)]
         if writes_weights(self.manifest, self.rank):
@@ -378,8 +373,11 @@ class RankWriter:
             # As a dictionary: DeepSpeed's class would not load with weights_only=True. The loader
             # of pull request 8031 needs the entry.
             inner["loss_scaler"] = dict(state.loss_scaler)
+            world_size = manifest.world_size
+            is_last = self.rank == world_size - 1
             inner["group_paddings"] = [
-                [self._piece_padding(numel) for numel in b.numels] for b in manifest.buffers
+                [piece_numel(n, world_size) * world_size - n if is_last else 0 for n in b.numels]
+                for b in manifest.buffers
             ]
         else:
             # Without an entry, DeepSpeed's loader keeps its current loss scaler.
@@ -485,11 +483,6 @@ class RankWriter:
         end = sum((*buffer.numels, *buffer.paddings[:-1]))
         start, stop = buffer.partition_range(self.rank)
         return max(0, min(end, stop) - start)
-
-    def _piece_padding(self, numel: int) -> int:
-        world_size = self.manifest.world_size
-        is_last = self.rank == world_size - 1
-        return piece_numel(numel, world_size) * world_size - numel if is_last else 0
 
     def _frozen(
         self, builder: TorchFileWriter, piece: torch.Tensor, parameter: Parameter

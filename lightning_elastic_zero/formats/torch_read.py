@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import _weights_only_unpickler
@@ -148,16 +148,6 @@ def unpickle(data: bytes, storage_of: Callable[[Any], Any], policy: PicklePolicy
         return unpickler.load()
 
 
-def load_stream(stream: IO[bytes], policy: PicklePolicy, where: object) -> Any:
-    """Load a whole file of ``torch.save``, with tensors on the host."""
-    try:
-        with _allowed(policy):
-            return torch.load(stream, map_location="cpu", weights_only=not policy.any_class)
-    except pickle.UnpicklingError as error:
-        refuse_class(error, where)
-        raise
-
-
 def refuse_class(error: Exception, where: object) -> None:
     """Raise an error with the remedy if an unpickler refused a class; else return."""
     asked_for = _ASKED_FOR.search(str(error)) if isinstance(error, pickle.UnpicklingError) else None
@@ -193,11 +183,13 @@ class _RangeStream(io.RawIOBase):
     def __init__(self, file: RangeSource) -> None:
         super().__init__()
         self._file = file
-        self._chunk = lru_cache(_KEPT_CHUNKS)(self._read_chunk)
         self._position = 0
 
-    def _read_chunk(self, low: int) -> bytearray:
-        return self._file.read(low, min(low + CHUNK_BYTES, self._file.size_bytes))
+        @lru_cache(_KEPT_CHUNKS)
+        def chunk(low: int) -> bytearray:
+            return file.read(low, min(low + CHUNK_BYTES, file.size_bytes))
+
+        self._chunk = chunk
 
     def bytes_at(self, start: int, stop: int) -> bytes:
         """Return the bytes ``[start, stop)`` that the file has."""
@@ -469,12 +461,9 @@ class TorchFile:
         wanted: Iterable[tuple[torch.Tensor, StoredRun]],
         progress: Progress = NO_PROGRESS,
     ) -> int:
-        """Fill tensors with runs of stored ones; return the bytes read from disk.
+        """Fill 1-D tensors on any device with runs of stored ones; return the bytes read from disk.
 
-        Args:
-            wanted: 1-D tensors on any device, and the runs that fill them, in any order. Elements
-                of another type are cast; all others are copied bit for bit.
-            progress: receives the number of bytes read.
+        Elements of another type are cast; all others are copied bit for bit.
 
         Raises:
             CheckpointCorruptedError: bytes of the file are not what was written; the targets may
@@ -648,10 +637,14 @@ class LegacyFile:
                     what = what if first else "is empty: its save was interrupted, or the disk full"
                     msg = f"{path} {what}. Resume from another checkpoint"
                     raise CheckpointFormatError(msg)  # noqa: TRY301 (passed on below)
-                self.tree: Any = load_stream(stream, policy, path)
+                with _allowed(policy):
+                    self.tree: Any = torch.load(
+                        stream, map_location="cpu", weights_only=not policy.any_class
+                    )
         except ElasticZeroError:
-            raise  # a class that is refused, or another rank's failure meanwhile
+            raise  # this one, or another rank's failure meanwhile
         except Exception as error:
+            refuse_class(error, path)
             if isinstance(error, OSError):
                 raise_unless_damage(error, path)
             # Without torch's advice to trust the file.

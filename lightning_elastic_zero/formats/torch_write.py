@@ -73,14 +73,18 @@ def piecewise(pieces: Sequence[Piece], dtype: torch.dtype) -> ChunkedSource:
     Raises:
         ValueError: a tensor is not contiguous, or a number of zeros is negative.
     """
+    numel = 0
     for piece in pieces:
-        if isinstance(piece, ChunkedSource):
-            continue
-        if (piece < 0) if isinstance(piece, int) else not piece.is_contiguous():
-            text = piece if isinstance(piece, int) else (piece.shape, piece.stride())
+        if isinstance(piece, torch.Tensor):
+            added = piece.numel() if piece.is_contiguous() else -1
+        else:
+            added = piece if isinstance(piece, int) else piece.numel
+        if added < 0:
+            text = (piece.shape, piece.stride()) if isinstance(piece, torch.Tensor) else piece
             msg = f"A piece is {text}, expected a contiguous tensor or a number of zeros."
             raise ValueError(msg)
-    return ChunkedSource(sum(map(_numel, pieces)), dtype, partial(_chunks_of, pieces, dtype))
+        numel += added
+    return ChunkedSource(numel, dtype, partial(_chunks_of, pieces, dtype))
 
 
 def _chunks_of(pieces: Sequence[Piece], dtype: torch.dtype) -> Iterator[torch.Tensor]:
@@ -98,12 +102,6 @@ def _chunks_of(pieces: Sequence[Piece], dtype: torch.dtype) -> Iterator[torch.Te
             flat = piece.detach().view(-1)
             for start in range(0, flat.numel(), numel):
                 yield flat[start : start + numel].to(device="cpu", dtype=dtype)
-
-
-def _numel(piece: Piece) -> int:
-    if isinstance(piece, torch.Tensor):
-        return piece.numel()
-    return piece if isinstance(piece, int) else piece.numel
 
 
 class TorchFileWriter:
@@ -135,17 +133,10 @@ class TorchFileWriter:
         save_id: str,
         progress: Progress = NO_PROGRESS,
     ) -> FileEntry:
-        """Write the file and its checksums, synced to disk.
+        """Write the file ``name`` of a staged directory and its checksums, synced to disk.
 
         Tensors in the tree that are not stand-ins are written as ``torch.save`` does: with their
         whole storage and their device.
-
-        Args:
-            tree: the object that ``torch.load`` returns.
-            directory: the staged directory of the checkpoint.
-            name: the path of the file in it, with forward slashes.
-            save_id: the save that the file belongs to.
-            progress: receives the number of bytes written.
 
         Raises:
             SaveError: writing failed.
