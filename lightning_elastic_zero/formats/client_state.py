@@ -350,17 +350,9 @@ def host_pickle(value: object) -> bytes:
 class _HostPickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and is_on_device(value):
-            moved: Any = _moved_to_host(value)
+            moved = with_copies(value, {id(value): value.detach().cpu()})
             return moved.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
         return NotImplemented
-
-
-def _moved_to_host(value: torch.Tensor) -> torch.Tensor:
-    moved = value.detach().cpu()
-    if isinstance(value, torch.nn.Parameter):
-        moved = torch.nn.Parameter(moved, requires_grad=value.requires_grad)
-    vars(moved).update(vars(value))
-    return moved.requires_grad_(value.requires_grad)
 
 
 _Kind: TypeAlias = "tuple[Callable[[Any], Any], Callable[[Any], Any]]"

@@ -36,7 +36,6 @@ from lightning_elastic_zero.errors import (
     ElasticZeroError,
     UnsupportedError,
 )
-from lightning_elastic_zero.formats.deepspeed_files import CLASS_STUBS
 from lightning_elastic_zero.formats.full_state import (
     AVERAGING,
     FullState,
@@ -55,10 +54,11 @@ from lightning_elastic_zero.formats.torch_optimizer import (
 )
 from lightning_elastic_zero.formats.torch_read import (
     ForeignFiles,
-    PicklePolicy,
+    Policy,
     StoredRun,
     TorchFile,
     as_stream,
+    foreign_policy,
 )
 from lightning_elastic_zero.storage.files import READ_BYTES, bounded_stream
 from lightning_elastic_zero.storage.paths import raise_unless_damage, read_file
@@ -409,7 +409,7 @@ class Chunks:
         self,
         path: Path,
         metadata: Metadata,
-        policy: PicklePolicy,
+        policy: Policy,
         progress: Progress = NO_PROGRESS,
     ) -> None:
         self.path = path
@@ -621,7 +621,7 @@ class DcpReader(FullStateReader):
     def __init__(self, files: ForeignFiles, *, allow_pickle: bool) -> None:
         path = files.folder
         metadata = read_metadata(path)
-        policy = PicklePolicy(CLASS_STUBS, allow_pickle)
+        policy = foreign_policy(allow_pickle=allow_pickle)
         self._chunks = Chunks(path, metadata, policy, files.progress)
         self._chunks.check_files()
         super().__init__(path, files, self._chunks)

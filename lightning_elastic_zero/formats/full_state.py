@@ -112,12 +112,13 @@ def bind(full_state: FullState, live: Manifest) -> BoundState:
     order = [name for name in weight_of if name in full_state.weights]
     if not full_state.ordered:
         order = [p.name for p in live.parameters if p.name in order]
-    named = _named_states(full_state, live, canonical, order)
+    named, why = _named_states(full_state, live, canonical, order)
     held = full_state.weights.keys() - set(buffers)
     aliases = {p.name: tuple(n for n in p.aliases if n in held) for p in live.parameters}
     manifest = _manifest(full_state, weight_of, buffers, named.groups, aliases)
-    unmatched = full_state.info.unmatched or named.unmatched
-    return BoundState(manifest, weight_of, named.states, tuple(ties), unmatched)
+    return BoundState(
+        manifest, weight_of, named.states, tuple(ties), full_state.info.unmatched or why
+    )
 
 
 def _second_names(full_state: FullState, live: Manifest, canonical: Mapping[str, str]) -> set[str]:
@@ -129,7 +130,8 @@ def _second_names(full_state: FullState, live: Manifest, canonical: Mapping[str,
 
 def _named_states(
     full_state: FullState, live: Manifest, canonical: Mapping[str, str], order: Sequence[str]
-) -> NamedOptimizerState:
+) -> tuple[NamedOptimizerState, str]:
+    """Return the optimizer state by name, or none and the reason."""
     saved: Mapping[str, Any] = {}
     why = ""
     if live.groups and len(full_state.optimizers) > 1:
@@ -142,10 +144,10 @@ def _named_states(
         try:
             if not full_state.ordered and by_position(saved):
                 _check_distinct_shapes(live)
-            return name_states(saved, live, order, canonical)
+            return name_states(saved, live, order, canonical), ""
         except CheckpointMismatchError as error:
             why = str(error)
-    return NamedOptimizerState(_without_state(live, saved), {}, why)
+    return NamedOptimizerState(_without_state(live, saved), {}), why
 
 
 def _check_distinct_shapes(live: Manifest) -> None:

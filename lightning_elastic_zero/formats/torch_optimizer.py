@@ -42,8 +42,6 @@ class NamedOptimizerState:
     groups: tuple[Group, ...]
     states: Mapping[str, Mapping[str, Any]]
     """The states of each parameter, by key; their tensors need no values."""
-    unmatched: str = ""
-    """As in ``SourceInfo``."""
 
 
 def _refuse(why: str) -> NoReturn:

@@ -23,12 +23,12 @@ import threading
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, Literal, NoReturn, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import _weights_only_unpickler
@@ -88,33 +88,31 @@ def unsupported_class(where: object, what: str, more: str = "") -> UnsupportedEr
     )
 
 
-@dataclass(frozen=True, slots=True)
-class PicklePolicy:
-    """The classes that a pickle may contain besides those of ``torch.load(weights_only=True)``."""
+Policy: TypeAlias = Literal["plain data", "stand-ins", "any class"]
+"""The classes that a pickle may contain: those of ``torch.load(weights_only=True)``; also a few of
+DeepSpeed, with a stand-in for each; or any class, which can run code."""
 
-    stubs: Mapping[str, type] = field(default_factory=dict)
-    """The classes to build instead of others, by the full names of those."""
-    any_class: bool = False
-    """Build objects of any class, which can run code."""
-
-
-PLAIN_DATA = PicklePolicy()
+PLAIN_DATA: Policy = "plain data"
 """For files of this library."""
+
+
+def foreign_policy(*, allow_pickle: bool) -> Policy:
+    """Return the policy for files of other software."""
+    return "any class" if allow_pickle else "stand-ins"
 
 
 class _AnyClassUnpickler(pickle.Unpickler):
     """Builds objects of any class, except those with a stub."""
 
-    def __init__(self, data: bytes, policy: PicklePolicy, storage_of: Callable[[Any], Any]) -> None:
+    def __init__(self, data: bytes, storage_of: Callable[[Any], Any]) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")
-        self._policy = policy
         self._storage_of = storage_of
 
     def persistent_load(self, pid: Any) -> Any:
         return self._storage_of(pid)
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        if stub := self._policy.stubs.get(f"{module_name}.{global_name}"):
+        if stub := CLASS_STUBS.get(f"{module_name}.{global_name}"):
             return stub
         if module_name == "torch" and global_name.endswith("Storage"):
             # As in torch.load: the storage classes themselves are deprecated, and warn.
@@ -131,17 +129,18 @@ _allowing = threading.RLock()
 
 
 @contextmanager
-def _allowed(policy: PicklePolicy) -> Iterator[None]:
-    """Allow the policy's stubs to torch's restricted unpickler, within this context."""
-    pairs: Any = [(stub, name) for name, stub in policy.stubs.items()]
+def _allowed(policy: Policy) -> Iterator[None]:
+    """Allow the policy's stand-ins to torch's restricted unpickler, within this context."""
+    stubs = {} if policy == PLAIN_DATA else CLASS_STUBS
+    pairs: Any = [(stub, name) for name, stub in stubs.items()]
     with _allowing, torch.serialization.safe_globals(pairs):
         yield
 
 
-def unpickle(data: bytes, storage_of: Callable[[Any], Any], policy: PicklePolicy) -> Any:
+def unpickle(data: bytes, storage_of: Callable[[Any], Any], policy: Policy) -> Any:
     """Unpickle a tree, with storages from ``storage_of``."""
-    if policy.any_class:
-        return _AnyClassUnpickler(data, policy, storage_of).load()
+    if policy == "any class":
+        return _AnyClassUnpickler(data, storage_of).load()
     unpickler = _weights_only_unpickler.Unpickler(io.BytesIO(data), encoding="utf-8")
     unpickler.persistent_load = storage_of  # type: ignore[method-assign]
     with _allowed(policy):
@@ -321,7 +320,7 @@ class TorchFile:
         saved_as: the file's name when it was saved, without suffix; else ``archive``.
     """
 
-    def __init__(self, file: RangeSource, policy: PicklePolicy = PLAIN_DATA) -> None:
+    def __init__(self, file: RangeSource, policy: Policy = PLAIN_DATA) -> None:
         """Read the index of an open file; close the file if that fails."""
         self.path = file.path
         self._file = file
@@ -374,7 +373,7 @@ class TorchFile:
         try:
             return unpickle(data, self._storage_of, self._policy)
         except _UNREADABLE as error:
-            if self._policy is not PLAIN_DATA:
+            if self._policy != PLAIN_DATA:
                 refuse_class(error, self.path)
             reason = str(error).partition(" Please use")[0]
             self._refuse(f"cannot be read as plain data: {reason or repr(error)}")
@@ -627,7 +626,7 @@ def is_legacy(path: Path) -> bool:
 class LegacyFile:
     """A file that is loaded whole, with the interface of ``TorchFile``."""
 
-    def __init__(self, path: Path, policy: PicklePolicy, progress: Progress = NO_PROGRESS) -> None:
+    def __init__(self, path: Path, policy: Policy, progress: Progress = NO_PROGRESS) -> None:
         self.path: AnyPath = path
         self.bytes_read = path.stat().st_size
         try:
@@ -639,7 +638,7 @@ class LegacyFile:
                     raise CheckpointFormatError(msg)  # noqa: TRY301 (passed on below)
                 with _allowed(policy):
                     self.tree: Any = torch.load(
-                        stream, map_location="cpu", weights_only=not policy.any_class
+                        stream, map_location="cpu", weights_only=policy != "any class"
                     )
         except ElasticZeroError:
             raise  # this one, or another rank's failure meanwhile
@@ -746,7 +745,7 @@ def foreign_files(
     ``allow_pickle`` builds objects of any class. ``check_names`` refuses files that were saved
     under DeepSpeed's name of another file.
     """
-    policy = PicklePolicy(CLASS_STUBS, allow_pickle)
+    policy = foreign_policy(allow_pickle=allow_pickle)
 
     def open_file(name: str) -> TorchFile | LegacyFile:
         path = folder / name
