@@ -35,12 +35,11 @@ if TYPE_CHECKING:
     from lightning_elastic_zero.integrations.ray import RayCheckpointReport
     from lightning_elastic_zero.save_interval import optimal_save_interval
     from lightning_elastic_zero.selftest import run_selftest
-    from lightning_elastic_zero.tools.conversion import convert_checkpoint
+    from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
     from lightning_elastic_zero.tools.differences import diff_checkpoints
     from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
     from lightning_elastic_zero.tools.inspection import inspect_checkpoint, plan_resume
     from lightning_elastic_zero.tools.verification import newest_sound_checkpoint, verify_checkpoint
-    from lightning_elastic_zero.tools.weight_files import ConvertOptions
     from lightning_elastic_zero.trainer.loaders import ResumesAtSample
     from lightning_elastic_zero.trainer.monitor import CheckpointMonitor
     from lightning_elastic_zero.trainer.preemption import PreemptionCheckpoint

@@ -12,9 +12,8 @@ from torch import nn
 
 from lightning_elastic_zero.checkpoint.fingerprint import live_fingerprint
 from lightning_elastic_zero.coordination.ranks import OneRank
-from lightning_elastic_zero.tools.conversion import convert_checkpoint
+from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
-from lightning_elastic_zero.tools.weight_files import ConvertOptions
 from tests.support.engines import Setup, engine_of, group_members, make_optimizer, train
 from tests.support.oracle import dump
 from tests.support.plain_checkpoints import WholeState, write_elastic

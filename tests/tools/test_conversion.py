@@ -31,13 +31,17 @@ from lightning_elastic_zero.errors import (
     UnsupportedError,
 )
 from lightning_elastic_zero.formats.reader import OPTIMIZER_STATE
-from lightning_elastic_zero.tools.conversion import TARGETS, convert_checkpoint
+from lightning_elastic_zero.tools.conversion import (
+    TARGETS,
+    ConvertOptions,
+    adapter_key,
+    convert_checkpoint,
+)
 from lightning_elastic_zero.tools.differences import diff_checkpoints
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
 from lightning_elastic_zero.tools.inspection import inspect_checkpoint
 from lightning_elastic_zero.tools.verification import verify_checkpoint
 from lightning_elastic_zero.tools.view import open_view
-from lightning_elastic_zero.tools.weight_files import ConvertOptions, adapter_key
 from tests.foreign._fixtures import unpack
 from tests.support.bits import bitwise_repr
 from tests.support.plain_checkpoints import WholeState, make_state, write_elastic

@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from lightning_elastic_zero.storage.publish import remove_leftovers
-from lightning_elastic_zero.tools.conversion import TARGETS, convert_checkpoint
+from lightning_elastic_zero.tools.conversion import TARGETS, ConvertOptions, convert_checkpoint
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
-from lightning_elastic_zero.tools.weight_files import ConvertOptions
 from tests.support.fits import SMALL_BUCKETS
 from tests.support.plain_checkpoints import make_state, write_elastic
 from tests.support.processes import HANG_TIMEOUT_S, output_of

@@ -15,8 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_elastic_zero.tools.conversion import convert_checkpoint
-from lightning_elastic_zero.tools.weight_files import ConvertOptions
+from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
 from tests.support.outcome import warnings_heard
 from tests.support.ranks import Pools
 from tests.trainer._recorded_data import IndexedSamples
