@@ -40,17 +40,15 @@ from lightning_elastic_zero.formats.full_state import (
     AVERAGING,
     FullState,
     FullStateReader,
+    Table,
+    members_of,
     refuse_several,
 )
 from lightning_elastic_zero.formats.reader import (
     FRESH_OPTIMIZER_HINT,
+    MEMBERS,
     SourceInfo,
     file_list_digest,
-)
-from lightning_elastic_zero.formats.torch_optimizer import (
-    MEMBERS,
-    Members,
-    members_of,
 )
 from lightning_elastic_zero.formats.torch_read import (
     ForeignFiles,
@@ -680,7 +678,7 @@ class DcpReader(FullStateReader):
     def _bind_to_itself(self, own: Manifest) -> None:
         self._bind_to(self._model, own)
 
-    def _members_without_model(self) -> Members:
+    def _members_without_model(self) -> Table:
         optimizers, weights = list(self._tree.optimizers.values()), self._full_state.weights
         refuse_several(len(optimizers))
         if not optimizers:

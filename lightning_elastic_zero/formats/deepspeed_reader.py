@@ -69,8 +69,8 @@ from lightning_elastic_zero.formats.reader import (
     duplicate_names,
     file_list_digest,
     is_extra_state,
+    plain_hyperparameters,
 )
-from lightning_elastic_zero.formats.torch_optimizer import plain_hyperparameters
 from lightning_elastic_zero.formats.torch_read import ForeignFiles, StoredRun
 
 ENGINE_KEYS = frozenset(

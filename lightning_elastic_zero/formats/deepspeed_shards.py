@@ -50,8 +50,11 @@ from lightning_elastic_zero.formats.deepspeed_files import (
     STATES,
     stub_fields,
 )
-from lightning_elastic_zero.formats.reader import FRESH_OPTIMIZER_HINT, WEIGHT
-from lightning_elastic_zero.formats.torch_optimizer import plain_hyperparameters
+from lightning_elastic_zero.formats.reader import (
+    FRESH_OPTIMIZER_HINT,
+    WEIGHT,
+    plain_hyperparameters,
+)
 from lightning_elastic_zero.formats.torch_read import ForeignFiles, StoredRun
 
 Shard: TypeAlias = "Mapping[str, Any]"

@@ -27,6 +27,7 @@ from lightning_elastic_zero.core.tensors import (
     dtype_name,
     host_chunk,
     overflowed,
+    plain,
 )
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
@@ -450,3 +451,17 @@ def duplicate_names(tensors: Mapping[str, Any]) -> dict[str, str]:
         if known != name:
             again[name] = known
     return again
+
+
+MEMBERS = ("params", "param_names")
+"""Keys of a parameter group that list its members."""
+
+
+def plain_hyperparameters(
+    groups: Sequence[Mapping[str, Any]], members: Sequence[str] = MEMBERS
+) -> list[dict[str, Plain]]:
+    """Return the hyperparameters of parameter groups as plain data."""
+    return [
+        {k: plain(v, f"{k!r} of parameter group {i}") for k, v in group.items() if k not in members}
+        for i, group in enumerate(groups)
+    ]

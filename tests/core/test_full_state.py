@@ -17,9 +17,8 @@ from lightning_elastic_zero.core.manifest import (
     Writer,
 )
 from lightning_elastic_zero.errors import CheckpointMismatchError
-from lightning_elastic_zero.formats.full_state import FullState, bind
+from lightning_elastic_zero.formats.full_state import FullState, bind, members_of
 from lightning_elastic_zero.formats.open import open_checkpoint
-from lightning_elastic_zero.formats.torch_optimizer import members_of
 from tests.support.plain_checkpoints import write_dcp
 
 DTYPES = [

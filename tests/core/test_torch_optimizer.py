@@ -11,7 +11,7 @@ import torch
 
 from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter
 from lightning_elastic_zero.errors import CheckpointMismatchError
-from lightning_elastic_zero.formats.torch_optimizer import (
+from lightning_elastic_zero.formats.full_state import (
     NamedOptimizerState,
     is_optimizer,
     name_states,
