@@ -60,9 +60,6 @@ from lightning_elastic_zero.formats.torch_read import ForeignFiles, StoredRun
 Shard: TypeAlias = "Mapping[str, Any]"
 """The ``optimizer.state_dict()`` of one rank."""
 
-Groups: TypeAlias = "Sequence[Mapping[str, Any]]"
-"""The parameter groups of a shard."""
-
 BF16 = "BF16_Optimizer"
 """DeepSpeed's wrapper for bf16 with fp32 gradients. Its files do not record a stage."""
 
@@ -71,7 +68,7 @@ def _flats_of(shard: Shard) -> Sequence[torch.Tensor]:
     return shard[FP32_STAGE_3 if FP32_STAGE_3 in shard else FP32_STAGE_1_2]
 
 
-def _param_groups_of(shard: Shard) -> Groups:
+def _param_groups_of(shard: Shard) -> Sequence[Mapping[str, Any]]:
     for key in (OPTIMIZER, STATES):
         if isinstance(states := shard.get(key), Mapping) and "param_groups" in states:
             return states["param_groups"]
@@ -161,7 +158,7 @@ MAX_SHOWN = 4
 log = logging.getLogger(__name__)
 
 
-def _describe_differences(by_rank: Sequence[Groups]) -> str:
+def _describe_differences(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> str:
     """Describe hyperparameters that differ from those of rank 0; empty if there are none."""
     found = []
     for index, group in enumerate(by_rank[0]):

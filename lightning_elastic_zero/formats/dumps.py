@@ -158,17 +158,16 @@ def read_table(folder: Path) -> DumpsTable:
         if kind != FORMAT or version < 1:
             msg = f"the format {kind!r}, version {version!r}"
             raise ValueError(msg)  # noqa: TRY301 (one message for every cause)
-        table = from_json(DumpsTable, content) if version <= FORMAT_VERSION else None
+        if version <= FORMAT_VERSION:
+            return from_json(DumpsTable, content)
     except (OSError, ValueError, KeyError, TypeError) as error:
         msg = f"{path} cannot be read ({error!r}). Call describe_dumps again"
         raise CheckpointFormatError(msg) from error
-    if table is None:
-        msg = (
-            f"{path} has format version {version}, supported are versions up to {FORMAT_VERSION}. "
-            "Install a newer lightning_elastic_zero"
-        )
-        raise CheckpointFormatError(msg)
-    return table
+    msg = (
+        f"{path} has format version {version}, supported are versions up to {FORMAT_VERSION}. "
+        "Install a newer lightning_elastic_zero"
+    )
+    raise CheckpointFormatError(msg)
 
 
 class DumpsReader(CheckpointReader):
@@ -199,7 +198,6 @@ class DumpsReader(CheckpointReader):
             *((row, None) for row in table.frozen),
         ]
         self._names = {row.name: (row.name, *row.aliases) for row, _ in self._rows}
-        self._frozen_names = {row.name for row in table.frozen}
         self.manifest = self._manifest()
         hyperparameters = any(group.hyperparameters for group in self.manifest.groups)
         lacks = [
@@ -252,13 +250,13 @@ class DumpsReader(CheckpointReader):
         self._shards.check_all()
 
     def locate(self, key: str, transfer: Transfer) -> Location:
-        if key == WEIGHT and transfer.name in self._frozen_names:
+        if key == WEIGHT and transfer.name in self._frozen:
             return self.model_weights(transfer)
         file = self.files.get(self._dumps[transfer.source_rank])
         return file, self._shards.locate(key, transfer)
 
     def locate_rounded(self, transfer: Transfer) -> Location | None:
-        return None if transfer.name in self._frozen_names else self.model_weights(transfer)
+        return None if transfer.name in self._frozen else self.model_weights(transfer)
 
     def model_weights(self, transfer: Transfer) -> Location:
         """Return the location of a run of weights in the model file."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -63,18 +63,6 @@ MAX_ENTRIES = 1000
 
 MAX_NAMES = 5
 """Names in an error message."""
-
-
-def describe_content(folder: Path) -> str:
-    """Describe the content of a folder that is not a checkpoint."""
-    try:
-        entries = list(itertools.islice(folder.iterdir(), MAX_ENTRIES))
-    except OSError as error:
-        return f"it cannot be listed ({error.strerror})"
-    if not entries:
-        return "it is empty"
-    names = sorted(entry.name for entry in entries)
-    return f"it contains {format_names(names, MAX_NAMES)}"
 
 
 def describe_similar_paths(path: Path) -> str:
@@ -267,9 +255,7 @@ def open_checkpoint(
 
 
 def _opened(path: AnyPath, *, allow_pickle: bool, progress: Progress) -> CheckpointReader:
-    if isinstance(path, StorePath):
-        return _opened_in_store(path, allow_pickle=allow_pickle, progress=progress)
-    if not path.exists():
+    if isinstance(path, Path) and not path.exists():
         hint = (
             f": it links to {path.readlink()}, which does not exist"
             if path.is_symlink()
@@ -281,17 +267,13 @@ def _opened(path: AnyPath, *, allow_pickle: bool, progress: Progress) -> Checkpo
     progress.check()
     if manifest is not None:
         return ElasticReader(path, manifest, allow_pickle=allow_pickle, progress=progress)
+    if isinstance(path, StorePath):
+        _refuse_in_store(path)
     return _foreign(path, allow_pickle=allow_pickle, progress=progress)
 
 
-def _opened_in_store(
-    path: StorePath, *, allow_pickle: bool, progress: Progress
-) -> CheckpointReader:
-    """Open a checkpoint of this library in an object store."""
-    manifest = _own_manifest(path)
-    progress.check()
-    if manifest is not None:
-        return ElasticReader(path, manifest, allow_pickle=allow_pickle, progress=progress)
+def _refuse_in_store(path: StorePath) -> NoReturn:
+    """Raise the error for an address in an object store without a manifest."""
     existing = inspect_target(path)
     if inside := [e.name for e in siblings(path / MANIFEST_NAME) if is_checkpoint(e)]:
         listed = format_names(inside, MAX_NAMES)
@@ -365,9 +347,11 @@ def _foreign(path: Path, *, allow_pickle: bool, progress: Progress) -> Checkpoin
     elif is_dcp(path):
         reader = partial(DcpReader, allow_pickle=allow_pickle)
     else:
+        content = sorted(entry.name for entry in itertools.islice(path.iterdir(), MAX_ENTRIES))
+        found = f"contains {format_names(content, MAX_NAMES)}" if content else "is empty"
         why = (
-            f"{describe_content(path)}. It is not a checkpoint, or its save did not finish. For a "
-            "folder with dumps of optimizer.state_dict(), call describe_dumps first"
+            f"it {found}. It is not a checkpoint, or its save did not finish. For a folder with "
+            "dumps of optimizer.state_dict(), call describe_dumps first"
         )
         if names := _checkpoints(path):
             listed = format_names(names, MAX_NAMES)

@@ -149,18 +149,10 @@ def check_no_overflow(
 ) -> int:
     """Refuse finite values of a file that became infinite because of the cast on reading.
 
-    Only casts to narrower types are checked. Chunks with values that are not finite are read again
-    in the file's type: infinite values of the file are valid.
-
-    Args:
-        file: the file or directory that was read.
-        run: the location of the elements in it.
-        found: the values that were read, 1-D, of any floating-point type.
-        name: the name of the parameter.
-        key: the key of the optimizer state, or ``WEIGHT``.
-
-    Returns:
-        The number of bytes that were read again.
+    ``found`` are the values of the run, 1-D, of the parameter ``name`` or its optimizer state
+    ``key``. Only casts to narrower types are checked. Chunks with values that are not finite are
+    read again in the file's type: infinite values of the file are valid. Returns the number of
+    bytes that were read again.
     """
     saved, here, bytes_read = run.tensor.dtype, found.dtype, 0
     if not can_overflow(saved, here):
@@ -249,12 +241,9 @@ class CheckpointReader(ABC):
     def check(self, masters: Sequence[int], frozen: Sequence[int]) -> None:
         """Check size and identity of every file that will be read, if they were recorded.
 
-        Args:
-            masters: the source ranks from which masters and optimizer states are read.
-            frozen: the source ranks from which frozen weights are read.
-
-        Raises:
-            CheckpointCorruptedError: a file is missing, truncated or of another save.
+        Masters and states are read from the ranks ``masters``, frozen weights from the ranks
+        ``frozen``. Raises CheckpointCorruptedError if a file is missing, truncated or of another
+        save.
         """
 
     # -- runs of elements ------------------------------------------------------------------------
