@@ -523,15 +523,21 @@ class Chunks:
 StateDict = dict[str, Any]
 
 
+def _values_of(leaves: OptimizerLeaves, chunks: Chunks) -> dict[str, Any]:
+    """Return the values of an optimizer's leaves by key; tensors of its states have none yet."""
+    states = [leaf for _, leaf in leaves.state]
+    loaded = [leaf for leaf in states if leaf.tensor is None]
+    loaded += [leaf for _, leaf in leaves.groups]
+    return {**{leaf.key: leaf.tensor for leaf in states}, **chunks.values_of(loaded)}
+
+
 def state_dict_of(leaves: OptimizerLeaves, chunks: Chunks) -> StateDict:
     """Return the saved state dict of an optimizer; its tensors have no values yet."""
-    values = chunks.values_of(leaf for _, leaf in leaves.groups)
-    states = chunks.values_of(leaf for _, leaf in leaves.state if leaf.tensor is None)
+    values = _values_of(leaves, chunks)
     state: dict[Any, StateDict] = {}
     for path, leaf in leaves.state:
         if len(path) > 1:
-            key = ".".join(map(str, path[1:]))
-            state.setdefault(path[0], {})[key] = states.get(leaf.key, leaf.tensor)
+            state.setdefault(path[0], {})[".".join(map(str, path[1:]))] = values[leaf.key]
     numbered: dict[Any, StateDict] = {}
     for path, leaf in leaves.groups:
         numbered.setdefault(path[0], {})[".".join(map(str, path[1:]))] = values[leaf.key]
@@ -549,9 +555,8 @@ def flattened_state_dict_of(
 
     ``names`` are the names in the saved model.
     """
-    values = chunks.values_of(leaf for _, leaf in leaves.groups)
-    states = chunks.values_of(leaf for _, leaf in leaves.state if leaf.tensor is None)
-    named = _by_name(leaves.state, states, names)
+    values = _values_of(leaves, chunks)
+    named = _by_name(leaves.state, values, names)
     groups = _groups_by_name(_by_name(leaves.groups, values, names), named, live)
     return {"state": named, "param_groups": groups}
 
@@ -570,7 +575,7 @@ def _by_name(
                 break
         else:
             name, _, key = str(path[0]).rpartition(".")
-        found.setdefault(name, {})[key] = values.get(leaf.key, leaf.tensor)
+        found.setdefault(name, {})[key] = values[leaf.key]
     return found
 
 
@@ -673,10 +678,11 @@ class DcpReader(FullStateReader):
         self._full_state = replace(self._full_state, weights=self._models[-1], info=info)
 
     def bind(self, live: Manifest) -> None:
-        self._bind_to(choose_model(self._tree, live, self._path), live)
-
-    def _bind_to_itself(self, own: Manifest) -> None:
-        self._bind_to(self._model, own)
+        if live is not self._own:
+            self._choose(choose_model(self._tree, live, self._path))
+        optimizers, why = self._optimizers(live)
+        info = replace(self._full_state.info, unmatched=why)
+        self._set_content(replace(self._full_state, optimizers=optimizers, info=info), live)
 
     def _members_without_model(self) -> Table:
         optimizers, weights = list(self._tree.optimizers.values()), self._full_state.weights
@@ -695,12 +701,6 @@ class DcpReader(FullStateReader):
 
     def names(self) -> Sequence[str]:
         return self._names
-
-    def _bind_to(self, model: TreePath, live: Manifest) -> None:
-        self._choose(model)
-        optimizers, why = self._optimizers(live)
-        info = replace(self._full_state.info, unmatched=why)
-        self._set_content(replace(self._full_state, optimizers=optimizers, info=info), live)
 
     def _optimizers(self, live: Manifest) -> tuple[list[dict[str, Any]], str]:
         """Return the optimizer's state dict, and the reason if it cannot be used."""

@@ -560,6 +560,8 @@ class FullStateReader(CheckpointReader):
         self._path = path
         self._tensors = tensors
         self._extra_states: Mapping[str, Any] = {}
+        self._own: Manifest | None = None
+        """What ``bind_without_model`` binds to instead of a live model."""
 
     def _set_content(self, full_state: FullState, live: Manifest | None = None) -> None:
         """Match the content with a live model, if given, and set ``manifest`` and ``info``."""
@@ -603,12 +605,10 @@ class FullStateReader(CheckpointReader):
             aliases[first] = (*aliases.get(first, ()), other)
         names = {name: name for name in weights if name not in again}
         groups = tuple(Group(of_group, {}, ()) for of_group in members)
-        self._bind_to_itself(_manifest(self._full_state, names, (), groups, aliases))
+        self._own = _manifest(self._full_state, names, (), groups, aliases)
+        self.bind(self._own)
         if why:
             self.info = replace(self.info, unmatched=why)
-
-    def _bind_to_itself(self, own: Manifest) -> None:
-        self.bind(own)
 
     def _members_without_model(self) -> Table:
         """Return the members of the optimizer's groups; raise an error if they are unclear."""

@@ -154,8 +154,10 @@ class TorchFileWriter:
                     # torch.save only calls write and flush.
                     torch.save(tree, cast("IO[bytes]", stream))
             finally:
-                stream.raise_error()
-            stream.check_complete()
+                if stream.error is not None:
+                    raise stream.error
+            for feed in self._feeds:
+                feed.check_complete()
             return file.finish(save_id)
 
 
@@ -184,16 +186,16 @@ class _SubstitutingStream:
         self._on_first = on_first
         self._feeds = sorted(feeds, key=lambda feed: feed.start)
         self._starts = [feed.start for feed in self._feeds]
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
 
     def write(self, data: bytes | memoryview) -> int:
         self._on_first()
         view = memoryview(data)
-        if self._error is None and view.nbytes:
+        if self.error is None and view.nbytes:
             try:
                 self._write(view)
-            except BaseException as error:  # noqa: BLE001 - raised by raise_error
-                self._error = error
+            except BaseException as error:  # noqa: BLE001 - raised by the caller
+                self.error = error
         return view.nbytes
 
     def _write(self, view: memoryview) -> None:
@@ -207,14 +209,6 @@ class _SubstitutingStream:
 
     def flush(self) -> None:
         """Do nothing: nothing is buffered."""
-
-    def raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def check_complete(self) -> None:
-        for feed in self._feeds:
-            feed.check_complete()
 
 
 class _SourceBytes:
