@@ -138,8 +138,8 @@ NAMES: Mapping[str, dict[str, str]] = {
     "DeepSpeedEngine": {
         "": "bfloat16_enabled curriculum_learning_enabled fp16_enabled global_rank global_samples "
         "global_steps gradient_accumulation_steps has_moe_layers lr_scheduler micro_steps module "
-        "mp_world_size optimizer random_ltd_enabled seq_dp_world_size "
-        "set_gradient_accumulation_boundary skipped_steps train_batch_size "
+        "mp_world_size optimized_linear_base_weight_sharding optimizer random_ltd_enabled "
+        "seq_dp_world_size set_gradient_accumulation_boundary skipped_steps train_batch_size "
         "zero_load_from_fp32_weights zero_optimization_stage zero_partial_offload "
         "zero_quantized_nontrainable_weights",
         "0.17.5": "zenflow",

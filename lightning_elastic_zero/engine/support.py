@@ -53,7 +53,7 @@ UNFIT_OPTIMIZERS = {
 }
 """Optimizers that are refused at every stage, and why."""
 
-LAMB_IN_ZERO = (
+NORMS_IN_ZERO = (
     "its update depends on how the parameters are partitioned; use stage 0, or Adam or AdamW"
 )
 
@@ -65,7 +65,7 @@ def unfit_name(section: Mapping[str, Any], stage: object) -> Iterator[str]:
         if found == name.lower():
             yield f"the optimizer {name}: {why}"
     if found == "lamb" and stage != 0:
-        yield f"the optimizer FusedLamb: {LAMB_IN_ZERO}"
+        yield f"the optimizer FusedLamb: {NORMS_IN_ZERO}"
 
 
 def unfit_class(inner: torch.optim.Optimizer, *, in_zero: bool) -> Iterator[str]:
@@ -75,8 +75,8 @@ def unfit_class(inner: torch.optim.Optimizer, *, in_zero: bool) -> Iterator[str]
         yield f"the optimizer {name}: {UNFIT_OPTIMIZERS[name]}"
     if package == BITSANDBYTES:
         yield from _bitsandbytes(inner, name, in_zero=in_zero)
-    elif in_zero and name in ("FusedLamb", "Lamb", "LAMB"):
-        yield f"the optimizer {name}: {LAMB_IN_ZERO}"
+    elif in_zero and name.lower() in {"fusedlamb", "lamb", "lars"}:
+        yield f"the optimizer {name}: {NORMS_IN_ZERO}"
     if in_zero and name == "Muon" and package == "torch":
         yield (
             "the optimizer torch.optim.Muon in ZeRO: it requires whole matrices, which ZeRO "
@@ -148,6 +148,10 @@ EXPERTS = "each rank has only some of the experts"
 QUANTIZED_FROZEN_WEIGHTS = (
     "zero_optimization.zero_quantized_nontrainable_weights: frozen weights would be integers with "
     "separate scales; remove the option"
+)
+SHARDED_BASE_WEIGHTS = (
+    "deepspeed.linear.LoRAConfig.base_weight_sharding > 1: each rank has only a part of some "
+    "frozen weights; set it to 1: ZeRO-3 partitions them too"
 )
 RANDOM_LTD = (
     "data_efficiency.data_routing.random_ltd: the state of its scheduler would be lost; remove the "
@@ -371,6 +375,7 @@ def _options(engine: Any) -> Iterator[str]:
         (getattr(engine.optimizer, "params_in_nvme_and_cpu", False), NVME_WEIGHTS),
         (getattr(engine, "zenflow", False), ZENFLOW),
         (engine.zero_quantized_nontrainable_weights(), QUANTIZED_FROZEN_WEIGHTS),
+        (engine.optimized_linear_base_weight_sharding, SHARDED_BASE_WEIGHTS),
         (engine.random_ltd_enabled(), RANDOM_LTD),
         (engine.curriculum_learning_enabled(), CURRICULUM),
     ):

@@ -71,6 +71,10 @@ def made_by_deepspeed(name: str) -> dict[str, Any]:
     return {"optimizer": {"type": name, "params": {"lr": 0.01}}}
 
 
+class LARS(torch.optim.SGD):
+    """An optimizer of a user, with the name of an algorithm that needs whole weights."""
+
+
 LBFGS = (
     "the optimizer LBFGS: its step requires a closure, which ZeRO does not pass; use Adam or AdamW"
 )
@@ -181,6 +185,11 @@ BY_TRAINER = {
         "stage 0, or Adam or AdamW",
         2,
         made_by_deepspeed("Lamb"),
+    ),
+    "LARS": Refused(
+        "the optimizer LARS: its update depends on how the parameters are partitioned; use stage "
+        "0, or Adam or AdamW",
+        optimizer=f"{__name__}.LARS",
     ),
     "LBFGS": Refused(LBFGS, optimizer="torch.optim.LBFGS"),
     "LBFGS of a config without an option for it": Refused(LBFGS, 1, UNTOLD, "torch.optim.LBFGS"),
@@ -432,6 +441,16 @@ def two_types() -> Any:
     return engine(model, 0)
 
 
+def sharded_linear() -> Any:
+    """Make an engine on DeepSpeed's LoRA layer, of whose frozen weight each rank has a part."""
+    from deepspeed.linear import LoRAConfig, OptimizedLinear
+
+    sharded = LoRAConfig(lora_r=2, base_weight_sharding=2)
+    layer = OptimizedLinear(WIDTH, WIDTH, lora_config=sharded, dtype=torch.float32)
+    trained = [p for p in layer.parameters() if p.requires_grad]
+    return engine(nn.Sequential(layer), 2, trained=trained)
+
+
 def zenflow() -> Any:
     steps = {"select_strategy": "step", "select_interval": 2, "update_interval": 1}
     options = {"offload_optimizer": ON_CPU, "zenflow": {"topk_ratio": 0.1, **steps}}
@@ -503,6 +522,11 @@ BY_SAVE = {
         "not partitioned: create all groups at the start, with lr=0 until they are trained",
     ),
     "layers of experts": told(expert_layers, BY_TRAINER["layers of experts"].sentence),
+    "sharded base weights": told(
+        sharded_linear,
+        "deepspeed.linear.LoRAConfig.base_weight_sharding > 1: each rank has only a part of some "
+        "frozen weights; set it to 1: ZeRO-3 partitions them too",
+    ),
     "ZenFlow": told(
         zenflow,
         "the optimizer wrapper ZenFlowZeroOptimizerSequential; supported are "
