@@ -234,6 +234,12 @@ def _saves(callback: Callback) -> bool:
     return isinstance(callback, OnExceptionCheckpoint)
 
 
+def _ends_run(trainer: pl.Trainer | None, path: str | os.PathLike[str]) -> bool:
+    """Whether the run ends after a save: an exception's, or one before SLURM requeues the job."""
+    # Lightning's name of the latter.
+    return is_interrupted(trainer) or Path(path).name.startswith("hpc_ckpt_")
+
+
 VERSION_KEY = "pytorch-lightning_version"
 """Entry that Lightning requires in every checkpoint."""
 
@@ -354,6 +360,8 @@ class RunCheckpoints:
 
         After an evaluation, the engine that trained is saved instead of the live one.
         """
+        if self._precedes_training(trainer, path):
+            return
         trained = self.last_fit.engine(live, path, self._get_ranks)
         engine = LiveEngine(trained, places_checked=True)
         weights_only = "optimizer_states" not in checkpoint or self.last_fit.trained is None
@@ -375,6 +383,26 @@ class RunCheckpoints:
                 options = self._with_progress(options, client_state, trainer, str(path))
             self._write(engine, path, client_state, options, trainer)
 
+    def _precedes_training(self, trainer: pl.Trainer | None, path: str | os.PathLike[str]) -> bool:
+        """Whether a save that ends the run comes before training, and is omitted.
+
+        There is nothing new to save, and the state of a loaded run is not complete: a checkpoint of
+        it would repeat data, and could replace the one from which the run was to resume.
+        """
+        if not is_fitting(trainer) or self._resumer.has_begun:
+            return False
+        if _ends_run(trainer, path):
+            rank_zero_warn(f"{os.fspath(path)} is not saved: the run ended before its first batch.")
+            return True
+        if self._resumer.is_resuming and trainer.training:
+            msg = (
+                f"{os.fspath(path)} cannot be saved in on_train_start of a resumed run: data, "
+                "metrics and random numbers are restored after this hook. Save in "
+                "on_train_batch_start, or copy the checkpoint that was loaded"
+            )
+            raise UnsupportedError(msg)
+        return False
+
     def _write(
         self,
         engine: LiveEngine,
@@ -384,8 +412,7 @@ class RunCheckpoints:
         trainer: pl.Trainer | None,
     ) -> None:
         manager, interrupted = self._manager, is_interrupted(trainer)
-        # Lightning's name for a save after which SLURM ends the job at once.
-        if interrupted or Path(path).name.startswith("hpc_ckpt_"):
+        if _ends_run(trainer, path):
             # A rank that failed alone saves alone: the others do not take part. SLURM's signal may
             # arrive during another save.
             manager.drain_local()
@@ -417,6 +444,8 @@ class RunCheckpoints:
 
     def _link(self, trainer: pl.Trainer, path: str, link: str) -> None:
         """Create a link such as ``last.ckpt`` once the checkpoint is published; collective."""
+        if self._precedes_training(trainer, link):
+            return
         interrupted = is_interrupted(trainer)
         end = self._manager.exit_ranks(link, interrupted=True) if interrupted else None
         with end or nullcontext(self._get_ranks()) as ranks:

@@ -148,14 +148,21 @@ class RunResumer:
         self.recorder = RunRecorder(batches)
         self._step_intervals = StepIntervals()
         self._pending: PendingResume | None = None
+        self.has_begun = False
+        """Whether the fit has begun to train; before, a loaded run is restored in part only."""
         self._new_generators: list[dict[str, list[torch.Tensor]]] = []
         """States of the generators of each training loader that was made."""
 
     def begin(self) -> None:
         """Begin a fit."""
-        self._pending = None
+        self._pending, self.has_begun = None, False
         self.recorder = RunRecorder(self._batches)
         self._new_generators = []
+
+    @property
+    def is_resuming(self) -> bool:
+        """Whether a checkpoint is loaded, but data and random states are not restored yet."""
+        return self._pending is not None
 
     def process_loader(self, loader: object, trainer: pl.Trainer, rank: int) -> object:
         """Return a resumable version of a loader that Lightning has prepared."""
@@ -246,10 +253,9 @@ class RunResumer:
         """Restore everything before the first batch."""
         self._step_intervals.begin_fit(trainer, is_planned=self._batches.plan is not None)
         self.recorder.epoch_metrics = EpochMetrics(trainer)
-        pending, self._pending = self._pending, None
         given: list[Any] = []
-        if pending is not None:
-            given = self._resume(pending, trainer, device)
+        if self._pending is not None:
+            given = self._resume(self._pending, trainer, device)
         loaders = training_loaders(trainer)
         warn_of_shuffling(self._batches.overruled_orders or (), loaders)
         self._batches.overruled_orders = None
@@ -257,6 +263,7 @@ class RunResumer:
             sizes = samples_per_step(self._batches.current, loaders)
             warn_of_unresumable_data(loaders, trainer.world_size, sizes)
         self.recorder.begin_training(trainer, given, device)
+        self._pending, self.has_begun = None, True
 
     def _resume(
         self, pending: PendingResume, trainer: pl.Trainer, device: torch.device

@@ -7,7 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from typing_extensions import override
 
 from tests.support.ranks import Pools
 from tests.trainer._recorded_runs import (
@@ -184,6 +187,48 @@ def test_a_loaders_own_state_needs_the_same_world(worlds: Pools, tmp_path: Path)
     saving, _ = saved(RunSpec(kind="stateful", length=60), worlds, tmp_path)
     said = "one state per rank, saved on 2 ranks; this run has 3"
     assert_refused(worlds, 3, saving.resumed(SAVE), "CheckpointMismatchError", said)
+
+
+@pytest.mark.parametrize("last", [True, "link"])
+def test_a_refused_resume_replaces_no_checkpoint(last: Any, worlds: Pools, tmp_path: Path) -> None:
+    """A save in the exception would be at the loaded step, with data from the beginning."""
+    saving, whole = saved(RunSpec(kind="stateful", length=60), worlds, tmp_path)
+    saving_in_exceptions = (
+        partial(
+            *(ModelCheckpoint, str(tmp_path)),
+            save_on_exception=True,
+            save_last=last,
+            every_n_train_steps=99,
+        ),
+        partial(OnExceptionCheckpoint, str(tmp_path)),
+    )
+    resumed = saving.resumed(SAVE, callbacks=saving_in_exceptions)
+    before = sorted(tmp_path.glob("*.ckpt"))
+    assert_refused(worlds, 3, resumed, "CheckpointMismatchError", "one state per rank")
+    missing = replace(resumed, ckpt_path=str(tmp_path / "none.ckpt"))
+    assert_refused(worlds, 2, missing, "CheckpointNotFoundError")
+    assert sorted(tmp_path.glob("*.ckpt")) == before
+    assert record(worlds, 2, resumed).steps == from_step(whole.steps, 3)
+
+
+class SavesAtStart(Callback):
+    """Saves when training starts, before data and random states are restored."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def test_a_save_before_a_run_has_resumed_is_refused(worlds: Pools, tmp_path: Path) -> None:
+    run = RunSpec(dropout=0.2, callbacks=(partial(SavesAtStart, str(tmp_path / "start.ckpt")),))
+    saving, whole = saved(run, worlds, tmp_path)
+    resumed = saving.resumed(SAVE)
+    assert_refused(worlds, 2, resumed, "UnsupportedError", "in on_train_start of a resumed run")
+    first = replace(resumed, ckpt_path=str(tmp_path / "start.ckpt"), callbacks=())
+    assert record(worlds, 2, first).losses == whole.losses
 
 
 @pytest.mark.parametrize(
