@@ -88,6 +88,9 @@ class GradientAccumulation:
         self._pending, self._epoch = 0, 0
         self._loss_scaling_check = LossScalingCheck()
         self._manual_backwards = 0
+        """Calls of ``manual_backward`` since the last optimizer step."""
+        self._earlier_backwards = 0
+        """Those before the current batch."""
         self._is_warned = False
 
     @contextmanager
@@ -133,8 +136,22 @@ class GradientAccumulation:
         self._pending, self._epoch = 0 if steps else self._pending + 1, trainer.current_epoch
         return steps
 
+    def warn_of_lost_gradients(self, trainer: pl.Trainer) -> None:
+        """Warn if a save loses gradients of manual optimization, of batches before this one."""
+        current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        is_inside = current.ready != current.processed
+        lost = self._earlier_backwards if is_inside else self._manual_backwards
+        if lost and not self._engine.zero_optimization_stage():
+            rank_zero_warn(
+                f"This checkpoint lacks the gradients of {lost} manual_backward calls since the "
+                "last optimizer step, so the next step of a run resumed from it differs. Save "
+                "after optimizer.step() only, or use automatic optimization, which repeats these "
+                "batches."
+            )
+
     def before_batch(self, epoch: int) -> None:
         """Drop the open window of an earlier epoch."""
+        self._earlier_backwards = self._manual_backwards
         if not self._pending or epoch == self._epoch:
             return
         drop_accumulation_window(self._engine)
@@ -187,6 +204,24 @@ def prefetch_next_batch(trainer: pl.Trainer) -> bool:
     if at + 1 == limit:
         fetcher.iterator = iter(())
     return is_first
+
+
+def check_one_batch_per_step(trainer: pl.Trainer) -> None:
+    """Refuse a ``training_step(dataloader_iter)`` that takes several batches at once.
+
+    Positions in the data are computed from the number of calls. One batch may be taken ahead.
+    """
+    fetcher = data_fetcher(trainer)
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+    done = progress.current.processed
+    if isinstance(fetcher, fetchers._PrefetchDataFetcher) or fetcher.fetched <= done + 1:
+        return
+    msg = (
+        f"training_step has taken {fetcher.fetched} batches from dataloader_iter in {done} calls, "
+        "expected one in each call (and at most one ahead), because a checkpoint counts calls. "
+        "Use a larger batch_size, or accumulate_grad_batches"
+    )
+    raise UnsupportedError(msg)
 
 
 def _set_validation_interval(trainer: pl.Trainer, *, is_planned: bool) -> None:

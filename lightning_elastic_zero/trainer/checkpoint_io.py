@@ -8,8 +8,8 @@ into ``state_dict``. A load restores the engine and returns that state.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,11 +42,16 @@ from lightning_elastic_zero.storage.paths import parse_path
 from lightning_elastic_zero.storage.publish import STAGING_PREFIX
 from lightning_elastic_zero.storage.stores import AnyPath
 from lightning_elastic_zero.trainer.batches import UserSettings
-from lightning_elastic_zero.trainer.checks import configured_rates, warn_of_replaced_rates
+from lightning_elastic_zero.trainer.checks import (
+    configured_rates,
+    warn_of_other_schedulers,
+    warn_of_replaced_rates,
+)
 from lightning_elastic_zero.trainer.lightning import (
     WEIGHT_AVERAGING,
     callbacks_of,
     displayed_metrics,
+    exchange_average,
     has_average,
     is_fitting,
     is_interrupted,
@@ -55,6 +60,7 @@ from lightning_elastic_zero.trainer.lightning import (
 from lightning_elastic_zero.trainer.metrics import RESULTS, RESULTS_BY_RANK
 from lightning_elastic_zero.trainer.model_checkpoint import ModelCheckpointHooks
 from lightning_elastic_zero.trainer.monitor import checkpoint_bar
+from lightning_elastic_zero.trainer.recorder import is_inside_validation
 from lightning_elastic_zero.trainer.resume import STATE_KEY, RunResumer, counted_loops
 from lightning_elastic_zero.trainer.schedulers import (
     resume_as_configured,
@@ -129,6 +135,25 @@ AVERAGING = "averaging_state"
 def _averaging(trainer: pl.Trainer) -> list[Any]:
     cls = WEIGHT_AVERAGING
     return [c for c in callbacks_of(trainer) if cls is not None and isinstance(c, cls)]
+
+
+@contextmanager
+def _with_trained_weights(trainer: pl.Trainer | None) -> Iterator[bool]:
+    """Put the trained weights back for a save inside a validation of averaged weights.
+
+    ``WeightAveraging`` exchanges the two in place for a validation. Yields whether they are
+    exchanged after this context, so that the save must be complete by then.
+    """
+    averaging: list[Any] = []
+    if trainer is not None and is_inside_validation(trainer):
+        averaging = [callback for callback in _averaging(trainer) if has_average(callback)]
+        for callback in averaging:
+            exchange_average(callback, trainer)
+    try:
+        yield bool(averaging)
+    finally:
+        for callback in averaging:
+            exchange_average(callback, trainer)  # type: ignore[arg-type]
 
 
 def _extra_weights(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -378,10 +403,10 @@ class RunCheckpoints:
             left_out=left_out,
             step=trainer.global_step if trainer is not None else None,
         )
-        with self._hooks.saving():
+        with self._hooks.saving(), _with_trained_weights(trainer) as is_exchanged:
             if trainer is not None and not weights_only:
                 options = self._with_progress(options, client_state, trainer, str(path))
-            self._write(engine, path, client_state, options, trainer)
+            self._write(engine, path, client_state, options, trainer, blocking=is_exchanged)
 
     def _precedes_training(self, trainer: pl.Trainer | None, path: str | os.PathLike[str]) -> bool:
         """Whether a save that ends the run comes before training, and is omitted.
@@ -410,6 +435,8 @@ class RunCheckpoints:
         client_state: dict[str, Any],
         options: SaveOptions,
         trainer: pl.Trainer | None,
+        *,
+        blocking: bool,
     ) -> None:
         manager, interrupted = self._manager, is_interrupted(trainer)
         if _ends_run(trainer, path):
@@ -420,7 +447,7 @@ class RunCheckpoints:
                 manager.save(engine, path, ranks, client_state, options)
             return
         saved = (engine, path, self._get_ranks(), client_state)
-        if not manager.save_async(*saved, options):
+        if blocking or not manager.save_async(*saved, options):
             manager.wait_until_finished(self._get_ranks())
             with checkpoint_bar(trainer) as show:
                 manager.save(*saved, replace(options, show=show))
@@ -530,7 +557,10 @@ class RunCheckpoints:
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         origins, count = loaded.group_origins, len(manifest.groups)
         groups = [Group((), {}, ()) if o is None else manifest.groups[o] for o in origins]
-        saved = with_new_groups(schedulers, state.get("lr_schedulers", []), origins, count)
+        states = state.get("lr_schedulers", [])
+        if counted_loops(state) is not None:
+            warn_of_other_schedulers(schedulers, states, as_saved=configured is not None)
+        saved = with_new_groups(schedulers, states, origins, count)
         if configured is None:
             state["lr_schedulers"] = resume_as_configured(schedulers, saved, groups)
             return state

@@ -27,6 +27,7 @@ from lightning_elastic_zero.trainer.loaders import (
     elastic_sampler_of,
     resumable_part_of,
 )
+from lightning_elastic_zero.trainer.schedulers import CONFIGURATION_KEYS
 
 REMEDIES = (
     "Give the data set, sampler or loader a method resume_at(epoch, samples); or pass "
@@ -225,6 +226,33 @@ def warn_of_replaced_rates(
             f"not with the configured one ({'; '.join(changes[:_MOST] + more)}). Pass "
             "load_hyperparameters=False to train with the configured one."
         )
+
+
+def warn_of_other_schedulers(
+    schedulers: Sequence[Any], states: Sequence[Mapping[str, Any]], *, as_saved: bool
+) -> None:
+    """Warn of schedulers without a saved state, of states without one, and of another class."""
+    for scheduler in schedulers[len(states) :]:
+        rank_zero_warn(
+            f"The checkpoint contains no state of {type(scheduler).__name__}: the learning-rate "
+            "schedule starts at its first step."
+        )
+    if len(states) > len(schedulers) and as_saved:
+        rank_zero_warn(
+            "The checkpoint contains the state of a learning-rate scheduler, and this run has "
+            "none: the learning rate stays at its saved value. Configure the saved scheduler, or "
+            "pass load_hyperparameters=False to use the configured rate."
+        )
+    for scheduler, state in zip(schedulers, states, strict=False) if as_saved else ():
+        saved, live = (CONFIGURATION_KEYS & each.keys() for each in (state, scheduler.state_dict()))
+        if saved != live:
+            rank_zero_warn(
+                "The saved learning-rate schedule is not of the configured class "
+                f"{type(scheduler).__name__} (only the saved one has {sorted(saved - live)}, only "
+                f"the configured one {sorted(live - saved)}), so the rates will follow neither. "
+                "Configure the saved scheduler, or pass load_hyperparameters=False to use the "
+                "configured one."
+            )
 
 
 def _rates(group: Mapping[str, Any]) -> dict[str, float]:

@@ -108,7 +108,10 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
         "_parallel_devices": "run on CPUs",
         "_timeout": "use the collectives' timeout for ranks under torchrun",
     },
-    "a WeightAveraging": {"_average_model": "save and evaluate the average"},
+    "a WeightAveraging": {
+        "_average_model": "save and evaluate the average",
+        "_swap_models": "save the trained weights inside a validation of the average",
+    },
     "a wrapped sampler": {"_sampler": "use the user's sampler"},
 }
 """By owner, each with its purpose. All exist since 2.5.0, except ``WeightAveraging`` (2.6.0)."""
@@ -260,6 +263,11 @@ def known_callback_metrics(trainer: pl.Trainer) -> dict[str, Any]:
 def has_average(callback: Any) -> bool:
     """Whether a ``WeightAveraging`` holds an average: in a fit only."""
     return getattr(callback, "_average_model", None) is not None
+
+
+def exchange_average(callback: Any, trainer: pl.Trainer) -> None:
+    """Exchange the module's weights for the average of a ``WeightAveraging``, or back."""
+    callback._swap_models(trainer.lightning_module)
 
 
 def is_fitting(trainer: pl.Trainer | None) -> TypeGuard[pl.Trainer]:

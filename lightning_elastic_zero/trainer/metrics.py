@@ -486,8 +486,10 @@ class EpochMetrics:
             }
         }
 
-    def resume_from(self, source: SavedMetrics, trainer: pl.Trainer, position: Position) -> None:
-        """Restore saved metrics at a position."""
+    def resume_from(
+        self, source: SavedMetrics, trainer: pl.Trainer, position: Position, *, starts_over: bool
+    ) -> None:
+        """Restore saved metrics at a position. ``starts_over``: the saved epoch is repeated."""
         inside = position.steps > 0 or position.is_over
         if not source.of_ranks:
             if inside:
@@ -503,6 +505,8 @@ class EpochMetrics:
         # Lightning resets them at the end and at the start of an epoch.
         keeps_all = inside or source.ending
         over = _logged_metrics(logged)
+        if starts_over:
+            over |= set(first.get("of_epoch", ()))
         wanted = [
             {name: held for name, held in of["metrics"].items() if keeps_all or name not in over}
             for of in source.of_ranks.values()

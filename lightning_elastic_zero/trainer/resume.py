@@ -37,7 +37,11 @@ from lightning_elastic_zero.data_progress.sampler import (
     set_rng_states,
 )
 from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
-from lightning_elastic_zero.trainer.accumulation import StepIntervals, prefetch_next_batch
+from lightning_elastic_zero.trainer.accumulation import (
+    StepIntervals,
+    check_one_batch_per_step,
+    prefetch_next_batch,
+)
 from lightning_elastic_zero.trainer.batches import BatchController, batch_size_of
 from lightning_elastic_zero.trainer.checks import (
     warn_of_changes,
@@ -209,6 +213,7 @@ class RunResumer:
         """Determine whether schedulers and validation are due after the next batch."""
         if self._batches.current is not None:
             self._batches.current.check_accumulation(trainer)
+        check_one_batch_per_step(trainer)
         self.recorder.before_batch(trainer, batch_idx)
         self._step_intervals.begin_batch(trainer)
 
@@ -313,7 +318,10 @@ class RunResumer:
         trainer.callback_metrics.update({name: value.to(device) for name, value in metrics})
         source = SavedMetrics.of(state, record.world_size, trainer.world_size, rank)
         if self.recorder.epoch_metrics is not None:
-            self.recorder.epoch_metrics.resume_from(source, trainer, position)
+            starts_over = record.position.steps > 0 == position.steps and not position.is_over
+            self.recorder.epoch_metrics.resume_from(
+                source, trainer, position, starts_over=starts_over
+            )
         _step_pending_plateaus(trainer, state, position, self._step_intervals)
         if not position.epoch:  # its iterator is recreated here
             for loader, states in zip(loaders, self._new_generators, strict=False):

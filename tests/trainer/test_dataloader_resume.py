@@ -195,7 +195,8 @@ def test_a_refused_resume_replaces_no_checkpoint(last: Any, worlds: Pools, tmp_p
     saving, whole = saved(RunSpec(kind="stateful", length=60), worlds, tmp_path)
     saving_in_exceptions = (
         partial(
-            *(ModelCheckpoint, str(tmp_path)),
+            ModelCheckpoint,
+            dirpath=str(tmp_path),
             save_on_exception=True,
             save_last=last,
             every_n_train_steps=99,

@@ -299,3 +299,40 @@ def test_another_world_sums_up_the_same(
                     assert math.isfinite(here), (moment, epoch, name)
                 else:
                     assert math.isclose(here, value, rel_tol=1e-4), (moment, epoch, name)
+
+
+class CountingNet(RecordingNet):
+    """A net that counts the samples of an epoch in a metric that it does not log."""
+
+    @override
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.samples = getattr(self, "samples", torchmetrics.SumMetric())
+        self.of_epochs: list[float] = []
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.samples.update(len(batch[1]))
+        return super().training_step(batch, batch_idx)
+
+    @override
+    def on_train_epoch_end(self) -> None:
+        self.of_epochs.append(float(self.samples.compute()))
+        self.samples.reset()
+
+
+def samples_of_epochs(run: RunSpec) -> list[float]:
+    net = CountingNet(run)
+    trainer_of(run, [EventRecorder(run)]).fit(net, run.loaders(), ckpt_path=run.ckpt_path)
+    return net.of_epochs
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_metrics_of_an_epoch_that_starts_over_do_too(
+    world: int, worlds: Pools, tmp_path: Path
+) -> None:
+    run = RunSpec(kind="iterable", length=60, batch_size=6, save=("step 1.3",), root=str(tmp_path))
+    assert worlds.run(2, partial(samples_of_epochs, run))[0] == [60, 60]
+    policy = {"on_unresumable_data": "restart_epoch"}
+    again = run.resumed("step 1.3", batch_size=12 // world, strategy=policy)
+    assert worlds.run(world, partial(samples_of_epochs, again))[0] == [60]

@@ -27,6 +27,7 @@ from tests.trainer._recorded_runs import (
     fit,
     fits,
     from_step,
+    records,
     trainer_of,
     warned_by_default,
 )
@@ -71,6 +72,33 @@ def test_a_configured_rate_replaced_by_the_saved_one_is_reported(
     loaded = "(saved on 1 device with ZeRO-2) on 2 devices at step 8, epoch 1: "
     assert all(len(said(seen, loaded)) == 1 for seen in first), first[0].messages
     assert said(first[0], "Global batch of 12: 2 devices x 3 micro-batches of 2 samples")
+
+
+def test_a_schedule_that_the_saved_run_did_not_have_is_warned_of(
+    worlds: Pools, tmp_path: Path
+) -> None:
+    """By what it is saved as, what is configured, and whether the saved one is loaded."""
+    starts = "no state of StepLR: the learning-rate schedule starts at its first step"
+    other = "(only the saved one has ['step_size'], only the configured one [])"
+    expected = {
+        ("none", "step", True): starts,
+        ("none", "step", False): starts,
+        ("step", "none", True): "none: the learning rate stays at its saved value",
+        ("step", "none", False): "",
+        ("step", "epoch", True): other,
+        ("step", "epoch", False): "",
+        ("step", "step", True): "",
+    }
+    runs = []
+    for saved, now, taken in expected:
+        run = RunSpec(schedule=saved, save=("step 0.3",), root=str(tmp_path / saved))
+        options = {} if taken else {"load_hyperparameters": False}
+        runs += [run, run.resumed("step 0.3", schedule=now, strategy=options)]
+    seen = records(worlds, 1, runs)[1::2]
+    for (case, text), of in zip(expected.items(), seen, strict=True):
+        told = said(of, "learning-rate schedule")
+        assert len(told) == bool(text), (case, told)
+        assert all(text in message for message in told), (case, told)
 
 
 class Overriding(RecordingNet):

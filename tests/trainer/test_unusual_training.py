@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from tests.support.fits import elastic, quiet_trainer
-from tests.support.outcome import warnings_heard
+from tests.support.outcome import error_text, warnings_heard
 from tests.support.ranks import Pools
 from tests.trainer._recorded_data import IndexedSamples
 from tests.trainer._recorded_runs import (
+    EventRecorder,
     RecordingNet,
     RunRecord,
     RunSpec,
@@ -23,6 +25,7 @@ from tests.trainer._recorded_runs import (
     assert_refused,
     fit,
     from_step,
+    gather_record,
     record,
     records,
     trainer_of,
@@ -170,6 +173,77 @@ def test_several_backward_passes_to_a_step_are_warned_of_in_zero(
         assert len(said) == count
         assert all(f"ZeRO-{stage} does not add up the gradients" in text for text in said)
     assert not any(worlds.run(2, partial(warnings_of_backward, RecordingNet, stage)))
+
+
+class StepsEverySecondBatch(RecordingNet):
+    """A net that optimizes by itself, with the gradients of two batches to a step."""
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override] # no loss
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.loss(batch[0]).mean() / 2)
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def warnings_of_gradients(run: RunSpec) -> list[str]:
+    with warnings_heard("lacks the gradients") as said:
+        trainer_of(run, [EventRecorder(run)]).fit(StepsEverySecondBatch(run), run.loaders())
+    return said
+
+
+def test_a_save_that_lacks_gradients_of_manual_optimization_is_warned_of(
+    worlds: Pools, tmp_path: Path
+) -> None:
+    """Between two steps, whose batches are not repeated."""
+    run = RunSpec(manual=True, batch_size=6, stage=0, length=72, root=str(tmp_path))
+    between = replace(run, save=("step 0.3", "step 0.4", "step 1.2"))
+    (said,) = worlds.run(2, partial(warnings_of_gradients, between))[:1]
+    assert len(said) == 1
+    assert "lacks the gradients of 1 manual_backward calls" in said[0]
+
+
+class TakesItsBatches(RecordingNet):
+    """A net that takes a number of batches in each call of ``training_step``."""
+
+    each = 1
+
+    @override
+    def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
+        parts = []
+        for _ in range(self.each):
+            (x, index), *_ = next(dataloader_iter)
+            self.ids.append((self.trainer.global_step, index.tolist(), 0.0))
+            parts.append(self.loss(x).mean())
+        return torch.stack(parts).mean()
+
+
+class TakesTwoBatches(TakesItsBatches):
+    each = 2
+
+
+def taken(net: type[TakesItsBatches], run: RunSpec) -> RunRecord:
+    watch, made = EventRecorder(run), net(run)
+    trainer = trainer_of(run, [watch])
+    trainer.fit(made, run.loaders(), ckpt_path=run.ckpt_path)
+    return gather_record(trainer, made, watch)
+
+
+def error_of_two(run: RunSpec) -> str:
+    return error_text(lambda: taken(TakesTwoBatches, run))
+
+
+def test_a_step_that_takes_its_batches_may_take_one(worlds: Pools, tmp_path: Path) -> None:
+    """With several, a resume would repeat samples."""
+    run = RunSpec(length=96, batch_size=6, save=("step 0.3",), root=str(tmp_path))
+    whole = worlds.run(2, partial(taken, TakesItsBatches, run))[0]
+    for world in (1, 2):
+        resumed = run.resumed("step 0.3")
+        seen = worlds.run(world, partial(taken, TakesItsBatches, resumed))[0]
+        assert seen.steps == from_step(whole.steps, 3)
+    for message in worlds.run(2, partial(error_of_two, run)):
+        assert message.startswith("UnsupportedError: training_step has taken 4 batches from")
 
 
 def test_states_of_loaders_survive_two_resumes(worlds: Pools, tmp_path: Path) -> None:
