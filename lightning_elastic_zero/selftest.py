@@ -30,7 +30,13 @@ import torch
 from torch.multiprocessing.spawn import start_processes
 
 from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
-from lightning_elastic_zero.checkpoint.directory_check import find_unseen
+from lightning_elastic_zero.checkpoint.directory_check import (
+    SYNC_FILE,
+    SYNC_NAMES,
+    find_unseen,
+    probe_capabilities,
+    scratch_folder,
+)
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
 from lightning_elastic_zero.checkpoint.save import save_engine
 from lightning_elastic_zero.checkpoint.types import SaveOptions
@@ -52,12 +58,6 @@ from lightning_elastic_zero.errors import ElasticZeroError, RanksError, SaveErro
 from lightning_elastic_zero.storage.checksums import Writeback
 from lightning_elastic_zero.storage.ownership import delete_checkpoint
 from lightning_elastic_zero.storage.paths import check_local_path, real_path
-from lightning_elastic_zero.storage.probe import (
-    SYNC_FILE,
-    SYNC_NAMES,
-    probe_capabilities,
-    scratch_folder,
-)
 from lightning_elastic_zero.tools.report import format_bytes
 from lightning_elastic_zero.tools.verification import newest_sound_checkpoint, verify_checkpoint
 

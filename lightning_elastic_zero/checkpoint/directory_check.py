@@ -1,16 +1,26 @@
-"""Check before training that all ranks share each checkpoint directory and can save there."""
+"""Check before training that all ranks share each checkpoint directory and can save there.
+
+Also: temporary folders, and tests of the capabilities of a directory that saves need.
+"""
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
+import shutil
 import time
-from collections.abc import Callable, Collection, Iterable
-from contextlib import ExitStack, suppress
+import uuid
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.processes import machine
-from lightning_elastic_zero.errors import SaveError
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
+from lightning_elastic_zero.errors import ElasticZeroError, SaveError
 from lightning_elastic_zero.storage.checkpoints import (
     await_shared,
     check_shareable,
@@ -19,10 +29,12 @@ from lightning_elastic_zero.storage.checkpoints import (
 )
 from lightning_elastic_zero.storage.checksums import as_save_error, write_durably
 from lightning_elastic_zero.storage.owners import new_id
-from lightning_elastic_zero.storage.paths import parse_path
-from lightning_elastic_zero.storage.probe import probe_capabilities, scratch_folder
+from lightning_elastic_zero.storage.paths import parse_path, sync_directory
+from lightning_elastic_zero.storage.publish import NOT_SUPPORTED, exchange_names, make_link
 from lightning_elastic_zero.storage.store_checkpoints import check_conditional_writes
 from lightning_elastic_zero.storage.stores import StorePath
+
+log = logging.getLogger(__name__)
 
 PREFIX = "zero-directory-check-"
 """Prefix of the temporary folder's name."""
@@ -124,7 +136,9 @@ def _check(directory: Path, ranks: Ranks, writers: Collection[int]) -> CheckedDi
         if unseen := find_unseen(ranks, folder, writers, step):
             raise SaveError(unseen)
         if is_new and len(writers) > 1:
-            seconds = ranks.all_gather(f"{step}: write", lambda: _write(folder, ranks, writers))
+            seconds = ranks.all_gather(
+                f"{step}: write", lambda: _time_write(folder, ranks, writers)
+            )
     return CheckedDirectory(str(directory), len(writers), max(seconds), tuple(made))
 
 
@@ -181,7 +195,7 @@ def _check_capabilities(directory: Path, folder: Path) -> None:
         raise SaveError(msg)
 
 
-def _write(folder: Path, ranks: Ranks, writers: Collection[int]) -> float:
+def _time_write(folder: Path, ranks: Ranks, writers: Collection[int]) -> float:
     """Return the seconds that a small write took; 0 on ranks that are not ``writers``."""
     if ranks.rank not in writers:
         return 0.0
@@ -189,3 +203,157 @@ def _write(folder: Path, ranks: Ranks, writers: Collection[int]) -> float:
     with as_save_error(folder.parent):
         write_durably(folder / f"written-by-{ranks.rank}", bytes(TRIAL_BYTES))
     return time.monotonic() - began
+
+
+RENAME, EXCHANGE, LINKS = "directory: rename", "directory: exchange of names", "directory: links"
+SYNC_FILE, SYNC_NAMES = "directory: sync of files", "directory: sync of names"
+
+_CONSEQUENCES = {
+    RENAME: "checkpoints cannot be published there",
+    EXCHANGE: "existing checkpoints cannot be replaced",
+    LINKS: "last.ckpt cannot link to the newest checkpoint",
+    SYNC_FILE: "a power failure can destroy saved checkpoints",
+    SYNC_NAMES: "a power failure can destroy saved checkpoints",
+}
+"""The consequence for a run, if a capability fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """A capability that saves need, and the result of testing it."""
+
+    what: str
+    outcome: Literal["holds", "does without", "FAILS"]
+    """``does without``: the feature is missing, and saves use another method."""
+    details: str = ""
+    """For ``FAILS``, the error and its consequence; for ``does without``, the other method."""
+
+
+def probe_capabilities(folder: Path) -> list[Capability]:
+    """Test an empty folder, used by this process only. The written files stay in it."""
+    probes: dict[str, Callable[[Path], str]] = {
+        RENAME: _rename,
+        EXCHANGE: _exchange,
+        LINKS: _links,
+        SYNC_FILE: _sync_file,
+        SYNC_NAMES: _sync_names,
+    }
+    found = []
+    for number, (what, probe) in enumerate(probes.items()):
+        place = folder / str(number)
+        try:
+            place.mkdir()
+            instead = probe(place)
+            found.append(Capability(what, "does without" if instead else "holds", instead))
+        except (OSError, SaveError) as error:
+            cause = error if isinstance(error, OSError) else error.__cause__ or error
+            text = (isinstance(cause, OSError) and cause.strerror) or cause
+            details = f"{text}: {_CONSEQUENCES[what]}; save on another file system"
+            found.append(Capability(what, "FAILS", details))
+    return found
+
+
+# Each returns the method that saves use instead of a missing feature, or raises.
+
+
+def _rename(place: Path) -> str:
+    """Publish a folder, and replace a file."""
+    hidden, published = place / ".hidden", place / "published"
+    hidden.mkdir()
+    _write_new(hidden / "file", b"1")
+    hidden.rename(published)
+    if (published / "file").read_bytes() != b"1" or os.path.lexists(hidden):
+        raise OSError(errno.EIO, "a renamed folder is not at its new path")
+    _write_new(place / "old", b"old")
+    _write_new(place / "new", b"new")
+    (place / "new").replace(place / "old")
+    if (place / "old").read_bytes() != b"new":
+        raise OSError(errno.EIO, "a replaced file has its old bytes")
+    return ""
+
+
+def _exchange(place: Path) -> str:
+    """Exchange the names of two folders, as when a checkpoint is replaced."""
+    for name in ("one", "two"):
+        (place / name).mkdir()
+        _write_new(place / name / "file", name.encode())
+    if not exchange_names(place / "one", place / "two"):
+        return "a checkpoint is replaced by two renames, and is missing in between"
+    if (place / "one" / "file").read_bytes() != b"two":
+        raise OSError(errno.EIO, "two names were not exchanged, without an error")
+    return ""
+
+
+def _links(place: Path) -> str:
+    """Make a link, and change its destination, as for ``last.ckpt``."""
+    try:
+        (place / "try").symlink_to("one")
+    except OSError as error:
+        if error.errno not in NOT_SUPPORTED:
+            raise
+        return "last.ckpt is a copy of the newest checkpoint, not a link"
+    link = place / "last.ckpt"
+    for name in ("one", "two"):
+        make_link(place / name, link)
+        if (found := str(link.readlink())) != name:
+            raise OSError(errno.EIO, f"a link has the destination {found}, expected {name}")
+    return ""
+
+
+def _sync_file(place: Path) -> str:
+    write_durably(place / "file", b"x")
+    return ""
+
+
+def _sync_names(place: Path) -> str:
+    return "" if sync_directory(place) else "names are not synced"
+
+
+def _write_new(path: Path, data: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(data)
+
+
+@contextmanager
+def scratch_folder(
+    directory: Path, prefix: str, progress: Progress = NO_PROGRESS
+) -> Iterator[Path]:
+    """Make a new folder in a directory; at the end of the context, remove it with its content.
+
+    The name has a random part after ``prefix``. ``progress`` is checked during the removal; errors
+    of this library from it are ignored.
+    """
+    folder = directory / f"{prefix}{uuid.uuid4().hex[:12]}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        msg = (
+            f"{directory} cannot be written ({error.strerror or error}), expected a directory for "
+            "checkpoints: check its permissions, and whether it is mounted read-only"
+        )
+        raise SaveError(msg) from error
+    try:
+        yield folder
+    finally:
+        _remove(folder, progress)
+
+
+def _remove(folder: Path, progress: Progress) -> None:
+    # A file that another host has open reappears under another name for a while.
+    for left in reversed(range(5)):
+        for inner in _folders_in(folder):
+            shutil.rmtree(inner, ignore_errors=True)
+            with suppress(ElasticZeroError):  # The step has failed: remove the folder all the same.
+                progress.check()
+        shutil.rmtree(folder, ignore_errors=True)
+        if not os.path.lexists(folder):
+            return
+        if left:
+            time.sleep(1.0)
+    log.warning("%s could not be removed. It can be deleted.", folder)
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    with suppress(OSError):
+        return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
+    return []

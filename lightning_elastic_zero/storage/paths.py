@@ -91,16 +91,18 @@ def existing_path(path: str | os.PathLike[str]) -> Path:
     return real_path(path) if os.path.exists(path) else Path(path)  # noqa: PTH110 (never raises)
 
 
-def sync_directory(path: Path) -> None:
-    """Flush the names in a directory to disk (fsync), if the file system supports this."""
+def sync_directory(path: Path) -> bool:
+    """Flush the names in a directory to disk (fsync); return whether the file system can."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     except OSError as error:
         if error.errno not in _NOT_FOR_DIRECTORIES:
             raise
+        return False
     finally:
         os.close(descriptor)
+    return True
 
 
 def open_descriptor(path: str | os.PathLike[str], flags: int) -> int:

@@ -126,12 +126,12 @@ PLACES: dict[tuple[str, str, str], str] = {
         LINKS + "test_a_copy_has_only_files_of_the_checkpoint"
     ),
     # -- selftest, in a folder that it creates under a unique name
-    ("storage/probe.py", "_write_new", "path.open to write"): SELFTEST,
-    ("storage/probe.py", "_rename", "hidden.rename"): SELFTEST,
-    ("storage/probe.py", "_rename", "(place / 'new').replace"): SELFTEST,
-    ("storage/probe.py", "_exchange", "exchange_names"): SELFTEST,
-    ("storage/probe.py", "_links", "(place / 'try').symlink_to"): SELFTEST,
-    ("storage/probe.py", "_remove", "shutil.rmtree"): SELFTEST,
+    ("checkpoint/directory_check.py", "_write_new", "path.open to write"): SELFTEST,
+    ("checkpoint/directory_check.py", "_rename", "hidden.rename"): SELFTEST,
+    ("checkpoint/directory_check.py", "_rename", "(place / 'new').replace"): SELFTEST,
+    ("checkpoint/directory_check.py", "_exchange", "exchange_names"): SELFTEST,
+    ("checkpoint/directory_check.py", "_links", "(place / 'try').symlink_to"): SELFTEST,
+    ("checkpoint/directory_check.py", "_remove", "shutil.rmtree"): SELFTEST,
     ("selftest.py", "_measure", "raw.unlink"): SELFTEST_WORLDS,
     ("selftest.py", "_write", "path.open to write"): SELFTEST_WORLDS,
     ("selftest.py", "_run_rank", "os.O_WRONLY"): SELFTEST_WORLDS,

@@ -26,6 +26,14 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from lightning_elastic_zero import SaveError, UnsupportedError, run_selftest, selftest
+from lightning_elastic_zero.checkpoint.directory_check import (
+    EXCHANGE,
+    LINKS,
+    RENAME,
+    SYNC_FILE,
+    SYNC_NAMES,
+    scratch_folder,
+)
 from lightning_elastic_zero.coordination.client import StoreRanks
 from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import OneRank
@@ -49,14 +57,6 @@ from lightning_elastic_zero.selftest import (
     rows_of,
     usable,
     world_sizes,
-)
-from lightning_elastic_zero.storage.probe import (
-    EXCHANGE,
-    LINKS,
-    RENAME,
-    SYNC_FILE,
-    SYNC_NAMES,
-    scratch_folder,
 )
 from tests.support.processes import HANG_TIMEOUT_S, free_port, output_of
 from tests.support.ranks import ROOT, environment
@@ -106,7 +106,7 @@ def bad_disk(library: Path, directory: Path, refused: Mapping[str, int]) -> dict
 PROBE = """
 import json, sys
 from pathlib import Path
-from lightning_elastic_zero.storage.probe import probe_capabilities
+from lightning_elastic_zero.checkpoint.directory_check import probe_capabilities
 rows = probe_capabilities(Path(sys.argv[1]))
 print(json.dumps([[row.what, row.outcome, row.details] for row in rows]))
 """
