@@ -7,13 +7,12 @@ Results of ``get_extra_state`` (scales of fp8 layers, counters) are saved with t
 from __future__ import annotations
 
 import hashlib
-import io
 import logging
 import os
-import pickle
 import threading
 import time
 import uuid
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -70,7 +69,6 @@ from lightning_elastic_zero.formats.elastic import (
     writes_weights,
 )
 from lightning_elastic_zero.formats.reader import EXTRA_STATES, OPTIMIZER_STATE
-from lightning_elastic_zero.formats.torch_read import PLAIN_DATA, unpickle
 from lightning_elastic_zero.storage.checkpoints import (
     Staged,
     await_shared,
@@ -93,8 +91,7 @@ from lightning_elastic_zero.storage.ownership import (
 from lightning_elastic_zero.storage.paths import parse_path
 from lightning_elastic_zero.storage.stores import AnyPath
 
-_PROTOCOL = 2
-"""Pickle protocol of ``torch.save``."""
+log = logging.getLogger(__name__)
 
 
 def check_loads_weights_only(parts: Mapping[str, Any]) -> None:
@@ -102,58 +99,25 @@ def check_loads_weights_only(parts: Mapping[str, Any]) -> None:
 
     ``parts`` are values by their title in messages. Raises SaveError with the innermost such value.
     """
-    for name, value in parts.items():
-        if (why := _unreadable(value)) is None:
-            continue
-        path, found, why = _innermost((name,), value, why)
+    for path, value in _not_plain(dict(parts), ()):
         msg = (
-            f"{format_tree_path(path)} is a {type(found).__name__}, but saved state has to be "
-            f"plain data that torch.load(weights_only=True) can read ({why}). Return numbers, "
-            "strings, tensors, and lists and dicts of them from state_dict()."
+            f"{format_tree_path(path)} is a {type(value).__name__}, but saved state has to be "
+            "plain data that torch.load(weights_only=True) can read. Return numbers, strings, "
+            "dense tensors, and lists and dicts of them from state_dict()."
         )
         raise SaveError(msg)
 
 
-def _innermost(path: TreePath, value: Any, why: str) -> tuple[TreePath, Any, str]:
-    """Return the path, value and reason of the innermost unreadable value."""
-    for key, inner in _inside(value):
-        if (its := _unreadable(inner)) is not None:
-            return _innermost((*path, key), inner, its)
-    return path, value, why
-
-
-def _inside(value: object) -> Iterator[tuple[str | int, Any]]:
-    if isinstance(value, Mapping):
-        yield from ((str(key), inner) for key, inner in value.items())
-    elif isinstance(value, (list, tuple)):
-        yield from enumerate(value)
-
-
-def _unreadable(value: object) -> str | None:
-    """Return why a value cannot be read; None if it can."""
-    stream = io.BytesIO()
-    try:
-        _WithoutTensors(stream, _PROTOCOL).dump(value)
-        unpickle(stream.getvalue(), lambda _: None, PLAIN_DATA)
-    except Exception as error:  # noqa: BLE001 (whatever a pickle can raise)
-        return str(error).partition(" Please use")[0].partition("\n")[0] or repr(error)
-    return None
-
-
-class _WithoutTensors(pickle.Pickler):
-    """Pickles a value without the contents of its tensors."""
-
-    def persistent_id(self, obj: Any) -> tuple[str] | None:
-        """Return a placeholder for a tensor; raise ValueError if it is not a plain one."""
-        if not isinstance(obj, torch.Tensor):
-            return None
-        if not is_plain(obj):
-            msg = f"a {type(obj).__name__} with layout {obj.layout} is not a plain tensor"
-            raise ValueError(msg)
-        return ("storage",)
-
-
-log = logging.getLogger(__name__)
+def _not_plain(value: Any, path: TreePath) -> Iterator[tuple[TreePath, Any]]:
+    # torch reads a Counter too, which MultiStepLR has.
+    if type(value) in (dict, OrderedDict, Counter) and all(map(is_plain, value)):
+        for key, inner in value.items():
+            yield from _not_plain(inner, (*path, str(key)))
+    elif type(value) in (list, tuple):
+        for index, inner in enumerate(value):
+            yield from _not_plain(inner, (*path, index))
+    elif not is_plain(value):
+        yield path, value
 
 
 def with_extra_states(
