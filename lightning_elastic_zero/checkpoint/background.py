@@ -128,7 +128,7 @@ def _pages(size_bytes: int) -> torch.Tensor:
     if not size_bytes:
         return torch.empty(0, dtype=torch.uint8)
     try:
-        return map_pages(size_bytes, (LARGE_PAGES, NOT_FOR_CHILDREN))
+        return map_pages(size_bytes, LARGE_PAGES, NOT_FOR_CHILDREN)
     except OSError as error:
         msg = (
             f"Could not allocate {size_bytes / 1e9:.1f} GB of host memory for the snapshot of this "

@@ -15,7 +15,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import sys
 import threading
 import time
 import traceback
@@ -282,7 +281,8 @@ class BackgroundSave(threading.Thread):
 
     def run(self) -> None:
         """Write and publish; then make the links and deletions that waited for it."""
-        _lower_priority()
+        with suppress(OSError):  # So that it runs only where training leaves room.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         stats = None
         try:
             use_device(self._device)
@@ -505,13 +505,6 @@ def _joined(first: ElasticZeroError | None, second: ElasticZeroError) -> Elastic
     both = type(first)(f"{first}; {second}")
     both.__cause__ = first.__cause__
     return both
-
-
-def _lower_priority() -> None:
-    """Lower this thread's priority, so that it runs only where training leaves room."""
-    if sys.platform == "linux":
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def _at_exit(writer: weakref.ref[AsyncCheckpointer]) -> Callable[[], None]:

@@ -334,10 +334,10 @@ _LARGE_BYTES = 4 << 20
 _CHUNK_BYTES = 256 << 10
 """Minimum size of a chunk that is mapped separately, which costs less than filling it."""
 
-LARGE_PAGES = "MADV_HUGEPAGE"
+LARGE_PAGES = mmap.MADV_HUGEPAGE
 """Pages of 2 MB if the system has them: one page fault instead of 512."""
 
-NOT_FOR_CHILDREN = "MADV_DONTFORK"
+NOT_FOR_CHILDREN = mmap.MADV_DONTFORK
 """Excludes memory from forked children that do not read it. Otherwise, the system would copy each
 page when the parent writes it."""
 
@@ -350,7 +350,7 @@ def host_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     size_bytes = math.prod(shape) * dtype.itemsize
     if size_bytes < _LARGE_BYTES:
         return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
-    return map_pages(size_bytes, (LARGE_PAGES,)).view(dtype).view(tuple(shape))
+    return map_pages(size_bytes, LARGE_PAGES).view(dtype).view(tuple(shape))
 
 
 def host_chunk(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -363,21 +363,20 @@ def host_chunk(numel: int, dtype: torch.dtype) -> torch.Tensor:
     size_bytes = numel * dtype.itemsize
     if size_bytes < _CHUNK_BYTES:
         return torch.empty(numel, dtype=dtype, device="cpu")
-    return map_pages(size_bytes, (LARGE_PAGES,)).view(dtype)
+    return map_pages(size_bytes, LARGE_PAGES).view(dtype)
 
 
-def map_pages(size_bytes: int, advice: Sequence[str]) -> torch.Tensor:
+def map_pages(size_bytes: int, *advice: int) -> torch.Tensor:
     """Map zeroed memory as a 1-D tensor of ``torch.uint8``, which owns it.
 
-    ``torch.empty`` fills its result if deterministic algorithms are requested. ``advice`` has names
-    of ``mmap`` advice; unknown ones are ignored, since they only affect speed. Raises OSError if
-    the system has no memory.
+    ``torch.empty`` fills its result if deterministic algorithms are requested. ``advice`` is for
+    ``madvise``; a kernel without it ignores it, since it only affects speed. Raises OSError if the
+    system has no memory.
     """
     pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for name in advice:
-        if hasattr(mmap, name):
-            with suppress(OSError):
-                pages.madvise(getattr(mmap, name))
+    for option in advice:
+        with suppress(OSError):
+            pages.madvise(option)
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 

@@ -92,7 +92,7 @@ class _ChunkPlanner(DefaultSavePlanner):
         self._progress = progress
         # torch's writer keeps the last chunk of each tensor, so all chunks share one memory.
         sizes = [math.prod(c.sizes) * t.dtype.itemsize for t in tensors for c in _chunks(t.shape)]
-        self._memory = map_pages(max([1, *sizes]), ())
+        self._memory = map_pages(max([1, *sizes]))
         entries: dict[str, Any] = {
             key: TensorStorageMetadata(
                 TensorProperties(dtype=t.dtype), torch.Size(t.shape), list(_chunks(t.shape))

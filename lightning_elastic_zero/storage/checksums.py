@@ -16,9 +16,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -102,8 +100,7 @@ def _sync_range(descriptor: int, start_byte: int, size_bytes: int, flags: int) -
 
     An error is reported only once: a following ``fsync`` may succeed.
     """
-    if (call := _sync_file_range()) is None:
-        return False
+    call = ctypes.CDLL(None, use_errno=True).sync_file_range
     start, size = ctypes.c_int64(start_byte), ctypes.c_int64(size_bytes)
     if call(ctypes.c_int(descriptor), start, size, ctypes.c_uint(flags)) == 0:
         return True
@@ -111,14 +108,6 @@ def _sync_range(descriptor: int, start_byte: int, size_bytes: int, flags: int) -
     if number in _NOT_SUPPORTED:
         return False
     raise OSError(number, os.strerror(number))
-
-
-@cache
-def _sync_file_range() -> Any | None:
-    try:
-        return ctypes.CDLL(None, use_errno=True).sync_file_range
-    except (AttributeError, OSError, TypeError):
-        return None
 
 
 CHUNK_BYTES = 65536

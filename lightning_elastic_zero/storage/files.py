@@ -96,7 +96,7 @@ class _LocalSource:
 
     def announce(self, blocks: Iterable[_Block]) -> None:
         for start, stop, *_ in blocks:
-            with suppress(OSError, AttributeError):  # It is only an optimization.
+            with suppress(OSError):  # It is only an optimization.
                 os.posix_fadvise(self._descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
 
     def read_into(self, memory: memoryview, start: int) -> int:

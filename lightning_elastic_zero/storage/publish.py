@@ -64,7 +64,7 @@ def exchange_names(one: Path, other: Path) -> bool:
     """
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError, TypeError):
+    except AttributeError:
         return False
     result = renameat2(
         ctypes.c_int(_AT_FDCWD),
