@@ -42,7 +42,6 @@ from lightning_elastic_zero.core.compatibility import (
 from lightning_elastic_zero.core.layout import Fragment, Layout, TransferPlan, spans
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME, Group, Manifest, TrainingProgress
 from lightning_elastic_zero.core.names import (
-    KeyMapping,
     mapping_to,
     match_groups,
     origins_of,
@@ -181,8 +180,9 @@ def find_fallback(
         lambda: _older_than(asked, ranks.progress, fits_model, can_replace),
     )
     for path, step in found:
-        problems = ranks.all_gather(f"load: verify {path}", partial(_problem, path, ranks))
-        if not any(problems):
+        with suppress(*DAMAGE_ERRORS):
+            share = partial(verify_share, parse_path(path), ranks)
+            ranks.run_all(f"load: verify {path}", share)
             return path, step
     return None
 
@@ -258,15 +258,6 @@ def _can_replace(other: Manifest, damaged: Manifest) -> bool:
     older = other.progress.global_steps <= damaged.progress.global_steps
     whole = damaged.weights_only or not other.weights_only
     return _shapes(other) == _shapes(damaged) and older and whole
-
-
-def _problem(path: str, ranks: Ranks) -> str:
-    """Verify this rank's share; return what is wrong with it."""
-    try:
-        verify_share(parse_path(path), ranks)
-    except DAMAGE_ERRORS as error:
-        return str(error)
-    return ""
 
 
 def verify_share(path: AnyPath, ranks: Ranks) -> None:
@@ -430,7 +421,7 @@ def load_engine(
 def _has_same_shapes(live: LiveEngine, options: LoadOptions, saved: Manifest) -> bool:
     """Whether a checkpoint and the model share parameters, all of the same shapes."""
     described = live.describe()
-    renaming = _renaming(described, options)
+    renaming = mapping_to(described.names(), options.renamed)
     here = {p.name: p.shape for p in described.parameters}
     pairs = [(renaming.here(p.name), p.shape) for p in saved.parameters]
     shared = [here[name] == shape for name, shape in pairs if name in here]
@@ -472,15 +463,7 @@ def _load_once(
     *,
     options: LoadOptions,
 ) -> LoadResult:
-    """Make one attempt.
-
-    Args:
-        path: the checkpoint.
-        live: the engine.
-        ranks: those that load.
-        found: gets the save id, on rank 0.
-        options: the options.
-    """
+    """Make one attempt; on rank 0, ``found`` gets the save id."""
     began, asked = time.monotonic(), parse_path(path)
     requests = request_count(asked)
     first = ranks.broadcast("load: find the checkpoint", lambda: _find(path, ranks, found, options))
@@ -585,15 +568,10 @@ def _open(
             "has just replaced it, load again"
         )
         raise CheckpointFormatError(msg)
-    renaming = _renaming(live.describe(), options)
+    renaming = mapping_to(live.describe().names(), options.renamed)
     if not options.renamed and all(renaming.here(n) == n for n in source.manifest.names()):
         return source
     return RenamedReader(source, renaming, str(directory))
-
-
-def _renaming(here: Manifest, options: LoadOptions) -> KeyMapping:
-    """Return how the checkpoint's names become the model's."""
-    return mapping_to(here.names(), options.renamed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -651,12 +629,7 @@ class _Load:
         return scope, shared
 
     def _check_optimizer(self, scope: RestoreScope) -> None:
-        """Refuse the state of another optimizer, or of another step than the weights.
-
-        Raises:
-            CheckpointMismatchError: it belongs to another optimizer, or a group lacks state.
-            CheckpointFormatError: it was saved at another step.
-        """
+        """Refuse the state of another optimizer, or of another step than the weights."""
         manifest, info = self.source.manifest, self.source.info
         if scope.optimizer_state and info.unmatched:
             msg = f"{self.where} does not fit this model: {info.unmatched}"

@@ -144,9 +144,20 @@ def restore_extra_states(
     takes = {n: m for n, m in _named(module).items() if type(m).set_extra_state is not base}
     here = {unwrapped(name): part for name, part in takes.items()}
     found = {unwrapped(name): state for name, state in saved.items()}
-    if warns:
-        missing = [name for name in takes if unwrapped(name) not in found]
-        _warn(where, missing, [name for name in found if name not in here])
+    missing = [name for name in takes if unwrapped(name) not in found]
+    if warns and missing:
+        log.warning(
+            "%s has no extra state for these modules, which keep their current one: %s",
+            where,
+            format_names(missing),
+        )
+    surplus = [name for name in found if name not in here]
+    if warns and surplus:
+        log.warning(
+            "%s has extra state that no module accepts through set_extra_state: %s",
+            where,
+            format_names(surplus),
+        )
     for name in here.keys() & found.keys():
         try:
             here[name].set_extra_state(found[name])
@@ -158,22 +169,6 @@ def restore_extra_states(
                 "saved state."
             )
             raise CheckpointMismatchError(msg) from error
-
-
-def _warn(where: str, missing: list[str], surplus: list[str]) -> None:
-    """Warn of states that only the model or only the checkpoint has."""
-    if missing:
-        log.warning(
-            "%s has no extra state for these modules, which keep their current one: %s",
-            where,
-            format_names(missing),
-        )
-    if surplus:
-        log.warning(
-            "%s has extra state that no module accepts through set_extra_state: %s",
-            where,
-            format_names(surplus),
-        )
 
 
 def _named(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -205,7 +200,10 @@ def comparison_tables(manifest: Manifest, state: RankState) -> Tables:
             {key: canonical_repr(value, f"the state {key!r}") for key, value in f.scalars.items()}
             for f in state.flats
         ],
-        "hyperparameters": [_digest(group.hyperparameters) for group in manifest.groups],
+        "hyperparameters": [
+            xxhash.xxh3_64_hexdigest(text.encode(errors="surrogatepass"))
+            for text in (canonical_repr(dict(g.hyperparameters)) for g in manifest.groups)
+        ],
         "replicas": list(state.replica_sums),
     }
 
@@ -378,11 +376,6 @@ def _table_text(table: object) -> bytes:
     return json.dumps(table).encode()
 
 
-def _digest(hyperparameters: Mapping[str, Any]) -> str:
-    text = canonical_repr(dict(hyperparameters))
-    return xxhash.xxh3_64_hexdigest(text.encode(errors="surrogatepass"))
-
-
 class Cancellation:
     """Decides once whether a save is cancelled or published. Used by two threads."""
 
@@ -547,26 +540,36 @@ def write_shards(
         staged[0].put_in_place()
         cancellation.published = True
         staged[0].clean(ranks.progress)
-        cost = _cost(files, time.monotonic() - began, write_s)
+        seconds = time.monotonic() - began
         others = sum(of_rank["requests"] for of_rank in (written or [])[1:])
-        return {**cost, "requests": others + request_count(contents.target) - requests}
+        return {
+            "seconds": seconds,
+            "waited_s": seconds,
+            "write_s": write_s,
+            "publish_s": seconds - write_s,
+            "bytes": sum(entry.size_bytes for entry in files),
+            "requests": others + request_count(contents.target) - requests,
+        }
 
     try:
         first = ranks.broadcast(
             "save: make a directory", lambda: _stage(contents, tables(), ranks, staged)
         )
-        target = first["path"]
+        target, number = first["path"], ""
         with staged[0].touch_regularly() if staged else nullcontext():
-            number = _fingerprint(contents, target, ranks, progress)
+            if contents.options.fingerprint:
+                step = f"save {target}: fingerprint"
+                state = contents.manifest, contents.state
+                number = str(live_fingerprint(*state, ranks, step, progress))
             written = ranks.gather(f"save {target}: write", write_files)
             published = ranks.broadcast(f"save {target}: publish", publish)
     except BaseException:
         for directory in staged:
             directory.abandon()
         raise
-    step = contents.options.step
-    step = contents.manifest.progress.global_steps if step is None else step
-    return CheckpointStats(target, step=step, fingerprint=number, **published)
+    steps = contents.options.step
+    steps = contents.manifest.progress.global_steps if steps is None else steps
+    return CheckpointStats(target, step=steps, fingerprint=number, **published)
 
 
 def _stage(
@@ -591,20 +594,6 @@ def _progress(contents: ShardContents, ranks: Ranks, cancellation: Cancellation)
         tensors += [*contents.state.frozen.values(), *contents.state.module_weights.values()]
     size_bytes = sum(tensor.nbytes for tensor in tensors)
     return io_progress("writing", ranks, contents.options.show, size_bytes, cancellation.check)
-
-
-def _cost(files: tuple[FileEntry, ...], seconds: float, write_s: float) -> dict[str, Any]:
-    """Return the cost of a save for ``CheckpointStats``."""
-    of_both = {"seconds": seconds, "waited_s": seconds, "publish_s": seconds - write_s}
-    return {**of_both, "write_s": write_s, "bytes": sum(entry.size_bytes for entry in files)}
-
-
-def _fingerprint(contents: ShardContents, target: str, ranks: Ranks, progress: Progress) -> str:
-    """Return the fingerprint of the state to write, empty if not requested; collective."""
-    if not contents.options.fingerprint:
-        return ""
-    step = f"save {target}: fingerprint"
-    return str(live_fingerprint(contents.manifest, contents.state, ranks, step, progress))
 
 
 def _await_staging(first: Mapping[str, Any], target: AnyPath) -> AnyPath:
