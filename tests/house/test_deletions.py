@@ -29,10 +29,10 @@ LATEST_FILE = "tests/core/test_storage.py::TestReplaceDurably::test_only_the_nam
 TAKEN = RACES + "test_a_name_taken_during_the_save_is_refused"
 EXPORTS = "tests/tools/test_conversion.py::test_nothing_is_overwritten_and_"
 KILLED_EXPORT = (
-    "tests/tools/test_conversion_processes.py::test_a_foreign_file_in_a_killed_conversion_stays"
+    "tests/tools/test_conversion_processes.py::test_a_foreign_file_in_a_killed_conversion_is_kept"
 )
 CAME_TO_EXPORT = "tests/tools/test_conversion.py::test_a_file_that_appears_at_the_target_stays"
-SELFTEST = "tests/tools/test_selftest.py::test_a_users_files_stay"
+SELFTEST = "tests/tools/test_selftest.py::test_a_users_files_are_kept"
 SELFTEST_WORLDS = "tests/tools/test_selftest.py::test_selftest_holds_alone"
 CAME = RACES + "test_a_directory_with_a_new_file_is_kept"
 
@@ -104,13 +104,13 @@ PLACES: dict[tuple[str, str, str], str] = {
     ),
     ("storage/publish.py", "_put_back", "hidden.rename"): (LEFT + "test_repair_replaces_nothing"),
     ("storage/owners.py", "filesystem_time_s", "probe.touch"): (
-        LEFT + "test_the_clocks_file_does_not_replace_one"
+        LEFT + "test_the_clock_probe_does_not_replace_a_file"
     ),
     ("storage/owners.py", "filesystem_time_s", "probe.unlink"): (
-        LEFT + "test_the_clocks_file_does_not_replace_one"
+        LEFT + "test_the_clock_probe_does_not_replace_a_file"
     ),
     ("storage/owners.py", "_remove", "marker.unlink"): (
-        "tests/core/test_concurrent_runs.py::test_foreign_files_with_the_name_of_a_note_stay"
+        "tests/core/test_concurrent_runs.py::test_foreign_files_with_the_name_of_a_marker_are_kept"
     ),
     ("trainer/checkpoint_io.py", "stop", "Path(made).rmdir"): (
         "tests/trainer/test_directory_check.py::test_a_missing_checkpoint_leaves_no_trace"
