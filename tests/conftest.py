@@ -128,6 +128,8 @@ LONG_FIRST = (
     "engine",
     "foreign",
     "releases",
+    "integrations",
+    "stores",
 )
 
 

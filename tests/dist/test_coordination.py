@@ -35,7 +35,7 @@ from lightning_elastic_zero.coordination.liveness import STALL_TIMEOUT_S, Timeou
 from lightning_elastic_zero.coordination.ranks import OneRank, Ranks, connect_ranks
 from lightning_elastic_zero.coordination.store import check_open_file_limit, open_file_limit_warning
 from lightning_elastic_zero.errors import RanksError, SaveError
-from tests.support.launch import Job, RankResult, run_ranks
+from tests.support.launch import Job, RankResult, run_ranks, run_side_by_side
 from tests.support.outcome import log_heard
 from tests.support.processes import PROMPT_TIMEOUT_S
 from tests.support.ranks import ForkServer
@@ -228,13 +228,24 @@ def wake(pid: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def living(fork_server: ForkServer) -> list[RankResult]:
-    return run_ranks(steps_of_living_ranks, WORLD, fork_server)
+def results(fork_server: ForkServer) -> list[list[RankResult]]:
+    programs = (steps_of_living_ranks, ranks_are_lost, first_rank_is_lost)
+    return run_side_by_side(programs, WORLD, fork_server)
 
 
 @pytest.fixture(scope="module")
-def lost(fork_server: ForkServer) -> list[RankResult]:
-    return run_ranks(ranks_are_lost, WORLD, fork_server)
+def living(results: list[list[RankResult]]) -> list[RankResult]:
+    return results[0]
+
+
+@pytest.fixture(scope="module")
+def lost(results: list[list[RankResult]]) -> list[RankResult]:
+    return results[1]
+
+
+@pytest.fixture(scope="module")
+def first_lost(results: list[list[RankResult]]) -> list[RankResult]:
+    return results[2]
 
 
 def notes(results: list[RankResult], case: str) -> list[Any]:
@@ -553,11 +564,6 @@ def store_host_is_suspended(job: Job) -> None:
     if host is not None:
         host.kill()
         host.wait()
-
-
-@pytest.fixture(scope="module")
-def first_lost(fork_server: ForkServer) -> list[RankResult]:
-    return run_ranks(first_rank_is_lost, WORLD, fork_server)
 
 
 @pytest.mark.parametrize("case", ["at work", "at once"])

@@ -10,8 +10,6 @@ compared with one that the pull request's code wrote.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -22,6 +20,7 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 
+from tests.examples._forked_python import forked_programs
 from tests.foreign._fixtures import unpack
 from tests.support.checkpoints import (
     Saved,
@@ -32,8 +31,8 @@ from tests.support.checkpoints import (
 )
 from tests.support.engines import BUFFERS, Setup
 from tests.support.oracle import Dump, differences, expected_in, same_bits
-from tests.support.processes import HANG_TIMEOUT_S
-from tests.support.ranks import Pools, environment
+from tests.support.processes import output_of
+from tests.support.ranks import ForkServer, Pools, environment
 
 pytestmark = pytest.mark.engine
 
@@ -302,21 +301,13 @@ def test_lightnings_function_recovers_and_writes_the_same_weights(
 @pytest.mark.skipif(find_spec("huggingface_hub") is None, reason="the script imports it")
 @pytest.mark.parametrize("setup", [RUNS[1], RUNS[4], RUNS[6]], ids=str)
 def test_the_script_in_the_checkpoint_recovers_the_weights(
-    setup: Setup, saved_by: Callable[..., Saved], tmp_path: Path
+    setup: Setup, saved_by: Callable[..., Saved], fork_server: ForkServer, tmp_path: Path
 ) -> None:
     saved = saved_by(setup)
-    command = [sys.executable, "zero_to_fp32.py", ".", str(tmp_path)]
-    ran = subprocess.run(
-        command,
-        cwd=saved.path,
-        env=environment(),
-        capture_output=True,
-        timeout=HANG_TIMEOUT_S,
-        check=False,
-    )
-    output = tmp_path / "pytorch_model.bin"
-    assert output.exists(), ran.stderr.decode()
-    found = torch.load(output, weights_only=True)
+    with forked_programs(fork_server, tmp_path / "programs") as programs:
+        command = (programs / "python", "zero_to_fp32.py", ".", tmp_path)
+        output_of(command, Path(saved.path), environment())
+    found = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
     # It writes a tied weight under one of its names, and frozen weights in fp32.
     tied = found.get("head.weight", found.get("embedding.weight"))
     wanted = {n: t.float() if "frozen" in n else t for n, t in expected(saved).items()}

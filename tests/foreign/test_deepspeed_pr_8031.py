@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import subprocess
-import sys
 import tarfile
 from collections.abc import Callable
 from contextlib import closing
@@ -29,6 +27,7 @@ from lightning_elastic_zero.errors import CheckpointFormatError
 from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.tools.conversion import convert_checkpoint
 from lightning_elastic_zero.tools.view import open_view
+from tests.examples._forked_python import forked_programs
 from tests.foreign._fixture_table import small
 from tests.foreign._fixtures import DATA, unpack
 from tests.foreign._load_assertions import refused, restored
@@ -37,7 +36,8 @@ from tests.foreign._restore_programs import Case, another
 from tests.support.engines import Engine, Setup, engine_of
 from tests.support.oracle import dump, same_bits
 from tests.support.outcome import log_heard
-from tests.support.ranks import Pools, environment
+from tests.support.processes import output_of
+from tests.support.ranks import ForkServer, Pools, environment
 
 OF_OTHERS = ("groups-on-4", "plain-on-2")
 SHARDS = "*_optim_states.pt"
@@ -268,11 +268,11 @@ def test_conversions_contain_masters_and_frozen_weights(to: str, tmp_path: Path)
     assert set(truth["frozen"]) <= set(found)
 
 
-def test_deepspeeds_script_recovers_the_weights(tmp_path: Path) -> None:
+def test_deepspeeds_script_recovers_the_weights(fork_server: ForkServer, tmp_path: Path) -> None:
     path, truth = unpack_others("groups-on-4", tmp_path)
-    command = [sys.executable, "-m", "deepspeed.utils.zero_to_fp32", str(path), str(tmp_path / "o")]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
-    assert not done.returncode, done.stderr
+    with forked_programs(fork_server, tmp_path / "programs") as programs:
+        command = (programs / "python", "-m", "deepspeed.utils.zero_to_fp32", path, tmp_path / "o")
+        output_of(command, tmp_path, environment())
     found = torch.load(tmp_path / "o" / "pytorch_model.bin", weights_only=True)
     for of, states in truth["state"].items():
         assert same_bits(found[of], states["fp32"]), of

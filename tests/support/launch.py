@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -64,12 +64,41 @@ def run_ranks(
     if store_of_launcher:
         host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = host.port if host is not None else free_port()
+    return _run(
+        [
+            partial(_be_rank, program, port, Job(rank, world_size), store_of_launcher)
+            for rank in range(world_size)
+        ],
+        fork_server,
+        timeout_s,
+    )
+
+
+def run_side_by_side(
+    programs: Sequence[Callable[[Job], None]], world_size: int, fork_server: ForkServer
+) -> list[list[RankResult]]:
+    """Run programs that mostly wait at the same time, each as ``run_ranks`` does."""
+    ports = [free_port() for _ in programs]
+    results = _run(
+        [
+            partial(_be_rank, program, port, Job(rank, world_size), store_of_launcher=False)
+            for program, port in zip(programs, ports, strict=True)
+            for rank in range(world_size)
+        ],
+        fork_server,
+        HANG_TIMEOUT_S,
+    )
+    return [results[at : at + world_size] for at in range(0, len(results), world_size)]
+
+
+def _run(
+    calls: Sequence[Callable[[], None]], fork_server: ForkServer, timeout_s: float
+) -> list[RankResult]:
     with tempfile.TemporaryDirectory() as folder:
         ranks: list[Program] = []
         try:
-            for rank in range(world_size):
-                call = partial(_be_rank, program, port, Job(rank, world_size), store_of_launcher)
-                ranks.append(fork_server.start_program(call, Path(folder), str(rank)))
+            for number, call in enumerate(calls):
+                ranks.append(fork_server.start_program(call, Path(folder), str(number)))
             end = time.monotonic() + timeout_s
             return [_result(rank.wait(end), rank) for rank in ranks]
         except TimeoutError as error:

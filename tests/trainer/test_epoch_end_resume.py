@@ -25,14 +25,15 @@ RUN = RunSpec(
 )
 
 
-@pytest.mark.cases(1)
+@pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["counting", "counting, sized", "counting, batches"])
-def test_positioned_data_yield_each_epoch_once(kind: str, worlds: Pools, tmp_path: Path) -> None:
+def test_positioned_data_yield_each_epoch_once(
+    kind: str, world: int, worlds: Pools, tmp_path: Path
+) -> None:
     run = replace(RUN, kind=kind, root=str(tmp_path))
     whole = record(worlds, 2, run)
     assert len({tuple(whole.steps[step]) for step in range(0, 20, 5)}) == 4  # epochs differ
-    for world in (1, 2, 3):
-        assert_continued(worlds, world, run, whole, POINTS, batch_size=12 // world)
+    assert_continued(worlds, world, run, whole, POINTS, batch_size=12 // world)
 
 
 @pytest.mark.long
@@ -108,18 +109,20 @@ KEPT: dict[str, RunSpec] = {
 """Loaders that keep their samplers, and draw for each sample as it is fetched."""
 
 
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("name", KEPT)
 def test_kept_loaders_repeat_order_and_random_numbers_of_workers(
-    worlds: Pools, tmp_path: Path
+    name: str, worlds: Pools, tmp_path: Path
 ) -> None:
-    for name, kept in KEPT.items():
-        trainer, root = {**kept.trainer, "use_distributed_sampler": False}, str(tmp_path / name)
-        run = replace(kept, trainer=trainer, save=("inside 1.0", "epoch 1"), root=root)
-        second = run.resumed("inside 1.0", save=("inside 2.0",), root=f"{root}/2")
-        runs = [run, second, second.resumed("inside 2.0"), run.resumed("epoch 1")]
-        whole, *resumed = records(worlds, 1, runs)
-        for of, begin in zip(resumed, (6, 12, 12), strict=True):
-            assert of.steps == from_step(whole.steps, begin), name
-            assert of.losses == from_step(whole.losses, begin), name
+    trainer = {**KEPT[name].trainer, "use_distributed_sampler": False}
+    save, root = ("inside 1.0", "epoch 1"), str(tmp_path)
+    run = replace(KEPT[name], trainer=trainer, save=save, root=root)
+    second = run.resumed("inside 1.0", save=("inside 2.0",), root=f"{root}/2")
+    runs = [run, second, second.resumed("inside 2.0"), run.resumed("epoch 1")]
+    whole, *resumed = records(worlds, 1, runs)
+    for of, begin in zip(resumed, (6, 12, 12), strict=True):
+        assert of.steps == from_step(whole.steps, begin)
+        assert of.losses == from_step(whole.losses, begin)
 
 
 def test_persistent_workers_are_warned_of_once(worlds: Pools, tmp_path: Path) -> None:

@@ -215,7 +215,7 @@ def resumed(run: RunSpec) -> dict[str, RunSpec]:
 
 @pytest.mark.parametrize(
     ("asynchronous", "moments"),
-    [*((False, MOMENTS[i::3]) for i in range(3)), (True, ("inside 0.2", "step 1.3"))],
+    [*((False, MOMENTS[i::5]) for i in range(5)), (True, ("inside 0.2", "step 1.3"))],
 )
 def test_epoch_values_and_decisions_are_those_of_the_whole_run(
     asynchronous: bool, moments: tuple[str, ...], worlds: Pools, tmp_path: Path

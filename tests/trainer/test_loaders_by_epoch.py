@@ -31,31 +31,31 @@ SIZE_POINTS = {"inside 0.3": 3, "step 1.3": 15, "inside 1.2": 14, "epoch 0": 12,
 SEED_POINTS = {"inside 0.3": 3, "step 1.3": 7, "epoch 0": 4, "inside 2.0": 8, "step 2.4": 12}
 
 
+@pytest.mark.parametrize(("world", "size"), [(2, 1), (1, 2)])
 @pytest.mark.parametrize("kind", ["size", "size of a stream"])
 def test_a_batch_size_by_epoch_skips_and_repeats_no_sample(
-    kind: str, worlds: Pools, tmp_path: Path
+    kind: str, world: int, size: int, worlds: Pools, tmp_path: Path
 ) -> None:
     run = replace(SIZES, kind=f"by epoch: {kind}", save=(*SIZE_POINTS,), root=str(tmp_path))
     whole = record(worlds, 2, run)
     assert whole.global_step == 22
     assert [len(whole.steps[step]) for step in (0, 12, 18)] == [4, 8, 12]
-    for world, size in ((2, 1), (1, 2)):
-        seen = assert_continued(worlds, world, run, whole, SIZE_POINTS, batch_size=size)
-        for of, point in zip(seen, SIZE_POINTS, strict=True):
-            changed = any("global batch changes" in text for text in of.messages)
-            assert changed == (point == "epoch 0")  # where it does
+    seen = assert_continued(worlds, world, run, whole, SIZE_POINTS, batch_size=size)
+    for of, point in zip(seen, SIZE_POINTS, strict=True):
+        changed = any("global batch changes" in text for text in of.messages)
+        assert changed == (point == "epoch 0")  # where it does
 
 
+@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_seed_by_epoch_is_that_of_the_saved_epoch(
-    every: int, worlds: Pools, tmp_path: Path
+    every: int, world: int, worlds: Pools, tmp_path: Path
 ) -> None:
     trainer = {"reload_dataloaders_every_n_epochs": every}
     run = RunSpec(kind="by epoch: seed", length=48, epochs=5, trainer=trainer)
     run = replace(run, save=(*SEED_POINTS,), root=str(tmp_path))
     whole = record(worlds, 2, run)
-    for world in (2, 1):
-        assert_continued(worlds, world, run, whole, SEED_POINTS)
+    assert_continued(worlds, world, run, whole, SEED_POINTS)
 
 
 def test_loaders_kept_from_an_earlier_epoch_are_warned_of(worlds: Pools, tmp_path: Path) -> None:
