@@ -87,7 +87,7 @@ class CopiedBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Do what is called, and count what it copies."""
+        """Make the call, and count the bytes that it copies."""
         del types
         if func.overloadpacket.__name__ in {"copy_", "clone", "_to_copy"}:
             self.count += args[0].nbytes
@@ -99,7 +99,8 @@ class CopiedBytes(TorchDispatchMode):
 def make_engine(stage: int, width: int = WIDTH) -> Any:
     import deepspeed
 
-    # Which fills all memory that is asked for, as if it were used: see support/fork_server.py.
+    # Deterministic algorithms fill all requested memory, as if it were used: see
+    # support/fork_server.py.
     torch.use_deterministic_algorithms(mode=False)
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -143,7 +144,7 @@ def load(stage: int, path: str) -> dict[str, int]:
 
 
 def reload(stage: int, path: str) -> dict[str, int]:
-    """Load thrice; return the memory of the second load, and the bytes that the third copied."""
+    """Load three times; return the memory of the second load, and the bytes copied by the third."""
     from lightning_elastic_zero.api import load_checkpoint
 
     engine = make_engine(stage)
@@ -253,7 +254,8 @@ def with_sub_groups(layers: int) -> nn.Module:
 def swapped_engine(layers: int) -> Iterator[Any]:
     import deepspeed
 
-    # Which fills all memory that is asked for, as if it were used: see support/fork_server.py.
+    # Deterministic algorithms fill all requested memory, as if it were used: see
+    # support/fork_server.py.
     torch.use_deterministic_algorithms(mode=False)
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -288,8 +290,8 @@ def step(engine: Any) -> None:
 
 
 def measured(work: Callable[[], object]) -> dict[str, int]:
-    """Do work; return the peaks of anonymous and of resident memory, mapped files included."""
-    Path("/proc/self/clear_refs").write_text("5")  # The high-water mark begins anew.
+    """Do work; return the peaks of anonymous memory, and of resident memory with mapped files."""
+    Path("/proc/self/clear_refs").write_text("5")  # The high-water mark is reset.
     resident = resident_bytes("VmRSS")
     with PeakMemory() as peak:
         work()

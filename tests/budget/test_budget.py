@@ -14,7 +14,7 @@ from tests.budget._budget_ranks import STATE_BYTES, evaluate, load, operations, 
 from tests.support.ranks import ForkServer, Pools
 
 EXTRA_BYTES = 64e6
-"""Memory above own state: one bounded chunk, and what Python and torch need besides."""
+"""Memory above a rank's own state: one bounded chunk, and overhead of Python and torch."""
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def measured(fork_server: ForkServer) -> Callable[..., list[dict[str, Any]]]:
 def test_ranks_read_the_state_once_and_hold_one_chunk_more(
     measured: Callable[..., list[dict[str, Any]]], tmp_path: Path
 ) -> None:
-    """Ranks read 1.05 times the state at most, and hold 64 MB above their own state at most."""
+    """Ranks read at most 1.05 times the state, and use at most 64 MB above their own state."""
     path = tmp_path / "big.ckpt"
     for saved in measured(save, 2, 3, path):
         assert saved["extra"] < EXTRA_BYTES
@@ -45,8 +45,8 @@ def test_ranks_read_the_state_once_and_hold_one_chunk_more(
         assert sum(rank["read"] for rank in loaded) <= 1.05 * STATE_BYTES
         assert sum(rank["read"] for rank in loaded) >= STATE_BYTES
         for rank in loaded:
-            # A kernel without these counts would let everything pass. What was free before may be
-            # used again, so that it is some megabytes less than what is a rank's own.
+            # A kernel without these counters would let everything pass. Memory that was free before
+            # may be reused, so the value is some megabytes less than a rank's own state.
             assert -rank["own"] / 2 < rank["extra"] < EXTRA_BYTES
     # An evaluation reads the masters, a third of the state, and no byte of optimizer state.
     evaluated = measured(evaluate, 2, 3, path)
@@ -61,7 +61,7 @@ LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 def test_a_load_into_live_state_takes_each_page_once(
     measured: Callable[..., list[dict[str, Any]]], tmp_path: Path
 ) -> None:
-    """fp32 masters are received in place; states next to the live ones, whose memory is freed."""
+    """fp32 masters are received in place; states next to the live ones, which are then freed."""
     path = tmp_path / "live.ckpt"
     measured(save, 2, 3, path)
     for stage in (2, 3):
@@ -72,22 +72,22 @@ def test_a_load_into_live_state_takes_each_page_once(
                 assert loaded["faults"] * mmap.PAGESIZE < loaded["states"] / 4
             masters = loaded["states"] / 2
             assert masters <= loaded["copied"] < 1.1 * masters
-            # Of ZeRO-2's weights each rank sends its part to where it belongs.
+            # Each rank sends only its own part of ZeRO-2's weights.
             assert loaded["gathered"] < 0.01 * masters
 
 
 SAVE_AGREEMENTS, LOAD_AGREEMENTS = 4, 5
 RANK_0_SYNCS = 8
-"""Besides its files: the owner file, `latest`, the script, the manifest, four folders."""
+"""In addition to its files: the owner file, `latest`, the script, the manifest, four folders."""
 LOOKS_PER_FILE, OTHER_LOOKS = 5, 50
-"""How often rank 0 asks for the status of each file that it replaces, and of all else together."""
+"""Status calls of rank 0 for each file that it replaces, and for everything else together."""
 
 
 @pytest.mark.engine
 def test_fixed_costs_of_agreements_syncs_and_files(
     measured: Callable[..., list[dict[str, Any]]], tmp_path: Path
 ) -> None:
-    """These cost milliseconds or a round trip each, however small the state."""
+    """Each costs milliseconds or a round trip, even for a small state."""
     for stage, own_files in ((2, 1), (3, 2)):
         path = tmp_path / f"{stage}.ckpt"
         of_ranks = measured(operations, 3, stage, path)

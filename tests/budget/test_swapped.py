@@ -13,16 +13,16 @@ pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 RANKS = 2
 SUB_GROUPS = (8, 24)
-"""100 and 300 MB of masters and moments, of which each rank has half."""
+"""100 and 300 MB of masters and moments, half of it on each rank."""
 
 OTHER_PAGES_BYTES = 64e6
-"""Resident beside the state: files that are mapped for something else, the checkpoint's own."""
+"""Other resident memory: mapped files, including those of the checkpoint."""
 
 
 def test_memory_does_not_grow_with_the_sub_groups(
     fork_server: ForkServer, pools: Pools, tmp_path: Path
 ) -> None:
-    """States in files are only mapped; by the system's peak, which counts pages of mapped files."""
+    """States in files are only mapped; the system's peak counts pages of mapped files."""
     skip_without("AsyncIOBuilder", pools)
     for sub_groups in SUB_GROUPS:
         path = tmp_path / f"{sub_groups}.ckpt"

@@ -22,7 +22,7 @@ def device(pytestconfig: pytest.Config) -> str:
 
 @pytest.fixture(scope="session")
 def device_pools(device: str, request: pytest.FixtureRequest) -> Iterator[Pools]:
-    """Yield the worlds of ranks on that device; only ``--device=cpu`` starts processors' ranks."""
+    """Yield the worlds of ranks on that device; without the option, ``pools`` on CPUs."""
     if device == "cpu" and not request.config.getoption("--device"):
         yield request.getfixturevalue("pools")
         return
@@ -35,7 +35,7 @@ def device_pools(device: str, request: pytest.FixtureRequest) -> Iterator[Pools]
 
 @pytest.fixture
 def on_device(device: str, device_pools: Pools) -> OnDevice[T]:
-    """Return what runs a call on all ranks of a world there, or skips the test without room."""
+    """Return a function that runs a call on all ranks of a world, and skips without devices."""
 
     def run(world: int, call: Callable[[], T]) -> list[T]:
         skip_without_devices(device, world)

@@ -1,4 +1,4 @@
-"""What a card may do otherwise than processors; the same tests run on both (``--device``)."""
+"""Behavior that may differ between GPUs and CPUs; the same tests run on both (``--device``)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ROUNDS, MEASURED_BYTES = 4, 64 << 20
 def background_saves(
     engine: Engine, path: str, snapshot_bytes: int | None = None
 ) -> Iterator[tuple[CheckpointManager, Ranks]]:
-    """Yield what saves behind an engine's training, as the strategy does."""
+    """Yield a manager that saves in the background of an engine's training, like the strategy."""
     from lightning_elastic_zero.engine.live import LiveEngine
 
     manager = CheckpointManager(Timeouts(), background=True, max_snapshot_bytes=snapshot_bytes)
@@ -56,10 +56,10 @@ def background_saves(
         manager.stop(interrupted=False)
 
 
-def save_behind_training(saved: Saved, snapshot_bytes: int | None) -> bool:
-    """Save in the background while the run goes on; return whether the copy is in pinned memory.
+def save_in_background(saved: Saved, snapshot_bytes: int | None) -> bool:
+    """Save in the background of training; return whether the copy is in pinned memory.
 
-    ``saved`` has the oracle's dump of what the run held when it was told to save.
+    ``saved`` contains the oracle's dump of the state at the save.
     """
     from lightning_elastic_zero.engine.live import LiveEngine
 
@@ -85,12 +85,12 @@ class Stall:
     """The best of some rounds, in seconds."""
 
     stall_s: float
-    """For how long training waited for a save in the background."""
+    """Time for which training waited for a background save."""
     copy_s: float
-    """Of as many bytes from the device to the host, into pinned memory where it can be."""
+    """Time to copy as many bytes from the device to the host, pinned if possible."""
 
 
-def stall_beside_copy(folder: str) -> Stall:
+def stall_and_copy(folder: str) -> Stall:
     """Measure both in turn; the first round warms up."""
     from lightning_elastic_zero.engine.live import LiveEngine
 
@@ -145,7 +145,7 @@ FUSED = [
     Setup(1, "1", optimizer="ASGD"),
     Setup(2, "3", optimizer="ASGD"),
     Setup(1, "1", optimizer="fused capturable"),
-    # On a CPU torch takes capturable=True for its fused kernel alone.
+    # On a CPU, torch accepts capturable=True only for its fused kernel.
     *(
         pytest.param(setup, marks=pytest.mark.gpu)
         for setup in (
@@ -160,7 +160,7 @@ FUSED = [
 
 @pytest.mark.long
 @pytest.mark.parametrize("setup", [*PRECISIONS, *OFFLOADED, *FUSED], ids=str)
-def test_a_run_goes_on_bit_for_bit(
+def test_a_run_continues_bit_for_bit(
     setup: Setup, device_pools: Pools, on_device: OnDevice[Continued], tmp_path: Path
 ) -> None:
     """Losses and state after a resume on the device are those of the uninterrupted run."""
@@ -181,7 +181,7 @@ def test_a_run_goes_on_bit_for_bit(
 def test_another_number_of_devices(
     source: Setup, target: Setup, on_device: OnDevice[StateComparison | None], tmp_path: Path
 ) -> None:
-    """Two devices' state is restored on one, and one's on two."""
+    """The state of two devices is restored on one, and that of one on two."""
     saved = Saved(source, str(tmp_path / "saved.ckpt"))
     on_device(source.world, partial(train_and_save, saved))
     assert_same(on_device(target.world, partial(load, target, saved, steps_before=1)))
@@ -205,7 +205,7 @@ def test_two_cpu_ranks_to_one_device_and_back(
     on_device: OnDevice[StateComparison | None],
     tmp_path: Path,
 ) -> None:
-    """What comes back to 2 CPU ranks is what they had saved; on the way it was on a device."""
+    """Two CPU ranks get back the state that they saved, after it was on a device."""
     first = Saved(on_processors, str(tmp_path / "first.ckpt"))
     second = Saved(there, str(tmp_path / "second.ckpt"))
     pools.run(2, partial(train_and_save, first))
@@ -228,7 +228,7 @@ def test_two_cpu_ranks_to_one_device_and_back(
     ],
     ids=str,
 )
-def test_a_save_behind_training(
+def test_a_save_in_the_background_of_training(
     setup: Setup,
     snapshot_bytes: int | None,
     device: str,
@@ -236,12 +236,13 @@ def test_a_save_behind_training(
     on_device: OnDevice[bool],
     tmp_path: Path,
 ) -> None:
-    """It holds what the run held when it was told to save, though that has gone on since.
+    """The save has the state at its call, although the run has continued.
 
-    What lies on a card is copied into pinned memory: into other it is not copied beside training.
+    State on a GPU is copied into pinned memory: other copies would not run in parallel with
+    training.
     """
     saved = Saved(setup, str(tmp_path / "behind.ckpt"))
-    pinned = on_device(setup.world, partial(save_behind_training, saved, snapshot_bytes))
+    pinned = on_device(setup.world, partial(save_in_background, saved, snapshot_bytes))
     assert_same(device_pools.run(setup.world, partial(load, setup, saved)))
     if snapshot_bytes is None and not setup.offload:
         assert pinned == [device == "cuda"] * setup.world
@@ -251,7 +252,7 @@ def test_a_save_behind_training(
 def test_a_fit_goes_to_the_device_and_back(
     pools: Pools, on_device: OnDevice[FingerprintResult], tmp_path: Path
 ) -> None:
-    """The strategy's own saves behind training, by the fingerprint of what each resume has."""
+    """The strategy's own background saves, checked by the fingerprint of each resume."""
     strategy = {"fingerprint": True, "async_save": True}
     plan = FitSpec(str(tmp_path / "0"), strategy=strategy)
     pools.run(2, partial(fit, plan))
@@ -259,16 +260,16 @@ def test_a_fit_goes_to_the_device_and_back(
         path = Path(plan.root) / "last.ckpt"
         root = str(tmp_path / str(turn))
         plan = replace(plan, root=root, stage=stage, epochs=turn + 1, ckpt_path=str(path))
-        told = run(world, partial(fit, plan))[0]
-        assert told.live == recorded_fingerprint(path)
-        assert told.saved == recorded_fingerprint(Path(root) / "last.ckpt") != told.live
+        result = run(world, partial(fit, plan))[0]
+        assert result.live == recorded_fingerprint(path)
+        assert result.saved == recorded_fingerprint(Path(root) / "last.ckpt") != result.live
 
 
 @pytest.mark.long
 def test_a_fit_in_fp16_goes_to_the_device_and_back(
     pools: Pools, on_device: OnDevice[tuple[Held, Held]], tmp_path: Path
 ) -> None:
-    """``16-true`` of a Trainer: each resume holds what was saved, its loss scaler too."""
+    """``16-true`` of a Trainer: each resume has the saved state, including the loss scale."""
     plan = HalfFit(str(tmp_path / "0"), "16-true", 1)
     ends = pools.run(2, partial(half_precision_fit, plan))
     for turn, (stage, run, world) in enumerate([(3, on_device, 1), (2, pools.run, 2)], start=1):
@@ -282,11 +283,11 @@ def test_a_fit_in_fp16_goes_to_the_device_and_back(
 
 
 @pytest.mark.long
-def test_the_stall_is_measured_beside_a_copy(
+def test_the_stall_is_measured_with_a_copy(
     device: str, on_device: OnDevice[Stall], tmp_path: Path
 ) -> None:
-    """A run ends with both, in a table: no time is a verdict here."""
-    (found,) = on_device(1, partial(stall_beside_copy, str(tmp_path)))
+    """The end of the test run prints both in a table; no time fails the test."""
+    (found,) = on_device(1, partial(stall_and_copy, str(tmp_path)))
     assert found.stall_s > 0 < found.copy_s
     STALLS.count(device, "MiB", MEASURED_BYTES >> 20)
     STALLS.count(device, "µs of stall", round(found.stall_s * 1e6))
@@ -294,6 +295,6 @@ def test_the_stall_is_measured_beside_a_copy(
 
 
 def assert_same(verdicts: Sequence[object]) -> None:
-    """Fail unless the oracle, on rank 0, has found everything the same."""
+    """Assert that the oracle, on rank 0, has found no difference."""
     assert isinstance(verdicts[0], StateComparison)
     verdicts[0].assert_same()

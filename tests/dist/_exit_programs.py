@@ -1,7 +1,7 @@
-"""Worlds of ranks that come to their end: one process after another, forked from one.
+"""Worlds of ranks that end: one process forks the ranks of one world after another.
 
-Called with names of functions below and how many worlds shall run each, it prints the exit statuses
-of their ranks as JSON, by name.
+Called with the names of functions below, and a number of worlds for each, it prints the exit
+statuses of their ranks as JSON, by name.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from tests.support.processes import free_port
 WORLD = 2
 SPIN_S = 0.2
 HELD_S = 7.0
-"""Longer than a line that is closed waits for its thread."""
+"""Longer than closed ranks wait for their thread."""
 
 
 def stock() -> None:
     """End while a worker of gloo waits for Python's lock, which it needs to free a tensor.
 
-    On a busy machine it happens by itself, when the worker is not scheduled for an instant. Here
-    this thread does not hand the lock over: it computes, and asks nothing of the system.
+    On a busy machine this happens by itself, if the worker is not scheduled for a moment. Here,
+    this thread keeps the lock: it computes without system calls.
     """
     tensor = torch.ones(3)
     seen = tensor.numpy()
@@ -51,14 +51,14 @@ def stock() -> None:
 
 
 def left_open() -> None:
-    """End like that after steps of this library, nothing closed."""
+    """End like ``stock`` after steps of this library, without closing anything."""
     ranks = connect_ranks()
     assert ranks.all_gather("meet", dist.get_rank) == [*range(dist.get_world_size())]
     stock()
 
 
 def closed() -> None:
-    """End like that, the ranks closed."""
+    """End like ``stock``, with closed ranks."""
     ranks = connect_ranks()
     ranks.run_all("meet", lambda: None)
     ranks.close()
@@ -66,27 +66,27 @@ def closed() -> None:
 
 
 def destroyed() -> None:
-    """End like that, but somebody refers to the process group that is destroyed."""
+    """End like ``stock``, with a reference to the destroyed process group."""
     closed()
     sys.modules["__main__"].__dict__["kept"] = dist.group.WORLD
     dist.destroy_process_group()
 
 
 def exits() -> None:
-    """End like that by ``sys.exit``."""
+    """End like ``stock``, through ``sys.exit``."""
     left_open()
     sys.exit(0)
 
 
 def raises() -> None:
-    """End like that by an exception; Python's own status for it is 1."""
+    """End like ``stock``, with an exception, for which Python's status is 1."""
     left_open()
     sys.stderr.close()
     raise SystemExit(1) from OSError("disk")
 
 
 def host_is_stopped() -> None:
-    """Rank 1 is told to end while its thread waits for the store, whose host goes on meanwhile."""
+    """Rank 1 exits while its thread waits for the store, whose host continues meanwhile."""
     times = Timeouts(heartbeat_interval_s=0.1)
     ranks = StoreRanks(_get_default_store(), dist.get_rank(), dist.get_world_size(), times=times)
     host = ranks.broadcast("host", os.getpid)
@@ -104,7 +104,7 @@ def host_is_stopped() -> None:
 
 
 class _LastOfAll:
-    """Keeps the interpreter from its end while a process is stopped, and a little longer."""
+    """Delays the end of the interpreter while a process is stopped, and a little longer."""
 
     def __init__(self, pid: int) -> None:
         self._look = Path(f"/proc/{pid}/stat").read_text

@@ -55,7 +55,7 @@ def attempt(call: Callable[[], object]) -> dict[str, Any]:
     start = time.monotonic()
     try:
         found: dict[str, Any] = {"value": call()}
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the test looks at it
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (the test checks it)
         cause = type(error.__cause__).__name__ if error.__cause__ else None
         found = {"error": type(error).__name__, "message": str(error), "cause": cause}
     return {**found, "seconds": time.monotonic() - start}
@@ -74,7 +74,7 @@ def open_ranks(job: Job) -> StoreRanks:
 
 
 def steps_of_living_ranks(job: Job) -> None:
-    """Results and failures, with nobody lost; at last an end as Lightning's, without ``close``."""
+    """Results and failures without lost ranks; it ends as under Lightning, without ``close``."""
     atexit.register(dist.destroy_process_group)
     many_connections(job)
     ranks = connect_ranks()
@@ -96,7 +96,7 @@ def steps_of_living_ranks(job: Job) -> None:
     job.note("after all", ranks.all_gather("last", lambda: job.rank))
     times = [attempt(lambda: ranks.run_all("empty", lambda: None)) for _ in range(200)]
     job.note("latency_ms", 1000 * statistics.median(t["seconds"] for t in times))
-    # Rank 0 is the last to be done, and takes the store away while the others poll slowly.
+    # Rank 0 finishes last, and removes the store while the others poll slowly.
     end = attempt(lambda: ranks.run_all("end", lambda: time.sleep(job.rank == 0)))
     if job.rank == 0:
         ranks.close()
@@ -109,22 +109,22 @@ def refused(job: Job, ranks: Ranks) -> None:
     job.note("nested", attempt(lambda: ranks.run_all("a", lambda: ranks.run_all("b", inner))))
 
     job.note("object", attempt(lambda: ranks.gather("names", lambda: {job.rank: object()})))
-    noise = random.Random(0).randbytes(8_000_000).hex()  # packs badly
+    noise = random.Random(0).randbytes(8_000_000).hex()  # compresses badly
     job.note("too long", attempt(lambda: ranks.broadcast("noise", lambda: noise)))
     long = attempt(lambda: len(ranks.broadcast("zeros", lambda: "0" * 20_000_000)))
     job.note("long", long)
 
 
 def calls_of_some(job: Job) -> None:
-    """Make a call on rank 0 alone, then one on every rank."""
+    """Make a call on rank 0 only, then one on every rank."""
     for call in ("save at step 1", "save at step 2"):
         if job.rank == 0 or call.endswith("2"):
-            job.note(call, attempt(partial(look, call)))
+            job.note(call, attempt(partial(make_call, call)))
         dist.barrier()
 
 
-def look(call: str) -> list[int]:
-    """Make a call with ranks of its own."""
+def make_call(call: str) -> list[int]:
+    """Make a call with its own ranks."""
     ranks = connect_ranks(SHORT, name="calls", call=call)
     try:
         return ranks.all_gather("look", dist.get_rank)
@@ -133,24 +133,24 @@ def look(call: str) -> list[int]:
 
 
 def many_connections(job: Job) -> None:
-    """Agree over several lines at once, and count their connections to the store."""
+    """Agree in several sessions at once, and count their connections to the store."""
     lines = [connect_ranks(name=f"line {number}") for number in range(LINES)]
     for line in lines:
         line.run_all("come", lambda: None)
     job.note("connections", len({id(line._thread._connection) for line in lines}))  # type: ignore[attr-defined]
     for line in lines[1:]:
         line.close()
-    job.note("first goes on", lines[0].all_gather("meet", lambda: job.rank))
+    job.note("first continues", lines[0].all_gather("meet", lambda: job.rank))
     lines[0].close()
-    anew = connect_ranks()
-    job.note("anew", anew.all_gather("meet", lambda: job.rank))
-    anew.close()
+    again = connect_ranks()
+    job.note("again", again.all_gather("meet", lambda: job.rank))
+    again.close()
 
 
 def held_up(job: Job) -> None:
-    """Hold the thread of one rank for longer than a silent rank is waited for, rank 0's at last."""
+    """Delay the thread of one rank for longer than the timeout of a silent rank; rank 0's last."""
     for rank in (2, 0):
-        heartbeat_timeout_s = 1.6 if rank else 6.0  # rank 0 notices itself that it was held up
+        heartbeat_timeout_s = 1.6 if rank else 6.0  # rank 0 itself notices that it was delayed
         times = replace(SHORT, heartbeat_timeout_s=heartbeat_timeout_s, absent_timeout_s=60.0)
         ranks = StoreRanks(
             _get_default_store(), job.rank, job.world_size, name=f"held {rank}", times=times
@@ -165,7 +165,7 @@ def held_up(job: Job) -> None:
 
 
 def interrupted_while_waiting(ranks: Ranks) -> dict[str, Any]:
-    """Interrupt rank 3, which has done its part, by a signal; the others work until they hear."""
+    """Interrupt rank 3, which has finished its part; the others work until they notice."""
 
     def work() -> None:
         while ranks.rank != 3:
@@ -184,7 +184,7 @@ def interrupted_while_waiting(ranks: Ranks) -> dict[str, Any]:
 
 
 def ranks_are_lost(job: Job) -> None:
-    """One fails early, one is stopped and goes on, one is killed, one closes, one ends."""
+    """One rank fails early, one is stopped and continues, one is killed, one closes, one ends."""
     ranks = open_ranks(job)
 
     def long_work(error: Exception | None) -> None:
@@ -221,7 +221,7 @@ def signalled(job: Job, number: signal.Signals) -> Callable[[], None]:
 
 
 def wake(pid: int) -> None:
-    """Make a stopped process go on when the others have heard that it does not."""
+    """Continue a stopped process once the others have noticed that it is stopped."""
     while _get_default_store().add("heard", 0) < WORLD - 1:
         time.sleep(0.05)
     os.kill(pid, signal.SIGCONT)
@@ -249,13 +249,13 @@ def first_lost(results: list[list[RankResult]]) -> list[RankResult]:
 
 
 def notes(results: list[RankResult], case: str) -> list[Any]:
-    """Return what each rank noted of a case."""
+    """Return the note of each rank for a case."""
     assert all(case in result.notes for result in results), [r.stderr[-2000:] for r in results]
     return [result.notes[case] for result in results]
 
 
 def raised(results: list[RankResult], case: str) -> tuple[str, str]:
-    """Return the class and the message that every one of these ranks raised in bounded time."""
+    """Return the class and the message that all these ranks raised in bounded time."""
     found = notes(results, case)
     assert all("error" in note and note["seconds"] < PROMPT_TIMEOUT_S for note in found), found
     (same,) = {(note["error"], note["message"]) for note in found}
@@ -268,14 +268,14 @@ def test_a_rank_gets_its_own_result_of_a_step_together(living: list[RankResult])
 
 
 def test_results_are_shared_in_rank_order(living: list[RankResult]) -> None:
-    """Rank 0 alone gathers; the result of a broadcast is rank 0's."""
+    """Only rank 0 gathers; the result of a broadcast is rank 0's."""
     everyone = [[r, "é"] for r in range(WORLD)]
     assert notes(living, "gather") == [everyone, None, None, None]
     assert notes(living, "all_gather") == [everyone] * WORLD
     assert notes(living, "broadcast") == [[0, "é"]] * WORLD
 
 
-def test_what_one_rank_raises_all_ranks_raise(living: list[RankResult]) -> None:
+def test_an_error_of_one_rank_is_raised_on_all(living: list[RankResult]) -> None:
     message = (
         "step 'write shards' failed on rank 2 of 4: OSError: [Errno 28] No space left on device"
     )
@@ -286,7 +286,7 @@ def test_what_one_rank_raises_all_ranks_raise(living: list[RankResult]) -> None:
 
 
 def test_a_step_within_a_step_is_refused(living: list[RankResult]) -> None:
-    """It could not end before the outer one."""
+    """It could not end before the outer step."""
     assert "'b' was started within another step" in raised(living, "nested")[1]
 
 
@@ -317,41 +317,41 @@ def test_a_call_on_one_rank_leaves_later_calls_in_step(living: list[RankResult])
     assert found == [list(range(WORLD))] * WORLD
 
 
-def test_a_thread_that_is_held_up_is_waited_for(living: list[RankResult]) -> None:
-    """Its process runs, as the system says: it is longer silent than a rank that may be dead."""
+def test_a_delayed_thread_is_waited_for(living: list[RankResult]) -> None:
+    """Its process is reported to run, so it may be silent longer than a rank that may be dead."""
     for rank in (2, 0):
         found = notes(living, f"held {rank}")
         assert [note.get("value") for note in found] == [list(range(WORLD))] * WORLD, found
         assert min(note["seconds"] for note in found) > 3.0
     (line,) = notes(living, "held 2")[2]["log"]
     assert "rank 2: the coordination thread was not scheduled" in line
-    assert "time.sleep(4.0)" in line, "it does not say where the thread is"
+    assert "time.sleep(4.0)" in line, "the position of the thread is missing"
 
 
-def test_a_process_has_one_connection_beside_torchs(living: list[RankResult]) -> None:
-    """However many ranks are made in it; those that are closed take it from no others."""
+def test_a_process_has_one_connection_besides_torchs(living: list[RankResult]) -> None:
+    """For any number of ranks in it; closing some does not affect the others."""
     assert notes(living, "connections") == [1] * WORLD
-    assert notes(living, "first goes on") == [list(range(WORLD))] * WORLD
-    assert notes(living, "anew") == [list(range(WORLD))] * WORLD
+    assert notes(living, "first continues") == [list(range(WORLD))] * WORLD
+    assert notes(living, "again") == [list(range(WORLD))] * WORLD
 
 
 def test_agreement_is_cheap(living: list[RankResult]) -> None:
-    """Steps can be made freely: an empty one costs some milliseconds, and waits for no beat."""
+    """Steps are cheap: an empty one takes some milliseconds, and waits for no heartbeat."""
     print("median of an empty step:", notes(living, "latency_ms"), "ms")
     assert max(notes(living, "latency_ms")) < 500 * Timeouts().heartbeat_interval_s
 
 
-def test_rank_0_does_not_take_the_last_verdict_away(living: list[RankResult]) -> None:
-    """It may host the store: the others hear of their last success before it closes."""
+def test_the_last_verdict_reaches_all_ranks(living: list[RankResult]) -> None:
+    """Rank 0 may host the store: the others learn of their last success before it closes."""
     assert [note.get("error") for note in notes(living[1:], "end")] == [None] * (WORLD - 1)
 
 
 def test_a_process_ends_quietly_without_close(
     living: list[RankResult], lost: list[RankResult]
 ) -> None:
-    """The thread neither keeps a process alive nor meets a store that has gone away.
+    """The thread neither keeps a process alive nor fails on a missing store.
 
-    Here rank 0 hosts the store, and is the last one; there it has gone before the others.
+    In ``lost``, rank 0 hosts the store and ends last; in ``living``, it ends before the others.
     """
     ends = [(result.returncode, result.stderr) for result in (*living[1:], lost[0])]
     assert ends == [(0, "")] * WORLD
@@ -362,8 +362,8 @@ def test_progress_raises_early_when_another_rank_failed(lost: list[RankResult]) 
     assert raised(lost, "early") == ("RanksError", message)
 
 
-def test_a_stopped_rank_is_named_and_goes_on(lost: list[RankResult]) -> None:
-    """It does not beat; when it goes on it hears that the others have gone on without it."""
+def test_a_stopped_rank_is_named_and_continues(lost: list[RankResult]) -> None:
+    """It sends no heartbeats; when it continues, it learns that the others went on without it."""
     message = raised(lost, "stopped")[1]
     assert "without rank 3 of 4: no heartbeat for 1.6 s (its process" in message
     assert "is stopped), last seen" in message
@@ -384,11 +384,11 @@ def test_a_closed_rank_is_named_at_once(lost: list[RankResult]) -> None:
 
 
 def test_a_rank_that_ended_is_named(lost: list[RankResult]) -> None:
-    """A process that comes to its end without ``close`` says so to the others."""
+    """A process that ends without ``close`` reports its end to the others."""
     assert "rank 1: it has ended its session" in raised(lost[:1], "left")[1]
 
 
-def test_a_limit_that_is_too_low_is_told() -> None:
+def test_a_limit_that_is_too_low_causes_a_warning() -> None:
     assert open_file_limit_warning(400, 1024, 100, "rank 0") == ""
     text = open_file_limit_warning(1024, 1024, 50, "rank 0, process 7,")
     for part in ("1024 ranks", "rank 0, process 7,", "1024 open files", "2098", "ulimit -n 8192"):
@@ -410,8 +410,8 @@ def test_the_limit_is_that_of_the_process(caplog: pytest.LogCaptureFixture) -> N
     assert "900 open files" in record.message
 
 
-def test_times_that_would_bury_the_living_are_refused() -> None:
-    """A rank must be able to miss some beats."""
+def test_timeouts_that_would_fail_living_ranks_are_refused() -> None:
+    """A rank must be able to miss some heartbeats."""
     with pytest.raises(ValueError, match="at least 4"):
         Timeouts(heartbeat_interval_s=10)
     with pytest.raises(ValueError, match="held_up_timeout_s of at least"):
@@ -428,7 +428,7 @@ def test_stall_and_absent_timeouts_are_positive_numbers(wrong: Any) -> None:
 
 @pytest.mark.parametrize("seconds", [0.5, 2, 50, 3600.0])
 def test_stall_and_absent_timeouts_change_nothing_else(seconds: float) -> None:
-    """A rank must be able to miss some beats; who died is still noticed as early."""
+    """A rank may miss some heartbeats, and a dead rank is still noticed as early."""
     default = Timeouts()
     beats = replace(default, heartbeat_interval_s=min(default.heartbeat_interval_s, seconds / 4))
     assert Timeouts.of(seconds) == replace(beats, stall_timeout_s=seconds)
@@ -436,7 +436,7 @@ def test_stall_and_absent_timeouts_change_nothing_else(seconds: float) -> None:
 
 
 def test_one_rank_needs_no_process_group() -> None:
-    """It runs the work, gives what several ranks would give, and raises what the work raises."""
+    """It runs the work, returns the results that several ranks would, and raises its errors."""
     assert not dist.is_initialized()
     ranks = connect_ranks()
     assert isinstance(ranks, OneRank)
@@ -453,18 +453,18 @@ def test_one_rank_needs_no_process_group() -> None:
 
 
 STOP_S = 4.5
-"""Longer than it takes the others to give up a step."""
+"""Longer than the other ranks need to give up a step."""
 
 
 def suspend(pid: int) -> None:
-    """Stop a process, maybe this one, and let it go on in a while; it is gone for no longer."""
+    """Stop a process, maybe this one, for a while."""
     wakes = subprocess.Popen(["/bin/sh", "-c", f"sleep {STOP_S}; kill -CONT {pid}"])
     os.kill(pid, signal.SIGSTOP)
     wakes.wait()
 
 
 def run_every_step_kind(ranks: StoreRanks) -> list[str]:
-    """Return what failed before the first step worked."""
+    """Run steps of every kind; return the failures before the first step succeeded."""
     failed: list[str] = []
     while True:
         try:
@@ -491,7 +491,7 @@ def run_every_step_kind(ranks: StoreRanks) -> list[str]:
 
 
 def first_rank_is_lost(job: Job) -> None:
-    """Rank 0, which hosts the store, is stopped for long and goes on, twice; then it is killed."""
+    """Rank 0, which hosts the store, is stopped for long and continues, twice; then killed."""
     ranks = open_ranks(job)
     job.note("at work", attempt(lambda: ranks.run_all("write", lost_work(ranks, suspend))))
     dist.barrier()
@@ -505,12 +505,12 @@ def first_rank_is_lost(job: Job) -> None:
 
 
 def kill(pid: int) -> None:
-    time.sleep(0.5)  # the others may have to read the last verdict yet
+    time.sleep(0.5)  # the others may still read the last verdict
     os.kill(pid, signal.SIGKILL)
 
 
 def lost_work(ranks: StoreRanks, lose: Callable[[int], None]) -> Callable[[], None]:
-    """Return work in which rank 0 is lost; rank 1 has much to do, the others nothing."""
+    """Return work in which rank 0 is lost; rank 1 has much to do, and the others nothing."""
 
     def work() -> None:
         if ranks.rank == 0:
@@ -523,14 +523,14 @@ def lost_work(ranks: StoreRanks, lose: Callable[[int], None]) -> Callable[[], No
 
 
 def not_there_yet(ranks: StoreRanks) -> None:
-    """Rank 0 is stopped before it comes to the step that the others give up."""
+    """Rank 0 is stopped before it enters the step that the others give up."""
     if ranks.rank == 0:
         suspend(os.getpid())
     ranks.gather("sizes", lambda: 1)
 
 
 def store_host_is_suspended(job: Job) -> None:
-    """The store's host, which is no rank, is stopped for long, and goes on."""
+    """The host of the store, which is not a rank, is stopped for long, and continues."""
     code = (
         "import sys; from torch.distributed import TCPStore\n"
         "store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
@@ -570,7 +570,7 @@ def store_host_is_suspended(job: Job) -> None:
 def test_a_step_that_rank_0_missed_fails_on_all_ranks(
     first_lost: list[RankResult], case: str
 ) -> None:
-    """Even a store that does not answer ends the wait; rank 0 does not take it for a success."""
+    """The wait ends even if the store does not answer; rank 0 does not take it for a success."""
     for note in notes(first_lost, case):
         assert note["error"] == "RanksError"
         assert "rank 0" in note["message"]
@@ -578,15 +578,15 @@ def test_a_step_that_rank_0_missed_fails_on_all_ranks(
 
 
 @pytest.mark.long
-def test_when_rank_0_goes_on_the_ranks_are_in_step(first_lost: list[RankResult]) -> None:
-    """The very next step succeeds; where some try again at once, all have made as many tries."""
+def test_ranks_are_in_step_after_rank_0_continues(first_lost: list[RankResult]) -> None:
+    """The next step succeeds. If some ranks retry at once, all need the same number of retries."""
     assert notes(first_lost, "after at work") == [[]] * WORLD
     tries = set(map(len, notes(first_lost, "after at once")))
     assert len(tries) == 1, tries
 
 
 def test_a_killed_first_rank_is_noticed(first_lost: list[RankResult]) -> None:
-    """The others raise by themselves, at work or waiting, though the store is gone."""
+    """The others raise by themselves, working or waiting, although the store is gone."""
     first, *others = first_lost
     assert first.returncode == -signal.SIGKILL
     for note in notes(others, "killed") + notes(others, "again"):
@@ -596,8 +596,8 @@ def test_a_killed_first_rank_is_noticed(first_lost: list[RankResult]) -> None:
 
 
 @pytest.mark.long
-def test_when_the_stores_host_goes_on_the_ranks_are_in_step(fork_server: ForkServer) -> None:
-    """The host need not be a rank: rank 0 loses the store like the others, and finds it again."""
+def test_ranks_are_in_step_after_the_stores_host_continues(fork_server: ForkServer) -> None:
+    """The host need not be a rank: rank 0 loses the store like the others, and reconnects."""
     results = run_ranks(store_host_is_suspended, 3, fork_server)
     for note in notes(results, "stopped"):
         assert note["error"] == "RanksError"

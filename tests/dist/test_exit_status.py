@@ -1,8 +1,8 @@
-"""A rank that is done ends with the status that it means, whatever threads have still to do.
+"""A finished rank exits with its own status, whatever its threads still have to do.
 
-CPython ends a thread that comes back from C++ to an interpreter in its finalization; in the midst
-of C++, that aborts the process (SIGABRT, 134), which a launcher takes for a failed job. Here the
-threads are held up on purpose, so that it happens each time that nobody waits for them.
+CPython ends a thread that returns from C++ to an interpreter that is shutting down. In the middle
+of C++, this aborts the process (SIGABRT, 134), which a launcher takes for a failed job. Here,
+threads are delayed on purpose, so that it happens whenever nothing waits for them.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ STATUS = {
     "destroyed": 0,
     "exits": 0,
     "raises": 1,
-    # The store's host is stopped, and answers while the rank ends that waits for its thread.
+    # The host of the store is stopped, and answers while the rank that waits for its thread ends.
     "host_is_stopped": 0,
 }
 
 
 def statuses(wanted: dict[str, int], timeout_s: float) -> dict[str, list[int]]:
-    """Return the exit statuses of ranks by the program of ``_exit_programs`` that they run.
+    """Return the exit statuses of ranks, by the program of ``_exit_programs`` that they run.
 
-    Not in processes of the fork server: with all that it has imported, the hooks at exit take so
-    long that gloo's workers are done before the interpreter's end.
+    The fork server cannot run them: with all of its imports, the hooks at exit take so long that
+    gloo's workers finish before the end of the interpreter.
     """
     call = [sys.executable, "-m", "tests.dist._exit_programs", json.dumps(wanted)]
     done = subprocess.run(
@@ -50,14 +50,14 @@ def ends() -> dict[str, list[int]]:
 @pytest.mark.long
 @pytest.mark.parametrize("program", STATUS)
 def test_a_rank_exits_with_its_own_status(program: str, ends: dict[str, list[int]]) -> None:
-    """Also where a worker of gloo has not let go of the last collective's tensors yet."""
+    """Even if a worker of gloo still holds the tensors of the last collective."""
     assert ends[program] == [STATUS[program]] * WORLD
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_no_rank_of_many_aborts_at_exit(pytestconfig: pytest.Config) -> None:
-    """None of these; beside it, what becomes of ranks that torch alone sees to their end."""
+    """For comparison, it prints how many ranks abort without this library."""
     worlds = int(pytestconfig.getoption("--exits"))
     found = statuses({"left_open": worlds, "stock": 10}, 3500)
     for program, ended in found.items():

@@ -51,7 +51,7 @@ NUMEL = 3
 
 
 class Counting:
-    """A connection to the store that counts the values which pass through it, beats left out."""
+    """A connection to the store that counts the bytes of all values, except heartbeats."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -78,13 +78,13 @@ class Counting:
 
 
 def contents(job: Job, path: Path, count: int, *, odd: str = "") -> ShardContents:
-    """Make a draft of a ZeRO-1 run with so many parameters, buffers and entries of its trainer.
+    """Return the contents of a ZeRO-1 run with this many parameters, buffers and entries.
 
     Args:
-        job: this rank's.
-        path: where it is saved.
-        count: of each.
-        odd: what differs on the last rank.
+        job: this rank's job.
+        path: the path of the checkpoint.
+        count: the number of each.
+        odd: the kind of value that differs on the last rank.
     """
     odd = odd if job.rank == job.world_size - 1 else ""
     names = [f"model.layers.{index}.weight" for index in range(count)]
@@ -107,7 +107,7 @@ def contents(job: Job, path: Path, count: int, *, odd: str = "") -> ShardContent
 
 
 def saves(job: Job) -> None:
-    """Save few and many parameters, with nothing or something odd, and note the bytes."""
+    """Save few and many parameters, with equal and different values on ranks; note the bytes."""
     with closing(connect_ranks()) as ranks:
         assert isinstance(ranks, StoreRanks)
         folder = Path(ranks.broadcast("make a folder", tempfile.mkdtemp))
@@ -125,13 +125,13 @@ def saves(job: Job) -> None:
                     return write_shards(contents(job, path, count, odd=odd), ranks).path
 
                 outcome = attempt(save)
-                said = outcome.get("message", "")
-                left = sorted(p.name for p in path.iterdir()) if path.exists() else []
-                job.note(f"{odd or 'same'} {count}", [counting.bytes - before, said, left])
+                message = outcome.get("message", "")
+                names = sorted(p.name for p in path.iterdir()) if path.exists() else []
+                job.note(f"{odd or 'same'} {count}", [counting.bytes - before, message, names])
 
 
 def lost_after_publication(job: Job) -> None:
-    """Save; the last rank dies as soon as the checkpoint is in its place, before rank 0 goes on."""
+    """Save; the last rank dies once the checkpoint is in its place, before rank 0 continues."""
     cancellation = Cancellation()
     with closing(connect_ranks()) as ranks:
         path = Path(ranks.broadcast("make a folder", tempfile.mkdtemp)) / "new.ckpt"
@@ -139,21 +139,21 @@ def lost_after_publication(job: Job) -> None:
         if dies:
             _die_when_published(path)
 
-        # The one that dies does not come to the step in which rank 0 publishes.
+        # The dying rank does not enter the step in which rank 0 publishes.
         own: Any = _StopsBefore(ranks, "publish") if dies else ranks
-        said = attempt(lambda: str(write_shards(contents(job, path, FEW), own, cancellation)))
-        job.note("said", said)
+        outcome = attempt(lambda: str(write_shards(contents(job, path, FEW), own, cancellation)))
+        job.note("failure", outcome)
         job.note("published", cancellation.published)
-        job.note("whole", (path / "manifest.json").exists())
+        job.note("complete", (path / "manifest.json").exists())
 
 
 def link_of_one_lost_after_publication(job: Job) -> None:
-    """Save an engine in the background as a run does; the last rank dies at the same instant.
+    """Save an engine in the background, as a run does; the last rank dies at the same moment.
 
-    The link is asked for while the checkpoint is being written, as ``ModelCheckpoint`` does.
+    The link is requested while the checkpoint is being written, as ``ModelCheckpoint`` does.
     """
     os.environ |= {"LOCAL_RANK": str(job.rank), "WORLD_SIZE": str(job.world_size)}
-    deepspeed.init_distributed("gloo")  # takes the process group that is there
+    deepspeed.init_distributed("gloo")  # uses the existing process group
     made, asked = LiveEngine(engine()), threading.Event()
     manager = CheckpointManager(Timeouts(), background=True)
     with closing(connect_ranks()) as ranks:
@@ -171,18 +171,18 @@ def link_of_one_lost_after_publication(job: Job) -> None:
             manager._links.make(path, link)
             job.note("deferred", not os.path.lexists(link))
         asked.set()
-        told: list[object] = []
+        failures: list[object] = []
         try:
             manager.wait_until_finished(ranks)
         except RanksError as error:
-            told += [error, error.__cause__]
-        # The wait may be over, as a rank is lost, before the save is: then nobody was told yet.
-        job.note("told", [str(error) for error in (*told, manager.stop(interrupted=False))])
+            failures += [error, error.__cause__]
+        # The wait may end before the save, since a rank is lost: then no failure was raised yet.
+        job.note("failures", [str(error) for error in (*failures, manager.stop(interrupted=False))])
         job.note("link", str(link.readlink()) if link.is_symlink() else None)
 
 
 def slow_link(job: Job) -> None:
-    """Save in the background where there are no links, and a copy takes longer than a stall may."""
+    """Save in the background without links, where a copy takes longer than the stall timeout."""
     copy = copying._copy_file
 
     def copy_slowly(source: Path, target: Path, progress: Progress) -> None:
@@ -209,13 +209,13 @@ def slow_link(job: Job) -> None:
         saves = BackgroundSave(snapshot, ranks, links, Retention(), 0.0)
         saves.start()
         saves.join()
-        job.note("said", str(saves.failure))
+        job.note("failure", str(saves.failure))
         job.note("ended", saves.result.exception() is None)
-        job.note("whole", job.rank > 0 or (link / "manifest.json").exists())
+        job.note("complete", job.rank > 0 or (link / "manifest.json").exists())
 
 
 def _die_when_published(path: Path) -> None:
-    """Kill this process, from another thread, as soon as a checkpoint is in its place."""
+    """Kill this process, from another thread, once a checkpoint is in its place."""
 
     def wait() -> None:
         while not (path / "manifest.json").exists():
@@ -226,7 +226,7 @@ def _die_when_published(path: Path) -> None:
 
 
 class _LinksAfter(CheckpointLinks):
-    """Links of a save that does not end before one to it was asked for."""
+    """Links of a save that does not end before a link to it was requested."""
 
     def __init__(self, asked: threading.Event) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ class _LinksAfter(CheckpointLinks):
 
 
 class _StopsBefore:
-    """Ranks, one of which comes to no step whose name ends so."""
+    """Ranks, one of which does not enter steps whose names have this ending."""
 
     def __init__(self, ranks: Ranks, ending: str) -> None:
         self._ranks, self._ending = ranks, ending
@@ -253,36 +253,36 @@ class _StopsBefore:
 
 
 @pytest.mark.long
-def test_a_rank_that_is_lost_hides_no_checkpoint(fork_server: ForkServer) -> None:
-    """The save fails, as not all agree on it; who makes links has heard before that it is there."""
+def test_a_lost_rank_hides_no_checkpoint(fork_server: ForkServer) -> None:
+    """The save fails, since not all ranks agree on it, but rank 0 knows of its publication."""
     first, second, dead = run_ranks(lost_after_publication, WORLD, fork_server)
     assert dead.returncode == -signal.SIGKILL
     assert first.notes["published"]
     assert not second.notes["published"]
     for result in (first, second):
-        assert result.notes["said"]["error"] == "RanksError"
-        assert f"rank {WORLD - 1}" in result.notes["said"]["message"]
-        assert result.notes["whole"]
+        assert result.notes["failure"]["error"] == "RanksError"
+        assert f"rank {WORLD - 1}" in result.notes["failure"]["message"]
+        assert result.notes["complete"]
 
 
 @pytest.mark.long
-def test_its_link_follows_though_a_rank_is_lost(fork_server: ForkServer) -> None:
-    """A run's manager makes the link then, not when all ranks have agreed that the save ended."""
+def test_a_link_is_made_although_a_rank_is_lost(fork_server: ForkServer) -> None:
+    """The manager makes the link at publication, before all ranks agree that the save ended."""
     first, second, dead = run_ranks(link_of_one_lost_after_publication, WORLD, fork_server)
     assert dead.returncode == -signal.SIGKILL
     assert first.notes["deferred"]
     for result in (first, second):
-        assert len(result.notes["told"]) == 3, result.notes["told"]
+        assert len(result.notes["failures"]) == 3, result.notes["failures"]
         assert result.notes["link"] == "new.ckpt"
-    told = " ".join(first.notes["told"])
-    assert "is in its place, but not all ranks have agreed on it" in told
+    text = " ".join(first.notes["failures"])
+    assert "is in its place, but not all ranks have agreed on it" in text
 
 
 @pytest.mark.long
-def test_a_link_may_take_long(fork_server: ForkServer) -> None:
-    """Where the disk has none it is a copy, for which the other ranks wait: work goes on."""
+def test_a_slow_link_does_not_stall_a_save(fork_server: ForkServer) -> None:
+    """Without links it is a copy, for which the other ranks wait; it reports progress."""
     for result in run_ranks(slow_link, 2, fork_server):
-        assert result.notes == {"said": "None", "ended": True, "whole": True}, result.stderr
+        assert result.notes == {"failure": "None", "ended": True, "complete": True}, result.stderr
 
 
 def test_a_save_ends_if_a_deletion_after_it_raises(
@@ -310,7 +310,7 @@ def test_a_save_ends_if_a_deletion_after_it_raises(
 
 
 NUMBERS_BYTES = 200
-"""By how much what is sent may differ: sizes and seconds have more or fewer digits."""
+"""Allowed difference of sent bytes, since sizes and seconds have more or fewer digits."""
 
 
 @pytest.fixture(scope="module")
@@ -323,28 +323,28 @@ def saved(fork_server: ForkServer) -> list[RankResult]:
 
 @pytest.mark.parametrize("odd", ["same", "client", "buffers"])
 def test_bytes_do_not_grow_with_the_model(odd: str, saved: list[RankResult]) -> None:
-    """Thirty times the parameters, buffers and entries of the trainer: the same bytes on each rank.
+    """Thirty times the parameters, buffers and entries need the same bytes on each rank.
 
-    Also where a rank has values of its own, as each has of its random numbers: the tables that it
-    compares them with lie on the disk, and nothing of them is left in the checkpoint.
+    Even if a rank has its own values, such as random states: the tables that it compares are on the
+    disk, and none of them is left in the checkpoint.
     """
     for rank, result in enumerate(saved):
-        (few, said, left), (many, said_of_many, _) = (
+        (few, message, names), (many, message_of_many, _) = (
             result.notes[f"{odd} {count}"] for count in (FEW, MANY)
         )
         print(f"{odd}: {few} and {many} bytes on rank {rank}")
-        assert (said, said_of_many) == ("", "")
-        assert left == ["checkpoint", "latest", "manifest.json", "zero_to_fp32.py"]
+        assert (message, message_of_many) == ("", "")
+        assert names == ["checkpoint", "latest", "manifest.json", "zero_to_fp32.py"]
         assert abs(many - few) <= NUMBERS_BYTES
 
 
 @pytest.mark.parametrize("count", [FEW, MANY])
-def test_the_difference_is_named_all_the_same(count: int, saved: list[RankResult]) -> None:
-    """Every rank hears which parameter is another one, and what it is on both."""
+def test_the_difference_is_named_on_all_ranks(count: int, saved: list[RankResult]) -> None:
+    """Every rank gets the name of the differing parameter, and its values on both ranks."""
     for result in saved:
-        _, said, left = result.notes[f"parameters {count}"]
-        assert "the ranks differ in their parameters" in said
-        assert f"rank {WORLD - 1} of {WORLD}" in said
-        assert "model.odd.weight" in said
-        assert f"model.layers.{count // 2}.weight" in said
-        assert not left
+        _, message, names = result.notes[f"parameters {count}"]
+        assert "the ranks differ in their parameters" in message
+        assert f"rank {WORLD - 1} of {WORLD}" in message
+        assert "model.odd.weight" in message
+        assert f"model.layers.{count // 2}.weight" in message
+        assert not names

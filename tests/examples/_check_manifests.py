@@ -1,4 +1,4 @@
-"""Checks Kubernetes manifests by their schemas; run where the packages with these are installed."""
+"""Check Kubernetes manifests against their schemas, in an environment with their packages."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 RELEASE = "1.34"
-"""Of Kubernetes."""
+"""The release of Kubernetes."""
 
 
 def differences(given: Any, known: Any, where: str = "") -> list[str]:
-    """Return what a model has not taken over: fields that it does not know are dropped."""
+    """Return the fields that a model does not know and has dropped."""
     if isinstance(given, dict):
         if not isinstance(known, dict):
             return [where]
@@ -30,7 +30,7 @@ def differences(given: Any, known: Any, where: str = "") -> list[str]:
 
 
 def main(job: str, train_job: str) -> None:
-    """Check both manifests; raise what is wrong."""
+    """Check both manifests; raise an error for an unknown field."""
     yaml = importlib.import_module("yaml")
     validate = importlib.import_module("kubernetes_validate").validate
     models = importlib.import_module("kubeflow_trainer_api.models")

@@ -1,4 +1,4 @@
-"""What forked processes do with the command line of the examples."""
+"""Programs of forked processes that run the command line of the examples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CLI = Path(__file__).parents[2] / "examples" / "cli.py"
 
 
 def run_cli(arguments: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
-    """Be ``python examples/cli.py ...`` in a folder, started with some more environment."""
+    """Run ``python examples/cli.py ...`` in a folder, with additional environment variables."""
     os.chdir(folder)
     os.environ.update(environment, RUN_DIR=str(folder))
     sys.path.insert(0, str(CLI.parent))
@@ -22,7 +22,7 @@ def run_cli(arguments: Sequence[str], folder: Path, environment: Mapping[str, st
 
 
 def print_configs(configs: Sequence[Path], folder: Path) -> None:
-    """Print what ``fit --print_config`` prints for each of them, with a title: it is slow."""
+    """Print the output of ``fit --print_config`` for each config, with a title; it is slow."""
     for config in configs:
         print("RUN", config, flush=True)
         with contextlib.suppress(SystemExit):

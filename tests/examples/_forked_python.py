@@ -1,8 +1,8 @@
-"""A ``python`` for scripts that start many: each is forked from a process that has imported all.
+"""A ``python`` for scripts that start many: each is forked from a process with all imports.
 
-On ``PATH`` lie programs that ask for such a process and then stand for it: they end as it ends, and
-it ends when they are killed. It has their folder, environment, output and arguments; it says of
-itself that it is they (``sys.executable``), so that what it starts is forked too.
+``PATH`` gets programs that request such a process and represent it: they end as it ends, and it
+ends when they are killed. The process has their folder, environment, output and arguments. Its
+``sys.executable`` is the program, so processes that it starts are forked too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from tests.support.ranks import ForkServer, Program
 
 POLL_S = 0.02
-"""Between two looks at which processes have ended."""
+"""Seconds between checks for ended processes."""
 
 SHIM = """#!{python} -S
 import os, signal, sys
@@ -48,15 +48,15 @@ COMMANDS: Mapping[str, Sequence[str]] = {
     "torchrun": ("-m", "torch.distributed.run"),
     "lightning-elastic-zero": ("-m", "lightning_elastic_zero"),
 }
-"""The programs, and which words ``python`` is given for each."""
+"""The programs, and the arguments that ``python`` gets for each."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A process that is asked for."""
+    """A request for a process."""
 
     shim: int
-    """The process that stands for it."""
+    """The process that represents it."""
     executable: str
     words: tuple[str, ...]
     folder: str
@@ -64,7 +64,7 @@ class Request:
 
 
 def be_python(request: Request) -> None:
-    """Be ``python WORDS``, in a process that was forked for it."""
+    """Run ``python WORDS`` in a process that was forked for it."""
     for number in (1, 2):
         opened = os.open(f"/proc/{request.shim}/fd/{number}", os.O_WRONLY | os.O_APPEND)
         os.dup2(opened, number)
@@ -92,7 +92,7 @@ def be_python(request: Request) -> None:
 
 @contextmanager
 def forked_programs(server: ForkServer, folder: Path) -> Iterator[Path]:
-    """Yield a folder of programs for ``PATH``; what they have started ends with the block."""
+    """Yield a folder of programs for ``PATH``; their processes end with the block."""
     programs = folder / "bin"
     programs.mkdir(parents=True)
     address = str(folder / "socket")
@@ -117,7 +117,7 @@ def forked_programs(server: ForkServer, folder: Path) -> Iterator[Path]:
 
 
 class Broker:
-    """Has processes forked for whoever asks, and tells how they ended."""
+    """Has processes forked on request, and reports how they ended."""
 
     def __init__(self, server: ForkServer, listener: socket.socket, folder: Path) -> None:
         self.stopped = threading.Event()
@@ -128,12 +128,12 @@ class Broker:
         self._started = 0
 
     def run(self) -> None:
-        """Serve until it is stopped, then end what runs."""
+        """Serve until stopped, then end the running processes."""
         while not self.stopped.is_set():
             for ready in wait([self._listener, *self._running], POLL_S):
                 if ready is self._listener:
                     self._start()
-                else:  # The one that stood for it was killed: it says nothing after its request.
+                else:  # Its program was killed: it sends nothing after its request.
                     assert isinstance(ready, Connection)
                     self._running.pop(ready).kill()
                     ready.close()

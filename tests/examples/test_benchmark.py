@@ -1,4 +1,4 @@
-"""The benchmark: what it prints is what it has measured, of every way on every pair of worlds."""
+"""The benchmarks print their measurements, for every method and pair of worlds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WAYS_TO_LOAD = {"raw read", "this library", "torch.distributed.checkpoint"}
 
 
 def printed_by(script: str, *options: str) -> str:
-    """Run a benchmark; return what it printed."""
+    """Run a benchmark; return its output."""
     ran = subprocess.run(
         [sys.executable, str(ROOT / "examples/benchmarks" / script), *options],
         check=False,
@@ -38,7 +38,7 @@ def rows_of(printed: str) -> list[list[str]]:
 
 @pytest.mark.long
 def test_growth_is_measured(tmp_path: Path) -> None:
-    """Whatever the size and the ranks, the bytes of the state are moved, and of little more."""
+    """For any size and number of ranks, little more than the bytes of the state are moved."""
     rows = rows_of(
         printed_by(
             *("growth.py", "--sizes", "2e6", "4e6", "--ranks", "1", "2", "--rounds", "1"),
@@ -55,7 +55,7 @@ def test_growth_is_measured(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_agreements_are_counted() -> None:
-    """Each kind of step takes every rank some operations; all values come to all ranks of one."""
+    """Each kind of step costs every rank some operations; ``all_gather`` sends all to all."""
     rows = rows_of(printed_by("agreements.py", "--worlds", "2", "8", "--steps", "3"))
     kinds = ["run_all", "broadcast", "gather", "all_gather"]
     assert [row[:2] for row in rows] == [[n, kind] for n in ("2", "8") for kind in kinds]
@@ -67,8 +67,8 @@ def test_agreements_are_counted() -> None:
 
 
 @pytest.mark.long
-def test_saves_behind_training_are_measured(tmp_path: Path) -> None:
-    """Each way has its line, and this library wrote the state once."""
+def test_background_saves_are_measured(tmp_path: Path) -> None:
+    """Each method has its line, and this library wrote the state once."""
     printed = printed_by(
         *("background.py", "--megabytes", "8", "--rounds", "1", "--folder", str(tmp_path))
     )
@@ -80,7 +80,7 @@ def test_saves_behind_training_are_measured(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_fingerprints_are_measured(tmp_path: Path) -> None:
-    """Beside a read of the memory, and in saves and loads."""
+    """Compared with a read of the memory, and in saves and loads."""
     options = ["--parameters", "1e6", "--rounds", "1", "--folder", str(tmp_path)]
     printed = printed_by("fingerprint.py", *options)
     ways = ["read the memory once", "fingerprint", "save", "save, fingerprint=True"]
@@ -91,9 +91,9 @@ def test_fingerprints_are_measured(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_every_way_is_measured_as_often_as_asked(tmp_path: Path) -> None:
-    """Saves and loads on like and unlike worlds, with the bytes of the state, in every output.
+    """Saves and loads on equal and different worlds, with the state's bytes, in every output.
 
-    Bytes show that a way has done its work: a save that failed in silence would be the fastest.
+    Bytes show that a method has done its work: a save that failed silently would be the fastest.
     """
     options = ["--no-universal", "--parameters", "2e6", "--stages", "3", "--precisions", "fp32"]
     options += ["--pairs", "2:2", "2:1", "--rounds", "2"]
@@ -109,10 +109,10 @@ def test_every_way_is_measured_as_often_as_asked(tmp_path: Path) -> None:
         assert {len(of_way) for of_way in costs.values()} == {2}
     for way in ("this library", "stock DeepSpeed", "torch.distributed.checkpoint"):
         assert all(state_bytes <= c["written"] < 1.05 * state_bytes for c in saves[way])
-    # A save keeps the last one until it is published; torch's writes over it.
+    # A save keeps the last checkpoint until it is published; torch overwrites it.
     assert all(0.5 * state_bytes < c["temporary_disk"] for c in saves["this library"])
-    behind = "background: the call"
-    for way in (f"this library, {behind}", f"torch.distributed.checkpoint, {behind}"):
+    column = "background: the call"
+    for way in (f"this library, {column}", f"torch.distributed.checkpoint, {column}"):
         assert way in saves
     assert "torch.distributed.checkpoint, background process: the wait after it" in saves
     for costs in loads.values():

@@ -23,7 +23,7 @@ TEXT = "checkpoint/fingerprint/text_summary"
 
 
 def checkpoint_scalars(folder: Path) -> dict[str, dict[int, float]]:
-    """Return what all runs of a folder have logged of checkpoints: values by step, by name."""
+    """Return the logged scalars of checkpoints in all runs of a folder: values by step, by name."""
     events = EventAccumulator(str(folder))
     events.Reload()
     return {
@@ -34,7 +34,7 @@ def checkpoint_scalars(folder: Path) -> dict[str, dict[int, float]]:
 
 
 def logged_fingerprints(folder: Path) -> dict[int, list[str]]:
-    """Return the fingerprints that were logged, by step: of saves, and of loads."""
+    """Return the logged fingerprints of saves and loads, by step."""
     events = EventAccumulator(str(folder))
     events.Reload()
     found = defaultdict(list)
@@ -58,15 +58,15 @@ Printed = tuple[Path, dict[str, str]]
 
 
 def output_of_forked(fork_server: ForkServer, folder: Path, *calls: Callable[[], None]) -> str:
-    """Run processes side by side, all of which have to succeed; return what the first printed."""
+    """Run processes side by side, which must all succeed; return the output of the first."""
     programs = []
     try:
         for number, call in enumerate(calls):
             programs.append(fork_server.start_program(call, folder, f"process-{number}"))
         end = time.monotonic() + HANG_TIMEOUT_S
         for program in programs:
-            said = program.stdout.read_text, program.stderr.read_text
-            assert program.wait(end) == 0, "".join(read() for read in said)[-6000:]
+            outputs = program.stdout.read_text, program.stderr.read_text
+            assert program.wait(end) == 0, "".join(read() for read in outputs)[-6000:]
     finally:
         for program in programs:
             program.kill()
@@ -74,7 +74,7 @@ def output_of_forked(fork_server: ForkServer, folder: Path, *calls: Callable[[],
 
 
 def fit_on(fork_server: ForkServer, folder: Path, devices: int, *arguments: str) -> str:
-    """Run ``fit`` on so many ranks, started as a launcher does; return what rank 0 printed."""
+    """Run ``fit`` on this many ranks, started as a launcher does; return the output of rank 0."""
     command = ["fit", *arguments, f"--trainer.devices={devices}"]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0"}
     calls = [
@@ -85,7 +85,7 @@ def fit_on(fork_server: ForkServer, folder: Path, devices: int, *arguments: str)
 
 
 def fit_alone(folder: Path, devices: int, *arguments: str) -> str:
-    """Run ``fit`` as a user does, whose other ranks Lightning starts; return all that they say."""
+    """Run ``fit`` like a user, with other ranks started by Lightning; return the output of all."""
     command = [sys.executable, str(CLI), "fit", *arguments, f"--trainer.devices={devices}"]
     return output_of(command, folder, {**environment(), "RUN_DIR": str(folder)})
 
@@ -94,27 +94,27 @@ def fit_alone(folder: Path, devices: int, *arguments: str) -> str:
 def printed(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Printed:
     """Return what ``fit --print_config`` prints for each YAML."""
     folder = tmp_path_factory.mktemp("configs")
-    said = output_of_forked(fork_server, folder, partial(print_configs, CONFIGS, folder))
-    _, *parts = re.split(r"^RUN (.*)\n", said, flags=re.MULTILINE)
+    output = output_of_forked(fork_server, folder, partial(print_configs, CONFIGS, folder))
+    _, *parts = re.split(r"^RUN (.*)\n", output, flags=re.MULTILINE)
     return folder, dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_parses(config: Path, printed: Printed) -> None:
-    """Each YAML is valid, names the strategy, and fixes the folder where "last" is looked for."""
-    folder, said = printed
-    assert "ElasticDeepSpeedStrategy" in said[str(config)]
-    assert f"dirpath: {folder}/checkpoints" in said[str(config)]
+    """Each YAML is valid, names the strategy, and sets the folder in which "last" is searched."""
+    folder, outputs = printed
+    assert "ElasticDeepSpeedStrategy" in outputs[str(config)]
+    assert f"dirpath: {folder}/checkpoints" in outputs[str(config)]
 
 
 @pytest.mark.long
 @pytest.mark.engine
 @pytest.mark.parametrize("launcher", ["forked", pytest.param("lightning", marks=pytest.mark.long)])
 def test_resume_on_other_devices(launcher: str, fork_server: ForkServer, tmp_path: Path) -> None:
-    """`--trainer.devices 3 --ckpt_path last` continues a run of 2 from the middle of an epoch.
+    """``--trainer.devices 3 --ckpt_path last`` continues a run of 2 from the middle of an epoch.
 
-    CheckpointMonitor, named in the YAML, logs the saves of both and the load between. The state
-    that 3 ranks loaded has the fingerprint that 2 ranks saved.
+    CheckpointMonitor, named in the YAML, logs the saves of both runs and the load between them. The
+    state that 3 ranks loaded has the fingerprint that 2 ranks saved.
     """
     config = yaml.safe_load((ROOT / "configs" / "zero3.yaml").read_text())
     trainer = config["trainer"]
@@ -124,13 +124,13 @@ def test_resume_on_other_devices(launcher: str, fork_server: ForkServer, tmp_pat
     (tmp_path / "monitored.yaml").write_text(yaml.safe_dump(config))
     fit = partial(fit_alone if launcher == "lightning" else partial(fit_on, fork_server), tmp_path)
     command = ["--config", str(tmp_path / "monitored.yaml"), *SMALL]
-    said = fit(2, *command, "--trainer.max_steps=4")
-    assert "Global batch of 48: 2 devices x 2 micro-batches of 12 samples" in said
+    output = fit(2, *command, "--trainer.max_steps=4")
+    assert "Global batch of 48: 2 devices x 2 micro-batches of 12 samples" in output
     last = tmp_path / "checkpoints" / "last.ckpt"
     assert last.resolve().name == "epoch=1-step=4.ckpt"
-    said = fit(3, *command, "--ckpt_path=last")
-    assert "Global batch of 48: 3 devices x 2 micro-batches of 8 samples" in said
-    assert "saved on 2 devices with ZeRO-3) on 3 devices" in said
+    output = fit(3, *command, "--ckpt_path=last")
+    assert "Global batch of 48: 3 devices x 2 micro-batches of 8 samples" in output
+    assert "saved on 2 devices with ZeRO-3) on 3 devices" in output
     assert last.resolve().name == "epoch=3-step=12.ckpt"
     assert (last / "manifest.json").is_file()
     logged = checkpoint_scalars(tmp_path)

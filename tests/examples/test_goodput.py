@@ -1,4 +1,4 @@
-"""The goodput benchmark: it counts what checkpoints hold, and theory agrees with counting."""
+"""The goodput benchmark counts only steps in checkpoints, and agrees with theory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BENCHMARKS = Path(__file__).parents[2] / "examples/benchmarks"
 
 @pytest.fixture
 def goodput(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Return the script."""
+    """Return the module of the script."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     return importlib.import_module("goodput")
 
@@ -29,10 +29,10 @@ def goodput(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_theory_is_the_mean_of_many_kills(
     goodput: ModuleType, stall_s: float, save_s: float, period_s: float
 ) -> None:
-    """Daly's expectation is what counting finds over a hundred thousand failures.
+    """Daly's expectation equals the count over a hundred thousand failures.
 
-    Counting knows that the first save of a start has no stall before it, and is published a stall
-    later than the model has it: both are small beside the time between failures.
+    Two effects of counting are small compared with the time between failures: the first save after
+    a start has no stall before it, and it is published one stall after its state.
     """
     costs = goodput.Costs(step_s=0.1, stall_s=stall_s, save_s=save_s, restart_s=2.0)
     counted = goodput.goodput_at(goodput.kill_times(100.0, 100_000, seed=1), period_s, costs)
@@ -40,7 +40,7 @@ def test_theory_is_the_mean_of_many_kills(
 
 
 def test_kill_times_are_exponential(goodput: ModuleType) -> None:
-    """Few of them have the mean already, and as many are beyond it as there should be."""
+    """The mean of few times is already exact, and so is the number of times above it."""
     times = goodput.kill_times(15.0, 1000, seed=2)
     assert sum(times) / 1000 == pytest.approx(15.0, rel=0.01)
     assert sum(time > 15.0 for time in times) == pytest.approx(1000 / 2.71828, abs=1)
@@ -48,11 +48,11 @@ def test_kill_times_are_exponential(goodput: ModuleType) -> None:
 
 
 @pytest.mark.long
-def test_goodput_follows_from_what_was_noted(goodput: ModuleType, tmp_path: Path) -> None:
-    """A short run of all of it, saving behind training; it may come to no save on a busy machine.
+def test_goodput_follows_from_the_records(goodput: ModuleType, tmp_path: Path) -> None:
+    """A short run of the whole benchmark with background saves; a busy machine may reach none.
 
-    The script itself ends with an error where a start goes on from another step than that of the
-    newest checkpoint, so that what it counts as useful was useful.
+    The script fails if a start continues from another step than that of the newest checkpoint, so
+    all counted steps are useful.
     """
     command: list[str | Path] = [sys.executable, BENCHMARKS / "goodput.py", "--async-save"]
     command += ["--mtbf", "8", "--kills", "2", "--intervals", "0.2", "2", "--parameters", "1e5"]

@@ -1,4 +1,4 @@
-"""The Kubernetes manifests, checked by the schemas of the APIs that they are of."""
+"""The Kubernetes manifests follow the schemas of their APIs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCHEMAS = ("kubernetes-validate", "kubeflow-trainer-api", "pyyaml")
 
 @pytest.mark.long
 def test_manifests_follow_their_schemas(tmp_path: Path) -> None:
-    """No field is unknown, missing or of another kind; the packages are installed for the test."""
+    """No field is unknown, missing or of another type. The test installs the packages."""
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv" / "bin" / "python"
     output_of((python, "-m", "pip", "install", "--quiet", *SCHEMAS), tmp_path, environment())
@@ -27,8 +27,8 @@ def test_manifests_follow_their_schemas(tmp_path: Path) -> None:
     assert "both are known" in output_of((python, program, *manifests), tmp_path, environment())
 
 
-def test_the_job_asks_for_the_exit_code_that_the_callback_ends_with() -> None:
-    """One that is not ignored counts as a failure, and the Job ends after a few preemptions."""
+def test_the_job_ignores_the_exit_code_of_the_callback() -> None:
+    """An exit code that is not ignored counts as a failure; a few preemptions would end the Job."""
     assert f"values: [{EXIT_CODE}]" in (EXAMPLES / "job.yaml").read_text()
     script = (ROOT / "examples" / "slurm" / "train.sbatch").read_text()
     assert f'[ "$code" -eq {EXIT_CODE} ]' in script

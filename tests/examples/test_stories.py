@@ -1,4 +1,4 @@
-"""Pages of docs/ whose blocks are run as they are, in order.
+"""Pages of docs/ whose blocks are run unchanged, in order.
 
 A Python block that begins with ``# name.py`` is that file. Any other Python block is a program, and
 a shell block is a script. Each must succeed.
@@ -35,15 +35,15 @@ def blocks_of(page: str) -> list[tuple[str, str]]:
 
 
 def run_page(page: str, folder: Path, programs: Path | None = None) -> str:
-    """Run a page in a folder; return all that was printed.
+    """Run a page in a folder; return its whole output.
 
     Args:
         page: its name.
-        folder: where it runs.
-        programs: a folder whose programs come first.
+        folder: the folder in which it runs.
+        programs: a folder of programs that precede those on ``PATH``.
     """
-    said = []
-    # A block's own errors are told; what a run of several ranks prints goes with them.
+    outputs = []
+    # An error of a block is reported with the output of its ranks.
     env = {**environment(), "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
     if programs:
         env["PATH"] = os.pathsep.join([str(programs), env["PATH"]])
@@ -53,37 +53,37 @@ def run_page(page: str, folder: Path, programs: Path | None = None) -> str:
             continue
         python = [str(programs / "python") if programs else sys.executable, "-c", text]
         shell = ["bash", "-euo", "pipefail", "-c", text]
-        said.append(output_of(python if language == "python" else shell, folder, env))
-    return "\n".join(said)
+        outputs.append(output_of(python if language == "python" else shell, folder, env))
+    return "\n".join(outputs)
 
 
 def deepspeeds_weights(checkpoint: Path) -> Weights:
-    """Return the masters by DeepSpeed's own converter, which shares no code with this library."""
+    """Return the masters from DeepSpeed's own converter, which shares no code with this library."""
     found: Weights = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint))
     return {name: tensor.clone() for name, tensor in found.items()}
 
 
 def assert_same(found: Weights, wanted: Weights) -> None:
-    """Fail unless names, types and bits are the same."""
+    """Assert that names, types and bits are equal."""
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert found[name].dtype == tensor.dtype, name
         assert torch.equal(found[name], tensor), name
 
 
-def check_started(folder: Path, said: str) -> None:
-    """Both runs of the page resumed on one device, at the step that the page gives."""
-    assert re.search(r"saved on 2 devices with ZeRO-3\) on 1 device at step 4, epoch 1\b", said)
+def check_started(folder: Path, output: str) -> None:
+    """Both runs of the page resumed on one device, at the step that the page states."""
+    assert re.search(r"saved on 2 devices with ZeRO-3\) on 1 device at step 4, epoch 1\b", output)
     assert (folder / "checkpoints" / "last.ckpt").exists()
     assert sorted(path.name for path in (folder / "engine").iterdir()) == ["step-3", "step-6"]
 
 
-def check_node(folder: Path, said: str) -> None:
-    """The ranks changed from 3 to 2 to 3, at the steps of the page; the loss went down."""
-    assert "rank 2 is gone" in said
-    assert "last.ckpt: intact: " in said
-    assert re.search(r"saved on 3 devices with ZeRO-3\) on 2 devices at step 15, epoch 1\b", said)
-    assert re.search(r"saved on 2 devices with ZeRO-3\) on 3 devices at step 30, epoch 3\b", said)
+def check_node(folder: Path, output: str) -> None:
+    """The ranks changed from 3 to 2 to 3 at the steps of the page, and the loss decreased."""
+    assert "rank 2 is gone" in output
+    assert "last.ckpt: intact: " in output
+    assert re.search(r"saved on 3 devices with ZeRO-3\) on 2 devices at step 15, epoch 1\b", output)
+    assert re.search(r"saved on 2 devices with ZeRO-3\) on 3 devices at step 30, epoch 3\b", output)
     rows = []
     for path in sorted((folder / "run").rglob("metrics.csv")):
         with path.open(encoding="utf-8") as file:
@@ -94,20 +94,20 @@ def check_node(folder: Path, said: str) -> None:
     assert rows[2] == list(range(30, 40))
 
 
-def check_old(folder: Path, said: str) -> None:
-    """Weights by DeepSpeed's converter are those of the old files, until training goes on."""
+def check_old(folder: Path, output: str) -> None:
+    """DeepSpeed's converter returns the weights of the old files, until training continues."""
     wanted = deepspeeds_weights(folder / "old")
     assert_same(deepspeeds_weights(folder / "resumed-from-old"), wanted)
     later = deepspeeds_weights(folder / "continued-from-old")
     assert not any(torch.equal(later[name], tensor) for name, tensor in wanted.items())
     single = torch.load(folder / "ddp.ckpt", weights_only=True)["state_dict"]
     assert_same(deepspeeds_weights(folder / "resumed-from-ddp.ckpt"), single)
-    assert said.count("tensors compared: equal") == 2
-    assert "ZeRO-3 on 2 devices" in said
+    assert output.count("tensors compared: equal") == 2
+    assert "ZeRO-3 on 2 devices" in output
 
 
-def check_weights(folder: Path, said: str) -> None:
-    """Every result holds the masters, by DeepSpeed's converter, bit for bit or rounded once."""
+def check_weights(folder: Path, output: str) -> None:
+    """Every result has the masters of DeepSpeed's converter, bit for bit or rounded once."""
     wanted = deepspeeds_weights(folder / "run.ckpt")
     assert_same(torch.load(folder / "weights.pt", weights_only=True), wanted)
     rounded = {name: tensor.bfloat16() for name, tensor in wanted.items()}
@@ -120,7 +120,7 @@ def check_weights(folder: Path, said: str) -> None:
     half = load_file(folder / "attention" / "model.safetensors")
     attention = {n: t.half() for n, t in wanted.items() if ".self_attn." in n}
     assert_same(half, attention)
-    assert said.count("/s\n") >= 4
+    assert output.count("/s\n") >= 4
     loaded = output_of((sys.executable, "-c", LOADED, *sorted(wanted)), folder, environment())
     assert "the same" in loaded.splitlines()
 
@@ -149,25 +149,25 @@ STORIES: dict[str, Callable[[Path, str], None]] = {
 
 @pytest.mark.engine
 @pytest.mark.parametrize("page", STORIES)
-def test_a_story_runs_as_it_stands(page: str, fork_server: ForkServer, tmp_path: Path) -> None:
-    """Every block of the page succeeds, and what the page claims is so."""
+def test_a_story_runs_unchanged(page: str, fork_server: ForkServer, tmp_path: Path) -> None:
+    """Every block of the page succeeds, and its claims hold."""
     folder = tmp_path / "story"
     folder.mkdir()
     with forked_programs(fork_server, tmp_path / "programs") as programs:
-        said = run_page(page, folder, programs)
-        STORIES[page](folder, said)
+        output = run_page(page, folder, programs)
+        STORIES[page](folder, output)
 
 
 @pytest.mark.engine
 @pytest.mark.long
 @pytest.mark.parametrize("page", STORIES)
 def test_a_story_runs_without_help(page: str, tmp_path: Path) -> None:
-    """Likewise where every program is started as a user's shell starts it."""
+    """Also if every program is started from a user's shell."""
     STORIES[page](tmp_path, run_page(page, tmp_path))
 
 
 @pytest.mark.parametrize("page", STORIES)
-def test_nothing_of_a_story_is_left_out(page: str) -> None:
-    """There is no block in another language, indented or otherwise, that would not be run."""
+def test_no_block_of_a_story_is_skipped(page: str) -> None:
+    """No block has another language or an indentation that would exclude it."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     assert text.count("```") == 2 * len(blocks_of(page)) > 0

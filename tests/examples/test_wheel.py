@@ -24,20 +24,20 @@ CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
 def run(*command: str | Path, folder: Path) -> str:
-    """Run a command as somebody without this source tree does; return what it printed."""
+    """Run a command like a user without this source tree; return its output."""
     source = {"PYTHONPATH", "PYTHONWARNINGS", "MASTER_PORT"}
     inherited = {key: value for key, value in os.environ.items() if key not in source}
     tools = os.pathsep.join([str(Path(sys.executable).parent), inherited.get("PATH", "")])
     cpu = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    # Another environment's torch lies elsewhere: its operators would be built over those of here,
-    # while all others wait.
+    # The torch of another environment has another path: its operators would be rebuilt over those
+    # of this one, and other runs would wait.
     own = {"PATH": tools, "TORCH_EXTENSIONS_DIR": str(folder / "extensions")}
     return output_of(command, folder, {**inherited, **cpu, **own})
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a wheel of this source tree, built as the Makefile builds it."""
+    """Return a wheel of this source tree, built like ``make wheel``."""
     dist = tmp_path_factory.mktemp("dist")
     build = (sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", dist, ROOT)
     run(*build, folder=dist)
@@ -45,15 +45,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
-    """Every module is in it, and ``py.typed``; no test, no example, no cache."""
+def test_the_wheel_contains_only_the_package(wheel: Path) -> None:
+    """It contains every module and ``py.typed``, but no test, example or cache."""
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     modules = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py")}
     assert names == modules | {"lightning_elastic_zero/py.typed"}
 
 
-def test_an_index_would_take_it(wheel: Path) -> None:
+def test_a_package_index_accepts_it(wheel: Path) -> None:
     """``twine check`` renders the long description without a warning."""
     assert "PASSED" in run(
         sys.executable, "-m", "twine", "check", "--strict", wheel, folder=wheel.parent
@@ -61,7 +61,7 @@ def test_an_index_would_take_it(wheel: Path) -> None:
 
 
 def wanted_by(requirements: list[str], extras: set[str]) -> list[Requirement]:
-    """Return the requirements that hold here, with some extras."""
+    """Return the requirements that apply here, with some extras."""
     return [
         wanted
         for wanted in map(Requirement, requirements)
@@ -71,7 +71,7 @@ def wanted_by(requirements: list[str], extras: set[str]) -> list[Requirement]:
 
 
 def needed(requirements: list[str]) -> dict[str, Distribution]:
-    """Return what is installed here of all that a wheel asks for, directly or not."""
+    """Return the installed distributions that a wheel requires, directly or indirectly."""
     found: dict[str, Distribution] = {}
     seen: set[tuple[str, str]] = set()
     queue = wanted_by(requirements, set())
@@ -88,9 +88,9 @@ def needed(requirements: list[str]) -> dict[str, Distribution]:
 
 
 def empty_environment(folder: Path, wheel: Path) -> Path:
-    """Make an environment of a wheel and of what it asks for without extras; return its Python.
+    """Make an environment with a wheel and its requirements without extras; return its Python.
 
-    The distributions that it asks for are links to those that are installed here.
+    The requirements are links to the distributions that are installed here.
     """
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
@@ -109,7 +109,7 @@ def empty_environment(folder: Path, wheel: Path) -> Path:
 @pytest.mark.engine
 @pytest.mark.long
 def test_the_code_of_the_description_runs_from_it(wheel: Path, tmp_path: Path) -> None:
-    """As they stand on two devices, and once more with another number, which resumes the run."""
+    """The lines run on two devices, and again with another number, which resumes the run."""
     lines, *_ = CODE.findall((ROOT / "docs" / "description.md").read_text())
     assert len([line for line in lines.splitlines() if line]) == 8
     python = empty_environment(tmp_path / "env", wheel)

@@ -1,4 +1,4 @@
-"""The run of the golden checkpoints, and what its engine holds according to DeepSpeed and torch."""
+"""The run of the golden checkpoints, and its state according to DeepSpeed and torch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from typing_extensions import override
 
 SAMPLES, GLOBAL_BATCH, WIDTH = 42, 6, 5
 STEPS = 9
-"""Optimizer steps before the save: an epoch has seven, so it lies in the midst of the second."""
+"""Optimizer steps before the save, in the middle of the second epoch: an epoch has seven."""
 
 EPOCHS = 2
 CALLBACK = {"epochs": (1, 2.5, "three"), "tensor": torch.arange(3)}
-"""What a user's callback keeps."""
+"""State of a user's callback."""
 
 Held = dict[str, Any]
 """``kind/...`` to a tensor, or to the ``repr`` of anything else."""
@@ -35,9 +35,9 @@ class GoldenRun:
     precision: str
     """``32-true`` or ``bf16-true``."""
     save: str = ""
-    """Folder for the checkpoint and what was held at the save; empty: save nothing."""
+    """Folder for the checkpoint and the state at the save; empty: save nothing."""
     load: str = ""
-    """The checkpoint to go on from."""
+    """The checkpoint to resume from."""
     seed: int = 3
     rate: float = 0.01
 
@@ -46,7 +46,7 @@ class GoldenRun:
 class Resumed:
     held: Held
     samples: list[int]
-    """What all ranks were given until the end of the epoch, sorted."""
+    """Samples of all ranks until the end of the epoch, sorted."""
     callback: dict[str, Any]
 
 
@@ -112,7 +112,7 @@ class GoldenNet(pl.LightningModule):
         return DataLoader(Samples(), batch_size=1, shuffle=True)
 
 
-class Witness(Callback):
+class Witness(Callback):  # The golden checkpoints contain the name of this class.
     def __init__(self, run: GoldenRun) -> None:
         self.of = run
         self.kept = CALLBACK if run.save else {}
@@ -137,14 +137,14 @@ class Witness(Callback):
             return
         folder = Path(self.of.save)
         self.held = held_by(trainer, pl_module)
-        self.held["samples/seen"] = torch.tensor(everyones(pl_module.seen))
+        self.held["samples/seen"] = torch.tensor(gather_samples(pl_module.seen))
         trainer.save_checkpoint(folder / "checkpoint")
         if comm.get_rank() == 0:
             torch.save(self.held, folder / "truth.pt")
         trainer.should_stop = True
 
 
-def everyones(samples: list[int]) -> list[int]:
+def gather_samples(samples: list[int]) -> list[int]:
     parts: list[Any] = [None] * comm.get_world_size()
     distributed.all_gather_object(parts, samples)
     return sorted(index for part in parts for index in part)
@@ -212,4 +212,4 @@ def fit(run: GoldenRun) -> Resumed:
         enable_model_summary=False,
     )
     trainer.fit(net, ckpt_path=run.load or None)
-    return Resumed(witness.held, everyones(net.seen), witness.kept)
+    return Resumed(witness.held, gather_samples(net.seen), witness.kept)

@@ -1,7 +1,7 @@
-"""Makes the golden checkpoints: of this library's own format, written by whichever code is first.
+"""Make the golden checkpoints, which earlier code writes in this library's own format.
 
-Run in a checkout OLD of the code that is to write them (those here: commit 2436bfc^, the last one
-before the modules had their present names), with this checkout, NEW, behind it:
+Run in a checkout OLD of the writing code (for the existing ones: commit 2436bfc^, the last one
+before the modules got their present names), with this checkout, NEW, behind it on the path:
 
     cd OLD
     PYTHONPATH=NEW DS_ACCELERATOR=cpu python -m tests.golden.make_golden NEW/tests/golden/data
@@ -35,7 +35,7 @@ RUNS = {
 
 
 IMPORTED = ("deepspeed.runtime.zero.muon.muon_optimizer", "lightning.pytorch")
-"""What takes seconds to import, and each rank would for itself."""
+"""Modules that take seconds to import, imported once for all ranks."""
 
 
 def on_ranks(world: int, work: Callable[[], None]) -> None:

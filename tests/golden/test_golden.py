@@ -1,4 +1,4 @@
-"""Checkpoints of format 1 that this library once wrote load, whatever its code is today."""
+"""Checkpoints of format 1 by earlier code of this library load with today's code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DATA = Path(__file__).parent / "data"
 NAMES = sorted(RUNS)
 
 OF_A_RANK = ("buffer", "random")
-"""Kinds of state that ranks have for themselves, and take back where their number is the same."""
+"""Kinds of state per rank, which are restored if the number of ranks is unchanged."""
 
 
 def unpack(name: str, folder: Path) -> tuple[Path, Held]:
@@ -42,10 +42,10 @@ def same(wanted: Any, found: Any) -> bool:
 
 
 def wanted_on(held: Held, source: GoldenRun, world: int) -> Held:
-    whole = {k: v for k, v in held.items() if k.partition("/")[0] not in (*OF_A_RANK, "samples")}
+    shared = {k: v for k, v in held.items() if k.partition("/")[0] not in (*OF_A_RANK, "samples")}
     if world == source.world:
-        return whole | {k: v for k, v in held.items() if k.partition("/")[0] in OF_A_RANK}
-    return whole | {f"buffer/{rank}/mean": held["buffer/0/mean"] for rank in range(world)}
+        return shared | {k: v for k, v in held.items() if k.partition("/")[0] in OF_A_RANK}
+    return shared | {f"buffer/{rank}/mean": held["buffer/0/mean"] for rank in range(world)}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -59,8 +59,8 @@ def test_the_manifest_is_read_and_written_unchanged(name: str, tmp_path: Path) -
     weights = {k.partition("/")[2]: v for k, v in held.items() if k.startswith(kinds)}
     assert shapes == {parameter: tuple(v.shape) for parameter, v in weights.items()}
     for index, group in enumerate(manifest.groups):
-        said = {f"group/{index}/{key}": repr(v) for key, v in group.hyperparameters.items()}
-        assert said == {k: v for k, v in held.items() if k.startswith(f"group/{index}/")}
+        fields = {f"group/{index}/{key}": repr(v) for key, v in group.hyperparameters.items()}
+        assert fields == {k: v for k, v in held.items() if k.startswith(f"group/{index}/")}
         assert {state.name for state in group.state} == {"exp_avg", "exp_avg_sq", "step"}
     assert repr(manifest.progress.global_steps) == held["counter/engine_steps"]
     assert repr(manifest.progress.global_samples) == held["counter/engine_samples"]
@@ -95,7 +95,7 @@ def test_golden_checkpoints_resume(
         assert torch.equal(resumed.callback["tensor"], CALLBACK["tensor"])  # type: ignore[arg-type]
 
 
-def test_each_archive_is_small_and_says_how_it_was_made() -> None:
+def test_each_archive_is_small_and_describes_its_origin() -> None:
     archives = sorted(DATA.iterdir())
     assert [path.name for path in archives] == [f"{name}.tar.xz" for name in NAMES]
     assert all(path.stat().st_size <= 40_000 for path in archives)

@@ -1,4 +1,4 @@
-"""What ranks run with accelerate's own loop."""
+"""Programs of ranks that run accelerate's own loop."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class LoopCase:
     """The folder of all saves; empty: one for each step."""
     load: str = ""
     start: int = 0
-    """Optimizer steps that are done when the run begins."""
+    """Optimizer steps done before the run."""
     steps: int = 12
     schedule: str = "lambda"
     samples: int = 72
@@ -88,7 +88,7 @@ class Plateau(ReduceLROnPlateau):
 
 
 def scheduler_of(kind: str, optimizer: Any, steps: int, times: int) -> Any:
-    """Return a schedule as users of accelerate make it: in steps of all ranks."""
+    """Return a schedule as users of accelerate make it, counted in steps of all ranks."""
     total = steps * times
     if kind == "warmup":  # counts optimizer steps, as on one rank
         return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 30))
@@ -188,7 +188,7 @@ def _loop(case: LoopCase, run: Run) -> None:
             if step in case.save_at:
                 target = f"{case.folder}/{case.name or f'step_{step}'}"
                 accelerator.save_state(target)
-                if case.name and accelerator.is_main_process:  # as a kill would leave it now
+                if case.name and accelerator.is_main_process:  # as after a kill at this step
                     shutil.copytree(target, f"{case.folder}/killed_at_{step}")
             if step == case.steps:
                 break
@@ -211,7 +211,7 @@ def two_engines(
 ) -> list[State]:
     """Save or load two engines of one Accelerator; return their states.
 
-    The second is of ZeRO-3, the first of ZeRO-2. A teacher has no optimizer, and no state.
+    The first uses ZeRO-2, the second ZeRO-3. A teacher has no optimizer and no state.
     """
     use_gloo()
     micro, accumulate = MICRO[dist.get_world_size()]
@@ -287,7 +287,7 @@ def save_named(folder: str, saves: int) -> tuple[list[str], list[str], str]:
 
 
 def fall_back_with_two_engines(folder: str) -> list[str]:
-    """Save two engines of equal shapes; return what loads take in place of damaged ones."""
+    """Save two engines of equal shapes; return which saves replace damaged ones."""
     use_gloo()
     micro, accumulate = MICRO[dist.get_world_size()]
     config = ds_config(2, {})
@@ -323,7 +323,7 @@ def fall_back_with_two_engines(folder: str) -> list[str]:
         try:
             accelerator.load_state()
             found.append(str([engine.global_steps for engine in engines]))
-        except Exception as error:  # noqa: BLE001 - the test looks at it
+        except Exception as error:  # noqa: BLE001 (the test checks it)
             found.append(f"{type(error).__name__}: {error}")
     for engine in engines:
         engine.destroy()
@@ -332,10 +332,10 @@ def fall_back_with_two_engines(folder: str) -> list[str]:
 
 
 def stock_failure(case: LoopCase) -> str:
-    """Run a loop that must fail; return how, on this rank."""
+    """Run a loop that must fail; return its error on this rank."""
     try:
         loop(case)
-    except Exception as error:  # noqa: BLE001 - the test looks at it
+    except Exception as error:  # noqa: BLE001 (the test checks it)
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -351,7 +351,7 @@ def refusals() -> list[str]:
         accelerate.__version__ = version
         try:
             elastic(Accelerator(deepspeed_plugin=None if version == release else plugin))
-        except Exception as error:  # noqa: BLE001 - the test looks at it
+        except Exception as error:  # noqa: BLE001 (the test checks it)
             found.append(f"{type(error).__name__}: {error}")
         finally:
             accelerate.__version__ = release

@@ -1,4 +1,4 @@
-"""What ranks run with a plugin that axolotl has loaded."""
+"""Programs of ranks with a plugin that axolotl has loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PLUGIN = "lightning_elastic_zero.integrations.axolotl.ElasticPlugin"
 
 
 def train(case: TrainerCase) -> Run:
-    """Run a Trainer that axolotl's plugins were given, as axolotl gives them its own."""
+    """Run a Trainer that was passed to axolotl's plugins like axolotl's own."""
     run = Run()
     trainer = make_trainer(replace(case, bound=False), run)
     plugins = PluginManager.get_instance()

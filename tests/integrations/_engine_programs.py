@@ -1,4 +1,4 @@
-"""What ranks run with a plain engine of DeepSpeed."""
+"""Programs of ranks that run a plain engine of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def save(folder: str, stage: int, *, wrapped: bool = False) -> State:
             restore()
     if not wrapped:
         assert elastic(engine) is engine
-        assert elastic(engine) is engine  # twice is once
+        assert elastic(engine) is engine  # the second call changes nothing
         with pytest.raises(ValueError, match="with other options"):
             elastic(engine, fingerprint=True)
     assert "exclude_frozen_parameters" in inspect.signature(engine.save_checkpoint).parameters
@@ -72,7 +72,7 @@ def save(folder: str, stage: int, *, wrapped: bool = False) -> State:
 
 
 def load(folder: str, stage: int, tag: str | None = None) -> tuple[State, Any, Any]:
-    """Load on this number of ranks; return the state, and what the engine returned."""
+    """Load on this number of ranks; return the state, and the results of the load."""
     engine = elastic(initialize(stage))
     path, client_state = engine.load_checkpoint(folder, tag)
     state = state_of(engine)
@@ -82,13 +82,13 @@ def load(folder: str, stage: int, tag: str | None = None) -> tuple[State, Any, A
 
 
 def refusals(folder: str) -> list[str]:
-    """Return how loads are refused that cannot be what was meant."""
+    """Return the errors of loads that cannot be intended."""
     found = []
     for accumulate, arguments in ((None, {"custom_load_fn": print}), (5, {}), (None, {"tag": "x"})):
         engine = elastic(initialize(2, accumulate=accumulate))
         try:
             engine.load_checkpoint(folder, **arguments)
-        except Exception as error:  # noqa: BLE001 - the test looks at it
+        except Exception as error:  # noqa: BLE001 (the test checks it)
             found.append(f"{type(error).__name__}: {error}")
         engine.destroy()
     return found
@@ -160,7 +160,7 @@ def shown_on_a_terminal(folder: str) -> str:
 
 
 def save_to_several_folders(folder: str) -> tuple[str, float]:
-    """Save as Ray's template does, where each worker has a temporary folder of its own."""
+    """Save like Ray's template, in which each worker has its own temporary folder."""
     engine = elastic(initialize(2))
     began = time.monotonic()
     try:

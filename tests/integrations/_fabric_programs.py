@@ -1,4 +1,4 @@
-"""What ranks run with Lightning Fabric."""
+"""Programs of ranks that run Lightning Fabric."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FabricCase:
     load: str = ""
     steps: int = 3
     bound: bool = True
-    """Whether the strategy is this library's; else it is Fabric's own."""
+    """Whether the strategy is this library's, or Fabric's own."""
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -49,7 +49,7 @@ class StockStrategy(DeepSpeedStrategy):
 
 
 def run_fabric(case: FabricCase) -> tuple[Run, dict[str, Any], dict[str, Any]]:
-    """Train, with samples by global position; return what was seen, the state and what was left."""
+    """Train with samples by global position; return the run, the state, and the unused entries."""
     import os
 
     world = int(os.environ["WORLD_SIZE"])
@@ -66,11 +66,11 @@ def run_fabric(case: FabricCase) -> tuple[Run, dict[str, Any], dict[str, Any]]:
     model, optimizer = fabric.setup(model, optimizer)
     schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), 2)
     state = {"model": model, "optimizer": optimizer, "step": 0, "schedule": schedule}
-    run, left = Run(), dict[str, Any]()
+    run, unused = Run(), dict[str, Any]()
     if case.load:
         state["unsaved"] = 0
         with warnings_of(run):
-            left = fabric.load(case.load, state)
+            unused = fabric.load(case.load, state)
         run.first_state = _state(model)
     data = Tokens(48)
     plan = plan_batches(GLOBAL_BATCH, GLOBAL_BATCH, world)
@@ -99,14 +99,14 @@ def run_fabric(case: FabricCase) -> tuple[Run, dict[str, Any], dict[str, Any]]:
     run.states[-1] = _state(model)
     kept = {"step": state["step"], "last_epoch": schedule.last_epoch}
     fabric._strategy._deepspeed_engine.destroy()
-    return run, kept, left
+    return run, kept, unused
 
 
 def failure_of(case: FabricCase) -> str:
-    """Run a loop that must fail; return how, on this rank."""
+    """Run a loop that must fail; return its error on this rank."""
     try:
         run_fabric(case)
-    except Exception as error:  # noqa: BLE001 - the test looks at it
+    except Exception as error:  # noqa: BLE001 (the test checks it)
         return f"{type(error).__name__}: {error}"
     return ""
 

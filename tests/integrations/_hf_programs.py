@@ -1,6 +1,6 @@
-"""What ranks run with Hugging Face's Trainer and accelerate, and what they see of it.
+"""Programs of ranks that run Hugging Face's Trainer and accelerate, and record their state.
 
-State is read by DeepSpeed's own functions, which share no code with this library.
+DeepSpeed's own functions read the state; they share no code with this library.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ State = dict[str, torch.Tensor]
 
 GLOBAL_BATCH = 12
 MICRO = {1: (2, 6), 2: (2, 3), 3: (2, 2)}
-"""Micro-batch and accumulation that keep the global batch on so many ranks."""
+"""Micro-batch and accumulation that keep the global batch, by number of ranks."""
 
 _seen: list[int] = []
 
@@ -57,7 +57,7 @@ class StoppedError(Exception):
 
 
 def use_gloo() -> None:
-    """Make accelerate run DeepSpeed on CPU ranks: it has no such backend itself."""
+    """Make accelerate run DeepSpeed on CPU ranks, for which it has no backend."""
     PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_CPU)
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -65,7 +65,7 @@ def use_gloo() -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed as transformers does: all ranks alike."""
+    """Seed all ranks equally, like transformers."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -125,7 +125,7 @@ class Stream(IterableDataset[dict[str, torch.Tensor]]):
 
 
 class TinyModel(GPT2LMHeadModel):
-    """A random GPT-2 that notes which samples it is trained on."""
+    """A random GPT-2 that records its training samples."""
 
     def forward(self, input_ids: Any = None, labels: Any = None, index: Any = None) -> Any:
         if self.training:
@@ -142,7 +142,7 @@ def tiny_model(dropout: float = 0.0) -> TinyModel:
 
 
 def partitioned_model(folder: str, source: str) -> TinyModel:
-    """Return a model as transformers makes it where ZeRO-3 is configured."""
+    """Return a model as transformers makes it if ZeRO-3 is configured."""
     make = TinyModel.from_pretrained if source == "pretrained" else TinyModel._from_config
     model: TinyModel = make(
         folder if source == "pretrained" else GPT2Config.from_pretrained(folder)
@@ -152,7 +152,7 @@ def partitioned_model(folder: str, source: str) -> TinyModel:
 
 
 def state_of(engine: Any) -> State:
-    """Return all masters and moments, whole, on rank 0. Collective."""
+    """Return all full masters and moments on rank 0. Collective."""
     found: State = {}
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
@@ -166,23 +166,23 @@ def state_of(engine: Any) -> State:
 
 
 def _moment(optimizer: Any, parameter: Any, key: str) -> torch.Tensor:
-    """Return a whole moment; DeepSpeed's function for ZeRO-1/2 knows those of one group only."""
+    """Return a full moment; DeepSpeed's function for ZeRO-1/2 supports one group only."""
     if hasattr(parameter, "ds_id"):
         moment: torch.Tensor = safe_get_full_optimizer_state(parameter, key)
         return moment
-    whole = torch.zeros(parameter.numel())
+    full = torch.zeros(parameter.numel())
     mapping = parameter._hp_mapping
     if mapping is not None:
         flat = optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
         held, place = mapping.hp_fragment_address, mapping.lp_fragment_address
         part = optimizer.optimizer.state[flat][key].narrow(0, held.start, held.numel)
-        whole.narrow(0, place.start, place.numel).copy_(part)
-    dist.all_reduce(whole)
-    return whole.view(parameter.shape)
+        full.narrow(0, place.start, place.numel).copy_(part)
+    dist.all_reduce(full)
+    return full.view(parameter.shape)
 
 
 def all_seen() -> list[int]:
-    """Return the samples that all ranks have trained on since the last call, sorted. Collective."""
+    """Return the sorted training samples of all ranks since the last call. Collective."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, list(_seen))
     _seen.clear()
@@ -231,17 +231,17 @@ def sampler_of(kind: str, count: int) -> Any:
 
 @dataclass
 class Run:
-    """What one rank saw of a run."""
+    """Observations of one rank during a run."""
 
     first_state: State = field(default_factory=dict)
-    """When training began: after the load, before the first step."""
+    """State when training began: after the load, before the first step."""
     states: dict[int, State] = field(default_factory=dict)
-    """After the steps that were asked for."""
+    """States after the requested steps."""
     samples: dict[int, list[int]] = field(default_factory=dict)
     rates: dict[int, float] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
     draws: dict[int, float] = field(default_factory=dict)
-    """The first random number after each step, without drawing it."""
+    """The first random number after each step, read without advancing the generator."""
     log: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     kept: list[set[str]] = field(default_factory=list)
@@ -272,7 +272,7 @@ class TrainerCase:
     model_init: bool = False
     """Whether the Trainer makes the model, as sweeps require."""
     sampler: str = ""
-    """The user's own: ``weighted``, or with a seed for each epoch: ``epochs``, ``batches``."""
+    """A user's sampler: ``weighted``; ``epochs`` and ``batches`` seed each epoch."""
     epoch_data: bool = False
     """Whether the data set has ``set_epoch``."""
     stream: bool = False
@@ -280,10 +280,12 @@ class TrainerCase:
     unequal: bool = False
     """Whether samples differ in length, and the loss is a mean over the tokens of a step."""
     sharded: bool = False
-    """Whether ``get_train_dataloader`` returns a loader of the user's, not prepared by accelerate,
-    whose ``DistributedSampler`` is never given an epoch."""
+    """Whether ``get_train_dataloader`` returns a user's loader, not prepared by accelerate.
+
+    Its ``DistributedSampler`` never gets an epoch.
+    """
     zero3_init: str = ""
-    """``pretrained`` or ``config``: what the model is made from, partitioned from the start."""
+    """The source of the model, partitioned from the start: ``pretrained`` or ``config``."""
 
 
 def ds_config(stage: int, more: dict[str, Any]) -> dict[str, Any]:
@@ -301,7 +303,7 @@ def ds_config(stage: int, more: dict[str, Any]) -> dict[str, Any]:
 
 
 class Watch(TrainerCallback):
-    """Notes what a Trainer's run does."""
+    """Records a Trainer's run."""
 
     def __init__(self, run: Run, case: TrainerCase) -> None:
         self.run, self.case = run, case
@@ -337,7 +339,7 @@ class Watch(TrainerCallback):
 
 
 class Stop(TrainerCallback):
-    """Ends a run as a kill would, after a step and what is saved at it."""
+    """Ends a run like a kill, after a step and its save."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -349,7 +351,7 @@ class Stop(TrainerCallback):
 
 @contextmanager
 def warnings_of(run: Run) -> Iterator[None]:
-    """Collect what this library warns of."""
+    """Collect the warnings of this library."""
     import logging
 
     class Keep(logging.Handler):
@@ -436,7 +438,7 @@ def make_trainer(case: TrainerCase, run: Run, cls: type[Trainer] = Trainer) -> A
 
 
 def train(case: TrainerCase) -> Run:
-    """Run a Trainer to its end, or to where it is stopped."""
+    """Run a Trainer to its end, or until it is stopped."""
     run = Run()
     with warnings_of(run):
         trainer = make_trainer(case, run)
@@ -453,7 +455,7 @@ def train(case: TrainerCase) -> Run:
 
 
 def train_twice(case: TrainerCase) -> tuple[Run, Run]:
-    """Call ``train()`` twice on one Trainer; return what each call did."""
+    """Call ``train()`` twice on one Trainer; return the record of each call."""
     first, second = Run(), Run()
     trainer = make_trainer(case, first)
     trainer.train(resume_from_checkpoint=case.resume)
@@ -464,7 +466,7 @@ def train_twice(case: TrainerCase) -> tuple[Run, Run]:
 
 
 def search(case: TrainerCase) -> Run:
-    """Run a sweep of two equal trials by Optuna; return what the second one did."""
+    """Run a sweep of two equal trials with Optuna; return the record of the second one."""
     run = Run()
     trainer = make_trainer(case, run)
     trainer.hyperparameter_search(
@@ -478,7 +480,7 @@ def search(case: TrainerCase) -> Run:
 
 
 def train_out_of_memory(case: TrainerCase, limit: int) -> Run:
-    """Train a model for which micro-batches above a limit are too large."""
+    """Train a model for which larger micro-batches than a limit run out of memory."""
     run = Run()
     trainer = make_trainer(case, run)
     forward = trainer.model.forward
@@ -498,7 +500,7 @@ def train_out_of_memory(case: TrainerCase, limit: int) -> Run:
 
 
 def save_again(case: TrainerCase) -> list[list[str]]:
-    """Save the model, also after its folder is deleted; return the folder's names each time."""
+    """Save the model, and again after deleting its folder; return the names each time."""
     trainer = make_trainer(case, Run())
     trainer.train()
     folder, found = Path(case.output_dir, "final"), []
@@ -533,7 +535,7 @@ def push(case: TrainerCase) -> list[bool]:
 
 
 def save_after_failure(case: TrainerCase) -> list[str]:
-    """Save the model after ``train()`` has raised; return the names that are there at once."""
+    """Save the model after ``train()`` has raised; return the names that exist at once."""
     trainer = make_trainer(case, Run())
     with suppress(StoppedError):
         trainer.train()
@@ -544,7 +546,7 @@ def save_after_failure(case: TrainerCase) -> list[str]:
 
 
 def train_by_own_method(case: TrainerCase) -> Run:
-    """Train by a subclass whose ``train()`` takes no arguments."""
+    """Train a subclass whose ``train()`` takes no arguments."""
     run = Run()
     trainer = make_trainer(case, run, NoArguments)
     trainer.resume = case.resume
@@ -554,7 +556,7 @@ def train_by_own_method(case: TrainerCase) -> Run:
 
 
 class NoArguments(Trainer):
-    """A user's Trainer that decides itself where to resume."""
+    """A user's Trainer that chooses itself where to resume."""
 
     resume: Any = None
 
@@ -563,7 +565,7 @@ class NoArguments(Trainer):
 
 
 def train_until_killed(case: TrainerCase, event: str, path: str, removals: int) -> None:
-    """Train; rank 0 kills all ranks at an audit event of a path, and so many removals later."""
+    """Train; rank 0 kills all ranks at an audit event of a path, and this many removals later."""
     trainer = make_trainer(case, Run())
     pids: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
@@ -588,7 +590,7 @@ _saved_in: list[str] = []
 
 
 def saves(case: TrainerCase) -> tuple[list[str], list[str]]:
-    """Train and save the model; return the folder of each save, and what the last one has."""
+    """Train and save the model; return the folder of each save, and the files of the last one."""
     _watch_saves()
     _saved_in.clear()
     trainer = make_trainer(case, Run())
@@ -610,7 +612,7 @@ def _note_save(event: str, args: tuple[Any, ...]) -> None:
 
 
 def is_freed(case: TrainerCase) -> bool:
-    """Whether a Trainer that is deleted is freed at once, without the garbage collector."""
+    """Return whether a deleted Trainer is freed at once, without the garbage collector."""
     run = Run()
     trainer = make_trainer(case, run)
     trainer.train()
@@ -630,16 +632,16 @@ def watch_of(trainer: Any) -> Watch:
 
 
 def failure_of(case: TrainerCase) -> str:
-    """Run a Trainer that must fail; return how, on this rank."""
+    """Run a Trainer that must fail; return its error on this rank."""
     try:
         train(case)
-    except Exception as error:  # noqa: BLE001 - the test looks at it
+    except Exception as error:  # noqa: BLE001 (the test checks it)
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 def close(trainer: Any) -> None:
-    """Give up an engine and what accelerate keeps of it."""
+    """Destroy an engine, and reset accelerate's state."""
     engine = getattr(trainer, "deepspeed", None)
     if engine is not None:
         engine.destroy()

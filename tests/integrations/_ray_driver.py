@@ -2,7 +2,7 @@
 
 The first run is Ray's DeepSpeed template, with a temporary folder per worker; the second saves into
 one folder below the run's storage; the third resumes from there with another number of workers.
-``FOLDER/result.json`` has what came of each.
+``FOLDER/result.json`` contains the results.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.integrations._hf_programs import state_of
 
 
 def template(config: dict[str, Any]) -> None:
-    """Save as in Ray's template."""
+    """Save like Ray's template."""
     engine = elastic(initialize(3))
     train_steps(engine, config["steps"])
     with tempfile.TemporaryDirectory() as folder:
@@ -42,7 +42,7 @@ def template(config: dict[str, Any]) -> None:
 
 
 def shared(config: dict[str, Any]) -> None:
-    """Resume, train and save as on the page."""
+    """Resume, train and save like the page."""
     engine = elastic(initialize(3))
     if config["resume"]:
         engine.load_checkpoint(config["resume"])
@@ -77,7 +77,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     try:
         run(template, folder, "template", 2, steps=1)
-    except Exception as error:  # noqa: BLE001 - the test looks at it
+    except Exception as error:  # noqa: BLE001 (the test checks it)
         found["template"] = f"{type(error).__name__}: {error}"
     first = run(shared, folder, "two", 2, steps=2, resume="", states=f"{folder}/two.pt")
     resume = first.checkpoint.path

@@ -1,4 +1,4 @@
-"""What ranks run with TRL's SFTTrainer."""
+"""Programs of ranks that run TRL's SFTTrainer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.integrations._hf_programs import (
 
 
 def train(case: TrainerCase) -> Run:
-    """Fine-tune to the end, or to where the run is stopped."""
+    """Fine-tune to the end, or until the run is stopped."""
     run = Run()
     use_gloo()
     micro, accumulate = MICRO[dist.get_world_size()]

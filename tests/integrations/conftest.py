@@ -1,4 +1,4 @@
-"""Ranks that have transformers and accelerate imported."""
+"""Ranks with transformers and accelerate imported."""
 
 from __future__ import annotations
 

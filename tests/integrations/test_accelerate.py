@@ -1,4 +1,4 @@
-"""accelerate's own loop goes on, on any number of ranks, where it was."""
+"""accelerate's own loop continues exactly on any number of ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def whole_loop(hf_ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> Ref
     """Return a run of 12 steps that saved at step 8, in the second epoch; made once."""
     made: dict[str, tuple[Path, list[Run]]] = {}
 
-    def give(world: int = 2, **case: Any) -> tuple[Path, list[Run]]:
+    def get(world: int = 2, **case: Any) -> tuple[Path, list[Run]]:
         name = f"{world}-{sorted(case.items())}"
         if name not in made:
             folder = tmp_path_factory.mktemp("accelerate")
@@ -44,15 +44,15 @@ def whole_loop(hf_ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> Ref
             made[name] = (folder, hf_ranks.run(world, partial(loop, run)))
         return made[name]
 
-    return give
+    return get
 
 
-def assert_continues(run: Run, whole: Run, steps: range) -> None:
-    """Fail unless samples and rates are those of the whole run, and losses up to sum order."""
+def assert_continues(run: Run, reference: Run, steps: range) -> None:
+    """Assert that samples and rates equal those of the reference, and losses up to sum order."""
     for step in steps:
-        assert run.samples[step] == whole.samples[step], step
-        assert run.rates[step] == pytest.approx(whole.rates[step], rel=1e-12, abs=1e-15), step
-        assert abs(run.losses[step] - whole.losses[step]) < 2e-6, step
+        assert run.samples[step] == reference.samples[step], step
+        assert run.rates[step] == pytest.approx(reference.rates[step], rel=1e-12, abs=1e-15), step
+        assert abs(run.losses[step] - reference.losses[step]) < 2e-6, step
     assert sorted(run.samples) == [*steps]
 
 
@@ -66,27 +66,27 @@ CASES = [
 
 @pytest.mark.engine
 @pytest.mark.parametrize(("stage", "world", "schedule"), CASES)
-def test_a_loop_goes_on_exactly_on_other_counts(
+def test_a_loop_continues_exactly_on_other_counts(
     stage: int, world: int, schedule: str, whole_loop: Reference, hf_ranks: Pools
 ) -> None:
-    """State is equal bit for bit; samples, rates and losses go on."""
-    folder, (whole, *_) = whole_loop(stage=stage, schedule=schedule)
+    """State is equal bit for bit; samples, rates and losses continue."""
+    folder, (full_run, *_) = whole_loop(stage=stage, schedule=schedule)
     case = LoopCase(stage=stage, schedule=schedule, load=f"{folder}/step_8", start=8)
     run, *_ = hf_ranks.run(world, partial(loop, case))
-    assert run.first_state.keys() == whole.states[8].keys()
-    for name, tensor in whole.states[8].items():
+    assert run.first_state.keys() == full_run.states[8].keys()
+    for name, tensor in full_run.states[8].items():
         assert torch.equal(run.first_state[name], tensor), name
-    assert_continues(run, whole, range(9, 13))
+    assert_continues(run, full_run, range(9, 13))
     assert run.warnings == []
 
 
 @pytest.mark.engine
-def test_a_loop_whose_engine_was_elastic_goes_on(whole_loop: Reference, hf_ranks: Pools) -> None:
-    """``wrap_initialize`` before does not take the Accelerator's own part away."""
-    folder, (whole, *_) = whole_loop(stage=2, schedule="cosine")
+def test_a_loop_whose_engine_was_elastic_continues(whole_loop: Reference, hf_ranks: Pools) -> None:
+    """An earlier ``wrap_initialize`` does not replace the Accelerator's own part."""
+    folder, (full_run, *_) = whole_loop(stage=2, schedule="cosine")
     case = LoopCase(schedule="cosine", load=f"{folder}/step_8", start=8, wrapped=True)
     run, *_ = hf_ranks.run(3, partial(loop, case))
-    assert_continues(run, whole, range(9, 13))
+    assert_continues(run, full_run, range(9, 13))
 
 
 @pytest.mark.engine
@@ -96,7 +96,7 @@ def test_a_loop_is_resized_twice(
     schedule: str, whole_loop: Reference, hf_ranks: Pools, tmp_path: Path
 ) -> None:
     """3 ranks, then 2, then 1: the schedule is that of 3 ranks."""
-    folder, (whole, *_) = whole_loop(world=3, schedule=schedule)
+    folder, (full_run, *_) = whole_loop(world=3, schedule=schedule)
     second = LoopCase(
         schedule=schedule,
         load=f"{folder}/step_8",
@@ -105,15 +105,17 @@ def test_a_loop_is_resized_twice(
         save_at=(10,),
     )
     run, *_ = hf_ranks.run(2, partial(loop, second))
-    assert_continues(run, whole, range(9, 13))
+    assert_continues(run, full_run, range(9, 13))
     third = LoopCase(schedule=schedule, load=f"{tmp_path}/step_10", start=10)
     run, *_ = hf_ranks.run(1, partial(loop, third))
-    assert_continues(run, whole, range(11, 13))
+    assert_continues(run, full_run, range(11, 13))
 
 
 @pytest.mark.engine
-def test_additional_ranks_draw_as_the_others(whole_loop: Reference, hf_ranks: Pools) -> None:
-    """A rank for which no random state was saved takes that of a rank that saved one."""
+def test_additional_ranks_draw_the_same_random_numbers(
+    whole_loop: Reference, hf_ranks: Pools
+) -> None:
+    """A rank without a saved random state gets that of a rank that saved one."""
     folder, _ = whole_loop(stage=2, schedule="cosine")
     case = LoopCase(schedule="cosine", load=f"{folder}/step_8", start=8, steps=9)
     runs = hf_ranks.run(3, partial(loop, case))
@@ -124,19 +126,19 @@ def test_additional_ranks_draw_as_the_others(whole_loop: Reference, hf_ranks: Po
 
 @pytest.mark.engine
 def test_a_stock_folder_is_resumed(whole_loop: Reference, hf_ranks: Pools) -> None:
-    """``pytorch_model`` as DeepSpeed wrote it is loaded on another count."""
-    folder, (whole, *_) = whole_loop(stage=2, schedule="cosine", bound=False)
+    """``pytorch_model`` by stock DeepSpeed is loaded on another count."""
+    folder, (full_run, *_) = whole_loop(stage=2, schedule="cosine", bound=False)
     case = LoopCase(schedule="cosine", load=f"{folder}/step_8", start=8)
     run, *_ = hf_ranks.run(3, partial(loop, case))
-    for name, tensor in whole.states[8].items():
+    for name, tensor in full_run.states[8].items():
         assert torch.equal(run.first_state[name], tensor), name
-    assert_continues(run, whole, range(9, 13))
+    assert_continues(run, full_run, range(9, 13))
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_loop_without_the_line_fails(world: int, whole_loop: Reference, hf_ranks: Pools) -> None:
-    """Stock never trains on fresh weights from our folders."""
+    """Stock accelerate never trains on fresh weights from our folders."""
     folder, _ = whole_loop(stage=2, schedule="cosine")
     case = LoopCase(load=f"{folder}/step_8", start=8, bound=False)
     assert all(hf_ranks.run(world, partial(stock_failure, case)))
@@ -163,7 +165,7 @@ def test_an_accelerator_that_cannot_resume_exactly_is_refused(hf_ranks: Pools) -
         ({"epoch_data": True}, "accelerate calls EpochTokens.set_epoch in some epochs only"),
     ],
 )
-def test_what_cannot_be_exact_is_warned_of(
+def test_an_inexact_resume_causes_a_warning(
     case: dict[str, Any], words: str, whole_loop: Reference, hf_ranks: Pools
 ) -> None:
     """One warning names the difference."""
@@ -179,9 +181,9 @@ def test_an_unchanged_count_may_differ_within_an_epoch(
 ) -> None:
     """A warning says where stock itself reads other samples."""
     case: dict[str, Any] = {"epoch_data": True, "sampler": "epochs"}
-    folder, (whole, *_) = whole_loop(**case)
+    folder, (full_run, *_) = whole_loop(**case)
     run, *_ = hf_ranks.run(2, partial(loop, LoopCase(load=f"{folder}/step_8", start=8, **case)))
-    assert run.samples != {step: whole.samples[step] for step in range(9, 13)}
+    assert run.samples != {step: full_run.samples[step] for step in range(9, 13)}
     words = "accelerate calls EpochTokens.set_epoch in some epochs only"
     assert [words in warning for warning in run.warnings] == [True]
 
@@ -193,9 +195,9 @@ def test_a_step_that_was_saved_within_is_repeated(
     world: int, whole_loop: Reference, hf_ranks: Pools
 ) -> None:
     """Gradients of its first micro-batch are not in the checkpoint; a warning says so."""
-    folder, (whole, *_) = whole_loop(save_within=9)
+    folder, (full_run, *_) = whole_loop(save_within=9)
     run, *_ = hf_ranks.run(world, partial(loop, LoopCase(load=f"{folder}/within_9", start=8)))
-    assert_continues(run, whole, range(9, 13))
+    assert_continues(run, full_run, range(9, 13))
     assert {"saved after 1 of 3 micro-batches" in warning for warning in run.warnings} == {True}
 
 
@@ -205,10 +207,10 @@ def test_a_rate_that_does_not_count_all_ranks_is_warned_of(
     whole_loop: Reference, hf_ranks: Pools
 ) -> None:
     """A step is taken for each rank: a fixed number of warm-up steps ends at another step."""
-    folder, (whole, *_) = whole_loop(schedule="warmup")
+    folder, (full_run, *_) = whole_loop(schedule="warmup")
     case = LoopCase(schedule="warmup", load=f"{folder}/step_8", start=8)
     run, *_ = hf_ranks.run(3, partial(loop, case))
-    assert run.rates[9] != whole.rates[9]
+    assert run.rates[9] != full_run.rates[9]
     words = "The learning rate jumps from 0.00566667 to 0.00833333"
     assert [words in warning for warning in run.warnings] == [True]
 
@@ -218,10 +220,10 @@ def test_a_rate_that_does_not_count_all_ranks_is_warned_of(
 @pytest.mark.parametrize("world", [3, 1])
 def test_split_batches_go_on(world: int, whole_loop: Reference, hf_ranks: Pools) -> None:
     """Where accelerate divides each batch, it takes one step of a scheduler for all ranks."""
-    folder, (whole, *_) = whole_loop(split=True, schedule="cosine")
+    folder, (full_run, *_) = whole_loop(split=True, schedule="cosine")
     case = LoopCase(split=True, schedule="cosine", load=f"{folder}/step_8", start=8)
     run, *_ = hf_ranks.run(world, partial(loop, case))
-    assert_continues(run, whole, range(9, 13))
+    assert_continues(run, full_run, range(9, 13))
     assert run.warnings == []
 
 
@@ -238,11 +240,11 @@ def test_folders_that_accelerate_names_go_on(hf_ranks: Pools, tmp_path: Path) ->
 @pytest.mark.engine
 @pytest.mark.long
 def test_a_sampler_that_seeds_each_epoch_is_exact(whole_loop: Reference, hf_ranks: Pools) -> None:
-    """A user's own, with ``set_epoch``."""
-    folder, (whole, *_) = whole_loop(sampler="epochs")
+    """A user's own sampler with ``set_epoch``."""
+    folder, (full_run, *_) = whole_loop(sampler="epochs")
     case = LoopCase(load=f"{folder}/step_8", start=8, sampler="epochs")
     run, *_ = hf_ranks.run(3, partial(loop, case))
-    assert_continues(run, whole, range(9, 13))
+    assert_continues(run, full_run, range(9, 13))
     assert run.warnings == []
 
 
@@ -252,7 +254,7 @@ def test_saves_into_one_folder_are_not_mixed(
     whole_loop: Reference, hf_ranks: Pools, tmp_path: Path
 ) -> None:
     """A kill during the second save leaves one step, or a folder that is refused."""
-    _, (whole, *_) = whole_loop()
+    _, (full_run, *_) = whole_loop()
     case = LoopCase(
         folder=str(tmp_path), name="last", save_at=(4, 8), options={"async_save": True}, steps=8
     )
@@ -260,10 +262,10 @@ def test_saves_into_one_folder_are_not_mixed(
     first, second = tmp_path / "killed_at_4", tmp_path / "killed_at_8"
     resume = LoopCase(load=str(second), start=8)
     run, *_ = hf_ranks.run(3, partial(loop, resume))
-    for name, tensor in whole.states[8].items():
+    for name, tensor in full_run.states[8].items():
         assert torch.equal(run.first_state[name], tensor), name
-    assert_continues(run, whole, range(9, 13))
-    shutil.rmtree(first / "pytorch_model", ignore_errors=True)  # is not complete, if it is there
+    assert_continues(run, full_run, range(9, 13))
+    shutil.rmtree(first / "pytorch_model", ignore_errors=True)  # incomplete, if it exists
     shutil.copytree(second / "pytorch_model", first / "pytorch_model")
     for failure in hf_ranks.run(3, partial(stock_failure, LoopCase(load=str(first), start=8))):
         assert "CheckpointCorruptedError" in failure
@@ -275,7 +277,7 @@ def test_saves_into_one_folder_are_not_mixed(
 def test_fallback_takes_the_folder_before(
     damage: str, whole_loop: Reference, hf_ranks: Pools, tmp_path: Path
 ) -> None:
-    """A folder that a kill left unfinished, or whose bytes changed, is passed over."""
+    """A folder that a kill left unfinished, or whose bytes changed, is skipped."""
     folder, _ = whole_loop(stage=2, schedule="cosine")
     newest, other = tmp_path / "step_9", tmp_path / "run_7"
     for copy in (tmp_path / "step_8", newest, other):
@@ -314,10 +316,10 @@ def test_fallback_takes_all_engines_of_one_folder(hf_ranks: Pools, tmp_path: Pat
 @pytest.mark.parametrize(
     ("teacher", "asynchronous"), [(False, False), (False, True), (True, False)]
 )
-def test_several_engines_of_an_accelerator_go_on(
+def test_several_engines_of_an_accelerator_continue(
     teacher: bool, asynchronous: bool, hf_ranks: Pools, tmp_path: Path
 ) -> None:
-    """Each is saved and loaded as its own, also one without an optimizer."""
+    """Each is saved and loaded separately, including one without an optimizer."""
     run = partial(two_engines, str(tmp_path), teacher=teacher)
     wanted = hf_ranks.run(2, partial(run, load=False, asynchronous=asynchronous))[0]
     found = hf_ranks.run(3, partial(run, load=True))[0]

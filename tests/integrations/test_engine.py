@@ -30,10 +30,10 @@ from tests.integrations import _engine_programs as programs
     ("stage", "world", "wrapped"),
     [(2, 3, False), (3, 3, True), (1, 1, False), (3, 1, False), (2, 1, True)],
 )
-def test_an_engine_goes_on_on_other_counts(
+def test_an_engine_continues_on_other_counts(
     stage: int, world: int, wrapped: bool, hf_ranks: Pools, tmp_path: Path
 ) -> None:
-    """``latest`` and tags mean what they mean to DeepSpeed; state is equal bit for bit."""
+    """``latest`` and tags have DeepSpeed's meaning; state is equal bit for bit."""
     folder = str(tmp_path)
     wanted, *_ = hf_ranks.run(2, partial(programs.save, folder, stage, wrapped=wrapped))
     assert (tmp_path / "latest").read_text() == "global_step2/checkpoint"
@@ -47,8 +47,8 @@ def test_an_engine_goes_on_on_other_counts(
 
 
 @pytest.mark.engine
-def test_what_cannot_be_meant_is_refused(hf_ranks: Pools, tmp_path: Path) -> None:
-    """A load function, another global batch, a tag that is not there."""
+def test_loads_that_cannot_be_intended_are_refused(hf_ranks: Pools, tmp_path: Path) -> None:
+    """A load function, another global batch, and a missing tag."""
     hf_ranks.run(2, partial(programs.save, str(tmp_path), 2))
     function, batch, tag = hf_ranks.run(3, partial(programs.refusals, str(tmp_path)))[0]
     assert "UnsupportedError: load_checkpoint(custom_load_fn=...)" in function
@@ -58,22 +58,22 @@ def test_what_cannot_be_meant_is_refused(hf_ranks: Pools, tmp_path: Path) -> Non
 
 
 @pytest.mark.engine
-def test_a_load_waits_for_the_save_in_the_background(hf_ranks: Pools, tmp_path: Path) -> None:
-    """What is loaded is the last save, not the one that it replaces."""
+def test_a_load_waits_for_the_background_save(hf_ranks: Pools, tmp_path: Path) -> None:
+    """It loads the new save, not the one that this replaces."""
     found = hf_ranks.run(2, partial(programs.load_while_saving, str(tmp_path)))[0]
     assert found == [({"step": 2}, 2)]
 
 
 @pytest.mark.engine
-def test_weights_alone_leave_the_counters(hf_ranks: Pools, tmp_path: Path) -> None:
-    """As DeepSpeed's ``load_module_only``."""
+def test_loading_only_weights_keeps_the_counters(hf_ranks: Pools, tmp_path: Path) -> None:
+    """Like DeepSpeed's ``load_module_only``."""
     hf_ranks.run(2, partial(programs.save, str(tmp_path), 2))
     assert hf_ranks.run(3, partial(programs.load_module_only, str(tmp_path)))[0] == (0, 0)
 
 
 @pytest.mark.engine
 def test_a_folder_of_two_checkpoints_is_refused(hf_ranks: Pools, tmp_path: Path) -> None:
-    """DeepSpeed has saved later into a folder of this library: neither is taken silently."""
+    """If DeepSpeed has saved later into a folder of this library, neither is loaded silently."""
     hf_ranks.run(2, partial(programs.save, str(tmp_path), 2))
     over = partial(programs.save_stock_over, str(tmp_path), "global_step2")
     for failure in hf_ranks.run(2, over)[0]:
@@ -82,8 +82,8 @@ def test_a_folder_of_two_checkpoints_is_refused(hf_ranks: Pools, tmp_path: Path)
 
 
 @pytest.mark.engine
-def test_fallback_passes_over_a_folder_of_two_checkpoints(hf_ranks: Pools, tmp_path: Path) -> None:
-    """Instead of a damaged checkpoint, none that DeepSpeed has saved into is taken."""
+def test_fallback_skips_a_folder_of_two_checkpoints(hf_ranks: Pools, tmp_path: Path) -> None:
+    """A damaged checkpoint is not replaced by one into whose folder DeepSpeed has saved."""
     hf_ranks.run(2, partial(programs.save, str(tmp_path), 2))
     shard = next((tmp_path / "global_step2").rglob("*optim_states.pt"))
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -93,8 +93,8 @@ def test_fallback_passes_over_a_folder_of_two_checkpoints(hf_ranks: Pools, tmp_p
 
 
 @pytest.mark.engine
-def test_fallback_never_takes_another_engine(hf_ranks: Pools, tmp_path: Path) -> None:
-    """Two engines of equal shapes save into one folder; tags show which belongs to which."""
+def test_fallback_never_loads_another_engine(hf_ranks: Pools, tmp_path: Path) -> None:
+    """Two engines of equal shapes save into one folder; tags show whose a save is."""
     saves = partial(programs.fall_back_beside_another_engine, str(tmp_path))
     for older, none_left, without_step in hf_ranks.run(2, saves):
         assert older == "('critic', 1)"
@@ -132,14 +132,14 @@ def test_ranks_must_save_into_one_folder(hf_ranks: Pools, tmp_path: Path) -> Non
 def test_a_script_without_the_line_fails(
     stage: int, world: int, tag: str | None, hf_ranks: Pools, tmp_path: Path
 ) -> None:
-    """Stock never trains on fresh weights from our folders."""
+    """Stock DeepSpeed never trains on fresh weights from our folders."""
     hf_ranks.run(2, partial(programs.save, str(tmp_path), stage))
     load = partial(programs.failure_of, str(tmp_path), stage, tag=tag, bound=False)
     assert all(hf_ranks.run(world, load))
 
 
 def test_other_objects_are_refused() -> None:
-    """The message names what is taken."""
+    """The message names the accepted objects."""
     with pytest.raises(TypeError, match="elastic\\(\\) was given a dict: it takes"):
         elastic({})
     with pytest.raises(ValueError, match="fallback='yes'"):

@@ -21,19 +21,19 @@ from tests.integrations._fabric_programs import FabricCase, failure_of, run_fabr
     ("stage", "world"),
     [(3, 3), (1, 3), (2, 1), (2, 3), (3, 1)],
 )
-def test_a_loop_goes_on_on_other_counts(
+def test_a_loop_continues_on_other_counts(
     stage: int, world: int, hf_ranks: Pools, tmp_path: Path
 ) -> None:
-    """State is equal bit for bit; entries of the state come back in place, others are returned."""
+    """State is equal bit for bit; entries are restored in place, others are returned."""
     path = str(tmp_path / "saved")
-    whole, *_ = hf_ranks.run(2, partial(run_fabric, FabricCase(stage, save=path)))[0]
+    saved, *_ = hf_ranks.run(2, partial(run_fabric, FabricCase(stage, save=path)))[0]
     longer, *_ = hf_ranks.run(2, partial(run_fabric, FabricCase(stage, steps=5)))[0]
     case = FabricCase(stage, by_name=world == 1, load=path, steps=5)
-    run, kept, left = hf_ranks.run(world, partial(run_fabric, case))[0]
-    for name, tensor in whole.states[-1].items():
+    run, kept, unused = hf_ranks.run(world, partial(run_fabric, case))[0]
+    for name, tensor in saved.states[-1].items():
         assert torch.equal(run.first_state[name], tensor), name
     assert kept == {"step": 5, "last_epoch": 5}
-    assert left == {"extra": {"note": "mine"}}
+    assert unused == {"extra": {"note": "mine"}}
     assert ["no entry 'unsaved'" in warning for warning in run.warnings] == [True]
     for step in (4, 5):  # of the first epoch and of the second
         assert run.samples[step] == longer.samples[step]
@@ -45,7 +45,7 @@ def test_a_loop_goes_on_on_other_counts(
 def test_a_background_save_and_an_older_checkpoint_are_loaded(
     hf_ranks: Pools, tmp_path: Path
 ) -> None:
-    """``async_save`` and ``fallback`` are options as under Lightning."""
+    """``async_save`` and ``fallback`` are options like under Lightning."""
     paths = [str(tmp_path / f"step_{steps}.ckpt") for steps in (2, 3)]
     for steps, path in zip((2, 3), paths, strict=True):
         case = FabricCase(2, save=path, steps=steps, options={"async_save": True})
@@ -78,7 +78,7 @@ def test_fabrics_own_strategy_fails_on_our_folders(
 
 @pytest.mark.engine
 def test_a_folder_that_fabric_saved_over_is_refused(hf_ranks: Pools, tmp_path: Path) -> None:
-    """Also with ``fallback``: an older checkpoint is not what is meant."""
+    """Even with ``fallback``, which must not choose an older checkpoint."""
     path = str(tmp_path / "saved")
     hf_ranks.run(2, partial(run_fabric, FabricCase(2, save=str(tmp_path / "older"), steps=1)))
     hf_ranks.run(2, partial(run_fabric, FabricCase(2, save=path, steps=1)))

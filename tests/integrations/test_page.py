@@ -1,4 +1,4 @@
-"""The page on Hugging Face runs as it stands."""
+"""The page on Hugging Face runs unchanged."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if "LOCAL_RANK" in os.environ:
 
 @pytest.mark.engine
 @pytest.mark.long
-def test_the_page_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks train, three go on, and the weights come out."""
+def test_the_page_runs_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks train, three continue, and the weights are exported."""
     patch, folder = tmp_path / "patch", tmp_path / "page"
     patch.mkdir()
     folder.mkdir()
     (patch / "sitecustomize.py").write_text(ON_CPU)
     monkeypatch.setenv("PYTHONPATH", f"{patch}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    said = run_page("hugging-face.md", folder)
-    assert re.search(r"\b3 (ranks|devices)\b|world size\W+3", said)
+    output = run_page("hugging-face.md", folder)
+    assert re.search(r"\b3 (ranks|devices)\b|world size\W+3", output)
     state = json.loads((folder / "run" / "checkpoint-16" / "trainer_state.json").read_text())
     steps = [entry["step"] for entry in state["log_history"] if "loss" in entry]
     assert steps == [*range(1, 17)]

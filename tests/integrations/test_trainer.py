@@ -1,4 +1,4 @@
-"""The Trainer goes on, on any number of ranks, where it was."""
+"""The Trainer continues exactly on any number of ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.integrations._hf_programs import (
 )
 
 STEPS = range(11, 17)
-"""After checkpoint-10, to the end of the second epoch."""
+"""Steps after checkpoint-10, to the end of the second epoch."""
 
 Reference = Callable[..., tuple[Path, list[Run]]]
 
@@ -54,10 +54,10 @@ since_5 = pytest.mark.skipif(
 
 @pytest.fixture(scope="session")
 def reference(hf_ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """Return a run to its end, which saved at steps 5, 10 and 15; made once per session."""
+    """Return a complete run, which saved at steps 5, 10 and 15; made once per session."""
     made: dict[str, tuple[Path, list[Run]]] = {}
 
-    def give(world: int = 2, **case: Any) -> tuple[Path, list[Run]]:
+    def get(world: int = 2, **case: Any) -> tuple[Path, list[Run]]:
         name = f"{world}-{sorted(case.items())}"
         if name not in made:
             folder = tmp_path_factory.mktemp("trainer")
@@ -65,12 +65,12 @@ def reference(hf_ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> Refe
             made[name] = (folder, hf_ranks.run(world, run))
         return made[name]
 
-    return give
+    return get
 
 
 @pytest.fixture
 def resumed(hf_ranks: Pools, tmp_path: Path) -> Callable[..., list[Run]]:
-    """Return how a run went on from a copy of a folder."""
+    """Return a function that resumes a run from a copy of a folder."""
 
     def resume(folder: Path, world: int, step: int = 10, **case: Any) -> list[Run]:
         copy = tmp_path / f"on-{world}"
@@ -85,20 +85,20 @@ def resumed(hf_ranks: Pools, tmp_path: Path) -> Callable[..., list[Run]]:
 
 
 def assert_equal(found: State, wanted: State) -> None:
-    """Fail unless the same elements have the same bits."""
+    """Assert that the same elements have the same bits."""
     assert found.keys() == wanted.keys()
     assert wanted
     for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor), name
 
 
-def assert_continues(run: Run, whole: Run, steps: range = STEPS) -> None:
-    """Fail unless a resumed run does what the whole one did: samples, rates, losses."""
-    assert {step: run.samples[step] for step in steps} == {s: whole.samples[s] for s in steps}
-    assert {step: run.rates[step] for step in steps} == {s: whole.rates[s] for s in steps}
+def assert_continues(run: Run, wanted: Run, steps: range = STEPS) -> None:
+    """Assert that a resumed run has the samples, rates and losses of the whole run."""
+    assert {step: run.samples[step] for step in steps} == {s: wanted.samples[s] for s in steps}
+    assert {step: run.rates[step] for step in steps} == {s: wanted.rates[s] for s in steps}
     assert sorted(run.samples) == [*steps]
     for step in steps:
-        assert abs(run.losses[step] - whole.losses[step]) < 2e-6, step
+        assert abs(run.losses[step] - wanted.losses[step]) < 2e-6, step
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
@@ -119,26 +119,28 @@ COUNTS = [
 
 @pytest.mark.engine
 @pytest.mark.parametrize(("stage", "world"), COUNTS)
-def test_a_run_goes_on_exactly_on_other_counts(
+def test_a_run_continues_exactly_on_other_counts(
     stage: int,
     world: int,
     reference: Reference,
     resumed: Callable[..., list[Run]],
     tmp_path: Path,
 ) -> None:
-    """State is equal bit for bit; samples, rates, losses and trainer_state.json go on."""
-    folder, (whole, *_) = reference(stage=stage)
+    """State is equal bit for bit; samples, rates, losses and trainer_state.json continue."""
+    folder, (full_run, *_) = reference(stage=stage)
     saved = sorted(path.name for path in (folder / "checkpoint-10").iterdir())
     assert "global_step10" in saved
     run, *_ = resumed(folder, world, stage=stage, args={"save_total_limit": 2})
-    assert_equal(run.first_state, whole.states[10])
-    assert_continues(run, whole)
+    assert_equal(run.first_state, full_run.states[10])
+    assert_continues(run, full_run)
     assert run.warnings == []
     copy = tmp_path / f"on-{world}"
     kept = sorted(path.name for path in copy.glob("checkpoint-*"))
     assert kept == ["checkpoint-15", "checkpoint-16"]
     assert history(copy / "checkpoint-16") == history(folder / "checkpoint-16")
-    masters = {n.removesuffix("/master"): t for n, t in whole.states[10].items() if "/master" in n}
+    masters = {
+        n.removesuffix("/master"): t for n, t in full_run.states[10].items() if "/master" in n
+    }
     converted = get_fp32_state_dict_from_zero_checkpoint(str(folder / "checkpoint-10"))
     for name, tensor in masters.items():
         assert torch.equal(converted[name], tensor), name
@@ -150,8 +152,8 @@ def test_a_run_goes_on_exactly_on_other_counts(
 def test_a_run_is_resized_twice(
     stage: int, reference: Reference, hf_ranks: Pools, tmp_path: Path
 ) -> None:
-    """3 ranks, then 2, then 1: the run is that of 3 ranks."""
-    folder, (whole, *_) = reference(world=3, stage=stage)
+    """3 ranks, then 2, then 1: the run equals that of 3 ranks."""
+    folder, (full_run, *_) = reference(world=3, stage=stage)
     shutil.copytree(folder / "checkpoint-5", tmp_path / "run" / "checkpoint-5")
     for world, first, last in ((2, 6, 10), (1, 11, 16)):
         case = TrainerCase(
@@ -161,14 +163,14 @@ def test_a_run_is_resized_twice(
             stop_at=last if last < 16 else None,
         )
         run, *_ = hf_ranks.run(world, partial(train, case))
-        assert_continues(run, whole, range(first, last + 1))
+        assert_continues(run, full_run, range(first, last + 1))
 
 
 @pytest.mark.engine
 def test_another_global_batch_is_refused(
     reference: Reference, hf_ranks: Pools, tmp_path: Path
 ) -> None:
-    """Before the first step, with the settings that keep it; an option allows it."""
+    """Before the first step, with the settings that keep it. An option allows it."""
     folder, _ = reference(stage=3)
     copy = tmp_path / "run"
     shutil.copytree(folder, copy)
@@ -185,11 +187,11 @@ def test_another_global_batch_is_refused(
 def test_another_global_batch_is_allowed(
     reference: Reference, resumed: Callable[..., list[Run]]
 ) -> None:
-    """With the option, the run goes on from the same state."""
-    folder, (whole, *_) = reference(stage=3)
+    """With the option, the run continues from the same state."""
+    folder, (full_run, *_) = reference(stage=3)
     options = {"allow_global_batch_change": True}
     run, *_ = resumed(folder, 3, micro=(2, 3), options=options)
-    assert_equal(run.first_state, whole.states[10])
+    assert_equal(run.first_state, full_run.states[10])
 
 
 @pytest.mark.engine
@@ -197,12 +199,12 @@ def test_another_global_batch_is_allowed(
 def test_a_stock_run_is_resumed_past_its_own_folders(
     stage: int, reference: Reference, resumed: Callable[..., list[Run]], tmp_path: Path
 ) -> None:
-    """DeepSpeed's folders are loaded on another count, and stay where the run saves again."""
-    folder, (whole, *_) = reference(stage=stage, bound=False)
+    """DeepSpeed's folders are loaded on another count, and kept when the run saves again."""
+    folder, (full_run, *_) = reference(stage=stage, bound=False)
     assert list((folder / "checkpoint-15").glob("global_step15/*_states.pt"))
     run, *_ = resumed(folder, 3, stage=stage)
-    assert_equal(run.first_state, whole.states[10])
-    assert_continues(run, whole)
+    assert_equal(run.first_state, full_run.states[10])
+    assert_continues(run, full_run)
     later = tmp_path / "on-3" / "checkpoint-15"
     stock = [path.name for path in later.glob("global_step15/*.pt")]
     assert sorted(stock) == sorted(p.name for p in folder.glob("checkpoint-15/global_step15/*.pt"))
@@ -215,7 +217,7 @@ def test_a_stock_run_is_resumed_past_its_own_folders(
 def test_a_script_without_the_line_fails(
     stage: int, world: int, reference: Reference, hf_ranks: Pools, tmp_path: Path
 ) -> None:
-    """Stock never trains on fresh weights from our folders."""
+    """Stock transformers never trains on fresh weights from our folders."""
     folder, _ = reference(stage=stage)
     copy = tmp_path / "run"
     shutil.copytree(folder, copy)
@@ -229,11 +231,13 @@ def test_a_script_without_the_line_fails(
 def test_additional_ranks_have_random_states(
     draws: bool, reference: Reference, resumed: Callable[..., list[Run]]
 ) -> None:
-    """A rank for which none was saved takes that of another, before any callback draws."""
-    folder, whole = reference(stage=3, dropout=0.1)
+    """A rank without a saved state gets that of another, before any callback draws."""
+    folder, full_run = reference(stage=3, dropout=0.1)
     runs = resumed(folder, 3, dropout=0.1, draws=draws)
     assert runs[2].draws == runs[0].draws
-    assert whole[0].draws[10] == whole[1].draws[10]  # as the Trainer seeds all ranks alike
+    assert (
+        full_run[0].draws[10] == full_run[1].draws[10]
+    )  # since the Trainer seeds all ranks equally
 
 
 @pytest.mark.engine
@@ -241,8 +245,8 @@ def test_additional_ranks_have_random_states(
 def test_fallback_takes_the_folder_before(
     damage: str, reference: Reference, hf_ranks: Pools, tmp_path: Path
 ) -> None:
-    """A folder that a kill left unfinished, or whose bytes changed, is passed over."""
-    folder, (whole, *_) = reference(stage=3)
+    """A folder that a kill left unfinished, or whose bytes changed, is skipped."""
+    folder, (full_run, *_) = reference(stage=3)
     copy = tmp_path / "run"
     for step in (10, 15):
         shutil.copytree(folder / f"checkpoint-{step}", copy / f"checkpoint-{step}")
@@ -256,7 +260,7 @@ def test_fallback_takes_the_folder_before(
         shard.write_bytes(content)
     case = TrainerCase(str(copy), resume=True, options={"fallback": True})
     run, *_ = hf_ranks.run(3, partial(train, case))
-    assert_equal(run.first_state, whole.states[10])
+    assert_equal(run.first_state, full_run.states[10])
     assert any("checkpoint-15" in warning for warning in run.warnings)
 
 
@@ -266,18 +270,18 @@ def test_background_saves_are_resumed(
     hf_ranks: Pools, reference: Reference, resumed: Callable[..., list[Run]], tmp_path: Path
 ) -> None:
     """With async_save, each folder names its checkpoint once that is published."""
-    folder, (whole, *_) = reference(stage=3, options={"async_save": True, "fingerprint": True})
+    folder, (full_run, *_) = reference(stage=3, options={"async_save": True, "fingerprint": True})
     for step in (5, 10, 15, 16):
         text = (folder / f"checkpoint-{step}" / "latest").read_text()
         assert text == f"global_step{step}/checkpoint"
     run, *_ = resumed(folder, 3, options={"async_save": True, "fingerprint": True})
-    assert_equal(run.first_state, whole.states[10])
-    assert_continues(run, whole)
+    assert_equal(run.first_state, full_run.states[10])
+    assert_continues(run, full_run)
 
 
 @pytest.mark.engine
 def test_the_best_may_be_the_last_background_save(hf_ranks: Pools, tmp_path: Path) -> None:
-    """load_best_model_at_end waits for the save that is under way."""
+    """load_best_model_at_end waits for the save in progress."""
     args = {
         "eval_strategy": "epoch",
         "save_strategy": "epoch",
@@ -296,7 +300,7 @@ def test_the_best_may_be_the_last_background_save(hf_ranks: Pools, tmp_path: Pat
 def test_adapters_are_saved_small_and_the_best_is_loaded(
     gather: bool, reference: Reference, resumed: Callable[..., list[Run]], tmp_path: Path
 ) -> None:
-    """LoRA: frozen weights are left out; rotation and load_best_model_at_end work."""
+    """LoRA: frozen weights are excluded; rotation and load_best_model_at_end work."""
     args = {
         "eval_strategy": "steps",
         "eval_steps": 5,
@@ -312,17 +316,17 @@ def test_adapters_are_saved_small_and_the_best_is_loaded(
         "args": args,
         "config": {"zero_optimization": zero},
     }
-    folder, (whole, *_) = reference(**case)
+    folder, (full_run, *_) = reference(**case)
     files = (folder / "checkpoint-10" / "global_step10").rglob("*.pt")
     assert sum(path.stat().st_size for path in files) < 40_000
     run, *_ = resumed(folder, 3, **case)
-    assert_equal(run.first_state, whole.states[10])
-    assert_continues(run, whole)
+    assert_equal(run.first_state, full_run.states[10])
+    assert_continues(run, full_run)
 
 
 @pytest.mark.engine
 @pytest.mark.long
-def test_models_alone_are_no_resume(hf_ranks: Pools, tmp_path: Path) -> None:
+def test_a_saved_model_alone_cannot_be_resumed(hf_ranks: Pools, tmp_path: Path) -> None:
     """save_only_model writes no engine state, and a resume from it is refused."""
     zero = {"stage3_gather_16bit_weights_on_model_save": True}
     case = TrainerCase(
@@ -339,7 +343,7 @@ def test_models_alone_are_no_resume(hf_ranks: Pools, tmp_path: Path) -> None:
 
 @pytest.mark.engine
 @pytest.mark.long
-def test_deepspeeds_own_optimizer_and_scheduler_go_on(
+def test_deepspeeds_own_optimizer_and_scheduler_continue(
     reference: Reference, resumed: Callable[..., list[Run]]
 ) -> None:
     """The engine's scheduler is restored with the engine."""
@@ -348,10 +352,10 @@ def test_deepspeeds_own_optimizer_and_scheduler_go_on(
     optimizer = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
     config = {"optimizer": optimizer, "scheduler": scheduler}
     case: dict[str, Any] = {"stage": 2, "config": config, "args": {"warmup_steps": 4}}
-    folder, (whole, *_) = reference(**case)
+    folder, (full_run, *_) = reference(**case)
     run, *_ = resumed(folder, 3, **case)
-    assert_equal(run.first_state, whole.states[10])
-    assert_continues(run, whole)
+    assert_equal(run.first_state, full_run.states[10])
+    assert_continues(run, full_run)
 
 
 @pytest.mark.engine
@@ -388,7 +392,7 @@ def test_deepspeeds_own_optimizer_and_scheduler_go_on(
         ),
     ],
 )
-def test_what_cannot_be_exact_is_warned_of(
+def test_an_inexact_resume_causes_a_warning(
     case: dict[str, Any],
     words: str,
     reference: Reference,
@@ -420,11 +424,11 @@ def test_an_unchanged_count_may_differ_within_an_epoch(
 ) -> None:
     """A warning says where stock itself reads other samples; from an epoch's start it does not."""
     case = {"stage": 2, "args": {"save_steps": 4}, **case}
-    folder, (whole, *_) = reference(world, **case)
+    folder, (full_run, *_) = reference(world, **case)
     for step in (8, 12):
         run, *_ = resumed(folder, world, step, **case)
         exact = step == 8 or not words
-        later = {s: samples for s, samples in whole.samples.items() if s > step}
+        later = {s: samples for s, samples in full_run.samples.items() if s > step}
         assert (run.samples == later) is exact
         assert [words in warning for warning in run.warnings] == ([] if exact else [True])
 
@@ -434,15 +438,15 @@ def test_an_unchanged_count_may_differ_within_an_epoch(
 def test_only_the_last_step_of_an_epoch_is_filled_up(
     reference: Reference, resumed: Callable[..., list[Run]]
 ) -> None:
-    """Where the data is not a multiple of the global batch, all other steps are exact."""
-    folder, (whole, *_) = reference(stage=2, samples=100)
+    """If the data is not a multiple of the global batch, all other steps are exact."""
+    folder, (full_run, *_) = reference(stage=2, samples=100)
     run, *_ = resumed(folder, 3, stage=2, samples=100)
     words = "the last step of an epoch is filled up with other samples"
     assert [words in warning for warning in run.warnings] == [True]
-    differ = [step for step, samples in run.samples.items() if samples != whole.samples[step]]
-    assert max(run.samples) == max(whole.samples) == 18
+    differ = [step for step, samples in run.samples.items() if samples != full_run.samples[step]]
+    assert max(run.samples) == max(full_run.samples) == 18
     assert differ == [18]
-    assert run.rates == {step: whole.rates[step] for step in range(11, 19)}
+    assert run.rates == {step: full_run.rates[step] for step in range(11, 19)}
 
 
 @pytest.mark.engine
@@ -457,17 +461,17 @@ def test_only_the_last_step_of_an_epoch_is_filled_up(
         {"unequal": True},
     ],
 )
-def test_what_is_exact_is_not_warned_of(
+def test_an_exact_resume_causes_no_warning(
     case: dict[str, Any], reference: Reference, resumed: Callable[..., list[Run]]
 ) -> None:
-    """A user's sampler that seeds each epoch, or loader; evaluation; samples of any length."""
+    """A user's sampler or loader that seeds each epoch; evaluation; samples of any length."""
     if case.get("sampler") == "batches":
         case["samples"] = 84  # 42 batches, which is not a multiple of a step's
     if "evaluate" in case:
         case["args"] = {"eval_strategy": "epoch", "per_device_eval_batch_size": 5}
-    folder, (whole, *_) = reference(stage=2, **case)
+    folder, (full_run, *_) = reference(stage=2, **case)
     run, *_ = resumed(folder, 3, stage=2, **case)
-    assert_continues(run, whole, range(11, 1 + max(whole.samples)))
+    assert_continues(run, full_run, range(11, 1 + max(full_run.samples)))
     assert run.warnings == []
 
 
@@ -476,18 +480,18 @@ def test_what_is_exact_is_not_warned_of(
 def test_a_shorter_last_step_of_each_epoch_is_exact(
     reference: Reference, resumed: Callable[..., list[Run]]
 ) -> None:
-    """Where accumulation does not divide an epoch, but both runs divide it into micro-batches."""
+    """Accumulation does not divide an epoch, but both runs divide it into micro-batches."""
     case: dict[str, Any] = {"stage": 2, "args": {"num_train_epochs": 3}}
-    folder, (whole, *_) = reference(micro=(2, 5), **case)
+    folder, (full_run, *_) = reference(micro=(2, 5), **case)
     run, *_ = resumed(folder, 1, step=5, micro=(2, 10), **case)
-    assert_continues(run, whole, range(6, 16))
-    assert [len(whole.samples[step]) for step in (4, 5, 6)] == [20, 16, 20]
+    assert_continues(run, full_run, range(6, 16))
+    assert [len(full_run.samples[step]) for step in (4, 5, 6)] == [20, 16, 20]
     assert run.warnings == []
 
 
 @pytest.mark.engine
 @pytest.mark.long
-def test_a_rank_whose_random_state_is_lost_draws_as_the_others(
+def test_a_rank_whose_random_state_is_lost_draws_like_the_others(
     reference: Reference, hf_ranks: Pools, tmp_path: Path
 ) -> None:
     """The Trainer deletes older folders while other ranks may still write theirs."""
@@ -503,7 +507,7 @@ def test_a_rank_whose_random_state_is_lost_draws_as_the_others(
 @pytest.mark.engine
 @pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2])
-def test_random_states_of_ranks_that_are_gone_are_not_taken(
+def test_random_states_of_former_ranks_are_not_used(
     world: int, reference: Reference, hf_ranks: Pools, tmp_path: Path
 ) -> None:
     """A folder that fewer ranks save again keeps the files of the others."""
@@ -527,7 +531,7 @@ def test_random_states_of_ranks_that_are_gone_are_not_taken(
 
 @pytest.mark.engine
 def test_split_batches_are_refused(hf_ranks: Pools, tmp_path: Path) -> None:
-    """DeepSpeed would count twice the samples of a step."""
+    """DeepSpeed would count the samples of a step twice."""
     case = TrainerCase(str(tmp_path), args={"accelerator_config": {"split_batches": True}})
     failures = hf_ranks.run(2, partial(failure_of, case))
     assert all("UnsupportedError" in text and "split_batches=True" in text for text in failures)
@@ -536,14 +540,14 @@ def test_split_batches_are_refused(hf_ranks: Pools, tmp_path: Path) -> None:
 @pytest.mark.engine
 @pytest.mark.long
 @pytest.mark.parametrize(("source", "world"), [("pretrained", 3), ("config", 1)])
-def test_models_partitioned_from_the_start_go_on(
+def test_models_partitioned_from_the_start_continue(
     source: str, world: int, reference: Reference, resumed: Callable[..., list[Run]]
 ) -> None:
-    """Where ZeRO-3 is configured, transformers makes partitioned parameters (zero3_init)."""
-    folder, (whole, *_) = reference(stage=3, zero3_init=source)
+    """If ZeRO-3 is configured, transformers makes partitioned parameters (zero3_init)."""
+    folder, (full_run, *_) = reference(stage=3, zero3_init=source)
     run, *_ = resumed(folder, world, stage=3, zero3_init=source)
-    assert_equal(run.first_state, whole.states[10])
-    assert_continues(run, whole)
+    assert_equal(run.first_state, full_run.states[10])
+    assert_continues(run, full_run)
 
 
 @pytest.mark.engine
@@ -552,8 +556,8 @@ def test_models_partitioned_from_the_start_go_on(
 def test_a_trainer_trains_twice(
     stage: int, reference: Reference, hf_ranks: Pools, tmp_path: Path
 ) -> None:
-    """A second ``train()`` on one Trainer resumes as the first, with its background saves."""
-    folder, (whole, *_) = reference(stage=stage, model_init=True)
+    """A second ``train()`` of one Trainer resumes like the first, with its background saves."""
+    folder, (full_run, *_) = reference(stage=stage, model_init=True)
     resume = tmp_path / "run" / "checkpoint-10"
     shutil.copytree(folder / "checkpoint-10", resume)
     case = TrainerCase(
@@ -564,8 +568,8 @@ def test_a_trainer_trains_twice(
         options={"async_save": True},
     )
     for run in hf_ranks.run(3, partial(train_twice, case))[0]:
-        assert_equal(run.first_state, whole.states[10])
-        assert_continues(run, whole)
+        assert_equal(run.first_state, full_run.states[10])
+        assert_continues(run, full_run)
 
 
 @pytest.mark.engine
@@ -574,7 +578,7 @@ def test_a_trainer_trains_twice(
 def test_a_trainer_trains_twice_only_with_model_init(
     bound: bool, hf_ranks: Pools, tmp_path: Path
 ) -> None:
-    """Without it, transformers itself looks for an engine that it has freed."""
+    """Otherwise transformers itself uses an engine that it has freed."""
     case = TrainerCase(str(tmp_path), stage=2, bound=bound, args={"max_steps": 1})
     with pytest.raises(AssertionError, match="'NoneType' object has no attribute 'backward'"):
         hf_ranks.run(2, partial(train_twice, case))
@@ -586,42 +590,42 @@ def test_a_trainer_trains_twice_only_with_model_init(
 def test_the_trials_of_a_sweep_are_elastic(
     stage: int, reference: Reference, hf_ranks: Pools, tmp_path: Path
 ) -> None:
-    """Each trial has an Accelerator and an engine of its own; its folder resumes on 3 ranks."""
+    """Each trial has its own Accelerator and engine, and its folder resumes on 3 ranks."""
     pytest.importorskip("optuna")
-    _, (whole, *_) = reference(stage=stage, model_init=True)
+    _, (full_run, *_) = reference(stage=stage, model_init=True)
     case = TrainerCase(str(tmp_path), stage=stage, model_init=True, evaluate=True, state_at=(10,))
     second, *_ = hf_ranks.run(2, partial(search, case))
-    assert_equal(second.states[10], whole.states[10])
+    assert_equal(second.states[10], full_run.states[10])
     for number in (0, 1):
         trial = tmp_path / f"run-{number}"
         resume = str(trial / "checkpoint-10")
         case = TrainerCase(str(trial), stage=stage, resume=resume, model_init=True)
         run, *_ = hf_ranks.run(3, partial(train, case))
-        assert_equal(run.first_state, whole.states[10])
-        assert_continues(run, whole)
+        assert_equal(run.first_state, full_run.states[10])
+        assert_continues(run, full_run)
 
 
 @pytest.mark.engine
 @pytest.mark.long
-def test_a_run_with_a_batch_size_that_was_found_goes_on(hf_ranks: Pools, tmp_path: Path) -> None:
-    """``auto_find_batch_size`` makes an engine for each size; the checkpoint has the one found."""
+def test_a_run_with_a_found_batch_size_continues(hf_ranks: Pools, tmp_path: Path) -> None:
+    """``auto_find_batch_size`` makes an engine per size; the checkpoint has the final one."""
     args = {"auto_find_batch_size": True}
     case = TrainerCase(str(tmp_path), micro=(4, 3), stage=2, args=args, state_at=(10,))
-    whole, *_ = hf_ranks.run(2, partial(train_out_of_memory, case, 2))
-    assert whole.log[-1] == {"engine": 12}
+    full_run, *_ = hf_ranks.run(2, partial(train_out_of_memory, case, 2))
+    assert full_run.log[-1] == {"engine": 12}
     resume = str(tmp_path / "checkpoint-10")
     for args in ({}, {"auto_find_batch_size": True}):
         case = TrainerCase(str(tmp_path / "again"), stage=2, resume=resume, args=args)
         run, *_ = hf_ranks.run(3, partial(train, case))
-        assert_equal(run.first_state, whole.states[10])
-        assert_continues(run, whole)
+        assert_equal(run.first_state, full_run.states[10])
+        assert_continues(run, full_run)
 
 
 @pytest.mark.engine
 @pytest.mark.long
 @pytest.mark.parametrize("gather", [False, True])
-def test_a_model_is_saved_once_and_is_there(gather: bool, hf_ranks: Pools, tmp_path: Path) -> None:
-    """Also by ``save_model()`` after ``train()``, for which nothing would wait."""
+def test_a_model_is_saved_once_and_exists(gather: bool, hf_ranks: Pools, tmp_path: Path) -> None:
+    """Including ``save_model()`` after ``train()``, for which nothing would wait."""
     zero = {"stage3_gather_16bit_weights_on_model_save": gather}
     case = TrainerCase(
         str(tmp_path),
@@ -660,7 +664,7 @@ def test_an_upload_waits_for_the_save(hf_ranks: Pools, tmp_path: Path) -> None:
 
 @pytest.mark.engine
 @pytest.mark.long
-def test_a_model_is_there_after_a_failure(hf_ranks: Pools, tmp_path: Path) -> None:
+def test_a_model_exists_after_a_failure(hf_ranks: Pools, tmp_path: Path) -> None:
     """``save_model()`` after ``train()`` has raised returns when the files exist."""
     case = TrainerCase(str(tmp_path), stop_at=2, options={"async_save": True})
     for final in hf_ranks.run(2, partial(save_after_failure, case)):
@@ -669,15 +673,15 @@ def test_a_model_is_there_after_a_failure(hf_ranks: Pools, tmp_path: Path) -> No
 
 @pytest.mark.engine
 @pytest.mark.long
-def test_a_trainer_without_arguments_goes_on(
+def test_a_trainer_without_arguments_continues(
     reference: Reference, hf_ranks: Pools, tmp_path: Path
 ) -> None:
-    """A subclass may choose the folder itself; ``fallback`` then has no folder to replace."""
-    folder, (whole, *_) = reference(stage=2)
+    """A subclass may choose the folder; ``fallback`` then has no folder to replace."""
+    folder, (full_run, *_) = reference(stage=2)
     resume = str(folder / "checkpoint-10")
     case = TrainerCase(str(tmp_path), stage=2, resume=resume)
     run, *_ = hf_ranks.run(3, partial(train_by_own_method, case))
-    assert_continues(run, whole)
+    assert_continues(run, full_run)
     case = TrainerCase(str(tmp_path), stage=2, options={"fallback": True})
     with pytest.raises(AssertionError, match=r"NoArguments.train has no resume_from_checkpoint"):
         hf_ranks.run(3, partial(train_by_own_method, case))
@@ -704,18 +708,18 @@ def test_a_kill_leaves_a_complete_folder_of_one(
     hf_ranks: Pools,
     tmp_path: Path,
 ) -> None:
-    """With ``save_total_limit=1``: in the second save, and before and in the first's deletion."""
-    _, (whole, *_) = reference(stage=2)
+    """With ``save_total_limit=1``: in the second save, and before and during the first deletion."""
+    _, (full_run, *_) = reference(stage=2)
     args = {"save_total_limit": 1}
     case = TrainerCase(str(tmp_path), stage=2, args=args)
     with pytest.raises(AssertionError, match="died"):
         hf_ranks.run(2, partial(train_until_killed, case, event, path, removals))
-    left = sorted(folder.name for folder in tmp_path.glob("checkpoint-*"))
-    assert left == ["checkpoint-10", "checkpoint-5"]
+    names = sorted(folder.name for folder in tmp_path.glob("checkpoint-*"))
+    assert names == ["checkpoint-10", "checkpoint-5"]
     options = {"fallback": last == 5}
     case = TrainerCase(str(tmp_path), stage=2, args=args, resume=True, options=options)
     run, *_ = hf_ranks.run(3, partial(train, case))
-    assert_continues(run, whole, range(last + 1, 17))
+    assert_continues(run, full_run, range(last + 1, 17))
     assert run.kept[-1] == {"checkpoint-16"}
 
 
@@ -724,7 +728,7 @@ def test_a_kill_leaves_a_complete_folder_of_one(
 def test_a_broken_folder_does_not_replace_a_complete_one(
     reference: Reference, hf_ranks: Pools, tmp_path: Path
 ) -> None:
-    """A kill in a deletion leaves a newer time; ``save_total_limit`` counts such folders."""
+    """A kill during a deletion leaves a newer time; ``save_total_limit`` counts such folders."""
     folder, _ = reference(stage=2)
     copy = tmp_path / "run"
     for step in (5, 10):
@@ -747,6 +751,6 @@ def test_a_broken_folder_does_not_replace_a_complete_one(
 @pytest.mark.long
 @pytest.mark.parametrize("bound", [False, True])
 def test_a_deleted_trainer_is_freed(bound: bool, hf_ranks: Pools, tmp_path: Path) -> None:
-    """Its memory does not wait for the garbage collector, as with stock."""
+    """Its memory does not wait for the garbage collector, like stock."""
     case = TrainerCase(str(tmp_path), stage=2, bound=bound, args={"max_steps": 1})
     assert hf_ranks.run(2, partial(is_freed, case)) == [True, True]

@@ -35,7 +35,7 @@ DIFFERENT = {
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("package", SUITES)
-def test_what_passes_with_deepspeed_passes_with_elastic(
+def test_tests_that_pass_with_deepspeed_pass_with_elastic(
     package: str, pytestconfig: pytest.Config, tmp_path: Path
 ) -> None:
     """Each test, in the same environment, once without ``elastic`` and once with it."""

@@ -22,7 +22,7 @@ ELASTIC = "UPSTREAM_ELASTIC"
 """Environment variable: whether ``elastic`` is applied."""
 
 RANKS = 2
-"""Ranks of tests that ask how many devices there are."""
+"""Ranks of tests that query the number of devices."""
 
 WORDS = [f"{chr(97 + i % 26)}{i}" for i in range(64)]
 CHARACTERS = [chr(code) for code in range(32, 127)]
@@ -62,7 +62,7 @@ def apply() -> None:
 
 
 def mend_deepspeed() -> None:
-    """Let DeepSpeed take what it took before: scalar parameters, and a warmup of 0 steps."""
+    """Make DeepSpeed accept scalar parameters and a warmup of 0 steps, as it did before."""
     import torch
     import transformers
     from deepspeed.runtime.lr_schedules import WarmupLR
@@ -123,7 +123,7 @@ def apply_elastic() -> None:
 
 
 def pass_decorators() -> None:
-    """Run tests that ask for an accelerator, or for several."""
+    """Run tests that require one or several accelerators."""
     import accelerate.test_utils.testing as of_accelerate
     import transformers.testing_utils as of_transformers
 
@@ -141,7 +141,7 @@ def pass_decorators() -> None:
 
 
 def make_models(folder: Path) -> None:
-    """Save random models and tokenizers under the names that tests ask the hub for."""
+    """Save random models and tokenizers under the names of the hub that tests use."""
     import torch
     import transformers as hf
     from tokenizers import Tokenizer, models, pre_tokenizers

@@ -134,7 +134,7 @@ class FaultProxy:
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
 
     def __enter__(self) -> FaultProxy:
-        """Start to serve."""
+        """Start serving."""
         self._thread.start()
         return self
 
@@ -144,7 +144,7 @@ class FaultProxy:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Stop to serve."""
+        """Stop serving."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -162,7 +162,7 @@ class FaultProxy:
 
     @property
     def injected(self) -> list[Request]:
-        """Requests since the last ``reset`` that met the fault."""
+        """Requests since the last ``reset`` to which the fault was applied."""
         return [request for request in self.requests if request.fault]
 
     def reset(self, fault: Fault | None = None) -> None:
@@ -304,7 +304,7 @@ class _Handler(BaseHTTPRequestHandler):
         return 502, "Bad Gateway", [], b""
 
     def _answer(self, request: Request, status: int, code: str) -> None:
-        """Answer as S3 does, without asking the store."""
+        """Answer like S3, without the store."""
         text = f"<Error><Code>{code}</Code><Message>injected</Message></Error>".encode()
         request.status, request.received_bytes = status, len(text)
         self.send_response_only(status, code)

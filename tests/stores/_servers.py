@@ -1,4 +1,4 @@
-"""Emulators of object stores on this machine, each a process group of its own."""
+"""Emulators of object stores on this machine, each in its own process group."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ AZURITE_ACCOUNT = "devstoreaccount1"
 AZURITE_KEY = (
     "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 )
-"""The account that azurite documents; it is the same everywhere."""
+"""The account that azurite documents, which is the same everywhere."""
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def azurite_server(program: str, log: Path) -> Iterator[int]:
 
 
 def s3_environment(endpoint: str) -> Mapping[str, str]:
-    """Return what an S3 client reads from its environment to use a server on this machine."""
+    """Return the environment variables with which an S3 client uses a server on this machine."""
     return {
         "AWS_ENDPOINT_URL": endpoint,
         "AWS_ACCESS_KEY_ID": "test",
@@ -75,7 +75,7 @@ def s3_environment(endpoint: str) -> Mapping[str, str]:
 
 
 def azure_environment(endpoint: str) -> Mapping[str, str]:
-    """Return what an Azure client reads from its environment to use azurite."""
+    """Return the environment variables with which an Azure client uses azurite."""
     return {
         "AZURE_STORAGE_ACCOUNT_NAME": AZURITE_ACCOUNT,
         "AZURE_STORAGE_ACCOUNT_KEY": AZURITE_KEY,
@@ -84,7 +84,7 @@ def azure_environment(endpoint: str) -> Mapping[str, str]:
 
 
 def make_container(port: int, name: str) -> None:
-    """Create a container on azurite, by a request signed with the account's key."""
+    """Create a container on azurite, with a request signed by the account's key."""
     date = formatdate(usegmt=True)
     path = f"/{AZURITE_ACCOUNT}/{name}"
     headers = f"x-ms-date:{date}\nx-ms-version:2021-12-02"
@@ -120,7 +120,7 @@ def make_bucket(port: int, name: str) -> None:
 
 
 def require_credentials(port: int) -> Mapping[str, str]:
-    """Let moto check credentials from now on; return those of a user who may do anything in S3."""
+    """Make moto check credentials; return those of a user with all permissions in S3."""
     import boto3
 
     of_test = s3_environment(f"http://127.0.0.1:{port}")
@@ -183,6 +183,6 @@ def _answers(port: int) -> bool:
 
 
 def with_environment(environment: Mapping[str, str], call: Callable[[], T]) -> T:
-    """Make a call in a rank that finds a store in its environment."""
+    """Make a call in a rank with the environment variables of a store."""
     os.environ.update(environment)
     return call()

@@ -13,17 +13,17 @@ from tests.support.engines import Engine, Setup, engine_of, train
 from tests.support.oracle import Dump, differences, dump
 
 PART_BYTES = 32 << 10
-"""Parts of uploads, so small that shards have several."""
+"""Size of the parts of uploads, so small that shards have several."""
 
 RETRY_S = 4.0
-"""How long failed requests are repeated."""
+"""Time for which failed requests are repeated."""
 
 OLD, NEW = 1, 2
-"""States: steps that were trained."""
+"""States, numbered by their training steps."""
 
 _engines: dict[tuple[str, int], Engine] = {}
 _dumps: dict[int, Dump] = {}
-"""Rank 0: what the engine of each state holds."""
+"""Rank 0: the dump of each state's engine."""
 _open = ExitStack()
 
 
@@ -32,14 +32,14 @@ class Outcome:
     """How a call ended on one rank."""
 
     error: str = ""
-    """What was raised; empty: nothing."""
+    """The error; empty: none."""
     held: str = ""
     """After a load on rank 0: ``state 1``, ``state 2``, ``unchanged`` or the differences."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the ranks of a world have in common."""
+    """Settings shared by the ranks of a world."""
 
     environment: Mapping[str, str]
     setup: Setup
@@ -59,7 +59,7 @@ class Settings:
         store_checkpoints.IN_FLIGHT_S = store_checkpoints.PROBE_AGE_S = self.leftovers_age_s
 
     def engine(self, state: int) -> Engine:
-        """Return the engine of a state; of 0: one to load into."""
+        """Return the engine of a state; 0: an engine to load into."""
         key = (str(self.setup), state)
         if key not in _engines:
             fresh = engine_of(self.setup, 7, tilt=3.0) if not state else engine_of(self.setup, 0)
@@ -71,7 +71,7 @@ class Settings:
 
 
 def prepare(settings: Settings, states: Sequence[int]) -> None:
-    """Make the engines of states, so that the next calls take little time."""
+    """Make the engines of states, so that later calls take little time."""
     settings.apply()
     for state in states:
         settings.engine(state)
@@ -118,7 +118,7 @@ def save_in_background(settings: Settings, url: str, state: int) -> Outcome:
 
 
 def load_state(settings: Settings, url: str) -> Outcome:
-    """Load into an engine that holds something else. Collective."""
+    """Load into an engine with another state. Collective."""
     from lightning_elastic_zero.api import load_checkpoint
     from lightning_elastic_zero.errors import ElasticZeroError
 
@@ -142,7 +142,7 @@ def load_state(settings: Settings, url: str) -> Outcome:
 
 
 def load_during_overwrite(settings: Settings, url: str, other: str) -> Outcome:
-    """Load a checkpoint; before the last rank reads a file, another one replaces it. Collective."""
+    """Load a checkpoint that is replaced before the last rank reads a file. Collective."""
     from torch import distributed
 
     from lightning_elastic_zero.storage.paths import parse_path
@@ -157,7 +157,7 @@ def load_during_overwrite(settings: Settings, url: str, other: str) -> Outcome:
     def begin_read(store: Store, key: str, start: int, stop: int) -> Read:
         if waiting.pop() if waiting else False:
             old = {found.key for found in store.objects_below(target.key)}
-            # The manifest is the last one.
+            # The manifest comes last.
             for found in reversed(store.objects_below(new.key)):
                 copy = found.key.replace(new.key, target.key)
                 store.put(copy, store.get(found.key)[0])
@@ -173,7 +173,7 @@ def load_during_overwrite(settings: Settings, url: str, other: str) -> Outcome:
 
 
 def delete(settings: Settings, url: str) -> list[str]:
-    """Delete a checkpoint; return what is left of it."""
+    """Delete a checkpoint; return its remaining objects."""
     from lightning_elastic_zero.storage.paths import parse_path
     from lightning_elastic_zero.storage.store_checkpoints import delete_checkpoint
     from lightning_elastic_zero.storage.stores import StorePath
@@ -186,7 +186,7 @@ def delete(settings: Settings, url: str) -> list[str]:
 
 
 def load_repeatedly(settings: Settings, url: str, count: int) -> list[Outcome]:
-    """Load one after another. Collective."""
+    """Load repeatedly. Collective."""
     return [load_state(settings, url) for _ in range(count)]
 
 

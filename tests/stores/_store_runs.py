@@ -1,4 +1,4 @@
-"""Runs that save, overwrite and load while one request fails, and what is checked after each."""
+"""Runs that save, overwrite and load while one request fails, and the checks after each."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class StoreRuns:
 
     @property
     def settings(self) -> Settings:
-        """What the ranks are given."""
+        """The settings of the ranks."""
         return Settings(s3_environment(self.proxy.url), self.setup)
 
     def begin(self, folder: str) -> None:
-        """Take the expected digests from saves to a disk, and add objects of others."""
+        """Take the expected digests from saves to a disk, and add objects of other owners."""
         for state in (OLD, NEW):
             path = f"{folder}/{state}.ckpt"
             self._succeed(partial(save_state, self.settings, path, state))
@@ -78,7 +78,7 @@ class StoreRuns:
     # -- one run -----------------------------------------------------------------------------
 
     def set_up(self, phase: str) -> int:
-        """Bring the name into the state that a phase begins with; return the state to save."""
+        """Bring the name into the initial state of a phase; return the state to save."""
         self.proxy.reset()
         if phase == SAVE:
             self.delete_all()
@@ -95,14 +95,14 @@ class StoreRuns:
         return self.proxy.requests
 
     def call(self, phase: str, state: int) -> Callable[[], Outcome]:
-        """Return what the ranks do."""
+        """Return the call that the ranks make."""
         if phase == LOAD:
             return partial(load_state, self.settings, self.url)
         save = save_in_background if phase == BACKGROUND else save_state
         return partial(save, self.settings, self.url, state)
 
     def fail(self, phase: str, fault: Fault, row: str = "", *, must_raise: bool = False) -> None:
-        """Run a phase with a fault, and check what is left."""
+        """Run a phase with a fault, and check the objects."""
         state = self.set_up(phase)
         before = self.published() if phase != SAVE else None
         self.proxy.reset(fault)
@@ -128,7 +128,7 @@ class StoreRuns:
         self._check_foreign(row, what)
 
     def kill(self, phase: str, fault: Fault) -> bool:
-        """Kill all ranks at a request, check what is left, and save again.
+        """Kill all ranks at a request, check the objects, and save again.
 
         Returns:
             Whether the request was reached.
@@ -157,30 +157,30 @@ class StoreRuns:
         what = f"{phase} with {fault.kind} at {injected[0]}"
         STORE_FAULTS.count(fault.kind, "tried")
         STORE_FAULTS.count(fault.kind, "raised")
-        # All that is checked of a killed load is that it changed nothing.
+        # A killed load must have changed nothing.
         wanted = before if phase == LOAD else state
         self._check_save(fault.kind, what, wanted, before, raised=True, errors={"killed"})
         after = replace(self.settings, leftovers_age_s=-1.0)
         error = self._run(partial(save_state, after, self.url, OLD))
         if error or self.published() != OLD:
             self._note(fault.kind, "not saved again", f"{what}: the next save: {error}")
-        if left := self.leftovers():
-            self._note(fault.kind, "leftovers", f"{what}: left: {left}")
+        if remaining := self.leftovers():
+            self._note(fault.kind, "leftovers", f"{what}: left: {remaining}")
         self._check_foreign(fault.kind, what)
         return True
 
     def _run(self, call: Callable[[], Outcome]) -> str:
-        """Run a call on all ranks; return what rank 0 raised."""
+        """Run a call on all ranks; return the error of rank 0."""
         return self.pools.run(self.setup.world, call)[0].error
 
     def _succeed(self, call: Callable[[], Outcome]) -> None:
         error = self._run(call)
         assert not error, error
 
-    # -- what is left ------------------------------------------------------------------------
+    # -- checks ------------------------------------------------------------------------------
 
     def published(self) -> int | None:
-        """Return the state of the checkpoint at the name, read whole; None: there is none."""
+        """Return the state of the whole checkpoint at the name; None: there is none."""
         keys = self.keys()
         if f"{self.url.removeprefix(f's3://{self.bucket}/')}/manifest.json" not in keys:
             return None
@@ -197,7 +197,7 @@ class StoreRuns:
         return [found["Key"] for page in pages for found in page.get("Contents", [])]
 
     def leftovers(self) -> list[str]:
-        """Return the objects that neither the checkpoint nor others have."""
+        """Return the objects that belong neither to the checkpoint nor to others."""
         from lightning_elastic_zero.storage.paths import parse_path
         from lightning_elastic_zero.storage.store_checkpoints import read_commit
         from lightning_elastic_zero.storage.stores import StorePath
@@ -210,7 +210,7 @@ class StoreRuns:
         return [key for key in self.keys() if key not in FOREIGN and not key.startswith(ours)]
 
     def delete_all(self) -> None:
-        """Delete all objects but those of others, after requests that are executed late."""
+        """Delete all objects except those of others, after late requests were executed."""
         with self.proxy.late:
             pass
         keys = [{"Key": key} for key in self.keys() if key not in FOREIGN]

@@ -1,4 +1,4 @@
-"""Servers and proxies for the tests of object stores; without their packages, tests are skipped."""
+"""Servers and proxies for tests of object stores; tests are skipped without their packages."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class DataWithWorkers(Data):
 
 
 class SpecWithWorkers(FitSpec):
-    """A fit with such data."""
+    """A fit with data that workers prepare."""
 
     @override
     def make(self) -> Any:
@@ -74,7 +74,7 @@ def verified(url: str) -> list[tuple[str, bool]]:
     from lightning_elastic_zero.storage.paths import parse_path
 
     names = sorted(siblings(parse_path(url) / "any"), key=str)
-    # A killed save leaves objects that no manifest names.
+    # A killed save leaves objects that no manifest lists.
     found = [path for path in names if is_checkpoint(path)]
     return [(path.name, verify_checkpoint(str(path)).is_sound) for path in found]
 
@@ -82,16 +82,18 @@ def verified(url: str) -> list[tuple[str, bool]]:
 def test_workers_are_forked_while_a_save_is_in_flight(
     own_pools: Pools, proxy: FaultProxy, bucket: str
 ) -> None:
-    """They share no connection with the save: the run ends, all checkpoints are intact."""
+    """They share no connection with the save: the run ends, and all checkpoints are intact."""
     run = partial(with_environment, s3_environment(proxy.url))
-    of_all: dict[str, Any] = {"epochs": 3, "checkpoint": LINKED, "strategy": {"async_save": True}}
-    plan = SpecWithWorkers(f"s3://{bucket}/workers", **of_all)
+    options: dict[str, Any] = {"epochs": 3, "checkpoint": LINKED, "strategy": {"async_save": True}}
+    plan = SpecWithWorkers(f"s3://{bucket}/workers", **options)
     proxy.reset(Fault("slow response", method="PUT", key="checkpoint/", times=10_000, delay_s=1.0))
     found = own_pools.run(2, partial(run, partial(fit, plan)))[0]
     assert len(proxy.injected) > 6
     proxy.reset()
-    alone = own_pools.run(2, partial(run, partial(fit, FitSpec(f"s3://{bucket}/alone", **of_all))))
-    assert found["end"] == alone[0]["end"]
+    without_workers = own_pools.run(
+        2, partial(run, partial(fit, FitSpec(f"s3://{bucket}/alone", **options)))
+    )
+    assert found["end"] == without_workers[0]["end"]
     intact = own_pools.run(1, partial(run, partial(verified, plan.root)))[0]
     assert intact == [("last.ckpt", True), ("step=5.ckpt", True), ("step=6.ckpt", True)]
     resumed = replace(plan, epochs=4, ckpt_path="last", seed=1)
@@ -100,14 +102,14 @@ def test_workers_are_forked_while_a_save_is_in_flight(
 
 @pytest.mark.parametrize("key", [r"step=3\.ckpt/.*model_states", r"step=3\.ckpt/manifest"])
 @pytest.mark.parametrize("kind", ["kill before execution", "kill after execution"])
-def test_a_run_killed_during_a_background_save_goes_on(
+def test_a_run_killed_during_a_background_save_continues(
     own_pools: Pools, proxy: FaultProxy, bucket: str, kind: str, key: str
 ) -> None:
-    """From the last published checkpoint, to the same weights as a run that was not killed."""
+    """From the last published checkpoint, to the weights of a run that was not killed."""
     run = partial(with_environment, s3_environment(proxy.url))
     plan = FitSpec(f"s3://{bucket}/run", epochs=3, checkpoint=LINKED, strategy={"async_save": True})
-    whole = replace(plan, root=f"s3://{bucket}/whole")
-    wanted = own_pools.run(2, partial(run, partial(fit, whole)))[0]
+    undisturbed = replace(plan, root=f"s3://{bucket}/whole")
+    wanted = own_pools.run(2, partial(run, partial(fit, undisturbed)))[0]
     world = own_pools.start(2)
 
     def kill() -> None:

@@ -36,7 +36,7 @@ def test_commands_take_urls(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """What is not there is named; a local copy is a checkpoint too."""
+    """A missing checkpoint is named, and a local copy is a checkpoint too."""
     bucket, environment = s3
     folder = f"{bucket}/{uuid4()}"
     url = f"{folder}/step-3"
@@ -78,7 +78,7 @@ def test_commands_take_urls(
 
 
 def _save_to(setup: Setup, url: str) -> int:
-    """Save; return the requests of all ranks."""
+    """Save; return the number of requests of all ranks."""
     from lightning_elastic_zero.api import save_checkpoint
     from tests.support.checkpoints import STEPS
     from tests.support.engines import engine_of, train

@@ -19,13 +19,13 @@ from tests.support.ranks import Pools
 
 @dataclass(frozen=True)
 class SavedInStore(Saved):
-    """A checkpoint in a store; the oracle's dump is on the disk."""
+    """A checkpoint in a store, with the oracle's dump on the disk."""
 
     dumped: str = ""
 
     @property
     def dump_path(self) -> str:
-        """Where the oracle's dump lies."""
+        """Path of the oracle's dump."""
         return self.dumped
 
 
@@ -41,7 +41,7 @@ class SavedInStore(Saved):
         ),
     ],
 )
-def test_state_survives(
+def test_state_is_restored_on_other_numbers_of_ranks(
     zero: str,
     precision: str,
     worlds: tuple[int, ...],
@@ -49,7 +49,7 @@ def test_state_survives(
     s3: tuple[str, Mapping[str, str]],
     tmp_path: Path,
 ) -> None:
-    """Each world loads what the one before saved, and saves it again."""
+    """Each world loads the save of the previous one, and saves it again."""
     bucket, environment = s3
     run = partial(with_environment, environment)
     places = [

@@ -1,4 +1,4 @@
-"""The proxy does to requests what its faults state, and nothing else."""
+"""The proxy applies its faults to requests, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def bucket(moto_port: int) -> str:
 
 @pytest.fixture
 def store(bucket: str, proxy: FaultProxy) -> Any:
-    """Return a client behind the proxy that never tries twice."""
+    """Return a client behind the proxy that does not retry."""
     return client(bucket, proxy.url)
 
 
 def client(bucket: str, url: str) -> Any:
-    """Return a client that never tries twice."""
+    """Return a client that does not retry."""
     return S3Store(
         bucket,
         endpoint=url,
@@ -136,7 +136,7 @@ def test_consecutive_requests_fail(store: S3Store, proxy: FaultProxy) -> None:
 
 
 def test_unknown_kinds_are_refused() -> None:
-    """A misspelt fault would never be injected."""
+    """A misspelled fault would never be injected."""
     with pytest.raises(ValueError, match="unknown fault '504'"):
         Fault("504")
     assert set(STATUSES) < set(KINDS)

@@ -24,7 +24,7 @@ def _delete_on_first(settings: Settings, url: str) -> list[str]:
 def save_overwrite_load(
     server: ForkServer, world: int, url: str, environment: Mapping[str, str]
 ) -> None:
-    """Save one state, another one over it, and load into other engines."""
+    """Save one state, overwrite it with another, and load into other engines."""
     settings, pools = Settings(environment, Setup(world, "3")), Pools(server)
     try:
         for state in (OLD, NEW):
@@ -39,12 +39,12 @@ def save_overwrite_load(
 
 @pytest.mark.long
 def test_azure(azurite_port: int, fork_server: ForkServer) -> None:
-    """Two ranks, by Azure's protocol."""
+    """Two ranks, with Azure's protocol."""
     make_container(azurite_port, "box")
     environment = azure_environment(f"http://127.0.0.1:{azurite_port}")
     save_overwrite_load(fork_server, 2, "az://box/run/state.ckpt", environment)
 
 
 def test_memory(fork_server: ForkServer) -> None:
-    """One rank: the objects are in its memory."""
+    """One rank, since the objects are in its memory."""
     save_overwrite_load(fork_server, 1, "memory://box/run/state.ckpt", {})

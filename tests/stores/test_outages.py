@@ -1,4 +1,4 @@
-"""A store that does not answer, or refuses: one error on all ranks, soon, with its cause."""
+"""A store that does not answer, or refuses: one prompt error on all ranks, with its cause."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def own_pools(fork_server: ForkServer) -> Iterator[Pools]:
 def test_the_requests_of_an_outage_share_one_time_limit(
     endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that clean up after the first one are not repeated; a later one is."""
+    """Requests that clean up after the first one are not repeated; a later one is."""
     retry_s = 3.0
     for name, value in s3_environment(endpoint).items():
         monkeypatch.setenv(name, value)
@@ -71,7 +71,7 @@ def test_the_requests_of_an_outage_share_one_time_limit(
 def test_a_store_that_answers_again_is_used_at_once(
     moto_port: int, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also right after the error of an outage."""
+    """Including right after the error of an outage."""
     for name, value in s3_environment(proxy.url).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(stores, "RETRY_S", 1.0)
@@ -89,7 +89,7 @@ def test_a_store_that_answers_again_is_used_at_once(
 def test_a_request_without_an_answer_is_repeated(
     moto_port: int, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a shorter time, in the same ratio of the limits."""
+    """With all time limits shortened in the same ratio."""
     for name, value in s3_environment(proxy.url).items():
         monkeypatch.setenv(name, value)
     for name in ("RETRY_S", "_REQUEST_S"):
@@ -103,7 +103,7 @@ def test_a_request_without_an_answer_is_repeated(
 
 
 def timed_error_of(plan: FitSpec) -> tuple[float, str]:
-    """Return how long a fit takes to fail, and its error."""
+    """Return the time until a fit fails, and its error."""
     began = time.monotonic()
     error = error_of(plan)
     return time.monotonic() - began, error
@@ -115,7 +115,7 @@ def timed_error_of(plan: FitSpec) -> tuple[float, str]:
 def test_an_endpoint_that_does_not_answer_is_named_on_all_ranks(
     own_pools: Pools, endpoint: str, ckpt_path: str | None
 ) -> None:
-    """With the default timeouts: before rank 0 counts as stalled."""
+    """With the default timeouts, before rank 0 counts as stalled."""
     root = f"s3://{new_id()}"
     plan = FitSpec(f"{root}/run", ckpt_path=ckpt_path)
     if ckpt_path not in {None, "last"}:
@@ -128,7 +128,7 @@ def test_an_endpoint_that_does_not_answer_is_named_on_all_ranks(
 
 
 def error_with_credentials(plan: FitSpec, of_ranks: Sequence[Mapping[str, str]]) -> str:
-    """Return what a fit raises with credentials of each rank."""
+    """Return the error of a fit with the credentials of each rank."""
     from torch import distributed
 
     return with_environment(of_ranks[distributed.get_rank()], partial(error_of, plan))
@@ -139,7 +139,7 @@ def error_with_credentials(plan: FitSpec, of_ranks: Sequence[Mapping[str, str]])
 def test_wrong_credentials_are_named_on_all_ranks(
     own_pools: Pools, tmp_path: Path, wrong: tuple[int, ...]
 ) -> None:
-    """Also those of one machine: the error says more than that it sees no file."""
+    """Even if only one rank's are wrong: the error says more than that it sees no file."""
     pytest.importorskip("moto.server")
     with moto_server(tmp_path / "log") as port:
         make_bucket(port, "guarded")

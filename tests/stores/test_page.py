@@ -1,4 +1,4 @@
-"""The blocks of docs/object-stores.md, run as they are against an S3 server on this machine."""
+"""The blocks of docs/object-stores.md, run unchanged against an S3 server on this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ boto3 = pytest.importorskip("boto3")
 
 @pytest.mark.long
 @pytest.mark.engine
-def test_the_page_runs_as_it_stands(
+def test_the_page_runs_unchanged(
     fork_server: ForkServer, moto_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second run resumes on one device; the bucket has a link and the kept checkpoints."""
@@ -29,14 +29,14 @@ def test_the_page_runs_as_it_stands(
     folder = tmp_path / "page"
     folder.mkdir()
     with forked_programs(fork_server, tmp_path / "programs") as programs:
-        said = run_page("object-stores.md", folder, programs)
-    assert re.search(r"saved on 2 devices with ZeRO-3\) on 1 device at step 4, epoch 1\b", said)
-    assert "ZeRO-3 on 2 devices" in said
+        output = run_page("object-stores.md", folder, programs)
+    assert re.search(r"saved on 2 devices with ZeRO-3\) on 1 device at step 4, epoch 1\b", output)
+    assert "ZeRO-3 on 2 devices" in output
     assert not list(folder.glob("s3:*")), "a local folder was made of the URL"
     client = boto3.client("s3", endpoint_url=environment["AWS_ENDPOINT_URL"])
     found = client.list_objects_v2(Bucket="my-bucket", Prefix="run/", Delimiter="/")
     names = [each["Prefix"].split("/")[1] for each in found["CommonPrefixes"]]
-    # Of the best two of each run, and the one that the second run resumed from.
+    # The best two of each run, and the checkpoint from which the second run resumed.
     kept = ["last.ckpt", "step=4.ckpt", "step=6.ckpt", "step=8.ckpt"]
     assert sorted(re.sub("epoch=.*-", "", name) for name in names) == kept
     assert "Contents" not in found, "an owner object was left"

@@ -1,4 +1,4 @@
-"""Publishing, replacing, linking and deleting in an object store, and what is never touched."""
+"""Publishing, replacing, linking and deleting in an object store, and untouched objects."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def folder() -> StorePath:
 
 @pytest.fixture(autouse=True)
 def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a request that fails for good fail soon."""
+    """Make a failing request fail soon."""
     monkeypatch.setattr("lightning_elastic_zero.storage.stores.RETRY_S", 0.5)
 
 
@@ -98,7 +98,7 @@ PUBLISHED = {"a.ckpt/manifest.json", f"a.ckpt/ID/{FILE}", f"a.ckpt/ID/{FILE}.sum
 
 
 def test_a_save_appears_as_a_whole_and_replaces_another(folder: StorePath) -> None:
-    """Until it is published there is nothing, or what was there; then the old files are gone."""
+    """Before publication the old state is kept; after it, the old files are deleted."""
     target = folder / "a.ckpt"
     staged = begin(target)
     assert not exists(target)
@@ -115,14 +115,14 @@ def test_a_save_appears_as_a_whole_and_replaces_another(folder: StorePath) -> No
 
 
 def test_an_abandoned_save_leaves_nothing(folder: StorePath) -> None:
-    """Nothing of its own, and all of what was there."""
+    """It leaves no object of its own, and keeps all others."""
     publish(folder / "a.ckpt")
     begin(folder / "a.ckpt").abandon()
     assert keys(folder) == PUBLISHED
 
 
-def test_of_two_saves_to_one_name_one_is_published(folder: StorePath) -> None:
-    """The other one fails and says why; its files are removed."""
+def test_one_of_two_saves_to_one_name_is_published(folder: StorePath) -> None:
+    """The other one fails with the reason, and its files are removed."""
     target = folder / "a.ckpt"
     first, second = begin(target, b"first"), begin(target, b"second")
     second.put_in_place()
@@ -134,8 +134,8 @@ def test_of_two_saves_to_one_name_one_is_published(folder: StorePath) -> None:
     assert second.path.store.get((second.path / FILE).key)[0] == b"second"
 
 
-def test_a_lost_answer_is_no_failure(folder: StorePath, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A write that was carried out although its answer was lost is found by reading back."""
+def test_a_lost_answer_is_not_a_failure(folder: StorePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write that was executed although its answer was lost is found by reading back."""
     staged = begin(folder / "a.ckpt")
     store = folder.store
     put = store._obstore.put_async
@@ -161,8 +161,8 @@ def test_a_lost_answer_is_no_failure(folder: StorePath, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("other", ["a.ckpt/notes.txt", "a.ckpt", "a.ckpt/global_step1/latest"])
-def test_objects_of_others_stay(folder: StorePath, other: str) -> None:
-    """A name that has some is neither replaced nor deleted."""
+def test_objects_of_others_are_kept(folder: StorePath, other: str) -> None:
+    """A name with such objects is neither replaced nor deleted."""
     store, target = folder.store, folder / "a.ckpt"
     store.put((folder / other).key, b"mine")
     with pytest.raises(SaveError, match="Nothing was written"):
@@ -172,8 +172,8 @@ def test_objects_of_others_stay(folder: StorePath, other: str) -> None:
     assert keys(folder) == {other}
 
 
-def test_a_checkpoint_with_an_added_object_stays(folder: StorePath) -> None:
-    """Retention leaves it, and says why."""
+def test_a_checkpoint_with_an_added_object_is_kept(folder: StorePath) -> None:
+    """Retention keeps it, and reports why."""
     target = folder / "a.ckpt"
     publish(target)
     folder.store.put((target / "notes.txt").key, b"mine")
@@ -182,7 +182,7 @@ def test_a_checkpoint_with_an_added_object_stays(folder: StorePath) -> None:
 
 
 def test_links(folder: StorePath) -> None:
-    """A link names a checkpoint, is replaced in one step, and is deleted alone."""
+    """A link names a checkpoint, is replaced in one step, and is deleted without it."""
     first, second, link = folder / "a.ckpt", folder / "b.ckpt", folder / "last.ckpt"
     publish(first)
     publish(second)
@@ -196,7 +196,7 @@ def test_links(folder: StorePath) -> None:
     assert {path.name for path in siblings(first)} == {"b.ckpt", "last.ckpt"}
     assert not delete_checkpoint(link)
     assert is_checkpoint(second)
-    # A save takes the place of a link, and a link that of a checkpoint.
+    # A save can replace a link, and a link can replace a checkpoint.
     make_link(first, link)
     publish(link)
     assert not is_link(link)
@@ -234,10 +234,10 @@ def test_a_folder_is_described_by_its_names(folder: StorePath) -> None:
 
 
 @pytest.mark.parametrize("place", ["memory", "s3"])
-def test_names_that_begin_alike_are_separate(
+def test_names_with_a_common_prefix_are_separate(
     place: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of folders and of checkpoints: for lists, deletions, links and the removal of leftovers."""
+    """Names of folders and checkpoints, in lists, deletions, links and removals of leftovers."""
     root = "memory://tests"
     if place == "s3":
         root, environment = request.getfixturevalue("s3")
@@ -250,7 +250,7 @@ def test_names_that_begin_alike_are_separate(
         publish(other / name)
     make_link(other / "a.ckpt", other / "last.ckpt")
     begin(other / "a.ckpt3")
-    left = begin(run / "a.ckpt3")
+    leftover = begin(run / "a.ckpt3")
     elsewhere = keys(other)
     here = {path.name for path in siblings(run / "a.ckpt")}
     assert here == {"a", "a-v1.ckpt", "a.ckpt2", "a.ckpt3"}
@@ -258,7 +258,7 @@ def test_names_that_begin_alike_are_separate(
     for name in ("a", "a.ckpt"):
         assert not delete_checkpoint(run / name)
     consider_dead(monkeypatch)
-    assert remove_leftovers(run) == [left.path]
+    assert remove_leftovers(run) == [leftover.path]
     kept = {name.replace("a.ckpt", k) for k in ("a-v1.ckpt", "a.ckpt2") for name in PUBLISHED}
     assert keys(run) == kept
     assert keys(other) == elsewhere
@@ -267,7 +267,7 @@ def test_names_that_begin_alike_are_separate(
 def test_leftovers_of_a_dead_process_are_removed(
     folder: StorePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a living one nothing is; the published checkpoint stays, and what others put there."""
+    """Those of a living process are kept, like the published checkpoint and foreign objects."""
     target = folder / "a.ckpt"
     published = publish(target)
     begin(target)
@@ -282,14 +282,14 @@ def test_leftovers_of_a_dead_process_are_removed(
     assert remove_leftovers(folder) == [dead.path]
     assert not folder.store.objects_below((folder / "b.ckpt").key)
     assert is_checkpoint(target)
-    # One that was only suspended does not publish what is gone.
+    # A process that was only suspended does not publish removed files.
     with pytest.raises(SaveError, match="considered dead"):
         dead.put_in_place()
     assert published.path.store.objects_below(published.path.key)
 
 
 def consider_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a cleanup consider the processes of all saves dead, at once."""
+    """Let a cleanup consider the processes of all saves dead at once."""
     monkeypatch.setattr(store_checkpoints, "IN_FLIGHT_S", -1.0)
     monkeypatch.setattr(ProcessIdentity, "is_dead", lambda *_: True)
 
@@ -303,16 +303,16 @@ def at_request(
     *,
     after: bool = False,
 ) -> None:
-    """Make a call before or after the first request of a kind whose key has an end."""
+    """Make a call before or after the first request of a kind whose key has this ending."""
     request = getattr(folder.store, name)
     waiting = [call]
 
     def wrapped(at: str | Collection[str], *args: object) -> object:
-        meant = waiting and (at if isinstance(at, str) else min(at)).endswith(key)
-        if meant and not after:
+        matches = waiting and (at if isinstance(at, str) else min(at)).endswith(key)
+        if matches and not after:
             waiting.pop()()
         answer = request(at, *args)
-        if meant and after:
+        if matches and after:
             waiting.pop()()
         return answer
 
@@ -336,7 +336,7 @@ def test_a_save_that_begins_during_a_cleanup_keeps_its_files(
         monkeypatch.setattr(store_checkpoints, "remove_leftovers", lambda *_: [])
         began.append(begin(target))
 
-    # Between the list of owners of the folder and what follows.
+    # Between the list of the folder's owners and the following requests.
     at_request(folder, monkeypatch, "get", owner.key, begin_another)
     assert remove_leftovers(folder) == [dead.path]
     [save] = began
@@ -345,7 +345,7 @@ def test_a_save_that_begins_during_a_cleanup_keeps_its_files(
     assert keys(folder) == PUBLISHED
 
 
-def test_a_suspended_writer_does_not_publish_what_is_removed(
+def test_a_suspended_writer_does_not_publish_removed_files(
     folder: StorePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its owner object is not created again."""
@@ -362,13 +362,13 @@ def test_a_suspended_writer_does_not_publish_what_is_removed(
 
 @pytest.mark.parametrize("old", [b"old", b""], ids=["overwrite", "new"])
 @pytest.mark.parametrize("cleanup", ["has ended", "is suspended"])
-def test_a_writer_suspended_before_its_commit_takes_it_back(
+def test_a_writer_suspended_before_its_commit_reverts_it(
     folder: StorePath,
     monkeypatch: pytest.MonkeyPatch,
     cleanup: str,
     old: bytes,
 ) -> None:
-    """A cleanup began after the last sign of life, and has read the manifest before the commit."""
+    """A cleanup began after the last sign of life, and read the manifest before the commit."""
     target = folder / "a.ckpt"
     if old:
         publish(target, old)
@@ -420,10 +420,10 @@ def test_a_cleanup_that_sees_the_commit_keeps_the_save(
     assert suspended.path.store.get((suspended.path / FILE).key)[0] == b"new"
 
 
-def test_a_late_request_of_a_killed_process_publishes_a_whole_checkpoint(
+def test_a_late_request_of_a_killed_process_publishes_a_complete_checkpoint(
     folder: StorePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its files stay for as long as a store may still carry out its last request."""
+    """Its files are kept as long as a store may still execute its last request."""
     target = folder / "a.ckpt"
     killed = begin(target)
     monkeypatch.setattr(ProcessIdentity, "is_dead", lambda *_: True)
@@ -437,7 +437,7 @@ def test_a_late_request_of_a_killed_process_publishes_a_whole_checkpoint(
 def test_an_owner_that_cannot_be_written_is_reported_once(
     folder: StorePath, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The save may still succeed, but other runs may take it for dead."""
+    """The save may still succeed, but other runs may consider it dead."""
     staged = begin(folder / "a.ckpt")
     thread = staged.touch_regularly()
     folder.store.delete([(folder / f".zero-owner-{staged.path.name}.json").key])
@@ -447,7 +447,7 @@ def test_an_owner_that_cannot_be_written_is_reported_once(
     assert f".zero-owner-{staged.path.name}.json cannot be written" in line
 
 
-def test_only_the_meant_checkpoint_is_deleted(
+def test_only_the_intended_checkpoint_is_deleted(
     folder: StorePath, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another run replaces it before the deletion, or during it."""
@@ -495,7 +495,7 @@ def test_a_save_waits_for_a_deletion_under_way(
     publish(target, b"new")
     assert waits
     assert is_checkpoint(target)
-    # Of a process that was killed in between, no request is under way any longer.
+    # A process that was killed in between has no request in progress anymore.
     monkeypatch.setattr(folder.store, "delete", lambda *args: late.append(args))
     delete_checkpoint(target)
     monkeypatch.setattr(folder.store, "delete", delete)
@@ -506,7 +506,7 @@ def test_a_save_waits_for_a_deletion_under_way(
     assert len(waits) == 1
 
 
-def test_retention_keeps_what_another_run_has_published(folder: StorePath) -> None:
+def test_retention_keeps_a_checkpoint_that_another_run_published(folder: StorePath) -> None:
     """Under the name of a checkpoint of this run."""
     target, retention = folder / "a.ckpt", Retention()
     publish(folder / "b.ckpt")
@@ -521,7 +521,7 @@ def test_retention_keeps_what_another_run_has_published(folder: StorePath) -> No
 def test_a_deletion_that_fails_does_not_end_the_run(
     folder: StorePath, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of a checkpoint that an earlier run has saved."""
+    """For a checkpoint that an earlier run has saved."""
 
     def get(*_: object) -> None:
         raise OSError(5, "no answer", "there")
@@ -535,7 +535,7 @@ def test_a_deletion_that_fails_does_not_end_the_run(
 def test_a_store_without_conditions_is_refused(
     folder: StorePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the first save into it."""
+    """The check precedes the first save."""
     monkeypatch.setattr(store_checkpoints, "_probed", set())
 
     def overwrite(key: str, data: bytes, _: Version | None) -> Version:
@@ -584,7 +584,7 @@ def test_ranges_are_read_and_verified(folder: StorePath) -> None:
 
 
 def test_each_byte_of_a_file_is_requested_once(folder: StorePath) -> None:
-    """Only the ends, at most three chunks, are requested twice: at the opening and in a block."""
+    """Only the ends, at most three chunks, are requested twice: when opened, and in a block."""
     content, save_id = bytes(range(256)) * 80_000, new_id()
     with ChecksummedWriter(folder, FILE) as written:
         written.write(content)

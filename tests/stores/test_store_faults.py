@@ -1,4 +1,4 @@
-"""Whatever one request meets: the checkpoint is the old or the new one, and no error is silent."""
+"""After any failing request, the checkpoint is the old or the new one; no error is silent."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def runs(
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> Iterator[StoreRuns]:
-    """Return runs with a bucket and ranks of their own: two, unless a test gives another number."""
+    """Return runs with their own bucket and ranks: two, unless a test sets another number."""
     bucket = f"faults-{abs(hash(request.node.name))}"
     make_bucket(moto_port, bucket)
     direct = s3_environment(f"http://127.0.0.1:{moto_port}")
@@ -69,7 +69,7 @@ def test_each_request_fails_once_in_each_way(
     """Every request of a save, an overwrite and a load, and every fault."""
     for request in runs.requests_of(phase):
         for kind in kinds:
-            # The order of two ranks' requests may change: a method tells whether there is a body.
+            # The order of two ranks' requests may change; the method shows whether there is a body.
             if request.method in {"GET", "POST"} or kind not in BODY_FAULTS:
                 runs.fail(phase, Fault(kind, request.number, delay_s=0.7))
     assert not runs.wrong, "\n".join(runs.wrong)
@@ -87,10 +87,10 @@ def test_a_kill_at_each_request(phase: str, kind: str, runs: StoreRuns) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_store_that_stays_away(phase: str, runs: StoreRuns) -> None:
+def test_an_outage_that_does_not_end(phase: str, runs: StoreRuns) -> None:
     """All requests from one on fail: the error is raised on all ranks, after bounded retries.
 
-    After the commit, requests only remove what is not needed any longer.
+    After the commit, requests only remove objects that are no longer needed.
     """
     requests = runs.requests_of(phase)
     commits = [
@@ -109,7 +109,7 @@ def test_a_store_that_stays_away(phase: str, runs: StoreRuns) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("runs", [1], indirect=True)
 def test_two_runs_race_for_one_name(runs: StoreRuns) -> None:
-    """Of overlapping saves at most one succeeds; the last that succeeded is published."""
+    """At most one of two overlapping saves succeeds; the last successful one is published."""
     settings, rounds = runs.settings, 12
     worlds = [runs.pools.start(1), runs.pools.start(1)]
     try:
@@ -143,7 +143,7 @@ def test_two_runs_race_for_one_name(runs: StoreRuns) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("runs", [1], indirect=True)
 def test_readers_during_overwrites(runs: StoreRuns) -> None:
-    """Each load gets the old or the new checkpoint whole."""
+    """Each load gets the complete old or new checkpoint."""
     runs.set_up("overwrite")
     writer, reader = runs.pools.start(1), runs.pools.start(1)
     try:
@@ -167,7 +167,7 @@ def test_readers_during_overwrites(runs: StoreRuns) -> None:
 
 
 def test_some_requests_fail(runs: StoreRuns) -> None:
-    """A few faults of the manifest's and the files' requests."""
+    """A few faults in requests for the manifest and the files."""
     for kind in ("response lost", "503", "412"):
         runs.fail("overwrite", Fault(kind, method="PUT", key=r"state\.ckpt/manifest\.json"))
     runs.fail(LOAD, Fault("truncated body", method="GET", key="optim_states"))
@@ -185,7 +185,7 @@ def test_a_load_starts_again_when_its_checkpoint_is_replaced(runs: StoreRuns) ->
 
 
 def test_several_ranks_do_not_save_into_memory(runs: StoreRuns) -> None:
-    """Each rank would have a store of its own."""
+    """Each rank would have its own store."""
     for call in (partial(save_state, state=NEW), load_state):
         outcomes = runs.pools.run(2, partial(call, runs.settings, "memory://box/state.ckpt"))
         assert all("is in the memory of one process, but 2 ranks" in o.error for o in outcomes)
@@ -193,7 +193,7 @@ def test_several_ranks_do_not_save_into_memory(runs: StoreRuns) -> None:
 
 @pytest.mark.parametrize("runs", [1], indirect=True)
 def test_a_store_that_ignores_conditions_is_refused(runs: StoreRuns) -> None:
-    """The error names the bucket; nothing is written but the check's object, which is deleted."""
+    """The error names the bucket. Only the check's object is written, and deleted again."""
     runs.proxy.drops_conditions = True
     before = runs.keys()
     [outcome] = runs.pools.run(1, partial(save_state, runs.settings, runs.url, NEW))

@@ -21,7 +21,7 @@ S3 = tuple[str, Mapping[str, str]]
 
 
 def names_in(url: str) -> dict[str, str]:
-    """Return the names in a folder of a store, with what a link leads to."""
+    """Return the names in a folder of a store, with the targets of links."""
     from lightning_elastic_zero.storage.checkpoints import is_link, resolved, siblings
     from lightning_elastic_zero.storage.paths import parse_path
 
@@ -30,8 +30,10 @@ def names_in(url: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("async_save", [False, True], ids=["blocking", "background"])
-def test_a_run_goes_on_from_its_last_checkpoint(pools: Pools, s3: S3, *, async_save: bool) -> None:
-    """On another number of devices; of the best k, and of the last, one each is there."""
+def test_a_run_continues_from_its_last_checkpoint(
+    pools: Pools, s3: S3, *, async_save: bool
+) -> None:
+    """On another number of devices; one checkpoint of the best k and one of the last are kept."""
     bucket, environment = s3
     run = partial(with_environment, environment)
     kept = {"save_top_k": 1, "monitor": "val_loss", "save_last": True, "filename": "{step}"}
@@ -53,7 +55,7 @@ def test_a_run_goes_on_from_its_last_checkpoint(pools: Pools, s3: S3, *, async_s
 
 @pytest.mark.parametrize("folder", ["", "/mein Lauf ä=1 #+%25&~/"], ids=["plain", "special"])
 def test_last_is_a_link(pools: Pools, s3: S3, folder: str) -> None:
-    """``last.ckpt`` names the newest of the best k; a run goes on from it."""
+    """``last.ckpt`` names the newest of the best k; a run continues from it."""
     bucket, environment = s3
     run = partial(with_environment, environment)
     kept = {
@@ -75,7 +77,7 @@ def test_last_is_a_link(pools: Pools, s3: S3, folder: str) -> None:
 
 
 def failed(plan: FitSpec) -> str:
-    """Return what a fit raises, soon; other errors than this library's end the test."""
+    """Return the prompt error of a fit; errors of other kinds end the test."""
     began = time.monotonic()
     try:
         fit(plan)
@@ -86,7 +88,7 @@ def failed(plan: FitSpec) -> str:
 
 
 def test_file_urls(pools: Pools, tmp_path: Path) -> None:
-    """A ``ckpt_path`` may be one. A ``dirpath``, of which Lightning makes another path, may not."""
+    """A ``ckpt_path`` may be one. A ``dirpath`` may not, since Lightning changes it."""
     plan = FitSpec(str(tmp_path / "run"))
     first = pools.run(2, partial(fit, plan))[0]
     resumed = replace(plan, epochs=2, ckpt_path=f"file://{tmp_path}/run/last.ckpt", seed=1)
@@ -99,17 +101,17 @@ def test_file_urls(pools: Pools, tmp_path: Path) -> None:
 def test_a_missing_bucket_is_named_on_all_ranks(
     pools: Pools, s3: S3, ckpt_path: str | None
 ) -> None:
-    """The request is not repeated: the bucket does not appear by itself."""
+    """The request is not repeated, since the bucket does not appear by itself."""
     bucket, environment = s3
     root = f"{bucket}/{uuid4()}" if ckpt_path not in {None, "last"} else "s3://no-such-bucket/run"
     plan = FitSpec(root, ckpt_path=ckpt_path)
-    said = pools.run(2, partial(with_environment, environment, partial(failed, plan)))
+    errors = pools.run(2, partial(with_environment, environment, partial(failed, plan)))
     kind = "CheckpointNotFoundError" if ckpt_path else "SaveError"
-    assert all(kind in each and "no such bucket" in each for each in said), said
+    assert all(kind in each and "no such bucket" in each for each in errors), errors
 
 
 def refuse_list(plan: FitSpec) -> str:
-    """Fit while the store refuses rank 0 to list."""
+    """Fit while the store refuses rank 0's list requests."""
     from torch import distributed
 
     from lightning_elastic_zero.storage.stores import Store
@@ -127,9 +129,9 @@ def refuse_list(plan: FitSpec) -> str:
         Store.entries = entries_of_store  # type: ignore[method-assign]
 
 
-def test_a_list_that_rank_0_cannot_get_is_an_error_of_all(pools: Pools, s3: S3) -> None:
-    """And not one that the others wait for."""
+def test_a_failed_list_of_rank_0_is_raised_on_all_ranks(pools: Pools, s3: S3) -> None:
+    """The other ranks do not wait for it."""
     bucket, environment = s3
     plan = FitSpec(f"{bucket}/{uuid4()}")
-    said = pools.run(2, partial(with_environment, environment, partial(refuse_list, plan)))
-    assert all("access denied" in each for each in said), said
+    errors = pools.run(2, partial(with_environment, environment, partial(refuse_list, plan)))
+    assert all("access denied" in each for each in errors), errors
