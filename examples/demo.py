@@ -1,16 +1,16 @@
-"""Kill a ZeRO-3 run in mid-epoch, go on with other process counts, compare it with one unstopped.
+"""Kill a ZeRO-3 run in mid-epoch, resume it on other process counts, compare the loss curves.
 
     python examples/demo.py
 
-A small GPT learns the source text of Python's standard library, on CPU: on 4 processes, which are
-killed in the middle of an epoch; on 2, which are killed in the middle of another; on 3 to the end.
-Then once more on 4 processes without a stop. And, from where the first 4 were killed, what people
-do today: new runs on 2 and 3 processes that begin with the weights alone.
+A small GPT learns the source text of Python's standard library on CPU: first on 4 processes, which
+are killed in the middle of an epoch; then on 2, which are killed in the middle of another; then on
+3 to the end. A reference run trains on 4 processes without a stop. For comparison, two new runs on
+2 and 3 processes start with only the weights of the killed runs, as users do without this library.
 
-This takes a few minutes on two cores and leaves in ``demo_output/`` a picture of the loss curves,
-TensorBoard's files, checkpoints and logs. The exit code is 0 only if the elastic run took the same
-samples in each optimizer step as the uninterrupted one, and their two curves are the same up to the
-order of floating-point sums.
+The demo takes a few minutes on two cores. It writes a picture of the loss curves, TensorBoard's
+files, checkpoints and logs to ``demo_output/``. The exit code is 0 only if the elastic run used the
+same samples in each optimizer step as the uninterrupted run, and their loss curves are equal up to
+the order of floating-point sums.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from demo_phases import OUTPUT, STEPS_PER_EPOCH, DemoError, Phase, run_phase
 from demo_report import Comparison, draw, summarize, table
 
 EPOCHS = 4
-KILLS = (30, 66)  # steps of the checkpoints that are gone on from: in epochs 2 and 3, of 24 steps
+KILLS = (30, 66)  # steps of the checkpoints that are resumed: in epochs 2 and 3, of 24 steps
 END = EPOCHS * STEPS_PER_EPOCH
 
 ON_4 = Phase("elastic", processes=4, start_step=0, stop_step=KILLS[0], epochs=EPOCHS)
@@ -34,9 +34,9 @@ ELASTIC = (
     Phase("elastic", processes=3, start_step=KILLS[1], stop_step=END, epochs=EPOCHS),
 )
 
-# Who has nothing but the weights begins the interrupted epoch again, with a fresh optimizer, a new
-# warm-up and a schedule for the epochs that are left: 3, and 2 when one and a half of them are
-# done. That is half an epoch more in the end; the curve is drawn as far as the others go.
+# A run that has only the weights repeats the interrupted epoch with a fresh optimizer, a new
+# warm-up and a schedule for the remaining epochs: 3, and 2 after one and a half of them. In the end
+# that is half an epoch more; the curve is drawn up to the end of the others.
 WEIGHTS_ON_2 = Phase(
     "weights-only",
     processes=2,
@@ -58,27 +58,27 @@ WEIGHTS_ONLY = (
 )
 UNINTERRUPTED = (Phase("uninterrupted", processes=4, start_step=0, stop_step=END, epochs=EPOCHS),)
 
-# In this order both ways to go on begin with the checkpoint as the kill left it: a run deletes its
-# checkpoints but for the newest two.
+# In this order, both continuations start from the checkpoint as the kill left it: a run deletes all
+# but its newest two checkpoints.
 PHASES = (ON_4, *WEIGHTS_ONLY, *ELASTIC[1:], *UNINTERRUPTED)
 MIN_RATIO = 1000  # times; see check()
 
 
 def check(comparison: Comparison) -> None:
-    """See that each phase went on where its checkpoint was, and that two runs are the same.
+    """Check that each phase continued from its checkpoint, and that the two runs are equal.
 
-    On another process count gradients are summed in another order, which changes their last bits:
-    by how much depends on the processor. So the measure is taken here too: the run that goes on
-    with its weights alone must be a thousand times as far away as the elastic one.
+    On another process count, gradients are summed in another order, which changes their last bits.
+    The amount depends on the processor, so the tolerance is measured here: the run with only the
+    weights must deviate a thousand times more than the elastic run.
 
     Raises:
-        DemoError: something does not hold.
+        DemoError: a check failed.
     """
     for phase in PHASES:
-        begun = phase.events()[0].step
-        if begun != phase.start_step:
+        first_step = phase.events()[0].step
+        if first_step != phase.start_step:
             raise DemoError(
-                f"{phase.run} on {phase.processes} processes began at step {begun}, but the "
+                f"{phase.run} on {phase.processes} processes started at step {first_step}, but the "
                 f"checkpoint before it is that of step {phase.start_step}"
             )
     steps = set(range(1, END + 1))
@@ -90,14 +90,15 @@ def check(comparison: Comparison) -> None:
     largest = max(comparison.difference("elastic").values())
     allowed = max(comparison.difference("weights-only").values()) / MIN_RATIO
     if not allowed > 0:
-        raise DemoError("a run with the weights alone made no difference: nothing was compared")
+        raise DemoError("the run with only the weights did not deviate: nothing was compared")
     if not largest <= allowed:  # so that NaN fails
         raise DemoError(f"the loss curves differ by {largest:.2g}; allowed is {allowed:.2g}")
 
 
 def main() -> int:
-    """Run all phases, then compare, tell and draw."""
-    # Whoever ends the demo ends its processes too: as an exception it passes where they are killed.
+    """Run all phases, then compare them, print a table and draw the curves."""
+    # Ending the demo ends its processes: as an exception, the signal reaches the code that kills
+    # them.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     started_s = time.monotonic()
     shutil.rmtree(OUTPUT, ignore_errors=True)
@@ -106,7 +107,7 @@ def main() -> int:
         for phase in PHASES:
             run_phase(phase)
         comparison = Comparison.of(UNINTERRUPTED, ELASTIC, (ON_4, *WEIGHTS_ONLY))
-        # Shown also where the check fails: then it is what one wants to see.
+        # Also printed if the check fails: then it helps to find the cause.
         shown = (*ELASTIC, *WEIGHTS_ONLY, *UNINTERRUPTED)
         print(f"\n{table(shown, comparison)}\n\n{summarize(comparison)}\n")
         draw(ELASTIC, comparison, OUTPUT / "loss.png")
@@ -115,8 +116,8 @@ def main() -> int:
     except DemoError as error:
         print(f"\nFAILED: {error}", file=sys.stderr)
         return 1
-    print(f"All held, in {time.monotonic() - started_s:.0f} s.")
-    print("Does it hold on your machines? lightning-elastic-zero selftest --dir DIR")
+    print(f"All checks passed in {time.monotonic() - started_s:.0f} s.")
+    print("To check your own machines: lightning-elastic-zero selftest --dir DIR")
     return 0
 
 

@@ -19,123 +19,123 @@ EXAMPLES = Path(__file__).resolve().parent
 OUTPUT = EXAMPLES.parent / "demo_output"
 
 GLOBAL_BATCH_SIZE = 48  # samples per optimizer step, over all processes
-SAMPLES = 1140  # per epoch: 23 steps and three quarters, and the last step is filled up
+SAMPLES = 1140  # per epoch: 23 steps and three quarters; the last step is filled up
 STEPS_PER_EPOCH = math.ceil(SAMPLES / GLOBAL_BATCH_SIZE)
-SAVE_EVERY = 6  # steps: every second checkpoint lies in the middle of an epoch
-LOST_STEPS = 3  # a phase is killed when it is so many steps past its last checkpoint
+SAVE_EVERY = 6  # steps: every second checkpoint is in the middle of an epoch
+LOST_STEPS = 3  # a phase is killed this many steps after its last checkpoint
 PHASE_TIMEOUT_S = 600
 POLL_S = 0.2
 
 
 class DemoError(Exception):
-    """The demo did not show what it is to show."""
+    """A check of the demo failed."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """One line of a worker's diary."""
+    """One line of the event log of a worker."""
 
     event: str
     """``start``, ``step``, ``validation`` or ``save``."""
 
     step: int
-    """Optimizer steps done."""
+    """Number of optimizer steps done."""
 
     time_s: float
-    """When, in seconds since 1970."""
+    """Seconds since 1970."""
 
     loss: float = math.nan
-    """Of the global batch at a step, of the validation text at a validation."""
+    """Loss of the global batch at a step, or of the validation text at a validation."""
 
     samples: str = ""
-    """At a step: a digest of the samples in it, of all processes, sorted."""
+    """At a step: a digest of the sorted samples of all processes."""
 
     seconds: float = math.nan
-    """What a save took, or the load before a start."""
+    """Duration of a save, or of the load before a start."""
 
     bytes: int = 0
-    """What was written or read, over all processes; 0 where a start had nothing to load."""
+    """Bytes written or read by all processes; 0 at a start without a load."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of a run on one process count."""
+    """A part of a run on one process count."""
 
     run: str
-    """The run's name, and that of its folder."""
+    """Name of the run, and of its folder."""
 
     processes: int
-    """How many processes train."""
+    """Number of training processes."""
 
     start_step: int
-    """Optimizer steps before it; if there are any, it begins with a checkpoint."""
+    """Optimizer steps before the phase; greater than 0: it starts from a checkpoint."""
 
     stop_step: int
-    """Optimizer steps up to its last checkpoint."""
+    """Optimizer steps at its last checkpoint."""
 
     epochs: int
-    """What it is told to train: it does not know that it will be killed."""
+    """Epochs that it is asked to train; it may be killed before."""
 
     weights_of: Path | None = None
-    """A checkpoint of which it gets the weights, as a new run; else it goes on from "last"."""
+    """Checkpoint whose weights start a new run; None: the phase resumes from "last"."""
 
     @property
     def first_step(self) -> int:
-        """The step of the whole run that its own step 0 is."""
+        """Step of the whole run at which the steps of this phase start."""
         return 0 if self.weights_of is None else self.start_step
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps after the last of its epochs."""
+        """Optimizer steps at the end of its last epoch."""
         return self.first_step + self.epochs * STEPS_PER_EPOCH
 
     @property
     def killed(self) -> bool:
-        """Whether it is killed before it is done, or ends by itself."""
+        """Whether it is killed before its end."""
         return self.stop_step < self.total_steps
 
     @property
     def end_step(self) -> int:
-        """Optimizer steps when it may end: those that will be lost come on top."""
+        """Optimizer steps after which it may end, including those that a kill loses."""
         return self.stop_step + LOST_STEPS * self.killed
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of its checkpoints: that of its run, or its own if it is a new one."""
+        """Folder of its checkpoints: that of its run, or its own for a new run."""
         return OUTPUT / self.run / f"checkpoints-{self.first_step}"
 
     @property
     def checkpoint(self) -> Path:
-        """What ModelCheckpoint writes at its last step that counts."""
+        """The checkpoint that ModelCheckpoint writes at the last step that counts."""
         return self.checkpoints / f"step={self.stop_step - self.first_step}.ckpt"
 
     @property
     def log(self) -> Path:
-        """A file with everything that its processes print."""
+        """Path of the output of its processes."""
         return OUTPUT / "logs" / f"{self.run}-{self.start_step}.log"
 
     @property
-    def diary(self) -> Path:
-        """A file in which its rank 0 writes down what happens."""
+    def event_log(self) -> Path:
+        """Path of the file to which its rank 0 writes events."""
         return self.log.with_suffix(".jsonl")
 
     def events(self) -> list[Event]:
-        """Read what has happened so far."""
-        if not self.diary.exists():
+        """Return the events up to now."""
+        if not self.event_log.exists():
             return []
-        lines = self.diary.read_text().splitlines(keepends=True)
+        lines = self.event_log.read_text().splitlines(keepends=True)
         return [Event(**json.loads(line)) for line in lines if line.endswith("\n")]
 
     def steps(self) -> dict[int, Event]:
-        """Return what was noted of each step, lost ones included."""
+        """Return the event of each step, including lost steps."""
         return {event.step: event for event in self.events() if event.event == "step"}
 
     def command(self) -> list[str]:
-        """Return the command that starts it; Lightning starts the other processes from there."""
+        """Return the command that starts it; Lightning starts the other processes."""
         options: dict[str, object] = {
             "--run_dir": OUTPUT / self.run,
             "--checkpoints": self.checkpoints,
-            "--diary": self.diary,
+            "--event_log": self.event_log,
             "--devices": self.processes,
             "--epochs": self.epochs,
             "--samples": SAMPLES,
@@ -150,7 +150,7 @@ class Phase:
 
 
 class Progress:
-    """Where a phase is: one line that changes on a terminal, a line per half epoch elsewhere."""
+    """Shows the progress of a phase: one changing line on a terminal, else one per half epoch."""
 
     def __init__(self, phase: Phase) -> None:
         self.phase = phase
@@ -160,14 +160,14 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the phase was started."""
+        """Seconds since the start of the phase."""
         return time.monotonic() - self.started_s
 
     def show(self, steps: dict[int, Event]) -> None:
         """Show the latest step."""
         step = max(steps, default=0)
-        news = self.shown_step // (STEPS_PER_EPOCH // 2) < step // (STEPS_PER_EPOCH // 2)
-        if self.terminal or news:
+        is_new = self.shown_step // (STEPS_PER_EPOCH // 2) < step // (STEPS_PER_EPOCH // 2)
+        if self.terminal or is_new:
             self.shown_step = step
             self._print(self._where(step, steps), end="" if self.terminal else "\n")
 
@@ -177,7 +177,7 @@ class Progress:
         return f"step {step:>2}/{self.phase.total_steps}  loss {steps[step].loss:.3f}"
 
     def end(self, text: str) -> None:
-        """Leave a last line behind."""
+        """Print a last line."""
         self._print(text, end="\n")
 
     def _print(self, text: str, end: str) -> None:
@@ -187,10 +187,10 @@ class Progress:
 
 
 def run_phase(phase: Phase) -> None:
-    """Run a phase until it is killed or ends, and see that it left what the next one needs.
+    """Run a phase until it is killed or ends, and check that it wrote its checkpoint.
 
     Raises:
-        DemoError: it failed, or takes too long. The message shows the end of its log.
+        DemoError: it failed or took too long. The message contains the end of its log.
     """
     progress = Progress(phase)
     with _running(phase) as process:
@@ -206,14 +206,14 @@ def run_phase(phase: Phase) -> None:
     if phase.killed:
         progress.end(f"killed at step {last_step}, {last_step - phase.stop_step} after {saved}")
     else:
-        # DeepSpeed's processes now and then abort while they exit, when all their work is done.
-        strange = f" (exit code {process.returncode})" if process.returncode else ""
-        progress.end(f"finished with {saved}{strange}")
+        # DeepSpeed's processes sometimes abort at exit, after all their work is done.
+        note = f" (exit code {process.returncode})" if process.returncode else ""
+        progress.end(f"finished with {saved}{note}")
 
 
 @contextlib.contextmanager
 def _running(phase: Phase) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a phase as a process group of its own; none of its processes outlives the block."""
+    """Run a phase in its own process group; none of its processes outlives the block."""
     with phase.log.open("wb") as log:
         process = subprocess.Popen(
             phase.command(),
@@ -225,23 +225,23 @@ def _running(phase: Phase) -> Iterator[subprocess.Popen[bytes]]:
         try:
             yield process
         finally:
-            # All of them at once and without a warning, as a node is lost: no handler runs.
+            # All at once and without a warning, as when a node is lost: no handler runs.
             with contextlib.suppress(ProcessLookupError):  # they have ended by themselves
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
 def _is_over(phase: Phase, process: subprocess.Popen[bytes]) -> bool:
-    """Return whether a phase has ended, or is far enough to be killed."""
+    """Return whether a phase has ended, or has reached the step of its kill."""
     if process.poll() is not None:
         return True
-    # A checkpoint gets its name when it is complete: who sees the name may pull the plug.
+    # A checkpoint gets its name when it is complete, so a kill is safe once the name exists.
     done = phase.checkpoint.is_dir() and max(phase.steps(), default=0) >= phase.end_step
     return phase.killed and done
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's environment for a worker on CPU, without traces of other launchers."""
+    """Return the environment for a worker on CPU, without variables of other launchers."""
     foreign = {"LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "PL_GLOBAL_SEED"}
     kept = {name: value for name, value in os.environ.items() if name not in foreign}
     return kept | {
@@ -249,20 +249,20 @@ def _environment() -> dict[str, str]:
         "DS_ACCELERATOR": "cpu",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
-        "OMP_NUM_THREADS": "1",  # up to 4 processes share what may be 2 cores
+        "OMP_NUM_THREADS": "1",  # up to 4 processes may share 2 cores
         "PYTHONWARNINGS": "ignore::FutureWarning",  # of DeepSpeed's calls, at every step
     }
 
 
 def _free_port() -> int:
-    """Ask the system for a port on which nobody listens."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def _failure(phase: Phase, what: str) -> DemoError:
-    """Return what happened to a phase, with the end of its log."""
+    """Return the error of a phase, with the end of its log."""
     log = phase.log.read_text(errors="replace").splitlines()[-40:]
     where = f"{phase.run} on {phase.processes} processes (steps {phase.start_step + 1} to"
-    return DemoError("\n".join([f"{where} {phase.stop_step}): {what}; {phase.log} ends so:", *log]))
+    return DemoError("\n".join([f"{where} {phase.stop_step}): {what}; end of {phase.log}:", *log]))

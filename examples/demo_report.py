@@ -1,4 +1,4 @@
-"""What the demo shows at the end: a table of its phases and a picture of its loss curves."""
+"""The report of the demo: a table of its phases and a picture of its loss curves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 Run = dict[int, Event]
-"""What was noted of each step, from 1."""
+"""The event of each step, from 1."""
 
 Curve = dict[int, float]
 """A loss, or a difference of losses, for each step from 1."""
@@ -25,13 +25,13 @@ OTHER_COLOR = "#a3245a"
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs, of which one was never interrupted."""
+    """Runs, one of which was never interrupted."""
 
     runs: Mapping[str, Run]
 
     @classmethod
     def of(cls, *runs: Sequence[Phase]) -> Comparison:
-        """Put runs together from their phases; each has the name of its last one."""
+        """Join the phases of each run; a run has the name of its last phase."""
         return cls({phases[-1].run: _joined(phases) for phases in runs})
 
     def losses(self, run: str) -> Curve:
@@ -39,13 +39,13 @@ class Comparison:
         return {step: event.loss for step, event in self.runs[run].items()}
 
     def difference(self, run: str) -> Curve:
-        """Return how far a run is from the uninterrupted one at each step."""
+        """Return the distance of a run's loss from the uninterrupted one at each step."""
         losses = self.losses(run)
         reference = self.losses("uninterrupted")
         return {step: abs(losses[step] - reference[step]) for step in losses.keys() & reference}
 
     def same_samples(self, run: str) -> set[int]:
-        """Return the steps in which a run took the same samples as the uninterrupted one."""
+        """Return the steps in which a run used the same samples as the uninterrupted one."""
         reference = self.runs["uninterrupted"]
         return {
             step
@@ -55,7 +55,7 @@ class Comparison:
 
 
 def _joined(phases: Sequence[Phase]) -> Run:
-    """Return a run's steps; one that was lost counts when it is done again."""
+    """Return the events of a run's steps; a lost step counts when it is repeated."""
     run: Run = {}
     for phase in phases:
         run |= {step: event for step, event in phase.steps().items() if step <= phase.stop_step}
@@ -63,7 +63,7 @@ def _joined(phases: Sequence[Phase]) -> Run:
 
 
 def summarize(comparison: Comparison) -> str:
-    """Return how far the runs are from the uninterrupted one."""
+    """Return a summary of the distances from the uninterrupted run."""
     losses = comparison.losses("uninterrupted")
     step, largest = _largest(comparison, "elastic")
     other_step, other = _largest(comparison, "weights-only")
@@ -80,7 +80,7 @@ def _largest(comparison: Comparison, run: str) -> tuple[int, float]:
 
 
 def table(phases: Sequence[Phase], comparison: Comparison) -> str:
-    """Return what each phase did, in a line each."""
+    """Return a table with one line for each phase."""
     rows: list[tuple[str, ...]] = [TITLES + TITLES_OF_CHECKPOINTS]
     rows += [_training(phase, comparison) + _checkpoints(phase) for phase in phases]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -111,7 +111,7 @@ def _training(phase: Phase, comparison: Comparison) -> tuple[str, ...]:
 
 
 def _checkpoints(phase: Phase) -> tuple[str, ...]:
-    """Return a phase's last save, and its load if it had one."""
+    """Return the figures of a phase's last save, and of its load, if any."""
     events = {event.event: event for event in phase.events()}
     start, save = events["start"], events["save"]
     loaded = start.bytes > 0
@@ -124,7 +124,7 @@ def _checkpoints(phase: Phase) -> tuple[str, ...]:
 
 
 def draw(elastic: Sequence[Phase], comparison: Comparison, path: Path) -> None:
-    """Draw the elastic run over the uninterrupted one and, below, how far it is from that one."""
+    """Draw the elastic run over the uninterrupted one, with their difference below."""
     figure = Figure(figsize=(9, 5.4), layout="constrained")
     losses, differences = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.2))
     _draw_losses(losses, elastic, comparison)
@@ -140,7 +140,7 @@ def draw(elastic: Sequence[Phase], comparison: Comparison, path: Path) -> None:
 
 
 def _draw_losses(axes: Axes, elastic: Sequence[Phase], comparison: Comparison) -> None:
-    """Draw the uninterrupted run as a broad line, the phases of the elastic one on top of it."""
+    """Draw the uninterrupted run as a broad line, and the elastic phases on top of it."""
     reference = comparison.losses("uninterrupted")
     stopped = f"never stopped, on {elastic[0].processes} processes"
     resumed = "killed and resumed, on " + ", ".join(str(phase.processes) for phase in elastic)
@@ -175,7 +175,7 @@ def _draw_losses(axes: Axes, elastic: Sequence[Phase], comparison: Comparison) -
 
 
 def _draw_differences(axes: Axes, elastic: Sequence[Phase], comparison: Comparison) -> None:
-    """Draw the absolute differences, on a scale on which both can be seen; 0 has no place on it."""
+    """Draw the absolute differences on a logarithmic scale, which omits zeros."""
     difference = comparison.difference("elastic")
     for phase, color in zip(elastic, COLORS, strict=True):
         steps, heights = _part(difference, phase.start_step + 1, phase.stop_step)
@@ -199,6 +199,6 @@ def _draw_differences(axes: Axes, elastic: Sequence[Phase], comparison: Comparis
 
 
 def _part(curve: Curve, first: int, last: float = float("inf")) -> tuple[list[int], list[float]]:
-    """Cut out some steps."""
+    """Return the steps of a range, and their values."""
     steps = [step for step in sorted(curve) if first <= step <= last]
     return steps, [curve[step] for step in steps]

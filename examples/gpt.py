@@ -1,6 +1,6 @@
-"""A small character GPT, and the source text of Python's own standard library to learn from.
+"""A small character GPT, and the source text of Python's standard library as training data.
 
-Both are ordinary Lightning classes: nothing in here knows that a run may change its device count.
+Both are ordinary Lightning classes: nothing here depends on this library or the device count.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 Batch = tuple[Tensor, Tensor]
-"""Characters of shape ``(batch, block_size)`` and, in the same shape, the ones that follow them."""
+"""Characters of shape ``(batch, block_size)``, and the next characters in the same shape."""
 
 MODULES = (
     "argparse", "ast", "base64", "bdb", "bisect", "calendar", "cmd", "codecs", "configparser",
@@ -28,19 +28,19 @@ MODULES = (
     "statistics", "subprocess", "tarfile", "tempfile", "textwrap", "threading", "timeit",
     "tokenize", "trace", "traceback", "types", "uuid", "warnings", "weakref", "zipapp",
 )  # fmt: skip
-"""What is read, in this order: modules that every supported Python has, each as one file."""
+"""The training text, in this order: single-file modules of every supported Python."""
 
 
 class Embedding(nn.Embedding):
-    """A table of vectors that start small, as GPT's do."""
+    """A table of vectors with small initial values, like GPT's."""
 
     def reset_parameters(self) -> None:
-        """Draw the weights while the module is built: afterwards ZeRO-3 has cut them up."""
+        """Draw the weights while the module is built: afterwards ZeRO-3 has partitioned them."""
         nn.init.normal_(self.weight, std=0.02)
 
 
 class Block(nn.Module):
-    """One transformer layer: attention to what came before, then a small network per character."""
+    """One transformer layer: attention to earlier positions, then an MLP per character."""
 
     def __init__(self, n_head: int, n_embd: int, dropout: float) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Block(nn.Module):
         return out
 
     def attend(self, x: Tensor) -> Tensor:
-        """Mix each position with the ones before it."""
+        """Mix each position with the previous ones."""
         # Three tensors of shape (batch, n_head, block_size, n_embd / n_head).
         heads = (part.unflatten(-1, (self.n_head, -1)) for part in self.qkv(x).chunk(3, dim=-1))
         q, k, v = (part.transpose(1, 2) for part in heads)
@@ -71,7 +71,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The network itself; its output layer is tied to its character table."""
+    """The network; its output layer is tied to its character table."""
 
     def __init__(
         self,
@@ -103,15 +103,15 @@ class GPT(L.LightningModule):
     """Learns to predict the next character.
 
     Args:
-        vocab_size: how many different characters there are.
-        block_size: the longest text that the model sees at once, in characters.
-        n_layer: transformer layers.
-        n_head: attention heads per layer; they divide ``n_embd``.
+        vocab_size: number of different characters.
+        block_size: longest input of the model, in characters.
+        n_layer: number of transformer layers.
+        n_head: number of attention heads per layer; divides ``n_embd``.
         n_embd: width of the model.
-        dropout: share of what each layer adds that is left out in training.
+        dropout: dropout of each layer's output in training.
         lr: the highest learning rate, reached after ``warmup_steps``.
         weight_decay: for matrices; biases and normalisation have none.
-        warmup_steps: optimizer steps in which the learning rate rises. Then it falls, to a tenth of
+        warmup_steps: optimizer steps of the warm-up. Then the learning rate falls to a tenth of
             ``lr`` at the end of the run.
     """
 
@@ -136,7 +136,7 @@ class GPT(L.LightningModule):
         self.losses: list[Tensor] = []
 
     def configure_model(self) -> None:
-        """Build the network: in this hook ZeRO-3 cuts each weight up as soon as it is made."""
+        """Build the network: in this hook ZeRO-3 partitions each weight as soon as it is made."""
         if self.decoder is None:  # Lightning calls this once for fit and again for validate
             self.decoder = Decoder(*self.size)
 
@@ -150,8 +150,9 @@ class GPT(L.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the mean loss of a micro-batch."""
         loss = self.loss(batch)
-        # What is logged is the mean over the step's micro-batches so far, and over the devices: at
-        # the step, the loss of the global batch, however many devices share it.
+        # The logged value is the mean over the micro-batches of the step so far, and over the
+        # devices. At the optimizer step this is the loss of the global batch on any number of
+        # devices.
         if batch_idx % self.trainer.accumulate_grad_batches == 0:
             self.losses.clear()
         self.losses.append(loss.detach())
@@ -159,22 +160,22 @@ class GPT(L.LightningModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Measure the loss on text that is not trained on."""
+        """Measure the loss on text that is not used for training."""
         self.log("val_loss", self.loss(batch), prog_bar=True, sync_dist=True)
 
     def loss(self, batch: Batch) -> Tensor:
-        """Compare the logits, in fp32 also where the model is bf16, with what follows."""
+        """Return the cross entropy; logits are compared in fp32, also if the model is bf16."""
         tokens, following = batch
         return F.cross_entropy(self(tokens).float().flatten(0, 1), following.flatten())
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Use AdamW with two parameter groups, warm-up and a cosine."""
+        """Use AdamW with two parameter groups, a warm-up and a cosine schedule."""
         # With the strategy's global_batch_size, the same number on any number of devices.
         self.total_steps = int(self.trainer.estimated_stepping_batches)
         decay: list[nn.Parameter] = []
         no_decay: list[nn.Parameter] = []
         for name, parameter in self.named_parameters():
-            # By name: a weight that ZeRO-3 has cut up does not show its shape.
+            # By name: a weight that ZeRO-3 has partitioned does not have its shape.
             plain = name.endswith("bias") or "norm" in name
             (no_decay if plain else decay).append(parameter)
         optimizer = torch.optim.AdamW(
@@ -192,7 +193,7 @@ class GPT(L.LightningModule):
         }
 
     def lr_factor(self, step: int) -> float:
-        """Rise to 1 in ``warmup_steps``, then fall to 0.1 at ``total_steps`` along a cosine."""
+        """Rise to 1 in ``warmup_steps``, then fall along a cosine to 0.1 at ``total_steps``."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         done = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
@@ -215,15 +216,15 @@ class Windows(Dataset[Batch]):
 
 
 class StdlibText(L.LightningDataModule):
-    """The source text of Python's standard library, character by character; nothing is downloaded.
+    """The source text of Python's standard library as characters; nothing is downloaded.
 
     Args:
-        batch_size: the most samples that one device takes at once. How many make an optimizer step
-            is the strategy's ``global_batch_size``.
+        batch_size: the largest micro-batch of a device. The strategy's ``global_batch_size`` sets
+            the number of samples in an optimizer step.
         block_size: characters per sample.
         samples_per_epoch: samples of the training text. 1140 make 23 steps of 48 samples, and a
             24th of 36, which is filled up.
-        val_samples: samples of the last tenth of the text, which is not trained on.
+        val_samples: samples of the last tenth of the text, which is not used for training.
     """
 
     def __init__(
@@ -242,11 +243,11 @@ class StdlibText(L.LightningDataModule):
 
     @property
     def vocab_size(self) -> int:
-        """How many different characters occur."""
+        """Number of different characters."""
         return len(self.alphabet)
 
     def train_dataloader(self) -> DataLoader[Batch]:
-        """Shuffled; the strategy shares the samples out."""
+        """Shuffled; the strategy distributes the samples."""
         return DataLoader(self.train_windows, batch_size=self.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Batch]:
@@ -255,9 +256,9 @@ class StdlibText(L.LightningDataModule):
 
 
 def read_stdlib() -> tuple[Tensor, str]:
-    """Read the text as numbers of shape ``(length,)``, and the alphabet that they count through."""
+    """Return the text as character indices of shape ``(length,)``, and their alphabet."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    # A few names in comments are not ASCII; without them the alphabet is that of code.
+    # Some names in comments are not ASCII; they are dropped to keep the alphabet small.
     source = "".join((folder / f"{name}.py").read_text("ascii", "ignore") for name in MODULES)
     codes = torch.frombuffer(bytearray(source, "ascii"), dtype=torch.uint8)
     alphabet, text = torch.unique(codes, return_inverse=True)

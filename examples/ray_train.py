@@ -1,9 +1,9 @@
-"""ZeRO-3 under Ray Train's elastic scaling: workers are lost and come back, and the run goes on.
+"""ZeRO-3 with Ray Train's elastic scaling: the run continues as workers leave and join.
 
     python examples/ray_train.py                      # on this machine
     python examples/ray_train.py --address auto       # on a Ray cluster, with a shared --storage
 
-Lines marked with ``# elastic:`` are what a user of Lightning on Ray Train adds or changes.
+Lines marked with ``# elastic:`` are added or changed by users of Lightning on Ray Train.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ray.train.torch import TorchTrainer
 
 from lightning_elastic_zero.integrations.ray import RayCheckpointReport
 
-# elastic: in the place of Ray's RayDeepSpeedStrategy and RayTrainReportCallback
+# elastic: instead of Ray's RayDeepSpeedStrategy and RayTrainReportCallback
 from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
 SEED = 1
@@ -32,7 +32,7 @@ SETTINGS = {"max_epochs": 4, "save_every": 12, "model": {}, "data": {"block_size
 
 
 def make_trainer(settings: dict[str, Any], *more: Callback) -> L.Trainer:
-    # elastic: checkpoints lie in the run's folder of Ray's storage, and Ray deletes them
+    # elastic: checkpoints are in the run's folder of Ray's storage, and Ray deletes them
     run_dir = get_context().get_storage().experiment_fs_path
     checkpoints = ModelCheckpoint(
         dirpath=f"{run_dir}/checkpoints",
@@ -55,11 +55,11 @@ def make_trainer(settings: dict[str, Any], *more: Callback) -> L.Trainer:
 
 
 def train(settings: dict[str, Any]) -> None:
-    """Run on each worker, and anew in each world."""
+    """Run on each worker, again in each new world."""
     L.seed_everything(SEED)
     data = StdlibText(**settings["data"])
     model = GPT(data.vocab_size, settings["data"]["block_size"], **settings["model"])
-    # elastic: the newest published checkpoint, of any number of workers; none: step 0
+    # elastic: the newest published checkpoint, of any number of workers; if none exists, step 0
     make_trainer(settings).fit(model, data, ckpt_path="last")
 
 
@@ -67,7 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--address", help="of a Ray cluster; by default one is started here")
     parser.add_argument("--storage", default="runs/ray", help="on a disk that all nodes share")
-    parser.add_argument("--workers", type=int, nargs=2, default=(1, 4), help="fewest and most")
+    parser.add_argument("--workers", type=int, nargs=2, default=(1, 4), help="minimum and maximum")
     parser.add_argument("--gpu", action="store_true", help="one GPU for each worker")
     arguments = parser.parse_args()
     ray.init(address=arguments.address)
@@ -76,7 +76,7 @@ def main() -> None:
         train_loop_config=SETTINGS,
         scaling_config=ScalingConfig(num_workers=tuple(arguments.workers), use_gpu=arguments.gpu),
         run_config=RunConfig(
-            name="gpt",  # the same name goes on with the same run
+            name="gpt",  # the same name continues the same run
             storage_path=str(Path(arguments.storage).absolute()),
             failure_config=FailureConfig(max_failures=100),
             checkpoint_config=CheckpointConfig(num_to_keep=2),

@@ -1,12 +1,12 @@
-"""Time the agreements of simulated ranks over a real store, and count what they ask of it.
+"""Time the agreements of simulated ranks over a real store, and count their requests.
 
     python examples/benchmarks/agreements.py [--worlds 4 64 256 1024] [--processes 4] [--steps 20]
 
-The ranks are threads of a few processes; each has a connection of its own to one ``TCPStore``, as
-ranks of a job have, and its own thread that watches over it. A step is one agreement: every rank
-enters it, reports a result and learns the verdict. A save takes four of them, a load five. Nobody
-is late. One processor does all ranks' work here: seconds are an upper bound of what a cluster
-takes, whose ranks have one each, and so are operations and bytes, since ranks that wait ask again.
+The ranks are threads of a few processes. As in a job, each has its own connection to one
+``TCPStore``, and its own liveness thread. A step is one agreement: every rank enters it, reports a
+result and gets the verdict. A save takes four steps, a load five. No rank is late. Here one
+processor does the work of all ranks. The seconds are thus an upper bound for a cluster with a
+processor per rank, and so are operations and bytes, since waiting ranks poll.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
-# The store's host asks for the name of each rank that connects, one after the other. Where reverse
-# DNS loses questions, each lost one would hold up all ranks for 5 s.
+# The store's host resolves the name of each connecting rank, one after the other. If reverse DNS
+# drops requests, each lost one would delay all ranks by 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -36,18 +36,18 @@ from lightning_elastic_zero.coordination.client import StoreRanks
 
 KINDS = ("run_all", "broadcast", "gather", "all_gather")
 VALUE = {"bytes": 123_456_789, "path": "checkpoints/last.ckpt"}
-"""What is agreed upon, about as long as in a save."""
+"""The value of a step, about as long as in a save."""
 
 TIMEOUT_S = 600.0
 
 
 @dataclass
 class Count:
-    """What one rank has asked of the store."""
+    """Requests of one rank to the store."""
 
     operations: int = 0
     bytes: int = 0
-    """Of keys and values, both ways; the protocol's own come on top."""
+    """Size of keys and values in both directions, without the overhead of the protocol."""
 
     def add(self, data: Any) -> None:
         """Count keys and values."""
@@ -61,13 +61,13 @@ class Count:
 
 
 class CountingStore:
-    """A store whose calls are counted."""
+    """A store that counts its calls."""
 
     def __init__(self, store: Any, count: Count) -> None:
         self._store, self._count = store, count
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Return one of the store's methods."""
+        """Return a counting method of the store."""
         method = getattr(self._store, name)
 
         def call(*arguments: Any) -> Any:
@@ -82,7 +82,7 @@ class CountingStore:
 
 @dataclass
 class Job:
-    """What the ranks of one process share."""
+    """Data shared by the ranks of one process."""
 
     port: int
     world_size: int
@@ -90,13 +90,13 @@ class Job:
     steps: int
     counted: bool
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    """Of each step by its kind, as rank 0 sees it."""
+    """Durations of steps on rank 0, by kind."""
     counts: dict[tuple[str, int], Count] = field(default_factory=dict)
-    """By kind and rank, of all steps of that kind."""
+    """Requests of all steps, by kind and rank."""
 
 
 def run_rank(job: Job, rank: int) -> None:
-    """Take part in all steps, as one rank."""
+    """Run all steps as one rank."""
     store = TCPStore("127.0.0.1", job.port, timeout=timedelta(seconds=TIMEOUT_S))
     with closing(StoreRanks(store, rank, job.world_size, name="agreements")) as ranks:
         ranks.run_all("begin", lambda: None)
@@ -114,8 +114,8 @@ def run_rank(job: Job, rank: int) -> None:
 
 
 def _count_calls(ranks: StoreRanks, count: Count) -> None:
-    """Count what a rank asks from now on."""
-    session: Any = ranks._thread.session  # noqa: SLF001 - nobody else asks
+    """Count the requests of a rank from now on."""
+    session: Any = ranks._thread.session  # noqa: SLF001 (no public access)
     bare = getattr(session.store, "_store", session.store)
     session.store = CountingStore(bare, count)
     if session.leader is not None:
@@ -123,7 +123,7 @@ def _count_calls(ranks: StoreRanks, count: Count) -> None:
 
 
 def run_process(job: Job, results: Any) -> None:
-    """Run the ranks of one process; hand over what they saw."""
+    """Run the ranks of one process; return their measurements in a queue."""
     threads = [threading.Thread(target=run_rank, args=(job, rank)) for rank in job.ranks]
     for thread in threads:
         thread.start()
@@ -133,7 +133,7 @@ def run_process(job: Job, results: Any) -> None:
 
 
 def run_world(world_size: int, processes: int, steps: int, *, counted: bool) -> Job:
-    """Run a world; return what its ranks saw.
+    """Run a world; return the measurements of its ranks.
 
     Raises:
         SystemExit: a process has failed, or did not end in time.
@@ -160,8 +160,8 @@ def run_world(world_size: int, processes: int, steps: int, *, counted: bool) -> 
 
 def _collect(started: list[Any], results: Any, found: Job) -> None:
     until = time.monotonic() + TIMEOUT_S
-    left = len(started)
-    while left:
+    remaining = len(started)
+    while remaining:
         if results.empty():
             failed = [process.exitcode for process in started if process.exitcode]
             if failed or time.monotonic() > until:
@@ -172,11 +172,11 @@ def _collect(started: list[Any], results: Any, found: Job) -> None:
         seconds, counts = results.get()
         found.seconds |= seconds
         found.counts |= counts
-        left -= 1
+        remaining -= 1
 
 
 def report(timed: Job, counted: Job) -> None:
-    """Print what one world's steps cost."""
+    """Print the cost of one world's steps."""
     for kind in KINDS:
         seconds = timed.seconds[kind]
         counts = [counted.counts[kind, rank] for rank in counted.ranks]
@@ -195,7 +195,7 @@ def report(timed: Job, counted: Job) -> None:
 
 
 def main() -> None:
-    """Run worlds of several sizes, once for the time and once to count."""
+    """Run worlds of several sizes, once for the time and once for the counts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--worlds", type=int, nargs="+", default=[4, 64, 256, 1024])
     parser.add_argument("--processes", type=int, default=4)

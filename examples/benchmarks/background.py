@@ -1,14 +1,14 @@
-"""Time what training waits for a save, and what it feels of one that is written behind it.
+"""Time the stall of a save, and the slowdown of training by a background save.
 
     python examples/benchmarks/background.py [--stage 3] [--ranks 2] [--megabytes 400] [--rounds 7]
 
-One engine, one disk, one run; every way is taken once in each round, and what is printed are
-medians, and medians of ratios round by round. The same bytes are the state of all ranks, masters
-and Adam's two moments: copied within memory, which is the least that a snapshot can cost, and
-written and synced raw, one file for each rank, which is the least that a save can.
+One engine, one disk, one run. Every method runs once in each round. The output is medians, and
+medians of the ratios of each round. For comparison, the same bytes (masters and Adam's two moments
+of all ranks) are copied in memory, the minimal cost of a snapshot, and written and synced raw, one
+file per rank, the minimal cost of a save.
 
-``torch.distributed.checkpoint`` is given the same tensors, each rank its own, as plain tensors
-under the rank's name; its planner then writes them where they are.
+``torch.distributed.checkpoint`` gets the same tensors of each rank, as plain tensors under the
+rank's name, so that its planner does not move them to other ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import distributed
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 sys.path.insert(0, str(Path(__file__).parent))
-from raw import RawWrite  # type: ignore[import-not-found] # a script, beside this one
+from raw import RawWrite  # type: ignore[import-not-found] # a script in this folder
 from subject import (  # type: ignore[import-not-found]
     BYTES_PER_PARAMETER,
     make_engine,
@@ -44,10 +44,10 @@ from subject import (  # type: ignore[import-not-found]
 
 TIMEOUT_S = 1500
 TRAIN_S = 0.5
-"""How long steps are timed without a save, in each round."""
+"""Seconds of steps without a save, in each round."""
 
 WRITER_NICE = 10
-"""How far the library's writer stands back behind training."""
+"""Niceness of the library's writer thread."""
 
 BASELINES = {
     "step": "step, nothing written",
@@ -56,13 +56,13 @@ BASELINES = {
     "raw": "raw write and fsync",
     "": "copy in memory",
 }
-"""What a way is compared with, by a word in its name; the first that fits."""
+"""The method with which a method is compared, by a substring of its name; the first match."""
 
 Figures = dict[str, list[float]]
 
 
 def time_slowest_rank(work: Callable[[], object]) -> float:
-    """Return the seconds until the slowest rank has done its work."""
+    """Return the seconds until the slowest rank has finished the call."""
     distributed.barrier()
     began = time.perf_counter()
     work()
@@ -72,7 +72,7 @@ def time_slowest_rank(work: Callable[[], object]) -> float:
 
 
 class BenchmarkEngine:
-    """One rank's engine, and all the ways to save it."""
+    """One rank's engine, and all methods of saving it."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         from lightning_elastic_zero.checkpoint.manager import CheckpointManager
@@ -98,7 +98,7 @@ class BenchmarkEngine:
         self.pending: Any = None
 
     def step(self) -> None:
-        """Take a training step; before it changes anything, it waits for the copies."""
+        """Take a training step; it waits for the copies before it changes anything."""
         self.engine.backward(self.engine(self.batch))
         self.engine.step()
 
@@ -108,7 +108,7 @@ class BenchmarkEngine:
             to.copy_(source)
 
     def save_stock(self) -> None:
-        """Save as stock DeepSpeed does, with the fsync that it leaves to the system."""
+        """Save like stock DeepSpeed, with the fsync that it leaves to the system."""
         self.engine.save_checkpoint(str(self.folder / "stock"), tag="checkpoint")
         sync_tree(self.folder / "stock")
 
@@ -126,23 +126,23 @@ class BenchmarkEngine:
         self.manager.save_async(*self._what())
 
     def wait_until_finished(self) -> None:
-        """Wait for the save in the background."""
+        """Wait for the background save."""
         self.manager.wait_until_finished(self.ranks)
 
     def save_dcp(self) -> None:
-        """Save as torch.distributed.checkpoint does in the background."""
+        """Save like torch.distributed.checkpoint in the background."""
         rank = distributed.get_rank()
         state = {f"{rank}.{i}": t.detach() for i, t in enumerate(self.tensors)}
         target = self.folder / "dcp"
         self.pending = async_save(state, checkpoint_id=target, process_group=self.gloo)
 
     def finish_dcp(self) -> None:
-        """Wait for it."""
+        """Wait for its background save."""
         self.pending.result()
 
 
 def measure(options: argparse.Namespace, folder: Path) -> tuple[Figures, int]:
-    """Time all of it, in turn, on this rank."""
+    """Time all methods in turn on this rank."""
     subject = BenchmarkEngine(options, folder)
     figures: Figures = {}
     for _ in range(options.rounds + 1):
@@ -151,19 +151,19 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[Figures, int]:
     written = subject.manager.last_save
     subject.manager.stop(interrupted=False)
     subject.ranks.close()
-    first = {"ours behind, stall, first time": figures["ours behind, stall"][:1]}
+    first = {"ours background, stall, first time": figures["ours background, stall"][:1]}
     size_bytes = written.bytes if written is not None else 0
     return {**first, **{name: seconds[1:] for name, seconds in figures.items()}}, size_bytes
 
 
 def one_round(subject: BenchmarkEngine) -> dict[str, float]:
-    """Take every way once."""
+    """Run every method once."""
     found = {"copy in memory": time_slowest_rank(subject.copy)}
     found["raw write and fsync"] = time_slowest_rank(subject.raw.write)
     found["stock DeepSpeed, stall"] = time_slowest_rank(subject.save_stock)
     found["ours blocking, stall"] = time_slowest_rank(subject.save_blocking)
-    found["ours behind, stall"] = time_slowest_rank(subject.save_async)
-    found["ours behind, until published"] = found["ours behind, stall"] + time_slowest_rank(
+    found["ours background, stall"] = time_slowest_rank(subject.save_async)
+    found["ours background, until published"] = found["ours background, stall"] + time_slowest_rank(
         subject.wait_until_finished
     )
     found["dcp async_save, stall"] = time_slowest_rank(subject.save_dcp)
@@ -176,7 +176,7 @@ def one_round(subject: BenchmarkEngine) -> dict[str, float]:
     found["step, ours writing"] = mean_step(subject, lambda: not writing(subject))
     subject.wait_until_finished()
     figures = subject.manager.last_save
-    # Its own clock, as the others': this thread looks after whole steps only.
+    # Timed by itself, like the others: this thread checks only after whole steps.
     found["ours, until published in training"] = figures.seconds if figures is not None else 0.0
     found["ours while training, stall in all"] = figures.waited_s if figures is not None else 0.0
     began, ended = time.perf_counter(), []
@@ -193,7 +193,7 @@ def one_round(subject: BenchmarkEngine) -> dict[str, float]:
 
 
 def write_raw_in_training(subject: BenchmarkEngine, nice: int) -> tuple[float, float]:
-    """Write a copy of the state raw, in a thread beside steps; give its seconds and a step's."""
+    """Write a copy of the state raw in a thread during steps; return its seconds and a step's."""
     seconds: list[float] = []
 
     def write() -> None:
@@ -211,33 +211,33 @@ def write_raw_in_training(subject: BenchmarkEngine, nice: int) -> tuple[float, f
 
 
 def writing(subject: BenchmarkEngine) -> bool:
-    """Return whether a background save is in flight."""
-    writer = subject.manager._writer  # noqa: SLF001 - nobody else asks
+    """Return whether a background save is in progress."""
+    writer = subject.manager._writer  # noqa: SLF001 (no public access)
     return writer is not None and writer.busy
 
 
-def mean_step(subject: BenchmarkEngine, over: Callable[[], bool]) -> float:
-    """Return the mean time of steps, until a rank says that it is over."""
+def mean_step(subject: BenchmarkEngine, is_done: Callable[[], bool]) -> float:
+    """Return the mean time of steps until a rank is done."""
     distributed.barrier()
     began, steps = time.perf_counter(), 0
     while True:
         subject.step()
         steps += 1
-        done = torch.tensor(float(over()))
+        done = torch.tensor(float(is_done()))
         distributed.all_reduce(done, op=distributed.ReduceOp.MAX)
         if done:
             return (time.perf_counter() - began) / steps
 
 
 def main() -> None:
-    """Run the ranks, and print what they measured."""
+    """Run the ranks, and print their measurements."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--stage", type=int, default=3, choices=(1, 2, 3))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--megabytes", type=int, default=400, help="of optimizer state, all ranks")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batch", type=int, default=8, help="samples per step and rank")
-    parser.add_argument("--snapshot-bytes", type=int, default=None, help="the most for a rank")
+    parser.add_argument("--snapshot-bytes", type=int, default=None, help="maximum per rank")
     parser.add_argument("--folder", type=Path, default=None, help="a disk to measure")
     options = parser.parse_args()
     options.width = width_of(options.megabytes * 1e6 / BYTES_PER_PARAMETER)
@@ -257,11 +257,11 @@ def report(options: argparse.Namespace, figures: Figures, size_bytes: int, writt
         f"{options.rounds} rounds, seconds are medians; ours wrote {written / size_bytes:.4f} "
         "times the state"
     )
-    print(f"{'':36}{'seconds':>9}{'GB/s':>7}{'times the least':>17}")
+    print(f"{'':36}{'seconds':>9}{'GB/s':>7}{'times minimum':>17}")
     for name, seconds in figures.items():
         middle = statistics.median(seconds)
         speed = "" if "step" in name else f"{size_bytes / middle / 1e9:.2f}"
-        base = figures[next(least for word, least in BASELINES.items() if word in name)]
+        base = figures[next(base_name for word, base_name in BASELINES.items() if word in name)]
         ratio = statistics.median(a / b for a, b in zip(seconds, base, strict=False))
         print(f"{name:36}{middle:9.4f}{speed:>7}{ratio:17.2f}")
 

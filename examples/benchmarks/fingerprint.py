@@ -1,10 +1,10 @@
-"""Time what the fingerprint of a state costs a save and a load, beside one read of that memory.
+"""Time the fingerprint of a state in a save and a load, compared with one read of the memory.
 
     python examples/benchmarks/fingerprint.py [--parameters 100e6] [--ranks 2] [--rounds 9]
 
-ZeRO-3 in fp32 with Adam, real engines. Save and load with and without it, in turn, and torch's sum
-of the same masters and moments, which reads each byte once as the fingerprint does. What is
-reported are medians in milliseconds per gigabyte of state on all ranks together.
+Real engines of ZeRO-3 in fp32 with Adam save and load with and without a fingerprint, in turn. For
+comparison, torch sums the same masters and moments, which also reads each byte once. The results
+are medians in milliseconds per gigabyte of the state of all ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TIMEOUT_S = 1800
 
 
 def measure(folder: Path, width: int, rounds: int) -> Costs:
-    """Measure it on this world."""
+    """Measure all methods in this world."""
     from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
     from lightning_elastic_zero.checkpoint.fingerprint import rank_part
     from lightning_elastic_zero.engine.live import LiveEngine
@@ -57,7 +57,7 @@ def measure(folder: Path, width: int, rounds: int) -> Costs:
     costs = in_turn(ways, rounds)
     works: dict[str, Callable[..., object]] = {"save": save_checkpoint, "load": load_checkpoint}
     for name, work in works.items():
-        # Apart from each other: the disk is busy for a while with what was saved.
+        # Saves and loads are separate, since the disk is busy for a while after a save.
         ways = {
             name: partial(work, engine, folder / "without"),
             f"{name}, fingerprint=True": partial(work, engine, folder / "with", fingerprint=True),
@@ -67,7 +67,7 @@ def measure(folder: Path, width: int, rounds: int) -> Costs:
 
 
 def main() -> None:
-    """Run the ranks, and print what they measured."""
+    """Run the ranks, and print their measurements."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--parameters", type=float, default=100e6)
     parser.add_argument("--ranks", type=int, default=2)

@@ -1,26 +1,27 @@
-"""Measure goodput by save interval, of a run that is killed at random, beside what theory gives.
+"""Measure the goodput of a run that is killed at random, by save interval, and compare with theory.
 
     python examples/benchmarks/goodput.py [--mtbf 15] [--intervals 0.5 1 3 9] [--kills 6]
 
-Real ranks train, save every so many seconds, are killed (SIGKILL, all at once) at exponentially
-distributed times and are started again from ``ckpt_path="last"``. Goodput is useful time over wall
-time: steps that a published checkpoint holds at the end, times what a step takes in a run to which
-nothing happens. Runs with each interval, and undisturbed ones, take turns, so that what else the
-machine does is shared; in one turn all are killed after the same time. Processes are forked from
-one that has imported all, or restarts would take most of the time. The times of the kills are
-stratified: one in each n-th of the distribution, in random order, so that few of them represent it.
+Real ranks train, save at an interval, are killed (SIGKILL, all at once) at exponentially
+distributed times and are restarted from ``ckpt_path="last"``. Goodput is useful time over wall
+time. Useful time is the number of steps in published checkpoints at the end, times the duration of
+a step in an undisturbed run. Runs with each interval and undisturbed runs take turns, so that other
+load on the machine affects all of them; in one turn all are killed after the same time. Processes
+are forked from one that has imported all modules; otherwise restarts would take most of the time.
+The times of the kills are stratified: one from each n-th of the distribution, in random order, so
+that few of them represent it.
 
 Theory is the expected time of J. T. Daly, A higher order estimate of the optimum checkpoint
 interval for restart dumps, Future Generation Computer Systems 22 (2006), 303-312: with M between
-failures, R for a restart, a stall of d seconds and P seconds from one save's call to the next one's
+failures, R for a restart, a stall of d seconds and P seconds from one save's call to the next
 
     goodput = (P - d) / M * exp(-R / M) / (exp(P / M) - 1)
 
-d, R and the time of a step are means of what was measured in the same run. P is the interval and
-half a step, because a save is called at the end of a batch. What a save in the background takes
-until it is published is lost with a failure at every interval, as a restart is, and counts as part
-of R. "At these kills" is the same arithmetic for the times at which this run was killed, instead of
-their distribution: what is left between it and the measurement is not the luck of the draw.
+d, R and the duration of a step are means of the measurements of the same run. P is the interval
+plus half a step, since a save is called at the end of a batch. A failure also loses the time that a
+background save takes until it is published, at every interval, so this time counts as part of R.
+"At these kills" applies the same formula to the times of the kills instead of their distribution:
+its difference from the measurement is not due to the random times.
 """
 
 from __future__ import annotations
@@ -46,21 +47,21 @@ from goodput_run import PATIENCE_S, Run, RunSettings  # type: ignore[import-not-
 
 @dataclass(frozen=True)
 class Cycle:
-    """From one kill to the next."""
+    """The time from one kill to the next."""
 
     killed_after_s: float
     useful_steps: int
     restart_s: float = math.nan
-    """Until training went on; NaN where it was killed before."""
+    """Time until training continued; NaN if the run was killed before."""
 
     stalls_s: list[float] = field(default_factory=list)
     saves_s: list[float] = field(default_factory=list)
-    """Until published."""
+    """Times until publication."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What theory is told, in seconds."""
+    """Inputs of the theory, in seconds."""
 
     step_s: float
     stall_s: float
@@ -72,8 +73,8 @@ def goodput_of(period_s: float, costs: Costs, mtbf_s: float) -> float:
     """Return the goodput that Daly's model expects.
 
     Args:
-        period_s: from one save's call to the next one's.
-        costs: as measured.
+        period_s: from one save's call to the next.
+        costs: measured costs.
         mtbf_s: mean time between failures.
     """
     lost_s = costs.restart_s + costs.save_s - costs.stall_s
@@ -82,17 +83,17 @@ def goodput_of(period_s: float, costs: Costs, mtbf_s: float) -> float:
 
 
 def goodput_at(kills_s: Sequence[float], period_s: float, costs: Costs) -> float:
-    """Return the goodput that the same run would have with failures at these times."""
+    """Return the expected goodput of the same run with failures at these times."""
     useful_s = 0.0
     for kill_s in kills_s:
-        # ModelCheckpoint's clock begins with training: before the first save there is no stall.
+        # The clock of ModelCheckpoint starts with training: the first save has no stall before it.
         saves = int(max(kill_s - costs.restart_s - costs.save_s, 0.0) / period_s)
         useful_s += saves * period_s - max(saves - 1, 0) * costs.stall_s
     return useful_s / sum(kills_s)
 
 
 def period_of(interval_s: float, costs: Costs) -> float:
-    """Return the seconds between saves that ``train_time_interval`` leads to."""
+    """Return the seconds between saves for a ``train_time_interval``."""
     return max(interval_s + costs.step_s / 2, costs.stall_s + costs.step_s)
 
 
@@ -103,20 +104,20 @@ def kill_times(mtbf_s: float, kills: int, seed: int) -> list[float]:
     return [-mtbf_s * math.log1p(-(part + random_numbers.random()) / kills) for part in parts]
 
 
-def live_through(run: Run, kill_s: float, step_s: float) -> Cycle:
-    """Start a run and kill it after so many seconds."""
+def run_until_kill(run: Run, kill_s: float, step_s: float) -> Cycle:
+    """Start a run, and kill it after this many seconds."""
     before = run.published_step()
     run.start()
     run.wait_until(run.began + kill_s)
     seconds = run.kill()
     starts = run.events("start")
     if starts and starts[0]["step"] != before:
-        sys.exit(f"went on from step {starts[0]['step']} of a checkpoint of step {before}")
+        sys.exit(f"resumed from step {starts[0]['step']} of a checkpoint of step {before}")
     return cycle_of(run, seconds, run.published_step() - before, step_s)
 
 
 def cycle_of(run: Run, killed_after_s: float, useful_steps: int, step_s: float) -> Cycle:
-    """Return what a run has noted until it was killed."""
+    """Return the events of a run until its kill."""
     steps, saves = run.events("step"), run.events("save")
     return Cycle(
         killed_after_s,
@@ -128,20 +129,20 @@ def cycle_of(run: Run, killed_after_s: float, useful_steps: int, step_s: float) 
 
 
 def undisturbed_step(run: Run, seconds: float) -> float:
-    """Return what a step takes where nothing is saved and nobody is killed."""
+    """Return the duration of a step without saves and kills."""
     run.start()
-    began = run.wait_until(run.began + PATIENCE_S, lambda: len(run.events("step")) > 1)
-    if began:
+    is_running = run.wait_until(run.began + PATIENCE_S, lambda: len(run.events("step")) > 1)
+    if is_running:
         run.wait_until(time.monotonic() + seconds)
     run.kill()
-    if not began:
+    if not is_running:
         sys.exit(f"an undisturbed run had not taken two steps after {PATIENCE_S} s")
     times = [step["at"] for step in run.events("step")][1:]
     return float(times[-1] - times[0]) / (len(times) - 1)
 
 
 def first_checkpoint(run: Run) -> Cycle:
-    """Make a checkpoint for all runs to begin with, as restarts do; return what it cost."""
+    """Make a checkpoint from which all runs start, like after a kill; return its cost."""
     run.start()
     saved = run.wait_until(run.began + PATIENCE_S, lambda: bool(run.events("save")))
     seconds = run.kill()
@@ -151,8 +152,8 @@ def first_checkpoint(run: Run) -> Cycle:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Take every interval once in each turn; return all that was measured."""
-    # The process that ranks are forked from finds these scripts, and imports all once.
+    """Run every interval once in each turn; return all measurements."""
+    # The process from which ranks are forked finds these scripts, and imports all modules once.
     found = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ.update(PYTHONPATH=os.pathsep.join(found), DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
     context = multiprocessing.get_context("forkserver")
@@ -167,34 +168,34 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     cycles: dict[float, list[Cycle]] = {interval_s: [] for interval_s in runs}
     steps_s: list[float] = []
     try:
-        begun = first_checkpoint(first)
+        first_cycle = first_checkpoint(first)
         for one in runs.values():
-            begin = first.settings.folder / "checkpoints"
-            shutil.copytree(begin, one.settings.folder / "checkpoints", symlinks=True)
+            source = first.settings.folder / "checkpoints"
+            shutil.copytree(source, one.settings.folder / "checkpoints", symlinks=True)
         for turn, kill_s in enumerate(kill_times(options.mtbf, options.kills, options.seed)):
             steps_s.append(undisturbed_step(undisturbed, options.undisturbed))
             for interval_s, one in runs.items():
-                cycles[interval_s].append(live_through(one, kill_s, steps_s[-1]))
+                cycles[interval_s].append(run_until_kill(one, kill_s, steps_s[-1]))
             done = f"turn {turn + 1} of {options.kills}: killed after {kill_s:.1f} s"
             print(f"{done}, a step {steps_s[-1]:.3f} s", file=sys.stderr, flush=True)
     finally:
         for one in (undisturbed, first, *runs.values()):
             one.kill()
-    return {"steps_s": steps_s, "cycles": cycles, "first": begun}
+    return {"steps_s": steps_s, "cycles": cycles, "first": first_cycle}
 
 
 def evaluate(options: argparse.Namespace, measured: dict[str, Any]) -> dict[str, Any]:
-    """Return goodputs, measured and expected, and what the latter follow from."""
+    """Return measured and expected goodputs, and the inputs of the latter."""
     cycles: dict[float, list[Cycle]] = measured["cycles"]
     every = [cycle for of_interval in cycles.values() for cycle in of_interval]
-    # Where none came so far before it was killed, what the first run of all has told.
+    # If all were killed before, use the first run.
     saved = [cycle for cycle in every if cycle.saves_s] or [measured["first"]]
-    went_on = [c for c in every if not math.isnan(c.restart_s)] or [measured["first"]]
+    resumed = [c for c in every if not math.isnan(c.restart_s)] or [measured["first"]]
     costs = Costs(
         step_s=mean(measured["steps_s"]),
         stall_s=mean(stall_s for cycle in saved for stall_s in cycle.stalls_s),
         save_s=mean(save_s for cycle in saved for save_s in cycle.saves_s),
-        restart_s=mean(cycle.restart_s for cycle in went_on),
+        restart_s=mean(cycle.restart_s for cycle in resumed),
     )
     rows = []
     for interval_s, of_interval in cycles.items():
@@ -215,7 +216,7 @@ def evaluate(options: argparse.Namespace, measured: dict[str, Any]) -> dict[str,
 
 
 def parse_options() -> argparse.Namespace:
-    """Return what was asked for."""
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--mtbf", type=float, default=15.0, help="mean seconds between kills")
     default = [0.5, 1.0, 3.0, 9.0]
@@ -226,7 +227,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="samples per step and rank")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--stage", type=int, default=2, choices=(1, 2, 3))
-    parser.add_argument("--async-save", action="store_true", help="save behind training")
+    parser.add_argument("--async-save", action="store_true", help="save in the background")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=None, help="a disk to save to")
     parser.add_argument("--out", type=Path, default=Path(".cache/goodput"), help="all outputs")
@@ -234,16 +235,17 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run everything, and report what was measured."""
+    """Run all measurements, and report them."""
     options = parse_options()
-    # Whoever ends this ends its processes too: as an exception it passes where they are killed.
+    # Ending this process ends its ranks: as an exception, the signal reaches the code that kills
+    # them.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     try:
         measured = measure(options, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    # Not before: each rank imports this script, and needs no library for plots.
+    # Imported late: each rank imports this script, and does not need a plotting library.
     from goodput_report import report  # type: ignore[import-not-found]
 
     report(options, evaluate(options, measured), measured)

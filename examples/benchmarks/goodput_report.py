@@ -1,4 +1,4 @@
-"""What ``goodput.py`` has found, as a table and a picture."""
+"""The results of ``goodput.py`` as a table and a picture."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_elastic_zero.save_interval import optimal_save_interval
 def report(
     options: argparse.Namespace, result: dict[str, Any], measured: Mapping[str, Any]
 ) -> None:
-    """Print the table, and write it, the picture and all figures."""
+    """Print the table, and write the table, the picture and all figures to files."""
     optimum_s = optimal_save_interval(result["costs"]["stall_s"], options.mtbf)
     result |= {"machine": machine("cpu"), "optimum_s": optimum_s}
     text = table(options, result)
@@ -34,7 +34,7 @@ def report(
 
 
 def table(options: argparse.Namespace, result: Mapping[str, Any]) -> str:
-    """Return all of it as Markdown."""
+    """Return all results as Markdown."""
     costs, here = result["costs"], result["machine"]
     way = "in the background" if options.async_save else "while training waits"
     heading = (

@@ -1,4 +1,4 @@
-"""A rank of a run that ``goodput.py`` starts, kills and starts again."""
+"""A rank of a run that ``goodput.py`` repeatedly starts and kills."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import lightning.pytorch as pl
 import torch
-from goodput_run import RunSettings  # type: ignore[import-not-found] # scripts, beside this one
+from goodput_run import RunSettings  # type: ignore[import-not-found] # scripts in this folder
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from subject import Mlp, width_of  # type: ignore[import-not-found]
@@ -24,27 +24,27 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
-# What every engine looks at, and some releases lack: it loads torch's compiler, which takes each
-# process seconds. So it is imported once, before ranks are forked.
+# Every engine tries to import it, and some releases lack it. It loads torch's compiler, which takes
+# seconds in each process, so it is imported once, before ranks are forked.
 with suppress(ModuleNotFoundError):
     importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 
-SAMPLES = 1_000_000  # more than any run takes
+SAMPLES = 1_000_000  # more than any run uses
 
 
 class EventLogger(Callback):
-    """Notes when each step has ended and what each save has cost, for those who watch."""
+    """Writes the end of each step and the cost of each save, for the process that watches."""
 
-    def __init__(self, diary: Path, strategy: ElasticDeepSpeedStrategy) -> None:
-        self.diary, self.strategy = diary, strategy
+    def __init__(self, event_log: Path, strategy: ElasticDeepSpeedStrategy) -> None:
+        self.event_log, self.strategy = event_log, strategy
         self.noted = strategy.last_save
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note from which step it goes on."""
+        """Write the step from which the run continues."""
         self._note(trainer, "start")
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
-        """Note the step, and a save that was published since the one before."""
+        """Write the step, and a save that was published since the previous step."""
         save = self.strategy.last_save
         if save is not None and save is not self.noted:
             self.noted = save
@@ -53,21 +53,21 @@ class EventLogger(Callback):
 
     def _note(self, trainer: pl.Trainer, event: str, **figures: float) -> None:
         if trainer.is_global_zero:
-            # Of one clock for all processes of a machine.
+            # All processes of a machine share this clock.
             line = {"event": event, "step": trainer.global_step, "at": time.monotonic(), **figures}
-            with self.diary.open("a") as file:
+            with self.event_log.open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
 
 class Regression(pl.LightningModule):
-    """The benchmarks' model."""
+    """The model of the benchmarks."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.width = width
 
     def configure_model(self) -> None:
-        """Build it where ZeRO-3 can cut it."""
+        """Build the model in the hook in which ZeRO-3 can partition it."""
         if not hasattr(self, "model"):
             self.model = Mlp(self.width)
 
@@ -82,13 +82,13 @@ class Regression(pl.LightningModule):
 
 
 def train(settings: RunSettings, rank: int, port: int, limit_s: int) -> None:
-    """Train as one rank, from the last checkpoint on, until it is killed.
+    """Train as one rank, from the last checkpoint, until it is killed.
 
     Args:
-        settings: of the run.
-        rank: of all, on this machine.
-        port: where they meet.
-        limit_s: after so many seconds the process ends by itself, should nobody be left to end it.
+        settings: settings of the run.
+        rank: this process's rank.
+        port: port on which the ranks meet.
+        limit_s: seconds after which the process ends by itself, in case nothing else ends it.
     """
     signal.alarm(limit_s)
     log = os.open(settings.folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -100,7 +100,7 @@ def train(settings: RunSettings, rank: int, port: int, limit_s: int) -> None:
     warnings.simplefilter("ignore")
     pl.seed_everything(1, verbose=False)
     strategy = ElasticDeepSpeedStrategy(stage=settings.stage, async_save=settings.async_save)
-    callbacks: list[Callback] = [EventLogger(settings.diary, strategy)]
+    callbacks: list[Callback] = [EventLogger(settings.event_log, strategy)]
     if settings.interval_s is not None:
         saves = ModelCheckpoint(
             dirpath=settings.folder / "checkpoints",
@@ -123,5 +123,5 @@ def train(settings: RunSettings, rank: int, port: int, limit_s: int) -> None:
         enable_model_summary=False,
     )
     data = DataLoader(TensorDataset(torch.linspace(-1, 1, SAMPLES)[:, None]), settings.batch)
-    go_on = None if settings.interval_s is None else "last"
-    trainer.fit(Regression(width_of(settings.parameters)), data, ckpt_path=go_on)
+    ckpt_path = None if settings.interval_s is None else "last"
+    trainer.fit(Regression(width_of(settings.parameters)), data, ckpt_path=ckpt_path)

@@ -1,11 +1,11 @@
-"""Measure how the cost of a save and of a load grows with the model and with the ranks.
+"""Measure how the costs of a save and of a load grow with the model and with the ranks.
 
     python examples/benchmarks/growth.py [--sizes 10e6 100e6] [--ranks 1 2 4 8] [--rounds 3]
 
-A live ZeRO-3 engine saves over its last checkpoint and loads it again; beside it the same bytes are
-written and synced raw, and read into memory. Ranks share one processor and one disk here, so that
-seconds grow with the bytes of all ranks; what is to stay the same are the ratios, the bytes over
-the state, and the memory. ``plan.py`` and ``agreements.py`` simulate more ranks than a machine has.
+A live ZeRO-3 engine saves over its last checkpoint and loads it again. For comparison, the same
+bytes are written and synced raw, and read into memory. Here the ranks share one processor and one
+disk, so the seconds grow with the bytes of all ranks; the ratios, the bytes relative to the state,
+and the memory should stay constant. ``plan.py`` and ``agreements.py`` simulate more ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from torch import distributed
 
 sys.path.insert(0, str(Path(__file__).parent))
-from raw import RawRead, RawWrite  # type: ignore[import-not-found] # scripts, beside this one
+from raw import RawRead, RawWrite  # type: ignore[import-not-found] # scripts in this folder
 from subject import (  # type: ignore[import-not-found]
     make_engine,
     rank_tensors,
@@ -63,7 +63,7 @@ class OpenedFiles:
 
 
 def measure(folder: Path, parameters: float, rounds: int) -> dict[str, Any]:
-    """Measure one world; what rank 0 returns counts."""
+    """Measure one world; the result of rank 0 is used."""
     from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 
     width, path = width_of(parameters), folder / "grown.ckpt"

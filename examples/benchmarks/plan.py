@@ -2,11 +2,11 @@
 
     python examples/benchmarks/plan.py
 
-Nothing is read and no process is started: a plan is made of integers. What is measured is all that
-a rank does before its first read: it parses a manifest with its table of files, lays out what
-is held and what is wanted, finds the source ranks of each fragment, and looks up each file. Runs
-are computed while they are read, those of one source rank at a time; the first two ranks' count
-for the memory. Seconds are the process's own.
+Nothing is read and no process is started: a plan consists of integers. Measured is all that a rank
+does before its first read: it parses a manifest with its table of files, computes the saved and the
+wanted layout, finds the source ranks of each fragment, and looks up each file. Runs are computed
+while they are read, one source rank at a time; the memory includes those of the first two ranks.
+Seconds are CPU time of the process.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from lightning_elastic_zero.core.partition import FlatBuffer, zero_layout
 
 SAVED_ON = 1024
 RESUMED_ON = 768
-FEW = 8  # ranks that the wide model is resumed on
-WIDE = 50_000  # parameters of it, of a million elements each
+FEW = 8  # ranks on which the wide model is resumed
+WIDE = 50_000  # parameters of the wide model, of a million elements each
 CASES = [(2, 2), (2, 3), (3, 2), (3, 3)]  # stage of the save, stage of the resume
 ROUNDS = 5
 
 LAYERS, HIDDEN, VOCABULARY = 80, 8192, 128256  # Llama 3 70B
 GROWTH = [(16, 47, 2560), (256, 73, 8192), (4096, 130, 24576)]
 """Ranks, layers and width of models of about 244 million parameters per rank, up to a trillion."""
-SUB_GROUP = 200  # parameters; few, so that there are several
+SUB_GROUP = 200  # parameters; few, so that a model has several
 ADAMW = ("exp_avg", "exp_avg_sq", "step")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank is going to read, and what it took to know."""
+    """The reads of one rank, and the cost of planning them."""
 
     runs: TransferPlan
     files: set[str]
@@ -54,7 +54,7 @@ class Plan:
 
     @property
     def transfers(self) -> list[Transfer]:
-        """All runs at once, which a load never has."""
+        """All runs at once; a load never has them all."""
         return [transfer for _, transfers in self.runs.by_rank() for transfer in transfers]
 
 
@@ -89,7 +89,7 @@ def parameters(layers: int = LAYERS, hidden: int = HIDDEN) -> tuple[Parameter, .
 
 
 def flat_buffers(table: tuple[Parameter, ...], stage: int, ranks: int) -> list[FlatBuffer]:
-    """Lay the parameters out as ZeRO does: a buffer per group, or sub-groups of them."""
+    """Return ZeRO's layout of the parameters: a buffer per group, or sub-groups."""
     buffers = []
     for group in (0, 1):
         names = tuple(p.name for p in table if p.group == group)
@@ -104,7 +104,7 @@ def flat_buffers(table: tuple[Parameter, ...], stage: int, ranks: int) -> list[F
 
 
 def manifest_text(stage: int, ranks: int, table: tuple[Parameter, ...]) -> str:
-    """Write the manifest that such a run leaves, with three files of each rank."""
+    """Return the manifest of such a run, with three files of each rank."""
     state = tuple(StateKey(k, "scalar" if k == "step" else "elementwise", "float32") for k in ADAMW)
     names = [file_of(rank, kind) for rank in range(ranks) for kind in ("optim", "model", "rng")]
     manifest = Manifest(
@@ -125,12 +125,12 @@ def manifest_text(stage: int, ranks: int, table: tuple[Parameter, ...]) -> str:
 
 
 def file_of(rank: int, kind: str = "optim") -> str:
-    """Name a rank's file."""
+    """Return the name of a rank's file."""
     return f"checkpoint/bf16_zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt"
 
 
 def plan_reads(text: str, stage: int, ranks: int, rank: int) -> tuple[TransferPlan, set[str]]:
-    """Do what a rank does before its first read."""
+    """Plan reads like a rank before its first read."""
     manifest = manifest_from_json(text, "manifest.json")
     buffers = flat_buffers(manifest.parameters, stage, ranks)
     wanted = zero_layout(stage, buffers, ranks).on_rank(rank)

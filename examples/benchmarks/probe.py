@@ -1,4 +1,4 @@
-"""What one piece of work on all ranks costs: seconds, bytes, host memory, disk."""
+"""The costs of a call on all ranks: seconds, bytes, host memory, disk."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 from torch import distributed
 
 Cost = dict[str, float]
-"""``seconds`` until the slowest rank is done; over all ranks ``read`` and ``written`` through the
-system, ``disk_read`` of the first that came from the disk; ``memory``, the most that one rank held
-above what it held before."""
+"""``seconds`` until the slowest rank is done; ``read`` and ``written``, bytes of all ranks through
+the system; ``disk_read``, bytes of ``read`` that came from the disk; ``memory``, the maximum of one
+rank above its memory before the call."""
 
 _IO = {"read": "rchar:", "written": "wchar:", "disk_read": "read_bytes:"}
 
@@ -32,9 +32,9 @@ def _anonymous() -> float:
 
 
 def folder_bytes(folder: Path) -> float:
-    """Return the bytes that all files below a folder take on the disk, also while they change."""
+    """Return the bytes that all files below a folder use on the disk, also while they change."""
     found = 0
-    # Not rglob, which raises where a folder is renamed while it is looked through.
+    # Not rglob, which raises an error if a folder is renamed during the walk.
     for parent, _, names in os.walk(folder):
         for name in names:
             with suppress(OSError):
@@ -44,20 +44,20 @@ def folder_bytes(folder: Path) -> float:
 
 @contextmanager
 def temporary_disk(folder: Path) -> Iterator[list[float]]:
-    """Watch a folder; fill the list with the bytes above what was there before and after.
+    """Watch a folder; when the context ends, append the peak of its size to the list.
 
-    The list holds the one figure when the context ends.
+    The peak is relative to the larger one of the sizes before and after.
     """
     found: list[float] = []
     before = highest = folder_bytes(folder)
     over = threading.Event()
 
-    def look() -> None:
+    def watch() -> None:
         nonlocal highest
         while not over.wait(0.01):
             highest = max(highest, folder_bytes(folder))
 
-    thread = threading.Thread(target=look, daemon=True)
+    thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
         yield found
@@ -68,7 +68,7 @@ def temporary_disk(folder: Path) -> Iterator[list[float]]:
 
 
 class _Watch:
-    """Looks at this rank's memory while work runs."""
+    """Watches the memory of this rank during a call."""
 
     def __init__(self) -> None:
         self.before = self.highest = _anonymous()
@@ -81,14 +81,14 @@ class _Watch:
             self.highest = max(self.highest, _anonymous())
 
     def stop(self) -> float:
-        """Return the most that was held above what was held before."""
+        """Return the peak above the memory before the call."""
         self._over.set()
         self._thread.join()
         return max(self.highest, _anonymous()) - self.before
 
 
 def cost_of(work: Callable[[], object]) -> Cost:
-    """Do work on all ranks and return what it cost: collective."""
+    """Make the call on all ranks, and return its cost. Collective."""
     io = {name: _field("/proc/self/io", key) for name, key in _IO.items()}
     watch = _Watch()
     distributed.barrier()

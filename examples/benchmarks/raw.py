@@ -1,4 +1,4 @@
-"""What the machine can do at most with the bytes of a checkpoint: write and sync, read."""
+"""The limits of the machine for the bytes of a checkpoint: write and sync, read."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ PIECE_BYTES = 8 << 20
 
 
 class RawWrite:
-    """Writes tensors of this rank into one file, and syncs it."""
+    """Writes the tensors of this rank into one file, and syncs it."""
 
     def __init__(self, path: Path, tensors: Sequence[torch.Tensor]) -> None:
         self.path, self._tensors = path, tensors
 
     def write(self) -> None:
-        """Write it; as a save does, keep the last file until the new one is there."""
+        """Write the file; like a save, keep the last file until the new one is complete."""
         new = self.path.with_name(f"{self.path.name}.new")
         with new.open("wb", buffering=0) as file:
             for tensor in self._tensors:
@@ -31,7 +31,7 @@ class RawWrite:
 
 
 class RawRead:
-    """Reads this rank's share of a checkpoint's bytes into memory that is there already."""
+    """Reads this rank's share of a checkpoint's bytes into allocated memory."""
 
     def __init__(self, folder: Path) -> None:
         rank, ranks = distributed.get_rank(), distributed.get_world_size()
@@ -40,7 +40,7 @@ class RawRead:
         self._memory = memoryview(bytearray(max(stop - start for _, start, stop in self._shares)))
 
     def read(self) -> None:
-        """Read it."""
+        """Read the share."""
         for file, start, stop in self._shares:
             with file.open("rb", buffering=0) as opened:
                 done = 0
@@ -49,7 +49,7 @@ class RawRead:
                     done += os.preadv(opened.fileno(), [piece], start + done)
 
     def forget(self) -> None:
-        """Have the system forget what it keeps of the files, so that a read comes from the disk."""
+        """Drop the files from the system's page cache, so that a read comes from the disk."""
         for file, *_ in self._shares:
             with file.open("rb") as opened:
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -38,7 +38,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def ratios(costs: Costs, way: str, base: str) -> list[float]:
-    """Return the time of one way divided by that of another, round by round."""
+    """Return the ratio of the times of two methods, for each round."""
     pairs = zip(costs[way], costs[base], strict=True)
     return [one["seconds"] / other["seconds"] for one, other in pairs]
 
@@ -70,7 +70,7 @@ def _row(way: str, costs: Costs, verb: str, state_bytes: float) -> list[str]:
 
 
 def _compared(way: str, other: str, costs: Costs) -> list[float]:
-    """Return this library's time divided by that of other software, if both were measured."""
+    """Return the ratio of this library's time to that of other software, if both were measured."""
     same = way.replace(OURS, other)
     return ratios(costs, way, same) if same != way and same in costs else []
 
@@ -90,7 +90,7 @@ _TITLES = (
 
 
 def _sections(result: Mapping[str, Any]) -> Iterator[tuple[str, str, Costs]]:
-    """Yield the verb, the engine and the ranks, and the costs of each way."""
+    """Yield the verb, the engine and ranks, and the costs of each method."""
     for verb in ("save", "load"):
         for name, costs in result["figures"][verb].items():
             yield verb, name, costs
@@ -103,7 +103,7 @@ def table(result: Mapping[str, Any]) -> str:
         f"{result['state_bytes'] / MB:.0f} MB of state (fp32 masters, Adam's two moments), "
         f"{result['rounds']} rounds; medians, and ratios round by round with minimum and maximum. "
         "Bytes are sums over ranks, without processes that torch starts; memory is the maximum "
-        "that a rank allocated; temporary disk is what a save needs beyond the last checkpoint. "
+        "that a rank allocated; temporary disk is the space of a save beyond the last checkpoint. "
         f"DCP: torch.distributed.checkpoint. Machine: {here['cores']} cores, "
         f"load {here['load_average']:.1f}, {here['memory_bytes'] / 1e9:.0f} GB, {here['device']}, "
         f"{here['system']}; torch {here['torch']}, DeepSpeed {here['deepspeed']}, Python "

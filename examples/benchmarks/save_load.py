@@ -2,7 +2,7 @@
 
     python examples/benchmarks/save_load.py [--parameters 100e6] [--pairs 4:4 4:2] [--rounds 5]
 
-The others are stock DeepSpeed, its Universal Checkpoints, ``torch.distributed.checkpoint``
+Compared are stock DeepSpeed, its Universal Checkpoints, ``torch.distributed.checkpoint``
 (FSDP2), and raw copies, writes and reads of the same bytes. Saves take turns in one world of ranks.
 Each load runs as in a resume: in new processes whose optimizer has no state yet. All saves are
 synced, those of other software by the benchmark. Times on a shared machine vary, so the report
@@ -43,7 +43,7 @@ TIMEOUT_S = 3600
 def convert(source: Path, rounds: int) -> list[dict[str, float]]:
     """Convert stock DeepSpeed's checkpoint to a Universal one, once per round.
 
-    One more conversion is not timed: it measures the disk space, which would slow it down.
+    One more conversion is not timed: it measures disk space, which takes time.
     """
     target = source / UNIVERSAL
     seconds = []

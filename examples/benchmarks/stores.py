@@ -48,7 +48,7 @@ OURS, DCP = "this library", "torch.distributed.checkpoint"
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Return the seconds that all ranks take together."""
+    """Return the seconds until all ranks have finished the call."""
     distributed.barrier()
     began = time.perf_counter()
     work()
@@ -57,7 +57,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def ours(action: str, width: int, url: str) -> float:
-    """Save or load with this library, on a rank."""
+    """Save or load with this library on a rank."""
     from lightning_elastic_zero import load_checkpoint, save_checkpoint
 
     engine = make_engine(3, width)
@@ -67,7 +67,7 @@ def ours(action: str, width: int, url: str) -> float:
 
 
 def dcp(action: str, width: int, url: str) -> float:
-    """Save or load with DCP, on a rank."""
+    """Save or load with DCP on a rank."""
     parts = make_fsdp(width, "cpu", trained=True)
 
     def save() -> None:
@@ -83,7 +83,7 @@ def dcp(action: str, width: int, url: str) -> float:
 
 
 def in_environment(variables: Mapping[str, str], work: Callable[[], float]) -> float:
-    """Call a function in a rank that finds the server in its environment."""
+    """Call a function in a rank with the environment variables of the server."""
     os.environ.update(variables)
     return work()
 
@@ -94,7 +94,7 @@ WAYS = {OURS: ours, DCP: dcp}
 def measure(
     options: argparse.Namespace, folder: Path, direct: str, proxy: FaultProxy
 ) -> dict[str, Any]:
-    """Measure all ways: saves of each number of ranks, then loads."""
+    """Measure all methods: saves of each number of ranks, then loads."""
     width = width_of(options.parameters)
     saves = sorted({saved for saved, _ in options.pairs})
     figures: dict[str, Any] = {}
@@ -107,7 +107,7 @@ def measure(
             counted = number == options.rounds
             variables = s3_environment(proxy.url if counted else direct)
             for way, work in WAYS.items():
-                # Into an empty place each time: DCP does not replace what other ranks left.
+                # Into an empty folder each time: DCP does not delete files of other ranks.
                 place = f"{way.split()[0]}-{saved}" + (f"-{number}" if action == "save" else "-0")
                 url = f"s3://{BUCKET}/{place}/step.ckpt"
                 call = partial(in_environment, variables, partial(work, action, width, url))

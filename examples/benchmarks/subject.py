@@ -1,4 +1,4 @@
-"""What is measured: a model, its engines, and the processes that are their ranks."""
+"""The model of the benchmarks, its engines, and the processes of its ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAYERS = 8
 
 
 class Mlp(nn.Module):
-    """Square layers, so that all of the state is in matrices as it is in a transformer."""
+    """Square layers: all state is in matrices, as in a transformer."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -41,17 +41,17 @@ class Mlp(nn.Module):
 
 
 def width_of(parameters: float) -> int:
-    """Return the width with which ``Mlp`` has about so many parameters."""
+    """Return the width with which ``Mlp`` has about this many parameters."""
     return int((parameters / LAYERS) ** 0.5)
 
 
 def state_bytes(width: int) -> int:
-    """Return the bytes of masters and moments of all ranks."""
+    """Return the size in bytes of the masters and moments of all ranks."""
     return LAYERS * (width**2 + width) * BYTES_PER_PARAMETER
 
 
 def make_engine(stage: int, width: int, precision: str = "fp32", *, universal: bool = False) -> Any:
-    """Build an engine with Adam; ``universal``: one that loads Universal Checkpoints."""
+    """Return an engine with Adam; ``universal``: one that loads Universal Checkpoints."""
     import deepspeed
 
     config = {
@@ -68,7 +68,7 @@ def make_engine(stage: int, width: int, precision: str = "fp32", *, universal: b
 
 
 def train_step(engine: Any, width: int) -> None:
-    """Take one step, so that the optimizer has its state."""
+    """Take one step, which creates the state of the optimizer."""
     dtype = next(engine.module.parameters()).dtype
     batch = torch.randn(1, width).to(engine.device, dtype)
     engine.backward(engine(batch))
@@ -84,7 +84,7 @@ def rank_tensors(engine: Any) -> list[torch.Tensor]:
 
 
 def make_fsdp(width: int, device: str, *, trained: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Build the same model under FSDP2; ``trained``: with the optimizer state of one step."""
+    """Return the same model under FSDP2; ``trained``: with the optimizer state of one step."""
     mesh = init_device_mesh(device, (distributed.get_world_size(),))
     model = Mlp(width).to(device)
     for layer in model.layers:
@@ -99,7 +99,7 @@ def make_fsdp(width: int, device: str, *, trained: bool) -> tuple[nn.Module, tor
 
 
 def sync_tree(folder: Path) -> None:
-    """Bring other software's files to the disk, this rank's share of them."""
+    """Sync this rank's share of the files of other software to the disk."""
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     for file in sorted(p for p in folder.rglob("*") if p.is_file())[rank::ranks]:
         descriptor = os.open(file, os.O_RDONLY)
@@ -119,7 +119,7 @@ def _be_rank(
     from lightning_elastic_zero.engine.support import use_accelerator
 
     # Without DeepSpeed's collectives in shared memory: no save or load uses them, and with them a
-    # run on a busy machine had not ended after minutes (the cause was not looked for).
+    # run on a busy machine did not end within minutes (for an unknown cause).
     use_accelerator(device, compiles=False)
     import deepspeed
 
@@ -136,16 +136,16 @@ def _be_rank(
 def run_ranks(
     ranks: int, work: Callable[[], object], folder: Path, *, device: str, timeout_s: float
 ) -> Any:
-    """Call ``work``, which can be pickled, on so many new ranks; return what rank 0 returned.
+    """Call ``work``, which must be picklable, on new ranks; return the result of rank 0.
 
     Raises:
-        SystemExit: they take longer than ``timeout_s``; they are ended.
+        SystemExit: they took longer than ``timeout_s``; they are ended.
     """
     with closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     out = folder / "rank-0.json"
-    # Forked from one process that has imported everything, which saves the time of imports.
+    # Forked from one process that has imported all modules, which saves the time of imports.
     multiprocessing.set_forkserver_preload(["deepspeed", "lightning_elastic_zero.api"])
     context: Any = start_processes(
         _be_rank,

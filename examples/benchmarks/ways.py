@@ -1,4 +1,4 @@
-"""The ways to save and to load that are measured, each on all ranks of one world, in turn."""
+"""The measured methods of saving and loading, each on all ranks of one world, in turn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from probe import Cost, cost_of, temporary_disk  # type: ignore[import-not-found] # scripts, beside this one
+from probe import Cost, cost_of, temporary_disk  # type: ignore[import-not-found] # scripts in this folder
 from raw import RawRead, RawWrite  # type: ignore[import-not-found]
 from subject import (  # type: ignore[import-not-found]
     make_engine,
@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 TAG, UNIVERSAL = "checkpoint", "universal"
-"""The tags of stock DeepSpeed's checkpoints, and of those that are converted."""
+"""The tags of stock DeepSpeed's checkpoints, and of the converted ones."""
 
 Costs = dict[str, list[Cost]]
-"""What each way has cost, round by round."""
+"""The costs of each method, by round."""
 
 
 @dataclass(frozen=True)
@@ -43,22 +43,22 @@ class Case:
 
     @property
     def like_fsdp(self) -> bool:
-        """Whether FSDP2 is measured beside it: it cuts as ZeRO-3 does, here in fp32."""
+        """Whether to compare with FSDP2, which partitions like ZeRO-3, here in fp32."""
         return self.stage == 3 and self.precision == "fp32"
 
     @property
     def name(self) -> str:
-        """Return what the report calls it."""
+        """Name in the report."""
         return f"ZeRO-{self.stage} {self.precision}"
 
     def file(self, folder: Path, what: str, ranks: int) -> Path:
-        """Return where what so many ranks of it have saved lies."""
+        """Return the path of what this many ranks have saved."""
         return folder / f"{what}-z{self.stage}-{self.precision}-{ranks}"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all worlds of a run share."""
+    """Settings shared by all worlds of a run."""
 
     folder: Path
     parameters: float
@@ -72,12 +72,12 @@ def in_turn(
     rounds: int,
     before: Callable[[], object] = lambda: None,
 ) -> Costs:
-    """Take every way once in each round; the first round warms up and is not returned.
+    """Run every method once in each round; the first round warms up and is not returned.
 
     Args:
-        ways: by their names.
-        rounds: how many are returned.
-        before: called before each way, which is not measured.
+        ways: the methods, by name.
+        rounds: number of returned rounds.
+        before: called before each method; not measured.
     """
     costs: Costs = {name: [] for name in ways}
     for number in range(rounds + 1):
@@ -92,10 +92,10 @@ def in_turn(
 def add_temporary_disk(
     costs: Costs, ways: Mapping[str, Callable[[], object]], folder: Path
 ) -> None:
-    """Take every way once more, over what it has left, and note the disk that it takes meanwhile.
+    """Run every method once more, over its last save, and add the disk space that it needs.
 
-    A call and the wait after it are one way, and have the same figure. Rank 0 looks at the files,
-    which would slow down what is timed.
+    A call and the wait after it are one method, with one figure. Rank 0 watches the files, which
+    would slow down timed calls.
     """
     together: dict[str, list[str]] = {}
     for name in ways:
@@ -109,16 +109,17 @@ def add_temporary_disk(
 
 
 class _Fsdp:
-    """The same model under FSDP2, which ``torch.distributed.checkpoint`` saves and loads."""
+    """The same model under FSDP2, saved and loaded by ``torch.distributed.checkpoint``."""
 
     def __init__(self, setting: Setting, source: int, *, trained: bool) -> None:
         width = width_of(setting.parameters)
         self._parts = make_fsdp(width, setting.device, trained=trained)
         self._path = setting.folder / f"dcp-{source}"
-        # Of its own: what a thread saves meets the ranks' other collectives in no fixed order.
+        # A separate group: the collectives of a thread have no fixed order relative to others.
         self._behind = distributed.new_group(backend="gloo")
         self._pending: Any = None
-        # Kept, so that its memory is; in shared memory, from which a process can write.
+        # Kept, so that its memory is reused; in shared memory, from which another process can
+        # write.
         self._stager = DefaultStager(
             StagingOptions(
                 use_pinned_memory=setting.device == "cuda",
@@ -138,19 +139,19 @@ class _Fsdp:
         sync_tree(self._path)
 
     def ways_to_save(self) -> dict[str, Callable[[], object]]:
-        """Return saves while training waits, in a thread behind it, and in a process."""
-        name, behind = "torch.distributed.checkpoint", "background"
+        """Return blocking saves, and background saves in a thread and in a process."""
+        name, background = "torch.distributed.checkpoint", "background"
         ways: dict[str, Callable[[], object]] = {name: self.save}
         for how, kind in {
-            behind: AsyncCheckpointerType.THREAD,
-            f"{behind} process": AsyncCheckpointerType.PROCESS,
+            background: AsyncCheckpointerType.THREAD,
+            f"{background} process": AsyncCheckpointerType.PROCESS,
         }.items():
             ways[f"{name}, {how}: the call"] = partial(self.call, kind)
             ways[f"{name}, {how}: the wait after it"] = self.wait
         return ways
 
     def call(self, kind: AsyncCheckpointerType) -> None:
-        """Begin to save in a thread, or in a process, which syncs its files itself."""
+        """Begin to save in a thread, or in a process; both sync the files."""
         path = self._path.with_name(f"{self._path.name}-{kind.value}")
         self._pending = async_save(
             self._state(),
@@ -161,7 +162,7 @@ class _Fsdp:
         )
 
     def wait(self) -> None:
-        """Wait until it is on the disk."""
+        """Wait until the save is on the disk."""
         self._pending.result()
 
     def load(self) -> None:
@@ -175,7 +176,7 @@ class _Fsdp:
 
 
 class _Background:
-    """Saves behind training, by the library's manager."""
+    """Saves in the background of training, with the library's manager."""
 
     def __init__(self, engine: Any, path: Path) -> None:
         from lightning_elastic_zero.checkpoint.manager import CheckpointManager
@@ -195,7 +196,7 @@ class _Background:
         self._manager.save_async(*self._arguments)
 
     def wait(self) -> None:
-        """Wait until it is published."""
+        """Wait until the save is published."""
         self._manager.wait_until_finished(self._ranks)
 
     def close(self) -> None:
@@ -205,7 +206,7 @@ class _Background:
 
 
 def measure_saves(setting: Setting, ranks: int) -> dict[str, Costs]:
-    """Measure all ways to save on this world, for each case; what was saved stays."""
+    """Measure all methods of saving in this world, for each case; the last saves are kept."""
     width = width_of(setting.parameters)
     return {f"{c.name}, {ranks} ranks": _saves_of(setting, c, width) for c in setting.cases}
 
@@ -220,7 +221,7 @@ def _saves_of(setting: Setting, case: Case, width: int) -> Costs:
     tensors = rank_tensors(engine)
     spare = [torch.zeros_like(t, device="cpu") for t in tensors]
     raw = RawWrite(case.file(setting.folder, "raw", ranks).with_suffix(f".{rank}"), spare)
-    background = _Background(engine, case.file(setting.folder, "behind", ranks))
+    background = _Background(engine, case.file(setting.folder, "background", ranks))
 
     def copy() -> None:
         for to, source in zip(spare, tensors, strict=True):
@@ -251,7 +252,7 @@ def _saves_of(setting: Setting, case: Case, width: int) -> Costs:
 
 
 def ways_to_load(setting: Setting, case: Case, source: int, ranks: int) -> list[str]:
-    """Return what can load a checkpoint of ``source`` ranks on ``ranks``; raw reads come first."""
+    """Return the methods that can load a checkpoint of ``source`` ranks; raw reads are first."""
     ways = ["raw read", "this library"]
     if source == ranks:
         ways.append("stock DeepSpeed")
@@ -263,7 +264,7 @@ def ways_to_load(setting: Setting, case: Case, source: int, ranks: int) -> list[
 
 
 def load_once(setting: Setting, case: Case, source: int, way: str) -> Cost:
-    """Load as a resume does: in new processes, whose optimizer has no state yet."""
+    """Load like a resume: in new processes, whose optimizer has no state yet."""
     from lightning_elastic_zero.api import load_checkpoint
 
     ours, stock = (case.file(setting.folder, what, source) for what in ("ours", "stock"))

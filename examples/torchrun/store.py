@@ -1,9 +1,10 @@
-"""Host the store in which torchrun's agents meet, on a machine that does not train.
+"""Host the rendezvous store of torchrun's agents, on a machine that does not train.
 
     python examples/torchrun/store.py --port 29400
 
-By default a node hosts it, and all agents end when that node is lost. Nothing is computed here:
-the job's scheduler, a login node or a small virtual machine will do. Ctrl-C or SIGTERM ends it.
+By default a node hosts the store, and all agents end when that node is lost. The store needs little
+CPU: the job's scheduler, a login node or a small virtual machine is enough. Ctrl-C or SIGTERM ends
+it.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=29400)
     arguments = parser.parse_args()
     ends = {signal.SIGINT, signal.SIGTERM}
-    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # waited for: it ends with 0 by either
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, ends
+    )  # sigwait below: either one ends it with exit code 0
     store = TCPStore(arguments.host, arguments.port, is_master=True, wait_for_workers=False)
-    print(f"agents may come to port {store.port}", flush=True)
+    print(f"listening for agents on port {store.port}", flush=True)
     signal.sigwait(ends)
 
 

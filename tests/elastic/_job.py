@@ -365,7 +365,7 @@ def store_of_example(port: int, log: Path) -> Iterator[None]:
         store = subprocess.Popen(command, env=environment(), stdout=output, stderr=output)
     try:
         until = time.monotonic() + HANG_TIMEOUT_S
-        while f"agents may come to port {port}" not in log.read_text():
+        while f"listening for agents on port {port}" not in log.read_text():
             assert store.poll() is None, log.read_text()
             assert time.monotonic() < until, log.read_text()
             time.sleep(0.05)

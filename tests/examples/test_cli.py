@@ -101,7 +101,7 @@ def printed(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_parses(config: Path, printed: Printed) -> None:
-    """Each YAML is valid, names the strategy, and sets the folder in which "last" is searched."""
+    """Each YAML is valid, names the strategy, and sets the folder in which "last" is found."""
     folder, outputs = printed
     assert "ElasticDeepSpeedStrategy" in outputs[str(config)]
     assert f"dirpath: {folder}/checkpoints" in outputs[str(config)]

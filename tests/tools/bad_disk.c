@@ -1,7 +1,7 @@
-/* A disk that refuses some calls, for a process that is started with this in LD_PRELOAD.
+/* Makes some file calls fail in a process that is started with this library in LD_PRELOAD.
  *
- * $BAD_CALLS names the calls that fail, and how: "rename=5,fsync=5" (the numbers of errno.h), below
- * the directory $BAD_DISK. All else goes through.
+ * $BAD_CALLS lists the failing calls with their errors: "rename=5,fsync=5" (numbers of errno.h).
+ * They fail below the directory $BAD_DISK. All other calls are executed.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
