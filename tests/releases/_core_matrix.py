@@ -11,7 +11,7 @@ TESTS = (
     "tests/engine/test_resumed_training.py",
     "tests/trainer/test_resume.py",
     "tests/trainer/test_gradients.py",
-    "tests/trainer/test_evaluation.py::test_any_ranks_find_the_same",
+    "tests/trainer/test_evaluation.py::test_evaluations_on_any_number_of_ranks_are_equal",
     "tests/trainer/test_model_checkpoint.py::test_exactly_the_expected_checkpoints_are_kept",
     "tests/trainer/test_model_checkpoint.py::test_last_saved_on_fewer_ranks_has_no_old_shards",
     "tests/trainer/test_model_checkpoint.py::test_top_k_keeps_the_checkpoint_resumed_from",

@@ -1,4 +1,4 @@
-"""Trainers that save in the background, with writers that tests hold and let fail."""
+"""Trainers that save in the background, with writers that tests can pause and make fail."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ HELD_S = PROMPT_TIMEOUT_S
 
 
 def in_background() -> bool:
-    """Return whether this runs in a writer's thread."""
+    """Return whether the caller runs in a writer's thread."""
     return threading.current_thread() is not threading.main_thread()
 
 
 @dataclass
 class Gate:
-    """Part of a callback's state: pauses the writer that pickles it until a file exists."""
+    """An object in a callback's state that pauses the writer, when pickled, until a file exists."""
 
     path: str
     fails_on: int | None = None
-    """The rank whose writer fails here."""
+    """The rank whose writer raises an error."""
 
     def __reduce__(self) -> tuple[Callable[..., Gate], tuple[str, int | None]]:
-        """Wait or fail, if this is a writer's thread."""
+        """Wait or fail in a writer's thread."""
         end = time.monotonic() + HELD_S
         while in_background() and not Path(self.path).exists() and time.monotonic() < end:
             time.sleep(0.01)
@@ -53,7 +53,7 @@ StepActions = dict[int, Callable[[pl.Trainer], None]]
 
 
 class StepActor(Callback):
-    """Acts after given steps (0: before training, -1: at its end), and holds the gate."""
+    """Performs actions after given steps (-1: at the end of training); its state has the gate."""
 
     def __init__(self, gate: Gate | None, actions: StepActions) -> None:
         self.gate, self.actions = gate, actions
@@ -65,18 +65,18 @@ class StepActor(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the gate, and a value that every step changes."""
+        """Return the gate, and values that every step changes."""
         return {"gate": self.gate, "tensor": self.tensor, "steps": self.steps}
 
     def do(self, step: int, trainer: pl.Trainer) -> None:
-        """Perform an action, and keep its error."""
+        """Perform the action of a step, and record its error."""
         if step not in self.actions:
             return
         try:
             self.actions[step](trainer)
         except self.passes_on:
             raise
-        except Exception as error:  # noqa: BLE001 - it is what tests look at
+        except Exception as error:  # noqa: BLE001 - tests check it
             self.errors[step] = f"{type(error).__name__}: {error}"
             self.causes[step] = causes_of(error)
 
@@ -103,7 +103,7 @@ def causes_of(error: BaseException) -> list[str]:
 
 @dataclass
 class AsyncSaveSpec:
-    """One fit of three epochs of two steps."""
+    """A fit; by default three epochs of two steps."""
 
     root: str
     stage: int = 2
@@ -120,14 +120,14 @@ class AsyncSaveSpec:
 
     @property
     def gate(self) -> Path:
-        """The file for which the writer waits."""
+        """The file that the writer waits for."""
         return Path(self.root) / "open"
 
     def path(self, name: str) -> Path:
         return Path(self.root) / f"{name}.ckpt"
 
     def saves(self, name: str) -> Callable[[pl.Trainer], None]:
-        """Return an action that saves under a name."""
+        """Return an action that saves to ``path(name)``."""
         return lambda trainer: trainer.save_checkpoint(self.path(name))
 
     def fit(
@@ -136,7 +136,7 @@ class AsyncSaveSpec:
         *more: Callback,
         raises: tuple[type[BaseException], ...] = (),
     ) -> StepActor:
-        """Train with actions, until one of these errors if any; return what has acted."""
+        """Train with actions until one of the errors, if any; return the ``StepActor``."""
         trainer, net, data, actor = self.make()
         actor.actions = {**self.actions, **(actions or {})}
         actor.passes_on, actor.trainer = raises, trainer
@@ -145,19 +145,19 @@ class AsyncSaveSpec:
             trainer.fit(net, data)
         except raises:
             return actor
-        assert not raises, "the fit went on to its end"
+        assert not raises, "the fit ended without an error"
         return actor
 
     def make(self) -> tuple[pl.Trainer, RegressionNet, Data, StepActor]:
         warnings.simplefilter("ignore")
         Path(self.root).mkdir(exist_ok=True, parents=True)
         gate = Gate(str(self.gate), self.fails_on) if self.gated else None
-        director = StepActor(gate, self.actions)
-        callbacks: list[Callback] = [director]
+        actor = StepActor(gate, self.actions)
+        callbacks: list[Callback] = [actor]
         if self.checkpoint is not None:
             folder = str(Path(self.root) / "kept")
-            kept = {"enable_version_counter": False, **self.checkpoint}
-            callbacks.append(ModelCheckpoint(dirpath=folder, **kept))
+            options = {"enable_version_counter": False, **self.checkpoint}
+            callbacks.append(ModelCheckpoint(dirpath=folder, **options))
         strategy = elastic(
             stage=self.stage,
             async_save=self.async_save,
@@ -172,7 +172,7 @@ class AsyncSaveSpec:
             max_epochs=self.epochs,
             accumulate_grad_batches=self.accumulate,
         )
-        return trainer, self.net(), Data(), director
+        return trainer, self.net(), Data(), actor
 
 
 def actor_of(trainer: pl.Trainer) -> StepActor:
@@ -186,7 +186,7 @@ def elastic_strategy_of(trainer: pl.Trainer) -> ElasticDeepSpeedStrategy:
 
 
 def open_later(gate: Path, seconds: float) -> None:
-    """Let the writer continue after a while, on one rank for all."""
+    """Let all writers continue after a time; one rank creates the file."""
     if comm.get_rank() == 0:
         threading.Timer(seconds, gate.touch).start()
 
@@ -196,13 +196,13 @@ def is_published(path: Path) -> bool:
 
 
 def kept(run: AsyncSaveSpec) -> dict[str, str]:
-    """Return the entries of ModelCheckpoint's folder with their targets; "" means no checkpoint."""
+    """Return the entries of ModelCheckpoint's folder, with their targets ("" if incomplete)."""
     found = sorted((Path(run.root) / "kept").iterdir())
     return {p.name: p.resolve().name if is_published(p) else "" for p in found if p.name[0] != "."}
 
 
 def save_other(run: AsyncSaveSpec, trainer: pl.Trainer) -> None:
-    """Publish one unknown to ModelCheckpoint: then none of its own is the last good one."""
+    """Publish a checkpoint unknown to ModelCheckpoint, so that the last good one is not its own."""
     run.gate.touch()
     trainer.save_checkpoint(str(Path(run.root) / "kept" / "other.ckpt"))
     elastic_strategy_of(trainer).wait_for_save()
@@ -211,7 +211,7 @@ def save_other(run: AsyncSaveSpec, trainer: pl.Trainer) -> None:
 
 
 def publish_held(run: AsyncSaveSpec, trainer: pl.Trainer) -> None:
-    """Let the writer publish the save in flight."""
+    """Let the paused writer publish the save in flight."""
     trainer.strategy.barrier()
     run.gate.touch()
     elastic_strategy_of(trainer).wait_for_save()
@@ -221,7 +221,7 @@ OTHER = {"other.ckpt": "other.ckpt"}
 
 
 def shorten_drain_timeout(patch: pytest.MonkeyPatch, patience_s: float, abandon_s: float) -> None:
-    """Make a run that has ended abandon its save sooner."""
+    """Make an ended run abandon its save sooner."""
     patch.setattr(manager, "DRAIN_TIMEOUT_S", patience_s)
     patch.setattr(manager, "_CANCEL_TIMEOUT_S", abandon_s)
 
@@ -230,7 +230,7 @@ def wait_for_writers() -> None:
     """Wait on all ranks until the threads of abandoned writers have ended."""
     end = time.monotonic() + PROMPT_TIMEOUT_S
     while any(thread.name.startswith("elastic-zero saves") for thread in threading.enumerate()):
-        assert time.monotonic() < end, "a writer does not end"
+        assert time.monotonic() < end, "a writer did not end"
         time.sleep(0.01)
     comm.barrier()
 

@@ -1,4 +1,4 @@
-"""Cases that must fail, run on ranks: each gives what this rank was told."""
+"""Failure cases that run on ranks; most return the error message of their rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.fits import SMALL_BUCKETS, FitSpec, error_of, fit
 from tests.support.outcome import NOTHING, error_text, log_heard
 
 IN_EXCEPTION_ABSENT_S = 4 * Timeouts().heartbeat_interval_s
-"""The shortest time that ranks may wait for others to come."""
+"""The shortest timeout that is permitted for ranks that have not entered a call."""
 
 SHORT = Timeouts(
     heartbeat_interval_s=0.2, heartbeat_timeout_s=8.0, stall_timeout_s=8.0, absent_timeout_s=3.0
@@ -34,7 +34,7 @@ SHORT = Timeouts(
 
 
 class Odd:
-    """Neither plain data nor a known harmless class."""
+    """Neither plain data nor an instance of a class known to be safe."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Odd)
@@ -59,7 +59,7 @@ def engine() -> Any:
 
 
 def save_to(path: str) -> str:
-    """Save to a path that cannot be saved to."""
+    """Try to save to an invalid path."""
     return error_text(lambda: save_checkpoint(engine(), path))
 
 
@@ -68,22 +68,22 @@ def save_to_own_path(root: str) -> str:
 
 
 def save_on_first_rank_only(root: str) -> str:
-    """Do what `if trainer.is_global_zero: trainer.save_checkpoint(...)` does."""
+    """Save as `if trainer.is_global_zero: trainer.save_checkpoint(...)` does."""
     handle, ranks = LiveEngine(engine()), connect_ranks(times=SHORT)
     path = f"{root}/x.ckpt"
     try:
         if ranks.rank:
             comm.barrier()
             return "not called"
-        said = error_text(lambda: save_engine(handle, path, ranks, {}, SaveOptions()))
+        error = error_text(lambda: save_engine(handle, path, ranks, {}, SaveOptions()))
         comm.barrier()
-        return said
+        return error
     finally:
         ranks.close()
 
 
 def save_with_broken_disk(root: str, broken: int) -> str:
-    """Save well, then over it while one rank's disk is full."""
+    """Save, and save again to the same path while one rank's disk is full."""
     made = engine()
     save_checkpoint(made, f"{root}/good.ckpt")
     real = os.write
@@ -102,13 +102,16 @@ def save_with_broken_disk(root: str, broken: int) -> str:
 
 
 def resume_on_first_rank_only(root: str) -> str:
-    """Resolve "last" on rank 0 only, as in a folder that is not shared."""
+    """Resume with a path that only rank 0 has found, as in a folder that is not shared."""
     found = f"{root}/last.ckpt" if comm.get_rank() == 0 else None
     return error_of(FitSpec(f"{root}/other", 2, epochs=2, ckpt_path=found))
 
 
 def fail_in_training(root: str, ranks: tuple[int, ...]) -> str:
-    """Train with save_on_exception until some ranks raise, others much later; return the output."""
+    """Train with save_on_exception until some ranks raise, and others much later.
+
+    Returns the traceback.
+    """
 
     def fail(*_: Any) -> None:
         if comm.get_rank() not in ranks:
@@ -124,33 +127,33 @@ def fail_in_training(root: str, ranks: tuple[int, ...]) -> str:
     trainer.callbacks.insert(0, fails)  # type: ignore[attr-defined]
     try:
         trainer.fit(net, data)
-    except Exception as error:  # noqa: BLE001 - it is what the test looks at
+    except Exception as error:  # noqa: BLE001 - the test checks it
         return "".join(traceback.format_exception(error))
     return NOTHING
 
 
 def save_after_fit(root: str) -> dict[str, Any]:
-    """Fit, save after the fit, test the saved and the best checkpoint, and fit again."""
+    """Fit, save after the fit, test the saved and the best checkpoint, and resume."""
     trainer, net, data, watch = FitSpec(root, 3).make()
     trainer.fit(net, data)
     trainer.save_checkpoint(f"{root}/after.ckpt")
-    of_after = trainer.test(net, data, ckpt_path=f"{root}/after.ckpt")[0]
-    of_best = trainer.test(net, data, ckpt_path="best")[0]
+    after = trainer.test(net, data, ckpt_path=f"{root}/after.ckpt")[0]
+    best = trainer.test(net, data, ckpt_path="best")[0]
     again = fit(FitSpec(root, 2, epochs=2, ckpt_path=f"{root}/after.ckpt", seed=5))
     return {
         "same": again["start"] == watch.at_end,
-        "losses": [of_after["test_loss"], of_best["test_loss"]],
+        "losses": [after["test_loss"], best["test_loss"]],
         "step": again["step"],
     }
 
 
 def save_objects(root: str) -> str:
-    """Save a state with objects in it; return the messages about them."""
+    """Save a state that contains Python objects; return the messages about them."""
     own = Path("of") / str(comm.get_rank())
     state = {"path": Path("a/b"), "deep": [{"odd": Odd()}], "plain": 1, "own": own}
-    with log_heard("lightning_elastic_zero", logging.WARNING) as said:
+    with log_heard("lightning_elastic_zero", logging.WARNING) as messages:
         save_checkpoint(engine(), f"{root}/x.ckpt", state)
-    return "; ".join(["saved", *said])
+    return "; ".join(["saved", *messages])
 
 
 def load_objects(root: str, allow: bool) -> str:
@@ -162,5 +165,5 @@ def load_objects(root: str, allow: bool) -> str:
         found = load_checkpoint(engine(), f"{root}/x.ckpt", allow_pickle=allow)
         assert found.client_state == expected
 
-    said = error_text(load)
-    return "equal" if said == NOTHING else said
+    error = error_text(load)
+    return "equal" if error == NOTHING else error

@@ -1,4 +1,4 @@
-"""Training data of every kind, whose samples tell their index."""
+"""Training data of all kinds; each sample contains its index."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WIDTH = 5
 
 
 def order_of(epoch: int, length: int) -> list[int]:
-    """Return the samples of an epoch, in its order."""
+    """Return the samples of an epoch in order."""
     return torch.randperm(length, generator=torch.Generator().manual_seed(epoch)).tolist()
 
 
@@ -39,14 +39,14 @@ def rank_part(order: list[int]) -> list[int]:
     return order[comm.get_rank() :: comm.get_world_size()]
 
 
-class Counted:
-    """Counts its epochs by itself, as soon as an iterator is made."""
+class EpochCounter:
+    """Counts its own epochs, whenever an iterator is created."""
 
     def __init__(self, length: int) -> None:
         self.length, self.epoch, self.first = length, 0, 0
 
     def next_part(self) -> list[int]:
-        """Return this rank's samples of the next epoch, or of what is left of it."""
+        """Return this rank's samples of the next epoch, or of its remaining part."""
         mine = rank_part(order_of(self.epoch, self.length)[self.first :])
         self.epoch, self.first = self.epoch + 1, 0
         return mine
@@ -55,7 +55,7 @@ class Counted:
         self.epoch, self.first = epoch, samples
 
 
-class EpochCountingStream(Counted, IterableDataset[Any]):
+class EpochCountingStream(EpochCounter, IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         samples = IndexedSamples(self.length, 0.0)
         return (samples[index] for index in self.next_part())
@@ -66,7 +66,7 @@ class SizedEpochCountingStream(EpochCountingStream):
         return int(self.length // comm.get_world_size())
 
 
-class EpochCountingBatchSampler(Counted, BatchSampler):
+class EpochCountingBatchSampler(EpochCounter, BatchSampler):
     def __init__(self, length: int, size: int) -> None:
         super().__init__(length)
         self.batch_size, self.drop_last, self.sampler = size, True, range(length)
@@ -81,8 +81,8 @@ class EpochCountingBatchSampler(Counted, BatchSampler):
         return iter([mine[i : i + size] for i in range(0, len(mine), size)])
 
 
-class Kept:
-    """Has its own state: the epoch, and this rank's place in it."""
+class StatefulEpoch:
+    """Has its own state: the epoch, and this rank's position in it."""
 
     def __init__(self, length: int, batch_size: int = 1) -> None:
         self.length, self.batch_size = length, batch_size
@@ -98,8 +98,8 @@ class Kept:
         self.epoch, self.at = state_dict["epoch"], state_dict["at"]
 
 
-class StatefulEpochLoader(Kept):
-    """A loader; at an epoch's end its state is that of the next one."""
+class StatefulEpochLoader(StatefulEpoch):
+    """A loader whose state at the end of an epoch is the start of the next epoch."""
 
     def __iter__(self) -> Iterator[Any]:
         samples, mine = IndexedSamples(self.length, 0.0), self.mine()
@@ -110,8 +110,8 @@ class StatefulEpochLoader(Kept):
         self.epoch, self.at = self.epoch + 1, 0
 
 
-class KeptEnded(StatefulEpochLoader):
-    """A loader whose state at an epoch's end is that end: it would yield nothing more."""
+class EndedEpochLoader(StatefulEpochLoader):
+    """A loader whose state at the end of an epoch is that end, so that it yields no batch."""
 
     @override
     def state_dict(self) -> dict[str, int]:
@@ -120,8 +120,8 @@ class KeptEnded(StatefulEpochLoader):
         return super().state_dict()
 
 
-class StatefulStream(Kept, IterableDataset[Any]):
-    """Data with a state, for torchdata's loader."""
+class StatefulStream(StatefulEpoch, IterableDataset[Any]):
+    """A stateful dataset for torchdata's loader."""
 
     def __iter__(self) -> Iterator[Any]:
         samples = IndexedSamples(self.length, 0.0)
@@ -145,7 +145,7 @@ def counting_loader(kind: str, length: int, size: int) -> Any:
         case "counting, kept":
             return StatefulEpochLoader(length, size)
         case "counting, kept and ended":
-            return KeptEnded(length, size)
+            return EndedEpochLoader(length, size)
         case "counting, torchdata":
             from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -170,7 +170,7 @@ class IndexedSamples(Dataset[Any]):
 
 
 class Items(IndexedSamples):
-    """Items that are batches of four samples."""
+    """A data set whose items are batches of four samples."""
 
     @override
     def __len__(self) -> int:
@@ -182,7 +182,7 @@ class Items(IndexedSamples):
 
 
 class Lists(IndexedSamples):
-    """A data set whose indices are lists, which a batch sampler passed as sampler gives."""
+    """A data set indexed by lists, which a batch sampler yields that is passed as sampler."""
 
     @override
     def __getitem__(self, index: Any) -> Any:
@@ -201,7 +201,7 @@ class Backwards(Sampler[int]):
 
 
 class OwnGenerator(Sampler[int]):
-    """A sampler that draws from its own generators, as users write them."""
+    """A user's sampler that draws from its own generators."""
 
     def __init__(self, length: int, kind: str) -> None:
         self.length, self.kind = length, kind
@@ -237,7 +237,7 @@ class OwnGenerator(Sampler[int]):
 
 
 class NumPyIndices(Sampler[Any]):
-    """A sampler that yields NumPy's integers, in an order that no seed of ours can repeat."""
+    """A sampler that yields NumPy integers, optionally from an unseeded generator."""
 
     def __init__(self, length: int, kind: str) -> None:
         self.length, self.kind = length, kind
@@ -253,7 +253,7 @@ class NumPyIndices(Sampler[Any]):
 
 
 class Anonymous:
-    """An index that no other process can compare."""
+    """An index that cannot be pickled, and thus not be compared with those of other processes."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -266,7 +266,7 @@ class Anonymous:
 
 
 class Stream(IterableDataset[Any]):
-    """Each rank's part of consecutive samples, equal in each epoch; workers alternate batches."""
+    """Consecutive samples, split between ranks, equal in each epoch; workers alternate batches."""
 
     def __init__(self, length: int, size: int = 1, noise: float = 0.0) -> None:
         self.length, self.size, self.noise, self.first = length, size, noise, 0
@@ -275,8 +275,8 @@ class Stream(IterableDataset[Any]):
         first, self.first = self.first, 0
         own = range(first + comm.get_rank(), self.length, comm.get_world_size())
         worker = get_worker_info()
-        for place, index in enumerate(own):
-            if worker is None or place // self.size % worker.num_workers == worker.id:
+        for position, index in enumerate(own):
+            if worker is None or position // self.size % worker.num_workers == worker.id:
                 yield index + self.noise * torch.randn(WIDTH), index
 
 
@@ -287,7 +287,7 @@ class SeekableStream(Stream):
 
 
 class ContinuingStream(Stream):
-    """A stream that does not begin again in each epoch."""
+    """A stream that does not restart in each epoch."""
 
     def __iter__(self) -> Iterator[Any]:
         while self.first < self.length:
@@ -297,7 +297,7 @@ class ContinuingStream(Stream):
 
 
 class StatefulLoader(DataLoader[Any]):
-    """A loader that keeps the samples that its rank has consumed."""
+    """A loader whose state is the number of batches that its rank has consumed."""
 
     taken = 0
     skip = 0
@@ -318,7 +318,7 @@ class StatefulLoader(DataLoader[Any]):
 
 
 class OwnBatchSampler(BatchSampler):
-    """A user's batch sampler: each rank's samples, back to front."""
+    """A user's batch sampler: each rank's samples in reverse order."""
 
     def __init__(self, length: int, size: int) -> None:
         self.length, self.batch_size, self.drop_last = length, size, True
@@ -344,23 +344,23 @@ class OwnBatchSampler(BatchSampler):
         self.samples = samples
 
 
-class PlaceLess(OwnBatchSampler):
-    """A data set without a way to resume at a sample."""
+class UnseekableBatchSampler(OwnBatchSampler):
+    """A batch sampler that cannot resume at a sample."""
 
     resume_at = None  # type: ignore[assignment]
 
 
 class LoadersByEpoch(pl.LightningDataModule):
-    """Makes its training loader by the epoch; `reload_dataloaders_every_n_epochs` asks again."""
+    """Creates a training loader that depends on the epoch."""
 
     def __init__(self, kind: str, length: int, size: int, options: dict[str, Any]) -> None:
         super().__init__()
-        self.of = (kind, length, size, options)
+        self.arguments = (kind, length, size, options)
 
     @override
     def train_dataloader(self) -> DataLoader[Any]:
         assert self.trainer is not None
-        kind, length, size, options = self.of
+        kind, length, size, options = self.arguments
         epoch, data = self.trainer.current_epoch, IndexedSamples(length, 0.0)
         match kind:
             case "by epoch: size":
@@ -376,12 +376,20 @@ class LoadersByEpoch(pl.LightningDataModule):
 
 
 def _none_for_one(samples: list[Any]) -> Any:
-    """Return None instead of the batch with the 13th sample."""
+    """Collate samples, but return None for the batch with sample 12."""
     return None if any(index == 12 for _, index in samples) else default_collate(samples)
 
 
 def loaders_of(kind: str, length: int, size: int, noise: float, options: dict[str, Any]) -> Any:
-    """Return the training loaders of a kind, of so many samples in batches of a size."""
+    """Return training loaders of a kind.
+
+    Args:
+        kind: selects the loaders.
+        length: number of samples.
+        size: of batches.
+        noise: scale of random numbers that are added to each sample when it is fetched.
+        options: of the ``DataLoader``.
+    """
     data = IndexedSamples(length, noise)
     made: Any = partial(DataLoader, batch_size=size, **options)
     match kind:
@@ -412,7 +420,7 @@ def loaders_of(kind: str, length: int, size: int, noise: float, options: dict[st
         case "numpy indices" | "numpy indices, unseeded" | "anonymous":
             return made(data, sampler=NumPyIndices(length, kind))
         case "user's loader":
-            return DataLoader(data, batch_sampler=PlaceLess(length, size))
+            return DataLoader(data, batch_sampler=UnseekableBatchSampler(length, size))
         case "no length":
             return [torch.zeros(2, WIDTH)] * 4
         case "iterable":

@@ -1,7 +1,7 @@
-"""Fits that write down which samples each optimizer step consumed, and save wherever they are told.
+"""Fits that record the samples of each optimizer step, and save at given moments.
 
-What a step consumed is seen where it happens, in ``training_step``; the ranks put their parts
-together at the end. Nothing in here knows how the library counts.
+``training_step`` records the samples; at the end, the records of all ranks are merged. This does
+not depend on the counters of the library.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ V = TypeVar("V")
 @dataclass(frozen=True)
 class RunSpec:
     save: tuple[str, ...] = ()
-    """Moments at which to save: ``batch 7`` (after the epoch's 7th micro-batch of epoch 0), ..."""
+    """Moments at which to save, such as ``step 0.3``; see ``EventRecorder``."""
     root: str = ""
     ckpt_path: str | None = None
     stage: int = 2
@@ -50,20 +50,20 @@ class RunSpec:
     trainer: dict[str, Any] = field(default_factory=dict)
     loader: dict[str, Any] = field(default_factory=dict)
     kind: str = "plain"
-    """Of the data: see ``_recorded_data.loaders_of``."""
+    """Kind of the data; see ``_recorded_data.loaders_of``."""
     schedule: str = "none"
     rate: float = 0.01
     manual: bool = False
-    """Optimized by the module itself."""
+    """Use manual optimization."""
     dropout: float = 0.0
     noise: float = 0.0
-    """Drawn for each sample as it is fetched: in the process that fetches it."""
+    """Scale of random numbers that are added to each sample in the process that fetches it."""
     seed: int = 3
     callbacks: tuple[Callable[[], Callback], ...] = ()
-    """Made in the rank, before the one that records."""
+    """Create callbacks in the rank; they precede the ``EventRecorder``."""
 
     def resumed(self, moment: str, **changes: Any) -> RunSpec:
-        """Return the run that resumes from this one's save at a moment, and saves nothing."""
+        """Return a run that resumes from this run's save at a moment, by default without saves."""
         path = Path(self.root) / f"{moment.replace(' ', '-')}.ckpt"
         return replace(self, **{"save": (), "ckpt_path": str(path), **changes})
 
@@ -75,26 +75,26 @@ class RunSpec:
 @dataclass(frozen=True)
 class RunRecord:
     steps: dict[int, list[int]]
-    """Sample ids of each optimizer step, of all ranks, sorted; steps count from 0."""
+    """Sorted sample ids of all ranks, by optimizer step; steps count from 0."""
     losses: dict[int, float]
-    """Mean loss of each optimizer step over the global batch."""
+    """Mean loss over the global batch, by optimizer step."""
     events: list[str]
     rates: dict[int, float]
     epoch: int
     global_step: int
     axis: list[int]
-    """Where each optimizer step is on the loggers' axis."""
+    """Values of the loggers' step axis, in order."""
     messages: list[str]
     drawn: list[float]
-    """Random numbers of this process at the end."""
+    """Random numbers that this process draws at the end."""
     buffer: list[float]
-    """Of the module, which every micro-batch changes."""
+    """A buffer of the module that every micro-batch changes."""
     loops: dict[str, dict[str, Any]]
-    """Every counter of the fit's loops, when each micro-batch begins, and at the end."""
+    """All counters of the fit's loops, at the start of each micro-batch and at the end."""
 
 
 def from_step(values: Mapping[int, V], begin: int) -> dict[int, V]:
-    """Return the record of a run from a step on."""
+    """Return the entries from a step on."""
     return {step: value for step, value in values.items() if step >= begin}
 
 
@@ -132,8 +132,8 @@ class RecordingNet(pl.LightningModule):
     @override
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         several = isinstance(batch, dict) or not isinstance(batch[0], torch.Tensor)
-        of_loaders = batch.values() if isinstance(batch, dict) else batch
-        parts = [part for part in of_loaders if part is not None] if several else [batch]
+        batches = batch.values() if isinstance(batch, dict) else batch
+        parts = [part for part in batches if part is not None] if several else [batch]
         total, ids = torch.zeros(()), []
         for x, index in parts:
             total = total + self.loss(x).mean()
@@ -201,7 +201,11 @@ def _factor(step: int) -> float:
 
 
 class EventRecorder(Callback):
-    """Saves at the given moments, and records events."""
+    """Records events, and saves at the moments of ``RunSpec.save``.
+
+    Moments: ``step E.N`` and ``inside E.N`` (after the N-th step of epoch E, or in the next
+    window), ``starting E``, ``epoch E`` (its end), ``validating S``, ``validated S`` and ``end``.
+    """
 
     def __init__(self, run: RunSpec) -> None:
         self.of = run
@@ -258,15 +262,14 @@ class EventRecorder(Callback):
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        begun = trainer.fit_loop.total_batch_idx
-        self._count(trainer, f"batch {begun}")
+        self._count(trainer, f"batch {trainer.fit_loop.total_batch_idx}")
         axis = trainer.fit_loop.epoch_loop._batches_that_stepped
         if axis not in self.axis:
             self.axis.append(axis)
 
 
 class AccumulatesByEpoch(Callback):
-    """Changes the accumulation when an epoch starts."""
+    """Changes the accumulation at the start of each epoch."""
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -274,7 +277,7 @@ class AccumulatesByEpoch(Callback):
 
 
 def counts_of(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the whole state of loops, except the states of loaders."""
+    """Return the full state of loops, except the states of loaders."""
     flat: dict[str, Any] = {}
     for key, value in copy.deepcopy(state).items():
         if isinstance(value, dict):
@@ -287,14 +290,14 @@ def counts_of(state: dict[str, Any]) -> dict[str, Any]:
 
 def fit(run: RunSpec) -> RunRecord:
     """Fit; return this rank's record, with the samples of all ranks."""
-    of_lightning = "lightning.pytorch.utilities.rank_zero"
-    with warnings_heard() as warned, log_heard(of_lightning, logging.INFO) as said:
+    logger = "lightning.pytorch.utilities.rank_zero"
+    with warnings_heard() as warned, log_heard(logger, logging.INFO) as logged:
         seen = _fit(run)
-    return replace(seen, messages=[*warned, *said])
+    return replace(seen, messages=[*warned, *logged])
 
 
 def warned_by_default(run: RunSpec) -> tuple[RunRecord, list[str]]:
-    """Fit with the default filters of warnings; return the warnings too."""
+    """Fit with the default warning filters; return the warnings too."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.resetwarnings()
         seen = _fit(run)
@@ -310,13 +313,13 @@ def fits(runs: list[RunSpec]) -> list[RunRecord]:
 
 
 def record(worlds: Pools, world: int, run: RunSpec) -> RunRecord:
-    """Fit on so many ranks; return the first one's record."""
+    """Fit on a world of ranks; return the record of the first rank."""
     seen: RunRecord = worlds.run(world, partial(fit, run))[0]
     return seen
 
 
 def records(worlds: Pools, world: int, runs: Iterable[RunSpec]) -> list[RunRecord]:
-    """Fit one after another in the same processes; return the first rank's records."""
+    """Fit several runs in the same processes; return the records of the first rank."""
     seen: list[RunRecord] = worlds.run(world, partial(fits, list(runs)))[0]
     return seen
 
@@ -325,19 +328,22 @@ def assert_continued(
     worlds: Pools,
     world: int,
     saving: RunSpec,
-    whole: RunRecord,
+    reference: RunRecord,
     points: Mapping[str, int],
     **changes: Any,
 ) -> list[RunRecord]:
-    """Resume from each save; fail unless the samples are the whole run's from its step on."""
+    """Resume from each save; fail unless the samples continue those of the reference run.
+
+    ``points`` maps each moment of a save to the first step after it.
+    """
     seen = records(worlds, world, [saving.resumed(point, **changes) for point in points])
-    for of, (point, begin) in zip(seen, points.items(), strict=True):
-        assert of.steps == from_step(whole.steps, begin), (world, point)
+    for resumed, (point, begin) in zip(seen, points.items(), strict=True):
+        assert resumed.steps == from_step(reference.steps, begin), (world, point)
     return seen
 
 
 def assert_refused(worlds: Pools, world: int, run: RunSpec, error: str, *parts: str) -> None:
-    """Fail unless each rank raises an error that begins with its class and has all these parts."""
+    """Fail unless each rank raises an error that starts with ``error`` and contains all parts."""
     for message in worlds.run(world, partial(error_of, run)):
         assert message.startswith(error), message
         assert all(part in message for part in parts), message
@@ -345,7 +351,7 @@ def assert_refused(worlds: Pools, world: int, run: RunSpec, error: str, *parts: 
 
 def _fit(run: RunSpec) -> RunRecord:
     pl.seed_everything(run.seed, workers=True, verbose=False)
-    torch.manual_seed(run.seed + comm.get_rank())  # the streams of ranks differ, as on devices
+    torch.manual_seed(run.seed + comm.get_rank())  # Ranks draw different numbers, as on devices.
     net, watch = RecordingNet(run), EventRecorder(run)
     trainer = trainer_of(run, [*(make() for make in run.callbacks), watch])
     val = DataLoader(IndexedSamples(8, 0.0), batch_size=2) if run.validate else None
@@ -362,13 +368,13 @@ def trainer_of(run: RunSpec, callbacks: list[Callback]) -> pl.Trainer:
 
 
 def gather_record(trainer: pl.Trainer, net: RecordingNet, watch: EventRecorder) -> RunRecord:
-    """Put the ranks' parts together."""
-    everyone: list[Any] = [None] * comm.get_world_size()
-    distributed.all_gather_object(everyone, net.ids)
+    """Merge the records of all ranks."""
+    all_ids: list[Any] = [None] * comm.get_world_size()
+    distributed.all_gather_object(all_ids, net.ids)
     steps: dict[int, list[int]] = {}
     losses: dict[int, float] = {}
-    for of_rank in everyone:
-        for step, ids, loss in of_rank:
+    for rank_ids in all_ids:
+        for step, ids, loss in rank_ids:
             steps.setdefault(step, []).extend(ids)
             losses[step] = losses.get(step, 0.0) + loss
     return RunRecord(

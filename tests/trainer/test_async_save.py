@@ -1,4 +1,4 @@
-"""Saving behind training: what is written, when it is there, and who hears that it failed."""
+"""Background saves: their contents, when they are published, and how failures are reported."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from tests.trainer._async_save import (
 pytestmark = pytest.mark.engine
 
 
-def save_in_the_midst(run: AsyncSaveSpec) -> dict[str, Any]:
-    """Save after a step, train to the end, and only then let the writer write."""
+def save_during_training(run: AsyncSaveSpec) -> dict[str, Any]:
+    """Save after a step, train to the end, and only then let the writer continue."""
     seen: dict[str, Any] = {}
 
-    def look(trainer: pl.Trainer) -> None:
-        seen["there at the end"] = run.path("a").exists()
+    def check(trainer: pl.Trainer) -> None:
+        seen["exists at the end"] = run.path("a").exists()
         run.gate.touch()
 
-    return {"figures": figures_of(run.fit({2: run.saves("a"), -1: look})), **seen}
+    return {"stats": stats_of(run.fit({2: run.saves("a"), -1: check})), **seen}
 
 
-def figures_of(actor: StepActor) -> CheckpointStats:
-    figures = elastic_strategy_of(actor.trainer).last_save
-    assert figures is not None, (actor.errors, actor.causes)
-    return figures
+def stats_of(actor: StepActor) -> CheckpointStats:
+    stats = elastic_strategy_of(actor.trainer).last_save
+    assert stats is not None, (actor.errors, actor.causes)
+    return stats
 
 
 @pytest.mark.cases(2)
@@ -58,12 +58,12 @@ def test_a_background_save_equals_a_blocking_save(
     blocking = AsyncSaveSpec(
         str(tmp_path / "blocking"), stage, async_save=False, precision=precision
     )
-    behind = AsyncSaveSpec(str(tmp_path / "behind"), stage, precision=precision)
-    for run in (blocking, behind):
+    background = AsyncSaveSpec(str(tmp_path / "background"), stage, precision=precision)
+    for run in (blocking, background):
         run.gated = True
-        pools.run(2, partial(save_in_the_midst, run))
+        pools.run(2, partial(save_during_training, run))
     expected = files_of(Path(blocking.root) / "a.ckpt")
-    found = files_of(Path(behind.root) / "a.ckpt")
+    found = files_of(Path(background.root) / "a.ckpt")
     assert found.keys() == expected.keys()
     for name, tree in expected.items():
         assert found[name] == tree, name
@@ -75,17 +75,17 @@ def test_training_does_not_wait_for_a_background_save(
     world: int, pools: Pools, tmp_path: Path
 ) -> None:
     run = AsyncSaveSpec(str(tmp_path), gated=True)
-    for seen in pools.run(world, partial(save_in_the_midst, run)):
-        assert not seen["there at the end"]
-        assert seen["figures"].waited_s < seen["figures"].seconds
+    for seen in pools.run(world, partial(save_during_training, run)):
+        assert not seen["exists at the end"]
+        assert seen["stats"].waited_s < seen["stats"].seconds
     assert is_published(run.path("a"))
 
 
 def save_with_little_memory(run: AsyncSaveSpec) -> dict[str, Any]:
-    """Save after a step; let the writer write after the next micro-batch, or later."""
+    """Save after a step; let the writer continue after the next micro-batch, or later."""
     seen: dict[str, Any] = {}
 
-    def opens(trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+    def save_or_open(trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         if trainer.global_step == 1 and not trainer.fit_loop._should_accumulate():
             trainer.save_checkpoint(run.path("a"))
         elif trainer.global_step == 1 and run.max_snapshot_bytes is not None:
@@ -93,48 +93,48 @@ def save_with_little_memory(run: AsyncSaveSpec) -> dict[str, Any]:
         elif "open at the next step" not in seen and trainer.global_step == 2:
             seen["open at the next step"] = run.gate.exists()
 
-    def look(trainer: pl.Trainer) -> None:
+    def check(trainer: pl.Trainer) -> None:
         writer = elastic_strategy_of(trainer)._manager._writer
         assert writer is not None
         seen["memory"] = writer._snapshotter._memory.size_bytes
         run.gate.touch()
 
     return {
-        "figures": figures_of(run.fit({-1: look}, LambdaCallback(on_train_batch_end=opens))),
+        "stats": stats_of(run.fit({-1: check}, LambdaCallback(on_train_batch_end=save_or_open))),
         **seen,
     }
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [1, 3])
-def test_state_without_room_for_a_copy_delays_the_step_only(
+def test_a_save_without_memory_for_a_snapshot_delays_only_the_step(
     stage: int, pools: Pools, tmp_path: Path
 ) -> None:
     saved, memory = {}, {}
-    for most in (None, 2500, 0):
+    for limit in (None, 2500, 0):
         run = AsyncSaveSpec(
-            str(tmp_path / str(most)), stage, max_snapshot_bytes=most, gated=True, accumulate=2
+            str(tmp_path / str(limit)), stage, max_snapshot_bytes=limit, gated=True, accumulate=2
         )
         ranks = pools.run(2, partial(save_with_little_memory, run))
-        saved[most] = files_of(Path(run.root) / "a.ckpt")
-        memory[most] = [seen["memory"] for seen in ranks]
-        assert all(seen["open at the next step"] == (most is not None) for seen in ranks)
-        assert all(seen["figures"].waited_s < 20 for seen in ranks)
+        saved[limit] = files_of(Path(run.root) / "a.ckpt")
+        memory[limit] = [seen["memory"] for seen in ranks]
+        assert all(seen["open at the next step"] == (limit is not None) for seen in ranks)
+        assert all(seen["stats"].waited_s < 20 for seen in ranks)
     assert saved[2500] == saved[None]
     assert saved[0] == saved[None]
     assert memory[None][1] > 2500 >= memory[2500][1] > memory[0][1]
-    assert memory[0][1] == 0 or stage == 3  # its part of the frozen weights has to be copied
+    assert memory[0][1] == 0 or stage == 3  # Its part of the frozen weights must be copied.
 
 
 def save_twice(run: AsyncSaveSpec) -> tuple[dict[int, str], dict[int, list[str]]]:
-    """Save with a writer that fails, then twice more, the second time with one that does not."""
+    """Save with a writer that fails, save again, and save without a failure."""
     run.gate.touch()
 
-    def again(trainer: pl.Trainer) -> None:
+    def save_successfully(trainer: pl.Trainer) -> None:
         actor_of(trainer).gate = None
         run.saves("c")(trainer)
 
-    actor = run.fit({2: run.saves("a"), 4: run.saves("b"), 5: again})
+    actor = run.fit({2: run.saves("a"), 4: run.saves("b"), 5: save_successfully})
     return actor.errors, actor.causes
 
 
@@ -176,21 +176,21 @@ def test_a_failed_background_save_is_raised_at_the_end_of_the_fit(
 
 
 def watch_folder(run: AsyncSaveSpec) -> dict[str, dict[str, str]]:
-    """List ModelCheckpoint's folder during its first and second save, and afterwards."""
+    """List ModelCheckpoint's folder during and after its first two saves, and at the end."""
     seen: dict[str, dict[str, str]] = {}
 
     def first(trainer: pl.Trainer) -> None:
         trainer.strategy.barrier()
         seen["first held"] = kept(run)
         publish_held(run, trainer)
-        seen["first there"] = kept(run)
+        seen["first published"] = kept(run)
         trainer.strategy.barrier()
         run.gate.unlink(missing_ok=True)
 
     def second(trainer: pl.Trainer) -> None:
         seen["second held"] = kept(run)
         publish_held(run, trainer)
-        seen["second there"] = kept(run)
+        seen["second published"] = kept(run)
 
     actor = run.fit({1: partial(save_other, run), 3: first, 5: second})
     assert not actor.errors, actor.errors
@@ -201,14 +201,14 @@ def watch_folder(run: AsyncSaveSpec) -> dict[str, dict[str, str]]:
 def test_top_k_deletes_when_the_successor_is_published(
     save_last: str | None, pools: Pools, tmp_path: Path
 ) -> None:
-    """The link of ModelCheckpoint's last leads to the last published one."""
+    """The link ``last.ckpt`` points to the last published checkpoint."""
     options = {"save_top_k": 1, "filename": "{step}", "save_last": save_last}
     run = AsyncSaveSpec(str(tmp_path), gated=True, checkpoint=options)
     for seen in pools.run(2, partial(watch_folder, run)):
         assert seen["first held"] == OTHER
-        assert seen["first there"] == with_other("step=2.ckpt", save_last)
-        assert seen["second held"] == seen["first there"]
-        assert seen["second there"] == with_other("step=4.ckpt", save_last)
+        assert seen["first published"] == with_other("step=2.ckpt", save_last)
+        assert seen["second held"] == seen["first published"]
+        assert seen["second published"] == with_other("step=4.ckpt", save_last)
         assert seen["end"] == with_other("step=6.ckpt", save_last)
 
 
@@ -240,24 +240,24 @@ def test_a_failed_background_save_deletes_nothing(
 ) -> None:
     options = {"save_top_k": 1, "filename": "{step}", "save_last": save_last}
     run = AsyncSaveSpec(str(tmp_path), gated=True, epochs=2, checkpoint=options)
-    for left, error in pools.run(2, partial(fail_the_second, run)):
+    for remaining, error in pools.run(2, partial(fail_the_second, run)):
         assert "the disk is broken" in error
-        assert left == with_other("step=2.ckpt", save_last)
+        assert remaining == with_other("step=2.ckpt", save_last)
 
 
-def do_now(what: str, trainer: pl.Trainer, run: AsyncSaveSpec) -> None:
-    """Do something that has to wait for a save."""
-    if what == "save":
+def perform(action: str, trainer: pl.Trainer, run: AsyncSaveSpec) -> None:
+    """Perform an action that must wait for a save."""
+    if action == "save":
         run.saves("b")(trainer)
-    elif what == "load":
+    elif action == "load":
         trainer.strategy.load_checkpoint(run.path("a"))
-    elif what == "hpc":
+    elif action == "hpc":
         run.saves("hpc_ckpt_1")(trainer)
         assert is_published(run.path("hpc_ckpt_1"))
-    elif what == "SIGTERM":
+    elif action == "SIGTERM":
         os.kill(os.getpid(), signal.SIGTERM)
     else:
-        raise {"KeyboardInterrupt": KeyboardInterrupt, "exception": ZeroDivisionError}[what]
+        raise {"KeyboardInterrupt": KeyboardInterrupt, "exception": ZeroDivisionError}[action]
 
 
 ENDS = {
@@ -265,11 +265,11 @@ ENDS = {
     "SIGTERM": (SIGTERMException,),
     "KeyboardInterrupt": (SystemExit,),
 }
-"""How Lightning ends a run in which these happen."""
+"""Exceptions with which Lightning ends the run."""
 
 
-def save_then(run: AsyncSaveSpec, what: str) -> dict[str, Any]:
-    """Save with a writer paused for a second, and at once do something that has to wait."""
+def save_then(run: AsyncSaveSpec, action: str) -> dict[str, Any]:
+    """Save with a writer paused for a second, and perform an action that must wait."""
     seen: dict[str, Any] = {}
 
     def act(trainer: pl.Trainer) -> None:
@@ -277,34 +277,34 @@ def save_then(run: AsyncSaveSpec, what: str) -> dict[str, Any]:
         seen["before"] = is_published(run.path("a"))
         trainer.strategy.barrier()
         open_later(run.gate, 1.0)
-        do_now(what, trainer, run)
+        perform(action, trainer, run)
         seen["after"] = is_published(run.path("a"))
 
     handler = signal.getsignal(signal.SIGINT)
     try:
-        actor = run.fit({3: act}, raises=ENDS.get(what, ()))
+        actor = run.fit({3: act}, raises=ENDS.get(action, ()))
     finally:
         signal.signal(signal.SIGINT, handler)
     return {**seen, "errors": actor.errors, "end": is_published(run.path("a"))}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("what", ["save", "load", "hpc"])
+@pytest.mark.parametrize("action", ["save", "load", "hpc"])
 def test_saves_loads_and_requeueing_wait_for_the_save_in_flight(
-    what: str, pools: Pools, tmp_path: Path
+    action: str, pools: Pools, tmp_path: Path
 ) -> None:
-    for seen in pools.run(2, partial(save_then, AsyncSaveSpec(str(tmp_path), gated=True), what)):
+    for seen in pools.run(2, partial(save_then, AsyncSaveSpec(str(tmp_path), gated=True), action)):
         assert not seen["errors"]
         assert not seen["before"]
         assert seen["after"]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("what", ENDS)
+@pytest.mark.parametrize("event", ENDS)
 def test_an_interrupted_run_publishes_its_save_in_flight(
-    what: str, pools: Pools, tmp_path: Path
+    event: str, pools: Pools, tmp_path: Path
 ) -> None:
-    for seen in pools.run(2, partial(save_then, AsyncSaveSpec(str(tmp_path), gated=True), what)):
+    for seen in pools.run(2, partial(save_then, AsyncSaveSpec(str(tmp_path), gated=True), event)):
         assert not seen["before"]
         assert seen["end"]
     assert not list(tmp_path.glob(".zero-*"))
@@ -317,8 +317,8 @@ def test_save_on_exception_waits_for_the_save_in_flight(pools: Pools, tmp_path: 
     for seen in pools.run(2, partial(save_then, run, "exception")):
         assert seen["end"]
     assert kept(run)["step=3.ckpt"] == "step=3.ckpt"
-    places = (tmp_path / "a.ckpt", tmp_path / "kept" / "step=3.ckpt")
-    first, second = ((place / "manifest.json").stat().st_mtime_ns for place in places)
+    paths = (tmp_path / "a.ckpt", tmp_path / "kept" / "step=3.ckpt")
+    first, second = ((path / "manifest.json").stat().st_mtime_ns for path in paths)
     assert first < second
 
 
@@ -334,7 +334,7 @@ def test_a_save_after_the_fit_is_published_when_the_call_returns(
 
 
 class FailsFrom(StepActor):
-    """Lets saves fail from a step on, and logs a decreasing value in each epoch."""
+    """Makes saves fail from the third epoch on, and logs a value that decreases in each epoch."""
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         pl_module.log("falls", -float(trainer.current_epoch))
@@ -345,15 +345,15 @@ class FailsFrom(StepActor):
 def fail_in_the_third_epoch(run: AsyncSaveSpec, options: dict[str, Any]) -> dict[str, Any]:
     """Save at the end of each epoch; return the callback's paths at the end."""
     run.gate.touch()
-    trainer, net, data, director = run.make()
+    trainer, net, data, actor = run.make()
     saves = ModelCheckpoint(dirpath=f"{run.root}/kept", filename="{step}", **options)
-    trainer.callbacks = [FailsFrom(director.gate, {}), saves]  # type: ignore[attr-defined]
-    said = error_text(lambda: trainer.fit(net, data))
+    trainer.callbacks = [FailsFrom(actor.gate, {}), saves]  # type: ignore[attr-defined]
+    error = error_text(lambda: trainer.fit(net, data))
     names = {"best": saves.best_model_path, "last": saves.last_model_path}
     ranked = {Path(path).name: float(score) for path, score in saves.best_k_models.items()}
     best = saves.best_model_score
     score = None if best is None else float(best)
-    return {"names": names, "ranked": ranked, "score": score, "said": said}
+    return {"names": names, "ranked": ranked, "score": score, "error": error}
 
 
 @pytest.mark.parametrize(
@@ -370,9 +370,9 @@ def test_model_checkpoint_does_not_name_a_failed_save(
 ) -> None:
     run = AsyncSaveSpec(str(tmp_path), gated=True, epochs=4)
     for seen in pools.run(2, partial(fail_in_the_third_epoch, run, options)):
-        assert "the disk is broken" in seen["said"]
-        named = seen["names"]
-        assert Path(named["best"]).name == best
-        assert all(Path(path, "manifest.json").is_file() for path in named.values() if path)
+        assert "the disk is broken" in seen["error"]
+        names = seen["names"]
+        assert Path(names["best"]).name == best
+        assert all(Path(path, "manifest.json").is_file() for path in names.values() if path)
         assert not seen["ranked"].keys() & {"step=6.ckpt", "step=8.ckpt"}
         assert seen["score"] == (seen["ranked"][best] if best else None)

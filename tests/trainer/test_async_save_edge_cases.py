@@ -1,4 +1,4 @@
-"""Saving behind training where it is hardest: between backward and the step, and as runs end."""
+"""Difficult background saves: between backward and the step, and at the end of runs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FAILS_IN_S = PROMPT_TIMEOUT_S
 
 
 class Clipping(RegressionNet):
-    """Saves at its second step, where gradients are clipped."""
+    """Saves during gradient clipping of its second step."""
 
     def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
         assert self.trainer is not None
@@ -66,14 +66,13 @@ class Clipping(RegressionNet):
 
 
 class ByHand(RegressionNet):
-    """Calls DeepSpeed's engine itself."""
+    """Calls DeepSpeed's engine directly, with manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
 
     def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
-        """Step without the strategy."""
         loss = self._loss(batch)
         engine: Any = self.trainer.model
         engine.backward(loss)
@@ -84,7 +83,7 @@ class ByHand(RegressionNet):
 
 
 class SaveOnce(Callback):
-    """Saves the second time, with the copying thread paused for a second."""
+    """Saves at the second call, with the copying thread paused for a second."""
 
     def __init__(self, run: AsyncSaveSpec) -> None:
         self.run, self.times = run, 0
@@ -105,17 +104,17 @@ class BeforeStep(SaveOnce):
 
 
 class AfterBatch(SaveOnce):
-    """Saves after a batch: the next step is the first that could tear the snapshot."""
+    """Saves after a batch, so that the next step could tear the snapshot."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         self.act(trainer)
 
 
 class Muon(RegressionNet):
-    """Its matrices are trained by Muon, whose momentum DeepSpeed changes before the step."""
+    """Trains its matrices with Muon, whose momentum DeepSpeed changes before the step."""
 
     strategy: ClassVar[dict[str, Any]] = {"reduce_scatter": False}
-    """Muon wants whole gradients."""
+    """Muon needs full gradients."""
 
     def configure_optimizers(self) -> Any:
         from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
@@ -133,7 +132,7 @@ class Muon(RegressionNet):
 
 STAGES = ((1, None), (3, None), (1, 0))
 OF_MUON = tuple(product((2, 3), (None, 0)))
-"""Stages, each with the most bytes of a snapshot."""
+"""Stages, each with the maximum bytes of a snapshot."""
 
 SAVE_POINTS: dict[str, tuple[type[RegressionNet], type[SaveOnce], tuple[Any, ...]]] = {
     "before the step": (RegressionNet, BeforeStep, STAGES),
@@ -150,38 +149,39 @@ SAVES_IN_S = 60.0
 
 
 def save_at(run: AsyncSaveSpec, saver: type[SaveOnce]) -> None:
-    """Save once at a place in the loop."""
-    # Muon is compiled by torch otherwise, which takes each process a minute.
+    """Save once at a point of the loop."""
+    # Compiling Muon would take a minute per process.
     with torch.compiler.set_stance("force_eager"):
         assert not run.fit({}, saver(run)).errors
 
 
 @pytest.mark.cases(3)
 @pytest.mark.parametrize(
-    ("place", "stage", "max_snapshot_bytes"),
-    [(place, *way) for place, (*_, ways) in SAVE_POINTS.items() for way in ways],
+    ("point", "stage", "max_snapshot_bytes"),
+    [(point, *setting) for point, (*_, settings) in SAVE_POINTS.items() for setting in settings],
 )
 def test_no_step_tears_a_snapshot(
-    place: str, stage: int, max_snapshot_bytes: int | None, pools: Pools, tmp_path: Path
+    point: str, stage: int, max_snapshot_bytes: int | None, pools: Pools, tmp_path: Path
 ) -> None:
-    """Saved between backward and the step, or before a step; Muon's momentum changes before it."""
-    net, saver, _ = SAVE_POINTS[place]
+    """A step soon after the save does not change the saved state."""
+    net, saver, _ = SAVE_POINTS[point]
     found = {}
-    for name in ("blocking", "behind"):
-        run = AsyncSaveSpec(str(tmp_path / name), stage, async_save=name == "behind", gated=True)
+    for name in ("blocking", "background"):
+        is_async = name == "background"
+        run = AsyncSaveSpec(str(tmp_path / name), stage, async_save=is_async, gated=True)
         run.net, run.max_snapshot_bytes = net, max_snapshot_bytes
         pools.run(2, partial(save_at, run, saver), SAVES_IN_S)
         found[name] = files_of(run.path("a"))
-    assert found["behind"].keys() == found["blocking"].keys()
+    assert found["background"].keys() == found["blocking"].keys()
     for file, tree in found["blocking"].items():
-        assert found["behind"][file] == tree, file
+        assert found["background"][file] == tree, file
 
 
-# -- saves that are given up -----------------------------------------------------------------------
+# -- abandoned saves -------------------------------------------------------------------------------
 
 
-def give_up_the_second(run: AsyncSaveSpec) -> list[dict[str, str]]:
-    """End by an exception during ModelCheckpoint's second save; list entries then and later."""
+def abandon_the_second(run: AsyncSaveSpec) -> list[dict[str, str]]:
+    """Raise during ModelCheckpoint's second save; list the entries then and later."""
 
     def first(trainer: pl.Trainer) -> None:
         publish_held(run, trainer)
@@ -209,13 +209,13 @@ def test_an_abandoned_save_deletes_nothing(pools: Pools, tmp_path: Path) -> None
     run = AsyncSaveSpec(
         str(tmp_path), gated=True, checkpoint={"save_top_k": 1, "filename": "{step}"}
     )
-    left = OTHER | {"step=2.ckpt": "step=2.ckpt"}
-    for seen in pools.run(2, partial(give_up_the_second, run), FAILS_IN_S):
-        assert seen == [left, left]
+    remaining = OTHER | {"step=2.ckpt": "step=2.ckpt"}
+    for seen in pools.run(2, partial(abandon_the_second, run), FAILS_IN_S):
+        assert seen == [remaining, remaining]
 
 
 class HeldManifest:
-    """Replaces `write_durably`: the first manifest of a writer waits."""
+    """Replaces `write_durably`, so that the first manifest of a writer waits."""
 
     def __init__(self) -> None:
         self.free, self.held = threading.Event(), False
@@ -231,7 +231,7 @@ class HeldManifest:
 
 
 def save_over(first: AsyncSaveSpec, second: AsyncSaveSpec, *, free_first: bool) -> dict[str, Any]:
-    """Abandon a save just before it is published, and save to its path in another fit."""
+    """Abandon a save just before its publication, and save to its path in another fit."""
     target, manifest = first.path("last"), HeldManifest()
     seen: dict[str, Any] = {}
 
@@ -250,7 +250,7 @@ def save_over(first: AsyncSaveSpec, second: AsyncSaveSpec, *, free_first: bool) 
         manifest.patch(patch)
         first.fit({2: save_and_end}, raises=(ZeroDivisionError,))
         assert manifest.held == (comm.get_rank() == 0)
-        seen["given up"] = is_published(target)
+        seen["abandoned"] = is_published(target)
         comm.barrier()
         if free_first:
             free("freed")
@@ -272,7 +272,7 @@ def test_an_abandoned_save_is_never_published(
     )
     call = partial(save_over, first, second, free_first=free_first)
     for seen in pools.run(2, call, FAILS_IN_S):
-        assert not seen["given up"]
+        assert not seen["abandoned"]
         assert seen.get("freed") is None
         assert not seen["errors"]
         assert seen["saved"] == 4
@@ -281,14 +281,14 @@ def test_an_abandoned_save_is_never_published(
 
 
 def fail_with_a_save_held(run: AsyncSaveSpec) -> int:
-    """Raise while the writer is paused for good; count the timeouts spent on it."""
+    """Raise while the writer is paused permanently; count the timeouts spent on it."""
     patience_s, spent, wait = 3.125, list[float](), threading.Event.wait
 
     def counted(event: threading.Event, timeout: float | None = None) -> bool:
-        happened = wait(event, timeout)
-        if timeout == patience_s and not happened:
+        is_set = wait(event, timeout)
+        if timeout == patience_s and not is_set:
             spent.append(timeout)
-        return happened
+        return is_set
 
     def act(trainer: pl.Trainer) -> None:
         run.saves("a")(trainer)
@@ -318,7 +318,7 @@ def test_only_one_timeout_is_spent_on_a_hanging_save(pools: Pools, tmp_path: Pat
 
 
 def requeue_in_a_wait(run: AsyncSaveSpec, wait: str) -> dict[str, Any]:
-    """Send a signal while training waits for the save before; save in its handler."""
+    """Send a signal while training waits for the previous save; save in its handler."""
     requeued = run.path("hpc_ckpt_1")
     seen: dict[str, Any] = {}
 
@@ -347,19 +347,19 @@ def requeue_in_a_wait(run: AsyncSaveSpec, wait: str) -> dict[str, Any]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("wait", ["save", "wait_for_save"])
-def test_requeueing_while_a_save_is_waited_for_writes_both_saves(
+def test_requeueing_during_a_wait_for_a_save_publishes_both_saves(
     wait: str, pools: Pools, tmp_path: Path
 ) -> None:
     run = AsyncSaveSpec(str(tmp_path), gated=True)
     for seen in pools.run(2, partial(requeue_in_a_wait, run, wait), FAILS_IN_S):
         assert seen == {"held": True, "requeued": True, "errors": {}}
-    there = {"a.ckpt", "hpc_ckpt_1.ckpt"} | ({"b.ckpt"} if wait == "save" else set())
-    assert {path.name for path in tmp_path.glob("*.ckpt") if is_published(path)} == there
+    expected = {"a.ckpt", "hpc_ckpt_1.ckpt"} | ({"b.ckpt"} if wait == "save" else set())
+    assert {path.name for path in tmp_path.glob("*.ckpt") if is_published(path)} == expected
     assert not list(tmp_path.glob(".zero-*"))
 
 
-def requeue_after_a_failure(run: AsyncSaveSpec, *, over: bool) -> list[bool]:
-    """Save for requeueing when a background save has failed, or is about to fail."""
+def requeue_after_a_failure(run: AsyncSaveSpec, *, failed: bool) -> list[bool]:
+    """Save for requeueing after a background save has failed, or just before it fails."""
     published: list[bool] = []
 
     def act(trainer: pl.Trainer) -> None:
@@ -369,7 +369,7 @@ def requeue_after_a_failure(run: AsyncSaveSpec, *, over: bool) -> list[bool]:
         open_later(run.gate, 0.5)
         writer = elastic_strategy_of(trainer)._manager._writer
         assert writer is not None
-        while over and writer.busy:
+        while failed and writer.busy:
             time.sleep(0.01)
         run.saves("hpc_ckpt_1")(trainer)
         published.append(is_published(run.path("hpc_ckpt_1")))
@@ -380,47 +380,49 @@ def requeue_after_a_failure(run: AsyncSaveSpec, *, over: bool) -> list[bool]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("over", [True, False])
-def test_requeueing_saves_after_a_failed_save(over: bool, pools: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize("failed", [True, False])
+def test_requeueing_saves_after_a_failed_save(failed: bool, pools: Pools, tmp_path: Path) -> None:
     run = AsyncSaveSpec(str(tmp_path), gated=True, fails_on=1)
-    call = partial(requeue_after_a_failure, run, over=over)
+    call = partial(requeue_after_a_failure, run, failed=failed)
     assert pools.run(2, call, FAILS_IN_S) == [[True], [True]]
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["hpc_ckpt_1.ckpt"]
 
 
-# -- what is saved, and under which names ----------------------------------------------------------
+# -- contents and names of saves -------------------------------------------------------------------
 
 
 class UnrestorableError(Exception):
-    """Can be pickled but not unpickled, as many exceptions."""
+    """Can be pickled but not unpickled, like many exceptions."""
 
     def __init__(self, one: str, two: str) -> None:
         super().__init__(f"{one} {two}")
 
 
 class UnrestorableState(Callback):
-    """Has such an object in its state for a while."""
+    """Has such an object in its state at first."""
 
-    strange: UnrestorableError | None = UnrestorableError("a", "b")
+    error: UnrestorableError | None = UnrestorableError("a", "b")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"last_error": self.strange}
+        return {"last_error": self.error}
 
 
-def save_what_is_strange(run: AsyncSaveSpec) -> dict[int, str]:
-    holder = UnrestorableState()
+def save_unrestorable_state(run: AsyncSaveSpec) -> dict[int, str]:
+    callback = UnrestorableState()
 
-    def without(trainer: pl.Trainer) -> None:
-        holder.strange = None
+    def save_without_it(trainer: pl.Trainer) -> None:
+        callback.error = None
         run.saves("b")(trainer)
 
-    return run.fit({2: run.saves("a"), 4: without}, holder).errors
+    return run.fit({2: run.saves("a"), 4: save_without_it}, callback).errors
 
 
 @pytest.mark.long
-def test_state_that_cannot_be_unpickled_is_refused_by_place(pools: Pools, tmp_path: Path) -> None:
+def test_state_that_cannot_be_unpickled_is_refused_with_its_keys(
+    pools: Pools, tmp_path: Path
+) -> None:
     run = AsyncSaveSpec(str(tmp_path))
-    for errors in pools.run(2, partial(save_what_is_strange, run), FAILS_IN_S):
+    for errors in pools.run(2, partial(save_unrestorable_state, run), FAILS_IN_S):
         assert list(errors) == [2]
         assert "callbacks" in errors[2]
         assert "UnrestorableState" in errors[2]
@@ -430,18 +432,18 @@ def test_state_that_cannot_be_unpickled_is_refused_by_place(pools: Pools, tmp_pa
 
 
 def save_without_memory(run: AsyncSaveSpec) -> dict[int, str]:
-    """Save where rank 1 gets no memory, and then where it does."""
+    """Save while rank 1 cannot allocate memory, and save again when it can."""
 
     def refuse(*_: object, **__: object) -> mmap.mmap:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    def save_poor(trainer: pl.Trainer) -> None:
+    def save_and_fail(trainer: pl.Trainer) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if comm.get_rank() == 1:
                 patch.setattr(mmap, "mmap", refuse)
             run.saves("a")(trainer)
 
-    return run.fit({2: save_poor, 4: run.saves("b")}).errors
+    return run.fit({2: save_and_fail, 4: run.saves("b")}).errors
 
 
 def test_a_rank_without_memory_is_named_on_all_ranks(pools: Pools, tmp_path: Path) -> None:
@@ -456,8 +458,8 @@ def test_a_rank_without_memory_is_named_on_all_ranks(pools: Pools, tmp_path: Pat
     assert not list(tmp_path.glob(".zero-*"))
 
 
-def save_what_was_doomed(run: AsyncSaveSpec) -> dict[int, str]:
-    """Save to a path whose deletion waits for a link, and only then move the link."""
+def save_over_a_pending_deletion(run: AsyncSaveSpec) -> dict[int, str]:
+    """Save to a path whose deletion waits for a link, and then move the link."""
     link, scheduled, other = map(run.path, ("last", "a", "other"))
 
     def point(trainer: pl.Trainer, target: Path) -> None:
@@ -482,11 +484,11 @@ def save_what_was_doomed(run: AsyncSaveSpec) -> dict[int, str]:
     return run.fit({2: schedule_delete, 4: lambda trainer: save(trainer, run.path("b"))}).errors
 
 
-def test_a_pending_deletion_does_not_hit_a_new_save_to_the_path(
+def test_a_pending_deletion_does_not_delete_a_new_save_to_the_path(
     pools: Pools, tmp_path: Path
 ) -> None:
     for errors in pools.run(
-        2, partial(save_what_was_doomed, AsyncSaveSpec(str(tmp_path))), FAILS_IN_S
+        2, partial(save_over_a_pending_deletion, AsyncSaveSpec(str(tmp_path))), FAILS_IN_S
     ):
         assert not errors
     assert is_published(tmp_path / "a.ckpt")
@@ -523,28 +525,29 @@ CALLBACKS: dict[str, list[dict[str, Any]]] = {
 
 
 def best_of(run: AsyncSaveSpec, callbacks: str) -> dict[str, bool]:
-    """Train with slow writers; return each callback's best checkpoint after all ranks ended."""
+    """Train with slow writers; return whether each callback's best checkpoint is published."""
     folder = Path(run.root) / "kept"
-    made = [ModelCheckpoint(dirpath=folder, **options) for options in CALLBACKS[callbacks]]
-    trainer, net, data, director = run.make()
-    director.gate = Slow(str(run.gate))
-    trainer.callbacks.extend(made)  # type: ignore[attr-defined]
+    added = [ModelCheckpoint(dirpath=folder, **options) for options in CALLBACKS[callbacks]]
+    trainer, net, data, actor = run.make()
+    actor.gate = Slow(str(run.gate))
+    trainer.callbacks.extend(added)  # type: ignore[attr-defined]
     trainer.fit(net, data)
-    best = [Path(callback.best_model_path) for callback in made]
+    best = [Path(callback.best_model_path) for callback in added]
     return {path.name: is_published(path) for path in best}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("callbacks", CALLBACKS)
-def test_names_in_the_background_are_those_of_blocking_saves(
+def test_background_saves_have_the_names_of_blocking_saves(
     callbacks: str, pools: Pools, tmp_path: Path
 ) -> None:
     found = {}
-    for name in ("blocking", "behind"):
-        run = AsyncSaveSpec(str(tmp_path / name), async_save=name == "behind", net=StepLoggingNet)
+    for name in ("blocking", "background"):
+        is_async = name == "background"
+        run = AsyncSaveSpec(str(tmp_path / name), async_save=is_async, net=StepLoggingNet)
         best = pools.run(2, partial(best_of, run, callbacks), FAILS_IN_S)
         found[name] = ({file: step_of(Path(run.root) / "kept" / file) for file in kept(run)}, best)
-    assert found["behind"] == found["blocking"]
+    assert found["background"] == found["blocking"]
     steps, best = found["blocking"]
     assert len(steps) > 1
     assert all(best[0].values())

@@ -1,4 +1,4 @@
-"""What CheckpointMonitor leaves with the loggers of a Trainer: each save and load, once."""
+"""CheckpointMonitor logs each save and load once, with all loggers of a Trainer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.ranks import Pools
 
 @dataclass(frozen=True)
 class MonitoredFit:
-    """A fit that saves after each step, with some loggers."""
+    """A fit that saves after each step, with loggers."""
 
     root: str
     loggers: tuple[str, ...] = ("tensorboard",)
@@ -40,7 +40,7 @@ class MonitoredFit:
         return [kinds[name](self.root, name=name, version="v") for name in self.loggers]
 
     def run(self) -> dict[str, int]:
-        """Fit; return the bytes written by each remaining save, by name."""
+        """Fit; return the size in bytes of each remaining checkpoint, by name."""
         saves = ModelCheckpoint(
             self.root, save_top_k=-1, every_n_train_steps=1, filename="{step}", save_last=False
         )
@@ -74,7 +74,7 @@ class MonitoredFit:
         return events
 
     def scalars(self) -> dict[str, dict[int, float]]:
-        """Return TensorBoard's values by step, by tag."""
+        """Return TensorBoard's values by tag and step."""
         events = self._events()
         return {
             tag: {event.step: event.value for event in events.Scalars(tag)}
@@ -83,12 +83,12 @@ class MonitoredFit:
         }
 
     def texts(self) -> dict[int, str]:
-        """Return TensorBoard's fingerprints, by step."""
+        """Return TensorBoard's fingerprints by step."""
         found = self._events().Tensors("checkpoint/fingerprint/text_summary")
         return {e.step: e.tensor_proto.string_val[0].decode() for e in found}
 
     def rows(self) -> list[dict[str, str]]:
-        """Return the rows of the CSV file about checkpoints."""
+        """Return the rows of the CSV file that have values of checkpoints."""
         path = Path(self.root, "csv", "v", "metrics.csv")
         with path.open(newline="") as file:
             return [
@@ -104,7 +104,6 @@ MEMORY = "checkpoint/host_memory_peak_bytes"
 
 
 def tags(kind: str, names: set[str]) -> set[str]:
-    """Return the names in loggers."""
     return {f"checkpoint/{kind}_{name}" for name in names}
 
 
@@ -122,15 +121,15 @@ def test_each_save_is_logged_once_at_its_step(
     assert len(on_disk) == 4
     assert found["checkpoint/save_bytes"] == on_disk
     for step in on_disk:
-        stall, whole, write, publish = (
+        stall, total, write, publish = (
             found[f"checkpoint/save_{name}"][step]
             for name in ("stall_s", "s", "write_s", "publish_s")
         )
         assert write > 0 < publish
-        assert whole * 1.001 >= write + publish
-        assert background or stall == whole
+        assert total * 1.001 >= write + publish
+        assert background or stall == total
     recorded = {s: recorded_fingerprint(tmp_path / f"step={s}.ckpt") for s in on_disk}
-    # Training went on while they were written: it is the number of what is in the files.
+    # Training continued while the files were written; the fingerprint is that of the files.
     assert recorded == {
         s: str(fingerprint_checkpoint(tmp_path / f"step={s}.ckpt")) for s in on_disk
     }
@@ -141,7 +140,7 @@ def test_each_save_is_logged_once_at_its_step(
 @pytest.mark.engine
 def test_a_load_is_logged_at_the_restored_step(pools: Pools, tmp_path: Path) -> None:
     first = MonitoredFit(str(tmp_path / "a"), (), epochs=1)
-    sizes, _ = pools.run(2, first.run)  # Without a logger, nothing breaks.
+    sizes, _ = pools.run(2, first.run)  # Without loggers, the monitor does nothing.
     (path,) = (tmp_path / "a").glob("step=2*.ckpt")
     second = MonitoredFit(str(tmp_path / "b"), ckpt_path=str(path))
     pools.run(1, second.run)
@@ -171,8 +170,8 @@ def test_lightning_cli_creates_the_monitor_by_its_public_name(
         "  callbacks:\n    - class_path: lightning_elastic_zero.CheckpointMonitor\n"
     )
     monkeypatch.setattr(sys, "argv", ["train", "--config", str(config)])
-    made = LightningCLI(BoringModel, run=False, seed_everything_default=False)
-    callbacks = made.trainer.callbacks  # type: ignore[attr-defined]
+    cli = LightningCLI(BoringModel, run=False, seed_everything_default=False)
+    callbacks = cli.trainer.callbacks  # type: ignore[attr-defined]
     assert [type(c) for c in callbacks if isinstance(c, CheckpointMonitor)] == [CheckpointMonitor]
 
 

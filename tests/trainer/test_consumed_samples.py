@@ -1,4 +1,4 @@
-"""A run that was taken up consumes, step by step, the samples of one that was never stopped."""
+"""In each step, a resumed run consumes the samples of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ pytestmark = pytest.mark.engine
 
 
 def long(*values: Any) -> list[Any]:
-    """Mark parameters for the long run."""
+    """Mark parameters as long."""
     tuples = [value if isinstance(value, tuple) else (value,) for value in values]
     return [pytest.param(*each, marks=pytest.mark.long) for each in tuples]
 
 
 STEPS = 5
-"""Of an epoch: 53 samples, filled up to five global batches of 12."""
+"""Steps per epoch: 53 samples, padded to five global batches of 12."""
 
 POINTS = {
     "starting 0": 0,
@@ -49,14 +49,16 @@ POINTS = {
     "end": 10,
     "after": 10,
 }
-"""Moments of a save, and the optimizer step at which a run goes on from there."""
+"""Moments of saves, with the optimizer step from which a resumed run continues."""
 
 VALIDATIONS = {
-    f"{what} {step}": step for step in (2, 3, 4, 5, 6, 7, 9) for what in ("validating", "validated")
+    f"{moment} {step}": step
+    for step in (2, 3, 4, 5, 6, 7, 9)
+    for moment in ("validating", "validated")
 }
 
 SHORT: dict[str, Any] = {"kind": "seeks", "length": 52, "validate": True, "stage": 3}
-"""Data without a length whose last step has 4 samples, in fewer micro-batches than the others."""
+"""Data without a length; the last step has 4 samples in fewer micro-batches than other steps."""
 
 SCENARIOS: dict[str, RunSpec] = {
     "dropout and random samples": RunSpec(dropout=0.3, noise=0.1),
@@ -107,7 +109,7 @@ SCENARIOS: dict[str, RunSpec] = {
     "uneven": RunSpec(global_batch=11, strategy={"allow_uneven_batches": True}),
 }
 SOME_SCENARIOS = pytest.mark.cases(3)
-"""In ``make test``, from two of their points each; all from all of them in ``make test-long``."""
+"""``make test`` runs three cases with few points, ``make test-long`` all cases and points."""
 
 OTHER_WORLDS = (1, 3, 4)
 
@@ -116,44 +118,44 @@ SHORTER = {"some batches": 4, "a part of the batches": 4, "last batch dropped": 
 
 @dataclass(frozen=True)
 class Reference:
-    """A run that was never stopped, and where it saved."""
+    """An uninterrupted run and its saves."""
 
     run: RunSpec
     seen: list[RunRecord]
-    """What each rank saw."""
+    """The records of all ranks."""
     steps: int
-    """Of an epoch."""
+    """Steps per epoch."""
 
     def points(self) -> dict[str, int]:
-        """Return the saves that were made, and where a run resumes from each."""
+        """Return the existing saves, with the step from which a resumed run continues."""
         root = Path(self.run.root)
         at = {**POINTS, **VALIDATIONS}
-        made = {name for name in at if (root / f"{name.replace(' ', '-')}.ckpt").exists()}
+        saved = {name for name in at if (root / f"{name.replace(' ', '-')}.ckpt").exists()}
         total = self.seen[0].global_step
         if self.steps != STEPS:
-            # The names tell steps of an epoch; epochs are shorter here.
+            # Shorter epochs change the global steps of these moments.
             at |= {"epoch 0": self.steps, "starting 1": self.steps, "inside 1.0": self.steps}
             at |= {"step 1.3": self.steps + 3}
         at |= {"end": total, "after": total}
-        return {name: at[name] for name in at if name in made}
+        return {name: at[name] for name in at if name in saved}
 
-    def drawn(self, seed: int, count: int, where: str) -> dict[str, int]:
-        """Return as many of the saves, always the same of one seed."""
-        made = self.points()
-        return {p: made[p] for p in random.Random(f"{seed} {where}").sample([*made], count)}
+    def drawn(self, seed: int, count: int, purpose: str) -> dict[str, int]:
+        """Return ``count`` random saves, which depend on the seed and the purpose."""
+        saved = self.points()
+        return {p: saved[p] for p in random.Random(f"{seed} {purpose}").sample([*saved], count)}
 
     def dealt(self, seed: int, world: int) -> dict[str, int]:
-        """Return the saves for one of the other worlds; each seed gives other ones."""
-        place = OTHER_WORLDS.index(world) - seed
+        """Return a world's share of the saves; the shares depend on the seed."""
+        offset = OTHER_WORLDS.index(world) - seed
         return {
             point: begin
             for index, (point, begin) in enumerate(self.points().items())
-            if (index - place) % len(OTHER_WORLDS) == 0
+            if (index - offset) % len(OTHER_WORLDS) == 0
         }
 
 
 class References(dict[str, Reference]):
-    """Every scenario, run once on two ranks on demand, saving at every kind of point."""
+    """The reference run of each scenario: run once on demand, on two ranks, with all saves."""
 
     def __init__(self, worlds: Pools, roots: pytest.TempPathFactory) -> None:
         super().__init__()
@@ -178,26 +180,26 @@ def references(worlds: Pools, tmp_path_factory: pytest.TempPathFactory) -> Refer
 def test_the_same_world_continues_bit_for_bit(
     scenario: str, points: str, references: References, worlds: Pools, seed: int
 ) -> None:
-    """Samples, losses, rates, hooks, buffers and random numbers, from every point."""
+    """Samples, losses, rates, hooks, buffers and random numbers are equal, from every point."""
     reference = references[scenario]
     assert len(reference.points()) >= 9
     begins = reference.points() if points == "all" else reference.drawn(seed, 2, scenario)
     runs = [reference.run.resumed(point) for point in begins]
-    for rank, of_rank in enumerate(worlds.run(2, partial(fits, runs))):
-        whole = reference.seen[rank]
-        for (point, begin), seen in zip(begins.items(), of_rank, strict=True):
-            assert seen.steps == from_step(whole.steps, begin), point
-            assert seen.losses == from_step(whole.losses, begin), point
-            assert seen.rates == from_step(whole.rates, begin), point
-            assert seen.axis == whole.axis[len(whole.axis) - len(seen.axis) :], point
-            assert len(seen.axis) == whole.global_step - begin, point
-            assert seen.global_step == whole.global_step
-            _check_events(whole, seen, point)
-            _check_loops(whole, seen, point)
-            if begin < whole.global_step:
-                assert seen.epoch == whole.epoch, point
-                assert seen.buffer == whole.buffer, point
-                assert seen.drawn == whole.drawn, point
+    for rank, resumed in enumerate(worlds.run(2, partial(fits, runs))):
+        expected = reference.seen[rank]
+        for (point, begin), seen in zip(begins.items(), resumed, strict=True):
+            assert seen.steps == from_step(expected.steps, begin), point
+            assert seen.losses == from_step(expected.losses, begin), point
+            assert seen.rates == from_step(expected.rates, begin), point
+            assert seen.axis == expected.axis[len(expected.axis) - len(seen.axis) :], point
+            assert len(seen.axis) == expected.global_step - begin, point
+            assert seen.global_step == expected.global_step
+            _check_events(expected, seen, point)
+            _check_loops(expected, seen, point)
+            if begin < expected.global_step:
+                assert seen.epoch == expected.epoch, point
+                assert seen.buffer == expected.buffer, point
+                assert seen.drawn == expected.drawn, point
 
 
 @SOME_SCENARIOS
@@ -214,32 +216,32 @@ def test_another_world_takes_the_same_steps_at_the_same_rates(
         points = reference.drawn(seed, 1, f"{scenario} elsewhere")
     runs = [reference.run.resumed(point) for point in points]
     if reference.run.kind == "seeks" and world == 4:
-        runs = [replace(run, batch_size=3) for run in runs]  # its batches are not cut
-    whole = reference.seen[0]
+        runs = [replace(run, batch_size=3) for run in runs]  # Its batches cannot be split.
+    expected = reference.seen[0]
     for (point, begin), seen in zip(points.items(), records(worlds, world, runs), strict=True):
-        assert seen.steps == from_step(whole.steps, begin), point
-        assert seen.rates == from_step(whole.rates, begin), point
-        assert seen.global_step == whole.global_step, point
-        assert seen.axis == whole.axis[len(whole.axis) - len(seen.axis) :], point
-        _check_events(whole, seen, point)
+        assert seen.steps == from_step(expected.steps, begin), point
+        assert seen.rates == from_step(expected.rates, begin), point
+        assert seen.global_step == expected.global_step, point
+        assert seen.axis == expected.axis[len(expected.axis) - len(seen.axis) :], point
+        _check_events(expected, seen, point)
 
 
-def _check_events(whole: RunRecord, seen: RunRecord, point: str) -> None:
-    """Check that hooks run as in the whole run; those at the save's moment may run again."""
-    tail = whole.events[len(whole.events) - len(seen.events) :]
+def _check_events(expected: RunRecord, seen: RunRecord, point: str) -> None:
+    """Check that the events are the last ones of the uninterrupted run."""
+    tail = expected.events[len(expected.events) - len(seen.events) :]
     assert seen.events == tail, point
 
 
-def _check_loops(whole: RunRecord, seen: RunRecord, point: str) -> None:
-    """Check that every counter of the loops equals the whole run's, at each micro-batch."""
+def _check_loops(reference: RunRecord, seen: RunRecord, point: str) -> None:
+    """Check that all counters of the loops equal those of the uninterrupted run."""
     for moment, counts in seen.loops.items():
-        others = whole.loops[moment]
-        unlike = {
-            key: (counts.get(key), others.get(key))
-            for key in counts.keys() | others.keys()
-            if counts.get(key) != others.get(key)
+        expected = reference.loops[moment]
+        differing = {
+            key: (counts.get(key), expected.get(key))
+            for key in counts.keys() | expected.keys()
+            if counts.get(key) != expected.get(key)
         }
-        assert not unlike, (point, moment)
+        assert not differing, (point, moment)
 
 
 @pytest.mark.long
@@ -250,13 +252,13 @@ def _check_loops(whole: RunRecord, seen: RunRecord, point: str) -> None:
 def test_every_pair_of_worlds_takes_the_same_steps(
     source: int, target: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """From inside an epoch and inside a window, with any two accumulations."""
+    """From inside an epoch and inside a window, with different accumulations."""
     saving = RunSpec(save=("step 0.3", "inside 1.1"), root=str(tmp_path))
-    whole = record(worlds, source, saving)
+    expected = record(worlds, source, saving)
     points = {"step 0.3": 3, "inside 1.1": 6}
     if not Path(str(saving.resumed("inside 1.1").ckpt_path)).exists():
-        del points["inside 1.1"]  # this world has no window to be inside of
-    for seen in assert_continued(worlds, target, saving, whole, points):
+        del points["inside 1.1"]  # This world does not accumulate gradients.
+    for seen in assert_continued(worlds, target, saving, expected, points):
         assert all(len(samples) == 12 for samples in seen.steps.values())
 
 
@@ -264,18 +266,18 @@ def test_every_pair_of_worlds_takes_the_same_steps(
 @pytest.mark.parametrize("stage", [2, 3])
 def test_two_changes_of_world_make_one_run(stage: int, worlds: Pools, tmp_path: Path) -> None:
     run = RunSpec(stage=stage, epochs=3, validate=True, schedule="onecycle")
-    whole = record(worlds, 4, run)
+    expected = record(worlds, 4, run)
     others = [record(worlds, world, run) for world in (2, 3)]
     first = replace(run, save=("inside 0.2", "step 0.2"), root=str(tmp_path))
     record(worlds, 4, first)
     path = next(tmp_path.glob("*0.2.ckpt"))
     second = replace(run, save=("inside 1.3",), root=str(tmp_path), ckpt_path=str(path))
     then = record(worlds, 2, second)
-    assert then.steps == from_step(whole.steps, 2)
-    (last,) = assert_continued(worlds, 3, second, whole, {"inside 1.3": 8})
-    losses = {**whole.losses, **then.losses, **last.losses}
-    near = max(abs(o.losses[s] - whole.losses[s]) for o in others for s in whole.losses)
-    assert max(abs(losses[s] - whole.losses[s]) for s in losses) <= 2 * near + 1e-7
+    assert then.steps == from_step(expected.steps, 2)
+    (last,) = assert_continued(worlds, 3, second, expected, {"inside 1.3": 8})
+    losses = {**expected.losses, **then.losses, **last.losses}
+    near = max(abs(o.losses[s] - expected.losses[s]) for o in others for s in expected.losses)
+    assert max(abs(losses[s] - expected.losses[s]) for s in losses) <= 2 * near + 1e-7
 
 
 @pytest.mark.long
@@ -285,14 +287,14 @@ def test_two_changes_of_world_make_one_run(stage: int, worlds: Pools, tmp_path: 
 def test_a_run_stopped_by_max_steps_continues(
     point: str, world: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """In mid-epoch, where Lightning takes the epoch for done."""
+    """The run stops within an epoch that Lightning considers complete."""
     short = RunSpec(save=(point,), root=str(tmp_path), epochs=None, max_steps=8)
     record(worlds, 2, short)
     for limit in ({"epochs": None, "max_steps": 14}, {"epochs": 3, "max_steps": -1}):
-        whole = record(worlds, 2, RunSpec(**limit))
-        (seen,) = assert_continued(worlds, world, short, whole, {point: 8}, **limit)
-        assert seen.global_step == whole.global_step
-        assert world != 2 or seen.losses == from_step(whole.losses, 8)
+        expected = record(worlds, 2, RunSpec(**limit))
+        (seen,) = assert_continued(worlds, world, short, expected, {point: 8}, **limit)
+        assert seen.global_step == expected.global_step
+        assert world != 2 or seen.losses == from_step(expected.losses, 8)
 
 
 @pytest.mark.long
@@ -301,21 +303,22 @@ def test_a_finished_run_continues_for_more_epochs(
     world: int, worlds: Pools, tmp_path: Path
 ) -> None:
     short = RunSpec(save=("end",), root=str(tmp_path), epochs=1)
-    _, whole = records(worlds, 2, [short, RunSpec(epochs=3)])
-    (seen,) = assert_continued(worlds, world, short, whole, {"end": 5}, epochs=3)
-    assert seen.epoch == whole.epoch
-    assert not any("was planned for" in text for text in seen.messages)  # no schedule was
+    _, expected = records(worlds, 2, [short, RunSpec(epochs=3)])
+    (seen,) = assert_continued(worlds, world, short, expected, {"end": 5}, epochs=3)
+    assert seen.epoch == expected.epoch
+    # Without a schedule, the change of the planned steps is not reported.
+    assert not any("was planned for" in text for text in seen.messages)
 
 
 @pytest.mark.long
 def test_numpy_rates_keep_their_type(worlds: Pools, tmp_path: Path) -> None:
-    """A step with np.float32 differs from one with Python's float."""
-    whole = RunSpec(schedule="numpy", save=("step 0.2",), root=str(tmp_path))
-    for of_whole, seen in worlds.run(2, partial(fits, [whole, whole.resumed("step 0.2")])):
-        assert {type(rate).__name__ for rate in of_whole.rates.values()} == {"float32"}
+    """A step with an np.float32 rate differs from one with a Python float."""
+    saving = RunSpec(schedule="numpy", save=("step 0.2",), root=str(tmp_path))
+    for expected, seen in worlds.run(2, partial(fits, [saving, saving.resumed("step 0.2")])):
+        assert {type(rate).__name__ for rate in expected.rates.values()} == {"float32"}
         assert {type(rate).__name__ for rate in seen.rates.values()} == {"float32"}
-        assert seen.rates == from_step(of_whole.rates, 2)
-        assert seen.losses == from_step(of_whole.losses, 2)
+        assert seen.rates == from_step(expected.rates, 2)
+        assert seen.losses == from_step(expected.losses, 2)
 
 
 @pytest.mark.long
@@ -332,30 +335,31 @@ def test_numpy_rates_keep_their_type(worlds: Pools, tmp_path: Path) -> None:
 def test_a_new_rate_equals_that_of_a_run_that_always_had_it(
     plan: tuple[RunSpec, str, int], worlds: Pools, tmp_path: Path
 ) -> None:
-    """With load_hyperparameters=False, after a warm-up, in a cycle, in an epoch's schedule."""
+    """With load_hyperparameters=False and several schedules."""
     run, point, begin = plan
     saving = replace(run, rate=0.003, root=str(tmp_path), save=(point,))
-    _, whole = records(worlds, 2, [saving, run])
+    _, expected = records(worlds, 2, [saving, run])
     own = {"rate": run.rate, "strategy": {"load_hyperparameters": False}}
     for world in (2, 3):
-        (seen,) = assert_continued(worlds, world, saving, whole, {point: begin}, **own)
-        assert seen.rates == from_step(whole.rates, begin)
+        (seen,) = assert_continued(worlds, world, saving, expected, {point: begin}, **own)
+        assert seen.rates == from_step(expected.rates, begin)
         assert len(set(seen.rates.values())) > 1
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("target", [1, 3, *long(4, 6)])
-def test_losses_differ_by_the_order_of_sums_only(
+def test_losses_differ_only_by_the_order_of_sums(
     target: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """Losses of two steps differ by far more: none is skipped or taken twice."""
+    """Losses of consecutive steps differ far more, so that no step is skipped or repeated."""
     saving = RunSpec(save=("step 0.3",), root=str(tmp_path), epochs=4, length=120)
-    whole = record(worlds, 2, saving)
+    expected = record(worlds, 2, saving)
     other, seen = records(worlds, target, [replace(saving, save=()), saving.resumed("step 0.3")])
-    apart = max(abs(whole.losses[step] - other.losses[step]) for step in whole.losses)
-    distance = max(abs(whole.losses[step] - loss) for step, loss in seen.losses.items())
+    other_world = max(abs(expected.losses[step] - other.losses[step]) for step in expected.losses)
+    resumed = max(abs(expected.losses[step] - loss) for step, loss in seen.losses.items())
     assert set(seen.losses) == set(range(3, 40))
-    steps = [abs(whole.losses[step] - whole.losses[step + 1]) for step in range(39)]
-    print(f"apart {apart:.2g}, resumed {distance:.2g}, a step {statistics.median(steps):.2g}")
-    assert max(apart, distance) < 1e-4
+    steps = [abs(expected.losses[step] - expected.losses[step + 1]) for step in range(39)]
+    step = statistics.median(steps)
+    print(f"differences: other world {other_world:.2g}, resumed {resumed:.2g}, step {step:.2g}")
+    assert max(other_world, resumed) < 1e-4
     assert statistics.median(steps) > 10 * 1e-4

@@ -1,4 +1,4 @@
-"""Data that cannot be taken up is refused, or starts over where that is allowed."""
+"""Data that cannot resume inside an epoch are refused, or restart the epoch if allowed."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ AT = {SAVE: 3}
 OWN = RunSpec(
     kind="own batches", length=60, batch_size=6, trainer={"use_distributed_sampler": False}
 )
-"""Batches in an order that Lightning is told to leave alone."""
+"""Batches in the user's own order, which Lightning does not change."""
 
 
 def saved(
     run: RunSpec, worlds: Pools, root: Path, *points: str, world: int = 2
 ) -> tuple[RunSpec, RunRecord]:
-    """Fit, saving in mid-epoch or at other moments; return what was run, and its record."""
+    """Fit, saving inside an epoch or at other moments; return the run and its record."""
     saving = replace(run, save=points or (SAVE,), root=str(root))
     return saving, record(worlds, world, saving)
 
@@ -69,9 +69,9 @@ def test_an_epoch_restarts_with_a_warning_if_allowed(
     world: int, worlds: Pools, tmp_path: Path
 ) -> None:
     run = RunSpec(kind="iterable", length=60, strategy={"on_unresumable_data": "restart_epoch"})
-    saving, whole = saved(run, worlds, tmp_path)
+    saving, reference = saved(run, worlds, tmp_path)
     seen = record(worlds, world, saving.resumed(SAVE))
-    again = [whole.steps[step] for step in range(5)]
+    again = [reference.steps[step] for step in range(5)]
     assert [seen.steps[step] for step in range(3, 13)] == [*again, *again]
     assert seen.global_step == 13
     assert any("Epoch 0 starts over" in text for text in seen.messages)
@@ -83,35 +83,35 @@ def test_resume_at_is_enough_to_position_data(
     kind: str, world: int, worlds: Pools, tmp_path: Path
 ) -> None:
     run = RunSpec(kind="seeks", length=60) if kind == "seeks" else OWN
-    saving, whole = saved(run, worlds, tmp_path)
+    saving, reference = saved(run, worlds, tmp_path)
     micro = 12 // world if kind == "own batches" else {4: 3}.get(world, 2)
-    (seen,) = assert_continued(worlds, world, saving, whole, AT, batch_size=micro)
-    assert world != 2 or seen.losses == from_step(whole.losses, 3)
+    (seen,) = assert_continued(worlds, world, saving, reference, AT, batch_size=micro)
+    assert world != 2 or seen.losses == from_step(reference.losses, 3)
 
 
 @pytest.mark.parametrize("persistent", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_workers_begin_at_the_resumed_position(
     persistent: bool, worlds: Pools, tmp_path: Path
 ) -> None:
-    """Lightning starts them before `resume_at`; later epochs begin at their beginning."""
+    """Lightning starts the workers before `resume_at`; later epochs start at their first sample."""
     options = {"num_workers": 2, "persistent_workers": persistent}
     run = RunSpec(kind="seeks", length=48, batch_size=6, loader=options)
-    saving, whole = saved(run, worlds, tmp_path)
+    saving, reference = saved(run, worlds, tmp_path)
     for world in (1, 2):
-        assert_continued(worlds, world, saving, whole, AT, batch_size=12 // world)
+        assert_continued(worlds, world, saving, reference, AT, batch_size=12 // world)
 
 
 def test_items_that_are_batches_are_consumed_once(worlds: Pools, tmp_path: Path) -> None:
-    """With batch_size=None a position is counted in items."""
+    """With batch_size=None, positions are counted in items."""
     run = RunSpec(kind="items", length=48, global_batch=None, epochs=1)
     for source, point, done in ((1, "step 0.4", 4), (2, "step 0.3", 6)):
-        saving, whole = saved(run, worlds, tmp_path / f"{source}", point, world=source)
-        before = [i for step in range(done // source) for i in whole.steps[step]]
+        saving, reference = saved(run, worlds, tmp_path / f"{source}", point, world=source)
+        before = [i for step in range(done // source) for i in reference.steps[step]]
         for world in (1, 2, 4):
             seen = record(worlds, world, saving.resumed(point))
             after = [i for ids in seen.steps.values() for i in ids]
-            again = done % world  # rounded down to a step: none is skipped
-            assert len(before) + len(after) == 4 * (12 + again)
+            repeated = done % world  # The position is rounded down to a step.
+            assert len(before) + len(after) == 4 * (12 + repeated)
             assert set(before) | set(after) == set(range(48))
 
 
@@ -120,22 +120,22 @@ def test_items_in_a_global_batch_need_their_size(worlds: Pools, tmp_path: Path) 
     assert_refused(worlds, 2, run, "UnsupportedError", "logging_batch_size_per_gpu")
     sized = replace(run, strategy={"logging_batch_size_per_gpu": 4})
     assert_eight_a_step(sized, worlds, tmp_path)
-    said = ("global_batch_size=6", "batch_size=None yields items of 4 samples")
-    assert_refused(worlds, 3, replace(sized, global_batch=6), "UnsupportedError", *said)
+    texts = ("global_batch_size=6", "batch_size=None yields items of 4 samples")
+    assert_refused(worlds, 3, replace(sized, global_batch=6), "UnsupportedError", *texts)
 
 
-def test_batches_of_a_batch_sampler_as_sampler_are_not_cut(worlds: Pools, tmp_path: Path) -> None:
+def test_batches_of_a_batch_sampler_as_sampler_are_not_split(worlds: Pools, tmp_path: Path) -> None:
     run = RunSpec(kind="batch sampler as sampler", length=48, global_batch=12, epochs=1)
-    said = ("yields items of 4 samples. Make", "a multiple of devices x 4")
+    texts = ("yields items of 4 samples. Make", "a multiple of devices x 4")
     error = "UnsupportedError: global_batch_size=12 on 2 devices"
-    assert_refused(worlds, 2, run, error, *said)
+    assert_refused(worlds, 2, run, error, *texts)
     assert_eight_a_step(run, worlds, tmp_path)
 
 
 def assert_eight_a_step(run: RunSpec, worlds: Pools, root: Path) -> None:
-    saving, whole = saved(replace(run, global_batch=8), worlds, root)
+    saving, reference = saved(replace(run, global_batch=8), worlds, root)
     for world in (1, 2):
-        (seen,) = assert_continued(worlds, world, saving, whole, AT)
+        (seen,) = assert_continued(worlds, world, saving, reference, AT)
         assert {len(ids) for ids in seen.steps.values()} == {8}
 
 
@@ -144,49 +144,49 @@ def assert_eight_a_step(run: RunSpec, worlds: Pools, root: Path) -> None:
 def test_each_of_several_loaders_resumes_at_its_position(
     kind: str, point: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """Also with other batch sizes, after a shorter one has restarted, and twice in a row."""
+    """Also with other batch sizes, after a shorter loader has restarted, and after two resumes."""
     run = RunSpec(kind=kind, length=64, global_batch=None, batch_size=4, epochs=2)
     at = {f"step 0.{point}": point}
-    saving, whole = saved(run, worlds, tmp_path / "first", *at)
-    assert whole.global_step == 16
-    again = {"save": ("step 0.7",), "root": str(tmp_path)}
-    assert_continued(worlds, 2, saving, whole, at, **again)
+    saving, reference = saved(run, worlds, tmp_path / "first", *at)
+    assert reference.global_step == 16
+    save_again = {"save": ("step 0.7",), "root": str(tmp_path)}
+    assert_continued(worlds, 2, saving, reference, at, **save_again)
     if point < 7:
-        assert_continued(worlds, 2, replace(saving, root=str(tmp_path)), whole, {"step 0.7": 7})
-    assert_continued(worlds, 1, saving, whole, at, batch_size=8)
+        assert_continued(worlds, 2, replace(saving, root=str(tmp_path)), reference, {"step 0.7": 7})
+    assert_continued(worlds, 1, saving, reference, at, batch_size=8)
 
 
-@pytest.mark.parametrize("again", ["", ", once"])
+@pytest.mark.parametrize("suffix", ["", ", once"])
 @pytest.mark.parametrize("global_batch", [None, 8])
 def test_a_loader_that_ends_within_a_step_resumes_there(
-    global_batch: int | None, again: str, worlds: Pools, tmp_path: Path
+    global_batch: int | None, suffix: str, worlds: Pools, tmp_path: Path
 ) -> None:
     trainer = {"use_distributed_sampler": False}
-    kind = f"a shorter batch sampler{again}"
+    kind = f"a shorter batch sampler{suffix}"
     run = RunSpec(kind=kind, length=48, global_batch=global_batch, epochs=2)
     run = replace(run, trainer=trainer | ({} if global_batch else {"accumulate_grad_batches": 2}))
     points = {f"step 0.{steps}": steps for steps in (1, 2, 4, 5)}
-    saving, whole = saved(run, worlds, tmp_path, *points)
-    assert whole.global_step == 12
+    saving, reference = saved(run, worlds, tmp_path, *points)
+    assert reference.global_step == 12
     for world, size in ((2, 2), (1, 4), (1, 2)):
         if size * world == 4 or global_batch is not None:
-            assert_continued(worlds, world, saving, whole, points, batch_size=size)
+            assert_continued(worlds, world, saving, reference, points, batch_size=size)
 
 
 def test_a_stream_that_has_restarted_is_refused(worlds: Pools, tmp_path: Path) -> None:
     run = RunSpec(kind="a shorter stream", length=64, global_batch=None, batch_size=4, epochs=1)
-    saving, whole = saved(run, worlds, tmp_path, "step 0.2", "step 0.6")
-    assert_continued(worlds, 2, saving, whole, {"step 0.2": 2})
-    said = "samples that the DataLoader of SeekableStream had yielded"
-    assert_refused(worlds, 2, saving.resumed("step 0.6"), "CheckpointMismatchError", said)
+    saving, reference = saved(run, worlds, tmp_path, "step 0.2", "step 0.6")
+    assert_continued(worlds, 2, saving, reference, {"step 0.2": 2})
+    text = "samples that the DataLoader of SeekableStream had yielded"
+    assert_refused(worlds, 2, saving.resumed("step 0.6"), "CheckpointMismatchError", text)
 
 
 @pytest.mark.long
 def test_a_loaders_own_state_needs_the_same_world(worlds: Pools, tmp_path: Path) -> None:
-    """It is of one rank among two; for three it means nothing."""
+    """The state of one rank of two cannot be used by three ranks."""
     saving, _ = saved(RunSpec(kind="stateful", length=60), worlds, tmp_path)
-    said = "one state per rank, saved on 2 ranks; this run has 3"
-    assert_refused(worlds, 3, saving.resumed(SAVE), "CheckpointMismatchError", said)
+    text = "one state per rank, saved on 2 ranks; this run has 3"
+    assert_refused(worlds, 3, saving.resumed(SAVE), "CheckpointMismatchError", text)
 
 
 @pytest.mark.parametrize("last", [True, "link"])
@@ -240,38 +240,38 @@ def test_a_save_before_a_run_has_resumed_is_refused(worlds: Pools, tmp_path: Pat
         *((kind, "step 0.5", 5) for kind in ("iterable", "stateful")),
     ],
 )
-def test_a_batch_that_lightning_has_fetched_ahead_is_trained_on_once(
+def test_a_batch_that_lightning_has_prefetched_is_trained_on_once(
     kind: str, point: str, begin: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """A loader's own state is that of the last step, and at an epoch's end the epoch is over."""
-    saving, whole = saved(RunSpec(kind=kind, length=60), worlds, tmp_path, point)
-    assert len(whole.steps) == 10
+    """A loader's own state is that of the last step; at the end of an epoch, the epoch is done."""
+    saving, reference = saved(RunSpec(kind=kind, length=60), worlds, tmp_path, point)
+    assert len(reference.steps) == 10
     for seen in worlds.run(2, partial(fit, saving.resumed(point))):
-        assert seen.steps == from_step(whole.steps, begin)
+        assert seen.steps == from_step(reference.steps, begin)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_torchdatas_loader_resumes_on_any_world(world: int, worlds: Pools, tmp_path: Path) -> None:
-    """For data with a length the order is ours, without its own state."""
+    """For data with a length, this library determines the order without the loader's state."""
     pytest.importorskip("torchdata")
-    saving, whole = saved(RunSpec(kind="torchdata"), worlds, tmp_path)
-    assert_continued(worlds, world, saving, whole, AT)
+    saving, reference = saved(RunSpec(kind="torchdata"), worlds, tmp_path)
+    assert_continued(worlds, world, saving, reference, AT)
 
 
 @pytest.mark.long
-def test_other_data_are_refused_in_mid_epoch_only(worlds: Pools, tmp_path: Path) -> None:
+def test_other_data_are_refused_only_inside_an_epoch(worlds: Pools, tmp_path: Path) -> None:
     saving, _ = saved(RunSpec(), worlds, tmp_path)
-    said = "that of the saved run (dataset_length was 53, is 70)"
+    text = "that of the saved run (dataset_length was 53, is 70)"
     other = saving.resumed(SAVE, length=70)
-    assert_refused(worlds, 2, other, "CheckpointMismatchError", said)
+    assert_refused(worlds, 2, other, "CheckpointMismatchError", text)
     ended, _ = saved(RunSpec(epochs=1), worlds, tmp_path, "epoch 0")
     seen = record(worlds, 2, ended.resumed("epoch 0", epochs=2, length=70))
     assert sorted(seen.steps) == [5, 6, 7, 8, 9, 10]
 
 
 SAVE_LATER = "step 1.2"
-"""In the second epoch, which a sampler in a new process takes for its first."""
+"""Inside the second epoch, which a sampler that counts epochs would take for its first."""
 
 
 @pytest.mark.parametrize("kind", ["numpy", "random", "torch"])
@@ -279,58 +279,58 @@ SAVE_LATER = "step 1.2"
 def test_a_samplers_own_generators_continue_their_order(
     kind: str, world: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    saving, whole = saved(RunSpec(kind=kind), worlds, tmp_path, SAVE_LATER)
-    assert whole.steps[0] != whole.steps[5]  # epochs differ
-    assert_continued(worlds, world, saving, whole, {SAVE_LATER: 7})
+    saving, reference = saved(RunSpec(kind=kind), worlds, tmp_path, SAVE_LATER)
+    assert reference.steps[0] != reference.steps[5]  # The epochs have different orders.
+    assert_continued(worlds, world, saving, reference, {SAVE_LATER: 7})
 
 
 @pytest.mark.long
 def test_a_sampler_that_counts_its_epochs_is_refused_or_restarted(
     worlds: Pools, tmp_path: Path
 ) -> None:
-    """A new process counts from zero: alike in the first epoch, and at its end."""
+    """A new process counts from zero, which is right only in the first epoch and at its end."""
     points = (SAVE, "epoch 0", SAVE_LATER, "epoch 1")
-    saving, whole = saved(RunSpec(kind="counts", epochs=3), worlds, tmp_path, *points)
-    told = "OwnGenerator put epoch 1 in another order"
-    for seen in assert_continued(worlds, 2, saving, whole, AT | {"epoch 0": 5}):
+    saving, reference = saved(RunSpec(kind="counts", epochs=3), worlds, tmp_path, *points)
+    reason = "OwnGenerator put epoch 1 in another order"
+    for seen in assert_continued(worlds, 2, saving, reference, AT | {"epoch 0": 5}):
         assert not any("another order" in text for text in seen.messages)
-    said = (f"{told} than in the saved run", "set_epoch(epoch)")
-    assert_refused(worlds, 2, saving.resumed(SAVE_LATER), "CheckpointMismatchError", *said)
+    texts = (f"{reason} than in the saved run", "set_epoch(epoch)")
+    assert_refused(worlds, 2, saving.resumed(SAVE_LATER), "CheckpointMismatchError", *texts)
     restart = {"on_unresumable_data": "restart_epoch"}
     allowed = saving.resumed(SAVE_LATER, strategy=restart, epochs=2)
     seen, ended = records(worlds, 2, [allowed, saving.resumed("epoch 1")])
     assert seen.global_step == 12
-    assert all(any(told in text for text in of.messages) for of in (seen, ended))
+    assert all(any(reason in text for text in each.messages) for each in (seen, ended))
 
 
 def test_orders_of_numpy_integers_are_compared(worlds: Pools, tmp_path: Path) -> None:
     workers = {"num_workers": 1}
     run = RunSpec(kind="numpy indices", noise=0.1, loader=workers, epochs=1)
-    saving, whole = saved(run, worlds, tmp_path)
+    saving, reference = saved(run, worlds, tmp_path)
     for seen in worlds.run(2, partial(fit, saving.resumed(SAVE))):
-        assert seen.steps == from_step(whole.steps, 3)
-        assert seen.losses == from_step(whole.losses, 3)
+        assert seen.steps == from_step(reference.steps, 3)
+        assert seen.losses == from_step(reference.losses, 3)
     unseeded = RunSpec(kind="numpy indices, unseeded", epochs=1)
     saving, _ = saved(unseeded, worlds, tmp_path, world=1)
-    said = "NumPyIndices put epoch 0 in another order than in the saved run"
+    text = "NumPyIndices put epoch 0 in another order than in the saved run"
     for world in (1, 2):
-        assert_refused(worlds, world, saving.resumed(SAVE), "CheckpointMismatchError", said)
+        assert_refused(worlds, world, saving.resumed(SAVE), "CheckpointMismatchError", text)
 
 
 def test_an_order_that_cannot_be_compared_is_refused(worlds: Pools, tmp_path: Path) -> None:
-    """One device warns about it at the save."""
+    """On one device, the save warns."""
     saving, seen = saved(RunSpec(kind="anonymous", epochs=1), worlds, tmp_path, world=1)
-    objects = "NumPyIndices yields objects that cannot be"
-    assert_refused(worlds, 2, saving, f"UnsupportedError: {objects}")
-    said = f"will be refused on resume: {objects} compared"
-    assert sum(said in text for text in seen.messages) == 1
-    said = f"3 of its optimizer steps, and {objects}"
-    assert_refused(worlds, 1, saving.resumed(SAVE), "CheckpointMismatchError", said)
+    reason = "NumPyIndices yields objects that cannot be"
+    assert_refused(worlds, 2, saving, f"UnsupportedError: {reason}")
+    warning = f"will be refused on resume: {reason} compared"
+    assert sum(warning in text for text in seen.messages) == 1
+    error = f"3 of its optimizer steps, and {reason}"
+    assert_refused(worlds, 1, saving.resumed(SAVE), "CheckpointMismatchError", error)
 
 
 @pytest.mark.long
 def test_a_sampler_may_change_when_an_epoch_starts(worlds: Pools) -> None:
-    """Also in the first epoch: its order is not read before."""
+    """Also in the first epoch, because its order is not read before."""
     seen = record(worlds, 2, RunSpec(kind="changed"))
     assert sorted(seen.steps[0]) == list(range(7, 19))
     assert sorted(seen.steps[5]) == list(range(14, 26))
@@ -341,35 +341,35 @@ def test_a_sampler_may_change_when_an_epoch_starts(worlds: Pools) -> None:
 def test_a_sampler_that_differs_between_ranks_is_refused_in_any_epoch(
     kind: str, worlds: Pools
 ) -> None:
-    said = "OwnGenerator gives each rank another order of the samples"
-    assert_refused(worlds, 2, RunSpec(kind=kind), "UnsupportedError", said)
+    text = "OwnGenerator gives each rank another order of the samples"
+    assert_refused(worlds, 2, RunSpec(kind=kind), "UnsupportedError", text)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2])
-def test_an_unshuffled_loader_that_lightning_shuffles_is_warned_of(
+def test_shuffling_of_an_unshuffled_loader_by_lightning_is_reported(
     world: int, worlds: Pools
 ) -> None:
     seen = records(worlds, world, [RunSpec(kind="in order"), RunSpec()])
-    said = [[text for text in of.messages if "shuffled" in text] for of in seen]
-    assert [len(texts) for texts in said] == [1, 0]
-    assert said[0][0].startswith("The training DataLoader of IndexedSamples is shuffled although")
-    assert "sampler=range(len(dataset))" in said[0][0]
+    warned = [[text for text in each.messages if "shuffled" in text] for each in seen]
+    assert [len(texts) for texts in warned] == [1, 0]
+    assert warned[0][0].startswith("The training DataLoader of IndexedSamples is shuffled although")
+    assert "sampler=range(len(dataset))" in warned[0][0]
     assert seen[0].steps == seen[1].steps
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["range", "own distributed sampler"])
-def test_keep_order_yields_consecutive_samples_on_any_world(
+def test_ordered_samplers_yield_consecutive_samples_on_any_world(
     kind: str, worlds: Pools, tmp_path: Path
 ) -> None:
-    saving, whole = saved(RunSpec(kind=kind), worlds, tmp_path)
-    for of_epoch in (0, 5):
+    saving, reference = saved(RunSpec(kind=kind), worlds, tmp_path)
+    for first in (0, 5):
         for step in range(4):
-            assert whole.steps[of_epoch + step] == list(range(12 * step, 12 * (step + 1)))
+            assert reference.steps[first + step] == list(range(12 * step, 12 * (step + 1)))
     for world in (1, 2, 3):
-        (seen,) = assert_continued(worlds, world, saving, whole, AT)
-        assert not any("shuffled" in text for text in (*whole.messages, *seen.messages))
+        (seen,) = assert_continued(worlds, world, saving, reference, AT)
+        assert not any("shuffled" in text for text in (*reference.messages, *seen.messages))
 
 
 @pytest.mark.long
@@ -382,15 +382,17 @@ def test_keep_order_yields_consecutive_samples_on_any_world(
         ("plain", ""),
     ],
 )
-def test_data_that_cannot_resume_are_warned_of_at_the_start(
+def test_data_that_cannot_resume_cause_a_warning_at_the_start(
     kind: str, expected: str, worlds: Pools
 ) -> None:
     run = RunSpec(kind=kind, length=60, epochs=1)
     allowed = replace(run, strategy={"on_unresumable_data": "restart_epoch"})
     seen = records(worlds, 2, [run, allowed])
-    said = [[text for text in of.messages if "A checkpoint inside an epoch" in text] for of in seen]
-    assert [len(texts) for texts in said] == [int(bool(expected)), 0]
-    for text in said[0]:
+    warned = [
+        [text for text in each.messages if "A checkpoint inside an epoch" in text] for each in seen
+    ]
+    assert [len(texts) for texts in warned] == [int(bool(expected)), 0]
+    for text in warned[0]:
         assert expected in text
         assert "resume_at(epoch, samples)" in text
 
@@ -398,13 +400,13 @@ def test_data_that_cannot_resume_are_warned_of_at_the_start(
 @pytest.mark.long
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_order_continues_under_another_seed(world: int, worlds: Pools, tmp_path: Path) -> None:
-    saving, whole = saved(RunSpec(), worlds, tmp_path)
-    assert_continued(worlds, world, saving, whole, AT, seed=99)
+    saving, reference = saved(RunSpec(), worlds, tmp_path)
+    assert_continued(worlds, world, saving, reference, AT, seed=99)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("world", "now", "expected"),
+    ("world", "changes", "expected"),
     [
         (
             3,
@@ -416,34 +418,34 @@ def test_the_order_continues_under_another_seed(world: int, worlds: Pools, tmp_p
     ],
 )
 def test_changed_batch_settings_are_reported_with_both_numbers(
-    world: int, now: dict[str, Any], expected: str, worlds: Pools, tmp_path: Path
+    world: int, changes: dict[str, Any], expected: str, worlds: Pools, tmp_path: Path
 ) -> None:
     run = RunSpec(global_batch=None, batch_size=6, length=60, schedule="lambda")
-    saving, whole = saved(run, worlds, tmp_path)
-    seen = record(worlds, world, saving.resumed(SAVE, **now))
+    saving, reference = saved(run, worlds, tmp_path)
+    seen = record(worlds, world, saving.resumed(SAVE, **changes))
     assert any(expected in text for text in seen.messages), seen.messages
     first = [i for step, ids in seen.steps.items() if step < 5 for i in ids]
-    assert set(first) >= {i for step in (3, 4) for i in whole.steps[step]}
+    assert set(first) >= {i for step in (3, 4) for i in reference.steps[step]}
 
 
 @pytest.mark.long
-def test_counts_without_a_global_batch_are_warned_of(worlds: Pools, tmp_path: Path) -> None:
-    """Lightning's integers then count the batches of one device."""
+def test_intervals_without_a_global_batch_cause_a_warning(worlds: Pools, tmp_path: Path) -> None:
+    """Lightning's integers then count batches of one device."""
     trainer = {"val_check_interval": 2}
     run = RunSpec(global_batch=None, batch_size=6, validate=True, trainer=trainer)
     saving, _ = saved(run, worlds, tmp_path)
     trainer = {**trainer, "accumulate_grad_batches": 2}
     seen = record(worlds, 1, saving.resumed(SAVE, trainer=trainer))
-    said = "Trainer(val_check_interval=2) counts batches of one device: 2 optimizer steps in"
-    assert any(said in text for text in seen.messages), seen.messages
+    warning = "Trainer(val_check_interval=2) counts batches of one device: 2 optimizer steps in"
+    assert any(warning in text for text in seen.messages), seen.messages
     assert not any("global batch changes" in text for text in seen.messages)
 
 
 @pytest.mark.long
-def test_random_states_of_another_world_are_warned_of_once(worlds: Pools, tmp_path: Path) -> None:
+def test_random_states_of_another_world_cause_one_warning(worlds: Pools, tmp_path: Path) -> None:
     saving, _ = saved(RunSpec(dropout=0.1), worlds, tmp_path)
-    of_worlds = [record(worlds, world, saving.resumed(SAVE)).messages for world in (2, 3)]
-    counts = [sum("starts a new stream" in text for text in texts) for texts in of_worlds]
+    messages = [record(worlds, world, saving.resumed(SAVE)).messages for world in (2, 3)]
+    counts = [sum("starts a new stream" in text for text in texts) for texts in messages]
     assert counts == [0, 1]
 
 

@@ -1,4 +1,4 @@
-"""Which directories a fit checks before its first step: those into which it will save."""
+"""Before its first step, a fit checks the directories to which it will save."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.ranks import Pools
 
 
 class Exporting(Checkpoint):
-    """Saves by itself, wherever it likes."""
+    """Saves to its own path, without the strategy."""
 
     dirpath = "s3://bucket/exports"
 
@@ -41,7 +41,7 @@ def test_only_callbacks_that_save_through_the_strategy_are_checked(
 
 
 def errors_in_a_file(root: str, options: dict[str, Any]) -> str:
-    """Return the errors of a fit whose checkpoints would lie in a file."""
+    """Return the error of a fit whose checkpoint directory would be inside a file."""
     checkpoints = ModelCheckpoint(dirpath=f"{root}/file/checkpoints")
     trainer = quiet_trainer(elastic(), checkpoints, Exporting(), max_epochs=1, **options)
     return error_text(lambda: trainer.fit(RegressionNet(), Data()))
@@ -49,18 +49,22 @@ def errors_in_a_file(root: str, options: dict[str, Any]) -> str:
 
 @pytest.mark.engine
 def test_an_impossible_directory_is_refused_before_training(worlds: Pools, tmp_path: Path) -> None:
-    """A trial run, which saves nothing, is not refused."""
+    """A trial run (``fast_dev_run``) saves nothing, and is not refused."""
     (tmp_path / "file").touch()
-    for said in worlds.run(2, partial(errors_in_a_file, str(tmp_path), {})):
-        assert said.startswith("SaveError")
-        assert f"{tmp_path}/file/checkpoints" in said
-    quick: dict[str, Any] = {"fast_dev_run": True}
-    for said in worlds.run(2, partial(errors_in_a_file, str(tmp_path), quick)):
-        assert said == "nothing was raised"
+    for error in worlds.run(2, partial(errors_in_a_file, str(tmp_path), {})):
+        assert error.startswith("SaveError")
+        assert f"{tmp_path}/file/checkpoints" in error
+    trial: dict[str, Any] = {"fast_dev_run": True}
+    for error in worlds.run(2, partial(errors_in_a_file, str(tmp_path), trial)):
+        assert error == "nothing was raised"
 
 
 def fit_from_nowhere(root: str) -> tuple[bool, str, list[str]]:
-    """Resume a missing path; return if stock handlers catch it, its text, and what remains."""
+    """Resume from a missing path.
+
+    Returns:
+        Whether ``except FileNotFoundError`` catches the error, its text, and the remaining files.
+    """
     checkpoints = ModelCheckpoint(dirpath=f"{root}/run/checkpoints")
     trainer = quiet_trainer(elastic(), checkpoints, max_epochs=1)
     try:
@@ -72,17 +76,15 @@ def fit_from_nowhere(root: str) -> tuple[bool, str, list[str]]:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("there_before", [False, True])
-def test_a_missing_checkpoint_leaves_no_trace(
-    there_before: bool, worlds: Pools, tmp_path: Path
-) -> None:
-    """A missing ckpt_path is a FileNotFoundError on all ranks, as with Lightning's strategies.
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_missing_checkpoint_leaves_no_trace(exists: bool, worlds: Pools, tmp_path: Path) -> None:
+    """A missing ckpt_path raises FileNotFoundError on all ranks, as with Lightning's strategies.
 
-    Directories that only this fit has made are removed; others stay.
+    Directories that this fit created are removed; others stay.
     """
-    if there_before:
+    if exists:
         (tmp_path / "run").mkdir()
-    for caught, text, left in worlds.run(2, partial(fit_from_nowhere, str(tmp_path))):
+    for caught, text, remaining in worlds.run(2, partial(fit_from_nowhere, str(tmp_path))):
         assert caught
         assert f"{tmp_path}/nowhere.ckpt" in text
-        assert left == (["run"] if there_before else [])
+        assert remaining == (["run"] if exists else [])

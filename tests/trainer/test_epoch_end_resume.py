@@ -1,4 +1,4 @@
-"""Resumed at an epoch's end: the next epoch's samples, of data that count epochs by themselves."""
+"""Resumes at the end of an epoch start the next epoch, also for data that count epochs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.trainer._recorded_runs import RunSpec, assert_continued, from_step, r
 pytestmark = pytest.mark.engine
 
 POINTS = {"step 1.3": 8, "validated 10": 10, "epoch 1": 10}
-"""In mid-epoch, at the end of an epoch's validation, and at its own end: with the next step."""
+"""Moments inside an epoch, after its validation and at its end, with the next step."""
 
 RUN = RunSpec(
     length=60,
@@ -31,9 +31,10 @@ def test_positioned_data_yield_each_epoch_once(
     kind: str, world: int, worlds: Pools, tmp_path: Path
 ) -> None:
     run = replace(RUN, kind=kind, root=str(tmp_path))
-    whole = record(worlds, 2, run)
-    assert len({tuple(whole.steps[step]) for step in range(0, 20, 5)}) == 4  # epochs differ
-    assert_continued(worlds, world, run, whole, POINTS, batch_size=12 // world)
+    reference = record(worlds, 2, run)
+    # All epochs have different orders.
+    assert len({tuple(reference.steps[step]) for step in range(0, 20, 5)}) == 4
+    assert_continued(worlds, world, run, reference, POINTS, batch_size=12 // world)
 
 
 @pytest.mark.long
@@ -46,14 +47,14 @@ def test_stateful_loaders_begin_the_next_epoch(kind: str, worlds: Pools, tmp_pat
     run = replace(RUN, kind=kind, epochs=3, root=str(tmp_path))
     run = replace(run, strategy={"logging_batch_size_per_gpu": 6})
     assert_continued(worlds, 2, run, record(worlds, 2, run), POINTS)
-    three = {"batch_size": 4, "strategy": {"logging_batch_size_per_gpu": 4}}
-    said = "one state per rank, saved on 2 ranks, and this run has 3"
-    for seen in records(worlds, 3, [run.resumed(point, **three) for point in [*POINTS][1:]]):
-        assert any(said in message for message in seen.messages)
+    on_three = {"batch_size": 4, "strategy": {"logging_batch_size_per_gpu": 4}}
+    text = "one state per rank, saved on 2 ranks, and this run has 3"
+    for seen in records(worlds, 3, [run.resumed(point, **on_three) for point in [*POINTS][1:]]):
+        assert any(text in message for message in seen.messages)
 
 
 @pytest.mark.long
-def test_a_limited_epoch_of_torchdatas_loader_is_followed_by_the_next(
+def test_torchdatas_loader_starts_the_next_epoch_after_a_limited_one(
     worlds: Pools, tmp_path: Path
 ) -> None:
     pytest.importorskip("torchdata")
@@ -72,26 +73,25 @@ def test_torchdatas_loader_restarts_when_another_loader_ends_the_epoch(
     save = ("epoch 0", "starting 1")
     run = RunSpec(kind=f"torchdata and a {other} one", length=48, global_batch=None, save=save)
     run = replace(run, root=str(tmp_path))
-    whole = record(worlds, 2, run)
-    assert_continued(worlds, 2, run, whole, dict.fromkeys(save, whole.global_step // 2))
+    reference = record(worlds, 2, run)
+    assert_continued(worlds, 2, run, reference, dict.fromkeys(save, reference.global_step // 2))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_gradients_of_a_cut_window_do_not_reach_the_next_epoch(
+def test_gradients_of_an_incomplete_window_do_not_reach_the_next_epoch(
     stage: int, worlds: Pools, tmp_path: Path
 ) -> None:
     run = RunSpec(kind="skips", stage=stage, save=("epoch 0",), root=str(tmp_path), length=60)
-    whole = record(worlds, 2, run)
+    reference = record(worlds, 2, run)
     seen = record(worlds, 2, run.resumed("epoch 0"))
-    assert seen.buffer == whole.buffer
-    assert seen.losses[3] == whole.losses[3]  # by the weights of step 2, the epoch's first
-    said = [m for m in whole.messages if "ended within an accumulation window" in m]
-    assert len(said) == 1
-    assert "gradients of its last 1 micro-batches are dropped" in said[0]
+    assert seen.buffer == reference.buffer
+    assert seen.losses[3] == reference.losses[3]  # After step 2, the first step of the epoch.
+    (warning,) = [m for m in reference.messages if "ended within an accumulation window" in m]
+    assert "gradients of its last 1 micro-batches are dropped" in warning
 
 
 UNCUT = RunSpec(length=48, batch_size=4, global_batch=8, epochs=3, noise=0.1)
-"""Two micro-batches to a step, on one rank."""
+"""Two micro-batches per step, on one rank."""
 
 KEPT: dict[str, RunSpec] = {
     "a stream": replace(UNCUT, kind="seeks", loader={"num_workers": 1}),
@@ -106,7 +106,7 @@ KEPT: dict[str, RunSpec] = {
         trainer={"reload_dataloaders_every_n_epochs": 1},
     ),
 }
-"""Loaders that keep their samplers, and draw for each sample as it is fetched."""
+"""Loaders that keep their samplers, and draw random numbers when a sample is fetched."""
 
 
 @pytest.mark.cases(2)
@@ -119,17 +119,16 @@ def test_kept_loaders_repeat_order_and_random_numbers_of_workers(
     run = replace(KEPT[name], trainer=trainer, save=save, root=root)
     second = run.resumed("inside 1.0", save=("inside 2.0",), root=f"{root}/2")
     runs = [run, second, second.resumed("inside 2.0"), run.resumed("epoch 1")]
-    whole, *resumed = records(worlds, 1, runs)
-    for of, begin in zip(resumed, (6, 12, 12), strict=True):
-        assert of.steps == from_step(whole.steps, begin)
-        assert of.losses == from_step(whole.losses, begin)
+    reference, *resumed = records(worlds, 1, runs)
+    for seen, begin in zip(resumed, (6, 12, 12), strict=True):
+        assert seen.steps == from_step(reference.steps, begin)
+        assert seen.losses == from_step(reference.losses, begin)
 
 
-def test_persistent_workers_are_warned_of_once(worlds: Pools, tmp_path: Path) -> None:
-    """Their random numbers began with the run, and restart after a resume."""
+def test_persistent_workers_cause_one_warning(worlds: Pools, tmp_path: Path) -> None:
+    """Their random numbers continue over epochs, but restart after a resume."""
     options = {"num_workers": 1, "persistent_workers": True}
     run = replace(UNCUT, kind="seeks", loader=options, save=("epoch 0",), root=str(tmp_path))
     _, seen = records(worlds, 1, [run, run.resumed("epoch 0")])
-    told = [text for text in seen.messages if "draw other random numbers" in text]
-    assert len(told) == 1
-    assert "persistent_workers" in told[0]
+    (warning,) = [text for text in seen.messages if "draw other random numbers" in text]
+    assert "persistent_workers" in warning

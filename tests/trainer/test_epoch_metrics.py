@@ -1,4 +1,4 @@
-"""What an epoch sums up is the same whether the run was stopped in its midst or not."""
+"""Metrics of an epoch are the same if the run is resumed inside it."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ CLASSES = 3
 @dataclass
 class LoggedValues:
     epochs: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Callback metrics after each epoch, by its number, and at the end."""
+    """Callback metrics when each epoch starts, by its number, and at the end."""
     logged: dict[str, dict[str, float]] = field(default_factory=dict)
-    """What loggers were told, likewise."""
+    """Values passed to loggers, at the same moments."""
     rates: dict[int, float] = field(default_factory=dict)
     stopped: int = 0
     """The epoch in which ``EarlyStopping`` ended the run."""
     best: float = 0.0
-    """The value of the checkpoint that ``ModelCheckpoint`` keeps as the best."""
-    said: list[str] = field(default_factory=list)
+    """The score of the best checkpoint of ``ModelCheckpoint``."""
+    warned: list[str] = field(default_factory=list)
 
 
 class MetricsNet(RecordingNet):
-    """A net that sums up everything that can be summed up."""
+    """A net that logs values with all kinds of reductions and metrics."""
 
-    def __init__(self, run: RunSpec, said: str = "") -> None:
+    def __init__(self, run: RunSpec, extra: str = "") -> None:
         super().__init__(run)
-        self.said = said
+        self.extra = extra
         self.mean_metric = torchmetrics.MeanMetric()
         self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
         both = [MulticlassAccuracy(CLASSES), MulticlassF1Score(CLASSES)]
@@ -57,7 +57,7 @@ class MetricsNet(RecordingNet):
         self.bounds = MinMaxMetric(torchmetrics.MeanMetric())
         self.best_val = torchmetrics.MaxMetric()
         self.val_mean = torchmetrics.MeanMetric()
-        if "correlation" in said:
+        if "correlation" in extra:
             self.correlation = torchmetrics.PearsonCorrCoef()
 
     @override
@@ -67,7 +67,7 @@ class MetricsNet(RecordingNet):
         with torch.no_grad():
             each = self.loss(x)
         self.log("forked", each.mean(), on_step=True, on_epoch=True, sync_dist=True)
-        self.log("mine", each.mean(), on_step=False, on_epoch=True, prog_bar="bar" in self.said)
+        self.log("mine", each.mean(), on_step=False, on_epoch=True, prog_bar="bar" in self.extra)
         self.log("most", each.max(), on_epoch=True, reduce_fx="max", sync_dist=True)
         self.log("least", each.min(), on_epoch=True, reduce_fx=torch.min, sync_dist=True)
         self.log("sum", each.sum(), on_epoch=True, reduce_fx="sum", sync_dist=True)
@@ -86,7 +86,7 @@ class MetricsNet(RecordingNet):
         self.log_dict(self.several, on_step=False, on_epoch=True)
         self.by_hand.update(each)
         self.bounds.update(each)
-        if "correlation" in self.said:
+        if "correlation" in self.extra:
             self.correlation.update(each, x[:, 0])
         return total
 
@@ -102,7 +102,7 @@ class MetricsNet(RecordingNet):
         self.all.reset()
         self.log("scalars", self.scalars.compute().sum(), sync_dist=True)
         self.scalars.reset()
-        if "correlation" in self.said:
+        if "correlation" in self.extra:
             self.log("correlation", self.correlation.compute())
             self.correlation.reset()
 
@@ -130,39 +130,39 @@ class MetricsNet(RecordingNet):
         }
 
 
-def noting(values: LoggedValues) -> Callback:
-    """Return what records the values of an epoch when the next one begins."""
+def recorder_of(values: LoggedValues) -> Callback:
+    """Return a callback that records the values of an epoch when the next one starts."""
 
-    def note(trainer: pl.Trainer, moment: str) -> None:
-        for kept, live in (
+    def record(trainer: pl.Trainer, moment: str) -> None:
+        for recorded, live in (
             (values.epochs, trainer.callback_metrics),
             (values.logged, trainer.logged_metrics),
         ):
-            kept[moment] = {name: float(value) for name, value in live.items()}
+            recorded[moment] = {name: float(value) for name, value in live.items()}
 
     return LambdaCallback(
-        on_train_epoch_start=lambda trainer, _: note(trainer, str(trainer.current_epoch)),
-        on_train_end=lambda trainer, _: note(trainer, "end"),
+        on_train_epoch_start=lambda trainer, _: record(trainer, str(trainer.current_epoch)),
+        on_train_end=lambda trainer, _: record(trainer, "end"),
     )
 
 
-def values_of(run: RunSpec, said: str = "") -> LoggedValues:
-    """Fit, and give what this rank saw.
+def values_of(run: RunSpec, extra: str = "") -> LoggedValues:
+    """Fit; return the values of this rank.
 
     Args:
         run: the fit.
-        said: what the net does beside.
+        extra: ``"bar"`` logs to the progress bar, ``"correlation"`` adds a metric.
     """
     pl.seed_everything(run.seed, workers=True, verbose=False)
     torch.manual_seed(run.seed + comm.get_rank())
-    net, values = MetricsNet(run, said), LoggedValues()
+    net, values = MetricsNet(run, extra), LoggedValues()
     checkpoints = ModelCheckpoint(run.root, monitor="sum", save_on_train_epoch_end=True)
     stopping = EarlyStopping(
         "object_epoch", patience=1, min_delta=0.7, check_on_train_epoch_end=True
     )
-    trainer = trainer_of(run, [EventRecorder(run), noting(values), stopping, checkpoints])
+    trainer = trainer_of(run, [EventRecorder(run), recorder_of(values), stopping, checkpoints])
     val = DataLoader(IndexedSamples(8, 0.0), batch_size=2) if run.validate else None
-    with warnings_heard() as values.said:
+    with warnings_heard() as values.warned:
         trainer.fit(net, run.loaders(), val, ckpt_path=run.ckpt_path)
     values.rates = net.rates
     values.stopped = stopping.stopped_epoch
@@ -170,8 +170,8 @@ def values_of(run: RunSpec, said: str = "") -> LoggedValues:
     return values
 
 
-def all_values(runs: list[RunSpec], said: str = "") -> list[LoggedValues]:
-    return [values_of(run, said) for run in runs]
+def all_values(runs: list[RunSpec], extra: str = "") -> list[LoggedValues]:
+    return [values_of(run, extra) for run in runs]
 
 
 pytestmark = pytest.mark.engine
@@ -180,23 +180,22 @@ MOMENTS = (
     *("inside 0.0", "step 0.2", "inside 0.2", "validating 2", "validated 2", "step 0.5", "epoch 0"),
     *("starting 1", "inside 1.3", "step 1.3"),
 )
-LATER = {
+NOT_COMPARED = {
     "step 0.2": ("late",),
     "step 0.5": ("late",),
     "step 1.3": ("late",),
     "epoch 0": ("by hand of 1", "the mean of all of 1", "scalars of 1", "bounds"),
 }
-"""Logged in a hook of the module's that comes after that of the callback which saved; and what an
-epoch's end is taken to reset there."""
-OTHERS = {"bounds", "correlation", "val", "val_mean", "best"}
-"""Of metrics that no rule shares out; and of validation's samples, which are filled up for three
-ranks."""
+"""Values that a hook of the module logs or resets after the callback has saved, by moment."""
+WORLD_DEPENDENT = {"bounds", "correlation", "val", "val_mean", "best"}
+"""Metrics that cannot be split between ranks, and metrics of validation samples, which are padded
+for three ranks."""
 LOCAL = {"mine", "late", "loss"}
-"""Logged without ``sync_dist``: a mean over a rank's own samples, others on other ranks."""
+"""Logged without ``sync_dist``: a mean over the samples of one rank."""
 
 
 def saving(root: Path, **options: object) -> RunSpec:
-    """Return a run that saves at all moments; validation is in the midst of an epoch too."""
+    """Return a run that saves at all moments, and also validates inside an epoch."""
     run = RunSpec(
         save=MOMENTS,
         root=str(root),
@@ -208,55 +207,57 @@ def saving(root: Path, **options: object) -> RunSpec:
 
 
 def resumed(run: RunSpec) -> dict[str, RunSpec]:
-    """Return the runs that resume from the saves, by moment."""
+    """Return the runs that resume from existing saves, by moment."""
     runs = {moment: run.resumed(moment) for moment in run.save}
-    return {moment: of for moment, of in runs.items() if Path(str(of.ckpt_path)).exists()}
+    return {moment: each for moment, each in runs.items() if Path(str(each.ckpt_path)).exists()}
 
 
 @pytest.mark.parametrize(
     ("asynchronous", "moments"),
     [*((False, MOMENTS[i::5]) for i in range(5)), (True, ("inside 0.2", "step 1.3"))],
 )
-def test_epoch_values_and_decisions_are_those_of_the_whole_run(
+def test_epoch_values_and_decisions_are_those_of_an_uninterrupted_run(
     asynchronous: bool, moments: tuple[str, ...], worlds: Pools, tmp_path: Path
 ) -> None:
-    """On every rank and from every moment, bit for bit."""
+    """On every rank and from every moment, bitwise."""
     run = saving(tmp_path, save=moments, strategy={"async_save": asynchronous})
-    whole = worlds.run(2, partial(values_of, run))
+    reference = worlds.run(2, partial(values_of, run))
     runs = resumed(run)
     assert set(runs) == set(moments)
-    assert len(set(whole[0].rates.values())) > 1
-    assert whole[0].stopped
-    # Another way to log the same is no obstacle.
+    assert len(set(reference[0].rates.values())) > 1
+    assert reference[0].stopped
+    # The resumed runs may log the same value with other options.
     ranks = worlds.run(2, partial(all_values, list(runs.values()), "bar"))
-    unlike = {
+    differing = {
         (rank, moment): found
-        for rank, of_rank in enumerate(ranks)
-        for moment, seen in zip(runs, of_rank, strict=True)
-        if (found := _unlike(whole[rank], seen, lacks=LATER.get(moment, ())))
+        for rank, rank_values in enumerate(ranks)
+        for moment, seen in zip(runs, rank_values, strict=True)
+        if (found := _differing(reference[rank], seen, ignored=NOT_COMPARED.get(moment, ())))
     }
-    assert not unlike
+    assert not differing
 
 
-def _unlike(whole: LoggedValues, seen: LoggedValues, lacks: tuple[str, ...]) -> dict[str, object]:
-    """Return values and decisions that differ from the whole run's."""
+def _differing(
+    reference: LoggedValues, seen: LoggedValues, ignored: tuple[str, ...]
+) -> dict[str, object]:
+    """Return values and decisions that differ from those of the uninterrupted run."""
     first = min(seen.rates)
-    rates = from_step(whole.rates, first)
+    rates = from_step(reference.rates, first)
     pairs = {
         "rates": (seen.rates, rates),
-        "stopped": (seen.stopped, whole.stopped),
-        "best": (seen.best, whole.best),
+        "stopped": (seen.stopped, reference.stopped),
+        "best": (seen.best, reference.best),
     }
-    for kind, mine, others in (
-        ("seen", seen.epochs, whole.epochs),
-        ("logged", seen.logged, whole.logged),
+    for kind, found, expected in (
+        ("seen", seen.epochs, reference.epochs),
+        ("logged", seen.logged, reference.logged),
     ):
-        for epoch in mine:
-            for name in mine[epoch].keys() | others[epoch].keys():
-                at = f"{kind} {name} of {epoch}"
-                pairs[at] = (mine[epoch].get(name), others[epoch].get(name))
+        for epoch in found:
+            for name in found[epoch].keys() | expected[epoch].keys():
+                pair = (found[epoch].get(name), expected[epoch].get(name))
+                pairs[f"{kind} {name} of {epoch}"] = pair
     differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-    return {name: pair for name, pair in differing.items() if not any(map(name.count, lacks))}
+    return {name: pair for name, pair in differing.items() if not any(map(name.count, ignored))}
 
 
 @pytest.mark.long
@@ -265,7 +266,7 @@ def _unlike(whole: LoggedValues, seen: LoggedValues, lacks: tuple[str, ...]) -> 
     ("saved_on", "world", "stage", "batch_size"),
     [(2, 1, 3, 2), (2, 3, 2, 2), (1, 2, 2, 6), (3, 2, 1, 6)],
 )
-def test_another_world_sums_up_the_same(
+def test_another_world_has_the_same_metrics(
     saved_on: int,
     world: int,
     stage: int,
@@ -274,26 +275,26 @@ def test_another_world_sums_up_the_same(
     worlds: Pools,
     tmp_path: Path,
 ) -> None:
-    """What is summed up over all ranks, up to the order of a sum; and the same decisions.
+    """Reductions over all ranks are equal except for the order of sums; decisions are equal.
 
-    ZeRO-3's hooks count in attributes of every metric whose forward is called. With a batch size of
-    6, two devices take one batch for a step: a metric has a single value of what is left of the
-    epoch at one rank, and those of the run that saved at another.
+    ZeRO-3's hooks add counters to every metric whose forward is called. With a batch size of 6, a
+    step has one batch per device on two devices, so that after a resume a metric may contain a
+    single value on one rank, and the values of the saved run on another.
     """
     run = saving(tmp_path, save=moments, stage=stage, batch_size=batch_size)
-    whole = worlds.run(saved_on, partial(values_of, run, "correlation"))[0]
+    reference = worlds.run(saved_on, partial(values_of, run, "correlation"))[0]
     runs = resumed(run)
-    of_rank = worlds.run(world, partial(all_values, list(runs.values()), "correlation"))[0]
-    for moment, seen in zip(runs, of_rank, strict=True):
-        assert all(whole.rates[step] == rate for step, rate in seen.rates.items()), moment
-        assert seen.stopped == whole.stopped, moment
-        told = "correlation cover only the batches after the resume"
-        assert any(told in text for text in seen.said) == (moment != "epoch 0"), moment
+    values = worlds.run(world, partial(all_values, list(runs.values()), "correlation"))[0]
+    for moment, seen in zip(runs, values, strict=True):
+        assert all(reference.rates[step] == rate for step, rate in seen.rates.items()), moment
+        assert seen.stopped == reference.stopped, moment
+        warning = "correlation cover only the batches after the resume"
+        assert any(warning in text for text in seen.warned) == (moment != "epoch 0"), moment
         for epoch in seen.epochs.keys() - {"0"}:
-            for name in whole.epochs[epoch].keys() - OTHERS:
-                if f"{name} of {epoch}" in LATER.get(moment, ()):
+            for name in reference.epochs[epoch].keys() - WORLD_DEPENDENT:
+                if f"{name} of {epoch}" in NOT_COMPARED.get(moment, ()):
                     continue
-                value = whole.epochs[epoch][name]
+                value = reference.epochs[epoch][name]
                 here = seen.epochs[epoch].get(name, math.nan)
                 if name in LOCAL or name.endswith("_step"):
                     assert math.isfinite(here), (moment, epoch, name)

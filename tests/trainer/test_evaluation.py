@@ -1,4 +1,4 @@
-"""Any number of ranks evaluates what any other number has trained, on weights alone."""
+"""Any number of ranks evaluates checkpoints of any other number, from the weights only."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ from tests.trainer.test_refused_setups import BY_TRAINER
 pytestmark = pytest.mark.engine
 
 WIDE = 12000
-"""A hidden layer whose moments fill several chunks of their own, in each rank's file."""
+"""The size of a hidden layer whose optimizer states fill several chunks of each rank's file."""
 
 CHUNK_BYTES = 65536
 
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_any_ranks_find_the_same(stage: int, worlds: Pools, tmp_path: Path) -> None:
-    """Any rank count validates, tests and predicts from a checkpoint, with equal results."""
+def test_evaluations_on_any_number_of_ranks_are_equal(
+    stage: int, worlds: Pools, tmp_path: Path
+) -> None:
+    """Validation, test and prediction from a checkpoint."""
     root = str(tmp_path)
     worlds.run(2, partial(fit, FitSpec(root, stage, epochs=2)))
     losses, predicted = [], []
@@ -38,8 +40,8 @@ def test_any_ranks_find_the_same(stage: int, worlds: Pools, tmp_path: Path) -> N
         plan = FitSpec(root, stage, ckpt_path=f"{root}/last.ckpt", seed=world)
         for verb in ("validate", "test"):
             losses += [s["loss"] for s in worlds.run(world, partial(evaluate, plan, verb))]
-        of_ranks = [s["predicted"] for s in worlds.run(world, partial(evaluate, plan, "predict"))]
-        predicted.append(sorted(value for values in of_ranks for value in values))
+        per_rank = [s["predicted"] for s in worlds.run(world, partial(evaluate, plan, "predict"))]
+        predicted.append(sorted(value for values in per_rank for value in values))
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
     for others in predicted[1:]:
         assert others == pytest.approx(predicted[0], rel=1e-5)
@@ -50,7 +52,7 @@ def test_any_ranks_find_the_same(stage: int, worlds: Pools, tmp_path: Path) -> N
 def test_evaluation_finds_the_metrics_of_the_save_without_optimizer_state(
     stage: int, target: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """Optimizer state is damaged, chunk by chunk: a read of one byte would fail."""
+    """Each chunk of optimizer state is damaged, so that reading it would fail."""
     root = str(tmp_path)
     found = worlds.run(2, partial(fit, FitSpec(root, stage, hidden=WIDE)))[0]["metrics"]["val_loss"]
     assert damage_optimizer_state(tmp_path / "last.ckpt") > 10
@@ -77,19 +79,19 @@ def test_evaluation_and_resume_with_second_copies_find_the_metrics_of_the_save(
         2, partial(with_second_copies, FitSpec(f"{root}/whole", 3, epochs=2), "fit")
     )
     resumed = worlds.run(2, partial(with_second_copies, replace(plan, epochs=2), "fit"))
-    for whole, half in zip(uninterrupted, resumed, strict=True):
-        assert half["metrics"] == whole["metrics"]
-        assert half["end"] == whole["end"]
+    for expected, seen in zip(uninterrupted, resumed, strict=True):
+        assert seen["metrics"] == expected["metrics"]
+        assert seen["end"] == expected["end"]
 
 
 def with_second_copies(plan: FitSpec, verb: str) -> dict[str, Any]:
-    """Fit or evaluate with hpZ, which DeepSpeed would continue to use in each later engine."""
+    """Fit or evaluate with hpZ; reset the groups that DeepSpeed would use for later engines."""
     zero = {
         "stage": 3,
         "zero_hpz_partition_size": 2,
         "stage3_param_persistence_threshold": 10,
     }
-    # No zero_allow_untested_optimizer, which Lightning's evaluation reads all the same.
+    # Without zero_allow_untested_optimizer, which Lightning's evaluation reads too.
     plan = replace(plan, strategy={"config": {"zero_optimization": zero}}, hidden=40)
     try:
         return fit(plan) if verb == "fit" else evaluate(plan, verb)
@@ -99,19 +101,20 @@ def with_second_copies(plan: FitSpec, verb: str) -> dict[str, Any]:
 
 
 def damage_optimizer_state(checkpoint: Path) -> int:
-    """Change a byte in each chunk of optimizer state only; return their number."""
+    """Change a byte in each chunk that contains only optimizer state; return their number."""
     damaged = 0
     for shard in checkpoint.glob("checkpoint/*_optim_states.pt"):
         data = bytearray(shard.read_bytes())
-        held = torch.load(shard, weights_only=True)["optimizer_state_dict"]
-        masters = held.get("fp32_flat_groups") or held["single_partition_of_fp32_groups"]
-        spared = {0, len(data) // CHUNK_BYTES, len(data) // CHUNK_BYTES - 1}  # pickle, directory
+        state = torch.load(shard, weights_only=True)["optimizer_state_dict"]
+        masters = state.get("fp32_flat_groups") or state["single_partition_of_fp32_groups"]
+        # The pickle and the directory of the ZIP file.
+        excluded = {0, len(data) // CHUNK_BYTES, len(data) // CHUNK_BYTES - 1}
         for master in masters:
             start = data.find(master.numpy().tobytes())
             assert start >= 0
             stop = start + master.numel() * master.element_size()
-            spared.update(range(start // CHUNK_BYTES, stop // CHUNK_BYTES + 1))
-        for chunk in set(range(len(data) // CHUNK_BYTES)) - spared:
+            excluded.update(range(start // CHUNK_BYTES, stop // CHUNK_BYTES + 1))
+        for chunk in set(range(len(data) // CHUNK_BYTES)) - excluded:
             data[chunk * CHUNK_BYTES + 77] ^= 1
             damaged += 1
         shard.write_bytes(bytes(data))
@@ -119,10 +122,10 @@ def damage_optimizer_state(checkpoint: Path) -> int:
 
 
 OF_TRAINING = ("1-bit Adam", "LAMB", "AutoTP", "AutoEP", "sequences by a mesh", "a curriculum")
-"""What a fit is refused for, and an evaluation's engine is not made of: DeepSpeed reads it only."""
+"""Options that are refused for a fit, but do not affect the engine of an evaluation."""
 
 OF_ZERO = ("ZenFlow", "SuperOffload")
-"""Likewise, below ZeRO-3, whose section alone Lightning hands to an evaluation's engine."""
+"""Likewise below ZeRO-3; for evaluations with ZeRO-3, Lightning passes this section on."""
 
 
 @pytest.mark.long
@@ -145,7 +148,7 @@ def test_a_config_refused_for_training_can_evaluate(
 
 
 def test_a_test_of_a_missing_checkpoint_is_refused(worlds: Pools, tmp_path: Path) -> None:
-    """It must not run on fresh weights."""
+    """The test must not run with fresh weights."""
     plan = FitSpec(str(tmp_path), 3, ckpt_path=f"{tmp_path}/none.ckpt")
     for message in worlds.run(2, partial(error_of, plan, "test")):
         assert message.startswith("CheckpointNotFoundError")
@@ -156,7 +159,7 @@ def test_a_test_of_a_missing_checkpoint_is_refused(worlds: Pools, tmp_path: Path
 def test_converted_weights_load_into_a_plain_model(
     stage: int, weights_only: bool, worlds: Pools, tmp_path: Path
 ) -> None:
-    """As a file for `load_from_checkpoint` and any Trainer; or as a state dict."""
+    """The file loads with `load_from_checkpoint` and any Trainer; the state dict into a module."""
     plan = FitSpec(str(tmp_path), stage, checkpoint={"save_weights_only": weights_only})
     path = worlds.run(2, partial(fit, plan))[0]["best"]
     plan = FitSpec(str(tmp_path), stage, ckpt_path=path, seed=5)

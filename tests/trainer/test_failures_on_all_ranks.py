@@ -1,4 +1,4 @@
-"""What goes wrong is said on every rank, in bounded time, and loses nothing."""
+"""A failure is raised on every rank in bounded time, and loses no data."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from tests.trainer import _failure_cases
 pytestmark = pytest.mark.engine
 
 
-def said_by(worlds: Pools, world: int, case: Any, *arguments: Any) -> list[str]:
+def messages_of(worlds: Pools, world: int, case: Any, *arguments: Any) -> list[str]:
     """Run a case on a world; return each rank's message, in bounded time."""
-    began = time.monotonic()
-    said = worlds.run(world, partial(case, *arguments))
-    assert time.monotonic() - began < PROMPT_TIMEOUT_S
-    return said
+    started = time.monotonic()
+    messages = worlds.run(world, partial(case, *arguments))
+    assert time.monotonic() - started < PROMPT_TIMEOUT_S
+    return messages
 
 
 @pytest.mark.long
 def test_paths_that_differ_between_ranks_are_refused(worlds: Pools, tmp_path: Path) -> None:
-    for message in said_by(worlds, 2, _failure_cases.save_to_own_path, str(tmp_path)):
+    for message in messages_of(worlds, 2, _failure_cases.save_to_own_path, str(tmp_path)):
         assert message.startswith("SaveError")
         assert "the same path" in message
     assert not any(listing(str(tmp_path)).values())
 
 
-def test_the_error_explains_a_save_on_one_rank_only(worlds: Pools, tmp_path: Path) -> None:
-    messages = said_by(worlds, 2, _failure_cases.save_on_first_rank_only, str(tmp_path))
+def test_the_error_explains_a_save_on_only_one_rank(worlds: Pools, tmp_path: Path) -> None:
+    messages = messages_of(worlds, 2, _failure_cases.save_on_first_rank_only, str(tmp_path))
     assert messages[0].startswith("RanksError")
     assert "every rank" in messages[0]
     assert not any(listing(str(tmp_path)).values())
@@ -44,15 +44,15 @@ def test_the_error_explains_a_save_on_one_rank_only(worlds: Pools, tmp_path: Pat
 @pytest.mark.long
 def test_a_file_at_the_target_is_refused_and_stays(worlds: Pools, tmp_path: Path) -> None:
     (tmp_path / "x.ckpt").write_text("mine")
-    for message in said_by(worlds, 2, _failure_cases.save_to, str(tmp_path / "x.ckpt")):
+    for message in messages_of(worlds, 2, _failure_cases.save_to, str(tmp_path / "x.ckpt")):
         assert message.startswith("SaveError")
     assert (tmp_path / "x.ckpt").read_text() == "mine"
     assert [name for name in listing(str(tmp_path)) if name.startswith(".")] == []
 
 
 @pytest.mark.long
-def test_urls_of_other_stores_are_refused_and_make_no_local_folder(worlds: Pools) -> None:
-    for message in said_by(worlds, 2, _failure_cases.save_to, "hdfs://bucket/x.ckpt"):
+def test_urls_of_other_stores_are_refused_and_create_no_local_folder(worlds: Pools) -> None:
+    for message in messages_of(worlds, 2, _failure_cases.save_to, "hdfs://bucket/x.ckpt"):
         assert message.startswith("UnsupportedError")
         assert "hdfs://" in message
         assert "s3://" in message
@@ -62,7 +62,7 @@ def test_urls_of_other_stores_are_refused_and_make_no_local_folder(worlds: Pools
 def test_a_disk_error_of_one_rank_is_raised_on_all_and_names_it(
     worlds: Pools, tmp_path: Path
 ) -> None:
-    messages = said_by(worlds, 3, _failure_cases.save_with_broken_disk, str(tmp_path), 1)
+    messages = messages_of(worlds, 3, _failure_cases.save_with_broken_disk, str(tmp_path), 1)
     for message in messages:
         assert message.startswith("SaveError"), message
         assert "rank 1" in message
@@ -72,39 +72,41 @@ def test_a_disk_error_of_one_rank_is_raised_on_all_and_names_it(
 def test_a_checkpoint_that_one_rank_cannot_find_stops_all(worlds: Pools, tmp_path: Path) -> None:
     root = str(tmp_path)
     worlds.run(2, partial(fit, FitSpec(root, 2)))
-    for message in said_by(worlds, 2, _failure_cases.resume_on_first_rank_only, root):
+    for message in messages_of(worlds, 2, _failure_cases.resume_on_first_rank_only, root):
         assert message.startswith("RanksError")
         assert "load" in message
 
 
 @pytest.mark.long
-def test_objects_are_restored_with_allow_pickle_only(worlds: Pools, tmp_path: Path) -> None:
-    """Each rank's own too."""
+def test_objects_are_restored_only_with_allow_pickle(worlds: Pools, tmp_path: Path) -> None:
+    """Also objects that differ between ranks."""
     root = str(tmp_path)
-    first = said_by(worlds, 2, _failure_cases.save_objects, root)
+    first = messages_of(worlds, 2, _failure_cases.save_objects, root)
     assert first[0].startswith(f"saved; {root}/x.ckpt: deep.0.odd contains a Python object of")
     assert "Odd, which is not plain data: loading this checkpoint needs allow_pickle" in first[0]
     assert first[1] == "saved"
-    for message in said_by(worlds, 1, _failure_cases.load_objects, root, False):
+    for message in messages_of(worlds, 1, _failure_cases.load_objects, root, False):
         assert message.startswith("UnsupportedError")
         assert "allow_pickle=True" in message
         assert "Odd (deep.0.odd)." in message
         assert "path" not in message.partition("Building")[0]
     for world in (2, 3):
-        assert said_by(worlds, world, _failure_cases.load_objects, root, True) == ["equal"] * world
+        assert (
+            messages_of(worlds, world, _failure_cases.load_objects, root, True) == ["equal"] * world
+        )
 
 
 @pytest.mark.long
 def test_save_on_exception_saves_if_all_ranks_raise(worlds: Pools, tmp_path: Path) -> None:
-    """If the save fails too, the first error is reported with it."""
+    """If the save fails too, both errors are reported."""
     together, alone = tmp_path / "together", tmp_path / "alone"
-    for message in said_by(worlds, 2, _failure_cases.fail_in_training, str(together), (0, 1)):
+    for message in messages_of(worlds, 2, _failure_cases.fail_in_training, str(together), (0, 1)):
         assert message.splitlines()[-1] == "RuntimeError: out of luck"
         assert "RanksError" not in message
-    assert [name for name, whole in listing(str(together)).items() if whole]
-    for message in said_by(worlds, 2, _failure_cases.fail_in_training, str(alone), (1,)):
+    assert [name for name, is_complete in listing(str(together)).items() if is_complete]
+    for message in messages_of(worlds, 2, _failure_cases.fail_in_training, str(alone), (1,)):
         assert "RuntimeError: out of luck" in message
         assert "RanksError: " in message.rpartition("During handling of the above")[2]
-    # Lightning tears nothing down where a callback raises in an exception: the run's marker stays,
-    # for the next one to remove.
+    # Lightning does not tear down if a callback raises while it handles an exception, so the
+    # run's marker stays until the next run removes it.
     assert all(name.startswith(RUN_MARKER_PREFIX) for name in listing(str(alone)))

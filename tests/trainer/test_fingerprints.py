@@ -1,4 +1,4 @@
-"""A save records the number of its state; a resume says that the live state has it, or fails."""
+"""A save records a fingerprint of its state; a resume compares it with that of the live state."""
 
 from __future__ import annotations
 
@@ -33,40 +33,42 @@ SAME = "the state is the one that was saved (fingerprint "
 @dataclass(frozen=True)
 class FingerprintResult:
     saved: str
-    """The last save's."""
+    """The fingerprint of the last save."""
     live: str
-    """Of what was live after the load."""
+    """The fingerprint of the live state after the load."""
     messages: tuple[str, ...]
 
 
 def fit(plan: FitSpec, verb: str = "fit") -> FingerprintResult:
     trainer, net, data, _ = plan.make()
-    with log_heard("lightning.pytorch.utilities.rank_zero", logging.INFO) as said:
+    with log_heard("lightning.pytorch.utilities.rank_zero", logging.INFO) as messages:
         getattr(trainer, verb)(net, data, ckpt_path=plan.ckpt_path)
     strategy = trainer.strategy
     assert isinstance(strategy, ElasticDeepSpeedStrategy)
-    of = [stats.fingerprint if stats else "" for stats in (strategy.last_save, strategy.last_load)]
+    saved, loaded = (
+        stats.fingerprint if stats else "" for stats in (strategy.last_save, strategy.last_load)
+    )
     return FingerprintResult(
-        of[0], of[1], tuple(text for text in said if text.startswith(("Saved", "Loaded")))
+        saved, loaded, tuple(text for text in messages if text.startswith(("Saved", "Loaded")))
     )
 
 
 def resume_with_a_flipped_bit(
     plan: FitSpec, rank: int, which: str = "masters"
 ) -> tuple[str, int, str]:
-    """Resume where one bit of one rank flips after the first load, before it is compared.
+    """Resume, and flip one bit on one rank after the first load, before the comparison.
 
     Args:
         plan: of the run.
-        rank: whose.
-        which: of its ``"masters"``, the ``"weights"`` that forward reads, or ``"frozen"`` ones.
+        rank: on which the bit flips.
+        which: state with the bit: ``"masters"``, ``"weights"`` of the module, or ``"frozen"`` ones.
 
     Returns:
-        The error, the batches that were trained on, and what was loaded in the end.
+        The error, the number of trained batches, and the path of the last load.
     """
     flips = [rank]
 
-    def after_the_flip(saved: Any, live: LiveEngine, *of_load: Any) -> Any:
+    def flip_and_check(saved: Any, live: LiveEngine, *arguments: Any) -> Any:
         if flips and comm.get_rank() == flips.pop():
             held = live.rank_state(exclude_frozen=False, keep_module_weights=True)
             if which == "masters":
@@ -78,11 +80,11 @@ def resume_with_a_flipped_bit(
                 name = next(frozen) if which == "frozen" else min(trained)
                 bits = {2: torch.int16, 4: torch.int32}[held.module_weights[name].element_size()]
                 held.module_weights[name].view(-1).view(bits)[0] ^= 1
-        return check_loaded(saved, live, *of_load)
+        return check_loaded(saved, live, *arguments)
 
     trainer, net, data, _ = plan.make()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "check_loaded", after_the_flip)
+        patch.setattr(loading, "check_loaded", flip_and_check)
         error = error_text(lambda: trainer.fit(net, data, ckpt_path=plan.ckpt_path))
     strategy = trainer.strategy
     assert isinstance(strategy, ElasticDeepSpeedStrategy)
@@ -91,7 +93,7 @@ def resume_with_a_flipped_bit(
 
 
 def with_own_paths(root: str) -> tuple[str, str]:
-    """Save to paths that differ between ranks; load one that ranks spell differently.
+    """Save to paths that differ between ranks; load by different paths to one checkpoint.
 
     Returns:
         The error of the save; the result of the comparison, or the error of the load.
@@ -104,18 +106,18 @@ def with_own_paths(root: str) -> tuple[str, str]:
     save_checkpoint(engine, path, fingerprint=True)
     if rank == 1:
         link.symlink_to(path)
-    told: list[str] = []
+    results: list[str] = []
 
     def load() -> None:
         loaded = load_checkpoint(engine, link if rank else path, fingerprint=True)
-        told.append(loaded.fingerprint_result)
+        results.append(loaded.fingerprint_result)
 
-    failed = error_text(load)
-    return refused, told[0] if told else failed
+    error = error_text(load)
+    return refused, results[0] if results else error
 
 
 def saved_by(pools: Pools, root: Path, world: int = 2, **options: Any) -> FitSpec:
-    """Fit an epoch, and return the plan of a run that resumes from it for another one."""
+    """Fit an epoch; return the plan of a run that resumes from it for another epoch."""
     strategy = {"fingerprint": True, **options.pop("strategy", {})}
     plan = FitSpec(str(root), strategy=strategy, **options)
     pools.run(world, partial(fit, plan))
@@ -123,7 +125,7 @@ def saved_by(pools: Pools, root: Path, world: int = 2, **options: Any) -> FitSpe
 
 
 def resumed(pools: Pools, plan: FitSpec, world: int, verb: str = "fit") -> FingerprintResult:
-    """Resume in another folder; return the first rank's messages."""
+    """Resume in another folder; return the result of the first rank."""
     elsewhere = replace(plan, root=f"{plan.root}/resumed")
     first, *others = pools.run(world, partial(fit, elsewhere, verb))
     assert all(other.live == first.live for other in others)
@@ -138,16 +140,16 @@ def test_the_live_fingerprint_is_the_saved_one_on_any_world_and_stage(
 ) -> None:
     plan = saved_by(pools, tmp_path, strategy={"async_save": background})
     path = tmp_path / "last.ckpt"
-    number = recorded_fingerprint(path)
-    assert number == str(fingerprint_checkpoint(path))
+    fingerprint = recorded_fingerprint(path)
+    assert fingerprint == str(fingerprint_checkpoint(path))
     for stage, world in ((2, 2), (0, 3), (1, 1), (3, 2)):
-        told = resumed(pools, replace(plan, stage=stage), world)
-        assert told.live == number, (stage, world)
-        (line,) = (text for text in told.messages if text.startswith("Loaded"))
-        assert line.endswith(f"; {SAME}{number})"), line
+        result = resumed(pools, replace(plan, stage=stage), world)
+        assert result.live == fingerprint, (stage, world)
+        (line,) = (text for text in result.messages if text.startswith("Loaded"))
+        assert line.endswith(f"; {SAME}{fingerprint})"), line
         later = str(Path(plan.root, "resumed", "last.ckpt"))
-        assert f"Saved {later}: fingerprint {told.saved}" in told.messages
-        assert told.saved == str(fingerprint_checkpoint(later)) != number
+        assert f"Saved {later}: fingerprint {result.saved}" in result.messages
+        assert result.saved == str(fingerprint_checkpoint(later)) != fingerprint
 
 
 @pytest.mark.long
@@ -166,26 +168,26 @@ def test_without_the_option_no_fingerprint_is_recorded_or_compared(
 ) -> None:
     plan = saved_by(pools, tmp_path, strategy={"fingerprint": False})
     assert not recorded_fingerprint(tmp_path / "last.ckpt")
-    told = resumed(pools, plan, 1)
-    assert (told.saved, told.live) == ("", "")
-    assert len(told.messages) == 1
-    assert "fingerprint" not in told.messages[0]
-    asks = replace(plan, strategy={"fingerprint": True})
-    assert "; its save recorded no fingerprint" in resumed(pools, asks, 1).messages[0]
+    result = resumed(pools, plan, 1)
+    assert (result.saved, result.live) == ("", "")
+    assert len(result.messages) == 1
+    assert "fingerprint" not in result.messages[0]
+    comparing = replace(plan, strategy={"fingerprint": True})
+    assert "; its save recorded no fingerprint" in resumed(pools, comparing, 1).messages[0]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_flipped_bit_fails_on_all_ranks_before_training(
     rank: int, pools: Pools, tmp_path: Path
 ) -> None:
-    """One bit of one master on one rank: every rank raises, with both numbers, and none trains."""
+    """One bit of one master on one rank: every rank raises, with both fingerprints."""
     plan = saved_by(pools, tmp_path)
-    number = recorded_fingerprint(tmp_path / "last.ckpt")
+    fingerprint = recorded_fingerprint(tmp_path / "last.ckpt")
     seen = pools.run(2, partial(resume_with_a_flipped_bit, plan, rank))
     for error, batches, loaded in seen:
         assert not loaded
         assert error.startswith("CheckpointCorruptedError")
-        assert f"recorded the fingerprint {number}, the live state has " in error
+        assert f"recorded the fingerprint {fingerprint}, the live state has " in error
         assert "weights differ" in error
         assert batches == 0
 
@@ -196,19 +198,18 @@ def test_a_flipped_bit_fails_on_all_ranks_before_training(
 def test_a_flipped_bit_of_a_replicated_weight_is_raised_on_all_ranks(
     which: str, rank: int, pools: Pools, tmp_path: Path
 ) -> None:
-    """Trained or frozen."""
     plan = saved_by(pools, tmp_path, trainer={"precision": "bf16-true"})
     for error, batches, _ in pools.run(2, partial(resume_with_a_flipped_bit, plan, rank, which)):
         assert error.startswith("CheckpointCorruptedError")
-        # Of frozen ones the number has the part that each rank saves.
-        told = "weights differ" if which == "frozen" and "differ" in error else "rank 1: other"
-        assert told in error
+        # Of frozen weights, the fingerprint covers the part that each rank saves.
+        text = "weights differ" if which == "frozen" and "differ" in error else "rank 1: other"
+        assert text in error
         assert batches == 0
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("which", ["load", "save"])
-def test_differently_spelled_paths_load_but_do_not_save(
+def test_different_paths_on_ranks_can_be_loaded_but_not_saved_to(
     which: str, pools: Pools, tmp_path: Path
 ) -> None:
     save, load = pools.run(2, partial(with_own_paths, str(tmp_path)))[1]
@@ -233,9 +234,9 @@ def test_fallback_compares_the_older_checkpoint(pools: Pools, tmp_path: Path) ->
 @pytest.mark.long
 def test_excluded_frozen_weights_are_not_compared(pools: Pools, tmp_path: Path) -> None:
     plan = saved_by(pools, tmp_path, strategy={"exclude_frozen_parameters": True})
-    told = resumed(pools, replace(plan, stage=3, seed=1), 2)
-    assert told.live == recorded_fingerprint(tmp_path / "last.ckpt")
-    assert SAME in told.messages[0]
+    result = resumed(pools, replace(plan, stage=3, seed=1), 2)
+    assert result.live == recorded_fingerprint(tmp_path / "last.ckpt")
+    assert SAME in result.messages[0]
 
 
 @pytest.mark.long
@@ -243,9 +244,9 @@ def test_renamed_states_are_not_compared() -> None:
     """Names are part of the fingerprint."""
     manifest = manifest_of(make_state(), 2, 2)
     saved = SavedState("a.ckpt", f"{'0' * 16}-none", manifest, {}, renamed=True)
-    verdict = check_loaded(saved, None, None, OneRank(), "load")  # type: ignore[arg-type]  # not looked at
-    assert verdict.fingerprint == ""
-    assert verdict.text.endswith("its names have changed")
+    result = check_loaded(saved, None, None, OneRank(), "load")  # type: ignore[arg-type]  # not used
+    assert result.fingerprint == ""
+    assert result.text.endswith("its names have changed")
 
 
 PARTIAL: list[tuple[str, dict[str, Any], str]] = [
@@ -266,23 +267,23 @@ PARTIAL: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.cases(3)
-@pytest.mark.parametrize(("options", "says"), [p[1:] for p in PARTIAL], ids=[p[0] for p in PARTIAL])
+@pytest.mark.parametrize(("options", "text"), [p[1:] for p in PARTIAL], ids=[p[0] for p in PARTIAL])
 def test_state_changed_on_purpose_is_reported_and_not_compared(
-    options: dict[str, Any], says: str, pools: Pools, tmp_path: Path
+    options: dict[str, Any], text: str, pools: Pools, tmp_path: Path
 ) -> None:
     plan = saved_by(pools, tmp_path)
     strategy = {**plan.strategy, **options.pop("strategy", {})}
-    told = resumed(pools, replace(plan, strategy=strategy, **options), 1)
-    assert says in told.messages[0], told.messages
+    result = resumed(pools, replace(plan, strategy=strategy, **options), 1)
+    assert text in result.messages[0], result.messages
 
 
 @pytest.mark.long
 def test_weights_are_compared_in_new_runs_and_evaluations(pools: Pools, tmp_path: Path) -> None:
     plan = saved_by(pools, tmp_path, checkpoint={"save_last": True, "save_weights_only": True})
-    number = recorded_fingerprint(tmp_path / "last.ckpt")
-    assert number == str(fingerprint_checkpoint(tmp_path / "last.ckpt"))
+    fingerprint = recorded_fingerprint(tmp_path / "last.ckpt")
+    assert fingerprint == str(fingerprint_checkpoint(tmp_path / "last.ckpt"))
     plan = replace(plan, strategy={**plan.strategy, "load_optimizer_state": False})
     for verb in ("fit", "test"):
-        told = resumed(pools, plan, 1, verb)
-        assert told.live == number.split("-")[0]
-        assert "the weights are those that were saved" in told.messages[0]
+        result = resumed(pools, plan, 1, verb)
+        assert result.live == fingerprint.split("-")[0]
+        assert "the weights are those that were saved" in result.messages[0]

@@ -1,4 +1,4 @@
-"""A first run of the example prints two lines of this library and nothing else of it."""
+"""A first run prints two lines of this library, and hides known warnings of others."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_a_first_run_prints_two_lines_of_ours_and_no_known_warnings(tmp_path: Pa
     assert not [line for line in lines if "is deprecated" in line]
 
 
-def warned_of(category: type[Warning], module: str) -> bool:
-    """Warn as a module does; return whether it came through."""
+def is_shown(category: type[Warning], module: str) -> bool:
+    """Warn as a module does; return whether the warning passes the filters."""
     text = {
         "torch.distributed.c10d_logger": "`torch.distributed.broadcast` is deprecated. Use",
         "lightning.pytorch.loops.training_epoch_loop": (
@@ -67,46 +67,46 @@ def warned_of(category: type[Warning], module: str) -> bool:
 def test_known_warnings_are_hidden_only_during_a_run(
     category: type[Warning], _: str, module: str
 ) -> None:
-    """A user's filter has precedence."""
+    """Filters of the user take precedence."""
     known = WarningFilters()
     with warnings.catch_warnings():
         warnings.resetwarnings()
         before = [*warnings.filters]
         for _run in range(2):
-            assert warned_of(category, module)
+            assert is_shown(category, module)
             known.begin()
             known.begin()
-            assert not warned_of(category, module)
+            assert not is_shown(category, module)
             known.end()
             assert [*warnings.filters] == before
         known.begin()
         warnings.simplefilter("error", category)
-        assert warned_of(category, module)
+        assert is_shown(category, module)
 
 
-BESIDE_THE_TWIN = """
+WITH_PYTORCH_LIGHTNING = """
 import pytorch_lightning, lightning_elastic_zero
 import lightning.pytorch as pl
 from lightning.pytorch.demos.boring_classes import BoringModel
-from pytorch_lightning.demos.boring_classes import BoringModel as TwinModel
+from pytorch_lightning.demos.boring_classes import BoringModel as OtherModel
 
 options = dict(accelerator="cpu", devices=1, max_steps=2, logger=False, enable_checkpointing=False,
     enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0)
 trainer = pl.Trainer(strategy="elastic_deepspeed_stage_2", **options)
 trainer.fit(BoringModel())
-print("said", trainer.global_step, "steps")
+print("result:", trainer.global_step, "steps")
 try:
-    pl.Trainer(strategy="elastic_deepspeed_stage_2", **options).fit(TwinModel())
+    pl.Trainer(strategy="elastic_deepspeed_stage_2", **options).fit(OtherModel())
 except TypeError as error:
-    print("said", error)
+    print("result:", error)
 """
 
 
 @pytest.mark.long
 @pytest.mark.engine
 def test_pytorch_lightning_may_be_imported_but_its_modules_are_refused(tmp_path: Path) -> None:
-    command = (sys.executable, "-W", "ignore", "-c", BESIDE_THE_TWIN)
+    command = (sys.executable, "-W", "ignore", "-c", WITH_PYTORCH_LIGHTNING)
     printed = output_of(command, tmp_path, environment())
-    said = [line for line in printed.splitlines() if line.startswith("said")]
-    assert said[0] == "said 2 steps"
-    assert "switch to a single import style" in said[1]
+    results = [line for line in printed.splitlines() if line.startswith("result:")]
+    assert results[0] == "result: 2 steps"
+    assert "switch to a single import style" in results[1]

@@ -1,4 +1,4 @@
-"""The gradient of a step is the mean over its global batch, however that is cut."""
+"""The gradient of a step is the mean over its global batch, for any split of the batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def data(length: int) -> TensorDataset:
 
 
 class LinearNet(pl.LightningModule):
-    """Two steps of SGD on it show two gradients."""
+    """A linear model, whose weights after SGD steps reveal the gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,19 +51,19 @@ class LinearNet(pl.LightningModule):
 
 
 def expected(length: int, size: int) -> list[float]:
-    """Take the same steps by hand: the order is torch's `DistributedSampler`'s, seed 0."""
+    """Compute the same steps directly, in the order of torch's `DistributedSampler` with seed 0."""
     order = torch.randperm(length, generator=torch.Generator().manual_seed(0))
     samples = data(length).tensors[0][order]
     weight = torch.ones(WIDTH)
     for step in range(-(-length // size)):
-        places = torch.arange(step * size, (step + 1) * size) % length
-        x = samples[places]
+        indices = torch.arange(step * size, (step + 1) * size) % length
+        x = samples[indices]
         weight = weight - RATE * (2 * (x @ weight)[:, None] * x).mean(0)
     return weight.tolist()
 
 
 class Stream(IterableDataset[Any]):
-    """The same samples without a length, all of them on every rank."""
+    """The same samples without a length; each rank has all of them."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -83,13 +83,13 @@ def trained(
     **trainer: Any,
 ) -> tuple[list[float], list[tuple[int, int]]]:
     """Fit one epoch; return the weights, and Lightning's and DeepSpeed's counts of steps."""
-    made = quiet_trainer(elastic(stage=stage, **options), **{"max_epochs": 1, **trainer})
+    fitter = quiet_trainer(elastic(stage=stage, **options), **{"max_epochs": 1, **trainer})
     module = LinearNet()
     pl.seed_everything(0, verbose=False)
     loader: DataLoader[Any] = DataLoader(data(length), batch_size=batch_size, shuffle=True)
     if is_stream:
         loader = DataLoader(Stream(length), batch_size=batch_size)
-    made.fit(module, loader)
+    fitter.fit(module, loader)
     with zero.GatheredParameters(list(module.parameters())):
         weight = module.line.weight.detach().flatten().tolist()
     return weight, module.counted
@@ -98,10 +98,10 @@ def trained(
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("size", "micro"), [(12, 12), (12, 2), (12, 1), (11, 2), (9, 3)])
-def test_sgd_takes_the_step_of_the_whole_batch(
+def test_sgd_takes_the_step_of_the_global_batch(
     world: int, stage: int, size: int, micro: int, worlds: Pools
 ) -> None:
-    """Equal micro-batches or not, any accumulation: the weights are those taken by hand."""
+    """For micro-batches of equal or different sizes, and any accumulation."""
     options = {"global_batch_size": size, "allow_uneven_batches": True}
     for weight, _ in worlds.run(world, partial(trained, stage, 24, micro, options)):
         assert weight == pytest.approx(expected(24, size), abs=1e-5)
@@ -109,7 +109,7 @@ def test_sgd_takes_the_step_of_the_whole_batch(
 
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
 def test_accumulation_does_not_scale_gradients(accumulate: int, worlds: Pools) -> None:
-    """Also without a global batch: stock scales by a half and a quarter for 2 and 4."""
+    """Also without a global batch; Lightning's strategy scales by 1/2 and 1/4 for 2 and 4."""
     fit = partial(trained, 2, 24, 4 // accumulate, {}, accumulate_grad_batches=accumulate)
     for weight, _ in worlds.run(2, fit):
         assert weight == pytest.approx(expected(24, 8), abs=1e-5)
@@ -120,7 +120,7 @@ def test_accumulation_does_not_scale_gradients(accumulate: int, worlds: Pools) -
 def test_lightning_and_deepspeed_count_the_same_steps(
     stage: int, length: int, worlds: Pools
 ) -> None:
-    """Over epochs whose batches are no multiple of the accumulation: their windows do not drift."""
+    """Also over epochs whose number of batches is not a multiple of the accumulation."""
     fit = partial(trained, stage, length, 1, {}, accumulate_grad_batches=4, max_epochs=3)
     for _, counted in worlds.run(2, fit):
         assert counted
@@ -131,7 +131,7 @@ def test_lightning_and_deepspeed_count_the_same_steps(
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_users_loader_ends_its_epochs_with_a_step(stage: int, worlds: Pools) -> None:
-    """Seven batches in windows of two: the last step has one batch."""
+    """Seven batches in windows of two; the last step has one batch."""
     fit = partial(
         trained,
         stage,
@@ -149,9 +149,9 @@ def test_a_users_loader_ends_its_epochs_with_a_step(stage: int, worlds: Pools) -
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_epoch_without_a_length_ends_with_a_step(stage: int, worlds: Pools) -> None:
-    """Seven batches and windows of two: the fourth step is of one batch, and nothing is left over.
+    """Seven batches in windows of two: the fourth step has one batch, and no gradient remains.
 
-    It counts for a half, as it does in Lightning with other strategies.
+    This batch has weight 1/2, as in Lightning with other strategies.
     """
     options = {"accumulate_grad_batches": 2, "max_epochs": 1}
     fit = partial(trained, stage, 7, 1, {}, is_stream=True, **options)

@@ -1,4 +1,4 @@
-"""The Trainer's fp16, ``16-true`` and ``16-mixed``: between stages, with the loss scale."""
+"""The Trainer's fp16 precisions ``16-true`` and ``16-mixed``, with changes of stage and world."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from tests.support.ranks import Pools
 pytestmark = pytest.mark.engine
 
 SCALER = {"initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 2}
-"""Options of the strategy: a scale that grows after two steps, and shrinks by overflows."""
+"""Options of the strategy: a scale that grows after two steps, and shrinks after overflows."""
 
 GLOBAL_BATCH, STEPS_PER_EPOCH = 12, 4
-"""In micro-batches of 2 samples for each rank, so that the accumulation follows the ranks."""
+"""In micro-batches of 2 samples, so that the accumulation depends on the number of ranks."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 KNOWN_TO_BOTH_SCALERS = {"cur_scale", "cur_iter", "last_overflow_iter"}
-"""Stage 0 and ZeRO have different ones."""
+"""Entries of the loss scaler that stage 0 and ZeRO have in common."""
 
 Held = dict[str, Any]
-"""``kind/name`` to a tensor, a number, or the ``repr`` of anything else."""
+"""Keys are ``kind/name``; values are tensors, numbers, or the ``repr`` of other values."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,15 @@ class HalfFit:
     lr: float = 0.01
     seed: int = 0
     steps: int = -1
-    """The most optimizer steps; -1: those of the epochs."""
+    """The maximum number of optimizer steps; -1: no limit."""
     manual: bool = False
-    """Optimized by the module itself, each micro-batch a step."""
+    """Use manual optimization, with one step per micro-batch."""
     retained: bool = False
-    """Where it is: each micro-batch is two steps, both through one graph."""
+    """With manual optimization: two steps per micro-batch, through one retained graph."""
 
 
 class OverflowingNet(RegressionNet):
-    """Its loss overflows in fp16 at one optimizer step of each epoch."""
+    """A net whose loss overflows in fp16 at one optimizer step of each epoch."""
 
     def __init__(self, plan: HalfFit) -> None:
         super().__init__(plan.lr, plan.seed)
@@ -77,7 +77,7 @@ class OverflowingNet(RegressionNet):
         return loss * OVERFLOW if overflows else loss
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW on one group: in ZeRO-1/2 first states of a second one are not found."""
+        """Return AdamW with one group: in ZeRO-1/2, DeepSpeed's functions miss a second one."""
         trained = [p for p in self.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=self.lr)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
@@ -97,7 +97,7 @@ class StateRecorder(Callback):
 
 
 def state_of(engine: Any) -> Held:
-    """Return the state whole on each rank, by DeepSpeed's functions. Collective."""
+    """Return the full state on each rank, read with DeepSpeed's functions. Collective."""
     optimizer = engine.optimizer
     found: Held = dict(_masters_and_moments(engine.module, optimizer))
     for name, parameter in engine.module.named_parameters():
@@ -116,12 +116,12 @@ def state_of(engine: Any) -> Held:
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy that no engine changes, and that compares with those of other devices."""
+    """Return a host copy, which engines do not change, and which is comparable between devices."""
     return tensor.detach().to("cpu", copy=True)
 
 
 def _masters_and_moments(module: nn.Module, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield those of each trained parameter; DeepSpeed's functions do not support stage 0."""
+    """Yield masters and moments of trained parameters; DeepSpeed's functions lack stage 0."""
     named = {p: name for name, p in module.named_parameters() if p.requires_grad}
     if not hasattr(optimizer, "fp32_groups"):
         for parameter, name in named.items():
@@ -137,7 +137,7 @@ def _masters_and_moments(module: nn.Module, optimizer: Any) -> Iterator[tuple[st
 
 
 def fit(plan: HalfFit) -> tuple[Held, Held]:
-    """Fit; return the state when training started, if it was resumed, and when it ended."""
+    """Fit; return the state at the start of training (empty if not resumed) and at its end."""
     recorder = StateRecorder()
     saves = ModelCheckpoint(plan.root, save_last=True, enable_version_counter=False)
     batch = None if plan.manual else GLOBAL_BATCH
@@ -154,10 +154,10 @@ def fit(plan: HalfFit) -> tuple[Held, Held]:
 
 
 def wanted_of(saved: Held, source: HalfFit, target: HalfFit, found: Held) -> Held:
-    """Return what a run that resumes has to hold of a saved one.
+    """Return the state that a resumed run must have.
 
-    Buffers are of the type that they have there: DeepSpeed makes fp16 of them in ZeRO-3, and
-    Lightning does with ``16-true``.
+    Buffers have the type of the resumed run: DeepSpeed casts them to fp16 in ZeRO-3, Lightning
+    with ``16-true``.
     """
     same_scaler = (source.stage == 0) == (target.stage == 0)
     wanted: Held = {}
@@ -173,12 +173,12 @@ def wanted_of(saved: Held, source: HalfFit, target: HalfFit, found: Held) -> Hel
 
 
 def differing(wanted: Held, found: Held) -> list[str]:
-    """Return the entries that are not there bit for bit."""
+    """Return the keys of entries that are missing or not bitwise equal."""
     return [key for key, value in wanted.items() if not is_same(value, found.get(key))]
 
 
 def is_same(one: object, other: object) -> bool:
-    """Whether two values have the same type and bits."""
+    """Return whether two values have the same type and bits."""
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return type(one) is type(other) and one == other
     if one.dtype != other.dtype or one.shape != other.shape:
@@ -235,15 +235,15 @@ def test_half_precision_state_is_restored_on_another_world(
 def test_a_half_precision_run_continues_bit_for_bit(
     stage: int, precision: str, worlds: Pools, tmp_path: Path
 ) -> None:
-    """Overflows, skipped steps and changes of the scale, too."""
+    """Also overflows, skipped steps and changes of the loss scale."""
     first = HalfFit(str(tmp_path / "half"), precision, stage)
     worlds.run(2, partial(fit, first))
     last = str(tmp_path / "half" / "last.ckpt")
     again = replace(first, epochs=2, ckpt_path=last, seed=9, lr=0.9)
-    whole = replace(first, root=str(tmp_path / "whole"), epochs=2)
+    reference = replace(first, root=str(tmp_path / "whole"), epochs=2)
     resumed: list[Any] = worlds.run(2, partial(fit, again))
     for (_, uninterrupted), (_, end) in zip(
-        worlds.run(2, partial(fit, whole)), resumed, strict=True
+        worlds.run(2, partial(fit, reference)), resumed, strict=True
     ):
         assert not differing(uninterrupted, end)
         assert uninterrupted["counter/skipped_steps"] == 2
@@ -254,7 +254,7 @@ def test_a_half_precision_run_continues_bit_for_bit(
 def test_gradients_of_stage_0_equal_those_of_zero(
     manual: bool, worlds: Pools, tmp_path: Path
 ) -> None:
-    """DeepSpeed divides them by the loss scale in all stages, and scales the loss in ZeRO only."""
+    """DeepSpeed divides them by the loss scale in all stages, but scales the loss only in ZeRO."""
     moments = []
     for stage in (0, 1):
         plan = HalfFit(str(tmp_path / str(stage)), "16-true", stage, steps=1, manual=manual)
@@ -263,17 +263,17 @@ def test_gradients_of_stage_0_equal_those_of_zero(
 
 
 def assert_close_moments(one: Held, other: Held) -> None:
-    """Sums over ranks and micro-batches are rounded to fp16 in another order."""
+    """Compare with tolerances, because sums in another order are rounded differently in fp16."""
     for key in (f"{key}/{name}" for key in MOMENTS for name in ("first.weight", "last.weight")):
         assert other[key].any()
         torch.testing.assert_close(one[key], other[key], rtol=0.05, atol=1e-6)
 
 
 @pytest.mark.long
-def test_each_pass_through_a_kept_graph_uses_the_current_scale(
+def test_each_pass_through_a_retained_graph_uses_the_current_scale(
     worlds: Pools, tmp_path: Path
 ) -> None:
-    """The scale doubles between two steps of a micro-batch."""
+    """The loss scale doubles between two steps of a micro-batch."""
     ends = []
     for stage in (0, 1):
         plan = HalfFit(str(tmp_path / str(stage)), "16-true", stage, steps=4, lr=0.0, manual=True)
