@@ -1,4 +1,4 @@
-"""Real saves that are interrupted by Ctrl-C, and that show other machines that they go on."""
+"""Saves that are interrupted by Ctrl-C, and signs of life for other machines during saves."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tests.trainer import _failure_cases
 pytestmark = pytest.mark.engine
 
 
-def nobody_can_exchange(*_: Path) -> bool:
-    """Answer as NFS and Lustre do when two names are to be exchanged."""
+def cannot_exchange(*_: Path) -> bool:
+    """Refuse to exchange two names, as NFS and Lustre do."""
     return False
 
 
 def interrupt_between_the_renames(root: str) -> dict[str, Any]:
-    """Save, train, and save again; rank 0 gets a SIGINT while the name is free."""
+    """Save, train, and save again; rank 0 gets SIGINT while no checkpoint has the name."""
     engine, target = _failure_cases.engine(), Path(root, "last.ckpt")
     save_checkpoint(engine, target)
     engine.backward(engine(torch.ones(1, 9)).sum())
@@ -48,31 +48,31 @@ def interrupt_between_the_renames(root: str) -> dict[str, Any]:
     raised = ""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     real = vars(atomic)["exchange_names"]
-    vars(atomic)["exchange_names"] = nobody_can_exchange
+    vars(atomic)["exchange_names"] = cannot_exchange
     try:
         with before_each_syscall(look):
             save_checkpoint(engine, target)
-    except BaseException as error:  # noqa: BLE001 - it is what the test looks at
+    except BaseException as error:  # noqa: BLE001 - the test checks it
         raised = type(error).__name__
     finally:
         vars(atomic)["exchange_names"] = real
         signal.signal(signal.SIGINT, before)
     comm.barrier()
-    there = sorted(path.name for path in Path(root).iterdir())
+    names = sorted(path.name for path in Path(root).iterdir())
     step = load_checkpoint(engine, target).manifest.progress.global_steps
-    return {"raised": raised, "there": there, "step": step, "sent": sent}
+    return {"raised": raised, "names": names, "step": step, "sent": sent}
 
 
 def test_ctrl_c_between_two_renames_keeps_the_new_checkpoint(worlds: Pools, tmp_path: Path) -> None:
     found = worlds.run(2, partial(interrupt_between_the_renames, str(tmp_path)))
     assert found[0]["sent"] == ["SIGINT"]
-    assert [of_rank["raised"] for of_rank in found] == ["KeyboardInterrupt", "RanksError"]
-    for of_rank in found:
-        assert (of_rank["there"], of_rank["step"]) == (["last.ckpt"], 2)
+    assert [result["raised"] for result in found] == ["KeyboardInterrupt", "RanksError"]
+    for result in found:
+        assert (result["names"], result["step"]) == (["last.ckpt"], 2)
 
 
 def watch(root: str) -> bool:
-    """Save to a file system that shows the directory late; return whether the note was touched."""
+    """Save to a file system that shows the directory late; return whether its note was touched."""
     engine, opened, touched = _failure_cases.engine(), Path(root, "open"), threading.Event()
 
     def see_late(*args: Any) -> None:
@@ -81,7 +81,7 @@ def watch(root: str) -> bool:
 
     def look() -> None:
         try:
-            # It is there before it is written.
+            # The file exists before its text is written.
             assert wait_for(lambda: any(map(Path.read_text, Path(root).glob(".zero-owner-*"))))
             (note,) = Path(root).glob(".zero-owner-*")
             assert json.loads(note.read_text())["target"]
@@ -110,11 +110,11 @@ def watch(root: str) -> bool:
     return touched.is_set()
 
 
-def wait_for(what: Callable[[], bool], most_s: float = 40.0) -> bool:
-    end_s = time.monotonic() + most_s
-    while not what() and time.monotonic() < end_s:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 40.0) -> bool:
+    end_s = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < end_s:
         time.sleep(0.01)
-    return what()
+    return condition()
 
 
 def test_rank_0_touches_its_note_while_ranks_wait_for_a_slow_disk(

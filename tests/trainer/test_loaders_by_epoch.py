@@ -1,4 +1,4 @@
-"""Loaders, seeds and accumulations that depend on the epoch: resumed with those of their epoch."""
+"""Loaders, seeds and accumulations that depend on the epoch."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def test_a_batch_size_by_epoch_skips_and_repeats_no_sample(
     kind: str, world: int, size: int, worlds: Pools, tmp_path: Path
 ) -> None:
     run = replace(SIZES, kind=f"by epoch: {kind}", save=(*SIZE_POINTS,), root=str(tmp_path))
-    whole = record(worlds, 2, run)
-    assert whole.global_step == 22
-    assert [len(whole.steps[step]) for step in (0, 12, 18)] == [4, 8, 12]
-    seen = assert_continued(worlds, world, run, whole, SIZE_POINTS, batch_size=size)
-    for of, point in zip(seen, SIZE_POINTS, strict=True):
-        changed = any("global batch changes" in text for text in of.messages)
-        assert changed == (point == "epoch 0")  # where it does
+    reference = record(worlds, 2, run)
+    assert reference.global_step == 22
+    assert [len(reference.steps[step]) for step in (0, 12, 18)] == [4, 8, 12]
+    seen = assert_continued(worlds, world, run, reference, SIZE_POINTS, batch_size=size)
+    for resumed, point in zip(seen, SIZE_POINTS, strict=True):
+        reported = any("global batch changes" in text for text in resumed.messages)
+        assert reported == (point == "epoch 0")
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -54,39 +54,39 @@ def test_a_seed_by_epoch_is_that_of_the_saved_epoch(
     trainer = {"reload_dataloaders_every_n_epochs": every}
     run = RunSpec(kind="by epoch: seed", length=48, epochs=5, trainer=trainer)
     run = replace(run, save=(*SEED_POINTS,), root=str(tmp_path))
-    whole = record(worlds, 2, run)
-    assert_continued(worlds, world, run, whole, SEED_POINTS)
+    reference = record(worlds, 2, run)
+    assert_continued(worlds, world, run, reference, SEED_POINTS)
 
 
-def test_loaders_kept_from_an_earlier_epoch_are_warned_of(worlds: Pools, tmp_path: Path) -> None:
-    """A resume inside their second epoch makes them then, from other values."""
+def test_loaders_created_in_an_earlier_epoch_cause_a_warning(worlds: Pools, tmp_path: Path) -> None:
+    """A resume inside their second epoch creates them then, maybe with other values."""
     trainer = {"reload_dataloaders_every_n_epochs": 2}
     points = ("inside 0.2", "epoch 0", "step 1.2", "epoch 1", "step 2.2")
     run = RunSpec(kind="by epoch: nothing", length=48, epochs=3, trainer=trainer, save=points)
     run = replace(run, root=str(tmp_path))
     record(worlds, 2, run)
     seen = records(worlds, 2, [run.resumed(point) for point in points])
-    told = [any("current_epoch % 2" in text for text in of.messages) for of in seen]
-    assert told == [False, True, True, False, False]
+    warned = [any("current_epoch % 2" in text for text in each.messages) for each in seen]
+    assert warned == [False, True, True, False, False]
 
 
 def test_another_seed_of_the_run_keeps_the_order(worlds: Pools, tmp_path: Path) -> None:
-    """Also of loaders that are made anew, also after a second resume inside a window."""
+    """Also with reloaded loaders, and after a second resume inside a window."""
     trainer = {"reload_dataloaders_every_n_epochs": 1}
     run = RunSpec(kind="by epoch: nothing", length=48, epochs=4, trainer=trainer)
     run = replace(run, save=("inside 0.2", "epoch 0"), root=str(tmp_path))
-    whole = record(worlds, 2, run)
+    reference = record(worlds, 2, run)
     for point, begin in {"inside 0.2": 2, "epoch 0": 4}.items():
         second: dict[str, Any] = {
             "seed": 99,
             "save": ("inside 2.1",),
             "root": str(tmp_path / point),
         }
-        assert_continued(worlds, 1, run, whole, {point: begin}, **second)
-        assert_continued(worlds, 2, replace(run, **second), whole, {"inside 2.1": 9}, seed=5)
+        assert_continued(worlds, 1, run, reference, {point: begin}, **second)
+        assert_continued(worlds, 2, replace(run, **second), reference, {"inside 2.1": 9}, seed=5)
 
 
-def test_an_accumulation_that_changes_is_refused_before_its_first_step(worlds: Pools) -> None:
+def test_a_change_of_accumulation_is_refused_before_its_first_step(worlds: Pools) -> None:
     run = RunSpec(global_batch=None, callbacks=(AccumulatesByEpoch,))
-    said = ("accumulate_grad_batches was changed from 1 to 2 during the fit", "epoch 1")
-    assert_refused(worlds, 2, run, "UnsupportedError", *said)
+    texts = ("accumulate_grad_batches was changed from 1 to 2 during the fit", "epoch 1")
+    assert_refused(worlds, 2, run, "UnsupportedError", *texts)

@@ -1,4 +1,4 @@
-"""ModelCheckpoint as it is used: what is kept, what is deleted, and what is never taken."""
+"""ModelCheckpoint: kept, deleted and refused checkpoints."""
 
 from __future__ import annotations
 
@@ -93,32 +93,32 @@ def fit_twice(root: str) -> list[list[str]]:
     trainer, net, data, _ = FitSpec(root, 2).make()
     second = ModelCheckpoint(dirpath=root, filename="second", enable_version_counter=False)
     trainer.callbacks.append(second)  # type: ignore[attr-defined]
-    said: list[list[str]] = []
+    messages: list[list[str]] = []
     for epochs in (1, 2):
-        with log_heard("lightning_elastic_zero.storage") as of_fit:
+        with log_heard("lightning_elastic_zero.storage") as logged:
             trainer.fit_loop.max_epochs = epochs
             trainer.fit(net, data)
             if epochs == 2:
                 trainer.validate(net, data, verbose=False)
-        said.append(of_fit)
-    return said
+        messages.append(logged)
+    return messages
 
 
-def test_another_live_run_in_the_folder_is_warned_of_once(worlds: Pools, tmp_path: Path) -> None:
-    """Not of this trainer's other fits and callbacks, nor of dead runs. No note is left."""
+def test_another_live_run_in_the_folder_causes_one_warning(worlds: Pools, tmp_path: Path) -> None:
+    """Other fits and callbacks of this trainer and dead runs cause none. All notes are removed."""
     with subprocess.Popen(["sleep", str(HANG_TIMEOUT_S)]) as other:
         note = tmp_path / f"{RUN_MARKER_PREFIX}1.json"
         started = Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[19]
         owner = replace(ProcessIdentity.of_this_process("kept"), pid=other.pid, started=started)
         note.write_bytes(owner.to_json())
         try:
-            said = worlds.run(2, partial(fit_twice, str(tmp_path)))
+            messages = worlds.run(2, partial(fit_twice, str(tmp_path)))
         finally:
             other.kill()
-    assert said[1] == [[], []]
-    for of_fit in said[0]:
-        assert len(of_fit) == 1
-        assert f"(process {other.pid} on {owner.host}) saves into {tmp_path}" in of_fit[0]
+    assert messages[1] == [[], []]
+    for logged in messages[0]:
+        assert len(logged) == 1
+        assert f"(process {other.pid} on {owner.host}) saves into {tmp_path}" in logged[0]
     assert listing(str(tmp_path)) == {"last.ckpt": True, "second.ckpt": True, note.name: False} | {
         name: True for name in listing(str(tmp_path)) if name.startswith("epoch")
     }
@@ -126,10 +126,10 @@ def test_another_live_run_in_the_folder_is_warned_of_once(worlds: Pools, tmp_pat
     assert not list(tmp_path.glob(f"{RUN_MARKER_PREFIX}*"))
 
 
-def looked_after_save(root: str, background: bool) -> bool:
-    """Save into a missing folder; return whether the run left its note at once."""
+def writes_a_note_with_its_save(root: str, background: bool) -> bool:
+    """Save into a missing folder; return whether the run writes its note immediately."""
     names = vars(concurrent_runs)
-    by_itself, names["TOUCH_INTERVAL_S"] = names["TOUCH_INTERVAL_S"], 2 * HANG_TIMEOUT_S
+    interval_s, names["TOUCH_INTERVAL_S"] = names["TOUCH_INTERVAL_S"], 2 * HANG_TIMEOUT_S
     options = {"save_top_k": -1, "every_n_train_steps": 1}
     trainer, net, data, _ = FitSpec(
         root, 2, checkpoint=options, strategy={"async_save": background}
@@ -146,7 +146,7 @@ def looked_after_save(root: str, background: bool) -> bool:
     try:
         trainer.fit(net, data)
     finally:
-        names["TOUCH_INTERVAL_S"] = by_itself
+        names["TOUCH_INTERVAL_S"] = interval_s
     return bool(found)
 
 
@@ -154,12 +154,13 @@ def looked_after_save(root: str, background: bool) -> bool:
 def test_runs_that_start_together_see_each_other_at_their_saves(
     background: bool, worlds: Pools, tmp_path: Path
 ) -> None:
-    """Only then does the folder exist."""
-    assert worlds.run(1, partial(looked_after_save, str(tmp_path / "new"), background)) == [True]
+    """The folder does not exist before the first save."""
+    call = partial(writes_a_note_with_its_save, str(tmp_path / "new"), background)
+    assert worlds.run(1, call) == [True]
 
 
 @pytest.mark.parametrize(
-    ("path", "says"),
+    ("path", "error"),
     [
         ("ftp://bucket/run", "UnsupportedError"),
         ("nowhere.ckpt", "CheckpointNotFoundError"),
@@ -167,9 +168,9 @@ def test_runs_that_start_together_see_each_other_at_their_saves(
     ],
 )
 def test_paths_without_a_checkpoint_are_refused_on_every_rank(
-    path: str, says: str, worlds: Pools, tmp_path: Path
+    path: str, error: str, worlds: Pools, tmp_path: Path
 ) -> None:
-    asked = path if "://" in path else str(tmp_path / path)
-    plan = FitSpec(str(tmp_path / "out"), 2, ckpt_path=asked)
+    ckpt_path = path if "://" in path else str(tmp_path / path)
+    plan = FitSpec(str(tmp_path / "out"), 2, ckpt_path=ckpt_path)
     for message in worlds.run(2, partial(error_of, plan)):
-        assert message.startswith(says), message
+        assert message.startswith(error), message

@@ -1,4 +1,4 @@
-"""Links that ModelCheckpoint asks for: made in its place, at once or when there is something."""
+"""ModelCheckpoint's links are created by this library, when their target is published."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ MODES = pytest.mark.parametrize("async_save", [False, True], ids=["blocking", "b
 LINKED: dict[str, Any] = {"save_top_k": 1, "filename": "{step}", "save_last": "link"}
 
 
-def watch_every_instant(run: AsyncSaveSpec) -> list[str]:
-    """Train, and return the targets of last.ckpt in order; "" for none."""
+def watch_last_before_syscalls(run: AsyncSaveSpec) -> list[str]:
+    """Train; return the successive targets of last.ckpt ("" if missing or dangling)."""
     last = Path(run.root) / "kept" / "last.ckpt"
     seen: list[str] = []
 
@@ -56,24 +56,24 @@ def test_a_kill_never_leaves_last_missing_or_dangling(
     pools: Pools, tmp_path: Path, *, async_save: bool
 ) -> None:
     run = AsyncSaveSpec(str(tmp_path), async_save=async_save, checkpoint=LINKED)
-    found = pools.run(2, partial(watch_every_instant, run))[0]
+    found = pools.run(2, partial(watch_last_before_syscalls, run))[0]
     assert found == ["step=2.ckpt", "step=4.ckpt", "step=6.ckpt"]
 
 
 def watch_the_last(run: AsyncSaveSpec, scores: list[float]) -> list[tuple[str, int]]:
-    """Train with these scores of the epochs; return the best and the last's step after each."""
+    """Train with a score per epoch; return the best name and the step of last.ckpt after each."""
     seen: list[tuple[str, int]] = []
 
     def look(trainer: pl.Trainer) -> None:
         elastic_strategy_of(trainer).wait_for_save()
         manifest = Path(run.root) / "kept" / "last.ckpt" / "manifest.json"
-        held = json.loads(manifest.read_text()) if manifest.exists() else {}
+        saved = json.loads(manifest.read_text()) if manifest.exists() else {}
         callback: Any = trainer.checkpoint_callback
-        step = held.get("progress", {}).get("global_steps", 0)
+        step = saved.get("progress", {}).get("global_steps", 0)
         seen.append((Path(callback.best_model_path).name, step))
 
     run.actions = dict.fromkeys([*range(3, 2 * len(scores), 2), -1], look)
-    trainer, net, data, director = run.make()
+    trainer, net, data, actor = run.make()
     callback: Any = trainer.checkpoint_callback
     candidates = callback._monitor_candidates
     callback._monitor_candidates = lambda trainer: {
@@ -81,12 +81,12 @@ def watch_the_last(run: AsyncSaveSpec, scores: list[float]) -> list[tuple[str, i
         "score": torch.tensor(scores[trainer.current_epoch]),
     }
     trainer.fit(net, data)
-    assert not director.errors, director.errors
+    assert not actor.errors, actor.errors
     return seen
 
 
 @MODES
-def test_last_is_the_last_due_save(pools: Pools, tmp_path: Path, *, async_save: bool) -> None:
+def test_last_is_the_newest_save(pools: Pools, tmp_path: Path, *, async_save: bool) -> None:
     options = LINKED | {"monitor": "score", "mode": "max"}
     scores = [1.0, 0.5, 0.7, 2.0, 0.1]
     every = AsyncSaveSpec(str(tmp_path), async_save=async_save, epochs=5, checkpoint=options)
@@ -101,14 +101,13 @@ def test_last_is_the_last_due_save(pools: Pools, tmp_path: Path, *, async_save: 
         assert seen == [("", 0), ("step=4.ckpt", 4), ("step=4.ckpt", 4), ("step=4.ckpt", 8)]
 
 
-class Full:
-    """Lets no link be made on the first rank, once it is called."""
+class LinksFail:
+    """An action that makes all later links fail on rank 0."""
 
     def __init__(self) -> None:
         self.symlink_to = Path.symlink_to
 
     def __call__(self, trainer: pl.Trainer) -> None:
-        """Fill the disk, when the first link is made."""
         elastic_strategy_of(trainer).wait_for_save()
 
         def refuse(path: Path, *_: Any) -> None:
@@ -121,19 +120,19 @@ class Full:
         Path.symlink_to = self.symlink_to  # type: ignore[method-assign]
 
 
-def fill_before_the_second(run: AsyncSaveSpec) -> dict[str, Any]:
+def fail_the_second_link(run: AsyncSaveSpec) -> dict[str, Any]:
     """Make the second link fail; return the remaining entries and the error."""
-    full, run.actions = Full(), {}
+    links_fail, run.actions = LinksFail(), {}
     trainer, net, data, actor = run.make()
-    actor.actions[3] = full
+    actor.actions[3] = links_fail
     error = error_text(lambda: trainer.fit(net, data))
-    full.end()
+    links_fail.end()
     comm.barrier()
-    return {"error": error, "left": kept(run), "answered": answered(trainer)}
+    return {"error": error, "remaining": kept(run), "replaced": replaced(trainer)}
 
 
-def answered(trainer: pl.Trainer) -> list[bool]:
-    """Return whether each callback's method is replaced."""
+def replaced(trainer: pl.Trainer) -> list[bool]:
+    """Return whether the method of each ModelCheckpoint is replaced."""
     return ["_link_checkpoint" in vars(callback) for callback in trainer.checkpoint_callbacks]
 
 
@@ -142,23 +141,23 @@ def test_a_failed_link_is_raised_and_keeps_its_target(
     pools: Pools, tmp_path: Path, *, async_save: bool
 ) -> None:
     run = AsyncSaveSpec(str(tmp_path), async_save=async_save, checkpoint=LINKED)
-    for seen in pools.run(2, partial(fill_before_the_second, run)):
+    for seen in pools.run(2, partial(fail_the_second_link, run)):
         assert seen["error"].startswith("SaveError"), seen
         assert "Could not link " in seen["error"]
         assert "step=4.ckpt: No space left on device" in seen["error"]
         assert "rank 0" in seen["error"]
-        assert seen["left"] == {name: name for name in ("step=2.ckpt", "step=4.ckpt")} | {
+        assert seen["remaining"] == {name: name for name in ("step=2.ckpt", "step=4.ckpt")} | {
             "last.ckpt": "step=2.ckpt"
         }
-        assert seen["answered"] == [False]
+        assert seen["replaced"] == [False]
 
 
 class Plain(ModelCheckpoint):
-    """A subclass that links as Lightning does."""
+    """A subclass that uses Lightning's method."""
 
 
 class Own(ModelCheckpoint):
-    """A subclass that links in its own way."""
+    """A subclass that overrides Lightning's method."""
 
     links: list[str]
 
@@ -169,48 +168,48 @@ class Own(ModelCheckpoint):
 
 
 def look_at_callbacks(root: str) -> dict[str, Any]:
-    """Fit twice with callbacks of several kinds, the second time until it raises."""
+    """Fit twice with callbacks of several kinds; the second fit raises."""
     Own.links = []
     seen: dict[str, Any] = {}
 
     def look(trainer: pl.Trainer) -> None:
-        seen["during"] = answered(trainer)
+        seen["during the first"] = replaced(trainer)
 
     def fail(trainer: pl.Trainer) -> None:
-        seen["again"] = answered(trainer)
+        seen["during the second"] = replaced(trainer)
         raise ZeroDivisionError
 
     run = AsyncSaveSpec(root, async_save=False, epochs=1, checkpoint=LINKED, actions={1: look})
-    trainer, net, data, director = run.make()
+    trainer, net, data, actor = run.make()
     for kind in (Plain, Own, ModelCheckpoint):
         folder = Path(root) / f"{kind.__name__}-more"
         trainer.callbacks.append(kind(dirpath=folder, **LINKED))  # type: ignore[attr-defined]
-    users = []
+    patched = []
     last: Any = trainer.checkpoint_callbacks[-1]
-    last._link_checkpoint = lambda _, path, __: users.append(Path(path).name)
+    last._link_checkpoint = lambda _, path, __: patched.append(Path(path).name)
     trainer.fit(net, data)
-    seen["after"] = answered(trainer)
-    seen["links"] = (list(Own.links), users, trainer.checkpoint_callbacks[-1] is last)
-    director.actions, director.passes_on = {3: fail}, (ZeroDivisionError,)
+    seen["after the first"] = replaced(trainer)
+    seen["links"] = (list(Own.links), patched, trainer.checkpoint_callbacks[-1] is last)
+    actor.actions, actor.passes_on = {3: fail}, (ZeroDivisionError,)
     trainer.fit_loop.max_epochs = 2
     with pytest.raises(ZeroDivisionError):
         trainer.fit(net, data)
-    seen["at the end"] = answered(trainer)
+    seen["after the second"] = replaced(trainer)
     return seen
 
 
-def test_only_lightnings_own_way_to_link_is_replaced_and_only_during_a_run(
+def test_only_lightnings_method_is_replaced_and_only_during_a_run(
     pools: Pools, tmp_path: Path
 ) -> None:
     for seen in pools.run(2, partial(look_at_callbacks, str(tmp_path))):
-        assert seen["during"] == seen["again"] == [True, True, False, True]
-        assert seen["after"] == seen["at the end"] == [False, False, False, True]
+        assert seen["during the first"] == seen["during the second"] == [True, True, False, True]
+        assert seen["after the first"] == seen["after the second"] == [False, False, False, True]
         assert seen["links"] == (["step=2.ckpt"], ["step=2.ckpt"], True)
     assert not (tmp_path / "Own-more" / "last.ckpt").is_symlink()
     assert is_published(tmp_path / "Plain-more" / "last.ckpt")
 
 
-def test_links_do_not_wait_for_a_save_that_never_began(tmp_path: Path) -> None:
+def test_links_do_not_wait_for_a_save_that_did_not_start(tmp_path: Path) -> None:
     target, link = tmp_path / "a.ckpt", tmp_path / "last.ckpt"
     target.mkdir()
     manager = CheckpointManager(Timeouts(), background=True)
@@ -222,7 +221,7 @@ def test_links_do_not_wait_for_a_save_that_never_began(tmp_path: Path) -> None:
     assert manager.stop(interrupted=False) is None
 
 
-def test_an_abandoned_save_that_is_published_makes_its_links(tmp_path: Path) -> None:
+def test_an_abandoned_save_that_is_published_creates_its_links(tmp_path: Path) -> None:
     target, link = tmp_path / "a.ckpt", tmp_path / "last.ckpt"
     manager = CheckpointManager(Timeouts(), background=True)
     manager.start(LiveEngine(SimpleNamespace(optimizer=None)), 0)
@@ -248,11 +247,11 @@ def fail_on_all_ranks(run: AsyncSaveSpec) -> dict[str, str]:
 
 
 @MODES
-def test_last_leads_to_the_save_of_save_on_exception(
+def test_last_points_to_the_save_of_save_on_exception(
     pools: Pools, tmp_path: Path, *, async_save: bool
 ) -> None:
     run = AsyncSaveSpec(
         str(tmp_path), async_save=async_save, checkpoint=LINKED | {"save_on_exception": True}
     )
-    for left in pools.run(2, partial(fail_on_all_ranks, run)):
-        assert left["last.ckpt"] == "step=3.ckpt"
+    for remaining in pools.run(2, partial(fail_on_all_ranks, run)):
+        assert remaining["last.ckpt"] == "step=3.ckpt"

@@ -1,4 +1,4 @@
-"""Weights beside the masters: averages, what hooks take out, and what is there after a fit."""
+"""Module weights: averages, weights that hooks remove, saves after a fit, rounded masters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.ranks import Pools
 
 
 def trainer_with(plan: FitSpec, *callbacks: Callback) -> tuple[pl.Trainer, RegressionNet, Any, Any]:
-    """Make a plan's trainer with more callbacks, which come first."""
+    """Create a plan's trainer with additional callbacks, which come first."""
     trainer, net, data, watch = plan.make()
     trainer.callbacks[:0] = callbacks  # type: ignore[attr-defined]
     return trainer, net, data, watch
@@ -36,28 +36,28 @@ def trainer_with(plan: FitSpec, *callbacks: Callback) -> tuple[pl.Trainer, Regre
 
 
 def fit_averaged(plan: FitSpec) -> dict[str, Any]:
-    """Fit with an average; return the loss by which the best checkpoint was chosen."""
+    """Fit with averaged weights; return the best checkpoint, with its loss and evaluated loss."""
     trainer, net, data, _ = trainer_with(plan, EMAWeightAveraging(decay=0.6))
     trainer.fit(net, data, ckpt_path=plan.ckpt_path)
-    kept = trainer.checkpoint_callback
-    assert isinstance(kept, ModelCheckpoint)
-    assert kept.best_model_score is not None
-    found = {"best": kept.best_model_path, "loss": float(kept.best_model_score)}
-    again = trainer.validate(net, data, ckpt_path="best", verbose=False)[0]["val_loss"]
-    return {**found, "in this process": again}
+    callback = trainer.checkpoint_callback
+    assert isinstance(callback, ModelCheckpoint)
+    assert callback.best_model_score is not None
+    found = {"best": callback.best_model_path, "loss": float(callback.best_model_score)}
+    evaluated = trainer.validate(net, data, ckpt_path="best", verbose=False)[0]["val_loss"]
+    return {**found, "in this process": evaluated}
 
 
 def evaluate_averaged(plan: FitSpec, with_callback: bool) -> dict[str, Any]:
     """Validate, test and predict in a new Trainer."""
     found: dict[str, Any] = {}
     for verb in ("validate", "test", "predict"):
-        more = [EMAWeightAveraging(decay=0.6)] if with_callback else []
-        trainer, net, data, _ = trainer_with(plan, *more)
+        callbacks = [EMAWeightAveraging(decay=0.6)] if with_callback else []
+        trainer, net, data, _ = trainer_with(plan, *callbacks)
         seen: Any = getattr(trainer, verb)(net, data, ckpt_path=plan.ckpt_path)
         if verb == "predict":
             loader: Any = trainer.predict_dataloaders
-            mine = torch.cat([y for _, y in loader])
-            found[verb] = float(torch.nn.functional.mse_loss(torch.cat(seen), mine))
+            expected = torch.cat([y for _, y in loader])
+            found[verb] = float(torch.nn.functional.mse_loss(torch.cat(seen), expected))
         else:
             found[verb] = next(iter(seen[0].values()))
     return found
@@ -67,7 +67,7 @@ def evaluate_averaged(plan: FitSpec, with_callback: bool) -> dict[str, Any]:
 
 
 def save_after(plan: FitSpec, verb: str) -> dict[str, Any]:
-    """Fit, save, evaluate, save again; then resume from both."""
+    """Fit, save, evaluate and save again; then resume from both checkpoints."""
     trainer, net, data, watch = plan.make()
     trainer.fit(net, data)
     trainer.save_checkpoint(f"{plan.root}/before.ckpt")
@@ -84,67 +84,67 @@ def save_after(plan: FitSpec, verb: str) -> dict[str, Any]:
     return found
 
 
-def save_after_a_change(plan: FitSpec, how: str, path: str) -> dict[str, Any]:
-    """Fit, change the weights or the module, evaluate, save; then load into a third."""
+def save_after_a_change(plan: FitSpec, change: str, path: str) -> dict[str, Any]:
+    """Fit, change the weights or the module, evaluate and save; then load into a third module."""
     trainer, net, data, _ = plan.make()
     trainer.fit(net, data)
     fitted = digests(net)
-    if how == "edited":
+    if change == "edited":
         net.load_state_dict({name: value + 1 for name, value in net.state_dict().items()})
     else:
         _, net, data, _ = replace(plan, seed=17).make()
-    with warnings_heard(about="saving weights only") as said:
+    with warnings_heard(about="saving weights only") as warned:
         trainer.test(net, data, verbose=False)
         trainer.save_checkpoint(path)
     tested = digests(net)
     del trainer, net, data
     trainer, net, data, _ = replace(plan, seed=18).make()
     trainer.test(net, data, ckpt_path=path, verbose=False)
-    return {"fitted": fitted, "tested": tested, "loaded": digests(net), "said": said}
+    return {"fitted": fitted, "tested": tested, "loaded": digests(net), "warned": warned}
 
 
 def save_without_fit(plan: FitSpec, verb: str, path: str) -> dict[str, Any]:
-    """Evaluate, with a checkpoint or without, and save."""
+    """Evaluate, with or without a checkpoint, and save."""
     trainer, net, data, _ = plan.make()
-    with warnings_heard(about="nothing was trained here") as said:
+    with warnings_heard(about="nothing was trained here") as warned:
         getattr(trainer, verb)(net, data, ckpt_path=plan.ckpt_path)
         trainer.save_checkpoint(path)
-    return {"weights": digests(net), "said": said}
+    return {"weights": digests(net), "warned": warned}
 
 
-def recovered(path: str) -> dict[str, Any]:
+def recovered_shapes(path: str) -> dict[str, Any]:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     found = get_fp32_state_dict_from_zero_checkpoint(path)
     return {name: list(value.shape) for name, value in found.items()}
 
 
-# -- frozen and unfrozen -------------------------------------------------------------------------
+# -- layers frozen or unfrozen during a fit --------------------------------------------------------
 
 
 class Switch(Callback):
-    """Lets a layer require gradients from an epoch on, or not, and records its weights."""
+    """Freezes or unfreezes a layer in the second epoch, and records its weights."""
 
     def __init__(self, *, thaw: bool) -> None:
         self.thaw = thaw
         self.weights: list[float] = []
 
     @staticmethod
-    def _switch(module: pl.LightningModule, *, trains: bool) -> None:
+    def _switch(module: pl.LightningModule, *, trained: bool) -> None:
         for parameter in module.get_submodule("last").parameters():
-            parameter.requires_grad = trains
+            parameter.requires_grad = trained
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         pl_module.configure_model()
-        self._switch(pl_module, trains=not self.thaw)
+        self._switch(pl_module, trained=not self.thaw)
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if trainer.current_epoch == 1:
-            self._switch(pl_module, trains=self.thaw)
+            self._switch(pl_module, trained=self.thaw)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
@@ -153,26 +153,26 @@ class Switch(Callback):
 
 
 def switched(plan: FitSpec, thaw: bool) -> dict[str, Any]:
-    """Fit while a layer is frozen or unfrozen; return its weights, and the messages."""
+    """Fit while a layer is frozen or unfrozen; return its weights, and the warnings."""
     switch = Switch(thaw=thaw)
     trainer, net, data, _ = trainer_with(plan, switch)
-    with warnings_heard(about="since the fit began") as said:
+    with warnings_heard(about="since the fit began") as warned:
         trainer.fit(net, data)
-    return {"weights": switch.weights, "said": said}
+    return {"weights": switch.weights, "warned": warned}
 
 
-# -- weights that a hook takes out -----------------------------------------------------------------
+# -- weights that a hook removes -------------------------------------------------------------------
 
 
 class Pruning(RegressionNet):
-    """Removes a frozen layer, a buffer, and optionally a trained one, from its checkpoints."""
+    """Removes a frozen layer and a buffer from its checkpoints."""
 
-    took: tuple[str, ...] = ("frozen.weight", "frozen.bias", "norm.running_mean")
+    removed: tuple[str, ...] = ("frozen.weight", "frozen.bias", "norm.running_mean")
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
-        for name in self.took:
+        for name in self.removed:
             del checkpoint["state_dict"][name]
 
     @override
@@ -182,7 +182,7 @@ class Pruning(RegressionNet):
 
 
 class PruningAndAdding(Pruning):
-    """Adds its own entry to the weights as well."""
+    """Also adds an entry to the weights."""
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -191,7 +191,7 @@ class PruningAndAdding(Pruning):
 
 
 class Renaming(RegressionNet):
-    """Saves its weights under other names, as modules do that wrap or compile others."""
+    """Saves its weights under other names, as modules that wrap or compile others do."""
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -200,10 +200,12 @@ class Renaming(RegressionNet):
         checkpoint["state_dict"] = {f"inner.{name}": value for name, value in weights.items()}
 
 
-def pruned(plan: FitSpec, verb: str = "fit", of: type[RegressionNet] = Pruning) -> dict[str, Any]:
-    """Fit or validate a module that removes weights from its checkpoints."""
+def run_module(
+    plan: FitSpec, verb: str = "fit", net_class: type[RegressionNet] = Pruning
+) -> dict[str, Any]:
+    """Fit or validate a module that changes the weights in its checkpoints."""
     trainer, _, data, watch = plan.make()
-    net = of(plan.lr, plan.seed, plan.hidden)
+    net = net_class(plan.lr, plan.seed, plan.hidden)
     if verb == "fit":
         trainer.fit(net, data, ckpt_path=plan.ckpt_path)
     else:
@@ -211,7 +213,7 @@ def pruned(plan: FitSpec, verb: str = "fit", of: type[RegressionNet] = Pruning) 
     return {"start": watch.at_start, "end": digests(net)}
 
 
-def sizes(path: str) -> int:
+def size_bytes(path: str) -> int:
     return sum(p.stat().st_size for p in Path(path).rglob("*.pt"))
 
 
@@ -256,22 +258,22 @@ def test_a_run_resumes_from_a_save_after_an_evaluation(
     for found in worlds.run(2, partial(save_after, FitSpec(str(tmp_path), stage), verb)):
         assert found["before"]["start"] == found["fitted"]
         assert found["after"] == found["before"]
-    of_saves = [
+    before, after = (
         json.loads((tmp_path / f"{name}.ckpt/manifest.json").read_text())["progress"]
         for name in ("before", "after")
-    ]
-    assert of_saves[0] == of_saves[1]
-    assert of_saves[0]["sampler"]["consumed"]
+    )
+    assert before == after
+    assert before["sampler"]["consumed"]
 
 
-@pytest.mark.parametrize(("stage", "how"), [(2, "edited"), (2, "another"), (3, "another")])
+@pytest.mark.parametrize(("stage", "change"), [(2, "edited"), (2, "another"), (3, "another")])
 def test_a_save_contains_the_weights_evaluated_last(
-    stage: int, how: str, worlds: Pools, tmp_path: Path
+    stage: int, change: str, worlds: Pools, tmp_path: Path
 ) -> None:
     plan, path = FitSpec(str(tmp_path), stage), str(tmp_path / "a.ckpt")
-    found = worlds.run(2, partial(save_after_a_change, plan, how, path))
-    assert [len(of["said"]) for of in found] == [1, 0]
-    # Buffers of a norm are of rank 0.
+    found = worlds.run(2, partial(save_after_a_change, plan, change, path))
+    assert [len(result["warned"]) for result in found] == [1, 0]
+    # The loaded buffers are those of rank 0.
     assert found[0]["fitted"] != found[0]["tested"] == found[0]["loaded"]
 
 
@@ -283,50 +285,52 @@ def test_a_save_without_a_fit_contains_weights_for_new_runs(
     root, path = str(tmp_path), str(tmp_path / "alone.ckpt")
     program = partial(save_without_fit, FitSpec(root, stage, seed=3), "validate", path)
     saved = worlds.run(2, program)
-    assert ["nothing was trained here" in "".join(of["said"]) for of in saved] == [True, False]
+    warned = ["nothing was trained here" in "".join(result["warned"]) for result in saved]
+    assert warned == [True, False]
     manifest = json.loads((tmp_path / "alone.ckpt" / "manifest.json").read_text())
     assert manifest["weights_only"]
     shapes = {p["name"]: p["shape"] for p in manifest["parameters"]}
-    assert shapes.items() <= worlds.run(1, partial(recovered, path))[0].items()
-    # A run begins with it, and its own checkpoint is evaluated and saved as weights again.
-    begun = FitSpec(root, 2, seed=5, ckpt_path=path, strategy={"load_optimizer_state": False})
-    runs = worlds.run(3, partial(fit, begun))
+    assert shapes.items() <= worlds.run(1, partial(recovered_shapes, path))[0].items()
+    # A run starts from it; the run's checkpoint is evaluated and saved as weights again.
+    new = FitSpec(root, 2, seed=5, ckpt_path=path, strategy={"load_optimizer_state": False})
+    runs = worlds.run(3, partial(fit, new))
     assert all(run["start"] == saved[0]["weights"] and run["step"] == 2 for run in runs)
-    assert (
-        "has no optimizer state" in worlds.run(1, partial(error_of, replace(begun, strategy={})))[0]
-    )
+    error = worlds.run(1, partial(error_of, replace(new, strategy={})))[0]
+    assert "has no optimizer state" in error
     again = FitSpec(root, 4 - stage, seed=6, ckpt_path=f"{root}/last.ckpt")
     evaluated = partial(save_without_fit, again, "predict", f"{root}/again.ckpt")
     weights = worlds.run(2, evaluated)[0]["weights"]
     assert weights == runs[0]["end"]
-    begun = replace(begun, root=f"{root}/on", ckpt_path=f"{root}/again.ckpt")
-    assert worlds.run(1, partial(fit, begun))[0]["start"] == weights
+    new = replace(new, root=f"{root}/on", ckpt_path=f"{root}/again.ckpt")
+    assert worlds.run(1, partial(fit, new))[0]["start"] == weights
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("thaw", [True, False], ids=["unfrozen", "frozen"])
-def test_layers_frozen_or_unfrozen_later_are_warned_of_once_an_epoch(
+def test_layers_frozen_or_unfrozen_later_cause_one_warning_per_epoch(
     thaw: bool, stage: int, worlds: Pools, tmp_path: Path
 ) -> None:
     """DeepSpeed ignores the change."""
     plan = FitSpec(str(tmp_path), stage, epochs=3)
     first, second = worlds.run(2, partial(switched, plan, thaw))
-    word = "unfrozen since the fit began, and not trained" if thaw else "frozen since the fit began"
+    state = (
+        "unfrozen since the fit began, and not trained" if thaw else "frozen since the fit began"
+    )
     assert [
-        text.startswith(f"Epoch {n}: parameters {word}")
-        for n, text in zip((1, 2), first["said"], strict=True)
+        text.startswith(f"Epoch {n}: parameters {state}")
+        for n, text in zip((1, 2), first["warned"], strict=True)
     ] == [True, True]
-    assert all("last.weight, last.bias" in text and "lr=0" in text for text in first["said"])
-    assert "first" not in first["said"][0].partition("Or start")[0].partition("To train")[0]
-    assert not second["said"]
-    changes = len(set(first["weights"]))
-    assert changes == (1 if thaw else len(first["weights"])), first["weights"]
+    assert all("last.weight, last.bias" in text and "lr=0" in text for text in first["warned"])
+    assert "first" not in first["warned"][0].partition("Or start")[0].partition("To train")[0]
+    assert not second["warned"]
+    values = len(set(first["weights"]))
+    assert values == (1 if thaw else len(first["weights"])), first["weights"]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("stage", "target", "of"),
+    ("stage", "target", "net_class"),
     [
         (2, 3, Pruning),
         (2, 3, PruningAndAdding),
@@ -334,23 +338,24 @@ def test_layers_frozen_or_unfrozen_later_are_warned_of_once_an_epoch(
     ],
 )
 def test_frozen_weights_removed_by_a_hook_are_not_saved(
-    stage: int, target: int, of: type[RegressionNet], worlds: Pools, tmp_path: Path
+    stage: int, target: int, net_class: type[RegressionNet], worlds: Pools, tmp_path: Path
 ) -> None:
-    """Also if the hook adds its own entry to the weights."""
+    """Also if the hook adds an entry to the weights."""
     root = str(tmp_path)
-    program = partial(pruned, of=of)
+    program = partial(run_module, net_class=net_class)
     ends = worlds.run(2, partial(program, FitSpec(root, stage)))
     manifest = json.loads((tmp_path / "last.ckpt" / "manifest.json").read_text())
-    assert manifest["excluded"] == list(Pruning.took)
+    assert manifest["excluded"] == list(Pruning.removed)
     assert "norm.running_mean" not in manifest["module_buffers"]
     worlds.run(2, partial(fit, FitSpec(f"{root}/whole", stage)))
-    assert sizes(f"{root}/last.ckpt") < sizes(f"{root}/whole/last.ckpt") - 31 * 31 * 4
+    complete = size_bytes(f"{root}/whole/last.ckpt")
+    assert size_bytes(f"{root}/last.ckpt") < complete - 31 * 31 * 4
     for verb in ("fit", "validate"):
         plan = FitSpec(f"{root}/{verb}", target, epochs=2, seed=4, ckpt_path=f"{root}/last.ckpt")
         found = worlds.run(1, partial(program, plan, verb))[0]
         loaded = found["start"] if verb == "fit" else found["end"]
         same = {name for name, digest in loaded.items() if digest == ends[0]["end"][name]}
-        assert loaded.keys() - same == set(Pruning.took)
+        assert loaded.keys() - same == set(Pruning.removed)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -358,21 +363,21 @@ def test_weights_renamed_by_a_hook_are_saved_once_under_their_names(
     stage: int, worlds: Pools, tmp_path: Path
 ) -> None:
     root = str(tmp_path)
-    program = partial(pruned, of=Renaming)
+    program = partial(run_module, net_class=Renaming)
     ends = worlds.run(2, partial(program, FitSpec(root, stage)))
     manifest = json.loads((tmp_path / "last.ckpt" / "manifest.json").read_text())
     assert not manifest["excluded"]
     worlds.run(2, partial(fit, FitSpec(f"{root}/whole", stage)))
-    assert sizes(f"{root}/last.ckpt") <= sizes(f"{root}/whole/last.ckpt")
+    assert size_bytes(f"{root}/last.ckpt") <= size_bytes(f"{root}/whole/last.ckpt")
     plan = FitSpec(f"{root}/on", stage, epochs=2, seed=4, ckpt_path=f"{root}/last.ckpt")
     assert worlds.run(1, partial(program, plan))[0]["start"] == ends[0]["end"]
 
 
-# -- masters that a config rounds ------------------------------------------------------------------
+# -- rounded masters -------------------------------------------------------------------------------
 
 
 def masters_are_rounded(root: str, keep_fp32: bool) -> bool:
-    """Resume in bf16, with or without the fp32 masters of the checkpoint."""
+    """Resume in bf16, with or without the saved fp32 masters; return whether they are rounded."""
     zero = {"stage": 2, "load_from_fp32_weights": keep_fp32}
     config = {"zero_optimization": zero, "zero_allow_untested_optimizer": True}
     plan = FitSpec(

@@ -1,4 +1,4 @@
-"""Muon under ZeRO-3: DeepSpeed itself brings its momentum forward."""
+"""Muon under ZeRO-3, where DeepSpeed itself updates the momentum."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def momenta(engine: Engine) -> list[tuple[list[float], bool]]:
     return found
 
 
-def goes_on(setup: Setup, path: str, *, saves: bool) -> dict[str, Any]:
-    """Train and save, or load in a run from another seed; then train on."""
+def continued(setup: Setup, path: str, *, saves: bool) -> dict[str, Any]:
+    """Train and save, or load into a run with another seed; then continue training."""
     from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 
     with (
@@ -43,21 +43,21 @@ def goes_on(setup: Setup, path: str, *, saves: bool) -> dict[str, Any]:
             save_checkpoint(engine, path)
         else:
             load_checkpoint(engine, path)
-        begun = momenta(engine)
+        start = momenta(engine)
         losses = train(engine, setup, STEPS, STEPS + MORE)
-        return {"begun": begun, "losses": losses, "ended": momenta(engine)}
+        return {"start": start, "losses": losses, "end": momenta(engine)}
 
 
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_muon_continues_bit_for_bit(in_memory: bool, pools: Pools, tmp_path: Path) -> None:
-    """With `save_muon_momentum_buffer_in_memory` the optimizer's state is only a link."""
+    """With `save_muon_momentum_buffer_in_memory`, the optimizer's state is only a reference."""
     setup = Setup(2, "3", optimizer="Muon", muon_in_memory=in_memory)
     path = str(tmp_path / "x.ckpt")
-    saved = pools.run(2, partial(goes_on, setup, path, saves=True))
-    resumed = pools.run(2, partial(goes_on, setup, path, saves=False))
+    saved = pools.run(2, partial(continued, setup, path, saves=True))
+    resumed = pools.run(2, partial(continued, setup, path, saves=False))
     print("uninterrupted", saved[0]["losses"], "resumed", resumed[0]["losses"])
     for one, other in zip(saved, resumed, strict=True):
-        assert any(any(values) for values, _ in one["begun"])
-        assert other["begun"] == one["begun"]
+        assert any(any(values) for values, _ in one["start"])
+        assert other["start"] == one["start"]
         assert other["losses"] == one["losses"]
-        assert other["ended"] == one["ended"]
+        assert other["end"] == one["end"]

@@ -1,4 +1,4 @@
-"""A Trainer that goes on with other parameters than it was saved with (``strict_optimizer``)."""
+"""A Trainer that resumes with other parameters than it was saved with (``strict_optimizer``)."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class MiddleFit:
     root: str
     stage: int
     middle: str = "middle"
-    """What the middle layer is called."""
+    """Name of the middle layer."""
     trains: bool = True
-    """Whether it requires a gradient when the fit begins."""
+    """Whether it requires gradients at the start of the fit."""
     thawed_in: int = -1
-    """The epoch in which a callback lets it require one; -1: none."""
+    """The epoch in which a callback unfreezes it; -1: never."""
     seed: int = 1
     epochs: int = 1
     ckpt_path: str | None = None
     strategy: dict[str, Any] = field(default_factory=dict)
 
     def resumed(self, **changes: Any) -> MiddleFit:
-        """Return the fit that continues for an epoch, from another seed."""
+        """Return a fit that continues for an epoch, with another seed."""
         fields = {"seed": 2, "epochs": self.epochs + 1, "ckpt_path": f"{self.root}/last.ckpt"}
         return MiddleFit(**{**vars(self), **fields, **changes})
 
@@ -51,10 +51,10 @@ class MiddleFit:
 @dataclass(frozen=True)
 class Seen:
     start: State
-    """By parameter and key, when training began: ``master`` and moments of what is trained."""
+    """Masters and moments of trained parameters at the start of training."""
     end: State
     weights: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
-    """Of all parameters, when training began and when it ended."""
+    """Weights of all parameters at the start and at the end of training."""
     warned: list[str]
 
 
@@ -85,7 +85,7 @@ class Net(pl.LightningModule):
 
 
 class Look(Callback):
-    """Reads masters and moments by DeepSpeed's functions when training starts and ends."""
+    """Records masters and moments with DeepSpeed's functions at the start and end of training."""
 
     def __init__(self, plan: MiddleFit) -> None:
         self.plan = plan
@@ -95,11 +95,11 @@ class Look(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._trained = [name for name, p in pl_module.named_parameters() if p.requires_grad]
-        # Before any step DeepSpeed raises where it is asked for moments.
+        # Before the first step, DeepSpeed's function for moments raises.
         self._look(pl_module, KEYS if trainer.global_step else KEYS[:1])
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Let the middle layer require a gradient, when it is its turn."""
+        """Unfreeze the middle layer in its epoch."""
         if trainer.current_epoch == self.plan.thawed_in:
             pl_module.get_submodule(self.plan.middle).requires_grad_(True)
 
@@ -107,7 +107,7 @@ class Look(Callback):
         self._look(pl_module, KEYS)
 
     def _look(self, module: nn.Module, keys: Sequence[str]) -> None:
-        """Record masters and moments by parameter, by DeepSpeed's functions: collective."""
+        """Record masters and moments by parameter. Collective."""
         parameters = dict(module.named_parameters())
         self.states.append(
             {
@@ -130,10 +130,10 @@ def fit(plan: MiddleFit) -> Seen:
     saves = ModelCheckpoint(plan.root, save_last=True, enable_version_counter=False)
     strategy = elastic(stage=plan.stage, global_batch_size=6, **plan.strategy)
     trainer = quiet_trainer(strategy, look, saves, max_epochs=plan.epochs)
-    with log_heard("lightning_elastic_zero", logging.WARNING) as said:
+    with log_heard("lightning_elastic_zero", logging.WARNING) as warned:
         trainer.fit(Net(plan), ckpt_path=plan.ckpt_path)
     start, end = look.states
-    return Seen(start, end, (look.weights[0], look.weights[1]), said)
+    return Seen(start, end, (look.weights[0], look.weights[1]), warned)
 
 
 def refusal(plan: MiddleFit) -> str:
@@ -141,7 +141,7 @@ def refusal(plan: MiddleFit) -> str:
 
 
 class Finetuning(BaseFinetuning):
-    """Lightning's own way to train a layer later."""
+    """Lightning's callback to train a layer later."""
 
     def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
         pl_module.configure_model()
@@ -155,7 +155,7 @@ class Finetuning(BaseFinetuning):
 
 
 def finetuning_refusal(plan: MiddleFit) -> str:
-    """Return the error of a fit with Lightning's own callback for it."""
+    """Return the error of a fit with this callback."""
     strategy = elastic(stage=plan.stage, global_batch_size=6)
     trainer = quiet_trainer(strategy, Finetuning(), max_epochs=plan.epochs)
     return error_text(lambda: trainer.fit(Net(plan), ckpt_path=plan.ckpt_path))
@@ -171,7 +171,7 @@ LENIENT = {"strict_optimizer": False}
 
 
 def assert_restored(seen: Seen, saved: Seen) -> None:
-    """Fail unless masters and moments of the known parameters are those saved, bit for bit."""
+    """Fail unless masters and moments of the known parameters bitwise equal the saved ones."""
     for name in KNOWN:
         for key in KEYS:
             assert saved.end[name, key].any()
@@ -179,20 +179,20 @@ def assert_restored(seen: Seen, saved: Seen) -> None:
 
 
 def assert_fresh(seen: Seen, name: str) -> None:
-    """Fail unless a parameter starts without moments, and is trained from there."""
+    """Fail unless a parameter starts without moments and is trained."""
     assert not seen.start[name, "exp_avg"].any()
     assert not seen.start[name, "exp_avg_sq"].any()
     assert not torch.equal(seen.end[name, "master"], seen.start[name, "master"])
 
 
-def assert_told(told: list[str], *names: str) -> None:
-    """Fail unless each name is warned of once, and no restored parameter."""
-    assert [sum(name in text for text in told) for name in names] == [1] * len(names), told
-    assert not [text for text in told if any(name in text for name in KNOWN)]
+def assert_warned(warned: list[str], *names: str) -> None:
+    """Fail unless each name is in one warning, and no restored parameter in any."""
+    assert [sum(name in text for text in warned) for name in names] == [1] * len(names), warned
+    assert not [text for text in warned if any(name in text for name in KNOWN)]
 
 
-def refuse(worlds: Pools, world: int, plan: MiddleFit, *names: str) -> None:
-    """Fail unless a resume is refused on every rank, by the names, with the option that helps."""
+def assert_refused(worlds: Pools, world: int, plan: MiddleFit, *names: str) -> None:
+    """Fail unless every rank refuses a resume, and names the parameters and the option."""
     for message in worlds.run(world, partial(refusal, plan)):
         assert message.startswith("CheckpointMismatchError")
         assert "strict_optimizer=False" in message
@@ -205,11 +205,11 @@ def refuse(worlds: Pools, world: int, plan: MiddleFit, *names: str) -> None:
 def test_known_parameters_are_restored_and_others_are_listed(
     source: int, ranks: int, target: int, more: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """An added layer starts fresh, a removed one is ignored."""
+    """An added layer starts fresh, and a removed one is ignored."""
     first = MiddleFit(str(tmp_path / "run"), source, "gone")
     saved = worlds.run(ranks, partial(fit, first))[0]
     again = first.resumed(stage=target, middle="new")
-    refuse(worlds, more, again, *NEW, *GONE)
+    assert_refused(worlds, more, again, *NEW, *GONE)
     other = MiddleFit(str(tmp_path / "other"), target, "new", seed=2)
     configured = worlds.run(more, partial(fit, other))[0].start
     found = worlds.run(more, partial(fit, replace(again, strategy=LENIENT)))
@@ -219,7 +219,7 @@ def test_known_parameters_are_restored_and_others_are_listed(
         for name in NEW:
             assert torch.equal(seen.start[name, "master"], configured[name, "master"])
             assert_fresh(seen, name)
-    assert_told(found[0].warned, *NEW, *GONE)
+    assert_warned(found[0].warned, *NEW, *GONE)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_known_parameters_are_restored_and_others_are_listed(
 def test_a_layer_unfrozen_before_a_resume_starts_from_its_saved_weights(
     source: int, ranks: int, target: int, more: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """If a callback unfroze it before the save, DeepSpeed did not train it: no option is needed."""
+    """A layer that a callback unfroze before the save was not trained, and needs no option."""
     first = MiddleFit(str(tmp_path / "run"), source, trains=False, thawed_in=1, epochs=2)
     saved = worlds.run(ranks, partial(fit, first))[0]
     assert {name for name, _ in saved.end} == {*KNOWN}
@@ -239,7 +239,7 @@ def test_a_layer_unfrozen_before_a_resume_starts_from_its_saved_weights(
             for weights in seen.weights:
                 assert torch.equal(weights[name], saved.weights[1][name])
     again = first.resumed(stage=target, trains=True)
-    refuse(worlds, more, again, *MIDDLE)
+    assert_refused(worlds, more, again, *MIDDLE)
     found = worlds.run(more, partial(fit, replace(again, strategy=LENIENT)))
     for seen in found:
         assert {name for name, _ in seen.start} == {*KNOWN, *MIDDLE}
@@ -247,7 +247,7 @@ def test_a_layer_unfrozen_before_a_resume_starts_from_its_saved_weights(
         for name in MIDDLE:
             assert torch.equal(seen.start[name, "master"], saved.weights[1][name])
             assert_fresh(seen, name)
-    assert_told(found[0].warned, *MIDDLE)
+    assert_warned(found[0].warned, *MIDDLE)
 
 
 @pytest.mark.parametrize(("source", "ranks", "target", "more"), [(2, 2, 3, 3), (3, 3, 2, 2)])
@@ -257,7 +257,7 @@ def test_a_layer_frozen_before_a_resume_keeps_its_masters(
     first = MiddleFit(str(tmp_path / "run"), source)
     saved = worlds.run(ranks, partial(fit, first))[0]
     again = first.resumed(stage=target, trains=False)
-    refuse(worlds, more, again, *MIDDLE)
+    assert_refused(worlds, more, again, *MIDDLE)
     found = worlds.run(more, partial(fit, replace(again, strategy=LENIENT)))
     for seen in found:
         assert {name for name, _ in seen.start} == {*KNOWN}
@@ -265,7 +265,7 @@ def test_a_layer_frozen_before_a_resume_keeps_its_masters(
         for name in MIDDLE:
             for weights in seen.weights:
                 assert torch.equal(weights[name], saved.end[name, "master"])
-    assert_told(found[0].warned, *MIDDLE)
+    assert_warned(found[0].warned, *MIDDLE)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

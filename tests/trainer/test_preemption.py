@@ -1,4 +1,4 @@
-"""A run whose machine is going to be taken away saves, ends, and goes on elsewhere."""
+"""A preempted run saves, ends, and continues on other machines."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ pytestmark = [pytest.mark.engine]
 
 STEPS = 10
 GRACE_S = 30.0
-"""Between the notice and the end: what Kubernetes, Google Cloud and torchrun's agent give."""
+"""Time between the notice and the kill, as with Kubernetes, Google Cloud and torchrun's agent."""
 
 MANY_SAMPLES, FEW_SAMPLES = 200, 24
-"""To validate on, 0.3 s for each of a rank's."""
+"""Samples of validations; each of a rank's samples takes 0.3 s."""
 
 
 class SendsSignals(Callback):
-    """Sends this rank signals after a step, and during the saves that follow."""
+    """Sends signals to this rank after a step, or during the following saves."""
 
     def __init__(self, names: tuple[str, ...], step: int, in_save: bool) -> None:
         self.names, self.step, self.in_save = names, step, in_save
@@ -65,7 +65,7 @@ class SendsSignals(Callback):
     @override
     def on_save_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step >= self.step and self.in_save:
-            self._send()  # also while the preempted run is saved: once more
+            self._send()  # Again during the preempted save.
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ class Preempted:
     code: int
     step: int
     seconds: float
-    """From the notice until the run had ended; 0 on ranks that heard of it from others."""
+    """Time from the notice to the end of the run; 0 on ranks without their own notice."""
     handlers_kept: bool
 
 
 def saves_of(run: RunSpec) -> ModelCheckpoint:
-    """Return a callback that saves every second step, as Lightning does."""
+    """Return a ModelCheckpoint that saves every second step."""
     return ModelCheckpoint(
         run.root,
         every_n_train_steps=2,
@@ -96,26 +96,26 @@ def fit_validated(run: RunSpec) -> RunRecord:
     return gather_record(trainer, net, watch)
 
 
-class AppearsInValidation(Callback):
-    """Creates a file during a validation, whose batches are slow from then on."""
+class NotifiesInValidation(Callback):
+    """Creates the notice file during the slow validation after a step."""
 
-    def __init__(self, file: Path, step: int, is_told: bool) -> None:
-        self.file, self.step, self.is_told = file, step, is_told
+    def __init__(self, file: Path, step: int, notified: bool) -> None:
+        self.file, self.step, self.notified = file, step, notified
         self.validated = 0
-        """Batches of the validation after the step."""
+        """Number of batches of this validation."""
 
     @override
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step != self.step:
             return
         self.validated += 1
-        if self.is_told and self.validated == 2:
+        if self.notified and self.validated == 2:
             self.file.touch()
         time.sleep(0.3)
 
 
 class Stream(IterableDataset[Any]):
-    """Ends when it likes."""
+    """A data set without a length."""
 
     def __iter__(self) -> Iterator[Any]:
         samples = IndexedSamples(FEW_SAMPLES, 0.0)
@@ -123,14 +123,14 @@ class Stream(IterableDataset[Any]):
 
 
 class OwnLoader(DataLoader[Any]):
-    """May leave out batches, different ones on each rank."""
+    """A user's loader, which may skip different batches on each rank."""
 
     def __iter__(self) -> Any:
         return super().__iter__()
 
 
 class OwnSampler(DistributedSampler[Any]):
-    """May leave out samples."""
+    """A user's sampler, which may skip samples."""
 
     def __iter__(self) -> Iterator[Any]:
         return super().__iter__()
@@ -143,60 +143,60 @@ def validation_of(samples: int = MANY_SAMPLES) -> DataLoader[Any]:
 def fit_until_it_ends(
     trainer: pl.Trainer, run: RunSpec, preemption: PreemptionCheckpoint, data: Any = None
 ) -> Preempted:
-    names = [signal.SIGTERM, signal.SIGUSR1]
-    before, code = [*map(signal.getsignal, names)], -1
+    signals = [signal.SIGTERM, signal.SIGUSR1]
+    before, code = [*map(signal.getsignal, signals)], -1
     try:
         trainer.fit(RecordingNet(run), run.loaders(), data)
     except SystemExit as error:
         code = int(str(error.code))
     seconds = time.monotonic() - preemption._heard_at if preemption._heard else 0.0
-    kept = [*map(signal.getsignal, names)] == before
-    return Preempted(code, trainer.global_step, seconds, kept)
+    handlers_kept = [*map(signal.getsignal, signals)] == before
+    return Preempted(code, trainer.global_step, seconds, handlers_kept)
 
 
-def fit_until_preempted_in_validation(run: RunSpec, waits: str = "") -> tuple[Preempted, int]:
-    """Fit; the last rank is told in the validation after step 5, which is slow.
+def fit_until_preempted_in_validation(run: RunSpec, reason: str = "") -> tuple[Preempted, int]:
+    """Fit; the last rank gets a notice during the slow validation after step 5.
 
     Args:
         run: the fit.
-        waits: why the end of that validation is waited for.
+        reason: why the save waits for the end of the validation; empty if it does not.
     """
     pl.seed_everything(run.seed, workers=True, verbose=False)
     file = Path(run.root) / "notice"
-    is_told = comm.get_rank() == comm.get_world_size() - 1
-    tells = AppearsInValidation(file, 5, is_told)
+    notified = comm.get_rank() == comm.get_world_size() - 1
+    notifies = NotifiesInValidation(file, 5, notified)
     preemption = PreemptionCheckpoint(
-        str(file) if is_told else None, in_validation=waits != "not asked for"
+        str(file) if notified else None, in_validation=reason != "not asked for"
     )
-    more: list[Callback] = [callbacks.WeightAveraging()] if waits == "average" else []
-    trainer = trainer_of(run, [tells, preemption, *more, saves_of(run)])
+    more: list[Callback] = [callbacks.WeightAveraging()] if reason == "average" else []
+    trainer = trainer_of(run, [notifies, preemption, *more, saves_of(run)])
     few = IndexedSamples(FEW_SAMPLES, 0.0)
     loaders: dict[str, Callable[[], DataLoader[Any]]] = {
         "stream": lambda: DataLoader(Stream()),
         "own loader": lambda: OwnLoader(few),
         "own sampler": lambda: DataLoader(few, sampler=OwnSampler(few, shuffle=False)),
     }
-    data = loaders.get(waits, partial(validation_of, FEW_SAMPLES))() if waits else validation_of()
-    return fit_until_it_ends(trainer, run, preemption, data), tells.validated
+    data = loaders.get(reason, partial(validation_of, FEW_SAMPLES))() if reason else validation_of()
+    return fit_until_it_ends(trainer, run, preemption, data), notifies.validated
 
 
 def fit_until_preempted(
     run: RunSpec, names: tuple[str, ...] = (), in_save: bool = False, notice: str = ""
 ) -> Preempted:
-    """Fit; the last rank is notified after step 3 by a file, a function or signals."""
+    """Fit; the last rank gets a notice after step 3, by a file, a URL or signals."""
     pl.seed_everything(run.seed, workers=True, verbose=False)
-    is_told = comm.get_rank() == comm.get_world_size() - 1
+    notified = comm.get_rank() == comm.get_world_size() - 1
     file = Path(run.root) / "notice"
 
-    def tell(trainer: pl.Trainer, *_: Any) -> None:
-        if is_told and not names and trainer.global_step == 3:
+    def notify(trainer: pl.Trainer, *_: Any) -> None:
+        if notified and not names and trainer.global_step == 3:
             file.touch()
-        time.sleep(0.4)  # The ranks' threads agree meanwhile, as in a run of real size.
+        time.sleep(0.4)  # Time for the ranks' threads to agree, as in runs of realistic size.
 
-    sends = [SendsSignals(names, 3, in_save)] if is_told and names else []
-    preemption = PreemptionCheckpoint((notice or str(file)) if is_told else None)
-    tells = callbacks.LambdaCallback(on_train_batch_end=tell)
-    trainer = trainer_of(run, [*sends, tells, preemption, saves_of(run)])
+    sends = [SendsSignals(names, 3, in_save)] if notified and names else []
+    preemption = PreemptionCheckpoint((notice or str(file)) if notified else None)
+    notifies = callbacks.LambdaCallback(on_train_batch_end=notify)
+    trainer = trainer_of(run, [*sends, notifies, preemption, saves_of(run)])
     return fit_until_it_ends(trainer, run, preemption)
 
 
@@ -230,7 +230,7 @@ def test_a_preempted_run_ends_in_time_and_continues_on_another_world(
     run = RunSpec(stage=stage, root=str(tmp_path / "run"), strategy=strategy)
     reference = worlds.run(others, partial(fit, replace(run, root="", strategy={})))
     ended = worlds.run(ranks, partial(fit_until_preempted, run, names, in_save))
-    # Lightning kills all ranks when one that it has started beside the first ends with a code.
+    # Only the first rank exits with the code: Lightning kills all ranks if another one does.
     assert [e.code for e in ended] == [EXIT_CODE, *[0] * (ranks - 1)]
     (step,) = {e.step for e in ended}
     assert 3 <= step < STEPS
@@ -239,12 +239,12 @@ def test_a_preempted_run_ends_in_time_and_continues_on_another_world(
     assert (tmp_path / "run" / "notice").exists() == (not names)
     assert (tmp_path / "run" / NAME).is_dir()
     kinds = (PreemptionCheckpoint, partial(saves_of, run))
-    go_on = partial(fit, replace(run, ckpt_path="last", strategy={}, callbacks=kinds))
-    for resumed, whole in zip(worlds.run(others, go_on), reference, strict=True):
-        assert resumed.steps == from_step(whole.steps, step)
+    resume = partial(fit, replace(run, ckpt_path="last", strategy={}, callbacks=kinds))
+    for resumed, expected in zip(worlds.run(others, resume), reference, strict=True):
+        assert resumed.steps == from_step(expected.steps, step)
         assert resumed.global_step == STEPS
         for at, loss in resumed.losses.items():
-            assert loss == pytest.approx(whole.losses[at], rel=1e-4), at
+            assert loss == pytest.approx(expected.losses[at], rel=1e-4), at
 
 
 @contextmanager
@@ -259,7 +259,7 @@ def metadata_server(file: Path, answers: list[str]) -> Iterator[str]:
             self.wfile.write(answers[-1].encode())
 
         def log_message(self, *_: Any) -> None:
-            """Print nothing."""
+            """Do not log."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -273,7 +273,7 @@ def metadata_server(file: Path, answers: list[str]) -> Iterator[str]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("background", [False, True])
-def test_a_notice_by_a_url_saves_within_the_grace(
+def test_a_notice_by_a_url_saves_within_the_grace_period(
     background: bool, worlds: Pools, tmp_path: Path
 ) -> None:
     root = tmp_path / "run"
@@ -281,7 +281,7 @@ def test_a_notice_by_a_url_saves_within_the_grace(
     answers: list[str] = []
     with metadata_server(root / "notice", answers) as url:
         ended = worlds.run(2, partial(fit_until_preempted, run, notice=url))
-    assert answers.count("TRUE") == 1  # then nobody asks again
+    assert answers.count("TRUE") == 1  # The callback stops polling after the notice.
     assert answers[-1] == "TRUE"
     assert [e.code for e in ended] == [EXIT_CODE, 0]
     assert 0.0 < max(e.seconds for e in ended) < GRACE_S
@@ -294,7 +294,7 @@ def test_a_notice_by_a_url_saves_within_the_grace(
 @pytest.mark.parametrize(
     ("stage", "background", "ranks", "others"), [(3, False, 2, 1), (1, True, 2, 2)]
 )
-def test_a_preempted_validation_is_left_and_repeated(
+def test_a_preempted_validation_is_aborted_and_repeated(
     stage: int, background: bool, ranks: int, others: int, worlds: Pools, tmp_path: Path
 ) -> None:
     root = tmp_path / "run"
@@ -309,11 +309,11 @@ def test_a_preempted_validation_is_left_and_repeated(
     assert 2 <= validated < MANY_SAMPLES // ranks
     assert 0.0 < max(e.seconds for e, _ in ended) < GRACE_S
     again = worlds.run(others, partial(fit_validated, replace(run, ckpt_path="last")))
-    for resumed, whole in zip(again, reference, strict=True):
-        assert resumed.steps == from_step(whole.steps, 5)
+    for resumed, expected in zip(again, reference, strict=True):
+        assert resumed.steps == from_step(expected.steps, 5)
         assert resumed.events[0] == "validate at 5"
-        assert resumed.rates == pytest.approx(from_step(whole.rates, 5))
-        assert resumed.losses == pytest.approx(from_step(whole.losses, 5), rel=1e-4)
+        assert resumed.rates == pytest.approx(from_step(expected.rates, 5))
+        assert resumed.losses == pytest.approx(from_step(expected.losses, 5), rel=1e-4)
 
 
 since_2_6 = pytest.mark.skipif(
@@ -322,7 +322,7 @@ since_2_6 = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    "waits",
+    "reason",
     [
         "not asked for",
         "stream",
@@ -333,12 +333,13 @@ since_2_6 = pytest.mark.skipif(
     ],
 )
 def test_some_validations_are_finished_before_a_preempted_save(
-    waits: str, worlds: Pools, tmp_path: Path
+    reason: str, worlds: Pools, tmp_path: Path
 ) -> None:
-    """Those with other weights, or with different numbers of batches on ranks."""
-    clock: dict[str, Any] = {"val_check_interval": "00:00:00:00"} if waits == "by the clock" else {}
-    run = RunSpec(stage=1, root=str(tmp_path), trainer=clock)
-    ended = worlds.run(2, partial(fit_until_preempted_in_validation, run, waits))
+    """Validations with other weights, or with different numbers of batches on ranks."""
+    by_clock = reason == "by the clock"
+    interval: dict[str, Any] = {"val_check_interval": "00:00:00:00"} if by_clock else {}
+    run = RunSpec(stage=1, root=str(tmp_path), trainer=interval)
+    ended = worlds.run(2, partial(fit_until_preempted_in_validation, run, reason))
     assert [e.code for e, _ in ended] == [EXIT_CODE, 0]
     assert {validated for _, validated in ended} == {FEW_SAMPLES // 2}
 
@@ -346,8 +347,8 @@ def test_some_validations_are_finished_before_a_preempted_save(
 def test_without_a_notice_the_callback_changes_nothing(worlds: Pools, tmp_path: Path) -> None:
     run = RunSpec(stage=2, dropout=0.2, noise=0.1, root=str(tmp_path))
     without = worlds.run(2, partial(fit, run))
-    beside = partial(fit, replace(run, callbacks=(PreemptionCheckpoint,)))
-    for record, other in zip(worlds.run(2, beside), without, strict=True):
+    with_callback = partial(fit, replace(run, callbacks=(PreemptionCheckpoint,)))
+    for record, other in zip(worlds.run(2, with_callback), without, strict=True):
         assert record.losses == other.losses
         assert record.steps == other.steps
         assert record.drawn == other.drawn

@@ -1,4 +1,4 @@
-"""Bars of long saves and loads: beside Lightning's own, and gone without a trace."""
+"""Progress bars of long saves and loads, which disappear without changing Lightning's bars."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Terminal:
 
 @contextmanager
 def terminal() -> Iterator[Terminal]:
-    """Make both standard streams a terminal; yield its contents."""
+    """Connect both standard streams to a terminal; yield its contents."""
     shown = Terminal()
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
@@ -64,8 +64,8 @@ def terminal() -> Iterator[Terminal]:
 
     def read() -> None:
         with suppress(OSError):  # The other end is closed.
-            while piece := os.read(leader, 1 << 16):
-                found.append(piece)
+            while data := os.read(leader, 1 << 16):
+                found.append(data)
 
     reader = threading.Thread(target=read)
     reader.start()
@@ -82,11 +82,11 @@ def terminal() -> Iterator[Terminal]:
 
 
 GB = 1_000_000_000
-SAYS = "Writing a checkpoint"
+TITLE = "Writing a checkpoint"
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """A clock that tests set."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -108,7 +108,7 @@ def trainer_with(*callbacks: pl.Callback, bar: bool = True) -> pl.Trainer:
 
 
 def write(trainer: pl.Trainer, seconds: float, steps: int = 10) -> None:
-    """Report the write of 4 GB in so many seconds to the bar."""
+    """Report a write of 4 GB to the bar, which takes a number of seconds."""
     clock = Clock()
     with checkpoint_bar(trainer, clock) as show:
         for _ in range(steps):
@@ -117,7 +117,7 @@ def write(trainer: pl.Trainer, seconds: float, steps: int = 10) -> None:
 
 
 def with_tqdm(work: Callable[[pl.Trainer], None]) -> Terminal:
-    """Work in the midst of an epoch that `TQDMProgressBar` shows; return the terminal."""
+    """Work during an epoch that `TQDMProgressBar` shows; return the terminal."""
     with terminal() as shown:
         bar = TQDMProgressBar()
         trainer = trainer_with(bar)
@@ -135,7 +135,7 @@ def with_tqdm(work: Callable[[pl.Trainer], None]) -> Terminal:
 
 
 def with_rich(work: Callable[[pl.Trainer], None]) -> Terminal:
-    """Likewise with `RichProgressBar`, whose validation bar comes after the work."""
+    """Work during an epoch that `RichProgressBar` shows, before its validation bar is added."""
     with terminal() as shown, pytest.MonkeyPatch.context() as patch:
         console = Console(file=sys.stdout, force_terminal=True, width=120, color_system=None)
         patch.setattr(rich, "_console", console)
@@ -160,13 +160,13 @@ KINDS = pytest.mark.parametrize("within", [with_tqdm, with_rich], ids=["tqdm", "
 
 @KINDS
 def test_a_long_save_is_shown_and_leaves_no_trace(within: Callable[..., Terminal]) -> None:
-    """Its line is there while it goes on; the screen is then what it would be without it."""
+    """The final screen is the same as without the save."""
     shown = within(lambda trainer: write(trainer, seconds=20.0))
-    assert SAYS in shown.text
-    assert "4.0" in shown.text.split(SAYS)[-1]  # of 4 GB
-    assert shown.text.count(SAYS) >= 9
+    assert TITLE in shown.text
+    assert "4.0" in shown.text.split(TITLE)[-1]  # of 4 GB
+    assert shown.text.count(TITLE) >= 9
     screen = shown.screen()
-    assert not [line for line in screen if SAYS in line]
+    assert not [line for line in screen if TITLE in line]
     undisturbed = within(lambda _: None).screen()
     assert [line[:20] for line in screen] == [line[:20] for line in undisturbed]
     assert screen
@@ -174,8 +174,8 @@ def test_a_long_save_is_shown_and_leaves_no_trace(within: Callable[..., Terminal
 
 @KINDS
 def test_a_save_of_less_than_two_seconds_shows_nothing(within: Callable[..., Terminal]) -> None:
-    assert SAYS not in within(lambda trainer: write(trainer, seconds=1.9)).text
-    assert SAYS in within(lambda trainer: write(trainer, seconds=2.1)).text
+    assert TITLE not in within(lambda trainer: write(trainer, seconds=1.9)).text
+    assert TITLE in within(lambda trainer: write(trainer, seconds=2.1)).text
 
 
 def test_a_load_before_training_has_its_own_bar(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,9 +185,9 @@ def test_a_load_before_training_has_its_own_bar(monkeypatch: pytest.MonkeyPatch)
             monkeypatch.setattr(rich, "_console", console)
             clock = Clock()
             with checkpoint_bar(trainer_with(bar), clock) as show:
-                for doing in ("verifying", "reading"):
+                for activity in ("verifying", "reading"):
                     clock.now += 5.0
-                    show(doing, GB, 0)
+                    show(activity, GB, 0)
         assert "Verifying a checkpoint" in shown.text
         assert "Reading a checkpoint" in shown.text
         assert not [line for line in shown.screen() if "checkpoint" in line]
@@ -200,11 +200,11 @@ def test_without_a_terminal_nothing_is_shown(
         monkeypatch.setattr(sys, "stderr", stream)
         write(trainer_with(TQDMProgressBar()), seconds=60.0)
         assert not (stream and stream.getvalue())
-    assert SAYS not in capsys.readouterr().out
+    assert TITLE not in capsys.readouterr().out
 
 
 def test_a_trainer_without_a_progress_bar_shows_none() -> None:
     with terminal() as shown:
         write(trainer_with(bar=False), seconds=60.0)
         write(trainer_with(TQDMProgressBar(refresh_rate=0)), seconds=60.0)
-    assert SAYS not in shown.text
+    assert TITLE not in shown.text

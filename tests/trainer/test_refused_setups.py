@@ -29,8 +29,8 @@ EVALUATION_HEADING = (
     "neither loaded nor saved:\n"
 )
 UNTESTED = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-UNTOLD = {"zero_allow_untested_optimizer": False}
-"""As most users' configs are: DeepSpeed would ask for that option first, and we refuse then."""
+NOT_ALLOWED = {"zero_allow_untested_optimizer": False}
+"""The default, with which DeepSpeed would ask for that option before this library refuses."""
 WIDTH, HIDDEN = 8, 600
 
 
@@ -47,7 +47,7 @@ def curriculum() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Refused:
-    """A run of a Trainer that is refused in `setup`."""
+    """A Trainer's run that is refused in `setup`."""
 
     sentence: str
     stage: Any = 2
@@ -57,9 +57,9 @@ class Refused:
     groups: int = 1
     precision: Any = "32-true"
     verb: str = "fit"
-    """What the Trainer is to do."""
+    """The called method of the Trainer."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the strategy, in the place of a config."""
+    """Options of the strategy, instead of a config."""
 
 
 def zero(**options: object) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def zero(**options: object) -> dict[str, Any]:
 
 
 def made_by_deepspeed(name: str) -> dict[str, Any]:
-    """Return a config by which DeepSpeed makes the optimizer."""
+    """Return a config with which DeepSpeed creates the optimizer."""
     return {"optimizer": {"type": name, "params": {"lr": 0.01}}}
 
 
@@ -192,11 +192,13 @@ BY_TRAINER = {
         optimizer=f"{__name__}.LARS",
     ),
     "LBFGS": Refused(LBFGS, optimizer="torch.optim.LBFGS"),
-    "LBFGS of a config without an option for it": Refused(LBFGS, 1, UNTOLD, "torch.optim.LBFGS"),
+    "LBFGS of a config without an option for it": Refused(
+        LBFGS, 1, NOT_ALLOWED, "torch.optim.LBFGS"
+    ),
     "LBFGS by its name": Refused(LBFGS, 2, made_by_deepspeed("LBFGS")),
     "SparseAdam": Refused(SPARSE, 3, optimizer="torch.optim.SparseAdam"),
     "SparseAdam of a config without an option for it": Refused(
-        SPARSE, 3, UNTOLD, "torch.optim.SparseAdam"
+        SPARSE, 3, NOT_ALLOWED, "torch.optim.SparseAdam"
     ),
     "SparseAdam by its name": Refused(SPARSE, 0, made_by_deepspeed("SparseAdam")),
     "Adafactor in stage 0": Refused(ADAFACTOR, 0, optimizer="torch.optim.Adafactor"),
@@ -212,19 +214,19 @@ BY_TRAINER = {
         groups=2,
     ),
 }
-"""On releases of DeepSpeed that have all of it or not: what is refused by its name is in all."""
+"""Refused with all releases of DeepSpeed, also those that lack a feature."""
 
 NEWER = {
     "torch.optim.Muon": Refused(MUON, optimizer="torch.optim.Muon", layers="matrices"),
     "torch.optim.Muon of a config without an option for it": Refused(
-        MUON, 2, UNTOLD, "torch.optim.Muon", "matrices"
+        MUON, 2, NOT_ALLOWED, "torch.optim.Muon", "matrices"
     ),
 }
-"""What older releases do not have: torch's Muon came with 2.9."""
+"""Optimizers that older releases lack: torch's Muon came with 2.9."""
 
 
 def quantized(optimizer: str, stage: int = 2) -> Refused:
-    """Return the message for an optimizer with few bits."""
+    """Return the case of an optimizer with a quantized state."""
     package, _, name = optimizer.partition(".optim.")
     return Refused(
         f"the optimizer {package}.{name}: its state is quantized in blocks of the flat "
@@ -239,7 +241,7 @@ EVALUATED = {
     "weights in files": replace(BY_TRAINER["weights in files"], verb="test"),
     "quantized frozen weights": replace(BY_TRAINER["quantized frozen weights"], verb="predict"),
 }
-"""What is refused of an evaluation, too: its weights are not whole, or are no plain tensors."""
+"""Also refused for evaluations: their weights are incomplete, or are not plain tensors."""
 
 OF_OTHER_PACKAGES = {
     "torchao": {
@@ -276,7 +278,7 @@ OF_OTHER_PACKAGES = {
         )
     },
 }
-"""By package, which has to be installed."""
+"""Cases by the package that they need."""
 
 
 class Net(pl.LightningModule):
@@ -329,8 +331,8 @@ class Net(pl.LightningModule):
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
 
 
-def said_by_trainer(root: str, case: Refused) -> str:
-    """Fit; return the error, and the number of steps before it."""
+def error_of_trainer(root: str, case: Refused) -> str:
+    """Run a case; return the error, and the number of steps before it."""
     warnings.simplefilter("ignore")
     options = dict(case.config)
     options["zero_optimization"] = {
@@ -343,13 +345,13 @@ def said_by_trainer(root: str, case: Refused) -> str:
         strategy = elastic(config=UNTESTED | options)
     saves = ModelCheckpoint(f"{root}/saves")
     trainer = quiet_trainer(strategy, saves, max_epochs=1, precision=case.precision)
-    said = error_text(lambda: getattr(trainer, case.verb)(Net(case)))
-    return f"{said} (after {trainer.global_step} steps)"
+    error = error_text(lambda: getattr(trainer, case.verb)(Net(case)))
+    return f"{error} (after {trainer.global_step} steps)"
 
 
-def said_of_all(root: str, cases: Mapping[str, Refused]) -> dict[str, str]:
-    """Try all, one after another, in one process."""
-    return {name: said_by_trainer(root, case) for name, case in cases.items()}
+def errors_of_trainers(root: str, cases: Mapping[str, Refused]) -> dict[str, str]:
+    """Run all cases in one process."""
+    return {name: error_of_trainer(root, case) for name, case in cases.items()}
 
 
 TENSOR = (
@@ -363,7 +365,7 @@ def layers() -> nn.Sequential:
 
 
 def engine(model: nn.Module, stage: int = 1, **options: Any) -> Any:
-    """Make an engine on AdamW; unknown keywords of `initialize` go to the config."""
+    """Make an engine with AdamW; other options than those of `initialize` go to the config."""
     import deepspeed
 
     ranks = {"mpu": options.pop("mpu", None), "mesh_param": options.pop("mesh_param", None)}
@@ -390,22 +392,22 @@ def auto_tp() -> Any:
 
 
 class TwoModelRanks:
-    """An mpu as Megatron's: all ranks have slices of one model."""
+    """An mpu like Megatron's, in which all ranks have slices of one model."""
 
     def __init__(self) -> None:
         rank, world = distributed.get_rank(), distributed.get_world_size()
-        alone = [distributed.new_group([each]) for each in range(world)]
-        self.model, self.data = distributed.new_group([*range(world)]), alone[rank]
+        single = [distributed.new_group([each]) for each in range(world)]
+        self.model, self.data = distributed.new_group([*range(world)]), single[rank]
 
     def __getattr__(self, name: str) -> Callable[[], Any]:
-        """Return a function that returns a group, its size, or this rank's place in it."""
+        """Return a function that returns a group, its size, or this rank's number in it."""
         if not name.startswith("get_"):
             raise AttributeError(name)
         group = self.data if "data_parallel" in name else self.model
         if name.endswith("_group"):
             return lambda: group
-        of = distributed.get_world_size if name.endswith("_size") else distributed.get_rank
-        return lambda: of(group)
+        query = distributed.get_world_size if name.endswith("_size") else distributed.get_rank
+        return lambda: query(group)
 
 
 def tensor_parallel_by_mpu() -> Any:
@@ -423,7 +425,7 @@ def sequences_by_a_mesh() -> Any:
 
 
 def late_group() -> Any:
-    """Make an engine, and give its optimizer another layer."""
+    """Make an engine, and add a layer to its optimizer."""
     model = nn.Sequential(layers(), layers())
     made = engine(model, 2, trained=[*model[0].parameters()])
     made.optimizer.optimizer.add_param_group({"params": [*model[1].parameters()]})
@@ -489,26 +491,25 @@ KNOWN_WRAPPERS = (
 )
 
 
-def told(make: Callable[[], Any], *reasons: str) -> tuple[Callable[[], Any], tuple[str, ...]]:
-    """Return functions that make engines, with the reasons to refuse them."""
+def refused(make: Callable[[], Any], *reasons: str) -> tuple[Callable[[], Any], tuple[str, ...]]:
     return make, reasons
 
 
 BY_SAVE = {
-    "a parameter that the module lacks": told(stranger, STRANGER),
-    "weights of two types": told(
+    "a parameter that the module lacks": refused(stranger, STRANGER),
+    "weights of two types": refused(
         two_types,
         "parameter group 0 has weights of the types bfloat16 and float32: use a separate "
         "parameter group for each type",
     ),
-    "a PipelineModule": told(
+    "a PipelineModule": refused(
         pipeline,
         "a PipelineModule: pipeline parallelism, in which each rank has only some of the layers; "
         "use a plain torch.nn.Module: ZeRO-3 partitions its weights",
     ),
-    "AutoTP": told(auto_tp, TENSOR),
-    "an mpu of Megatron's": told(tensor_parallel_by_mpu, TENSOR),
-    "sequences by a mesh": told(
+    "AutoTP": refused(auto_tp, TENSOR),
+    "an mpu of Megatron's": refused(tensor_parallel_by_mpu, TENSOR),
+    "sequences by a mesh": refused(
         sequences_by_a_mesh,
         "ZeRO over 1 of 2 ranks, as with sequence parallelism by a device mesh (mesh_param): its "
         "sequence ranks hold copies. Pass an mpu to deepspeed.initialize with all ranks in "
@@ -516,31 +517,31 @@ BY_SAVE = {
         "(deepspeed.runtime.sequence_parallel.parallel_state_sp), so that ZeRO partitions over "
         "all of them",
     ),
-    "a group added later": told(
+    "a group added later": refused(
         late_group,
         "parameter group 1 was added to the optimizer after DeepSpeed was initialized, so it is "
         "not partitioned: create all groups at the start, with lr=0 until they are trained",
     ),
-    "layers of experts": told(expert_layers, BY_TRAINER["layers of experts"].sentence),
-    "sharded base weights": told(
+    "layers of experts": refused(expert_layers, BY_TRAINER["layers of experts"].sentence),
+    "sharded base weights": refused(
         sharded_linear,
         "deepspeed.linear.LoRAConfig.base_weight_sharding > 1: each rank has only a part of some "
         "frozen weights; set it to 1: ZeRO-3 partitions them too",
     ),
-    "ZenFlow": told(
+    "ZenFlow": refused(
         zenflow,
         "the optimizer wrapper ZenFlowZeroOptimizerSequential; supported are "
         f"{KNOWN_WRAPPERS}. Remove the option that selects it, or install a release of DeepSpeed "
         "that this library was tested with",
         BY_TRAINER["ZenFlow"].sentence,
     ),
-    "random-LTD": told(random_ltd, BY_TRAINER["random-LTD"].sentence),
-    "a curriculum": told(with_curriculum, BY_TRAINER["a curriculum"].sentence),
+    "random-LTD": refused(random_ltd, BY_TRAINER["random-LTD"].sentence),
+    "a curriculum": refused(with_curriculum, BY_TRAINER["a curriculum"].sentence),
 }
-"""What makes an engine, and the reasons for which it is refused."""
+"""Functions that make an engine, with the reasons for its refusal."""
 
 
-def said_by_save(case: str, path: str) -> str:
+def error_of_save(case: str, path: str) -> str:
     warnings.simplefilter("ignore")
     make, _ = BY_SAVE[case]
     made = make()
@@ -550,17 +551,17 @@ def said_by_save(case: str, path: str) -> str:
 def refuse_all(
     worlds: Pools, folder: Path, cases: Mapping[str, Refused], heading: str = HEADING
 ) -> None:
-    """Fail unless each rank raises the sentence alone, before a step, and nothing is written."""
-    for said in worlds.run(2, partial(said_of_all, str(folder), cases), HANG_TIMEOUT_S):
-        wanted = {
+    """Fail unless each rank raises exactly the sentence before a step, and writes nothing."""
+    for errors in worlds.run(2, partial(errors_of_trainers, str(folder), cases), HANG_TIMEOUT_S):
+        expected = {
             name: f"{heading}  - {case.sentence} (after 0 steps)" for name, case in cases.items()
         }
-        assert said == wanted
+        assert errors == expected
     assert not list(folder.iterdir())
 
 
 @pytest.mark.engine
-def test_unsupported_trainers_are_refused_in_setup_by_one_sentence(
+def test_unsupported_trainers_are_refused_in_setup_with_one_sentence(
     worlds: Pools, tmp_path: Path
 ) -> None:
     refuse_all(worlds, tmp_path, BY_TRAINER)
@@ -580,7 +581,7 @@ def test_newer_optimizers_are_refused(worlds: Pools, tmp_path: Path) -> None:
 @pytest.mark.engine
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("package", OF_OTHER_PACKAGES)
-def test_optimizers_with_few_bits_are_refused_by_name_and_package(
+def test_quantized_optimizers_are_refused_by_name_and_package(
     package: str, worlds: Pools, tmp_path: Path
 ) -> None:
     pytest.importorskip(package)
@@ -593,11 +594,11 @@ def test_optimizers_with_few_bits_are_refused_by_name_and_package(
 def test_unsupported_engines_are_refused_at_their_first_save(
     case: str, fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    own = Pools(fork_server)  # DeepSpeed keeps its groups for the process.
+    pools = Pools(fork_server)  # New processes, because DeepSpeed keeps its groups.
     try:
-        messages = own.run(2, partial(said_by_save, case, str(tmp_path / "never.ckpt")))
+        messages = pools.run(2, partial(error_of_save, case, str(tmp_path / "never.ckpt")))
     finally:
-        own.close()
+        pools.close()
     reasons = "".join(f"\n  - {reason}" for reason in BY_SAVE[case][1])
     for message in messages:
         heading, _, found = message.partition(":\n")

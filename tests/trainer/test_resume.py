@@ -1,4 +1,4 @@
-"""Trainers that stop on N ranks and go on with M: nothing else than the rank count changes."""
+"""Trainers that stop on N ranks and continue on M; only the rank count changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.trainer import _failure_cases
 pytestmark = pytest.mark.engine
 
 
-def all_of(worlds: Pools, world: int, plan: FitSpec) -> list[dict[str, Any]]:
+def fit_all(worlds: Pools, world: int, plan: FitSpec) -> list[dict[str, Any]]:
     return worlds.run(world, partial(fit, plan))
 
 
@@ -26,11 +26,11 @@ def all_of(worlds: Pools, world: int, plan: FitSpec) -> list[dict[str, Any]]:
 def test_fit_continues_where_it_stopped(
     source: int, ranks: int, target: int, more: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """Weights, counters, schedules and user states, on every rank."""
+    """Weights, counters, schedules and user states are restored on every rank."""
     root = str(tmp_path)
-    first = all_of(worlds, ranks, FitSpec(root, source, epochs=2))
+    first = fit_all(worlds, ranks, FitSpec(root, source, epochs=2))
     again = FitSpec(root, target, epochs=3, ckpt_path="last", lr=0.9, seed=9)
-    second = all_of(worlds, more, again)
+    second = fit_all(worlds, more, again)
     for rank, seen in enumerate(second):
         assert seen["start"] == first[0]["end"]
         assert seen["start"] != seen["end"]
@@ -43,8 +43,8 @@ def test_fit_continues_where_it_stopped(
 
 
 def test_each_rank_gets_its_own_state_back(worlds: Pools, tmp_path: Path) -> None:
-    all_of(worlds, 2, FitSpec(str(tmp_path), 1))
-    seen = all_of(worlds, 2, FitSpec(str(tmp_path), 1, epochs=2, ckpt_path="last"))
+    fit_all(worlds, 2, FitSpec(str(tmp_path), 1))
+    seen = fit_all(worlds, 2, FitSpec(str(tmp_path), 1, epochs=2, ckpt_path="last"))
     assert [s["callback"]["rank"] for s in seen] == [0, 1]
 
 
@@ -53,7 +53,7 @@ def test_a_weights_only_checkpoint_evaluates_and_starts_new_runs(
 ) -> None:
     root = str(tmp_path)
     plan = FitSpec(root, 3, checkpoint={"save_last": True, "save_weights_only": True})
-    first = all_of(worlds, 2, plan)[0]
+    first = fit_all(worlds, 2, plan)[0]
     last = f"{root}/last.ckpt"
     assert "exp_avg" not in (tmp_path / "last.ckpt" / "manifest.json").read_text()
     worlds.run(1, partial(evaluate, FitSpec(root, 3, ckpt_path=last), "test"))
@@ -61,7 +61,7 @@ def test_a_weights_only_checkpoint_evaluates_and_starts_new_runs(
         assert message.startswith("CheckpointMismatchError")
         assert "load_optimizer_state=False" in message
     warm = FitSpec(root, 2, ckpt_path=last, strategy={"load_optimizer_state": False}, seed=4)
-    for seen in all_of(worlds, 3, warm):
+    for seen in fit_all(worlds, 3, warm):
         assert seen["start"] == first["end"]
         assert seen["step"] == 2
 
@@ -78,10 +78,10 @@ def test_load_hyperparameters_false_keeps_the_configured_schedule(
     worlds: Pools, tmp_path: Path
 ) -> None:
     root = str(tmp_path)
-    all_of(worlds, 2, FitSpec(root, 2))
+    fit_all(worlds, 2, FitSpec(root, 2))
     again = FitSpec(root, 2, epochs=2, ckpt_path="last", lr=0.5)
     again.strategy["load_hyperparameters"] = False
-    for seen in all_of(worlds, 1, again):
+    for seen in fit_all(worlds, 1, again):
         assert seen["lrs"] == [0.25, 0.5]
         assert seen["lrs at end"] == [0.125, 0.25]
         assert seen["step"] == 4
@@ -91,20 +91,20 @@ def test_load_hyperparameters_false_keeps_the_configured_schedule(
 def test_exclude_frozen_parameters_keeps_the_models_own(worlds: Pools, tmp_path: Path) -> None:
     root = str(tmp_path)
     options = {"exclude_frozen_parameters": True}
-    first = all_of(worlds, 2, FitSpec(root, 3, strategy=options))[0]["end"]
+    first = fit_all(worlds, 2, FitSpec(root, 3, strategy=options))[0]["end"]
     again = FitSpec(root, 1, epochs=2, ckpt_path="last", seed=3)
-    for seen in all_of(worlds, 3, again):
+    for seen in fit_all(worlds, 3, again):
         differ = {name for name, value in seen["start"].items() if value != first[name]}
         assert differ == {"frozen.weight", "frozen.bias"}
 
 
 def test_precision_and_world_may_change_together(worlds: Pools, tmp_path: Path) -> None:
     root = str(tmp_path)
-    all_of(worlds, 2, FitSpec(root, 3, trainer={"precision": "bf16-true"}))
+    fit_all(worlds, 2, FitSpec(root, 3, trainer={"precision": "bf16-true"}))
     again = FitSpec(root, 2, epochs=2, ckpt_path="last", trainer={"precision": "32-true"})
-    assert all_of(worlds, 1, again)[0]["step"] == 4
+    assert fit_all(worlds, 1, again)[0]["step"] == 4
     mixed = FitSpec(root, 1, epochs=3, ckpt_path="last", trainer={"precision": "bf16-mixed"})
-    assert all_of(worlds, 3, mixed)[0]["step"] == 6
+    assert fit_all(worlds, 3, mixed)[0]["step"] == 6
 
 
 @pytest.mark.long
@@ -113,5 +113,5 @@ def test_elastic_checkpoint_with_zero_3_is_accepted(worlds: Pools, tmp_path: Pat
     root = str(tmp_path)
     config = {"zero_optimization": {"stage": 3, "elastic_checkpoint": True}}
     plan = FitSpec(root, 3, strategy={"config": config | {"zero_allow_untested_optimizer": True}})
-    assert all_of(worlds, 2, plan)[0]["step"] == 2
+    assert fit_all(worlds, 2, plan)[0]["step"] == 2
     assert listing(root)["last.ckpt"]

@@ -1,4 +1,4 @@
-"""What a resumed run says of what it was given, once and on the first rank."""
+"""Messages of a resumed run about its configuration, printed once by the first rank."""
 
 from __future__ import annotations
 
@@ -37,15 +37,14 @@ pytestmark = pytest.mark.engine
 REPLACED = "Continuing with the saved learning rate"
 
 
-def said(seen: RunRecord, text: str) -> list[str]:
-    """Return the messages with a text."""
+def messages_with(seen: RunRecord, text: str) -> list[str]:
     return [message for message in seen.messages if text in message]
 
 
 def test_a_configured_rate_replaced_by_the_saved_one_is_reported(
     worlds: Pools, tmp_path: Path
 ) -> None:
-    """Not one that is equal, requested, or a scheduler's."""
+    """Not a rate that is equal, requested, or set by a scheduler."""
     expected = {
         ("none", 0.01, True): "",
         ("none", 0.03, True): "(group 0: configured 0.03, saved 0.01)",
@@ -57,21 +56,21 @@ def test_a_configured_rate_replaced_by_the_saved_one_is_reported(
         ("plateau, stepwise", 0.01, True): "",
     }
     saves, runs = {}, []
-    for schedule, rate, taken in expected:
+    for schedule, rate, loads_rate in expected:
         run = RunSpec(schedule=schedule, root=str(tmp_path / schedule), validate=True)
         saves[schedule] = replace(run, save=("step 1.3",))
-        strategy = {} if taken else {"load_hyperparameters": False}
+        strategy = {} if loads_rate else {"load_hyperparameters": False}
         runs.append(run.resumed("step 1.3", rate=rate, strategy=strategy))
     worlds.run(1, partial(fits, list(saves.values())))
     first, second = worlds.run(2, partial(fits, runs))
     for (case, text), seen, other in zip(expected.items(), first, second, strict=True):
-        told = said(seen, REPLACED)
-        assert len(told) == bool(text), (case, told)
-        assert all(text in of for of in told), (case, told)
-        assert not said(other, REPLACED)
+        messages = messages_with(seen, REPLACED)
+        assert len(messages) == bool(text), (case, messages)
+        assert all(text in message for message in messages), (case, messages)
+        assert not messages_with(other, REPLACED)
     loaded = "(saved on 1 device with ZeRO-2) on 2 devices at step 8, epoch 1: "
-    assert all(len(said(seen, loaded)) == 1 for seen in first), first[0].messages
-    assert said(first[0], "Global batch of 12: 2 devices x 3 micro-batches of 2 samples")
+    assert all(len(messages_with(seen, loaded)) == 1 for seen in first), first[0].messages
+    assert messages_with(first[0], "Global batch of 12: 2 devices x 3 micro-batches of 2 samples")
 
 
 def test_a_schedule_that_the_saved_run_did_not_have_is_warned_of(
@@ -96,7 +95,7 @@ def test_a_schedule_that_the_saved_run_did_not_have_is_warned_of(
         runs += [run, run.resumed("step 0.3", schedule=now, strategy=options)]
     seen = records(worlds, 1, runs)[1::2]
     for (case, text), of in zip(expected.items(), seen, strict=True):
-        told = said(of, "learning-rate schedule")
+        told = messages_with(of, "learning-rate schedule")
         assert len(told) == bool(text), (case, told)
         assert all(text in message for message in told), (case, told)
 
@@ -111,14 +110,14 @@ class Overriding(RecordingNet):
 
 def warnings_of_override(run: RunSpec) -> list[str]:
     """Resume and evaluate a module with an override; return the warnings about it."""
-    with warnings_heard("load_state_dict") as said_of_it:
+    with warnings_heard("load_state_dict") as warned:
         trainer_of(run, []).fit(Overriding(run), run.loaders(), ckpt_path=run.ckpt_path)
         val = DataLoader(IndexedSamples(8, 0.0), batch_size=2)
         trainer_of(run, []).validate(Overriding(run), val, ckpt_path=run.ckpt_path, verbose=False)
-    return said_of_it
+    return warned
 
 
-def test_an_override_of_load_state_dict_that_is_not_called_is_warned_of(
+def test_an_override_of_load_state_dict_that_is_not_called_causes_a_warning(
     worlds: Pools, tmp_path: Path
 ) -> None:
     run = RunSpec(root=str(tmp_path), batch_size=12, epochs=1)
@@ -131,12 +130,14 @@ def test_an_override_of_load_state_dict_that_is_not_called_is_warned_of(
 def test_a_resume_at_an_epochs_end_names_the_next_epoch(worlds: Pools, tmp_path: Path) -> None:
     run = RunSpec(root=str(tmp_path), batch_size=12)
     (saved,) = worlds.run(1, partial(fit, replace(run, save=("epoch 0",))))
-    assert said(saved, "Global batch of 12: 1 device x 1 micro-batch of 12 samples")
+    assert messages_with(saved, "Global batch of 12: 1 device x 1 micro-batch of 12 samples")
     file = tmp_path / "file.ckpt"
     convert_checkpoint(tmp_path / "epoch-0.ckpt", file, "lightning", ConvertOptions(optimizer=True))
     for path in (tmp_path / "epoch-0.ckpt", file):
         (seen,) = worlds.run(1, partial(fit, replace(run, ckpt_path=str(path))))
-        assert said(seen, "on 1 device at step 5, epoch 1: "), said(seen, "Loaded")
+        assert messages_with(seen, "on 1 device at step 5, epoch 1: "), messages_with(
+            seen, "Loaded"
+        )
         assert min(seen.steps) == 5
 
 
@@ -146,11 +147,11 @@ def test_step_and_epoch_of_a_resume_are_reported_for_every_format(
     run = RunSpec(root=str(tmp_path))
     worlds.run(1, partial(fit, replace(run, save=("step 1.3",))))
     saved = tmp_path / "step-1.3.ckpt"
-    goes_on = " at step 8, epoch 1: "
+    continued = " at step 8, epoch 1: "
     expected = {
-        "lightning": goes_on,
-        "elastic": goes_on,
-        "universal": goes_on,
+        "lightning": continued,
+        "elastic": continued,
+        "universal": continued,
         "dcp": " at step 0: ",
     }
     for kind in expected:
@@ -158,21 +159,21 @@ def test_step_and_epoch_of_a_resume_are_reported_for_every_format(
     by_hand = torch.load(tmp_path / "lightning", weights_only=True)
     kept = {key: by_hand[key] for key in ("state_dict", "optimizer_states", "global_step")}
     torch.save(kept, tmp_path / "by hand")
-    expected |= {saved.name: goes_on, "by hand": " at step 0 (saved at step 8): "}
+    expected |= {saved.name: continued, "by hand": " at step 0 (saved at step 8): "}
     convert_checkpoint(saved, tmp_path / "weights", "lightning")
     paths = {str(tmp_path / kind): text for kind, text in expected.items()}
     runs = [replace(run, ckpt_path=path) for path in paths]
     paths[str(tmp_path / "weights")] = " at step 0 (saved at step 8): "
-    alone = {"load_optimizer_state": False}
-    runs.append(replace(run, ckpt_path=str(tmp_path / "weights"), strategy=alone))
-    seen = worlds.run(2, partial(fits, runs))[0]
-    for (path, text), of_fit in zip(paths.items(), seen, strict=True):
-        (line,) = said(of_fit, f"Loaded {path} (")
+    weights_only = {"load_optimizer_state": False}
+    runs.append(replace(run, ckpt_path=str(tmp_path / "weights"), strategy=weights_only))
+    records = worlds.run(2, partial(fits, runs))[0]
+    for (path, text), seen in zip(paths.items(), records, strict=True):
+        (line,) = messages_with(seen, f"Loaded {path} (")
         assert text in line, line
-        assert int(re.findall(r"at step (\d+)", text)[0]) == min(of_fit.steps), path
+        assert int(re.findall(r"at step (\d+)", text)[0]) == min(seen.steps), path
 
 
-def test_an_order_that_lightning_replaces_is_warned_of_once(worlds: Pools) -> None:
+def test_an_order_that_lightning_replaces_causes_one_warning(worlds: Pools) -> None:
     expected = {
         "own generator": "ignores the generator of the loader",
         "replacement": "yields every sample once per epoch",
@@ -180,28 +181,28 @@ def test_an_order_that_lightning_replaces_is_warned_of_once(worlds: Pools) -> No
         "plain": "",
     }
     runs = [RunSpec(kind=kind, epochs=1) for kind in expected]
-    seen = worlds.run(1, partial(fits, runs))[0]
-    for (kind, text), of_kind in zip(expected.items(), seen, strict=True):
-        told = said(of_kind, "The training DataLoader of IndexedSamples")
-        assert len(told) == bool(text), (kind, told)
-        assert all(text in of for of in told), (kind, told)
-        # They are what the message says: one order, of every sample.
-        assert of_kind.steps == seen[-1].steps
+    records = worlds.run(1, partial(fits, runs))[0]
+    for (kind, text), seen in zip(expected.items(), records, strict=True):
+        messages = messages_with(seen, "The training DataLoader of IndexedSamples")
+        assert len(messages) == bool(text), (kind, messages)
+        assert all(text in message for message in messages), (kind, messages)
+        # As the message says, Lightning uses one order with all samples.
+        assert seen.steps == records[-1].steps
 
 
 def test_lightnings_warning_about_unresumable_loaders_is_hidden(
     worlds: Pools, tmp_path: Path
 ) -> None:
-    """Lightning knows of `state_dict` only."""
+    """Lightning only checks for `state_dict`."""
     run = RunSpec(
         kind="own batches",
         length=60,
         root=str(tmp_path),
         trainer={"use_distributed_sampler": False},
     )
-    whole = worlds.run(1, partial(fit, replace(run, save=("step 0.2",))))[0]
+    reference = worlds.run(1, partial(fit, replace(run, save=("step 0.2",))))[0]
     ((seen, warned),) = worlds.run(1, partial(warned_by_default, run.resumed("step 0.2")))
-    assert seen.steps == from_step(whole.steps, 2)
+    assert seen.steps == from_step(reference.steps, 2)
     assert warned
     assert not [text for text in warned if "is not resumable" in text]
 
@@ -212,22 +213,22 @@ class EpochNet(RecordingNet):
         self.eval()
 
 
-def told_of_hooks(run: RunSpec) -> list[str]:
+def warnings_about_hooks(run: RunSpec) -> list[str]:
     net = EpochNet(run)
     callbacks = [LambdaCallback(on_train_epoch_start=lambda *_: None), LearningRateMonitor()]
-    more = {**run.trainer, "logger": CSVLogger(run.root)}
-    trainer = trainer_of(replace(run, trainer=more), [*callbacks, EventRecorder(run)])
+    options = {**run.trainer, "logger": CSVLogger(run.root)}
+    trainer = trainer_of(replace(run, trainer=options), [*callbacks, EventRecorder(run)])
     with warnings_heard("is not called for epoch") as warned:
         trainer.fit(net, run.loaders(), ckpt_path=run.ckpt_path)
     return warned
 
 
-def test_hooks_at_an_epochs_start_that_are_not_called_are_warned_of(
+def test_hooks_at_an_epochs_start_that_are_not_called_cause_a_warning(
     worlds: Pools, tmp_path: Path
 ) -> None:
-    """Users' only, and not where they are called."""
+    """Only hooks of users, and only if they are not called."""
     run = RunSpec(save=("step 1.2", "epoch 0"), root=str(tmp_path))
-    assert not worlds.run(2, partial(told_of_hooks, run))[0]
-    assert not worlds.run(2, partial(told_of_hooks, run.resumed("epoch 0")))[0]
-    (told,) = worlds.run(2, partial(told_of_hooks, run.resumed("step 1.2")))[0]
-    assert "of EpochNet, LambdaCallback, EventRecorder is not called for epoch 1" in told
+    assert not worlds.run(2, partial(warnings_about_hooks, run))[0]
+    assert not worlds.run(2, partial(warnings_about_hooks, run.resumed("epoch 0")))[0]
+    (warning,) = worlds.run(2, partial(warnings_about_hooks, run.resumed("step 1.2")))[0]
+    assert "of EpochNet, LambdaCallback, EventRecorder is not called for epoch 1" in warning

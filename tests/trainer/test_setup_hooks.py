@@ -1,4 +1,4 @@
-"""A ``setup`` hook that asks how many steps there are gets the truth, and changes nothing."""
+"""A ``setup`` hook can query the number of steps, which does not change the run."""
 
 from __future__ import annotations
 
@@ -29,47 +29,47 @@ LENGTH, GLOBAL_BATCH, EPOCHS = 50, 12, 2
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One fit, and the answers to its hooks."""
+class QueriedFit:
+    """A fit, and the values that its hooks read."""
 
     accumulation: dict[str, int]
-    """``accumulate_grad_batches`` as each ``setup`` hook read it."""
+    """``accumulate_grad_batches`` in each ``setup`` hook."""
     steps: dict[str, float]
-    """``estimated_stepping_batches`` as the hook that asked read it."""
+    """``estimated_stepping_batches`` in the hook that reads it."""
     seen: RunRecord
     own_callbacks: list[str]
     """Classes of the callbacks that trained."""
 
 
-class Asks:
-    """Queries the trainer in a `setup` hook, and records the answers."""
+class Queries:
+    """Reads values of the trainer in `setup` hooks; one hook also reads the number of steps."""
 
-    def __init__(self, asker: str) -> None:
-        self.asker = asker
+    def __init__(self, hook: str) -> None:
+        self.hook = hook
         self.accumulation: dict[str, int] = {}
         self.steps: dict[str, float] = {}
 
-    def ask(self, who: str, trainer: Any) -> None:
-        self.accumulation[who] = trainer.accumulate_grad_batches
-        if who == self.asker:
-            self.steps[who] = trainer.estimated_stepping_batches
-            self.accumulation[who] = trainer.accumulate_grad_batches
+    def read(self, hook: str, trainer: Any) -> None:
+        self.accumulation[hook] = trainer.accumulate_grad_batches
+        if hook == self.hook:
+            self.steps[hook] = trainer.estimated_stepping_batches
+            self.accumulation[hook] = trainer.accumulate_grad_batches
 
 
-class AskingNet(RecordingNet):
-    """A module that queries in `setup`, and may have loaders that need its `setup`."""
+class QueryingNet(RecordingNet):
+    """A module that queries the trainer in `setup`."""
 
-    def __init__(self, run: RunSpec, asks: Asks) -> None:
+    def __init__(self, run: RunSpec, queries: Queries) -> None:
         super().__init__(run)
-        self.asks = asks
+        self.queries = queries
 
     @override
     def setup(self, stage: str) -> None:
         self.data = IndexedSamples(LENGTH, 0.0)
-        self.asks.ask("module", self.trainer)
+        self.queries.read("module", self.trainer)
 
 
-class NetWithLoader(AskingNet):
+class NetWithLoader(QueryingNet):
     """A net with its own loader, which differs before `setup` and after it."""
 
     data = IndexedSamples(LENGTH, 0.0)
@@ -85,50 +85,53 @@ class NetWithLoader(AskingNet):
         return DataLoader(self.data, batch_size=self.size, shuffle=True)
 
 
-class AskingData(pl.LightningDataModule):
+class QueryingData(pl.LightningDataModule):
     """A data module whose loader needs its `setup`."""
 
-    def __init__(self, asks: Asks) -> None:
+    def __init__(self, queries: Queries) -> None:
         super().__init__()
-        self.asks = asks
+        self.queries = queries
 
     @override
     def setup(self, stage: str) -> None:
         self.data = IndexedSamples(LENGTH, 0.0)
-        self.asks.ask("datamodule", self.trainer)
+        self.queries.read("datamodule", self.trainer)
 
     @override
     def train_dataloader(self) -> Any:
         return DataLoader(self.data, batch_size=2, shuffle=True)
 
 
-def fit_asking(source: str, asker: str, ckpt_path: str | None = None, save: str = "") -> Asked:
-    """Fit, with loaders of a source (`fit`, `datamodule`, `module`) and one hook that queries."""
+def fit_and_query(
+    source: str, hook: str, ckpt_path: str | None = None, save: str = ""
+) -> QueriedFit:
+    """Fit with loaders of a source (`fit`, `datamodule`, `module`); one hook reads the steps."""
     pl.seed_everything(3, workers=True, verbose=False)
     run = RunSpec(length=LENGTH, save=("step 1.2",) if save else (), root=save)
-    asks, watch = Asks(asker), EventRecorder(run)
-    net = (NetWithLoader if source == "module" else AskingNet)(run, asks)
+    queries, watch = Queries(hook), EventRecorder(run)
+    net = (NetWithLoader if source == "module" else QueryingNet)(run, queries)
     strategy = elastic(global_batch_size=GLOBAL_BATCH)
-    asking = LambdaCallback(setup=lambda trainer, *_, **__: asks.ask("callback", trainer))
-    trainer = quiet_trainer(strategy, asking, watch, max_epochs=EPOCHS)
+    querying = LambdaCallback(setup=lambda trainer, *_, **__: queries.read("callback", trainer))
+    trainer = quiet_trainer(strategy, querying, watch, max_epochs=EPOCHS)
     data: dict[str, Any] = {}
     if source == "datamodule":
-        data["datamodule"] = AskingData(asks)
+        data["datamodule"] = QueryingData(queries)
     elif source == "fit":
         data["train_dataloaders"] = DataLoader(
             IndexedSamples(LENGTH, 0.0), batch_size=2, shuffle=True
         )
     trainer.fit(net, **data, ckpt_path=ckpt_path)
     names = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
-    return Asked(asks.accumulation, asks.steps, gather_record(trainer, net, watch), names)
+    record = gather_record(trainer, net, watch)
+    return QueriedFit(queries.accumulation, queries.steps, record, names)
 
 
 pytestmark = pytest.mark.engine
 
 STEPS = EPOCHS * -(-LENGTH // GLOBAL_BATCH)
-"""Optimizer steps of a whole fit: the last batch of an epoch is filled up."""
+"""Optimizer steps of the full fit; the last batch of each epoch is padded."""
 
-ASKERS = [
+HOOKS = [
     ("fit", "datamodule"),
     ("fit", "callback"),
     ("fit", "module"),
@@ -139,30 +142,30 @@ ASKERS = [
 ]
 
 
-def fitted(worlds: Pools, source: str, asker: str, **options: str) -> RunRecord:
-    """Fit on two ranks, where one hook queries; check its answers, and return the record."""
-    asked = worlds.run(2, partial(fit_asking, source, asker, **options))[0]
-    assert all(steps == STEPS for steps in asked.steps.values())
-    # The hooks that come before the loaders can be made are not told; a data module's own, as yet.
+def fitted(worlds: Pools, source: str, hook: str, **options: str) -> RunRecord:
+    """Fit on two ranks; check the values that hooks read, and return the record."""
+    queried = worlds.run(2, partial(fit_and_query, source, hook, **options))[0]
+    assert all(steps == STEPS for steps in queried.steps.values())
+    # Hooks that run before the loaders can be created do not yet see the accumulation.
     early = {("module", "callback"), ("datamodule", "datamodule")}
-    told = {who: n for who, n in asked.accumulation.items() if (source, who) not in early}
-    if source == "module" and asker != "module":
-        told.pop("module")
-    assert set(told.values()) <= {3}
-    assert asked.own_callbacks == ["LambdaCallback", "EventRecorder"]
-    return asked.seen
+    values = {name: n for name, n in queried.accumulation.items() if (source, name) not in early}
+    if source == "module" and hook != "module":
+        values.pop("module")
+    assert set(values.values()) <= {3}
+    assert queried.own_callbacks == ["LambdaCallback", "EventRecorder"]
+    return queried.seen
 
 
-@pytest.mark.parametrize(("source", "asker"), ASKERS)
+@pytest.mark.parametrize(("source", "hook"), HOOKS)
 def test_steps_and_accumulation_are_known_in_setup_hooks(
-    source: str, asker: str, worlds: Pools, tmp_path: Path
+    source: str, hook: str, worlds: Pools, tmp_path: Path
 ) -> None:
     """Queries change neither the fit nor the resume."""
-    silent = fitted(worlds, source, "")
-    seen = fitted(worlds, source, asker, save=str(tmp_path))
-    assert (seen.steps, seen.losses) == (silent.steps, silent.losses)
+    without = fitted(worlds, source, "")
+    seen = fitted(worlds, source, hook, save=str(tmp_path))
+    assert (seen.steps, seen.losses) == (without.steps, without.losses)
     assert all(len(ids) == GLOBAL_BATCH for ids in seen.steps.values())
     assert seen.global_step == STEPS
     path = str(tmp_path / "step-1.2.ckpt")
-    resumed = fitted(worlds, source, asker, ckpt_path=path)
-    assert resumed.steps == from_step(silent.steps, STEPS - 3)
+    resumed = fitted(worlds, source, hook, ckpt_path=path)
+    assert resumed.steps == from_step(without.steps, STEPS - 3)

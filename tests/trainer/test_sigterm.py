@@ -1,4 +1,4 @@
-"""SIGTERM ends a fit, also the second one of a process, right after a resume."""
+"""SIGTERM ends a fit on all ranks, also the second fit of a process, just after a resume."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ pytestmark = pytest.mark.engine
 
 
 HOOKS = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
-"""Before the collectives of a step, amid them, and after them."""
+"""Hooks before, between and after the collectives of a step."""
 
 VALIDATED = "on_validation_batch_end"
-"""In the midst of a validation, or of the check before the first batch."""
+"""A hook during a validation, or during the sanity check."""
 
 
 def terminates_at(places: tuple[tuple[str, int], ...]) -> Callback:
-    """Return what gets SIGTERMs on this rank, each in a hook of the batch after so many steps."""
+    """Return a callback that sends SIGTERM to this rank in given hooks of given batches."""
 
-    def look(hook: str, trainer: pl.Trainer, *rest: Any) -> None:
-        is_first = hook != VALIDATED or rest[3] == 0  # of the batches of a validation
+    def terminate(hook: str, trainer: pl.Trainer, *arguments: Any) -> None:
+        is_first = hook != VALIDATED or arguments[3] == 0  # of the batches of a validation
         if is_first and (hook, trainer.fit_loop.epoch_loop.total_batch_idx) in places:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    return LambdaCallback(**{hook: partial(look, hook) for hook in (*HOOKS, VALIDATED)})
+    return LambdaCallback(**{hook: partial(terminate, hook) for hook in (*HOOKS, VALIDATED)})
 
 
 class Terminates(Callback):
@@ -68,60 +68,60 @@ class Terminates(Callback):
 def end_of(
     trainer: pl.Trainer, net: RecordingNet, train: Any, val: Any = None, path: str | None = None
 ) -> str:
-    """Fit; return how it has ended."""
+    """Fit; return how it ended."""
     try:
         trainer.fit(net, train, val, ckpt_path=path)
     except SIGTERMException:
         return f"SIGTERM at {trainer.global_step}"
-    return f"went on to {trainer.global_step}"
+    return f"completed at {trainer.global_step}"
 
 
-def terminated_again_and_again(root: str, background: bool, anew: bool) -> list[str]:
-    """Swallow the error of SIGTERM in two fits of one process; return how each ended."""
+def terminated_repeatedly(root: str, background: bool, new_trainer: bool) -> list[str]:
+    """Terminate two of three fits in one process, and catch the error; return how each ended."""
     pl.seed_everything(3, workers=True, verbose=False)
     before = signal.getsignal(signal.SIGTERM)
     terminates = Terminates()
     ends: list[str] = []
 
-    def made() -> Any:
+    def make() -> Any:
         saves = ModelCheckpoint(
             root, every_n_train_steps=1, save_last="link", enable_version_counter=False
         )
         strategy = elastic(global_batch_size=12, async_save=background)
         return make_trainer(strategy, terminates, saves, max_epochs=1, limit_train_batches=4)
 
-    net, trainer = RecordingNet(RunSpec(length=LENGTH)), made()
+    net, trainer = RecordingNet(RunSpec(length=LENGTH)), make()
     for at_start, at_step, name in ((False, 2, ""), (True, -1, "last"), (False, -1, "last")):
         terminates.at_start, terminates.at_step = at_start, at_step
-        trainer = made() if anew and ends else trainer
+        trainer = make() if new_trainer and ends else trainer
         path = str(Path(root, "last.ckpt")) if name else None
         ends.append(end_of(trainer, net, loaders()[0], path=path))
         assert signal.getsignal(signal.SIGTERM) is before
     return ends
 
 
-@pytest.mark.parametrize("anew", [False, True], ids=["one Trainer", "Trainers"])
+@pytest.mark.parametrize("new_trainer", [False, True], ids=["one Trainer", "Trainers"])
 @pytest.mark.parametrize("background", [False, True], ids=["waiting", "behind"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_second_fit_can_be_terminated_and_continued(
-    world: int, background: bool, anew: bool, worlds: Pools, tmp_path: Path
+    world: int, background: bool, new_trainer: bool, worlds: Pools, tmp_path: Path
 ) -> None:
-    call = partial(terminated_again_and_again, str(tmp_path), background, anew)
+    call = partial(terminated_repeatedly, str(tmp_path), background, new_trainer)
     for first, second, third in worlds.run(world, call):
         assert first == "SIGTERM at 2"
         assert second in {"SIGTERM at 2", "SIGTERM at 3"}
-        assert third == "went on to 4"
+        assert third == "completed at 4"
 
 
 Places: TypeAlias = tuple[tuple[tuple[str, int], ...], ...]
-"""Of each rank: hooks, and the batch."""
+"""For each rank: hooks with the number of their batch."""
 
 
 def terminated_at(root: str, places: Places, stage: int, validates: bool) -> tuple[str, list[str]]:
     """Fit two epochs of four batches on ranks that get SIGTERM.
 
     Returns:
-        How that has ended, and what was saved as it raised.
+        How the fit ended, and the checkpoints saved by ``OnExceptionCheckpoint``.
     """
     terminates = terminates_at(places[dist.get_rank()])
     strategy = elastic(stage=stage, global_batch_size=12)
@@ -140,17 +140,17 @@ TOGETHER = [
     (((), ((HOOKS[1], 2),)), "SIGTERM at 3"),
     ((((HOOKS[1], 2),), ()), "SIGTERM at 3"),
     ((((HOOKS[0], 2), (HOOKS[2], 2)), ((HOOKS[1], 2),)), "SIGTERM at 3"),
-    # After the last batch of an epoch the ranks go on to the next one, where there is one.
+    # A SIGTERM in the last batch of an epoch is handled when the next epoch starts, if any.
     ((((HOOKS[1], 3),), ()), "SIGTERM at 4"),
     (((), ((HOOKS[2], 3),)), "SIGTERM at 4"),
-    # After the last batch of all they ask once more.
+    # After the last batch of the fit, ranks exchange signals once more.
     ((((HOOKS[1], 7),), ()), "SIGTERM at 8"),
     (((), ((HOOKS[2], 7),)), "SIGTERM at 8"),
-    (((), ()), "went on to 8"),
+    (((), ()), "completed at 8"),
 ]
 
 VALIDATING = [
-    # In the batch before a validation, in the midst of one, and in the first check.
+    # In the batch before a validation, during a validation, and during the sanity check.
     ((((HOOKS[1], 3),), ()), "SIGTERM at 4"),
     (((), ((HOOKS[2], 3),)), "SIGTERM at 4"),
     ((((VALIDATED, 3),), ()), "SIGTERM at 4"),
@@ -176,12 +176,12 @@ def test_sigterm_ends_all_ranks_after_the_same_batch(
 ) -> None:
     call = partial(terminated_at, str(tmp_path), places, stage, validates)
     ends = worlds.run(2, call, timeout_s=PROMPT_TIMEOUT_S)
-    saved = [] if end == "went on to 8" else ["last.ckpt"]
+    saved = [] if end == "completed at 8" else ["last.ckpt"]
     assert ends == [(end, saved)] * 2
 
 
 def evaluated(places: Places) -> str:
-    """Validate on ranks that get SIGTERM, without a fit before it; return how it ended."""
+    """Validate on ranks that get SIGTERM, without a previous fit; return how it ended."""
     terminates = terminates_at(places[dist.get_rank()])
     trainer = make_trainer(elastic(stage=1, global_batch_size=12), terminates, max_epochs=1)
     try:
@@ -192,11 +192,11 @@ def evaluated(places: Places) -> str:
         )
     except SIGTERMException:
         return "SIGTERM"
-    return "went on"
+    return "completed"
 
 
-def test_sigterm_ends_an_evaluation_at_once(worlds: Pools) -> None:
-    """Ranks exchange signals only before a training batch."""
+def test_sigterm_ends_an_evaluation_immediately(worlds: Pools) -> None:
+    """Ranks exchange signals only before training batches."""
     places: Places = (((VALIDATED, -1),),) * 2
     ends = worlds.run(2, partial(evaluated, places), timeout_s=PROMPT_TIMEOUT_S)
     assert ends == ["SIGTERM"] * 2

@@ -1,4 +1,4 @@
-"""A save inside a window contains the state of the last step, whatever has changed it since."""
+"""A save inside an accumulation window contains the state of the last optimizer step."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ pytestmark = pytest.mark.engine
 
 
 class MomentumNet(RecordingNet):
-    """A net with a frozen copy that follows it in every micro-batch.
+    """A net with a frozen copy that follows it in every micro-batch (a momentum encoder).
 
-    Its buffers change in a hook at a batch's end and in validations.
+    Its buffers change in a hook at the end of each batch, and in validations.
     """
 
     @override
@@ -54,8 +54,8 @@ class MomentumNet(RecordingNet):
 
     @override
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        for mine, followed in zip(self.teacher.parameters(), self.first.parameters(), strict=True):
-            mine.data = mine.data * 0.9 + followed.data * 0.1
+        for copied, source in zip(self.teacher.parameters(), self.first.parameters(), strict=True):
+            copied.data = copied.data * 0.9 + source.data * 0.1
         loss = super().training_step(batch, batch_idx)
         x = batch[0]
         return loss + (self.first(x) - self.teacher(x)).square().mean()
@@ -70,7 +70,7 @@ class MomentumNet(RecordingNet):
 
 
 def move_a_batch(trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-    """Move a tensor as the Trainer moves batches, as callbacks that show samples do."""
+    """Move a tensor to the device as the Trainer moves batches; some callbacks do this."""
     trainer.strategy.batch_to_device(torch.zeros(1))
 
 
@@ -90,7 +90,7 @@ def trained(run: RunSpec) -> tuple[RunRecord, dict[str, str], list[str]]:
 def test_frozen_weights_and_buffers_are_those_of_the_last_step(
     stage: int, asynchronous: bool, worlds: Pools, tmp_path: Path
 ) -> None:
-    """Users write to ``.data``, hooks follow the step, and the validation there is not repeated."""
+    """Despite writes to ``.data``, hooks after the step, and a validation in the window."""
     run = RunSpec(
         stage=stage,
         save=("inside 0.2", "inside 1.0"),
@@ -99,24 +99,24 @@ def test_frozen_weights_and_buffers_are_those_of_the_last_step(
         trainer={"val_check_interval": 2},
         strategy={"async_save": asynchronous},
     )
-    whole = worlds.run(2, partial(trained, run))
-    assert not whole[0][2]
+    reference = worlds.run(2, partial(trained, run))
+    assert not reference[0][2]
     for moment in run.save:
-        for seen, of in zip(
-            worlds.run(2, partial(trained, run.resumed(moment))), whole, strict=True
+        for seen, expected in zip(
+            worlds.run(2, partial(trained, run.resumed(moment))), reference, strict=True
         ):
-            assert seen[1] == of[1], moment
-            assert seen[0].steps == from_step(of[0].steps, min(seen[0].steps)), moment
+            assert seen[1] == expected[1], moment
+            assert seen[0].steps == from_step(expected[0].steps, min(seen[0].steps)), moment
 
 
-def test_frozen_weights_without_a_copy_are_warned_of(worlds: Pools, tmp_path: Path) -> None:
+def test_frozen_weights_without_a_copy_cause_a_warning(worlds: Pools, tmp_path: Path) -> None:
     run = RunSpec(save=("inside 0.0", "inside 0.3"), root=str(tmp_path))
-    (told,) = worlds.run(2, partial(trained, run))[0][2]
-    assert "teacher.bias, teacher.weight. This checkpoint" in told
+    (warning,) = worlds.run(2, partial(trained, run))[0][2]
+    assert "teacher.bias, teacher.weight. This checkpoint" in warning
 
 
 def saved_in(hook: str, run: RunSpec) -> RunRecord:
-    """Fit, and save inside the third batch."""
+    """Fit, and save in a hook of the third batch."""
 
     def save(trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == 2:
@@ -133,11 +133,11 @@ def saved_in(hook: str, run: RunSpec) -> RunRecord:
 def test_a_save_inside_a_batch_without_accumulation_repeats_the_batch(
     kind: str, hook: str, worlds: Pools, tmp_path: Path
 ) -> None:
-    """With the same dropout and the same random numbers of the data set, in this process."""
+    """With the same random numbers of dropout and of the data set, in this process."""
     run = RunSpec(kind=kind, length=60, batch_size=6, dropout=0.5, noise=0.1, root=str(tmp_path))
-    whole = worlds.run(2, partial(saved_in, hook, run))
+    reference = worlds.run(2, partial(saved_in, hook, run))
     resumed = replace(run, ckpt_path=str(tmp_path / f"{hook}.ckpt"))
-    for seen, of in zip(worlds.run(2, partial(fit, resumed)), whole, strict=True):
-        assert seen.steps == from_step(of.steps, 2)
-        assert seen.losses == from_step(of.losses, 2)
-        assert (seen.buffer, seen.drawn) == (of.buffer, of.drawn)
+    for seen, expected in zip(worlds.run(2, partial(fit, resumed)), reference, strict=True):
+        assert seen.steps == from_step(expected.steps, 2)
+        assert seen.losses == from_step(expected.losses, 2)
+        assert (seen.buffer, seen.drawn) == (expected.buffer, expected.drawn)

@@ -1,4 +1,4 @@
-"""The last step of an epoch may be of fewer micro-batches: schedulers and validation count it."""
+"""Schedulers and validation count the last step of an epoch, also with fewer micro-batches."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.trainer._recorded_runs import (
 pytestmark = pytest.mark.engine
 
 RUN = RunSpec(kind="seeks", batch_size=1, schedule="lambda", validate=True, epochs=2)
-"""On two ranks, data without a length, of which a step takes 12 samples in 6 micro-batches."""
+"""On two ranks; data without a length, with 12 samples in 6 micro-batches per step."""
 
 LIKE_LIGHTNING: dict[str, Any] = {"global_batch": None}
-"""Two micro-batches to a step; Lightning's integers count micro-batches."""
+"""Without a global batch, Lightning's integers count micro-batches."""
 
 
 def two(**trainer: Any) -> dict[str, Any]:
-    """Return the trainer's settings with two micro-batches to a step."""
+    """Return the trainer's settings with two micro-batches per step."""
     return {"accumulate_grad_batches": 2, **trainer}
 
 
@@ -97,7 +97,7 @@ def test_rates_and_validation_follow_optimizer_steps(case: str, worlds: Pools) -
 
 
 def test_no_batch_beyond_the_limit_is_fetched(worlds: Pools) -> None:
-    """A continuing stream would lose it."""
+    """A stream that continues over epochs would lose it."""
     trainer = {"limit_train_batches": 3, "accumulate_grad_batches": 2}
     run = replace(RUN, kind="goes on", length=100, global_batch=None, trainer=trainer)
     seen = record(worlds, 2, run)
@@ -105,7 +105,7 @@ def test_no_batch_beyond_the_limit_is_fetched(worlds: Pools) -> None:
 
 
 ONE = RunSpec(length=60, global_batch=6, batch_size=6, epochs=2, validate=True)
-"""On one rank each batch is a step; with batch_size=2 a step has three micro-batches."""
+"""On one rank, each batch is a step; with batch_size=2, a step has three micro-batches."""
 
 EPOCHS: dict[str, RunSpec] = {
     "a fraction": replace(ONE, length=180, epochs=1, trainer={"limit_train_batches": 0.7}),
@@ -144,11 +144,11 @@ def test_accumulation_does_not_change_steps_validations_and_saves(
         saved = [sorted(path.name for path in tmp_path.glob(f"{case}/{n}/*")) for n in (6, 2)]
         assert saved[0] == saved[1], case
     lengths = [len({*one.steps}) for one in seen[::2]]
-    assert lengths == [21, 4, 6, 4, 4, 8, 18]  # as with Lightning's other strategies
+    assert lengths == [21, 4, 6, 4, 4, 8, 18]  # As with Lightning's other strategies.
 
 
 def test_intervals_without_a_global_batch(worlds: Pools) -> None:
-    """A fraction is of optimizer steps; Lightning's integers count micro-batches."""
+    """Fractions refer to optimizer steps; Lightning's integers count micro-batches."""
     run = replace(EPOCHS["a fraction"], global_batch=None)
     three = {"limit_train_batches": 0.7, "accumulate_grad_batches": 3}
     one, other = records(worlds, 1, [run, replace(run, batch_size=2, trainer=three)])
@@ -157,32 +157,32 @@ def test_intervals_without_a_global_batch(worlds: Pools) -> None:
 
 
 def test_an_interval_beyond_the_epoch_is_refused(worlds: Pools) -> None:
-    """As Lightning does, and with any accumulation."""
+    """With Lightning's error, and with any accumulation."""
     run = replace(ONE, trainer={"limit_train_batches": 2, "val_check_interval": 3})
-    said = "`val_check_interval` (3) must be less than or equal"
+    text = "`val_check_interval` (3) must be less than or equal"
     for size in (6, 2):
-        assert_refused(worlds, 1, replace(run, batch_size=size), "ValueError", said)
+        assert_refused(worlds, 1, replace(run, batch_size=size), "ValueError", text)
 
 
-def test_a_fraction_of_less_than_a_step_is_refused_with_the_smallest(worlds: Pools) -> None:
+def test_a_fraction_of_less_than_a_step_is_refused(worlds: Pools) -> None:
     run = replace(ONE, batch_size=2, trainer={"limit_train_batches": 0.05})
-    said = "limit_train_batches=0.05 of an epoch of 10 optimizer steps"
-    assert_refused(worlds, 1, run, "UnsupportedError", said)
+    text = "limit_train_batches=0.05 of an epoch of 10 optimizer steps"
+    assert_refused(worlds, 1, run, "UnsupportedError", text)
 
 
-def test_a_window_cut_by_a_limit_is_resumed(worlds: Pools, tmp_path: Path) -> None:
-    """Without a global batch, from before and after the short step and the epoch's end."""
+def test_a_window_cut_short_by_a_limit_is_resumed(worlds: Pools, tmp_path: Path) -> None:
+    """Without a global batch, from before and after the short step and the end of the epoch."""
     run = replace(
         RUN, kind="plain", length=48, **LIKE_LIGHTNING, trainer=two(limit_train_batches=5)
     )
     moments = {"step 0.2": 2, "inside 0.1": 1, "step 0.3": 3, "validated 3": 3, "epoch 0": 3}
     moments["step 1.1"] = 4
     saving = replace(run, save=tuple(moments), root=str(tmp_path), dropout=0.3)
-    whole = record(worlds, 2, saving)
-    assert [len(ids) for ids in whole.steps.values()] == [4, 4, 2] * 2
-    resumed = assert_continued(worlds, 2, saving, whole, moments)
+    reference = record(worlds, 2, saving)
+    assert [len(ids) for ids in reference.steps.values()] == [4, 4, 2] * 2
+    resumed = assert_continued(worlds, 2, saving, reference, moments)
     for (moment, first), seen in zip(moments.items(), resumed, strict=True):
-        assert seen.losses == from_step(whole.losses, first), moment
-        assert seen.rates == from_step(whole.rates, first), moment
-        assert seen.events == whole.events[len(whole.events) - len(seen.events) :], moment
-        assert seen.loops["end"] == whole.loops["end"], moment
+        assert seen.losses == from_step(reference.losses, first), moment
+        assert seen.rates == from_step(reference.rates, first), moment
+        assert seen.events == reference.events[len(reference.events) - len(seen.events) :], moment
+        assert seen.loops["end"] == reference.loops["end"], moment

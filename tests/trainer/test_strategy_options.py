@@ -1,4 +1,4 @@
-"""What a constructor is given is checked there: at once, by name, on every rank alike."""
+"""The constructor checks its options by name."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ NUMBERS = {
 
 
 def refused(name: str, value: object, *allowed: str) -> None:
-    """Fail unless the constructor refuses a value, naming option, value and what is allowed."""
+    """Fail unless the constructor refuses a value, and names the option, value and alternatives."""
     with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}")) as raised:
         ElasticDeepSpeedStrategy(**{name: value})  # type: ignore[arg-type]
     assert all(text in str(raised.value) for text in allowed), raised.value
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"),
+    ("name", "suggestion"),
     [
         ("load_optimiser_state", "load_optimizer_state"),
         ("global_batchsize", "global_batch_size"),
@@ -49,9 +49,10 @@ def refused(name: str, value: object, *allowed: str) -> None:
         ("qqq", ""),
     ],
 )
-def test_a_misspelt_option_of_ours_or_lightnings_is_corrected(name: str, meant: str) -> None:
+def test_a_misspelled_option_is_refused_with_a_suggestion(name: str, suggestion: str) -> None:
+    """Options of this library and of Lightning."""
     message = f"ElasticDeepSpeedStrategy has no option {name!r}"
-    message += f". Did you mean {meant!r}?" if meant else ""
+    message += f". Did you mean {suggestion!r}?" if suggestion else ""
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         ElasticDeepSpeedStrategy(**{name: False})  # type: ignore[arg-type]
 
@@ -63,7 +64,7 @@ def test_unknown_values_of_on_unresumable_data_are_refused(value: object) -> Non
 
 @pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in NUMBERS.items() for v in vs])
 def test_numbers_must_be_whole_and_large_enough(name: str, value: object) -> None:
-    """A string from YAML is named as one."""
+    """For a string, as from YAML, the error mentions the quotes."""
     refused(name, value, "whole number", "None")
     if isinstance(value, str):
         refused(name, value, "quotes")
@@ -72,7 +73,7 @@ def test_numbers_must_be_whole_and_large_enough(name: str, value: object) -> Non
 @pytest.mark.parametrize("name", FLAGS)
 @pytest.mark.parametrize("value", ["false", 0, 1, None])
 def test_flags_must_be_booleans(name: str, value: object) -> None:
-    """`"false"` is true in Python."""
+    """The text `"false"` would be true in Python."""
     refused(name, value, "True or False")
 
 
@@ -109,19 +110,19 @@ def test_plain_loads_check_options_before_the_engine(name: str) -> None:
         load_checkpoint(None, "never.ckpt", **{name: "yes"})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])  # noqa: S301 (its own)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])  # noqa: S301 - our own data
 def test_a_strategy_can_be_pickled_and_copied_without_sharing(copied: Callable[[Any], Any]) -> None:
-    given = ElasticDeepSpeedStrategy(
+    original = ElasticDeepSpeedStrategy(
         stage=3,
         global_batch_size=6,
         async_save=True,
         max_snapshot_bytes=7,
         on_unresumable_data="restart_epoch",
     )
-    given._manager._retention.on_save_started(Path("/nowhere/new.ckpt"))
-    given._manager._retention.remove("/nowhere/old.ckpt")
-    assert given._manager._retention._waiting
-    other: Any = copied(given)
+    original._manager._retention.on_save_started(Path("/nowhere/new.ckpt"))
+    original._manager._retention.remove("/nowhere/old.ckpt")
+    assert original._manager._retention._waiting
+    other: Any = copied(original)
     assert type(other).__name__ == "ElasticDeepSpeedStrategy"
     assert other._batches._global_batch_size == 6
     assert other.config["zero_optimization"]["stage"] == 3
@@ -139,7 +140,7 @@ def test_a_strategy_can_be_pickled_and_copied_without_sharing(copied: Callable[[
 
 def test_the_class_and_subclasses_register_our_names() -> None:
     class Own(ElasticDeepSpeedStrategy):
-        """One of a user's."""
+        """A user's subclass."""
 
     registry = type(StrategyRegistry)()
     Own.register_strategies(registry)
@@ -152,8 +153,8 @@ class _Settings:
         self.accumulate_grad_batches, self.limit_train_batches = 1, 2
 
 
-def test_the_users_settings_return_after_a_fit() -> None:
-    """A save after it counts by the fit's."""
+def test_the_users_settings_are_restored_after_a_fit() -> None:
+    """A save after the fit uses those of the fit."""
     settings, trainer = UserSettings(), cast("Any", _Settings())
     for _fit in range(2):
         settings.make(trainer, "accumulate_grad_batches", 3)
@@ -169,5 +170,5 @@ def test_the_users_settings_return_after_a_fit() -> None:
         with settings.reapplied(trainer):
             assert vars(trainer) == {"accumulate_grad_batches": 3, "limit_train_batches": 6}
         assert vars(trainer) == {"accumulate_grad_batches": 1, "limit_train_batches": 2}
-    trainer.limit_train_batches = 6  # the user's own word now, though it is what was made of 2
+    trainer.limit_train_batches = 6  # Now the user's value, although equal to the replacement of 2.
     assert settings.get(trainer, "limit_train_batches") == 6

@@ -1,4 +1,4 @@
-"""What else a trainer holds goes on: stopping, averages, the progress bar, the loggers' axis."""
+"""Other state of a Trainer continues: early stopping, averages, progress bars, logged steps."""
 
 from __future__ import annotations
 
@@ -36,39 +36,39 @@ STOPPED_EARLY = 5
 
 
 class Bar(TQDMProgressBar):
-    """A progress bar that records its position, and shows nothing."""
+    """A progress bar that records its position."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.places: list[tuple[int, int]] = []
+        self.positions: list[tuple[int, int]] = []
 
     @override
     def on_train_batch_end(self, *arguments: Any) -> None:
         super().on_train_batch_end(*arguments)
-        self.places.append((self.train_progress_bar.n, int(self.train_progress_bar.total)))
+        self.positions.append((self.train_progress_bar.n, int(self.train_progress_bar.total)))
 
 
 def quits(step: int) -> Callback:
-    """Return what ends a run, in mid-epoch, at the step after a save."""
+    """Return a callback that interrupts a run after a step."""
 
-    def look(trainer: pl.Trainer, *_: Any) -> None:
+    def interrupt(trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == step:
             raise KeyboardInterrupt
 
-    return LambdaCallback(on_train_batch_start=look)
+    return LambdaCallback(on_train_batch_start=interrupt)
 
 
 def trainer_of(root: str, epochs: int, callbacks: list[Callback], **options: Any) -> pl.Trainer:
-    saving = ModelCheckpoint(
+    saves = ModelCheckpoint(
         dirpath=root, every_n_train_steps=1, save_top_k=-1, filename="{step}", monitor=None
     )
     strategy = elastic(stage=options.pop("stage", 2), global_batch_size=12)
-    counted = {"max_epochs": epochs, "log_every_n_steps": 1, **options}
-    return quiet_trainer(strategy, *callbacks, saving, **counted)
+    options = {"max_epochs": epochs, "log_every_n_steps": 1, **options}
+    return quiet_trainer(strategy, *callbacks, saves, **options)
 
 
 def fit(trainer: pl.Trainer, path: str | None = None) -> RecordingNet:
-    """Fit; a run that is interrupted on purpose ends quietly."""
+    """Fit; catch interrupts."""
     pl.seed_everything(3, verbose=False)
     net = RecordingNet(RunSpec())
     data = DataLoader(IndexedSamples(53, 0.0), batch_size=2, shuffle=True)
@@ -81,7 +81,7 @@ def fit(trainer: pl.Trainer, path: str | None = None) -> RecordingNet:
 def with_a_bar(root: str, path: str | None) -> list[tuple[int, int]]:
     bar = Bar()
     fit(trainer_of(root, 2, [bar], enable_progress_bar=True), path)
-    return bar.places
+    return bar.positions
 
 
 @pytest.mark.long
@@ -89,18 +89,18 @@ def with_a_bar(root: str, path: str | None) -> list[tuple[int, int]]:
 def test_the_progress_bar_resumes_at_the_runs_position(
     world: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """In batches of the current world."""
+    """The position counts batches of the current world."""
     worlds.run(2, partial(with_a_bar, str(tmp_path), None))
     path = str(tmp_path / "step=3.ckpt")
     per_step = {1: 6, 2: 3, 3: 2}[world]
     batches = 5 * per_step
-    places = worlds.run(world, partial(with_a_bar, str(tmp_path / "on"), path))[0]
+    positions = worlds.run(world, partial(with_a_bar, str(tmp_path / "on"), path))[0]
     expected = [*range(3 * per_step + 1, batches + 1), *range(1, batches + 1)]
-    assert places == [(n, batches) for n in expected]
+    assert positions == [(n, batches) for n in expected]
 
 
 def averaged(root: str, path: str | None, stage: int = 2) -> dict[Any, Any]:
-    """Fit with a moving average of the weights; return it at the start and at the end."""
+    """Fit with a moving average of the weights; return it at the start and after each step."""
     average = EMAWeightAveraging(decay=0.9)
     seen: dict[Any, Any] = {}
 
@@ -113,19 +113,19 @@ def averaged(root: str, path: str | None, stage: int = 2) -> dict[Any, Any]:
         on_train_start=lambda *_: look("start"),
         on_train_batch_end=lambda trainer, *_: look(trainer.global_step),
     )
-    said = error_text(lambda: fit(trainer_of(root, 2, [average, looks], stage=stage), path))
-    return seen if said == NOTHING else {"error": said}
+    error = error_text(lambda: fit(trainer_of(root, 2, [average, looks], stage=stage), path))
+    return seen if error == NOTHING else {"error": error}
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_averaged_weights_continue_bit_for_bit(world: int, worlds: Pools, tmp_path: Path) -> None:
-    wholes = worlds.run(2, partial(averaged, str(tmp_path), None))
+    reference = worlds.run(2, partial(averaged, str(tmp_path), None))
     path = str(tmp_path / "step=3.ckpt")
     for rank, seen in enumerate(worlds.run(world, partial(averaged, str(tmp_path / "on"), path))):
-        # Buffers differ between ranks; another number of them takes the first one's.
-        whole = wholes[rank if world == 2 else 0]
-        assert seen["start"] == whole[3]
-        assert world != 2 or seen[10] == whole[10]
+        # Buffers differ between ranks; another world uses those of rank 0.
+        expected = reference[rank if world == 2 else 0]
+        assert seen["start"] == expected[3]
+        assert world != 2 or seen[10] == expected[10]
 
 
 def averaged_in_validation(root: str, path: str | None, stage: int, way: str) -> list[Any]:
@@ -181,7 +181,7 @@ def test_averaging_with_zero_3_is_refused(worlds: Pools, tmp_path: Path) -> None
 
 
 def stopping(root: str, path: str | None, quit_at: int = -1) -> tuple[int, int, float]:
-    """Fit until the validation loss does not fall by a lot any more."""
+    """Fit until the validation loss stops decreasing by more than 1."""
     stop = EarlyStopping("val", patience=2, min_delta=1.0)
     trainer = trainer_of(root, 9, [stop, quits(quit_at)])
     fit(trainer, path)
@@ -190,25 +190,25 @@ def stopping(root: str, path: str | None, quit_at: int = -1) -> tuple[int, int, 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_early_stopping_continues_its_count(world: int, worlds: Pools, tmp_path: Path) -> None:
-    whole = worlds.run(2, partial(stopping, str(tmp_path / "whole"), None))[0]
-    assert whole[0] < 45
-    at = whole[0] - 3
+    reference = worlds.run(2, partial(stopping, str(tmp_path / "whole"), None))[0]
+    assert reference[0] < 45
+    at = reference[0] - 3
     worlds.run(2, partial(stopping, str(tmp_path / "part"), None, at))
     path = str(tmp_path / "part" / f"step={at}.ckpt")
     seen = worlds.run(world, partial(stopping, str(tmp_path / "on"), path))[0]
-    assert seen[:2] == whole[:2]
-    assert seen[2] == pytest.approx(whole[2], rel=1e-4)
+    assert seen[:2] == reference[:2]
+    assert seen[2] == pytest.approx(reference[2], rel=1e-4)
 
 
 def logging(root: str, logs: str, path: str | None, quit_at: int = -1) -> None:
-    """Fit two epochs into TensorBoard's files."""
+    """Fit two epochs with a TensorBoard logger."""
     logger = TensorBoardLogger(logs, name=None, version="")
     fit(trainer_of(root, 2, [quits(quit_at)], logger=logger), path)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("world", [1, 3])
-def test_each_step_is_logged_once_also_after_a_resume(
+def test_each_step_is_logged_once_despite_a_resume(
     world: int, worlds: Pools, tmp_path: Path
 ) -> None:
     logs = str(tmp_path / "logs")
@@ -217,7 +217,6 @@ def test_each_step_is_logged_once_also_after_a_resume(
     worlds.run(world, partial(logging, str(tmp_path / "on"), logs, path))
     events = EventAccumulator(logs)
     events.Reload()
-    # 3 was logged, or not, as the interruption fell; the others are there once each.
     steps = [event.step for event in events.Scalars("loss")]
     assert sorted(set(steps)) == list(range(10))
     assert len(steps) == len(set(steps))
@@ -226,7 +225,7 @@ def test_each_step_is_logged_once_also_after_a_resume(
 
 
 def times_of_saves(root: str, path: str | None, quit_at: int) -> dict[str, int]:
-    """Fit; return each manifest's inode, which shows when it was published."""
+    """Fit; return the inode of each manifest, which changes with each publication."""
     fit(trainer_of(root, 2, [quits(quit_at)]), path)
     comm.barrier()
     return {p.name: (p / "manifest.json").stat().st_ino for p in Path(root).glob("*.ckpt")}
@@ -234,7 +233,7 @@ def times_of_saves(root: str, path: str | None, quit_at: int) -> dict[str, int]:
 
 @pytest.mark.long
 def test_the_checkpoint_resumed_from_is_not_written_again(worlds: Pools, tmp_path: Path) -> None:
-    """Inside the first window the step is still the saved one."""
+    """Inside the first window, the global step still equals the saved one."""
     root = str(tmp_path)
     before = worlds.run(2, partial(times_of_saves, root, None, 3))[0]
     path = str(tmp_path / "step=3.ckpt")

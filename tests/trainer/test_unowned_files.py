@@ -1,4 +1,4 @@
-"""Runs that meet what this library did not write: nothing of it is lost, and the run goes on."""
+"""Runs keep files that this library did not write, and continue."""
 
 from __future__ import annotations
 
@@ -49,26 +49,26 @@ def save_as_deepspeed_does(root: str) -> str:
         engine.save_checkpoint(root, tag=tag)
     before = snapshot(Path(root))
     comm.barrier()
-    said = error_text(lambda: save_checkpoint(engine, root))
+    error = error_text(lambda: save_checkpoint(engine, root))
     comm.barrier()
     assert snapshot(Path(root)) == before
     comm.barrier()
     save_checkpoint(engine, f"{root}/step-1")
-    return said
+    return error
 
 
 def test_saves_into_a_folder_of_deepspeed_tags_are_refused(worlds: Pools, tmp_path: Path) -> None:
-    """The error names the tags, and a path in the folder that is free."""
+    """The error names the tags, and a free path in the folder."""
     root = tmp_path / "checkpoints"
     root.mkdir()
-    for said in worlds.run(2, partial(save_as_deepspeed_does, str(root))):
-        assert said.startswith("SaveError"), said
-        assert "DeepSpeed saved there (global_step1, global_step2, latest)" in said
-        assert f"Save to {root}/step-1, or" in said
+    for error in worlds.run(2, partial(save_as_deepspeed_does, str(root))):
+        assert error.startswith("SaveError"), error
+        assert "DeepSpeed saved there (global_step1, global_step2, latest)" in error
+        assert f"Save to {root}/step-1, or" in error
     assert (root / "step-1" / "manifest.json").is_file()
 
 
-# -- a save of one's own ------------------------------------------------------------------------
+# -- direct saves -------------------------------------------------------------------------------
 
 
 def fit_and_save(run: AsyncSaveSpec, path: str) -> tuple[dict[int, str], int]:
@@ -78,10 +78,10 @@ def fit_and_save(run: AsyncSaveSpec, path: str) -> tuple[dict[int, str], int]:
 
 
 @pytest.mark.parametrize("async_save", [False, True], ids=["blocking", "background"])
-def test_an_occupied_path_is_refused_at_the_save_itself(
+def test_an_occupied_path_is_refused_by_the_save_call(
     pools: Pools, tmp_path: Path, *, async_save: bool
 ) -> None:
-    """Also if it would be written in the background."""
+    """Also with background saves."""
     root = tmp_path / "results"
     root.mkdir()
     (root / "table.csv").write_text(MINE)
@@ -105,7 +105,7 @@ NAMES: dict[str, Any] = {
     "save_last": True,
     "enable_version_counter": True,
 }
-"""What a run has whose checkpoints have fixed names, that Lightning overwrites."""
+"""Options for checkpoints with fixed names, which Lightning overwrites."""
 
 
 def fit_with_stock(root: str, epochs: int) -> None:
@@ -116,7 +116,7 @@ def fit_with_stock(root: str, epochs: int) -> None:
 
 
 class Puts(Callback):
-    """Puts a file into a checkpoint, as zero_to_fp32.py does, when an epoch begins."""
+    """Puts a file into a checkpoint at the start of an epoch, as zero_to_fp32.py may do."""
 
     def __init__(self, path: str, epoch: int) -> None:
         self.path, self.epoch = path, epoch
@@ -144,7 +144,7 @@ class Fit:
         """Fit; return the last step, the callback's paths, and the messages."""
         trainer, _, data, _ = self.plan.make()
         trainer.callbacks.extend(self.puts)  # type: ignore[attr-defined]
-        with warnings_heard() as warned, log_heard("lightning_elastic_zero") as said:
+        with warnings_heard() as warned, log_heard("lightning_elastic_zero") as logged:
             trainer.fit(Worse(), data, ckpt_path=self.plan.ckpt_path)
         callback = trainer.checkpoint_callback
         assert isinstance(callback, ModelCheckpoint)
@@ -152,7 +152,7 @@ class Fit:
             "step": trainer.global_step,
             "last": Path(callback.last_model_path).name,
             "best": Path(callback.best_model_path).name,
-            "said": "\n".join([*said, *warned]),
+            "messages": "\n".join([*logged, *warned]),
         }
 
 
@@ -185,7 +185,7 @@ def test_a_run_continues_from_stocks_last_and_keeps_stocks_files(
 def test_a_file_put_into_last_is_kept_and_the_run_continues(
     worlds: Pools, tmp_path: Path, *, async_save: bool
 ) -> None:
-    """During a background save, that save keeps the old one."""
+    """If a background save is running, it keeps the old checkpoint under another name."""
     options = {**NAMES, "filename": "{epoch}", "save_top_k": -1}
     put, strategy = Puts(f"{tmp_path}/last.ckpt/model.bin", 2), {"async_save": async_save}
     plan = FitSpec(str(tmp_path), 2, epochs=4, checkpoint=options, strategy=strategy)
@@ -196,11 +196,11 @@ def test_a_file_put_into_last_is_kept_and_the_run_continues(
     assert (kept[0] / "model.bin").read_text() == MINE
     assert (kept[0] / "manifest.json").is_file()
     if kept[0].name == "last.ckpt":
-        assert {of_rank["last"] for of_rank in found} == {"last-v1.ckpt"}
+        assert {result["last"] for result in found} == {"last-v1.ckpt"}
         text = "it contains files that this library did not write"
-        assert f"{text}: model.bin" in found[0]["said"]
+        assert f"{text}: model.bin" in found[0]["messages"]
     else:
-        assert f"last.ckpt was kept as {kept[0]}: it contains files that" in found[0]["said"]
+        assert f"last.ckpt was kept as {kept[0]}: it contains files that" in found[0]["messages"]
 
 
 def test_top_k_keeps_a_checkpoint_with_a_users_file(worlds: Pools, tmp_path: Path) -> None:
@@ -208,13 +208,13 @@ def test_top_k_keeps_a_checkpoint_with_a_users_file(worlds: Pools, tmp_path: Pat
     put = Puts(f"{root}/epoch=0.ckpt/pytorch_model.bin", 1)
     found = worlds.run(2, Fit(FitSpec(root, 2, epochs=3, checkpoint=options), (put,)))
     assert found[0]["best"] == "epoch=2.ckpt"
-    assert "epoch=0.ckpt is not deleted, because it contains files that" in found[0]["said"]
+    assert "epoch=0.ckpt is not deleted, because it contains files that" in found[0]["messages"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch=0.ckpt", "epoch=2.ckpt"]
     assert (tmp_path / "epoch=0.ckpt" / "pytorch_model.bin").read_text() == MINE
     assert (tmp_path / "epoch=0.ckpt" / "manifest.json").is_file()
 
 
-# -- names that are to be overwritten -----------------------------------------------------------
+# -- names that ModelCheckpoint overwrites ------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -231,14 +231,14 @@ def test_names_that_would_overwrite_files_are_refused_in_setup(
     options: dict[str, Any], name: str, worlds: Pools, tmp_path: Path
 ) -> None:
     (tmp_path / name).write_text(MINE)
-    for said in worlds.run(2, partial(error_of, FitSpec(str(tmp_path), 2, checkpoint=options))):
-        assert said.startswith("SaveError: ModelCheckpoint(enable_version_counter=False) would ")
-        assert f"{name}, which is a file" in said
+    for error in worlds.run(2, partial(error_of, FitSpec(str(tmp_path), 2, checkpoint=options))):
+        assert error.startswith("SaveError: ModelCheckpoint(enable_version_counter=False) would ")
+        assert f"{name}, which is a file" in error
     assert snapshot(tmp_path) == {str(tmp_path / name): MINE.encode()}
 
 
-def test_files_with_other_names_are_kept_and_refuse_nothing(worlds: Pools, tmp_path: Path) -> None:
+def test_files_with_other_names_are_kept_and_accepted(worlds: Pools, tmp_path: Path) -> None:
     (tmp_path / "resnet-50.ckpt").write_text(MINE)
-    for said in worlds.run(2, partial(error_of, FitSpec(str(tmp_path), 2))):
-        assert said == NOTHING
+    for error in worlds.run(2, partial(error_of, FitSpec(str(tmp_path), 2))):
+        assert error == NOTHING
     assert (tmp_path / "resnet-50.ckpt").read_text() == MINE

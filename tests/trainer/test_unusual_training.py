@@ -1,4 +1,4 @@
-"""Unusual ways to train: each once took other steps than it was told to."""
+"""Unusual training configurations, each of which once took wrong steps."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_deepspeeds_batch_size_for_its_log_is_ignored(world: int, worlds: Pools) -> None:
+def test_deepspeeds_logging_batch_size_is_ignored(world: int, worlds: Pools) -> None:
     run = RunSpec(global_batch=16, batch_size=2, strategy={"logging_batch_size_per_gpu": 4})
     assert {len(ids) for ids in record(worlds, world, run).steps.values()} == {16}
 
 
 def fitted_with(batch_sizes: list[int], length: int) -> list[tuple[int, int]]:
-    """Fit one trainer repeatedly; return steps and batches of each fit's epoch."""
+    """Fit one Trainer repeatedly; return the steps and batches of each fit's epoch."""
     strategy = elastic(global_batch_size=12)
     trainer = quiet_trainer(strategy, max_epochs=1, limit_train_batches=3)
     net, found, before = RecordingNet(RunSpec()), [], 0
@@ -60,7 +60,7 @@ def test_every_fit_computes_its_own_micro_batches(worlds: Pools) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_fraction_of_several_loaders_is_of_the_longest(world: int, worlds: Pools) -> None:
+def test_a_fraction_of_several_loaders_refers_to_the_longest(world: int, worlds: Pools) -> None:
     run = RunSpec(kind="two", trainer={"limit_train_batches": 0.7})
     assert len(record(worlds, world, run).steps) == 2 * 3
 
@@ -71,17 +71,17 @@ def test_a_validation_before_a_resumed_window_is_not_repeated(
 ) -> None:
     run = RunSpec(validate=True, trainer={"val_check_interval": 0.5})
     saving = replace(run, save=("inside 0.2",), root=str(tmp_path))
-    whole = record(worlds, 2, saving)
+    reference = record(worlds, 2, saving)
     seen = record(worlds, world, saving.resumed("inside 0.2"))
-    assert seen.events == whole.events[whole.events.index("validate at 2") + 1 :]
+    assert seen.events == reference.events[reference.events.index("validate at 2") + 1 :]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2])
-def test_loaders_made_anew_keep_order_and_interval(
+def test_reloaded_loaders_keep_order_and_interval(
     world: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """The seed is the run's in every epoch."""
+    """The seed of the run applies in every epoch."""
     run = RunSpec(
         seed=0,
         validate=True,
@@ -89,12 +89,12 @@ def test_loaders_made_anew_keep_order_and_interval(
         trainer={"val_check_interval": 0.5, "reload_dataloaders_every_n_epochs": 1},
     )
     saving = replace(run, save=("step 0.2",), root=str(tmp_path))
-    whole = record(worlds, 2, saving)
-    assert [e for e in whole.events if "valid" in e] == [
+    reference = record(worlds, 2, saving)
+    assert [e for e in reference.events if "valid" in e] == [
         f"validate at {step}" for step in (2, 4, 7, 9, 12, 14)
     ]
-    (seen,) = assert_continued(worlds, world, saving, whole, {"step 0.2": 2}, seed=99)
-    assert seen.events == whole.events[len(whole.events) - len(seen.events) :]
+    (seen,) = assert_continued(worlds, world, saving, reference, {"step 0.2": 2}, seed=99)
+    assert seen.events == reference.events[len(reference.events) - len(seen.events) :]
 
 
 @pytest.mark.long
@@ -102,7 +102,7 @@ def test_loaders_made_anew_keep_order_and_interval(
 def test_a_batch_that_is_none_is_counted_and_resumed(
     batch_size: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """As a step's only batch, or the first of two."""
+    """As the only batch of a step, or as the first of two."""
     run = RunSpec(
         kind="None instead of a batch",
         batch_size=batch_size,
@@ -111,31 +111,33 @@ def test_a_batch_that_is_none_is_counted_and_resumed(
         trainer={"val_check_interval": 0.5},
     )
     moments = ("step 0.1", "inside 0.1", "step 0.2", "inside 0.2", "step 0.4", "step 1.2")
-    whole = record(worlds, 1, replace(run, save=moments, root=str(tmp_path)))
-    trained = [sample for ids in whole.steps.values() for sample in ids]
+    reference = record(worlds, 1, replace(run, save=moments, root=str(tmp_path)))
+    trained = [sample for ids in reference.steps.values() for sample in ids]
     assert not {*range(12, 12 + batch_size)} & {*trained}
     assert len(trained) == 2 * (60 - batch_size)
     paths = sorted(tmp_path.glob("*.ckpt"))
     assert len(paths) == (4 if batch_size == 12 else 6)
     runs = [replace(run, ckpt_path=str(path)) for path in paths]
     for path, seen in zip(paths, records(worlds, 1, runs), strict=True):
-        assert seen.steps == from_step(whole.steps, min(seen.steps)), path.name
-        for mine, all_of in ((seen.losses, whole.losses), (seen.rates, whole.rates)):
-            assert mine == {step: all_of[step] for step in seen.steps}, path.name
-        assert seen.events == whole.events[len(whole.events) - len(seen.events) :], path.name
+        assert seen.steps == from_step(reference.steps, min(seen.steps)), path.name
+        for found, expected in ((seen.losses, reference.losses), (seen.rates, reference.rates)):
+            assert found == {step: expected[step] for step in seen.steps}, path.name
+        assert seen.events == reference.events[len(reference.events) - len(seen.events) :], (
+            path.name
+        )
         for name in ("buffer", "drawn", "global_step"):
-            assert getattr(seen, name) == getattr(whole, name), path.name
-        assert _counted(seen) == _counted(whole), path.name
+            assert getattr(seen, name) == getattr(reference, name), path.name
+        assert _compared_counters(seen) == _compared_counters(reference), path.name
 
 
-def _counted(seen: RunRecord) -> dict[str, object]:
-    """Return the loops' counters, but those of what a batch without samples does not start.
+def _compared_counters(seen: RunRecord) -> dict[str, object]:
+    """Return the loops' counters without those that a batch without samples does not increment.
 
-    Nor the loggers' axis, which a resume sets to the number of optimizer steps: Lightning's own
-    counts such a batch too.
+    Also without the loggers' axis, which a resume sets to the number of optimizer steps, while
+    Lightning also counts such a batch.
     """
-    left_out = ("total.started", "current.started", "zero_grad.", "_batches_that_stepped")
-    return {k: v for k, v in seen.loops["end"].items() if not any(map(k.count, left_out))}
+    excluded = ("total.started", "current.started", "zero_grad.", "_batches_that_stepped")
+    return {k: v for k, v in seen.loops["end"].items() if not any(map(k.count, excluded))}
 
 
 @pytest.mark.long
@@ -145,7 +147,7 @@ def test_manual_optimization_with_accumulation_is_refused(worlds: Pools) -> None
 
 
 class BackwardTwice(RecordingNet):
-    """A net that optimizes by itself, with two backward passes to a step."""
+    """A net with manual optimization and two backward passes per step."""
 
     @override
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override] # no loss
@@ -157,21 +159,21 @@ class BackwardTwice(RecordingNet):
 
 
 def warnings_of_backward(net: type[RecordingNet], stage: int) -> list[str]:
-    """Train a net that optimizes by itself; return the warnings about its backward passes."""
+    """Train with manual optimization; return the warnings about its backward passes."""
     run = RunSpec(manual=True, batch_size=6, epochs=1, stage=stage)
-    with warnings_heard("manual_backward") as said:
+    with warnings_heard("manual_backward") as warned:
         trainer_of(run, []).fit(net(run), run.loaders())
-    return said
+    return warned
 
 
 @pytest.mark.parametrize(("stage", "count"), [(0, 0), (2, 1)])
-def test_several_backward_passes_to_a_step_are_warned_of_in_zero(
+def test_several_backward_passes_per_step_cause_a_warning_in_zero(
     stage: int, count: int, worlds: Pools
 ) -> None:
     """DeepSpeed does not add up their gradients."""
-    for said in worlds.run(2, partial(warnings_of_backward, BackwardTwice, stage))[:1]:
-        assert len(said) == count
-        assert all(f"ZeRO-{stage} does not add up the gradients" in text for text in said)
+    for warned in worlds.run(2, partial(warnings_of_backward, BackwardTwice, stage))[:1]:
+        assert len(warned) == count
+        assert all(f"ZeRO-{stage} does not add up the gradients" in text for text in warned)
     assert not any(worlds.run(2, partial(warnings_of_backward, RecordingNet, stage)))
 
 
@@ -248,14 +250,14 @@ def test_a_step_that_takes_its_batches_may_take_one(worlds: Pools, tmp_path: Pat
 
 def test_states_of_loaders_survive_two_resumes(worlds: Pools, tmp_path: Path) -> None:
     run = RunSpec(kind="stateful", length=60, root=str(tmp_path))
-    whole = record(worlds, 2, replace(run, save=("step 0.2",)))
+    reference = record(worlds, 2, replace(run, save=("step 0.2",)))
     record(worlds, 2, run.resumed("step 0.2", save=("inside 0.2",)))
     for seen in worlds.run(2, partial(fit, run.resumed("inside 0.2"))):
-        assert seen.steps == from_step(whole.steps, 2)
+        assert seen.steps == from_step(reference.steps, 2)
 
 
 @pytest.mark.long
-def test_an_epoch_that_is_shorter_after_a_resume_ends_at_once(
+def test_an_epoch_that_is_shorter_after_a_resume_ends_immediately(
     worlds: Pools, tmp_path: Path
 ) -> None:
     run = RunSpec(save=("step 0.3",), root=str(tmp_path))

@@ -1,4 +1,4 @@
-"""A validation inside an accumulation window takes place once, also where the run is resumed."""
+"""A validation inside an accumulation window runs once, also if the run is resumed there."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from tests.trainer._recorded_runs import (
 pytestmark = pytest.mark.engine
 
 RUN = RunSpec(length=96, epochs=3, global_batch=None, batch_size=2, validate=True, dropout=0.2)
-"""Without a global batch, so that an integer interval counts micro-batches: 24 on two ranks."""
+"""Without a global batch, so that integer intervals count micro-batches: 24 per epoch and rank."""
 
 
-def _done(trainer: pl.Trainer) -> int:
+def _processed_batches(trainer: pl.Trainer) -> int:
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
     return int(progress.total.processed)
 
 
 class Counter(Callback):
-    """Counts validations, saves in one of them or after a micro-batch, and ends a run early."""
+    """Counts validations, saves in a validation or after a micro-batch, and ends a run early."""
 
     def __init__(self, root: str, saves_at: int, saves_in: str, dies_at: int) -> None:
         self.path = f"{root}/mine.ckpt"
@@ -56,7 +56,7 @@ class Counter(Callback):
         self.began, self.ended = state_dict["began"], state_dict["ended"]
 
     def _save(self, trainer: pl.Trainer, moment: str) -> None:
-        if (_done(trainer), moment) == (self.saves_at, self.saves_in):
+        if (_processed_batches(trainer), moment) == (self.saves_at, self.saves_in):
             trainer.save_checkpoint(self.path)
 
     @override
@@ -74,12 +74,12 @@ class Counter(Callback):
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if _done(trainer) == self.dies_at:
+        if _processed_batches(trainer) == self.dies_at:
             raise KeyError
 
 
 class Net(RecordingNet):
-    """A net with a metric that only validations update, and that nothing resets."""
+    """A net with a metric that only validations update, and that is never reset."""
 
     def __init__(self, run: RunSpec) -> None:
         super().__init__(run)
@@ -104,7 +104,7 @@ class Case:
     patience: int = 4
     min_epochs: int | None = None
     by_steps: bool = False
-    """A third ModelCheckpoint saves at each step, once there is a metric."""
+    """A third ModelCheckpoint saves after each step, as soon as the metric exists."""
 
     def run(self, root: Path) -> RunSpec:
         trainer = {
@@ -122,7 +122,7 @@ class Decisions:
     counted: tuple[int, int]
     stopping: dict[str, Any]
     best: list[dict[str, float]]
-    """Each ModelCheckpoint's names and scores."""
+    """Names and scores of the best checkpoints of each ModelCheckpoint."""
     metrics: dict[str, float]
     validated: float
 
@@ -172,28 +172,26 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_decisions_with_validation_in_a_window_are_those_of_the_whole_run(
+def test_decisions_after_validation_in_a_window_are_those_of_an_uninterrupted_run(
     case: Case, worlds: Pools, tmp_path: Path
 ) -> None:
-    whole_root, root = tmp_path / "whole", tmp_path / "resumed"
-    (whole, *_) = worlds.run(2, partial(decided, case, case.run(whole_root)))
+    reference_root, root = tmp_path / "whole", tmp_path / "resumed"
+    (reference, *_) = worlds.run(2, partial(decided, case, case.run(reference_root)))
     assert worlds.run(2, partial(decided, case, case.run(root), case.dies_at)) == [None, None]
     again = replace(case.run(root), ckpt_path=str(root / case.resumes))
     (seen, *_) = worlds.run(2, partial(decided, case, again))
-    assert whole is not None
+    assert reference is not None
     assert seen is not None
-    assert seen.counted == whole.counted
-    assert seen.stopping == whole.stopping
-    assert seen.record.global_step == whole.record.global_step
-    assert seen.metrics == whole.metrics
-    assert seen.validated == whole.validated
+    assert seen.counted == reference.counted
+    assert seen.stopping == reference.stopping
+    assert seen.record.global_step == reference.record.global_step
+    assert seen.metrics == reference.metrics
+    assert seen.validated == reference.validated
     first = min(seen.record.steps)
-    assert seen.record.steps == from_step(whole.record.steps, first)
-    assert seen.record.losses == from_step(whole.record.losses, first)
-    if case.saves_at in {
-        0,
-        case.dies_at,
-    }:  # else the first run has saved more, or fewer had seen it
-        assert seen.best == whole.best
-        names = [sorted(p.name for p in folder.glob("*.ckpt")) for folder in (root, whole_root)]
+    assert seen.record.steps == from_step(reference.record.steps, first)
+    assert seen.record.losses == from_step(reference.record.losses, first)
+    # Otherwise, the interrupted run has also saved after the checkpoint.
+    if case.saves_at in {0, case.dies_at}:
+        assert seen.best == reference.best
+        names = [sorted(p.name for p in folder.glob("*.ckpt")) for folder in (root, reference_root)]
         assert names[0] == names[1]
