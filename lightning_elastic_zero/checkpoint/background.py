@@ -398,8 +398,10 @@ class Snapshotter:
             client=copy_plain_data(contents.client),
             objects=pickle_objects(contents.objects)[1],
         )
-        on_device = [pair for pair in pairs if is_on_device(pair[1])]
-        events = _copy_on_side_streams(on_device, _devices_of_small_copies(contents.state))
+        devices = {source.device for _, source in pairs if is_on_device(source)}
+        # The writer's thread must wait for small copies too.
+        devices |= _devices_of_small_copies(contents.state)
+        events = tuple(_copy_on_side_stream(device, pairs) for device in devices)
         to_host = self._thread.submit(_copy, [p for p in pairs if not is_on_device(p[1])])
         # Last: its stream waits for all work enqueued so far, small copies too.
         uncopied = [copies[id(tensor)] for tensor in plan.uncopied]
@@ -483,16 +485,8 @@ def _devices_of_small_copies(state: RankState) -> set[torch.device]:
     return found if own is None else found | {own}
 
 
-def _copy_on_side_streams(pairs: _Pairs, others: set[torch.device]) -> tuple[Event, ...]:
-    """Start copies that run while devices compute; return an event for the end of each.
-
-    ``others`` are devices with small copies only: the writer's thread must wait for these too.
-    """
-    devices = others.union(source.device for _, source in pairs)
-    return tuple(_copy_on_side_stream(device, pairs) for device in devices)
-
-
 def _copy_on_side_stream(device: torch.device, pairs: _Pairs) -> Event:
+    """Start copies that run while a device computes; return an event for their end."""
     stream = side_stream(device)
     with torch.no_grad(), on_stream(stream):
         for to, source in pairs:

@@ -31,9 +31,7 @@ from lightning_elastic_zero.core.layout import spans
 from lightning_elastic_zero.core.manifest import Group, Manifest
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import (
-    FlatState,
     RankState,
-    Scalar,
     bit_sums,
     dtype_name,
     is_on_device,
@@ -85,9 +83,10 @@ def rank_part(
         step = group.hyperparameters.get(STEP)
         kept_apart = STEP not in flat.scalars and group.state and not manifest.weights_only
         apart = step if kept_apart and isinstance(step, int | float) else None
+        scalars = flat.scalars if apart is None else {**flat.scalars, STEP: apart}
         firsts = (f.name for f in flat.fragments if f.start == 0 and not manifest.weights_only)
         for name in firsts:
-            total += scalars_part(name, _scalars(flat, apart))
+            total += scalars_part(name, scalars.items())
     buffer = _HostBuffer()
     for which, start, values in _runs(manifest, state, rank):
         for at, stop in spans(0, values.numel(), PIECE_BYTES // values.dtype.itemsize):
@@ -133,17 +132,8 @@ class _HostBuffer:
         return self._memory[: piece.nbytes].view(piece.dtype).copy_(piece)
 
 
-def _scalars(flat: FlatState, step: float | None) -> Iterator[tuple[str, Scalar]]:
-    yield from flat.scalars.items()
-    if step is not None:
-        yield STEP, step
-
-
 def _weight(name: str, values: torch.Tensor, shape: tuple[int, ...]) -> TensorId:
     return TensorId("weights", name, "", values.dtype, shape)
-
-
-NOT_RECORDED = "its save recorded no fingerprint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +185,7 @@ def check_loaded(
         CheckpointFormatError: the recorded fingerprint is invalid.
     """
     if not saved.recorded:
-        return Verdict("", NOT_RECORDED)
+        return Verdict("", "its save recorded no fingerprint")
     recorded = _parsed(saved)
     why_not = ranks.broadcast(f"{step}: compare", lambda: _why_not(saved, live, scope))
     if why_not["weights"] and why_not["optimizer"]:

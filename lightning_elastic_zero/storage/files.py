@@ -8,7 +8,7 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NoReturn, TypeAlias
@@ -96,7 +96,7 @@ class _LocalSource:
 
     def announce(self, blocks: Iterable[_Block]) -> None:
         for start, stop, *_ in blocks:
-            with suppress(OSError):  # It is only an optimization.
+            with suppress(OSError, AttributeError):  # It is only an optimization.
                 os.posix_fadvise(self._descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
 
     def read_into(self, memory: memoryview, start: int) -> int:
@@ -174,7 +174,7 @@ class RangeFile:
         self._buffer: mmap.mmap | None = None
         self._source = self._open(size_bytes)
         self.size_bytes = self._source.size_bytes
-        self._speed = _Speed(is_slow=self._source.is_remote)
+        self._is_slow, self._timed_bytes, self._timed_s = self._source.is_remote, 0, 0.0
 
     def _open(self, size_bytes: int | None) -> _LocalSource | _StoreSource:
         try:
@@ -220,7 +220,7 @@ class RangeFile:
         announced = 0
         try:
             for number, (block_start, block_stop, first, last) in enumerate(blocks):
-                if self._speed.is_slow:
+                if self._is_slow:
                     ahead = number + self._ahead(blocks[number:])
                     self._source.announce(blocks[max(number, announced) : ahead])
                     announced = ahead
@@ -259,8 +259,13 @@ class RangeFile:
         for at, part in parts:
             for low in range(0, part.nbytes, CACHED_BYTES):
                 cached = part[low : low + CACHED_BYTES]
-                with self._speed.of(cached.nbytes):
-                    self._fill(cached, at + low)
+                began = perf_counter()
+                self._fill(cached, at + low)
+                self._timed_s += perf_counter() - began
+                self._timed_bytes += cached.nbytes
+                if self._timed_bytes >= SAMPLE_BYTES:
+                    # It stays set: the following reads are announced, which makes them fast.
+                    self._is_slow |= self._timed_bytes < self._timed_s * SLOW_BYTES_PER_S
                 self._check_block(cached, at + low)
         self._progress.check()
 
@@ -303,27 +308,6 @@ class RangeFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class _Speed:
-    """The speed of the reads of a file.
-
-    ``is_slow`` stays set once the following reads are announced, because those are fast.
-    """
-
-    def __init__(self, *, is_slow: bool) -> None:
-        self.is_slow = is_slow
-        self._size_bytes = 0
-        self._seconds = 0.0
-
-    @contextmanager
-    def of(self, size_bytes: int) -> Iterator[None]:
-        began = perf_counter()
-        yield
-        self._seconds += perf_counter() - began
-        self._size_bytes += size_bytes
-        if self._size_bytes >= SAMPLE_BYTES:
-            self.is_slow |= self._size_bytes < self._seconds * SLOW_BYTES_PER_S
 
 
 def _blocks(runs: Sequence[tuple[int, int]], size_bytes: int, gap_bytes: int) -> Iterator[_Block]:

@@ -24,7 +24,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cache
@@ -38,8 +38,6 @@ T = TypeVar("T")
 
 SCHEMES = ("s3", "gs", "az", "memory")
 """URL schemes of supported stores. ``memory`` is for tests: one process only."""
-
-MISSING_EXTRA = "needs obstore, which is not installed: pip install obstore s3fs"
 
 _log = logging.getLogger(__name__)
 
@@ -291,7 +289,7 @@ class Store:
         async def call() -> Version:
             return _version(await self._obstore.put_async(self._handle, key, data, mode=mode))
 
-        waits = _Waits()
+        waits_s = _waits_s(time.monotonic() + RETRY_S)
         while True:
             self.requests += 1
             try:
@@ -305,7 +303,7 @@ class Store:
                 if version != expected:
                     msg = "it was written by another process meanwhile"
                     raise FileExistsError(errno.EEXIST, msg, f"{self.root}/{key}") from error
-                if (wait_s := waits.next_s()) is None:
+                if (wait_s := next(waits_s, None)) is None:
                     raise
                 _log.warning("%s; the request is repeated", error)
             _sleep(wait_s, progress)
@@ -374,14 +372,14 @@ class Store:
 
     async def _repeated(self, key: str, call: Callable[[], Awaitable[T]]) -> T:
         """Repeat a request whose result is the same when it is carried out twice."""
-        waits = _Waits()
+        waits_s = _waits_s(time.monotonic() + RETRY_S)
         while True:
             self.requests += 1
             try:
                 return await self._attempt(call)
             except self._errors.GenericError as error:
                 is_final = _FINAL.search(str(error)) or self._is_away()
-                if is_final or (wait_s := waits.next_s()) is None:
+                if is_final or (wait_s := next(waits_s, None)) is None:
                     raise
                 _log.warning("%s/%s: %s; the request is repeated", self.root, key, _text(error))
             await asyncio.sleep(wait_s)
@@ -497,18 +495,12 @@ class StoreWriter:
         self._file = None
 
 
-class _Waits:
-    """Waits between repetitions of one request, until ``RETRY_S`` have passed."""
-
-    def __init__(self) -> None:
-        self._next_s = _FIRST_WAIT_S
-        self._end = time.monotonic() + RETRY_S
-
-    def next_s(self) -> float | None:
-        """Return the next wait; None: no repetition."""
-        wait_s = self._next_s * random.uniform(0.5, 1.0)  # noqa: S311 (no secret)
-        self._next_s = min(2 * self._next_s, _LONGEST_WAIT_S)
-        return wait_s if time.monotonic() + wait_s < self._end else None
+def _waits_s(end: float) -> Iterator[float]:
+    """Yield the waits between repetitions of one request, until a time of the monotonic clock."""
+    longest_s = _FIRST_WAIT_S
+    while time.monotonic() + (wait_s := longest_s * random.uniform(0.5, 1.0)) < end:  # noqa: S311 (no secret)
+        yield wait_s
+        longest_s = min(2 * longest_s, _LONGEST_WAIT_S)
 
 
 def _sleep(seconds: float, progress: Progress) -> None:
@@ -540,7 +532,7 @@ def _import_obstore(root: str) -> Any:
     try:
         return importlib.import_module("obstore")
     except ImportError as error:
-        msg = f"{root} {MISSING_EXTRA}"
+        msg = f"{root} needs obstore, which is not installed: pip install obstore s3fs"
         raise UnsupportedError(msg) from error
 
 
