@@ -313,8 +313,7 @@ def _described(path: Path) -> str:
     if mine:
         return f"it contains the checkpoints ({format_names(mine, MOST_NAMED)})"
     if tags:
-        has_latest = LATEST in names
-        saved = [*tags, LATEST] if has_latest else tags
+        saved = [*tags, LATEST] if LATEST in names else tags
         return f"DeepSpeed saved there ({format_names(saved, MOST_NAMED)})"
     return f"it contains {format_names(names, MOST_NAMED)}"
 
