@@ -36,6 +36,18 @@ class Keeping(nn.Module):
         self.value = state
 
 
+class Adding(nn.Linear):
+    """A layer whose class adds an entry to ``state_dict``, as quantized layers do."""
+
+    def __init__(self, **added: float) -> None:
+        super().__init__(2, 2)
+        self.added = added
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.update({f"{prefix}{name}": value for name, value in self.added.items()})
+
+
 def _model(setup: Setup, values: dict[str, Any]) -> Any:
     """Return a model with modules that keep values, two of them nested deeper."""
     model = setup.model(0)
@@ -62,6 +74,21 @@ def save_extra_states(setup: Setup, folder: str) -> None:
         engine.save_checkpoint(f"{folder}/stock", tag="tag")
         if setup.stage < 3 and distributed.get_rank() == 0:
             torch.save({"state_dict": engine.module.state_dict()}, f"{folder}/single.pt")
+
+
+def save_added_entries(setup: Setup, path: str) -> list[str]:
+    """Save a model with layers of which one adds an entry; return the warnings."""
+    from lightning_elastic_zero.api import save_checkpoint
+
+    model: Any = setup.model(0)
+    model.kept = nn.ModuleList([Adding(scale=2.0), Adding()])
+    with (
+        engine_of(setup, 0, model=model) as engine,
+        log_heard("lightning_elastic_zero.checkpoint.save") as warned,
+    ):
+        train(engine, setup, 0, 1)
+        save_checkpoint(engine, path)
+    return warned
 
 
 def load_extra_states(
@@ -151,3 +178,15 @@ def test_the_error_of_set_extra_state_is_raised_on_all_ranks(pools: Pools, tmp_p
     call = partial(load_extra_states, target, path, moved, rename=rename)
     for rank, [(found, warned)] in enumerate(pools.run(target.world, call)):
         assert (found["moved"], warned) == (rank, [])
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("setup", [Setup(2, "2"), Setup(2, "3")], ids=str)
+def test_entries_that_only_state_dict_has_are_warned_of(
+    setup: Setup, pools: Pools, tmp_path: Path
+) -> None:
+    warned, others = pools.run(2, partial(save_added_entries, setup, str(tmp_path / "a.ckpt")))
+    assert not others
+    (text,) = warned
+    assert "not saved: kept.0.scale;" in text
+    assert "get_extra_state" in text
