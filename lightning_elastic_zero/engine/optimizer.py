@@ -31,7 +31,10 @@ ADAM_FAMILY = frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"})
 these names too (``converts_adam_states``)."""
 
 INT_STEPS = frozenset(
-    {"FusedAdam", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedLion", "DeepSpeedCPUAdagrad"}
+    {
+        *("FusedAdam", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedLion", "DeepSpeedCPUAdagrad"),
+        "MuonWithAuxAdam",
+    }
 )
 """DeepSpeed's optimizers that count steps in a Python int; torch's use a tensor."""
 
@@ -148,7 +151,7 @@ def with_group_steps(
     (``deepspeed/ops/adam/fused_adam.py``). ``trained``: whether each parameter requires a gradient;
     DeepSpeed gives one to all that do.
     """
-    if type(optimizer).__name__ != "FusedAdam":
+    if type(adam_of_muon(optimizer, {})).__name__ != "FusedAdam":
         return tuple(states)
     counted: dict[int, Scalar] = {}
     for group, (_, scalars), steps in zip(groups, states, trained, strict=True):
@@ -216,10 +219,20 @@ def check_same_optimizer(saved: str, inner: Any, states: Collection[str]) -> Non
     raise CheckpointMismatchError(msg)
 
 
+def adam_of_muon(inner: Any, group: Mapping[str, Any]) -> Any:
+    """Return the optimizer that steps a group and counts its steps.
+
+    DeepSpeed's Muon of a config has another one, with the same states, for groups that Adam trains.
+    """
+    other = None if group.get("use_muon") else getattr(inner, "aux_optimizer", None)
+    return inner if other is None else other
+
+
 def place_scalar(
     key: str, value: Scalar, inner: Any, group: Mapping[str, Any], device: torch.device
 ) -> Scalar:
     """Return a scalar in the form and on the device that the live optimizer uses."""
+    inner = adam_of_muon(inner, group)
     if key == "step" and value is not None:
         if type(inner).__name__ in INT_STEPS or package_of(inner) == BITSANDBYTES:
             return int(value)

@@ -42,6 +42,7 @@ from lightning_elastic_zero.engine.optimizer import (
     BACKUP_KEY,
     EXECUTION_KEYS,
     SCHEDULER_KEYS,
+    adam_of_muon,
     converts_adam_states,
     place_scalar,
     probe_after_a_step,
@@ -153,7 +154,8 @@ def allocate_states(
     targets: dict[str, torch.Tensor] = {}
     for key in source.groups[buffer.group].state:
         if key.kind == "elementwise":
-            dtype = _state_dtype(inner, key, source, master)
+            stepping = adam_of_muon(inner, inner.param_groups[buffer.group])
+            dtype = _state_dtype(stepping, key, source, master)
             if key.name == MOMENTUM_KEY and momentum_dtype is not None:
                 dtype = momentum_dtype
             if buffer.swapped:

@@ -13,7 +13,15 @@ import pytest
 import torch
 
 from tests.support.checkpoints import Saved, assert_continues, assert_restored
-from tests.support.engines import QUICK_SCALER, Net, Setup, engine_of
+from tests.support.engines import (
+    QUICK_SCALER,
+    Net,
+    Setup,
+    engine_of,
+    inner_of,
+    surroundings,
+    train,
+)
 from tests.support.outcome import log_heard
 from tests.support.ranks import Pools, skip_without
 
@@ -82,6 +90,54 @@ def test_a_muon_run_continues_bit_for_bit(setup: Setup, pools: Pools, tmp_path: 
     if setup.nvme:
         skip_without("AsyncIOBuilder", pools)
     assert_continues(pools.run, setup, tmp_path)
+
+
+def configured(world: int, stage: int, path: str, *, saves: bool, **params: Any) -> set[str]:
+    """Train with the Muon of a config, save or load and train on; return Adam's step counts."""
+    import deepspeed
+
+    from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
+
+    setup = muon(world, str(stage))
+    optimizer = {"type": "Muon", "params": {"lr": 0.01, **params}}
+    with surroundings(setup):
+        engine, *_ = deepspeed.initialize(
+            model=setup.model(0 if saves else 7), config={**setup.config(), "optimizer": optimizer}
+        )
+        train(engine, setup, *((0, 3) if saves else (100, 101)))
+        if saves:
+            save_checkpoint(engine, path)
+        else:
+            load_checkpoint(engine, path)
+            train(engine, setup, 3, 4)
+    counts = {repr(state["step"]) for state in inner_of(engine).state.values() if "step" in state}
+    engine.destroy()
+    return counts
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize(
+    ("source", "target", "wanted"),
+    [
+        ((2, 0, {}), (3, 2, {}), "4"),
+        ((2, 2, {}), (2, 3, {"torch_adam": True}), "tensor(4.)"),
+        ((2, 3, {"torch_adam": True}), (3, 1, {}), "4"),
+    ],
+)
+def test_the_adam_inside_muon_continues_its_count(
+    source: tuple[int, int, dict[str, Any]],
+    target: tuple[int, int, dict[str, Any]],
+    wanted: str,
+    pools: Pools,
+    tmp_path: Path,
+) -> None:
+    """A config's Muon steps other parameters with FusedAdam or torch's AdamW."""
+    skip_without("FusedAdamBuilder", pools)
+    path = str(tmp_path / "a.ckpt")
+    for (world, stage, params), saves in ((source, True), (target, False)):
+        call = partial(configured, world, stage, path, saves=saves, **params)
+        counts = pools.run(world, call)
+    assert counts == [{wanted}] * target[0]
 
 
 def warned_of_momentum(setup: Setup, path: str, **options: Any) -> list[str]:
