@@ -51,8 +51,7 @@ class CheckpointMonitor(Callback):
       ``TensorBoardLogger`` and a column of ``CSVLogger``. Other loggers accept numbers only
 
     A save is logged after publication, under the global step at which it was called. A save after
-    the end of ``fit`` is logged by the next ``fit`` of the same Trainer; a save that finishes after
-    the run has failed is not logged.
+    the end of ``fit``, or one that finishes after the run has failed, is not logged.
     """
 
     def __init__(self) -> None:
@@ -87,6 +86,9 @@ class CheckpointMonitor(Callback):
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._log(trainer)
+        manager = getattr(trainer.strategy, "checkpoint_manager", None)
+        if manager is not None and self._note in manager.listeners:
+            manager.listeners.remove(self._note)
 
     def _note(self, kind: Literal["save", "load"], stats: CheckpointStats) -> None:
         self._events.append((kind, stats))

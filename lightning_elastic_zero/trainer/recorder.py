@@ -160,7 +160,9 @@ class RunRecorder:
         self._validated_at = _batches_done(trainer) + ahead
 
     def end(self, trainer: pl.Trainer) -> None:
-        """Keep the record of the loaders, which a following evaluation removes."""
+        """Keep what a save after the fit needs, which a following evaluation removes."""
+        if not _is_inside_window(trainer):
+            self._at_step, self._frozen = {}, None
         if loaders := training_loaders(trainer):
             loops = trainer.fit_loop.state_dict()
             record = self.record(trainer, loops, trainer.world_size)
@@ -257,7 +259,9 @@ class RunRecorder:
         return loaders, {**copies.get("buffers", {}), **frozen}
 
     def _record_loaders(self, trainer: pl.Trainer, *, is_first: bool) -> None:
-        if has_stateful_loader(trainer):
+        # If all have a length, no batch is fetched ahead.
+        is_ahead = any(length_of(loader) is None for loader in training_loaders(trainer))
+        if is_ahead and has_stateful_loader(trainer):
             # In later epochs, the state before the batch that is fetched ahead is unknown.
             is_known = self._is_new_fit or not is_first
             self._loaders_before = self._latest_loaders if is_known else None

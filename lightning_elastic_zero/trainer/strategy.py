@@ -100,11 +100,10 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
             global_batch_size, allow_uneven_batches=allow_uneven_batches
         )
         self._resumer = RunResumer(self._batches, on_unresumable_data)
-        self._manager = options.manager()
-        self.checkpoint_manager = self._manager  # for callbacks
+        self.checkpoint_manager = options.manager()
         self._sigterm = SigtermAgreement()
         self._checkpoints = RunCheckpoints(
-            self._manager,
+            self.checkpoint_manager,
             self._get_ranks,
             self._batches.settings,
             self._resumer,
@@ -151,7 +150,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     def _get_ranks(self) -> Ranks:
         """Return the connection of the training threads' ranks, opened when first needed."""
         if self._ranks is None:
-            self._ranks = self._manager.training_ranks()
+            self._ranks = self.checkpoint_manager.training_ranks()
         return self._ranks
 
     def _leave_ranks(self) -> None:
@@ -269,7 +268,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._manager.collect()
+        self.checkpoint_manager.collect()
         if (trainer := self._trainer) is not None:
             self._resumer.before_batch(trainer, batch_idx)
             self._accumulation.before_batch(trainer.current_epoch)
@@ -330,7 +329,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     @property
     def last_save(self) -> CheckpointStats | None:
         """Cost of the last published save; None before the first."""
-        return self._manager.last_save
+        return self.checkpoint_manager.last_save
 
     def wait_for_save(self) -> None:
         """Wait until the last save is published; collective.
@@ -344,7 +343,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     def remove_checkpoint(self, filepath: str | PathLike[str]) -> None:
         """Delete a checkpoint as soon as no link or newer save depends on it."""
         if self.is_global_zero:
-            self._manager.remove(filepath)
+            self.checkpoint_manager.remove(filepath)
 
     @override
     def load_checkpoint(

@@ -96,7 +96,7 @@ class SaveWithFault(Callback):
         assert isinstance(strategy, ElasticDeepSpeedStrategy)
         if self.fault_run.short:
             strategy._ranks = connect_ranks(SHORT, "short")
-            if (writer := strategy._manager._writer) is not None:
+            if (writer := strategy.checkpoint_manager._writer) is not None:
                 writer._ranks.close()
                 writer._ranks = connect_ranks(SHORT, "short in the background")
         comm.barrier()
@@ -142,7 +142,7 @@ class SaveWithFault(Callback):
 
     def _look_at_the_last_good(self, trainer: pl.Trainer) -> None:
         assert isinstance(trainer.strategy, ElasticDeepSpeedStrategy)
-        writer = trainer.strategy._manager._writer
+        writer = trainer.strategy.checkpoint_manager._writer
         while writer is not None and writer.busy:
             time.sleep(0.01)
         comm.barrier()

@@ -93,7 +93,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("storage/ownership.py", "_keep_under_visible_name", "path.rename"): (
         LEFT + "test_a_users_file_in_a_replaced_checkpoint_becomes_visible"
     ),
-    ("trainer/strategy.py", "remove_checkpoint", "self._manager.remove"): (
+    ("trainer/strategy.py", "remove_checkpoint", "self.checkpoint_manager.remove"): (
         "tests/trainer/test_unowned_files.py::test_top_k_keeps_a_checkpoint_with_a_users_file"
     ),
     ("checkpoint/manager.py", "remove", "self._retention.remove"): DELETING
@@ -151,6 +151,7 @@ NOT_ON_DISK = {
     ("registry.py", "find_spec", "sys.meta_path.remove"),
     ("core/tensors.py", "numpy_to_python", "copy.copy"),
     ("checkpoint/manager.py", "collect", "self._saves.remove"),
+    ("trainer/monitor.py", "teardown", "manager.listeners.remove"),
     (
         "integrations/ray.py",
         "teardown",

@@ -94,7 +94,7 @@ def save_with_little_memory(run: AsyncSaveSpec) -> dict[str, Any]:
             seen["open at the next step"] = run.gate.exists()
 
     def check(trainer: pl.Trainer) -> None:
-        writer = elastic_strategy_of(trainer)._manager._writer
+        writer = elastic_strategy_of(trainer).checkpoint_manager._writer
         assert writer is not None
         seen["memory"] = writer._snapshotter._memory.size_bytes
         run.gate.touch()

@@ -92,7 +92,7 @@ class SaveOnce(Callback):
         self.times += 1
         if self.times != 2:
             return
-        if (writer := elastic_strategy_of(trainer)._manager._writer) is not None:
+        if (writer := elastic_strategy_of(trainer).checkpoint_manager._writer) is not None:
             writer._snapshotter._thread.submit(time.sleep, 1.0)
         open_later(self.run.gate, 1.0)
         self.run.saves("a")(trainer)
@@ -367,7 +367,7 @@ def requeue_after_a_failure(run: AsyncSaveSpec, *, failed: bool) -> list[bool]:
         actor_of(trainer).gate = None
         trainer.strategy.barrier()
         open_later(run.gate, 0.5)
-        writer = elastic_strategy_of(trainer)._manager._writer
+        writer = elastic_strategy_of(trainer).checkpoint_manager._writer
         assert writer is not None
         while failed and writer.busy:
             time.sleep(0.01)

@@ -119,17 +119,18 @@ def test_a_strategy_can_be_pickled_and_copied_without_sharing(copied: Callable[[
         max_snapshot_bytes=7,
         on_unresumable_data="restart_epoch",
     )
-    original._manager._retention.on_save_started(Path("/nowhere/new.ckpt"))
-    original._manager._retention.remove("/nowhere/old.ckpt")
-    assert original._manager._retention._waiting
+    original.checkpoint_manager._retention.on_save_started(Path("/nowhere/new.ckpt"))
+    original.checkpoint_manager._retention.remove("/nowhere/old.ckpt")
+    assert original.checkpoint_manager._retention._waiting
     other: Any = copied(original)
     assert type(other).__name__ == "ElasticDeepSpeedStrategy"
     assert other._batches._global_batch_size == 6
     assert other.config["zero_optimization"]["stage"] == 3
-    assert (other._manager._background, other._manager._snapshot_bytes) == (True, 7)
+    manager = other.checkpoint_manager
+    assert (manager._background, manager._snapshot_bytes) == (True, 7)
     assert other._resumer._on_unresumable_data == "restart_epoch"
-    assert not other._manager._retention._waiting
-    assert other._checkpoints._hooks._manager is other._manager
+    assert not manager._retention._waiting
+    assert other._checkpoints._hooks._manager is manager
     assert other._checkpoints._hooks._link.__self__ is other._checkpoints
     assert other._checkpoints._get_ranks.__self__ is other
     assert other._checkpoints.prepare.__self__ is other._checkpoints._hooks

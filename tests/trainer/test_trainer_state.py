@@ -24,6 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_elastic_zero.trainer.monitor import CheckpointMonitor
 from tests.support.fits import elastic, quiet_trainer
 from tests.support.outcome import NOTHING, error_text
 from tests.support.ranks import Pools
@@ -241,6 +242,21 @@ def test_the_checkpoint_resumed_from_is_not_written_again(worlds: Pools, tmp_pat
     assert set(before) == {"step=1.ckpt", "step=2.ckpt", "step=3.ckpt"}
     assert {name: after[name] for name in before} == before
     assert len(after) == 10
+
+
+def left_by_a_fit(root: str) -> list[object]:
+    """Fit with a monitor; return the copies and listeners that the strategy still has."""
+    trainer = trainer_of(root, 1, [CheckpointMonitor()])
+    strategy: Any = trainer.strategy
+    before = [*strategy.checkpoint_manager.listeners]
+    fit(trainer)
+    recorder = strategy._resumer.recorder
+    listeners = [x for x in strategy.checkpoint_manager.listeners if x not in before]
+    return [recorder._at_step, recorder._frozen, listeners]
+
+
+def test_a_fit_leaves_no_copies_and_listeners(worlds: Pools, tmp_path: Path) -> None:
+    assert worlds.run(1, partial(left_by_a_fit, str(tmp_path)))[0] == [{}, None, []]
 
 
 def fitted_twice(root: str) -> list[int]:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from tests.support.fits import elastic, quiet_trainer
 from tests.support.outcome import error_text, warnings_heard
 from tests.support.ranks import Pools
-from tests.trainer._recorded_data import IndexedSamples
+from tests.trainer._recorded_data import IndexedSamples, StatefulLoader, Stream
 from tests.trainer._recorded_runs import (
     EventRecorder,
     RecordingNet,
@@ -246,6 +248,38 @@ def test_a_step_that_takes_its_batches_may_take_one(worlds: Pools, tmp_path: Pat
         assert seen.steps == from_step(whole.steps, 3)
     for message in worlds.run(2, partial(error_of_two, run)):
         assert message.startswith("UnsupportedError: training_step has taken 4 batches from")
+
+
+class CountedLoader(StatefulLoader):
+    requests: ClassVar[list[int]] = []
+    """Shared with the strategy's copies of the loader."""
+
+    @override
+    def state_dict(self) -> dict[str, int]:
+        self.requests.append(self.taken)
+        return super().state_dict()
+
+
+class CountedSizedLoader(CountedLoader):
+    @override
+    def __len__(self) -> int:
+        return 5
+
+
+def requests_per_batch(kind: type[CountedLoader]) -> list[int]:
+    """Return how often a loader was asked for its state in each batch but the first and last."""
+    loader, counts = kind(Stream(60), batch_size=12), []
+    counting = LambdaCallback(on_train_batch_start=lambda *_: counts.append(len(kind.requests)))
+    run = RunSpec(batch_size=12, epochs=1)
+    trainer_of(run, [counting]).fit(RecordingNet(run), loader)
+    return [after - before for before, after in pairwise(counts[1:])]
+
+
+@pytest.mark.parametrize("kind", [CountedLoader, CountedSizedLoader])
+def test_loaders_are_asked_for_their_states_once_per_batch(
+    kind: type[CountedLoader], worlds: Pools
+) -> None:
+    assert worlds.run(1, partial(requests_per_batch, kind)) == [[1, 1, 1]]
 
 
 def test_states_of_loaders_survive_two_resumes(worlds: Pools, tmp_path: Path) -> None:
