@@ -20,11 +20,10 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
-from lightning_elastic_zero.core.layout import spans
 from lightning_elastic_zero.core.manifest import Manifest
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import canonical_repr, tensors_of, with_copies
@@ -58,8 +57,8 @@ from lightning_elastic_zero.formats.torch_read import (
     as_stream,
     foreign_policy,
 )
-from lightning_elastic_zero.storage.files import READ_BYTES, bounded_stream
-from lightning_elastic_zero.storage.paths import raise_unless_damage, read_file
+from lightning_elastic_zero.storage.files import RangeFile
+from lightning_elastic_zero.storage.paths import read_file
 
 METADATA_NAME = ".metadata"
 
@@ -360,46 +359,6 @@ def overlaps(
             yield number * length + low - start, low, high
 
 
-class _Section:
-    """A part of a file, as a file that ``TorchFile`` reads."""
-
-    def __init__(self, file: BinaryIO, path: Path, start: int, size_bytes: int) -> None:
-        self.path = path
-        self.size_bytes = size_bytes
-        self.bytes_read = 0
-        self._file = file
-        self._start = start
-
-    def read(self, start: int, stop: int) -> bytearray:
-        data = bytearray(stop - start)
-        try:
-            self._file.seek(self._start + start)
-            count = self._file.readinto(data)  # type: ignore[attr-defined] # typeshed lacks it
-            why = "" if count == len(data) else f"it ends after {count} bytes"
-        except OSError as error:
-            raise_unless_damage(error, self.path)
-            why = str(error.strerror)
-        if why:
-            msg = (
-                f"{self.path}: bytes {self._start + start} to {self._start + stop} cannot be read "
-                f"({why}). Resume from another checkpoint, or copy this file again"
-            )
-            raise CheckpointCorruptedError(msg)
-        self.bytes_read += len(data)
-        return data
-
-    def read_runs(
-        self, runs: Sequence[tuple[int, int]], _: object = ()
-    ) -> Iterator[tuple[int, memoryview]]:
-        # Elements are aligned to the section, not to the file: cut at multiples of their sizes.
-        for start, stop in runs:
-            for low, high in spans(start, stop, READ_BYTES):
-                yield low, memoryview(self.read(low, high))
-
-    def close(self) -> None:
-        """Leave the file open: other sections follow."""
-
-
 class Chunks:
     """The data of a directory (``StoredTensors``)."""
 
@@ -439,14 +398,12 @@ class Chunks:
             )
             raise CheckpointCorruptedError(msg)
 
-    def _sections(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, _Section]]:
-        """Yield the sections of chunks in the order of the files, with one file open at a time."""
-        in_order = sorted(chunks, key=lambda chunk: (chunk.file, chunk.start))
-        for name, of_file in itertools.groupby(in_order, key=lambda chunk: chunk.file):
-            path = self.path / name
-            with bounded_stream(path, self._progress) as file:
-                for chunk in of_file:
-                    yield chunk, _Section(file, path, chunk.start, chunk.size_bytes)
+    def _sections(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, RangeFile]]:
+        """Yield chunks in the order of the files, each open as a file, one at a time."""
+        for chunk in sorted(chunks, key=lambda chunk: (chunk.file, chunk.start)):
+            section = chunk.start, chunk.size_bytes
+            with RangeFile(self.path / chunk.file, self._progress, section=section) as file:
+                yield chunk, file
 
     def read_into(
         self,

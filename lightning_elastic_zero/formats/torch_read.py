@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Generic, Literal, NoReturn, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, NoReturn, TypeAlias, TypeVar
 
 import torch
 from torch import _weights_only_unpickler
@@ -49,7 +49,7 @@ from lightning_elastic_zero.errors import (
 )
 from lightning_elastic_zero.formats.deepspeed_files import CLASS_STUBS, check_saved_name
 from lightning_elastic_zero.storage.checksums import CHUNK_BYTES
-from lightning_elastic_zero.storage.files import PlacedView, RangeFile, bounded_stream
+from lightning_elastic_zero.storage.files import READ_BYTES, RangeFile
 from lightning_elastic_zero.storage.paths import open_file, raise_unless_damage
 from lightning_elastic_zero.storage.stores import AnyPath
 
@@ -156,30 +156,10 @@ def refuse_class(error: Exception, where: object) -> None:
         raise unsupported_class(where, what, more) from error
 
 
-class RangeSource(Protocol):
-    """Bytes that are read by ranges: a ``RangeFile``, or a part of a file."""
-
-    size_bytes: int
-    bytes_read: int
-
-    @property
-    def path(self) -> AnyPath: ...
-
-    def read(self, start: int, stop: int) -> bytearray: ...
-
-    def read_runs(
-        self, runs: Sequence[tuple[int, int]], places: Sequence[PlacedView] = ()
-    ) -> Iterator[tuple[int, memoryview]]:
-        """Yield the bytes of runs in pieces that cut no element, as ``RangeFile`` does."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class _RangeStream(io.RawIOBase):
-    """A binary stream over a source, which keeps the last few chunks."""
+    """A binary stream over a file, with reads of bounded size; it keeps the last few chunks."""
 
-    def __init__(self, file: RangeSource) -> None:
+    def __init__(self, file: RangeFile) -> None:
         super().__init__()
         self._file = file
         self._position = 0
@@ -202,7 +182,7 @@ class _RangeStream(io.RawIOBase):
         return b"".join(parts)
 
     def readinto(self, buffer: Any) -> int:
-        data = self.bytes_at(self._position, self._position + len(buffer))
+        data = self.bytes_at(self._position, self._position + min(len(buffer), READ_BYTES))
         buffer[: len(data)] = data
         self._position += len(data)
         return len(data)
@@ -225,8 +205,8 @@ class _RangeStream(io.RawIOBase):
         return True
 
 
-def as_stream(file: RangeSource) -> io.BufferedReader:
-    """Return a binary stream over a source, for readers of the standard library."""
+def as_stream(file: RangeFile) -> io.BufferedReader:
+    """Return a binary stream over a file, for readers of the standard library."""
     return io.BufferedReader(_RangeStream(file), CHUNK_BYTES)
 
 
@@ -320,7 +300,7 @@ class TorchFile:
         saved_as: the file's name when it was saved, without suffix; else ``archive``.
     """
 
-    def __init__(self, file: RangeSource, policy: Policy = PLAIN_DATA) -> None:
+    def __init__(self, file: RangeFile, policy: Policy = PLAIN_DATA) -> None:
         """Read the index of an open file; close the file if that fails."""
         self.path = file.path
         self._file = file
@@ -630,7 +610,7 @@ class LegacyFile:
         self.path: AnyPath = path
         self.bytes_read = path.stat().st_size
         try:
-            with bounded_stream(path, progress) as stream:
+            with RangeFile(path, progress) as file, as_stream(file) as stream:
                 if (first := stream.peek()[: len(LEGACY_MARK)]) != LEGACY_MARK:
                     what = f"is not a file of torch.save (it begins with {first!r})"
                     what = what if first else "is empty: its save was interrupted, or the disk full"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import mmap
 import os
@@ -11,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NoReturn, TypeAlias
+from typing import NoReturn, TypeAlias
 
 import xxhash
 from typing_extensions import Self
@@ -65,42 +64,21 @@ _Block: TypeAlias = tuple[int, int, int, int]
 """Whole chunks that are read together, ``[start, stop)``, and their runs, ``[first, last)``."""
 
 
-class _BoundedFile(io.FileIO):
-    """A file with short reads: at most ``READ_BYTES`` at once."""
-
-    def __init__(self, path: Path, progress: Progress) -> None:
-        super().__init__(path)
-        self._progress = progress
-
-    def readinto(self, buffer: Any, /) -> int:
-        count = super().readinto(memoryview(buffer).cast("B")[:READ_BYTES])
-        self._progress.check()
-        return count
-
-    def fileno(self) -> int:
-        """Refuse: reads through the descriptor would not be bounded."""
-        raise io.UnsupportedOperation
-
-
-def bounded_stream(path: Path, progress: Progress) -> io.BufferedReader:
-    """Open a file that is read in bounded parts, with ``progress`` called after each."""
-    return io.BufferedReader(_BoundedFile(path, progress), CHUNK_BYTES)
-
-
 class _LocalSource:
     is_remote = False
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, section: tuple[int, int] | None) -> None:
         self._descriptor, status = open_file(path)
-        self.size_bytes = status.st_size
+        self._start, self.size_bytes = section or (0, status.st_size)
 
     def announce(self, blocks: Iterable[_Block]) -> None:
         for start, stop, *_ in blocks:
+            first, size = self._start + start, stop - start
             with suppress(OSError, AttributeError):  # It is only an optimization.
-                os.posix_fadvise(self._descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(self._descriptor, first, size, os.POSIX_FADV_WILLNEED)
 
     def read_into(self, memory: memoryview, start: int) -> int:
-        return os.preadv(self._descriptor, [memory], start)
+        return os.preadv(self._descriptor, [memory], self._start + start)
 
     def forget(self, blocks: Iterable[_Block]) -> None: ...
     def close(self) -> None:
@@ -163,24 +141,31 @@ class RangeFile:
     """A file without recorded checksums, open for reading by ranges.
 
     Pages are never mapped, so a damaged disk or a shrinking file causes an exception, not a signal.
+    ``section`` is the first byte and the size of a part of the file that is read like a file.
     """
 
     def __init__(
-        self, path: AnyPath, progress: Progress = NO_PROGRESS, size_bytes: int | None = None
+        self,
+        path: AnyPath,
+        progress: Progress = NO_PROGRESS,
+        size_bytes: int | None = None,
+        section: tuple[int, int] | None = None,
     ) -> None:
         self.path = path
         self.bytes_read = 0
         self._progress = progress
         self._buffer: mmap.mmap | None = None
-        self._source = self._open(size_bytes)
+        self._source = self._open(size_bytes, section)
         self.size_bytes = self._source.size_bytes
         self._is_slow, self._timed_bytes, self._timed_s = self._source.is_remote, 0, 0.0
 
-    def _open(self, size_bytes: int | None) -> _LocalSource | _StoreSource:
+    def _open(
+        self, size_bytes: int | None, section: tuple[int, int] | None
+    ) -> _LocalSource | _StoreSource:
         try:
             if isinstance(self.path, StorePath):
                 return _StoreSource(self.path, size_bytes, self._progress)
-            return _LocalSource(self.path)
+            return _LocalSource(self.path, section)
         except FileNotFoundError:
             self._refuse("it is missing")
         except OSError as error:
