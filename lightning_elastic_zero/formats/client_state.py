@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import copy
 import datetime as dt
 import decimal
 import fractions
@@ -43,6 +44,7 @@ from lightning_elastic_zero.core.tensors import (
 from lightning_elastic_zero.core.text import TreePath, format_tree_path
 from lightning_elastic_zero.errors import CheckpointFormatError, SaveError
 from lightning_elastic_zero.formats.torch_read import unsupported_class
+from lightning_elastic_zero.formats.torch_write import piecewise
 
 REMOVED = False
 """The end of a path to an entry that rank 0 has and this rank lacks; no key is a bool."""
@@ -52,8 +54,6 @@ _NUMBERS = {type(None), bool, int, float}
 """Types whose pickles depend only on the values. Long lists of them are pickled fast."""
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
-_HASHED_BYTES = 1 << 24
-"""Tensor bytes hashed at a time."""
 
 _INT_BYTES = 255
 """Longer integers are pickled by an opcode that ``torch.load(weights_only=True)`` refuses."""
@@ -100,8 +100,9 @@ def split_objects(state: Mapping[str, Any]) -> ClientPart:
 def _plain_part(value: object, path: TreePath, objects: list[tuple[TreePath, object]]) -> object:
     """Return the plain part of a value; add the objects in it to ``objects``."""
     if isinstance(value, dict) and _is_node(value) and _has_plain_fields(value):
-        items = [(k, _plain_part(v, (*path, k), objects)) for k, v in value.items()]
-        return _like(value, items)
+        plain = copy.copy(value)  # With its attributes: state dicts have ``_metadata``.
+        plain.update((k, _plain_part(v, (*path, k), objects)) for k, v in value.items())
+        return plain
     if type(value) is list:
         return [_plain_part(v, (*path, i), objects) for i, v in enumerate(value)]
     if is_plain(value):
@@ -115,14 +116,6 @@ def _is_node(value: object) -> bool:
     if type(value) in (dict, OrderedDict):
         return all(type(k) in (str, int) for k in value)  # type: ignore[attr-defined]
     return type(value) is list
-
-
-def _like(value: dict[Any, Any], items: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Return a dict of the same type and attributes: state dicts have ``_metadata``."""
-    made = type(value)(items)
-    if fields := getattr(value, "__dict__", None):
-        vars(made).update(fields)
-    return made
 
 
 def is_plain(value: object) -> bool:
@@ -282,7 +275,7 @@ def _feed(digest: xxhash.xxh3_128, value: Any, path: TreePath) -> None:
     kind = type(value).__name__
     if type(value) in _TENSORS and _is_dense(value):
         digest.update(f"{kind} {value.dtype} {tuple(value.shape)} {value.requires_grad} ".encode())
-        for part in _bytes_of(value):
+        for part in piecewise([in_order(value)], value.dtype).parts():
             digest.update(part)
         _feed(digest, vars(value), path)
     elif type(value) in (list, tuple) and not set(map(type, value)) <= _NUMBERS:
@@ -312,14 +305,6 @@ def _bits(value: object, path: TreePath) -> bytes:
     if type(value) is bytes:
         return value
     return repr(value).encode() if type(value) in _LEAVES else pickled(value, path)
-
-
-def _bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a dense tensor on the host, in bounded parts."""
-    flat = in_order(tensor)
-    data = flat.view(torch.uint8) if flat.numel() else flat
-    for start in range(0, data.numel(), _HASHED_BYTES):
-        yield data[start : start + _HASHED_BYTES].cpu().numpy().data
 
 
 def _refusal(value: object, path: TreePath, what: str) -> SaveError:
