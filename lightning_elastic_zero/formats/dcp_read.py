@@ -20,7 +20,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -276,20 +276,14 @@ class OptimizerLeaves:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class Tree:
-    """A directory's leaves, sorted."""
-
-    models: Mapping[TreePath, Mapping[str, torch.Tensor]]
-    """Subtrees with tensors directly below them, by name."""
-    optimizers: Mapping[TreePath, OptimizerLeaves]
-    rest: tuple[Leaf, ...]
-    """All leaves outside optimizers, including those of the models."""
+Models: TypeAlias = "Mapping[TreePath, Mapping[str, torch.Tensor]]"
+"""Subtrees with tensors directly below them, by name."""
 
 
-def sort_leaves(leaves: Iterable[Leaf]) -> Tree:
-    """Find the optimizers and the subtrees that may be models."""
-    leaves = list(leaves)
+def sort_leaves(
+    leaves: Sequence[Leaf],
+) -> tuple[Models, Mapping[TreePath, OptimizerLeaves], list[Leaf]]:
+    """Return subtrees that may be models, optimizers, and all leaves outside optimizers."""
     optimizers: dict[TreePath, OptimizerLeaves] = {}
     for path in (leaf.path for leaf in leaves):
         index = next((i for i, part in enumerate(path[:-1]) if part == GROUPS), None)
@@ -304,18 +298,18 @@ def sort_leaves(leaves: Iterable[Leaf]) -> Tree:
             rest.append(leaf)
             if leaf.tensor is not None and isinstance(leaf.path[-1], str):
                 models.setdefault(leaf.path[:-1], {})[leaf.path[-1]] = leaf.tensor
-    return Tree(models, optimizers, tuple(rest))
+    return models, optimizers, rest
 
 
-def choose_model(tree: Tree, live: Manifest, where: Path) -> TreePath:
+def choose_model(models: Models, live: Manifest, where: Path) -> TreePath:
     """Return the subtree with the live model's parameters."""
-    if not tree.models:
+    if not models:
         msg = f"{where} contains no tensors, so it is not a checkpoint of a model"
         raise CheckpointFormatError(msg)
     wanted = [{p.name, *p.aliases} for p in live.parameters]
     held = {
         path: sum(not names.isdisjoint(leaves) for names in wanted)
-        for path, leaves in tree.models.items()
+        for path, leaves in models.items()
     }
     fitting = [path for path, count in held.items() if count == len(wanted)]
     if len(fitting) == 1:
@@ -585,7 +579,7 @@ class DcpReader(FullStateReader):
         self._chunks = Chunks(path, metadata, policy, files.progress)
         self._chunks.check_files()
         super().__init__(path, files, self._chunks)
-        self._tree = sort_leaves(metadata.leaves)
+        self._models, self._saved_optimizers, self._rest = sort_leaves(metadata.leaves)
         trainer = self._trainer_state()
         self._names = [METADATA_NAME, *self._chunks.names, *([TRAINER_STATE] if trainer else [])]
         self._full_state = FullState(
@@ -599,8 +593,8 @@ class DcpReader(FullStateReader):
                 incomplete="" if trainer else self._without_trainer_state(),
             ),
         )
-        self._models: list[Mapping[str, Any]] = []
-        models = self._tree.models
+        self._chosen: list[Mapping[str, torch.Tensor]] = []
+        models = self._models
         self._choose(max(models, key=lambda path: len(models[path]), default=()))
         self._set_content(self._full_state)
 
@@ -615,7 +609,7 @@ class DcpReader(FullStateReader):
 
     def _without_trainer_state(self) -> str:
         """Describe that Lightning's file is missing; empty if plain torch may have saved this."""
-        if _LIGHTNINGS_OPTIMIZER not in self._tree.optimizers:
+        if _LIGHTNINGS_OPTIMIZER not in self._saved_optimizers:
             return ""
         return (
             f"{self._path} is incomplete: it has {_LIGHTNINGS_OPTIMIZER[0]}, as Lightning's "
@@ -626,23 +620,23 @@ class DcpReader(FullStateReader):
 
     def _choose(self, model: TreePath) -> None:
         self._model = model
-        left = [format_tree_path(path) for path in self._tree.models if path != model]
+        left = [format_tree_path(path) for path in self._models if path != model]
         left = [f"the tensors of {', '.join(left)}"] if left else []
         if self._full_state.info.incomplete:
             left.append(f"the trainer's state (Lightning's {TRAINER_STATE})")
-        self._models.append(self._tree.models.get(model, {}))
+        self._chosen.append(self._models.get(model, {}))
         info = replace(self._full_state.info, lacks=tuple(left))
-        self._full_state = replace(self._full_state, weights=self._models[-1], info=info)
+        self._full_state = replace(self._full_state, weights=self._chosen[-1], info=info)
 
     def bind(self, live: Manifest) -> None:
         if live is not self._own:
-            self._choose(choose_model(self._tree, live, self._path))
+            self._choose(choose_model(self._models, live, self._path))
         optimizers, why = self._optimizers(live)
         info = replace(self._full_state.info, unmatched=why)
         self._set_content(replace(self._full_state, optimizers=optimizers, info=info), live)
 
     def _members_without_model(self) -> Table:
-        optimizers, weights = list(self._tree.optimizers.values()), self._full_state.weights
+        optimizers, weights = list(self._saved_optimizers.values()), self._full_state.weights
         refuse_several(len(optimizers))
         if not optimizers:
             return ()
@@ -661,7 +655,7 @@ class DcpReader(FullStateReader):
 
     def _optimizers(self, live: Manifest) -> tuple[list[dict[str, Any]], str]:
         """Return the optimizer's state dict, and the reason if it cannot be used."""
-        found = self._tree.optimizers
+        found = self._saved_optimizers
         if AVERAGING in self._full_state.trainer and found:
             why = (
                 "its model is the average of WeightAveraging, but its optimizer state belongs to "
@@ -691,13 +685,13 @@ class DcpReader(FullStateReader):
     def _is_weight(self, leaf: Leaf) -> bool:
         """Whether a leaf was used as a weight, at first or after ``bind``."""
         name = str(leaf.path[-1])
-        return any(weights.get(name) is leaf.tensor for weights in self._models)
+        return any(weights.get(name) is leaf.tensor for weights in self._chosen)
 
     def load_client_state(self) -> dict[str, Any]:
         """Return the trainer's state, with objects and scalars outside model and optimizer."""
         rest = [
             leaf
-            for leaf in self._tree.rest
+            for leaf in self._rest
             if leaf.tensor is None or (not leaf.tensor.ndim and not self._is_weight(leaf))
         ]
         inside = [leaf for leaf in rest if self._model and leaf.path[:-1] == self._model]
