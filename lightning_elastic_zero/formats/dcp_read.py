@@ -51,7 +51,6 @@ from lightning_elastic_zero.formats.reader import (
 )
 from lightning_elastic_zero.formats.torch_read import (
     ForeignFiles,
-    Policy,
     StoredRun,
     TorchFile,
     as_stream,
@@ -353,119 +352,8 @@ def overlaps(
             yield number * length + low - start, low, high
 
 
-class Chunks:
-    """The data of a directory (``StoredTensors``)."""
-
-    def __init__(
-        self,
-        path: Path,
-        metadata: Metadata,
-        policy: Policy,
-        progress: Progress = NO_PROGRESS,
-    ) -> None:
-        self.path = path
-        self._policy = policy
-        self._progress = progress
-        self._chunks = {id(leaf.tensor): leaf.chunks for leaf in metadata.leaves}
-        self._all = sorted(
-            {chunk for leaf in metadata.leaves for chunk in leaf.chunks},
-            key=lambda chunk: (chunk.file, chunk.start),
-        )
-
-    @property
-    def names(self) -> list[str]:
-        return list(dict.fromkeys(chunk.file for chunk in self._all))
-
-    def check_files(self) -> None:
-        wrong = []
-        for name, chunks in itertools.groupby(self._all, key=lambda chunk: chunk.file):
-            end = max(chunk.start + chunk.size_bytes for chunk in chunks)
-            path = self.path / name
-            size = path.stat().st_size if path.is_file() else None
-            self._progress.check()
-            if size is None or size < end:
-                wrong.append(f"{name} ({'missing' if size is None else f'{size} of {end} bytes'})")
-        if wrong:
-            msg = (
-                f"{self.path} is incomplete: {', '.join(wrong)}. Copy all files of this "
-                "checkpoint again, or resume from another one"
-            )
-            raise CheckpointCorruptedError(msg)
-
-    def _sections(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, RangeFile]]:
-        """Yield chunks in the order of the files, each open as a file, one at a time."""
-        for chunk in sorted(chunks, key=lambda chunk: (chunk.file, chunk.start)):
-            section = chunk.start, chunk.size_bytes
-            with RangeFile(self.path / chunk.file, self._progress, section=section) as file:
-                yield chunk, file
-
-    def read_into(
-        self,
-        wanted: Iterable[tuple[torch.Tensor, StoredRun]],
-        progress: Progress = NO_PROGRESS,
-    ) -> int:
-        parts: dict[Chunk, list[tuple[torch.Tensor, int, torch.Tensor]]] = {}
-        for target, run in wanted:
-            run.check_fills(target, self.path)
-            for chunk in self._chunks[id(run.tensor)]:
-                shape = tuple(run.tensor.shape)
-                for at, start, stop in overlaps(run, shape, chunk.offsets, chunk.sizes):
-                    part = target.detach()[start - run.start : stop - run.start]
-                    parts.setdefault(chunk, []).append((part, at, run.tensor))
-        bytes_read = 0
-        for chunk, section in self._sections(parts):
-            file = TorchFile(section, self._policy)
-            stored = file.tree
-            kind = (tuple(stored.shape), stored.dtype)
-            if kind != (chunk.sizes, parts[chunk][0][2].dtype):
-                msg = (
-                    f"{section.path} has a tensor of {kind} at byte {chunk.start}, expected "
-                    f"{chunk.sizes}: the files are of different checkpoints. Resume from another"
-                )
-                raise CheckpointCorruptedError(msg)
-            runs = [(part, StoredRun(stored, at, at + len(part))) for part, at, _ in parts[chunk]]
-            file.read_into(runs, progress)
-            bytes_read += section.bytes_read
-        return bytes_read
-
-    def load_tree(self, subtree: Any) -> Any:
-        held = {id(t): t for t in tensors_of(subtree) if id(t) in self._chunks}
-        copies = {key: torch.empty_like(tensor, device="cpu") for key, tensor in held.items()}
-        self.read_into(
-            (copies[key].view(-1), StoredRun(tensor, 0, tensor.numel()))
-            for key, tensor in held.items()
-            if tensor.numel()
-        )
-        return with_copies(subtree, copies)
-
-    def values_of(self, leaves: Iterable[Leaf]) -> dict[str, Any]:
-        """Return the values of leaves by their keys."""
-        leaves = list(leaves)
-        found: dict[str, Any] = {leaf.key: leaf.tensor for leaf in leaves}
-        objects = {leaf.chunks[0]: leaf.key for leaf in leaves if leaf.tensor is None}
-        values: dict[str, Any] = self.load_tree(found)
-        for chunk, section in self._sections(objects):
-            file = TorchFile(section, self._policy)
-            values[objects[chunk]] = file.load_tree(file.tree)
-        return values
-
-    def verify(self, part: int, parts: int, progress: Progress) -> None:
-        for chunk, section in self._sections(self._all[part::parts]):
-            try:
-                with zipfile.ZipFile(as_stream(section)) as archive:
-                    for info in archive.infolist():
-                        if not info.CRC:  # checksums were switched off
-                            continue
-                        with archive.open(info) as record:
-                            while data := record.read(_VERIFIED_BYTES):
-                                progress.advance(len(data))
-            except (zipfile.BadZipFile, OSError, ValueError, EOFError) as error:
-                msg = (
-                    f"{section.path} is damaged at bytes {chunk.start} to "
-                    f"{chunk.start + chunk.size_bytes} ({error}): resume from another checkpoint, "
-                    "or copy this file again from an intact copy"
-                )
-                raise CheckpointCorruptedError(msg) from error
+def _sorted(chunks: Iterable[Chunk]) -> list[Chunk]:
+    return sorted(chunks, key=lambda chunk: (chunk.file, chunk.start))
 
 
 # -- optimizers ----------------------------------------------------------------------------------
@@ -474,17 +362,8 @@ class Chunks:
 StateDict = dict[str, Any]
 
 
-def _values_of(leaves: OptimizerLeaves, chunks: Chunks) -> dict[str, Any]:
-    """Return the values of an optimizer's leaves by key; tensors of its states have none yet."""
-    states = [leaf for _, leaf in leaves.state]
-    loaded = [leaf for leaf in states if leaf.tensor is None]
-    loaded += [leaf for _, leaf in leaves.groups]
-    return {**{leaf.key: leaf.tensor for leaf in states}, **chunks.values_of(loaded)}
-
-
-def state_dict_of(leaves: OptimizerLeaves, chunks: Chunks) -> StateDict:
-    """Return the saved state dict of an optimizer; its tensors have no values yet."""
-    values = _values_of(leaves, chunks)
+def state_dict_of(leaves: OptimizerLeaves, values: Mapping[str, Any]) -> StateDict:
+    """Return the saved state dict of an optimizer, from the values of its leaves by key."""
     state: dict[Any, StateDict] = {}
     for path, leaf in leaves.state:
         if len(path) > 1:
@@ -500,13 +379,12 @@ def state_dict_of(leaves: OptimizerLeaves, chunks: Chunks) -> StateDict:
 
 
 def flattened_state_dict_of(
-    leaves: OptimizerLeaves, chunks: Chunks, live: Manifest, names: Iterable[str]
+    leaves: OptimizerLeaves, values: Mapping[str, Any], live: Manifest, names: Iterable[str]
 ) -> StateDict:
     """Return such a state dict in the live groups, if it has hyperparameters per parameter.
 
     ``names`` are the names in the saved model.
     """
-    values = _values_of(leaves, chunks)
     named = _by_name(leaves.state, values, names)
     groups = _groups_by_name(_by_name(leaves.groups, values, names), named, live)
     return {"state": named, "param_groups": groups}
@@ -573,19 +451,20 @@ class DcpReader(FullStateReader):
     """A directory of chunks, and of Lightning's file with the trainer's state if there is one."""
 
     def __init__(self, files: ForeignFiles, *, allow_pickle: bool) -> None:
-        path = files.folder
-        metadata = read_metadata(path)
-        policy = foreign_policy(allow_pickle=allow_pickle)
-        self._chunks = Chunks(path, metadata, policy, files.progress)
-        self._chunks.check_files()
-        super().__init__(path, files, self._chunks)
+        metadata = read_metadata(files.folder)
+        super().__init__(files.folder, files, self)
+        self._policy = foreign_policy(allow_pickle=allow_pickle)
+        self._chunks = {id(leaf.tensor): leaf.chunks for leaf in metadata.leaves}
+        self._in_order = _sorted({chunk for leaf in metadata.leaves for chunk in leaf.chunks})
+        self._check_sizes()
         self._models, self._saved_optimizers, self._rest = sort_leaves(metadata.leaves)
         trainer = self._trainer_state()
-        self._names = [METADATA_NAME, *self._chunks.names, *([TRAINER_STATE] if trainer else [])]
+        names = [METADATA_NAME, *dict.fromkeys(chunk.file for chunk in self._in_order)]
+        self._names = [*names, *([TRAINER_STATE] if trainer else [])]
         self._full_state = FullState(
             weights={},
             optimizers=(),
-            save_id=file_list_digest(path, self._names, files.progress),
+            save_id=file_list_digest(self.path, self._names, files.progress),
             trainer=trainer,
             ordered=metadata.ordered,
             info=SourceInfo(
@@ -598,12 +477,93 @@ class DcpReader(FullStateReader):
         self._choose(max(models, key=lambda path: len(models[path]), default=()))
         self._set_content(self._full_state)
 
+    def _check_sizes(self) -> None:
+        wrong = []
+        for name, chunks in itertools.groupby(self._in_order, key=lambda chunk: chunk.file):
+            end = max(chunk.start + chunk.size_bytes for chunk in chunks)
+            path = self.path / name
+            size = path.stat().st_size if path.is_file() else None
+            self.files.progress.check()
+            if size is None or size < end:
+                wrong.append(f"{name} ({'missing' if size is None else f'{size} of {end} bytes'})")
+        if wrong:
+            msg = (
+                f"{self.path} is incomplete: {', '.join(wrong)}. Copy all files of this "
+                "checkpoint again, or resume from another one"
+            )
+            raise CheckpointCorruptedError(msg)
+
+    def _sections(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, RangeFile]]:
+        """Yield chunks in the order of the files, each open as a file, one at a time."""
+        for chunk in _sorted(chunks):
+            section = chunk.start, chunk.size_bytes
+            with RangeFile(self.path / chunk.file, self.files.progress, section=section) as file:
+                yield chunk, file
+
+    def read_into(
+        self,
+        wanted: Iterable[tuple[torch.Tensor, StoredRun]],
+        progress: Progress = NO_PROGRESS,
+    ) -> int:
+        parts: dict[Chunk, list[tuple[torch.Tensor, int, torch.Tensor]]] = {}
+        for target, run in wanted:
+            run.check_fills(target, self.path)
+            for chunk in self._chunks[id(run.tensor)]:
+                shape = tuple(run.tensor.shape)
+                for at, start, stop in overlaps(run, shape, chunk.offsets, chunk.sizes):
+                    part = target.detach()[start - run.start : stop - run.start]
+                    parts.setdefault(chunk, []).append((part, at, run.tensor))
+        bytes_read = 0
+        for chunk, section in self._sections(parts):
+            file = TorchFile(section, self._policy)
+            stored = file.tree
+            kind = (tuple(stored.shape), stored.dtype)
+            if kind != (chunk.sizes, parts[chunk][0][2].dtype):
+                msg = (
+                    f"{section.path} has a tensor of {kind} at byte {chunk.start}, expected "
+                    f"{chunk.sizes}: the files are of different checkpoints. Resume from another"
+                )
+                raise CheckpointCorruptedError(msg)
+            runs = [(part, StoredRun(stored, at, at + len(part))) for part, at, _ in parts[chunk]]
+            file.read_into(runs, progress)
+            bytes_read += section.bytes_read
+        return bytes_read
+
+    def load_tree(self, subtree: Any) -> Any:
+        held = {id(t): t for t in tensors_of(subtree) if id(t) in self._chunks}
+        copies = {key: torch.empty_like(tensor, device="cpu") for key, tensor in held.items()}
+        self.read_into(
+            (copies[key].view(-1), StoredRun(tensor, 0, tensor.numel()))
+            for key, tensor in held.items()
+            if tensor.numel()
+        )
+        return with_copies(subtree, copies)
+
+    def _values_of(self, leaves: Sequence[Leaf]) -> dict[str, Any]:
+        """Return the values of leaves by their keys."""
+        found: dict[str, Any] = {leaf.key: leaf.tensor for leaf in leaves}
+        objects = {leaf.chunks[0]: leaf.key for leaf in leaves if leaf.tensor is None}
+        values: dict[str, Any] = self.load_tree(found)
+        for chunk, section in self._sections(objects):
+            file = TorchFile(section, self._policy)
+            values[objects[chunk]] = file.load_tree(file.tree)
+        return values
+
+    def _values_of_optimizer(self, leaves: OptimizerLeaves) -> dict[str, Any]:
+        """Return an optimizer's leaves by key, with values except of its states' tensors."""
+        states = [leaf for _, leaf in leaves.state]
+        loaded = [leaf for leaf in states if leaf.tensor is None]
+        loaded += [leaf for _, leaf in leaves.groups]
+        return {**{leaf.key: leaf.tensor for leaf in states}, **self._values_of(loaded)}
+
+    # -- model, optimizer and trainer ------------------------------------------------------------
+
     def _trainer_state(self) -> Mapping[str, Any]:
-        if not (self._path / TRAINER_STATE).is_file():
+        if not (self.path / TRAINER_STATE).is_file():
             return {}
         tree = self.files.tree(TRAINER_STATE)
         if not isinstance(tree, Mapping):
-            msg = f"{self._path / TRAINER_STATE} contains a {type(tree).__name__}, expected a dict"
+            msg = f"{self.path / TRAINER_STATE} contains a {type(tree).__name__}, expected a dict"
             raise CheckpointFormatError(msg)
         return tree
 
@@ -612,7 +572,7 @@ class DcpReader(FullStateReader):
         if _LIGHTNINGS_OPTIMIZER not in self._saved_optimizers:
             return ""
         return (
-            f"{self._path} is incomplete: it has {_LIGHTNINGS_OPTIMIZER[0]}, as Lightning's "
+            f"{self.path} is incomplete: it has {_LIGHTNINGS_OPTIMIZER[0]}, as Lightning's "
             f"checkpoints do, but {TRAINER_STATE}, which Lightning writes last, is missing. "
             "Counters, loops, schedulers and callbacks would start from the beginning. Resume from "
             "another checkpoint, or copy that file too"
@@ -630,7 +590,7 @@ class DcpReader(FullStateReader):
 
     def bind(self, live: Manifest) -> None:
         if live is not self._own:
-            self._choose(choose_model(self._models, live, self._path))
+            self._choose(choose_model(self._models, live, self.path))
         optimizers, why = self._optimizers(live)
         info = replace(self._full_state.info, unmatched=why)
         self._set_content(replace(self._full_state, optimizers=optimizers, info=info), live)
@@ -640,13 +600,12 @@ class DcpReader(FullStateReader):
         refuse_several(len(optimizers))
         if not optimizers:
             return ()
+        values = self._values_of_optimizer(optimizers[0])
         if not optimizers[0].flattened:
-            return members_of(state_dict_of(optimizers[0], self._chunks), weights)
+            return members_of(state_dict_of(optimizers[0], values), weights)
         # Parameters with equal hyperparameters form a group.
-        groups = optimizers[0].groups
-        values = self._chunks.values_of(leaf for _, leaf in groups)
         alike: dict[str, list[str]] = {}
-        for name, fields in _by_name(groups, values, weights).items():
+        for name, fields in _by_name(optimizers[0].groups, values, weights).items():
             alike.setdefault(canonical_repr(_hyperparameters(fields), name), []).append(name)
         return tuple(map(tuple, alike.values()))
 
@@ -670,15 +629,31 @@ class DcpReader(FullStateReader):
             return [{} for _ in found], ""
         leaves = next(iter(found.values()))
         try:
+            values = self._values_of_optimizer(leaves)
             if not leaves.flattened:
-                return [state_dict_of(leaves, self._chunks)], ""
+                return [state_dict_of(leaves, values)], ""
             names = self._full_state.weights
-            return [flattened_state_dict_of(leaves, self._chunks, live, names)], ""
+            return [flattened_state_dict_of(leaves, values, live, names)], ""
         except CheckpointMismatchError as error:
             return [{}], str(error)
 
     def verify(self, rank: int, world_size: int, progress: Progress) -> None:
-        self._chunks.verify(rank, world_size, progress)
+        for chunk, section in self._sections(self._in_order[rank::world_size]):
+            try:
+                with zipfile.ZipFile(as_stream(section)) as archive:
+                    for info in archive.infolist():
+                        if not info.CRC:  # checksums were switched off
+                            continue
+                        with archive.open(info) as record:
+                            while data := record.read(_VERIFIED_BYTES):
+                                progress.advance(len(data))
+            except (zipfile.BadZipFile, OSError, ValueError, EOFError) as error:
+                msg = (
+                    f"{section.path} is damaged at bytes {chunk.start} to "
+                    f"{chunk.start + chunk.size_bytes} ({error}): resume from another checkpoint, "
+                    "or copy this file again from an intact copy"
+                )
+                raise CheckpointCorruptedError(msg) from error
         if rank == 0 and self._full_state.trainer:
             self.files.get(TRAINER_STATE).verify(progress)
 
@@ -697,11 +672,11 @@ class DcpReader(FullStateReader):
         inside = [leaf for leaf in rest if self._model and leaf.path[:-1] == self._model]
         if strange := [leaf.key for leaf in inside if leaf.tensor is None]:
             msg = (
-                f"{self._path}: {strange[0]!r} of the model is not a tensor, so no engine can load "
+                f"{self.path}: {strange[0]!r} of the model is not a tensor, so no engine can load "
                 "it: save the model again without it"
             )
             raise UnsupportedError(msg)
-        values = self._chunks.values_of(rest)
+        values = self._values_of(rest)
         found: dict[str, Any] = {}
         for leaf in rest:
             node = found

@@ -557,7 +557,7 @@ class FullStateReader(CheckpointReader):
 
     def __init__(self, path: Path, files: ForeignFiles, tensors: StoredTensors) -> None:
         self.files = files
-        self._path = path
+        self.path = path
         self._tensors = tensors
         self._extra_states: Mapping[str, Any] = {}
         self._own: Manifest | None = None
@@ -574,7 +574,7 @@ class FullStateReader(CheckpointReader):
         for first, other in bound.ties:
             if not self._is_same(full_state.weights[first], full_state.weights[other]):
                 msg = (
-                    f"{self._path}: {first} and {other} are one tied weight here, and have "
+                    f"{self.path}: {first} and {other} are one tied weight here, and have "
                     "different values in the checkpoint: untie them, or resume from a checkpoint "
                     "of this model"
                 )
@@ -729,7 +729,7 @@ class SingleFileReader(FullStateReader):
         )
 
     def names(self) -> Sequence[str]:
-        return [self._path.name]
+        return [self.path.name]
 
     def bind(self, live: Manifest) -> None:
         """Match the file with a live model.
