@@ -175,10 +175,7 @@ def _master_and_moments(
     if engine.zero_optimization_stage() == 0:
         state = inner.state.get(parameter, {})
         return {"master": parameter, **{key: state[key] for key in MOMENTS if key in state}}
-    from deepspeed.utils import (
-        safe_get_full_fp32_param,
-        safe_get_full_optimizer_state,
-    )
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     found = {key: safe_get_full_optimizer_state(parameter, key) for key in MOMENTS}
     return {"master": safe_get_full_fp32_param(parameter), **found}

@@ -501,9 +501,7 @@ class DcpReader(FullStateReader):
                 yield chunk, file
 
     def read_into(
-        self,
-        wanted: Iterable[tuple[torch.Tensor, StoredRun]],
-        progress: Progress = NO_PROGRESS,
+        self, wanted: Iterable[tuple[torch.Tensor, StoredRun]], progress: Progress = NO_PROGRESS
     ) -> int:
         parts: dict[Chunk, list[tuple[torch.Tensor, int, torch.Tensor]]] = {}
         for target, run in wanted:

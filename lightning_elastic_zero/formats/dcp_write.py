@@ -24,12 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_elastic_zero.core.layout import spans
@@ -81,10 +76,7 @@ class _ChunkPlanner(DefaultSavePlanner):
     """
 
     def __init__(
-        self,
-        tensors: Sequence[RowsSource],
-        objects: Mapping[TreePath, Any],
-        progress: Progress,
+        self, tensors: Sequence[RowsSource], objects: Mapping[TreePath, Any], progress: Progress
     ) -> None:
         self._tensors = {format_tree_path(t.path): t for t in tensors}
         self._objects = {format_tree_path(path): value for path, value in objects.items()}

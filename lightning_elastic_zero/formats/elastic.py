@@ -509,11 +509,7 @@ class RankWriter:
 
     def _save(self, name: str, tree: object, builder: TorchFileWriter) -> FileEntry:
         return builder.write(
-            tree,
-            self.directory,
-            name,
-            save_id=self.manifest.save_id,
-            progress=self.progress,
+            tree, self.directory, name, save_id=self.manifest.save_id, progress=self.progress
         )
 
 

@@ -120,9 +120,7 @@ class StoredTensors(Protocol):
         ...
 
     def read_into(
-        self,
-        wanted: Iterable[tuple[torch.Tensor, StoredRun]],
-        progress: Progress = NO_PROGRESS,
+        self, wanted: Iterable[tuple[torch.Tensor, StoredRun]], progress: Progress = NO_PROGRESS
     ) -> int:
         """Fill 1-D tensors with runs of stored ones; return the bytes read from disk."""
         ...
@@ -402,9 +400,7 @@ def file_list_digest(folder: Path, names: Iterable[str], progress: Progress = NO
 
 
 def differing_sizes(
-    folder: AnyPath,
-    recorded: Iterable[tuple[str, int]],
-    progress: Progress = NO_PROGRESS,
+    folder: AnyPath, recorded: Iterable[tuple[str, int]], progress: Progress = NO_PROGRESS
 ) -> list[str]:
     """Describe the files in ``folder`` that are missing or differ from their recorded bytes."""
     wrong, expected = [], dict(recorded)

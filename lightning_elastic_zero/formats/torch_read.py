@@ -436,9 +436,7 @@ class TorchFile:
         return self._file.bytes_read
 
     def read_into(
-        self,
-        wanted: Iterable[tuple[torch.Tensor, StoredRun]],
-        progress: Progress = NO_PROGRESS,
+        self, wanted: Iterable[tuple[torch.Tensor, StoredRun]], progress: Progress = NO_PROGRESS
     ) -> int:
         """Fill 1-D tensors on any device with runs of stored ones; return the bytes read from disk.
 
@@ -635,9 +633,7 @@ class LegacyFile:
             raise CheckpointFormatError(msg) from error
 
     def read_into(
-        self,
-        wanted: Iterable[tuple[torch.Tensor, StoredRun]],
-        progress: Progress = NO_PROGRESS,
+        self, wanted: Iterable[tuple[torch.Tensor, StoredRun]], progress: Progress = NO_PROGRESS
     ) -> int:
         for target, run in wanted:
             run.check_fills(target, self.path)
