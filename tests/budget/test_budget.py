@@ -13,6 +13,8 @@ import pytest
 from tests.budget._budget_ranks import STATE_BYTES, evaluate, load, operations, reload, save
 from tests.support.ranks import ForkServer, Pools
 
+pytestmark = pytest.mark.engine
+
 EXTRA_BYTES = 64e6
 """Memory above a rank's own state: one bounded chunk, and overhead of Python and torch."""
 
@@ -31,7 +33,6 @@ def measured(fork_server: ForkServer) -> Callable[..., list[dict[str, Any]]]:
     return run
 
 
-@pytest.mark.engine
 def test_ranks_read_the_state_once_and_hold_one_chunk_more(
     measured: Callable[..., list[dict[str, Any]]], tmp_path: Path
 ) -> None:
@@ -57,7 +58,6 @@ LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @pytest.mark.long
-@pytest.mark.engine
 def test_a_load_into_live_state_takes_each_page_once(
     measured: Callable[..., list[dict[str, Any]]], tmp_path: Path
 ) -> None:
@@ -83,7 +83,6 @@ LOOKS_PER_FILE, OTHER_LOOKS = 5, 50
 """Status calls of rank 0 for each file that it replaces, and for everything else together."""
 
 
-@pytest.mark.engine
 def test_fixed_costs_of_agreements_syncs_and_files(
     measured: Callable[..., list[dict[str, Any]]], tmp_path: Path
 ) -> None:

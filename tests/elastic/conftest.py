@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 
 import pytest
 
 from tests.elastic._job import EXAMPLE, Undisturbed, arguments, read_lines, steps_of
 from tests.examples._cli_programs import run_cli
-from tests.support.processes import HANG_TIMEOUT_S, free_port
+from tests.support.launch import output_of_forked
+from tests.support.processes import free_port
 from tests.support.ranks import ForkServer
 
 
@@ -19,10 +19,5 @@ def undisturbed(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("undisturbed")
     command = ["fit", "--config", str(EXAMPLE / "fit.yaml"), *arguments(folder)]
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    program = fork_server.start_program(partial(run_cli, command, folder, meeting), folder, "run")
-    try:
-        status = program.wait(time.monotonic() + HANG_TIMEOUT_S)
-        assert status == 0, program.stderr.read_text()[-4000:]
-    finally:
-        program.kill()
+    output_of_forked(fork_server, folder, partial(run_cli, command, folder, meeting))
     return {number: step for (_, number), step in steps_of(read_lines(folder)).items()}

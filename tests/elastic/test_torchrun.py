@@ -36,7 +36,8 @@ from tests.elastic._job import (
     repeated_steps,
 )
 from tests.examples._cli_programs import run_cli
-from tests.support.processes import HANG_TIMEOUT_S, free_port
+from tests.support.launch import output_of_forked
+from tests.support.processes import free_port
 from tests.support.ranks import ForkServer
 
 SUBNET = f"10.{os.getpid() % 200 + 20}.77"
@@ -263,13 +264,7 @@ def test_the_saved_configuration_is_sufficient_to_continue_the_run(
     assert saved.stat().st_mtime > since
     command = ["fit", f"--config={saved}", f"--trainer.max_epochs={EPOCHS + 1}"]
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    call = partial(run_cli, command, tmp_path, rendezvous)
-    program = fork_server.start_program(call, tmp_path, "on")
-    try:
-        status = program.wait(time.monotonic() + HANG_TIMEOUT_S)
-        assert status == 0, program.stderr.read_text()[-4000:]
-    finally:
-        program.kill()
+    output_of_forked(fork_server, tmp_path, partial(run_cli, command, tmp_path, rendezvous))
     continued = [line for line in nodes.lines() if line.step > STEPS and line.is_step]
     assert {(line.step, line.world) for line in continued} == {
         (step, 1) for step in range(STEPS + 1, STEPS + STEPS // EPOCHS + 1)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-import time
 from collections import defaultdict
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_elastic_zero.tools.fingerprint import recorded_fingerprint
 from tests.examples._cli_programs import CLI, print_configs, run_cli
-from tests.support.processes import HANG_TIMEOUT_S, free_port, output_of
+from tests.support.launch import output_of_forked
+from tests.support.processes import free_port, output_of
 from tests.support.ranks import ForkServer, environment
 
 TEXT = "checkpoint/fingerprint/text_summary"
@@ -55,22 +54,6 @@ SMALL = (
 
 
 Printed = tuple[Path, dict[str, str]]
-
-
-def output_of_forked(fork_server: ForkServer, folder: Path, *calls: Callable[[], None]) -> str:
-    """Run processes side by side, which must all succeed; return the output of the first."""
-    programs = []
-    try:
-        for number, call in enumerate(calls):
-            programs.append(fork_server.start_program(call, folder, f"process-{number}"))
-        end = time.monotonic() + HANG_TIMEOUT_S
-        for program in programs:
-            outputs = program.stdout.read_text, program.stderr.read_text
-            assert program.wait(end) == 0, "".join(read() for read in outputs)[-6000:]
-    finally:
-        for program in programs:
-            program.kill()
-    return programs[0].stdout.read_text() + programs[0].stderr.read_text()
 
 
 def fit_on(fork_server: ForkServer, folder: Path, devices: int, *arguments: str) -> str:

@@ -36,13 +36,14 @@ from tests.integrations._hf_programs import (
     _seen,
     all_seen,
     ds_config,
+    library_warnings,
     sampler_of,
     seed_everything,
     state_of,
     tiny_model,
     use_gloo,
-    warnings_of,
 )
+from tests.support.outcome import error_text
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def loop(case: LoopCase) -> Run:
     run = Run()
     restore = wrap_initialize() if case.wrapped else None
     try:
-        with warnings_of(run):
+        with library_warnings() as run.warnings:
             _loop(case, run)
     finally:
         if restore is not None:
@@ -333,11 +334,7 @@ def fall_back_with_two_engines(folder: str) -> list[str]:
 
 def stock_failure(case: LoopCase) -> str:
     """Run a loop that must fail; return its error on this rank."""
-    try:
-        loop(case)
-    except Exception as error:  # noqa: BLE001 (the test checks it)
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return error_text(lambda: loop(case))
 
 
 def refusals() -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from axolotl.integrations.base import PluginManager
 from axolotl.utils.dict import DictDefault
 
-from tests.integrations._hf_programs import Run, StoppedError, TrainerCase, close, make_trainer
+from tests.integrations._hf_programs import Run, TrainerCase, make_trainer, train_to_end
 
 PLUGIN = "lightning_elastic_zero.integrations.axolotl.ElasticPlugin"
 
@@ -19,10 +19,4 @@ def train(case: TrainerCase) -> Run:
     plugins = PluginManager.get_instance()
     plugins.register(PLUGIN)
     plugins.post_trainer_create(DictDefault({}), trainer)
-    try:
-        trainer.train(resume_from_checkpoint=case.resume)
-    except StoppedError:
-        pass
-    finally:
-        close(trainer)
-    return run
+    return train_to_end(trainer, case, run)

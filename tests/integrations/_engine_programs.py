@@ -7,6 +7,7 @@ import io
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from lightning_elastic_zero import elastic, wrap_initialize
 from lightning_elastic_zero.core import progress
 from tests.integrations._hf_programs import MICRO, State, Tokens, state_of, tiny_model
+from tests.support.outcome import error_text
 
 
 def initialize(stage: int, *, accumulate: int | None = None) -> Any:
@@ -86,10 +88,7 @@ def refusals(folder: str) -> list[str]:
     found = []
     for accumulate, arguments in ((None, {"custom_load_fn": print}), (5, {}), (None, {"tag": "x"})):
         engine = elastic(initialize(2, accumulate=accumulate))
-        try:
-            engine.load_checkpoint(folder, **arguments)
-        except Exception as error:  # noqa: BLE001 (the test checks it)
-            found.append(f"{type(error).__name__}: {error}")
+        found.append(error_text(partial(engine.load_checkpoint, folder, **arguments)))
         engine.destroy()
     return found
 
@@ -163,11 +162,7 @@ def save_to_several_folders(folder: str) -> tuple[str, float]:
     """Save like Ray's template, in which each worker has its own temporary folder."""
     engine = elastic(initialize(2))
     began = time.monotonic()
-    try:
-        engine.save_checkpoint(f"{folder}/worker-{dist.get_rank()}")
-        failure = ""
-    except Exception as error:  # noqa: BLE001 - the test looks at it
-        failure = f"{type(error).__name__}: {error}"
+    failure = error_text(lambda: engine.save_checkpoint(f"{folder}/worker-{dist.get_rank()}"))
     engine.destroy()
     return failure, time.monotonic() - began
 
@@ -188,10 +183,6 @@ def failure_of(
     engine = initialize(stage)
     if bound:
         elastic(engine, **options)
-    try:
-        engine.load_checkpoint(folder, tag)
-    except Exception as error:  # noqa: BLE001 - the test looks at it
-        return f"{type(error).__name__}: {error}"
-    finally:
-        engine.destroy()
-    return ""
+    failure = error_text(lambda: engine.load_checkpoint(folder, tag))
+    engine.destroy()
+    return failure

@@ -18,10 +18,11 @@ from tests.integrations._hf_programs import (
     State,
     Tokens,
     all_seen,
+    library_warnings,
     state_of,
     tiny_model,
-    warnings_of,
 )
+from tests.support.outcome import error_text
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def run_fabric(case: FabricCase) -> tuple[Run, dict[str, Any], dict[str, Any]]:
     run, unused = Run(), dict[str, Any]()
     if case.load:
         state["unsaved"] = 0
-        with warnings_of(run):
+        with library_warnings() as run.warnings:
             unused = fabric.load(case.load, state)
         run.first_state = _state(model)
     data = Tokens(48)
@@ -104,11 +105,7 @@ def run_fabric(case: FabricCase) -> tuple[Run, dict[str, Any], dict[str, Any]]:
 
 def failure_of(case: FabricCase) -> str:
     """Run a loop that must fail; return its error on this rank."""
-    try:
-        run_fabric(case)
-    except Exception as error:  # noqa: BLE001 (the test checks it)
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return error_text(lambda: run_fabric(case))
 
 
 def _state(model: Any) -> State:

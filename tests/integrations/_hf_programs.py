@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import os
 import random
 import shutil
@@ -14,7 +15,7 @@ import signal
 import sys
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from transformers import (
 )
 
 from lightning_elastic_zero import elastic
+from tests.support.outcome import error_text, log_heard
 
 State = dict[str, torch.Tensor]
 
@@ -50,6 +52,9 @@ MICRO = {1: (2, 6), 2: (2, 3), 3: (2, 2)}
 """Micro-batch and accumulation that keep the global batch, by number of ranks."""
 
 _seen: list[int] = []
+
+
+library_warnings = functools.partial(log_heard, "lightning_elastic_zero", logging.WARNING)
 
 
 class StoppedError(Exception):
@@ -349,24 +354,6 @@ class Stop(TrainerCallback):
             raise StoppedError
 
 
-@contextmanager
-def warnings_of(run: Run) -> Iterator[None]:
-    """Collect the warnings of this library."""
-    import logging
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.levelno >= logging.WARNING:
-                run.warnings.append(record.getMessage())
-
-    logger, handler = logging.getLogger("lightning_elastic_zero"), Keep()
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-
-
 def make_trainer(case: TrainerCase, run: Run, cls: type[Trainer] = Trainer) -> Any:
     """Return a Trainer for a case; on every rank."""
     use_gloo()
@@ -440,17 +427,21 @@ def make_trainer(case: TrainerCase, run: Run, cls: type[Trainer] = Trainer) -> A
 def train(case: TrainerCase) -> Run:
     """Run a Trainer to its end, or until it is stopped."""
     run = Run()
-    with warnings_of(run):
-        trainer = make_trainer(case, run)
-        try:
-            trainer.train(resume_from_checkpoint=case.resume)
-            run.states[-1] = state_of(trainer.model_wrapped)
-        except StoppedError:
-            pass
-        finally:
-            if hasattr(trainer, "wait_for_save"):
-                trainer.wait_for_save()
-            close(trainer)
+    with library_warnings() as run.warnings:
+        return train_to_end(make_trainer(case, run), case, run)
+
+
+def train_to_end(trainer: Any, case: TrainerCase, run: Run) -> Run:
+    """Train, unless it is stopped before, and give the trainer up."""
+    try:
+        trainer.train(resume_from_checkpoint=case.resume)
+        run.states[-1] = state_of(trainer.model_wrapped)
+    except StoppedError:
+        pass
+    finally:
+        if hasattr(trainer, "wait_for_save"):
+            trainer.wait_for_save()
+        close(trainer)
     return run
 
 
@@ -633,11 +624,7 @@ def watch_of(trainer: Any) -> Watch:
 
 def failure_of(case: TrainerCase) -> str:
     """Run a Trainer that must fail; return its error on this rank."""
-    try:
-        train(case)
-    except Exception as error:  # noqa: BLE001 (the test checks it)
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return error_text(lambda: train(case))
 
 
 def close(trainer: Any) -> None:

@@ -18,13 +18,11 @@ from tests.integrations._hf_programs import (
     MICRO,
     Run,
     Stop,
-    StoppedError,
     Tokens,
     TrainerCase,
     Watch,
-    close,
     ds_config,
-    state_of,
+    train_to_end,
     use_gloo,
 )
 
@@ -75,11 +73,4 @@ def train(case: TrainerCase) -> Run:
     )
     watch.trainer = trainer
     elastic(trainer)
-    try:
-        trainer.train(resume_from_checkpoint=case.resume)
-        run.states[-1] = state_of(trainer.model_wrapped)
-    except StoppedError:
-        pass
-    finally:
-        close(trainer)
-    return run
+    return train_to_end(trainer, case, run)

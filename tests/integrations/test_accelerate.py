@@ -28,6 +28,8 @@ from tests.integrations._accelerate_programs import (
 )
 from tests.integrations._hf_programs import Run
 
+pytestmark = pytest.mark.engine
+
 Reference = Callable[..., tuple[Path, list[Run]]]
 
 
@@ -64,7 +66,6 @@ CASES = [
 ] + [(2, 1, "sequential"), (2, 3, "plateau")]
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(("stage", "world", "schedule"), CASES)
 def test_a_loop_continues_exactly_on_other_counts(
     stage: int, world: int, schedule: str, whole_loop: Reference, hf_ranks: Pools
@@ -80,7 +81,6 @@ def test_a_loop_continues_exactly_on_other_counts(
     assert run.warnings == []
 
 
-@pytest.mark.engine
 def test_a_loop_whose_engine_was_elastic_continues(whole_loop: Reference, hf_ranks: Pools) -> None:
     """An earlier ``wrap_initialize`` does not replace the Accelerator's own part."""
     folder, (full_run, *_) = whole_loop(stage=2, schedule="cosine")
@@ -89,7 +89,6 @@ def test_a_loop_whose_engine_was_elastic_continues(whole_loop: Reference, hf_ran
     assert_continues(run, full_run, range(9, 13))
 
 
-@pytest.mark.engine
 @pytest.mark.long
 @pytest.mark.parametrize("schedule", ["lambda", "cosine", "onecycle"])
 def test_a_loop_is_resized_twice(
@@ -111,7 +110,6 @@ def test_a_loop_is_resized_twice(
     assert_continues(run, full_run, range(11, 13))
 
 
-@pytest.mark.engine
 def test_additional_ranks_draw_the_same_random_numbers(
     whole_loop: Reference, hf_ranks: Pools
 ) -> None:
@@ -124,7 +122,6 @@ def test_additional_ranks_draw_the_same_random_numbers(
     assert fresh[0].draws[-1] != runs[0].draws[-1]
 
 
-@pytest.mark.engine
 def test_a_stock_folder_is_resumed(whole_loop: Reference, hf_ranks: Pools) -> None:
     """``pytorch_model`` by stock DeepSpeed is loaded on another count."""
     folder, (full_run, *_) = whole_loop(stage=2, schedule="cosine", bound=False)
@@ -135,7 +132,6 @@ def test_a_stock_folder_is_resumed(whole_loop: Reference, hf_ranks: Pools) -> No
     assert_continues(run, full_run, range(9, 13))
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_loop_without_the_line_fails(world: int, whole_loop: Reference, hf_ranks: Pools) -> None:
     """Stock accelerate never trains on fresh weights from our folders."""
@@ -144,7 +140,6 @@ def test_a_loop_without_the_line_fails(world: int, whole_loop: Reference, hf_ran
     assert all(hf_ranks.run(world, partial(stock_failure, case)))
 
 
-@pytest.mark.engine
 def test_an_accelerator_that_cannot_resume_exactly_is_refused(hf_ranks: Pools) -> None:
     """One without DeepSpeed, and a release that repeats the first epoch's order."""
     without, old = hf_ranks.run(1, refusals)[0]
@@ -152,7 +147,6 @@ def test_an_accelerator_that_cannot_resume_exactly_is_refused(hf_ranks: Pools) -
     assert old.startswith("UnsupportedError: accelerate 1.14.0 repeats")
 
 
-@pytest.mark.engine
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "words"),
@@ -174,7 +168,6 @@ def test_an_inexact_resume_causes_a_warning(
     assert [words in warning for warning in run.warnings] == [True]
 
 
-@pytest.mark.engine
 @pytest.mark.long
 def test_an_unchanged_count_may_differ_within_an_epoch(
     whole_loop: Reference, hf_ranks: Pools
@@ -188,7 +181,6 @@ def test_an_unchanged_count_may_differ_within_an_epoch(
     assert [words in warning for warning in run.warnings] == [True]
 
 
-@pytest.mark.engine
 @pytest.mark.long
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_step_that_was_saved_within_is_repeated(
@@ -201,7 +193,6 @@ def test_a_step_that_was_saved_within_is_repeated(
     assert {"saved after 1 of 3 micro-batches" in warning for warning in run.warnings} == {True}
 
 
-@pytest.mark.engine
 @pytest.mark.long
 def test_a_rate_that_does_not_count_all_ranks_is_warned_of(
     whole_loop: Reference, hf_ranks: Pools
@@ -215,7 +206,6 @@ def test_a_rate_that_does_not_count_all_ranks_is_warned_of(
     assert [words in warning for warning in run.warnings] == [True]
 
 
-@pytest.mark.engine
 @pytest.mark.long
 @pytest.mark.parametrize("world", [3, 1])
 def test_split_batches_go_on(world: int, whole_loop: Reference, hf_ranks: Pools) -> None:
@@ -227,7 +217,6 @@ def test_split_batches_go_on(world: int, whole_loop: Reference, hf_ranks: Pools)
     assert run.warnings == []
 
 
-@pytest.mark.engine
 @pytest.mark.long
 def test_folders_that_accelerate_names_go_on(hf_ranks: Pools, tmp_path: Path) -> None:
     """Without the line, numbers begin at 0 after a load, and the lowest are deleted first."""
@@ -237,7 +226,6 @@ def test_folders_that_accelerate_names_go_on(hf_ranks: Pools, tmp_path: Path) ->
         assert "checkpoint_2 has pytorch_model, and 0 models are prepared" in refusal
 
 
-@pytest.mark.engine
 @pytest.mark.long
 def test_a_sampler_that_seeds_each_epoch_is_exact(whole_loop: Reference, hf_ranks: Pools) -> None:
     """A user's own sampler with ``set_epoch``."""
@@ -248,7 +236,6 @@ def test_a_sampler_that_seeds_each_epoch_is_exact(whole_loop: Reference, hf_rank
     assert run.warnings == []
 
 
-@pytest.mark.engine
 @pytest.mark.long
 def test_saves_into_one_folder_are_not_mixed(
     whole_loop: Reference, hf_ranks: Pools, tmp_path: Path
@@ -272,7 +259,6 @@ def test_saves_into_one_folder_are_not_mixed(
         assert "is of step 8, and accelerate's files" in failure
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("damage", ["unfinished", "bytes"])
 def test_fallback_takes_the_folder_before(
     damage: str, whole_loop: Reference, hf_ranks: Pools, tmp_path: Path
@@ -299,7 +285,6 @@ def test_fallback_takes_the_folder_before(
         assert "fallback=True found no intact checkpoint to resume from" in failure
 
 
-@pytest.mark.engine
 @pytest.mark.long
 def test_fallback_takes_all_engines_of_one_folder(hf_ranks: Pools, tmp_path: Path) -> None:
     """Never another engine of equal shapes, and never engines of two steps."""
@@ -311,7 +296,6 @@ def test_fallback_takes_all_engines_of_one_folder(hf_ranks: Pools, tmp_path: Pat
         assert "checkpoint_0" in none
 
 
-@pytest.mark.engine
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("teacher", "asynchronous"), [(False, False), (False, True), (True, False)]

@@ -15,8 +15,9 @@ pytest.importorskip("accelerate")
 
 from tests.integrations._fabric_programs import FabricCase, failure_of, run_fabric
 
+pytestmark = pytest.mark.engine
 
-@pytest.mark.engine
+
 @pytest.mark.parametrize(
     ("stage", "world"),
     [(3, 3), (1, 3), (2, 1), (2, 3), (3, 1)],
@@ -40,7 +41,6 @@ def test_a_loop_continues_on_other_counts(
         assert abs(run.losses[step] - longer.losses[step]) < 2e-6
 
 
-@pytest.mark.engine
 @pytest.mark.long
 def test_a_background_save_and_an_older_checkpoint_are_loaded(
     hf_ranks: Pools, tmp_path: Path
@@ -64,7 +64,6 @@ STAGES = [
 ]
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(("stage", "world"), STAGES)
 def test_fabrics_own_strategy_fails_on_our_folders(
     stage: int, world: int, hf_ranks: Pools, tmp_path: Path
@@ -76,7 +75,6 @@ def test_fabrics_own_strategy_fails_on_our_folders(
     assert all(hf_ranks.run(world, partial(failure_of, case)))
 
 
-@pytest.mark.engine
 def test_a_folder_that_fabric_saved_over_is_refused(hf_ranks: Pools, tmp_path: Path) -> None:
     """Even with ``fallback``, which must not choose an older checkpoint."""
     path = str(tmp_path / "saved")
@@ -93,7 +91,6 @@ def test_a_folder_that_fabric_saved_over_is_refused(hf_ranks: Pools, tmp_path: P
     assert run.losses == {}
 
 
-@pytest.mark.engine
 @pytest.mark.long
 def test_fallback_takes_the_intact_checkpoint_before(hf_ranks: Pools, tmp_path: Path) -> None:
     """As under Lightning, with a warning; the fingerprint is compared."""

@@ -46,6 +46,7 @@ STEPS = range(11, 17)
 Reference = Callable[..., tuple[Path, list[Run]]]
 
 essential = pytest.mark.essential
+pytestmark = pytest.mark.engine
 
 since_5 = pytest.mark.skipif(
     version("transformers").startswith("4."), reason="an argument of transformers 5"
@@ -117,7 +118,6 @@ COUNTS = [
 ]
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(("stage", "world"), COUNTS)
 def test_a_run_continues_exactly_on_other_counts(
     stage: int,
@@ -146,7 +146,6 @@ def test_a_run_continues_exactly_on_other_counts(
         assert torch.equal(converted[name], tensor), name
 
 
-@pytest.mark.engine
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_run_is_resized_twice(
@@ -166,7 +165,6 @@ def test_a_run_is_resized_twice(
         assert_continues(run, full_run, range(first, last + 1))
 
 
-@pytest.mark.engine
 def test_another_global_batch_is_refused(
     reference: Reference, hf_ranks: Pools, tmp_path: Path
 ) -> None:
@@ -182,7 +180,6 @@ def test_another_global_batch_is_refused(
         assert "per_device_train_batch_size=2, gradient_accumulation_steps=2" in failure
 
 
-@pytest.mark.engine
 @pytest.mark.long
 def test_another_global_batch_is_allowed(
     reference: Reference, resumed: Callable[..., list[Run]]
@@ -194,7 +191,6 @@ def test_another_global_batch_is_allowed(
     assert_equal(run.first_state, full_run.states[10])
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_stock_run_is_resumed_past_its_own_folders(
     stage: int, reference: Reference, resumed: Callable[..., list[Run]], tmp_path: Path
@@ -212,7 +208,6 @@ def test_a_stock_run_is_resumed_past_its_own_folders(
     assert any("is kept" in warning for warning in run.warnings)
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(("stage", "world"), [(2, 2), (3, 2), (2, 3), (3, 3), (2, 1)])
 def test_a_script_without_the_line_fails(
     stage: int, world: int, reference: Reference, hf_ranks: Pools, tmp_path: Path
@@ -225,7 +220,6 @@ def test_a_script_without_the_line_fails(
     assert all(hf_ranks.run(world, partial(failure_of, case)))
 
 
-@pytest.mark.engine
 @pytest.mark.long
 @pytest.mark.parametrize("draws", [False, True])
 def test_additional_ranks_have_random_states(
@@ -240,7 +234,6 @@ def test_additional_ranks_have_random_states(
     )  # since the Trainer seeds all ranks equally
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("damage", ["unfinished", "bytes"])
 def test_fallback_takes_the_folder_before(
     damage: str, reference: Reference, hf_ranks: Pools, tmp_path: Path
@@ -264,7 +257,6 @@ def test_fallback_takes_the_folder_before(
     assert any("checkpoint-15" in warning for warning in run.warnings)
 
 
-@pytest.mark.engine
 @pytest.mark.long
 def test_background_saves_are_resumed(
     hf_ranks: Pools, reference: Reference, resumed: Callable[..., list[Run]], tmp_path: Path
@@ -279,7 +271,6 @@ def test_background_saves_are_resumed(
     assert_continues(run, full_run)
 
 
-@pytest.mark.engine
 def test_the_best_may_be_the_last_background_save(hf_ranks: Pools, tmp_path: Path) -> None:
     """load_best_model_at_end waits for the save in progress."""
     args = {
@@ -294,7 +285,6 @@ def test_the_best_may_be_the_last_background_save(hf_ranks: Pools, tmp_path: Pat
     assert_equal(run.states[-1], run.states[16])
 
 
-@pytest.mark.engine
 @pytest.mark.long
 @pytest.mark.parametrize("gather", [False, True])
 def test_adapters_are_saved_small_and_the_best_is_loaded(
@@ -324,7 +314,6 @@ def test_adapters_are_saved_small_and_the_best_is_loaded(
     assert_continues(run, full_run)
 
 
-@pytest.mark.engine
 @pytest.mark.long
 def test_a_saved_model_alone_cannot_be_resumed(hf_ranks: Pools, tmp_path: Path) -> None:
     """save_only_model writes no engine state, and a resume from it is refused."""
@@ -341,7 +330,6 @@ def test_a_saved_model_alone_cannot_be_resumed(hf_ranks: Pools, tmp_path: Path) 
     assert all("Can't find a valid checkpoint" in failure for failure in failures)
 
 
-@pytest.mark.engine
 @pytest.mark.long
 def test_deepspeeds_own_optimizer_and_scheduler_continue(
     reference: Reference, resumed: Callable[..., list[Run]]
@@ -358,7 +346,6 @@ def test_deepspeeds_own_optimizer_and_scheduler_continue(
     assert_continues(run, full_run)
 
 
-@pytest.mark.engine
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "words"),
@@ -404,7 +391,6 @@ def test_an_inexact_resume_causes_a_warning(
     assert [words in warning for warning in run.warnings] == [True]
 
 
-@pytest.mark.engine
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("world", "case", "words"),
@@ -433,7 +419,6 @@ def test_an_unchanged_count_may_differ_within_an_epoch(
         assert [words in warning for warning in run.warnings] == ([] if exact else [True])
 
 
-@pytest.mark.engine
 @pytest.mark.long
 def test_only_the_last_step_of_an_epoch_is_filled_up(
     reference: Reference, resumed: Callable[..., list[Run]]
@@ -449,7 +434,6 @@ def test_only_the_last_step_of_an_epoch_is_filled_up(
     assert run.rates == {step: full_run.rates[step] for step in range(11, 19)}
 
 
-@pytest.mark.engine
 @pytest.mark.long
 @pytest.mark.parametrize(
     "case",
@@ -475,7 +459,6 @@ def test_an_exact_resume_causes_no_warning(
     assert run.warnings == []
 
 
-@pytest.mark.engine
 @pytest.mark.long
 def test_a_shorter_last_step_of_each_epoch_is_exact(
     reference: Reference, resumed: Callable[..., list[Run]]
@@ -489,7 +472,6 @@ def test_a_shorter_last_step_of_each_epoch_is_exact(
     assert run.warnings == []
 
 
-@pytest.mark.engine
 @pytest.mark.long
 def test_a_rank_whose_random_state_is_lost_draws_like_the_others(
     reference: Reference, hf_ranks: Pools, tmp_path: Path
@@ -504,7 +486,6 @@ def test_a_rank_whose_random_state_is_lost_draws_like_the_others(
     assert first.draws == second.draws
 
 
-@pytest.mark.engine
 @pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2])
 def test_random_states_of_former_ranks_are_not_used(
@@ -529,7 +510,6 @@ def test_random_states_of_former_ranks_are_not_used(
     assert sorted(found[0][0]) == [*STEPS]
 
 
-@pytest.mark.engine
 def test_split_batches_are_refused(hf_ranks: Pools, tmp_path: Path) -> None:
     """DeepSpeed would count the samples of a step twice."""
     case = TrainerCase(str(tmp_path), args={"accelerator_config": {"split_batches": True}})
@@ -537,7 +517,6 @@ def test_split_batches_are_refused(hf_ranks: Pools, tmp_path: Path) -> None:
     assert all("UnsupportedError" in text and "split_batches=True" in text for text in failures)
 
 
-@pytest.mark.engine
 @pytest.mark.long
 @pytest.mark.parametrize(("source", "world"), [("pretrained", 3), ("config", 1)])
 def test_models_partitioned_from_the_start_continue(
@@ -550,7 +529,6 @@ def test_models_partitioned_from_the_start_continue(
     assert_continues(run, full_run)
 
 
-@pytest.mark.engine
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_trainer_trains_twice(
@@ -572,7 +550,6 @@ def test_a_trainer_trains_twice(
         assert_continues(run, full_run)
 
 
-@pytest.mark.engine
 @pytest.mark.long
 @pytest.mark.parametrize("bound", [False, True])
 def test_a_trainer_trains_twice_only_with_model_init(
@@ -584,7 +561,6 @@ def test_a_trainer_trains_twice_only_with_model_init(
         hf_ranks.run(2, partial(train_twice, case))
 
 
-@pytest.mark.engine
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_trials_of_a_sweep_are_elastic(
@@ -605,7 +581,6 @@ def test_the_trials_of_a_sweep_are_elastic(
         assert_continues(run, full_run)
 
 
-@pytest.mark.engine
 @pytest.mark.long
 def test_a_run_with_a_found_batch_size_continues(hf_ranks: Pools, tmp_path: Path) -> None:
     """``auto_find_batch_size`` makes an engine per size; the checkpoint has the final one."""
@@ -621,7 +596,6 @@ def test_a_run_with_a_found_batch_size_continues(hf_ranks: Pools, tmp_path: Path
         assert_continues(run, full_run)
 
 
-@pytest.mark.engine
 @pytest.mark.long
 @pytest.mark.parametrize("gather", [False, True])
 def test_a_model_is_saved_once_and_exists(gather: bool, hf_ranks: Pools, tmp_path: Path) -> None:
@@ -639,7 +613,6 @@ def test_a_model_is_saved_once_and_exists(gather: bool, hf_ranks: Pools, tmp_pat
     assert ("latest" in final) != gather
 
 
-@pytest.mark.engine
 @pytest.mark.long
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_model_whose_save_was_deleted_is_saved_again(
@@ -653,7 +626,6 @@ def test_a_model_whose_save_was_deleted_is_saved_again(
     assert second == first
 
 
-@pytest.mark.engine
 @pytest.mark.long
 def test_an_upload_waits_for_the_save(hf_ranks: Pools, tmp_path: Path) -> None:
     """With ``push_to_hub``, the Trainer uploads a folder at once."""
@@ -662,7 +634,6 @@ def test_an_upload_waits_for_the_save(hf_ranks: Pools, tmp_path: Path) -> None:
     assert hf_ranks.run(2, partial(push, case))[0] == [True] * 4
 
 
-@pytest.mark.engine
 @pytest.mark.long
 def test_a_model_exists_after_a_failure(hf_ranks: Pools, tmp_path: Path) -> None:
     """``save_model()`` after ``train()`` has raised returns when the files exist."""
@@ -671,7 +642,6 @@ def test_a_model_exists_after_a_failure(hf_ranks: Pools, tmp_path: Path) -> None
         assert "latest" in final
 
 
-@pytest.mark.engine
 @pytest.mark.long
 def test_a_trainer_without_arguments_continues(
     reference: Reference, hf_ranks: Pools, tmp_path: Path
@@ -687,7 +657,6 @@ def test_a_trainer_without_arguments_continues(
         hf_ranks.run(3, partial(train_by_own_method, case))
 
 
-@pytest.mark.engine
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("event", "path", "removals", "last"),
@@ -723,7 +692,6 @@ def test_a_kill_leaves_a_complete_folder_of_one(
     assert run.kept[-1] == {"checkpoint-16"}
 
 
-@pytest.mark.engine
 @pytest.mark.long
 def test_a_broken_folder_does_not_replace_a_complete_one(
     reference: Reference, hf_ranks: Pools, tmp_path: Path
@@ -747,7 +715,6 @@ def test_a_broken_folder_does_not_replace_a_complete_one(
     assert run.kept == [{"checkpoint-10", "checkpoint-15"}, {"checkpoint-15", "checkpoint-16"}]
 
 
-@pytest.mark.engine
 @pytest.mark.long
 @pytest.mark.parametrize("bound", [False, True])
 def test_a_deleted_trainer_is_freed(bound: bool, hf_ranks: Pools, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from tests.stores._servers import (
     moto_server,
     s3_environment,
 )
+from tests.support.ranks import ForkServer, Pools
 
 
 @pytest.fixture(scope="session")
@@ -48,3 +49,11 @@ def s3(moto_port: int) -> tuple[str, Mapping[str, str]]:
     """Return the URL of a bucket and the environment of its clients."""
     make_bucket(moto_port, "engines")
     return "s3://engines", s3_environment(f"http://127.0.0.1:{moto_port}")
+
+
+@pytest.fixture
+def own_pools(fork_server: ForkServer) -> Iterator[Pools]:
+    """Yield ranks that have no connection to a store yet."""
+    pools = Pools(fork_server)
+    yield pools
+    pools.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,7 @@ from tests.stores._fault_proxy import Fault, FaultProxy
 from tests.stores._servers import make_bucket, s3_environment, with_environment
 from tests.support.fits import Data, FitSpec, fit
 from tests.support.processes import HANG_TIMEOUT_S
-from tests.support.ranks import ForkServer, Pools
+from tests.support.ranks import Pools
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
@@ -33,14 +32,6 @@ def bucket(moto_port: int) -> str:
     name = f"runs-{uuid4()}"
     make_bucket(moto_port, name)
     return name
-
-
-@pytest.fixture
-def own_pools(fork_server: ForkServer) -> Iterator[Pools]:
-    """Yield ranks that have no connection to a store yet."""
-    pools = Pools(fork_server)
-    yield pools
-    pools.close()
 
 
 class DataWithWorkers(Data):

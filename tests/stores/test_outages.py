@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from tests.stores._servers import (
 )
 from tests.support.fits import FitSpec, error_of, fit
 from tests.support.processes import free_port
-from tests.support.ranks import ForkServer, Pools
+from tests.support.ranks import Pools
 
 pytest.importorskip("obstore")
 
@@ -35,14 +35,6 @@ pytest.importorskip("obstore")
 def endpoint() -> str:
     """Return an endpoint that refuses connections."""
     return f"http://127.0.0.1:{free_port()}"
-
-
-@pytest.fixture
-def own_pools(fork_server: ForkServer) -> Iterator[Pools]:
-    """Yield ranks that have no connection to a store yet."""
-    pools = Pools(fork_server)
-    yield pools
-    pools.close()
 
 
 def test_the_requests_of_an_outage_share_one_time_limit(

@@ -129,3 +129,19 @@ def _be_rank(program: Callable[[Job], None], port: int, job: Job, store_of_launc
             "gloo", init_method=url, rank=job.rank, world_size=job.world_size, timeout=timeout
         )
     program(job)
+
+
+def output_of_forked(fork_server: ForkServer, folder: Path, *calls: Callable[[], None]) -> str:
+    """Run processes side by side, which must all succeed; return the output of the first."""
+    programs = []
+    try:
+        for number, call in enumerate(calls):
+            programs.append(fork_server.start_program(call, folder, f"process-{number}"))
+        end = time.monotonic() + HANG_TIMEOUT_S
+        for program in programs:
+            outputs = program.stdout.read_text, program.stderr.read_text
+            assert program.wait(end) == 0, "".join(read() for read in outputs)[-6000:]
+    finally:
+        for program in programs:
+            program.kill()
+    return programs[0].stdout.read_text() + programs[0].stderr.read_text()

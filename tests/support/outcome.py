@@ -7,7 +7,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-NOTHING = "nothing was raised"
+NOTHING = ""
+"""Returned if nothing was raised."""
 
 
 def error_text(work: Callable[[], object]) -> str:

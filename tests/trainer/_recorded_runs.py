@@ -279,12 +279,11 @@ class AccumulatesByEpoch(Callback):
 def counts_of(state: dict[str, Any]) -> dict[str, Any]:
     """Return the full state of loops, except the states of loaders."""
     flat: dict[str, Any] = {}
-    for key, value in copy.deepcopy(state).items():
-        if isinstance(value, dict):
-            value.pop("combined_loader", None)
+    for key, value in state.items():
+        if isinstance(value, dict) and key != "combined_loader":
             flat.update({f"{key}.{name}": v for name, v in counts_of(value).items()})
-        else:
-            flat[key] = value
+        elif key != "combined_loader":
+            flat[key] = copy.deepcopy(value)
     return flat
 
 

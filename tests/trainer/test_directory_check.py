@@ -13,7 +13,7 @@ from torch import distributed
 from lightning_elastic_zero.errors import CheckpointNotFoundError
 from lightning_elastic_zero.trainer.checkpoint_io import _saves
 from tests.support.fits import Data, RegressionNet, elastic, quiet_trainer
-from tests.support.outcome import error_text
+from tests.support.outcome import NOTHING, error_text
 from tests.support.ranks import Pools
 
 
@@ -56,7 +56,7 @@ def test_an_impossible_directory_is_refused_before_training(worlds: Pools, tmp_p
         assert f"{tmp_path}/file/checkpoints" in error
     trial: dict[str, Any] = {"fast_dev_run": True}
     for error in worlds.run(2, partial(errors_in_a_file, str(tmp_path), trial)):
-        assert error == "nothing was raised"
+        assert error == NOTHING
 
 
 def fit_from_nowhere(root: str) -> tuple[bool, str, list[str]]:

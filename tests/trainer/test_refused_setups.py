@@ -23,6 +23,8 @@ from tests.support.outcome import error_text
 from tests.support.processes import HANG_TIMEOUT_S
 from tests.support.ranks import ForkServer, Pools
 
+pytestmark = pytest.mark.engine
+
 HEADING = "UnsupportedError: lightning_elastic_zero cannot save and resume this run:\n"
 EVALUATION_HEADING = (
     "UnsupportedError: lightning_elastic_zero cannot evaluate this model: its weights can be "
@@ -560,25 +562,21 @@ def refuse_all(
     assert not list(folder.iterdir())
 
 
-@pytest.mark.engine
 def test_unsupported_trainers_are_refused_in_setup_with_one_sentence(
     worlds: Pools, tmp_path: Path
 ) -> None:
     refuse_all(worlds, tmp_path, BY_TRAINER)
 
 
-@pytest.mark.engine
 def test_evaluations_of_unreadable_weights_are_refused(worlds: Pools, tmp_path: Path) -> None:
     refuse_all(worlds, tmp_path, EVALUATED, EVALUATION_HEADING)
 
 
-@pytest.mark.engine
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch's Muon came with 2.9")
 def test_newer_optimizers_are_refused(worlds: Pools, tmp_path: Path) -> None:
     refuse_all(worlds, tmp_path, NEWER)
 
 
-@pytest.mark.engine
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("package", OF_OTHER_PACKAGES)
 def test_quantized_optimizers_are_refused_by_name_and_package(
@@ -588,7 +586,6 @@ def test_quantized_optimizers_are_refused_by_name_and_package(
     refuse_all(worlds, tmp_path, OF_OTHER_PACKAGES[package])
 
 
-@pytest.mark.engine
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("case", BY_SAVE)
 def test_unsupported_engines_are_refused_at_their_first_save(

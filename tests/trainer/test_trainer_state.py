@@ -60,8 +60,9 @@ def quits(step: int) -> Callback:
 
 
 def trainer_of(root: str, epochs: int, callbacks: list[Callback], **options: Any) -> pl.Trainer:
+    every = options.pop("every", 1)
     saves = ModelCheckpoint(
-        dirpath=root, every_n_train_steps=1, save_top_k=-1, filename="{step}", monitor=None
+        dirpath=root, every_n_train_steps=every, save_top_k=-1, filename="{step}", monitor=None
     )
     strategy = elastic(stage=options.pop("stage", 2), global_batch_size=12)
     options = {"max_epochs": epochs, "log_every_n_steps": 1, **options}
@@ -181,10 +182,10 @@ def test_averaging_with_zero_3_is_refused(worlds: Pools, tmp_path: Path) -> None
         assert seen["error"].startswith("UnsupportedError: EMAWeightAveraging averages whole")
 
 
-def stopping(root: str, path: str | None, quit_at: int = -1) -> tuple[int, int, float]:
+def stopping(root: str, path: str | None, quit_at: int = 99) -> tuple[int, int, float]:
     """Fit until the validation loss stops decreasing by more than 1."""
     stop = EarlyStopping("val", patience=2, min_delta=1.0)
-    trainer = trainer_of(root, 9, [stop, quits(quit_at)])
+    trainer = trainer_of(root, 9, [stop, quits(quit_at)], every=quit_at)
     fit(trainer, path)
     return trainer.global_step, stop.wait_count, float(stop.best_score)
 
