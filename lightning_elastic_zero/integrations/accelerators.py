@@ -62,6 +62,9 @@ _SCHEDULERS = "schedulers"
 _UNITS = "elastic_units"
 """Attribute of a scheduler that is stepped as in the old run."""
 
+_ORIGINAL = "elastic_original"
+"""Attribute of a function that takes steps of the old run: the user's, for another load."""
+
 _STEPS = "lightning_elastic_zero.json"
 """File next to accelerate's own: the step of each engine at which they were written."""
 
@@ -242,7 +245,13 @@ class AcceleratorBinding:
             known = recorded[index] if index < len(recorded) else (was, loaded.accumulate - 1)
             _convert(scheduler, Units(*map(int, known)), now, accumulate)
             if was != now and accelerator.is_main_process:
-                _warn_of_rates(scheduler.scheduler)
+                for jump in _jumps(scheduler.scheduler):
+                    log.warning(
+                        "The learning rate jumps from %g to %g: accelerate steps a LambdaLR once "
+                        "per rank, and its function does not count steps of all ranks. Multiply "
+                        "its numbers of steps (warm-up, total) by accelerator.num_processes",
+                        *jump,
+                    )
         # Files are per rank; a rank that has none takes another's random state, as all ranks began
         # with one seed. The counter of micro-batches is rank 0's everywhere: ranks whose counters
         # differ would end their windows at different batches.
@@ -437,62 +446,50 @@ def _units_of(scheduler: AcceleratedScheduler, ranks: int) -> list[int]:
 def _convert(scheduler: AcceleratedScheduler, saved: Units, now: int, accumulate: int) -> None:
     """Make a scheduler that was just loaded go on where the old run was.
 
-    accelerate calls ``step()`` once for each rank, so the counters are in units of the old run.
-    A ``LambdaLR`` takes its functions from this run, which are in this run's units: its counter is
-    scaled. Others restore their constants (``T_max``, ``total_steps``) from the checkpoint: they
-    keep the old units, and are stepped as often as the old run stepped them.
+    accelerate calls ``step()`` once for each rank, and constants that come from the checkpoint
+    (``T_max``, ``total_steps``) count these steps: it is stepped as often as in the old run.
+    Functions are those of this run, and take steps of this run.
     """
-    inner = scheduler.scheduler
     for name in ("step", _UNITS):  # of an earlier load
         vars(scheduler).pop(name, None)
-    _scale_nested(inner, now, now)
     if scheduler.split_batches or not scheduler.step_with_optimizer:
-        return  # accelerate does not multiply its steps.
-    if _has_functions_of_this_run(inner):
-        if saved.steps != now:
-            inner.last_epoch = inner.last_epoch * now // saved.steps
-    elif (saved.steps, saved.extra_counts) != (now, accumulate - 1):
-        _scale_nested(inner, saved.steps, now)
+        saved = Units(now, accumulate - 1)  # accelerate does not multiply its steps
+    _scale(scheduler.scheduler, saved.steps, now)
+    if saved != Units(now, accumulate - 1):
         vars(scheduler).update({"step": partial(_step, scheduler, saved), _UNITS: saved})
 
 
-def _warn_of_rates(scheduler: Any) -> None:
-    """Warn if a function of this run continues with another learning rate than the old run."""
-    if not isinstance(scheduler, LambdaLR):
-        return
-    functions, last = scheduler.lr_lambdas, scheduler._last_lr
-    step = scheduler.last_epoch
-    rates = [rate * f(step) for rate, f in zip(scheduler.base_lrs, functions, strict=True)]
-    for was, now in zip(last, rates, strict=True):
-        if not math.isclose(was, now, rel_tol=1e-6):
-            log.warning(
-                "The learning rate jumps from %g to %g: accelerate steps a LambdaLR once per rank, "
-                "and its function does not count steps of all ranks. Multiply its numbers of steps "
-                "(warm-up, total) by accelerator.num_processes",
-                was,
-                now,
-            )
-            return
-
-
-def _scale_nested(scheduler: Any, saved: int, now: int) -> None:
-    """Make functions in a ``SequentialLR`` or ``ChainedScheduler`` take steps of the old run."""
+def _scale(scheduler: Any, saved: int, now: int) -> None:
+    """Make functions, also those of nested schedulers, take steps of the old run."""
     for nested in getattr(scheduler, "_schedulers", ()):
-        _scale_nested(nested, saved, now)
-        if _has_functions_of_this_run(nested):
-            nested.lr_lambdas = [_scaled(function, saved, now) for function in nested.lr_lambdas]
+        _scale(nested, saved, now)
+    if _has_functions_of_this_run(scheduler):
+        scheduler.lr_lambdas = [_scaled(function, saved, now) for function in scheduler.lr_lambdas]
+
+
+def _jumps(scheduler: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the last rate of each function and its rate now, where they differ."""
+    for nested in getattr(scheduler, "_schedulers", ()):
+        yield from _jumps(nested)
+    step = scheduler.last_epoch
+    if isinstance(scheduler, LambdaLR) and step > 0:
+        for was, rate, function in zip(
+            scheduler._last_lr, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+        ):
+            if not math.isclose(was, now := rate * function(step), rel_tol=1e-6):
+                yield was, now
 
 
 def _scaled(function: Callable[[int], float], saved: int, now: int) -> Callable[[int], float]:
     """Return a function of the old run's steps; the original if both count alike."""
-    original: Callable[[int], float] = getattr(function, "__wrapped__", function)
+    original: Callable[[int], float] = getattr(function, _ORIGINAL, function)
     if saved == now:
         return original
 
-    @functools.wraps(original, assigned=(), updated=())  # a second load finds the original
     def scaled(step: int) -> float:
         return original(step * now // saved)
 
+    setattr(scaled, _ORIGINAL, original)
     return scaled
 
 

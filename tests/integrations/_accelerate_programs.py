@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import shutil
@@ -18,6 +19,7 @@ from accelerate.utils import ProjectConfiguration
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     LambdaLR,
+    MultiplicativeLR,
     OneCycleLR,
     ReduceLROnPlateau,
     SequentialLR,
@@ -94,7 +96,12 @@ def scheduler_of(kind: str, optimizer: Any, steps: int, times: int) -> Any:
     if kind == "warmup":  # counts optimizer steps, as on one rank
         return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 30))
     if kind == "lambda":
-        return LambdaLR(optimizer, lambda step: max(0.0, 1.0 - step / total))
+
+        @functools.wraps(abs)  # as decorators leave it
+        def falling(step: int) -> float:
+            return max(0.0, 1.0 - step / total)
+
+        return LambdaLR(optimizer, falling)
     if kind == "cosine":
         return CosineAnnealingLR(optimizer, T_max=total)
     if kind == "sequential":
@@ -102,6 +109,8 @@ def scheduler_of(kind: str, optimizer: Any, steps: int, times: int) -> Any:
         return SequentialLR(
             optimizer, [warm, CosineAnnealingLR(optimizer, 2 * times)], [10 * times]
         )
+    if kind == "multiplicative":
+        return MultiplicativeLR(optimizer, lambda _: 0.95)
     if kind == "plateau":
         return Plateau(optimizer, patience=3 * times)
     return OneCycleLR(optimizer, max_lr=0.02, total_steps=total)

@@ -63,7 +63,7 @@ CASES = [
     for stage in (1, 2, 3)
     for world in (3, 1)
     for schedule in ("lambda", "cosine", "onecycle")
-] + [(2, 1, "sequential"), (2, 3, "plateau")]
+] + [(2, 1, "sequential"), (2, 3, "plateau"), (2, 3, "multiplicative")]
 
 
 @pytest.mark.parametrize(("stage", "world", "schedule"), CASES)
