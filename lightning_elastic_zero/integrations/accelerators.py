@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -46,9 +45,9 @@ from lightning_elastic_zero.integrations.engines import (
     Loop,
     LoopOptions,
     bound_options,
+    folders_of,
     is_engine,
     newest_intact,
-    older_folders,
 )
 from lightning_elastic_zero.storage.checksums import replace_durably
 from lightning_elastic_zero.storage.ownership import is_checkpoint
@@ -132,29 +131,20 @@ class AcceleratorBinding:
         self, load: Callable[..., Any], input_dir: str | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         self.loaded = None
-        named = self._named_folders()
+        configuration = self.accelerator.project_configuration
+        series = Path(self.accelerator.project_dir or "", "checkpoints", "checkpoint_")
+        named = folders_of(series) if configuration.automatic_checkpoint_naming else []
         if self.options.fallback and (input_dir is not None or named):
             asked = None if input_dir is None else Path(input_dir).expanduser()
-            input_dir = newest_intact(asked, self._series(), self._verify, self.options)
+            input_dir = newest_intact(asked, series, self._verify, self.options)
         if input_dir is not None or named:
             self._check_prepared(Path(input_dir or named[0]).expanduser())
         loaded = load(input_dir, *args, **kwargs)
         self._after_load()
         if named:  # else the next saves are older than those that exist, and are deleted first
-            configuration = self.accelerator.project_configuration
-            newest = int(named[0].name.rpartition("_")[2])
+            newest = int(named[0].name.removeprefix(series.name))
             configuration.iteration = max(configuration.iteration, newest + 1)
         return loaded
-
-    def _series(self) -> Path:
-        """Return the path of automatically named folders, without their number."""
-        return Path(self.accelerator.project_dir or "", "checkpoints", "checkpoint_")
-
-    def _named_folders(self) -> list[Path]:
-        """Return the automatically named folders, the newest first; none without that option."""
-        if not self.accelerator.project_configuration.automatic_checkpoint_naming:
-            return []
-        return older_folders(self._series().with_name(f"checkpoint_{sys.maxsize}"))
 
     def _check_prepared(self, folder: Path) -> None:
         """Refuse to leave out engines, whose models would be trained from the start.
@@ -307,7 +297,7 @@ def warn_of_data(
     """
     found = [*differences]
     accumulations = (loaded.accumulate, accelerator.gradient_accumulation_steps)
-    changed = loaded.world_size != accelerator.num_processes or len({*accumulations}) > 1
+    changed = loaded.differs(accelerator.num_processes, accelerator.gradient_accumulation_steps)
     if changed and loader is not None and accelerator.dataloader_config.use_stateful_dataloader:
         found.append("use_stateful_dataloader keeps one rank's position, which no other can use")
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):

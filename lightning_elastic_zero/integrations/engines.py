@@ -105,6 +105,10 @@ class Loaded:
         """Micro-batches per optimizer step in the run that saved."""
         return max(1, self.result.manifest.progress.gradient_accumulation_steps)
 
+    def differs(self, world_size: int, accumulate: int) -> bool:
+        """Whether a run divides its steps among ranks and micro-batches in another way."""
+        return (self.world_size, self.accumulate) != (world_size, accumulate)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
@@ -483,7 +487,12 @@ def _series_of(path: Path, *, counts_steps: bool) -> Callable[[AnyPath, Manifest
     return is_of_series
 
 
-def older_folders(folder: Path) -> list[Path]:
+def folders_of(series: Path) -> list[Path]:
+    """Return the folders of a series, given its path without the number; the newest first."""
+    return _older_folders(series.with_name(f"{series.name}{sys.maxsize}"))
+
+
+def _older_folders(folder: Path) -> list[Path]:
     """Return the folders next to one whose names have a lower number, the newest first."""
     here, found = _NUMBERED.fullmatch(folder.name), {}
     for other in folder.parent.glob("*"):
@@ -512,8 +521,7 @@ def newest_intact(
     """
 
     def candidates() -> list[str]:
-        newer = series.with_name(f"{series.name}{sys.maxsize}")
-        found = [asked, *older_folders(asked)] if asked else older_folders(newer)
+        found = [asked, *_older_folders(asked)] if asked else folders_of(series)
         return [str(path) for path in found]
 
     def problem(folder: Path) -> str:

@@ -47,6 +47,7 @@ class ElasticDeepSpeedFabricStrategy(DeepSpeedStrategy):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Fabric's engine does not know the batch size.
         self._options = replace(take(LoopOptions, kwargs), allow_global_batch_change=True)
+        self._bound: list[EngineCheckpoints] = []
         super().__init__(*args, **kwargs)
 
     @classmethod
@@ -80,16 +81,17 @@ class ElasticDeepSpeedFabricStrategy(DeepSpeedStrategy):
         return engine
 
     def _bind(self, engine: Any) -> None:
-        EngineCheckpoints(engine, self._options, Loop(whole_folder=True)).bind()
+        self._bound.append(EngineCheckpoints(engine, self._options, Loop(whole_folder=True)))
+        self._bound[-1].bind()
 
     def wait_for_save(self) -> None:
-        """Wait until the last save is published; collective.
+        """Wait until the last save of each engine is published; collective.
 
         Raises:
             ElasticZeroError: It failed. The checkpoint before it is intact.
         """
-        engine: Any = self._deepspeed_engine
-        engine.wait_for_save()
+        for checkpoints in self._bound:
+            checkpoints.wait()
 
     @override
     def load_checkpoint(

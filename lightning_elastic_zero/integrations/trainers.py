@@ -68,9 +68,7 @@ class ResumeCallback(TrainerCallback):
         loaded, trainer = self._loaded, self._trainer
         if loaded is None:
             return
-        changed = loaded.world_size != args.world_size or (
-            loaded.accumulate != args.gradient_accumulation_steps
-        )
+        changed = loaded.differs(args.world_size, args.gradient_accumulation_steps)
         differences = []
         if args.ignore_data_skip:
             differences.append("ignore_data_skip=True: the epoch begins again at its first sample")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_elastic_zero import ElasticDeepSpeedFabricStrategy, ElasticSampler, plan_batches
 from lightning_elastic_zero.engine.support import use_accelerator
+from lightning_elastic_zero.storage.ownership import is_checkpoint
 from tests.integrations._hf_programs import (
     GLOBAL_BATCH,
     Run,
@@ -51,8 +54,6 @@ class StockStrategy(DeepSpeedStrategy):
 
 def run_fabric(case: FabricCase) -> tuple[Run, dict[str, Any], dict[str, Any]]:
     """Train with samples by global position; return the run, the state, and the unused entries."""
-    import os
-
     world = int(os.environ["WORLD_SIZE"])
     strategy: Any = f"elastic_deepspeed_stage_{case.stage}"
     if not case.by_name:
@@ -101,6 +102,26 @@ def run_fabric(case: FabricCase) -> tuple[Run, dict[str, Any], dict[str, Any]]:
     kept = {"step": state["step"], "last_epoch": schedule.last_epoch}
     fabric._strategy._deepspeed_engine.destroy()
     return run, kept, unused
+
+
+def save_two_engines(folder: str) -> list[bool]:
+    """Save two engines in the background; return which are there after the wait."""
+    strategy = ElasticDeepSpeedFabricStrategy(stage=2, reduce_bucket_size=1000, async_save=True)
+    fabric: Any = Fabric(
+        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy
+    )
+    fabric.launch()
+    models = []
+    for _ in range(2):
+        model = tiny_model()
+        models.append(fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.01))[0])
+    for number in (1, 0):  # the last engine first
+        fabric.save(f"{folder}/{number}", {"model": models[number]})
+    strategy.wait_for_save()
+    found = [is_checkpoint(Path(folder, str(number))) for number in range(2)]
+    for model in models:
+        model._forward_module.destroy()
+    return found
 
 
 def failure_of(case: FabricCase) -> str:

@@ -13,7 +13,12 @@ from tests.support.ranks import Pools
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from tests.integrations._fabric_programs import FabricCase, failure_of, run_fabric
+from tests.integrations._fabric_programs import (
+    FabricCase,
+    failure_of,
+    run_fabric,
+    save_two_engines,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -57,6 +62,13 @@ def test_a_background_save_and_an_older_checkpoint_are_loaded(
     assert kept["step"] == 3
     assert sorted(run.losses) == [3]
     assert f"{paths[0]} (step 0) is loaded instead" in run.warnings[0]
+
+
+@pytest.mark.engine
+@pytest.mark.long
+def test_a_wait_is_for_all_engines(hf_ranks: Pools, tmp_path: Path) -> None:
+    """Each saves into a folder of its own."""
+    assert hf_ranks.run(2, partial(save_two_engines, str(tmp_path)))[0] == [True, True]
 
 
 STAGES = [
