@@ -14,7 +14,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from lightning_elastic_zero.coordination.client import CommandQueue
 from lightning_elastic_zero.coordination.store import agree_on_port
 from lightning_elastic_zero.errors import RanksError
-from tests.support.processes import HANG_TIMEOUT_S, PROMPT_TIMEOUT_S, ends, free_port
+from tests.support.processes import HANG_TIMEOUT_S, PROMPT_TIMEOUT_S, finishes, free_port
 
 THREADS, EACH = 4, 500
 
@@ -30,7 +30,7 @@ def test_a_wait_ends_in_time(timeout_s: float) -> None:
             queue.put(lambda: None)
             found.extend(queue.get(timeout_s) is not None for _ in range(2))
 
-    assert ends(wait)
+    assert finishes(wait)
     assert found == [True, False] * 2000
 
 
@@ -52,7 +52,7 @@ def test_no_command_is_lost_or_reordered() -> None:
             if command is not None:
                 command()
 
-    assert ends(take)
+    assert finishes(take)
     for thread_number in range(THREADS):
         assert [n for t, n in done if t == thread_number] == list(range(EACH))
 
@@ -60,7 +60,7 @@ def test_no_command_is_lost_or_reordered() -> None:
 def test_a_command_ends_a_wait_at_once() -> None:
     queue = CommandQueue()
     threading.Timer(0.05, lambda: queue.put(lambda: None)).start()
-    assert ends(lambda: queue.get(10 * PROMPT_TIMEOUT_S))
+    assert finishes(lambda: queue.get(10 * PROMPT_TIMEOUT_S))
 
 
 @pytest.fixture

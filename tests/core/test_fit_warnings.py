@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from lightning_elastic_zero.core.manifest import Group
 from lightning_elastic_zero.trainer.batches import overruled_orders
 from lightning_elastic_zero.trainer.checks import configured_rates, warn_of_replaced_rates
-from tests.support.outcome import warnings_heard
+from tests.support.outcome import captured_warnings
 
 NO_RATES = [None, "relative", [0.1, 0.2], {"dtype": "float32"}, torch.ones(2)]
 """Values under ``lr`` of optimizers that compute their own rate, or in their checkpoints."""
@@ -26,7 +26,7 @@ def warned(configured: object, saved: object) -> list[str]:
     hyperparameters: dict[str, Any] = {"lr": saved}
     group = Group(names=("weight",), hyperparameters=hyperparameters, state=())
     rates = configured_rates([Optimizer(configured)])
-    with warnings_heard() as heard:
+    with captured_warnings() as heard:
         warn_of_replaced_rates(rates, [group], scheduled=False)
     return heard
 

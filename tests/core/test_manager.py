@@ -31,18 +31,20 @@ from tests.support.small_checkpoints import (
     SHARD,
     InterruptAtCall,
     before_each_syscall,
+    complete,
     contents,
     fill,
     names_in,
     no_exchange,
-    whole,
 )
 
 
 def checkpoint_at(path: Path) -> str:
     """Return the checkpoint at a path: "old", "new", "a part" (of one), or "" for none."""
     found = contents(path)
-    return next((text for text in ("old", "new") if found == whole(text)), "a part" * bool(found))
+    return next(
+        (text for text in ("old", "new") if found == complete(text)), "a part" * bool(found)
+    )
 
 
 def a_link(link: Path) -> None:
@@ -401,7 +403,7 @@ class TestRemove:
             monkeypatch.setattr(deleting, "rename_for_deletion", rename_after)
         assert not delete_checkpoint(target, mine)
         assert "a.ckpt is not deleted: another process has replaced it" in caplog.text
-        assert contents(target) == whole("other")
+        assert contents(target) == complete("other")
         monkeypatch.setattr(deleting, "rename_for_deletion", rename)
         assert not delete_checkpoint(target, identity(target))
         assert names_in(tmp_path) == ["new.ckpt", "old"]

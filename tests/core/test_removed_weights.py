@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_elastic_zero.trainer.checkpoint_io import without_weights
-from tests.support.outcome import warnings_heard
+from tests.support.outcome import captured_warnings
 
 Weights = dict[str, Any]
 
@@ -59,7 +59,7 @@ def test_removed_weights_are_excluded_and_renamed_ones_are_not(case: str) -> Non
     change, gone, unclear = CASES[case]
     given: Weights = {"student": torch.ones(4), "teacher": torch.ones(2, 2), "bias": torch.ones(5)}
     given["extra"] = {"calls": 3}  # as of a module's ``get_extra_state``
-    with warnings_heard() as warned:
+    with captured_warnings() as warned:
         _, excluded = without_weights({"state_dict": change(given)}, given)
     assert excluded == gone
     assert len(warned) == bool(unclear)

@@ -30,13 +30,13 @@ from tests.support.small_checkpoints import (
     SHARD,
     InterruptAtCall,
     before_each_syscall,
+    complete,
     contents,
     fill,
     manifest_of,
     names_in,
     no_exchange,
     publish_staged,
-    whole,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -94,7 +94,7 @@ class TestPublish:
         (target / larger).write_text("old")
         (target / "manifest.json").write_text(manifest_of({SHARD: "old", larger: "old"}))
         publish(target, "new", exchange=exchange)
-        assert contents(target) == whole("new")
+        assert contents(target) == complete("new")
         assert names_in(tmp_path) == ["last.ckpt"]
 
     def test_publishing_replaces_a_link_but_not_its_target(
@@ -105,7 +105,7 @@ class TestPublish:
         target.symlink_to(best.name)
         publish(target, "new", exchange=exchange)
         assert not target.is_symlink()
-        assert (contents(best), contents(target)) == (whole("old"), whole("new"))
+        assert (contents(best), contents(target)) == (complete("old"), complete("new"))
         assert names_in(tmp_path) == ["best.ckpt", "last.ckpt"]
 
     def test_publishing_makes_parents_and_replaces_a_dangling_link_within_the_folder(
@@ -115,7 +115,7 @@ class TestPublish:
         target = tmp_path / "a" / "b" / "last.ckpt"
         target.symlink_to("gone")
         publish(target, "new")
-        assert contents(target) == contents(target.with_name("first.ckpt")) == whole("new")
+        assert contents(target) == contents(target.with_name("first.ckpt")) == complete("new")
 
     def test_a_file_is_not_replaced(self, tmp_path: Path) -> None:
         (tmp_path / "a.ckpt").write_text("somebody's only one")
@@ -135,7 +135,7 @@ class TestPublish:
                 instant="set aside",
                 act=lambda: staged.path.rename(tmp_path / "elsewhere"),
             )
-        assert contents(target) == whole("old")
+        assert contents(target) == complete("old")
 
     def test_a_replaced_checkpoint_is_kept_if_its_successor_may_be_undone(
         self, tmp_path: Path, exchange: bool, monkeypatch: pytest.MonkeyPatch
@@ -156,9 +156,9 @@ class TestPublish:
             staged.put_in_place()
         monkeypatch.undo()
         staged.abandon()
-        assert contents(target) == whole("new")
+        assert contents(target) == complete("new")
         kept = staged.path if exchange else tmp_path / ".zero-previous-new"
-        assert contents(kept) == whole("old")
+        assert contents(kept) == complete("old")
 
     def test_abandoning_leaves_only_the_old_checkpoint(self, tmp_path: Path) -> None:
         publish(tmp_path / "a.ckpt", "old")
@@ -167,7 +167,7 @@ class TestPublish:
         staged.abandon()
         staged.abandon()
         assert names_in(tmp_path) == ["a.ckpt"]
-        assert contents(tmp_path / "a.ckpt") == whole("old")
+        assert contents(tmp_path / "a.ckpt") == complete("old")
 
     def test_a_failed_owner_file_leaves_nothing(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -222,10 +222,10 @@ class TestKilled:
         publish(target, "old")
         killed_save(target, step, way)
         assert repair_target(target) == (step == "set aside")
-        assert contents(target) == whole("new" if step in PLACED else "old")
+        assert contents(target) == complete("new" if step in PLACED else "old")
         remove_leftovers(tmp_path)
         assert names_in(tmp_path) == ["last.ckpt"]
-        assert contents(target) == whole("new" if step in PLACED else "old")
+        assert contents(target) == complete("new" if step in PLACED else "old")
 
     def test_a_killed_first_save_is_removed_by_the_next(self, tmp_path: Path) -> None:
         killed_save(tmp_path / "a.ckpt", "synced", "exchange")
@@ -273,8 +273,8 @@ class TestInterrupted:
             folder = tmp_path / str(call)
             target = fill(folder / "last.ckpt", "old")
             was_interrupted = interrupted_save(target, exchange, call)
-            found.append("new" if contents(target) == whole("new") else "old")
-            assert contents(target) == whole(found[-1]), call
+            found.append("new" if contents(target) == complete("new") else "old")
+            assert contents(target) == complete(found[-1]), call
             remove_leftovers(folder)  # an unfinished deletion may remain
             assert names_in(folder) == ["last.ckpt"], call
             if not was_interrupted:
@@ -294,7 +294,7 @@ class TestInterrupted:
         with pytest.raises(KeyboardInterrupt):
             publish_staged(staged, exchange=False, instant="set aside", act=interrupt)
         staged.abandon()
-        assert contents(target) == whole("new")
+        assert contents(target) == complete("new")
         assert names_in(tmp_path) == ["last.ckpt"]
 
     @pytest.mark.parametrize("second", [0, 1, 3, 6])
@@ -309,7 +309,7 @@ class TestInterrupted:
                 end_owner(owner_file)
             repair_target(target)
             remove_leftovers(folder)
-            assert contents(target) in [whole("old"), whole("new")], first
+            assert contents(target) in [complete("old"), complete("new")], first
             assert names_in(folder) == ["last.ckpt"], first
 
 
@@ -393,7 +393,7 @@ class TestElsewhere:
         with pytest.raises(SaveError, match="No such file"), no_exchange(possible=exchange):
             staged.publish()
         staged.abandon()
-        assert contents(tmp_path / "a.ckpt") == whole("old")
+        assert contents(tmp_path / "a.ckpt") == complete("old")
         assert names_in(tmp_path) == ["a.ckpt"]
 
     def test_a_checkpoint_set_aside_elsewhere_is_restored(
@@ -402,7 +402,7 @@ class TestElsewhere:
         staged, _ = abandoned
         (tmp_path / "a.ckpt").rename(tmp_path / ".zero-previous-5a7e")
         remove_leftovers(tmp_path)
-        assert contents(tmp_path / "a.ckpt") == whole("old")
+        assert contents(tmp_path / "a.ckpt") == complete("old")
         assert staged.path.is_dir()
 
 
@@ -440,7 +440,7 @@ class TestLeftovers:
         os.utime(tmp_path / ".zero-previous-new", (0, 0))
         os.utime(tmp_path / ".zero-staging-new", (0, 0))
         remove_leftovers(tmp_path)
-        assert contents(tmp_path / ".zero-previous-new") == whole("old")
+        assert contents(tmp_path / ".zero-previous-new") == complete("old")
 
     def test_remains_of_a_deletion_are_removed(self, tmp_path: Path) -> None:
         doomed = tmp_path / f"{DELETING_PREFIX}5a7e"

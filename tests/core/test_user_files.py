@@ -35,13 +35,13 @@ from lightning_elastic_zero.storage.publish import (
 )
 from tests.support.small_checkpoints import (
     SHARD,
+    complete,
     contents,
     fill,
     manifest_of,
     names_in,
     no_exchange,
     publish_staged,
-    whole,
 )
 
 MINE = "the user's only one"
@@ -223,7 +223,7 @@ class TestSaving:
         monkeypatch.chdir(tmp_path / "a.ckpt" / "checkpoint")
         with pytest.raises(SaveError, match="working directory of this process, or contains it"):
             check_replaceable(tmp_path / "a.ckpt", "")
-        assert contents(tmp_path / "a.ckpt") == whole("old")
+        assert contents(tmp_path / "a.ckpt") == complete("old")
 
     def test_the_root_and_mount_points_are_not_replaced(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -255,7 +255,7 @@ class TestSaving:
         staged = StagedDirectory.create(target, "new")
         fill(staged.path, "new")
         publish_staged(staged, exchange=exchange)
-        assert (contents(target), names_in(tmp_path)) == (whole("new"), ["last.ckpt"])
+        assert (contents(target), names_in(tmp_path)) == (complete("new"), ["last.ckpt"])
 
     @pytest.mark.parametrize("place", [lambda _: None, Path.mkdir, lambda p: fill(p, "old")])
     def test_nothing_empty_folders_and_own_checkpoints_are_replaced(
@@ -266,7 +266,7 @@ class TestSaving:
         staged = StagedDirectory.create(tmp_path / "a.ckpt", "new")
         fill(staged.path, "new")
         staged.publish()
-        assert contents(tmp_path / "a.ckpt") == whole("new")
+        assert contents(tmp_path / "a.ckpt") == complete("new")
 
 
 class TestRaces:
@@ -280,7 +280,7 @@ class TestRaces:
         fill(staged.path, "new")
 
         def put() -> None:
-            aside = [p for p in tmp_path.iterdir() if contents(p) == whole("old")]
+            aside = [p for p in tmp_path.iterdir() if contents(p) == complete("old")]
             (aside[0] / "pytorch_model.bin").write_text(MINE)
 
         with caplog.at_level(logging.WARNING):
@@ -288,9 +288,9 @@ class TestRaces:
         assert acted == (instant != "set aside" or not exchange)
         if not acted:
             return
-        assert contents(target) == whole("new")
+        assert contents(target) == complete("new")
         (kept,) = tmp_path.glob("last.ckpt.kept-*")
-        assert contents(kept) == {**whole("old"), "pytorch_model.bin": MINE}
+        assert contents(kept) == {**complete("old"), "pytorch_model.bin": MINE}
         assert names_in(tmp_path) == ["last.ckpt", kept.name]
         assert f"The replaced {target} was kept as {kept}: it contains files" in caplog.text
 
@@ -356,7 +356,7 @@ class TestDeleting:
 
         monkeypatch.setattr(Path, "rename", late)
         Retention().remove(best)
-        assert contents(best) == {**whole("old"), "mine": MINE}
+        assert contents(best) == {**complete("old"), "mine": MINE}
         assert names_in(tmp_path) == ["best.ckpt", "other.ckpt"]
 
     def test_a_file_added_during_deletion_stays(
@@ -436,7 +436,7 @@ class TestLeftovers:
         owner_file.write_text(json.dumps({**json.loads(owner_file.read_text()), "started": "12"}))
         remove_leftovers(tmp_path)
         (kept,) = tmp_path.glob("last.ckpt.kept-*")
-        assert contents(kept) == {**whole("old"), "mine": MINE}
+        assert contents(kept) == {**complete("old"), "mine": MINE}
         assert names_in(tmp_path) == ["last.ckpt", kept.name]
 
     def test_repair_replaces_nothing(self, tmp_path: Path) -> None:
@@ -478,7 +478,7 @@ class TestLinks:
         with no_exchange(possible=exchanged):
             make_link(target, link)
         (kept,) = tmp_path.glob("last.ckpt.kept-*")
-        assert contents(kept) == {**whole("old"), "mine": MINE}
+        assert contents(kept) == {**complete("old"), "mine": MINE}
         assert link.is_symlink()
         assert names_in(tmp_path) == ["last.ckpt", kept.name, "new.ckpt"]
 
@@ -486,7 +486,7 @@ class TestLinks:
         target = fill(tmp_path / "new.ckpt", "new")
         (target / "pytorch_model.bin").write_text(MINE)
         copy_checkpoint(target, tmp_path / "copy", NO_PROGRESS)
-        assert contents(tmp_path / "copy") == whole("new")
+        assert contents(tmp_path / "copy") == complete("new")
         (tmp_path / "taken").write_text(MINE)
         with pytest.raises(FileExistsError):
             copy_checkpoint(target, tmp_path / "taken", NO_PROGRESS)

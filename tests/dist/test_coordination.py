@@ -36,7 +36,7 @@ from lightning_elastic_zero.coordination.ranks import OneRank, Ranks, connect_ra
 from lightning_elastic_zero.coordination.store import check_open_file_limit, open_file_limit_warning
 from lightning_elastic_zero.errors import RanksError, SaveError
 from tests.support.launch import Job, RankResult, run_ranks, run_side_by_side
-from tests.support.outcome import log_heard
+from tests.support.outcome import captured_log
 from tests.support.processes import PROMPT_TIMEOUT_S
 from tests.support.ranks import ForkServer
 
@@ -158,7 +158,7 @@ def held_up(job: Job) -> None:
         ranks.run_all("meet", lambda: None)
         if job.rank == rank:
             ranks._thread._commands.put(lambda: time.sleep(4.0))
-        with log_heard("lightning_elastic_zero.coordination.client") as lines:
+        with captured_log("lightning_elastic_zero.coordination.client") as lines:
             note = attempt(lambda: ranks.all_gather("write", lambda: job.rank))  # noqa: B023
         job.note(f"held {rank}", {**note, "log": lines})
         ranks.close()

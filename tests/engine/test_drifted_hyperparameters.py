@@ -12,7 +12,7 @@ import pytest
 from torch import distributed
 
 from tests.support.engines import Setup, engine_of, train
-from tests.support.outcome import log_heard
+from tests.support.outcome import captured_log
 from tests.support.ranks import Pools
 
 
@@ -28,7 +28,7 @@ def save_drifted(setup: Setup, path: str, rates: list[float], *, steps: int = 0)
 
     rank = distributed.get_rank()
     with (
-        log_heard("lightning_elastic_zero", logging.WARNING) as warned,
+        captured_log("lightning_elastic_zero", logging.WARNING) as warned,
         engine_of(setup, 0) as engine,
     ):
         train(engine, setup, 0, 1)

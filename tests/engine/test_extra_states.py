@@ -12,7 +12,7 @@ import torch
 from torch import distributed, nn
 
 from tests.support.engines import Engine, Setup, engine_of, train
-from tests.support.outcome import log_heard
+from tests.support.outcome import captured_log
 from tests.support.ranks import Pools
 
 STEPS = 2
@@ -84,7 +84,7 @@ def save_added_entries(setup: Setup, path: str) -> list[str]:
     model.kept = nn.ModuleList([Adding(scale=2.0), Adding()])
     with (
         engine_of(setup, 0, model=model) as engine,
-        log_heard("lightning_elastic_zero.checkpoint.save") as warned,
+        captured_log("lightning_elastic_zero.checkpoint.save") as warned,
     ):
         train(engine, setup, 0, 1)
         save_checkpoint(engine, path)
@@ -99,7 +99,7 @@ def load_extra_states(
     for path in paths:
         with (
             engine_of(setup, 1, model=_model(setup, values)) as engine,
-            log_heard("lightning_elastic_zero.checkpoint.save") as warned,
+            captured_log("lightning_elastic_zero.checkpoint.save") as warned,
         ):
             found.append((_loaded(engine, path, options), warned))
     return found

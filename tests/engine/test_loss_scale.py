@@ -13,7 +13,7 @@ import pytest
 from tests.support.checkpoints import Saved
 from tests.support.engines import Engine, Setup, engine_of, train
 from tests.support.oracle import scaler_of
-from tests.support.outcome import log_heard
+from tests.support.outcome import captured_log
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
@@ -51,7 +51,7 @@ def after_load(
         for key, value in configured.items():
             setattr(scaler_of(engine), key, value)
         train(engine, setup, 100, 100 + steps)
-        with log_heard("lightning_elastic_zero", logging.WARNING) as texts:
+        with captured_log("lightning_elastic_zero", logging.WARNING) as texts:
             load_checkpoint(engine, path, **options)
         return numbers(engine), [text for text in texts if "loss scale" in text]
 

@@ -14,7 +14,7 @@ import torch
 from tests.engine import _damaged_checkpoints
 from tests.support.checkpoints import (
     Loading,
-    LoadingBesideSchedule,
+    LoadingWithoutSchedule,
     Saved,
     Saving,
     Scheduler,
@@ -159,6 +159,6 @@ def test_another_scheduler_is_refused_before_any_change(
     assert {found.error for found in pools.run(target.world, saved)} == {"NoneType"}
     warm_up = Scheduler("warm-up")
     assert_refused(pools.run, target, Loading(path), "step_size", "WarmupLR", prepare=warm_up)
-    allowed = LoadingBesideSchedule(path, {"load_hyperparameters": False})
+    allowed = LoadingWithoutSchedule(path, {"load_hyperparameters": False})
     loaded = partial(refusal, target, allowed, prepare=warm_up, look=False)
     assert {found.error for found in pools.run(target.world, loaded)} == {"NoneType"}

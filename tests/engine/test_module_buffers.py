@@ -13,9 +13,9 @@ import torch
 
 from tests.foreign._fixtures import unpack
 from tests.foreign._load_assertions import refused_all
-from tests.support.checkpoints import Loading, Saved, assert_refused, save_unlike
+from tests.support.checkpoints import Loading, Saved, assert_refused, save_different_buffers
 from tests.support.engines import Net, Setup, engine_of
-from tests.support.outcome import error_text, log_heard
+from tests.support.outcome import captured_log, error_text
 from tests.support.plain_checkpoints import write_dcp
 from tests.support.ranks import Pools
 
@@ -32,7 +32,7 @@ def write_full_weights(setup: Setup) -> tuple[str, list[str], list[str]]:
         step = "write a weight"
         error = error_text(lambda: ranks.run_all(step, lambda: live.copy_full_weights(unwritable)))
         others = {"average": torch.ones(2, 2), "lost": ones, "frozen.bias": ones}
-        with log_heard("lightning_elastic_zero") as messages:
+        with captured_log("lightning_elastic_zero") as messages:
             taken = live.copy_full_weights({"frozen.weight": ones, **others})
         return error, taken, messages
 
@@ -85,7 +85,7 @@ def test_all_ranks_refuse_different_buffers_of_one_rank(
     setup: Setup, pools: Pools, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "unlike.ckpt")
-    pools.run(setup.world, partial(save_unlike, setup, path))
+    pools.run(setup.world, partial(save_different_buffers, setup, path))
     assert_refused(pools.run, setup, Loading(path), "rank 1", "average (saved (1,), here (65,))")
 
 

@@ -22,7 +22,7 @@ from tests.support.engines import (
     surroundings,
     train,
 )
-from tests.support.outcome import log_heard
+from tests.support.outcome import captured_log
 from tests.support.ranks import Pools, skip_without
 
 pytestmark = pytest.mark.engine
@@ -146,7 +146,7 @@ def warned_of_momentum(setup: Setup, path: str, **options: Any) -> list[str]:
 
     with (
         engine_of(setup, 7) as engine,
-        log_heard("lightning_elastic_zero", logging.WARNING) as texts,
+        captured_log("lightning_elastic_zero", logging.WARNING) as texts,
     ):
         load_checkpoint(engine, path, **options)
     return [text for text in texts if "momentum" in text]

@@ -14,7 +14,7 @@ import torch
 from tests.support.checkpoints import Loading, Saved, refusal
 from tests.support.engines import Setup, engine_of, train
 from tests.support.oracle import Dump, differences, expected_in
-from tests.support.outcome import log_heard
+from tests.support.outcome import captured_log
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
@@ -42,7 +42,7 @@ def loaded(setup: Setup, saved: Saved, steps_before: int) -> tuple[Any, ...] | N
     with engine_of(setup, 7, tilt=3.0) as engine:
         train(engine, setup, 100, 100 + steps_before)
         before = dump(engine, setup)
-        with log_heard("lightning_elastic_zero", logging.WARNING) as listed:
+        with captured_log("lightning_elastic_zero", logging.WARNING) as listed:
             load_checkpoint(engine, saved.path, strict_optimizer=False)
         after = dump(engine, setup)
         train(engine, setup, 3, 4)

@@ -23,8 +23,8 @@ from tests.engine._damaged_checkpoints import copied
 from tests.support.checkpoints import (
     Continued,
     Saved,
+    assert_complete_windows,
     assert_continues,
-    assert_whole_windows,
     differing_files,
     save,
 )
@@ -152,7 +152,7 @@ def within_window(setup: Setup, saved: Saved) -> Continued:
     with engine_of(setup, 7, tilt=3.0) as engine:
         train(engine, setup, 100, 100 + 2 * setup.accumulation - 1)
         load_checkpoint(engine, saved.path)
-        assert_whole_windows(engine)
+        assert_complete_windows(engine)
         resumed = train(engine, setup, middle, end)
         found = dump(engine, setup)
     differing = differences(wanted, found) if wanted and found else {}
@@ -283,7 +283,7 @@ def loaded_over(setup: Setup, saved: Saved, loads: int) -> Held:
         held = [tensor_bytes()]
         for _ in range(loads):
             load_checkpoint(engine, saved.path)
-            assert_whole_windows(engine)
+            assert_complete_windows(engine)
             held.append(tensor_bytes())
         after = _states(engine)
         replaced = tuple(key for key, state in before.items() if after.get(key) is not state())

@@ -22,7 +22,7 @@ from tests.support.checkpoints import Saved, train_and_save
 from tests.support.engines import Setup, engine_of
 from tests.support.fits import FitSpec, error_of, fit
 from tests.support.oracle import differences, dump
-from tests.support.outcome import log_heard
+from tests.support.outcome import captured_log
 from tests.support.ranks import Pools
 
 
@@ -42,7 +42,7 @@ def load_from(setup: Setup, path: str, older: Saved, options: dict[str, Any]) ->
 
     message, instead_of = "", ""
     with (
-        log_heard("lightning_elastic_zero", logging.WARNING) as logged,
+        captured_log("lightning_elastic_zero", logging.WARNING) as logged,
         engine_of(setup, 7, tilt=3.0) as engine,
     ):
         try:

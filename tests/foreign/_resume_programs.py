@@ -20,7 +20,7 @@ from tests.support.checkpoints import compare_states
 from tests.support.engines import Engine, Setup, batch
 from tests.support.fits import quiet_trainer
 from tests.support.oracle import MORE, Dump, ReferenceComparison, compare_with_reference, dump
-from tests.support.outcome import log_heard
+from tests.support.outcome import captured_log
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def resume(fixture: Fixture, target: Setup, path: str) -> Resumed | None:
     trainer = trainer_of(target, look, kept, max_steps=fixture.setup_steps + MORE)
     module = ResumingModel(target, seed=7, hidden=target.hidden)
     module.first = fixture.setup_steps
-    with log_heard("lightning.pytorch.utilities.rank_zero") as messages:
+    with captured_log("lightning.pytorch.utilities.rank_zero") as messages:
         trainer.fit(module, ckpt_path=path)
     wanted = wanted_of(fixture, target, look.before) if look.before is not None else None
     ran = (module.losses, look.after)

@@ -35,7 +35,7 @@ from tests.foreign._read_whole import read_whole
 from tests.foreign._restore_programs import Case, another
 from tests.support.engines import Engine, Setup, engine_of
 from tests.support.oracle import dump, same_bits
-from tests.support.outcome import log_heard
+from tests.support.outcome import captured_log
 from tests.support.processes import output_of
 from tests.support.ranks import ForkServer, Pools, environment
 
@@ -89,7 +89,7 @@ def held_after_load(path: str, zero: int, *, two: bool) -> dict[str, Any]:
         config=config,
         dist_init_required=False,
     )
-    with log_heard("lightning_elastic_zero", logging.WARNING) as warned:
+    with captured_log("lightning_elastic_zero", logging.WARNING) as warned:
         loaded = load_checkpoint(engine, path)
     found: dict[str, Any] = {}
     for name, p in engine.module.named_parameters():

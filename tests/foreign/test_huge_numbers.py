@@ -22,7 +22,7 @@ from tests.foreign._load_assertions import TARGETS, around_load, refused
 from tests.foreign._torch_writers import Run
 from tests.support.checkpoints import Loading, Saved, evaluated_weights, refusal
 from tests.support.engines import Engine, Net, Setup, engine_of, inner_of, train
-from tests.support.outcome import log_heard
+from tests.support.outcome import captured_log
 from tests.support.ranks import Pools, skip_without
 
 pytestmark = pytest.mark.engine
@@ -113,7 +113,7 @@ def warnings_of_load(setup: Setup, path: str, again: str = "") -> list[str]:
     from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 
     with engine_of(setup, 7) as engine:
-        with log_heard("lightning_elastic_zero", logging.WARNING) as messages:
+        with captured_log("lightning_elastic_zero", logging.WARNING) as messages:
             load_checkpoint(engine, path)
         if again:
             save_checkpoint(engine, again)

@@ -25,7 +25,7 @@ from tests.foreign._trainer_writers import EveryGradientNet, OnCPU
 from tests.support.engines import Setup
 from tests.support.fits import quiet_trainer
 from tests.support.oracle import dump, same_bits
-from tests.support.outcome import warnings_heard
+from tests.support.outcome import captured_warnings
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
@@ -120,7 +120,7 @@ def continue_run(
     # DeepSpeed clips by default, but the writer of the single file does not.
     config = {**setup.config(), "gradient_clipping": 0.0}
     strategy = ElasticDeepSpeedStrategy(config=config, on_unresumable_data="restart_epoch")
-    with warnings_heard() as messages:
+    with captured_warnings() as messages:
         found = fit(setup, strategy, Look(setup, average), resume=path)
     return (*found, messages)
 

@@ -122,7 +122,7 @@ def load(
             client_state = load_checkpoint(engine, saved.path, **(options or {})).client_state
         assert client_state["epoch"] == STEPS
         assert engine.module.scratch.tolist() == [7.0] * 3, "scratch is not persistent"
-        assert_whole_windows(engine)
+        assert_complete_windows(engine)
         assert_zero_padding(engine, setup)
         found = dump(engine, setup)
         if copy_to is not None:
@@ -147,7 +147,7 @@ def of_any_adam(held: Dump) -> Dump:
     return held | steps
 
 
-def assert_whole_windows(engine: Engine) -> None:
+def assert_complete_windows(engine: Engine) -> None:
     assert engine.micro_steps == engine.global_steps * engine.gradient_accumulation_steps()
 
 
@@ -269,7 +269,7 @@ class Loading:
         return load_checkpoint(engine, self.path, **self.options)
 
 
-class LoadingBesideSchedule(Loading):
+class LoadingWithoutSchedule(Loading):
     """A load that must not change the engine's scheduler and learning rates."""
 
     def __call__(self, engine: Engine) -> object:
@@ -323,7 +323,7 @@ def group_origins_of(setup: Setup, path: str, options: dict[str, Any]) -> tuple[
         return load_checkpoint(engine, path, **options).group_origins
 
 
-def save_unlike(setup: Setup, path: str) -> None:
+def save_different_buffers(setup: Setup, path: str) -> None:
     """Save a run whose last rank has a buffer of another shape."""
     from lightning_elastic_zero.api import save_checkpoint
 

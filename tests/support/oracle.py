@@ -160,7 +160,7 @@ def _count_by_group(engine: Engine, setup: Setup, found: list[dict[str, Any]]) -
             states["step"] = last[id(group_of[id(flat)])]["step"]
 
 
-def take_whole_momenta(engine: Engine, setup: Setup, piece: dict[str, Any]) -> None:
+def split_full_momenta(engine: Engine, setup: Setup, piece: dict[str, Any]) -> None:
     """Convert Muon's momenta of full parameters (ZeRO-1/2) to element-wise states.
 
     The momenta are kept for the comparison between ranks.
@@ -247,7 +247,7 @@ def _weights(engine: Engine, setup: Setup) -> dict[str, torch.Tensor]:
 def dump(engine: Engine, setup: Setup) -> Dump | None:
     """Return the full state that a checkpoint must preserve, on rank 0. Collective."""
     piece = _piece(engine, setup)
-    take_whole_momenta(engine, setup, piece)
+    split_full_momenta(engine, setup, piece)
     pieces: list[Any] | None = [None] * setup.world if distributed.get_rank() == 0 else None
     distributed.gather_object(piece, pieces)
     if pieces is None:

@@ -20,7 +20,7 @@ def error_text(work: Callable[[], object]) -> str:
 
 
 @contextmanager
-def warnings_heard(about: str = "") -> Iterator[list[str]]:
+def captured_warnings(about: str = "") -> Iterator[list[str]]:
     """Yield a list to which the warnings that contain a text are added at the end."""
     messages: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
@@ -32,7 +32,7 @@ def warnings_heard(about: str = "") -> Iterator[list[str]]:
 
 
 @contextmanager
-def log_heard(logger: str, level: int = logging.NOTSET) -> Iterator[list[str]]:
+def captured_log(logger: str, level: int = logging.NOTSET) -> Iterator[list[str]]:
     messages: list[str] = []
     handler = logging.Handler(level)
 

@@ -71,7 +71,7 @@ invariant 3.
 """
 
 
-def ends(work: Callable[[], object]) -> bool:
+def finishes(work: Callable[[], object]) -> bool:
     """Run work in a daemon thread; return whether it ended in time."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()

@@ -267,7 +267,7 @@ def missing_operator(name: str) -> str:
     from deepspeed.ops import op_builder
 
     builder = getattr(op_builder, name)()
-    if not builder.is_compatible():  # `load` would first compile what it needs besides.
+    if not builder.is_compatible():  # `load` would first compile other operators.
         return f"{name} does not build here: it lacks a library"
     try:
         builder.load()

@@ -88,7 +88,7 @@ def fill(path: Path, text: str, *, published: bool = True) -> Path:
     return path
 
 
-def whole(text: str) -> dict[str, str]:
+def complete(text: str) -> dict[str, str]:
     return {SHARD: text, "manifest.json": manifest_of({SHARD: text}, text)}
 
 
@@ -137,7 +137,7 @@ def publish_staged(
 
     def look() -> None:
         nonlocal looks
-        is_there = contents(staged.target) == whole("new")
+        is_there = contents(staged.target) == complete("new")
         looks += is_there
         free = "" if os.path.lexists(staged.target) else "set aside"
         if instant == (("placed", "kept")[looks > 1] if is_there else free):

@@ -36,7 +36,7 @@ from lightning_elastic_zero.tools.verification import (
 )
 from tests.foreign._fixtures import unpack
 from tests.support.plain_checkpoints import make_state, write_elastic
-from tests.support.processes import ends
+from tests.support.processes import finishes
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -318,7 +318,7 @@ def test_pipes_do_not_block(kind: str, tmp_path: Path) -> None:
         (damaged / name).unlink()
         os.mkfifo(damaged / name)
         for call in (verify_checkpoint, inspect_target):
-            assert ends(partial(quietly, call, damaged)), name
+            assert finishes(partial(quietly, call, damaged)), name
         shutil.rmtree(damaged)
 
 

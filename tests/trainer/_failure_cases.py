@@ -23,7 +23,7 @@ from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import connect_ranks
 from lightning_elastic_zero.engine.live import LiveEngine
 from tests.support.fits import SMALL_BUCKETS, FitSpec, error_of, fit
-from tests.support.outcome import NOTHING, error_text, log_heard
+from tests.support.outcome import NOTHING, captured_log, error_text
 
 IN_EXCEPTION_ABSENT_S = 4 * Timeouts().heartbeat_interval_s
 """The shortest timeout that is permitted for ranks that have not entered a call."""
@@ -151,7 +151,7 @@ def save_objects(root: str) -> str:
     """Save a state that contains Python objects; return the messages about them."""
     own = Path("of") / str(comm.get_rank())
     state = {"path": Path("a/b"), "deep": [{"odd": Odd()}], "plain": 1, "own": own}
-    with log_heard("lightning_elastic_zero", logging.WARNING) as messages:
+    with captured_log("lightning_elastic_zero", logging.WARNING) as messages:
         save_checkpoint(engine(), f"{root}/x.ckpt", state)
     return "; ".join(["saved", *messages])
 

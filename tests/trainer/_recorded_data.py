@@ -448,7 +448,7 @@ def loaders_of(kind: str, length: int, size: int, noise: float, options: dict[st
         case "a shorter stream":
             shorter = made(SeekableStream(length // 2, size))
             return [made(data, shuffle=True), shorter]
-        case "goes on":
+        case "continuing":
             return DataLoader(ContinuingStream(length), batch_size=size)
         case "two, one uncut":
             return [made(data, shuffle=True), DataLoader(Stream(length), batch_size=3)]

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from tests.support.fits import elastic, quiet_trainer
-from tests.support.outcome import error_text, log_heard, warnings_heard
+from tests.support.outcome import captured_log, captured_warnings, error_text
 from tests.support.ranks import Pools
 from tests.trainer import _recorded_data
 from tests.trainer._recorded_data import WIDTH, IndexedSamples
@@ -290,7 +290,7 @@ def counts_of(state: dict[str, Any]) -> dict[str, Any]:
 def fit(run: RunSpec) -> RunRecord:
     """Fit; return this rank's record, with the samples of all ranks."""
     logger = "lightning.pytorch.utilities.rank_zero"
-    with warnings_heard() as warned, log_heard(logger, logging.INFO) as logged:
+    with captured_warnings() as warned, captured_log(logger, logging.INFO) as logged:
         seen = _fit(run)
     return replace(seen, messages=[*warned, *logged])
 

@@ -191,7 +191,7 @@ def test_a_loaders_own_state_needs_the_same_world(worlds: Pools, tmp_path: Path)
 
 @pytest.mark.parametrize("last", [True, "link"])
 def test_a_refused_resume_replaces_no_checkpoint(last: Any, worlds: Pools, tmp_path: Path) -> None:
-    """A save in the exception would be at the loaded step, with data from the beginning."""
+    """A save during the exception would contain the loaded step and unrestored data."""
     saving, whole = saved(RunSpec(kind="stateful", length=60), worlds, tmp_path)
     saving_in_exceptions = (
         partial(
@@ -213,7 +213,7 @@ def test_a_refused_resume_replaces_no_checkpoint(last: Any, worlds: Pools, tmp_p
 
 
 class SavesAtStart(Callback):
-    """Saves when training starts, before data and random states are restored."""
+    """Saves at the start of training, before data and random states are restored."""
 
     def __init__(self, path: str) -> None:
         self.path = path

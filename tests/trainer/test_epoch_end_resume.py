@@ -85,7 +85,8 @@ def test_gradients_of_an_incomplete_window_do_not_reach_the_next_epoch(
     reference = record(worlds, 2, run)
     seen = record(worlds, 2, run.resumed("epoch 0"))
     assert seen.buffer == reference.buffer
-    assert seen.losses[3] == reference.losses[3]  # After step 2, the first step of the epoch.
+    # Computed with the weights after step 2, the first step of the epoch.
+    assert seen.losses[3] == reference.losses[3]
     (warning,) = [m for m in reference.messages if "ended within an accumulation window" in m]
     assert "gradients of its last 1 micro-batches are dropped" in warning
 

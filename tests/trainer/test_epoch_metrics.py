@@ -19,7 +19,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from torchmetrics.wrappers import MinMaxMetric
 from typing_extensions import override
 
-from tests.support.outcome import warnings_heard
+from tests.support.outcome import captured_warnings
 from tests.support.ranks import Pools
 from tests.trainer._recorded_data import IndexedSamples
 from tests.trainer._recorded_runs import EventRecorder, RecordingNet, RunSpec, from_step, trainer_of
@@ -162,7 +162,7 @@ def values_of(run: RunSpec, extra: str = "") -> LoggedValues:
     )
     trainer = trainer_of(run, [EventRecorder(run), recorder_of(values), stopping, checkpoints])
     val = DataLoader(IndexedSamples(8, 0.0), batch_size=2) if run.validate else None
-    with warnings_heard() as values.warned:
+    with captured_warnings() as values.warned:
         trainer.fit(net, run.loaders(), val, ckpt_path=run.ckpt_path)
     values.rates = net.rates
     values.stopped = stopping.stopped_epoch
@@ -309,7 +309,7 @@ class CountingNet(RecordingNet):
     def configure_model(self) -> None:
         super().configure_model()
         self.samples = getattr(self, "samples", torchmetrics.SumMetric())
-        self.of_epochs: list[float] = []
+        self.samples_per_epoch: list[float] = []
 
     @override
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -318,22 +318,20 @@ class CountingNet(RecordingNet):
 
     @override
     def on_train_epoch_end(self) -> None:
-        self.of_epochs.append(float(self.samples.compute()))
+        self.samples_per_epoch.append(float(self.samples.compute()))
         self.samples.reset()
 
 
-def samples_of_epochs(run: RunSpec) -> list[float]:
+def samples_per_epoch(run: RunSpec) -> list[float]:
     net = CountingNet(run)
     trainer_of(run, [EventRecorder(run)]).fit(net, run.loaders(), ckpt_path=run.ckpt_path)
-    return net.of_epochs
+    return net.samples_per_epoch
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_metrics_of_an_epoch_that_starts_over_do_too(
-    world: int, worlds: Pools, tmp_path: Path
-) -> None:
+def test_metrics_restart_with_their_epoch(world: int, worlds: Pools, tmp_path: Path) -> None:
     run = RunSpec(kind="iterable", length=60, batch_size=6, save=("step 1.3",), root=str(tmp_path))
-    assert worlds.run(2, partial(samples_of_epochs, run))[0] == [60, 60]
+    assert worlds.run(2, partial(samples_per_epoch, run))[0] == [60, 60]
     policy = {"on_unresumable_data": "restart_epoch"}
     again = run.resumed("step 1.3", batch_size=12 // world, strategy=policy)
-    assert worlds.run(world, partial(samples_of_epochs, again))[0] == [60]
+    assert worlds.run(world, partial(samples_per_epoch, again))[0] == [60]

@@ -20,7 +20,7 @@ from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint, recorded_fingerprint
 from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 from tests.support.fits import FitSpec
-from tests.support.outcome import error_text, log_heard
+from tests.support.outcome import captured_log, error_text
 from tests.support.plain_checkpoints import make_state, manifest_of
 from tests.support.ranks import Pools
 from tests.trainer._failure_cases import engine as plain_engine
@@ -41,7 +41,7 @@ class FingerprintResult:
 
 def fit(plan: FitSpec, verb: str = "fit") -> FingerprintResult:
     trainer, net, data, _ = plan.make()
-    with log_heard("lightning.pytorch.utilities.rank_zero", logging.INFO) as messages:
+    with captured_log("lightning.pytorch.utilities.rank_zero", logging.INFO) as messages:
         getattr(trainer, verb)(net, data, ckpt_path=plan.ckpt_path)
     strategy = trainer.strategy
     assert isinstance(strategy, ElasticDeepSpeedStrategy)

@@ -77,7 +77,10 @@ class OverflowingNet(RegressionNet):
         return loss * OVERFLOW if overflows else loss
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW with one group: in ZeRO-1/2, DeepSpeed's functions miss a second one."""
+        """Return AdamW with one group.
+
+        In ZeRO-1/2, DeepSpeed's functions do not find the states of a second group.
+        """
         trained = [p for p in self.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=self.lr)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
@@ -121,7 +124,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _masters_and_moments(module: nn.Module, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield masters and moments of trained parameters; DeepSpeed's functions lack stage 0."""
+    """Yield masters and moments; DeepSpeed's functions do not support stage 0."""
     named = {p: name for name, p in module.named_parameters() if p.requires_grad}
     if not hasattr(optimizer, "fp32_groups"):
         for parameter, name in named.items():

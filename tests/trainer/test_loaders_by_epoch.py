@@ -20,10 +20,10 @@ from tests.trainer._recorded_runs import (
 
 pytestmark = pytest.mark.engine
 
-ANEW: dict[str, Any] = {"reload_dataloaders_every_n_epochs": 1, "accumulate_grad_batches": 2}
+RELOADED: dict[str, Any] = {"reload_dataloaders_every_n_epochs": 1, "accumulate_grad_batches": 2}
 
 SIZES = RunSpec(
-    kind="by epoch: size", global_batch=None, length=48, batch_size=1, epochs=3, trainer=ANEW
+    kind="by epoch: size", global_batch=None, length=48, batch_size=1, epochs=3, trainer=RELOADED
 )
 """On two ranks: epochs of 12, 6 and 4 steps."""
 

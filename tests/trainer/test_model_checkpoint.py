@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning_elastic_zero.storage import owners as concurrent_runs
 from lightning_elastic_zero.storage.owners import RUN_MARKER_PREFIX, ProcessIdentity
 from tests.support.fits import FitSpec, error_of, fit, listing
-from tests.support.outcome import log_heard
+from tests.support.outcome import captured_log
 from tests.support.processes import HANG_TIMEOUT_S
 from tests.support.ranks import Pools
 
@@ -95,7 +95,7 @@ def fit_twice(root: str) -> list[list[str]]:
     trainer.callbacks.append(second)  # type: ignore[attr-defined]
     messages: list[list[str]] = []
     for epochs in (1, 2):
-        with log_heard("lightning_elastic_zero.storage") as logged:
+        with captured_log("lightning_elastic_zero.storage") as logged:
             trainer.fit_loop.max_epochs = epochs
             trainer.fit(net, data)
             if epochs == 2:

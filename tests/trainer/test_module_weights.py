@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import (
 from typing_extensions import override
 
 from tests.support.fits import FitSpec, RegressionNet, digests, error_of, fit
-from tests.support.outcome import warnings_heard
+from tests.support.outcome import captured_warnings
 from tests.support.ranks import Pools
 
 
@@ -93,7 +93,7 @@ def save_after_a_change(plan: FitSpec, change: str, path: str) -> dict[str, Any]
         net.load_state_dict({name: value + 1 for name, value in net.state_dict().items()})
     else:
         _, net, data, _ = replace(plan, seed=17).make()
-    with warnings_heard(about="saving weights only") as warned:
+    with captured_warnings(about="saving weights only") as warned:
         trainer.test(net, data, verbose=False)
         trainer.save_checkpoint(path)
     tested = digests(net)
@@ -106,7 +106,7 @@ def save_after_a_change(plan: FitSpec, change: str, path: str) -> dict[str, Any]
 def save_without_fit(plan: FitSpec, verb: str, path: str) -> dict[str, Any]:
     """Evaluate, with or without a checkpoint, and save."""
     trainer, net, data, _ = plan.make()
-    with warnings_heard(about="nothing was trained here") as warned:
+    with captured_warnings(about="nothing was trained here") as warned:
         getattr(trainer, verb)(net, data, ckpt_path=plan.ckpt_path)
         trainer.save_checkpoint(path)
     return {"weights": digests(net), "warned": warned}
@@ -156,7 +156,7 @@ def switched(plan: FitSpec, thaw: bool) -> dict[str, Any]:
     """Fit while a layer is frozen or unfrozen; return its weights, and the warnings."""
     switch = Switch(thaw=thaw)
     trainer, net, data, _ = trainer_with(plan, switch)
-    with warnings_heard(about="since the fit began") as warned:
+    with captured_warnings(about="since the fit began") as warned:
         trainer.fit(net, data)
     return {"weights": switch.weights, "warned": warned}
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.fits import elastic, quiet_trainer
-from tests.support.outcome import error_text, log_heard
+from tests.support.outcome import captured_log, error_text
 from tests.support.ranks import Pools
 
 KEYS = ("master", "exp_avg", "exp_avg_sq")
@@ -130,7 +130,7 @@ def fit(plan: MiddleFit) -> Seen:
     saves = ModelCheckpoint(plan.root, save_last=True, enable_version_counter=False)
     strategy = elastic(stage=plan.stage, global_batch_size=6, **plan.strategy)
     trainer = quiet_trainer(strategy, look, saves, max_epochs=plan.epochs)
-    with log_heard("lightning_elastic_zero", logging.WARNING) as warned:
+    with captured_log("lightning_elastic_zero", logging.WARNING) as warned:
         trainer.fit(Net(plan), ckpt_path=plan.ckpt_path)
     start, end = look.states
     return Seen(start, end, (look.weights[0], look.weights[1]), warned)

@@ -74,7 +74,7 @@ def made_by_deepspeed(name: str) -> dict[str, Any]:
 
 
 class LARS(torch.optim.SGD):
-    """An optimizer of a user, with the name of an algorithm that needs whole weights."""
+    """A user's optimizer with the name of an algorithm that needs full weights."""
 
 
 LBFGS = (
@@ -446,7 +446,7 @@ def two_types() -> Any:
 
 
 def sharded_linear() -> Any:
-    """Make an engine on DeepSpeed's LoRA layer, of whose frozen weight each rank has a part."""
+    """Make an engine with DeepSpeed's LoRA layer, which shards its frozen weight over ranks."""
     from deepspeed.linear import LoRAConfig, OptimizedLinear
 
     sharded = LoRAConfig(lora_r=2, base_weight_sharding=2)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
-from tests.support.outcome import warnings_heard
+from tests.support.outcome import captured_warnings
 from tests.support.ranks import Pools
 from tests.trainer._recorded_data import IndexedSamples
 from tests.trainer._recorded_runs import (
@@ -73,10 +73,10 @@ def test_a_configured_rate_replaced_by_the_saved_one_is_reported(
     assert messages_with(first[0], "Global batch of 12: 2 devices x 3 micro-batches of 2 samples")
 
 
-def test_a_schedule_that_the_saved_run_did_not_have_is_warned_of(
+def test_a_schedule_that_the_saved_run_did_not_have_causes_a_warning(
     worlds: Pools, tmp_path: Path
 ) -> None:
-    """By what it is saved as, what is configured, and whether the saved one is loaded."""
+    """Cases are the saved schedule, the configured one, and whether the saved one is loaded."""
     starts = "no state of StepLR: the learning-rate schedule starts at its first step"
     other = "(only the saved one has ['step_size'], only the configured one [])"
     expected = {
@@ -89,15 +89,15 @@ def test_a_schedule_that_the_saved_run_did_not_have_is_warned_of(
         ("step", "step", True): "",
     }
     runs = []
-    for saved, now, taken in expected:
+    for saved, configured, loads in expected:
         run = RunSpec(schedule=saved, save=("step 0.3",), root=str(tmp_path / saved))
-        options = {} if taken else {"load_hyperparameters": False}
-        runs += [run, run.resumed("step 0.3", schedule=now, strategy=options)]
-    seen = records(worlds, 1, runs)[1::2]
-    for (case, text), of in zip(expected.items(), seen, strict=True):
-        told = messages_with(of, "learning-rate schedule")
-        assert len(told) == bool(text), (case, told)
-        assert all(text in message for message in told), (case, told)
+        options = {} if loads else {"load_hyperparameters": False}
+        runs += [run, run.resumed("step 0.3", schedule=configured, strategy=options)]
+    resumed = records(worlds, 1, runs)[1::2]
+    for (case, text), seen in zip(expected.items(), resumed, strict=True):
+        warned = messages_with(seen, "learning-rate schedule")
+        assert len(warned) == bool(text), (case, warned)
+        assert all(text in message for message in warned), (case, warned)
 
 
 class Overriding(RecordingNet):
@@ -110,7 +110,7 @@ class Overriding(RecordingNet):
 
 def warnings_of_override(run: RunSpec) -> list[str]:
     """Resume and evaluate a module with an override; return the warnings about it."""
-    with warnings_heard("load_state_dict") as warned:
+    with captured_warnings("load_state_dict") as warned:
         trainer_of(run, []).fit(Overriding(run), run.loaders(), ckpt_path=run.ckpt_path)
         val = DataLoader(IndexedSamples(8, 0.0), batch_size=2)
         trainer_of(run, []).validate(Overriding(run), val, ckpt_path=run.ckpt_path, verbose=False)
@@ -218,7 +218,7 @@ def warnings_about_hooks(run: RunSpec) -> list[str]:
     callbacks = [LambdaCallback(on_train_epoch_start=lambda *_: None), LearningRateMonitor()]
     options = {**run.trainer, "logger": CSVLogger(run.root)}
     trainer = trainer_of(replace(run, trainer=options), [*callbacks, EventRecorder(run)])
-    with warnings_heard("is not called for epoch") as warned:
+    with captured_warnings("is not called for epoch") as warned:
         trainer.fit(net, run.loaders(), ckpt_path=run.ckpt_path)
     return warned
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from tests.support.fits import digests
-from tests.support.outcome import warnings_heard
+from tests.support.outcome import captured_warnings
 from tests.support.ranks import Pools
 from tests.trainer._recorded_data import IndexedSamples
 from tests.trainer._recorded_runs import (
@@ -81,7 +81,7 @@ def trained(run: RunSpec) -> tuple[RunRecord, dict[str, str], list[str]]:
     moves = LambdaCallback(on_fit_start=move_a_batch, on_train_batch_end=move_a_batch)
     trainer = trainer_of(run, [watch, moves])
     val = DataLoader(IndexedSamples(8, 0.0), batch_size=2) if run.validate else None
-    with warnings_heard("Frozen weights have changed") as warned:
+    with captured_warnings("Frozen weights have changed") as warned:
         trainer.fit(net, run.loaders(), val, ckpt_path=run.ckpt_path)
     return gather_record(trainer, net, watch), digests(net), warned
 

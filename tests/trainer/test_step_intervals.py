@@ -99,7 +99,7 @@ def test_rates_and_validation_follow_optimizer_steps(case: str, worlds: Pools) -
 def test_no_batch_beyond_the_limit_is_fetched(worlds: Pools) -> None:
     """A stream that continues over epochs would lose it."""
     trainer = {"limit_train_batches": 3, "accumulate_grad_batches": 2}
-    run = replace(RUN, kind="goes on", length=100, global_batch=None, trainer=trainer)
+    run = replace(RUN, kind="continuing", length=100, global_batch=None, trainer=trainer)
     seen = record(worlds, 2, run)
     assert sorted(index for ids in seen.steps.values() for index in ids) == list(range(12))
 

@@ -130,21 +130,26 @@ def test_averaged_weights_continue_bit_for_bit(world: int, worlds: Pools, tmp_pa
         assert world != 2 or seen[10] == expected[10]
 
 
-def averaged_in_validation(root: str, path: str | None, stage: int, way: str) -> list[Any]:
-    """Save, or save in an exception, inside a validation; return average and weights there.
+def averaged_in_validation(root: str, path: str | None, stage: int, method: str) -> list[Any]:
+    """Save inside a validation; return the average and the weights after the last step.
 
-    With a path, resume and return those at the start.
+    Args:
+        root: folder of the checkpoints.
+        path: checkpoint to resume; then return the average and the weights at the start.
+        stage: of ZeRO.
+        method: ``"exception"`` raises during the validation, ``"call"`` saves, ``"background"``
+            saves in the background.
     """
     average, net, seen = EMAWeightAveraging(decay=0.9), RecordingNet(RunSpec()), []
 
     def look(*_: Any) -> None:
         assert average._average_model is not None
         state = average._average_model.state_dict()
-        of_module = {name: p.tolist() for name, p in net.named_parameters()}
-        seen.append(({name: value.tolist() for name, value in state.items()}, of_module))
+        weights = {name: p.tolist() for name, p in net.named_parameters()}
+        seen.append(({name: value.tolist() for name, value in state.items()}, weights))
 
     def interrupt(trainer: pl.Trainer, _module: Any, _outputs: Any, _batch: Any, i: int) -> None:
-        if path is None and i == 1 and way == "exception":
+        if path is None and i == 1 and method == "exception":
             raise KeyboardInterrupt
         if path is None and i == 1:
             trainer.save_checkpoint(f"{root}/step=5.ckpt")
@@ -155,7 +160,7 @@ def averaged_in_validation(root: str, path: str | None, stage: int, way: str) ->
         on_validation_batch_end=interrupt,
     )
     saving = ModelCheckpoint(root, "{step}", every_n_train_steps=99, save_on_exception=True)
-    strategy = elastic(stage=stage, global_batch_size=12, async_save=way == "background")
+    strategy = elastic(stage=stage, global_batch_size=12, async_save=method == "background")
     trainer = quiet_trainer(strategy, average, looks, saving, max_epochs=1 + (path is not None))
     data = DataLoader(IndexedSamples(53, 0.0), batch_size=2, shuffle=True)
     with contextlib.suppress(KeyboardInterrupt, SystemExit):
@@ -164,15 +169,15 @@ def averaged_in_validation(root: str, path: str | None, stage: int, way: str) ->
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-@pytest.mark.parametrize("way", ["exception", "call", "background"])
-def test_a_save_inside_a_validation_of_the_average_has_both(
-    way: str, stage: int, worlds: Pools, tmp_path: Path
+@pytest.mark.parametrize("method", ["exception", "call", "background"])
+def test_a_save_inside_a_validation_has_the_average_and_the_weights(
+    method: str, stage: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """The callback has exchanged the two for the validation."""
-    saved = worlds.run(1, partial(averaged_in_validation, str(tmp_path), None, stage, way))
+    """The callback swaps the two for the validation."""
+    saved = worlds.run(1, partial(averaged_in_validation, str(tmp_path), None, stage, method))
     path = str(tmp_path / "step=5.ckpt")
-    on = str(tmp_path / "on")
-    assert worlds.run(1, partial(averaged_in_validation, on, path, stage, way)) == saved
+    root = str(tmp_path / "on")
+    assert worlds.run(1, partial(averaged_in_validation, root, path, stage, method)) == saved
 
 
 @pytest.mark.long

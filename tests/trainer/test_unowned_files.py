@@ -25,7 +25,7 @@ from tests.support.fits import (
     error_of,
     quiet_trainer,
 )
-from tests.support.outcome import NOTHING, error_text, log_heard, warnings_heard
+from tests.support.outcome import NOTHING, captured_log, captured_warnings, error_text
 from tests.support.ranks import Pools
 from tests.trainer._async_save import AsyncSaveSpec
 from tests.trainer._failure_cases import engine as engine_with_a_step
@@ -144,7 +144,7 @@ class Fit:
         """Fit; return the last step, the callback's paths, and the messages."""
         trainer, _, data, _ = self.plan.make()
         trainer.callbacks.extend(self.puts)  # type: ignore[attr-defined]
-        with warnings_heard() as warned, log_heard("lightning_elastic_zero") as logged:
+        with captured_warnings() as warned, captured_log("lightning_elastic_zero") as logged:
             trainer.fit(Worse(), data, ckpt_path=self.plan.ckpt_path)
         callback = trainer.checkpoint_callback
         assert isinstance(callback, ModelCheckpoint)
@@ -156,7 +156,7 @@ class Fit:
         }
 
 
-def test_a_run_continues_from_stocks_last_and_keeps_stocks_files(
+def test_a_run_continues_from_lightnings_last_and_keeps_lightnings_files(
     worlds: Pools, tmp_path: Path
 ) -> None:
     """The next resume uses this library's checkpoint."""

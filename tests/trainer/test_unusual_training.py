@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from tests.support.fits import elastic, quiet_trainer
-from tests.support.outcome import error_text, warnings_heard
+from tests.support.outcome import captured_warnings, error_text
 from tests.support.ranks import Pools
 from tests.trainer._recorded_data import IndexedSamples, StatefulLoader, Stream
 from tests.trainer._recorded_runs import (
@@ -163,7 +163,7 @@ class BackwardTwice(RecordingNet):
 def warnings_of_backward(net: type[RecordingNet], stage: int) -> list[str]:
     """Train with manual optimization; return the warnings about its backward passes."""
     run = RunSpec(manual=True, batch_size=6, epochs=1, stage=stage)
-    with warnings_heard("manual_backward") as warned:
+    with captured_warnings("manual_backward") as warned:
         trainer_of(run, []).fit(net(run), run.loaders())
     return warned
 
@@ -180,7 +180,7 @@ def test_several_backward_passes_per_step_cause_a_warning_in_zero(
 
 
 class StepsEverySecondBatch(RecordingNet):
-    """A net that optimizes by itself, with the gradients of two batches to a step."""
+    """A net with manual optimization and the gradients of two batches per step."""
 
     @override
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override] # no loss
@@ -192,24 +192,24 @@ class StepsEverySecondBatch(RecordingNet):
 
 
 def warnings_of_gradients(run: RunSpec) -> list[str]:
-    with warnings_heard("lacks the gradients") as said:
+    with captured_warnings("lacks the gradients") as warned:
         trainer_of(run, [EventRecorder(run)]).fit(StepsEverySecondBatch(run), run.loaders())
-    return said
+    return warned
 
 
-def test_a_save_that_lacks_gradients_of_manual_optimization_is_warned_of(
+def test_a_save_that_lacks_gradients_of_manual_optimization_causes_a_warning(
     worlds: Pools, tmp_path: Path
 ) -> None:
-    """Between two steps, whose batches are not repeated."""
+    """A resume from a save between two steps does not repeat their batches."""
     run = RunSpec(manual=True, batch_size=6, stage=0, length=72, root=str(tmp_path))
     between = replace(run, save=("step 0.3", "step 0.4", "step 1.2"))
-    (said,) = worlds.run(2, partial(warnings_of_gradients, between))[:1]
-    assert len(said) == 1
-    assert "lacks the gradients of 1 manual_backward calls" in said[0]
+    (warned,) = worlds.run(2, partial(warnings_of_gradients, between))[:1]
+    assert len(warned) == 1
+    assert "lacks the gradients of 1 manual_backward calls" in warned[0]
 
 
-class TakesItsBatches(RecordingNet):
-    """A net that takes a number of batches in each call of ``training_step``."""
+class FetchesBatches(RecordingNet):
+    """A net whose ``training_step`` fetches a number of batches."""
 
     each = 1
 
@@ -223,30 +223,30 @@ class TakesItsBatches(RecordingNet):
         return torch.stack(parts).mean()
 
 
-class TakesTwoBatches(TakesItsBatches):
+class FetchesTwoBatches(FetchesBatches):
     each = 2
 
 
-def taken(net: type[TakesItsBatches], run: RunSpec) -> RunRecord:
-    watch, made = EventRecorder(run), net(run)
+def fit_net(net_class: type[FetchesBatches], run: RunSpec) -> RunRecord:
+    watch, net = EventRecorder(run), net_class(run)
     trainer = trainer_of(run, [watch])
-    trainer.fit(made, run.loaders(), ckpt_path=run.ckpt_path)
-    return gather_record(trainer, made, watch)
+    trainer.fit(net, run.loaders(), ckpt_path=run.ckpt_path)
+    return gather_record(trainer, net, watch)
 
 
-def error_of_two(run: RunSpec) -> str:
-    return error_text(lambda: taken(TakesTwoBatches, run))
+def error_with_two_batches(run: RunSpec) -> str:
+    return error_text(lambda: fit_net(FetchesTwoBatches, run))
 
 
-def test_a_step_that_takes_its_batches_may_take_one(worlds: Pools, tmp_path: Path) -> None:
-    """With several, a resume would repeat samples."""
+def test_a_step_that_fetches_its_batches_may_fetch_only_one(worlds: Pools, tmp_path: Path) -> None:
+    """With several batches, a resume would repeat samples."""
     run = RunSpec(length=96, batch_size=6, save=("step 0.3",), root=str(tmp_path))
-    whole = worlds.run(2, partial(taken, TakesItsBatches, run))[0]
+    reference = worlds.run(2, partial(fit_net, FetchesBatches, run))[0]
     for world in (1, 2):
         resumed = run.resumed("step 0.3")
-        seen = worlds.run(world, partial(taken, TakesItsBatches, resumed))[0]
-        assert seen.steps == from_step(whole.steps, 3)
-    for message in worlds.run(2, partial(error_of_two, run)):
+        seen = worlds.run(world, partial(fit_net, FetchesBatches, resumed))[0]
+        assert seen.steps == from_step(reference.steps, 3)
+    for message in worlds.run(2, partial(error_with_two_batches, run)):
         assert message.startswith("UnsupportedError: training_step has taken 4 batches from")
 
 
