@@ -11,6 +11,7 @@ A checkpoint is renamed before it is deleted, so that it never exists partially 
 from __future__ import annotations
 
 import errno
+import hashlib
 import itertools
 import logging
 import os
@@ -334,11 +335,18 @@ _log = logging.getLogger(__name__)
 
 
 def identity(path: Path) -> object:
-    """Return what distinguishes a checkpoint from a later one at its path; None if missing."""
+    """Return what distinguishes a checkpoint from a later one at its path; None if missing.
+
+    It is the text of the manifest, which has the id of the save: on some file systems in user space
+    a rename changes the inode of a folder.
+    """
     try:
         status = path.lstat()
     except FileNotFoundError:
         return None
+    if stat.S_ISDIR(status.st_mode):
+        with suppress(OSError), open(path / MANIFEST_NAME, "rb", opener=open_descriptor) as file:
+            return hashlib.sha256(file.read()).digest()
     return status.st_dev, status.st_ino
 
 

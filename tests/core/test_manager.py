@@ -408,6 +408,22 @@ class TestRemove:
         assert not delete_checkpoint(target, identity(target))
         assert names_in(tmp_path) == ["new.ckpt", "old"]
 
+    def test_a_rename_may_change_inodes(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        target = fill(tmp_path / "a.ckpt", "data")
+        fill(tmp_path / "new.ckpt", "data")
+
+        def copied(path: Path, name: Path) -> Path:
+            shutil.copytree(path, name)
+            shutil.rmtree(path)
+            return name
+
+        monkeypatch.setattr(Path, "rename", copied)
+        assert not delete_checkpoint(target, identity(target))
+        assert names_in(tmp_path) == ["new.ckpt"]
+        assert not caplog.text
+
     def test_remote_addresses_are_refused(self) -> None:
         with pytest.raises(UnsupportedError, match="ftp://"):
             Retention().remove("ftp://bucket/a.ckpt")
@@ -521,7 +537,7 @@ class TestWaiting:
     def test_a_pending_deletion_spares_a_new_checkpoint_of_that_name(self, tmp_path: Path) -> None:
         best, retention = fill(tmp_path / "best.ckpt", "data"), Retention()
         retention.remove(best)
-        again = fill(tmp_path / "staged", "data")
+        again = fill(tmp_path / "staged", "other")
         best.rename(tmp_path / "gone")
         again.rename(best)
         fill(tmp_path / "other.ckpt", "data")
