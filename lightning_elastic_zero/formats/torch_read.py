@@ -325,8 +325,10 @@ class TorchFile:
             with zipfile.ZipFile(reader) as archive:
                 records = {info.filename: info for info in archive.infolist()}
         except (zipfile.BadZipFile, OSError, *_UNREADABLE) as error:
-            if isinstance(error, OSError):
-                raise_unless_damage(error, self.path)
+            # zipfile replaces an error of the disk, which names the path and a remedy.
+            cause = error if isinstance(error, OSError) else error.__context__
+            if isinstance(cause, OSError) and cause.errno is not None:
+                raise cause from None
             reader.seek(0)
             if reader.read(2) == b"PK":
                 self._refuse(
@@ -622,8 +624,8 @@ class LegacyFile:
             raise  # this one, or another rank's failure meanwhile
         except Exception as error:
             refuse_class(error, path)
-            if isinstance(error, OSError):
-                raise_unless_damage(error, path)
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # of the disk, with the path and a remedy
             # Without torch's advice to trust the file.
             why = f"{type(error).__name__}: {str(error).partition('Weights only load')[0]}"
             msg = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import subprocess
 import sys
@@ -288,6 +289,26 @@ class TestDamage:
         os.truncate(path, record.size_bytes // 2)
         with pytest.raises(CheckpointCorruptedError, match=r"shard\.pt is damaged: it has"):
             open_verified(tmp_path, record)
+
+    @pytest.mark.parametrize("legacy", [False, True])
+    def test_an_error_of_the_disk_is_raised_with_one_remedy(
+        self, legacy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "a.pt"
+        torch.save({"a": torch.zeros(9)}, path, _use_new_zipfile_serialization=not legacy)
+
+        errors, preadv = [OSError(errno.EIO, os.strerror(errno.EIO))], os.preadv
+
+        def fail_once(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+            if errors:
+                raise errors.pop()
+            return preadv(descriptor, buffers, offset)
+
+        monkeypatch.setattr(os, "preadv", fail_once)
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)) as caught:
+            open_unverified(path)
+        assert caught.value.filename == str(path)
+        assert str(caught.value).count("another attempt fails") == 1
 
     def test_valid_bytes_that_are_not_a_zip_are_the_wrong_format(self, tmp_path: Path) -> None:
         with pytest.raises(CheckpointFormatError, match=r"shard\.pt is not a file of torch\.save"):
