@@ -87,12 +87,6 @@ def _check_open_file_limit(world_size: int) -> None:
     text = open_file_limit_warning(world_size, limit, open_files, f"{host} (process {pid})")
     if text:
         log.warning("%s", text)
-    else:
-        log.info(
-            "the job's store: %d connections, of %d open files",
-            CONNECTIONS_PER_RANK * world_size,
-            limit,
-        )
 
 
 def open_file_limit_warning(world_size: int, limit: int, open_files: int, host: str) -> str:

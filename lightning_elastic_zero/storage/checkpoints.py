@@ -22,7 +22,7 @@ from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
 from lightning_elastic_zero.storage import ownership, publish, store_checkpoints
 from lightning_elastic_zero.storage.checksums import as_save_error
-from lightning_elastic_zero.storage.ownership import ExistingTarget
+from lightning_elastic_zero.storage.ownership import ExistingTarget, RecordedFiles, recorded_files
 from lightning_elastic_zero.storage.paths import existing_path, read_file, real_path
 from lightning_elastic_zero.storage.publish import StagedDirectory, staging_path
 from lightning_elastic_zero.storage.store_checkpoints import StagedObjects
@@ -142,12 +142,23 @@ def is_checkpoint(path: AnyPath) -> bool:
 
 
 def can_replace(other: AnyPath, path: AnyPath) -> bool:
-    """See ``ownership.can_replace``."""
-    if isinstance(other, StorePath) and isinstance(path, StorePath):
-        return store_checkpoints.can_replace(other, path)
-    if isinstance(other, StorePath) or isinstance(path, StorePath):
+    """Whether a run that could resume from ``path`` can resume from ``other``.
+
+    ``other`` must be a checkpoint of this library with all files in their recorded sizes, and with
+    optimizer state if ``path`` has it. Another run may delete it meanwhile.
+    """
+    there = _recorded(other)
+    if there.problem or (there.weights_only and not _recorded(path).weights_only):
         return False
-    return ownership.can_replace(other, path)
+    sizes = {name: size for name, size in there.sizes.items() if size is not None}
+    return all(found == sizes[name] for name, found in file_sizes(other, sizes))
+
+
+def _recorded(path: AnyPath) -> RecordedFiles:
+    if isinstance(path, Path):
+        return ownership.recorded_at(path)
+    commit = store_checkpoints.read_commit(path)
+    return recorded_files(commit.data if commit else b"")
 
 
 def has_link(path: AnyPath) -> bool:

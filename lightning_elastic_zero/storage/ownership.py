@@ -80,7 +80,7 @@ def classify_files(path: Path, *, hidden: bool = False) -> FileOwnership:
     ``hidden``: it has a hidden name of this library, so it may be an unfinished or partly deleted
     checkpoint without a manifest. Raises OSError if the directory itself cannot be read.
     """
-    recorded = _recorded(path)
+    recorded = recorded_at(path)
     sizes, problem = recorded.sizes, recorded.problem
     ours, ignorable, foreign = [], [], []
     is_written = WRITTEN.fullmatch if hidden and problem else None
@@ -104,23 +104,7 @@ def classify_files(path: Path, *, hidden: bool = False) -> FileOwnership:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a directory has a manifest of this library; other files do not matter."""
-    return not _recorded(path).problem
-
-
-def can_replace(other: Path, path: Path) -> bool:
-    """Whether a run that could resume from ``path`` can resume from ``other``.
-
-    ``other`` must be a checkpoint of this library with all files in their recorded sizes, and with
-    optimizer state if ``path`` has it.
-    """
-    there, mine = _recorded(other), _recorded(path)
-    if there.problem or (there.weights_only and not mine.weights_only):
-        return False
-    sizes = ((other / name, size) for name, size in there.sizes.items() if size is not None)
-    try:
-        return all(file.is_file() and file.stat().st_size == size for file, size in sizes)
-    except OSError:  # Another run is deleting it.
-        return False
+    return not recorded_at(path).problem
 
 
 def remove_own_files(path: Path, progress: Progress, *, hidden: bool = False) -> None:
@@ -154,7 +138,7 @@ class RecordedFiles:
     """What is wrong with the manifest; empty if it is valid."""
 
 
-def _recorded(path: Path) -> RecordedFiles:
+def recorded_at(path: Path) -> RecordedFiles:
     """Read a manifest, without verifying it: a changed name or size matches no file."""
     try:
         # A pipe is read without waiting, and is empty.

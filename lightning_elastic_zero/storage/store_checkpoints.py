@@ -171,19 +171,6 @@ def is_checkpoint(path: StorePath) -> bool:
     return False
 
 
-def can_replace(other: StorePath, path: StorePath) -> bool:
-    """See ``ownership.can_replace``."""
-    theirs, mine = read_commit(other), read_commit(path)
-    if theirs is None or not theirs.save_id:
-        return False
-    there = recorded_files(theirs.data)
-    if there.problem or (
-        there.weights_only and not (mine and recorded_files(mine.data).weights_only)
-    ):
-        return False
-    return _has_files(other, theirs.data)
-
-
 def _has_files(path: StorePath, manifest: bytes) -> bool:
     """Whether all files that a manifest names are there, by their sizes."""
     sizes, recorded = file_sizes(path), recorded_files(manifest).sizes
