@@ -55,7 +55,7 @@ from lightning_elastic_zero.engine.selftest_engine import (
     trial_engine,
 )
 from lightning_elastic_zero.errors import ElasticZeroError, RanksError, SaveError, UnsupportedError
-from lightning_elastic_zero.storage.checksums import Writeback
+from lightning_elastic_zero.storage.checksums import DiskFile
 from lightning_elastic_zero.storage.ownership import delete_checkpoint
 from lightning_elastic_zero.storage.paths import check_local_path, real_path
 from lightning_elastic_zero.tools.report import format_bytes
@@ -723,12 +723,11 @@ def _write(path: Path, job: Job, ranks: Ranks) -> float:
     """Write and sync a file as saves do, so that no single wait is long; return the seconds."""
     block = os.urandom(_BLOCK_BYTES)
     began = time.perf_counter()
-    with path.open("xb", buffering=0) as file:
-        writeback = Writeback(file.fileno(), ranks.progress)
+    with closing(DiskFile(path, ranks.progress)) as file:
         for _ in range(-(-job.setting.measured_bytes // _BLOCK_BYTES)):
-            writeback.wrote(file.write(block))
+            file.write(memoryview(block))
             ranks.progress.check()
-        writeback.finish()
+        file.finish()
     return time.perf_counter() - began
 
 

@@ -42,25 +42,34 @@ rarely; on a slow disk, it is the longest time without progress."""
 _NOT_SUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.ENOTSUP}
 
 
-class Writeback:
-    """Writeback of one file to disk while it is written, without a long wait.
+class DiskFile:
+    """A new file, which is synced to disk while it is written, without a long wait.
 
     A sync is one system call without progress reports, and a disk that 64 ranks share may give each
     of them a few MB/s. So this waits for small pieces, and syncs often enough for a sync to be
     short. It measures their duration, because file systems do not report their speed.
     """
 
-    def __init__(self, descriptor: int, progress: Progress) -> None:
-        self._descriptor = descriptor
+    def __init__(self, path: Path, progress: Progress) -> None:
+        """Create the file, which must not exist, and its folder."""
+        path.parent.mkdir(exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._descriptor = os.open(path, flags, 0o666)
         self._progress = progress
         self._size_bytes = 0
         self._started_bytes = 0
         self._synced_bytes = 0
         self._sync_bytes = _FIRST_SYNC_BYTES
 
-    def wrote(self, size_bytes: int) -> None:
-        """Count bytes that were written to the file; wait if too many are not on disk yet."""
-        self._size_bytes += size_bytes
+    def write(self, part: memoryview) -> None:
+        """Append bytes; wait if too many are not on disk yet."""
+        while part.nbytes:
+            written_bytes = os.write(self._descriptor, part)
+            part = part[written_bytes:]
+            self._size_bytes += written_bytes
+            self._write_back()
+
+    def _write_back(self) -> None:
         begun_bytes = self._size_bytes - self._started_bytes
         if begun_bytes >= _PIECE_BYTES:
             # Without waiting: this is 10 % faster in total (400 MB, local disk).
@@ -74,10 +83,17 @@ class Writeback:
             self._adapt(time.monotonic() - began)
 
     def finish(self) -> None:
-        """Wait until the whole file is on disk."""
+        """Wait until the whole file is on disk, and close it."""
         self._wait()
         os.fsync(self._descriptor)
         self._progress.check()
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; may be called twice."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     def _wait(self) -> None:
         first, self._synced_bytes = self._synced_bytes, self._size_bytes
@@ -149,31 +165,6 @@ def _sidecar_data(sidecar: Sidecar) -> bytes:
     return json.dumps(asdict(sidecar)).encode()
 
 
-class _LocalFile:
-    """A new file on a disk."""
-
-    def __init__(self, path: Path, progress: Progress) -> None:
-        path.parent.mkdir(exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        self._descriptor = os.open(path, flags, 0o666)
-        self._writeback = Writeback(self._descriptor, progress)
-
-    def write(self, part: memoryview) -> None:
-        while part.nbytes:
-            written_bytes = os.write(self._descriptor, part)
-            part = part[written_bytes:]
-            self._writeback.wrote(written_bytes)
-
-    def finish(self) -> None:
-        self._writeback.finish()
-        self.close()
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-
 class ChecksummedWriter:
     """A new binary file or object that computes the checksums of its chunks while it is written.
 
@@ -200,7 +191,7 @@ class ChecksummedWriter:
             self._file = (
                 self.path.store.writer(self.path.key, size_bytes, progress)
                 if isinstance(self.path, StorePath)
-                else _LocalFile(self.path, progress)
+                else DiskFile(self.path, progress)
             )
 
     def write(self, data: bytes | bytearray | memoryview) -> int:

@@ -22,7 +22,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage.checksums import (
     SUMS_SUFFIX,
-    Writeback,
+    DiskFile,
     as_save_error,
     write_durably,
 )
@@ -556,22 +556,14 @@ def copy_checkpoint(source: Path, target: Path, progress: Progress) -> None:
         raise OSError(errno.EINVAL, contents.problem, str(source))
     target.mkdir()
     for name in contents.ours:
-        (target / name).parent.mkdir(exist_ok=True)
-        _copy_file(source / name, target / name, progress)
+        to = closing(DiskFile(target / name, progress))
+        with (source / name).open("rb") as read, to as written:
+            while block := read.read(1 << 20):
+                written.write(memoryview(block))
+                progress.check()
+            written.finish()
     for folder, _, _ in os.walk(target, topdown=False):
         sync_directory(Path(folder))
-
-
-def _copy_file(source: Path, target: Path, progress: Progress) -> None:
-    with source.open("rb") as read, target.open("xb", buffering=0) as written:
-        writeback = Writeback(written.fileno(), progress)
-        while block := read.read(1 << 20):
-            rest = memoryview(block)
-            while rest:
-                rest = rest[written.write(rest) :]
-            writeback.wrote(len(block))
-            progress.check()
-        writeback.finish()
 
 
 def make_link(target: Path, link: Path, progress: Progress = NO_PROGRESS) -> None:

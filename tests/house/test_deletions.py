@@ -122,9 +122,6 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("integrations/engines.py", "save", "self._manager.link"): LATEST_FILE,
     ("storage/publish.py", "_make_link", "new.symlink_to"): LINKS
     + "test_a_link_does_not_replace_foreign_files",
-    ("storage/publish.py", "_copy_file", "target.open to write"): (
-        LINKS + "test_a_copy_has_only_files_of_the_checkpoint"
-    ),
     # -- selftest, in a folder that it creates under a unique name
     ("checkpoint/directory_check.py", "_write_new", "path.open to write"): SELFTEST,
     ("checkpoint/directory_check.py", "_rename", "hidden.rename"): SELFTEST,
@@ -133,7 +130,6 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("checkpoint/directory_check.py", "_links", "(place / 'try').symlink_to"): SELFTEST,
     ("checkpoint/directory_check.py", "_remove", "shutil.rmtree"): SELFTEST,
     ("selftest.py", "_measure", "raw.unlink"): SELFTEST_WORLDS,
-    ("selftest.py", "_write", "path.open to write"): SELFTEST_WORLDS,
     ("selftest.py", "_run_rank", "os.O_WRONLY"): SELFTEST_WORLDS,
     ("selftest.py", "put", "self._path.open to write"): SELFTEST_WORLDS,
 }
