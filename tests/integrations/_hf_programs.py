@@ -43,7 +43,7 @@ from transformers import (
 )
 
 from lightning_elastic_zero import elastic
-from tests.support.outcome import error_text, log_heard
+from tests.support.outcome import captured_log, error_text
 
 State = dict[str, torch.Tensor]
 
@@ -54,7 +54,7 @@ MICRO = {1: (2, 6), 2: (2, 3), 3: (2, 2)}
 _seen: list[int] = []
 
 
-library_warnings = functools.partial(log_heard, "lightning_elastic_zero", logging.WARNING)
+library_warnings = functools.partial(captured_log, "lightning_elastic_zero", logging.WARNING)
 
 
 class StoppedError(Exception):

@@ -77,7 +77,7 @@ def run_ranks(
 def run_side_by_side(
     programs: Sequence[Callable[[Job], None]], world_size: int, fork_server: ForkServer
 ) -> list[list[RankResult]]:
-    """Run programs that mostly wait at the same time, each as ``run_ranks`` does."""
+    """Run programs that mostly wait in parallel, each as ``run_ranks`` does."""
     ports = [free_port() for _ in programs]
     results = _run(
         [
@@ -132,7 +132,7 @@ def _be_rank(program: Callable[[Job], None], port: int, job: Job, store_of_launc
 
 
 def output_of_forked(fork_server: ForkServer, folder: Path, *calls: Callable[[], None]) -> str:
-    """Run processes side by side, which must all succeed; return the output of the first."""
+    """Run processes in parallel, which must all succeed; return the output of the first."""
     programs = []
     try:
         for number, call in enumerate(calls):

@@ -250,8 +250,8 @@ def test_the_checkpoint_resumed_from_is_not_written_again(worlds: Pools, tmp_pat
     assert len(after) == 10
 
 
-def left_by_a_fit(root: str) -> list[object]:
-    """Fit with a monitor; return the copies and listeners that the strategy still has."""
+def remaining_after_fit(root: str) -> list[object]:
+    """Fit with a monitor; return the strategy's remaining copies and listeners."""
     trainer = trainer_of(root, 1, [CheckpointMonitor()])
     strategy: Any = trainer.strategy
     before = [*strategy.checkpoint_manager.listeners]
@@ -262,7 +262,7 @@ def left_by_a_fit(root: str) -> list[object]:
 
 
 def test_a_fit_leaves_no_copies_and_listeners(worlds: Pools, tmp_path: Path) -> None:
-    assert worlds.run(1, partial(left_by_a_fit, str(tmp_path)))[0] == [{}, None, []]
+    assert worlds.run(1, partial(remaining_after_fit, str(tmp_path)))[0] == [{}, None, []]
 
 
 def fitted_twice(root: str) -> list[int]:

@@ -252,7 +252,7 @@ def test_a_step_that_fetches_its_batches_may_fetch_only_one(worlds: Pools, tmp_p
 
 class CountedLoader(StatefulLoader):
     requests: ClassVar[list[int]] = []
-    """Shared with the strategy's copies of the loader."""
+    """Batches taken at each call of ``state_dict``; the strategy's copies share the list."""
 
     @override
     def state_dict(self) -> dict[str, int]:
@@ -267,7 +267,7 @@ class CountedSizedLoader(CountedLoader):
 
 
 def requests_per_batch(kind: type[CountedLoader]) -> list[int]:
-    """Return how often a loader was asked for its state in each batch but the first and last."""
+    """Return the calls of the loader's ``state_dict`` in each batch except the first and last."""
     loader, counts = kind(Stream(60), batch_size=12), []
     counting = LambdaCallback(on_train_batch_start=lambda *_: counts.append(len(kind.requests)))
     run = RunSpec(batch_size=12, epochs=1)
@@ -276,7 +276,7 @@ def requests_per_batch(kind: type[CountedLoader]) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", [CountedLoader, CountedSizedLoader])
-def test_loaders_are_asked_for_their_states_once_per_batch(
+def test_states_of_loaders_are_requested_once_per_batch(
     kind: type[CountedLoader], worlds: Pools
 ) -> None:
     assert worlds.run(1, partial(requests_per_batch, kind)) == [[1, 1, 1]]
