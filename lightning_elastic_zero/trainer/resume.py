@@ -275,6 +275,14 @@ class RunResumer:
     ) -> list[Any]:
         """Restore the loaded state; return the states that were loaded into loaders."""
         record, state, rank = pending.record, pending.state, trainer.global_rank
+        if trainer.global_step == 0 < record.global_step:
+            msg = (
+                f"{pending.where}: saved after {record.global_step} optimizer steps, and this run "
+                "would count from 0, because Lightning counts the steps of manual and automatic "
+                "optimization separately. Set automatic_optimization of the module as in the saved "
+                "run, or pass load_optimizer_state=False with a checkpoint of weights alone"
+            )
+            raise CheckpointMismatchError(msg)
         now = self.recorder.record(trainer, trainer.fit_loop.state_dict(), trainer.world_size)
         foreign_path = "" if pending.is_own_format else pending.where
         planned = now if trainer.lr_scheduler_configs else replace(now, planned_steps=None)

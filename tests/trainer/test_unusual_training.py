@@ -179,6 +179,19 @@ def test_several_backward_passes_per_step_cause_a_warning_in_zero(
     assert not any(worlds.run(2, partial(warnings_of_backward, RecordingNet, stage)))
 
 
+def test_manual_and_automatic_optimization_do_not_resume_each_other(
+    worlds: Pools, tmp_path: Path
+) -> None:
+    """Lightning would count the steps from 0 again."""
+    for manual in (True, False):
+        root = str(tmp_path / str(manual))
+        run = RunSpec(manual=manual, batch_size=6, save=("step 0.3",), root=root)
+        record(worlds, 2, run)
+        other = run.resumed("step 0.3", manual=not manual)
+        said = ("saved after 3 optimizer steps", "Set automatic_optimization of the module as in")
+        assert_refused(worlds, 2, other, "CheckpointMismatchError", *said)
+
+
 class StepsEverySecondBatch(RecordingNet):
     """A net with manual optimization and the gradients of two batches per step."""
 
