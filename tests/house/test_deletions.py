@@ -157,6 +157,7 @@ NOT_ON_DISK = {
     ("engine/live.py", "remove", "hooks.remove"),
     ("engine/loss_scale.py", "ensure_scaled", "hook.remove"),
     ("core/tensors.py", "_with_copies", "copy.copy"),
+    ("formats/client_state.py", "_plain_part", "copy.copy"),
     ("core/manifest.py", "dump_with_digest", "text.replace"),
     ("core/manifest.py", "dump_with_digest", "mark.replace"),
     ("core/manifest.py", "has_valid_digest", "text.replace"),
