@@ -183,7 +183,7 @@ def link_of_one_lost_after_publication(job: Job) -> None:
 
 def slow_link(job: Job) -> None:
     """Save in the background without links, where a copy takes longer than the stall timeout."""
-    copy = copying._copy_file
+    copy = copying.copy_checkpoint
 
     def copy_slowly(source: Path, target: Path, progress: Progress) -> None:
         copy(source, target, progress)
@@ -196,7 +196,7 @@ def slow_link(job: Job) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
     replaced: Any = copying
-    replaced._copy_file = copy_slowly
+    replaced.copy_checkpoint = copy_slowly
     Path.symlink_to = no_links  # type: ignore[method-assign,assignment]
     ranks = StoreRanks(_get_default_store(), job.rank, job.world_size, times=SHORT)
     with closing(ranks):

@@ -13,6 +13,7 @@ from tests.support import processes
 from tests.support.processes import HANG_TIMEOUT_S
 from tests.support.ranks import ROOT
 from tests.support.slow_disk import SlowDisk
+from tests.support.small_checkpoints import SHARD, fill, manifest_of
 
 
 def test_unused_shared_memory_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +59,7 @@ if method == "write":
             file.write(bytes(size // 4))
         file.finish("5a7e")
 else:
-    copying._copy_file(folder.parent / "source", folder / "shard.pt", progress)
+    copying.copy_checkpoint(folder.parent / "source", folder / "copy", progress)
 print(calls)
 """
 
@@ -68,7 +69,9 @@ print(calls)
 def test_no_call_waits_for_much_of_a_slow_disk(method: str, tmp_path: Path) -> None:
     """While 24 MiB are written or copied, each call waits for at most 1 MiB and reports it."""
     disk = SlowDisk(tmp_path, 32 * MB)
-    (tmp_path / "source").write_bytes(bytes(24 * MB))
+    text = "0" * (24 * MB)
+    fill(tmp_path / "source", text, published=False)
+    (tmp_path / "source" / "manifest.json").write_text(manifest_of({SHARD: text}))
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, method, str(disk.folder), str(24 * MB)],
         env={**os.environ, **disk.environment, "PYTHONPATH": str(REPOSITORY)},
