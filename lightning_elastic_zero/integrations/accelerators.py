@@ -113,6 +113,13 @@ class AcceleratorBinding:
             name = method.__name__.removeprefix("_")
             bound = partial(method, getattr(accelerator, name))
             setattr(accelerator, name, functools.wraps(getattr(accelerator, name))(bound))
+        project = accelerator.project_configuration
+        is_named = project.automatic_checkpoint_naming
+        if is_named and project.total_limit == 1 and accelerator.is_main_process:
+            log.warning(
+                "ProjectConfiguration(total_limit=1): accelerate deletes the only state before it "
+                "saves the next one, so a crash in between loses both. Set total_limit=2"
+            )
         accelerator.wait_for_save = self.wait
         accelerator.elastic_options = self.options
         self._bind_engines(accelerator._models)

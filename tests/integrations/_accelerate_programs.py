@@ -346,6 +346,17 @@ def stock_failure(case: LoopCase) -> str:
     return error_text(lambda: loop(case))
 
 
+def rotation_warnings(folder: str, limit: int) -> list[str]:
+    """Bind an Accelerator that names its folders and keeps some of them; return the warnings."""
+    use_gloo()
+    project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=limit)
+    config = ds_config(1, {"train_micro_batch_size_per_gpu": 1})
+    plugin = DeepSpeedPlugin(hf_ds_config=config)
+    with library_warnings() as warnings:
+        elastic(Accelerator(deepspeed_plugin=plugin, project_config=project))
+    return list(warnings)
+
+
 def refusals() -> list[str]:
     """Bind an Accelerator without DeepSpeed, and one under an old release; return the errors."""
     plugin = DeepSpeedPlugin(hf_ds_config=ds_config(1, {"train_micro_batch_size_per_gpu": 1}))

@@ -22,6 +22,7 @@ from tests.integrations._accelerate_programs import (
     fall_back_with_two_engines,
     loop,
     refusals,
+    rotation_warnings,
     save_named,
     stock_failure,
     two_engines,
@@ -145,6 +146,16 @@ def test_an_accelerator_that_cannot_resume_exactly_is_refused(hf_ranks: Pools) -
     without, old = hf_ranks.run(1, refusals)[0]
     assert without.startswith("UnsupportedError: elastic() was given an Accelerator of type")
     assert old.startswith("UnsupportedError: accelerate 1.14.0 repeats")
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize(("limit", "warned"), [(1, True), (2, False)])
+def test_a_limit_of_one_folder_causes_a_warning(
+    limit: int, warned: bool, hf_ranks: Pools, tmp_path: Path
+) -> None:
+    """The old state is deleted before the new one is saved."""
+    warnings = hf_ranks.run(1, partial(rotation_warnings, str(tmp_path), limit))[0]
+    assert ["total_limit=1" in warning for warning in warnings] == [True] * warned
 
 
 @pytest.mark.long
