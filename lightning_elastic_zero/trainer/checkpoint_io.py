@@ -8,6 +8,7 @@ into ``state_dict``. A load restores the engine and returns that state.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -412,12 +413,17 @@ class RunCheckpoints:
         """Whether a save that ends the run comes before training, and is omitted.
 
         There is nothing new to save, and the state of a loaded run is not complete: a checkpoint of
-        it would repeat data, and could replace the one from which the run was to resume.
+        it would repeat data, and could replace the one from which the run was to resume. Collective
+        if it is omitted.
         """
         if not is_fitting(trainer) or self._resumer.has_begun:
             return False
         if _ends_run(trainer, path):
-            rank_zero_warn(f"{os.fspath(path)} is not saved: the run ended before its first batch.")
+            text = f"{os.fspath(path)} is not saved: the run ended before its first batch."
+            warnings.warn(text, stacklevel=2)  # on the rank that failed, not only on rank 0
+            # A rank that failed alone must not go on to Lightning's barrier.
+            with self._manager.exit_ranks(path, interrupted=is_interrupted(trainer)) as ranks:
+                ranks.run_all(f"omit {path}", lambda: None)
             return True
         if self._resumer.is_resuming and trainer.training:
             msg = (

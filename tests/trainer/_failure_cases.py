@@ -12,7 +12,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed import comm
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks import LambdaCallback, OnExceptionCheckpoint
 from torch import nn
 
 from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
@@ -23,7 +23,7 @@ from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import connect_ranks
 from lightning_elastic_zero.engine.live import LiveEngine
 from tests.support.fits import SMALL_BUCKETS, FitSpec, error_of, fit
-from tests.support.outcome import NOTHING, captured_log, error_text
+from tests.support.outcome import NOTHING, captured_log, captured_warnings, error_text
 
 IN_EXCEPTION_ABSENT_S = 4 * Timeouts().heartbeat_interval_s
 """The shortest timeout that is permitted for ranks that have not entered a call."""
@@ -107,10 +107,10 @@ def resume_on_first_rank_only(root: str) -> str:
     return error_of(FitSpec(f"{root}/other", 2, epochs=2, ckpt_path=found))
 
 
-def fail_in_training(root: str, ranks: tuple[int, ...]) -> str:
-    """Train with save_on_exception until some ranks raise, and others much later.
+def fail_in_training(root: str, hook: str, ranks: tuple[int, ...]) -> str:
+    """Train with saves on exceptions until some ranks raise in a hook, and others much later.
 
-    Returns the traceback.
+    Returns warnings of omitted saves and the traceback.
     """
 
     def fail(*_: Any) -> None:
@@ -123,13 +123,16 @@ def fail_in_training(root: str, ranks: tuple[int, ...]) -> str:
     options = {"save_on_exception": True, "save_last": True, "every_n_epochs": 5}
     plan = FitSpec(root, 2, checkpoint=options)
     trainer, net, data, _ = plan.make()
-    fails = LambdaCallback(on_train_batch_end=fail)
-    trainer.callbacks.insert(0, fails)  # type: ignore[attr-defined]
-    try:
-        trainer.fit(net, data)
-    except Exception as error:  # noqa: BLE001 - the test checks it
-        return "".join(traceback.format_exception(error))
-    return NOTHING
+    # A ModelCheckpoint saves nothing at step 0.
+    added = [LambdaCallback(**{hook: fail}), OnExceptionCheckpoint(root)]
+    trainer.callbacks[:0] = added  # type: ignore[attr-defined]
+    trace = NOTHING
+    with captured_warnings("is not saved") as warned:
+        try:
+            trainer.fit(net, data)
+        except Exception as error:  # noqa: BLE001 - the test checks it
+            trace = "".join(traceback.format_exception(error))
+    return "\n".join([*warned, trace])
 
 
 def save_after_fit(root: str) -> dict[str, Any]:

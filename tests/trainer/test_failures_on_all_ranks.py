@@ -96,15 +96,22 @@ def test_objects_are_restored_only_with_allow_pickle(worlds: Pools, tmp_path: Pa
         )
 
 
-@pytest.mark.long
-def test_save_on_exception_saves_if_all_ranks_raise(worlds: Pools, tmp_path: Path) -> None:
-    """If the save fails too, both errors are reported."""
+@pytest.mark.parametrize(
+    ("hook", "saves"),
+    [("on_train_start", False), pytest.param("on_train_batch_end", True, marks=pytest.mark.long)],
+)
+def test_save_on_exception_saves_if_all_ranks_raise(
+    hook: str, saves: bool, worlds: Pools, tmp_path: Path
+) -> None:
+    """If the save fails too, both errors are reported. Before the first batch, nothing is saved."""
     together, alone = tmp_path / "together", tmp_path / "alone"
-    for message in messages_of(worlds, 2, _failure_cases.fail_in_training, str(together), (0, 1)):
+    fails = partial(messages_of, worlds, 2, _failure_cases.fail_in_training)
+    for message in fails(str(together), hook, (0, 1)):
         assert message.splitlines()[-1] == "RuntimeError: out of luck"
         assert "RanksError" not in message
-    assert [name for name, is_complete in listing(str(together)).items() if is_complete]
-    for message in messages_of(worlds, 2, _failure_cases.fail_in_training, str(alone), (1,)):
+    assert bool(list(together.glob("*/manifest.json"))) == saves
+    for message in fails(str(alone), hook, (1,)):
+        assert ("is not saved: the run ended before its first batch" in message) != saves
         assert "RuntimeError: out of luck" in message
         assert "RanksError: " in message.rpartition("During handling of the above")[2]
     # Lightning does not tear down if a callback raises while it handles an exception, so the
