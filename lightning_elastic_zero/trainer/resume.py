@@ -275,7 +275,11 @@ class RunResumer:
     ) -> list[Any]:
         """Restore the loaded state; return the states that were loaded into loaders."""
         record, state, rank = pending.record, pending.state, trainer.global_rank
-        if trainer.global_step == 0 < record.global_step:
+        loop = trainer.fit_loop.epoch_loop
+        manual = loop.manual_optimization.optim_step_progress.total.completed
+        automatic = loop.automatic_optimization.optim_progress.optimizer_steps
+        # Both are 0 if on_load_checkpoint dropped the loops to count from 0.
+        if trainer.global_step == 0 < manual + automatic:
             msg = (
                 f"{pending.where}: saved after {record.global_step} optimizer steps, and this run "
                 "would count from 0, because Lightning counts the steps of manual and automatic "

@@ -192,6 +192,18 @@ def test_manual_and_automatic_optimization_do_not_resume_each_other(
         assert_refused(worlds, 2, other, "CheckpointMismatchError", *said)
 
 
+def drop_loops(_trainer: Any, _module: Any, checkpoint: dict[str, Any]) -> None:
+    del checkpoint["loops"]
+
+
+def test_a_run_whose_hook_drops_the_loops_counts_from_0(worlds: Pools, tmp_path: Path) -> None:
+    run = RunSpec(batch_size=6, save=("step 0.3",), root=str(tmp_path))
+    whole = record(worlds, 2, run)
+    drops = partial(LambdaCallback, on_load_checkpoint=drop_loops)
+    seen = record(worlds, 2, run.resumed("step 0.3", callbacks=(drops,)))
+    assert seen.steps == {step - 3: ids for step, ids in from_step(whole.steps, 3).items()}
+
+
 class StepsEverySecondBatch(RecordingNet):
     """A net with manual optimization and the gradients of two batches per step."""
 
