@@ -30,11 +30,12 @@ from torch.utils.data import (
 )
 
 from lightning_elastic_zero.checkpoint.load import verify_share
-from lightning_elastic_zero.coordination.ranks import Ranks
+from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
 from lightning_elastic_zero.core.manifest import Manifest, load_json
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
     CheckpointMismatchError,
+    CheckpointNotFoundError,
     UnsupportedError,
 )
 from lightning_elastic_zero.formats.open import open_checkpoint
@@ -140,25 +141,39 @@ class AcceleratorBinding:
         self.loaded = None
         configuration = self.accelerator.project_configuration
         series = Path(self.accelerator.project_dir or "", "checkpoints", "checkpoint_")
-        named = folders_of(series) if configuration.automatic_checkpoint_naming else []
-        if self.options.fallback and (input_dir is not None or named):
-            asked = None if input_dir is None else Path(input_dir).expanduser()
-            input_dir = newest_intact(asked, series, self._verify, self.options)
-        if input_dir is not None or named:
-            self._check_prepared(Path(input_dir or named[0]).expanduser())
+        is_named = configuration.automatic_checkpoint_naming
+        named: list[str] = []
+        if input_dir is not None or is_named:
+            if self.options.fallback:
+                asked = None if input_dir is None else Path(input_dir).expanduser()
+                input_dir = newest_intact(asked, series, self._verify, self.options)
+            call = f"load_state from {input_dir or series.parent}"
+            timeouts = self.options.timeouts()
+            with closing(connect_ranks(timeouts, "elastic-zero engine", call)) as ranks:
+                if is_named:  # rank 0's, because a network file system may list others elsewhere
+                    named = ranks.broadcast(call, lambda: [*map(str, folders_of(series))])
+                input_dir = str(input_dir or next(iter(named), f"{series}<number>"))
+                ranks.run_all(call, partial(self._check_folder, Path(input_dir).expanduser()))
         loaded = load(input_dir, *args, **kwargs)
         self._after_load()
         if named:  # else the next saves are older than those that exist, and are deleted first
-            newest = int(named[0].name.removeprefix(series.name))
+            newest = int(Path(named[0]).name.removeprefix(series.name))
             configuration.iteration = max(configuration.iteration, newest + 1)
         return loaded
 
-    def _check_prepared(self, folder: Path) -> None:
+    def _check_folder(self, folder: Path) -> None:
         """Refuse to leave out engines, whose models would be trained from the start.
 
         Raises:
+            CheckpointNotFoundError: this rank does not see the folder.
             CheckpointMismatchError: the folder has engines that are not prepared.
         """
+        if not folder.is_dir():
+            msg = (
+                f"{folder} does not exist, or is not a folder: check the path, its permissions, "
+                "and that its file system is mounted on each node"
+            )
+            raise CheckpointNotFoundError(msg)
         prepared = {_tag(index) for index in range(len(self.accelerator._models))}
         saved = {path.name for path in folder.glob(f"{MODEL_NAME}*") if path.is_dir()}
         saved = {name for name in saved if re.fullmatch(rf"{MODEL_NAME}(_\d+)?", name)}
@@ -278,8 +293,12 @@ class AcceleratorBinding:
         def first_backward(*args: Any, **kwargs: Any) -> Any:
             accelerator.backward = backward
             loader = accelerator.gradient_state.active_dataloader
-            skips = isinstance(getattr(loader, "batch_sampler", None), SkipBatchSampler)
-            warn_of_data(loaded, accelerator, loader, in_epoch=skips)
+            batches = getattr(loader, "batch_sampler", None)
+            skipped = batches.skip_batches if isinstance(batches, SkipBatchSampler) else 0
+            steps = loaded.result.manifest.progress.global_steps
+            done = steps * accelerator.gradient_accumulation_steps
+            first = skipped >= done  # else batches of earlier epochs are not skipped
+            warn_of_data(loaded, accelerator, loader, in_epoch=skipped > 0, in_first_epoch=first)
             return backward(*args, **kwargs)
 
         accelerator.backward = first_backward
@@ -291,6 +310,7 @@ def warn_of_data(
     loader: object,
     *,
     in_epoch: bool,
+    in_first_epoch: bool,
     differences: Iterable[str] = (),
 ) -> None:
     """Warn, on one rank, why samples of the steps to come may differ from those of the old run.
@@ -300,6 +320,7 @@ def warn_of_data(
         accelerator: accelerate's, of this run.
         loader: the training DataLoader, as accelerate has prepared it, or another.
         in_epoch: whether batches of the resumed epoch are skipped.
+        in_first_epoch: whether that epoch is the first.
         differences: others that the caller knows of.
     """
     found = [*differences]
@@ -309,7 +330,8 @@ def warn_of_data(
         found.append("use_stateful_dataloader keeps one rank's position, which no other can use")
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         if changed or in_epoch:
-            found += _order_differences(loader, loaded.world_size, accelerator.num_processes)
+            counts = (loaded.world_size, accelerator.num_processes)
+            found += _order_differences(loader, *counts, in_first_epoch=in_first_epoch)
         samples = loaded.result.manifest.progress.global_batch_size
         if changed and samples:
             micro_steps = {max(1, samples // each) for each in accumulations}
@@ -326,8 +348,8 @@ def warn_of_data(
         )
 
 
-def _order_differences(loader: Any, was: int, now: int) -> Iterator[str]:
-    """Yield why a resumed epoch has other samples, given the old and the new number of ranks."""
+def _order_differences(loader: Any, was: int, now: int, *, in_first_epoch: bool) -> Iterator[str]:
+    """Yield why a resumed epoch may have other samples, given the old and new number of ranks."""
     if isinstance(loader, DataLoaderDispatcher) and now > 1:
         yield (
             "with dispatch_batches=True, accelerate skips too few batches of a resumed epoch: set "
@@ -353,10 +375,21 @@ def _order_differences(loader: Any, was: int, now: int) -> Iterator[str]:
             "(DataLoaderConfiguration, accelerator_config) in the run that saves too"
         )
     elif not isinstance(sampler, SequentialSampler) and not hasattr(sampler, "set_epoch"):
+        if was == now and in_first_epoch and _seeds_itself(loader, sampler):
+            return
         yield (
-            f"the order of {type(sampler).__name__} cannot be repeated, and a resumed epoch has "
-            "other samples: use a sampler whose set_epoch(epoch) seeds the order"
+            f"the order of {type(sampler).__name__} cannot be repeated from the epoch's number, and"
+            " a resumed epoch may have other samples: use a sampler whose set_epoch(epoch) seeds "
+            "the order"
         )
+
+
+def _seeds_itself(loader: Any, sampler: Any) -> bool:
+    """Whether a sampler orders its first epoch alike in a new process, as TRL's RepeatSampler."""
+    # accelerate gives one to samplers that have none.
+    others = (None, getattr(loader, "synchronized_generator", None))
+    seeds = (getattr(sampler, name, None) for name in ("seed", "generator"))
+    return any(all(seed is not other for other in others) for seed in seeds)
 
 
 def _remainders(loader: Any, samples: int, micro_steps: set[int]) -> Iterator[str]:
@@ -468,8 +501,8 @@ def _jumps(scheduler: Any) -> Iterator[tuple[Any, Any]]:
     """Yield the last rate of each function and its rate now, where they differ."""
     for nested in getattr(scheduler, "_schedulers", ()):
         yield from _jumps(nested)
-    step = scheduler.last_epoch
-    if isinstance(scheduler, LambdaLR) and step > 0:
+    # ChainedScheduler has no last_epoch.
+    if isinstance(scheduler, LambdaLR) and (step := scheduler.last_epoch) > 0:
         for was, rate, function in zip(
             scheduler._last_lr, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
         ):

@@ -91,6 +91,7 @@ class ResumeCallback(TrainerCallback):
             trainer.accelerator,
             loader,
             in_epoch=bool(state.epoch and state.epoch % 1) and not args.ignore_data_skip,
+            in_first_epoch=(state.epoch or 0) < 1,
             differences=differences,
         )
 

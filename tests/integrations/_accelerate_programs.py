@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin
 from accelerate.state import AcceleratorState
 from accelerate.utils import ProjectConfiguration
 from torch.optim.lr_scheduler import (
+    ChainedScheduler,
     CosineAnnealingLR,
+    ExponentialLR,
     LambdaLR,
     MultiplicativeLR,
     OneCycleLR,
@@ -109,6 +112,9 @@ def scheduler_of(kind: str, optimizer: Any, steps: int, times: int) -> Any:
         return SequentialLR(
             optimizer, [warm, CosineAnnealingLR(optimizer, 2 * times)], [10 * times]
         )
+    if kind == "chained":
+        warm = LambdaLR(optimizer, lambda step: (step + times) / (13 * times))
+        return ChainedScheduler([warm, ExponentialLR(optimizer, 0.99)], optimizer)
     if kind == "multiplicative":
         return MultiplicativeLR(optimizer, lambda _: 0.95)
     if kind == "plateau":
@@ -294,6 +300,39 @@ def save_named(folder: str, saves: int) -> tuple[list[str], list[str], str]:
         engine.destroy()
         _end(accelerator)
     return folders[0], folders[1], refusal
+
+
+def load_unseen(folder: str, options: dict[str, Any]) -> list[str]:
+    """Load folders that rank 1 does not see; return the error of each load on this rank.
+
+    The first is the newest that accelerate has named, the second is passed.
+    """
+    use_gloo()
+    config = ds_config(2, {"train_micro_batch_size_per_gpu": 2})
+    accelerator = elastic(
+        Accelerator(
+            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+            project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True),
+        ),
+        **options,
+    )
+    model = tiny_model()
+    engine, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    accelerator.save_state()
+    accelerator.wait_for_everyone()
+    is_dir, saved = Path.is_dir, Path(folder, "checkpoints", "checkpoint_0")
+
+    def unless_hidden(path: Path) -> bool:
+        return path != saved and is_dir(path)
+
+    try:
+        if not accelerator.is_main_process:
+            Path.is_dir = unless_hidden  # type: ignore[assignment,method-assign]
+        return [error_text(partial(accelerator.load_state, path)) for path in (None, str(saved))]
+    finally:
+        Path.is_dir = is_dir  # type: ignore[method-assign]
+        engine.destroy()
+        _end(accelerator)
 
 
 def fall_back_with_two_engines(folder: str) -> list[str]:

@@ -227,8 +227,23 @@ class EpochBatches(EpochSampler):
             yield order[start : start + self.batch_size]
 
 
+class SeededSampler(Sampler[int]):
+    """A sampler that seeds itself once, as TRL's ``RepeatSampler``."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.generator = count, torch.Generator().manual_seed(5)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(self.count, generator=self.generator).tolist()
+
+
 def sampler_of(kind: str, count: int) -> Any:
     """Return a user's sampler."""
+    if kind == "seeded":
+        return SeededSampler(count)
     if kind == "weighted":
         return WeightedRandomSampler([1.0 + index for index in range(count)], count)
     return EpochSampler(count)

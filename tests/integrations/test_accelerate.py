@@ -20,6 +20,7 @@ pytest.importorskip("accelerate")
 from tests.integrations._accelerate_programs import (
     LoopCase,
     fall_back_with_two_engines,
+    load_unseen,
     loop,
     refusals,
     rotation_warnings,
@@ -64,7 +65,7 @@ CASES = [
     for stage in (1, 2, 3)
     for world in (3, 1)
     for schedule in ("lambda", "cosine", "onecycle")
-] + [(2, 1, "sequential"), (2, 3, "plateau"), (2, 3, "multiplicative")]
+] + [(2, 1, "sequential"), (2, 3, "plateau"), (2, 3, "multiplicative"), (2, 3, "chained")]
 
 
 @pytest.mark.parametrize(("stage", "world", "schedule"), CASES)
@@ -193,6 +194,22 @@ def test_an_unchanged_count_may_differ_within_an_epoch(
 
 
 @pytest.mark.long
+def test_a_sampler_that_seeds_itself_is_exact_in_the_first_epoch(
+    hf_ranks: Pools, tmp_path: Path
+) -> None:
+    """A new process draws the same order in its first epoch only."""
+    case = LoopCase(folder=str(tmp_path), save_at=(4, 8), sampler="seeded")
+    full_run, *_ = hf_ranks.run(2, partial(loop, case))
+    for start, exact in ((4, True), (8, False)):
+        resume = replace(case, load=f"{tmp_path}/step_{start}", start=start, save_at=())
+        run, *_ = hf_ranks.run(2, partial(loop, resume))
+        rest = range(start + 1, 7 if exact else 13)
+        assert all(run.samples[step] == full_run.samples[step] for step in rest) is exact
+        words = "SeededSampler cannot be repeated"
+        assert [words in warning for warning in run.warnings] == ([] if exact else [True])
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_step_that_was_saved_within_is_repeated(
     world: int, whole_loop: Reference, hf_ranks: Pools
@@ -235,6 +252,18 @@ def test_folders_that_accelerate_names_go_on(hf_ranks: Pools, tmp_path: Path) ->
         assert first == ["checkpoint_1", "checkpoint_2"]
         assert second == ["checkpoint_2", "checkpoint_3"]
         assert "checkpoint_2 has pytorch_model, and 0 models are prepared" in refusal
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("fallback", [False, True])
+def test_a_folder_that_one_rank_does_not_see_is_refused_on_all(
+    fallback: bool, hf_ranks: Pools, tmp_path: Path
+) -> None:
+    """As on a network file system, whose nodes may list different names."""
+    errors = hf_ranks.run(2, partial(load_unseen, str(tmp_path), {"fallback": fallback}))
+    assert errors[0] == errors[1]
+    for error in errors[0]:
+        assert "checkpoint_0 does not exist, or is not a folder" in error
 
 
 @pytest.mark.long

@@ -420,6 +420,21 @@ def test_an_unchanged_count_may_differ_within_an_epoch(
 
 
 @pytest.mark.long
+def test_a_sampler_that_seeds_itself_is_exact_in_the_first_epoch(
+    reference: Reference, resumed: Callable[..., list[Run]]
+) -> None:
+    """A new process draws the same order in its first epoch only."""
+    case: dict[str, Any] = {"stage": 2, "args": {"save_steps": 4}, "sampler": "seeded"}
+    folder, (full_run, *_) = reference(2, **case)
+    for step, exact in ((4, True), (12, False)):
+        run, *_ = resumed(folder, 2, step, **case)
+        rest = range(step + 1, 9 if exact else 17)
+        assert all(run.samples[s] == full_run.samples[s] for s in rest) is exact
+        words = "SeededSampler cannot be repeated"
+        assert [words in warning for warning in run.warnings] == ([] if exact else [True])
+
+
+@pytest.mark.long
 def test_only_the_last_step_of_an_epoch_is_filled_up(
     reference: Reference, resumed: Callable[..., list[Run]]
 ) -> None:
