@@ -14,10 +14,12 @@ Results of ``get_extra_state`` (scales of fp8 layers, counters) are saved with t
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 import json
 import logging
 import os
+import pickle
 import threading
 import time
 import uuid
@@ -65,6 +67,7 @@ from lightning_elastic_zero.formats.elastic import (
     writes_weights,
 )
 from lightning_elastic_zero.formats.reader import EXTRA_STATES, OPTIMIZER_STATE
+from lightning_elastic_zero.formats.torch_read import PLAIN_DATA, unpickle
 from lightning_elastic_zero.storage.checkpoints import (
     Staged,
     await_shared,
@@ -87,6 +90,9 @@ from lightning_elastic_zero.storage.ownership import (
 from lightning_elastic_zero.storage.paths import parse_path
 from lightning_elastic_zero.storage.stores import AnyPath
 
+_PROTOCOL = 2
+"""Pickle protocol of ``torch.save``."""
+
 log = logging.getLogger(__name__)
 
 
@@ -96,10 +102,12 @@ def check_loads_weights_only(parts: Mapping[str, Any]) -> None:
     ``parts`` are values by their title in messages. Raises SaveError with the innermost such value.
     """
     for path, value in _not_plain(dict(parts), ()):
+        if not (reason := _unreadable_reason(value)):
+            continue  # for example of a class given to torch.serialization.add_safe_globals
         msg = (
             f"{format_tree_path(path)} is a {type(value).__name__}, but saved state has to be "
-            "plain data that torch.load(weights_only=True) can read. Return numbers, strings, "
-            "dense tensors, and lists and dicts of them from state_dict()."
+            f"plain data that torch.load(weights_only=True) can read ({reason}). Return numbers, "
+            "strings, dense tensors, and lists and dicts of them from state_dict()."
         )
         raise SaveError(msg)
 
@@ -114,6 +122,31 @@ def _not_plain(value: Any, path: TreePath) -> Iterator[tuple[TreePath, Any]]:
             yield from _not_plain(inner, (*path, index))
     elif not is_plain(value):
         yield path, value
+
+
+def _unreadable_reason(value: object) -> str:
+    """Return why torch cannot read a value; empty if it can."""
+    stream = io.BytesIO()
+    try:
+        _WithoutTensors(stream, _PROTOCOL).dump(value)
+        unpickle(stream.getvalue(), lambda _: None, PLAIN_DATA)
+    except Exception as error:  # noqa: BLE001 (whatever a pickle can raise)
+        text = str(error).partition(" Please use")[0].partition("\n")[0]
+        return text.rstrip(".") or repr(error)
+    return ""
+
+
+class _WithoutTensors(pickle.Pickler):
+    """Pickles a value without the contents of its tensors."""
+
+    def persistent_id(self, obj: Any) -> tuple[str] | None:
+        """Return a placeholder for a tensor; raise ValueError if it is not a plain one."""
+        if not isinstance(obj, torch.Tensor):
+            return None
+        if not is_plain(obj):
+            msg = f"a {type(obj).__name__} with layout {obj.layout} is not a plain tensor"
+            raise ValueError(msg)
+        return ("storage",)
 
 
 def with_extra_states(

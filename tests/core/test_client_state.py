@@ -220,6 +220,16 @@ class TestReadable:
             check_loads_weights_only({"fine": 1, "state": value})
         assert str(caught.value).startswith(f"{place}, but saved state has to be plain data")
 
+    def test_the_reason_is_in_the_error(self) -> None:
+        with pytest.raises(SaveError, match=r"can read \(Unsupported .*fractions\.Fraction"):
+            check_loads_weights_only({"state": Fraction(1, 3)})
+
+    @pytest.mark.parametrize("value", [Color.RED, {Color.RED: 1}, bytearray(b"a"), torch.strided])
+    def test_what_torch_reads_is_not_refused(self, value: object) -> None:
+        with torch.serialization.safe_globals([Color]):
+            assert through_a_file(value) == value
+            check_loads_weights_only({"state": [value]})
+
     @given(trees(plain_leaves))
     def test_plain_data_is_readable(self, tree: dict[str, Any]) -> None:
         check_loads_weights_only({"state": tree})

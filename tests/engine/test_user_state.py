@@ -155,7 +155,7 @@ def _load_with_another_scaler(engine: Engine, path: str) -> None:
 
 def refused_saves(setup: Setup, folder: str) -> dict[str, str]:
     """Save states that no load could read; return the errors, and the other files in the folder."""
-    from lightning_elastic_zero.api import save_checkpoint
+    from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
     from lightning_elastic_zero.errors import ElasticZeroError
 
     found: dict[str, str] = {}
@@ -173,6 +173,12 @@ def refused_saves(setup: Setup, folder: str) -> dict[str, str]:
         attempt("unmade", engine, {"callbacks": {"Mine": [FailsToUnpickle(1, 2)]}})
         _schedule(engine, Ratio())
         attempt("scheduler", engine, {})
+        with torch.serialization.safe_globals([fractions.Fraction]):
+            save_checkpoint(engine, f"{folder}/numbers.ckpt")
+            _schedule(engine, ratio := Ratio())
+            ratio.ratio *= 2
+            load_checkpoint(engine, f"{folder}/numbers.ckpt")
+            assert ratio.ratio == fractions.Fraction(1, 3)
         engine.lr_scheduler = None
         engine.module.bn.register_buffer("sparse", torch.eye(2).to_sparse())
         attempt("buffer", engine, {})
