@@ -556,8 +556,10 @@ def copy_checkpoint(source: Path, target: Path, progress: Progress) -> None:
         raise OSError(errno.EINVAL, contents.problem, str(source))
     target.mkdir()
     for name in contents.ours:
-        to = closing(DiskFile(target / name, progress))
-        with (source / name).open("rb") as read, to as written:
+        with (
+            (source / name).open("rb") as read,
+            closing(DiskFile(target / name, progress)) as written,
+        ):
             while block := read.read(1 << 20):
                 written.write(memoryview(block))
                 progress.check()

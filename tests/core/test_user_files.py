@@ -493,6 +493,20 @@ class TestLinks:
         with pytest.raises(OSError, match="it has no manifest"):
             copy_checkpoint(tmp_path, tmp_path / "other", NO_PROGRESS)
 
+    def test_a_copy_that_cannot_read_leaves_no_file_open(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        target = fill(tmp_path / "new.ckpt", "new")
+
+        def refused(path: Path, *_: Any) -> None:
+            raise PermissionError(path)
+
+        monkeypatch.setattr(Path, "open", refused)
+        before = len([*Path("/proc/self/fd").iterdir()])
+        with pytest.raises(PermissionError):
+            copy_checkpoint(target, tmp_path / "copy", NO_PROGRESS)
+        assert len([*Path("/proc/self/fd").iterdir()]) == before
+
 
 def test_all_names_that_a_save_writes_are_classified_as_ours(tmp_path: Path) -> None:
     names = {
