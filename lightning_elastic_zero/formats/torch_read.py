@@ -182,10 +182,17 @@ class _RangeStream(io.RawIOBase):
         return b"".join(parts)
 
     def readinto(self, buffer: Any) -> int:
-        data = self.bytes_at(self._position, self._position + min(len(buffer), READ_BYTES))
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
+        start = self._position
+        if len(buffer) > CHUNK_BYTES:  # the values of a tensor, which nothing reads again
+            stop = min(start + min(len(buffer), READ_BYTES), self._file.size_bytes)
+            for at, view in self._file.read_runs([(start, stop)] if start < stop else []):
+                buffer[at - start : at - start + view.nbytes] = view
+        else:
+            data = self.bytes_at(start, start + len(buffer))
+            stop = start + len(data)
+            buffer[: len(data)] = data
+        self._position = max(start, stop)
+        return self._position - start
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size_bytes}
@@ -321,13 +328,14 @@ class TorchFile:
 
     def _read_directory(self) -> tuple[str, dict[str, zipfile.ZipInfo]]:
         reader = io.BufferedReader(self._stream, CHUNK_BYTES)
+        handled = sys.exc_info()[1]  # by the caller, so it is the context of later errors
         try:
             with zipfile.ZipFile(reader) as archive:
                 records = {info.filename: info for info in archive.infolist()}
         except (zipfile.BadZipFile, OSError, *_UNREADABLE) as error:
             # zipfile replaces an error of the disk, which names the path and a remedy.
             cause = error if isinstance(error, OSError) else error.__context__
-            if isinstance(cause, OSError) and cause.errno is not None:
+            if isinstance(cause, OSError) and cause.errno is not None and cause is not handled:
                 raise cause from None
             reader.seek(0)
             if reader.read(2) == b"PK":

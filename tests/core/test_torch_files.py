@@ -290,6 +290,22 @@ class TestDamage:
         with pytest.raises(CheckpointCorruptedError, match=r"shard\.pt is damaged: it has"):
             open_verified(tmp_path, record)
 
+    def test_a_legacy_file_is_read_in_large_parts(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        values = torch.arange(9 << 20, dtype=torch.int32)  # 36 MiB
+        path, sizes, preadv = tmp_path / "a.pt", list[int](), os.preadv
+        torch.save({"a": values}, path, _use_new_zipfile_serialization=False)
+
+        def counted(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+            sizes.append(preadv(descriptor, buffers, offset))
+            return sizes[-1]
+
+        monkeypatch.setattr(os, "preadv", counted)
+        assert torch.equal(LegacyFile(path, PLAIN_DATA).tree["a"], values)
+        assert len(sizes) < 60
+        assert sum(sizes) < 1.02 * path.stat().st_size
+
     @pytest.mark.parametrize("legacy", [False, True])
     def test_an_error_of_the_disk_is_raised_with_one_remedy(
         self, legacy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -309,6 +325,14 @@ class TestDamage:
             open_unverified(path)
         assert caught.value.filename == str(path)
         assert str(caught.value).count("another attempt fails") == 1
+
+    def test_an_error_that_the_caller_handles_is_not_raised(self, tmp_path: Path) -> None:
+        path = write_bytes(tmp_path, b"PK" + bytes(100))
+        try:
+            (tmp_path / "missing").stat()
+        except FileNotFoundError:
+            with pytest.raises(CheckpointFormatError, match="is truncated or damaged"):
+                open_verified(tmp_path, path)
 
     def test_valid_bytes_that_are_not_a_zip_are_the_wrong_format(self, tmp_path: Path) -> None:
         with pytest.raises(CheckpointFormatError, match=r"shard\.pt is not a file of torch\.save"):
