@@ -159,26 +159,27 @@ def with_extra_states(
     return {**client_state, EXTRA_STATES: states} if states else client_state
 
 
-def warn_of_unsaved(module: torch.nn.Module, warned: set[str]) -> None:
+def warn_of_unsaved(module: torch.nn.Module, examined: set[tuple[str, type]]) -> None:
     """Warn once of entries that classes add to ``state_dict``, such as scales of quantized layers.
 
     DeepSpeed's own save contains them. Here they have no place: no rule says how ranks share them.
     """
     base, found = torch.nn.Module._save_to_state_dict, list[str]()  # noqa: SLF001 (torch's)
     for name, part in module.named_modules():
-        if type(part)._save_to_state_dict is not base:  # noqa: SLF001 (torch's)
+        place = name, type(part)
+        if type(part)._save_to_state_dict is not base and place not in examined:  # noqa: SLF001 (torch's)
+            examined.add(place)
             entries = dict[str, Any]()
             part._save_to_state_dict(entries, "", keep_vars=True)  # noqa: SLF001 (torch's)
             known = {n for n, _ in part.named_parameters(recurse=False, remove_duplicate=False)}
             known.update(n for n, _ in part.named_buffers(recurse=False, remove_duplicate=False))
             found += [f"{name}.{key}" for key in entries if key not in {*known, EXTRA_STATE}]
-    if new := [entry for entry in found if entry not in warned]:
-        warned.update(new)
+    if found:
         log.warning(
             "not saved: %s; these entries of state_dict are neither parameters nor buffers. Make "
             "them buffers, return them from get_extra_state, or create them as in this run before "
             "a load",
-            format_names(new),
+            format_names(found),
         )
 
 
@@ -555,8 +556,7 @@ def collect(
         client[OPTIMIZER_STATE] = dict(state.optimizer_state)
     split = split_objects(client)
     if rank == 0:
-        warned = options.warned_objects
-        warn_of_unsaved(engine.module(), set() if warned is None else warned)
+        warn_of_unsaved(engine.module(), options.examined_modules)
         prepare_target(target, f"step-{manifest.progress.global_steps}")
     # These tensors are in the state now: a background save keeps no copies on the device.
     options = replace(options, at_step={})

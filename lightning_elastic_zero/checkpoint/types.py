@@ -58,6 +58,8 @@ class SaveOptions:
     """Shows this rank's progress; not used by background saves."""
     warned_objects: set[str] | None = field(default_factory=set)
     """Paths of objects that were already warned of, as loads refuse them; None: no warnings."""
+    examined_modules: set[tuple[str, type]] = field(default_factory=set)
+    """Names and classes of modules already examined for entries that a save does not contain."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,8 +42,10 @@ class Adding(nn.Linear):
     def __init__(self, **added: float) -> None:
         super().__init__(2, 2)
         self.added = added
+        self.calls = 0
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self.calls += 1
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination.update({f"{prefix}{name}": value for name, value in self.added.items()})
 
@@ -77,17 +79,26 @@ def save_extra_states(setup: Setup, folder: str) -> None:
 
 
 def save_added_entries(setup: Setup, path: str) -> list[str]:
-    """Save a model with layers of which one adds an entry; return the warnings."""
-    from lightning_elastic_zero.api import save_checkpoint
+    """Save a model twice with layers of which one adds an entry; return the warnings."""
+    from lightning_elastic_zero.api import ElasticOptions
+    from lightning_elastic_zero.checkpoint.save import save_engine
+    from lightning_elastic_zero.coordination.ranks import connect_ranks
+    from lightning_elastic_zero.engine.live import LiveEngine
 
     model: Any = setup.model(0)
     model.kept = nn.ModuleList([Adding(scale=2.0), Adding()])
+    options = ElasticOptions(allow_pickle=True).save_options()
     with (
         engine_of(setup, 0, model=model) as engine,
         captured_log("lightning_elastic_zero.checkpoint.save") as warned,
     ):
         train(engine, setup, 0, 1)
-        save_checkpoint(engine, path)
+        ranks, calls = connect_ranks(), []
+        for _ in range(2):
+            save_engine(LiveEngine(engine), path, ranks, {}, options)
+            calls.append([layer.calls for layer in model.kept])
+        ranks.close()
+        assert calls[0] == calls[1]
     return warned
 
 
@@ -185,6 +196,7 @@ def test_the_error_of_set_extra_state_is_raised_on_all_ranks(pools: Pools, tmp_p
 def test_entries_that_only_state_dict_has_are_warned_of(
     setup: Setup, pools: Pools, tmp_path: Path
 ) -> None:
+    """Once in a run."""
     warned, others = pools.run(2, partial(save_added_entries, setup, str(tmp_path / "a.ckpt")))
     assert not others
     (text,) = warned
