@@ -10,7 +10,11 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lightning_elastic_zero.core.manifest import Group
 from lightning_elastic_zero.trainer.batches import overruled_orders
-from lightning_elastic_zero.trainer.checks import configured_rates, warn_of_replaced_rates
+from lightning_elastic_zero.trainer.checks import (
+    configured_rates,
+    warn_of_other_schedulers,
+    warn_of_replaced_rates,
+)
 from tests.support.outcome import captured_warnings
 
 NO_RATES = [None, "relative", [0.1, 0.2], {"dtype": "float32"}, torch.ones(2)]
@@ -41,6 +45,24 @@ def test_rates_are_compared_as_numbers_and_tensors(rate: float | torch.Tensor) -
     saved = {"tensor": 0.1} if isinstance(rate, torch.Tensor) else 0.1
     assert len(warned(rate, saved)) == 1
     assert warned(rate, {"tensor": float(rate)}) == []
+
+
+class Halving:
+    """A scheduler that has a last rate from its first step on."""
+
+    def __init__(self, *, steps: int) -> None:
+        self.gamma, self.steps = 0.5, steps
+
+    def state_dict(self) -> dict[str, Any]:
+        last = {"_last_lr": [self.gamma**self.steps]} if self.steps else {}
+        return {"gamma": self.gamma, "steps": self.steps, **last}
+
+
+def test_schedulers_of_one_class_are_not_called_others() -> None:
+    for state, count in ((Halving(steps=3).state_dict(), 0), ({"last_epoch": 3, "T_max": 5}, 1)):
+        with captured_warnings("is not of the configured class") as heard:
+            warn_of_other_schedulers([Halving(steps=0)], [state], as_saved=True)
+        assert len(heard) == count
 
 
 class Own(RandomSampler):
