@@ -494,11 +494,12 @@ class DcpReader(FullStateReader):
             raise CheckpointCorruptedError(msg)
 
     def _sections(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, RangeFile]]:
-        """Yield chunks in the order of the files, each open as a file, one at a time."""
-        for chunk in _sorted(chunks):
-            section = chunk.start, chunk.size_bytes
-            with RangeFile(self.path / chunk.file, self.files.progress, section=section) as file:
-                yield chunk, file
+        """Yield chunks in the order of the files, each selected in its open file."""
+        for name, of_file in itertools.groupby(_sorted(chunks), key=lambda chunk: chunk.file):
+            with RangeFile(self.path / name, self.files.progress) as file:
+                for chunk in of_file:
+                    file.select(chunk.start, chunk.size_bytes)
+                    yield chunk, file
 
     def read_into(
         self, wanted: Iterable[tuple[torch.Tensor, StoredRun]], progress: Progress = NO_PROGRESS

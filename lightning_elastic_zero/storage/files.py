@@ -67,18 +67,17 @@ _Block: TypeAlias = tuple[int, int, int, int]
 class _LocalSource:
     is_remote = False
 
-    def __init__(self, path: Path, section: tuple[int, int] | None) -> None:
+    def __init__(self, path: Path) -> None:
         self._descriptor, status = open_file(path)
-        self._start, self.size_bytes = section or (0, status.st_size)
+        self.size_bytes = status.st_size
 
     def announce(self, blocks: Iterable[_Block]) -> None:
         for start, stop, *_ in blocks:
-            first, size = self._start + start, stop - start
             with suppress(OSError, AttributeError):  # It is only an optimization.
-                os.posix_fadvise(self._descriptor, first, size, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(self._descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
 
     def read_into(self, memory: memoryview, start: int) -> int:
-        return os.preadv(self._descriptor, [memory], self._start + start)
+        return os.preadv(self._descriptor, [memory], start)
 
     def forget(self, blocks: Iterable[_Block]) -> None: ...
     def close(self) -> None:
@@ -141,36 +140,40 @@ class RangeFile:
     """A file without recorded checksums, open for reading by ranges.
 
     Pages are never mapped, so a damaged disk or a shrinking file causes an exception, not a signal.
-    ``section`` is the first byte and the size of a part of the file that is read like a file.
     """
 
     def __init__(
-        self,
-        path: AnyPath,
-        progress: Progress = NO_PROGRESS,
-        size_bytes: int | None = None,
-        section: tuple[int, int] | None = None,
+        self, path: AnyPath, progress: Progress = NO_PROGRESS, size_bytes: int | None = None
     ) -> None:
         self.path = path
         self.bytes_read = 0
         self._progress = progress
         self._buffer: mmap.mmap | None = None
-        self._source = self._open(size_bytes, section)
-        self.size_bytes = self._source.size_bytes
+        self._source = self._open(size_bytes)
+        self._start, self.size_bytes = 0, self._source.size_bytes
+        self._section: memoryview | None = None
         self._is_slow, self._timed_bytes, self._timed_s = self._source.is_remote, 0, 0.0
 
-    def _open(
-        self, size_bytes: int | None, section: tuple[int, int] | None
-    ) -> _LocalSource | _StoreSource:
+    def _open(self, size_bytes: int | None) -> _LocalSource | _StoreSource:
         try:
             if isinstance(self.path, StorePath):
                 return _StoreSource(self.path, size_bytes, self._progress)
-            return _LocalSource(self.path, section)
+            return _LocalSource(self.path)
         except FileNotFoundError:
             self._refuse("it is missing")
         except OSError as error:
             raise_unless_damage(error, self.path)
             self._refuse(f"it cannot be opened ({error.strerror})")
+
+    def select(self, start: int, size_bytes: int) -> None:
+        """Read only a section of the file from now on, as if it were the file.
+
+        A section of at most one chunk is read at once: its index and its data share the chunk.
+        ``bytes_read`` begins at 0.
+        """
+        self._start, self.size_bytes, self.bytes_read, self._section = start, size_bytes, 0, None
+        if size_bytes <= CHUNK_BYTES:
+            self._section = memoryview(self.read(0, size_bytes))
 
     def _check_block(self, block: memoryview, start: int) -> None:
         """Accept the bytes: this file has no checksums."""
@@ -194,6 +197,10 @@ class RangeFile:
             it is a view of that place.
         """
         wanted = self._check_runs(runs)
+        if self._section is not None:
+            for start, stop in wanted:
+                yield start, self._section[start:stop]
+            return
         inner = _whole_chunks(places)
         # Two concurrent readers must not share a buffer.
         buffer, self._buffer = self._buffer, None
@@ -202,12 +209,14 @@ class RangeFile:
             buffer = mmap.mmap(-1, READ_BYTES)
         gap_bytes = GAP_BYTES if self._source.is_remote else 0
         blocks = list(_blocks(wanted, self.size_bytes, gap_bytes))
+        base = self._start
+        in_file = [(base + low, base + high, first, last) for low, high, first, last in blocks]
         announced = 0
         try:
             for number, (block_start, block_stop, first, last) in enumerate(blocks):
                 if self._is_slow:
                     ahead = number + self._ahead(blocks[number:])
-                    self._source.announce(blocks[max(number, announced) : ahead])
+                    self._source.announce(in_file[max(number, announced) : ahead])
                     announced = ahead
                 while inner and _stop(inner[0]) <= block_start:
                     inner.popleft()
@@ -217,7 +226,7 @@ class RangeFile:
                 yield from _pieces(wanted[first:last], parts)
         finally:
             self._buffer = buffer
-            self._source.forget(blocks)
+            self._source.forget(in_file)
 
     def _ahead(self, blocks: Sequence[_Block]) -> int:
         """Return how many of the next blocks are announced, the current one included."""
@@ -258,7 +267,7 @@ class RangeFile:
         filled, stop = start, start + memory.nbytes
         while filled < stop:
             try:
-                count = self._source.read_into(memory[filled - start :], filled)
+                count = self._source.read_into(memory[filled - start :], self._start + filled)
             except FileNotFoundError:
                 self._refuse("it is missing")
             except OSError as error:

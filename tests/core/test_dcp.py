@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_elastic_zero.errors import CheckpointCorruptedError, UnsupportedError
-from lightning_elastic_zero.formats.dcp_read import Chunk, Metadata, overlaps, read_metadata
+from lightning_elastic_zero.formats.dcp_read import (
+    Chunk,
+    DcpReader,
+    Metadata,
+    overlaps,
+    read_metadata,
+)
+from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.formats.torch_read import StoredRun
+from lightning_elastic_zero.storage.checksums import CHUNK_BYTES
 from tests.core._fuzz_metadata import BEFORE, CLASSES, MEMBERS, valid_metadata
+from tests.support.plain_checkpoints import write_dcp
 
 MODULE = b"ctorch.distributed.checkpoint.metadata\n"
 FILE = "__0_0.distcp"
@@ -61,6 +73,34 @@ def test_classes_of_this_process_do_not_change(name: bytes, tmp_path: Path) -> N
 def test_other_classes_are_not_imported(name: bytes, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=rf"object of {name.decode().replace(chr(10), '.')}"):
         _read(b"\x80\x02c" + name + b"\n)R.", tmp_path)
+
+
+def test_small_chunks_are_read_once_from_one_open_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also next to a chunk that is read in several parts."""
+    weights = {f"w{i}": torch.full((16,), float(i)) for i in range(50)}
+    weights["large"] = torch.arange(1 << 16, dtype=torch.float32)
+    reader = open_checkpoint(write_dcp(tmp_path / "dcp", {"model": weights}))
+    sizes, preadv, opened, real_open = list[int](), os.preadv, list[str](), os.open
+
+    def counted(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        sizes.append(preadv(descriptor, buffers, offset))
+        return sizes[-1]
+
+    def noted(path: Any, *args: Any, **kwargs: Any) -> int:
+        opened.append(Path(path).name)
+        return real_open(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    monkeypatch.setattr(os, "open", noted)
+    assert isinstance(reader, DcpReader)
+    values = reader.load_tree(dict(reader._full_state.weights))
+    assert values.keys() == weights.keys()
+    assert all(torch.equal(values[name], weights[name]) for name in weights)
+    assert opened == [FILE]
+    assert len(sizes) < 60
+    assert sum(sizes) < (tmp_path / "dcp" / FILE).stat().st_size + 3 * CHUNK_BYTES
 
 
 Box = tuple[list[int], list[int], list[int], tuple[int, int]]
