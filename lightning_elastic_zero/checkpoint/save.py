@@ -113,8 +113,9 @@ def check_loads_weights_only(parts: Mapping[str, Any]) -> None:
 
 
 def _not_plain(value: Any, path: TreePath) -> Iterator[tuple[TreePath, Any]]:
-    # torch reads a Counter too, which MultiStepLR has.
-    if type(value) in (dict, OrderedDict, Counter) and all(map(is_plain, value)):
+    # torch reads a Counter too, which MultiStepLR has. Attributes are saved with an OrderedDict.
+    is_tree = type(value) in (dict, OrderedDict, Counter) and not getattr(value, "__dict__", None)
+    if is_tree and all(map(is_plain, value)):
         for key, inner in value.items():
             yield from _not_plain(inner, (*path, str(key)))
     elif type(value) in (list, tuple):

@@ -211,6 +211,7 @@ class TestReadable:
             ({"a": torch.eye(2).to_sparse()}, "state.a is a Tensor"),
             ({"a": deque([1])}, "state.a is a deque"),
             ({Color.RED: 1}, "state is a dict"),
+            (with_field(OrderedDict(a=1), Fraction(1, 3)), "state is a OrderedDict"),
             (threading.Lock(), "state is a lock"),
         ],
         ids=name_of_case,
