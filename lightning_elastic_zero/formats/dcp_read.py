@@ -16,6 +16,7 @@ import io
 import itertools
 import math
 import pickle
+import sys
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -55,6 +56,7 @@ from lightning_elastic_zero.formats.torch_read import (
     TorchFile,
     as_stream,
     foreign_policy,
+    raise_disk_error,
 )
 from lightning_elastic_zero.storage.files import RangeFile
 from lightning_elastic_zero.storage.paths import read_file
@@ -637,6 +639,7 @@ class DcpReader(FullStateReader):
             return [{}], str(error)
 
     def verify(self, rank: int, world_size: int, progress: Progress) -> None:
+        handled = sys.exc_info()[1]
         for chunk, section in self._sections(self._in_order[rank::world_size]):
             try:
                 with zipfile.ZipFile(as_stream(section)) as archive:
@@ -647,6 +650,7 @@ class DcpReader(FullStateReader):
                             while data := record.read(_VERIFIED_BYTES):
                                 progress.advance(len(data))
             except (zipfile.BadZipFile, OSError, ValueError, EOFError) as error:
+                raise_disk_error(error, handled)
                 msg = (
                     f"{section.path} is damaged at bytes {chunk.start} to "
                     f"{chunk.start + chunk.size_bytes} ({error}): resume from another checkpoint, "

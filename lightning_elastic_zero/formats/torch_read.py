@@ -212,6 +212,17 @@ class _RangeStream(io.RawIOBase):
         return True
 
 
+def raise_disk_error(error: Exception, handled: BaseException | None) -> None:
+    """Raise the error of the disk that ``zipfile`` has replaced, if any.
+
+    It names the path and a remedy. ``handled`` is the context of later errors: the exception that
+    the caller of ``zipfile`` was handling.
+    """
+    cause = error if isinstance(error, OSError) else error.__context__
+    if isinstance(cause, OSError) and cause.errno is not None and cause is not handled:
+        raise cause from None
+
+
 def as_stream(file: RangeFile) -> io.BufferedReader:
     """Return a binary stream over a file, for readers of the standard library."""
     return io.BufferedReader(_RangeStream(file), CHUNK_BYTES)
@@ -333,10 +344,7 @@ class TorchFile:
             with zipfile.ZipFile(reader) as archive:
                 records = {info.filename: info for info in archive.infolist()}
         except (zipfile.BadZipFile, OSError, *_UNREADABLE) as error:
-            # zipfile replaces an error of the disk, which names the path and a remedy.
-            cause = error if isinstance(error, OSError) else error.__context__
-            if isinstance(cause, OSError) and cause.errno is not None and cause is not handled:
-                raise cause from None
+            raise_disk_error(error, handled)
             reader.seek(0)
             if reader.read(2) == b"PK":
                 self._refuse(

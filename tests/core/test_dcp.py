@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_elastic_zero.core.progress import NO_PROGRESS
 from lightning_elastic_zero.errors import CheckpointCorruptedError, UnsupportedError
 from lightning_elastic_zero.formats.dcp_read import (
     Chunk,
@@ -101,6 +103,27 @@ def test_small_chunks_are_read_once_from_one_open_file(
     assert opened == [FILE]
     assert len(sizes) < 60
     assert sum(sizes) < (tmp_path / "dcp" / FILE).stat().st_size + 3 * CHUNK_BYTES
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_an_error_of_the_disk_is_not_damage(
+    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a fallback would take an older checkpoint. In the index of a chunk, or in its data."""
+    weights = {"w": torch.arange(1 << 20, dtype=torch.float32)}
+    reader = open_checkpoint(write_dcp(tmp_path / "dcp", {"model": weights}))
+    calls, preadv = list[int](), os.preadv
+
+    def fail(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        calls.append(offset)
+        if len(calls) > at * 3:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        reader.verify(0, 1, NO_PROGRESS)
+    assert len(calls) > at * 3
 
 
 Box = tuple[list[int], list[int], list[int], tuple[int, int]]
