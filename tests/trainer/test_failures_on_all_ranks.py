@@ -96,9 +96,9 @@ def test_objects_are_restored_only_with_allow_pickle(worlds: Pools, tmp_path: Pa
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("hook", "saves"),
-    [("on_train_start", False), pytest.param("on_train_batch_end", True, marks=pytest.mark.long)],
+    ("hook", "saves"), [("on_train_start", False), ("on_train_batch_end", True)]
 )
 def test_save_on_exception_saves_if_all_ranks_raise(
     hook: str, saves: bool, worlds: Pools, tmp_path: Path
