@@ -27,7 +27,7 @@ from lightning_elastic_zero.trainer.loaders import (
     elastic_sampler_of,
     resumable_part_of,
 )
-from lightning_elastic_zero.trainer.schedulers import CONFIGURATION_KEYS
+from lightning_elastic_zero.trainer.schedulers import CLASS_KEYS
 
 REMEDIES = (
     "Give the data set, sampler or loader a method resume_at(epoch, samples); or pass "
@@ -243,10 +243,8 @@ def warn_of_other_schedulers(
             "none: the learning rate stays at its saved value. Configure the saved scheduler, or "
             "pass load_hyperparameters=False to use the configured rate."
         )
-    # Some schedulers have a last rate from their first step on.
-    keys = CONFIGURATION_KEYS - {"_last_lr"}
     for scheduler, state in zip(schedulers, states, strict=False) if as_saved else ():
-        saved, live = (keys & each.keys() for each in (state, scheduler.state_dict()))
+        saved, live = (CLASS_KEYS & each.keys() for each in (state, scheduler.state_dict()))
         if saved != live:
             rank_zero_warn(
                 "The saved learning-rate schedule is not of the configured class "

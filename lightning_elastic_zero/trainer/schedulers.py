@@ -32,6 +32,9 @@ CONFIGURATION_KEYS = frozenset(
 )
 """State of torch's schedulers that is configuration: rates and the shape of the schedule."""
 
+CLASS_KEYS = CONFIGURATION_KEYS - {"_last_lr"}
+"""Configuration by which classes differ. Some have a last rate only after their first step."""
+
 _AS_SAVED = ", or omit load_hyperparameters=False to continue as saved"
 
 _DEEPSPEEDS = {"last_batch_iteration"}
