@@ -27,7 +27,7 @@ OPS_BUILT := .cache/ops-built$(if $(wildcard /usr/include/libaio.h),-with-libaio
 
 # DeepSpeed takes ninja from PATH. Another ninja would rebuild everything.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
-# pytest keeps the modules that it rewrites, which take each process 4 s.
+# Lets pytest cache the test modules that it rewrites, which takes each process 4 s.
 unexport PYTHONDONTWRITEBYTECODE
 # Ranks share the processor.
 export OMP_NUM_THREADS := 1

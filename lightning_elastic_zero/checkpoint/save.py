@@ -4,8 +4,8 @@ Before, the ranks compare their tables, which grow with the number of parameters
 share one store. So rank 0 sends a digest of each table and writes the tables into the new
 directory; a rank reads a table only if its own digest differs. Hyperparameters may differ between
 ranks: a scheduler that steps on a metric of one rank lowers the learning rate of that rank only. A
-checkpoint for any number of ranks cannot keep that, and it is no reason to end a run: rank 0's
-values are saved, and a warning names the difference.
+checkpoint for any number of ranks cannot keep that. The run continues: rank 0's values are saved,
+and a warning names the difference.
 
 Before publication, the save checks that ``torch.load(weights_only=True)`` can read the values.
 Results of ``get_extra_state`` (scales of fp8 layers, counters) are saved with the trainer's state.
@@ -373,17 +373,17 @@ def warn_of_drift(manifest: Manifest, of_ranks: Sequence[list[list[Any]]]) -> No
                     values.setdefault((group, key), {})[rank] = value
     if not values:
         return
-    told = [
+    sentences = [
         _sentence(drift, values[drift], own, len(of_ranks)) for drift in sorted(values)[:_MOST_TOLD]
     ]
     if len(values) > _MOST_TOLD:
-        told.append(f"{len(values) - _MOST_TOLD} more")
+        sentences.append(f"{len(values) - _MOST_TOLD} more")
     log.warning(
         "The ranks train with different hyperparameters: %s. Each rank updates its part of the "
         "weights with its own values. The checkpoint contains rank 0's values and schedulers, and "
         "a resume uses them on every rank. A scheduler that steps on a metric needs the same value "
         "on all ranks: self.log(..., sync_dist=True).",
-        "; ".join(told),
+        "; ".join(sentences),
     )
 
 

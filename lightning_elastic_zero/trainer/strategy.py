@@ -317,11 +317,8 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
                 "storage_options must be None"
             )
             raise TypeError(msg)
-        engine, exclude, trainer = (
-            self.deepspeed_engine,
-            self.exclude_frozen_parameters,
-            self._trainer,
-        )
+        engine, exclude = self.deepspeed_engine, self.exclude_frozen_parameters
+        trainer = self._trainer
         if is_fitting(trainer) and self._resumer.has_begun:
             self._accumulation.warn_of_lost_gradients(trainer)
         self._checkpoints.save(checkpoint, filepath, engine, trainer, exclude_frozen=exclude)

@@ -469,13 +469,11 @@ def measured(program: str) -> int:
     return int(output_of(command, ROOT, environment()).splitlines()[-1])
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_forked_children_do_not_copy_the_block() -> None:
     assert measured("fork") < 16 * MB
 
 
 @pytest.mark.cases(1)
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("when", ["at once", "behind"])
 def test_a_growing_block_frees_the_old_one_first(when: str) -> None:
     assert 0.9 <= measured(f"grow {when}") / (192 * MB) <= 1.1
