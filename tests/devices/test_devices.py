@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -36,6 +38,9 @@ from tests.support.tables import STALLS
 from tests.trainer.test_fingerprints import FingerprintResult, fit
 from tests.trainer.test_half_precision import HalfFit, Held, differing, wanted_of
 from tests.trainer.test_half_precision import fit as half_precision_fit
+
+if TYPE_CHECKING:
+    from tests.integrations._hf_programs import Run as HfRun
 
 ROUNDS, MEASURED_BYTES = 4, 64 << 20
 
@@ -280,6 +285,36 @@ def test_a_fit_in_fp16_goes_to_the_device_and_back(
         for start, _ in found:
             assert not differing(wanted_of(saved, plan, resumed, start), start)
         plan, ends = resumed, found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_hugging_face_trainer_goes_to_the_device_and_back(
+    stage: int, pools: Pools, on_device: OnDevice[HfRun], tmp_path: Path
+) -> None:
+    """Each resume has the saved state, and the samples and rates of the uninterrupted run."""
+    folder = tmp_path / "0"
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from tests.integrations._hf_programs import TrainerCase
+    from tests.integrations._hf_programs import train as train_by_trainer
+
+    whole = saved = pools.run(
+        2, partial(train_by_trainer, TrainerCase(str(folder), stage, state_at=(10,)))
+    )[0]
+    for turn, (run, world, step) in enumerate([(on_device, 1, 10), (pools.run, 2, 15)], start=1):
+        copy = tmp_path / str(turn)
+        shutil.copytree(folder, copy)
+        case = TrainerCase(
+            str(copy), stage, resume=str(copy / f"checkpoint-{step}"), state_at=(15,)
+        )
+        found = run(world, partial(train_by_trainer, case))[0]
+        assert found.first_state.keys() == saved.states[step].keys() != set()
+        for name, tensor in saved.states[step].items():
+            assert torch.equal(found.first_state[name], tensor), name
+        assert found.samples == {s: whole.samples[s] for s in range(step + 1, 17)}
+        assert found.rates == {s: whole.rates[s] for s in range(step + 1, 17)}
+        folder, saved = copy, found
 
 
 @pytest.mark.long

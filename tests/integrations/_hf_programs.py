@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch.utils.data import (
     DataLoader,
@@ -63,7 +64,8 @@ class StoppedError(Exception):
 
 def use_gloo() -> None:
     """Make accelerate run DeepSpeed on CPU ranks, for which it has no backend."""
-    PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_CPU)
+    if get_accelerator().device_name() == "cpu":
+        PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_CPU)
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
@@ -175,7 +177,7 @@ def _moment(optimizer: Any, parameter: Any, key: str) -> torch.Tensor:
     if hasattr(parameter, "ds_id"):
         moment: torch.Tensor = safe_get_full_optimizer_state(parameter, key)
         return moment
-    full = torch.zeros(parameter.numel())
+    full = torch.zeros(parameter.numel(), device=parameter.device)
     mapping = parameter._hp_mapping
     if mapping is not None:
         flat = optimizer.single_partition_of_fp32_groups[mapping.param_group_index]

@@ -227,6 +227,8 @@ def environment(device: str = "cpu") -> dict[str, str]:
     others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     found = os.pathsep.join(dict.fromkeys([*filter(None, others), str(ROOT)]))
     fixed = {"PATH": path, "PYTHONPATH": found, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": device}
+    if device == "cpu":
+        fixed["CUDA_VISIBLE_DEVICES"] = ""  # accelerate would use the GPUs
     if os.environ.get("DS_ACCELERATOR", device) != device:
         fixed |= defaults  # The exported operators are compiled for the other device.
     return {**defaults, **os.environ, **fixed}
