@@ -21,6 +21,20 @@ def device(pytestconfig: pytest.Config) -> str:
 
 
 @pytest.fixture(scope="session")
+def pools(device: str, request: pytest.FixtureRequest) -> Iterator[Pools]:
+    """Yield worlds of CPU ranks.
+
+    Where DeepSpeed finds a GPU, its import starts threads, after which no rank can be forked.
+    """
+    new = DeviceRanks("cpu") if device == "cuda" else None
+    started = Pools(new or request.getfixturevalue("fork_server"))
+    yield started
+    started.close()
+    if new:
+        new.close()
+
+
+@pytest.fixture(scope="session")
 def device_pools(device: str, request: pytest.FixtureRequest) -> Iterator[Pools]:
     """Yield the worlds of ranks on that device; without the option, ``pools`` on CPUs."""
     if device == "cpu" and not request.config.getoption("--device"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
@@ -162,13 +163,14 @@ class ForkServer:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            try:
-                self._connection = _accept(listener)
-            except TimeoutError as error:
+            exited = os.pidfd_open(self._process.pid)
+            ready, _, _ = select.select([listener, exited], [], [], HANG_TIMEOUT_S)
+            os.close(exited)
+            if listener not in ready:
                 self._process.kill()
                 self._process.wait()
-                log_text = (folder / "nursery.log").read_text(errors="replace")
-                raise AssertionError(log_text) from error
+                raise AssertionError((folder / "nursery.log").read_text(errors="replace"))
+            self._connection = _accept(listener)
             assert self._connection.recv() == self._process.pid
         return self._connection
 
