@@ -51,7 +51,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     """DeepSpeed strategy whose checkpoints resume on any number of devices, at any ZeRO stage.
 
     Use ``ModelCheckpoint`` and ``ckpt_path`` as with Lightning's own strategy. A checkpoint is a
-    directory. Tested on CPU with gloo; not yet tested on GPUs.
+    directory. Tested on CPU with gloo and on one GPU; not yet tested on several GPUs.
 
     Args:
         *args: Passed to ``DeepSpeedStrategy``.

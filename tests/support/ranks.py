@@ -164,9 +164,9 @@ class ForkServer:
                 start_new_session=True,
             )
             exited = os.pidfd_open(self._process.pid)
-            ready, _, _ = select.select([listener, exited], [], [], HANG_TIMEOUT_S)
+            ready, *_ = select.select([listener.fileno(), exited], [], [], HANG_TIMEOUT_S)
             os.close(exited)
-            if listener not in ready:
+            if listener.fileno() not in ready:
                 self._process.kill()
                 self._process.wait()
                 raise AssertionError((folder / "nursery.log").read_text(errors="replace"))
