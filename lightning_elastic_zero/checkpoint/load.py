@@ -704,9 +704,7 @@ class _Load:
             scalars=scalars_by_buffer(source, here, saved.groups)
             if scope.optimizer_state
             else tuple({} for _ in here.buffers),
-            hyperparameters=tuple(group.hyperparameters for group in saved.groups)
-            if scope.hyperparameters
-            else None,
+            groups=tuple(group.hyperparameters for group in saved.groups),
             module_buffers=shared.buffers,
             progress=saved.progress if resumes and source.info.has_counters else here.progress,
             loss_scaler=shared.loss_scaler if resumes else {},
@@ -717,6 +715,8 @@ class _Load:
             if scope.strict_optimizer and len(here.groups) == len(source.manifest.groups)
             else origins_of(match_groups(source.manifest, here)),
             saved_groups=len(source.manifest.groups),
+            restores_state=scope.optimizer_state,
+            restores_hyperparameters=scope.hyperparameters,
         )
 
     def _rank_entries(self, shared: SharedState) -> dict[int, Any]:

@@ -73,8 +73,8 @@ class RestoreValues:
 
     scalars: tuple[Mapping[str, Scalar], ...]
     """Scalar optimizer states of each flat buffer; empty without optimizer state."""
-    hyperparameters: tuple[Mapping[str, Plain], ...] | None
-    """Of each parameter group; None keeps the live ones."""
+    groups: tuple[Mapping[str, Plain], ...]
+    """Saved hyperparameters and counters of each parameter group."""
     module_buffers: Mapping[str, torch.Tensor]
     progress: TrainingProgress
     loss_scaler: Mapping[str, Plain] = field(default_factory=dict)
@@ -87,6 +87,10 @@ class RestoreValues:
     """For each live parameter group the saved group that it continues; None: it is new."""
     saved_groups: int = 0
     """Number of saved parameter groups."""
+    restores_state: bool = True
+    """Whether the optimizer's state is restored; else it starts fresh."""
+    restores_hyperparameters: bool = True
+    """False keeps the live ones."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -446,6 +446,18 @@ def stepping_optimizer(optimizer: Any, sub_group: int | None) -> Any:
     return optimizer.backup_optimizer if on_device else inner_optimizer(optimizer)
 
 
+def group_counters(inner: torch.optim.Optimizer) -> frozenset[str]:
+    """Return the keys of a group that an optimizer counts in, such as schedule-free's ``k``.
+
+    They have a default that no constructor takes. A class that takes not even ``lr`` has its
+    hyperparameters in one object.
+    """
+    members = [vars(kind) for kind in type(inner).__mro__]
+    constructors = [held["__init__"] for held in members if "__init__" in held]
+    taken = {name for made in constructors for name in inspect.signature(made).parameters}
+    return frozenset(inner.defaults) - taken if "lr" in taken else frozenset()
+
+
 def backup_hyperparameters(optimizer: Any, group: int) -> dict[str, Any]:
     """Return a group's hyperparameters that differ in the second optimizer."""
     main, other = _groups(optimizer, group)
@@ -454,11 +466,9 @@ def backup_hyperparameters(optimizer: Any, group: int) -> dict[str, Any]:
     return {BACKUP_KEY: found} if found else {}
 
 
-def restore_backup_hyperparameters(
-    optimizer: Any, saved: Sequence[Mapping[str, Any]] | None
-) -> None:
+def restore_backup_hyperparameters(optimizer: Any, saved: Sequence[Mapping[str, Any]]) -> None:
     """Copy the first optimizer's hyperparameters to the second, then its saved differences."""
-    for group, held in enumerate(saved or ()):
+    for group, held in enumerate(saved):
         main, other = _groups(optimizer, group)
         if other is main:  # No second optimizer here, or it shares the dict.
             continue

@@ -44,6 +44,7 @@ from lightning_elastic_zero.engine.optimizer import (
     SCHEDULER_KEYS,
     adam_of_muon,
     converts_adam_states,
+    group_counters,
     place_scalar,
     probe_after_a_step,
     restore_backup_hyperparameters,
@@ -307,17 +308,25 @@ def commit_shared_state(inner: Any, values: RestoreValues, flats: Sequence[FlatT
 
 
 def commit_groups(inner: Any, values: RestoreValues) -> None:
-    """Restore the groups' hyperparameters in place, since schedulers refer to the dicts.
+    """Restore the groups' hyperparameters and counters in place; schedulers refer to the dicts.
 
-    Those that only the saved optimizer's class has are ignored.
+    If the classes differ, keys that the live group lacks are ignored. Without the optimizer's
+    state, its counters start over.
     """
-    if values.hyperparameters is None:
+    counters = group_counters(inner)
+    if not values.restores_state:
+        for group in inner.param_groups:
+            group.update({key: inner.defaults[key] for key in counters})
+    if not (values.restores_state or values.restores_hyperparameters):
         return
     same_class = values.optimizer == type(inner).__name__
-    for group, saved in zip(inner.param_groups, values.hyperparameters, strict=True):
+    kept = EXECUTION_KEYS | MEMBER_KEYS | {BACKUP_KEY}
+    kept |= frozenset() if values.restores_state else counters
+    for group, saved in zip(inner.param_groups, values.groups, strict=True):
         for key, value in saved.items():
             known = same_class or key in group or key in SCHEDULER_KEYS
-            if known and key not in EXECUTION_KEYS | MEMBER_KEYS | {BACKUP_KEY}:
+            wanted = values.restores_hyperparameters or key in counters
+            if known and wanted and key not in kept:
                 group[key] = unplain(value, group.get(key))
 
 
@@ -353,7 +362,7 @@ def commit_counters(engine: Any, values: RestoreValues) -> None:
     # Whole accumulation windows only: gradients inside a window are not saved.
     windows = progress.micro_steps // max(progress.gradient_accumulation_steps, 1)
     engine.micro_steps = windows * engine.gradient_accumulation_steps()
-    restore_loss_scaler(engine, values.loss_scaler, settings=values.hyperparameters is not None)
+    restore_loss_scaler(engine, values.loss_scaler, settings=values.restores_hyperparameters)
     if values.lr_scheduler is not None and engine.lr_scheduler is not None:
         live = engine.lr_scheduler.state_dict()
         saved = regrouped(values.lr_scheduler, live, values.group_origins, values.saved_groups)
@@ -381,7 +390,8 @@ def commit_optimizer(
                 place_momentum(optimizer, wrapper, flat.buffer)
         commit_shared_state(inner_optimizer(optimizer), values, flats)
         commit_groups(inner_optimizer(optimizer), values)
-        restore_backup_hyperparameters(optimizer, values.hyperparameters)
+        if values.restores_hyperparameters:
+            restore_backup_hyperparameters(optimizer, values.groups)
     finally:  # Collective: other ranks wait here even if this one failed.
         refresh_low_precision(optimizer, wrapper, has_state=has_state)
     commit_counters(engine, values)

@@ -99,6 +99,44 @@ def test_load_hyperparameters_false_restores_moments_only(
     assert not differences(of_kinds(wanted, *kinds), of_kinds(after, *kinds))
 
 
+class ScheduleFree(torch.optim.Optimizer):
+    """Counts in its groups, like the optimizers of the package ``schedulefree``."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "k": 0, "weight_sum": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            group["weight_sum"] += group["lr"] ** 2
+            for p in group["params"]:
+                z = self.state[p].setdefault("z", p.clone())
+                z.sub_(p.grad.to(z), alpha=group["lr"])
+                p.lerp_(z.to(p), group["lr"] ** 2 / group["weight_sum"])
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("zero", ["3", "2", "0"])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_counters_of_groups_belong_to_the_state(
+    zero: str, fresh: bool, pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    name = f"{ScheduleFree.__module__}.{ScheduleFree.__name__}"
+    source, target = Setup(2, "2", optimizer=name), Setup(1, zero, optimizer=name)
+    saved = saved_by(source)
+    off = "load_optimizer_state" if fresh else "load_hyperparameters"
+    before, after = before_and_after(pools, target, saved, **{off: False})
+    wanted = expected_in(saved.dump(), source, target)
+    restored = before if fresh else wanted
+    for index in (0, 1):
+        rates = wanted if fresh else before
+        assert after[f"group/{index}/lr"] == rates[f"group/{index}/lr"]
+        for key in ("k", "weight_sum"):
+            assert wanted[f"group/{index}/{key}"] != before[f"group/{index}/{key}"]
+            assert after[f"group/{index}/{key}"] == restored[f"group/{index}/{key}"]
+
+
 @pytest.mark.parametrize(("source", "target"), ELSEWHERE, ids=str)
 def test_weights_only_saves_no_optimizer_state_and_loads_say_so(
     source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
