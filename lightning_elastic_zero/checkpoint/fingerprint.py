@@ -337,7 +337,7 @@ def _first_difference(saved: Mapping[str, str], here: Mapping[str, str]) -> str:
 def _difference(where: str, compared: list[str], recorded: Fingerprint, found: Fingerprint) -> str:
     parts = " and ".join(p for p in compared if getattr(found, p) != getattr(recorded, p))
     return (
-        f"{where} was loaded, and the state that is live is not the one that was saved: {parts} "
+        f"{where} was loaded, and the live state differs from the saved one: {parts} "
         f"differ. Its save recorded the fingerprint {recorded}, the live state has {found}. The "
         "engine holds what was loaded: do not train on it. If `lightning-elastic-zero fingerprint "
         f"{where}` prints the number that its save recorded, the file is sound, and the memory of "

@@ -166,7 +166,8 @@ class Retention:
     def on_published(self, path: AnyPath) -> None:
         """Delete what waited for a new checkpoint.
 
-        A deletion of the new checkpoint itself was requested while it was written, and means it.
+        A deletion of the new checkpoint itself was requested during the save, so it applies to the
+        new one.
         """
         with self._lock:
             if path == self._held_for:

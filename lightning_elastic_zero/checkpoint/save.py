@@ -532,6 +532,8 @@ def collect(
 ) -> ShardContents:
     """Return the state of the engine and trainer that this rank writes, by reference.
 
+    Rank 0 also restores or refuses the target of an interrupted save.
+
     Raises:
         SaveError: on rank 0, the path must not be replaced.
         UnsupportedError: part of the state cannot be saved.
@@ -695,7 +697,7 @@ def _write_files(
 def _own_part(
     contents: ShardContents, first: RankZeroTables, rank: int, *, drifted: bool
 ) -> tuple[RankState, ClientPart]:
-    """Return the state that this rank writes: rank 0 all, other ranks what differs from rank 0.
+    """Return the state that this rank writes: rank 0 all of it, others what differs.
 
     ``drifted``: this rank's hyperparameters differ, so its schedulers are left out.
     """

@@ -84,7 +84,7 @@ class LoadOptions:
     fallback: bool = False
     """If the checkpoint is damaged, load the newest older intact one in its folder."""
     can_replace: Callable[[AnyPath, Manifest], bool] = any_replaces
-    """Whether a checkpoint belongs to the series of saves in which another one may replace it."""
+    """Whether a checkpoint may be loaded instead of the damaged one (``fallback``)."""
     fingerprint: bool = False
     """Compare the loaded live state with the fingerprint stored by the save."""
     show: ShowBytes = show_nothing

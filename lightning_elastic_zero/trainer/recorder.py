@@ -40,7 +40,7 @@ from lightning_elastic_zero.trainer.loaders import (
     length_of,
     samples_per_step,
 )
-from lightning_elastic_zero.trainer.metrics import EpochMetrics
+from lightning_elastic_zero.trainer.metrics import ENDING, EpochMetrics
 from lightning_elastic_zero.trainer.model_checkpoint import saves_of
 
 VALIDATED_IN_WINDOW = "validated_in_window"
@@ -238,7 +238,7 @@ class RunRecorder:
             "random": random or collect_rng_states(device),
             "generators": generators,
             "metrics": {name: value.detach().cpu() for name, value in metrics.items()},
-            "plateau_epoch_pending": ending,
+            ENDING: ending,
             # Lightning counts a batch for the loggers when it has ended.
             "axis": logged_steps(trainer) + batch_ending,
             "waits_to_stop": waits_to_stop,

@@ -80,7 +80,7 @@ from lightning_elastic_zero.trainer.loaders import (
     warn_state_not_restored,
     with_own_generator,
 )
-from lightning_elastic_zero.trainer.metrics import EpochMetrics, SavedMetrics
+from lightning_elastic_zero.trainer.metrics import ENDING, EpochMetrics, SavedMetrics
 from lightning_elastic_zero.trainer.model_checkpoint import skip_repeated_saves
 from lightning_elastic_zero.trainer.recorder import (
     SAVES,
@@ -705,7 +705,7 @@ def _step_pending_plateaus(
     ends_batch, is_pending = _will_end_batch(trainer), state.get("plateau_step_pending")
     if is_pending and not ends_batch:
         _step_plateaus(trainer, "step", trainer.fit_loop.epoch_loop.batch_idx + 1)
-    if state.get("plateau_epoch_pending"):
+    if state.get(ENDING):
         _step_plateaus(trainer, "epoch", position.epoch)
     if ends_batch and is_pending is False:  # already updated for this batch
         intervals.suspend_plateau_steps(trainer)

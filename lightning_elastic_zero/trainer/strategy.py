@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from os import PathLike, fspath
+from os import PathLike
 from typing import Any
 
 import lightning.pytorch as pl
@@ -96,6 +96,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         later = split_parent_options(type(self), limit_waiting(kwargs))
         super().__init__(*args, **kwargs)
         vars(self).update(later)
+        self.load_full_weights = False  # ``load_checkpoint`` recognises complete files.
         self._batches = BatchController(
             global_batch_size, allow_uneven_batches=allow_uneven_batches
         )
@@ -358,10 +359,6 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         Raises:
             ElasticZeroError: See ``lightning_elastic_zero.load_checkpoint``.
         """
-        if self.load_full_weights and self.zero_stage_3:
-            self._checkpoints.last_fit.forget()
-            given = () if weights_only is None else (weights_only,)  # The argument came with 2.6.
-            return super().load_checkpoint(fspath(checkpoint_path), *given)
         self.wait_for_save()
         return self._checkpoints.load(checkpoint_path, self.deepspeed_engine, self._trainer)
 
@@ -372,9 +369,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Do nothing for directories: the engine already has its weights."""
-        if self.load_full_weights and self.zero_stage_3:
-            super().load_model_state_dict(checkpoint, strict)
+        """Do nothing: the engine already has its weights."""
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:

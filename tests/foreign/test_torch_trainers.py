@@ -94,11 +94,15 @@ def test_validate_uses_the_weights_of_the_ddp_run(fitted: Fixture, pools: Pools)
             assert same_bits(wanted, weight), name
 
 
-def test_a_bare_state_dict_starts_a_new_run(fitted: Fixture, pools: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize("full", [False, True])
+def test_a_bare_state_dict_starts_a_new_run(
+    full: bool, fitted: Fixture, pools: Pools, tmp_path: Path
+) -> None:
+    """Lightning's ``load_full_weights`` changes nothing."""
     tree = torch.load(fitted.checkpoint, weights_only=True)
     path = str(tmp_path / "weights.bin")
     torch.save(tree["state_dict"], path)
-    options = {"load_optimizer_state": False}
+    options = {"load_optimizer_state": False, "load_full_weights": full}
     step, before = pools.run(3, partial(start, path, TARGET, options))[0]
     assert step == 0
     assert before is not None
