@@ -8,7 +8,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -298,7 +298,15 @@ class AcceleratorBinding:
             steps = loaded.result.manifest.progress.global_steps
             done = steps * accelerator.gradient_accumulation_steps
             first = skipped >= done  # else batches of earlier epochs are not skipped
-            warn_of_data(loaded, accelerator, loader, in_epoch=skipped > 0, in_first_epoch=first)
+            differences = _epoch_differences(loader, skipped, done)
+            warn_of_data(
+                loaded,
+                accelerator,
+                loader,
+                in_epoch=skipped > 0,
+                in_first_epoch=first,
+                differences=differences,
+            )
             return backward(*args, **kwargs)
 
         accelerator.backward = first_backward
@@ -346,6 +354,18 @@ def warn_of_data(
             loaded.world_size,
             "; ".join(found),
         )
+
+
+def _epoch_differences(loader: Any, skipped: int, done: int) -> Iterator[str]:
+    """Yield whether a later epoch has the order of the first; ``done`` counts micro-batches."""
+    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        _, sampler = samplers_of(loader)
+        with suppress(TypeError):  # a batch sampler without a length
+            if getattr(sampler, "epoch", None) == 0 and done >= skipped + len(loader):
+                yield (
+                    "the order is that of the first epoch: call set_epoch(epoch) of the prepared "
+                    "loader at the start of each epoch, before skip_first_batches"
+                )
 
 
 def _order_differences(loader: Any, was: int, now: int, *, in_first_epoch: bool) -> Iterator[str]:

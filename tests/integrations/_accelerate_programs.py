@@ -82,6 +82,8 @@ class LoopCase:
     """Step in which a state is saved after its first micro-batch, too."""
     split: bool = False
     """Whether ``batch_size`` is that of all ranks."""
+    sets_epoch: bool = True
+    """Whether the loop calls ``set_epoch``, as loops that never resume need not."""
     wrapped: bool = False
     """Whether ``wrap_initialize`` was called before."""
 
@@ -177,7 +179,8 @@ def _loop(case: LoopCase, run: Run) -> None:
     losses: list[float] = []
     step, per_epoch = case.start, case.samples // GLOBAL_BATCH
     while step < case.steps:
-        loader.set_epoch(step // per_epoch)
+        if case.sets_epoch:
+            loader.set_epoch(step // per_epoch)
         skip = step % per_epoch * accumulate
         batches = accelerator.skip_first_batches(loader, skip) if skip else loader
         model.train()

@@ -169,6 +169,7 @@ def test_a_limit_of_one_folder_causes_a_warning(
         ({"sampler": "weighted"}, "WeightedRandomSampler cannot be repeated"),
         ({"dispatch": True}, "accelerate skips too few batches"),
         ({"epoch_data": True}, "accelerate calls EpochTokens.set_epoch in some epochs only"),
+        ({"sets_epoch": False}, "call set_epoch(epoch)"),
     ],
 )
 def test_an_inexact_resume_causes_a_warning(
