@@ -47,7 +47,8 @@ class ElasticDeepSpeedFabricStrategy(DeepSpeedStrategy):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Fabric's engine does not know the batch size.
         self._options = replace(take(LoopOptions, kwargs), allow_global_batch_change=True)
-        self._bound: list[EngineCheckpoints] = []
+        self._unfinished: dict[int, Any] = {}
+        """By ``id``, engines whose last save may run in the background."""
         super().__init__(*args, **kwargs)
 
     @classmethod
@@ -81,8 +82,7 @@ class ElasticDeepSpeedFabricStrategy(DeepSpeedStrategy):
         return engine
 
     def _bind(self, engine: Any) -> None:
-        self._bound.append(EngineCheckpoints(engine, self._options, Loop(whole_folder=True)))
-        self._bound[-1].bind()
+        EngineCheckpoints(engine, self._options, Loop(whole_folder=True)).bind()
 
     def wait_for_save(self) -> None:
         """Wait until the last save of each engine is published; collective.
@@ -90,8 +90,15 @@ class ElasticDeepSpeedFabricStrategy(DeepSpeedStrategy):
         Raises:
             ElasticZeroError: It failed. The checkpoint before it is intact.
         """
-        for checkpoints in self._bound:
-            checkpoints.wait()
+        for engine in self._unfinished.values():
+            engine.wait_for_save()
+        self._unfinished.clear()
+
+    @override
+    def save_checkpoint(self, path: Any, state: Any, *args: Any, **kwargs: Any) -> None:
+        super().save_checkpoint(path, state, *args, **kwargs)
+        if self._options.async_save:
+            self._unfinished |= {id(value): value for value in state.values() if is_engine(value)}
 
     @override
     def load_checkpoint(

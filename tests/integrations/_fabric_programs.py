@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,6 +124,28 @@ def save_two_engines(folder: str) -> list[bool]:
     for model in models:
         model._forward_module.destroy()
     return found
+
+
+def are_freed(*, bound: bool) -> list[bool]:
+    """Set up two models, then give the first up; return which of their engines are freed."""
+    make = ElasticDeepSpeedFabricStrategy if bound else StockStrategy
+    fabric: Any = Fabric(
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy=make(stage=2, reduce_bucket_size=1000),
+    )
+    fabric.launch()
+    models = []
+    for _ in range(2):
+        model = tiny_model()
+        models.append(fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.01))[0])
+    engines = [weakref.ref(model._forward_module) for model in models]
+    engines[0]().destroy()  # type: ignore[union-attr]
+    del models[0], model
+    gc.collect()
+    freed = [engine() is None for engine in engines]
+    models[0]._forward_module.destroy()
+    return freed
 
 
 def failure_of(case: FabricCase) -> str:

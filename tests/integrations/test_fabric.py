@@ -15,6 +15,7 @@ pytest.importorskip("accelerate")
 
 from tests.integrations._fabric_programs import (
     FabricCase,
+    are_freed,
     failure_of,
     run_fabric,
     save_two_engines,
@@ -62,6 +63,13 @@ def test_a_background_save_and_an_older_checkpoint_are_loaded(
     assert kept["step"] == 3
     assert sorted(run.losses) == [3]
     assert f"{paths[0]} (step 0) is loaded instead" in run.warnings[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("bound", [False, True])
+def test_an_engine_that_is_not_used_is_freed(bound: bool, hf_ranks: Pools) -> None:
+    """As with Fabric's own strategy, which keeps the last engine."""
+    assert hf_ranks.run(2, partial(are_freed, bound=bound))[0] == [True, False]
 
 
 @pytest.mark.engine
