@@ -222,12 +222,8 @@ class AcceleratorBinding:
                     raise ValueError(OTHER_OPTIONS)
                 engine.wait_for_save()
             self.on_engine(engine)
-            loop = replace(
-                self.loop,
-                record=self._record,
-                on_load=self._on_load,
-                check=check_steps,
-            )
+            record, on_load = self._record, self._on_load
+            loop = replace(self.loop, record=record, on_load=on_load, check=check_steps)
             self.bound[id(engine)] = EngineCheckpoints(engine, options, loop)
             self.bound[id(engine)].bind()
 
@@ -297,15 +293,13 @@ class AcceleratorBinding:
             skipped = batches.skip_batches if isinstance(batches, SkipBatchSampler) else 0
             steps = loaded.result.manifest.progress.global_steps
             done = steps * accelerator.gradient_accumulation_steps
-            first = skipped >= done  # else batches of earlier epochs are not skipped
-            differences = _epoch_differences(loader, skipped, done)
             warn_of_data(
                 loaded,
                 accelerator,
                 loader,
                 in_epoch=skipped > 0,
-                in_first_epoch=first,
-                differences=differences,
+                in_first_epoch=skipped >= done,  # batches of earlier epochs are not skipped
+                differences=_epoch_differences(loader, skipped, done),
             )
             return backward(*args, **kwargs)
 
@@ -378,12 +372,8 @@ def _order_differences(loader: Any, was: int, now: int, *, in_first_epoch: bool)
     batches, sampler = samplers_of(loader)
     has_epochs = hasattr(loader, "set_epoch") and hasattr(loader.dataset, "set_epoch")
     is_never_called = was == now > 1 and isinstance(sampler, SeedableRandomSampler)
-    if (
-        has_epochs
-        and sampler is not batches
-        and hasattr(sampler, "set_epoch")
-        and not is_never_called
-    ):
+    is_seeded = sampler is not batches and hasattr(sampler, "set_epoch")
+    if has_epochs and is_seeded and not is_never_called:
         yield (
             f"accelerate calls {type(loader.dataset).__name__}.set_epoch in some epochs only, "
             "depending on the number of ranks and on skipped batches: give the method another "

@@ -178,13 +178,8 @@ class EngineCheckpoints:
         folder = check_local_path(save_dir)
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
         state = dict(check_client_state(client_state))
-        this_save = (
-            folder,
-            tag,
-            engine.global_steps,
-            engine.micro_steps,
-            exclude_frozen_parameters,
-        )
+        steps = (engine.global_steps, engine.micro_steps)
+        this_save = (folder, tag, *steps, exclude_frozen_parameters)
         is_repeated = self._loop.skip_repeated and not state and this_save == self._last_save
         live = LiveEngine(engine)
         if record := dict(self._loop.record()):

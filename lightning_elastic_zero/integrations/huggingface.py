@@ -56,15 +56,11 @@ def elastic(x: T, **options: Any) -> T:
     elif is_engine(x):
         EngineCheckpoints(x, checked, Loop()).bind()
     elif is_a(x, "transformers", "Trainer"):
-        from lightning_elastic_zero.integrations.trainers import (
-            bind_trainer,
-        )
+        from lightning_elastic_zero.integrations.trainers import bind_trainer
 
         bind_trainer(x, checked)
     elif is_a(x, "accelerate", "Accelerator"):
-        from lightning_elastic_zero.integrations.accelerators import (
-            AcceleratorBinding,
-        )
+        from lightning_elastic_zero.integrations.accelerators import AcceleratorBinding
 
         AcceleratorBinding(x, checked).bind()
     else:
