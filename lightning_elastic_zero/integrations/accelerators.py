@@ -277,12 +277,16 @@ class AcceleratorBinding:
                     in_window,
                     loaded.accumulate,
                 )
+        steps = loaded.result.manifest.progress.global_steps
+        for loader in accelerator._dataloaders:  # accelerate counts epochs from 0 again
+            with suppress(TypeError):  # an iterable dataset without a length
+                loader.set_epoch(steps // max(1, math.ceil(len(loader) / accumulate)))
         source = accelerator.process_index % was
         load_accelerator_state(loaded.load_dir, [], [], [], [], process_index=source, scaler=None)
         self._warn_at_first_step(loaded)
 
     def _warn_at_first_step(self, loaded: Loaded) -> None:
-        """Name differences in the data once the first loss shows which loader is trained on."""
+        """Name differences in the data, and count its epoch, at the first loss of its loader."""
         accelerator, backward = self.accelerator, self.accelerator.backward
 
         @functools.wraps(backward)
@@ -299,8 +303,11 @@ class AcceleratorBinding:
                 loader,
                 in_epoch=skipped > 0,
                 in_first_epoch=skipped >= done,  # batches of earlier epochs are not skipped
-                differences=_epoch_differences(loader, skipped, done),
             )
+            for prepared in accelerator._dataloaders:
+                # skip_first_batches makes another loader for one epoch, which counts by itself.
+                if prepared is not loader and prepared.dataset is getattr(loader, "dataset", None):
+                    prepared.iteration = loader.iteration + 1
             return backward(*args, **kwargs)
 
         accelerator.backward = first_backward
@@ -348,18 +355,6 @@ def warn_of_data(
             loaded.world_size,
             "; ".join(found),
         )
-
-
-def _epoch_differences(loader: Any, skipped: int, done: int) -> Iterator[str]:
-    """Yield whether a later epoch has the order of the first; ``done`` counts micro-batches."""
-    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-        _, sampler = samplers_of(loader)
-        with suppress(TypeError):  # a batch sampler without a length
-            if getattr(sampler, "epoch", None) == 0 and done >= skipped + len(loader):
-                yield (
-                    "the order is that of the first epoch: call set_epoch(epoch) of the prepared "
-                    "loader at the start of each epoch, before skip_first_batches"
-                )
 
 
 def _order_differences(loader: Any, was: int, now: int, *, in_first_epoch: bool) -> Iterator[str]:

@@ -169,7 +169,6 @@ def test_a_limit_of_one_folder_causes_a_warning(
         ({"sampler": "weighted"}, "WeightedRandomSampler cannot be repeated"),
         ({"dispatch": True}, "accelerate skips too few batches"),
         ({"epoch_data": True}, "accelerate calls EpochTokens.set_epoch in some epochs only"),
-        ({"sets_epoch": False}, "call set_epoch(epoch)"),
     ],
 )
 def test_an_inexact_resume_causes_a_warning(
@@ -274,6 +273,20 @@ def test_a_sampler_that_seeds_each_epoch_is_exact(whole_loop: Reference, hf_rank
     case = LoopCase(load=f"{folder}/step_8", start=8, sampler="epochs")
     run, *_ = hf_ranks.run(3, partial(loop, case))
     assert_continues(run, full_run, range(9, 13))
+    assert run.warnings == []
+
+
+@pytest.mark.parametrize("world", [3, 1, 2])
+@pytest.mark.parametrize("start", [8, 4, 6])
+def test_a_loop_that_never_sets_epochs_continues(
+    start: int, world: int, hf_ranks: Pools, tmp_path: Path
+) -> None:
+    """Within the second epoch, within the first, and at the start of the second."""
+    case = LoopCase(folder=str(tmp_path), save_at=(start,), steps=14, sets_epoch=False)
+    full_run, *_ = hf_ranks.run(2, partial(loop, case))
+    case = replace(case, load=f"{tmp_path}/step_{start}", start=start, save_at=())
+    run, *_ = hf_ranks.run(world, partial(loop, case))
+    assert_continues(run, full_run, range(start + 1, 15))
     assert run.warnings == []
 
 
