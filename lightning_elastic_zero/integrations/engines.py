@@ -503,21 +503,21 @@ def newest_intact(
     verify: Callable[[Path, Ranks], None],
     options: ElasticOptions,
 ) -> str:
-    """Return the folder to resume from, or the newest intact one before it. Collective.
+    """Return the folder to resume from; with ``fallback``, or the newest before it. Collective.
 
     Args:
         asked: the folder that the user asked for; None: the newest of the series.
         series: the path of the loop's folders, without their number.
         verify: verifies this rank's share of a folder; raises one of ``DAMAGE_ERRORS``.
-        options: the timeouts.
+        options: ``fallback``, and the timeouts.
 
     Raises:
         CheckpointNotFoundError: none is intact.
     """
 
     def candidates() -> list[str]:
-        found = [asked, *_older_folders(asked)] if asked else folders_of(series)
-        return [str(path) for path in found]
+        older = _older_folders(asked) if asked and options.fallback else []
+        return [str(path) for path in ([asked, *older] if asked else folders_of(series))]
 
     def problem(folder: Path) -> str:
         try:
@@ -537,6 +537,6 @@ def newest_intact(
             if problems and ranks.rank == 0:
                 log.warning("Resuming from %s, because %s", folder, "; ".join(problems))
             return folder
-    reasons = "; ".join(problems) or f"{series.parent} has no folder {series.name}<number>"
-    msg = f"fallback=True found no intact checkpoint to resume from: {reasons}"
+    none = f"{series.parent} has no folder {series.name}<number>; begin a first run without one"
+    msg = f"found no intact checkpoint to resume from: {'; '.join(problems) or none}"
     raise CheckpointNotFoundError(msg)

@@ -70,6 +70,13 @@ class ResumeCallback(TrainerCallback):
             return
         changed = loaded.differs(args.world_size, args.gradient_accumulation_steps)
         differences = []
+        was = loaded.result.manifest.progress.global_batch_size
+        if was not in (None, now := trainer.deepspeed.train_batch_size()):
+            differences.append(
+                f"the global batch changes from {was} to {now} samples: the Trainer computes its "
+                "position in the data and the schedule from the number of steps, so it skips or "
+                "repeats samples of this epoch"
+            )
         if args.ignore_data_skip:
             differences.append("ignore_data_skip=True: the epoch begins again at its first sample")
         loader = trainer.callback_handler.train_dataloader
@@ -207,13 +214,14 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
         bind_accelerator(trainer.accelerator)
 
     def elastic_train(*args: Any, **kwargs: Any) -> Any:
-        """Train as ``Trainer.train``, from an intact folder with ``fallback``."""
+        """Train as ``Trainer.train``, from a finished folder, with ``fallback`` an intact one."""
         trainer: Any = ref()
         asked = args[0] if args else kwargs.get("resume_from_checkpoint")
-        if options.fallback and asked:
+        if asked:
             series = Path(trainer.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-")
             folder = None if asked is True else Path(asked)
-            found = newest_intact(folder, series, _verify, options)
+            verify = _verify if options.fallback else _check_finished
+            found = newest_intact(folder, series, verify, options)
             if args:
                 args = (found, *args[1:])
             else:
@@ -257,16 +265,24 @@ def _takes_folder(cls: type) -> bool:
     return any(p.name == "resume_from_checkpoint" or p.kind == p.VAR_KEYWORD for p in parameters)
 
 
-def _verify(folder: Path, ranks: Ranks) -> None:
-    """Verify what a resume reads of a folder; each rank its part of the state."""
+def _check_finished(folder: Path, _: Ranks) -> None:
+    """Refuse a folder without what a Trainer writes last, or without a checkpoint of DeepSpeed."""
     state = folder / "trainer_state.json"
     try:
         load_json(read_file(state))
     except (OSError, ValueError) as error:
-        msg = f"{state} cannot be read ({error}): the save was not finished"
+        msg = (
+            f"{state} cannot be read ({error}): the save was not finished, or this is not a folder "
+            f"{PREFIX_CHECKPOINT_DIR}-<number>. Resume from an older one, or pass "
+            "resume_from_checkpoint=True, which skips unfinished ones"
+        )
         raise CheckpointFormatError(msg) from error
-    path = find_checkpoint(folder, None)
-    if path is None:
+    if find_checkpoint(folder, None) is None:
         msg = f"{folder} has no DeepSpeed checkpoint: the save was not finished"
         raise CheckpointNotFoundError(msg)
-    verify_share(Path(path), ranks)
+
+
+def _verify(folder: Path, ranks: Ranks) -> None:
+    """Verify what a resume reads of a folder; each rank its part of the state."""
+    _check_finished(folder, ranks)
+    verify_share(Path(find_checkpoint(folder, None) or folder), ranks)

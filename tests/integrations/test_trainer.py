@@ -189,6 +189,7 @@ def test_another_global_batch_is_allowed(
     options = {"allow_global_batch_change": True}
     run, *_ = resumed(folder, 3, micro=(2, 3), options=options)
     assert_equal(run.first_state, full_run.states[10])
+    assert any("changes from 12 to 18 samples" in warning for warning in run.warnings)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -235,10 +236,10 @@ def test_additional_ranks_have_random_states(
 
 
 @pytest.mark.parametrize("damage", ["unfinished", "bytes"])
-def test_fallback_takes_the_folder_before(
+def test_the_folder_before_is_taken(
     damage: str, reference: Reference, hf_ranks: Pools, tmp_path: Path
 ) -> None:
-    """A folder that a kill left unfinished, or whose bytes changed, is skipped."""
+    """``True`` skips a folder that a kill left unfinished; ``fallback`` one with changed bytes."""
     folder, (full_run, *_) = reference(stage=3)
     copy = tmp_path / "run"
     for step in (10, 15):
@@ -251,10 +252,25 @@ def test_fallback_takes_the_folder_before(
         content = bytearray(shard.read_bytes())
         content[len(content) // 2] ^= 1
         shard.write_bytes(content)
-    case = TrainerCase(str(copy), resume=True, options={"fallback": True})
+    case = TrainerCase(str(copy), resume=True, options={"fallback": damage == "bytes"})
     run, *_ = hf_ranks.run(3, partial(train, case))
     assert_equal(run.first_state, full_run.states[10])
     assert any("checkpoint-15" in warning for warning in run.warnings)
+
+
+def test_a_folder_that_is_not_a_trainers_is_refused(
+    reference: Reference, hf_ranks: Pools, tmp_path: Path
+) -> None:
+    """On all ranks, with the remedy."""
+    folder, _ = reference(stage=3)
+    for wrong in (folder, folder / "checkpoint-99", folder / "checkpoint-10" / "global_step10"):
+        case = TrainerCase(str(tmp_path), resume=str(wrong))
+        for error in hf_ranks.run(2, partial(failure_of, case)):
+            assert f"{wrong}/trainer_state.json" in error
+            assert "checkpoint-<number>" in error
+    for error in hf_ranks.run(2, partial(failure_of, TrainerCase(str(tmp_path), resume=True))):
+        assert "no folder checkpoint-<number>" in error
+        assert "begin a first run without one" in error
 
 
 @pytest.mark.long
@@ -700,8 +716,7 @@ def test_a_kill_leaves_a_complete_folder_of_one(
         hf_ranks.run(2, partial(train_until_killed, case, event, path, removals))
     names = sorted(folder.name for folder in tmp_path.glob("checkpoint-*"))
     assert names == ["checkpoint-10", "checkpoint-5"]
-    options = {"fallback": last == 5}
-    case = TrainerCase(str(tmp_path), stage=2, args=args, resume=True, options=options)
+    case = TrainerCase(str(tmp_path), stage=2, args=args, resume=True)
     run, *_ = hf_ranks.run(3, partial(train, case))
     assert_continues(run, full_run, range(last + 1, 17))
     assert run.kept[-1] == {"checkpoint-16"}
