@@ -51,6 +51,19 @@ SCHEDULER_KEYS = frozenset(
 )
 """Keys that schedulers add to a group. They are restored even if the optimizer's class changed."""
 
+MODE_KEY = "train_mode"
+"""Key of a schedule-free optimizer: whether the weights are those to train, or their average."""
+
+COUNTER_KEYS = frozenset(
+    {
+        *("k", "step", "weight_sum", "lr_max", "scheduled_lr"),
+        *("d", "d_max", "d_numerator", "numerator_weighted"),
+        *("gsq_weighted", "sksq_weighted", "skl1"),
+    }
+)
+"""Keys of groups in which optimizers count: schedule-free, Prodigy, D-Adaptation and those of
+``pytorch_optimizer``. A constructor that takes one, as Lookahead's ``k``, does not count in it."""
+
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 """Subclasses, such as quantized states, contain more than their elements."""
@@ -447,15 +460,12 @@ def stepping_optimizer(optimizer: Any, sub_group: int | None) -> Any:
 
 
 def group_counters(inner: torch.optim.Optimizer) -> frozenset[str]:
-    """Return the keys of a group that an optimizer counts in, such as schedule-free's ``k``.
-
-    They have a default that no constructor takes. A class that takes not even ``lr`` has its
-    hyperparameters in one object.
-    """
-    members = [vars(kind) for kind in type(inner).__mro__]
-    constructors = [held["__init__"] for held in members if "__init__" in held]
-    taken = {name for made in constructors for name in inspect.signature(made).parameters}
-    return frozenset(inner.defaults) - taken if "lr" in taken else frozenset()
+    """Return the keys of groups that belong to the optimizer's state."""
+    try:
+        configured = inspect.signature(type(inner)).parameters.keys()
+    except (TypeError, ValueError):  # a constructor that is not written in Python
+        return COUNTER_KEYS
+    return COUNTER_KEYS - configured
 
 
 def backup_hyperparameters(optimizer: Any, group: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ of the interrupted accumulation window and no references to old optimizer state.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -41,6 +42,7 @@ from lightning_elastic_zero.engine.muon import MOMENTUM_KEY, place_momentum
 from lightning_elastic_zero.engine.optimizer import (
     BACKUP_KEY,
     EXECUTION_KEYS,
+    MODE_KEY,
     SCHEDULER_KEYS,
     adam_of_muon,
     converts_adam_states,
@@ -315,17 +317,19 @@ def commit_groups(inner: Any, values: RestoreValues) -> None:
     """
     counters = group_counters(inner)
     if not values.restores_state:
-        for group in inner.param_groups:
-            group.update({key: inner.defaults[key] for key in counters})
+        for group, key in itertools.product(inner.param_groups, counters):
+            if group.pop(key, None) is not None and key in inner.defaults:
+                group[key] = inner.defaults[key]
     if not (values.restores_state or values.restores_hyperparameters):
         return
     same_class = values.optimizer == type(inner).__name__
     kept = EXECUTION_KEYS | MEMBER_KEYS | {BACKUP_KEY}
-    kept |= frozenset() if values.restores_state else counters
+    of_state = counters | {MODE_KEY}
+    kept |= frozenset() if values.restores_state else of_state
     for group, saved in zip(inner.param_groups, values.groups, strict=True):
         for key, value in saved.items():
             known = same_class or key in group or key in SCHEDULER_KEYS
-            wanted = values.restores_hyperparameters or key in counters
+            wanted = values.restores_hyperparameters or key in of_state
             if known and wanted and key not in kept:
                 group[key] = unplain(value, group.get(key))
 

@@ -103,12 +103,13 @@ class ScheduleFree(torch.optim.Optimizer):
     """Counts in its groups, like the optimizers of the package ``schedulefree``."""
 
     def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr, "k": 0, "weight_sum": 0.0})
+        super().__init__(params, {"lr": lr, "k": 0, "weight_sum": 0.0, "train_mode": False})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["k"] += 1
+            group["train_mode"] = True
             group["weight_sum"] += group["lr"] ** 2
             for p in group["params"]:
                 z = self.state[p].setdefault("z", p.clone())
@@ -132,7 +133,7 @@ def test_counters_of_groups_belong_to_the_state(
     for index in (0, 1):
         rates = wanted if fresh else before
         assert after[f"group/{index}/lr"] == rates[f"group/{index}/lr"]
-        for key in ("k", "weight_sum"):
+        for key in ("k", "weight_sum", "train_mode"):
             assert wanted[f"group/{index}/{key}"] != before[f"group/{index}/{key}"]
             assert after[f"group/{index}/{key}"] == restored[f"group/{index}/{key}"]
 
