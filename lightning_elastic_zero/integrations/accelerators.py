@@ -8,7 +8,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -56,7 +56,7 @@ from lightning_elastic_zero.storage.paths import read_file
 
 log = logging.getLogger(__name__)
 
-_SCHEDULERS = "schedulers"
+_SCHEDULERS, _EPOCHS = "schedulers", "epochs"
 """Entry of an engine's record: how each of accelerate's schedulers is stepped."""
 
 _UNITS = "elastic_units"
@@ -229,7 +229,17 @@ class AcceleratorBinding:
 
     def _record(self) -> dict[str, Any]:
         ranks = self.accelerator.num_processes
-        return {_SCHEDULERS: [_units_of(scheduler, ranks) for scheduler in self._schedulers()]}
+        return {
+            _SCHEDULERS: [_units_of(scheduler, ranks) for scheduler in self._schedulers()],
+            _EPOCHS: [self._epoch_of(loader) for loader in self.accelerator._dataloaders],
+        }
+
+    def _epoch_of(self, loader: Any) -> int:
+        """Return the epoch that a loader counts; it counts the last batch's when it goes on."""
+        active = self.accelerator.gradient_state.active_dataloader
+        is_active = active is not None and (active is loader or _skips_batches_of(active, loader))
+        ended = is_active and self.accelerator.gradient_state.end_of_dataloader
+        return getattr(loader, "iteration", 0) + ended
 
     def _on_load(self, loaded: Loaded) -> None:
         if self.loaded is None:
@@ -277,10 +287,17 @@ class AcceleratorBinding:
                     in_window,
                     loaded.accumulate,
                 )
-        steps = loaded.result.manifest.progress.global_steps
-        for loader in accelerator._dataloaders:  # accelerate counts epochs from 0 again
-            with suppress(TypeError):  # an iterable dataset without a length
-                loader.set_epoch(steps // max(1, math.ceil(len(loader) / accumulate)))
+        # accelerate counts epochs from 0 again.
+        epochs = loaded.record.get(_EPOCHS, [])
+        if accelerator._dataloaders and not epochs and accelerator.is_main_process:
+            log.warning(
+                "%s does not contain the epochs of the loaders: they begin with the first epoch's "
+                "order, unless the loop calls set_epoch(epoch) before skip_first_batches",
+                loaded.load_dir,
+            )
+        for loader, epoch in zip(accelerator._dataloaders, epochs, strict=False):
+            if hasattr(loader, "iteration"):
+                loader.iteration = int(epoch)
         source = accelerator.process_index % was
         load_accelerator_state(loaded.load_dir, [], [], [], [], process_index=source, scaler=None)
         self._warn_at_first_step(loaded)
@@ -305,12 +322,31 @@ class AcceleratorBinding:
                 in_first_epoch=skipped >= done,  # batches of earlier epochs are not skipped
             )
             for prepared in accelerator._dataloaders:
-                # skip_first_batches makes another loader for one epoch, which counts by itself.
-                if prepared is not loader and prepared.dataset is getattr(loader, "dataset", None):
-                    prepared.iteration = loader.iteration + 1
+                if _skips_batches_of(loader, prepared):
+                    _count_for(loader, prepared)
             return backward(*args, **kwargs)
 
         accelerator.backward = first_backward
+
+
+def _skips_batches_of(loader: Any, prepared: Any) -> bool:
+    """Whether ``skip_first_batches`` made a loader of another."""
+    for name in ("batch_sampler", "sampler"):
+        held, whole = getattr(loader, name, None), getattr(prepared, name, None)
+        if isinstance(held, SkipBatchSampler) and held.batch_sampler is whole:
+            return True
+    return False
+
+
+def _count_for(loader: Any, prepared: Any) -> None:
+    """Let the end of an epoch of a loader count for the one that it was made of."""
+    end = loader.end
+
+    def end_and_count() -> None:
+        end()
+        prepared.iteration = loader.iteration
+
+    loader.end = end_and_count
 
 
 def warn_of_data(

@@ -537,6 +537,9 @@ def newest_intact(
             if problems and ranks.rank == 0:
                 log.warning("Resuming from %s, because %s", folder, "; ".join(problems))
             return folder
-    none = f"{series.parent} has no folder {series.name}<number>; begin a first run without one"
-    msg = f"found no intact checkpoint to resume from: {'; '.join(problems) or none}"
+    none = f"{series.parent} has no folder {series.name}<number>"
+    msg = (
+        f"found no intact checkpoint to resume from: {'; '.join(problems) or none}. Resume from "
+        "another folder, or begin without a checkpoint"
+    )
     raise CheckpointNotFoundError(msg)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import sys
 import weakref
 from contextlib import suppress
 from pathlib import Path
@@ -216,16 +217,17 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
     def elastic_train(*args: Any, **kwargs: Any) -> Any:
         """Train as ``Trainer.train``, from a finished folder, with ``fallback`` an intact one."""
         trainer: Any = ref()
-        asked = args[0] if args else kwargs.get("resume_from_checkpoint")
-        if asked:
+        place = _place_of_folder(cls)
+        asked = args[place] if place < len(args) else kwargs.get(_FOLDER)
+        if asked is True or (asked and isinstance(asked, (str, os.PathLike))):
             series = Path(trainer.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-")
             folder = None if asked is True else Path(asked)
             verify = _verify if options.fallback else _check_finished
             found = newest_intact(folder, series, verify, options)
-            if args:
-                args = (found, *args[1:])
+            if place < len(args):
+                args = (*args[:place], found, *args[place + 1 :])
             else:
-                kwargs["resume_from_checkpoint"] = found
+                kwargs[_FOLDER] = found
         training.append(True)
         try:
             result = cls.train(trainer, *args, **kwargs)
@@ -259,10 +261,25 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
     bind_accelerator(trainer.accelerator)
 
 
+_FOLDER = "resume_from_checkpoint"
+
+
 def _takes_folder(cls: type) -> bool:
     """Whether ``train`` of a Trainer's class can be given a folder."""
     parameters = inspect.signature(cls.train).parameters.values()  # type: ignore[attr-defined]
-    return any(p.name == "resume_from_checkpoint" or p.kind == p.VAR_KEYWORD for p in parameters)
+    return any(p.name == _FOLDER or p.kind == p.VAR_KEYWORD for p in parameters)
+
+
+def _place_of_folder(cls: type) -> int:
+    """Return the position of the folder among the arguments of ``train`` of a Trainer's class.
+
+    A subclass may pass its positional arguments on.
+    """
+    _, *parameters = inspect.signature(cls.train).parameters.values()  # type: ignore[attr-defined]
+    for index, parameter in enumerate(parameters):
+        if parameter.name == _FOLDER or parameter.kind == parameter.VAR_POSITIONAL:
+            return index
+    return sys.maxsize
 
 
 def _check_finished(folder: Path, _: Ranks) -> None:
@@ -273,12 +290,11 @@ def _check_finished(folder: Path, _: Ranks) -> None:
     except (OSError, ValueError) as error:
         msg = (
             f"{state} cannot be read ({error}): the save was not finished, or this is not a folder "
-            f"{PREFIX_CHECKPOINT_DIR}-<number>. Resume from an older one, or pass "
-            "resume_from_checkpoint=True, which skips unfinished ones"
+            f"{PREFIX_CHECKPOINT_DIR}-<number>"
         )
         raise CheckpointFormatError(msg) from error
     if find_checkpoint(folder, None) is None:
-        msg = f"{folder} has no DeepSpeed checkpoint: the save was not finished"
+        msg = f"{folder} has no DeepSpeed checkpoint: it is not finished, or has the model only"
         raise CheckpointNotFoundError(msg)
 
 

@@ -84,6 +84,8 @@ class LoopCase:
     """Whether ``batch_size`` is that of all ranks."""
     sets_epoch: bool = True
     """Whether the loop calls ``set_epoch``, as loops that never resume need not."""
+    epoch_steps: int = 0
+    """Steps after which the loop leaves an epoch; 0: at its end."""
     wrapped: bool = False
     """Whether ``wrap_initialize`` was called before."""
 
@@ -177,7 +179,7 @@ def _loop(case: LoopCase, run: Run) -> None:
     run.draws[-1] = float(torch.rand(()))
     _seen.clear()
     losses: list[float] = []
-    step, per_epoch = case.start, case.samples // GLOBAL_BATCH
+    step, per_epoch = case.start, case.epoch_steps or case.samples // GLOBAL_BATCH
     while step < case.steps:
         if case.sets_epoch:
             loader.set_epoch(step // per_epoch)
@@ -209,7 +211,7 @@ def _loop(case: LoopCase, run: Run) -> None:
                 accelerator.save_state(target)
                 if case.name and accelerator.is_main_process:  # as after a kill at this step
                     shutil.copytree(target, f"{case.folder}/killed_at_{step}")
-            if step == case.steps:
+            if step == case.steps or (case.epoch_steps and step % case.epoch_steps == 0):
                 break
     if case.bound:
         accelerator.wait_for_save()

@@ -563,6 +563,22 @@ def train_by_own_method(case: TrainerCase) -> Run:
     return run
 
 
+def train_by_two_arguments(case: TrainerCase) -> Run:
+    """Train a subclass whose ``train()`` takes the folder second."""
+    run = Run()
+    trainer = make_trainer(case, run, StepsFirst)
+    trainer.train(100, case.resume)
+    close(trainer)
+    return run
+
+
+class StepsFirst(Trainer):
+    """A user's Trainer with an argument of its own."""
+
+    def train(self, steps: int, resume_from_checkpoint: Any = None) -> Any:
+        return super().train(resume_from_checkpoint=resume_from_checkpoint)
+
+
 class NoArguments(Trainer):
     """A user's Trainer that chooses itself where to resume."""
 

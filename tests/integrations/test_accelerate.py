@@ -277,17 +277,21 @@ def test_a_sampler_that_seeds_each_epoch_is_exact(whole_loop: Reference, hf_rank
 
 
 @pytest.mark.parametrize("world", [3, 1, 2])
-@pytest.mark.parametrize("start", [8, 4, 6])
+@pytest.mark.parametrize(("start", "epoch_steps"), [(8, 0), (4, 0), (6, 0), (5, 4)])
 def test_a_loop_that_never_sets_epochs_continues(
-    start: int, world: int, hf_ranks: Pools, tmp_path: Path
+    start: int, epoch_steps: int, world: int, hf_ranks: Pools, tmp_path: Path
 ) -> None:
-    """Within the second epoch, within the first, and at the start of the second."""
-    case = LoopCase(folder=str(tmp_path), save_at=(start,), steps=14, sets_epoch=False)
+    """Twice: from the middle and the end of an epoch, also if the loop leaves epochs early."""
+    case = LoopCase(
+        folder=str(tmp_path), save_at=(start,), steps=14, sets_epoch=False, epoch_steps=epoch_steps
+    )
     full_run, *_ = hf_ranks.run(2, partial(loop, case))
-    case = replace(case, load=f"{tmp_path}/step_{start}", start=start, save_at=())
-    run, *_ = hf_ranks.run(world, partial(loop, case))
-    assert_continues(run, full_run, range(start + 1, 15))
-    assert run.warnings == []
+    for ranks, begin in ((world, start), (2, start + 1)):
+        load = f"{tmp_path}/step_{begin}"
+        case = replace(case, load=load, start=begin, save_at=(begin + 1,))
+        run, *_ = hf_ranks.run(ranks, partial(loop, case))
+        assert_continues(run, full_run, range(begin + 1, 15))
+        assert run.warnings == []
 
 
 @pytest.mark.long

@@ -35,6 +35,7 @@ from tests.integrations._hf_programs import (
     search,
     train,
     train_by_own_method,
+    train_by_two_arguments,
     train_out_of_memory,
     train_twice,
     train_until_killed,
@@ -270,7 +271,7 @@ def test_a_folder_that_is_not_a_trainers_is_refused(
             assert "checkpoint-<number>" in error
     for error in hf_ranks.run(2, partial(failure_of, TrainerCase(str(tmp_path), resume=True))):
         assert "no folder checkpoint-<number>" in error
-        assert "begin a first run without one" in error
+        assert "begin without a checkpoint" in error
 
 
 @pytest.mark.long
@@ -686,6 +687,14 @@ def test_a_trainer_without_arguments_continues(
     case = TrainerCase(str(tmp_path), stage=2, options={"fallback": True})
     with pytest.raises(AssertionError, match=r"NoArguments.train has no resume_from_checkpoint"):
         hf_ranks.run(3, partial(train_by_own_method, case))
+
+
+@pytest.mark.long
+def test_the_folder_may_be_another_argument(reference: Reference, hf_ranks: Pools) -> None:
+    folder, (full_run, *_) = reference(stage=2)
+    case = TrainerCase(str(folder), stage=2, resume=str(folder / "checkpoint-10"))
+    run, *_ = hf_ranks.run(3, partial(train_by_two_arguments, case))
+    assert_continues(run, full_run)
 
 
 @pytest.mark.long
