@@ -56,9 +56,9 @@ MODE_KEY = "train_mode"
 
 COUNTER_KEYS = frozenset(
     {
-        *("k", "step", "weight_sum", "lr_max", "scheduled_lr"),
+        *("k", "step", "weight_sum", "lr_max", "scheduled_lr", "gamma", "update_counter"),
         *("d", "d_max", "d_numerator", "numerator_weighted"),
-        *("gsq_weighted", "sksq_weighted", "skl1"),
+        *("gsq_weighted", "sksq_weighted", "sk_sq_weighted", "skl1", "sk_l1"),
     }
 )
 """Keys of groups in which optimizers count: schedule-free, Prodigy, D-Adaptation and those of

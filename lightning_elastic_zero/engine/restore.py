@@ -318,8 +318,8 @@ def commit_groups(inner: Any, values: RestoreValues) -> None:
     counters = group_counters(inner)
     if not values.restores_state:
         for group, key in itertools.product(inner.param_groups, counters):
-            if group.pop(key, None) is not None and key in inner.defaults:
-                group[key] = inner.defaults[key]
+            if group.get(key) is not None:
+                group[key] = inner.defaults[key] if key in inner.defaults else 0 * group[key]
     if not (values.restores_state or values.restores_hyperparameters):
         return
     same_class = values.optimizer == type(inner).__name__

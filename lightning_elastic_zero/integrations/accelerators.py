@@ -296,8 +296,8 @@ class AcceleratorBinding:
                 loaded.load_dir,
             )
         for loader, epoch in zip(accelerator._dataloaders, epochs, strict=False):
-            if hasattr(loader, "iteration"):
-                loader.iteration = int(epoch)
+            if hasattr(loader, "set_epoch"):
+                loader.set_epoch(int(epoch))
         source = accelerator.process_index % was
         load_accelerator_state(loaded.load_dir, [], [], [], [], process_index=source, scaler=None)
         self._warn_at_first_step(loaded)
@@ -335,7 +335,8 @@ def _skips_batches_of(loader: Any, prepared: Any) -> bool:
         held, whole = getattr(loader, name, None), getattr(prepared, name, None)
         if isinstance(held, SkipBatchSampler) and held.batch_sampler is whole:
             return True
-    return False
+    skips = getattr(loader, "skip_batches", 0)  # of an iterable dataset
+    return bool(skips and loader is not prepared and loader.dataset is prepared.dataset)
 
 
 def _count_for(loader: Any, prepared: Any) -> None:

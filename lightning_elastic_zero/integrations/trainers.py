@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -217,7 +218,7 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
     def elastic_train(*args: Any, **kwargs: Any) -> Any:
         """Train as ``Trainer.train``, from a finished folder, with ``fallback`` an intact one."""
         trainer: Any = ref()
-        place = _place_of_folder(cls)
+        place = _place_of_folder(cls.train.__get__(trainer))
         asked = args[place] if place < len(args) else kwargs.get(_FOLDER)
         if asked is True or (asked and isinstance(asked, (str, os.PathLike))):
             series = Path(trainer.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-")
@@ -270,14 +271,17 @@ def _takes_folder(cls: type) -> bool:
     return any(p.name == _FOLDER or p.kind == p.VAR_KEYWORD for p in parameters)
 
 
-def _place_of_folder(cls: type) -> int:
-    """Return the position of the folder among the arguments of ``train`` of a Trainer's class.
+def _place_of_folder(train: Callable[..., Any]) -> int:
+    """Return the position of the folder among the arguments of a Trainer's method ``train``.
 
     A subclass may pass its positional arguments on.
     """
-    _, *parameters = inspect.signature(cls.train).parameters.values()  # type: ignore[attr-defined]
+    parameters = [*inspect.signature(train).parameters.values()]
     for index, parameter in enumerate(parameters):
-        if parameter.name == _FOLDER or parameter.kind == parameter.VAR_POSITIONAL:
+        if parameter.name == _FOLDER and parameter.kind != parameter.KEYWORD_ONLY:
+            return index
+        passes_on = parameter.kind == parameter.VAR_POSITIONAL
+        if passes_on and _FOLDER not in {other.name for other in parameters}:
             return index
     return sys.maxsize
 

@@ -277,13 +277,21 @@ def test_a_sampler_that_seeds_each_epoch_is_exact(whole_loop: Reference, hf_rank
 
 
 @pytest.mark.parametrize("world", [3, 1, 2])
-@pytest.mark.parametrize(("start", "epoch_steps"), [(8, 0), (4, 0), (6, 0), (5, 4)])
+@pytest.mark.parametrize(
+    ("start", "epoch_steps", "sampler"),
+    [(8, 0, ""), (4, 0, ""), (6, 0, ""), (5, 4, ""), (8, 0, "epochs")],
+)
 def test_a_loop_that_never_sets_epochs_continues(
-    start: int, epoch_steps: int, world: int, hf_ranks: Pools, tmp_path: Path
+    start: int, epoch_steps: int, sampler: str, world: int, hf_ranks: Pools, tmp_path: Path
 ) -> None:
     """Twice: from the middle and the end of an epoch, also if the loop leaves epochs early."""
     case = LoopCase(
-        folder=str(tmp_path), save_at=(start,), steps=14, sets_epoch=False, epoch_steps=epoch_steps
+        folder=str(tmp_path),
+        save_at=(start,),
+        steps=14,
+        sets_epoch=False,
+        epoch_steps=epoch_steps,
+        sampler=sampler,
     )
     full_run, *_ = hf_ranks.run(2, partial(loop, case))
     for ranks, begin in ((world, start), (2, start + 1)):
