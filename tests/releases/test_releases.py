@@ -193,4 +193,4 @@ def test_a_release_that_divides_gradients_twice_is_detected() -> None:
     """If the check of releases accepts 0.18.3, its first backward pass is refused."""
     output = run(REFUSED, "-W", "ignore", "-c", FIT.format(before=ACCEPT_ALL_RELEASES))
     assert "UnsupportedError" in output
-    assert "gradients are 0.25 times what they should be" in output
+    assert "gradients are 0.25 times their correct value" in output
