@@ -500,10 +500,10 @@ def _older_folders(folder: Path) -> list[Path]:
 def newest_intact(
     asked: Path | None,
     series: Path,
-    verify: Callable[[Path, Ranks], None],
+    verify: Callable[[Path, Ranks], object],
     options: ElasticOptions,
 ) -> str:
-    """Return the folder to resume from; with ``fallback``, or the newest before it. Collective.
+    """Return the folder to resume from, or, with ``fallback``, an older intact one. Collective.
 
     Args:
         asked: the folder that the user asked for; None: the newest of the series.

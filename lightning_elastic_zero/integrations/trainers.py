@@ -286,8 +286,8 @@ def _place_of_folder(train: Callable[..., Any]) -> int:
     return sys.maxsize
 
 
-def _check_finished(folder: Path, _: Ranks) -> None:
-    """Refuse a folder without what a Trainer writes last, or without a checkpoint of DeepSpeed."""
+def _check_finished(folder: Path, _: Ranks) -> Path:
+    """Return DeepSpeed's checkpoint in a folder; refuse one without it, or not finished."""
     state = folder / "trainer_state.json"
     try:
         load_json(read_file(state))
@@ -297,12 +297,13 @@ def _check_finished(folder: Path, _: Ranks) -> None:
             f"{PREFIX_CHECKPOINT_DIR}-<number>"
         )
         raise CheckpointFormatError(msg) from error
-    if find_checkpoint(folder, None) is None:
+    path = find_checkpoint(folder, None)
+    if path is None:
         msg = f"{folder} has no DeepSpeed checkpoint: it is not finished, or has the model only"
         raise CheckpointNotFoundError(msg)
+    return Path(path)
 
 
 def _verify(folder: Path, ranks: Ranks) -> None:
     """Verify what a resume reads of a folder; each rank its part of the state."""
-    _check_finished(folder, ranks)
-    verify_share(Path(find_checkpoint(folder, None) or folder), ranks)
+    verify_share(_check_finished(folder, ranks), ranks)

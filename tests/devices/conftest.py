@@ -24,7 +24,7 @@ def device(pytestconfig: pytest.Config) -> str:
 def pools(device: str, request: pytest.FixtureRequest) -> Iterator[Pools]:
     """Yield worlds of CPU ranks.
 
-    Where DeepSpeed finds a GPU, its import starts threads, after which no rank can be forked.
+    On a machine with a GPU, the imports started a thread, after which no rank can be forked.
     """
     new = DeviceRanks("cpu") if device == "cuda" else None
     started = Pools(new or request.getfixturevalue("fork_server"))
