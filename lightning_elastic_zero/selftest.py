@@ -55,8 +55,8 @@ from lightning_elastic_zero.engine.selftest_engine import (
     trial_engine,
 )
 from lightning_elastic_zero.errors import ElasticZeroError, RanksError, SaveError, UnsupportedError
-from lightning_elastic_zero.storage.checksums import DiskFile
-from lightning_elastic_zero.storage.ownership import delete_checkpoint
+from lightning_elastic_zero.storage.file_write import DiskFile
+from lightning_elastic_zero.storage.own_files import delete_checkpoint
 from lightning_elastic_zero.storage.paths import check_local_path, real_path
 from lightning_elastic_zero.tools.report import format_bytes
 from lightning_elastic_zero.tools.verification import newest_sound_checkpoint, verify_checkpoint

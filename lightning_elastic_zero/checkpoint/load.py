@@ -1,7 +1,6 @@
 """Loading a checkpoint into a live engine. All checks run before live state changes.
 
-Also: planning the transfers, checking for overflow in casts, and finding the newest intact
-checkpoint next to a damaged one.
+Also: planning the transfers, and checking for overflow in casts.
 """
 
 from __future__ import annotations
@@ -10,23 +9,27 @@ import heapq
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from lightning_elastic_zero.checkpoint.extra_state import restore_extra_states
+from lightning_elastic_zero.checkpoint.fallback import (
+    find_fallback,
+    has_same_shapes,
+    is_there,
+    manifest_of,
+)
 from lightning_elastic_zero.checkpoint.fingerprint import SavedState, Verdict, check_loaded
-from lightning_elastic_zero.checkpoint.save import restore_extra_states
 from lightning_elastic_zero.checkpoint.types import (
     CheckpointStats,
     LoadOptions,
     LoadResult,
-    any_replaces,
     io_progress,
 )
 from lightning_elastic_zero.coordination.ranks import Ranks
@@ -40,7 +43,7 @@ from lightning_elastic_zero.core.compatibility import (
     rounded_buffers,
 )
 from lightning_elastic_zero.core.layout import Fragment, Layout, TransferPlan, spans
-from lightning_elastic_zero.core.manifest import MANIFEST_NAME, Group, Manifest, TrainingProgress
+from lightning_elastic_zero.core.manifest import Group, Manifest, TrainingProgress
 from lightning_elastic_zero.core.names import (
     mapping_to,
     match_groups,
@@ -65,25 +68,18 @@ from lightning_elastic_zero.errors import (
     DAMAGE_ERRORS,
     CheckpointFormatError,
     CheckpointMismatchError,
-    ElasticZeroError,
     RanksError,
 )
-from lightning_elastic_zero.formats.deepspeed_files import is_deepspeed
 from lightning_elastic_zero.formats.open import RenamedReader, open_checkpoint
 from lightning_elastic_zero.formats.reader import WEIGHT, CheckpointReader, SharedState, Targets
 from lightning_elastic_zero.storage.checkpoints import (
     check_shareable,
-    has_entry,
-    published_ns,
     repair_target,
     request_count,
     resolved,
     resolved_if_exists,
-    siblings,
 )
-from lightning_elastic_zero.storage.checksums import SUMS_SUFFIX
 from lightning_elastic_zero.storage.paths import parse_path
-from lightning_elastic_zero.storage.stores import AnyPath, StorePath
 
 
 def plans(
@@ -151,124 +147,6 @@ def _scalars_of(
             )
             raise CheckpointMismatchError(msg)
     return scalars[0] if scalars else {}
-
-
-def find_fallback(
-    asked: str | os.PathLike[str],
-    ranks: Ranks,
-    fits_model: Callable[[Manifest], bool],
-    can_replace: Callable[[AnyPath, Manifest], bool] = any_replaces,
-) -> tuple[str, int] | None:
-    """Find the newest intact checkpoint of this library next to a damaged one. Collective.
-
-    The ranks verify all of its bytes, each a share. It has the parameters of the damaged one, but
-    may belong to another run, so it is loaded only with ``fallback``.
-
-    Args:
-        asked: the path of the damaged one, on rank 0.
-        ranks: those that load.
-        fits_model: whether a checkpoint has the parameters of the model; called if the manifest of
-            the damaged one cannot be read.
-        can_replace: see ``LoadOptions``.
-
-    Returns:
-        Its path and its optimizer steps. None if none is intact, the path has no entry, or other
-        software wrote the damaged one.
-    """
-    found = ranks.broadcast(
-        f"load {asked}: look for an older one",
-        lambda: _older_than(asked, ranks.progress, fits_model, can_replace),
-    )
-    for path, step in found:
-        with suppress(*DAMAGE_ERRORS):
-            share = partial(verify_share, parse_path(path), ranks)
-            ranks.run_all(f"load: verify {path}", share)
-            return path, step
-    return None
-
-
-def _older_than(
-    asked: str | os.PathLike[str],
-    progress: Progress,
-    fits_model: Callable[[Manifest], bool],
-    can_replace: Callable[[AnyPath, Manifest], bool],
-) -> list[tuple[str, int]]:
-    """Rank 0: return the published checkpoints in the same folder, the newest first."""
-    damaged = parse_path(asked)
-    if not _is_there(damaged):
-        # The path is probably misspelt: suggest nothing.
-        return []
-    real = resolved(damaged)
-    if _is_foreign(real):
-        return []
-    mine = _manifest_of(real)
-    if mine and not can_replace(real, mine):
-        return []
-    rows: set[tuple[int, int, str]] = set()
-    # What a link leads to may be in another folder.
-    found = {path for place in {damaged, real} for path in (place, *siblings(place))}
-    for path in {resolved(path) for path in found}:
-        manifest = None if path == real else _manifest_of(path)
-        progress.check()
-        if manifest is None or (isinstance(path, Path) and is_deepspeed(path)):
-            continue  # DeepSpeed has saved into the last: either of the two may be meant.
-        if not can_replace(path, manifest):
-            continue
-        if mine:
-            usable = _can_replace(manifest, mine)
-        else:  # The manifest of the damaged one cannot be read: compare the times.
-            before = published_ns(path) <= published_ns(real, damaged)
-            usable = fits_model(manifest) and before and not manifest.weights_only
-        if usable:
-            rows.add((published_ns(path), manifest.progress.global_steps, str(path)))
-    return [(path, step) for _, step, path in sorted(rows, reverse=True)]
-
-
-def _is_there(path: AnyPath) -> bool:
-    with suppress(OSError):  # Of the store, which has refused the load too.
-        return has_entry(path)
-    return False
-
-
-def _is_foreign(path: AnyPath) -> bool:
-    """Whether a path contains files, but no trace of a save of this library."""
-    if isinstance(path, StorePath):
-        return False  # It was refused by its format.
-    if not path.is_dir():
-        return path.exists()
-    traces = (MANIFEST_NAME, f"*{SUMS_SUFFIX}")
-    return any(path.iterdir()) and not any(next(path.rglob(trace), None) for trace in traces)
-
-
-def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
-    return {p.name: p.shape for p in manifest.parameters}
-
-
-def _manifest_of(path: AnyPath) -> Manifest | None:
-    """Return the manifest of a checkpoint of this library; None if it is another or none."""
-    if isinstance(path, Path) and not (path / MANIFEST_NAME).exists():
-        return None
-    with suppress(ElasticZeroError), closing(open_checkpoint(path)) as source:
-        return source.manifest
-    return None
-
-
-def _can_replace(other: Manifest, damaged: Manifest) -> bool:
-    """Whether one has the same shapes, no later step and, if the other has it, optimizer state."""
-    older = other.progress.global_steps <= damaged.progress.global_steps
-    whole = damaged.weights_only or not other.weights_only
-    return _shapes(other) == _shapes(damaged) and older and whole
-
-
-def verify_share(path: AnyPath, ranks: Ranks) -> None:
-    """Verify this rank's share of a checkpoint.
-
-    Raises:
-        CheckpointCorruptedError, CheckpointFormatError, CheckpointNotFoundError: it is damaged.
-    """
-    with closing(open_checkpoint(path, progress=ranks.progress)) as source:
-        source.check_all()
-        source.verify_whole(ranks.rank, ranks.world_size, io_progress("verifying", ranks))
 
 
 log = logging.getLogger(__name__)
@@ -391,10 +269,10 @@ def load_engine(
     try:
         return _load(path, live, ranks, options=options)
     except DAMAGE_ERRORS as error:
-        fits_model = partial(_has_same_shapes, live, options)
+        fits_model = partial(has_same_shapes, live, options)
         fallback = find_fallback(path, ranks, fits_model, options.can_replace)
         if fallback is None:
-            if not options.fallback or not _is_there(parse_path(path)):
+            if not options.fallback or not is_there(parse_path(path)):
                 raise
             msg = f"{error}\n{_NOTHING_TO_TAKE}"
             raise type(error)(msg) from error
@@ -416,16 +294,6 @@ def load_engine(
                 step,
             )
     return replace(_load(older, live, ranks, options=options), instead_of=str(path))
-
-
-def _has_same_shapes(live: LiveEngine, options: LoadOptions, saved: Manifest) -> bool:
-    """Whether a checkpoint and the model share parameters, all of the same shapes."""
-    described = live.describe()
-    renaming = mapping_to(described.names(), options.renamed)
-    here = {p.name: p.shape for p in described.parameters}
-    pairs = [(renaming.here(p.name), p.shape) for p in saved.parameters]
-    shared = [here[name] == shape for name, shape in pairs if name in here]
-    return bool(shared) and all(shared)
 
 
 def _load(
@@ -450,7 +318,7 @@ def _load(
 def _is_replaced(path: str | os.PathLike[str], found: Collection[str]) -> bool:
     """Rank 0: whether a checkpoint is at the path that was not found there before."""
     with suppress(OSError):
-        manifest = _manifest_of(resolved(parse_path(path)))
+        manifest = manifest_of(resolved(parse_path(path)))
         return manifest is not None and manifest.save_id not in found
     return False
 

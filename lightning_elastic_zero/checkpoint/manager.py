@@ -56,11 +56,11 @@ from lightning_elastic_zero.storage.checkpoints import (
     resolved,
     siblings,
 )
-from lightning_elastic_zero.storage.checksums import replace_durably, write_durably
-from lightning_elastic_zero.storage.owners import ConcurrentRunMonitor
-from lightning_elastic_zero.storage.ownership import LATEST, RECOVERY_SCRIPT, TAG
+from lightning_elastic_zero.storage.file_write import replace_durably, write_durably
+from lightning_elastic_zero.storage.object_store import AnyPath
+from lightning_elastic_zero.storage.own_files import LATEST, RECOVERY_SCRIPT, TAG
 from lightning_elastic_zero.storage.paths import parse_path
-from lightning_elastic_zero.storage.stores import AnyPath
+from lightning_elastic_zero.storage.writers import ConcurrentRunMonitor
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ import pickle
 import struct
 import types
 import uuid
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PosixPath, PurePosixPath, PureWindowsPath
@@ -43,7 +43,7 @@ from lightning_elastic_zero.core.tensors import (
 )
 from lightning_elastic_zero.core.text import TreePath, format_tree_path
 from lightning_elastic_zero.errors import CheckpointFormatError, SaveError
-from lightning_elastic_zero.formats.torch_read import unsupported_class
+from lightning_elastic_zero.formats.torch_read import PLAIN_DATA, unpickle, unsupported_class
 from lightning_elastic_zero.formats.torch_write import piecewise
 
 REMOVED = False
@@ -561,3 +561,61 @@ def pickle_objects(objects: Objects) -> tuple[bytes, Objects]:
                 why = f"can be pickled but not unpickled ({error}), so no load could restore it:"
                 raise _refusal(value, path, why) from error
         raise
+
+
+_PROTOCOL = 2
+"""Pickle protocol of ``torch.save``."""
+
+
+def check_loads_weights_only(parts: Mapping[str, Any]) -> None:
+    """Refuse values that ``torch.load(weights_only=True)`` cannot read.
+
+    ``parts`` are values by their title in messages. Raises SaveError with the innermost such value.
+    """
+    for path, value in _not_plain(dict(parts), ()):
+        if not (reason := _unreadable_reason(value)):
+            continue  # for example of a class given to torch.serialization.add_safe_globals
+        msg = (
+            f"{format_tree_path(path)} is a {type(value).__name__}, but saved state has to be "
+            f"plain data that torch.load(weights_only=True) can read ({reason}). Return numbers, "
+            "strings, dense tensors, and lists and dicts of them from state_dict()."
+        )
+        raise SaveError(msg)
+
+
+def _not_plain(value: Any, path: TreePath) -> Iterator[tuple[TreePath, Any]]:
+    # torch reads a Counter too, which MultiStepLR has. Attributes are saved with an OrderedDict.
+    is_tree = type(value) in (dict, OrderedDict, Counter) and not getattr(value, "__dict__", None)
+    if is_tree and all(map(is_plain, value)):
+        for key, inner in value.items():
+            yield from _not_plain(inner, (*path, str(key)))
+    elif type(value) in (list, tuple):
+        for index, inner in enumerate(value):
+            yield from _not_plain(inner, (*path, index))
+    elif not is_plain(value):
+        yield path, value
+
+
+def _unreadable_reason(value: object) -> str:
+    """Return why torch cannot read a value; empty if it can."""
+    stream = io.BytesIO()
+    try:
+        _WithoutTensors(stream, _PROTOCOL).dump(value)
+        unpickle(stream.getvalue(), lambda _: None, PLAIN_DATA)
+    except Exception as error:  # noqa: BLE001 (whatever a pickle can raise)
+        text = str(error).partition(" Please use")[0].partition("\n")[0]
+        return text.rstrip(".") or repr(error)
+    return ""
+
+
+class _WithoutTensors(pickle.Pickler):
+    """Pickles a value without the contents of its tensors."""
+
+    def persistent_id(self, obj: Any) -> tuple[str] | None:
+        """Return a placeholder for a tensor; raise ValueError if it is not a plain one."""
+        if not isinstance(obj, torch.Tensor):
+            return None
+        if not is_plain(obj):
+            msg = f"a {type(obj).__name__} with layout {obj.layout} is not a plain tensor"
+            raise ValueError(msg)
+        return ("storage",)

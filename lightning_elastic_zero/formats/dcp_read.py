@@ -58,7 +58,7 @@ from lightning_elastic_zero.formats.torch_read import (
     foreign_policy,
     raise_disk_error,
 )
-from lightning_elastic_zero.storage.files import RangeFile
+from lightning_elastic_zero.storage.file_read import RangeFile
 from lightning_elastic_zero.storage.paths import read_file
 
 METADATA_NAME = ".metadata"

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from lightning_elastic_zero.core.manifest import STAGE_WEIGHTS, Plain
 from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
-from lightning_elastic_zero.storage.ownership import LATEST, TAG
-from lightning_elastic_zero.storage.stores import AnyPath, StorePath
+from lightning_elastic_zero.storage.object_store import AnyPath, StorePath
+from lightning_elastic_zero.storage.own_files import LATEST, TAG
 
 CLIENT_OBJECTS = f"{TAG}/client_objects.pt"
 

@@ -67,7 +67,7 @@ from lightning_elastic_zero.formats.reader import (
     same_rounded,
 )
 from lightning_elastic_zero.formats.torch_read import ForeignFiles, StoredRun, foreign_files
-from lightning_elastic_zero.storage.checksums import replace_durably
+from lightning_elastic_zero.storage.file_write import replace_durably
 from lightning_elastic_zero.storage.paths import check_local_path
 
 TABLE_NAME = "elastic_dumps.json"

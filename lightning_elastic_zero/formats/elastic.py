@@ -65,9 +65,9 @@ from lightning_elastic_zero.formats.torch_write import (
     TorchFileWriter,
     piecewise,
 )
-from lightning_elastic_zero.storage.checksums import SUMS_SUFFIX, sidecar_bytes
-from lightning_elastic_zero.storage.files import VerifiedFile
-from lightning_elastic_zero.storage.stores import AnyPath
+from lightning_elastic_zero.storage.file_read import VerifiedFile
+from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX, sidecar_bytes
+from lightning_elastic_zero.storage.object_store import AnyPath
 
 
 class ElasticReader(CheckpointReader):

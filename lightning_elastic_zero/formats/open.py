@@ -48,9 +48,9 @@ from lightning_elastic_zero.storage.checkpoints import (
     read_manifest,
     siblings,
 )
-from lightning_elastic_zero.storage.ownership import LATEST, TAG
+from lightning_elastic_zero.storage.object_store import AnyPath, StorePath
+from lightning_elastic_zero.storage.own_files import LATEST, TAG
 from lightning_elastic_zero.storage.paths import NO_ENTRY, raise_unless_damage, read_file
-from lightning_elastic_zero.storage.stores import AnyPath, StorePath
 
 MARKS = (MANIFEST_NAME, LATEST, LATEST_UNIVERSAL, METADATA_NAME, TABLE_NAME)
 """Files that identify the format of a directory."""

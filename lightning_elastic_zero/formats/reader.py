@@ -36,8 +36,8 @@ from lightning_elastic_zero.errors import (
 )
 from lightning_elastic_zero.formats.torch_read import OpenFiles, StoredRun
 from lightning_elastic_zero.storage.checkpoints import file_sizes
+from lightning_elastic_zero.storage.object_store import AnyPath
 from lightning_elastic_zero.storage.paths import raise_unless_damage
-from lightning_elastic_zero.storage.stores import AnyPath
 
 _CHECKED_ELEMENTS = 1 << 20
 """Elements that are checked for overflow at a time."""

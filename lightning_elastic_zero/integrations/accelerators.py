@@ -29,7 +29,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from lightning_elastic_zero.checkpoint.load import verify_share
+from lightning_elastic_zero.checkpoint.fallback import verify_share
 from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
 from lightning_elastic_zero.core.manifest import Manifest, load_json
 from lightning_elastic_zero.errors import (
@@ -50,8 +50,8 @@ from lightning_elastic_zero.integrations.engines import (
     is_engine,
     newest_intact,
 )
-from lightning_elastic_zero.storage.checksums import replace_durably
-from lightning_elastic_zero.storage.ownership import is_checkpoint
+from lightning_elastic_zero.storage.file_write import replace_durably
+from lightning_elastic_zero.storage.own_files import is_checkpoint
 from lightning_elastic_zero.storage.paths import read_file
 
 log = logging.getLogger(__name__)

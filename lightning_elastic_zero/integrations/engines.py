@@ -39,10 +39,10 @@ from lightning_elastic_zero.errors import (
 from lightning_elastic_zero.formats.deepspeed_files import LATEST_UNIVERSAL, OURS, is_deepspeed
 from lightning_elastic_zero.formats.open import resolve_latest
 from lightning_elastic_zero.formats.torch_read import TorchFile
-from lightning_elastic_zero.storage.files import RangeFile
-from lightning_elastic_zero.storage.ownership import LATEST, TAG, is_checkpoint
+from lightning_elastic_zero.storage.file_read import RangeFile
+from lightning_elastic_zero.storage.object_store import AnyPath
+from lightning_elastic_zero.storage.own_files import LATEST, TAG, is_checkpoint
 from lightning_elastic_zero.storage.paths import check_local_path, read_file
-from lightning_elastic_zero.storage.stores import AnyPath
 
 log = logging.getLogger(__name__)
 

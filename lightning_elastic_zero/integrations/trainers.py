@@ -17,7 +17,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
-from lightning_elastic_zero.checkpoint.load import verify_share
+from lightning_elastic_zero.checkpoint.fallback import verify_share
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.manifest import load_json
 from lightning_elastic_zero.errors import (

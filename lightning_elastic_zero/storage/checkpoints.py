@@ -20,13 +20,13 @@ from typing import TypeAlias
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
-from lightning_elastic_zero.storage import ownership, publish, store_checkpoints
-from lightning_elastic_zero.storage.checksums import as_save_error
-from lightning_elastic_zero.storage.ownership import ExistingTarget, RecordedFiles, recorded_files
+from lightning_elastic_zero.storage import disk_checkpoints, own_files, store_checkpoints
+from lightning_elastic_zero.storage.disk_checkpoints import StagedDirectory, staging_path
+from lightning_elastic_zero.storage.file_write import as_save_error
+from lightning_elastic_zero.storage.object_store import AnyPath, StorePath
+from lightning_elastic_zero.storage.own_files import ExistingTarget, RecordedFiles, recorded_files
 from lightning_elastic_zero.storage.paths import existing_path, read_file, real_path
-from lightning_elastic_zero.storage.publish import StagedDirectory, staging_path
 from lightning_elastic_zero.storage.store_checkpoints import StagedObjects
-from lightning_elastic_zero.storage.stores import AnyPath, StorePath
 
 Staged: TypeAlias = "StagedDirectory | StagedObjects"
 """A checkpoint being written, on rank 0."""
@@ -138,7 +138,7 @@ def is_checkpoint(path: AnyPath) -> bool:
     """Whether a checkpoint of this library is at a path; other files do not matter."""
     if isinstance(path, StorePath):
         return store_checkpoints.is_checkpoint(path)
-    return ownership.is_checkpoint(path)
+    return own_files.is_checkpoint(path)
 
 
 def can_replace(other: AnyPath, path: AnyPath) -> bool:
@@ -156,7 +156,7 @@ def can_replace(other: AnyPath, path: AnyPath) -> bool:
 
 def _recorded(path: AnyPath) -> RecordedFiles:
     if isinstance(path, Path):
-        return ownership.recorded_at(path)
+        return own_files.recorded_at(path)
     commit = store_checkpoints.read_commit(path)
     return recorded_files(commit.data if commit else b"")
 
@@ -173,7 +173,7 @@ def identity(path: AnyPath) -> object:
     if isinstance(path, StorePath):
         commit = store_checkpoints.read_commit(path)
         return commit and commit.identity
-    return ownership.identity(path)
+    return own_files.identity(path)
 
 
 def published_ns(*paths: AnyPath) -> int:
@@ -194,14 +194,14 @@ def inspect_target(path: AnyPath) -> ExistingTarget:
     """Return what exists at a path."""
     if isinstance(path, StorePath):
         return store_checkpoints.inspect_target(path)
-    return ownership.inspect_target(path)
+    return own_files.inspect_target(path)
 
 
 def delete_checkpoint(path: AnyPath, expected: object) -> str:
-    """Delete a checkpoint of a given ``identity``; see ``ownership.delete_checkpoint``."""
+    """Delete a checkpoint of a given ``identity``; see ``own_files.delete_checkpoint``."""
     if isinstance(path, StorePath):
         return store_checkpoints.delete_checkpoint(path, expected)
-    return ownership.delete_checkpoint(path, expected)
+    return own_files.delete_checkpoint(path, expected)
 
 
 def make_link(target: AnyPath, link: AnyPath, progress: Progress = NO_PROGRESS) -> None:
@@ -209,7 +209,7 @@ def make_link(target: AnyPath, link: AnyPath, progress: Progress = NO_PROGRESS) 
     if isinstance(target, StorePath) and isinstance(link, StorePath):
         store_checkpoints.make_link(target, link, progress)
     elif isinstance(target, Path) and isinstance(link, Path):
-        publish.make_link(target, link, progress)
+        disk_checkpoints.make_link(target, link, progress)
     else:
         msg = (
             f"Could not link {link} to the published {target}: one is on a disk, the other in an "
@@ -226,14 +226,14 @@ def prepare_target(target: AnyPath, below: str) -> None:
     if isinstance(target, StorePath):
         store_checkpoints.check_replaceable(target)
         return
-    publish.repair_target(target)
-    ownership.check_replaceable(target, below)
+    disk_checkpoints.repair_target(target)
+    own_files.check_replaceable(target, below)
 
 
 def repair_target(target: AnyPath) -> None:
     """Restore a target that a crash between two renames left missing."""
     if isinstance(target, Path):
-        publish.repair_target(target)
+        disk_checkpoints.repair_target(target)
 
 
 def stage(target: AnyPath, save_id: str, progress: Progress = NO_PROGRESS) -> Staged:
@@ -241,7 +241,7 @@ def stage(target: AnyPath, save_id: str, progress: Progress = NO_PROGRESS) -> St
     if isinstance(target, StorePath):
         return StagedObjects.create(target, save_id, progress)
     if target.parent.is_dir():
-        publish.remove_leftovers(target.parent, progress)
+        disk_checkpoints.remove_leftovers(target.parent, progress)
     return StagedDirectory.create(target, save_id)
 
 

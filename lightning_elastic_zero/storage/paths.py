@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.errors import UnsupportedError
-from lightning_elastic_zero.storage.stores import SCHEMES, AnyPath, StorePath
+from lightning_elastic_zero.storage.object_store import SCHEMES, AnyPath, StorePath
 
 _URL = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+)://")
 

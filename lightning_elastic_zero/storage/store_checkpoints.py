@@ -29,27 +29,27 @@ from lightning_elastic_zero.core.manifest import FORMAT, MANIFEST_NAME, load_jso
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import SaveError
-from lightning_elastic_zero.storage.checksums import as_save_error
-from lightning_elastic_zero.storage.owners import (
-    DEAD_AFTER_S,
-    PeriodicThread,
-    ProcessIdentity,
-    new_id,
+from lightning_elastic_zero.storage.disk_checkpoints import OWNER_PREFIX
+from lightning_elastic_zero.storage.file_write import as_save_error
+from lightning_elastic_zero.storage.object_store import (
+    RETRY_S,
+    Store,
+    StoredObject,
+    StorePath,
+    Version,
 )
-from lightning_elastic_zero.storage.ownership import (
+from lightning_elastic_zero.storage.own_files import (
     MOST_NAMED,
     WRITTEN,
     ExistingTarget,
     foreign_files_reason,
     recorded_files,
 )
-from lightning_elastic_zero.storage.publish import OWNER_PREFIX
-from lightning_elastic_zero.storage.stores import (
-    RETRY_S,
-    Store,
-    StoredObject,
-    StorePath,
-    Version,
+from lightning_elastic_zero.storage.writers import (
+    DEAD_AFTER_S,
+    PeriodicThread,
+    ProcessIdentity,
+    new_id,
 )
 
 LINK_FORMAT = "lightning_elastic_zero.link"
@@ -247,7 +247,7 @@ def _is_ours(name: str) -> bool:
 def delete_checkpoint(
     path: StorePath, identity: object = None, progress: Progress = NO_PROGRESS
 ) -> str:
-    """Delete a checkpoint or a link; see ``ownership.delete_checkpoint``.
+    """Delete a checkpoint or a link; see ``own_files.delete_checkpoint``.
 
     Stores delete without conditions. So the manifest is replaced on the condition that it is
     unchanged, then deleted. A save that begins in between waits (``DELETION_S``).
@@ -385,7 +385,7 @@ def _remove_if_dead(
 
 
 class StagedObjects:
-    """A checkpoint being written; see ``publish.StagedDirectory``, which this equals.
+    """A checkpoint being written; see ``disk_checkpoints.StagedDirectory``, which this equals.
 
     Attributes:
         path: the prefix below which the files are written.

@@ -44,15 +44,19 @@ from lightning_elastic_zero.formats.deepspeed_files import OURS
 from lightning_elastic_zero.formats.elastic import RankWriter, model_entries
 from lightning_elastic_zero.formats.reader import EXTRA_STATES, OPTIMIZER_STATE, WEIGHT
 from lightning_elastic_zero.formats.torch_write import ChunkedSource, TorchFileWriter
-from lightning_elastic_zero.storage.checksums import ChecksummedWriter, as_save_error, write_durably
-from lightning_elastic_zero.storage.ownership import LATEST, TAG
-from lightning_elastic_zero.storage.paths import check_local_path, real_path
-from lightning_elastic_zero.storage.publish import (
+from lightning_elastic_zero.storage.disk_checkpoints import (
     StagedDirectory,
     check_free,
     remove_leftovers,
     staged_export,
 )
+from lightning_elastic_zero.storage.file_write import (
+    ChecksummedWriter,
+    as_save_error,
+    write_durably,
+)
+from lightning_elastic_zero.storage.own_files import LATEST, TAG
+from lightning_elastic_zero.storage.paths import check_local_path, real_path
 from lightning_elastic_zero.tools.view import (
     OpenCheckpoint,
     TensorEntry,

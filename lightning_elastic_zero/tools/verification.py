@@ -28,9 +28,9 @@ from lightning_elastic_zero.storage.checkpoints import (
     resolved,
     siblings,
 )
-from lightning_elastic_zero.storage.ownership import TAG
+from lightning_elastic_zero.storage.object_store import AnyPath, StorePath
+from lightning_elastic_zero.storage.own_files import TAG
 from lightning_elastic_zero.storage.paths import open_file, parse_path, real_path
-from lightning_elastic_zero.storage.stores import AnyPath, StorePath
 from lightning_elastic_zero.tools.view import open_view, run_parts
 
 DAMAGE = (CheckpointCorruptedError, CheckpointFormatError)

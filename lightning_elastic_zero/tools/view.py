@@ -24,8 +24,8 @@ from lightning_elastic_zero.errors import CheckpointFormatError, CheckpointNotFo
 from lightning_elastic_zero.formats.open import RenamedReader, open_checkpoint, resolve_latest
 from lightning_elastic_zero.formats.reader import WEIGHT, CheckpointReader
 from lightning_elastic_zero.storage.checkpoints import resolved_if_exists
+from lightning_elastic_zero.storage.object_store import AnyPath
 from lightning_elastic_zero.storage.paths import parse_path
-from lightning_elastic_zero.storage.stores import AnyPath
 
 T = TypeVar("T")
 

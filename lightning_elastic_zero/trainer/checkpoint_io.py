@@ -39,9 +39,9 @@ from lightning_elastic_zero.data_progress.batches import infer_progress, with_lo
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import ElasticZeroError, UnsupportedError
 from lightning_elastic_zero.storage.checkpoints import exists, is_link, siblings
+from lightning_elastic_zero.storage.disk_checkpoints import STAGING_PREFIX
+from lightning_elastic_zero.storage.object_store import AnyPath
 from lightning_elastic_zero.storage.paths import parse_path
-from lightning_elastic_zero.storage.publish import STAGING_PREFIX
-from lightning_elastic_zero.storage.stores import AnyPath
 from lightning_elastic_zero.trainer.batches import UserSettings
 from lightning_elastic_zero.trainer.checks import (
     configured_rates,

@@ -31,8 +31,8 @@ from lightning_elastic_zero.checkpoint.manager import CheckpointManager
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.errors import CheckpointNotFoundError, ElasticZeroError, SaveError
 from lightning_elastic_zero.storage.checkpoints import exists, inspect_target, siblings
+from lightning_elastic_zero.storage.object_store import AnyPath, StorePath
 from lightning_elastic_zero.storage.paths import parse_path
-from lightning_elastic_zero.storage.stores import AnyPath, StorePath
 from lightning_elastic_zero.trainer.lightning import (
     is_fitting,
 )

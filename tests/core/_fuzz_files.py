@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lightning_elastic_zero.errors import ElasticZeroError
 from lightning_elastic_zero.formats.torch_read import PLAIN_DATA, StoredRun, TorchFile
-from lightning_elastic_zero.storage.files import RangeFile
+from lightning_elastic_zero.storage.file_read import RangeFile
 from tests.core._fuzz_runner import refuse_much_memory
 
 

@@ -46,8 +46,12 @@ from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.formats.torch_read import StoredRun
 from lightning_elastic_zero.formats.torch_write import ChunkedSource, piecewise
-from lightning_elastic_zero.storage.checksums import CHUNK_BYTES
-from lightning_elastic_zero.storage.publish import StagedDirectory, make_link, remove_leftovers
+from lightning_elastic_zero.storage.disk_checkpoints import (
+    StagedDirectory,
+    make_link,
+    remove_leftovers,
+)
+from lightning_elastic_zero.storage.file_write import CHUNK_BYTES
 from tests.core._memory import MB, zeros
 from tests.support.bits import open_verified, write_tree
 from tests.support.checkpoints import differing_files

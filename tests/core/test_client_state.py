@@ -19,12 +19,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_elastic_zero.checkpoint.save import check_loads_weights_only
 from lightning_elastic_zero.core.tensors import numpy_to_python, plain, unplain
 from lightning_elastic_zero.core.text import format_tree_path
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
 from lightning_elastic_zero.formats.client_state import (
     REMOVED,
+    check_loads_weights_only,
     fingerprints,
     is_plain,
     join_objects,

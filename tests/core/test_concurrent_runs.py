@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_elastic_zero.storage import owners as concurrent_runs
-from lightning_elastic_zero.storage.owners import (
+from lightning_elastic_zero.storage import writers as concurrent_runs
+from lightning_elastic_zero.storage.writers import (
     DEAD_AFTER_S,
     RUN_MARKER_PREFIX,
     ConcurrentRunMonitor,
@@ -25,7 +25,7 @@ from tests.support.processes import HANG_TIMEOUT_S, wait_until
 
 CHILD = """
 import sys
-from lightning_elastic_zero.storage.owners import ConcurrentRunMonitor
+from lightning_elastic_zero.storage.writers import ConcurrentRunMonitor
 monitor = ConcurrentRunMonitor(sys.argv[1:])
 monitor.begin()
 print("in", flush=True)

@@ -25,7 +25,7 @@ from lightning_elastic_zero.formats.dcp_read import (
 )
 from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.formats.torch_read import StoredRun
-from lightning_elastic_zero.storage.checksums import CHUNK_BYTES
+from lightning_elastic_zero.storage.file_write import CHUNK_BYTES
 from tests.core._fuzz_metadata import BEFORE, CLASSES, MEMBERS, valid_metadata
 from tests.support.plain_checkpoints import write_dcp
 

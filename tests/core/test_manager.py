@@ -18,15 +18,15 @@ from lightning_elastic_zero.checkpoint.manager import CheckpointLinks, Retention
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
-from lightning_elastic_zero.storage import ownership as deleting
+from lightning_elastic_zero.storage import own_files as deleting
 from lightning_elastic_zero.storage.checkpoints import delete_checkpoint, identity
-from lightning_elastic_zero.storage.ownership import DELETING_PREFIX
-from lightning_elastic_zero.storage.publish import (
+from lightning_elastic_zero.storage.disk_checkpoints import (
     LINK_PREFIX,
     make_link,
     remove_leftovers,
     repair_target,
 )
+from lightning_elastic_zero.storage.own_files import DELETING_PREFIX
 from tests.support.small_checkpoints import (
     SHARD,
     InterruptAtCall,

@@ -34,7 +34,7 @@ from lightning_elastic_zero.data_progress.batches import BatchPlan, DataProgress
 from lightning_elastic_zero.data_progress.sampler import ElasticSampler
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
 from lightning_elastic_zero.formats import deepspeed_files as constants
-from lightning_elastic_zero.storage.checksums import CHUNK_BYTES
+from lightning_elastic_zero.storage.file_write import CHUNK_BYTES
 from tests.support.bits import bitwise_repr
 from tests.support.strategies import manifests, plain_values
 

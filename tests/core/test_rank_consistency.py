@@ -13,13 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_elastic_zero.checkpoint.save import (
+from lightning_elastic_zero.checkpoint.consistency import (
     RankZeroTables,
-    ShardContents,
     check_consistent,
     table_digests,
     write_tables,
 )
+from lightning_elastic_zero.checkpoint.save import ShardContents
 from lightning_elastic_zero.core.manifest import Group, Manifest, StateKey
 from lightning_elastic_zero.core.tensors import FlatState, RankState, Scalar, canonical_repr
 from lightning_elastic_zero.errors import UnsupportedError

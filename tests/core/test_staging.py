@@ -14,10 +14,8 @@ from pathlib import Path
 import pytest
 
 from lightning_elastic_zero.errors import SaveError
-from lightning_elastic_zero.storage import owners as process_identity
-from lightning_elastic_zero.storage.owners import DEAD_AFTER_S, PeriodicThread
-from lightning_elastic_zero.storage.ownership import DELETING_PREFIX
-from lightning_elastic_zero.storage.publish import (
+from lightning_elastic_zero.storage import writers as process_identity
+from lightning_elastic_zero.storage.disk_checkpoints import (
     LINK_PREFIX,
     StagedDirectory,
     remove_leftovers,
@@ -25,6 +23,8 @@ from lightning_elastic_zero.storage.publish import (
     repair_target,
     staging_path,
 )
+from lightning_elastic_zero.storage.own_files import DELETING_PREFIX
+from lightning_elastic_zero.storage.writers import DEAD_AFTER_S, PeriodicThread
 from tests.support.processes import HANG_TIMEOUT_S, wait_until
 from tests.support.small_checkpoints import (
     SHARD,
@@ -44,7 +44,7 @@ ROOT = Path(__file__).parents[2]
 SAVE = """
 import os, signal, sys
 from pathlib import Path
-from lightning_elastic_zero.storage.publish import StagedDirectory
+from lightning_elastic_zero.storage.disk_checkpoints import StagedDirectory
 from tests.support.small_checkpoints import fill, publish_staged
 
 def die():

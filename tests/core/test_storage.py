@@ -30,24 +30,24 @@ from lightning_elastic_zero.errors import (
     UnsupportedError,
 )
 from lightning_elastic_zero.formats.open import open_checkpoint
-from lightning_elastic_zero.storage import files as range_file
+from lightning_elastic_zero.storage import file_read as range_file
 from lightning_elastic_zero.storage.checkpoints import await_shared, remove_shared
-from lightning_elastic_zero.storage.checksums import (
+from lightning_elastic_zero.storage.disk_checkpoints import repair_target
+from lightning_elastic_zero.storage.file_read import READ_BYTES, VerifiedFile
+from lightning_elastic_zero.storage.file_write import (
     CHUNK_BYTES,
     ChecksummedWriter,
     replace_durably,
     write_durably,
 )
-from lightning_elastic_zero.storage.files import READ_BYTES, VerifiedFile
-from lightning_elastic_zero.storage.ownership import TABLE_PREFIX, TOKEN_PREFIX
+from lightning_elastic_zero.storage.object_store import StorePath
+from lightning_elastic_zero.storage.own_files import TABLE_PREFIX, TOKEN_PREFIX
 from lightning_elastic_zero.storage.paths import (
     check_local_path,
     existing_path,
     parse_path,
     real_path,
 )
-from lightning_elastic_zero.storage.publish import repair_target
-from lightning_elastic_zero.storage.stores import StorePath
 from tests.support.processes import PROMPT_TIMEOUT_S
 
 SAVE_ID = "5a7e"
@@ -559,5 +559,5 @@ class TestSharedDirectory:
 
 
 def test_storage_needs_no_torch() -> None:
-    code = "import lightning_elastic_zero.storage.files, sys; sys.exit('torch' in sys.modules)"
+    code = "import lightning_elastic_zero.storage.file_read, sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)

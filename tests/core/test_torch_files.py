@@ -42,9 +42,9 @@ from lightning_elastic_zero.formats.torch_read import (
     is_legacy,
 )
 from lightning_elastic_zero.formats.torch_write import ChunkedSource, TorchFileWriter, piecewise
-from lightning_elastic_zero.storage import files as range_file
-from lightning_elastic_zero.storage.checksums import CHUNK_BYTES, ChecksummedWriter
-from lightning_elastic_zero.storage.files import RangeFile
+from lightning_elastic_zero.storage import file_read as range_file
+from lightning_elastic_zero.storage.file_read import RangeFile
+from lightning_elastic_zero.storage.file_write import CHUNK_BYTES, ChecksummedWriter
 from tests.support.bits import (
     NAME,
     SAVE_ID,
@@ -494,7 +494,7 @@ from pathlib import Path
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.formats.torch_write import TorchFileWriter, piecewise
 from lightning_elastic_zero.formats.torch_read import StoredRun, TorchFile
-from lightning_elastic_zero.storage.files import VerifiedFile
+from lightning_elastic_zero.storage.file_read import VerifiedFile
 
 # With deterministic algorithms, torch.empty fills its memory.
 torch.use_deterministic_algorithms(True)

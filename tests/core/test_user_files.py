@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lightning_elastic_zero.checkpoint.load import find_fallback
+from lightning_elastic_zero.checkpoint.fallback import find_fallback
 from lightning_elastic_zero.checkpoint.manager import Retention
 from lightning_elastic_zero.coordination.ranks import OneRank
 from lightning_elastic_zero.core.progress import NO_PROGRESS
@@ -24,15 +24,15 @@ from lightning_elastic_zero.formats.deepspeed_files import (
     optimizer_file,
 )
 from lightning_elastic_zero.storage.checkpoints import leave_shared, remove_shared
-from lightning_elastic_zero.storage.owners import filesystem_time_s
-from lightning_elastic_zero.storage.ownership import check_replaceable, classify_files
-from lightning_elastic_zero.storage.publish import (
+from lightning_elastic_zero.storage.disk_checkpoints import (
     StagedDirectory,
     copy_checkpoint,
     make_link,
     remove_leftovers,
     repair_target,
 )
+from lightning_elastic_zero.storage.own_files import check_replaceable, classify_files
+from lightning_elastic_zero.storage.writers import filesystem_time_s
 from tests.support.small_checkpoints import (
     SHARD,
     complete,

@@ -37,8 +37,8 @@ from lightning_elastic_zero.coordination.ranks import OneRank, Ranks, connect_ra
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import RanksError
-from lightning_elastic_zero.storage import publish as copying
-from lightning_elastic_zero.storage.stores import AnyPath
+from lightning_elastic_zero.storage import disk_checkpoints as copying
+from lightning_elastic_zero.storage.object_store import AnyPath
 from tests.dist.test_coordination import SHORT, attempt
 from tests.support.launch import Job, RankResult, run_ranks
 from tests.support.plain_checkpoints import make_state, manifest_of, rank_state

@@ -90,7 +90,7 @@ def save_added_entries(setup: Setup, path: str) -> list[str]:
     options = ElasticOptions(allow_pickle=True).save_options()
     with (
         engine_of(setup, 0, model=model) as engine,
-        captured_log("lightning_elastic_zero.checkpoint.save") as warned,
+        captured_log("lightning_elastic_zero.checkpoint.extra_state") as warned,
     ):
         train(engine, setup, 0, 1)
         ranks, calls = connect_ranks(), []
@@ -110,7 +110,7 @@ def load_extra_states(
     for path in paths:
         with (
             engine_of(setup, 1, model=_model(setup, values)) as engine,
-            captured_log("lightning_elastic_zero.checkpoint.save") as warned,
+            captured_log("lightning_elastic_zero.checkpoint.extra_state") as warned,
         ):
             found.append((_loaded(engine, path, options), warned))
     return found

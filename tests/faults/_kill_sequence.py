@@ -19,8 +19,8 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_elastic_zero.errors import ElasticZeroError
-from lightning_elastic_zero.storage.owners import ProcessIdentity
-from lightning_elastic_zero.storage.publish import repair
+from lightning_elastic_zero.storage.disk_checkpoints import repair
+from lightning_elastic_zero.storage.writers import ProcessIdentity
 from tests.faults._deterministic_training import Table, Training, published, train
 from tests.faults._save_steps import KillPoint
 from tests.faults._state_digests import read_digests

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_elastic_zero.storage import publish as atomic
+from lightning_elastic_zero.storage import disk_checkpoints as atomic
 
 BY_EACH_RANK = (
     "during a shard",

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lightning_elastic_zero.checkpoint.load import find_fallback
+from lightning_elastic_zero.checkpoint.fallback import find_fallback
 from lightning_elastic_zero.coordination.ranks import OneRank
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME, Manifest, manifest_from_json
 from tests.engine import _damaged_checkpoints

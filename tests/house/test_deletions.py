@@ -38,59 +38,63 @@ CAME = RACES + "test_a_directory_with_a_new_file_is_kept"
 
 PLACES: dict[tuple[str, str, str], str] = {
     # -- saving
-    ("storage/publish.py", "put_in_place", "new.replace"): LINKS
+    ("storage/disk_checkpoints.py", "put_in_place", "new.replace"): LINKS
     + "test_a_link_does_not_replace_foreign_files",
-    ("storage/publish.py", "put_in_place", "exchange_names"): TAKEN,
-    ("storage/publish.py", "put_in_place", "target.rename"): CAME,
-    ("storage/publish.py", "put_in_place", "new.rename"): LINKS
+    ("storage/disk_checkpoints.py", "put_in_place", "exchange_names"): TAKEN,
+    ("storage/disk_checkpoints.py", "put_in_place", "target.rename"): CAME,
+    ("storage/disk_checkpoints.py", "put_in_place", "new.rename"): LINKS
     + "test_a_directory_with_a_new_file_is_kept",
-    ("storage/publish.py", "rename_if_free", "path.rename"): (
+    ("storage/disk_checkpoints.py", "rename_if_free", "path.rename"): (
         "tests/core/test_staging.py::TestInterrupted::test_an_interrupt_leaves_the_old_or_the_new_checkpoint"
     ),
-    ("storage/publish.py", "_remove_owner_file", "self._owner_path.unlink"): (
+    ("storage/disk_checkpoints.py", "_remove_owner_file", "self._owner_path.unlink"): (
         RACES + "test_abandoning_leaves_foreign_files"
     ),
-    ("storage/publish.py", "exchange_names", "renameat2"): TAKEN,
-    ("storage/publish.py", "exchange_names", "ctypes.CDLL(None, use_errno=True).renameat2"): TAKEN,
+    ("storage/disk_checkpoints.py", "exchange_names", "renameat2"): TAKEN,
+    (
+        "storage/disk_checkpoints.py",
+        "exchange_names",
+        "ctypes.CDLL(None, use_errno=True).renameat2",
+    ): TAKEN,
     ("storage/checkpoints.py", "remove_shared", "(directory / name).unlink"): (
         RACES + "test_shared_files_are_written_and_removed_by_name"
     ),
     ("storage/checkpoints.py", "leave_shared", "path.open to write"): (
         RACES + "test_shared_files_are_written_and_removed_by_name"
     ),
-    ("storage/checksums.py", "__init__", "os.O_WRONLY"): NEW_FILES,
-    ("storage/checksums.py", "write_durably", "path.open to write"): NEW_FILES,
+    ("storage/file_write.py", "__init__", "os.O_WRONLY"): NEW_FILES,
+    ("storage/file_write.py", "write_durably", "path.open to write"): NEW_FILES,
     # `latest` is a pointer file by DeepSpeed's convention; the checkpoint that it names stays.
-    ("storage/checksums.py", "replace_durably", "new.replace"): LATEST_FILE,
-    ("storage/checksums.py", "replace_durably", "new.unlink"): LATEST_FILE,
+    ("storage/file_write.py", "replace_durably", "new.replace"): LATEST_FILE,
+    ("storage/file_write.py", "replace_durably", "new.unlink"): LATEST_FILE,
     # -- exports, under a hidden random name
-    ("storage/publish.py", "drop_sums", "path.unlink"): EXPORTS + "nothing_left",
-    ("storage/publish.py", "publish", "self.path.rename"): CAME_TO_EXPORT,
-    ("storage/publish.py", "_remove_tree", "Path(folder, name).unlink"): KILLED_EXPORT,
-    ("storage/publish.py", "_remove_tree", "Path(folder).rmdir"): KILLED_EXPORT,
-    ("storage/publish.py", "remove", "self._owner_path.unlink"): KILLED_EXPORT,
-    ("storage/publish.py", "__init__", "self.remove"): EXPORTS + "nothing_left",
-    ("storage/publish.py", "staged_export", "export.remove"): EXPORTS + "nothing_left",
-    ("storage/publish.py", "_name_file", "target.hardlink_to"): CAME_TO_EXPORT,
-    ("storage/publish.py", "_name_file", "file.rename"): CAME_TO_EXPORT,
+    ("storage/disk_checkpoints.py", "drop_sums", "path.unlink"): EXPORTS + "nothing_left",
+    ("storage/disk_checkpoints.py", "publish", "self.path.rename"): CAME_TO_EXPORT,
+    ("storage/disk_checkpoints.py", "_remove_tree", "Path(folder, name).unlink"): KILLED_EXPORT,
+    ("storage/disk_checkpoints.py", "_remove_tree", "Path(folder).rmdir"): KILLED_EXPORT,
+    ("storage/disk_checkpoints.py", "remove", "self._owner_path.unlink"): KILLED_EXPORT,
+    ("storage/disk_checkpoints.py", "__init__", "self.remove"): EXPORTS + "nothing_left",
+    ("storage/disk_checkpoints.py", "staged_export", "export.remove"): EXPORTS + "nothing_left",
+    ("storage/disk_checkpoints.py", "_name_file", "target.hardlink_to"): CAME_TO_EXPORT,
+    ("storage/disk_checkpoints.py", "_name_file", "file.rename"): CAME_TO_EXPORT,
     # -- deleting
-    ("storage/ownership.py", "remove_own_files", "(path / name).unlink"): (
+    ("storage/own_files.py", "remove_own_files", "(path / name).unlink"): (
         DELETING + "test_a_file_added_during_deletion_stays"
     ),
-    ("storage/ownership.py", "remove_own_files", "Path(folder).rmdir"): (
+    ("storage/own_files.py", "remove_own_files", "Path(folder).rmdir"): (
         DELETING + "test_a_file_added_during_deletion_stays"
     ),
-    ("storage/ownership.py", "delete_checkpoint", "path.unlink"): DELETING
+    ("storage/own_files.py", "delete_checkpoint", "path.unlink"): DELETING
     + "test_retention_skips_foreign_files_and_warns_once",
-    ("storage/ownership.py", "delete_checkpoint", "renamed.rename"): (
+    ("storage/own_files.py", "delete_checkpoint", "renamed.rename"): (
         DELETING + "test_a_file_added_before_the_rename_is_restored"
     ),
-    ("storage/ownership.py", "rename_for_deletion", "path.rename"): (
+    ("storage/own_files.py", "rename_for_deletion", "path.rename"): (
         DELETING + "test_a_file_added_before_the_rename_is_restored"
     ),
-    ("storage/ownership.py", "remove_hidden", "path.unlink"): LEFT
+    ("storage/own_files.py", "remove_hidden", "path.unlink"): LEFT
     + "test_files_and_links_with_a_hidden_name_are_kept",
-    ("storage/ownership.py", "_keep_under_visible_name", "path.rename"): (
+    ("storage/own_files.py", "_keep_under_visible_name", "path.rename"): (
         LEFT + "test_a_users_file_in_a_replaced_checkpoint_becomes_visible"
     ),
     ("trainer/strategy.py", "remove_checkpoint", "self.checkpoint_manager.remove"): (
@@ -99,17 +103,19 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("checkpoint/manager.py", "remove", "self._retention.remove"): DELETING
     + "test_retention_skips_foreign_files_and_warns_once",
     # -- leftovers of kills
-    ("storage/publish.py", "_remove_by_id", "owner_file.unlink"): (
+    ("storage/disk_checkpoints.py", "_remove_by_id", "owner_file.unlink"): (
         LEFT + "test_a_users_file_under_a_hidden_name_is_kept"
     ),
-    ("storage/publish.py", "_put_back", "hidden.rename"): (LEFT + "test_repair_replaces_nothing"),
-    ("storage/owners.py", "filesystem_time_s", "probe.touch"): (
+    ("storage/disk_checkpoints.py", "_put_back", "hidden.rename"): (
+        LEFT + "test_repair_replaces_nothing"
+    ),
+    ("storage/writers.py", "filesystem_time_s", "probe.touch"): (
         LEFT + "test_the_clock_probe_does_not_replace_a_file"
     ),
-    ("storage/owners.py", "filesystem_time_s", "probe.unlink"): (
+    ("storage/writers.py", "filesystem_time_s", "probe.unlink"): (
         LEFT + "test_the_clock_probe_does_not_replace_a_file"
     ),
-    ("storage/owners.py", "_remove", "marker.unlink"): (
+    ("storage/writers.py", "_remove", "marker.unlink"): (
         "tests/core/test_concurrent_runs.py::test_foreign_files_with_the_name_of_a_marker_are_kept"
     ),
     ("trainer/checkpoint_io.py", "stop", "Path(made).rmdir"): (
@@ -120,7 +126,7 @@ PLACES: dict[tuple[str, str, str], str] = {
         LINKS + "test_a_link_does_not_replace_foreign_files"
     ),
     ("integrations/engines.py", "save", "self._manager.link"): LATEST_FILE,
-    ("storage/publish.py", "_make_link", "new.symlink_to"): LINKS
+    ("storage/disk_checkpoints.py", "_make_link", "new.symlink_to"): LINKS
     + "test_a_link_does_not_replace_foreign_files",
     # -- selftest, in a folder that it creates under a unique name
     ("checkpoint/directory_check.py", "_write_new", "path.open to write"): SELFTEST,

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_elastic_zero import ElasticDeepSpeedFabricStrategy, ElasticSampler, plan_batches
 from lightning_elastic_zero.engine.support import use_accelerator
-from lightning_elastic_zero.storage.ownership import is_checkpoint
+from lightning_elastic_zero.storage.own_files import is_checkpoint
 from tests.integrations._hf_programs import (
     GLOBAL_BATCH,
     Run,

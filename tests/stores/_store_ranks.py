@@ -50,12 +50,12 @@ class Settings:
 
     def apply(self) -> None:
         """Use the store of the environment, with small parts, short retries and a new check."""
-        from lightning_elastic_zero.storage import store_checkpoints, stores
+        from lightning_elastic_zero.storage import object_store, store_checkpoints
 
         os.environ.update(self.environment)
         store_checkpoints._probed.clear()
-        stores.PART_BYTES = self.part_bytes
-        stores.RETRY_S = self.retry_s
+        object_store.PART_BYTES = self.part_bytes
+        object_store.RETRY_S = self.retry_s
         store_checkpoints.IN_FLIGHT_S = store_checkpoints.PROBE_AGE_S = self.leftovers_age_s
 
     def engine(self, state: int) -> Engine:
@@ -145,8 +145,8 @@ def load_during_overwrite(settings: Settings, url: str, other: str) -> Outcome:
     """Load a checkpoint that is replaced before the last rank reads a file. Collective."""
     from torch import distributed
 
+    from lightning_elastic_zero.storage.object_store import Read, Store, StorePath
     from lightning_elastic_zero.storage.paths import parse_path
-    from lightning_elastic_zero.storage.stores import Read, Store, StorePath
 
     settings.apply()
     target, new = parse_path(url), parse_path(other)
@@ -174,9 +174,9 @@ def load_during_overwrite(settings: Settings, url: str, other: str) -> Outcome:
 
 def delete(settings: Settings, url: str) -> list[str]:
     """Delete a checkpoint; return its remaining objects."""
+    from lightning_elastic_zero.storage.object_store import StorePath
     from lightning_elastic_zero.storage.paths import parse_path
     from lightning_elastic_zero.storage.store_checkpoints import delete_checkpoint
-    from lightning_elastic_zero.storage.stores import StorePath
 
     settings.apply()
     path = parse_path(url)

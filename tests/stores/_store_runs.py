@@ -198,9 +198,9 @@ class StoreRuns:
 
     def leftovers(self) -> list[str]:
         """Return the objects that belong neither to the checkpoint nor to others."""
+        from lightning_elastic_zero.storage.object_store import StorePath
         from lightning_elastic_zero.storage.paths import parse_path
         from lightning_elastic_zero.storage.store_checkpoints import read_commit
-        from lightning_elastic_zero.storage.stores import StorePath
 
         path = parse_path(self.url)
         assert isinstance(path, StorePath)

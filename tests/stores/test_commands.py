@@ -11,8 +11,8 @@ from uuid import uuid4
 import pytest
 
 from lightning_elastic_zero.cli import main
+from lightning_elastic_zero.storage.object_store import StorePath
 from lightning_elastic_zero.storage.paths import parse_path
-from lightning_elastic_zero.storage.stores import StorePath
 from tests.stores._servers import with_environment
 from tests.support.checkpoints import Saved, train_and_save
 from tests.support.engines import Setup

@@ -12,10 +12,10 @@ import pytest
 
 from lightning_elastic_zero.coordination.liveness import STALL_TIMEOUT_S
 from lightning_elastic_zero.errors import SaveError
-from lightning_elastic_zero.storage import stores
-from lightning_elastic_zero.storage.owners import new_id
+from lightning_elastic_zero.storage import object_store
+from lightning_elastic_zero.storage.object_store import StorePath
 from lightning_elastic_zero.storage.store_checkpoints import StagedObjects
-from lightning_elastic_zero.storage.stores import StorePath
+from lightning_elastic_zero.storage.writers import new_id
 from tests.stores._fault_proxy import Fault, FaultProxy
 from tests.stores._servers import (
     make_bucket,
@@ -44,8 +44,8 @@ def test_the_requests_of_an_outage_share_one_time_limit(
     retry_s = 3.0
     for name, value in s3_environment(endpoint).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(stores, "RETRY_S", retry_s)
-    monkeypatch.setattr(stores, "_AWAY_S", 1000.0)
+    monkeypatch.setattr(object_store, "RETRY_S", retry_s)
+    monkeypatch.setattr(object_store, "_AWAY_S", 1000.0)
     target = StorePath(f"s3://{new_id()}", "run/a.ckpt")
 
     def seconds_of_a_failure() -> float:
@@ -56,7 +56,7 @@ def test_the_requests_of_an_outage_share_one_time_limit(
 
     assert seconds_of_a_failure() >= retry_s
     assert seconds_of_a_failure() < retry_s
-    monkeypatch.setattr(stores, "_AWAY_S", 0.0)
+    monkeypatch.setattr(object_store, "_AWAY_S", 0.0)
     assert seconds_of_a_failure() >= retry_s
 
 
@@ -66,7 +66,7 @@ def test_a_store_that_answers_again_is_used_at_once(
     """Including right after the error of an outage."""
     for name, value in s3_environment(proxy.url).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(stores, "RETRY_S", 1.0)
+    monkeypatch.setattr(object_store, "RETRY_S", 1.0)
     bucket = f"outage-{new_id()}"
     make_bucket(moto_port, bucket)
     path = StorePath(f"s3://{bucket}", "object")
@@ -85,12 +85,12 @@ def test_a_request_without_an_answer_is_repeated(
     for name, value in s3_environment(proxy.url).items():
         monkeypatch.setenv(name, value)
     for name in ("RETRY_S", "_REQUEST_S"):
-        monkeypatch.setattr(stores, name, getattr(stores, name) / 10)
+        monkeypatch.setattr(object_store, name, getattr(object_store, name) / 10)
     bucket = f"outage-{new_id()}"
     make_bucket(moto_port, bucket)
     path = StorePath(f"s3://{bucket}", "object")
     for call in (lambda: path.store.put(path.key, b"content"), lambda: path.store.get(path.key)):
-        proxy.reset(Fault("slow response", number=1, delay_s=stores.RETRY_S))
+        proxy.reset(Fault("slow response", number=1, delay_s=object_store.RETRY_S))
         call()
 
 

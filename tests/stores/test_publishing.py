@@ -30,9 +30,9 @@ from lightning_elastic_zero.storage.checkpoints import (
     resolved,
     siblings,
 )
-from lightning_elastic_zero.storage.checksums import CHUNK_BYTES, ChecksummedWriter
-from lightning_elastic_zero.storage.files import VerifiedFile
-from lightning_elastic_zero.storage.owners import ProcessIdentity, new_id
+from lightning_elastic_zero.storage.file_read import VerifiedFile
+from lightning_elastic_zero.storage.file_write import CHUNK_BYTES, ChecksummedWriter
+from lightning_elastic_zero.storage.object_store import Store, StorePath, Version
 from lightning_elastic_zero.storage.store_checkpoints import (
     StagedObjects,
     check_conditional_writes,
@@ -41,7 +41,7 @@ from lightning_elastic_zero.storage.store_checkpoints import (
     make_link,
     remove_leftovers,
 )
-from lightning_elastic_zero.storage.stores import Store, StorePath, Version
+from lightning_elastic_zero.storage.writers import ProcessIdentity, new_id
 
 pytest.importorskip("obstore")
 
@@ -57,7 +57,7 @@ def folder() -> StorePath:
 @pytest.fixture(autouse=True)
 def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a failing request fail soon."""
-    monkeypatch.setattr("lightning_elastic_zero.storage.stores.RETRY_S", 0.5)
+    monkeypatch.setattr("lightning_elastic_zero.storage.object_store.RETRY_S", 0.5)
 
 
 def begin(target: StorePath, content: bytes = b"content") -> StagedObjects:

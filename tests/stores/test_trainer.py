@@ -114,7 +114,7 @@ def refuse_list(plan: FitSpec) -> str:
     """Fit while the store refuses rank 0's list requests."""
     from torch import distributed
 
-    from lightning_elastic_zero.storage.stores import Store
+    from lightning_elastic_zero.storage.object_store import Store
 
     def entries(store: Store, prefix: str, *_: object) -> object:
         if distributed.get_rank():

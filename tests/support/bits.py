@@ -14,7 +14,7 @@ import torch
 from lightning_elastic_zero.core.manifest import FileEntry
 from lightning_elastic_zero.formats.torch_read import TorchFile
 from lightning_elastic_zero.formats.torch_write import TorchFileWriter
-from lightning_elastic_zero.storage.files import VerifiedFile
+from lightning_elastic_zero.storage.file_read import VerifiedFile
 
 
 def bitwise_repr(value: object) -> str:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lightning_elastic_zero.storage import publish as atomic
-from lightning_elastic_zero.storage.publish import StagedDirectory
+from lightning_elastic_zero.storage import disk_checkpoints as atomic
+from lightning_elastic_zero.storage.disk_checkpoints import StagedDirectory
 
 _looks: list[Callable[[], None]] = []
 _hooked: list[Callable[[str, object], None]] = []

@@ -42,8 +42,8 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from lightning_elastic_zero.core.progress import Progress
-from lightning_elastic_zero.storage import publish as copying
-from lightning_elastic_zero.storage.checksums import ChecksummedWriter
+from lightning_elastic_zero.storage import disk_checkpoints as copying
+from lightning_elastic_zero.storage.file_write import ChecksummedWriter
 
 from tests.support.processes import HANG_TIMEOUT_S
 

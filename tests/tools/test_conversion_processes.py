@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_elastic_zero.storage.publish import remove_leftovers
+from lightning_elastic_zero.storage.disk_checkpoints import remove_leftovers
 from lightning_elastic_zero.tools.conversion import TARGETS, ConvertOptions, convert_checkpoint
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
 from tests.support.fits import SMALL_BUCKETS

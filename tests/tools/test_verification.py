@@ -26,7 +26,7 @@ from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.errors import CheckpointNotFoundError, ElasticZeroError
 from lightning_elastic_zero.formats.deepspeed_files import is_deepspeed, optimizer_file
 from lightning_elastic_zero.formats.open import open_checkpoint
-from lightning_elastic_zero.storage.ownership import inspect_target
+from lightning_elastic_zero.storage.own_files import inspect_target
 from lightning_elastic_zero.tools.conversion import convert_checkpoint
 from lightning_elastic_zero.tools.inspection import inspect_checkpoint
 from lightning_elastic_zero.tools.verification import (

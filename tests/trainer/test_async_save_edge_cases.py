@@ -21,8 +21,8 @@ from deepspeed import comm
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_elastic_zero.errors import ElasticZeroError
-from lightning_elastic_zero.storage import publish
-from lightning_elastic_zero.storage.checksums import write_durably
+from lightning_elastic_zero.storage import disk_checkpoints
+from lightning_elastic_zero.storage.file_write import write_durably
 from tests.support.checkpoints import files_of
 from tests.support.fits import RegressionNet
 from tests.support.processes import PROMPT_TIMEOUT_S
@@ -227,7 +227,7 @@ class HeldManifest:
                 self.free.wait(HELD_S)
             write_durably(path, data)
 
-        patch.setattr(publish, "write_durably", write)
+        patch.setattr(disk_checkpoints, "write_durably", write)
 
 
 def save_over(first: AsyncSaveSpec, second: AsyncSaveSpec, *, free_first: bool) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_elastic_zero.storage.owners import RUN_MARKER_PREFIX
+from lightning_elastic_zero.storage.writers import RUN_MARKER_PREFIX
 from tests.support.fits import FitSpec, fit, listing
 from tests.support.processes import PROMPT_TIMEOUT_S
 from tests.support.ranks import Pools

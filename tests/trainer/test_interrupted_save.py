@@ -18,8 +18,8 @@ from deepspeed import comm
 
 from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 from lightning_elastic_zero.checkpoint import save as saving
-from lightning_elastic_zero.storage import owners as process_identity
-from lightning_elastic_zero.storage import publish as atomic
+from lightning_elastic_zero.storage import disk_checkpoints as atomic
+from lightning_elastic_zero.storage import writers as process_identity
 from tests.support.ranks import Pools
 from tests.support.small_checkpoints import before_each_syscall
 from tests.trainer import _failure_cases

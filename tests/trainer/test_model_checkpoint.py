@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 
-from lightning_elastic_zero.storage import owners as concurrent_runs
-from lightning_elastic_zero.storage.owners import RUN_MARKER_PREFIX, ProcessIdentity
+from lightning_elastic_zero.storage import writers as concurrent_runs
+from lightning_elastic_zero.storage.writers import RUN_MARKER_PREFIX, ProcessIdentity
 from tests.support.fits import FitSpec, error_of, fit, listing
 from tests.support.outcome import captured_log
 from tests.support.processes import HANG_TIMEOUT_S

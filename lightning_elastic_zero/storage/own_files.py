@@ -28,7 +28,7 @@ from lightning_elastic_zero.core.manifest import FORMAT, MANIFEST_NAME, load_jso
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import SaveError
-from lightning_elastic_zero.storage.checksums import SUMS_SUFFIX
+from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX
 from lightning_elastic_zero.storage.paths import open_descriptor, real_path, sync_directory
 
 TAG = "checkpoint"

@@ -23,8 +23,8 @@ import xxhash
 from lightning_elastic_zero.core.manifest import FileEntry
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import SaveError
+from lightning_elastic_zero.storage.object_store import AnyPath, StorePath
 from lightning_elastic_zero.storage.paths import sync_directory
-from lightning_elastic_zero.storage.stores import AnyPath, StorePath
 
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 """Flags of ``sync_file_range``."""

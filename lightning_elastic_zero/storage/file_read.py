@@ -18,15 +18,15 @@ from typing_extensions import Self
 from lightning_elastic_zero.core.manifest import FileEntry, from_json, load_json
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import CheckpointCorruptedError
-from lightning_elastic_zero.storage.checksums import (
+from lightning_elastic_zero.storage.file_write import (
     ALGORITHM,
     CHUNK_BYTES,
     SUM_BYTES,
     SUMS_SUFFIX,
     Sidecar,
 )
+from lightning_elastic_zero.storage.object_store import AnyPath, Read, StorePath
 from lightning_elastic_zero.storage.paths import open_file, raise_unless_damage, read_file
-from lightning_elastic_zero.storage.stores import AnyPath, Read, StorePath
 
 READ_BYTES = 8 << 20
 """Largest read, and buffer; a multiple of ``CHUNK_BYTES``."""

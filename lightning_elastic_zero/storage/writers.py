@@ -25,7 +25,7 @@ from pathlib import Path
 from lightning_elastic_zero.core.manifest import from_json, load_json
 from lightning_elastic_zero.core.processes import ProcessKey, ProcessState, exists, machine
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
-from lightning_elastic_zero.storage.checksums import write_durably
+from lightning_elastic_zero.storage.file_write import write_durably
 from lightning_elastic_zero.storage.paths import check_local_path
 
 END_S = 1.0

@@ -29,19 +29,13 @@ from pathlib import Path
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import SaveError
-from lightning_elastic_zero.storage.checksums import (
+from lightning_elastic_zero.storage.file_write import (
     SUMS_SUFFIX,
     DiskFile,
     as_save_error,
     write_durably,
 )
-from lightning_elastic_zero.storage.owners import (
-    ProcessIdentity,
-    filesystem_time_s,
-    new_id,
-    touch_regularly,
-)
-from lightning_elastic_zero.storage.ownership import (
+from lightning_elastic_zero.storage.own_files import (
     TAG,
     classify_files,
     inspect_target,
@@ -50,6 +44,12 @@ from lightning_elastic_zero.storage.ownership import (
     remove_interrupted_deletions,
 )
 from lightning_elastic_zero.storage.paths import NO_ENTRY, real_path, sync_directory
+from lightning_elastic_zero.storage.writers import (
+    ProcessIdentity,
+    filesystem_time_s,
+    new_id,
+    touch_regularly,
+)
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
