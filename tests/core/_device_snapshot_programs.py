@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_elastic_zero.checkpoint.background import Snapshotter
+from lightning_elastic_zero.checkpoint.background import AsyncCheckpointer
 from lightning_elastic_zero.checkpoint.consistency import (
     RankZeroTables,
     check_consistent,
@@ -20,8 +20,9 @@ from lightning_elastic_zero.checkpoint.consistency import (
 )
 from lightning_elastic_zero.checkpoint.fingerprint import PIECE_BYTES, rank_part
 from lightning_elastic_zero.checkpoint.load import load_engine
-from lightning_elastic_zero.checkpoint.manager import AsyncCheckpointer, CheckpointLinks, Retention
+from lightning_elastic_zero.checkpoint.retention import CheckpointLinks, Retention
 from lightning_elastic_zero.checkpoint.save import ShardContents, save_engine
+from lightning_elastic_zero.checkpoint.snapshot import Snapshotter
 from lightning_elastic_zero.checkpoint.streams import current_device, use_device
 from lightning_elastic_zero.checkpoint.types import LoadOptions, SaveOptions
 from lightning_elastic_zero.coordination.ranks import OneRank

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from lightning_elastic_zero.checkpoint.background import HostBuffer, Snapshotter
 from lightning_elastic_zero.checkpoint.save import ShardContents
+from lightning_elastic_zero.checkpoint.snapshot import HostBuffer, Snapshotter
 from lightning_elastic_zero.core.manifest import Manifest
 from lightning_elastic_zero.core.tensors import FlatState, RankState
 

@@ -17,17 +17,18 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_elastic_zero.checkpoint import background, manager
+from lightning_elastic_zero.checkpoint import background, snapshot
 from lightning_elastic_zero.checkpoint import streams as device_streams
-from lightning_elastic_zero.checkpoint.background import (
+from lightning_elastic_zero.checkpoint.background import AsyncCheckpointer
+from lightning_elastic_zero.checkpoint.retention import CheckpointLinks, Retention
+from lightning_elastic_zero.checkpoint.save import ShardContents, save_engine
+from lightning_elastic_zero.checkpoint.snapshot import (
     HostBuffer,
     Snapshot,
     Snapshotter,
     UncopiedTensors,
     copy_plain_data,
 )
-from lightning_elastic_zero.checkpoint.manager import AsyncCheckpointer, CheckpointLinks, Retention
-from lightning_elastic_zero.checkpoint.save import ShardContents, save_engine
 from lightning_elastic_zero.checkpoint.streams import (
     current_device,
     on_stream,
@@ -383,7 +384,7 @@ def test_a_background_save_equals_a_blocking_one(
 def test_a_save_waits_until_the_memory_of_the_previous_one_is_free(
     late: CopyEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manager, "_GLANCE_S", 0.01)
+    monkeypatch.setattr(background, "_GLANCE_S", 0.01)
     blocked = _BlockedRanks()
     run, ranks = LateRun(late), _UnblocksWhileWaiting(blocked)
     save_engine(run, tmp_path / "blocking", OneRank(), {"epoch": 1}, SaveOptions())
@@ -516,8 +517,8 @@ def test_pinning_shows_progress_for_a_bounded_time(monkeypatch: pytest.MonkeyPat
         cudaHostRegister=lambda *_: 0 if pins.wait(60) else 1, cudaHostUnregister=lambda _: 0
     )
     monkeypatch.setattr(device_streams, "_cudart", lambda: driver)
-    monkeypatch.setattr(background, "_TOUCHED_BYTES", MB)
-    monkeypatch.setattr(background, "_SHOWN_EVERY_S", 0.01)
+    monkeypatch.setattr(snapshot, "_TOUCHED_BYTES", MB)
+    monkeypatch.setattr(snapshot, "_SHOWN_EVERY_S", 0.01)
     memory = HostBuffer()
     memory._of(5 * MB, Progress(note), pinned=True)
     assert pins.is_set()
@@ -525,7 +526,7 @@ def test_pinning_shows_progress_for_a_bounded_time(monkeypatch: pytest.MonkeyPat
     memory.release()
 
     pins.clear()
-    monkeypatch.setattr(background, "_PIN_S", 0.05)
+    monkeypatch.setattr(snapshot, "_PIN_S", 0.05)
     threading.Timer(1.0, pins.set).start()
     before = len(seen)
     memory._of(5 * MB, Progress(lambda: seen.append(0.0)), pinned=True)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_elastic_zero.checkpoint import background as snapshot
+from lightning_elastic_zero.checkpoint import snapshot
 from lightning_elastic_zero.checkpoint import streams as device_streams
 from lightning_elastic_zero.checkpoint.save import ShardContents
 from lightning_elastic_zero.core.tensors import is_on_device

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_elastic_zero.checkpoint.manager import CheckpointLinks, Retention
+from lightning_elastic_zero.checkpoint.retention import CheckpointLinks, Retention
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.errors import SaveError, UnsupportedError

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_elastic_zero.checkpoint.background import CopyPlan
 from lightning_elastic_zero.checkpoint.save import ShardContents
+from lightning_elastic_zero.checkpoint.snapshot import CopyPlan
 from lightning_elastic_zero.core.layout import Fragment
 from lightning_elastic_zero.core.manifest import (
     Group,

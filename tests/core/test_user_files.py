@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lightning_elastic_zero.checkpoint.fallback import find_fallback
-from lightning_elastic_zero.checkpoint.manager import Retention
+from lightning_elastic_zero.checkpoint.retention import Retention
 from lightning_elastic_zero.coordination.ranks import OneRank
 from lightning_elastic_zero.core.progress import NO_PROGRESS
 from lightning_elastic_zero.errors import SaveError

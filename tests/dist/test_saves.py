@@ -22,14 +22,12 @@ import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_elastic_zero.checkpoint import manager as manager_module
-from lightning_elastic_zero.checkpoint.background import Snapshotter
-from lightning_elastic_zero.checkpoint.manager import (
-    BackgroundSave,
-    CheckpointLinks,
-    CheckpointManager,
-    Retention,
-)
+from lightning_elastic_zero.checkpoint import retention as retention_module
+from lightning_elastic_zero.checkpoint.background import BackgroundSave
+from lightning_elastic_zero.checkpoint.manager import CheckpointManager
+from lightning_elastic_zero.checkpoint.retention import CheckpointLinks, Retention
 from lightning_elastic_zero.checkpoint.save import Cancellation, ShardContents, write_shards
+from lightning_elastic_zero.checkpoint.snapshot import Snapshotter
 from lightning_elastic_zero.checkpoint.types import SaveOptions
 from lightning_elastic_zero.coordination.client import StoreRanks
 from lightning_elastic_zero.coordination.liveness import Timeouts
@@ -299,7 +297,7 @@ def test_a_save_ends_if_a_deletion_after_it_raises(
         msg = "no deletion"
         raise RuntimeError(msg)
 
-    monkeypatch.setattr(manager_module, "delete_checkpoint", fail)
+    monkeypatch.setattr(retention_module, "delete_checkpoint", fail)
     snapshot = Snapshotter().take(contents(only, new, 1), 0, only.progress)
     save = BackgroundSave(snapshot, only, CheckpointLinks(), retention, 0.0)
     save.start()

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from lightning_elastic_zero.checkpoint.background import Snapshot
 from lightning_elastic_zero.checkpoint.load import load_engine
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
 from lightning_elastic_zero.checkpoint.save import ShardContents
+from lightning_elastic_zero.checkpoint.snapshot import Snapshot
 from lightning_elastic_zero.checkpoint.types import LoadOptions, SaveOptions
 from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks

@@ -17,7 +17,7 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 
 from lightning_elastic_zero.checkpoint import manager
-from lightning_elastic_zero.checkpoint.manager import DRAIN_TIMEOUT_S
+from lightning_elastic_zero.checkpoint.background import DRAIN_TIMEOUT_S
 from lightning_elastic_zero.storage.disk_checkpoints import remove_leftovers
 from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 from tests.faults._deterministic_training import DeterministicModel, state_digests

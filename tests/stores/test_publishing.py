@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import pytest
 
-from lightning_elastic_zero.checkpoint.manager import Retention
+from lightning_elastic_zero.checkpoint.retention import Retention
 from lightning_elastic_zero.core.manifest import FileEntry
 from lightning_elastic_zero.core.progress import NO_PROGRESS
 from lightning_elastic_zero.errors import (

@@ -18,7 +18,7 @@ from deepspeed import comm
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from typing_extensions import override
 
-from lightning_elastic_zero.checkpoint import manager
+from lightning_elastic_zero.checkpoint import background, manager
 from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 from tests.support.fits import Data, RegressionNet, elastic, quiet_trainer
 from tests.support.processes import PROMPT_TIMEOUT_S
@@ -223,7 +223,7 @@ OTHER = {"other.ckpt": "other.ckpt"}
 def shorten_drain_timeout(patch: pytest.MonkeyPatch, patience_s: float, abandon_s: float) -> None:
     """Make an ended run abandon its save sooner."""
     patch.setattr(manager, "DRAIN_TIMEOUT_S", patience_s)
-    patch.setattr(manager, "_CANCEL_TIMEOUT_S", abandon_s)
+    patch.setattr(background, "_CANCEL_TIMEOUT_S", abandon_s)
 
 
 def wait_for_writers() -> None:
