@@ -80,6 +80,8 @@ def test_momentum_is_restored_in_every_stage_in_the_type_of_that_stage(
         muon(3, "2", alignment=True),
         muon(2, "1", offload=True),
         muon(2, "B", "bf16"),
+        muon(2, "3"),
+        muon(2, "3", muon_in_memory=True),
         muon(2, "3", "bf16", offload=True),
         muon(2, "3", "bf16", offload=True, fp32_gradients=True),
         muon(2, "3", "bf16", nvme="plain", fp32_gradients=True),

@@ -22,7 +22,7 @@ from lightning_elastic_zero.checkpoint.types import SaveOptions
 from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import connect_ranks
 from lightning_elastic_zero.engine.live import LiveEngine
-from tests.support.fits import SMALL_BUCKETS, FitSpec, error_of, fit
+from tests.support.fits import SMALL_BUCKETS, FitSpec, error_of
 from tests.support.outcome import NOTHING, captured_log, captured_warnings, error_text
 
 IN_EXCEPTION_ABSENT_S = 4 * Timeouts().heartbeat_interval_s
@@ -56,11 +56,6 @@ def engine() -> Any:
     made.backward(made(torch.ones(1, 9)).sum())
     made.step()
     return made
-
-
-def save_to(path: str) -> str:
-    """Try to save to an invalid path."""
-    return error_text(lambda: save_checkpoint(engine(), path))
 
 
 def save_to_own_path(root: str) -> str:
@@ -133,21 +128,6 @@ def fail_in_training(root: str, hook: str, ranks: tuple[int, ...]) -> str:
         except Exception as error:  # noqa: BLE001 - the test checks it
             trace = "".join(traceback.format_exception(error))
     return "\n".join([*warned, trace])
-
-
-def save_after_fit(root: str) -> dict[str, Any]:
-    """Fit, save after the fit, test the saved and the best checkpoint, and resume."""
-    trainer, net, data, watch = FitSpec(root, 3).make()
-    trainer.fit(net, data)
-    trainer.save_checkpoint(f"{root}/after.ckpt")
-    after = trainer.test(net, data, ckpt_path=f"{root}/after.ckpt")[0]
-    best = trainer.test(net, data, ckpt_path="best")[0]
-    again = fit(FitSpec(root, 2, epochs=2, ckpt_path=f"{root}/after.ckpt", seed=5))
-    return {
-        "same": again["start"] == watch.at_end,
-        "losses": [after["test_loss"], best["test_loss"]],
-        "step": again["step"],
-    }
 
 
 def save_objects(root: str) -> str:

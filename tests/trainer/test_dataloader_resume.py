@@ -181,14 +181,6 @@ def test_a_stream_that_has_restarted_is_refused(worlds: Pools, tmp_path: Path) -
     assert_refused(worlds, 2, saving.resumed("step 0.6"), "CheckpointMismatchError", text)
 
 
-@pytest.mark.long
-def test_a_loaders_own_state_needs_the_same_world(worlds: Pools, tmp_path: Path) -> None:
-    """The state of one rank of two cannot be used by three ranks."""
-    saving, _ = saved(RunSpec(kind="stateful", length=60), worlds, tmp_path)
-    text = "one state per rank, saved on 2 ranks; this run has 3"
-    assert_refused(worlds, 3, saving.resumed(SAVE), "CheckpointMismatchError", text)
-
-
 @pytest.mark.parametrize("last", [True, "link"])
 def test_a_refused_resume_replaces_no_checkpoint(last: Any, worlds: Pools, tmp_path: Path) -> None:
     """A save during the exception would contain the loaded step and unrestored data."""
@@ -395,13 +387,6 @@ def test_data_that_cannot_resume_cause_a_warning_at_the_start(
     for text in warned[0]:
         assert expected in text
         assert "resume_at(epoch, samples)" in text
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("world", [2, 3])
-def test_the_order_continues_under_another_seed(world: int, worlds: Pools, tmp_path: Path) -> None:
-    saving, reference = saved(RunSpec(), worlds, tmp_path)
-    assert_continued(worlds, world, saving, reference, AT, seed=99)
 
 
 @pytest.mark.long

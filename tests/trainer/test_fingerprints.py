@@ -92,28 +92,15 @@ def resume_with_a_flipped_bit(
     return error, trainer.fit_loop.total_batch_idx + 1, loaded
 
 
-def with_own_paths(root: str) -> tuple[str, str]:
-    """Save to paths that differ between ranks; load by different paths to one checkpoint.
-
-    Returns:
-        The error of the save; the result of the comparison, or the error of the load.
-    """
+def loaded_by_own_paths(root: str) -> str:
+    """Load by different paths to one checkpoint; return the result of the comparison."""
     engine, rank = plain_engine(), comm.get_rank()
-    refused = error_text(
-        lambda: save_checkpoint(engine, f"{root}/of-{rank}.ckpt", fingerprint=True)
-    )
     path, link = Path(root, "a.ckpt"), Path(root, "link")
     save_checkpoint(engine, path, fingerprint=True)
     if rank == 1:
         link.symlink_to(path)
-    results: list[str] = []
-
-    def load() -> None:
-        loaded = load_checkpoint(engine, link if rank else path, fingerprint=True)
-        results.append(loaded.fingerprint_result)
-
-    error = error_text(load)
-    return refused, results[0] if results else error
+    loaded = load_checkpoint(engine, link if rank else path, fingerprint=True)
+    return loaded.fingerprint_result
 
 
 def saved_by(pools: Pools, root: Path, world: int = 2, **options: Any) -> FitSpec:
@@ -150,16 +137,6 @@ def test_the_live_fingerprint_is_the_saved_one_on_any_world_and_stage(
         later = str(Path(plan.root, "resumed", "last.ckpt"))
         assert f"Saved {later}: fingerprint {result.saved}" in result.messages
         assert result.saved == str(fingerprint_checkpoint(later)) != fingerprint
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 3), (3, 2), (3, 1)])
-def test_each_stage_records_the_fingerprint_of_its_files(
-    stage: int, world: int, pools: Pools, tmp_path: Path
-) -> None:
-    saved_by(pools, tmp_path, world, stage=stage)
-    path = tmp_path / "last.ckpt"
-    assert recorded_fingerprint(path) == str(fingerprint_checkpoint(path))
 
 
 @pytest.mark.long
@@ -208,16 +185,11 @@ def test_a_flipped_bit_of_a_replicated_weight_is_raised_on_all_ranks(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("which", ["load", "save"])
-def test_different_paths_on_ranks_can_be_loaded_but_not_saved_to(
-    which: str, pools: Pools, tmp_path: Path
+def test_different_paths_on_ranks_to_one_checkpoint_can_be_loaded(
+    pools: Pools, tmp_path: Path
 ) -> None:
-    save, load = pools.run(2, partial(with_own_paths, str(tmp_path)))[1]
-    if which == "load":
-        assert load.startswith("the state is the one that was saved")
-    else:
-        assert save.startswith("SaveError")
-        assert "Pass the same path on all ranks" in save
+    for result in pools.run(2, partial(loaded_by_own_paths, str(tmp_path))):
+        assert result.startswith("the state is the one that was saved")
 
 
 @pytest.mark.long

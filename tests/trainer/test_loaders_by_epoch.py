@@ -70,9 +70,10 @@ def test_loaders_created_in_an_earlier_epoch_cause_a_warning(worlds: Pools, tmp_
     assert warned == [False, True, True, False, False]
 
 
-def test_another_seed_of_the_run_keeps_the_order(worlds: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [0, 1])
+def test_another_seed_of_the_run_keeps_the_order(every: int, worlds: Pools, tmp_path: Path) -> None:
     """Also with reloaded loaders, and after a second resume inside a window."""
-    trainer = {"reload_dataloaders_every_n_epochs": 1}
+    trainer = {"reload_dataloaders_every_n_epochs": every}
     run = RunSpec(kind="by epoch: nothing", length=48, epochs=4, trainer=trainer)
     run = replace(run, save=("inside 0.2", "epoch 0"), root=str(tmp_path))
     reference = record(worlds, 2, run)

@@ -10,7 +10,6 @@ import pytest
 
 from tests.support.fits import FitSpec, error_of, evaluate, fit, listing
 from tests.support.ranks import Pools
-from tests.trainer import _failure_cases
 
 pytestmark = pytest.mark.engine
 
@@ -63,14 +62,6 @@ def test_a_weights_only_checkpoint_evaluates_and_starts_new_runs(
     for seen in fit_all(worlds, 3, warm):
         assert seen["start"] == first["end"]
         assert seen["step"] == 2
-
-
-@pytest.mark.long
-def test_one_process_fits_saves_tests_and_fits_again(worlds: Pools, tmp_path: Path) -> None:
-    for seen in worlds.run(2, partial(_failure_cases.save_after_fit, str(tmp_path))):
-        assert seen["same"]
-        assert seen["losses"][0] == pytest.approx(seen["losses"][1], rel=1e-5)
-        assert seen["step"] == 4
 
 
 def test_load_hyperparameters_false_keeps_the_configured_schedule(

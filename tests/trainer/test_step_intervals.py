@@ -73,6 +73,15 @@ CASES: dict[str, tuple[RunSpec, list[int]]] = {
         replace(RUN, length=40, trainer={"limit_train_batches": 4, "val_check_interval": 0.5}),
         [2, 4, 6, 8],
     ),
+    "half an epoch of loaders made anew": (
+        RunSpec(
+            schedule="lambda",
+            validate=True,
+            epochs=3,
+            trainer={"val_check_interval": 0.5, "reload_dataloaders_every_n_epochs": 1},
+        ),
+        [2, 4, 7, 9, 12, 14],
+    ),
     "a user's batches, less than a window": (
         replace(
             RUN,

@@ -9,7 +9,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from deepspeed import comm
 from lightning.pytorch.callbacks import (
     Callback,
@@ -263,22 +262,3 @@ def remaining_after_fit(root: str) -> list[object]:
 
 def test_a_fit_leaves_no_copies_and_listeners(worlds: Pools, tmp_path: Path) -> None:
     assert worlds.run(1, partial(remaining_after_fit, str(tmp_path)))[0] == [{}, None, []]
-
-
-def fitted_twice(root: str) -> list[int]:
-    trainer = trainer_of(root, 1, [])
-    net = RecordingNet(RunSpec())
-    val = DataLoader(IndexedSamples(8, 0.0), batch_size=2)
-    trainer.validate(net, val, verbose=False)
-    steps = []
-    for epochs in (1, 2):
-        trainer.fit_loop.max_epochs = epochs
-        trainer.fit(net, DataLoader(IndexedSamples(53, 0.0), batch_size=2, shuffle=True), val)
-        steps.append(trainer.global_step)
-    return steps
-
-
-@pytest.mark.long
-def test_one_trainer_validates_fits_and_continues(worlds: Pools, tmp_path: Path) -> None:
-    assert worlds.run(2, partial(fitted_twice, str(tmp_path)))[0] == [5, 10]
-    assert torch.get_num_threads() >= 1

@@ -23,7 +23,6 @@ from tests.trainer._recorded_runs import (
     RecordingNet,
     RunRecord,
     RunSpec,
-    assert_continued,
     assert_refused,
     fit,
     from_step,
@@ -65,38 +64,6 @@ def test_every_fit_computes_its_own_micro_batches(worlds: Pools) -> None:
 def test_a_fraction_of_several_loaders_refers_to_the_longest(world: int, worlds: Pools) -> None:
     run = RunSpec(kind="two", trainer={"limit_train_batches": 0.7})
     assert len(record(worlds, world, run).steps) == 2 * 3
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_validation_before_a_resumed_window_is_not_repeated(
-    world: int, worlds: Pools, tmp_path: Path
-) -> None:
-    run = RunSpec(validate=True, trainer={"val_check_interval": 0.5})
-    saving = replace(run, save=("inside 0.2",), root=str(tmp_path))
-    reference = record(worlds, 2, saving)
-    seen = record(worlds, world, saving.resumed("inside 0.2"))
-    assert seen.events == reference.events[reference.events.index("validate at 2") + 1 :]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("world", [1, 2])
-def test_reloaded_loaders_keep_order_and_interval(
-    world: int, worlds: Pools, tmp_path: Path
-) -> None:
-    """The seed of the run applies in every epoch."""
-    run = RunSpec(
-        seed=0,
-        validate=True,
-        epochs=3,
-        trainer={"val_check_interval": 0.5, "reload_dataloaders_every_n_epochs": 1},
-    )
-    saving = replace(run, save=("step 0.2",), root=str(tmp_path))
-    reference = record(worlds, 2, saving)
-    assert [e for e in reference.events if "valid" in e] == [
-        f"validate at {step}" for step in (2, 4, 7, 9, 12, 14)
-    ]
-    (seen,) = assert_continued(worlds, world, saving, reference, {"step 0.2": 2}, seed=99)
-    assert seen.events == reference.events[len(reference.events) - len(seen.events) :]
 
 
 @pytest.mark.long
