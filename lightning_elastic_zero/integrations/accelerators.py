@@ -56,8 +56,8 @@ from lightning_elastic_zero.storage.paths import read_file
 
 log = logging.getLogger(__name__)
 
-_SCHEDULERS, _EPOCHS = "schedulers", "epochs"
-"""Entry of an engine's record: how each of accelerate's schedulers is stepped."""
+_SCHEDULERS, _LOADERS = "schedulers", "loaders"
+"""Entries of an engine's record: how accelerate's schedulers are stepped; epochs of its loaders."""
 
 _UNITS = "elastic_units"
 """Attribute of a scheduler that is stepped as in the old run."""
@@ -228,18 +228,18 @@ class AcceleratorBinding:
             self.bound[id(engine)].bind()
 
     def _record(self) -> dict[str, Any]:
-        ranks = self.accelerator.num_processes
-        return {
-            _SCHEDULERS: [_units_of(scheduler, ranks) for scheduler in self._schedulers()],
-            _EPOCHS: [self._epoch_of(loader) for loader in self.accelerator._dataloaders],
-        }
+        ranks, epochs = self.accelerator.num_processes, dict[str, list[int]]()
+        for loader in self.accelerator._dataloaders:
+            epochs.setdefault(_describe_loader(loader), []).append(self._epoch_of(loader))
+        units = [_units_of(scheduler, ranks) for scheduler in self._schedulers()]
+        return {_SCHEDULERS: units, _LOADERS: epochs}
 
     def _epoch_of(self, loader: Any) -> int:
         """Return the epoch that a loader counts; it counts the last batch's when it goes on."""
-        active = self.accelerator.gradient_state.active_dataloader
-        is_active = active is not None and (active is loader or _skips_batches_of(active, loader))
-        ended = is_active and self.accelerator.gradient_state.end_of_dataloader
-        return getattr(loader, "iteration", 0) + ended
+        # The newest of all may be another one, which a break has left.
+        begun = reversed(self.accelerator.gradient_state.dataloader_references)
+        newest = next((b for b in begun if b is loader or _skips_batches_of(b, loader)), None)
+        return getattr(loader, "iteration", 0) + getattr(newest, "end_of_dataloader", 0)
 
     def _on_load(self, loaded: Loaded) -> None:
         if self.loaded is None:
@@ -288,16 +288,22 @@ class AcceleratorBinding:
                     loaded.accumulate,
                 )
         # accelerate counts epochs from 0 again.
-        epochs = loaded.record.get(_EPOCHS, [])
-        if accelerator._dataloaders and not epochs and accelerator.is_main_process:
+        saved, unknown = loaded.record.get(_LOADERS, {}), []
+        epochs = {described: iter(found) for described, found in saved.items()}
+        for loader in accelerator._dataloaders:
+            described = _describe_loader(loader)
+            epoch = next(epochs.get(described, iter(())), None)
+            if epoch is None and not isinstance(samplers_of(loader)[1], SequentialSampler):
+                unknown.append(described)
+            elif epoch is not None and hasattr(loader, "set_epoch"):
+                loader.set_epoch(epoch)
+        if unknown and accelerator.is_main_process:
             log.warning(
-                "%s does not contain the epochs of the loaders: they begin with the first epoch's "
-                "order, unless the loop calls set_epoch(epoch) before skip_first_batches",
+                "%s does not contain the epochs of the loaders (%s): they begin with the first "
+                "epoch's order, unless the loop calls set_epoch(epoch) before skip_first_batches",
                 loaded.load_dir,
+                ", ".join(unknown),
             )
-        for loader, epoch in zip(accelerator._dataloaders, epochs, strict=False):
-            if hasattr(loader, "set_epoch"):
-                loader.set_epoch(int(epoch))
         source = accelerator.process_index % was
         load_accelerator_state(loaded.load_dir, [], [], [], [], process_index=source, scaler=None)
         self._warn_at_first_step(loaded)
@@ -321,12 +327,21 @@ class AcceleratorBinding:
                 in_epoch=skipped > 0,
                 in_first_epoch=skipped >= done,  # batches of earlier epochs are not skipped
             )
-            for prepared in accelerator._dataloaders:
-                if _skips_batches_of(loader, prepared):
-                    _count_for(loader, prepared)
+            for begun in accelerator.gradient_state.dataloader_references:
+                for prepared in accelerator._dataloaders:
+                    if _skips_batches_of(begun, prepared):
+                        _count_for(begun, prepared)
             return backward(*args, **kwargs)
 
         accelerator.backward = first_backward
+
+
+def _describe_loader(loader: Any) -> str:
+    """Return what does not depend on the number of ranks, nor on the order of preparation."""
+    kind = type(samplers_of(loader)[1]).__name__
+    if isinstance(loader.dataset, IterableDataset) or not isinstance(loader.dataset, Sized):
+        return kind
+    return f"{kind} of {len(loader.dataset)} samples"
 
 
 def _skips_batches_of(loader: Any, prepared: Any) -> bool:

@@ -88,6 +88,10 @@ class LoopCase:
     """Steps after which the loop leaves an epoch; 0: at its end."""
     wrapped: bool = False
     """Whether ``wrap_initialize`` was called before."""
+    evaluates: bool = False
+    """Whether each step is followed by an evaluation that ends after its first batch."""
+    evaluation_last: bool = False
+    """Whether the loader of the evaluation is prepared after the one of the training."""
 
 
 class Plateau(ReduceLROnPlateau):
@@ -169,10 +173,14 @@ def _loop(case: LoopCase, run: Run) -> None:
         sampler=sampler,
         drop_last=case.drop_last,
     )
-    accelerator.prepare(DataLoader(Tokens(10), batch_size=batch_size))  # for an evaluation
+    evaluation: Any = DataLoader(Tokens(10), batch_size=batch_size)
+    if not case.evaluation_last:
+        evaluation = accelerator.prepare(evaluation)
     times = 1 if case.split else accelerator.num_processes
     schedule = scheduler_of(case.schedule, optimizer, 12, times)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    if case.evaluation_last:
+        evaluation = accelerator.prepare(evaluation)
     if case.load:
         accelerator.load_state(case.load)
         run.first_state = state_of(model)
@@ -206,6 +214,8 @@ def _loop(case: LoopCase, run: Run) -> None:
             run.rates[step] = optimizer.param_groups[0]["lr"]
             if step in case.state_at:
                 run.states[step] = state_of(model)
+            if case.evaluates:
+                next(iter(evaluation))
             if step in case.save_at:
                 target = f"{case.folder}/{case.name or f'step_{step}'}"
                 accelerator.save_state(target)

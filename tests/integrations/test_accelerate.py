@@ -278,21 +278,21 @@ def test_a_sampler_that_seeds_each_epoch_is_exact(whole_loop: Reference, hf_rank
 
 @pytest.mark.parametrize("world", [3, 1, 2])
 @pytest.mark.parametrize(
-    ("start", "epoch_steps", "sampler"),
-    [(8, 0, ""), (4, 0, ""), (6, 0, ""), (5, 4, ""), (8, 0, "epochs")],
+    ("start", "more"),
+    [
+        (8, {}),
+        (4, {}),
+        (6, {}),
+        (5, {"epoch_steps": 4}),
+        (8, {"sampler": "epochs"}),
+        (6, {"evaluates": True}),
+    ],
 )
 def test_a_loop_that_never_sets_epochs_continues(
-    start: int, epoch_steps: int, sampler: str, world: int, hf_ranks: Pools, tmp_path: Path
+    start: int, more: dict[str, Any], world: int, hf_ranks: Pools, tmp_path: Path
 ) -> None:
     """Twice: from the middle and the end of an epoch, also if the loop leaves epochs early."""
-    case = LoopCase(
-        folder=str(tmp_path),
-        save_at=(start,),
-        steps=14,
-        sets_epoch=False,
-        epoch_steps=epoch_steps,
-        sampler=sampler,
-    )
+    case = LoopCase(folder=str(tmp_path), save_at=(start,), steps=14, sets_epoch=False, **more)
     full_run, *_ = hf_ranks.run(2, partial(loop, case))
     for ranks, begin in ((world, start), (2, start + 1)):
         load = f"{tmp_path}/step_{begin}"
@@ -300,6 +300,19 @@ def test_a_loop_that_never_sets_epochs_continues(
         run, *_ = hf_ranks.run(ranks, partial(loop, case))
         assert_continues(run, full_run, range(begin + 1, 15))
         assert run.warnings == []
+
+
+def test_loaders_may_be_prepared_in_another_order(hf_ranks: Pools, tmp_path: Path) -> None:
+    """Each gets its own epoch. A warning names loaders whose epoch was not saved."""
+    case = LoopCase(folder=str(tmp_path), save_at=(8,), sets_epoch=False)
+    full_run, *_ = hf_ranks.run(2, partial(loop, case))
+    case = replace(case, load=f"{tmp_path}/step_8", start=8, evaluation_last=True)
+    run, *_ = hf_ranks.run(3, partial(loop, case))
+    assert_continues(run, full_run, range(9, 13))
+    assert run.warnings == []
+    run, *_ = hf_ranks.run(2, partial(loop, replace(case, samples=84, steps=8)))
+    words = "not contain the epochs of the loaders (SeedableRandomSampler of 84 samples)"
+    assert [words in warning for warning in run.warnings] == [True]
 
 
 @pytest.mark.long
