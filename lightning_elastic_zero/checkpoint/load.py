@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -334,8 +334,11 @@ def _load_once(
     """Make one attempt; on rank 0, ``found`` gets the save id."""
     began, asked = time.monotonic(), parse_path(path)
     requests = request_count(asked)
-    first = ranks.broadcast("load: find the checkpoint", lambda: _find(path, ranks, found, options))
-    step = f"load {first['path']}"
+    located = ranks.broadcast(
+        "load: find the checkpoint", lambda: asdict(_find(path, ranks, found, options))
+    )
+    first = _Found(**located)
+    step = f"load {first.path}"
     with ExitStack() as files, ExitStack() as undo:
 
         def open_and_check() -> tuple[_Load, RestoreScope, SharedState]:
@@ -362,7 +365,7 @@ def _load_once(
     costs = ranks.gather(f"{step}: done", finish) or []
     seconds = time.monotonic() - began
     stats = CheckpointStats(
-        first["path"],
+        first.path,
         seconds,
         sum(bytes_read for bytes_read, _ in costs),
         waited_s=seconds,
@@ -401,9 +404,17 @@ def _raise(failure: Exception | None) -> None:
         raise failure
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Rank 0's message to all ranks: the checkpoint to load."""
+
+    path: str
+    save_id: str
+
+
 def _find(
     path: str | os.PathLike[str], ranks: Ranks, found: list[str], options: LoadOptions
-) -> dict[str, str]:
+) -> _Found:
     """Rank 0: find the checkpoint, behind links, so that all ranks open the same one."""
     asked, progress = parse_path(path), ranks.progress
     check_shareable(asked, ranks.world_size)
@@ -413,26 +424,26 @@ def _find(
     with closing(opened) as source:
         found.append(source.manifest.save_id)
         source.check_all()
-        return {"path": str(directory), "save_id": source.manifest.save_id}
+        return _Found(str(directory), source.manifest.save_id)
 
 
 def _open(
     path: str | os.PathLike[str],
-    first: Mapping[str, str],
+    first: _Found,
     live: LiveEngine,
     options: LoadOptions,
     progress: Progress,
 ) -> CheckpointReader:
     """Open the checkpoint that rank 0 found."""
-    directory = parse_path(first["path"])
+    directory = parse_path(first.path)
     mine = resolved(parse_path(path))
     if mine != directory:
         log.warning("this rank requested %s; all ranks load rank 0's path %s", mine, directory)
     source = open_checkpoint(directory, allow_pickle=options.allow_pickle, progress=progress)
-    if source.manifest.save_id != first["save_id"]:
+    if source.manifest.save_id != first.save_id:
         msg = (
             f"{directory} contains save {source.manifest.save_id} on this rank and "
-            f"{first['save_id']} on rank 0. Load from a directory that all ranks share; if a save "
+            f"{first.save_id} on rank 0. Load from a directory that all ranks share; if a save "
             "has just replaced it, load again"
         )
         raise CheckpointFormatError(msg)

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -83,8 +83,6 @@ from lightning_elastic_zero.storage.paths import parse_path
 
 SCHEDULERS = "lr_schedulers"
 """The client state's entry for schedulers' states, which belong to the rates: Lightning's name."""
-
-_DIGESTS = "digests"
 
 
 class Cancellation:
@@ -176,6 +174,37 @@ class ShardContents:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class _NewSave:
+    """Rank 0's message to all ranks before they write."""
+
+    path: str
+    save_id: str
+    digests: Mapping[str, str]
+    """Digest of each of rank 0's tables."""
+
+    @property
+    def token(self) -> str:
+        """Name of the file by which a rank recognises the directory of this save."""
+        return f"{TOKEN_PREFIX}{self.save_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A rank's message to rank 0 after it has written."""
+
+    files: Sequence[Mapping[str, Any]]
+    """Each ``FileEntry`` as plain data."""
+    kept: Sequence[str]
+    """Kinds of state that this rank has kept because it differs from rank 0's."""
+    drifted: list[list[Any]]
+    """See ``drifted_hyperparameters``."""
+    replicas: Sequence[int]
+    """See ``drifted_replicas``."""
+    requests: int
+    """Requests to an object store."""
+
+
 def collect(
     engine: LiveEngine,
     path: str | os.PathLike[str],
@@ -237,25 +266,25 @@ def write_shards(
     tables, progress = cache(contents.tables), _progress(contents, ranks, cancellation)
 
     def write_files() -> dict[str, Any]:
-        staging = _await_staging(first, contents.target)
-        theirs = RankZeroTables(first[_DIGESTS], tables(), staging)
-        manifest = replace(contents.manifest, save_id=first["save_id"])
+        staging = _await_staging(new, contents.target)
+        theirs = RankZeroTables(new.digests, tables(), staging)
+        manifest = replace(contents.manifest, save_id=new.save_id)
         writer = RankWriter(staging, manifest, ranks.rank, progress, number, contents.source_of)
-        found = _write_files(contents, theirs, writer)
-        return {**found, "requests": request_count(contents.target) - requests}
+        return asdict(_write_files(contents, theirs, writer, requests))
 
     def publish() -> dict[str, Any]:
         write_s = time.monotonic() - began
-        warn_of_drift(contents.manifest, [of_rank["drifted"] for of_rank in written or []])
-        warn_of_replicas(contents.manifest, [of_rank["replicas"] for of_rank in written or []])
-        files = _complete(staged[0], contents, first, written or [])
+        written = [_Written(**of_rank) for of_rank in of_ranks or []]
+        warn_of_drift(contents.manifest, [of_rank.drifted for of_rank in written])
+        warn_of_replicas(contents.manifest, [of_rank.replicas for of_rank in written])
+        files = _complete(staged[0], contents, new, written)
         staged[0].sync(ranks.progress)
         cancellation.commit()
         staged[0].put_in_place()
         cancellation.published = True
         staged[0].clean(ranks.progress)
         seconds = time.monotonic() - began
-        others = sum(of_rank["requests"] for of_rank in (written or [])[1:])
+        others = sum(of_rank.requests for of_rank in written[1:])
         return {
             "seconds": seconds,
             "waited_s": seconds,
@@ -266,38 +295,37 @@ def write_shards(
         }
 
     try:
-        first = ranks.broadcast(
-            "save: make a directory", lambda: _stage(contents, tables(), ranks, staged)
+        made = ranks.broadcast(
+            "save: make a directory", lambda: asdict(_stage(contents, tables(), ranks, staged))
         )
-        target, number = first["path"], ""
+        new, number = _NewSave(**made), ""
         with staged[0].touch_regularly() if staged else nullcontext():
             if contents.options.fingerprint:
-                step = f"save {target}: fingerprint"
+                step = f"save {new.path}: fingerprint"
                 state = contents.manifest, contents.state
                 number = str(live_fingerprint(*state, ranks, step, progress))
-            written = ranks.gather(f"save {target}: write", write_files)
-            published = ranks.broadcast(f"save {target}: publish", publish)
+            of_ranks = ranks.gather(f"save {new.path}: write", write_files)
+            published = ranks.broadcast(f"save {new.path}: publish", publish)
     except BaseException:
         for directory in staged:
             directory.abandon()
         raise
     steps = contents.options.step
     steps = contents.manifest.progress.global_steps if steps is None else steps
-    return CheckpointStats(target, step=steps, fingerprint=number, **published)
+    return CheckpointStats(new.path, step=steps, fingerprint=number, **published)
 
 
-def _stage(
-    contents: ShardContents, tables: Tables, ranks: Ranks, staged: list[Staged]
-) -> dict[str, Any]:
+def _stage(contents: ShardContents, tables: Tables, ranks: Ranks, staged: list[Staged]) -> _NewSave:
     """Rank 0: make the folder in which all ranks write; return its description."""
-    target, save_id = contents.target, uuid.uuid4().hex
+    target = contents.target
+    new = _NewSave(str(target), uuid.uuid4().hex, table_digests(tables))
     check_shareable(target, ranks.world_size)
     warn_of_objects(target, contents.objects, contents.options.warned_objects)
     with as_save_error(target):
-        staged.append(stage(target, save_id, ranks.progress))
+        staged.append(stage(target, new.save_id, ranks.progress))
         write_tables(staged[0].path, tables)
-        leave_shared(staged[0].path, f"{TOKEN_PREFIX}{save_id}")
-    return {"path": str(target), "save_id": save_id, _DIGESTS: table_digests(tables)}
+        leave_shared(staged[0].path, new.token)
+    return new
 
 
 def _progress(contents: ShardContents, ranks: Ranks, cancellation: Cancellation) -> Progress:
@@ -310,27 +338,27 @@ def _progress(contents: ShardContents, ranks: Ranks, cancellation: Cancellation)
     return io_progress("writing", ranks, contents.options.show, size_bytes, cancellation.check)
 
 
-def _await_staging(first: Mapping[str, Any], target: AnyPath) -> AnyPath:
+def _await_staging(new: _NewSave, target: AnyPath) -> AnyPath:
     """Wait until this rank sees rank 0's files, and return the folder for this save.
 
     Raises SaveError if this rank has another path or does not see the files.
     """
-    if str(target) != first["path"]:
+    if str(target) != new.path:
         msg = (
-            f"this rank saves to {target}, rank 0 to {first['path']}. Pass the same path on all "
+            f"this rank saves to {target}, rank 0 to {new.path}. Pass the same path on all "
             "ranks, in a directory that they share (ModelCheckpoint does; with Ray Train, a folder "
             "below RunConfig(storage_path=...) instead of a temporary one)."
         )
         raise SaveError(msg)
-    staging = staged_folder(target, first["save_id"])
-    await_shared(staging, f"{TOKEN_PREFIX}{first['save_id']}")
+    staging = staged_folder(target, new.save_id)
+    await_shared(staging, new.token)
     return staging
 
 
 def _write_files(
-    contents: ShardContents, first: RankZeroTables, writer: RankWriter
-) -> dict[str, Any]:
-    """Write this rank's files; return their description for rank 0."""
+    contents: ShardContents, first: RankZeroTables, writer: RankWriter, requests: int
+) -> _Written:
+    """Write this rank's files. ``requests`` are those to the store before this save."""
     check_consistent(first)
     drifted = drifted_hyperparameters(first, contents.manifest)
     state, client = _own_part(contents, first, writer.rank, drifted=bool(drifted))
@@ -339,12 +367,13 @@ def _write_files(
         "buffers": bool(writer.rank and state.module_buffers),
         "client_state": bool(client.own or client.own_objects),
     }
-    return {
-        "files": [asdict(entry) for entry in files],
-        "kept": [name for name, is_kept in kept.items() if is_kept],
-        "drifted": drifted,
-        "replicas": drifted_replicas(first),
-    }
+    return _Written(
+        [asdict(entry) for entry in files],
+        [name for name, is_kept in kept.items() if is_kept],
+        drifted,
+        drifted_replicas(first),
+        request_count(contents.target) - requests,
+    )
 
 
 def _own_part(
@@ -379,7 +408,7 @@ def _own_part(
 
 
 def _complete(
-    staged: Staged, contents: ShardContents, first: Mapping[str, Any], written: list[dict[str, Any]]
+    staged: Staged, contents: ShardContents, new: _NewSave, written: Sequence[_Written]
 ) -> tuple[FileEntry, ...]:
     """Rank 0: write the files for DeepSpeed's tools, and the manifest last; return its files."""
     folder = staged.path
@@ -390,16 +419,16 @@ def _complete(
         write_durably(folder / RECOVERY_SCRIPT, script)
     manifest = replace(
         contents.manifest,
-        save_id=first["save_id"],
+        save_id=new.save_id,
         files=tuple(
             FileEntry(**{**entry, "name": f"{staged.prefix}{entry['name']}"})
             for of_rank in written
-            for entry in of_rank["files"]
+            for entry in of_rank.files
         ),
-        rank_state=tuple(sorted({kept for of_rank in written for kept in of_rank["kept"]})),
+        rank_state=tuple(sorted({kept for of_rank in written for kept in of_rank.kept})),
         client_objects=tuple(format_tree_path(path) for path, _ in contents.objects),
     )
-    tables = (f"{TABLE_PREFIX}{name}" for name in first[_DIGESTS])
-    remove_shared(folder, *tables, f"{TOKEN_PREFIX}{first['save_id']}")
+    tables = (f"{TABLE_PREFIX}{name}" for name in new.digests)
+    remove_shared(folder, *tables, new.token)
     staged.seal(manifest.to_json().encode())
     return manifest.files
