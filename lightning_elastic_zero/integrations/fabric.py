@@ -82,7 +82,12 @@ class ElasticDeepSpeedFabricStrategy(DeepSpeedStrategy):
         return engine
 
     def _bind(self, engine: Any) -> None:
-        EngineCheckpoints(engine, self._options, Loop(whole_folder=True)).bind()
+        def on_save() -> dict[str, Any]:
+            if self._options.async_save:
+                self._unfinished[id(engine)] = engine
+            return {}
+
+        EngineCheckpoints(engine, self._options, Loop(whole_folder=True, record=on_save)).bind()
 
     def wait_for_save(self) -> None:
         """Wait until the last save of each engine is published; collective.
@@ -93,12 +98,6 @@ class ElasticDeepSpeedFabricStrategy(DeepSpeedStrategy):
         for engine in self._unfinished.values():
             engine.wait_for_save()
         self._unfinished.clear()
-
-    @override
-    def save_checkpoint(self, path: Any, state: Any, *args: Any, **kwargs: Any) -> None:
-        super().save_checkpoint(path, state, *args, **kwargs)
-        if self._options.async_save:
-            self._unfinished |= {id(value): value for value in state.values() if is_engine(value)}
 
     @override
     def load_checkpoint(

@@ -72,11 +72,12 @@ def test_an_engine_that_is_not_used_is_freed(bound: bool, hf_ranks: Pools) -> No
     assert hf_ranks.run(2, partial(are_freed, bound=bound))[0] == [True, False]
 
 
-@pytest.mark.engine
 @pytest.mark.long
-def test_a_wait_is_for_all_engines(hf_ranks: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_wait_is_for_all_engines(direct: bool, hf_ranks: Pools, tmp_path: Path) -> None:
     """Each saves into a folder of its own."""
-    assert hf_ranks.run(2, partial(save_two_engines, str(tmp_path)))[0] == [True, True]
+    save = partial(save_two_engines, str(tmp_path), direct=direct)
+    assert hf_ranks.run(2, save)[0] == [True, True]
 
 
 STAGES = [
