@@ -68,6 +68,10 @@ _ORIGINAL = "elastic_original"
 _STEPS = "lightning_elastic_zero.json"
 """File next to accelerate's own: the step of each engine at which they were written."""
 
+_REMEDY = (
+    "With elastic(..., fallback=True), resume_from_checkpoint and load_state take the newest "
+    "intact folder with a lower number"
+)
 
 _LOOP = Loop(
     batch_names=("the DataLoader's batch_size", "gradient_accumulation_steps"),
@@ -222,8 +226,13 @@ class AcceleratorBinding:
                     raise ValueError(OTHER_OPTIONS)
                 engine.wait_for_save()
             self.on_engine(engine)
-            record, on_load = self._record, self._on_load
-            loop = replace(self.loop, record=record, on_load=on_load, check=check_steps)
+            loop = replace(
+                self.loop,
+                record=self._record,
+                on_load=self._on_load,
+                check=check_steps,
+                remedy="" if self.options.fallback else _REMEDY,
+            )
             self.bound[id(engine)] = EngineCheckpoints(engine, options, loop)
             self.bound[id(engine)].bind()
 

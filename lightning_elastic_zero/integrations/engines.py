@@ -135,6 +135,8 @@ class Loop:
     """``save_dir`` itself is the checkpoint, and the tag is ignored."""
     shows_bars: Callable[[], bool] = lambda: True
     """Whether the loop shows progress bars."""
+    remedy: str = ""
+    """Appended to the error of a damaged checkpoint."""
 
 
 class EngineCheckpoints:
@@ -299,8 +301,14 @@ class EngineCheckpoints:
                 return None, None
             can_replace = _series_of(Path(found), counts_steps=not whole)  # Fabric does not
             options = replace(options, can_replace=can_replace)
-            with self._bar(ranks) as show:
-                result = load_engine(live, found, ranks, replace(options, show=show))
+            try:
+                with self._bar(ranks) as show:
+                    result = load_engine(live, found, ranks, replace(options, show=show))
+            except DAMAGE_ERRORS as error:
+                if not self._loop.remedy:
+                    raise
+                msg = f"{error}\n{self._loop.remedy}"
+                raise type(error)(msg) from error
         self._last_save = None
         record = result.client_state.pop(RECORD, {})
         self._log(result)

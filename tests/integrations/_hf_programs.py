@@ -266,6 +266,8 @@ class Run:
     """The first random number after each step, read without advancing the generator."""
     log: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    infos: list[str] = field(default_factory=list)
+    """Messages to transformers' logger, which shows those of ``log_level``."""
     kept: list[set[str]] = field(default_factory=list)
     """The Trainer's folders after each save."""
 
@@ -443,8 +445,8 @@ def make_trainer(case: TrainerCase, run: Run, cls: type[Trainer] = Trainer) -> A
 
 def train(case: TrainerCase) -> Run:
     """Run a Trainer to its end, or until it is stopped."""
-    run = Run()
-    with library_warnings() as run.warnings:
+    run, shown = Run(), captured_log("transformers.trainer", logging.INFO)
+    with library_warnings() as run.warnings, shown as run.infos:
         return train_to_end(make_trainer(case, run), case, run)
 
 

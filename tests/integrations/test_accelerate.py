@@ -355,6 +355,7 @@ def test_fallback_takes_the_folder_before(
     case = LoopCase(schedule="cosine", load=str(newest), start=8, steps=8)
     for failure in hf_ranks.run(3, partial(stock_failure, case)):
         assert "CheckpointCorruptedError" in failure
+        assert "elastic(..., fallback=True)" in failure
     run, *_ = hf_ranks.run(3, partial(loop, replace(case, options={"fallback": True})))
     assert run.first_state
     assert [f"Resuming from {tmp_path}/step_8, because" in text for text in run.warnings] == [True]

@@ -135,6 +135,8 @@ def test_a_run_continues_exactly_on_other_counts(
     assert_equal(run.first_state, full_run.states[10])
     assert_continues(run, full_run)
     assert run.warnings == []
+    line = f"checkpoint-10, saved on 2 ranks, on {world}"
+    assert [line in info for info in run.infos].count(True) == 1
     copy = tmp_path / f"on-{world}"
     kept = sorted(path.name for path in copy.glob("checkpoint-*"))
     assert kept == ["checkpoint-15", "checkpoint-16"]
@@ -253,6 +255,9 @@ def test_the_folder_before_is_taken(
         content = bytearray(shard.read_bytes())
         content[len(content) // 2] ^= 1
         shard.write_bytes(content)
+        for failure in hf_ranks.run(3, partial(failure_of, TrainerCase(str(copy), resume=True))):
+            assert "CheckpointCorruptedError" in failure
+            assert "elastic(..., fallback=True)" in failure
     case = TrainerCase(str(copy), resume=True, options={"fallback": damage == "bytes"})
     run, *_ = hf_ranks.run(3, partial(train, case))
     assert_equal(run.first_state, full_run.states[10])
