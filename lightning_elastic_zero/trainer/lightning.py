@@ -33,88 +33,32 @@ from lightning_elastic_zero.errors import UnsupportedError
 RESUME_END = "_CheckpointConnector.resume_end"
 """Name of the barrier at the end of a resume, also if there is no checkpoint."""
 
-PRIVATE_NAMES: dict[str, dict[str, str]] = {
-    "the fit loop": {
-        "_combined_loader": "access the training loaders",
-        "_combined_loader_states_to_load": "load the states of loaders only once",
-        "_data_fetcher": "start inside an epoch, and detect prefetched batches",
-        "_data_source": "determine the batch size before loaders exist",
-        "_last_train_dl_reload_epoch": "recreate loaders in the same epochs as the saved run",
-        "_restarting": "resume inside an epoch without an additional batch",
-        "_can_stop_early": "detect a stop that waits for min_epochs or min_steps",
-        "_should_accumulate": "take a step at the end of an accumulation window",
-    },
-    "the training epoch loop": {
-        "_batches_that_stepped": "continue the loggers' step count",
-        "_results": "continue an epoch's running results",
-        "_should_check_val_fx": "detect a validation that is due at the resume point",
-    },
-    "CombinedLoader": {
-        "_iterator": "detect loaders that have restarted",
-        "_mode": "detect whether shorter loaders restart",
-        "_state_dicts": "save the states of stateful loaders",
-    },
-    "a CombinedLoader's cycle": {"_consumed": "end an epoch in which loaders have restarted"},
-    "the logger connector": {
-        "_callback_metrics": "save the metrics of callbacks",
-        "_first_loop_iter": "keep the first logged value from resetting earlier ones",
-        "_logged_metrics": "save the latest logged values",
-        "_progress_bar_metrics": "save the latest values of the progress bar",
-    },
-    "lightning.pytorch's running results": {
-        "_Metadata": "restore how a value is logged",
-        "_ResultCollection": "continue an epoch's running results",
-        "_ResultMetric": "continue an epoch's running results",
-        "_Sync": "reduce restored values over the ranks",
-    },
-    "a metric of torchmetrics": {
-        "_computed": "recompute a metric whose states are restored",
-        "_defaults": "find the states of a metric",
-        "_forward_cache": "restore the last step's value",
-        "_reductions": "divide a metric's states among other ranks",
-        "_update_count": "find metrics that were updated",
-    },
-    "lightning.pytorch.loops.fetchers": {
-        "_DataFetcher": "prefetch one batch of a stream",
-        "_PrefetchDataFetcher": "detect the last batch of data without a length",
-    },
-    "lightning.pytorch.trainer.call": {
-        "_call_lightning_module_hook": "update ReduceLROnPlateau as Lightning does",
-    },
-    "the trainer": {
-        "_checkpoint_connector": "check that every rank has resumed",
-        "_logger_connector": "save the metrics of callbacks",
-    },
-    "ModelCheckpoint": {
-        "_get_metric_interpolated_filepath_name": "avoid names of checkpoints that are kept",
-        "_ModelCheckpoint__warn_if_dir_not_empty": "raise errors of a store on all ranks",
-        "_find_last_checkpoints": "find the last checkpoint in an object store",
-        "_link_checkpoint": "replace last.ckpt atomically",
-        "_save_checkpoint": "save the last checkpoint if the best k did not keep it",
-        "file_exists": "avoid replacing files of other programs",
-    },
-    "a ModelCheckpoint": {
-        "_enable_version_counter": "refuse at setup what a save would replace",
-        "_every_n_epochs": "save the last checkpoint if a save was due",
-        "_every_n_train_steps": "avoid saving a step twice",
-        "_last_global_step_saved": "avoid saving a step twice",
-    },
-    "DeepSpeedStrategy": {
-        "_auto_select_batch_size": "call no user's loader for DeepSpeed's log",
-        "_config_initialized": "distinguish the user's batch size from this library's",
-        "_format_batch_size_and_grad_accum_config": "resolve the batch settings before DeepSpeed",
-        "_init_config_if_needed": "check DeepSpeed's config at setup",
-        "_init_optimizers": "refuse an optimizer before DeepSpeed receives it",
-        "_parallel_devices": "run on CPUs",
-        "_timeout": "use the collectives' timeout for ranks under torchrun",
-    },
-    "a WeightAveraging": {
-        "_average_model": "save and evaluate the average",
-        "_swap_models": "save the trained weights inside a validation of the average",
-    },
-    "a wrapped sampler": {"_sampler": "use the user's sampler"},
+PRIVATE_NAMES: dict[str, str] = {
+    "the fit loop": "_combined_loader _combined_loader_states_to_load _data_fetcher "
+    "_data_source _last_train_dl_reload_epoch _restarting _can_stop_early "
+    "_should_accumulate",
+    "the training epoch loop": "_batches_that_stepped _results _should_check_val_fx",
+    "CombinedLoader": "_iterator _mode _state_dicts",
+    "a CombinedLoader's cycle": "_consumed",
+    "the logger connector": "_callback_metrics _first_loop_iter _logged_metrics "
+    "_progress_bar_metrics",
+    "lightning.pytorch's running results": "_Metadata _ResultCollection _ResultMetric _Sync",
+    "a metric of torchmetrics": "_computed _defaults _forward_cache _reductions _update_count",
+    "lightning.pytorch.loops.fetchers": "_DataFetcher _PrefetchDataFetcher",
+    "lightning.pytorch.trainer.call": "_call_lightning_module_hook",
+    "the trainer": "_checkpoint_connector _logger_connector",
+    "ModelCheckpoint": "_get_metric_interpolated_filepath_name "
+    "_ModelCheckpoint__warn_if_dir_not_empty _find_last_checkpoints _link_checkpoint "
+    "_save_checkpoint file_exists",
+    "a ModelCheckpoint": "_enable_version_counter _every_n_epochs _every_n_train_steps "
+    "_last_global_step_saved",
+    "DeepSpeedStrategy": "_auto_select_batch_size _config_initialized "
+    "_format_batch_size_and_grad_accum_config _init_config_if_needed _init_optimizers "
+    "_parallel_devices _timeout",
+    "a WeightAveraging": "_average_model _swap_models",
+    "a wrapped sampler": "_sampler",
 }
-"""By owner, each with its purpose. All exist since 2.5.0, except ``WeightAveraging`` (2.6.0)."""
+"""By owner. All exist since 2.5.0, except ``WeightAveraging`` (2.6.0)."""
 
 NOT_CHECKED = {
     "_defer_save_until_validation": "ModelCheckpoint, in releases that defer saves",
@@ -145,12 +89,11 @@ def check_lightning_release(trainer: pl.Trainer) -> None:
 def _missing(trainer: pl.Trainer, found: str) -> Iterator[str | None]:
     """Yield for each owner a sentence about missing names; None if all exist."""
     for owner, live in _owners(trainer).items():
-        names = PRIVATE_NAMES[owner]
-        lost = [f"{name} (to {names[name]})" for name in missing_names(live, names)]
+        lost = missing_names(live, PRIVATE_NAMES[owner].split())
         yield LIGHTNING.missing_names_message(found, owner, lost)
     connector = getattr(trainer, "_checkpoint_connector", None)
     if not _says(getattr(connector, "resume_end", None), RESUME_END):
-        lost = [f"barrier {RESUME_END!r} (to check that every rank has resumed)"]
+        lost = [f"barrier {RESUME_END!r}"]
         yield LIGHTNING.missing_names_message(found, "its checkpoint connector", lost)
 
 

@@ -18,7 +18,6 @@ from lightning_elastic_zero.trainer.lightning import PRIVATE_NAMES
 from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
 LOST = "a_name_that_no_release_has"
-PURPOSE = "check that the message contains the purpose"
 
 
 def refusal() -> dict[str, object]:
@@ -47,9 +46,9 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     names = PRIVATE_NAMES["the fit loop"]
-    names[LOST] = PURPOSE
+    PRIVATE_NAMES["the fit loop"] += f" {LOST}"
     of_lightning = refusal()
-    del names[LOST]
+    PRIVATE_NAMES["the fit loop"] = names
     wrapper = NAMES["DeepSpeedZeroOptimizer"]
     names_of_all = wrapper[""]
     wrapper[""] += f" {LOST}"
