@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from numbers import Real
 from typing import Any
 
@@ -32,8 +31,9 @@ from lightning_elastic_zero.trainer.schedulers import CLASS_KEYS
 REMEDIES = (
     "Give the data set, sampler or loader a method resume_at(epoch, samples); or pass "
     'ElasticDeepSpeedStrategy(on_unresumable_data="restart_epoch") to repeat the epoch; '
-    "or save at the end of epochs only"
+    "or use checkpoints at the end of epochs only"
 )
+"""For data that cannot resume in the middle of an epoch."""
 
 BATCH_COUNT_SETTINGS = ("val_check_interval", "limit_train_batches")
 """Trainer settings that, as integers, count the batches of one rank."""
@@ -54,26 +54,25 @@ def warn_of_unresumable_data(
 ) -> None:
     """Warn of each loader that cannot resume in the middle of an epoch."""
     for loader, size in zip(loaders, samples_per_step, strict=True):
-        name = describe_loader(loader)
+        where, remedies = "", REMEDIES
         if elastic_sampler_of(loader) is not None:
             continue
         if resumable_part_of(loader) is not None:
-            if size is None:
-                rank_zero_warn(
-                    f"A checkpoint inside an epoch will be refused on resume: the {name} has no "
-                    "batch_size, so the samples of a step are unknown. Pass global_batch_size and "
-                    "logging_batch_size_per_gpu to the strategy."
-                )
+            if size is not None:
+                continue
+            why = "has no batch_size, so the samples of a step are unknown"
+            remedies = "Pass global_batch_size and logging_batch_size_per_gpu to the strategy"
         elif isinstance(loader, Stateful):
-            rank_zero_warn(
-                f"A checkpoint inside an epoch will be refused on another number of devices than "
-                f"{world_size}: the {name} has one state per rank. {REMEDIES}."
+            where, why = (
+                f" on another number of devices than {world_size}",
+                "has one state per rank",
             )
         else:
-            rank_zero_warn(
-                f"A checkpoint inside an epoch will be refused on resume: the {name} cannot start "
-                f"at a given sample. {REMEDIES}."
-            )
+            why = "cannot start at a given sample"
+        rank_zero_warn(
+            f"A checkpoint inside an epoch will be refused on resume{where}: the "
+            f"{describe_loader(loader)} {why}. {remedies}."
+        )
 
 
 def warn_of_workers(loaders: Sequence[object], position: Position) -> None:
@@ -335,25 +334,7 @@ FILTERED_WARNINGS: tuple[tuple[type[Warning], str, str], ...] = (
 """Class, text and module of warnings between libraries, which users cannot change."""
 
 
-class WarningFilters:
-    """Ignores ``FILTERED_WARNINGS`` from ``begin`` to ``end``.
-
-    The filters are appended to the others, so ``python -W default`` still shows these warnings.
-    """
-
-    def __init__(self) -> None:
-        self._added: list[Any] = []
-
-    def begin(self) -> None:
-        """Add the filters in this process."""
-        before = [*warnings.filters]
-        for category, message, module in FILTERED_WARNINGS:
-            warnings.filterwarnings("ignore", message, category, module, append=True)
-        self._added += [added for added in warnings.filters if added not in before]
-
-    def end(self) -> None:
-        """Remove the filters."""
-        filters = vars(warnings)["filters"]
-        while self._added:
-            with suppress(ValueError):  # removed by someone's catch_warnings
-                del filters[filters.index(self._added.pop())]
+def hide_known_warnings() -> None:
+    """Ignore ``FILTERED_WARNINGS``, unless a filter of the user shows them."""
+    for category, message, module in FILTERED_WARNINGS:
+        warnings.filterwarnings("ignore", message, category, module, append=True)

@@ -44,6 +44,7 @@ from lightning_elastic_zero.trainer.accumulation import (
 )
 from lightning_elastic_zero.trainer.batches import BatchController, batch_size_of
 from lightning_elastic_zero.trainer.checks import (
+    REMEDIES,
     warn_of_changes,
     warn_of_epoch_hooks,
     warn_of_late_loaders,
@@ -400,9 +401,7 @@ def _resumable_position(
         was = pending.record.position
         msg = (
             f"{pending.where}: saved in epoch {was.epoch} after {was.steps} of its optimizer "
-            f"steps, and {reason}. Resume from a checkpoint at the end of an epoch; or give the "
-            "data set, sampler or loader a method resume_at(epoch, samples); or pass "
-            'ElasticDeepSpeedStrategy(on_unresumable_data="restart_epoch") to repeat the epoch'
+            f"steps, and {reason}. {REMEDIES}"
         )
         raise CheckpointMismatchError(msg)
     rank_zero_warn(

@@ -28,7 +28,7 @@ from lightning_elastic_zero.registry import register_names
 from lightning_elastic_zero.trainer.accumulation import GradientAccumulation
 from lightning_elastic_zero.trainer.batches import BatchController
 from lightning_elastic_zero.trainer.checkpoint_io import RunCheckpoints
-from lightning_elastic_zero.trainer.checks import RequiresGradCheck, WarningFilters
+from lightning_elastic_zero.trainer.checks import RequiresGradCheck, hide_known_warnings
 from lightning_elastic_zero.trainer.launch import (
     SigtermAgreement,
     devices_of_node,
@@ -114,7 +114,6 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
             ),
             options.save_options(),
         )
-        self._warning_filters = WarningFilters()
         self._ranks: Ranks | None = None
         self._prepared: pl.LightningModule | None = None
 
@@ -163,7 +162,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     def setup_environment(self) -> None:
         self._prepared = None  # the next fit may have other callbacks
         self._leave_ranks()  # left by a save after the last run, whose process group may be closed
-        self._warning_filters.begin()
+        hide_known_warnings()
         check_config(self.config or {}, trains=self._trainer is None or is_fitting(self._trainer))
         prepare_to_meet(self, self._timeout)
         report_abandoned_builds(self.config or {})
@@ -397,7 +396,6 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         trainer = self._trainer
         failure = self._checkpoints.stop(trainer)
         self._leave_ranks()
-        self._warning_filters.end()
         self._batches.end(trainer)
         super().teardown()
         if failure is not None:

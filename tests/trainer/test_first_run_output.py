@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_elastic_zero.trainer.checks import FILTERED_WARNINGS, WarningFilters
+from lightning_elastic_zero.trainer.checks import FILTERED_WARNINGS, hide_known_warnings
 from tests.support.processes import free_port, output_of
 from tests.support.ranks import environment
 
@@ -64,22 +64,16 @@ def is_shown(category: type[Warning], module: str) -> bool:
 
 
 @pytest.mark.parametrize(("category", "_", "module"), FILTERED_WARNINGS)
-def test_known_warnings_are_hidden_only_during_a_run(
-    category: type[Warning], _: str, module: str
-) -> None:
+def test_known_warnings_are_hidden(category: type[Warning], _: str, module: str) -> None:
     """Filters of the user take precedence."""
-    known = WarningFilters()
     with warnings.catch_warnings():
         warnings.resetwarnings()
-        before = [*warnings.filters]
-        for _run in range(2):
-            assert is_shown(category, module)
-            known.begin()
-            known.begin()
-            assert not is_shown(category, module)
-            known.end()
-            assert [*warnings.filters] == before
-        known.begin()
+        assert is_shown(category, module)
+        hide_known_warnings()
+        hidden = [*warnings.filters]
+        hide_known_warnings()
+        assert [*warnings.filters] == hidden
+        assert not is_shown(category, module)
         warnings.simplefilter("error", category)
         assert is_shown(category, module)
 
