@@ -458,43 +458,6 @@ def test_a_rank_without_memory_is_named_on_all_ranks(pools: Pools, tmp_path: Pat
     assert not list(tmp_path.glob(".zero-*"))
 
 
-def save_over_a_pending_deletion(run: AsyncSaveSpec) -> dict[int, str]:
-    """Save to a path whose deletion waits for a link, and then move the link."""
-    link, scheduled, other = map(run.path, ("last", "a", "other"))
-
-    def point(trainer: pl.Trainer, target: Path) -> None:
-        if comm.get_rank() == 0:
-            link.unlink(missing_ok=True)
-            link.symlink_to(target.name)
-        trainer.strategy.barrier()
-
-    def save(trainer: pl.Trainer, path: Path) -> None:
-        trainer.save_checkpoint(path)
-        elastic_strategy_of(trainer).wait_for_save()
-        trainer.strategy.barrier()
-
-    def schedule_delete(trainer: pl.Trainer) -> None:
-        save(trainer, scheduled)
-        save(trainer, other)
-        point(trainer, scheduled)
-        elastic_strategy_of(trainer).remove_checkpoint(scheduled)
-        save(trainer, scheduled)
-        point(trainer, other)
-
-    return run.fit({2: schedule_delete, 4: lambda trainer: save(trainer, run.path("b"))}).errors
-
-
-def test_a_pending_deletion_does_not_delete_a_new_save_to_the_path(
-    pools: Pools, tmp_path: Path
-) -> None:
-    for errors in pools.run(
-        2, partial(save_over_a_pending_deletion, AsyncSaveSpec(str(tmp_path))), FAILS_IN_S
-    ):
-        assert not errors
-    assert is_published(tmp_path / "a.ckpt")
-    assert is_published(tmp_path / "b.ckpt")
-
-
 class Slow(Gate):
     """Pauses the writer that pickles it."""
 
