@@ -18,7 +18,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
@@ -35,11 +35,10 @@ from lightning_elastic_zero.checkpoint.types import (
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME, Group
 from lightning_elastic_zero.core.requirements import version_of
-from lightning_elastic_zero.data_progress.batches import infer_progress, with_loader_states
+from lightning_elastic_zero.data_progress.batches import with_loader_states
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import ElasticZeroError, UnsupportedError
 from lightning_elastic_zero.storage.checkpoints import exists, is_link, siblings
-from lightning_elastic_zero.storage.disk_checkpoints import STAGING_PREFIX
 from lightning_elastic_zero.storage.object_store import AnyPath
 from lightning_elastic_zero.storage.paths import parse_path
 from lightning_elastic_zero.trainer.batches import UserSettings
@@ -62,7 +61,12 @@ from lightning_elastic_zero.trainer.metrics import RESULTS, RESULTS_BY_RANK
 from lightning_elastic_zero.trainer.model_checkpoint import ModelCheckpointHooks
 from lightning_elastic_zero.trainer.monitor import checkpoint_bar
 from lightning_elastic_zero.trainer.recorder import is_inside_validation
-from lightning_elastic_zero.trainer.resume import STATE_KEY, RunResumer, counted_loops
+from lightning_elastic_zero.trainer.resume import (
+    STATE_KEY,
+    RunResumer,
+    counted_loops,
+    saved_progress,
+)
 from lightning_elastic_zero.trainer.schedulers import (
     resume_as_configured,
     resume_as_saved,
@@ -252,14 +256,6 @@ class LastFit:
             state[RESULTS] = {**state[RESULTS], **self._shown}
 
 
-def _saves(callback: Callback) -> bool:
-    """Whether a callback saves through the strategy into its ``dirpath``."""
-    if isinstance(callback, ModelCheckpoint):
-        in_an_exception = getattr(callback, "save_on_exception", False)  # since Lightning 2.6
-        return callback.save_top_k != 0 or bool(callback.save_last) or bool(in_an_exception)
-    return isinstance(callback, OnExceptionCheckpoint)
-
-
 def _ends_run(trainer: pl.Trainer | None, path: str | os.PathLike[str]) -> bool:
     """Whether the run ends after a save: an exception's, or one before SLURM requeues the job."""
     # Lightning's name of the latter.
@@ -323,7 +319,12 @@ class RunCheckpoints:
         self._world_size, self._device = trainer.world_size, trainer.strategy.root_device
         callbacks = trainer.checkpoint_callbacks if fitting else []
         dirpaths = [getattr(callback, "dirpath", None) for callback in callbacks]
-        used = [] if trainer.fast_dev_run else [c.dirpath for c in callbacks if _saves(c)]  # type: ignore[attr-defined]
+        used = [  # of callbacks that save through the strategy
+            callback.dirpath
+            for callback in callbacks
+            if isinstance(callback, (ModelCheckpoint, OnExceptionCheckpoint))
+            and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        ]
         for checked in check_directories(used, self._get_ranks()):
             if checked.hosts > 1:
                 text = f"{checked.path} is the same directory on all {checked.hosts} hosts"
@@ -593,63 +594,37 @@ def _announce_fingerprint(kind: str, stats: CheckpointStats) -> None:
 
 def _format_loaded(loaded: LoadResult, world_size: int, *, fitting: bool) -> str:
     """Return one line: the checkpoint, its origin, the position in the run, and the cost."""
-    manifest, stats = loaded.manifest, loaded.stats
+    manifest, state, stats = loaded.manifest, loaded.client_state, loaded.stats
     saved, here = (
         f"{count} device{'s' if count > 1 else ''}" for count in (manifest.world_size, world_size)
     )
     found = loaded.source_summary or f"saved on {saved} with ZeRO-{manifest.stage}"
+    counted = state.get("global_step")
+    step = counted if type(counted) is int else stats.step
+    is_new_run = manifest.weights_only or VERSION_KEY not in state or counted_loops(state) is None
+    place = f" at step {step}" if step else ""
+    if fitting and is_new_run:
+        place = f" at step 0 (saved at step {step})" if step else " at step 0"
+    elif fitting or manifest.progress.sampler:
+        record = saved_progress(state, manifest, stats.path)
+        at = record.position
+        place = f" at step {record.global_step}, epoch {at.epoch + at.is_over}"
     cost = f"{stats.bytes / 1e6:.1f} MB in {stats.seconds:.2f} s"
     fingerprint = f"; {loaded.fingerprint_result}" if loaded.fingerprint_result else ""
-    place = _place_of_fit(loaded) if fitting else _place_of_save(loaded)
     return f"Loaded {stats.path} ({found}) on {here}{place}: {cost}{fingerprint}"
-
-
-def _place_of_fit(loaded: LoadResult) -> str:
-    """Return the step and epoch at which a fit continues."""
-    manifest, state = loaded.manifest, loaded.client_state
-    loops, step = counted_loops(state), _saved_step(loaded)
-    if manifest.weights_only or VERSION_KEY not in state or loops is None:
-        return f" at step 0 (saved at step {step})" if step else " at step 0"
-    if manifest.progress.sampler:
-        return _place_of_save(loaded)
-    record = infer_progress(loops, manifest.progress, manifest.world_size, step)
-    return f" at step {step}, epoch {record.position.epoch + record.position.is_over}"
-
-
-def _place_of_save(loaded: LoadResult) -> str:
-    match loaded.manifest.progress.sampler:
-        case {"global_step": int(step), "epoch": int(epoch), "epoch_is_over": bool(is_over)}:
-            return f" at step {step}, epoch {epoch + is_over}"
-    step = _saved_step(loaded)
-    return f" at step {step}" if step else ""
-
-
-def _saved_step(loaded: LoadResult) -> int:
-    """Return the step of the save by its trainer's or engine's count; 0 if unknown."""
-    counted = loaded.client_state.get("global_step")
-    return counted if type(counted) is int else loaded.stats.step
 
 
 def _format_not_resumed(dirpaths: Iterable[object]) -> tuple[str, bool]:
     """Return a message that training starts at step 0, and whether there are checkpoints."""
     folders = sorted({str(place) for place in dirpaths if place})
     found = [path for folder in folders for path in _checkpoints_in(folder)]
+    if not found:
+        return "No checkpoint was loaded: training starts from step 0.", False
+    reason = f", although {found[0].parent} contains {len(found)} checkpoints ({found[-1].name})"
     if dangling := [p for p in found if is_link(p) and not exists(p)]:
-        text = (
-            f"Training starts from step 0: {dangling[0]} links to a checkpoint that does not "
-            "exist. Pass the path of another checkpoint as ckpt_path to resume."
-        )
-    elif found:
-        text = (
-            f"Training starts from step 0, although {found[0].parent} contains {len(found)} "
-            f'checkpoints ({found[-1].name}, ...). Pass ckpt_path="last" or a path to resume.'
-        )
-    else:
-        unfinished = [d for d in folders if any(Path(d).glob(f"{STAGING_PREFIX}*"))]
-        text = "No checkpoint was loaded: training starts from step 0."
-        if unfinished:
-            text += f" Unfinished saves are in {', '.join(unfinished)}."
-    return text, bool(found)
+        reason = f": {dangling[0]} links to a checkpoint that does not exist"
+    text = f"Training starts from step 0{reason}. Pass the path of a checkpoint as ckpt_path, or "
+    return f'{text}ckpt_path="last", to resume.', True
 
 
 def _checkpoints_in(folder: str) -> list[AnyPath]:

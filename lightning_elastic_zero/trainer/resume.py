@@ -225,12 +225,7 @@ class RunResumer:
         own = state.pop(STATE_KEY, {})
         if (loops := counted_loops(state)) is None:
             return
-        sampler, steps = manifest.progress.sampler, int(state.get("global_step", 0))
-        record = (
-            DataProgress.from_plain(sampler, f"{where}/manifest.json")
-            if sampler
-            else infer_progress(loops, manifest.progress, manifest.world_size, steps)
-        )
+        record = saved_progress(state, manifest, where)
         batches = self._batches.current
         size = batches.global_batch_size if batches is not None else None
         if reload_interval(trainer) and self._batches.plan is None:
@@ -242,7 +237,7 @@ class RunResumer:
             where,
             record,
             position,
-            is_own_format=bool(sampler),
+            is_own_format=bool(manifest.progress.sampler),
             state=own,
             loader_states=states,
             validation=loops.get(VALIDATION, {}),
@@ -382,6 +377,14 @@ def counted_loops(state: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the fit loop's counters in Lightning's checkpoint; None: start at step 0."""
     loops: dict[str, Any] | None = state.get("loops", {}).get("fit_loop")
     return loops if loops is not None and EPOCHS in loops else None
+
+
+def saved_progress(state: Mapping[str, Any], manifest: Manifest, where: str) -> DataProgress:
+    """Return a run's progress at the save: as recorded, or inferred from Lightning's counters."""
+    if sampler := manifest.progress.sampler:
+        return DataProgress.from_plain(sampler, f"{where}/manifest.json")
+    steps, loops = int(state.get("global_step", 0)), state["loops"]["fit_loop"]
+    return infer_progress(loops, manifest.progress, manifest.world_size, steps)
 
 
 def _resumable_position(

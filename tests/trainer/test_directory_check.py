@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from torch import distributed
 
 from lightning_elastic_zero.errors import CheckpointNotFoundError
-from lightning_elastic_zero.trainer.checkpoint_io import _saves
 from tests.support.fits import Data, RegressionNet, elastic, quiet_trainer
 from tests.support.outcome import NOTHING, error_text
 from tests.support.ranks import Pools
@@ -21,23 +20,6 @@ class Exporting(Checkpoint):
     """Saves to its own path, without the strategy."""
 
     dirpath = "s3://bucket/exports"
-
-
-@pytest.mark.parametrize(
-    ("callback", "saves"),
-    [
-        (ModelCheckpoint(), True),
-        (ModelCheckpoint(save_top_k=0), False),
-        (ModelCheckpoint(save_top_k=0, save_last=True), True),
-        (OnExceptionCheckpoint("folder"), True),
-        (Exporting(), False),
-    ],
-    ids=["each", "none", "last", "in an exception", "a user's own"],
-)
-def test_only_callbacks_that_save_through_the_strategy_are_checked(
-    callback: Checkpoint, saves: bool
-) -> None:
-    assert _saves(callback) == saves
 
 
 def errors_in_a_file(root: str, options: dict[str, Any]) -> str:
