@@ -84,7 +84,7 @@ class BatchSettings:
         return self.loader_batch_size * self.world_size * self.accumulate
 
     def check_fixed_batches(self, loader: object) -> None:
-        """Refuse a loader with its own order whose batches do not add up to the global batch."""
+        """Refuse a loader whose batches cannot be changed and do not add up to the global batch."""
         # A loader without a batch size has the one that the user has declared.
         plan, size = self.plan, batch_size_of(loader) or self.loader_batch_size
         if plan is None or (plan.is_even and plan.largest_micro_batch == size):
@@ -93,7 +93,7 @@ class BatchSettings:
         msg = (
             f"global_batch_size={plan.global_batch_size} on {self.world_size} devices needs "
             f"micro-batches of {even}{plan.largest_micro_batch} samples, and the "
-            f"{type(loader).__name__} with its own order yields {size}. Set its batch_size so that "
+            f"{type(loader).__name__} makes batches of {size} itself. Set its batch_size so that "
             f"devices x batch_size divides {plan.global_batch_size}"
         )
         raise UnsupportedError(msg)
@@ -118,14 +118,6 @@ class BatchSettings:
         if plan is None or (plan.is_even and plan.largest_micro_batch == first):
             samples = (batch_size or 1) * self.world_size * self.accumulate
             return BatchPlan(samples, self.world_size, self.accumulate)
-        if batch_size is None:
-            msg = (
-                f"global_batch_size={plan.global_batch_size} on {self.world_size} devices needs "
-                f"micro-batches of {plan.largest_micro_batch} samples, and the loader with "
-                f"batch_size=None yields items of {first} samples. Make global_batch_size a "
-                f"multiple of devices x {first}"
-            )
-            raise UnsupportedError(msg)
         msg = (
             f"global_batch_size={plan.global_batch_size} is divided into micro-batches of "
             f"{plan.largest_micro_batch} samples for the loader with batch_size={first}, which "
@@ -133,62 +125,6 @@ class BatchSettings:
             "same batch_size, or make global_batch_size / devices a multiple of the first one"
         )
         raise UnsupportedError(msg)
-
-
-def resolve_batch_settings(
-    trainer: pl.Trainer,
-    settings: UserSettings,
-    world_size: int,
-    loader_batch_size: int | None,
-    global_batch_size: int | None,
-    *,
-    allow_uneven: bool,
-) -> BatchSettings:
-    """Set the trainer's accumulation and ``limit_train_batches`` from the global batch.
-
-    A fractional ``limit_train_batches`` is a fraction of the optimizer steps. With a global batch,
-    an integer counts global batches: the same samples on any number of devices.
-    """
-    given = int(settings.get(trainer, "accumulate_grad_batches"))
-    if global_batch_size is None:
-        _limit_epoch(trainer, settings, given, is_planned=False)
-        return BatchSettings(loader_batch_size, None, world_size, given)
-    if loader_batch_size is None:
-        msg = (
-            f"global_batch_size={global_batch_size} needs a training loader with a batch_size. "
-            "Your own batch sampler needs an attribute batch_size, a method resume_at(epoch, "
-            "samples) to resume inside an epoch, and Trainer(use_distributed_sampler=False). For "
-            "any other loader, or for the samples of an item with batch_size=None, pass "
-            "logging_batch_size_per_gpu to the strategy"
-        )
-        raise UnsupportedError(msg)
-    plan = plan_batches(global_batch_size, loader_batch_size, world_size, allow_uneven=allow_uneven)
-    is_manual = not trainer.lightning_module.automatic_optimization
-    if is_manual and not (plan.accumulate == 1 and plan.is_even):
-        msg = (
-            f"global_batch_size={global_batch_size} with manual optimization: each batch is a "
-            f"step, so {world_size} devices need a loader with "
-            f"batch_size={-(-global_batch_size // world_size)} and a device count that divides "
-            "global_batch_size"
-        )
-        raise UnsupportedError(msg)
-    if given not in (1, plan.accumulate):
-        msg = (
-            f"Trainer(accumulate_grad_batches={given}) and "
-            f"global_batch_size={global_batch_size} contradict each other: {world_size} devices "
-            f"and micro-batches of {plan.largest_micro_batch} need {plan.accumulate}. Omit "
-            "accumulate_grad_batches"
-        )
-        raise UnsupportedError(msg)
-    _limit_epoch(trainer, settings, plan.accumulate, is_planned=True)
-    settings.make(trainer, "accumulate_grad_batches", plan.accumulate)
-    even = "" if plan.is_even else "up to "
-    rank_zero_info(
-        f"Global batch of {global_batch_size}: {world_size} device{_s(world_size)} x "
-        f"{plan.accumulate} micro-batch{_s(plan.accumulate, 'es')} of {even}"
-        f"{plan.largest_micro_batch} sample{_s(plan.largest_micro_batch)}"
-    )
-    return BatchSettings(loader_batch_size, plan, world_size, plan.accumulate)
 
 
 def _s(count: int, ending: str = "s") -> str:
@@ -221,17 +157,6 @@ class StepFraction(float):
             )
             raise UnsupportedError(msg)
         return min(batches, limit * self.accumulate)
-
-
-def _limit_epoch(
-    trainer: pl.Trainer, settings: UserSettings, accumulate: int, *, is_planned: bool
-) -> None:
-    """Make ``limit_train_batches`` count optimizer steps instead of micro-batches."""
-    limit = settings.get(trainer, "limit_train_batches")
-    if type(limit) is int and is_planned:
-        settings.make(trainer, "limit_train_batches", limit * accumulate)
-    elif type(limit) is float and 0.0 < limit < 1.0:
-        settings.make(trainer, "limit_train_batches", StepFraction.make(limit, accumulate))
 
 
 def _flattened(loaders: Any) -> list[Any]:
@@ -270,38 +195,20 @@ def loader_sampler(loader: object) -> Any:
     return getattr(getattr(loader, "batch_sampler", None), "sampler", own)
 
 
-_SHUFFLED_ANYWAY = (
-    "is shuffled although it was made without shuffle=True: Lightning shuffles training data for "
-    "every distributed strategy, even on one device. To keep the order, pass "
-    "sampler=range(len(dataset)) or your own DistributedSampler(dataset, shuffle=False). To "
-    "silence this warning, pass shuffle=True"
-)
-_OWN_GENERATOR = (
-    "is shuffled by the run's seed (seed_everything) and the epoch, because Lightning ignores the "
-    "generator of the loader and of its RandomSampler. To use another order, write a sampler "
-    "class; it may draw from a generator that it keeps in an attribute"
-)
-_OTHER_SAMPLES = (
-    "yields every sample once per epoch, because Lightning replaces a RandomSampler and ignores "
-    "its replacement=True and num_samples. WeightedRandomSampler and your own sampler classes are "
-    "kept"
-)
-
-
 def overruled_orders(loaders: Any) -> list[str]:
-    """Return for each loader a warning if Lightning will replace its order; else an empty text."""
-    texts = []
+    """Return for each loader the part of its order that Lightning will replace; empty: none."""
+    parts = []
     for sampler in map(loader_sampler, _flattened(loaders)):
-        text = ""
+        part = ""
         if isinstance(sampler, SequentialSampler):
-            text = _SHUFFLED_ANYWAY
+            part = "the order of its data set"
         elif type(sampler) is RandomSampler:  # a subclass need not have these attributes
             if sampler.replacement or sampler.num_samples != len(sampler.data_source):
-                text = _OTHER_SAMPLES
+                part = "replacement or num_samples of its RandomSampler"
             elif sampler.generator is not None:
-                text = _OWN_GENERATOR
-        texts.append(text)
-    return texts
+                part = "the generator of its RandomSampler"
+        parts.append(part)
+    return parts
 
 
 _MICRO_BATCH_KEY = "train_micro_batch_size_per_gpu"
@@ -416,17 +323,69 @@ class BatchController:
                 self._resolve(trainer, size)
 
     def _resolve(self, trainer: pl.Trainer, batch_size: int | None) -> None:
+        """Set the trainer's accumulation and ``limit_train_batches`` from the global batch.
+
+        A fractional ``limit_train_batches`` is a fraction of the optimizer steps. With a global
+        batch, an integer counts global batches: the same samples on any number of devices.
+        """
         if self._is_resolved:
             return
-        self.current = resolve_batch_settings(
-            trainer,
-            self.settings,
-            trainer.world_size,
-            batch_size,
-            self._global_batch_size,
-            allow_uneven=self._allow_uneven,
-        )
+        accumulate = int(self.settings.get(trainer, "accumulate_grad_batches"))
+        plan = None
+        if self._global_batch_size is not None:
+            plan = self._plan(trainer, self._global_batch_size, batch_size, accumulate)
+            accumulate = plan.accumulate
+            self.settings.make(trainer, "accumulate_grad_batches", accumulate)
+        limit = self.settings.get(trainer, "limit_train_batches")
+        if type(limit) is int and plan is not None:
+            self.settings.make(trainer, "limit_train_batches", limit * accumulate)
+        elif type(limit) is float and 0.0 < limit < 1.0:
+            fraction = StepFraction.make(limit, accumulate)
+            self.settings.make(trainer, "limit_train_batches", fraction)
+        self.current = BatchSettings(batch_size, plan, trainer.world_size, accumulate)
         self._is_resolved = True
+
+    def _plan(
+        self, trainer: pl.Trainer, global_batch_size: int, batch_size: int | None, accumulate: int
+    ) -> BatchPlan:
+        """Divide the global batch. ``accumulate``: the user's ``accumulate_grad_batches``."""
+        world_size = trainer.world_size
+        if batch_size is None:
+            msg = (
+                f"global_batch_size={global_batch_size} needs a training loader with a batch_size. "
+                "Your own batch sampler needs an attribute batch_size, a method resume_at(epoch, "
+                "samples) to resume inside an epoch, and Trainer(use_distributed_sampler=False). "
+                "For any other loader, or for the samples of an item with batch_size=None, pass "
+                "logging_batch_size_per_gpu to the strategy"
+            )
+            raise UnsupportedError(msg)
+        plan = plan_batches(
+            global_batch_size, batch_size, world_size, allow_uneven=self._allow_uneven
+        )
+        is_manual = not trainer.lightning_module.automatic_optimization
+        if is_manual and not (plan.accumulate == 1 and plan.is_even):
+            msg = (
+                f"global_batch_size={global_batch_size} with manual optimization: each batch is a "
+                f"step, so {world_size} devices need a loader with "
+                f"batch_size={ceil_div(global_batch_size, world_size)} and a device count that "
+                "divides global_batch_size"
+            )
+            raise UnsupportedError(msg)
+        if accumulate not in (1, plan.accumulate):
+            msg = (
+                f"Trainer(accumulate_grad_batches={accumulate}) and "
+                f"global_batch_size={global_batch_size} contradict each other: {world_size} "
+                f"devices and micro-batches of {plan.largest_micro_batch} need {plan.accumulate}. "
+                "Omit accumulate_grad_batches"
+            )
+            raise UnsupportedError(msg)
+        even = "" if plan.is_even else "up to "
+        rank_zero_info(
+            f"Global batch of {global_batch_size}: {world_size} device{_s(world_size)} x "
+            f"{plan.accumulate} micro-batch{_s(plan.accumulate, 'es')} of {even}"
+            f"{plan.largest_micro_batch} sample{_s(plan.largest_micro_batch)}"
+        )
+        return plan
 
     def _read_batch_size(self, user_config: Any) -> None:
         """Keep the user's batch size. A completed config contains one of this library's."""

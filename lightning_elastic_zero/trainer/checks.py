@@ -40,13 +40,21 @@ BATCH_COUNT_SETTINGS = ("val_check_interval", "limit_train_batches")
 
 
 def warn_of_shuffling(overruled: Sequence[str], loaders: Sequence[object]) -> None:
-    """Warn of each training loader whose order Lightning has replaced."""
-    for text, loader in zip(overruled, loaders, strict=False):
+    """Warn of each training loader whose order Lightning has replaced; see ``overruled_orders``."""
+    for part, loader in zip(overruled, loaders, strict=False):
         sampler = loader_sampler(loader)
         own = getattr(elastic_sampler_of(loader), "sampler", None)
         is_replaced = own is None and isinstance(sampler, DistributedSampler) and sampler.shuffle
-        if text and is_replaced:
-            rank_zero_warn(f"The training {describe_loader(loader)} {text}")
+        if part and is_replaced:
+            rank_zero_warn(
+                f"The training {describe_loader(loader)} yields every sample once per epoch, "
+                f"shuffled by the run's seed (seed_everything) and the epoch, and {part} has no "
+                "effect, because Lightning replaces the sampler for every distributed strategy, "
+                "even on one device. To keep the order, pass sampler=range(len(dataset)) or your "
+                "own DistributedSampler(dataset, shuffle=False); for another order, a sampler "
+                "class of your own, which may keep a generator in an attribute. To silence this "
+                "warning, pass shuffle=True without a generator."
+            )
 
 
 def warn_of_unresumable_data(

@@ -94,6 +94,8 @@ def elastic_loader(
         return own
     if (sampler.rank, sampler.num_replicas) != (rank, batches.world_size):
         return own
+    if batch_sampler is None:
+        batches.check_fixed_batches(own)
     elastic = ElasticSampler(
         own.dataset,
         batches.plan_for(getattr(batch_sampler, "batch_size", None)),

@@ -175,9 +175,9 @@ def test_step_and_epoch_of_a_resume_are_reported_for_every_format(
 
 def test_an_order_that_lightning_replaces_causes_one_warning(worlds: Pools) -> None:
     expected = {
-        "own generator": "ignores the generator of the loader",
-        "replacement": "yields every sample once per epoch",
-        "explicit SequentialSampler": "sampler=range(len(dataset))",
+        "own generator": "and the generator of its RandomSampler has no effect",
+        "replacement": "and replacement or num_samples of its RandomSampler has no effect",
+        "explicit SequentialSampler": "and the order of its data set has no effect",
         "plain": "",
     }
     runs = [RunSpec(kind=kind, epochs=1) for kind in expected]
