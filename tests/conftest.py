@@ -44,7 +44,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Choose the device; make Hypothesis generate the same examples each time, unless seeded."""
     config.stash[DEVICE] = chosen_device(config.getoption("--device"))
     unseeded = config.getoption("--hypothesis-seed") is None
-    settings.register_profile("tests", derandomize=unseeded, database=None)
+    settings.register_profile(
+        "tests",
+        derandomize=unseeded,
+        database=None,
+        max_examples=25 if unseeded else 100,
+    )
     settings.load_profile("tests")
 
 
