@@ -22,7 +22,8 @@ import socket
 import threading
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,13 @@ def shared_connection(store: Any) -> Any:
             connection.set_timeout(timedelta(seconds=_CALL_TIMEOUT_S))
             known[""] = connection
     return connection
+
+
+@contextmanager
+def hosted_store(address: str) -> Iterator[int]:
+    """Host a store of torch at a free port of this host while the context lasts; yield the port."""
+    store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    yield store.port
 
 
 def check_open_file_limit(store: Any, world_size: int) -> None:

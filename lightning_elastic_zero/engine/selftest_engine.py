@@ -20,9 +20,7 @@ from lightning_elastic_zero.engine.support import use_accelerator
 VOCABULARY, WIDTH, HIDDEN = 29, 17, 13
 """Primes, so that no number of ranks divides a parameter."""
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 _SAMPLES = 2
-_PARTITIONED = 3
 _PERSISTENT_ELEMENTS = 8
 """Largest parameter that stage 3 leaves whole; the model has smaller and larger ones."""
 
@@ -81,8 +79,8 @@ def join_ranks(device: str, timeout_s: float) -> None:
 def trial_engine(model: TrialModel, stage: int, *, tilt: float = 1.0) -> Iterator[Any]:
     """Make an engine with AdamW and two parameter groups for the context. Collective.
 
-    Stages 1 to 3 train in bf16 if the device supports it; stage 0 in fp32 with torch's optimizer.
-    ``tilt`` is a factor on rates and decays, so that they differ from another engine's.
+    It trains at ZeRO stage 1, 2 or 3, in bf16 if the device supports it. ``tilt`` is a factor on
+    rates and decays, so that they differ from another engine's.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -92,15 +90,13 @@ def trial_engine(model: TrialModel, stage: int, *, tilt: float = 1.0) -> Iterato
         {"params": [p for p in trained if p.ndim > 1], "lr": 1e-3 * tilt, "weight_decay": 0.1},
         {"params": [p for p in trained if p.ndim <= 1], "lr": 5e-3 * tilt, "weight_decay": 0.0},
     ]
-    zero: dict[str, int] = {"stage": stage}
-    if stage == _PARTITIONED:
-        zero["stage3_param_persistence_threshold"] = _PERSISTENT_ELEMENTS
+    zero = {"stage": stage, "stage3_param_persistence_threshold": _PERSISTENT_ELEMENTS}
     config = {
         "train_micro_batch_size_per_gpu": _SAMPLES,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": bool(stage) and get_accelerator().is_bf16_supported()},
+        "bf16": {"enabled": get_accelerator().is_bf16_supported()},
     }
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -123,59 +119,36 @@ def train(engine: Any, first: int, last: int) -> None:
         engine.step()
 
 
-def gather_full_state(engine: Any) -> tuple[dict[str, torch.Tensor | str], list[str]]:
-    """Return everything that must survive, whole, on every rank. Collective.
+def full_state(engine: Any) -> dict[str, torch.Tensor]:
+    """Return everything that must survive, whole, on every rank, on the host. Collective.
 
-    First, masters, Adam's moments, frozen weights and buffers as host tensors in their parameters'
-    shapes; steps, hyperparameters and counters as text. -0.0 becomes 0.0, because DeepSpeed sums
-    over ranks. Second, the names of weights that differ from their rounded masters on this rank.
+    Masters, Adam's moments, frozen weights, buffers, steps, hyperparameters and counters, and
+    whether each trained weight of this rank equals its rounded master.
     """
-    # At stage 0 with fp32 DeepSpeed does not wrap the optimizer.
-    inner = engine.optimizer
-    inner = inner if isinstance(inner, torch.optim.Optimizer) else inner.optimizer
-    # DeepSpeed links states only once, when the other groups may not have any yet.
-    relink_states(engine.optimizer)
-    found: dict[str, torch.Tensor | str] = {}
-    wrong: list[str] = []
-    for name, parameter in engine.module.named_parameters():
-        weight = _whole(engine, parameter)
-        if not parameter.requires_grad:
-            found[f"frozen weight {name}"] = weight
-            continue
-        state = _master_and_moments(engine, inner, parameter)
-        for key, tensor in state.items():
-            found[f"{key} of {name}"] = tensor.detach().cpu() + 0.0
-        if not torch.equal(state["master"].detach().cpu().to(weight.dtype), weight + 0.0):
-            wrong.append(name)
-    for name, buffer in engine.module.named_buffers():
-        found[f"buffer {name}"] = buffer.detach().cpu().clone()
-    steps = {float(s["step"]) for s in inner.state.values() if "step" in s}
-    found["the optimizer's steps"] = repr(sorted(steps))
-    for index, group in enumerate(inner.param_groups):
-        values = [(key, group[key]) for key in ("lr", "betas", "eps", "weight_decay")]
-        found[f"hyperparameters of group {index}"] = repr(values)
-    for counter in ("global_steps", "skipped_steps"):
-        found[f"counter {counter}"] = repr(getattr(engine, counter))
-    return found, wrong
-
-
-def _whole(engine: Any, parameter: nn.Parameter) -> torch.Tensor:
-    """Return a weight as the forward pass uses it, on the host."""
-    if engine.zero_optimization_stage() < _PARTITIONED:
-        return parameter.detach().cpu().clone()
     import deepspeed
-
-    with deepspeed.zero.GatheredParameters([parameter]):
-        return parameter.detach().cpu().clone()
-
-
-def _master_and_moments(
-    engine: Any, inner: torch.optim.Optimizer, parameter: nn.Parameter
-) -> dict[str, torch.Tensor]:
-    if engine.zero_optimization_stage() == 0:
-        state = inner.state.get(parameter, {})
-        return {"master": parameter, **{key: state[key] for key in MOMENTS if key in state}}
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    found = {key: safe_get_full_optimizer_state(parameter, key) for key in MOMENTS}
-    return {"master": safe_get_full_fp32_param(parameter), **found}
+    inner = engine.optimizer.optimizer
+    # DeepSpeed links states only once, when the other groups may not have any yet.
+    relink_states(engine.optimizer)
+    parameters = dict(engine.module.named_parameters())
+    with deepspeed.zero.GatheredParameters([*parameters.values()]):
+        weights = {name: p.detach().cpu().clone() for name, p in parameters.items()}
+    found = {f"buffer {name}": b.cpu().clone() for name, b in engine.module.named_buffers()}
+    for name, parameter in parameters.items():
+        if not parameter.requires_grad:
+            found[f"frozen weight {name}"] = weights[name]
+            continue
+        found[f"master of {name}"] = master = safe_get_full_fp32_param(parameter).cpu()
+        equal = torch.equal(master.to(weights[name].dtype), weights[name])
+        found[f"weight {name} equals its rounded master"] = torch.tensor(equal)
+        for key in ("exp_avg", "exp_avg_sq"):
+            found[f"{key} of {name}"] = safe_get_full_optimizer_state(parameter, key).cpu()
+    steps = {float(s["step"]) for s in inner.state.values() if "step" in s}
+    found["the optimizer's steps"] = torch.tensor(sorted(steps))
+    for index, group in enumerate(inner.param_groups):
+        values = [group["lr"], *group["betas"], group["eps"], group["weight_decay"]]
+        found[f"hyperparameters of group {index}"] = torch.tensor(values, dtype=torch.float64)
+    counters = [engine.global_steps, engine.skipped_steps]
+    found["steps and skipped steps of the engine"] = torch.tensor(counters)
+    return found

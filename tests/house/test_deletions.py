@@ -137,7 +137,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("checkpoint/directory_check.py", "_remove", "shutil.rmtree"): SELFTEST,
     ("selftest.py", "_measure", "raw.unlink"): SELFTEST_WORLDS,
     ("selftest.py", "_run_rank", "os.O_WRONLY"): SELFTEST_WORLDS,
-    ("selftest.py", "put", "self._path.open to write"): SELFTEST_WORLDS,
+    ("selftest.py", "put", "self.results.open to write"): SELFTEST_WORLDS,
 }
 """Maps file, function and call to the test that shows that foreign files survive."""
 

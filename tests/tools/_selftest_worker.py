@@ -22,5 +22,5 @@ def _load_with_a_flipped_bit(engine: Any, path: Path) -> object:
 
 
 def broken_rank(index: int, *given: Any) -> None:
-    vars(selftest).update(STAGES=(1,), load_checkpoint=_load_with_a_flipped_bit)
+    vars(selftest).update(_NEXT_STAGE={1: 2}, load_checkpoint=_load_with_a_flipped_bit)
     run_rank(index, *given)

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,12 +19,10 @@ from types import MappingProxyType
 
 import psutil
 import pytest
-import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from hypothesis import settings
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from lightning_elastic_zero import SaveError, UnsupportedError, run_selftest, selftest
+from lightning_elastic_zero import SaveError, run_selftest, selftest
 from lightning_elastic_zero.checkpoint.directory_check import (
     EXCHANGE,
     LINKS,
@@ -38,6 +35,9 @@ from lightning_elastic_zero.coordination.client import StoreRanks
 from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import OneRank
 from lightning_elastic_zero.selftest import (
+    BACKGROUND,
+    BLOCKING,
+    FINISHED,
     INTACT,
     NEXT_SAVE,
     OTHERS_RAISE,
@@ -46,21 +46,14 @@ from lightning_elastic_zero.selftest import (
     SPEED,
     Job,
     Record,
-    Results,
     Row,
     SelftestReport,
-    Setting,
-    device_name,
     directory_rows,
-    file_system,
-    meeting_point,
     rows_of,
-    usable,
     world_sizes,
 )
 from tests.support.processes import HANG_TIMEOUT_S, free_port, output_of
 from tests.support.ranks import ROOT, environment
-from tests.support.slow_disk import SlowDisk
 from tests.tools._selftest_worker import broken_rank
 
 Run = Callable[..., tuple[int, str, str]]
@@ -68,10 +61,6 @@ Run = Callable[..., tuple[int, str, str]]
 QUICK = settings(deadline=None, max_examples=50)
 SELFTEST = [sys.executable, "-m", "lightning_elastic_zero", "selftest"]
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def setting_of(*, launched: int = 0, gpus: int = 0, hosts: int = 1) -> Setting:
-    return Setting("cuda" if gpus else "cpu", hosts, world_sizes(launched, gpus), {})
 
 
 def run_python(program: str, *args: str, **variables: str) -> str:
@@ -138,30 +127,10 @@ def test_a_failing_call_fails_its_row_and_a_missing_one_is_worked_around(
 
 
 def test_a_good_directory_holds(tmp_path: Path) -> None:
-    rows = {row.what: row for row in directory_rows(OneRank(), tmp_path, setting_of())}
+    rows = {row.what: row for row in directory_rows(OneRank(), tmp_path, hosts=1)}
     assert "FAILS" not in {row.result for row in rows.values()}
     assert rows[RENAME].result == "holds"
     assert rows[SEEN].result == "not checked"
-
-
-@pytest.mark.skipif(file_system(Path("/dev/shm")) != "tmpfs", reason="no tmpfs is mounted")  # noqa: S108
-def test_syncs_are_not_checked_on_tmpfs() -> None:
-    with scratch_folder(Path("/dev/shm"), PREFIX) as folder:  # noqa: S108
-        found = {row.what: row for row in directory_rows(OneRank(), folder, setting_of())}
-    for what in (SYNC_FILE, SYNC_NAMES):
-        assert found[what].result == "not checked"
-        assert "tmpfs is memory" in found[what].details
-    assert found[RENAME].result == "holds"
-
-
-def test_links_to_a_directory_are_followed(tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir()
-    link = tmp_path / "link"
-    link.symlink_to("real")
-    assert usable(link) == link
-    assert file_system(link) == file_system(tmp_path) != "unknown"
-    about = Setting.agreed(OneRank(), link).about
-    assert about["directory"] == f"{link} -> {link.resolve()}"
 
 
 def test_a_users_files_are_kept(tmp_path: Path) -> None:
@@ -171,7 +140,7 @@ def test_a_users_files_are_kept(tmp_path: Path) -> None:
     (tmp_path / "probe-0").mkdir()
     before = sorted(tmp_path.rglob("*"))
     with scratch_folder(tmp_path, PREFIX) as folder:
-        directory_rows(OneRank(), folder, setting_of())
+        directory_rows(OneRank(), folder, hosts=1)
         assert set(tmp_path.iterdir()) == {folder, *tmp_path.glob("[!z]*"), *theirs.values()}
     assert sorted(tmp_path.rglob("*")) == before
     assert {path.read_text() for path in theirs.values()} == set(theirs)
@@ -181,10 +150,10 @@ def test_an_unusable_directory_is_named(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("nowhere")
     for path, problem in (
-        (tmp_path / "none", "does not exist"),
+        (tmp_path / "none", "is not a directory"),
         (tmp_path / "file", "is not a directory"),
-        (tmp_path / "link", "which links to nowhere, does not exist"),
-        (Path("/proc/self"), "cannot be written|bytes free|B free"),
+        (tmp_path / "link", "is not a directory"),
+        (Path("/proc/self"), "cannot be written"),
     ):
         code, out, err = run("selftest", "--dir", path)
         assert (code, out) == (2, "")
@@ -211,48 +180,24 @@ def test_a_bad_disk_ends_the_selftest_early(library: Path, tmp_path: Path) -> No
     assert done.returncode == 1, done.stderr
     report = json.loads(done.stdout)
     assert not report["holds"]
+    assert not [row for row in report["rows"] if not row["what"].startswith("directory")]
     failed = [row for row in report["rows"] if row["result"] == "FAILS"]
     assert {RENAME, SYNC_FILE, SYNC_NAMES} <= {row["what"] for row in failed}
     assert done.stderr.splitlines() == [f"{row['what']}: {row['details']}" for row in failed]
-    engines = [row for row in report["rows"] if row["what"].startswith(("ZeRO", "kill", "speed"))]
-    assert {(row["result"], row["details"]) for row in engines} == {
-        ("not checked", "the directory checks failed")
-    }
     assert not list(directory.iterdir())
 
 
 # -- devices and launchers ------------------------------------------------------------------------
 
 
-LAUNCHER = dict(zip(LAUNCHED, ("1", "2", "127.0.0.1", "1"), strict=True))
-
-
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [({"DS_ACCELERATOR": "xpu"}, "DS_ACCELERATOR=xpu"), (LAUNCHER, "LOCAL_RANK is not")],
-    ids=["device", "launcher"],
-)
-def test_an_unsupported_device_or_launcher_is_refused(
-    variables: dict[str, str],
-    message: str,
-    run: Run,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_an_unsupported_device_is_refused(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without LOCAL_RANK, all ranks of a host would use its first GPU."""
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("DS_ACCELERATOR", "xpu")
     code, out, err = run("selftest", "--dir", tmp_path)
     assert (code, out) == (2, "")
-    assert message in err
+    assert "DS_ACCELERATOR=xpu" in err
     assert not list(tmp_path.iterdir())
-
-
-def test_a_missing_gpu_is_named() -> None:
-    beyond = torch.cuda.device_count()
-    with pytest.raises(UnsupportedError, match=rf"LOCAL_RANK={beyond}, but torch finds {beyond} "):
-        device_name("cuda", beyond)
 
 
 @pytest.mark.parametrize(
@@ -266,17 +211,6 @@ def test_the_number_of_devices_changes_if_it_can(
     launched: int, gpus: int, sizes: tuple[int, int]
 ) -> None:
     assert world_sizes(launched, gpus) == sizes
-
-
-def test_the_port_of_a_world_is_reserved() -> None:
-    with ExitStack() as held:
-        address, port = meeting_point(1, held)
-        with socket.socket() as other, pytest.raises(OSError, match="in use"):
-            other.bind(("", port))
-        store = TCPStore(address, port, 1, is_master=True)
-        store.set("a", "b")
-        assert TCPStore(address, port, 1, is_master=False).get("a") == b"b"
-        del store
 
 
 SIGNALS = """
@@ -304,99 +238,29 @@ with _interruptible():
     signal.raise_signal(signal.SIGHUP)
 """
 
-FOREIGN_HANDLER = """
-#include <signal.h>
-static void handle(int number) { (void)number; }
-__attribute__((constructor)) static void install(void) { signal(SIGTERM, handle); }
-"""
 
-WITH_FOREIGN_HANDLER = """
-import signal
-from lightning_elastic_zero.selftest import _interruptible
-
-assert signal.getsignal(signal.SIGTERM) is None
-with _interruptible():
-    signal.raise_signal(signal.SIGTERM)
-signal.raise_signal(signal.SIGTERM)
-print("went on")
-"""
-
-
-def test_signals_interrupt_once(tmp_path: Path) -> None:
-    """Nohup's SIGHUP, and handlers that are not Python's, are kept."""
+def test_signals_interrupt_once() -> None:
+    """Nohup's SIGHUP is kept."""
     assert run_python(SIGNALS).split() == ["interrupted"] * 3
-    source = tmp_path / "handler.c"
-    source.write_text(FOREIGN_HANDLER)
-    preload = {"LD_PRELOAD": str(compiled(source, tmp_path))}
-    assert run_python(WITH_FOREIGN_HANDLER, **preload) == "went on\n"
-
-
-RAW_WRITE = """
-import sys
-from pathlib import Path
-from types import SimpleNamespace
-from lightning_elastic_zero import selftest
-from lightning_elastic_zero.core.progress import Progress
-calls = []
-ranks = SimpleNamespace(progress=Progress(lambda: calls.append(1)))
-job = SimpleNamespace(setting=SimpleNamespace(measured_bytes=12 << 20))
-selftest._write(Path(sys.argv[1]), job, ranks)
-print(len(calls))
-"""
-
-
-def test_the_raw_write_waits_for_at_most_1_mib_per_call(tmp_path: Path) -> None:
-    disk = SlowDisk(tmp_path, 1e12)
-    calls = int(run_python(RAW_WRITE, str(disk.folder / "file"), **disk.environment))
-    waits = disk.waits()
-    assert sum(waits) == 12 << 20
-    assert max(waits) <= 1 << 20
-    assert calls >= len(waits)
 
 
 # -- the report -----------------------------------------------------------------------------------
 
-ROWS = st.builds(
-    Row,
-    st.text(max_size=9),
-    st.sampled_from(("holds", "FAILS", "does without", "measured", "not checked")),
-    st.text(max_size=9),
-)
 
-
-@QUICK
-@given(st.lists(ROWS, max_size=5))
-@example([Row("\\|", "holds", "\\\\|"), Row("|", "holds", "\\")])
-@example([Row("a\x00b", "holds", "\x1b[31m"), Row("\udc80", "holds", "\u202e")])
-def test_a_report_holds_if_nothing_failed_and_each_row_is_one_line(rows: list[Row]) -> None:
-    report = SelftestReport({"torch": "2"}, tuple(rows))
-    results = [row.result for row in rows]
-    assert report.holds == ("FAILS" not in results and "holds" in results)
-    assert len(report.failures()) == results.count("FAILS")
-    assert report.to_plain()["holds"] == report.holds
-    lines = list(report.lines())
-    table = lines[lines.index("", 2) + 1 :]
-    assert len(table) == len(rows) + 2
-    for line in table:
-        assert line.splitlines() == [line]
-        assert line.isprintable()
-        assert len(cells_of(line)) == 3
-    for line, row in zip(table[2:], rows, strict=True):
-        if row.what.isprintable() and row.details.isprintable():
-            wanted = [" ".join(text.split()) for text in (row.what, row.result, row.details)]
-            assert cells_of(line) == wanted
-
-
-def cells_of(line: str) -> list[str]:
-    """Return the cells of a row of a Markdown table, in which a backslash escapes."""
-    assert line.startswith("|")
-    parts = re.findall(r"((?:\\.|[^\\|])*)\|", line[1:])
-    assert sum(len(part) + 1 for part in parts) == len(line) - 1
-    return [re.sub(r"\\(.)", r"\1", part).strip() for part in parts]
+def test_a_report_holds_if_nothing_failed_and_something_was_checked() -> None:
+    good, bad, unknown = Row("a", "holds"), Row("b", "FAILS", "no\nreason"), Row("c", "not checked")
+    for rows, holds in (((good, unknown), True), ((good, bad), False), ((unknown,), False)):
+        report = SelftestReport({"torch": "2"}, rows)
+        assert report.holds == holds == report.to_plain()["holds"]
+        assert len(report.failures()) == rows.count(bad)
+    assert list(SelftestReport({"torch": "2"}, (good, bad)).lines()) == [
+        "### lightning-elastic-zero selftest: FAILS (1 checks)",
+        *("```", "torch  2", "", "a  holds", "b  FAILS  no reason", "```"),
+    ]
 
 
 def test_nothing_holds_without_records() -> None:
-    assert {row.result for row in rows_of([], setting_of())} == {"not checked"}
+    assert {row.result for row in rows_of([], 2, 3)} == {"not checked"}
 
 
 @pytest.mark.parametrize(
@@ -413,29 +277,24 @@ def test_a_check_holds_if_all_ranks_record_success(
     records: list[tuple[int, str]], result: str, details: str
 ) -> None:
     recorded = [Record(rank, INTACT, problem) for rank, problem in records]
-    (row,) = [row for row in rows_of(recorded, setting_of()) if row.what == INTACT]
+    (row,) = [row for row in rows_of(recorded, 2, 3) if row.what == INTACT]
     assert row.result == result
     assert details in row.details
 
 
 def test_records_survive_a_kill(tmp_path: Path) -> None:
-    job = Job("save", 2, tmp_path, setting_of(), {})
-    results = Results(job, 1)
-    results.put("a", value={"c": "d"})
-    with results.check("b", last=False):
-        pass
-    with results.check("b"):
-        pass
-    with results.check("c"):
+    job = Job("save", 2, "cpu", tmp_path, 1.0, rank=1)
+    job.put("a", value={"c": "d"})
+    with job.failures_of("b"):
         (tmp_path / "missing").rmdir()
-    *records, failed, ended = selftest._read(job, 1, 0)
-    assert records == [Record(1, "a", "", {"c": "d"}), Record(1, "b")]
-    assert (failed.rank, failed.check) == (1, "c")
+    *records, failed, ended = selftest.read_records(job, 0)
+    assert records == [Record(1, "a", "", {"c": "d"})]
+    assert (failed.rank, failed.check) == (1, "b")
     assert failed.problem.startswith("FileNotFoundError: ")
-    assert ended == Record(1, job.finished)
-    assert selftest._read(job, 0, 1) == [
-        Record(0, job.finished, "its process ended with exit code 1")
-    ]
+    assert ended == Record(1, FINISHED["save"])
+    other = Job("save", 2, "cpu", tmp_path, 1.0, rank=0)
+    ended = Record(0, FINISHED["save"], "its process ended with exit code 1")
+    assert selftest.read_records(other, 1) == [ended]
 
 
 # -- real engines ---------------------------------------------------------------------------------
@@ -475,21 +334,16 @@ def not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def printed_rows(out: str) -> list[Row]:
-    cells = [cells_of(line) for line in out.splitlines() if line.startswith("| ")]
-    return [Row(*row) for row in [row for row in cells if len(row) == 3][2:]]  # type: ignore[arg-type]
-
-
-def assert_held(rows: list[Row], saves: int, loads: int) -> None:
+def assert_held(out: str) -> list[Row]:
+    """Check the report that was printed as JSON; return its rows."""
+    rows = [Row(**row) for row in json.loads(out)["rows"]]
     found = {row.what: row.result for row in rows}
     assert "FAILS" not in found.values(), rows
     assert found[SPEED] == "measured"
-    unchecked = {what for what, result in found.items() if result == "not checked"}
-    assert {SEEN} <= unchecked <= {SEEN, SYNC_FILE, SYNC_NAMES}
-    for stage in range(4):
-        assert found[f"ZeRO-{stage}, blocking, {saves} to {loads}"] == "holds"
-    assert sum(", background, " in what for what in found) == 4
-    assert {found[what] for what in (OTHERS_RAISE, INTACT, NEXT_SAVE)} == {"holds"}
+    assert {what for what, result in found.items() if result == "not checked"} == {SEEN}
+    engines = {*BLOCKING.values(), *BACKGROUND.values(), OTHERS_RAISE, INTACT, NEXT_SAVE}
+    assert {found[what] for what in engines} == {"holds"}
+    return rows
 
 
 @pytest.mark.long
@@ -499,11 +353,12 @@ def test_selftest_holds_alone(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("real")
     theirs = tmp_path / "real" / "raw-0-0"
     theirs.write_text("a user's")
-    with started([*SELFTEST, "--dir", "link"], tmp_path) as process:
+    with started([*SELFTEST, "--dir", "link", "--json"], tmp_path) as process:
         out, err = process.communicate(timeout=HANG_TIMEOUT_S)
     assert (process.returncode, err) == (0, "")
-    assert_held(printed_rows(out), 2, 3)
-    assert f"{tmp_path / 'link'} -> {(tmp_path / 'real').resolve()}" in out
+    assert_held(out)
+    assert "2 save, 3 load" in out
+    assert f"{tmp_path / 'link'}, which is {(tmp_path / 'real').resolve()} on " in out
     assert list((tmp_path / "real").iterdir()) == [theirs]
     assert theirs.read_text() == "a user's"
 
@@ -514,11 +369,10 @@ def test_selftest_holds_without_exchanges_and_links(library: Path, tmp_path: Pat
     disk.mkdir()
     refused = {"renameat2": errno.EINVAL, "symlink": errno.EPERM, "link": errno.EPERM}
     variables = bad_disk(library, disk, refused)
-    with started([*SELFTEST, "--dir", str(disk)], tmp_path, variables) as process:
+    with started([*SELFTEST, "--dir", str(disk), "--json"], tmp_path, variables) as process:
         out, err = process.communicate(timeout=HANG_TIMEOUT_S)
     assert (process.returncode, err) == (0, "")
-    rows = printed_rows(out)
-    assert_held(rows, 2, 3)
+    rows = assert_held(out)
     assert [row.what for row in rows if row.result == "does without"] == [EXCHANGE, LINKS]
     assert not list(disk.iterdir())
 
@@ -530,12 +384,11 @@ def torchrun(*options: str) -> list[str]:
 @pytest.mark.long
 def test_selftest_holds_under_torchrun(tmp_path: Path) -> None:
     launch = torchrun("--nproc-per-node=2", f"--master-port={free_port()}")
-    with started([*launch, "--dir", str(tmp_path)], tmp_path) as process:
+    with started([*launch, "--dir", str(tmp_path), "--json"], tmp_path) as process:
         out, err = process.communicate(timeout=HANG_TIMEOUT_S)
     assert process.returncode == 0, err
-    assert out.count("### lightning-elastic-zero selftest: holds") == 1
-    assert "started by a launcher" in out
-    assert_held(printed_rows(out), 2, 1)
+    assert "2 save, 1 load, on 1 hosts, started by a launcher" in out
+    assert_held(out)
     assert not list(tmp_path.iterdir())
 
 
@@ -553,13 +406,13 @@ def test_selftest_holds_under_two_agents(tmp_path: Path) -> None:
     ]
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
         agents = [
-            stack.enter_context(started([*command, "--dir", str(disk)], tmp_path))
+            stack.enter_context(started([*command, "--dir", str(disk), "--json"], tmp_path))
             for command in commands
         ]
         outputs = list(pool.map(lambda agent: agent.communicate(timeout=HANG_TIMEOUT_S), agents))
     assert [agent.returncode for agent in agents] == [0, 0], outputs
-    assert [out.count("selftest: holds") for out, _ in outputs] == [1, 0]
-    assert_held(printed_rows(outputs[0][0]), 2, 1)
+    assert not outputs[1][0]
+    assert_held(outputs[0][0])
     assert not list(disk.iterdir())
 
 
@@ -583,11 +436,11 @@ def test_a_wrong_bit_fails_its_row_alone(tmp_path: Path, monkeypatch: pytest.Mon
     assert not report.holds
     found = {row.what: row for row in report.rows}
     failed = [row.what for row in report.rows if row.result == "FAILS"]
-    assert failed == ["ZeRO-1 into ZeRO-2, background, 2 to 3"]
+    assert failed == [BACKGROUND[1]]
     (sentence,) = report.failures()
-    assert "1 of 30 differ: exp_avg of " in sentence
-    assert found["ZeRO-1, blocking, 2 to 3"].result == "holds"
-    assert found["ZeRO-2, blocking, 2 to 3"].result == "not checked"
+    assert re.search("1 of [0-9]+ values differ from the saved state: exp_avg of ", sentence)
+    assert found[BLOCKING[1]].result == "holds"
+    assert found[BLOCKING[2]].result == "not checked"
     assert not list(tmp_path.iterdir())
 
 
@@ -597,8 +450,8 @@ def test_a_hanging_world_is_killed(tmp_path: Path) -> None:
     report = run_selftest(tmp_path, timeout_s=0.01)
     assert not report.holds
     failed = {row.what: row.details for row in report.rows if row.result == "FAILS"}
-    assert set(failed) == {"processes: save on 2", "processes: load on 3", OTHERS_RAISE}
-    assert "did not finish in time, and was killed" in failed["processes: load on 3"]
+    assert set(failed) == {*FINISHED.values(), OTHERS_RAISE}
+    assert "did not finish in time, and was killed" in failed[FINISHED["load"]]
     assert "was not killed while it saved" in failed[OTHERS_RAISE]
     held = {row.what for row in report.rows if row.result == "holds"}
     assert not [what for what in held if not what.startswith("directory")]
@@ -639,9 +492,8 @@ def test_a_directory_that_is_not_shared_fails(tmp_path: Path) -> None:
         ranks = [StoreRanks(store, rank, 2, name="a", times=times) for rank in range(2)]
         for of_rank in ranks:
             opened.callback(of_rank.close)
-        setting = setting_of(launched=2, hosts=2)
         pairs = zip(ranks, folders, strict=True)
-        futures = [threads.submit(directory_rows, r, f, setting) for r, f in pairs]
+        futures = [threads.submit(directory_rows, r, f, hosts=2) for r, f in pairs]
         found = [future.result(timeout=HANG_TIMEOUT_S) for future in futures]
     assert found[0] == found[1]
     (row,) = found[0]
