@@ -171,22 +171,22 @@ _TARGETS = ("fp32", "bf16", "safetensors", "lightning", "universal", "dcp", "ela
 
 
 def _inspect(args: Namespace) -> int:
+    from dataclasses import replace
+
     from lightning_elastic_zero.tools import report
     from lightning_elastic_zero.tools.inspection import inspect_checkpoint
 
     found = inspect_checkpoint(args.path)
-    selected = report.select(found.parameters, args.filter, args.sort)
+    selected = report.select(found, args.filter, args.sort)
     if args.json:
-        names = {p.name for p in selected}
-        plain = found.to_plain()
-        plain["parameters"] = [p for p in plain["parameters"] if p["name"] in names]
-        print(json.dumps(plain, indent=1))
+        found = replace(found, manifest=replace(found.manifest, parameters=tuple(selected)))
+        print(json.dumps(found.to_plain(), indent=1))
         return YES
     lines = [*report.summary_lines(found)]
     if args.depth:
-        lines += report.module_lines(selected, args.depth)
+        lines += report.module_lines(found.manifest, selected, args.depth)
     if args.parameters or args.filter != "*":
-        lines += report.parameter_lines(selected)
+        lines += report.parameter_lines(found.manifest, selected)
     if args.files:
         lines += report.file_lines(found)
     for line in lines:

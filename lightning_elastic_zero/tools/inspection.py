@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,8 +12,6 @@ from lightning_elastic_zero.core.manifest import (
     STAGES,
     Manifest,
     Parameter,
-    Plain,
-    Writer,
 )
 from lightning_elastic_zero.core.partition import piece_numel
 from lightning_elastic_zero.core.tensors import itemsize_of
@@ -31,41 +29,6 @@ MAX_DEVICES = 4096
 
 STAGE_GRADIENTS = 2
 """First ZeRO stage that partitions gradients."""
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterReport:
-    """One parameter."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    """Dtype in the model."""
-    elements: int
-    weight_bytes: int
-    """Stored size of the master weight or frozen weight."""
-    state_bytes: int
-    """Stored size of the element-wise optimizer states."""
-    group: int | None
-    """Index of the parameter group; None without an optimizer."""
-    aliases: tuple[str, ...]
-    """Other names of a tied weight."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Stored size of the weight and its states."""
-        return self.weight_bytes + self.state_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class GroupReport:
-    """One parameter group of the optimizer."""
-
-    parameters: int
-    elements: int
-    hyperparameters: Mapping[str, Plain]
-    state: Mapping[str, str]
-    """State keys, each with its kind and dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,55 +58,22 @@ class CheckpointReport:
     path: str
     kind: str
     """Such as ``"stock DeepSpeed checkpoint"``."""
-    writer: Writer
-    """Software that wrote the checkpoint."""
-    stage: int
-    """ZeRO stage; 0 also for whole tensors, then ``writer.engine`` is empty."""
-    world_size: int
-    """Data-parallel ranks of the save."""
-    precision: str
-    """Precision of the module, such as ``"bf16"``."""
-    master_dtype: str
-    """Dtype of the master weights, such as ``"float32"``."""
-    steps: int
-    """Optimizer steps of the run."""
+    manifest: Manifest
+    """Description of the content; for other software's formats, inferred from the files."""
     epoch: int | None
     """Epoch of the Trainer, from 0; None if not recorded."""
-    samples: int
-    """DeepSpeed's sample count; 0 if not recorded."""
     epoch_samples: int | None
     """Samples of this epoch consumed by all ranks; None if not recorded."""
-    global_batch_size: int | None
-    """Samples per optimizer step; None if not recorded."""
-    gradient_accumulation_steps: int
-    """Micro-batches of each rank per optimizer step."""
-    weights_only: bool
-    """Whether the checkpoint lacks optimizer state by request."""
     lacks: tuple[str, ...]
     """Parts of a run's state that the checkpoint does not contain."""
     doubts: tuple[str, ...]
     """Reasons why the optimizer state may be unusable; usually empty."""
     note: str
     """Why other software cannot use the checkpoint although it is intact; usually empty."""
-    excluded: tuple[str, ...]
-    """Frozen parameters and buffers left out by request."""
-    groups: tuple[GroupReport, ...]
-    """Parameter groups of the optimizer."""
-    parameters: tuple[ParameterReport, ...]
-    """All parameters, including frozen ones."""
-    module_buffers: tuple[str, ...]
-    """Names of the persistent module buffers."""
-    client_objects: tuple[str, ...]
-    """Paths in the trainer's state of objects that are not plain data."""
     files: tuple[FileReport, ...]
     """Files with the state, and their sizes."""
     resumable_on: str
     """Device counts and stages for a resume, in words."""
-
-    @property
-    def elements(self) -> int:
-        """Number of elements of all parameters."""
-        return sum(p.elements for p in self.parameters)
 
     @property
     def file_bytes(self) -> int:
@@ -180,65 +110,41 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
 
 def report_of(checkpoint: OpenCheckpoint) -> CheckpointReport:
     """Describe the contents of an open checkpoint."""
-    reader, manifest = checkpoint.reader, checkpoint.manifest
-    progress, info = manifest.progress, reader.info
-    epoch = reader.trainer_entry("epoch")
-    samples = reader.trainer_entry("epoch_samples")
+    reader, info = checkpoint.reader, checkpoint.reader.info
+    epoch, samples = (reader.trainer_entry(name) for name in ("epoch", "epoch_samples"))
     return CheckpointReport(
         path=str(checkpoint.path),
         kind=info.kind,
-        writer=manifest.writer,
-        stage=manifest.stage,
-        world_size=manifest.world_size,
-        precision=manifest.precision,
-        master_dtype=manifest.master_dtype,
-        steps=progress.global_steps,
+        manifest=checkpoint.manifest,
         epoch=epoch if type(epoch) is int else None,
-        samples=progress.global_samples,
         epoch_samples=samples if type(samples) is int else None,
-        global_batch_size=progress.global_batch_size,
-        gradient_accumulation_steps=progress.gradient_accumulation_steps,
-        weights_only=manifest.weights_only,
         lacks=info.lacks,
         doubts=tuple(text for text in (info.mixed, info.unmatched) if text),
         note=describe_missing_latest(checkpoint.path),
-        excluded=manifest.excluded,
-        groups=tuple(_group(manifest, index) for index in range(len(manifest.groups))),
-        parameters=tuple(_parameter(manifest, p) for p in manifest.parameters),
-        module_buffers=manifest.module_buffers,
-        client_objects=manifest.client_objects,
         files=tuple(_files(checkpoint)),
-        resumable_on=_resumable_on(manifest, unmatched=bool(info.unmatched)),
+        resumable_on=_resumable_on(checkpoint.manifest, unmatched=bool(info.unmatched)),
     )
 
 
-def _group(manifest: Manifest, index: int) -> GroupReport:
-    group = manifest.groups[index]
-    members = [p for p in manifest.optimized if p.group == index]
-    return GroupReport(
-        parameters=len(members),
-        elements=sum(p.numel for p in members),
-        hyperparameters=group.hyperparameters,
-        state={key.name: f"{key.kind} {key.dtype}" for key in group.state},
-    )
-
-
-def _parameter(manifest: Manifest, parameter: Parameter) -> ParameterReport:
+def weight_bytes(manifest: Manifest, parameter: Parameter) -> int:
+    """Return the stored size of a master weight or frozen weight."""
+    if parameter.name in manifest.excluded:
+        return 0
     has_master = parameter.group is not None and not holds_whole_tensors(manifest)
     dtype = manifest.master_dtype if has_master else parameter.dtype
+    return parameter.numel * itemsize_of(dtype)
+
+
+def state_bytes(manifest: Manifest, parameter: Parameter) -> int:
+    """Return the stored size of a parameter's element-wise optimizer states."""
     keys = () if parameter.group is None else manifest.groups[parameter.group].state
     states = [itemsize_of(key.dtype) for key in keys if key.kind == "elementwise"]
-    held = parameter.numel if parameter.name not in manifest.excluded else 0
-    return ParameterReport(
-        name=parameter.name,
-        shape=parameter.shape,
-        dtype=parameter.dtype,
-        elements=parameter.numel,
-        weight_bytes=held * itemsize_of(dtype),
-        state_bytes=held * sum(states),
-        group=parameter.group,
-        aliases=parameter.aliases,
-    )
+    return parameter.numel * sum(states)
+
+
+def stored_bytes(manifest: Manifest, parameter: Parameter) -> int:
+    """Return the stored size of a parameter's weight and states."""
+    return weight_bytes(manifest, parameter) + state_bytes(manifest, parameter)
 
 
 def _files(checkpoint: OpenCheckpoint) -> Iterator[FileReport]:
@@ -271,16 +177,6 @@ def _resumable_on(manifest: Manifest, *, unmatched: bool) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchChoice:
-    """A combination that keeps the global batch."""
-
-    micro_batch: int
-    """Samples per device and forward pass."""
-    accumulation: int
-    """Micro-batches per optimizer step."""
-
-
-@dataclass(frozen=True, slots=True)
 class ResumePlan:
     """Result of ``plan_resume``."""
 
@@ -300,8 +196,9 @@ class ResumePlan:
     """Gradients of the trained weights in their low-precision dtype, partitioned from ZeRO-2 on."""
     global_batch_size: int | None
     """Samples per optimizer step; None if not recorded."""
-    batches: tuple[BatchChoice, ...]
-    """Combinations with the same global batch, largest micro-batch first; empty if unknown."""
+    batches: tuple[tuple[int, int], ...]
+    """Pairs of micro-batch (samples per device) and accumulation (micro-batches per step) with the
+    same global batch, largest micro-batch first; empty if unknown."""
     obstacles: tuple[str, ...]
     """Problems that prevent the resume."""
 
@@ -331,13 +228,14 @@ def plan_resume(path: str | os.PathLike[str], devices: int, stage: int) -> Resum
     with open_view(path) as checkpoint:
         report = report_of(checkpoint)
         damage = _damage(checkpoint)
-    weights, frozen, trained = _weight_bytes(report, devices, stage)
-    states, in_place = _state_bytes(report, devices, stage)
-    whole = sum(p.size_bytes for p in report.parameters)
-    frozen_once = sum(p.weight_bytes for p in report.parameters if p.group is None)
+    manifest = report.manifest
+    weights, frozen, trained = _weight_bytes(manifest, devices, stage)
+    states, in_place = _state_bytes(manifest, devices, stage)
+    whole = sum(stored_bytes(manifest, p) for p in manifest.parameters)
+    frozen_once = sum(weight_bytes(manifest, p) for p in manifest.frozen)
     copies = devices - 1 if stage != STAGE_WEIGHTS else 0
     again = whole if stage == 0 else frozen_once
-    batch = report.global_batch_size
+    batch = manifest.progress.global_batch_size
     return ResumePlan(
         path=report.path,
         devices=devices,
@@ -353,54 +251,54 @@ def plan_resume(path: str | os.PathLike[str], devices: int, stage: int) -> Resum
     )
 
 
-def _weight_bytes(report: CheckpointReport, devices: int, stage: int) -> tuple[int, int, int]:
+def _weight_bytes(manifest: Manifest, devices: int, stage: int) -> tuple[int, int, int]:
     """Return a rank's bytes of weights, of frozen weights as stored, and of gradients."""
     weights = frozen = trained = 0
-    for p in report.parameters:
+    for p in manifest.parameters:
         itemsize = itemsize_of(p.dtype)
-        piece = piece_numel(p.elements, devices)
-        weights += itemsize * (piece if stage == STAGE_WEIGHTS else p.elements)
+        piece = piece_numel(p.numel, devices)
+        held = piece if stage == STAGE_WEIGHTS else p.numel
+        weights += itemsize * held
         if p.group is None:
-            share = piece if stage == STAGE_WEIGHTS else p.elements
-            frozen += share * (p.weight_bytes // max(p.elements, 1))
+            frozen += held * (weight_bytes(manifest, p) // max(p.numel, 1))
         else:
-            trained += itemsize * (piece if stage >= STAGE_GRADIENTS else p.elements)
+            trained += itemsize * (piece if stage >= STAGE_GRADIENTS else p.numel)
     return weights, frozen, trained
 
 
-def _state_bytes(report: CheckpointReport, devices: int, stage: int) -> tuple[int, int]:
+def _state_bytes(manifest: Manifest, devices: int, stage: int) -> tuple[int, int]:
     """Return a rank's bytes of masters and states, and of masters that are the weights."""
     states = in_place = 0
-    for index, group in enumerate(report.groups):
-        members = [p for p in report.parameters if p.group == index]
-        each = next((p.size_bytes // p.elements for p in members if p.elements), 0)
+    for index in range(len(manifest.groups)):
+        members = [p for p in manifest.optimized if p.group == index]
+        each = next((stored_bytes(manifest, p) // p.numel for p in members if p.numel), 0)
         if stage == STAGE_WEIGHTS:
-            states += each * sum(piece_numel(p.elements, devices) for p in members)
+            states += each * sum(piece_numel(p.numel, devices) for p in members)
         else:  # At stage 0 every rank has the whole state.
-            states += each * piece_numel(group.elements, devices if stage else 1)
+            states += each * piece_numel(sum(p.numel for p in members), devices if stage else 1)
         if stage == 0:
-            same = [p for p in members if p.dtype == report.master_dtype]
-            in_place += sum(p.elements * itemsize_of(p.dtype) for p in same)
+            same = [p for p in members if p.dtype == manifest.master_dtype]
+            in_place += sum(p.numel * itemsize_of(p.dtype) for p in same)
     return states, in_place
 
 
-def _choices(batch: int | None, devices: int) -> list[BatchChoice]:
+def _choices(batch: int | None, devices: int) -> list[tuple[int, int]]:
     if not batch or batch % devices:
         return []
     each = batch // devices
-    return [BatchChoice(m, each // m) for m in range(each, 0, -1) if each % m == 0]
+    return [(m, each // m) for m in range(each, 0, -1) if each % m == 0]
 
 
 def _obstacles(report: CheckpointReport, devices: int) -> list[str]:
     found = list(report.doubts)
-    batch = report.global_batch_size
+    batch = report.manifest.progress.global_batch_size
     if batch and batch % devices:
         counts = [n for n in device_counts(batch) if n <= 2 * devices]
         found.append(
             f"{devices} devices cannot share a global batch of {batch} samples evenly: "
             f"{', '.join(map(str, counts))} can, or allow_uneven_batches"
         )
-    if report.weights_only:
+    if report.manifest.weights_only:
         found.append(
             "it contains weights only: pass load_optimizer_state=False to start a new run from "
             "them; the new optimizer state needs additional memory"

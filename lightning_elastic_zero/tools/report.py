@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
+from lightning_elastic_zero.core.manifest import Manifest, Parameter
 from lightning_elastic_zero.core.progress import Progress, is_terminal, showing, tqdm_bar
 from lightning_elastic_zero.core.text import format_names
-from lightning_elastic_zero.tools.inspection import CheckpointReport, ParameterReport, ResumePlan
+from lightning_elastic_zero.tools.inspection import CheckpointReport, ResumePlan, stored_bytes
 from lightning_elastic_zero.tools.verification import Verification
 
 STYLES = {"DAMAGED": "bold red", "NOT verified": "yellow", ": intact:": "green"}
@@ -70,28 +71,24 @@ def table_lines(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Ite
         yield "  ".join(cells).rstrip()
 
 
-def select(
-    parameters: Sequence[ParameterReport], pattern: str = "*", sort: str = "model"
-) -> list[ParameterReport]:
+def select(report: CheckpointReport, pattern: str = "*", sort: str = "model") -> list[Parameter]:
     """Return the parameters whose names match a pattern (``*.bias``), sorted.
 
     ``sort`` is ``"model"`` (unchanged), ``"name"``, ``"size"`` (largest first) or ``"dtype"``.
     """
-    found = (p for p in parameters if fnmatch.fnmatchcase(p.name, pattern))
-    return sorted(found, key=_SORT_KEYS[sort])
-
-
-_SORT_KEYS: dict[str, Callable[[ParameterReport], Any]] = {
-    "model": lambda _: 0,
-    "name": lambda p: p.name,
-    "size": lambda p: -p.size_bytes,
-    "dtype": lambda p: p.dtype,
-}
+    keys: dict[str, Callable[[Parameter], Any]] = {
+        "model": lambda _: 0,
+        "name": lambda p: p.name,
+        "size": lambda p: -stored_bytes(report.manifest, p),
+        "dtype": lambda p: p.dtype,
+    }
+    found = (p for p in report.manifest.parameters if fnmatch.fnmatchcase(p.name, pattern))
+    return sorted(found, key=keys[sort])
 
 
 def summary_lines(report: CheckpointReport) -> Iterator[str]:
     """Yield the summary of a checkpoint, then its parameter groups."""
-    writer = report.writer
+    manifest, writer = report.manifest, report.manifest.writer
     names = {
         "lightning_elastic_zero": writer.library,
         "DeepSpeed": writer.deepspeed,
@@ -99,35 +96,37 @@ def summary_lines(report: CheckpointReport) -> Iterator[str]:
         "torch": writer.torch,
     }
     by = ", ".join(f"{name} {version}" for name, version in names.items() if version)
-    of_run = report.stage or writer.engine
-    zero = f"ZeRO-{report.stage} on {report.world_size} devices" if of_run else "no ZeRO"
+    of_run = manifest.stage or writer.engine
+    zero = f"ZeRO-{manifest.stage} on {manifest.world_size} devices" if of_run else "no ZeRO"
+    elements = sum(p.numel for p in manifest.parameters)
+    size = format_bytes(sum(stored_bytes(manifest, p) for p in manifest.parameters))
     yield from _rows(
         {
             "path": report.path,
             "kind": report.kind,
             "written by": by or "unknown",
             "optimizer": " in ".join(filter(None, (writer.optimizer, writer.engine))),
-            "run": f"{zero}, {report.precision}, masters in {report.master_dtype}",
+            "run": f"{zero}, {manifest.precision}, masters in {manifest.master_dtype}",
             "progress": _progress(report),
-            "contains": "weights only" if report.weights_only else "",
+            "contains": "weights only" if manifest.weights_only else "",
             "missing": ", ".join(report.lacks),
-            "excluded": ", ".join(report.excluded),
+            "excluded": ", ".join(manifest.excluded),
             "DAMAGED": _damage(report),
             "doubts": "; ".join(report.doubts),
             "note": report.note,
             "resumable on": "" if report.damage else report.resumable_on,
-            "parameters": f"{len(report.parameters)}, {report.elements:,} elements, "
-            f"{format_bytes(sum(p.size_bytes for p in report.parameters))}",
-            "buffers": ", ".join(report.module_buffers),
-            "objects": ", ".join(report.client_objects),
+            "parameters": f"{len(manifest.parameters)}, {elements:,} elements, {size}",
+            "buffers": ", ".join(manifest.module_buffers),
+            "objects": ", ".join(manifest.client_objects),
         }
     )
-    for index, group in enumerate(report.groups):
-        yield f"group {index}: {group.parameters} parameters, {group.elements:,} elements"
+    for index, group in enumerate(manifest.groups):
+        numels = [p.numel for p in manifest.optimized if p.group == index]
+        yield f"group {index}: {len(numels)} parameters, {sum(numels):,} elements"
         for name, value in sorted(group.hyperparameters.items()):
             yield f"  {name} = {value}"
-        for name, kind in group.state.items():
-            yield f"  state {name}: {kind}"
+        for key in group.state:
+            yield f"  state {key.name}: {key.kind} {key.dtype}"
 
 
 def _rows(table: dict[str, str]) -> Iterator[str]:
@@ -142,15 +141,16 @@ def _damage(report: CheckpointReport) -> str:
 
 
 def _progress(report: CheckpointReport) -> str:
-    parts = [f"step {report.steps}"]
+    progress = report.manifest.progress
+    parts = [f"step {progress.global_steps}"]
     if report.epoch is not None:
         parts.append(f"epoch {report.epoch}")
     if report.epoch_samples is not None:
         parts.append(f"{report.epoch_samples} samples in this epoch")
-    if report.samples:
-        parts.append(f"{report.samples} samples in total")
-    if report.global_batch_size:
-        parts.append(f"global batch {report.global_batch_size}")
+    if progress.global_samples:
+        parts.append(f"{progress.global_samples} samples in total")
+    if progress.global_batch_size:
+        parts.append(f"global batch {progress.global_batch_size}")
     return ", ".join(parts)
 
 
@@ -165,27 +165,27 @@ def file_lines(report: CheckpointReport) -> Iterator[str]:
     yield from table_lines(rows, right=(0,))
 
 
-def parameter_lines(parameters: Sequence[ParameterReport]) -> Iterator[str]:
+def parameter_lines(manifest: Manifest, parameters: Sequence[Parameter]) -> Iterator[str]:
     """Yield a row for each parameter."""
     rows = []
     for p in parameters:
         shape = "x".join(map(str, p.shape)) or "scalar"
         group = "frozen" if p.group is None else f"group {p.group}"
         ties = f", tied to {', '.join(p.aliases)}" if p.aliases else ""
-        rows.append((p.name, shape, p.dtype, format_bytes(p.size_bytes), group + ties))
+        rows.append((p.name, shape, p.dtype, format_bytes(stored_bytes(manifest, p)), group + ties))
     yield from table_lines(rows, right=(1, 2, 3))
 
 
-def module_lines(parameters: Sequence[ParameterReport], depth: int) -> Iterator[str]:
+def module_lines(manifest: Manifest, parameters: Sequence[Parameter], depth: int) -> Iterator[str]:
     """Yield a row of totals for each module, with names cut to ``depth`` parts."""
-    totals: dict[str, list[ParameterReport]] = {}
+    totals: dict[str, list[Parameter]] = {}
     for p in parameters:
         totals.setdefault(".".join(p.name.split(".")[:depth]), []).append(p)
     rows = [
         (
             name,
-            f"{sum(p.elements for p in below):,} elements",
-            format_bytes(sum(p.size_bytes for p in below)),
+            f"{sum(p.numel for p in below):,} elements",
+            format_bytes(sum(stored_bytes(manifest, p) for p in below)),
         )
         for name, below in totals.items()
     ]
@@ -194,7 +194,7 @@ def module_lines(parameters: Sequence[ParameterReport], depth: int) -> Iterator[
 
 def plan_lines(plan: ResumePlan) -> Iterator[str]:
     """Yield the plan of a resume."""
-    batches = ", ".join(f"{b.accumulation} x {b.micro_batch}" for b in plan.batches)
+    batches = ", ".join(f"{steps} x {micro_batch}" for micro_batch, steps in plan.batches)
     yield from _rows(
         {
             "resume of": plan.path,

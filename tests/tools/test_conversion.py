@@ -129,7 +129,7 @@ def test_tied_names_of_a_single_file_are_converted(to: str, tmp_path: Path) -> N
         with open_view(there) as checkpoint:
             names = checkpoint.manifest.names()
         assert sorted(names) == sorted([first, other])
-    (row,) = inspect_checkpoint(tmp_path / "a.ckpt").parameters
+    (row,) = inspect_checkpoint(tmp_path / "a.ckpt").manifest.parameters
     assert row.aliases == (other,)
 
 
@@ -259,7 +259,7 @@ def test_lost_scalar_states_are_reported(tmp_path: Path, run: Run) -> None:
 
 
 def test_lost_counters_are_reported(source: Path, tmp_path: Path, run: Run) -> None:
-    steps = inspect_checkpoint(source).steps
+    steps = inspect_checkpoint(source).manifest.progress.global_steps
     code, _, error = run("convert", source, tmp_path / "d", "--to", "dcp")
     assert (code, steps > 0) == (0, True)
     assert f"(a resume begins at step 0, not {steps})" in error
@@ -486,7 +486,11 @@ def test_steps_of_a_group_skip_an_empty_first_parameter(tmp_path: Path) -> None:
 def test_without_counters_steps_are_those_of_the_optimizer(source: Path, tmp_path: Path) -> None:
     convert_checkpoint(source, tmp_path / "dcp", "dcp", ConvertOptions(optimizer=True))
     convert_checkpoint(tmp_path / "dcp", tmp_path / "b.ckpt", "elastic")
-    assert inspect_checkpoint(tmp_path / "b.ckpt").steps == make_state().step == 3
+    assert (
+        inspect_checkpoint(tmp_path / "b.ckpt").manifest.progress.global_steps
+        == make_state().step
+        == 3
+    )
 
 
 @pytest.mark.parametrize(("to", "dtype"), [("fp32", "bf16"), ("bf16", "fp16"), ("bf16", "fp32")])
@@ -541,13 +545,15 @@ def test_numbers_that_would_become_infinite_are_refused(
 def test_ties_survive_a_dcp_directory(back: str, tmp_path: Path) -> None:
     source = unpack("zero3-ds0.19", tmp_path / "unpacked").checkpoint
     wanted = fingerprint_checkpoint(source)
-    tied = {p.name: p.aliases for p in inspect_checkpoint(source).parameters if p.aliases}
+    tied = {p.name: p.aliases for p in inspect_checkpoint(source).manifest.parameters if p.aliases}
     assert tied
     convert_checkpoint(source, tmp_path / "dcp", "dcp")
     convert_checkpoint(tmp_path / "dcp", tmp_path / "back", back, ConvertOptions(optimizer=True))
     for path in (tmp_path / "dcp", tmp_path / "back"):
         assert verify_checkpoint(path).is_sound
-        found = {p.name: p.aliases for p in inspect_checkpoint(path).parameters if p.aliases}
+        found = {
+            p.name: p.aliases for p in inspect_checkpoint(path).manifest.parameters if p.aliases
+        }
         assert found == tied
     assert fingerprint_checkpoint(tmp_path / "dcp").optimizer == wanted.optimizer
     assert fingerprint_checkpoint(tmp_path / "dcp") == wanted
@@ -603,7 +609,7 @@ def test_channels_last_does_not_change_the_state(legacy: bool, tmp_path: Path) -
 def test_a_transposed_view_is_not_a_tie(tmp_path: Path) -> None:
     square = torch.randn(5, 5)
     torch.save({"a": square, "b": square.t()}, tmp_path / "w.pt")
-    assert not any(p.aliases for p in inspect_checkpoint(tmp_path / "w.pt").parameters)
+    assert not any(p.aliases for p in inspect_checkpoint(tmp_path / "w.pt").manifest.parameters)
     convert_checkpoint(tmp_path / "w.pt", tmp_path / "out.pt", "fp32")
     found = torch.load(tmp_path / "out.pt", weights_only=True)
     assert torch.equal(found["a"], square)
@@ -826,7 +832,7 @@ def test_an_invalid_step_is_refused_by_name(to: str, step: float, tmp_path: Path
 def test_steps_counted_by_the_group_are_read(step: float | torch.Tensor, tmp_path: Path) -> None:
     source = _write_dcp(tmp_path / "dcp", {"a": None, "b": None}, {}, step=step)
     convert_checkpoint(source, tmp_path / "own", "elastic")
-    assert inspect_checkpoint(tmp_path / "own").steps == 7
+    assert inspect_checkpoint(tmp_path / "own").manifest.progress.global_steps == 7
     convert_checkpoint(source, tmp_path / "u", "universal")
     assert torch.load(tmp_path / "u" / "universal" / "zero" / "b" / "step.pt") == 7
 
@@ -837,7 +843,7 @@ def test_an_invalid_step_of_a_group_is_refused(tmp_path: Path) -> None:
         convert_checkpoint(source, tmp_path / "own", "elastic")
     named = _write_dcp(tmp_path / "named", {"a": None, "b": None}, {}, step="cosine")
     convert_checkpoint(named, tmp_path / "own", "elastic")
-    assert inspect_checkpoint(tmp_path / "own").steps == 0
+    assert inspect_checkpoint(tmp_path / "own").manifest.progress.global_steps == 0
 
 
 def test_the_masters_dtype_skips_empty_parameters(tmp_path: Path) -> None:

@@ -277,9 +277,9 @@ def check_reports(kind: Kind, path: Path, run: Run) -> None:
     assert (code, err) == (0, "")
     report = json.loads(out)
     assert kind.reported in report["kind"]
-    assert bool(report["groups"]) == kind.trained
+    assert bool(report["manifest"]["groups"]) == kind.trained
     with open_view(path) as checkpoint:
-        assert [p["name"] for p in report["parameters"]] == [
+        assert [p["name"] for p in report["manifest"]["parameters"]] == [
             entry.name for entry in checkpoint.weights() if entry.role != "buffer"
         ]
     code, out, _ = run("verify", path)

@@ -14,10 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.tools.inspection import (
-    BatchChoice,
     device_counts,
     inspect_checkpoint,
     plan_resume,
+    state_bytes,
+    weight_bytes,
 )
 from tests.foreign._fixtures import unpack
 from tests.support.engines import Setup, engine_of, inner_of, train
@@ -39,15 +40,16 @@ def bytes_read_by(call: Callable[[], object]) -> int:
 
 def test_an_own_checkpoint_is_described_by_its_manifest(tmp_path: Path) -> None:
     report = inspect_checkpoint(write_elastic(tmp_path / "a.ckpt", make_state(), 2, 3))
-    assert (report.stage, report.world_size, report.precision) == (2, 3, "bf16")
-    assert (report.steps, report.epoch, report.epoch_samples, report.samples) == (3, 2, 12, 36)
-    assert [g.hyperparameters["lr"] for g in report.groups] == [1e-3, 5e-4]
-    assert report.groups[0].state["exp_avg"] == "elementwise float32"
-    head = next(p for p in report.parameters if p.name == "head.weight")
-    assert (head.shape, head.dtype, head.elements) == ((5, 13), "bfloat16", 65)
-    assert (head.weight_bytes, head.state_bytes) == (65 * 4, 65 * 8)
-    frozen = next(p for p in report.parameters if p.name == "frozen.weight")
-    assert (frozen.group, frozen.weight_bytes, frozen.state_bytes) == (None, 12 * 2, 0)
+    manifest, progress = report.manifest, report.manifest.progress
+    assert (manifest.stage, manifest.world_size, manifest.precision) == (2, 3, "bf16")
+    assert (progress.global_steps, progress.global_samples) == (3, 36)
+    assert (report.epoch, report.epoch_samples) == (2, 12)
+    head, frozen = (
+        next(p for p in manifest.parameters if p.name == name)
+        for name in ("head.weight", "frozen.weight")
+    )
+    assert (weight_bytes(manifest, head), state_bytes(manifest, head)) == (65 * 4, 65 * 8)
+    assert (weight_bytes(manifest, frozen), state_bytes(manifest, frozen)) == (12 * 2, 0)
     for file in report.files:
         assert file.size_bytes == (tmp_path / "a.ckpt" / file.name).stat().st_size
     assert "1, 2, 3, 4, 6, 12 devices" in report.resumable_on
@@ -55,12 +57,14 @@ def test_an_own_checkpoint_is_described_by_its_manifest(tmp_path: Path) -> None:
 
 def test_stage_0_has_masters_and_ranks(tmp_path: Path, run: Run) -> None:
     path = write_elastic(tmp_path / "a.ckpt", make_state(), 0, 2)
-    head = next(p for p in inspect_checkpoint(path).parameters if p.name == "head.weight")
-    assert (head.dtype, head.weight_bytes, head.state_bytes) == ("bfloat16", 65 * 4, 65 * 8)
+    manifest = inspect_checkpoint(path).manifest
+    head = next(p for p in manifest.parameters if p.name == "head.weight")
+    sizes = weight_bytes(manifest, head), state_bytes(manifest, head)
+    assert (head.dtype, *sizes) == ("bfloat16", 65 * 4, 65 * 8)
     assert "ZeRO-0 on 2 devices, bf16, masters in float32" in run("inspect", path)[1]
     torch.save({"w": torch.ones(3, dtype=torch.bfloat16)}, tmp_path / "w.pt")
-    (weight,) = inspect_checkpoint(tmp_path / "w.pt").parameters
-    assert weight.weight_bytes == 6
+    manifest = inspect_checkpoint(tmp_path / "w.pt").manifest
+    assert weight_bytes(manifest, *manifest.parameters) == 6
     assert "no ZeRO, bf16" in run("inspect", tmp_path / "w.pt")[1]
 
 
@@ -72,11 +76,11 @@ def test_checkpoints_of_other_software_are_described_alike(
 ) -> None:
     fixture = unpack(name, tmp_path)
     report = inspect_checkpoint(fixture.checkpoint)
-    assert report.steps == fixture.setup_steps
-    assert report.world_size == fixture.setup.world
+    assert report.manifest.progress.global_steps == fixture.setup_steps
+    assert report.manifest.world_size == fixture.setup.world
     truth = fixture.truth()
     masters = {key.removeprefix("master/") for key in truth if key.startswith("master/")}
-    assert masters == {p.name for p in report.parameters if p.group is not None}
+    assert masters == {p.name for p in report.manifest.optimized}
     assert report.files
     assert None not in [file.size_bytes for file in report.files]
     code, out, _ = run("inspect", fixture.checkpoint, "--json")
@@ -87,8 +91,8 @@ def test_checkpoints_of_other_software_are_described_alike(
 def test_a_file_of_weights_is_described(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3, 2), "n": torch.tensor(1)}, tmp_path / "w.pt")
     report = inspect_checkpoint(tmp_path / "w.pt")
-    assert report.weights_only
-    found = [(p.name, p.shape, p.dtype) for p in report.parameters]
+    assert report.manifest.weights_only
+    found = [(p.name, p.shape, p.dtype) for p in report.manifest.parameters]
     assert found == [("w", (3, 2), "float32"), ("n", (), "int64")]
     assert "a new run" in report.resumable_on
 
@@ -102,13 +106,13 @@ def test_positions_of_an_optimizer_are_explained_if_shapes_allow(tmp_path: Path)
     tree["optimizer_states"] = [optimizer.state_dict()]
     torch.save(tree, tmp_path / "a.ckpt")
     report = inspect_checkpoint(tmp_path / "a.ckpt")
-    assert (report.epoch, report.steps, report.doubts) == (4, 1, ())
-    assert {p.group for p in report.parameters} == {0}
+    assert (report.epoch, report.manifest.progress.global_steps, report.doubts) == (4, 1, ())
+    assert {p.group for p in report.manifest.parameters} == {0}
     # A buffer with the shape of a weight precedes it, so the positions are ambiguous.
     tree["state_dict"] = {"buffer": torch.ones(2, 3), **model.state_dict()}
     torch.save(tree, tmp_path / "b.ckpt")
     report = inspect_checkpoint(tmp_path / "b.ckpt")
-    assert {p.group for p in report.parameters} == {None}
+    assert {p.group for p in report.manifest.parameters} == {None}
     assert "several" in report.doubts[0]
 
 
@@ -206,8 +210,7 @@ def test_the_part_of_a_rank_is_that_of_the_layout(stage: int, devices: int, tmp_
 
 def test_a_plan_lists_batches_and_obstacles(tmp_path: Path, run: Run) -> None:
     path = write_elastic(tmp_path / "a.ckpt", make_state())
-    choices = tuple(BatchChoice(*sizes) for sizes in ((6, 1), (3, 2), (2, 3), (1, 6)))
-    assert plan_resume(path, 2, 2).batches == choices
+    assert plan_resume(path, 2, 2).batches == ((6, 1), (3, 2), (2, 3), (1, 6))
     plan = plan_resume(path, 5, 3)
     assert plan.batches == ()
     assert "1, 2, 3, 4, 6 can" in plan.obstacles[0]
