@@ -306,7 +306,7 @@ def make_parents(target: Path) -> None:
 
 
 _EXPORTED = re.compile(
-    r"weights|latest_universal|\.metadata(\.tmp)?|.+\.(pt|safetensors|json|sums|distcp)"
+    r"weights|latest(_universal)?|\.metadata(\.tmp)?|.+\.(pt|safetensors|json|sums|distcp)"
 )
 """The names of files that conversions write."""
 
@@ -352,8 +352,7 @@ class StagedExport(_HiddenDirectory):
             if file:
                 _name_file(self.path / file, self.target)
             else:
-                if os.path.lexists(self.target):
-                    raise FileExistsError(errno.EEXIST, "it exists meanwhile", str(self.target))
+                check_free(self.target)
                 self.path.rename(self.target)
             sync_directory(self.target.parent)
 

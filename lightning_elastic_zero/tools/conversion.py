@@ -23,7 +23,12 @@ from typing import Any, TypeAlias
 import torch
 
 from lightning_elastic_zero.core.layout import spans
-from lightning_elastic_zero.core.manifest import STAGE_WEIGHTS, Manifest, TrainingProgress
+from lightning_elastic_zero.core.manifest import (
+    MANIFEST_NAME,
+    STAGE_WEIGHTS,
+    Manifest,
+    TrainingProgress,
+)
 from lightning_elastic_zero.core.partition import FlatBuffer
 from lightning_elastic_zero.core.progress import NO_PROGRESS, ByteCount, Progress
 from lightning_elastic_zero.core.requirements import version_of
@@ -44,12 +49,7 @@ from lightning_elastic_zero.formats.deepspeed_files import OURS
 from lightning_elastic_zero.formats.elastic import RankWriter, model_entries
 from lightning_elastic_zero.formats.reader import EXTRA_STATES, OPTIMIZER_STATE, WEIGHT
 from lightning_elastic_zero.formats.torch_write import ChunkedSource, TorchFileWriter
-from lightning_elastic_zero.storage.disk_checkpoints import (
-    StagedDirectory,
-    check_free,
-    remove_leftovers,
-    staged_export,
-)
+from lightning_elastic_zero.storage.disk_checkpoints import remove_leftovers, staged_export
 from lightning_elastic_zero.storage.file_write import (
     ChecksummedWriter,
     as_save_error,
@@ -115,13 +115,28 @@ class ConvertOptions:
         unmarked = holds_whole_tensors(checkpoint.manifest) and entry.role == "frozen"
         return unmarked and any(fnmatch.fnmatchcase(entry.name, p) for p in self.buffers)
 
-    def check_whole(self, target: str) -> None:
-        """Refuse options that would leave out a part of the state."""
-        if self.include or self.exclude or self.dtype:
+    def check(self, to: str) -> None:
+        """Refuse options that contradict a target."""
+        msg = ""
+        if to in DTYPES and self.dtype not in {None, to}:
+            other = self.dtype if self.dtype in TARGETS else "safetensors"
+            msg = f"{to} contains weights in {to}: remove dtype={self.dtype}, or write {other}"
+        if self.optimizer and to in {"fp32", "bf16", "adapter"}:
             msg = (
-                f"{target} contains the whole state for a resume: remove include, exclude and "
-                "dtype, or convert weights only (safetensors, fp32)"
+                f"{to} contains weights only: remove optimizer=True (--optimizer yes), or write "
+                "lightning, safetensors, dcp or elastic"
             )
+        if self.optimizer is False and to == "universal":
+            msg = (
+                "universal always contains the optimizer state: remove optimizer=False "
+                "(--optimizer no), or write weights (safetensors, fp32)"
+            )
+        if to in {"universal", "elastic"} and (self.include or self.exclude or self.dtype):
+            msg = (
+                f"{to} contains the whole state for a resume: remove include, exclude and dtype, "
+                "or convert weights only (safetensors, fp32)"
+            )
+        if msg:
             raise UnsupportedError(msg)
 
 
@@ -179,7 +194,7 @@ def convert_checkpoint(
         SaveError: ``target`` exists or could not be written.
     """
     options, written = options or ConvertOptions(), ByteCount(progress)
-    _check_options(to, options)
+    options.check(to)
     with open_view(source, allow_pickle=options.allow_pickle, renamed=options.rename) as checkpoint:
         path = check_local_path(target)
         if checkpoint.path in real_path(path).parents:
@@ -187,30 +202,15 @@ def convert_checkpoint(
             raise SaveError(msg)
         with suppress(OSError):  # Leftovers that cannot be listed or removed stay.
             remove_leftovers(path.parent)
-        TARGETS[to](checkpoint, path, options, written)
+        with staged_export(path) as export:
+            TARGETS[to](checkpoint, export.path, options, written)
+            if to != "elastic":
+                export.drop_sums()
+            export.publish(_FILE if to in _SINGLE_FILES else "")
         info = checkpoint.reader.info
         return Conversion(
             str(target), info.kind, written.total(), info.lacks, _lost(to, checkpoint)
         )
-
-
-def _check_options(to: str, options: ConvertOptions) -> None:
-    msg = ""
-    if to in DTYPES and options.dtype not in {None, to}:
-        other = options.dtype if options.dtype in TARGETS else "safetensors"
-        msg = f"{to} contains weights in {to}: remove dtype={options.dtype}, or write {other}"
-    if options.optimizer and to in {"fp32", "bf16", "adapter"}:
-        msg = (
-            f"{to} contains weights only: remove optimizer=True (--optimizer yes), or write "
-            "lightning, safetensors, dcp or elastic"
-        )
-    if options.optimizer is False and to == "universal":
-        msg = (
-            "universal always contains the optimizer state: remove optimizer=False "
-            "(--optimizer no), or write weights (safetensors, fp32)"
-        )
-    if msg:
-        raise UnsupportedError(msg)
 
 
 def _lost(to: str, checkpoint: OpenCheckpoint) -> tuple[str, ...]:
@@ -319,11 +319,12 @@ def check_optimizer(checkpoint: OpenCheckpoint, options: ConvertOptions) -> None
 # -- single files of torch.save --------------------------------------------------------------------
 
 _FILE = "weights"
+_SINGLE_FILES = {"fp32", "bf16", "lightning"}
 
 
 def write_weights_file(
     checkpoint: OpenCheckpoint,
-    target: Path,
+    folder: Path,
     options: ConvertOptions,
     progress: Progress,
     *,
@@ -331,13 +332,8 @@ def write_weights_file(
 ) -> None:
     """Write names and tensors, with weights in ``dtype``."""
     builder = TorchFileWriter()
-    _write(builder, _state_dict(builder, checkpoint, options, dtype), target, progress)
-
-
-def _write(builder: TorchFileWriter, tree: object, target: Path, progress: Progress) -> None:
-    with staged_export(target) as export:
-        builder.write(tree, export.path, _FILE, save_id="", progress=progress)
-        export.publish(_FILE)
+    tree = _state_dict(builder, checkpoint, options, dtype)
+    builder.write(tree, folder, _FILE, save_id="", progress=progress)
 
 
 def _state_dict(
@@ -365,7 +361,7 @@ _ONLY_WITH_OPTIMIZER = {
 
 
 def write_lightning(
-    checkpoint: OpenCheckpoint, target: Path, options: ConvertOptions, progress: Progress
+    checkpoint: OpenCheckpoint, folder: Path, options: ConvertOptions, progress: Progress
 ) -> None:
     """Write a single Lightning file with the trainer's state, and the optimizer's if wanted."""
     manifest = checkpoint.manifest
@@ -387,7 +383,7 @@ def write_lightning(
         optimizer["state"].update(checkpoint.reader.optimizer_state() or {})
         tree["optimizer_states"] = [optimizer]
         tree.setdefault("lr_schedulers", [])
-    _write(builder, tree, target, progress)
+    builder.write(tree, folder, _FILE, save_id="", progress=progress)
 
 
 def _optimizer_state(builder: TorchFileWriter, checkpoint: OpenCheckpoint) -> dict[str, Any]:
@@ -413,7 +409,7 @@ def _optimizer_state(builder: TorchFileWriter, checkpoint: OpenCheckpoint) -> di
 
 
 def write_safetensors_folder(
-    checkpoint: OpenCheckpoint, target: Path, options: ConvertOptions, progress: Progress
+    checkpoint: OpenCheckpoint, folder: Path, options: ConvertOptions, progress: Progress
 ) -> None:
     """Write ``model.safetensors``, or shards with an index, as transformers reads them.
 
@@ -424,17 +420,12 @@ def write_safetensors_folder(
         NamedSource(entry.name, entry.shape, source)
         for entry, source in selected_weights(checkpoint, options)
     ]
-    states: list[NamedSource] = []
     if options.optimizer:
         check_optimizer(checkpoint, options)
         states = list(_states(checkpoint))
-    with staged_export(target) as export:
-        write_sharded(export.path, "model", weights, options.max_shard_bytes, progress)
-        if options.optimizer:
-            write_sharded(export.path, "optimizer", states, options.max_shard_bytes, progress)
-            write_durably(export.path / "optimizer.json", _groups_json(checkpoint))
-        export.drop_sums()
-        export.publish()
+        write_sharded(folder, "optimizer", states, options.max_shard_bytes, progress)
+        write_durably(folder / "optimizer.json", _groups_json(checkpoint))
+    write_sharded(folder, "model", weights, options.max_shard_bytes, progress)
 
 
 def _groups_json(checkpoint: OpenCheckpoint) -> bytes:
@@ -520,12 +511,8 @@ def write_safetensors(
     with ChecksummedWriter(folder, name, progress) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
-            stop = file.size_bytes + tensor.size_bytes
             for part in tensor.source.parts():
                 file.write(part)
-            if file.size_bytes != stop:
-                msg = f"{tensor.name} ends at byte {file.size_bytes}, expected {stop}"
-                raise ValueError(msg)
         file.finish("")
 
 
@@ -569,7 +556,7 @@ _SAVED = "modules_to_save"
 
 
 def write_adapter_folder(
-    checkpoint: OpenCheckpoint, target: Path, options: ConvertOptions, progress: Progress
+    checkpoint: OpenCheckpoint, folder: Path, options: ConvertOptions, progress: Progress
 ) -> None:
     """Write PEFT's ``adapter_model.safetensors`` and ``adapter_config.json``.
 
@@ -590,11 +577,8 @@ def write_adapter_folder(
         )
         raise CheckpointMismatchError(msg)
     _check_nothing_left_out(checkpoint, options)
-    with staged_export(target) as export:
-        write_safetensors(export.path, "adapter_model.safetensors", weights, progress)
-        write_durably(export.path / _ADAPTER_CONFIG, config)
-        export.drop_sums()
-        export.publish()
+    write_safetensors(folder, "adapter_model.safetensors", weights, progress)
+    write_durably(folder / _ADAPTER_CONFIG, config)
 
 
 def _check_nothing_left_out(checkpoint: OpenCheckpoint, options: ConvertOptions) -> None:
@@ -660,62 +644,50 @@ def _adapter_config(checkpoint: OpenCheckpoint, options: ConvertOptions) -> byte
 _UNIVERSAL = "universal"
 _MASTER = "fp32"
 _STEP = "step"
-_MAX_NAME_BYTES = 255
-"""Maximum length of a folder's name on nearly all file systems."""
 _MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 
 
 def write_universal(
-    checkpoint: OpenCheckpoint, target: Path, options: ConvertOptions, progress: Progress
+    checkpoint: OpenCheckpoint, folder: Path, options: ConvertOptions, progress: Progress
 ) -> None:
     """Write a folder for ``engine.load_checkpoint`` with ``load_universal``.
 
     Raises UnsupportedError if a parameter's name cannot name a folder, or a group has several
     steps.
     """
-    options.check_whole("a Universal Checkpoint")
     check_optimizer(checkpoint, options)
-    _check_names(checkpoint)
     _check_steps(checkpoint)
 
     def save(tree: object, folder: Path, name: str, builder: TorchFileWriter | None = None) -> None:
         (builder or TorchFileWriter()).write(tree, folder, name, save_id="", progress=progress)
 
-    with staged_export(target) as export:
-        folder = export.path / _UNIVERSAL
-        (folder / "zero").mkdir(parents=True)
-        for parameter in checkpoint.manifest.optimized:
-            place = folder / "zero" / parameter.name
-            place.mkdir()
-            for key in (WEIGHT, *checkpoint.state_keys(parameter.name, "elementwise")):
-                builder = TorchFileWriter()
-                source = source_of(checkpoint, entry_of(parameter, key))
-                tensor = builder.add(source).view(parameter.shape)
-                save({"param": tensor}, place, f"{key or _MASTER}.pt", builder)
-            if (step := checkpoint.step(parameter.name)) is not None:
-                save(step, place, f"{_STEP}.pt")
-        for name in _MODEL_FILES:
-            builder = TorchFileWriter()
-            save(_universal_model(checkpoint, builder), folder, name, builder)
-        # The list shows whether files are missing; nothing else in this format does.
-        files = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*.pt"))]
-        state = {**_universal_optimizer(checkpoint), OURS: {"files": files}}
-        save(state, folder / "zero", "optimizer_state.pt")
-        write_durably(export.path / "latest_universal", _UNIVERSAL.encode())
-        export.drop_sums()
-        export.publish()
-
-
-def _check_names(checkpoint: OpenCheckpoint) -> None:
+    tag = folder / _UNIVERSAL
+    (tag / "zero").mkdir(parents=True)
     for parameter in checkpoint.manifest.optimized:
-        name = parameter.name
-        if "/" in name or len(os.fsencode(name)) > _MAX_NAME_BYTES:
-            why = "contains a slash" if "/" in name else f"has more than {_MAX_NAME_BYTES} bytes"
+        if "/" in parameter.name:
             msg = (
                 f"{checkpoint.path}: a Universal Checkpoint has a folder per parameter, but the "
-                f"name {name[:80]!r} {why}: --rename it, or write dcp or elastic"
+                f"name {parameter.name!r} contains a slash: --rename it, or write dcp or elastic"
             )
             raise UnsupportedError(msg)
+        place = tag / "zero" / parameter.name
+        with as_save_error(place):
+            place.mkdir()
+        for key in (WEIGHT, *checkpoint.state_keys(parameter.name, "elementwise")):
+            builder = TorchFileWriter()
+            source = source_of(checkpoint, entry_of(parameter, key))
+            tensor = builder.add(source).view(parameter.shape)
+            save({"param": tensor}, place, f"{key or _MASTER}.pt", builder)
+        if (step := checkpoint.step(parameter.name)) is not None:
+            save(step, place, f"{_STEP}.pt")
+    for name in _MODEL_FILES:
+        builder = TorchFileWriter()
+        save(_universal_model(checkpoint, builder), tag, name, builder)
+    # The list shows whether files are missing; nothing else in this format does.
+    files = [path.relative_to(tag).as_posix() for path in sorted(tag.rglob("*.pt"))]
+    state = {**_universal_optimizer(checkpoint), OURS: {"files": files}}
+    save(state, tag / "zero", "optimizer_state.pt")
+    write_durably(folder / "latest_universal", _UNIVERSAL.encode())
 
 
 def _check_steps(checkpoint: OpenCheckpoint) -> None:
@@ -787,7 +759,7 @@ def _universal_model(checkpoint: OpenCheckpoint, builder: TorchFileWriter) -> di
 
 
 def write_dcp(
-    checkpoint: OpenCheckpoint, target: Path, options: ConvertOptions, progress: Progress
+    checkpoint: OpenCheckpoint, folder: Path, options: ConvertOptions, progress: Progress
 ) -> None:
     """Write a directory of ``torch.distributed.checkpoint``, as FSDP2 code loads it.
 
@@ -833,9 +805,8 @@ def write_dcp(
                     tensors.append(RowsSource(path, (), flat.dtype, partial(_slice, flat)))
                 else:
                     objects[path] = value
-    with staged_export(target) as export, as_save_error(target):
-        write_directory(export.path, tensors, objects, progress)
-        export.publish()
+    with as_save_error(folder):
+        write_directory(folder, tensors, objects, progress)
 
 
 def _slice(flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -854,15 +825,12 @@ def _dcp_groups(checkpoint: OpenCheckpoint) -> Iterator[tuple[tuple[str | int, .
 
 
 def write_elastic(
-    checkpoint: OpenCheckpoint, target: Path, options: ConvertOptions, progress: Progress
+    checkpoint: OpenCheckpoint, folder: Path, options: ConvertOptions, progress: Progress
 ) -> None:
     """Write this library's format, as one device would save it with ZeRO-3.
 
-    State of single ranks (random state, buffers that differ) is not included. Unlike a save, this
-    never replaces an existing checkpoint. Raises SaveError if the target exists.
+    State of single ranks (random state, buffers that differ) is not included.
     """
-    check_free(target)  # The target may be the source.
-    options.check_whole("a checkpoint of this library")
     lean = options.optimizer is False or checkpoint.manifest.weights_only
     _check_complete(checkpoint, lean=lean)
     if not lean:
@@ -883,23 +851,15 @@ def write_elastic(
         loss_scaler=shared.loss_scaler,
         lr_scheduler=shared.lr_scheduler,
     )
+    (folder / TAG).mkdir()
+    writer = RankWriter(
+        folder, manifest, rank=0, progress=progress, source_of=placeholders.source_of
+    )
+    files = tuple(writer.write(state, client))
+    write_durably(folder / LATEST, TAG.encode())
     objects = tuple(format_tree_path(path) for path, _ in client.objects)
-    staged = StagedDirectory.create(target, manifest.save_id)
-    try:
-        with staged.touch_regularly():
-            writer = RankWriter(
-                staged.path, manifest, rank=0, progress=progress, source_of=placeholders.source_of
-            )
-            files = tuple(writer.write(state, client))
-            write_durably(staged.path / LATEST, TAG.encode())
-            manifest = replace(manifest, client_objects=objects, files=files)
-            staged.seal(manifest.to_json().encode())
-            staged.sync()
-            check_free(staged.target)
-            staged.publish()
-    except BaseException:
-        staged.abandon()
-        raise
+    manifest = replace(manifest, client_objects=objects, files=files)
+    write_durably(folder / MANIFEST_NAME, manifest.to_json().encode())
 
 
 def _check_complete(checkpoint: OpenCheckpoint, *, lean: bool) -> None:

@@ -459,19 +459,16 @@ def test_other_software_loads_the_result(
     pools.run(1, partial(program, str(tmp_path)))
 
 
-@pytest.mark.parametrize(
-    ("name", "why"), [("a/b.weight", "contains a slash"), ("a" * 256, "more than 255 bytes")]
-)
-def test_names_that_are_not_folder_names_are_refused_by_universal(
-    name: str, why: str, tmp_path: Path, run: Run, refused: Refused
+def test_a_name_with_a_slash_is_refused_by_universal(
+    tmp_path: Path, run: Run, refused: Refused
 ) -> None:
-    source = write_elastic(tmp_path / "a.ckpt", make_state({name: (4, 3), "b": (2,)}))
+    source = write_elastic(tmp_path / "a.ckpt", make_state({"a/b.weight": (4, 3), "b": (2,)}))
     error = refused("convert", source, tmp_path / "u", "--to", "universal")
-    assert why in error
+    assert "contains a slash" in error
     assert "--rename" in error
     assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
-    renamed = (source, tmp_path / "u", "--to", "universal", "--rename", f"{name[:3]}=short.")
-    assert run("convert", *renamed)[0] == (0 if "/" in name else 2)
+    renamed = (source, tmp_path / "u", "--to", "universal", "--rename", "a/b=short.")
+    assert run("convert", *renamed)[0] == 0
     assert run("convert", source, tmp_path / "d", "--to", "dcp")[0] == 0
 
 
