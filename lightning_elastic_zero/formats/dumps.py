@@ -16,13 +16,12 @@ with the model file, so a wrong list cannot restore anything.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
-from pathlib import Path, PurePosixPath
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +35,12 @@ from lightning_elastic_zero.core.manifest import (
     from_json,
     load_json,
 )
-from lightning_elastic_zero.core.partition import frozen_partition, piece_numel, round_robin_order
+from lightning_elastic_zero.core.partition import (
+    FlatBuffer,
+    frozen_partition,
+    piece_numel,
+    round_robin_order,
+)
 from lightning_elastic_zero.core.tensors import Scalar, dtype_name, precision_of
 from lightning_elastic_zero.core.text import format_names, format_ranks
 from lightning_elastic_zero.errors import (
@@ -72,7 +76,7 @@ from lightning_elastic_zero.storage.paths import check_local_path
 
 TABLE_NAME = "elastic_dumps.json"
 FORMAT = "lightning_elastic_zero.dumps"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 WEIGHTS_UNDER = ("module", "model", "state_dict", "model_state_dict")
 """Keys of a model file that may contain the module's state dict, if it is not the whole file."""
@@ -91,62 +95,22 @@ SAME_STEP_HINT = (
 
 
 @dataclass(frozen=True, slots=True)
-class SizedFile:
-    """A file of the folder."""
-
-    name: str
-    """Relative to the folder, with forward slashes."""
-    size_bytes: int
-    """When the folder was described."""
-
-    def __post_init__(self) -> None:
-        path = PurePosixPath(self.name)
-        if path.is_absolute() or ".." in path.parts or not path.name or self.size_bytes < 0:
-            msg = f"invalid file name {self.name!r}: expected a path within the folder of dumps"
-            raise CheckpointFormatError(msg)
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterRow:
-    """A parameter of the model."""
-
-    name: str
-    """As in ``named_parameters()``; the first name of a tied weight."""
-    shape: tuple[int, ...]
-    aliases: tuple[str, ...] = ()
-    """The other names of a tied weight."""
-
-
-@dataclass(frozen=True, slots=True)
-class BufferRow:
-    """A flat buffer of the dumps."""
-
-    group: int
-    """Index of the optimizer's parameter group."""
-    parameters: tuple[ParameterRow, ...]
-    """In flat order."""
-
-
-@dataclass(frozen=True, slots=True)
 class DumpsTable:
     """The content of ``elastic_dumps.json``."""
 
-    dumps: tuple[SizedFile, ...]
-    """``optimizer.state_dict()`` of each rank, by rank."""
-    model: SizedFile
-    """The model's state dict."""
-    flats: tuple[BufferRow, ...]
-    frozen: tuple[ParameterRow, ...]
-    """Parameters that the optimizer does not own: frozen ones, and those without elements."""
+    files: Mapping[str, int]
+    """The bytes of each file by name: ``optimizer.state_dict()`` by rank, and last the model's."""
+    buffers: tuple[FlatBuffer, ...]
+    """The flat buffers of the dumps, without padding."""
+    parameters: tuple[Parameter, ...]
+    """All parameters of the model, with the dtypes of the model file."""
     module_buffers: tuple[str, ...]
     """Persistent buffers that the model file contains."""
-    absent_buffers: tuple[str, ...]
-    """Persistent buffers of the model that the model file does not contain."""
 
     def to_json(self) -> str:
         """Return the text of the file."""
         content = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
-        return json.dumps(content, indent=1, sort_keys=True) + "\n"
+        return json.dumps(content, indent=1) + "\n"
 
 
 def read_table(folder: Path) -> DumpsTable:
@@ -154,20 +118,14 @@ def read_table(folder: Path) -> DumpsTable:
     path = folder / TABLE_NAME
     try:
         content = load_json(path.read_text(encoding="utf-8"))
-        kind, version = content["format"], content["format_version"]
-        if kind != FORMAT or version < 1:
-            msg = f"the format {kind!r}, version {version!r}"
+        found = content["format"], content["format_version"]
+        if found != (FORMAT, FORMAT_VERSION):
+            msg = f"format and version are {found}, expected {(FORMAT, FORMAT_VERSION)}"
             raise ValueError(msg)  # noqa: TRY301 (one message for every cause)
-        if version <= FORMAT_VERSION:
-            return from_json(DumpsTable, content)
+        return from_json(DumpsTable, content)
     except (OSError, ValueError, KeyError, TypeError) as error:
         msg = f"{path} cannot be read ({error!r}). Call describe_dumps again"
         raise CheckpointFormatError(msg) from error
-    msg = (
-        f"{path} has format version {version}, supported are versions up to {FORMAT_VERSION}. "
-        "Install a newer lightning_elastic_zero"
-    )
-    raise CheckpointFormatError(msg)
 
 
 class DumpsReader(CheckpointReader):
@@ -176,71 +134,53 @@ class DumpsReader(CheckpointReader):
     def __init__(self, files: ForeignFiles, table: DumpsTable | None = None) -> None:
         self.files = files
         self.table = table = table or read_table(files.folder)
-        self._dumps = [file.name for file in table.dumps]
-        sizes = ((file.name, file.size_bytes) for file in (table.model, *table.dumps))
-        if wrong := differing_sizes(files.folder, sizes):
+        *self._dumps, self._model = table.files
+        if wrong := differing_sizes(files.folder, table.files.items()):
             msg = (
                 f"{files.folder} differs from {TABLE_NAME}: {', '.join(wrong)}. Restore the files "
                 "of one save, or call describe_dumps again"
             )
             raise CheckpointCorruptedError(msg)
-        numels = [{p.name: math.prod(p.shape) for p in flat.parameters} for flat in table.flats]
-        self._shards = ZeroShardSet(files, self._dumps.__getitem__, numels, len(table.dumps))
-        described = tuple(flat.group for flat in table.flats)
+        numels = [dict(zip(b.names, b.numels, strict=True)) for b in table.buffers]
+        self._shards = ZeroShardSet(files, self._dumps.__getitem__, numels, len(self._dumps))
+        described = tuple(buffer.group for buffer in table.buffers)
         if self._shards.group_of != described:
             msg = (
                 f"{files.folder}: the flat buffers belong to the parameter groups "
                 f"{self._shards.group_of}, expected {described}. Call describe_dumps again"
             )
             raise CheckpointFormatError(msg)
-        self._rows: list[tuple[ParameterRow, int | None]] = [
-            *((row, flat.group) for flat in table.flats for row in flat.parameters),
-            *((row, None) for row in table.frozen),
-        ]
-        self._names = {row.name: (row.name, *row.aliases) for row, _ in self._rows}
-        self.manifest = self._manifest()
+        self._names = {p.name: (p.name, *p.aliases) for p in table.parameters}
+        self.manifest = Manifest(
+            save_id=file_list_digest(files.folder, table.files, files.progress),
+            stage=self._shards.stage,
+            world_size=self._shards.world_size,
+            precision=precision_of(self._tensor(table.parameters[0].name).dtype),
+            master_dtype=dtype_name(self._shards.master_dtype),
+            parameters=table.parameters,
+            groups=self._shards.groups,
+            buffers=self._shards.buffers,
+            module_buffers=table.module_buffers,
+            files=(),
+            writer=Writer(
+                deepspeed=str(files.tree(self._dumps[0]).get("ds_version") or ""),
+                engine=self._shards.engine,
+            ),
+        )
         hyperparameters = any(group.hyperparameters for group in self.manifest.groups)
-        lacks = [
-            "step counters",
-            "the trainer's state",
-            "RNG states",
-            "buffers of ranks other than 0",
-        ]
-        if not hyperparameters:
-            lacks.append("hyperparameters of the parameter groups")
-        if table.absent_buffers:
-            lacks.append(f"the buffers {', '.join(table.absent_buffers)}")
+        groups = () if hyperparameters else ("hyperparameters of the parameter groups",)
         self.info = SourceInfo(
             f"set of hand-made dumps of optimizer.state_dict(), {self._shards.engine}",
-            tuple(lacks),
+            (
+                *("step counters", "the trainer's state", "RNG states"),
+                *("buffers of ranks other than 0", *groups),
+            ),
             hyperparameters=hyperparameters,
             has_counters=False,
         )
 
-    def _manifest(self) -> Manifest:
-        dtypes = [self._tensor(row.name).dtype for row, _ in self._rows]
-        return Manifest(
-            save_id=file_list_digest(self.files.folder, self.names(), self.files.progress),
-            stage=self._shards.stage,
-            world_size=self._shards.world_size,
-            precision=precision_of(dtypes[0]),
-            master_dtype=dtype_name(self._shards.master_dtype),
-            parameters=tuple(
-                Parameter(row.name, row.shape, dtype_name(dtype), group, row.aliases)
-                for (row, group), dtype in zip(self._rows, dtypes, strict=True)
-            ),
-            groups=self._shards.groups,
-            buffers=self._shards.buffers,
-            module_buffers=self.table.module_buffers,
-            files=(),
-            writer=Writer(
-                deepspeed=str(self.files.tree(self._dumps[0]).get("ds_version") or ""),
-                engine=self._shards.engine,
-            ),
-        )
-
     def names(self) -> Sequence[str]:
-        return [self.table.model.name, *self._dumps]
+        return [self._model, *self._dumps]
 
     def frozen_layout_of(self, manifest: Manifest) -> Layout:
         """Return the layout of frozen weights: whole, in the model file."""
@@ -261,13 +201,13 @@ class DumpsReader(CheckpointReader):
     def model_weights(self, transfer: Transfer) -> Location:
         """Return the location of a run of weights in the model file."""
         tensor = self._tensor(transfer.name)
-        file = self.files.get(self.table.model.name)
+        file = self.files.get(self._model)
         return file, StoredRun(tensor.view(-1), transfer.start, transfer.stop)
 
     def _tensor(self, name: str) -> torch.Tensor:
         """Return a model file's tensor, by the first of a tied weight's names that it contains."""
-        weights = state_dict_in(self.files, self.table.model.name)
-        path = self.files.folder / self.table.model.name
+        weights = state_dict_in(self.files, self._model)
+        path = self.files.folder / self._model
         names = self._names.get(name, (name,))
         found = next((weights[each] for each in names if each in weights), None)
         if not isinstance(found, torch.Tensor):
@@ -285,7 +225,7 @@ class DumpsReader(CheckpointReader):
         del rank, world_size  # the same for all ranks
         buffers = {name: self._tensor(name) for name in self.table.module_buffers}
         return SharedState(
-            buffers=self.files.load(self.table.model.name, buffers),
+            buffers=self.files.load(self._model, buffers),
             client_state={},
             loss_scaler=stub_fields(self.files.tree(self._dumps[0]).get("loss_scaler")),
             lr_scheduler=None,
@@ -391,7 +331,7 @@ def _by_rank(folder: Path, pattern: str) -> list[str]:
     return [ranks[rank] for rank in sorted(ranks)]
 
 
-Rows = Mapping[str, ParameterRow]
+Rows = Mapping[str, Parameter]
 """The model's parameters by the first of their names."""
 
 
@@ -408,23 +348,27 @@ def _verified_reader(
     tied: dict[torch.nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tied.setdefault(parameter, []).append(name)
-    rows = {n: ParameterRow(n, tuple(p.shape), tuple(others)) for p, (n, *others) in tied.items()}
-    trained = [first for p, (first, *_) in tied.items() if p.requires_grad and p.numel()]
     kept = model.state_dict().keys()
     buffers = [n for n, _ in model.named_buffers(remove_duplicate=False) if n in kept]
-    _check_architecture(rows, buffers, weights, folder / model_file)
+    shapes = {tuple(names): tuple(p.shape) for p, names in tied.items()}
+    _check_architecture(shapes, buffers, weights, folder / model_file)
+    rows = {}
+    for names_of, shape in shapes.items():
+        dtype = next(weights[n].dtype for n in names_of if n in weights)
+        name, *others = names_of
+        rows[name] = Parameter(name, shape, dtype_name(dtype), None, tuple(others))
+    trained = [first for p, (first, *_) in tied.items() if p.requires_grad and p.numel()]
     shards = [shard_metadata(files.tree(name), str(folder / name)) for name in names]
     _check_one_run(folder, names, shards)
 
     def table_of(order: Order) -> DumpsTable:
-        owned = {name for members in order for name in members}
+        flats = _flat_buffers(folder, shards[0], order, rows)
+        group_of = {name: buffer.group for buffer in flats for name in buffer.names}
         return DumpsTable(
-            dumps=tuple(SizedFile(name, (folder / name).stat().st_size) for name in names),
-            model=SizedFile(model_file, (folder / model_file).stat().st_size),
-            flats=_flat_buffers(folder, shards[0], order, rows),
-            frozen=tuple(row for name, row in rows.items() if name not in owned),
+            files={name: (folder / name).stat().st_size for name in (*names, model_file)},
+            buffers=flats,
+            parameters=tuple(replace(p, group=group_of.get(p.name)) for p in rows.values()),
             module_buffers=tuple(name for name in buffers if name in weights),
-            absent_buffers=tuple(name for name in buffers if name not in weights),
         )
 
     tables = [table_of(order) for order in _orders(folder, shards, groups, rows, trained)]
@@ -445,22 +389,25 @@ def _verified_reader(
 
 
 def _check_architecture(
-    rows: Rows, buffers: Sequence[str], weights: Mapping[str, object], path: Path
+    parameters: Mapping[tuple[str, ...], tuple[int, ...]],
+    buffers: Sequence[str],
+    weights: Mapping[str, object],
+    path: Path,
 ) -> None:
-    """Compare names and shapes of the model with the model file."""
-    shapes = {n: row.shape for row in rows.values() for n in (row.name, *row.aliases)}
+    """Compare the shapes of parameters, by all their names, with the model file."""
+    shapes = {n: shape for names, shape in parameters.items() for n in names}
     found = {n: tuple(t.shape) for n, t in weights.items() if isinstance(t, torch.Tensor)}
     different = {
         "parameters missing from the file": [
-            n for n, row in rows.items() if not found.keys() & {n, *row.aliases}
+            names[0] for names in parameters if not found.keys() & {*names}
         ],
         "in the file, but not in the model": [
             n for n in found if n not in shapes and n not in buffers
         ],
         "different shapes": [
-            f"{n} (saved {found[n]}, here {row.shape})"
-            for n, row in rows.items()
-            if found.get(n, row.shape) != row.shape
+            f"{n} (saved {found[n]}, here {shape})"
+            for n, shape in shapes.items()
+            if found.get(n, shape) != shape
         ],
     }
     lines = [f"\n  - {what}: {format_names(n, 20)}" for what, n in different.items() if n]
@@ -543,9 +490,9 @@ def _orders(
     return [base, round_robin]
 
 
-def _numel_in_flat(first: ShardMetadata, row: ParameterRow) -> int:
+def _numel_in_flat(first: ShardMetadata, row: Parameter) -> int:
     """Return the elements of a parameter in the flat buffer: in ZeRO-3, on each rank."""
-    numel = math.prod(row.shape)
+    numel = row.numel
     return piece_numel(numel, first.world_size) if first.stage == STAGE_WEIGHTS else numel
 
 
@@ -585,10 +532,10 @@ def _checked_groups(groups: Order, rows: Rows, count: int) -> Order:
 
 def _flat_buffers(
     folder: Path, first: ShardMetadata, order: Order, rows: Rows
-) -> tuple[BufferRow, ...]:
+) -> tuple[FlatBuffer, ...]:
     """Distribute the parameters of each group over its flat buffers: in ZeRO-3, its sub-groups."""
     left = {g: list(names)[::-1] for g, names in zip(sorted(set(first.groups)), order, strict=True)}
-    found: list[BufferRow] = []
+    found: list[FlatBuffer] = []
     for flat, group in zip(first.flats, first.groups, strict=True):
         names = left[group][::-1]
         if first.stage == STAGE_WEIGHTS:
@@ -602,7 +549,7 @@ def _flat_buffers(
                     f"of the dumps ({flat.numel():,} master weights on each rank). {GROUPS_HINT}"
                 )
                 raise CheckpointMismatchError(msg)
-        found.append(BufferRow(group, tuple(rows[name] for name in names)))
+        found.append(FlatBuffer(group, tuple(names), tuple(rows[name].numel for name in names)))
     return tuple(found)
 
 

@@ -9,23 +9,23 @@ from typing import Any
 
 import pytest
 
+from lightning_elastic_zero.core.manifest import Parameter
+from lightning_elastic_zero.core.partition import FlatBuffer
 from lightning_elastic_zero.errors import CheckpointFormatError
 from lightning_elastic_zero.formats.dumps import (
     TABLE_NAME,
-    BufferRow,
     DumpsTable,
-    ParameterRow,
-    SizedFile,
     read_table,
 )
 
 TABLE = DumpsTable(
-    dumps=(SizedFile("optimizer.0.pt", 12),),
-    model=SizedFile("model.pt", 7),
-    flats=(BufferRow(0, (ParameterRow("w", (2, 3), ("head.w",)),)),),
-    frozen=(ParameterRow("f", ()),),
+    files={"optimizer.0.pt": 12, "model.pt": 7},
+    buffers=(FlatBuffer(0, ("w",), (6,)),),
+    parameters=(
+        Parameter("w", (2, 3), "bfloat16", 0, ("head.w",)),
+        Parameter("f", (), "bfloat16", None),
+    ),
     module_buffers=("seen",),
-    absent_buffers=(),
 )
 
 
@@ -37,15 +37,14 @@ def test_a_table_round_trips(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda c: c["frozen"][0].update(shape="23"), "ParameterRow.shape is '23'"),
-        (lambda c: c["flats"][0]["parameters"][0].update(shape=[2, "3"]), "ParameterRow.shape"),
-        (lambda c: c["frozen"][0].update(name=None), "ParameterRow.name is None"),
-        (lambda c: c["frozen"][0].update(aliases="ab"), "ParameterRow.aliases is 'ab'"),
-        (lambda c: c["flats"][0].update(group="0"), "BufferRow.group is '0'"),
-        (lambda c: c["model"].update(size_bytes=7.9), "SizedFile.size_bytes is 7.9"),
+        (lambda c: c["parameters"][0].update(shape=[2, "3"]), "Parameter.shape"),
+        (lambda c: c["parameters"][0].update(name=None), "Parameter.name is None"),
+        (lambda c: c["buffers"][0].update(group="0"), "FlatBuffer.group is '0'"),
         (lambda c: c.update(module_buffers="seen"), "DumpsTable.module_buffers is 'seen'"),
-        (lambda c: c.update(dumps={}), "{} is not a table of SizedFile"),
-        (lambda c: c.pop("model"), "model"),
+        (lambda c: c.update(buffers={}), "{} is not a table of FlatBuffer"),
+        (lambda c: c.pop("files"), "files"),
+        (lambda c: c.update(format="another"), "format and version are ('another', 2)"),
+        (lambda c: c.update(format_version=1), "expected ('lightning_elastic_zero.dumps', 2)"),
     ],
 )
 def test_a_value_of_another_type_is_refused(

@@ -5,7 +5,6 @@ The dumps are real. They are compared with the state in memory of the dumped eng
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -204,7 +203,6 @@ def test_missing_state_of_dumps_is_reported(copy: Copy) -> None:
         "the trainer's state",
         "RNG states",
         "buffers of ranks other than 0",
-        "the buffers average",
     )
     assert not reader.info.has_counters
     assert reader.manifest.module_buffers == (
@@ -491,27 +489,6 @@ def test_missing_or_resized_files_are_refused(
     describe(fixture)
     harm(fixture)
     with pytest.raises(CheckpointCorruptedError, match=text):
-        open_checkpoint(fixture.checkpoint)
-
-
-@pytest.mark.parametrize(
-    ("entries", "text"),
-    [
-        ({"format_version": 2}, "has format version 2, supported are versions up to 1"),
-        ({"format_version": 0}, "version 0"),
-        ({"format": "another"}, "the format 'another'"),
-        ({"flats": None}, "cannot be read"),
-        ({"dumps": [{"name": "../x", "size_bytes": 1}]}, r"invalid file name '\.\./x'"),
-    ],
-)
-def test_damaged_and_newer_descriptions_are_refused(
-    entries: dict[str, Any], text: str, copy: Copy
-) -> None:
-    fixture = copy("dumps2")
-    describe(fixture)
-    path = fixture.checkpoint / TABLE
-    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
-    with pytest.raises(CheckpointFormatError, match=text):
         open_checkpoint(fixture.checkpoint)
 
 
