@@ -325,16 +325,25 @@ class AcceleratorBinding:
         def first_backward(*args: Any, **kwargs: Any) -> Any:
             accelerator.backward = backward
             loader = accelerator.gradient_state.active_dataloader
-            batches = getattr(loader, "batch_sampler", None)
-            skipped = batches.skip_batches if isinstance(batches, SkipBatchSampler) else 0
+            held = getattr(loader, "batch_sampler", None)
+            skipped = held.skip_batches if isinstance(held, SkipBatchSampler) else 0
             steps = loaded.result.manifest.progress.global_steps
             done = steps * accelerator.gradient_accumulation_steps
+            differences = []
+            batches, _ = samplers_of(loader) if isinstance(loader, DataLoader) else (None, None)
+            from_or_to_one = (loaded.world_size == 1) != (accelerator.num_processes == 1)
+            if from_or_to_one and hasattr(batches, "set_epoch"):
+                differences.append(
+                    f"accelerate calls {type(batches).__name__}.set_epoch on one rank only: give "
+                    "the method another name, and call it at the start of each epoch"
+                )
             warn_of_data(
                 loaded,
                 accelerator,
                 loader,
                 in_epoch=skipped > 0,
                 in_first_epoch=skipped >= done,  # batches of earlier epochs are not skipped
+                differences=differences,
             )
             for begun in accelerator.gradient_state.dataloader_references:
                 for prepared in accelerator._dataloaders:
@@ -399,7 +408,10 @@ def warn_of_data(
     if changed and loader is not None and accelerator.dataloader_config.use_stateful_dataloader:
         found.append("use_stateful_dataloader keeps one rank's position, which no other can use")
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-        if changed or in_epoch:
+        _, sampler = samplers_of(loader)
+        own_generator = getattr(sampler, "generator", None)  # a new one in each process
+        is_reset = own_generator is not None and not hasattr(sampler, "set_epoch")
+        if changed or in_epoch or (is_reset and not in_first_epoch):
             counts = (loaded.world_size, accelerator.num_processes)
             found += _order_differences(loader, *counts, in_first_epoch=in_first_epoch)
         samples = loaded.result.manifest.progress.global_batch_size

@@ -34,6 +34,7 @@ from lightning_elastic_zero.errors import CheckpointMismatchError
 from tests.integrations._hf_programs import (
     GLOBAL_BATCH,
     MICRO,
+    EpochBatches,
     EpochTokens,
     Run,
     State,
@@ -70,6 +71,8 @@ class LoopCase:
     seedable: bool = True
     state_at: tuple[int, ...] = ()
     sampler: str = ""
+    batches: bool = False
+    """Whether a user's batch sampler seeds each epoch."""
     drop_last: bool = False
     micro: tuple[int, int] | None = None
     options: dict[str, Any] = field(default_factory=dict)
@@ -90,6 +93,8 @@ class LoopCase:
     """Whether ``wrap_initialize`` was called before."""
     evaluates: bool = False
     """Whether each step is followed by an evaluation that ends after its first batch."""
+    paired: bool = False
+    """Whether each batch is joined with that of a second loader."""
     evaluation_last: bool = False
     """Whether the loader of the evaluation is prepared after the one of the training."""
 
@@ -173,6 +178,8 @@ def _loop(case: LoopCase, run: Run) -> None:
         sampler=sampler,
         drop_last=case.drop_last,
     )
+    if case.batches:
+        loader = DataLoader(loader.dataset, batch_sampler=EpochBatches(case.samples, batch_size))
     evaluation: Any = DataLoader(Tokens(10), batch_size=batch_size)
     if not case.evaluation_last:
         evaluation = accelerator.prepare(evaluation)
@@ -181,6 +188,13 @@ def _loop(case: LoopCase, run: Run) -> None:
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     if case.evaluation_last:
         evaluation = accelerator.prepare(evaluation)
+    loaders = [loader]
+    if case.paired:
+        loaders.append(
+            accelerator.prepare(
+                DataLoader(Tokens(case.samples), batch_size=batch_size, shuffle=True)
+            )
+        )
     if case.load:
         accelerator.load_state(case.load)
         run.first_state = state_of(model)
@@ -192,10 +206,11 @@ def _loop(case: LoopCase, run: Run) -> None:
         if case.sets_epoch:
             loader.set_epoch(step // per_epoch)
         skip = step % per_epoch * accumulate
-        batches = accelerator.skip_first_batches(loader, skip) if skip else loader
+        begun = [accelerator.skip_first_batches(x, skip) if skip else x for x in loaders]
         model.train()
-        for batch in batches:
+        for batches in zip(*begun, strict=False):
             with accelerator.accumulate(model):
+                batch = {key: torch.cat([each[key] for each in batches]) for key in batches[0]}
                 loss = model(**batch).loss
                 losses.append(float(loss))
                 accelerator.backward(loss)

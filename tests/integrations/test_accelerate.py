@@ -194,19 +194,39 @@ def test_an_unchanged_count_may_differ_within_an_epoch(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("case", "words", "exact"),
+    [
+        ({"sampler": "seeded"}, "SeededSampler cannot be repeated", {4: True, 6: False, 8: False}),
+        ({"seedable": False}, "use_seedable_sampler=True", {6: False, 8: False}),
+    ],
+)
 def test_a_sampler_that_seeds_itself_is_exact_in_the_first_epoch(
-    hf_ranks: Pools, tmp_path: Path
+    case: dict[str, Any], words: str, exact: dict[int, bool], hf_ranks: Pools, tmp_path: Path
 ) -> None:
     """A new process draws the same order in its first epoch only."""
-    case = LoopCase(folder=str(tmp_path), save_at=(4, 8), sampler="seeded")
-    full_run, *_ = hf_ranks.run(2, partial(loop, case))
-    for start, exact in ((4, True), (8, False)):
-        resume = replace(case, load=f"{tmp_path}/step_{start}", start=start, save_at=())
+    whole = LoopCase(folder=str(tmp_path), save_at=tuple(exact), **case)
+    full_run, *_ = hf_ranks.run(2, partial(loop, whole))
+    for start, is_exact in exact.items():
+        resume = replace(whole, load=f"{tmp_path}/step_{start}", start=start, save_at=())
         run, *_ = hf_ranks.run(2, partial(loop, resume))
-        rest = range(start + 1, 7 if exact else 13)
-        assert all(run.samples[step] == full_run.samples[step] for step in rest) is exact
-        words = "SeededSampler cannot be repeated"
-        assert [words in warning for warning in run.warnings] == ([] if exact else [True])
+        rest = range(start + 1, 7 if start < 6 else 13)
+        assert all(run.samples[step] == full_run.samples[step] for step in rest) is is_exact
+        assert [words in warning for warning in run.warnings] == ([] if is_exact else [True])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("world", "exact"), [(3, True), (1, False)])
+def test_a_batch_sampler_may_depend_on_the_number_of_ranks(
+    world: int, exact: bool, whole_loop: Reference, hf_ranks: Pools
+) -> None:
+    """Its ``set_epoch`` is called on one rank only; a warning says so."""
+    folder, (full_run, *_) = whole_loop(batches=True)
+    case = LoopCase(load=f"{folder}/step_8", start=8, batches=True)
+    run, *_ = hf_ranks.run(world, partial(loop, case))
+    assert (run.samples == {step: full_run.samples[step] for step in range(9, 13)}) is exact
+    words = "accelerate calls EpochBatches.set_epoch on one rank only"
+    assert [words in warning for warning in run.warnings] == ([] if exact else [True])
 
 
 @pytest.mark.long
@@ -286,6 +306,7 @@ def test_a_sampler_that_seeds_each_epoch_is_exact(whole_loop: Reference, hf_rank
         (5, {"epoch_steps": 4}),
         (8, {"sampler": "epochs"}),
         (6, {"evaluates": True}),
+        (8, {"paired": True}),
     ],
 )
 def test_a_loop_that_never_sets_epochs_continues(
