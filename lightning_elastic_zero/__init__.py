@@ -122,7 +122,7 @@ _MODULE_OF_NAME = {
 if not TYPE_CHECKING:  # Type checkers have the imports above, and so catch a misspelt name.
 
     def __getattr__(name: str) -> object:
-        """Import what is asked for the first time it is asked for, and keep it."""
+        """Import a public name at its first use."""
         if name == "__version__":
             requirements = importlib.import_module("lightning_elastic_zero.core.requirements")
             value = requirements.own_version()

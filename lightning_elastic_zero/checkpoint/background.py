@@ -218,7 +218,7 @@ class AsyncCheckpointer:
         return job.result
 
     def wait_for_copies(self) -> None:
-        """Wait until what the optimizer step changes has been copied, or written."""
+        """Wait until the state that the optimizer step changes has been copied or written."""
         job = self._job
         if job is not None and not job.copied:
             began = time.monotonic()

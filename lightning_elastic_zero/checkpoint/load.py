@@ -531,7 +531,7 @@ class _Load:
         return saved if scope.strict_optimizer else with_live_groups(saved, self.live.describe())
 
     def _log(self, here: Manifest, scope: RestoreScope, buffers: Sequence[BufferPair]) -> None:
-        """Log what is loaded, and what differs from the save."""
+        """Log the source and its differences from this run."""
         where, source = self.where, self.source
         log.info("loading %s: %s into %s", where, _source_summary(source), describe(here))
         if source.info.mixed:
@@ -620,7 +620,7 @@ def _step_of(progress: TrainingProgress) -> int:
 
 
 def _source_summary(source: CheckpointReader) -> str:
-    """Return in one line what was found, and what it does not hold."""
+    """Describe a checkpoint in one line: kind, writer, missing state."""
     manifest, info = source.manifest, source.info
     writer = manifest.writer
     names = {"DeepSpeed": writer.deepspeed, "Lightning": writer.lightning, "torch": writer.torch}

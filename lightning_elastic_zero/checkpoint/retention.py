@@ -110,7 +110,7 @@ class Retention:
         self._published: dict[AnyPath, object] = {}
         """Identity of what this run has published under a name: another run may replace it."""
         self._held_for: AnyPath | None = None
-        """The last checkpoint of which a save began, until it is published: nothing is deleted."""
+        """The checkpoint that is being saved. Nothing is deleted until it is published."""
         self._lock = threading.RLock()
 
     def __reduce__(self) -> tuple[type[Retention], tuple[()]]:

@@ -211,7 +211,7 @@ class UncopiedTensors:
             self._look()
 
     def source_of(self, piece: torch.Tensor) -> torch.Tensor | ChunkedSource:
-        """Return the source of a contiguous piece; a source without a copy counts what is read.
+        """Return the source of a contiguous piece; one without a copy counts its reads.
 
         Each element may be requested once.
         """

@@ -1,8 +1,8 @@
-"""Threads, streams and events on the accelerator that torch has; nothing, where there is none.
+"""Threads, streams and events on torch's current accelerator; no effect without one.
 
-CUDA is named here and in no other module, where torch's common interface does not do: its events
-ignore ``blocking`` (read in torch 2.6 to 2.13), and pinning memory that torch did not allocate is
-CUDA's own.
+This is the only module that names CUDA. torch's common interface lacks two features: its events
+ignore ``blocking`` (read in torch 2.6 to 2.13), and it cannot pin memory that torch did not
+allocate.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from typing import Any, Protocol
 import torch
 
 _CUDA = "cuda"
-"""CUDA, and ROCm, which torch calls so too."""
+"""torch uses this name for ROCm too."""
 
 _PORTABLE = 1
 """``cudaHostRegisterPortable``: pinned for all devices."""
 
 
 class Event(Protocol):
-    """What ``torch.Event`` and ``torch.cuda.Event`` have in common here."""
+    """The common methods of ``torch.Event`` and ``torch.cuda.Event``."""
 
     def record(self) -> None:
-        """Note what the current stream has been given so far."""
+        """Record all work enqueued on the current stream so far."""
 
     def synchronize(self) -> None:
-        """Wait until that is done."""
+        """Wait until the recorded work is done."""
 
 
 def current_device() -> torch.device | None:
-    """Return the device that this thread uses; None where no accelerator is in use."""
+    """Return the device that this thread uses; None if no accelerator is in use."""
     try:
         accelerator = torch.accelerator.current_accelerator()
     except RuntimeError:
-        return None  # torch 2.6; later releases return None where they see no device.
+        return None  # torch 2.6; later releases return None without a device.
     if accelerator is None:
         return None
-    # Asking a device for its stream would start it; a run on the CPU must not.
+    # Getting the stream initializes the device, which a run on the CPU must not do.
     is_initialized = getattr(torch.get_device_module(accelerator), "is_initialized", None)
     if is_initialized is None or not is_initialized():
         return None
@@ -46,18 +46,18 @@ def current_device() -> torch.device | None:
 
 
 def use_device(device: torch.device | None) -> None:
-    """Make the calling thread, a new one, work on a device.
+    """Select the device of the calling thread.
 
-    Every thread begins on device 0, and CUDA makes a context there (500 MB) at the first call that
-    needs one, such as waiting for an event of another device.
+    Every new thread begins on device 0. CUDA creates a context there (500 MB) at the first call
+    that needs one, such as waiting for an event of another device.
     """
     if device is not None:
-        # This sets the device as well, and its name is the same in all releases since 2.6.
+        # This sets the device too, and has the same name in all releases since 2.6.
         torch.accelerator.set_stream(torch.accelerator.current_stream(device))
 
 
 def side_stream(device: torch.device) -> torch.Stream:
-    """Return a stream that begins when the current one has done what it was given so far."""
+    """Return a stream that starts after all work enqueued on the current stream so far."""
     stream = torch.Stream(device)
     stream.wait_stream(torch.accelerator.current_stream(device))
     return stream
@@ -65,7 +65,7 @@ def side_stream(device: torch.device) -> torch.Stream:
 
 @contextmanager
 def on_stream(stream: torch.Stream) -> Iterator[None]:
-    """Enqueue work on a stream, on its device; ``torch.Stream`` itself can do this since 2.7."""
+    """Enqueue work on a stream and its device; since torch 2.7, ``torch.Stream`` can do this."""
     before = torch.accelerator.current_stream()
     displaced = torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)
@@ -78,7 +78,7 @@ def on_stream(stream: torch.Stream) -> Iterator[None]:
 
 
 def record_event(device: torch.device) -> Event:
-    """Record an event on the current stream, by which a thread waits without using a processor."""
+    """Record an event on the current stream; waiting for it does not use the processor."""
     event: Event = (
         torch.cuda.Event(blocking=True)
         if device.type == _CUDA
@@ -94,16 +94,15 @@ def can_pin(device: torch.device) -> bool:
 
 
 def pin(address: int, size_bytes: int) -> int:
-    """Lock host memory in its place, so that devices copy into it by themselves.
+    """Lock host memory, so that devices can copy into it asynchronously.
 
-    Returns:
-        CUDA's error; 0 where it is done.
+    Returns CUDA's error code, 0 on success.
     """
     return int(_cudart().cudaHostRegister(address, size_bytes, _PORTABLE))
 
 
 def unpin(address: int) -> None:
-    """Release what ``pin`` has locked."""
+    """Unlock memory that ``pin`` has locked."""
     _cudart().cudaHostUnregister(address)
 
 

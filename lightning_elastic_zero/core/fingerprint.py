@@ -37,7 +37,7 @@ STEP = "step"
 """The scalar state that some optimizers keep in their groups."""
 
 NO_OPTIMIZER = "none"
-"""Replaces the number if there is no optimizer state."""
+"""The text of the second number without optimizer state."""
 
 _TEXT = re.compile(f"([0-9a-f]{{16}})-([0-9a-f]{{16}}|{NO_OPTIMIZER})")
 

@@ -250,7 +250,7 @@ def place_scalar(
         if type(inner).__name__ in INT_STEPS or package_of(inner) == BITSANDBYTES:
             return int(value)
         if converts_adam_states(inner) and not isinstance(value, torch.Tensor):
-            # In torch's type, whatever the default one. Fused kernels accept fp32 only.
+            # In torch's type, independent of the default dtype. Fused kernels accept fp32 only.
             exact = torch.tensor(value, dtype=torch.float64)
             rounded = exact.float()
             value = rounded if rounded == exact or group.get("fused") else exact

@@ -1,4 +1,4 @@
-"""Checks before training that refuse, by name, what the library cannot save or resume.
+"""Checks before training that refuse, by name, features that cannot be saved or resumed.
 
 Also checks the installed DeepSpeed: its accelerator, the builds of its operators, its script.
 """

@@ -135,7 +135,7 @@ class RecordedFiles:
     """Sizes by name; None: the file may have any size."""
     weights_only: bool = False
     problem: str = ""
-    """What is wrong with the manifest; empty if it is valid."""
+    """The error in the manifest; empty if it is valid."""
 
 
 def recorded_at(path: Path) -> RecordedFiles:

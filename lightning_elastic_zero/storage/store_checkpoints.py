@@ -390,7 +390,7 @@ class StagedObjects:
     Attributes:
         path: the prefix below which the files are written.
         target: the name under which they are published.
-        prefix: what the names of files in the manifest begin with.
+        prefix: the prefix of file names in the manifest.
     """
 
     def __init__(self, target: StorePath, save_id: str) -> None:
