@@ -244,7 +244,7 @@ def test_each_pair_of_settings_restores_the_state(
 def test_overflow_in_narrower_masters_is_found_after_the_copies(
     zero: str, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    target = Setup(2, zero, "bf16", low_masters=True)
+    target = Setup(2, zero, "bf16", bf16_masters=True)
     restored(pools, target, saved_by(Setup(2, "2"), late=True)).assert_same()
 
 

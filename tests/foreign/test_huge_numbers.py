@@ -124,7 +124,7 @@ def test_narrower_masters_refuse_values_that_overflow(pools: Pools, tmp_path: Pa
     """An evaluation, which has no masters, refuses weights that become infinite."""
     source, path = Setup(2, "2"), str(tmp_path / "large.ckpt")
     pools.run(2, partial(save_large, source, path))
-    narrow = Setup(2, "3", "bf16", low_masters=True)
+    narrow = Setup(2, "3", "bf16", bf16_masters=True)
     found = refused(pools, narrow, path)
     assert found.error == "CheckpointMismatchError", found.message
     message = "has the float32 value 3.39999995e+38, which overflows bfloat16"

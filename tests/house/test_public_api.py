@@ -83,15 +83,15 @@ def test_an_unknown_name_raises_attribute_error() -> None:
         getattr(lightning_elastic_zero, "ElasticStrategy")  # noqa: B009 (mypy sees the other form)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "imports",
     [
         "import lightning.pytorch, lightning_elastic_zero\n",
-        pytest.param(
+        (
             "import lightning_elastic_zero, sys\n"
             "assert 'lightning' not in sys.modules\n"
-            "lightning_elastic_zero.ElasticDeepSpeedStrategy\n",
-            marks=pytest.mark.long,
+            "lightning_elastic_zero.ElasticDeepSpeedStrategy\n"
         ),
     ],
     ids=["where Lightning is loaded", "on first access"],
@@ -104,7 +104,7 @@ def test_the_strategy_registers(imports: str, run_fresh: RunFresh) -> None:
     assert run_fresh(program).splitlines()[-1] == "True"
 
 
-@pytest.mark.cases(1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["lightning", "lightning.pytorch"])
 def test_the_strategy_registers_when_lightning_is_imported_later(
     name: str, run_fresh: RunFresh
@@ -128,7 +128,7 @@ def test_modules_that_import_lightning_can_be_imported_first(
     run_fresh(f"import lightning_elastic_zero.{module}")
 
 
-@pytest.mark.cases(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "first",
     [

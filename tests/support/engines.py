@@ -336,9 +336,9 @@ class Setup:
     """Micro-batches per optimizer step; ``train`` counts micro-batches."""
     buffers: str = ""
     """Buffers of other shapes or types (``ODD_BUFFERS``)."""
-    low_masters: bool = False
-    """``bf16_master_weights_and_grads``, or fp16's, which needs CPUAdam and offload; optimizer
-    states have the masters' dtype too, unless they are offloaded."""
+    bf16_masters: bool = False
+    """``bf16_master_weights_and_grads``, or that of fp16, which needs CPUAdam; optimizer states are
+    bf16 too, unless offloaded. Recorded fixtures name this field."""
     autocast: bool = False
     """``torch_autocast`` in fp16, with torch's scaler."""
     thawed: bool = False
@@ -380,7 +380,7 @@ class Setup:
 
     @property
     def master_dtype(self) -> torch.dtype:
-        return self.dtype if self.low_masters else torch.float32
+        return self.dtype if self.bf16_masters else torch.float32
 
     @property
     def state_dtype(self) -> torch.dtype:
@@ -421,7 +421,7 @@ class Setup:
         plain = replace(self, steady=False, elastic=False, accumulation=1, autocast=False)
         # fp16 cannot represent the bf16 numbers that identify elements. Both have the same size.
         precision = "bf16" if self.precision == "fp16" else self.precision
-        plain = replace(plain, optimizer=optimizer, precision=precision, low_masters=False)
+        plain = replace(plain, optimizer=optimizer, precision=precision, bf16_masters=False)
         return replace(plain, ratio=1.0, nvme="", quantized="")
 
     def config(self) -> dict[str, Any]:
@@ -466,9 +466,9 @@ class Setup:
         types: dict[str, Any] = {"bf16": {"enabled": self.precision == "bf16"}}
         if self.precision == "fp16":
             types["fp16"] = {"enabled": True, **QUICK_SCALER}
-        if self.low_masters and self.precision == "fp16":
+        if self.bf16_masters and self.precision == "fp16":
             types["fp16"]["fp16_master_weights_and_grads"] = True
-        elif self.low_masters:
+        elif self.bf16_masters:
             masters = {"bf16_master_weights_and_grads": True}
             types["bf16"] |= {**masters, "bf16_optimizer_states": not self.offload}
         if self.autocast:
