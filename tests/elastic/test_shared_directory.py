@@ -223,8 +223,8 @@ def test_a_killed_worker_resumes_although_names_are_cached(
         assert nodes.last_step() % SAVE_EVERY == 0
         check_job(nodes, undisturbed, "lose a worker where names are cached", since)
         path = nodes.folder / "checkpoints"
-        text = f"{path} is one directory on all 2 hosts; the slowest wrote and synced"
-        pattern = re.escape(text) + r" 4 MiB there in ([0-9.e-]+) s\."
+        text = f"{path} is the same directory on all 2 hosts; the slowest wrote and synced 4 MiB"
+        pattern = re.escape(text) + r" in ([0-9.e-]+) s\."
         durations = re.findall(pattern, nodes.log_of(FIRST))
         assert durations
         assert all(float(seconds) > 0 for seconds in durations)
