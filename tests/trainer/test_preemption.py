@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,6 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from typing_extensions import override
 
-from lightning_elastic_zero.tools.verification import verify_checkpoint
 from lightning_elastic_zero.trainer.preemption import EXIT_CODE, NAME, PreemptionCheckpoint
 from tests.support.ranks import Pools
 from tests.trainer._recorded_data import IndexedSamples
@@ -181,9 +177,9 @@ def fit_until_preempted_in_validation(run: RunSpec, reason: str = "") -> tuple[P
 
 
 def fit_until_preempted(
-    run: RunSpec, names: tuple[str, ...] = (), in_save: bool = False, notice: str = ""
+    run: RunSpec, names: tuple[str, ...] = (), in_save: bool = False
 ) -> Preempted:
-    """Fit; the last rank gets a notice after step 3, by a file, a URL or signals."""
+    """Fit; the last rank gets a notice after step 3, by a file or signals."""
     pl.seed_everything(run.seed, workers=True, verbose=False)
     notified = comm.get_rank() == comm.get_world_size() - 1
     file = Path(run.root) / "notice"
@@ -194,7 +190,7 @@ def fit_until_preempted(
         time.sleep(0.4)  # Time for the ranks' threads to agree, as in runs of realistic size.
 
     sends = [SendsSignals(names, 3, in_save)] if notified and names else []
-    preemption = PreemptionCheckpoint((notice or str(file)) if notified else None)
+    preemption = PreemptionCheckpoint(str(file) if notified else None)
     notifies = callbacks.LambdaCallback(on_train_batch_end=notify)
     trainer = trainer_of(run, [*sends, notifies, preemption, saves_of(run)])
     return fit_until_it_ends(trainer, run, preemption)
@@ -245,49 +241,6 @@ def test_a_preempted_run_ends_in_time_and_continues_on_another_world(
         assert resumed.global_step == STEPS
         for at, loss in resumed.losses.items():
             assert loss == pytest.approx(expected.losses[at], rel=1e-4), at
-
-
-@contextmanager
-def metadata_server(file: Path, answers: list[str]) -> Iterator[str]:
-    """Yield the URL of a server that reports whether a file exists, as Google Cloud's does."""
-
-    class Answering(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            answers.append("TRUE" if file.exists() else "FALSE")
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(answers[-1].encode())
-
-        def log_message(self, *_: Any) -> None:
-            """Do not log."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/computeMetadata/v1/instance/preempted"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("background", [False, True])
-def test_a_notice_by_a_url_saves_within_the_grace_period(
-    background: bool, worlds: Pools, tmp_path: Path
-) -> None:
-    root = tmp_path / "run"
-    run = RunSpec(stage=2, root=str(root), strategy={"async_save": background})
-    answers: list[str] = []
-    with metadata_server(root / "notice", answers) as url:
-        ended = worlds.run(2, partial(fit_until_preempted, run, notice=url))
-    assert answers.count("TRUE") == 1  # The callback stops polling after the notice.
-    assert answers[-1] == "TRUE"
-    assert [e.code for e in ended] == [EXIT_CODE, 0]
-    assert 0.0 < max(e.seconds for e in ended) < GRACE_S
-    (step,) = {e.step for e in ended}
-    saved = verify_checkpoint(root / NAME)
-    assert (saved.is_sound, saved.steps) == (True, step)
 
 
 @pytest.mark.long
