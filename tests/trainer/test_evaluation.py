@@ -147,14 +147,6 @@ def test_a_config_refused_for_training_can_evaluate(
         assert [seen["loss"] for seen in found] == wanted, config
 
 
-def test_a_test_of_a_missing_checkpoint_is_refused(worlds: Pools, tmp_path: Path) -> None:
-    """The test must not run with fresh weights."""
-    plan = FitSpec(str(tmp_path), 3, ckpt_path=f"{tmp_path}/none.ckpt")
-    for message in worlds.run(2, partial(error_of, plan, "test")):
-        assert message.startswith("CheckpointNotFoundError")
-        assert "none.ckpt" in message
-
-
 @pytest.mark.parametrize(("stage", "weights_only"), [(1, False), (2, True), (3, False), (3, True)])
 def test_converted_weights_load_into_a_plain_model(
     stage: int, weights_only: bool, worlds: Pools, tmp_path: Path

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -11,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_elastic_zero.storage import writers as concurrent_runs
 from lightning_elastic_zero.storage.writers import RUN_MARKER_PREFIX, ProcessIdentity
 from tests.support.fits import FitSpec, error_of, fit, listing
 from tests.support.outcome import captured_log
@@ -109,51 +107,21 @@ def test_another_live_run_in_the_folder_causes_one_warning(worlds: Pools, tmp_pa
     assert not list(tmp_path.glob(f"{RUN_MARKER_PREFIX}*"))
 
 
-def writes_a_note_with_its_save(root: str, background: bool) -> bool:
-    """Save into a missing folder; return whether the run writes its note immediately."""
-    names = vars(concurrent_runs)
-    interval_s, names["TOUCH_INTERVAL_S"] = names["TOUCH_INTERVAL_S"], 2 * HANG_TIMEOUT_S
-    options = {"save_top_k": -1, "every_n_train_steps": 1}
-    trainer, net, data, _ = FitSpec(
-        root, 2, checkpoint=options, strategy={"async_save": background}
-    ).make()
-    found: list[Path] = []
-
-    def look(*_: Any) -> None:
-        end = time.monotonic() + HANG_TIMEOUT_S
-        while not found and time.monotonic() < end:
-            found.extend(Path(root).glob(f"{RUN_MARKER_PREFIX}*"))
-            time.sleep(0.01)
-
-    trainer.callbacks.append(LambdaCallback(on_train_epoch_end=look))  # type: ignore[attr-defined]
-    try:
-        trainer.fit(net, data)
-    finally:
-        names["TOUCH_INTERVAL_S"] = interval_s
-    return bool(found)
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_runs_that_start_together_see_each_other_at_their_saves(
-    background: bool, worlds: Pools, tmp_path: Path
-) -> None:
-    """The folder does not exist before the first save."""
-    call = partial(writes_a_note_with_its_save, str(tmp_path / "new"), background)
-    assert worlds.run(1, call) == [True]
-
-
 @pytest.mark.parametrize(
-    ("path", "error"),
+    ("path", "verb", "error"),
     [
-        ("ftp://bucket/run", "UnsupportedError"),
-        ("nowhere.ckpt", "CheckpointNotFoundError"),
-        ("", "CheckpointFormatError"),
+        ("ftp://bucket/run", "fit", "UnsupportedError"),
+        ("nowhere.ckpt", "fit", "CheckpointNotFoundError"),
+        ("nowhere.ckpt", "test", "CheckpointNotFoundError"),
+        ("", "fit", "CheckpointFormatError"),
     ],
 )
 def test_paths_without_a_checkpoint_are_refused_on_every_rank(
-    path: str, error: str, worlds: Pools, tmp_path: Path
+    path: str, verb: str, error: str, worlds: Pools, tmp_path: Path
 ) -> None:
+    """A test must not run with fresh weights."""
     ckpt_path = path if "://" in path else str(tmp_path / path)
     plan = FitSpec(str(tmp_path / "out"), 2, ckpt_path=ckpt_path)
-    for message in worlds.run(2, partial(error_of, plan)):
+    for message in worlds.run(2, partial(error_of, plan, verb)):
         assert message.startswith(error), message
+        assert path in message

@@ -1,10 +1,9 @@
-"""Saves that are interrupted by Ctrl-C, and signs of life for other machines during saves."""
+"""Signs of life for other machines during saves."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -13,62 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from deepspeed import comm
 
-from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
+from lightning_elastic_zero.api import save_checkpoint
 from lightning_elastic_zero.checkpoint import save as saving
-from lightning_elastic_zero.storage import disk_checkpoints as atomic
 from lightning_elastic_zero.storage import writers as process_identity
 from tests.support.ranks import Pools
-from tests.support.small_checkpoints import before_each_syscall
 from tests.trainer import _failure_cases
 
 pytestmark = pytest.mark.engine
-
-
-def cannot_exchange(*_: Path) -> bool:
-    """Refuse to exchange two names, as NFS and Lustre do."""
-    return False
-
-
-def interrupt_between_the_renames(root: str) -> dict[str, Any]:
-    """Save, train, and save again; rank 0 gets SIGINT while no checkpoint has the name."""
-    engine, target = _failure_cases.engine(), Path(root, "last.ckpt")
-    save_checkpoint(engine, target)
-    engine.backward(engine(torch.ones(1, 9)).sum())
-    engine.step()
-    sent: list[str] = []
-
-    def look() -> None:
-        if comm.get_rank() == 0 and not sent and not os.path.lexists(target):
-            sent.append("SIGINT")
-            os.kill(os.getpid(), signal.SIGINT)
-
-    raised = ""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    real = vars(atomic)["exchange_names"]
-    vars(atomic)["exchange_names"] = cannot_exchange
-    try:
-        with before_each_syscall(look):
-            save_checkpoint(engine, target)
-    except BaseException as error:  # noqa: BLE001 - the test checks it
-        raised = type(error).__name__
-    finally:
-        vars(atomic)["exchange_names"] = real
-        signal.signal(signal.SIGINT, before)
-    comm.barrier()
-    names = sorted(path.name for path in Path(root).iterdir())
-    step = load_checkpoint(engine, target).manifest.progress.global_steps
-    return {"raised": raised, "names": names, "step": step, "sent": sent}
-
-
-def test_ctrl_c_between_two_renames_keeps_the_new_checkpoint(worlds: Pools, tmp_path: Path) -> None:
-    found = worlds.run(2, partial(interrupt_between_the_renames, str(tmp_path)))
-    assert found[0]["sent"] == ["SIGINT"]
-    assert [result["raised"] for result in found] == ["KeyboardInterrupt", "RanksError"]
-    for result in found:
-        assert (result["names"], result["step"]) == (["last.ckpt"], 2)
 
 
 def watch(root: str) -> bool:
