@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.engines import OVERFLOW, fp16_on_cpu
 from tests.support.fits import WIDTH, RegressionNet, elastic, quiet_trainer
+from tests.support.oracle import differences
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
@@ -29,7 +30,7 @@ SCALER = {"initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 2}
 GLOBAL_BATCH, STEPS_PER_EPOCH = 12, 4
 """In micro-batches of 2 samples, so that the accumulation depends on the number of ranks."""
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+STATES = ("master", "exp_avg", "exp_avg_sq")
 
 KNOWN_TO_BOTH_SCALERS = {"cur_scale", "cur_iter", "last_overflow_iter"}
 """Entries of the loss scaler that stage 0 and ZeRO have in common."""
@@ -91,22 +92,32 @@ class StateRecorder(Callback):
 
     def __init__(self) -> None:
         self.held: list[Held] = []
+        self._trained: list[str] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.held.append(state_of(trainer.model) if trainer.global_step else {})
+        self._trained = [name for name, p in pl_module.named_parameters() if p.requires_grad]
+        # Before the first step, DeepSpeed's function for moments raises.
+        kinds = STATES if trainer.global_step else STATES[:1]
+        self.held.append(state_of(trainer.model, self._trained, kinds))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.held.append(state_of(trainer.model))
+        self.held.append(state_of(trainer.model, self._trained, STATES))
 
 
-def state_of(engine: Any) -> Held:
-    """Return the full state on each rank, read with DeepSpeed's functions. Collective."""
+def state_of(engine: Any, trained: Sequence[str], kinds: Sequence[str]) -> Held:
+    """Return the full state on each rank as host copies, read with DeepSpeed's functions.
+
+    Collective. ``kinds``: of states of the trained parameters.
+    """
     optimizer = engine.optimizer
-    found: Held = dict(_masters_and_moments(engine.module, optimizer))
-    for name, parameter in engine.module.named_parameters():
+    parameters = dict(engine.module.named_parameters())
+    found: Held = {}
+    for name in trained:
+        states = _states_of(parameters[name], optimizer, kinds)
+        found |= {f"{kind}/{name}": on_host(state) for kind, state in states}
+    for name, parameter in parameters.items():
         with zero.GatheredParameters([parameter]):
-            kind = "weight" if parameter.requires_grad else "frozen"
-            found[f"{kind}/{name}"] = on_host(parameter)
+            found[f"{'weight' if name in trained else 'frozen'}/{name}"] = on_host(parameter)
     found |= {f"buffer/{name}": on_host(b) for name, b in engine.module.named_buffers()}
     inner = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
     for index, group in enumerate(inner.param_groups):
@@ -119,28 +130,26 @@ def state_of(engine: Any) -> Held:
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a host copy, which engines do not change, and which is comparable between devices."""
     return tensor.detach().to("cpu", copy=True)
 
 
-def _masters_and_moments(module: nn.Module, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield masters and moments; DeepSpeed's functions do not support stage 0."""
-    named = {p: name for name, p in module.named_parameters() if p.requires_grad}
+def _states_of(
+    parameter: nn.Parameter, optimizer: Any, kinds: Sequence[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a parameter's master and moments; DeepSpeed's functions do not support stage 0."""
     if not hasattr(optimizer, "fp32_groups"):
-        for parameter, name in named.items():
-            yield f"master/{name}", on_host(safe_get_full_fp32_param(parameter))
-            for key in MOMENTS:
-                yield f"{key}/{name}", on_host(safe_get_full_optimizer_state(parameter, key))
+        yield kinds[0], safe_get_full_fp32_param(parameter)
+        yield from ((key, safe_get_full_optimizer_state(parameter, key)) for key in kinds[1:])
         return
     for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
         for weight, master in zip(weights, masters, strict=True):
-            yield f"master/{named[weight]}", on_host(master)
-            for key in MOMENTS:
-                yield f"{key}/{named[weight]}", on_host(optimizer.optimizer.state[master][key])
+            if weight is parameter:
+                yield kinds[0], master
+                yield from ((key, optimizer.optimizer.state[master][key]) for key in kinds[1:])
 
 
 def fit(plan: HalfFit) -> tuple[Held, Held]:
-    """Fit; return the state at the start of training (empty if not resumed) and at its end."""
+    """Fit; return the state at the start of training and at its end."""
     recorder = StateRecorder()
     saves = ModelCheckpoint(plan.root, save_last=True, enable_version_counter=False)
     batch = None if plan.manual else GLOBAL_BATCH
@@ -175,18 +184,9 @@ def wanted_of(saved: Held, source: HalfFit, target: HalfFit, found: Held) -> Hel
     return wanted
 
 
-def differing(wanted: Held, found: Held) -> list[str]:
-    """Return the keys of entries that are missing or not bitwise equal."""
-    return [key for key, value in wanted.items() if not is_same(value, found.get(key))]
-
-
-def is_same(one: object, other: object) -> bool:
-    """Return whether two values have the same type and bits."""
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return type(one) is type(other) and one == other
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    return torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (one, other)))
+def differing(wanted: Held, found: Held) -> dict[str, int]:
+    """Return the entries that are missing or not bitwise equal."""
+    return differences(wanted, {key: found[key] for key in wanted.keys() & found.keys()})
 
 
 CASES = [
@@ -222,7 +222,7 @@ def test_half_precision_state_is_restored_on_another_world(
     assert saved["counter/skipped_steps"] == 1
     assert saved["scaler/last_overflow_iter"] == "1"
     assert saved["weight/first.weight"].dtype == torch.float16
-    assert all(saved[f"{key}/first.weight"].any() for key in MOMENTS)
+    assert all(saved[f"{key}/first.weight"].any() for key in STATES[1:])
     last = str(tmp_path / "first" / "last.ckpt")
     second = HalfFit(str(tmp_path / "second"), other, target, 2, last, lr=0.9, seed=9)
     for start, end in worlds.run(more, partial(fit, second)):
@@ -267,7 +267,7 @@ def test_gradients_of_stage_0_equal_those_of_zero(
 
 def assert_close_moments(one: Held, other: Held) -> None:
     """Compare with tolerances, because sums in another order are rounded differently in fp16."""
-    for key in (f"{key}/{name}" for key in MOMENTS for name in ("first.weight", "last.weight")):
+    for key in (f"{key}/{name}" for key in STATES[1:] for name in ("first.weight", "last.weight")):
         assert other[key].any()
         torch.testing.assert_close(one[key], other[key], rtol=0.05, atol=1e-6)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -12,19 +11,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from deepspeed import zero
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, LambdaCallback, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.fits import elastic, quiet_trainer
 from tests.support.outcome import captured_log, error_text
 from tests.support.ranks import Pools
-
-KEYS = ("master", "exp_avg", "exp_avg_sq")
-
-State = dict[tuple[str, str], torch.Tensor]
+from tests.trainer.test_half_precision import STATES, Held, StateRecorder
 
 
 @dataclass(frozen=True)
@@ -50,11 +44,8 @@ class MiddleFit:
 
 @dataclass(frozen=True)
 class Seen:
-    start: State
-    """Masters and moments of trained parameters at the start of training."""
-    end: State
-    weights: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
-    """Weights of all parameters at the start and at the end of training."""
+    start: Held
+    end: Held
     warned: list[str]
 
 
@@ -84,56 +75,21 @@ class Net(pl.LightningModule):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.05)
 
 
-class Look(Callback):
-    """Records masters and moments with DeepSpeed's functions at the start and end of training."""
-
-    def __init__(self, plan: MiddleFit) -> None:
-        self.plan = plan
-        self.states: list[State] = []
-        self.weights: list[dict[str, torch.Tensor]] = []
-        self._trained: list[str] = []
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._trained = [name for name, p in pl_module.named_parameters() if p.requires_grad]
-        # Before the first step, DeepSpeed's function for moments raises.
-        self._look(pl_module, KEYS if trainer.global_step else KEYS[:1])
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Unfreeze the middle layer in its epoch."""
-        if trainer.current_epoch == self.plan.thawed_in:
-            pl_module.get_submodule(self.plan.middle).requires_grad_(True)
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._look(pl_module, KEYS)
-
-    def _look(self, module: nn.Module, keys: Sequence[str]) -> None:
-        """Record masters and moments by parameter. Collective."""
-        parameters = dict(module.named_parameters())
-        self.states.append(
-            {
-                (name, key): (
-                    safe_get_full_fp32_param(parameters[name])
-                    if key == "master"
-                    else safe_get_full_optimizer_state(parameters[name], key)
-                ).clone()
-                for name in self._trained
-                for key in keys
-            }
-        )
-        with zero.GatheredParameters([*parameters.values()]):
-            self.weights.append({name: p.detach().clone() for name, p in parameters.items()})
-
-
 def fit(plan: MiddleFit) -> Seen:
-    """Fit; return the state and the warnings."""
-    look = Look(plan)
+    """Fit; return the state at the start and end of training, and the warnings."""
+
+    def thaw(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if trainer.current_epoch == plan.thawed_in:
+            module.get_submodule(plan.middle).requires_grad_(True)
+
+    recorder, thaws = StateRecorder(), LambdaCallback(on_train_epoch_start=thaw)
     saves = ModelCheckpoint(plan.root, save_last=True, enable_version_counter=False)
     strategy = elastic(stage=plan.stage, global_batch_size=6, **plan.strategy)
-    trainer = quiet_trainer(strategy, look, saves, max_epochs=plan.epochs)
+    trainer = quiet_trainer(strategy, recorder, thaws, saves, max_epochs=plan.epochs)
     with captured_log("lightning_elastic_zero", logging.WARNING) as warned:
         trainer.fit(Net(plan), ckpt_path=plan.ckpt_path)
-    start, end = look.states
-    return Seen(start, end, (look.weights[0], look.weights[1]), warned)
+    start, end = recorder.held
+    return Seen(start, end, warned)
 
 
 def refusal(plan: MiddleFit) -> str:
@@ -167,22 +123,27 @@ KNOWN = ("first.weight", "first.bias", "last.weight", "last.bias")
 GONE = ("gone.weight", "gone.bias")
 NEW = ("new.weight", "new.bias")
 MIDDLE = ("middle.weight", "middle.bias")
+FROZEN = ("frozen/middle.weight", "frozen/middle.bias")
 LENIENT = {"strict_optimizer": False}
+
+
+def trained(held: Held) -> set[str]:
+    return {key.removeprefix("master/") for key in held if key.startswith("master/")}
 
 
 def assert_restored(seen: Seen, saved: Seen) -> None:
     """Fail unless masters and moments of the known parameters bitwise equal the saved ones."""
-    for name in KNOWN:
-        for key in KEYS:
-            assert saved.end[name, key].any()
-            assert torch.equal(seen.start[name, key], saved.end[name, key]), (name, key)
+    for key in (f"{kind}/{name}" for kind in STATES for name in KNOWN):
+        assert saved.end[key].any()
+        assert torch.equal(seen.start[key], saved.end[key]), key
 
 
-def assert_fresh(seen: Seen, name: str) -> None:
-    """Fail unless a parameter starts without moments and is trained."""
-    assert not seen.start[name, "exp_avg"].any()
-    assert not seen.start[name, "exp_avg_sq"].any()
-    assert not torch.equal(seen.end[name, "master"], seen.start[name, "master"])
+def assert_fresh(seen: Seen, name: str, start: torch.Tensor) -> None:
+    """Fail unless a parameter starts with a master and without moments, and is trained."""
+    assert torch.equal(seen.start[f"master/{name}"], start)
+    assert not seen.start[f"exp_avg/{name}"].any()
+    assert not seen.start[f"exp_avg_sq/{name}"].any()
+    assert not torch.equal(seen.end[f"master/{name}"], start)
 
 
 def assert_warned(warned: list[str], *names: str) -> None:
@@ -214,11 +175,10 @@ def test_known_parameters_are_restored_and_others_are_listed(
     configured = worlds.run(more, partial(fit, other))[0].start
     found = worlds.run(more, partial(fit, replace(again, strategy=LENIENT)))
     for seen in found:
-        assert {name for name, _ in seen.start} == {*KNOWN, *NEW}
+        assert trained(seen.start) == {*KNOWN, *NEW}
         assert_restored(seen, saved)
         for name in NEW:
-            assert torch.equal(seen.start[name, "master"], configured[name, "master"])
-            assert_fresh(seen, name)
+            assert_fresh(seen, name, configured[f"master/{name}"])
     assert_warned(found[0].warned, *NEW, *GONE)
 
 
@@ -231,22 +191,21 @@ def test_a_layer_unfrozen_before_a_resume_starts_from_its_saved_weights(
     """A layer that a callback unfroze before the save was not trained, and needs no option."""
     first = MiddleFit(str(tmp_path / "run"), source, trains=False, thawed_in=1, epochs=2)
     saved = worlds.run(ranks, partial(fit, first))[0]
-    assert {name for name, _ in saved.end} == {*KNOWN}
+    assert trained(saved.end) == {*KNOWN}
     as_before = first.resumed(stage=target, root=str(tmp_path / "as before"), thawed_in=2)
     for seen in worlds.run(more, partial(fit, as_before)):
         assert_restored(seen, saved)
-        for name in MIDDLE:
-            for weights in seen.weights:
-                assert torch.equal(weights[name], saved.weights[1][name])
+        for key in FROZEN:
+            for held in (seen.start, seen.end):
+                assert torch.equal(held[key], saved.end[key])
     again = first.resumed(stage=target, trains=True)
     assert_refused(worlds, more, again, *MIDDLE)
     found = worlds.run(more, partial(fit, replace(again, strategy=LENIENT)))
     for seen in found:
-        assert {name for name, _ in seen.start} == {*KNOWN, *MIDDLE}
+        assert trained(seen.start) == {*KNOWN, *MIDDLE}
         assert_restored(seen, saved)
-        for name in MIDDLE:
-            assert torch.equal(seen.start[name, "master"], saved.weights[1][name])
-            assert_fresh(seen, name)
+        for name, key in zip(MIDDLE, FROZEN, strict=True):
+            assert_fresh(seen, name, saved.end[key])
     assert_warned(found[0].warned, *MIDDLE)
 
 
@@ -260,11 +219,11 @@ def test_a_layer_frozen_before_a_resume_keeps_its_masters(
     assert_refused(worlds, more, again, *MIDDLE)
     found = worlds.run(more, partial(fit, replace(again, strategy=LENIENT)))
     for seen in found:
-        assert {name for name, _ in seen.start} == {*KNOWN}
+        assert trained(seen.start) == {*KNOWN}
         assert_restored(seen, saved)
-        for name in MIDDLE:
-            for weights in seen.weights:
-                assert torch.equal(weights[name], saved.end[name, "master"])
+        for name, key in zip(MIDDLE, FROZEN, strict=True):
+            for held in (seen.start, seen.end):
+                assert torch.equal(held[key], saved.end[f"master/{name}"])
     assert_warned(found[0].warned, *MIDDLE)
 
 
