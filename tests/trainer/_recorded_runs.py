@@ -24,7 +24,7 @@ from torch import distributed, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from tests.support.fits import elastic, quiet_trainer
+from tests.support.fits import digests, elastic, quiet_trainer
 from tests.support.outcome import captured_log, captured_warnings, error_text
 from tests.support.ranks import Pools
 from tests.trainer import _recorded_data
@@ -61,6 +61,8 @@ class RunSpec:
     seed: int = 3
     callbacks: tuple[Callable[[], Callback], ...] = ()
     """Create callbacks in the rank; they precede the ``EventRecorder``."""
+    net: Callable[[RunSpec], RecordingNet] | None = None
+    """Creates another module than ``RecordingNet``."""
 
     def resumed(self, moment: str, **changes: Any) -> RunSpec:
         """Return a run that resumes from this run's save at a moment, by default without saves."""
@@ -89,6 +91,8 @@ class RunRecord:
     """Random numbers that this process draws at the end."""
     buffer: list[float]
     """A buffer of the module that every micro-batch changes."""
+    weights: dict[str, str]
+    """Digests of all weights and buffers at the end."""
     loops: dict[str, dict[str, Any]]
     """All counters of the fit's loops, at the start of each micro-batch and at the end."""
 
@@ -351,7 +355,7 @@ def assert_refused(worlds: Pools, world: int, run: RunSpec, error: str, *parts: 
 def _fit(run: RunSpec) -> RunRecord:
     pl.seed_everything(run.seed, workers=True, verbose=False)
     torch.manual_seed(run.seed + comm.get_rank())  # Ranks draw different numbers, as on devices.
-    net, watch = RecordingNet(run), EventRecorder(run)
+    net, watch = (run.net or RecordingNet)(run), EventRecorder(run)
     trainer = trainer_of(run, [*(make() for make in run.callbacks), watch])
     val = DataLoader(IndexedSamples(8, 0.0), batch_size=2) if run.validate else None
     trainer.fit(net, run.loaders(), val, ckpt_path=run.ckpt_path)
@@ -387,5 +391,6 @@ def gather_record(trainer: pl.Trainer, net: RecordingNet, watch: EventRecorder) 
         messages=[],
         drawn=torch.rand(2).tolist(),
         buffer=net.mean.tolist(),
+        weights=digests(net),
         loops=watch.loops,
     )

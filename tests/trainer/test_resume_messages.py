@@ -20,7 +20,6 @@ from tests.support.outcome import captured_warnings
 from tests.support.ranks import Pools
 from tests.trainer._recorded_data import IndexedSamples
 from tests.trainer._recorded_runs import (
-    EventRecorder,
     RecordingNet,
     RunRecord,
     RunSpec,
@@ -213,22 +212,19 @@ class EpochNet(RecordingNet):
         self.eval()
 
 
-def warnings_about_hooks(run: RunSpec) -> list[str]:
-    net = EpochNet(run)
-    callbacks = [LambdaCallback(on_train_epoch_start=lambda *_: None), LearningRateMonitor()]
-    options = {**run.trainer, "logger": CSVLogger(run.root)}
-    trainer = trainer_of(replace(run, trainer=options), [*callbacks, EventRecorder(run)])
-    with captured_warnings("is not called for epoch") as warned:
-        trainer.fit(net, run.loaders(), ckpt_path=run.ckpt_path)
-    return warned
+def nothing(*_: Any) -> None:
+    """Do nothing at the start of an epoch."""
 
 
 def test_hooks_at_an_epochs_start_that_are_not_called_cause_a_warning(
     worlds: Pools, tmp_path: Path
 ) -> None:
     """Only hooks of users, and only if they are not called."""
-    run = RunSpec(save=("step 1.2", "epoch 0"), root=str(tmp_path))
-    assert not worlds.run(2, partial(warnings_about_hooks, run))[0]
-    assert not worlds.run(2, partial(warnings_about_hooks, run.resumed("epoch 0")))[0]
-    (warning,) = worlds.run(2, partial(warnings_about_hooks, run.resumed("step 1.2")))[0]
+    run = RunSpec(save=("step 1.2", "epoch 0"), root=str(tmp_path), net=EpochNet)
+    made = (partial(LambdaCallback, on_train_epoch_start=nothing), LearningRateMonitor)
+    run = replace(run, callbacks=made, trainer={"logger": CSVLogger(run.root)})
+    runs = [run, run.resumed("epoch 0"), run.resumed("step 1.2")]
+    warned = [messages_with(seen, "is not called for epoch") for seen in records(worlds, 2, runs)]
+    assert warned[:2] == [[], []]
+    (warning,) = warned[2]
     assert "of EpochNet, LambdaCallback, EventRecorder is not called for epoch 1" in warning

@@ -13,25 +13,21 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from tests.support.fits import digests
-from tests.support.outcome import captured_warnings
 from tests.support.ranks import Pools
-from tests.trainer._recorded_data import IndexedSamples
 from tests.trainer._recorded_runs import (
-    EventRecorder,
     RecordingNet,
     RunRecord,
     RunSpec,
     fit,
     from_step,
-    gather_record,
-    trainer_of,
+    record,
 )
 
 pytestmark = pytest.mark.engine
+
+WARNING = "Frozen weights have changed"
 
 
 class MomentumNet(RecordingNet):
@@ -74,16 +70,7 @@ def move_a_batch(trainer: pl.Trainer, *_: Any, **__: Any) -> None:
     trainer.strategy.batch_to_device(torch.zeros(1))
 
 
-def trained(run: RunSpec) -> tuple[RunRecord, dict[str, str], list[str]]:
-    """Fit; return the record, the digests of the weights and buffers, and the warnings."""
-    pl.seed_everything(run.seed, workers=True, verbose=False)
-    net, watch = MomentumNet(run), EventRecorder(run)
-    moves = LambdaCallback(on_fit_start=move_a_batch, on_train_batch_end=move_a_batch)
-    trainer = trainer_of(run, [watch, moves])
-    val = DataLoader(IndexedSamples(8, 0.0), batch_size=2) if run.validate else None
-    with captured_warnings("Frozen weights have changed") as warned:
-        trainer.fit(net, run.loaders(), val, ckpt_path=run.ckpt_path)
-    return gather_record(trainer, net, watch), digests(net), warned
+MOVES = partial(LambdaCallback, on_fit_start=move_a_batch, on_train_batch_end=move_a_batch)
 
 
 @pytest.mark.parametrize(("stage", "asynchronous"), [(0, False), (2, False), (2, True)])
@@ -98,20 +85,21 @@ def test_frozen_weights_and_buffers_are_those_of_the_last_step(
         validate=True,
         trainer={"val_check_interval": 2},
         strategy={"async_save": asynchronous},
+        net=MomentumNet,
+        callbacks=(MOVES,),
     )
-    reference = worlds.run(2, partial(trained, run))
-    assert not reference[0][2]
+    reference = worlds.run(2, partial(fit, run))
+    assert not any(WARNING in text for text in reference[0].messages)
     for moment in run.save:
-        for seen, expected in zip(
-            worlds.run(2, partial(trained, run.resumed(moment))), reference, strict=True
-        ):
-            assert seen[1] == expected[1], moment
-            assert seen[0].steps == from_step(expected[0].steps, min(seen[0].steps)), moment
+        resumed = worlds.run(2, partial(fit, run.resumed(moment)))
+        for seen, expected in zip(resumed, reference, strict=True):
+            assert seen.weights == expected.weights, moment
+            assert seen.steps == from_step(expected.steps, min(seen.steps)), moment
 
 
 def test_frozen_weights_without_a_copy_cause_a_warning(worlds: Pools, tmp_path: Path) -> None:
-    run = RunSpec(save=("inside 0.0", "inside 0.3"), root=str(tmp_path))
-    (warning,) = worlds.run(2, partial(trained, run))[0][2]
+    run = RunSpec(save=("inside 0.0", "inside 0.3"), root=str(tmp_path), net=MomentumNet)
+    (warning,) = [text for text in record(worlds, 2, run).messages if WARNING in text]
     assert "teacher.bias, teacher.weight. This checkpoint" in warning
 
 

@@ -15,18 +15,16 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from tests.support.fits import elastic, quiet_trainer
-from tests.support.outcome import captured_warnings, error_text
 from tests.support.ranks import Pools
 from tests.trainer._recorded_data import IndexedSamples, StatefulLoader, Stream
 from tests.trainer._recorded_runs import (
-    EventRecorder,
     RecordingNet,
     RunRecord,
     RunSpec,
+    assert_continued,
     assert_refused,
     fit,
     from_step,
-    gather_record,
     record,
     records,
     trainer_of,
@@ -127,23 +125,17 @@ class BackwardTwice(RecordingNet):
         optimizer.step()
 
 
-def warnings_of_backward(net: type[RecordingNet], stage: int) -> list[str]:
-    """Train with manual optimization; return the warnings about its backward passes."""
-    run = RunSpec(manual=True, batch_size=6, epochs=1, stage=stage)
-    with captured_warnings("manual_backward") as warned:
-        trainer_of(run, []).fit(net(run), run.loaders())
-    return warned
-
-
 @pytest.mark.parametrize(("stage", "count"), [(0, 0), (2, 1)])
 def test_several_backward_passes_per_step_cause_a_warning_in_zero(
     stage: int, count: int, worlds: Pools
 ) -> None:
     """DeepSpeed does not add up their gradients."""
-    for warned in worlds.run(2, partial(warnings_of_backward, BackwardTwice, stage))[:1]:
-        assert len(warned) == count
-        assert all(f"ZeRO-{stage} does not add up the gradients" in text for text in warned)
-    assert not any(worlds.run(2, partial(warnings_of_backward, RecordingNet, stage)))
+    run = RunSpec(manual=True, batch_size=6, epochs=1, stage=stage)
+    once, twice = records(worlds, 2, [run, replace(run, net=BackwardTwice)])
+    warned = [text for text in twice.messages if "manual_backward" in text]
+    assert len(warned) == count
+    assert all(f"ZeRO-{stage} does not add up the gradients" in text for text in warned)
+    assert not any("manual_backward" in text for text in once.messages)
 
 
 def test_manual_and_automatic_optimization_do_not_resume_each_other(
@@ -183,21 +175,15 @@ class StepsEverySecondBatch(RecordingNet):
             optimizer.zero_grad()
 
 
-def warnings_of_gradients(run: RunSpec) -> list[str]:
-    with captured_warnings("lacks the gradients") as warned:
-        trainer_of(run, [EventRecorder(run)]).fit(StepsEverySecondBatch(run), run.loaders())
-    return warned
-
-
 def test_a_save_that_lacks_gradients_of_manual_optimization_causes_a_warning(
     worlds: Pools, tmp_path: Path
 ) -> None:
     """A resume from a save between two steps does not repeat their batches."""
     run = RunSpec(manual=True, batch_size=6, stage=0, length=72, root=str(tmp_path))
-    between = replace(run, save=("step 0.3", "step 0.4", "step 1.2"))
-    (warned,) = worlds.run(2, partial(warnings_of_gradients, between))[:1]
-    assert len(warned) == 1
-    assert "lacks the gradients of 1 manual_backward calls" in warned[0]
+    run = replace(run, net=StepsEverySecondBatch, save=("step 0.3", "step 0.4", "step 1.2"))
+    messages = record(worlds, 2, run).messages
+    (warning,) = [text for text in messages if "lacks the gradients" in text]
+    assert "lacks the gradients of 1 manual_backward calls" in warning
 
 
 class FetchesBatches(RecordingNet):
@@ -219,27 +205,15 @@ class FetchesTwoBatches(FetchesBatches):
     each = 2
 
 
-def fit_net(net_class: type[FetchesBatches], run: RunSpec) -> RunRecord:
-    watch, net = EventRecorder(run), net_class(run)
-    trainer = trainer_of(run, [watch])
-    trainer.fit(net, run.loaders(), ckpt_path=run.ckpt_path)
-    return gather_record(trainer, net, watch)
-
-
-def error_with_two_batches(run: RunSpec) -> str:
-    return error_text(lambda: fit_net(FetchesTwoBatches, run))
-
-
 def test_a_step_that_fetches_its_batches_may_fetch_only_one(worlds: Pools, tmp_path: Path) -> None:
     """With several batches, a resume would repeat samples."""
     run = RunSpec(length=96, batch_size=6, save=("step 0.3",), root=str(tmp_path))
-    reference = worlds.run(2, partial(fit_net, FetchesBatches, run))[0]
+    run = replace(run, net=FetchesBatches)
+    reference = record(worlds, 2, run)
     for world in (1, 2):
-        resumed = run.resumed("step 0.3")
-        seen = worlds.run(world, partial(fit_net, FetchesBatches, resumed))[0]
-        assert seen.steps == from_step(reference.steps, 3)
-    for message in worlds.run(2, partial(error_with_two_batches, run)):
-        assert message.startswith("UnsupportedError: training_step has taken 4 batches from")
+        assert_continued(worlds, world, run, reference, {"step 0.3": 3})
+    error = "UnsupportedError: training_step has taken 4 batches from"
+    assert_refused(worlds, 2, replace(run, net=FetchesTwoBatches), error)
 
 
 class CountedLoader(StatefulLoader):
