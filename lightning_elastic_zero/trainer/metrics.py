@@ -150,11 +150,6 @@ class ResumableResults(running._ResultCollection):
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
         super().reset(metrics, fx)
         if metrics is None and fx is None:
-            if lost := [key for key, saved in self._given.items() if saved["is_grouped"]]:
-                rank_zero_warn(
-                    f"{', '.join(lost)}: logged over a group of ranks before the resume but not "
-                    "after it, so this epoch has no value of it."
-                )
             for key in self._given:
                 self.pop(key, None)  # the next epoch may use other options
             self._given = {}

@@ -19,6 +19,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
+from lightning_elastic_zero.checkpoint.manager import CheckpointManager
 from lightning_elastic_zero.checkpoint.types import CheckpointStats
 from lightning_elastic_zero.core.progress import (
     Bar,
@@ -57,19 +58,19 @@ class CheckpointMonitor(Callback):
     def __init__(self) -> None:
         self._events: list[tuple[Literal["save", "load"], CheckpointStats]] = []
         """Those that were not logged yet."""
+        self._manager: CheckpointManager | None = None
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        manager = getattr(trainer.strategy, "checkpoint_manager", None)
-        if manager is not None:
-            if self._note not in manager.listeners:
-                manager.listeners.append(self._note)
-        else:
+        self._manager = getattr(trainer.strategy, "checkpoint_manager", None)
+        if self._manager is None:
             found = type(trainer.strategy).__name__
             rank_zero_warn(
                 f"CheckpointMonitor logs nothing: the strategy is {found}, expected "
                 "ElasticDeepSpeedStrategy; see docs/getting-started.md."
             )
+        elif self._note not in self._manager.listeners:
+            self._manager.listeners.append(self._note)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -86,24 +87,22 @@ class CheckpointMonitor(Callback):
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._log(trainer)
-        manager = getattr(trainer.strategy, "checkpoint_manager", None)
-        if manager is not None and self._note in manager.listeners:
-            manager.listeners.remove(self._note)
+        if self._manager is not None and self._note in self._manager.listeners:
+            self._manager.listeners.remove(self._note)
 
     def _note(self, kind: Literal["save", "load"], stats: CheckpointStats) -> None:
         self._events.append((kind, stats))
 
     def _log(self, trainer: pl.Trainer) -> None:
-        if (manager := getattr(trainer.strategy, "checkpoint_manager", None)) is not None:
-            manager.collect()
+        if self._manager is not None:
+            self._manager.collect()
         events, self._events = self._events, []
-        for kind, stats in events:
+        for kind, stats in events if trainer.is_global_zero else ():
             of_fit = kind == "load" and is_fitting(trainer)
             # A new run on saved weights starts at step 0.
             step = trainer.global_step if of_fit else stats.step
-            if trainer.is_global_zero:
-                for logger in trainer.loggers:
-                    _log(logger, kind, stats, step)
+            for logger in trainer.loggers:
+                _log(logger, kind, stats, step)
 
 
 def _log(logger: Logger, kind: Literal["save", "load"], stats: CheckpointStats, step: int) -> None:

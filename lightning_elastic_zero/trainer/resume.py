@@ -435,10 +435,9 @@ def _loader_unresumable_reason(loader: object, pending: PendingResume, *, is_kno
     kind = describe_loader(loader)
     if resumable_part_of(loader) is not None:
         unknown = (
-            f"the number of samples that the {kind} had yielded is unknown: either it has no "
-            "batch_size, and global_batch_size and logging_batch_size_per_gpu were not passed; or "
-            "it has no length and restarted within the epoch because another training loader is "
-            "longer"
+            f"the number of samples that the {kind} had yielded is unknown: it has no batch_size "
+            "(pass global_batch_size and logging_batch_size_per_gpu), or it has no length and "
+            "restarted within the epoch"
         )
         return "" if is_known else unknown
     if not pending.loader_states or not isinstance(loader, Stateful):
@@ -484,26 +483,22 @@ def _warn_of_other_order(pending: PendingResume, loaders: Sequence[Any]) -> None
 
 
 def _changed_order(pending: PendingResume, loaders: Sequence[Any], epoch: int) -> str:
-    """Return which samplers order an epoch differently than in the saved run; empty: none."""
-    names, unknown = [], []
+    """Return which sampler orders an epoch differently than in the saved run; empty: none."""
     for index, (loader, was) in enumerate(zip(loaders, pending.record.orders, strict=False)):
         elastic = elastic_sampler_of(loader)
         if elastic is None or was is None or was[0] != epoch:
             continue
         _restore_seed(elastic, pending, index)
+        name = type(elastic.sampler or elastic).__name__
         if not was[1]:
-            unknown.append(type(elastic.sampler or elastic).__name__)
-        elif elastic.order_digest(epoch) != was[1]:
-            names.append(type(elastic.sampler or elastic).__name__)
-    if unknown:
-        return f"{' and '.join(unknown)} {NO_DIGEST}"
-    if not names:
-        return ""
-    return (
-        f"{' and '.join(names)} put epoch {epoch} in another order than in the saved run (it may "
-        "count epochs, draw from a source that cannot be seeded, or depend on training). "
-        f"{REPRODUCIBLE}"
-    )
+            return f"{name} {NO_DIGEST}"
+        if elastic.order_digest(epoch) != was[1]:
+            return (
+                f"{name} put epoch {epoch} in another order than in the saved run (it may count "
+                "epochs, draw from a source that cannot be seeded, or depend on training). "
+                f"{REPRODUCIBLE}"
+            )
+    return ""
 
 
 def _position_loaders(

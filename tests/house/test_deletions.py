@@ -153,7 +153,7 @@ NOT_ON_DISK = {
     ("registry.py", "find_spec", "sys.meta_path.remove"),
     ("core/tensors.py", "numpy_to_python", "copy.copy"),
     ("checkpoint/manager.py", "collect", "self._saves.remove"),
-    ("trainer/monitor.py", "teardown", "manager.listeners.remove"),
+    ("trainer/monitor.py", "teardown", "self._manager.listeners.remove"),
     (
         "integrations/ray.py",
         "teardown",
