@@ -155,7 +155,7 @@ def save_at(run: AsyncSaveSpec, saver: type[SaveOnce]) -> None:
         assert not run.fit({}, saver(run)).errors
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("point", "stage", "max_snapshot_bytes"),
     [(point, *setting) for point, (*_, settings) in SAVE_POINTS.items() for setting in settings],

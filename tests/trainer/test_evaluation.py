@@ -27,7 +27,6 @@ WIDE = 12000
 CHUNK_BYTES = 65536
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_evaluations_on_any_number_of_ranks_are_equal(
     stage: int, worlds: Pools, tmp_path: Path

@@ -238,7 +238,6 @@ PARTIAL: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.cases(3)
 @pytest.mark.parametrize(("options", "text"), [p[1:] for p in PARTIAL], ids=[p[0] for p in PARTIAL])
 def test_state_changed_on_purpose_is_reported_and_not_compared(
     options: dict[str, Any], text: str, pools: Pools, tmp_path: Path

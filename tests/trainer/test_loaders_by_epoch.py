@@ -58,6 +58,7 @@ def test_a_seed_by_epoch_is_that_of_the_saved_epoch(
     assert_continued(worlds, world, run, reference, SEED_POINTS)
 
 
+@pytest.mark.long
 def test_loaders_created_in_an_earlier_epoch_cause_a_warning(worlds: Pools, tmp_path: Path) -> None:
     """A resume inside their second epoch creates them then, maybe with other values."""
     trainer = {"reload_dataloaders_every_n_epochs": 2}

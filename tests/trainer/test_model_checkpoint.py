@@ -48,6 +48,7 @@ def test_exactly_the_expected_checkpoints_are_kept(
     assert all(found.values()), found
 
 
+@pytest.mark.long
 def test_last_saved_on_fewer_ranks_has_no_old_shards(worlds: Pools, tmp_path: Path) -> None:
     root = str(tmp_path)
     worlds.run(3, partial(fit, FitSpec(root, 3)))

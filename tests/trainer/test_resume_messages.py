@@ -72,6 +72,7 @@ def test_a_configured_rate_replaced_by_the_saved_one_is_reported(
     assert messages_with(first[0], "Global batch of 12: 2 devices x 3 micro-batches of 2 samples")
 
 
+@pytest.mark.long
 def test_a_schedule_that_the_saved_run_did_not_have_causes_a_warning(
     worlds: Pools, tmp_path: Path
 ) -> None:
@@ -140,6 +141,7 @@ def test_a_resume_at_an_epochs_end_names_the_next_epoch(worlds: Pools, tmp_path:
         assert min(seen.steps) == 5
 
 
+@pytest.mark.long
 def test_step_and_epoch_of_a_resume_are_reported_for_every_format(
     worlds: Pools, tmp_path: Path
 ) -> None:
