@@ -399,16 +399,12 @@ def loaders_of(kind: str, length: int, size: int, noise: float, options: dict[st
             return LoadersByEpoch(kind, length, size, options)
         case "plain" | "skips":
             return made(data, shuffle=True)
-        case "positional":
-            return DataLoader(data, size, True, **options)
         case "sampler":
             return made(data, sampler=Backwards(length))
         case "own generator":
             return made(data, shuffle=True, generator=torch.Generator().manual_seed(5))
         case "replacement":
             return made(data, sampler=RandomSampler(data, replacement=True))
-        case "explicit SequentialSampler":
-            return made(data, sampler=SequentialSampler(data))
         case "None instead of a batch":
             return made(data, sampler=range(length), collate_fn=_none_for_one)
         case "in order":

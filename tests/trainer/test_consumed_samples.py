@@ -92,7 +92,6 @@ SCENARIOS: dict[str, RunSpec] = {
     ),
     "loaders made anew": RunSpec(trainer={"reload_dataloaders_every_n_epochs": 1}),
     "validated by the clock": RunSpec(validate=True, trainer={"val_check_interval": "00:01:00:00"}),
-    "positional arguments": RunSpec(kind="positional"),
     "manual optimization": RunSpec(manual=True, batch_size=12, dropout=0.2, validate=True),
     "a short last window": RunSpec(**SHORT, dropout=0.2, schedule="lambda"),
     "short windows, a limit beyond the data": RunSpec(

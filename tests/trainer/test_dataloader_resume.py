@@ -337,19 +337,6 @@ def test_a_sampler_that_differs_between_ranks_is_refused_in_any_epoch(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("world", [1, 2])
-def test_shuffling_of_an_unshuffled_loader_by_lightning_is_reported(
-    world: int, worlds: Pools
-) -> None:
-    seen = records(worlds, world, [RunSpec(kind="in order"), RunSpec()])
-    warned = [[text for text in each.messages if "shuffled" in text] for each in seen]
-    assert [len(texts) for texts in warned] == [1, 0]
-    assert warned[0][0].startswith("The training DataLoader of IndexedSamples yields every")
-    assert "sampler=range(len(dataset))" in warned[0][0]
-    assert seen[0].steps == seen[1].steps
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("kind", ["range", "own distributed sampler"])
 def test_ordered_samplers_yield_consecutive_samples_on_any_world(
     kind: str, worlds: Pools, tmp_path: Path

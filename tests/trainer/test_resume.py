@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.fits import FitSpec, error_of, evaluate, fit, listing
+from tests.support.fits import FitSpec, error_of, evaluate, fit
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
@@ -75,33 +75,3 @@ def test_load_hyperparameters_false_keeps_the_configured_schedule(
         assert seen["lrs"] == [0.25, 0.5]
         assert seen["lrs at end"] == [0.125, 0.25]
         assert seen["step"] == 4
-
-
-@pytest.mark.long
-def test_exclude_frozen_parameters_keeps_the_models_own(worlds: Pools, tmp_path: Path) -> None:
-    root = str(tmp_path)
-    options = {"exclude_frozen_parameters": True}
-    first = fit_all(worlds, 2, FitSpec(root, 3, strategy=options))[0]["end"]
-    again = FitSpec(root, 1, epochs=2, ckpt_path="last", seed=3)
-    for seen in fit_all(worlds, 3, again):
-        differ = {name for name, value in seen["start"].items() if value != first[name]}
-        assert differ == {"frozen.weight", "frozen.bias"}
-
-
-def test_precision_and_world_may_change_together(worlds: Pools, tmp_path: Path) -> None:
-    root = str(tmp_path)
-    fit_all(worlds, 2, FitSpec(root, 3, trainer={"precision": "bf16-true"}))
-    again = FitSpec(root, 2, epochs=2, ckpt_path="last", trainer={"precision": "32-true"})
-    assert fit_all(worlds, 1, again)[0]["step"] == 4
-    mixed = FitSpec(root, 1, epochs=3, ckpt_path="last", trainer={"precision": "bf16-mixed"})
-    assert fit_all(worlds, 3, mixed)[0]["step"] == 6
-
-
-@pytest.mark.long
-def test_elastic_checkpoint_with_zero_3_is_accepted(worlds: Pools, tmp_path: Path) -> None:
-    """DeepSpeed itself raises."""
-    root = str(tmp_path)
-    config = {"zero_optimization": {"stage": 3, "elastic_checkpoint": True}}
-    plan = FitSpec(root, 3, strategy={"config": config | {"zero_allow_untested_optimizer": True}})
-    assert fit_all(worlds, 2, plan)[0]["step"] == 2
-    assert listing(root)["last.ckpt"]

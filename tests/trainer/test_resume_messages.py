@@ -178,7 +178,7 @@ def test_an_order_that_lightning_replaces_causes_one_warning(worlds: Pools) -> N
     expected = {
         "own generator": "and the generator of its RandomSampler has no effect",
         "replacement": "and replacement or num_samples of its RandomSampler has no effect",
-        "explicit SequentialSampler": "and the order of its data set has no effect",
+        "in order": "and the order of its data set has no effect",
         "plain": "",
     }
     runs = [RunSpec(kind=kind, epochs=1) for kind in expected]
@@ -187,6 +187,7 @@ def test_an_order_that_lightning_replaces_causes_one_warning(worlds: Pools) -> N
         messages = messages_with(seen, "The training DataLoader of IndexedSamples")
         assert len(messages) == bool(text), (kind, messages)
         assert all(text in message for message in messages), (kind, messages)
+        assert all("sampler=range(len(dataset))" in message for message in messages)
         # As the message says, Lightning uses one order with all samples.
         assert seen.steps == records[-1].steps
 

@@ -1,4 +1,4 @@
-"""Other state of a Trainer continues: early stopping, averages, progress bars, logged steps."""
+"""Other state of a Trainer continues: averages, progress bars, saves."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ import pytest
 from deepspeed import comm
 from lightning.pytorch.callbacks import (
     Callback,
-    EarlyStopping,
     EMAWeightAveraging,
     LambdaCallback,
     ModelCheckpoint,
     TQDMProgressBar,
 )
-from lightning.pytorch.loggers import TensorBoardLogger
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -31,8 +28,6 @@ from tests.trainer._recorded_data import IndexedSamples
 from tests.trainer._recorded_runs import RecordingNet, RunSpec
 
 pytestmark = pytest.mark.engine
-
-STOPPED_EARLY = 5
 
 
 class Bar(TQDMProgressBar):
@@ -184,50 +179,6 @@ def test_averaging_with_zero_3_is_refused(worlds: Pools, tmp_path: Path) -> None
     """The callback would average empty tensors."""
     for seen in worlds.run(2, partial(averaged, str(tmp_path), None, 3)):
         assert seen["error"].startswith("UnsupportedError: EMAWeightAveraging averages whole")
-
-
-def stopping(root: str, path: str | None, quit_at: int = 99) -> tuple[int, int, float]:
-    """Fit until the validation loss stops decreasing by more than 1."""
-    stop = EarlyStopping("val", patience=2, min_delta=1.0)
-    trainer = trainer_of(root, 9, [stop, quits(quit_at)], every=quit_at)
-    fit(trainer, path)
-    return trainer.global_step, stop.wait_count, float(stop.best_score)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_early_stopping_continues_its_count(world: int, worlds: Pools, tmp_path: Path) -> None:
-    reference = worlds.run(2, partial(stopping, str(tmp_path / "whole"), None))[0]
-    assert reference[0] < 45
-    at = reference[0] - 3
-    worlds.run(2, partial(stopping, str(tmp_path / "part"), None, at))
-    path = str(tmp_path / "part" / f"step={at}.ckpt")
-    seen = worlds.run(world, partial(stopping, str(tmp_path / "on"), path))[0]
-    assert seen[:2] == reference[:2]
-    assert seen[2] == pytest.approx(reference[2], rel=1e-4)
-
-
-def logging(root: str, logs: str, path: str | None, quit_at: int = -1) -> None:
-    """Fit two epochs with a TensorBoard logger."""
-    logger = TensorBoardLogger(logs, name=None, version="")
-    fit(trainer_of(root, 2, [quits(quit_at)], logger=logger), path)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("world", [1, 3])
-def test_each_step_is_logged_once_despite_a_resume(
-    world: int, worlds: Pools, tmp_path: Path
-) -> None:
-    logs = str(tmp_path / "logs")
-    worlds.run(2, partial(logging, str(tmp_path / "part"), logs, None, 3))
-    path = str(tmp_path / "part" / "step=3.ckpt")
-    worlds.run(world, partial(logging, str(tmp_path / "on"), logs, path))
-    events = EventAccumulator(logs)
-    events.Reload()
-    steps = [event.step for event in events.Scalars("loss")]
-    assert sorted(set(steps)) == list(range(10))
-    assert len(steps) == len(set(steps))
-    epochs = {event.step: event.value for event in events.Scalars("epoch")}
-    assert {step: epochs[step] for step in range(10)} == {s: s // 5 for s in range(10)}
 
 
 def times_of_saves(root: str, path: str | None, quit_at: int) -> dict[str, int]:
