@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
-from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -158,21 +156,6 @@ def test_a_failed_run_has_logged_its_published_saves(pools: Pools, tmp_path: Pat
     sizes, _ = pools.run(2, run.run)
     assert [name.split("=")[-1] for name in sizes] == ["1.ckpt", "2.ckpt"]
     assert set(run.scalars()["checkpoint/save_bytes"]) == {1, 2}
-
-
-def test_lightning_cli_creates_the_monitor_by_its_public_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = tmp_path / "config.yaml"
-    config.write_text(
-        "trainer:\n  accelerator: cpu\n  devices: 1\n  logger: false\n"
-        "  enable_checkpointing: false\n"
-        "  callbacks:\n    - class_path: lightning_elastic_zero.CheckpointMonitor\n"
-    )
-    monkeypatch.setattr(sys, "argv", ["train", "--config", str(config)])
-    cli = LightningCLI(BoringModel, run=False, seed_everything_default=False)
-    callbacks = cli.trainer.callbacks  # type: ignore[attr-defined]
-    assert [type(c) for c in callbacks if isinstance(c, CheckpointMonitor)] == [CheckpointMonitor]
 
 
 def test_with_another_strategy_the_monitor_warns_that_it_logs_nothing(tmp_path: Path) -> None:
