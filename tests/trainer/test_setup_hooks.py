@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,32 +27,26 @@ from tests.trainer._recorded_runs import (
 LENGTH, GLOBAL_BATCH, EPOCHS = 50, 12, 2
 
 
-@dataclass(frozen=True)
-class QueriedFit:
-    """A fit, and the values that its hooks read."""
+STEPS = EPOCHS * -(-LENGTH // GLOBAL_BATCH)
+"""Optimizer steps of the full fit; the last batch of each epoch is padded."""
 
-    accumulation: dict[str, int]
-    """``accumulate_grad_batches`` in each ``setup`` hook."""
-    steps: dict[str, float]
-    """``estimated_stepping_batches`` in the hook that reads it."""
-    seen: RunRecord
-    own_callbacks: list[str]
-    """Classes of the callbacks that trained."""
+EARLY = {"fit": set(), "datamodule": {"datamodule"}, "module": {"callback", "module"}}
+"""By source of the loaders: hooks before these can be created, which see no accumulation yet."""
 
 
 class Queries:
-    """Reads values of the trainer in `setup` hooks; one hook also reads the number of steps."""
+    """Checks values of the trainer in ``setup`` hooks; one hook also reads the number of steps."""
 
-    def __init__(self, hook: str) -> None:
-        self.hook = hook
-        self.accumulation: dict[str, int] = {}
-        self.steps: dict[str, float] = {}
+    def __init__(self, source: str, hook: str) -> None:
+        self.source, self.hook = source, hook
+        self.read_in: set[str] = set()
 
     def read(self, hook: str, trainer: Any) -> None:
-        self.accumulation[hook] = trainer.accumulate_grad_batches
+        self.read_in.add(hook)
         if hook == self.hook:
-            self.steps[hook] = trainer.estimated_stepping_batches
-            self.accumulation[hook] = trainer.accumulate_grad_batches
+            assert trainer.estimated_stepping_batches == STEPS
+        if hook == self.hook or hook not in EARLY[self.source]:
+            assert trainer.accumulate_grad_batches == 3
 
 
 class QueryingNet(RecordingNet):
@@ -104,11 +97,11 @@ class QueryingData(pl.LightningDataModule):
 
 def fit_and_query(
     source: str, hook: str, ckpt_path: str | None = None, save: str = ""
-) -> QueriedFit:
+) -> RunRecord:
     """Fit with loaders of a source (`fit`, `datamodule`, `module`); one hook reads the steps."""
     pl.seed_everything(3, workers=True, verbose=False)
     run = RunSpec(length=LENGTH, save=("step 1.2",) if save else (), root=save)
-    queries, watch = Queries(hook), EventRecorder(run)
+    queries, watch = Queries(source, hook), EventRecorder(run)
     net = (NetWithLoader if source == "module" else QueryingNet)(run, queries)
     strategy = elastic(global_batch_size=GLOBAL_BATCH)
     querying = LambdaCallback(setup=lambda trainer, *_, **__: queries.read("callback", trainer))
@@ -121,15 +114,12 @@ def fit_and_query(
             IndexedSamples(LENGTH, 0.0), batch_size=2, shuffle=True
         )
     trainer.fit(net, **data, ckpt_path=ckpt_path)
-    names = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
-    record = gather_record(trainer, net, watch)
-    return QueriedFit(queries.accumulation, queries.steps, record, names)
+    assert queries.read_in >= {"callback", "module"}
+    assert trainer.callbacks == [querying, watch]  # type: ignore[attr-defined]
+    return gather_record(trainer, net, watch)
 
 
 pytestmark = pytest.mark.engine
-
-STEPS = EPOCHS * -(-LENGTH // GLOBAL_BATCH)
-"""Optimizer steps of the full fit; the last batch of each epoch is padded."""
 
 HOOKS = [
     ("fit", "datamodule"),
@@ -143,17 +133,8 @@ HOOKS = [
 
 
 def fitted(worlds: Pools, source: str, hook: str, **options: str) -> RunRecord:
-    """Fit on two ranks; check the values that hooks read, and return the record."""
-    queried = worlds.run(2, partial(fit_and_query, source, hook, **options))[0]
-    assert all(steps == STEPS for steps in queried.steps.values())
-    # Hooks that run before the loaders can be created do not yet see the accumulation.
-    early = {("module", "callback"), ("datamodule", "datamodule")}
-    values = {name: n for name, n in queried.accumulation.items() if (source, name) not in early}
-    if source == "module" and hook != "module":
-        values.pop("module")
-    assert set(values.values()) <= {3}
-    assert queried.own_callbacks == ["LambdaCallback", "EventRecorder"]
-    return queried.seen
+    seen: RunRecord = worlds.run(2, partial(fit_and_query, source, hook, **options))[0]
+    return seen
 
 
 @pytest.mark.parametrize(("source", "hook"), HOOKS)
