@@ -239,7 +239,7 @@ class BatchController:
         # is set up.
         self._first_callback = LambdaCallback(setup=self._resolve_in_hook)
 
-    def begin(self, trainer: pl.Trainer | None, config: Any, *, is_users: bool) -> None:
+    def begin(self, trainer: pl.Trainer, config: Any, *, is_users: bool) -> None:
         """Resolve the batches before the first ``setup`` hook that can ask for them.
 
         Hooks compute schedules from ``accumulate_grad_batches`` or ``estimated_stepping_batches``.
@@ -286,7 +286,7 @@ class BatchController:
             config[_MICRO_BATCH_KEY] = self._user_batch_size
         return True
 
-    def configure(self, trainer: pl.Trainer | None, config: Any, *, is_users: bool) -> None:
+    def configure(self, trainer: pl.Trainer, config: Any, *, is_users: bool) -> None:
         """Resolve the batches and set the micro-batch size in DeepSpeed's config; see ``begin``."""
         if is_users:
             self._read_batch_size(config)
@@ -300,12 +300,11 @@ class BatchController:
         if self.plan is not None:
             config[_MICRO_BATCH_KEY] = self.plan.largest_micro_batch
 
-    def end(self, trainer: pl.Trainer | None) -> None:
+    def end(self, trainer: pl.Trainer) -> None:
         """End a run and restore the user's settings."""
         self._is_resolved = self._is_configured = False
-        if trainer is not None:
-            self.settings.restore(trainer)
-            self._remove_first_callback(trainer)
+        self.settings.restore(trainer)
+        self._remove_first_callback(trainer)
 
     def _remove_first_callback(self, trainer: pl.Trainer) -> None:
         callbacks = callbacks_of(trainer)

@@ -143,14 +143,14 @@ def _averaging(trainer: pl.Trainer) -> list[Any]:
 
 
 @contextmanager
-def _with_trained_weights(trainer: pl.Trainer | None) -> Iterator[bool]:
+def _with_trained_weights(trainer: pl.Trainer) -> Iterator[bool]:
     """Put the trained weights back for a save inside a validation of averaged weights.
 
     ``WeightAveraging`` exchanges the two in place for a validation. Yields whether they are
     exchanged after this context, so that the save must be complete by then.
     """
     averaging: list[Any] = []
-    if trainer is not None and is_inside_validation(trainer):
+    if is_inside_validation(trainer):
         averaging = [callback for callback in _averaging(trainer) if has_average(callback)]
         for callback in averaging:
             exchange_average(callback, trainer)
@@ -158,7 +158,7 @@ def _with_trained_weights(trainer: pl.Trainer | None) -> Iterator[bool]:
         yield bool(averaging)
     finally:
         for callback in averaging:
-            exchange_average(callback, trainer)  # type: ignore[arg-type]
+            exchange_average(callback, trainer)
 
 
 def _extra_weights(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -256,7 +256,7 @@ class LastFit:
             state[RESULTS] = {**state[RESULTS], **self._shown}
 
 
-def _ends_run(trainer: pl.Trainer | None, path: str | os.PathLike[str]) -> bool:
+def _ends_run(trainer: pl.Trainer, path: str | os.PathLike[str]) -> bool:
     """Whether the run ends after a save: an exception's, or one before SLURM requeues the job."""
     # Lightning's name of the latter.
     return is_interrupted(trainer) or Path(path).name.startswith("hpc_ckpt_")
@@ -347,7 +347,7 @@ class RunCheckpoints:
         self._weights = dict(weights)
         return weights
 
-    def stop(self, trainer: pl.Trainer | None) -> ElasticZeroError | None:
+    def stop(self, trainer: pl.Trainer) -> ElasticZeroError | None:
         """End a run; no collective, since ranks may be gone.
 
         Returns:
@@ -379,7 +379,7 @@ class RunCheckpoints:
         checkpoint: dict[str, Any],
         path: str | os.PathLike[str],
         live: Any,
-        trainer: pl.Trainer | None,
+        trainer: pl.Trainer,
         *,
         exclude_frozen: bool,
     ) -> None:
@@ -392,7 +392,7 @@ class RunCheckpoints:
         trained = self.last_fit.engine(live, path, self._get_ranks)
         engine = LiveEngine(trained, places_checked=True)
         weights_only = "optimizer_states" not in checkpoint or self.last_fit.trained is None
-        if weights_only and trainer is not None:
+        if weights_only:
             # Lightning does not call callbacks for these, so an average would be lost.
             for callback in filter(has_average, _averaging(trainer)):
                 callback.on_save_checkpoint(trainer, trainer.lightning_module, checkpoint)
@@ -403,14 +403,14 @@ class RunCheckpoints:
             weights_only=weights_only,
             exclude_frozen=exclude_frozen,
             left_out=left_out,
-            step=trainer.global_step if trainer is not None else None,
+            step=trainer.global_step,
         )
         with self._hooks.saving(), _with_trained_weights(trainer) as is_exchanged:
-            if trainer is not None and not weights_only:
+            if not weights_only:
                 options = self._with_progress(options, client_state, trainer, str(path))
             self._write(engine, path, client_state, options, trainer, blocking=is_exchanged)
 
-    def _precedes_training(self, trainer: pl.Trainer | None, path: str | os.PathLike[str]) -> bool:
+    def _precedes_training(self, trainer: pl.Trainer, path: str | os.PathLike[str]) -> bool:
         """Whether a save that ends the run comes before training, and is omitted.
 
         There is nothing new to save, and the state of a loaded run is not complete: a checkpoint of
@@ -441,7 +441,7 @@ class RunCheckpoints:
         path: str | os.PathLike[str],
         client_state: dict[str, Any],
         options: SaveOptions,
-        trainer: pl.Trainer | None,
+        trainer: pl.Trainer,
         *,
         blocking: bool,
     ) -> None:
@@ -486,7 +486,7 @@ class RunCheckpoints:
             self._manager.link(path, link, ranks)
 
     def load(
-        self, path: str | os.PathLike[str], engine: Any, trainer: pl.Trainer | None
+        self, path: str | os.PathLike[str], engine: Any, trainer: pl.Trainer
     ) -> dict[str, Any]:
         """Restore a checkpoint into DeepSpeed's engine; collective.
 
@@ -496,12 +496,12 @@ class RunCheckpoints:
         fitting = is_fitting(trainer)
         options = replace(
             self._load_options,
-            strict=trainer is None or trainer.lightning_module.strict_loading,
+            strict=trainer.lightning_module.strict_loading,
             # An evaluation of another checkpoint than the given one would be useless.
             fallback=self._load_options.fallback and fitting,
             rank_entry_path=(STATE_KEY, RESULTS) if fitting else (),
         )
-        live = trainer.optimizers if is_fitting(trainer) else []
+        live = trainer.optimizers if fitting else []
         configured = configured_rates(live) if options.hyperparameters else None
         live_engine = LiveEngine(engine, places_checked=True)
         with checkpoint_bar(trainer) as show:
@@ -512,34 +512,33 @@ class RunCheckpoints:
         self.last_load = loaded.stats
         self._manager.on_loaded(loaded.stats)
         state = loaded.client_state
-        if trainer is not None:
-            rank_zero_info(_format_loaded(loaded, trainer.world_size, fitting=fitting))
-            if not fitting:
-                copy = partial(LiveEngine(engine).copy_full_weights, _extra_weights(state))
-                taken = self._get_ranks().run_all("load: weights of callbacks", copy)
-                if taken:
-                    rank_zero_info(
-                        f"{loaded.stats.path}: the evaluation uses the weights that callbacks or "
-                        "on_save_checkpoint put into state_dict, such as an average "
-                        f"({len(taken)} parameters: {taken[0]}, ...), instead of the trained "
-                        "weights"
-                    )
-            module = trainer.lightning_module
-            if is_overridden("load_state_dict", module, nn.Module):
-                rank_zero_warn(
-                    f"{type(module).__name__}.load_state_dict was not called, because a load "
-                    "writes into DeepSpeed's buffers. Use the strategy's option rename for renamed "
-                    "layers, and on_load_checkpoint for everything else."
+        rank_zero_info(_format_loaded(loaded, trainer.world_size, fitting=fitting))
+        if not fitting:
+            copy = partial(LiveEngine(engine).copy_full_weights, _extra_weights(state))
+            taken = self._get_ranks().run_all("load: weights of callbacks", copy)
+            if taken:
+                rank_zero_info(
+                    f"{loaded.stats.path}: the evaluation uses the weights that callbacks or "
+                    "on_save_checkpoint put into state_dict, such as an average "
+                    f"({len(taken)} parameters: {taken[0]}, ...), instead of the trained "
+                    "weights"
                 )
-            strict = options.strict and options.strict_optimizer
-            state = _with_module_weights(state, module, fitting=fitting, strict=strict)
+        module = trainer.lightning_module
+        if is_overridden("load_state_dict", module, nn.Module):
+            rank_zero_warn(
+                f"{type(module).__name__}.load_state_dict was not called, because a load "
+                "writes into DeepSpeed's buffers. Use the strategy's option rename for renamed "
+                "layers, and on_load_checkpoint for everything else."
+            )
+        strict = options.strict and options.strict_optimizer
+        state = _with_module_weights(state, module, fitting=fitting, strict=strict)
         if VERSION_KEY not in state:
             rank_zero_info(
                 "The checkpoint was not saved by Lightning: loops, callbacks and schedulers start "
                 "from the beginning"
             )
             state = {**state, VERSION_KEY: version_of("lightning"), "lr_schedulers": []}
-        return self._resume(state, loaded, trainer, configured) if is_fitting(trainer) else state
+        return self._resume(state, loaded, trainer, configured) if fitting else state
 
     def _resume(
         self,
@@ -575,7 +574,7 @@ class RunCheckpoints:
         state["lr_schedulers"] = resume_as_saved(schedulers, saved)
         return state
 
-    def check_all_ranks_resumed(self, trainer: pl.Trainer | None) -> None:
+    def check_all_ranks_resumed(self, trainer: pl.Trainer) -> None:
         """Fail if some ranks loaded a checkpoint and others did not; collective.
 
         Each rank resolves ``ckpt_path="last"`` separately, before any hook of a strategy. A rank

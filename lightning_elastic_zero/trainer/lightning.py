@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator
-from typing import Any, TypeGuard
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -213,14 +213,14 @@ def exchange_average(callback: Any, trainer: pl.Trainer) -> None:
     callback._swap_models(trainer.lightning_module)
 
 
-def is_fitting(trainer: pl.Trainer | None) -> TypeGuard[pl.Trainer]:
+def is_fitting(trainer: pl.Trainer) -> bool:
     """Whether a trainer runs ``fit``, and no evaluation."""
-    return trainer is not None and trainer.state.fn == TrainerFn.FITTING
+    return trainer.state.fn == TrainerFn.FITTING
 
 
-def is_interrupted(trainer: pl.Trainer | None) -> bool:
+def is_interrupted(trainer: pl.Trainer) -> bool:
     """Whether a trainer is handling an exception (``save_on_exception``)."""
-    return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+    return trainer.state.status == TrainerStatus.INTERRUPTED
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[Callback]:

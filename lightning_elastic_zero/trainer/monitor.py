@@ -173,7 +173,7 @@ def _rich_bar(doing: str, total_bytes: int) -> Iterator[ShowDone]:
 
 @contextmanager
 def checkpoint_bar(
-    trainer: pl.Trainer | None, clock: Callable[[], float] = time.monotonic
+    trainer: pl.Trainer, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[ShowBytes]:
     """Yield a function that shows the bytes of a save or load, in the style of a trainer's bar."""
     kind = _kind_of_bar(trainer)
@@ -181,12 +181,12 @@ def checkpoint_bar(
         with showing(kind, clock) as show:
             yield show
     finally:
-        if trainer is not None and kind is _rich_bar:
+        if kind is _rich_bar:
             trainer.progress_bar_callback.refresh(hard=True)  # type: ignore[union-attr]
 
 
-def _kind_of_bar(trainer: pl.Trainer | None) -> Bar | None:
-    if trainer is None or not trainer.is_global_zero or not is_terminal():
+def _kind_of_bar(trainer: pl.Trainer) -> Bar | None:
+    if not trainer.is_global_zero or not is_terminal():
         return None
     shown = trainer.progress_bar_callback
     if isinstance(shown, TQDMProgressBar) and shown.is_enabled:

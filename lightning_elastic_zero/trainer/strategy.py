@@ -142,10 +142,11 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         return module
 
     @property
-    def _trainer(self) -> pl.Trainer | None:
-        """The trainer that runs, or ran last."""
-        module = self.lightning_module
-        return module.trainer if module is not None else None
+    def _trainer(self) -> pl.Trainer:
+        """The trainer that runs, or ran last; Lightning has set the module before any hook."""
+        module: Any = self.lightning_module
+        trainer: pl.Trainer = module.trainer
+        return trainer
 
     def _get_ranks(self) -> Ranks:
         """Return the connection of the training threads' ranks, opened when first needed."""
@@ -163,7 +164,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         self._prepared = None  # the next fit may have other callbacks
         self._leave_ranks()  # left by a save after the last run, whose process group may be closed
         hide_known_warnings()
-        check_config(self.config or {}, trains=self._trainer is None or is_fitting(self._trainer))
+        check_config(self.config or {}, trains=is_fitting(self._trainer))
         prepare_to_meet(self, self._timeout)
         report_abandoned_builds(self.config or {})
         if isinstance(self.accelerator, CPUAccelerator):
@@ -236,7 +237,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Compute gradients of the mean over the global batch."""
         trainer = self._trainer
-        if trainer is None or not trainer.lightning_module.automatic_optimization:
+        if not trainer.lightning_module.automatic_optimization:
             with self._accumulation.manual(closure_loss):
                 return super().backward(closure_loss, *args, **kwargs)
         weight = self._resumer.weight(trainer, self.global_rank)
@@ -246,17 +247,15 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     @override
     def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Take an optimizer step only at the end of Lightning's accumulation window."""
-        trainer = self._trainer
-        ends_window = trainer is not None and self._accumulation.begin_step(trainer)
+        ends_window = self._accumulation.begin_step(self._trainer)
         result = super().optimizer_step(optimizer, *args, **kwargs)
-        if trainer is not None and ends_window:
-            self._resumer.recorder.after_optimizer_step(trainer, self.root_device)
+        if ends_window:
+            self._resumer.recorder.after_optimizer_step(self._trainer, self.root_device)
         return result
 
     @override
     def on_train_start(self) -> None:
-        if (trainer := self._trainer) is not None:
-            self._resumer.on_train_start(trainer, self.root_device)
+        self._resumer.on_train_start(self._trainer, self.root_device)
         super().on_train_start()
 
     @override
@@ -269,11 +268,11 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.checkpoint_manager.collect()
-        if (trainer := self._trainer) is not None:
-            self._resumer.before_batch(trainer, batch_idx)
-            self._accumulation.before_batch(trainer.current_epoch)
-            for check in self._checks:
-                check.before_batch(trainer, batch_idx)
+        trainer = self._trainer
+        self._resumer.before_batch(trainer, batch_idx)
+        self._accumulation.before_batch(trainer.current_epoch)
+        for check in self._checks:
+            check.before_batch(trainer, batch_idx)
         super().on_train_batch_start(batch, batch_idx)
 
     @override
@@ -382,8 +381,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         """Wait for the save in the background; raise its failure or a SIGTERM on all ranks."""
         self.wait_for_save()
         super().on_train_end()
-        if (trainer := self._trainer) is not None:
-            self._sigterm.stop_together(trainer)
+        self._sigterm.stop_together(self._trainer)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
