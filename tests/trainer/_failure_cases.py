@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 import traceback
 from pathlib import Path
@@ -17,20 +16,12 @@ from torch import nn
 
 from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 from lightning_elastic_zero.checkpoint import manager
-from lightning_elastic_zero.checkpoint.save import save_engine
-from lightning_elastic_zero.checkpoint.types import SaveOptions
 from lightning_elastic_zero.coordination.liveness import Timeouts
-from lightning_elastic_zero.coordination.ranks import connect_ranks
-from lightning_elastic_zero.engine.live import LiveEngine
 from tests.support.fits import SMALL_BUCKETS, FitSpec, error_of
 from tests.support.outcome import NOTHING, captured_log, captured_warnings, error_text
 
 IN_EXCEPTION_ABSENT_S = 4 * Timeouts().heartbeat_interval_s
 """The shortest timeout that is permitted for ranks that have not entered a call."""
-
-SHORT = Timeouts(
-    heartbeat_interval_s=0.2, heartbeat_timeout_s=8.0, stall_timeout_s=8.0, absent_timeout_s=3.0
-)
 
 
 class Odd:
@@ -60,40 +51,6 @@ def engine() -> Any:
 
 def save_to_own_path(root: str) -> str:
     return error_text(lambda: save_checkpoint(engine(), f"{root}/{comm.get_rank()}.ckpt"))
-
-
-def save_on_first_rank_only(root: str) -> str:
-    """Save as `if trainer.is_global_zero: trainer.save_checkpoint(...)` does."""
-    handle, ranks = LiveEngine(engine()), connect_ranks(times=SHORT)
-    path = f"{root}/x.ckpt"
-    try:
-        if ranks.rank:
-            comm.barrier()
-            return "not called"
-        error = error_text(lambda: save_engine(handle, path, ranks, {}, SaveOptions()))
-        comm.barrier()
-        return error
-    finally:
-        ranks.close()
-
-
-def save_with_broken_disk(root: str, broken: int) -> str:
-    """Save, and save again to the same path while one rank's disk is full."""
-    made = engine()
-    save_checkpoint(made, f"{root}/good.ckpt")
-    real = os.write
-
-    def full(descriptor: int, data: bytes) -> int:
-        if len(data) > 64:
-            raise OSError(28, "No space left on device")
-        return real(descriptor, data)
-
-    if comm.get_rank() == broken:
-        os.write = full  # type: ignore[assignment]
-    try:
-        return error_text(lambda: save_checkpoint(made, f"{root}/good.ckpt"))
-    finally:
-        os.write = real
 
 
 def resume_on_first_rank_only(root: str) -> str:

@@ -149,23 +149,6 @@ def test_a_failed_background_save_is_raised_on_all_ranks_at_the_next_save(
     assert not list(tmp_path.glob(".zero-*"))
 
 
-def fail_at_the_end(run: AsyncSaveSpec) -> str:
-    run.gate.touch()
-    return error_text(lambda: run.fit({5: run.saves("a")}))
-
-
-@pytest.mark.long
-def test_a_failed_background_save_is_raised_at_the_end_of_the_fit(
-    pools: Pools, tmp_path: Path
-) -> None:
-    for error in pools.run(
-        2, partial(fail_at_the_end, AsyncSaveSpec(str(tmp_path), gated=True, fails_on=1))
-    ):
-        assert error.startswith("SaveError")
-        assert "rank 1" in error
-        assert "the disk is broken" in error
-
-
 def watch_folder(run: AsyncSaveSpec) -> dict[str, dict[str, str]]:
     """List ModelCheckpoint's folder during and after its first two saves, and at the end."""
     seen: dict[str, dict[str, str]] = {}

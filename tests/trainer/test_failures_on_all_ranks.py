@@ -34,23 +34,6 @@ def test_paths_that_differ_between_ranks_are_refused(worlds: Pools, tmp_path: Pa
     assert not any(listing(str(tmp_path)).values())
 
 
-def test_the_error_explains_a_save_on_only_one_rank(worlds: Pools, tmp_path: Path) -> None:
-    messages = messages_of(worlds, 2, _failure_cases.save_on_first_rank_only, str(tmp_path))
-    assert messages[0].startswith("RanksError")
-    assert "every rank" in messages[0]
-    assert not any(listing(str(tmp_path)).values())
-
-
-def test_a_disk_error_of_one_rank_is_raised_on_all_and_names_it(
-    worlds: Pools, tmp_path: Path
-) -> None:
-    messages = messages_of(worlds, 3, _failure_cases.save_with_broken_disk, str(tmp_path), 1)
-    for message in messages:
-        assert message.startswith("SaveError"), message
-        assert "rank 1" in message
-    assert listing(str(tmp_path)) == {"good.ckpt": True}
-
-
 def test_a_checkpoint_that_one_rank_cannot_find_stops_all(worlds: Pools, tmp_path: Path) -> None:
     root = str(tmp_path)
     worlds.run(2, partial(fit, FitSpec(root, 2)))
