@@ -295,15 +295,14 @@ class RunResumer:
         pending = replace(pending, position=position)
         if (seed := pending.run_seed) is not None:
             self.recorder.seed = seed
-        combined, loaders = combined_loader(trainer), training_loaders(trainer)
+        combined: Any = combined_loader(trainer)  # Lightning has created it before this hook.
+        loaders = training_loaders(trainer)
         position = _resumable_position(pending, loaders, self._on_unresumable_data)
         if is_shortened := _is_epoch_shortened(trainer, position):
             position = replace(position, is_over=True)
             pending = replace(pending, position=position)
-        consumed: list[Consumed | None] = []
-        if combined is not None:
-            sizes = samples_per_step(self._batches.current, loaders)
-            consumed = _position_loaders(pending, combined, position, sizes)
+        sizes = samples_per_step(self._batches.current, loaders)
+        consumed = _position_loaders(pending, combined, position, sizes)
         self.recorder.begin_at(position, tuple(consumed))
         # Count all batches of an epoch that is over, if its length has changed.
         length = trainer.fit_loop.max_batches
@@ -334,9 +333,8 @@ class RunResumer:
         if not position.epoch:  # its iterator is recreated here
             for loader, states in zip(loaders, self._new_generators, strict=False):
                 set_generator_states(loader, states, "workers", "order")
-        if combined is not None:
-            _restart_data(trainer, position)
-            _finish_loaders(combined, position, consumed)
+        _restart_data(trainer, position)
+        _finish_loaders(combined, position, consumed)
         if position.steps and not position.is_over:
             warn_of_epoch_hooks(trainer, position.epoch)
         bar = trainer.progress_bar_callback
@@ -391,8 +389,6 @@ def _resumable_position(
     pending: PendingResume, loaders: Sequence[Any], policy: UnresumableDataPolicy
 ) -> Position:
     position = pending.position
-    if not loaders:
-        return position
     if pending.is_own_format and (position.is_over or not position.steps):
         _warn_of_other_order(pending, loaders)
     reason = ""
