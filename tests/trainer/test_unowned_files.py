@@ -11,11 +11,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from deepspeed import comm
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from typing_extensions import override
 
-from lightning_elastic_zero.api import save_checkpoint
 from tests.support.fits import (
     SMALL_BUCKETS,
     Data,
@@ -25,10 +23,9 @@ from tests.support.fits import (
     error_of,
     quiet_trainer,
 )
-from tests.support.outcome import NOTHING, captured_log, captured_warnings, error_text
+from tests.support.outcome import NOTHING, captured_log, captured_warnings
 from tests.support.ranks import Pools
 from tests.trainer._async_save import AsyncSaveSpec
-from tests.trainer._failure_cases import engine as engine_with_a_step
 
 pytestmark = pytest.mark.engine
 
@@ -38,34 +35,6 @@ MINE = "the user's only one"
 def snapshot(*folders: Path) -> dict[str, bytes]:
     files = (path for folder in folders for path in folder.rglob("*") if path.is_file())
     return {str(path): path.read_bytes() for path in files}
-
-
-# -- plain engines ------------------------------------------------------------------------------
-
-
-def save_as_deepspeed_does(root: str) -> str:
-    engine = engine_with_a_step()
-    for tag in ("global_step1", "global_step2"):
-        engine.save_checkpoint(root, tag=tag)
-    before = snapshot(Path(root))
-    comm.barrier()
-    error = error_text(lambda: save_checkpoint(engine, root))
-    comm.barrier()
-    assert snapshot(Path(root)) == before
-    comm.barrier()
-    save_checkpoint(engine, f"{root}/step-1")
-    return error
-
-
-def test_saves_into_a_folder_of_deepspeed_tags_are_refused(worlds: Pools, tmp_path: Path) -> None:
-    """The error names the tags, and a free path in the folder."""
-    root = tmp_path / "checkpoints"
-    root.mkdir()
-    for error in worlds.run(2, partial(save_as_deepspeed_does, str(root))):
-        assert error.startswith("SaveError"), error
-        assert "DeepSpeed saved there (global_step1, global_step2, latest)" in error
-        assert f"Save to {root}/step-1, or" in error
-    assert (root / "step-1" / "manifest.json").is_file()
 
 
 # -- direct saves -------------------------------------------------------------------------------
