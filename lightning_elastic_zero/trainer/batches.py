@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,6 @@ from lightning_elastic_zero.core.options import check_count, check_flag
 from lightning_elastic_zero.data_progress.batches import BatchPlan, ceil_div, plan_batches
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.trainer.lightning import callbacks_of, is_fitting
-
-log = logging.getLogger(__name__)
 
 
 class UserSettings:
@@ -288,13 +286,11 @@ class BatchController:
     def _resolve_in_hook(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         if not is_fitting(trainer):
             return  # left over from a fit that failed before its engine was set up
-        try:
+        size = None
+        with suppress(Exception):  # of users' code, before their own setup
             size = self._batch_size_of_loader(trainer)
-        except Exception as error:  # noqa: BLE001 - users' code, before their own setup
-            log.debug("Batch settings are resolved later: train_dataloader raised %r", error)
-        else:
-            if size is not None:  # unknown now, but possibly known later
-                self._resolve(trainer, size)
+        if size is not None:  # unknown now, but possibly known later
+            self._resolve(trainer, size)
 
     def _resolve(self, trainer: pl.Trainer, batch_size: int | None) -> None:
         """Set the trainer's accumulation and ``limit_train_batches`` from the global batch.
