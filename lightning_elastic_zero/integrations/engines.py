@@ -510,8 +510,10 @@ def newest_intact(
     series: Path,
     verify: Callable[[Path, Ranks], object],
     options: ElasticOptions,
-) -> str:
+) -> str | None:
     """Return the folder to resume from, or, with ``fallback``, an older intact one. Collective.
+
+    None: no folder was asked for, and the series has none.
 
     Args:
         asked: the folder that the user asked for; None: the newest of the series.
@@ -545,9 +547,10 @@ def newest_intact(
             if problems and ranks.rank == 0:
                 log.warning("Resuming from %s, because %s", folder, "; ".join(problems))
             return folder
-    none = f"{series.parent} has no folder {series.name}<number>"
+    if not problems:
+        return None
     msg = (
-        f"found no intact checkpoint to resume from: {'; '.join(problems) or none}. Resume from "
-        "another folder, or begin without a checkpoint"
+        f"found no intact checkpoint to resume from: {'; '.join(problems)}. Resume from another "
+        "folder, or begin without a checkpoint"
     )
     raise CheckpointNotFoundError(msg)

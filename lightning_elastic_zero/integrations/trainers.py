@@ -228,6 +228,13 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
             folder = None if asked is True else Path(asked)
             verify = _verify if options.fallback else _check_finished
             found = newest_intact(folder, series, verify, options)
+            if found is None:  # the Trainer's error, on all ranks
+                msg = (
+                    f"No valid checkpoint found in output directory ({series.parent}): it has no "
+                    f"folder {series.name}<number>. Pass another folder, or begin without a "
+                    "checkpoint"
+                )
+                raise ValueError(msg)
             if place < len(args):
                 args = (*args[:place], found, *args[place + 1 :])
             else:

@@ -275,6 +275,7 @@ def test_a_folder_that_is_not_a_trainers_is_refused(
             assert f"{wrong}/trainer_state.json" in error
             assert "checkpoint-<number>" in error
     for error in hf_ranks.run(2, partial(failure_of, TrainerCase(str(tmp_path), resume=True))):
+        assert "ValueError: No valid checkpoint found in output directory" in error  # as stock
         assert "no folder checkpoint-<number>" in error
         assert "begin without a checkpoint" in error
 
