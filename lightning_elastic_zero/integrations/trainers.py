@@ -184,6 +184,8 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
     if msg:
         raise UnsupportedError(msg)
     # A weak reference: a Trainer that is deleted frees its memory at once, as without this library.
+    # Nothing below may hold its arguments: while their configuration of DeepSpeed exists,
+    # transformers creates all models for it.
     ref = weakref.ref(trainer)
     training: list[bool] = []
     callback, cls = ResumeCallback(ref), type(trainer)
@@ -193,6 +195,13 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
         # With auto_find_batch_size, the configuration keeps the size that was tried first.
         if (made_for := ref()) is not None and made_for.args.auto_find_batch_size:
             engine.set_train_micro_batch_size(made_for._train_batch_size)
+
+    def is_foreground(_: Path) -> bool:
+        # Nothing waits for a save after train(), and an upload must not begin before.
+        return (made_for := ref()) is None or not training or made_for.args.push_to_hub
+
+    def shows_bars() -> bool:
+        return (made_for := ref()) is None or not made_for.args.disable_tqdm
 
     def bind_accelerator(accelerator: Any) -> None:
         if bound_options(accelerator) is not None:
@@ -204,10 +213,9 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
             Loop(
                 batch_names=("per_device_train_batch_size", "gradient_accumulation_steps"),
                 on_load=callback.on_load,
-                # Nothing waits for a save after train(), and an upload must not begin before.
-                foreground=lambda _: not training or args.push_to_hub,
+                foreground=is_foreground,
                 skip_repeated=True,
-                shows_bars=lambda: not args.disable_tqdm,
+                shows_bars=shows_bars,
             ),
             set_micro_batch,
         ).bind()
