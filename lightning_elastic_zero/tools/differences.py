@@ -143,27 +143,15 @@ def compare_values(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float, 
         return 0, 0.0, 0.0
     is_complex = one.is_complex() or other.is_complex()
     a, b = (t.to(torch.complex128 if is_complex else torch.float64) for t in (one, other))
-    # NaN or infinity in one part of a complex number must not hide a difference of the other.
-    x, y = (torch.view_as_real(t) if is_complex else t for t in (a, b))
-    unlike = (x != y) & ~(x.isnan() & y.isnan())
-    distance = torch.where(unlike, x - y, 0.0)
-    if is_complex:
-        unlike, distance = unlike.any(-1), torch.view_as_complex(distance)
-    distance = distance.abs()
-    if not (is_complex or one.is_floating_point() or other.is_floating_point()):
-        # float64 cannot represent all 64-bit integers. int64 can represent small distances.
-        i, j = one.to(torch.int64), other.to(torch.int64)
-        unlike |= i != j
-        distance = torch.where(distance < _FAR, (i - j).double().abs(), distance)
+    unlike = (a != b) & ~(a.isnan() & b.isnan())
+    if one.dtype == other.dtype and not (is_complex or one.is_floating_point()):
+        # float64 cannot represent all 64-bit integers.
+        unlike = one.to(torch.int64) != other.to(torch.int64)
     if not unlike.any():
         return 0, 0.0, 0.0
-    distance = distance[unlike]
+    distance = (a - b).abs()[unlike]
     relative = distance / torch.maximum(a.abs(), b.abs())[unlike]
     return distance.numel(), float(distance.max()), float(relative.max())
-
-
-_FAR = 2.0**62
-"""From here on the distance of integers is computed in float64, well before int64 overflows."""
 
 
 # -- values ----------------------------------------------------------------------------------------
