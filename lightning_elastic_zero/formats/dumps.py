@@ -202,7 +202,7 @@ class DumpsReader(CheckpointReader):
         """Return the location of a run of weights in the model file."""
         tensor = self._tensor(transfer.name)
         file = self.files.get(self._model)
-        return file, StoredRun(tensor.view(-1), transfer.start, transfer.stop)
+        return file, StoredRun(tensor, transfer.start, transfer.stop)
 
     def _tensor(self, name: str) -> torch.Tensor:
         """Return a model file's tensor, by the first of a tied weight's names that it contains."""
@@ -213,9 +213,6 @@ class DumpsReader(CheckpointReader):
         if not isinstance(found, torch.Tensor):
             msg = f"{path} lacks {name}: it was replaced. Call describe_dumps again"
             raise CheckpointFormatError(msg)
-        if not found.is_contiguous():
-            msg = f"{path}: {name} has the strides {found.stride()}. Save it contiguous"
-            raise UnsupportedError(msg)
         return found
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:

@@ -4,10 +4,6 @@ The byte range of each tensor is found from the zip directory without reading da
 before torch wrote zips have no index and are read as a whole. Trees are unpickled as by
 ``torch.load(weights_only=True)``, with stand-ins for a few classes; with ``allow_pickle``, by
 Python's own unpickler.
-
-Tensors without gaps in another memory order (``channels_last``, transposed) are read in blocks:
-elements ``[k * block, (k + 1) * block)`` are the same set in logical order and in the file. In
-``channels_last`` a block is one output channel; in a transposed matrix it is the whole tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +33,6 @@ from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import (
     INTEGER_DTYPES,
     check_cast,
-    host_chunk,
     tensors_of,
     with_copies,
 )
@@ -228,62 +223,13 @@ def as_stream(file: RangeFile) -> io.BufferedReader:
     return io.BufferedReader(_RangeStream(file), CHUNK_BYTES)
 
 
-MOST_ELEMENTS = 1 << 22
-"""Elements that are read at a time, if a block has no more."""
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a range without gaps or overlaps, in any order of dimensions."""
-    if tensor.layout != torch.strided:
-        return False
-    reached = 1
-    dims = zip(tensor.stride(), tensor.shape, strict=True)
-    for stride, size in sorted(dim for dim in dims if dim[1] != 1):
-        if stride != reached:
-            return tensor.numel() == 0
-        reached *= size
-    return True
-
-
-def blocks_of(
-    tensor: torch.Tensor, start: int, stop: int, most_elements: int = MOST_ELEMENTS
-) -> Iterator[tuple[int, int]]:
-    """Yield the blocks with the elements ``[start, stop)`` of a dense tensor, some at a time.
-
-    Each is ``[first, last)``, counted in the file and in logical order, and has at most
-    ``most_elements`` if one block has no more.
-    """
-    _, block = _split(tensor)
-    step = max(most_elements // block, 1) * block
-    for first in range(start // block * block, stop, step):
-        yield first, min(first + step, -(-stop // block) * block)
-
-
-def in_logical_order(tensor: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
-    """Return elements of whole blocks of a dense tensor, as the file has them, in logical order."""
-    outer, block = _split(tensor)
-    inner = (tensor.shape[outer:], tensor.stride()[outer:])
-    count = elements.numel() // block
-    return elements.as_strided((count, *inner[0]), (block, *inner[1])).reshape(-1)
-
-
-def _split(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return how many dimensions are outermost in the file too, and the elements of a block."""
-    block = tensor.numel()
-    for index, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if size != 1 and stride != block // size:
-            return index, block
-        block //= size
-    return tensor.dim(), block
-
-
 @dataclass(frozen=True, slots=True)
 class StoredRun:
     """Elements ``[start, stop)`` of a stored tensor."""
 
     tensor: torch.Tensor
-    """One of the file's tree, without gaps, or such a view of one; its elements are counted flat,
-    in logical order."""
+    """One of the file's tree, or a view of one; its elements are counted flat, in logical order. If
+    it is not contiguous, as in ``channels_last``, every read of a run reads all of it."""
 
     start: int
     """The first element."""
@@ -464,44 +410,22 @@ class TorchFile:
             CheckpointCorruptedError: bytes of the file are not what was written; the targets may
                 hold some of them.
             CheckpointMismatchError: elements would be cast from or to integers.
-            UnsupportedError: there are gaps between a tensor's elements.
             ValueError: a run reaches beyond its tensor, or does not fill its target.
         """
-        before, jobs, reordered = self.bytes_read, [], []
+        before, jobs, strided = self.bytes_read, [], []
         for target, run in wanted:
+            run.check_fills(target, self.path)
             if run.tensor.is_contiguous():
-                jobs.append(self._job(target, run))
+                dtype = run.tensor.dtype
+                start_byte = self._byte_range(run.tensor)[0] + run.start * dtype.itemsize
+                jobs.append(_RangeCopy(start_byte, dtype, target.detach()))
             else:
-                reordered.append((target, run))
+                strided.append((target, run))
         self._fill(jobs, progress)
-        for target, run in reordered:
-            self._fill_reordered(target, run, progress)
+        for target, run in strided:
+            whole = self.load_tree(run.tensor)
+            target.detach().copy_(whole.reshape(-1)[run.start : run.stop])
         return self.bytes_read - before
-
-    def _fill_reordered(self, target: torch.Tensor, run: StoredRun, progress: Progress) -> None:
-        run.check_fills(target, self.path)
-        if not is_dense(run.tensor):
-            msg = (
-                f"{self.path} contains a tensor of shape {tuple(run.tensor.shape)} with gaps "
-                f"between its elements (strides {run.tensor.stride()}): save it again after "
-                ".contiguous()"
-            )
-            raise UnsupportedError(msg)
-        dtype = run.tensor.dtype
-        start_byte = self._byte_range(run.tensor)[0]
-        for first, last in blocks_of(run.tensor, run.start, run.stop):
-            held = host_chunk(last - first, dtype)
-            place = start_byte + first * dtype.itemsize
-            self._fill([_RangeCopy(place, dtype, held)], progress)
-            low, high = max(first, run.start), min(last, run.stop)
-            found = in_logical_order(run.tensor, held)[low - first : high - first]
-            target.detach()[low - run.start : high - run.start].copy_(found)
-
-    def _job(self, target: torch.Tensor, run: StoredRun) -> _RangeCopy:
-        run.check_fills(target, self.path)
-        dtype = run.tensor.dtype
-        start_byte = self._byte_range(run.tensor)[0] + run.start * dtype.itemsize
-        return _RangeCopy(start_byte, dtype, target.detach())
 
     def load_tree(self, subtree: Any) -> Any:
         """Return a copy of a part of the tree, with the values of its tensors (``with_copies``)."""

@@ -216,11 +216,6 @@ CHANGED: dict[str, tuple[Callable[[Tree], object], str, tuple[str, ...]]] = {
         "CheckpointMismatchError",
         ("missing from the checkpoint: a.weight", "buffers missing from the checkpoint: average"),
     ),
-    "with gaps": (
-        lambda tree: tree["state_dict"].update({"a.weight": torch.ones(65, 66)[:, ::2]}),
-        "UnsupportedError",
-        ("'a.weight'", "gaps", ".contiguous()"),
-    ),
     "no tensor": (
         lambda tree: tree["state_dict"].update({"a.words": "text"}),
         "UnsupportedError",
