@@ -24,7 +24,7 @@ import pickle
 import struct
 import types
 import uuid
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PosixPath, PurePosixPath, PureWindowsPath
@@ -570,30 +570,16 @@ _PROTOCOL = 2
 def check_loads_weights_only(parts: Mapping[str, Any]) -> None:
     """Refuse values that ``torch.load(weights_only=True)`` cannot read.
 
-    ``parts`` are values by their title in messages. Raises SaveError with the innermost such value.
+    ``parts`` are values by their title in messages.
     """
-    for path, value in _not_plain(dict(parts), ()):
-        if not (reason := _unreadable_reason(value)):
-            continue  # for example of a class given to torch.serialization.add_safe_globals
-        msg = (
-            f"{format_tree_path(path)} is a {type(value).__name__}, but saved state has to be "
-            f"plain data that torch.load(weights_only=True) can read ({reason}). Return numbers, "
-            "strings, dense tensors, and lists and dicts of them from state_dict()."
-        )
-        raise SaveError(msg)
-
-
-def _not_plain(value: Any, path: TreePath) -> Iterator[tuple[TreePath, Any]]:
-    # torch reads a Counter too, which MultiStepLR has. Attributes are saved with an OrderedDict.
-    is_tree = type(value) in (dict, OrderedDict, Counter) and not getattr(value, "__dict__", None)
-    if is_tree and all(map(is_plain, value)):
-        for key, inner in value.items():
-            yield from _not_plain(inner, (*path, str(key)))
-    elif type(value) in (list, tuple):
-        for index, inner in enumerate(value):
-            yield from _not_plain(inner, (*path, index))
-    elif not is_plain(value):
-        yield path, value
+    for title, value in parts.items():
+        if reason := _unreadable_reason(value):
+            msg = (
+                f"{title} has to be plain data that torch.load(weights_only=True) can read "
+                f"({reason}). Return numbers, strings, dense tensors, and lists and dicts of them "
+                "from state_dict()."
+            )
+            raise SaveError(msg)
 
 
 def _unreadable_reason(value: object) -> str:

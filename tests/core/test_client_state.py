@@ -204,26 +204,21 @@ class TestWithoutNumpy:
 
 class TestReadable:
     @pytest.mark.parametrize(
-        ("value", "place"),
+        ("value", "reason"),
         [
-            ({"a": [1, Fraction(1, 3)]}, "state.a.1 is a Fraction"),
-            ({"a": {"b": np.float64(1)}}, "state.a.b is a float64"),
-            ({"a": torch.eye(2).to_sparse()}, "state.a is a Tensor"),
-            ({"a": deque([1])}, "state.a is a deque"),
-            ({Color.RED: 1}, "state is a dict"),
-            (with_field(OrderedDict(a=1), Fraction(1, 3)), "state is a OrderedDict"),
-            (threading.Lock(), "state is a lock"),
+            ({"a": [1, Fraction(1, 3)]}, r"Unsupported .*fractions\.Fraction"),
+            ({"a": {"b": np.float64(1)}}, "numpy"),
+            ({"a": torch.eye(2).to_sparse()}, "is not a plain tensor"),
+            ({"a": deque([1])}, "deque"),
+            ({Color.RED: 1}, "Color"),
+            (with_field(OrderedDict(a=1), Fraction(1, 3)), "Fraction"),
+            (threading.Lock(), "lock"),
         ],
         ids=name_of_case,
     )
-    def test_the_innermost_unreadable_value_is_named(self, value: object, place: str) -> None:
-        with pytest.raises(SaveError) as caught:
-            check_loads_weights_only({"fine": 1, "state": value})
-        assert str(caught.value).startswith(f"{place}, but saved state has to be plain data")
-
-    def test_the_reason_is_in_the_error(self) -> None:
-        with pytest.raises(SaveError, match=r"can read \(Unsupported .*fractions\.Fraction"):
-            check_loads_weights_only({"state": Fraction(1, 3)})
+    def test_the_reason_is_in_the_error(self, value: object, reason: str) -> None:
+        with pytest.raises(SaveError, match=f"the state has to be plain data .*{reason}"):
+            check_loads_weights_only({"fine": 1, "the state": value})
 
     @pytest.mark.parametrize("value", [Color.RED, {Color.RED: 1}, bytearray(b"a"), torch.strided])
     def test_what_torch_reads_is_not_refused(self, value: object) -> None:
