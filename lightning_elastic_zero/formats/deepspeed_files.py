@@ -224,21 +224,10 @@ def describe_missing_latest(path: AnyPath) -> str:
     if len(tags) != 1:
         return ""
     (tag,) = tags
-    named = _latest_tags(path)
-    if tag in named.values():
+    if tag in _latest_tags(path).values():
         return ""
-    universal = is_universal(path / tag)
-    name = LATEST_UNIVERSAL if universal else LATEST
-    lack = f"no file {name} names the tag {tag!r}"
-    if named:
-        file, other = next(iter(named.items()))
-        lack = f"{file.name} names the tag {other[:80]!r}, which does not exist"
-    does = (
-        "engine.load_checkpoint raises"
-        if universal
-        else "engine.load_checkpoint loads nothing and only warns, zero_to_fp32.py raises"
-    )
+    name = LATEST_UNIVERSAL if is_universal(path / tag) else LATEST
     return (
-        f"{lack}. This library uses the only tag; DeepSpeed does not ({does}, unless it gets the "
-        f"tag). For DeepSpeed, write {tag} into {path / name}"
+        f"no file {name} names the tag {tag!r}. This library uses the only tag, but DeepSpeed and "
+        f"zero_to_fp32.py need the file: write {tag} into {path / name}"
     )

@@ -8,7 +8,7 @@ manifest is built when the checkpoint is opened for a model.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -51,7 +51,7 @@ from lightning_elastic_zero.formats.reader import (
     read_run,
     storage_location,
 )
-from lightning_elastic_zero.formats.torch_read import ForeignFiles, StoredRun, is_dense
+from lightning_elastic_zero.formats.torch_read import ForeignFiles, StoredRun
 
 # -- the state of torch's optimizers --------------------------------------------------------------
 #
@@ -93,6 +93,20 @@ def is_optimizer(tree: object) -> bool:
         and isinstance(tree.get("param_groups"), (list, tuple))
         and all(isinstance(g, Mapping) and "params" in g for g in tree["param_groups"])
     )
+
+
+def names_in(groups: Sequence[Mapping[str, Any]], known: Container[str]) -> Table:
+    """Return the names of the groups' members, if the groups list them; else empty.
+
+    ``named_parameters()`` of a submodule lacks the submodule's name, and that of a wrapper adds the
+    wrapper's. If no name is known, positions identify the parameters.
+    """
+    if all("param_names" in group for group in groups):
+        table = tuple(tuple(group["param_names"]) for group in groups)
+        if any(name in known for names in table for name in names):
+            return table
+    table = tuple(tuple(group["params"]) for group in groups)
+    return table if all(isinstance(n, str) for names in table for n in names) else ()
 
 
 def by_position(saved: Mapping[str, Any]) -> bool:
@@ -145,10 +159,11 @@ class _IdInterpretations:
     def unambiguous(self) -> Table:
         """Return the only meaning that fits."""
         ids = [key for group in self.groups for key in group["params"]]
-        if all("param_names" in group for group in self.groups):
-            return self._named(self._full([list(group["param_names"]) for group in self.groups]))
-        if all(isinstance(key, str) for key in ids):
-            return self._named([list(group["params"]) for group in self.groups])
+        if names := names_in(self.groups, self.canonical):
+            table = tuple(tuple(self.canonical.get(n, n) for n in group) for group in names)
+            if misfit := next(self._misfits(table), None):  # Unknown names are reported later.
+                _refuse_state(f"the optimizer's state of {misfit}")
+            return table
         fitting = {table for table in self._positions() if self._fits(table)}
         if len(fitting) == 1 or (fitting and not self.states):
             return fitting.pop()
@@ -170,34 +185,6 @@ class _IdInterpretations:
             f"configure the groups of the saved run, or {FRESH_OPTIMIZER_HINT}"
         )
         raise CheckpointMismatchError(msg)
-
-    def _full(self, names: list[list[str]]) -> list[list[str]]:
-        """Return the model's names for names that were passed to the optimizer.
-
-        ``named_parameters()`` of a submodule lacks the submodule's name, and that of a wrapper adds
-        the wrapper's.
-        """
-        given = [name for group in names for name in group]
-        if not given or any(name in self.canonical for name in given):
-            return names
-        added = [n.removesuffix(given[0]) for n in self.canonical if n.endswith(f".{given[0]}")]
-        cut = [given[0].removesuffix(n) for n in self.canonical if given[0].endswith(f".{n}")]
-        meant = [
-            *([[prefix + name for name in group] for group in names] for prefix in added),
-            *([[name.removeprefix(prefix) for name in group] for group in names] for prefix in cut),
-        ]
-        fitting = [table for table in meant if self._fits(self._known(table))]
-        return fitting[0] if len(fitting) == 1 else names
-
-    def _known(self, names: Sequence[Sequence[str]]) -> Table:
-        return tuple(tuple(self.canonical.get(n, n) for n in group) for group in names)
-
-    def _named(self, names: Sequence[Sequence[str]]) -> Table:
-        """Return the live names; unknown names are kept and reported."""
-        table = self._known(names)
-        if misfit := next(self._misfits(table), None):
-            _refuse_state(f"the optimizer's state of {misfit}")
-        return table
 
     def _positions(self) -> Iterator[Table]:
         """Yield the possible meanings: positions in the optimizer's order, or in the model's."""
@@ -307,10 +294,11 @@ def members_of(saved: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) ->
     """Return the names of the members of a state dict's groups."""
     groups: Sequence[Mapping[str, Any]] = saved["param_groups"]
     ids = [tuple(group["params"]) for group in groups]
-    if all("param_names" in group for group in groups):
-        return _names_of_weights([tuple(group["param_names"]) for group in groups], weights)
-    if all(isinstance(key, str) for group in ids for key in group):
-        return _names_of_weights(ids, weights)
+    if names := names_in(groups, weights):
+        if strange := [n for group in names for n in group if n not in weights]:
+            msg = f"the optimizer has state for {strange[0]}, but no weight has that name"
+            raise CheckpointMismatchError(msg)
+        return names
     again = duplicate_names(weights)
     candidates = [
         (name, tuple(t.shape))
@@ -328,24 +316,8 @@ def members_of(saved: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) ->
             "model's code is needed"
         )
         raise CheckpointMismatchError(msg)
-    names = iter(first)
-    return tuple(tuple(next(names) for _ in group) for group in ids)
-
-
-def _names_of_weights(
-    members: Sequence[tuple[str, ...]], weights: Mapping[str, torch.Tensor]
-) -> Table:
-    """Return the names of the weights, which may have the name of a submodule as prefix."""
-    given = [name for group in members for name in group]
-    if not given or all(name in weights for name in given):
-        return tuple(members)
-    prefixes = [n.removesuffix(given[0]) for n in weights if n.endswith(f".{given[0]}")]
-    fitting = [p for p in prefixes if all(p + name in weights for name in given)]
-    if len(fitting) != 1:
-        strange = next(name for name in given if name not in weights)
-        msg = f"the optimizer has state for {strange}, but no weight has that name"
-        raise CheckpointMismatchError(msg)
-    return tuple(tuple(fitting[0] + name for name in group) for group in members)
+    in_order = iter(first)
+    return tuple(tuple(next(in_order) for _ in group) for group in ids)
 
 
 def _shape_of(state: object, elementwise: frozenset[str]) -> tuple[int, ...] | None:
@@ -648,10 +620,6 @@ class FullStateReader(CheckpointReader):
                     for name, state in self._bound.states.items()
                 }
             )
-            for group in self.manifest.groups:
-                held = group.hyperparameters.keys()
-                if held >= FUSED_ADAM_KEYS and "amsgrad" not in held:
-                    share_last_step([self._scalars[n] for n in group.names if n in self._scalars])
         return self._scalars.get(at.name, {})
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
@@ -671,26 +639,6 @@ class FullStateReader(CheckpointReader):
     @abstractmethod
     def load_client_state(self) -> dict[str, Any]:
         """Return the trainer's state."""
-
-
-FUSED_ADAM_KEYS = frozenset({"betas", "bias_correction", "step"})
-"""Keys of a parameter group of DeepSpeed's FusedAdam. DeepSpeedCPUAdam has ``amsgrad`` too."""
-
-
-def share_last_step(scalars: Sequence[dict[str, Scalar]]) -> None:
-    """Give all parameters of a group the step count of the last one, if only that one counts.
-
-    DeepSpeed's FusedAdam without ZeRO counts so (``deepspeed/ops/adam/fused_adam.py``), in Python's
-    numbers, whereas torch's counts are tensors. ``scalars`` is in the optimizer's order, and is
-    changed in place.
-    """
-    counted = [state for state in scalars if type(state.get("step")) is int]
-    if len(counted) < len(scalars) or not counted:
-        return
-    *others, last = [int(state["step"] or 0) for state in counted]
-    if len(set(others)) == 1 and others[0] < last:
-        for state in counted:
-            state["step"] = last
 
 
 KIND = "single file of torch.save"
@@ -797,15 +745,15 @@ def _checked(weights: Mapping[Any, Any], path: Path) -> dict[str, torch.Tensor]:
     for name, tensor in weights.items():
         if not isinstance(tensor, torch.Tensor):
             what = f"a {type(tensor).__name__}"
-        elif not is_dense(tensor):
-            what = f"a tensor of layout {tensor.layout} with gaps or overlapping elements"
+        elif tensor.layout != torch.strided:
+            what = f"a tensor of layout {tensor.layout}"
         elif not isinstance(name, str):
             what = "a tensor whose name is not a string"
         else:
             continue
         msg = (
-            f"{path}: {name!r} is {what}. Only tensors without gaps can be read: save the model "
-            "again without it, or call .contiguous() on it before"
+            f"{path}: {name!r} is {what}. Only dense tensors with names can be read: save the "
+            "model again without it"
         )
         raise UnsupportedError(msg)
     return {name: tensor.detach() for name, tensor in weights.items()}

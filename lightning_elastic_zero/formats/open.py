@@ -6,7 +6,6 @@ path. ``RenamedReader`` presents a checkpoint under other parameter names.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -65,28 +64,17 @@ MAX_NAMES = 5
 """Names in an error message."""
 
 
-def describe_similar_paths(path: Path) -> str:
-    """Suggest existing checkpoints for a path that does not exist."""
-    folder = path.parent
-    if not folder.is_dir():
-        return f". The folder {folder} does not exist either"
-    names = _checkpoints(folder)
-    # Compare without the suffix, which all of Lightning's files share.
-    stems = {name: name.removesuffix(SUFFIX) for name in names}
-    close = difflib.get_close_matches(path.name.removesuffix(SUFFIX), stems.values(), n=MAX_NAMES)
-    if like := [name for stem in dict.fromkeys(close) for name in names if stems[name] == stem]:
-        return f". Did you mean {' or '.join(like)}?"
-    if names:
-        return f". {folder} contains the checkpoints {', '.join(names[-MAX_NAMES:])}"
-    return f". {folder} contains no checkpoints"
-
-
 def _checkpoints(folder: Path) -> list[str]:
     try:
         entries = list(itertools.islice(folder.iterdir(), MAX_ENTRIES))
         return sorted(e.name for e in entries if e.name[0] != "." and looks_like_checkpoint(e))
     except OSError:
         return []  # These are only suggestions.
+
+
+def _describe_checkpoints(folder: Path) -> str:
+    names = _checkpoints(folder)
+    return f"the checkpoints {', '.join(names[-MAX_NAMES:])}" if names else "no checkpoints"
 
 
 def looks_like_checkpoint(entry: Path) -> bool:
@@ -259,7 +247,7 @@ def _opened(path: AnyPath, *, allow_pickle: bool, progress: Progress) -> Checkpo
         hint = (
             f": it links to {path.readlink()}, which does not exist"
             if path.is_symlink()
-            else describe_similar_paths(path)
+            else f". {path.parent} contains {_describe_checkpoints(path.parent)}"
         )
         msg = f"there is no checkpoint at {path}{hint}"
         raise CheckpointNotFoundError(msg)
@@ -353,9 +341,8 @@ def _foreign(path: Path, *, allow_pickle: bool, progress: Progress) -> Checkpoin
             f"it {found}. It is not a checkpoint, or its save did not finish. For a folder with "
             "dumps of optimizer.state_dict(), call describe_dumps first"
         )
-        if names := _checkpoints(path):
-            listed = format_names(names, MAX_NAMES)
-            why = f"it contains the checkpoints {listed}. Pass one of them"
+        if _checkpoints(path):
+            why = f"it contains {_describe_checkpoints(path)}. Pass one of them"
         msg = (
             f"{path} has no {MANIFEST_NAME} and is not a checkpoint of another supported format: "
             f"{why}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -91,43 +90,6 @@ def test_states_of_one_shape_in_an_unknown_order_are_refused(ordered: bool, alik
     else:
         assert not bound.unmatched
         assert list(bound.states) == ["a", "b"]
-
-
-FUSED = {"lr": 0.1, "betas": (0.9, 0.999), "bias_correction": True, "step": 0}
-
-
-@pytest.mark.parametrize("hyperparameters", [FUSED, {**FUSED, "amsgrad": False}, {"lr": 0.1}])
-@pytest.mark.parametrize(
-    ("steps", "read"),
-    [
-        ((0, 0, 7), [7, 7, 7]),  # DeepSpeed's FusedAdam without ZeRO
-        ((3, 3, 7), [7, 7, 7]),  # the same, after a resume
-        ((7, 7, 7), [7, 7, 7]),
-        ((5, 7, 7), [5, 7, 7]),  # a parameter that has missed steps
-        ((7, 7, 5), [7, 7, 5]),
-        ((torch.tensor(0.0), torch.tensor(0.0), torch.tensor(7.0)), [0.0, 0.0, 7.0]),  # torch's
-    ],
-    ids=str,
-)
-def test_steps_kept_by_one_parameter_are_those_of_the_group(
-    steps: tuple[int | torch.Tensor, ...],
-    read: list[float],
-    hyperparameters: dict[str, object],
-    tmp_path: Path,
-) -> None:
-    if hyperparameters != FUSED:  # another optimizer's
-        read = [float(step) for step in steps]
-    names = ["a", "b", "c"]
-    weights = {name: torch.ones(2, 2) for name in names}
-    state = {i: {"step": s, "exp_avg": torch.zeros(2, 2)} for i, s in enumerate(steps)}
-    optimizer = {"state": state, "param_groups": [{**hyperparameters, "params": [0, 1, 2]}]}
-    path = tmp_path / "model.ckpt"
-    torch.save({"state_dict": weights, "optimizer_states": [optimizer]}, path)
-    with closing(open_checkpoint(path)) as source:
-        source.bind(live_of(weights, set(names)))
-        found = [source.scalars(next(iter(source.layout().covering(n, 0, 1)))) for n in names]
-    assert [float(scalars["step"] or 0) for scalars in found] == read
-    assert {type(scalars["step"]) for scalars in found} == {type(steps[0])}
 
 
 def adam_of(*shapes: tuple[int, ...]) -> dict[int, dict[str, torch.Tensor]]:

@@ -338,14 +338,9 @@ class TestOtherRuns:
             CheckpointFormatError, match="format: it contains the checkpoints " + ", ".join(names)
         ):
             read_whole(tmp_path / "run")
-        with pytest.raises(CheckpointNotFoundError, match=r"Did you mean .*step=8"):
-            read_whole(tmp_path / "run" / "epoch=1-step=9.ckpt")
-        with pytest.raises(
-            CheckpointNotFoundError, match="contains the checkpoints epoch"
-        ) as caught:
+        with pytest.raises(CheckpointNotFoundError, match="contains the checkpoints epoch"):
             read_whole(tmp_path / "run" / "best.ckpt")
-        assert "Did you mean" not in str(caught.value)
-        with pytest.raises(CheckpointNotFoundError, match="does not exist either"):
+        with pytest.raises(CheckpointNotFoundError, match="runs contains no checkpoints"):
             read_whole(tmp_path / "runs" / "last.ckpt")
         (tmp_path / "none").mkdir()
         with pytest.raises(CheckpointNotFoundError, match="none contains no checkpoints"):
