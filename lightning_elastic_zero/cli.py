@@ -97,14 +97,6 @@ def _parser() -> ArgumentParser:
     add_json(verb)
     verb.add_argument("--parameters", action="store_true", help="print a row per parameter")
     verb.add_argument("--filter", default="*", help="select parameters by name: '*.bias'")
-    verb.add_argument(
-        "--sort",
-        choices=("model", "name", "size", "dtype"),
-        default="model",
-        help="order of parameters (default: as in the model)",
-    )
-    about = "print a row per module, with names cut to DEPTH parts"
-    verb.add_argument("--depth", type=_count, default=0, help=about)
     verb.add_argument("--files", action="store_true", help="print a row per file")
 
     verb = add_verb(_verify, "check every byte and tensor of checkpoints")
@@ -172,19 +164,18 @@ _TARGETS = ("fp32", "bf16", "safetensors", "lightning", "universal", "dcp", "ela
 
 def _inspect(args: Namespace) -> int:
     from dataclasses import replace
+    from fnmatch import fnmatchcase
 
     from lightning_elastic_zero.tools import report
     from lightning_elastic_zero.tools.inspection import inspect_checkpoint
 
     found = inspect_checkpoint(args.path)
-    selected = report.select(found, args.filter, args.sort)
+    selected = [p for p in found.manifest.parameters if fnmatchcase(p.name, args.filter)]
     if args.json:
         found = replace(found, manifest=replace(found.manifest, parameters=tuple(selected)))
         print(json.dumps(found.to_plain(), indent=1))
         return YES
     lines = [*report.summary_lines(found)]
-    if args.depth:
-        lines += report.module_lines(found.manifest, selected, args.depth)
     if args.parameters or args.filter != "*":
         lines += report.parameter_lines(found.manifest, selected)
     if args.files:

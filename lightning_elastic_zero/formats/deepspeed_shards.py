@@ -492,6 +492,7 @@ class ZeroShardSet:
                     f"{self._name(rank)} has the states {sorted(state)}, {self._name(0)} has "
                     f"{sorted(keys)}: they are not of one save"
                 )
+            self._check_lean(rank, index, state)
             counters, wanted_counters = self._counters(rank, index), self._counters(0, index)
             if canonical_repr(counters) != canonical_repr(wanted_counters):
                 self._refuse(
@@ -501,6 +502,24 @@ class ZeroShardSet:
         # Ranks agree on overflows. Checked last: the other differences are more informative.
         scalers = [sorted(stub_fields(each.get("loss_scaler")).items()) for each in (shard, first)]
         self._check_same(rank, "loss scaler", *scalers)
+
+    def _check_lean(self, rank: int, index: int, state: Mapping[str, Any]) -> None:
+        """Check that each lean state has one tensor per parameter, none too short."""
+        numels = self.buffers[index].numels
+        for key, value in state.items() if self._is_by_parameter else ():
+            if not is_lean(value):
+                continue
+            held = [tensor.numel() for tensor in value]
+            starts = [(n, piece_start(n, self.world_size, rank)) for n in numels]
+            parts = [max(0, min(piece_numel(n, self.world_size), n - at)) for n, at in starts]
+            if len(held) != len(parts) or any(
+                h < part for h, part in zip(held, parts, strict=True)
+            ):
+                self._refuse(
+                    f"{self._name(rank)} has tensors of {held} elements for the state {key!r} of "
+                    f"sub-group {index}, expected {parts}: the files are of different runs, or "
+                    "damaged"
+                )
 
     def _check_same(self, rank: int, what: str, mine: object, theirs: object) -> None:
         if mine != theirs:

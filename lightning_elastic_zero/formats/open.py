@@ -263,11 +263,10 @@ def _opened(path: AnyPath, *, allow_pickle: bool, progress: Progress) -> Checkpo
 def _refuse_in_store(path: StorePath) -> NoReturn:
     """Raise the error for an address in an object store without a manifest."""
     existing = inspect_target(path)
-    if inside := [e.name for e in siblings(path / MANIFEST_NAME) if is_checkpoint(e)]:
+    inside = [e.name for e in siblings(path / MANIFEST_NAME) if is_checkpoint(e)]
+    if inside:
         listed = format_names(inside, MAX_NAMES)
-        msg = (
-            f"{path} has no {MANIFEST_NAME}: it contains the checkpoints {listed}. Pass one of them"
-        )
+        msg = f"{path} is a folder: it contains the checkpoints {listed}. Pass one of them"
         raise CheckpointFormatError(msg)
     if existing.kind == "other":
         msg = (
@@ -276,8 +275,8 @@ def _refuse_in_store(path: StorePath) -> NoReturn:
         )
         raise CheckpointFormatError(msg)
     names = [each.name for each in siblings(path) if is_checkpoint(each)]
-    hint = f". {path.parent} contains {format_names(names, MAX_NAMES)}" if names else ""
-    msg = f"there is no checkpoint at {path}{hint}"
+    found = f"contains the checkpoints {format_names(names, MAX_NAMES)}" if names else "has none"
+    msg = f"there is no checkpoint at {path}. {path.parent} {found}"
     raise CheckpointNotFoundError(msg)
 
 

@@ -291,13 +291,7 @@ class TorchFile:
                 records = {info.filename: info for info in archive.infolist()}
         except (zipfile.BadZipFile, OSError, *_UNREADABLE) as error:
             raise_disk_error(error, handled)
-            reader.seek(0)
-            if reader.read(2) == b"PK":
-                self._refuse(
-                    f"is truncated or damaged, or not of torch.save: its index, at "
-                    f"the end, cannot be read ({str(error) or repr(error)})"
-                )
-            self._refuse(f"is not a file of torch.save: {str(error) or repr(error)}")
+            self._refuse(f"is damaged, truncated or not a file of torch.save: {error!r}")
         finally:
             # Else the stream would be closed together with its reader.
             reader.detach()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import fnmatch
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import TextIO
 
 from lightning_elastic_zero.core.manifest import Manifest, Parameter
 from lightning_elastic_zero.core.progress import Progress, is_terminal, showing, tqdm_bar
@@ -69,21 +68,6 @@ def table_lines(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Ite
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         yield "  ".join(cells).rstrip()
-
-
-def select(report: CheckpointReport, pattern: str = "*", sort: str = "model") -> list[Parameter]:
-    """Return the parameters whose names match a pattern (``*.bias``), sorted.
-
-    ``sort`` is ``"model"`` (unchanged), ``"name"``, ``"size"`` (largest first) or ``"dtype"``.
-    """
-    keys: dict[str, Callable[[Parameter], Any]] = {
-        "model": lambda _: 0,
-        "name": lambda p: p.name,
-        "size": lambda p: -stored_bytes(report.manifest, p),
-        "dtype": lambda p: p.dtype,
-    }
-    found = (p for p in report.manifest.parameters if fnmatch.fnmatchcase(p.name, pattern))
-    return sorted(found, key=keys[sort])
 
 
 def summary_lines(report: CheckpointReport) -> Iterator[str]:
@@ -174,22 +158,6 @@ def parameter_lines(manifest: Manifest, parameters: Sequence[Parameter]) -> Iter
         ties = f", tied to {', '.join(p.aliases)}" if p.aliases else ""
         rows.append((p.name, shape, p.dtype, format_bytes(stored_bytes(manifest, p)), group + ties))
     yield from table_lines(rows, right=(1, 2, 3))
-
-
-def module_lines(manifest: Manifest, parameters: Sequence[Parameter], depth: int) -> Iterator[str]:
-    """Yield a row of totals for each module, with names cut to ``depth`` parts."""
-    totals: dict[str, list[Parameter]] = {}
-    for p in parameters:
-        totals.setdefault(".".join(p.name.split(".")[:depth]), []).append(p)
-    rows = [
-        (
-            name,
-            f"{sum(p.numel for p in below):,} elements",
-            format_bytes(sum(stored_bytes(manifest, p) for p in below)),
-        )
-        for name, below in totals.items()
-    ]
-    yield from table_lines(rows, right=(1, 2))
 
 
 def plan_lines(plan: ResumePlan) -> Iterator[str]:
