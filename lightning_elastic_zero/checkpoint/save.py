@@ -39,7 +39,7 @@ from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.manifest import FileEntry, Manifest
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.tensors import RankState
-from lightning_elastic_zero.core.text import format_tree_path
+from lightning_elastic_zero.core.text import format_names, format_tree_path
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.engine.support import recovery_script
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
@@ -388,11 +388,12 @@ def _own_part(
     mine, theirs = first.own["buffers"], first["buffers"]
     buffers = {n: t for n, t in contents.state.module_buffers.items() if mine[n] != theirs[n]}
     own = () if first.is_same("client") else rank_differences(contents.client, first["client"])
-    objects = () if first.is_same("objects") else contents.objects
-    if kept := next((item[0] for item in own if item[0][0] == OPTIMIZER_STATE), None):
-        key = kept[1] if len(kept) > 1 else "(any)"
+    changed, differ = {path[0] for path, _ in own}, not first.is_same("objects")
+    objects = tuple(item for item in contents.objects if differ or item[0][0] in changed)
+    if OPTIMIZER_STATE in changed:
+        kept = format_names(map(repr, contents.client.get(OPTIMIZER_STATE, {}))) or "(any)"
         msg = (
-            f"{contents.manifest.writer.optimizer} keeps state under the key {key!r}, which "
+            f"{contents.manifest.writer.optimizer} keeps state under the key {kept}, which "
             "differs from rank 0's: optimizer state without a parameter must be equal on all ranks"
         )
         raise UnsupportedError(msg)

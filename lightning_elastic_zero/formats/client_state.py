@@ -25,7 +25,7 @@ import struct
 import types
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import PosixPath, PurePosixPath, PureWindowsPath
 from typing import Any, TypeAlias
@@ -73,9 +73,9 @@ class ClientPart:
     objects: Objects = ()
     """Rank 0: the objects that are not plain data, with their paths."""
     own: tuple[tuple[TreePath, Any], ...] = ()
-    """Other ranks: plain leaves that differ from rank 0's."""
+    """Other ranks: plain entries that differ from rank 0's."""
     own_objects: Objects = ()
-    """Other ranks: all objects, if they differ from rank 0's."""
+    """Other ranks: the objects in these entries, or all if they differ from rank 0's."""
 
 
 def split_objects(state: Mapping[str, Any]) -> ClientPart:
@@ -97,9 +97,10 @@ def split_objects(state: Mapping[str, Any]) -> ClientPart:
     return ClientPart(plain, tuple(objects))
 
 
-def _plain_part(value: object, path: TreePath, objects: list[tuple[TreePath, object]]) -> object:
+def _plain_part(value: Any, path: TreePath, objects: list[tuple[TreePath, object]]) -> object:
     """Return the plain part of a value; add the objects in it to ``objects``."""
-    if isinstance(value, dict) and _is_node(value) and _has_plain_fields(value):
+    is_dict = type(value) in (dict, OrderedDict) and all(type(k) in (str, int) for k in value)
+    if is_dict and _has_plain_fields(value):
         plain = copy.copy(value)  # With its attributes: state dicts have ``_metadata``.
         plain.update((k, _plain_part(v, (*path, k), objects)) for k, v in value.items())
         return plain
@@ -109,13 +110,6 @@ def _plain_part(value: object, path: TreePath, objects: list[tuple[TreePath, obj
         return to_host(value)
     objects.append((path, value))
     return None
-
-
-def _is_node(value: object) -> bool:
-    """Whether a value is a dict or list whose items have paths of their own."""
-    if type(value) in (dict, OrderedDict):
-        return all(type(k) in (str, int) for k in value)  # type: ignore[attr-defined]
-    return type(value) is list
 
 
 def is_plain(value: object) -> bool:
@@ -194,8 +188,8 @@ def join_objects(plain: dict[str, Any], objects: Objects) -> dict[str, Any]:
 
 
 def fingerprints(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return a digest of each leaf and the type of each node of a client state, by path."""
-    return {_text(path): _fingerprint(value, path) for path, value in _places(state, ())}
+    """Return a digest of each entry of a client state."""
+    return {_text(key): _digest(value, (key,)) for key, value in state.items()}
 
 
 def rank_differences(
@@ -203,65 +197,19 @@ def rank_differences(
 ) -> tuple[tuple[TreePath, Any], ...]:
     """Return the entries with which ``join_objects`` turns rank 0's state into this rank's.
 
-    ``first`` are the ``fingerprints`` of rank 0. The entries are leaves that differ, nodes and
-    leaves that rank 0 lacks, and for entries that this rank lacks a path that ends in ``REMOVED``.
+    ``first`` are the ``fingerprints`` of rank 0. An entry that this rank lacks has a path that ends
+    in ``REMOVED``.
     """
-    of_first: dict[TreePath, list[str | int]] = {}
-    for text in first:
-        *parent, key = json.loads(text) if text.startswith("[") else (text,)
-        of_first.setdefault(tuple(parent), []).append(key)
-    return tuple(_changes(state, (), first, of_first))
+    own = fingerprints(state)
+    changed = (((key,), state[key]) for key in state if first.get(_text(key)) != own[_text(key)])
+    missing = (text for text in first if text not in own)
+    keys = (json.loads(text)[0] if text.startswith("[") else text for text in missing)
+    return (*changed, *(((key, REMOVED), None) for key in keys))
 
 
-def _changes(
-    node: Any,
-    path: TreePath,
-    first: Mapping[str, str],
-    of_first: Mapping[TreePath, list[str | int]],
-) -> Iterator[tuple[TreePath, Any]]:
-    """Yield new and different entries of a node, then missing ones in reverse order."""
-    keys = set()
-    for key, value in _items(node):
-        keys.add(key)
-        at = (*path, key)
-        if first.get(_text(at)) != _fingerprint(value, at):
-            yield at, value
-        elif _is_branch(value):
-            yield from _changes(value, at, first, of_first)
-    for key in reversed(of_first.get(path, [])):
-        if key not in keys:
-            yield (*path, key, REMOVED), None
-
-
-def _places(node: Any, path: TreePath) -> Iterator[tuple[TreePath, Any]]:
-    for key, value in _items(node):
-        at = (*path, key)
-        yield at, value
-        if _is_branch(value):
-            yield from _places(value, at)
-
-
-def _items(node: Any) -> Iterator[tuple[str | int, Any]]:
-    yield from node.items() if isinstance(node, Mapping) else enumerate(node)
-
-
-def _is_branch(value: object) -> bool:
-    """Whether entries of a value have paths; a list of only numbers and strings is one leaf."""
-    if type(value) is list:
-        # None may be the placeholder of an object, which needs a path.
-        return any(v is None or type(v) not in _LEAVES for v in value)
-    return _is_node(value) and bool(value) and not getattr(value, "__dict__", None)
-
-
-def _fingerprint(value: object, path: TreePath) -> str:
-    return type(value).__name__ if _is_branch(value) else _digest(value, path)
-
-
-def _text(path: TreePath) -> str:
-    """Return a path as unambiguous text: ``a.b`` is one key, ``["a", "b"]`` are two."""
-    if len(path) == 1 and isinstance(path[0], str) and not path[0].startswith("["):
-        return path[0]
-    return json.dumps(path)
+def _text(key: str | int) -> str:
+    """Return a key as unambiguous text: numbers in brackets."""
+    return key if isinstance(key, str) and not key.startswith("[") else json.dumps([key])
 
 
 def _digest(value: object, path: TreePath) -> str:
@@ -575,9 +523,9 @@ def check_loads_weights_only(parts: Mapping[str, Any]) -> None:
     for title, value in parts.items():
         if reason := _unreadable_reason(value):
             msg = (
-                f"{title} has to be plain data that torch.load(weights_only=True) can read "
-                f"({reason}). Return numbers, strings, dense tensors, and lists and dicts of them "
-                "from state_dict()."
+                f"{title}: saved state has to be plain data that torch.load(weights_only=True) can "
+                f"read ({reason}). Return numbers, strings, dense tensors, and lists and dicts of "
+                "them from state_dict()."
             )
             raise SaveError(msg)
 

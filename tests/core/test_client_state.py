@@ -217,7 +217,7 @@ class TestReadable:
         ids=name_of_case,
     )
     def test_the_reason_is_in_the_error(self, value: object, reason: str) -> None:
-        with pytest.raises(SaveError, match=f"the state has to be plain data .*{reason}"):
+        with pytest.raises(SaveError, match=f"the state: saved state has to be .*{reason}"):
             check_loads_weights_only({"fine": 1, "the state": value})
 
     @pytest.mark.parametrize("value", [Color.RED, {Color.RED: 1}, bytearray(b"a"), torch.strided])
@@ -317,9 +317,6 @@ class TestFingerprints:
     def test_a_flat_mapping_keeps_its_names(self) -> None:
         assert fingerprints({"bn.mean": torch.zeros(1)}).keys() == {"bn.mean"}
 
-    def test_a_long_list_of_numbers_is_one_leaf(self) -> None:
-        assert len(fingerprints({"order": list(range(1_000_000))})) == 1
-
 
 class TestRankDifferences:
     @given(trees(plain_leaves), trees(plain_leaves))
@@ -338,19 +335,10 @@ class TestRankDifferences:
     @pytest.mark.parametrize(
         ("first", "mine", "expected"),
         [
-            ({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}}, ((("a", "c"), 3),)),
-            ({"a": {"b": 1}}, {"a": {"b": 1, "c": 3}}, ((("a", "c"), 3),)),
-            ({"a": {"b": 1, "c": 3}}, {"a": {"b": 1}}, ((("a", "c", REMOVED), None),)),
+            ({"a": {"b": 1}, "d": 2}, {"a": {"b": 3}, "d": 2}, ((("a",), {"b": 3}),)),
             ({"a": 1, "b": {"c": 2}}, {"a": 1}, ((("b", REMOVED), None),)),
-            ({0: {"a": 1}}, {0: {"a": 1, "b": 2}}, (((0, "b"), 2),)),
-            ({"a": [None, 1]}, {"a": [None, 1, 2]}, ((("a", 2), 2),)),
-            (
-                {"a": [None, 1, 2]},
-                {"a": [None]},
-                ((("a", 2, REMOVED), None), (("a", 1, REMOVED), None)),
-            ),
+            ({0: 1, "a": 2}, {"a": 2}, (((0, REMOVED), None),)),
             ({"a": [1, 2]}, {"a": [1]}, ((("a",), [1]),)),
-            ({"a": [{"x": 1}]}, {"a": {0: {}}}, ((("a",), {0: {}}),)),
             ({"a.b": 1, "a": {"b": 2}}, {"a.b": 3, "a": {"b": 2}}, ((("a.b",), 3),)),
         ],
     )
@@ -358,14 +346,6 @@ class TestRankDifferences:
         self, first: dict[str, Any], mine: dict[str, Any], expected: object
     ) -> None:
         assert rank_differences(mine, fingerprints(first)) == expected
-
-    def test_an_extra_key_of_one_rank_does_not_remove_objects(self) -> None:
-        path = Path("x")
-        first = split_objects({"callbacks": {"own": [1, path], "path": path}})
-        other = split_objects({"callbacks": {"own": [2, path], "path": path, "more": 1}})
-        changes = rank_differences(other.plain, fingerprints(first.plain))
-        loaded = join_objects(join_objects(first.plain, first.objects), changes)
-        assert loaded == {"callbacks": {"own": [2, path], "path": path, "more": 1}}
 
 
 class TestPickled:
