@@ -205,19 +205,27 @@ def _verify(args: Namespace) -> int:
             return NO
         print(found)
         return YES
-    code = YES
-    for path in args.paths:
-        try:
-            with show_progress("verifying") as progress:
-                verified = verify_checkpoint(path, threads=args.threads, progress=progress)
-        except (ElasticZeroError, OSError) as error:
-            _show_error(f"{path}:", str(error))
-            code = FAILED
-            continue
+
+    def verify(path: str) -> int:
+        with show_progress("verifying") as progress:
+            verified = verify_checkpoint(path, threads=args.threads, progress=progress)
         show(verdict(verified), sys.stdout if verified.is_sound else sys.stderr)
         if verified.note:
             print(f"{path}: {verified.note}", file=sys.stderr)
-        code = max(code, YES if verified.is_sound else NO)
+        return YES if verified.is_sound else NO
+
+    return _for_each(args.paths, verify)
+
+
+def _for_each(paths: Sequence[str], work: Callable[[str], int]) -> int:
+    """Do work on each path; return the largest exit code. Errors are printed."""
+    code = YES
+    for path in paths:
+        try:
+            code = max(code, work(path))
+        except (ElasticZeroError, OSError) as error:
+            _show_error(f"{path}:", str(error))
+            code = FAILED
     return code
 
 
@@ -229,26 +237,21 @@ def _fingerprint(args: Namespace) -> int:
     )
     from lightning_elastic_zero.tools.report import show_progress
 
-    code = YES
-    for path in args.paths:
-        try:
-            with show_progress("reading") as progress:
-                found = fingerprint_checkpoint(path, threads=args.threads, progress=progress)
-            recorded = recorded_fingerprint(path)
-        except (ElasticZeroError, OSError) as error:
-            _show_error(f"{path}:", str(error))
-            code = FAILED
-            continue
+    def fingerprint(path: str) -> int:
+        with show_progress("reading") as progress:
+            found = fingerprint_checkpoint(path, threads=args.threads, progress=progress)
+        recorded = recorded_fingerprint(path)
         print(f"{found}  {path}")
         if recorded == str(found):
             print("  equals the recorded fingerprint")
         elif recorded:
             print(f"  recorded by the save: {recorded}")
-            code = max(code, NO)
         if args.tensors:
             for (name, key), text in tensor_fingerprints(path).items():
                 print(f"  {text}  {name}{f': {key}' if key else ''}")
-    return code
+        return YES if recorded in {"", str(found)} else NO
+
+    return _for_each(args.paths, fingerprint)
 
 
 def _diff(args: Namespace) -> int:

@@ -36,7 +36,7 @@ from lightning_elastic_zero.core.layout import Fragment, Transfer
 from lightning_elastic_zero.core.manifest import STAGE_WEIGHTS, Group, StateKey
 from lightning_elastic_zero.core.partition import FlatBuffer, piece_numel, piece_start, zero_layout
 from lightning_elastic_zero.core.tensors import Scalar, canonical_repr, state_key
-from lightning_elastic_zero.core.text import format_names, format_ranks
+from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import (
     CheckpointFormatError,
     CheckpointMismatchError,
@@ -160,18 +160,13 @@ log = logging.getLogger(__name__)
 
 def _describe_differences(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> str:
     """Describe hyperparameters that differ from those of rank 0; empty if there are none."""
-    found = []
-    for index, group in enumerate(by_rank[0]):
-        for key, value in sorted(group.items()):
-            others: dict[str, list[int]] = {}
-            for rank, groups in enumerate(by_rank):
-                if groups[index][key] != value:
-                    others.setdefault(groups[index][key], []).append(rank)
-            if others:
-                texts = [f"{other} on {format_ranks(ranks)}" for other, ranks in others.items()]
-                found.append(
-                    f"{key} of parameter group {index} is {value} on rank 0, {', '.join(texts)}"
-                )
+    found = [
+        f"{key} of parameter group {index} is {value} on rank 0, {group[key]} on rank {rank}"
+        for rank, groups in enumerate(by_rank)
+        for index, group in enumerate(groups)
+        for key, value in sorted(by_rank[0][index].items())
+        if group[key] != value
+    ]
     more = [f"{len(found) - MAX_SHOWN} more"] if len(found) > MAX_SHOWN else []
     return "; ".join(found[:MAX_SHOWN] + more)
 

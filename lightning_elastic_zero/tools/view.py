@@ -339,15 +339,9 @@ def run_parts(work: Callable[[int, int], T], threads: int = 0) -> list[T]:
     Reading and checksums release the GIL. ``threads=0`` uses one per processor, at most
     ``MAX_THREADS``. Raises the first error of a part, after all parts have ended.
     """
-    parts = threads or min(_processors(), MAX_THREADS)
+    parts = threads or min(len(os.sched_getaffinity(0)), MAX_THREADS)
     if parts == 1:
         return [work(0, 1)]
     with ThreadPoolExecutor(parts, thread_name_prefix="elastic-zero-tool") as pool:
         futures = [pool.submit(work, part, parts) for part in range(parts)]
     return [future.result() for future in futures]
-
-
-def _processors() -> int:
-    if hasattr(os, "sched_getaffinity"):  # Not on macOS.
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -327,11 +327,14 @@ class TestDamage:
         try:
             (tmp_path / "missing").stat()
         except FileNotFoundError:
-            with pytest.raises(CheckpointFormatError, match="is truncated or damaged"):
+            with pytest.raises(CheckpointFormatError, match="is damaged, truncated or not a file"):
                 open_verified(tmp_path, path)
 
     def test_valid_bytes_that_are_not_a_zip_are_the_wrong_format(self, tmp_path: Path) -> None:
-        with pytest.raises(CheckpointFormatError, match=r"shard\.pt is not a file of torch\.save"):
+        with pytest.raises(
+            CheckpointFormatError,
+            match=r"shard\.pt is damaged, truncated or not a file of torch\.save",
+        ):
             open_verified(tmp_path, write_bytes(tmp_path, b"hello" * 100))
 
     def test_a_zip_that_torch_did_not_write_is_refused(self, tmp_path: Path) -> None:
