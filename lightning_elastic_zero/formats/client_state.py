@@ -21,7 +21,6 @@ import fractions
 import io
 import json
 import pickle
-import struct
 import types
 import uuid
 from collections import OrderedDict
@@ -236,23 +235,8 @@ def _feed(digest: xxhash.xxh3_128, value: Any, path: TreePath) -> None:
         if fields := getattr(value, "__dict__", None):
             _feed(digest, fields, path)
     else:
-        data = _bits(value, path)
+        data = pickled(list(value) if isinstance(value, tuple) else value, path)
         digest.update(f"{kind} {len(data)} ".encode() + data)
-
-
-def _bits(value: object, path: TreePath) -> bytes:
-    """Return the bytes of a leaf that is not a dense tensor, or of a list of numbers."""
-    if type(value) in (list, tuple, torch.Size):
-        return pickle.dumps(list(value), protocol=4)  # type: ignore[call-overload]
-    if type(value) is float:
-        return struct.pack("<d", value)
-    if type(value) is complex:
-        return struct.pack("<dd", value.real, value.imag)
-    if type(value) is str:
-        return value.encode(errors="surrogatepass")
-    if type(value) is bytes:
-        return value
-    return repr(value).encode() if type(value) in _LEAVES else pickled(value, path)
 
 
 def _refusal(value: object, path: TreePath, what: str) -> SaveError:
