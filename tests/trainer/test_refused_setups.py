@@ -199,16 +199,11 @@ BY_TRAINER = {
     ),
     "LBFGS by its name": Refused(LBFGS, 2, made_by_deepspeed("LBFGS")),
     "SparseAdam": Refused(SPARSE, 3, optimizer="torch.optim.SparseAdam"),
-    "SparseAdam of a config without an option for it": Refused(
-        SPARSE, 3, NOT_ALLOWED, "torch.optim.SparseAdam"
-    ),
-    "SparseAdam by its name": Refused(SPARSE, 0, made_by_deepspeed("SparseAdam")),
     "Adafactor in stage 0": Refused(ADAFACTOR, 0, optimizer="torch.optim.Adafactor"),
     "Adafactor in stage 0 and bf16": Refused(
         ADAFACTOR, 0, optimizer="torch.optim.Adafactor", precision="bf16-mixed"
     ),
     "a parameter that the module lacks": Refused(STRANGER, 3, layers="a stranger"),
-    "a parameter that the module lacks, in stage 0": Refused(STRANGER, 0, layers="a stranger"),
     "Adagrad of two groups": Refused(
         "Adagrad with 2 parameter groups: DeepSpeed merges them into 1 at initialization; put "
         "all parameters into one group",
@@ -218,12 +213,7 @@ BY_TRAINER = {
 }
 """Refused with all releases of DeepSpeed, also those that lack a feature."""
 
-NEWER = {
-    "torch.optim.Muon": Refused(MUON, optimizer="torch.optim.Muon", layers="matrices"),
-    "torch.optim.Muon of a config without an option for it": Refused(
-        MUON, 2, NOT_ALLOWED, "torch.optim.Muon", "matrices"
-    ),
-}
+NEWER = {"torch.optim.Muon": Refused(MUON, optimizer="torch.optim.Muon", layers="matrices")}
 """Optimizers that older releases lack: torch's Muon came with 2.9."""
 
 
