@@ -319,12 +319,6 @@ def _by_rank(folder: Path, pattern: str) -> list[str]:
     if not ranks:
         msg = f"{folder} contains no files {pattern}. Pass their names, dumps=[...]"
         raise CheckpointNotFoundError(msg)
-    if missing := sorted(set(range(max(ranks))) - ranks.keys()):
-        msg = (
-            f"{folder} is incomplete: the dumps of {format_ranks(missing)} are missing. Copy the "
-            "dumps of all ranks"
-        )
-        raise CheckpointCorruptedError(msg)
     return [ranks[rank] for rank in sorted(ranks)]
 
 
