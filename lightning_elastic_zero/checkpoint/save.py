@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 import time
@@ -48,7 +47,6 @@ from lightning_elastic_zero.formats.client_state import (
     Objects,
     check_loads_weights_only,
     fingerprints,
-    pickled,
     rank_differences,
     split_objects,
 )
@@ -166,11 +164,7 @@ class ShardContents:
         return {
             **comparison_tables(self.manifest, self.state),
             "buffers": fingerprints(dict(self.state.module_buffers)),
-            "client": fingerprints(self.client),
-            "objects": {
-                format_tree_path(path): hashlib.sha256(pickled(value, path)).hexdigest()
-                for path, value in self.objects
-            },
+            "client": fingerprints(self.client, self.objects),
         }
 
 
@@ -387,10 +381,8 @@ def _own_part(
         return contents.state, ClientPart(contents.client, contents.objects)
     mine, theirs = first.own["buffers"], first["buffers"]
     buffers = {n: t for n, t in contents.state.module_buffers.items() if mine[n] != theirs[n]}
-    own = () if first.is_same("client") else rank_differences(contents.client, first["client"])
-    changed, differ = {path[0] for path, _ in own}, not first.is_same("objects")
-    objects = tuple(item for item in contents.objects if differ or item[0][0] in changed)
-    if OPTIMIZER_STATE in changed:
+    own, objects = rank_differences(contents.client, first["client"], contents.objects)
+    if any(path[0] == OPTIMIZER_STATE for path, _ in own):
         kept = format_names(map(repr, contents.client.get(OPTIMIZER_STATE, {}))) or "(any)"
         msg = (
             f"{contents.manifest.writer.optimizer} keeps state under the key {kept}, which "

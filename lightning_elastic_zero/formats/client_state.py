@@ -24,7 +24,7 @@ import pickle
 import types
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PosixPath, PurePosixPath, PureWindowsPath
 from typing import Any, TypeAlias
@@ -74,7 +74,7 @@ class ClientPart:
     own: tuple[tuple[TreePath, Any], ...] = ()
     """Other ranks: plain entries that differ from rank 0's."""
     own_objects: Objects = ()
-    """Other ranks: the objects in these entries, or all if they differ from rank 0's."""
+    """Other ranks: the objects in these entries."""
 
 
 def split_objects(state: Mapping[str, Any]) -> ClientPart:
@@ -186,29 +186,64 @@ def join_objects(plain: dict[str, Any], objects: Objects) -> dict[str, Any]:
     return plain
 
 
-def fingerprints(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return a digest of each entry of a client state."""
-    return {_text(key): _digest(value, (key,)) for key, value in state.items()}
+def fingerprints(state: Mapping[str, Any], objects: Objects = ()) -> dict[str, str]:
+    """Return a digest of each entry of a client state, with the objects in it.
+
+    An entry that is a dictionary, such as ``callbacks``, has a digest for each of its entries, so
+    that a rank whose callback differs need not write the state of all callbacks.
+    """
+    found = {path: _digest(value, path) for path, value in _entries(state)}
+    for path, value in objects:
+        entry = path[:2] if path[:2] in found else path[:1]
+        found[entry] = _digest([found[entry], *path, pickled(value, path)], path)
+    return {_text(path): digest for path, digest in found.items()}
+
+
+def _text(path: TreePath) -> str:
+    """Return a path as unambiguous text: ``a.b`` is one key, ``["a", "b"]`` are two."""
+    if len(path) == 1 and isinstance(path[0], str) and not path[0].startswith("["):
+        return path[0]
+    return json.dumps(path)
+
+
+def _entries(state: Mapping[Any, Any]) -> Iterator[tuple[TreePath, Any]]:
+    for key, value in state.items():
+        if type(value) is dict and value and all(type(inner) in (str, int) for inner in value):
+            yield from (((key, inner), held) for inner, held in value.items())
+        else:
+            yield (key,), value
 
 
 def rank_differences(
-    state: Mapping[str, Any], first: Mapping[str, str]
-) -> tuple[tuple[TreePath, Any], ...]:
-    """Return the entries with which ``join_objects`` turns rank 0's state into this rank's.
+    state: Mapping[Any, Any], first: Mapping[str, str], objects: Objects = ()
+) -> tuple[tuple[tuple[TreePath, Any], ...], Objects]:
+    """Return what ``join_objects`` needs to turn rank 0's state into this rank's.
 
-    ``first`` are the ``fingerprints`` of rank 0. An entry that this rank lacks has a path that ends
-    in ``REMOVED``.
+    ``first`` are the ``fingerprints`` of rank 0. First, the plain data of entries that differ; an
+    entry that this rank lacks has a path that ends in ``REMOVED``. Second, the objects in them.
     """
-    own = fingerprints(state)
-    changed = (((key,), state[key]) for key in state if first.get(_text(key)) != own[_text(key)])
-    missing = (text for text in first if text not in own)
-    keys = (json.loads(text)[0] if text.startswith("[") else text for text in missing)
-    return (*changed, *(((key, REMOVED), None) for key in keys))
+    mine, theirs = _grouped(fingerprints(state, objects)), _grouped(first)
+    changed: list[tuple[TreePath, Any]] = []
+    for key, digests in mine.items():
+        others = theirs.get(key, {})
+        if set(map(len, digests)) != set(map(len, others)):
+            changed.append(((key,), state[key]))
+            continue
+        values = dict(_entries({key: state[key]}))
+        changed += [(path, values[path]) for path in digests if digests[path] != others.get(path)]
+        changed += [((*path, REMOVED), None) for path in others if path not in digests]
+    changed += [((key, REMOVED), None) for key in theirs if key not in mine]
+    paths = {path for path, _ in changed}
+    return tuple(changed), tuple(o for o in objects if o[0][:1] in paths or o[0][:2] in paths)
 
 
-def _text(key: str | int) -> str:
-    """Return a key as unambiguous text: numbers in brackets."""
-    return key if isinstance(key, str) and not key.startswith("[") else json.dumps([key])
+def _grouped(digests: Mapping[str, str]) -> dict[str | int, dict[TreePath, str]]:
+    """Return digests by the first key of their entries' paths."""
+    found: dict[str | int, dict[TreePath, str]] = {}
+    for text, digest in digests.items():
+        path = tuple(json.loads(text)) if text.startswith("[") else (text,)
+        found.setdefault(path[0], {})[path] = digest
+    return found
 
 
 def _digest(value: object, path: TreePath) -> str:

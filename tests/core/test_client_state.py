@@ -319,33 +319,48 @@ class TestFingerprints:
 
 
 class TestRankDifferences:
-    @given(trees(plain_leaves), trees(plain_leaves))
+    @given(trees(plain_leaves | objects), trees(plain_leaves | objects))
     def test_a_ranks_changes_applied_to_rank_0s_tree_give_its_own(
         self, first: dict[str, Any], mine: dict[str, Any]
     ) -> None:
-        prints = json.loads(json.dumps(fingerprints(first)))
-        kept = through_a_file([list(change) for change in rank_differences(mine, prints)])
-        changes = tuple((tuple(path), value) for path, value in kept)
-        assert bitwise_repr(join_objects(copy.deepcopy(first), changes)) == bitwise_repr(mine)
+        of_first, own = split_objects(first), split_objects(mine)
+        prints = json.loads(json.dumps(fingerprints(of_first.plain, of_first.objects)))
+        changes, kept_objects = rank_differences(own.plain, prints, own.objects)
+        kept = through_a_file([list(change) for change in changes])
+        loaded = join_objects(copy.deepcopy(of_first.plain), of_first.objects)
+        loaded = join_objects(loaded, tuple((tuple(path), value) for path, value in kept))
+        assert bitwise_repr(join_objects(loaded, kept_objects)) == bitwise_repr(mine)
 
     @given(trees(plain_leaves))
     def test_equal_ranks_keep_nothing(self, tree: dict[str, Any]) -> None:
-        assert rank_differences(copy.deepcopy(tree), fingerprints(tree)) == ()
+        one, other = split_objects(tree), split_objects(copy.deepcopy(tree))
+        prints = fingerprints(one.plain, one.objects)
+        assert rank_differences(other.plain, prints, other.objects) == ((), ())
 
     @pytest.mark.parametrize(
         ("first", "mine", "expected"),
         [
-            ({"a": {"b": 1}, "d": 2}, {"a": {"b": 3}, "d": 2}, ((("a",), {"b": 3}),)),
-            ({"a": 1, "b": {"c": 2}}, {"a": 1}, ((("b", REMOVED), None),)),
-            ({0: 1, "a": 2}, {"a": 2}, (((0, REMOVED), None),)),
-            ({"a": [1, 2]}, {"a": [1]}, ((("a",), [1]),)),
-            ({"a.b": 1, "a": {"b": 2}}, {"a.b": 3, "a": {"b": 2}}, ((("a.b",), 3),)),
+            ({"a": {"b": 1, "c": 2}, "d": 2}, {"a": {"b": 3, "c": 2}, "d": 2}, (("a", "b"), 3)),
+            ({"a": {"b": 1, "c": 2}}, {"a": {"b": 1}}, (("a", "c", REMOVED), None)),
+            ({"a": {"b": {"c": 1, "e": 2}}}, {"a": {"b": {"c": 1}}}, (("a", "b"), {"c": 1})),
+            ({"a": {"b": 1}}, {"a": {}}, (("a",), {})),
+            ({"a": 1, "b": {"c": 2}}, {"a": 1}, (("b", REMOVED), None)),
+            ({0: 1, "a": 2}, {"a": 2}, ((0, REMOVED), None)),
+            ({"a": [1, 2]}, {"a": [1]}, (("a",), [1])),
+            ({"a.b": 1, "a": {"b": 2}}, {"a.b": 3, "a": {"b": 2}}, (("a.b",), 3)),
         ],
     )
     def test_a_rank_keeps_only_what_differs(
         self, first: dict[str, Any], mine: dict[str, Any], expected: object
     ) -> None:
-        assert rank_differences(mine, fingerprints(first)) == expected
+        assert rank_differences(mine, fingerprints(first)) == ((expected,), ())
+
+    def test_an_object_of_rank_0_only_is_removed(self) -> None:
+        first = split_objects({"callbacks": {"one": Fraction(1, 2), "two": Fraction(1, 3)}})
+        mine = split_objects({"callbacks": {"one": None, "two": Fraction(1, 3)}})
+        prints = fingerprints(first.plain, first.objects)
+        expected = ((("callbacks", "one"), None),)
+        assert rank_differences(mine.plain, prints, mine.objects) == (expected, ())
 
 
 class TestPickled:
