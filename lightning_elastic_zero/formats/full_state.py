@@ -721,6 +721,13 @@ def _parts(tree: object, path: Path) -> tuple[Mapping[str, Any], dict[str, Any]]
         return tree, {}
     entries = ", ".join(sorted(map(repr, tree))[:10]) or "none"
     what = f"has no `{WEIGHTS}` with the model's weights; its entries are {entries}"
+    inside = [(n, v.values()) for n, v in tree.items() if isinstance(v, Mapping) and v]
+    if names := [n for n, vs in inside if all(isinstance(v, torch.Tensor) for v in vs)]:
+        what += (
+            f", of which {names[0]!r} contains names and tensors: "
+            f"torch.save(torch.load({path.name!r})[{names[0]!r}], 'weights.pt') writes them as a "
+            "file that can be loaded"
+        )
     return _refuse(path, what)
 
 
