@@ -528,6 +528,7 @@ print(writing >> 20, reading >> 20)
 """
 
 
+@pytest.mark.long
 def test_reading_and_writing_half_a_gib_takes_48_mib(tmp_path: Path) -> None:
     printed = output_of(
         (sys.executable, "-c", MEMORY), ROOT, {**os.environ, "TMPDIR": str(tmp_path)}

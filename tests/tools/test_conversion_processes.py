@@ -57,7 +57,7 @@ def hidden(folder: Path) -> list[str]:
     return [path.name for path in sorted(folder.iterdir()) if path.name.startswith(".")]
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("to", ["fp32", "safetensors", "lightning", "universal", "dcp", "elastic"])
 def test_a_killed_conversion_is_removed_by_the_next(to: str, tmp_path: Path) -> None:
     source = write_elastic(tmp_path / "a.ckpt", make_state(), 3, 2)
@@ -94,6 +94,7 @@ def test_a_foreign_file_in_a_killed_conversion_is_kept(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["a.ckpt"]
 
 
+@pytest.mark.long
 def test_a_save_removes_a_killed_conversion(tmp_path: Path) -> None:
     source = write_elastic(tmp_path / "a.ckpt", make_state(), 3, 2)
     with stopped_conversion(source, tmp_path / "target", "safetensors"):
@@ -209,7 +210,7 @@ SOURCES = [
 """Checkpoints that are read by ranges, and targets; no file is read as a whole."""
 
 
-@pytest.mark.cases(1)
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "to"), SOURCES)
 def test_memory_is_bounded_for_other_sources(
     kind: str, to: str, large: Path, pools: Pools, tmp_path: Path
