@@ -1,4 +1,4 @@
-"""What ``Accelerator.load_state`` needs on another number of ranks, besides the engines."""
+"""State of accelerate outside of the engines, restored on any number of ranks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _UNITS = "elastic_units"
 """Attribute of a scheduler that is stepped as in the old run."""
 
 _ORIGINAL = "elastic_original"
-"""Attribute of a function that takes steps of the old run: the user's, for another load."""
+"""Attribute of a converted function: the user's function, for another load."""
 
 _STEPS = "lightning_elastic_zero.json"
 """File next to accelerate's own: the step of each engine at which they were written."""
@@ -90,12 +90,12 @@ class AcceleratorBinding:
     on_engine: Callable[[Any], None] = lambda _: None
     """Called with each engine before it is bound."""
     bound: dict[int, EngineCheckpoints] = field(default_factory=dict)
-    """By ``id``, the engines that the Accelerator has prepared, and has not freed."""
+    """Engines that the Accelerator has prepared and not freed, by ``id``."""
     loaded: Loaded | None = None
     """The first engine's load within ``load_state``."""
 
     def bind(self) -> None:
-        """Bind the engines that there are and will be, and ``load_state``.
+        """Bind ``load_state``, ``save_state``, and all present and future engines.
 
         Raises:
             UnsupportedError: the Accelerator does not run DeepSpeed, or its release is too old.
@@ -166,7 +166,7 @@ class AcceleratorBinding:
         return loaded
 
     def _check_folder(self, folder: Path) -> None:
-        """Refuse to leave out engines, whose models would be trained from the start.
+        """Refuse a folder with more engines than are prepared: their models would start fresh.
 
         Raises:
             CheckpointNotFoundError: this rank does not see the folder.
@@ -210,7 +210,7 @@ class AcceleratorBinding:
             verify_share(path, ranks)
 
     def _write_steps(self, folder: Path) -> None:
-        """Record that accelerate has written its own files, and at which step of each engine."""
+        """Record the step of each engine at which accelerate has written its own files."""
         models = enumerate(self.accelerator._models)
         steps = {_tag(index): int(model.global_steps) for index, model in models}
         replace_durably(folder / _STEPS, json.dumps(steps).encode())
@@ -219,7 +219,7 @@ class AcceleratorBinding:
         for engine in prepared:
             if not is_engine(engine) or id(engine) in self.bound:
                 continue
-            # Next to an engine's checkpoint are those of other engines.
+            # Checkpoints next to an engine's may be those of other engines.
             options = replace(self.options, fallback=False)
             if (before := bound_options(engine)) is not None:
                 if before not in (options, LoopOptions()):
@@ -244,8 +244,8 @@ class AcceleratorBinding:
         return {_SCHEDULERS: units, _LOADERS: epochs}
 
     def _epoch_of(self, loader: Any) -> int:
-        """Return the epoch that a loader counts; it counts the last batch's when it goes on."""
-        # The newest of all may be another one, which a break has left.
+        """Return a loader's epoch: after the last batch, the next one, which it counts later."""
+        # The newest one may be another loader that a break has left.
         begun = reversed(self.accelerator.gradient_state.dataloader_references)
         newest = next((b for b in begun if b is loader or _skips_batches_of(b, loader)), None)
         return getattr(loader, "iteration", 0) + getattr(newest, "end_of_dataloader", 0)
@@ -261,7 +261,7 @@ class AcceleratorBinding:
         return [s for s in prepared if not isinstance(s, DeepSpeedSchedulerWrapper)]
 
     def _after_load(self) -> None:
-        """Restore what accelerate keeps in units of the old run, or in files per rank."""
+        """Restore state that accelerate keeps in units of the old run or in files per rank."""
         accelerator, loaded = self.accelerator, self.loaded
         if loaded is None:
             return
@@ -279,9 +279,9 @@ class AcceleratorBinding:
                         "its numbers of steps (warm-up, total) by accelerator.num_processes",
                         *jump,
                     )
-        # Files are per rank; a rank that has none takes another's random state, as all ranks began
-        # with one seed. The counter of micro-batches is rank 0's everywhere: ranks whose counters
-        # differ would end their windows at different batches.
+        # Each rank has a file. An additional rank takes another's random state, since all ranks
+        # began with one seed. All ranks take rank 0's counter of micro-batches: with different
+        # counters, they would end their windows at different batches.
         restored = load_accelerator_state(
             loaded.load_dir, [], [], [], [], process_index=0, scaler=None
         )
@@ -296,7 +296,7 @@ class AcceleratorBinding:
                     in_window,
                     loaded.accumulate,
                 )
-        # accelerate counts epochs from 0 again.
+        # accelerate starts to count epochs at 0.
         saved, unknown = loaded.record.get(_LOADERS, {}), []
         epochs = {described: iter(found) for described, found in saved.items()}
         for loader in accelerator._dataloaders:
@@ -318,7 +318,7 @@ class AcceleratorBinding:
         self._warn_at_first_step(loaded)
 
     def _warn_at_first_step(self, loaded: Loaded) -> None:
-        """Name differences in the data, and count its epoch, at the first loss of its loader."""
+        """At the first loss, warn of differences in the data and count skipped loaders' epochs."""
         accelerator, backward = self.accelerator, self.accelerator.backward
 
         @functools.wraps(backward)
@@ -355,7 +355,7 @@ class AcceleratorBinding:
 
 
 def _describe_loader(loader: Any) -> str:
-    """Return what does not depend on the number of ranks, nor on the order of preparation."""
+    """Describe a loader independently of the number of ranks and the order of preparation."""
     kind = type(samplers_of(loader)[1]).__name__
     if isinstance(loader.dataset, IterableDataset) or not isinstance(loader.dataset, Sized):
         return kind
@@ -363,7 +363,7 @@ def _describe_loader(loader: Any) -> str:
 
 
 def _skips_batches_of(loader: Any, prepared: Any) -> bool:
-    """Whether ``skip_first_batches`` made a loader of another."""
+    """Whether ``skip_first_batches`` made ``loader`` from ``prepared``."""
     for name in ("batch_sampler", "sampler"):
         held, whole = getattr(loader, name, None), getattr(prepared, name, None)
         if isinstance(held, SkipBatchSampler) and held.batch_sampler is whole:
@@ -373,7 +373,7 @@ def _skips_batches_of(loader: Any, prepared: Any) -> bool:
 
 
 def _count_for(loader: Any, prepared: Any) -> None:
-    """Let the end of an epoch of a loader count for the one that it was made of."""
+    """Count the end of a loader's epoch for the prepared loader that it was made from."""
     end = loader.end
 
     def end_and_count() -> None:
@@ -392,7 +392,7 @@ def warn_of_data(
     in_first_epoch: bool,
     differences: Iterable[str] = (),
 ) -> None:
-    """Warn, on one rank, why samples of the steps to come may differ from those of the old run.
+    """Warn, on one rank, of reasons why later samples may differ from those of the old run.
 
     Args:
         loaded: the load.
@@ -400,7 +400,7 @@ def warn_of_data(
         loader: the training DataLoader, as accelerate has prepared it, or another.
         in_epoch: whether batches of the resumed epoch are skipped.
         in_first_epoch: whether that epoch is the first.
-        differences: others that the caller knows of.
+        differences: additional reasons from the caller.
     """
     found = [*differences]
     accumulations = (loaded.accumulate, accelerator.gradient_accumulation_steps)
@@ -431,7 +431,7 @@ def warn_of_data(
 
 
 def _order_differences(loader: Any, was: int, now: int, *, in_first_epoch: bool) -> Iterator[str]:
-    """Yield why a resumed epoch may have other samples, given the old and new number of ranks."""
+    """Yield reasons for other samples in a resumed epoch, given both numbers of ranks."""
     if isinstance(loader, DataLoaderDispatcher) and now > 1:
         yield (
             "with dispatch_batches=True, accelerate skips too few batches of a resumed epoch: set "
@@ -463,15 +463,15 @@ def _order_differences(loader: Any, was: int, now: int, *, in_first_epoch: bool)
 
 
 def _seeds_itself(loader: Any, sampler: Any) -> bool:
-    """Whether a sampler orders its first epoch alike in a new process, as TRL's RepeatSampler."""
-    # accelerate gives one to samplers that have none.
+    """Whether a new process gets the same first order, as with TRL's RepeatSampler."""
+    # accelerate gives one to samplers without a generator.
     others = (None, getattr(loader, "synchronized_generator", None))
     seeds = (getattr(sampler, name, None) for name in ("seed", "generator"))
     return any(all(seed is not other for other in others) for seed in seeds)
 
 
 def _remainders(loader: Any, samples: int, micro_steps: set[int]) -> Iterator[str]:
-    """Yield what differs at the end of an epoch.
+    """Yield differences at the end of an epoch.
 
     Args:
         loader: the DataLoader.
@@ -534,12 +534,12 @@ def check_steps(path: Path, manifest: Manifest) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """How accelerate counts one optimizer step in a scheduler of the user's."""
+    """How accelerate counts one optimizer step in a user's scheduler."""
 
     steps: int
-    """Calls of ``step()``: one for each rank, as a rule."""
+    """Calls of ``step()``, usually one per rank."""
     extra_counts: int
-    """Added to ``_step_count`` besides: one for each micro-batch before the last."""
+    """Further increments of ``_step_count``: one per micro-batch before the last."""
 
 
 def _units_of(scheduler: AcceleratedScheduler, ranks: int) -> list[int]:
@@ -552,11 +552,11 @@ def _units_of(scheduler: AcceleratedScheduler, ranks: int) -> list[int]:
 
 
 def _convert(scheduler: AcceleratedScheduler, saved: Units, now: int, accumulate: int) -> None:
-    """Make a scheduler that was just loaded go on where the old run was.
+    """Make a loaded scheduler continue from the old run's position.
 
-    accelerate calls ``step()`` once for each rank, and constants that come from the checkpoint
-    (``T_max``, ``total_steps``) count these steps: it is stepped as often as in the old run.
-    Functions are those of this run, and take steps of this run.
+    accelerate calls ``step()`` once per rank, and constants from the checkpoint (``T_max``,
+    ``total_steps``) count these calls. So the scheduler is stepped as often as in the old run.
+    Functions (``LambdaLR``) are this run's and receive this run's steps.
     """
     for name in ("step", _UNITS):  # of an earlier load
         vars(scheduler).pop(name, None)
@@ -568,7 +568,7 @@ def _convert(scheduler: AcceleratedScheduler, saved: Units, now: int, accumulate
 
 
 def _scale(scheduler: Any, saved: int, now: int) -> None:
-    """Make functions, also those of nested schedulers, take steps of the old run."""
+    """Convert the steps that functions receive, also in nested schedulers."""
     for nested in getattr(scheduler, "_schedulers", ()):
         _scale(nested, saved, now)
     if _has_functions_of_this_run(scheduler):
@@ -576,7 +576,7 @@ def _scale(scheduler: Any, saved: int, now: int) -> None:
 
 
 def _jumps(scheduler: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the last rate of each function and its rate now, where they differ."""
+    """Yield the last and the current rate of each function whose rate has changed."""
     for nested in getattr(scheduler, "_schedulers", ()):
         yield from _jumps(nested)
     # ChainedScheduler has no last_epoch.
@@ -589,7 +589,7 @@ def _jumps(scheduler: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _scaled(function: Callable[[int], float], saved: int, now: int) -> Callable[[int], float]:
-    """Return a function of the old run's steps; the original if both count alike."""
+    """Return a function of the old run's steps; the original if the counts are equal."""
     original: Callable[[int], float] = getattr(function, _ORIGINAL, function)
     if saved == now:
         return original
@@ -602,7 +602,7 @@ def _scaled(function: Callable[[int], float], saved: int, now: int) -> Callable[
 
 
 def _has_functions_of_this_run(scheduler: Any) -> bool:
-    """Whether a scheduler computes rates by functions that are not in its state."""
+    """Whether a scheduler computes rates with functions that its state lacks."""
     functions = getattr(scheduler, "lr_lambdas", None)
     if functions is None:
         return False
@@ -611,7 +611,7 @@ def _has_functions_of_this_run(scheduler: Any) -> bool:
 
 
 def _step(scheduler: Any, units: Units, *args: Any, **kwargs: Any) -> None:
-    """``AcceleratedScheduler.step``, as often as the old run took it for an optimizer step."""
+    """``AcceleratedScheduler.step``, called as often per optimizer step as in the old run."""
     skipped = any(optimizer.step_was_skipped for optimizer in scheduler.optimizers)
     if skipped or not scheduler.gradient_state.sync_gradients:
         return

@@ -60,13 +60,13 @@ OTHER_OPTIONS = (
 
 
 def is_a(value: object, package: str, name: str) -> bool:
-    """Whether something is of a class that is not imported for it."""
+    """Whether an object has a class, without importing the class's module."""
     classes = ((cls.__module__.split(".")[0], cls.__name__) for cls in type(value).__mro__)
     return (package, name) in classes
 
 
 def is_engine(value: object) -> bool:
-    """Whether something is an engine of DeepSpeed."""
+    """Whether an object is a DeepSpeed engine."""
     return is_a(value, "deepspeed", "DeepSpeedEngine")
 
 
@@ -87,7 +87,7 @@ class LoopOptions(ElasticOptions):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A load that has succeeded, for what a loop restores besides the engine."""
+    """A successful load, from which a loop restores its own state."""
 
     load_dir: Path
     """As the loop passed it."""
@@ -106,7 +106,7 @@ class Loaded:
         return max(1, self.result.manifest.progress.gradient_accumulation_steps)
 
     def differs(self, world_size: int, accumulate: int) -> bool:
-        """Whether a run divides its steps among ranks and micro-batches in another way."""
+        """Whether this run divides its steps differently among ranks and micro-batches."""
         return (self.world_size, self.accumulate) != (world_size, accumulate)
 
 
@@ -140,7 +140,7 @@ class Loop:
 
 
 class EngineCheckpoints:
-    """Saves and loads of one engine; ``bind`` makes them the engine's own methods."""
+    """Saves and loads one engine; ``bind`` replaces the engine's methods."""
 
     def __init__(self, engine: Any, options: LoopOptions, loop: Loop) -> None:
         self._engine = engine
@@ -152,7 +152,7 @@ class EngineCheckpoints:
         self._manager = options.manager()
 
     def bind(self) -> None:
-        """Make ``save`` and ``load`` the engine's methods, with DeepSpeed's signatures."""
+        """Replace the engine's methods by ``save`` and ``load``, with DeepSpeed's signatures."""
         engine = self._engine
         for name, method in (("save_checkpoint", self.save), ("load_checkpoint", self.load)):
             original = types.MethodType(getattr(type(engine), name), engine)
@@ -171,7 +171,7 @@ class EngineCheckpoints:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save into ``save_dir/tag``; the meaning of ``DeepSpeedEngine.save_checkpoint``.
+        """Save into ``save_dir/tag``, as ``DeepSpeedEngine.save_checkpoint`` does.
 
         Raises:
             SaveError, UnsupportedError, RanksError: see ``save_checkpoint`` of this package.
@@ -207,7 +207,7 @@ class EngineCheckpoints:
         return True
 
     def _has_last_save(self) -> bool:
-        """Whether the last save is there or being written: the user may have deleted it."""
+        """Whether the last save exists or is in flight; the user may have deleted it."""
         path = self._last_path
         return self._manager.is_being_written(str(path)) or is_checkpoint(path)
 
@@ -247,7 +247,7 @@ class EngineCheckpoints:
         load_module_only: bool = False,
         custom_load_fn: object = None,
     ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
-        """Load what ``load_dir`` holds; the meaning of ``DeepSpeedEngine.load_checkpoint``.
+        """Load from ``load_dir``, as ``DeepSpeedEngine.load_checkpoint`` does.
 
         Returns:
             The checkpoint's directory and its client state. ``(None, None)``, with a warning, if no
@@ -284,7 +284,7 @@ class EngineCheckpoints:
             strict=load_module_strict,
             check=check,
         )
-        self.wait()  # what is loaded may be what is being written
+        self.wait()  # the checkpoint may still be in flight
         with self._ranks("load", folder / (tag or LATEST)) as ranks:
             step = f"load {folder}: find the checkpoint"
             whole = self._loop.whole_folder
@@ -355,7 +355,7 @@ class EngineCheckpoints:
         raise CheckpointMismatchError(msg)
 
     def _ranks(self, verb: str, path: object) -> closing[Ranks]:
-        """Return the ranks for one call, which others may never make."""
+        """Return the ranks for one call, which other ranks may never make."""
         call = f"{verb} {path} at step {self._engine.global_steps}"
         return closing(connect_ranks(self._options.timeouts(), "elastic-zero engine", call))
 
@@ -437,7 +437,7 @@ def _is_stock(file: Path) -> bool:
 
 
 def find_checkpoint(folder: Path, tag: str | None) -> str | None:
-    """Return the path of the checkpoint that a folder and a tag mean; None if there is none.
+    """Return the path of the checkpoint for a folder and a tag; None if there is none.
 
     Where both DeepSpeed and this library have saved one tag, the later save counts.
     """

@@ -1,4 +1,4 @@
-"""The strategy for Lightning Fabric: DeepSpeed's, with checkpoints that fit any device count."""
+"""The strategy for Lightning Fabric: DeepSpeed, with checkpoints for any device count."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ElasticDeepSpeedFabricStrategy(DeepSpeedStrategy):
         devices = range(len(self.parallel_devices or ()))
         # DeepSpeed wants each device's index.
         self.parallel_devices = [torch.device("cpu", index) for index in devices]
-        # The parent refuses all but CUDA here, and else does what its own parent does.
+        # The parent only adds a refusal of devices other than CUDA: skip it.
         super(DeepSpeedStrategy, self).setup_environment()
 
     @override

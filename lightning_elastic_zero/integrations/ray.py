@@ -58,7 +58,7 @@ class RayCheckpointReport(Callback):
             msg = f"RayCheckpointReport needs ElasticDeepSpeedStrategy; the strategy is {found}"
             raise UnsupportedError(msg)
         _strategy(trainer).checkpoint_manager.listeners.append(self._note)
-        # A new list: Lightning walks over the old one now.
+        # A new list: Lightning is iterating over the old one.
         others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
         trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
 
@@ -114,7 +114,7 @@ class RayCheckpointReport(Callback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Listen to saves no longer."""
+        """Stop listening to saves."""
         if stage == "fit":
             _strategy(trainer).checkpoint_manager.listeners.remove(self._note)
 
@@ -134,7 +134,7 @@ class RayCheckpointReport(Callback):
         storage = ray_train.get_context().get_storage()
         for path, step in trainer.strategy.broadcast(new):
             metrics = self._metrics.get(step, {"epoch": trainer.current_epoch})
-            # Another ModelCheckpoint may have saved at this step too; steps before are done with.
+            # Another ModelCheckpoint may have saved at this step too; earlier steps are complete.
             self._metrics = {at: of for at, of in self._metrics.items() if at >= step}
             ray_train.report(
                 {**metrics, "step": step},

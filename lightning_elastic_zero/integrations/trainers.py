@@ -1,4 +1,4 @@
-"""What ``Trainer.train(resume_from_checkpoint=...)`` needs on another number of ranks."""
+"""State of transformers' Trainer outside of the engine, restored on any number of ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class ResumeCallback(TrainerCallback):
-    """Completes a resume of one Trainer: random states, and a warning of what cannot be exact."""
+    """Completes a Trainer's resume: random states, and a warning of inexact parts."""
 
     def __init__(self, trainer: weakref.ref[Any]) -> None:
         self._ref = trainer
@@ -55,7 +55,7 @@ class ResumeCallback(TrainerCallback):
         return self._ref()
 
     def on_load(self, loaded: Loaded) -> None:
-        """Note what the engine has loaded, and make its folder the newest of those that exist.
+        """Record the load, and make its folder the newest one.
 
         The Trainer deletes the oldest, before a background save is complete; a kill during a
         deletion or save leaves an incomplete folder that is newer.
@@ -108,9 +108,9 @@ class ResumeCallback(TrainerCallback):
         )
 
     def on_epoch_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:  # noqa: ARG002
-        """Set the epoch of a sampler of the user's.
+        """Set the epoch of a user's sampler.
 
-        accelerate does not pass it on through the batches that are skipped.
+        accelerate does not do so for a loader of skipped batches.
         """
         loader = self._trainer.callback_handler.train_dataloader
         if self._loaded is not None and hasattr(loader, "set_epoch"):  # else nobody sets epochs
@@ -119,34 +119,34 @@ class ResumeCallback(TrainerCallback):
                 sampler.set_epoch(int(state.epoch or 0))
 
     def restore_rng(self) -> None:
-        """Give a rank for which no random state was saved that of another rank.
+        """Give an additional rank the random state of a saved one.
 
         All ranks of a Trainer begin with one seed, and samplers of a later ``train()`` take their
-        seed from the generator: a stream of a seed of its own would give ranks other data orders.
+        seed from the generator: with a seed of its own, a rank would have another data order.
         """
         loaded, args = self._loaded, self._trainer.args
         if loaded is None:
             return
         was, rank = loaded.world_size, args.process_index % loaded.world_size
-        # A folder that fewer ranks have saved again still has the others' old files.
+        # A folder that was saved again by fewer ranks still has old files of the others.
         if was > 1 and not (loaded.load_dir / f"rng_state_{rank}.pth").is_file():
             rank = 0
         saved = {"world_size": was, "process_index": rank, "parallel_mode": args.parallel_mode}
         of_saved = SimpleNamespace(args=SimpleNamespace(**saved))
         Trainer._load_rng_state(of_saved, str(loaded.load_dir))
         if args.device.type != "cpu" and args.process_index >= was:
-            # The file has a state for each device, of which its rank used its own.
+            # The file has a state per device; each rank used its own.
             devices = torch.get_device_module(args.device)
             own = devices.get_rng_state(rank % devices.device_count())
             devices.set_rng_state(own, args.device)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Forget the load: a second ``train()`` may begin without one."""
+        """Forget the load: a second ``train()`` may start without one."""
         self._loaded = None
 
 
 def bind_trainer(trainer: Any, options: LoopOptions) -> None:
-    """Bind the engines that a Trainer makes, its sweeps included.
+    """Bind all engines that a Trainer creates, also those of sweeps.
 
     Raises:
         UnsupportedError: the Trainer does not run DeepSpeed, or an option does not suit it.
@@ -227,7 +227,7 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
         bind_accelerator(trainer.accelerator)
 
     def elastic_train(*args: Any, **kwargs: Any) -> Any:
-        """Train as ``Trainer.train``, from a finished folder, with ``fallback`` an intact one."""
+        """Call ``Trainer.train`` with a finished folder; with ``fallback``, an intact one."""
         trainer: Any = ref()
         place = _place_of_folder(cls.train.__get__(trainer))
         asked = args[place] if place < len(args) else kwargs.get(_FOLDER)
@@ -256,7 +256,7 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
         return result
 
     def elastic_load_rng(checkpoint: str | None) -> None:
-        """Restore random states where the Trainer does: callbacks may draw before and after."""
+        """Restore random states when the Trainer does: callbacks may draw before and after."""
         load_rng(ref(), checkpoint)
         if checkpoint is not None:
             callback.restore_rng()
@@ -284,7 +284,7 @@ _FOLDER = "resume_from_checkpoint"
 
 
 def _takes_folder(cls: type) -> bool:
-    """Whether ``train`` of a Trainer's class can be given a folder."""
+    """Whether ``train`` of a Trainer's class accepts a folder."""
     parameters = inspect.signature(cls.train).parameters.values()  # type: ignore[attr-defined]
     return any(p.name == _FOLDER or p.kind == p.VAR_KEYWORD for p in parameters)
 
@@ -323,5 +323,5 @@ def _check_finished(folder: Path, _: Ranks) -> Path:
 
 
 def _verify(folder: Path, ranks: Ranks) -> None:
-    """Verify what a resume reads of a folder; each rank its part of the state."""
+    """Verify the files that a resume reads; each rank verifies its part of the state."""
     verify_share(_check_finished(folder, ranks), ranks)
