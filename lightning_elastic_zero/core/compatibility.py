@@ -368,7 +368,7 @@ def _changes(changes: Iterable[tuple[str, object, object]]) -> str:
 
 
 def describe_unrestored(saved: Manifest, live: Manifest, wanted: RestoreScope) -> Iterator[str]:
-    """Yield what a compatible load does not restore, by name."""
+    """Yield the state that a compatible load does not restore, by name."""
     have, want = _by_name(saved.parameters), _by_name(live.parameters)
     left_out = set(saved.excluded)
     kept = [n for n in want if n not in have]

@@ -533,7 +533,7 @@ class FullStateReader(CheckpointReader):
         self._tensors = tensors
         self._extra_states: Mapping[str, Any] = {}
         self._own: Manifest | None = None
-        """What ``bind_without_model`` binds to instead of a live model."""
+        """The model that ``bind_without_model`` binds to instead of a live one."""
 
     def _set_content(self, full_state: FullState, live: Manifest | None = None) -> None:
         """Match the content with a live model, if given, and set ``manifest`` and ``info``."""

@@ -1,4 +1,4 @@
-"""What the command line prints: tables, verdicts, progress. Colours only on terminals."""
+"""Output of the command line: tables, verdicts, progress. Colours only on terminals."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ class OpenCheckpoint:
     def _share(
         self, part: int, parts: int, *, masters_only: bool
     ) -> Iterator[tuple[TensorEntry, Transfer]]:
-        """Yield a share of what the saving ranks hold, in runs of at most one chunk."""
+        """Yield a share of the saving ranks' elements, in runs of at most one chunk."""
         ranks = self.manifest.world_size
         by_rank = ranks >= parts
         layouts = (self._layout,) if masters_only else (self._layout, self._frozen_layout)

@@ -82,7 +82,7 @@ CURRENT = "current_model_state"
 def without_weights(
     checkpoint: Mapping[str, Any], given: Mapping[str, Any]
 ) -> tuple[dict[str, Any], frozenset[str]]:
-    """Remove from a checkpoint dictionary what the engine saves.
+    """Remove the entries that the engine saves from a checkpoint dictionary.
 
     ``on_save_checkpoint`` finds the weights in the checkpoint dictionary as with other strategies.
     It may remove frozen ones or replace them, for example by an average.

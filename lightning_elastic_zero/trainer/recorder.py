@@ -51,7 +51,7 @@ SAVES = "saves"
 
 
 class RunRecorder:
-    """Keeps during training what a save at any moment has to record.
+    """Records during training the state that a save at any moment needs.
 
     Weights change at optimizer steps; buffers, random states and loaders at every micro-batch. A
     checkpoint taken inside an accumulation window goes back to the last step, so it needs copies
@@ -82,7 +82,7 @@ class RunRecorder:
         self._is_new_fit = False
 
     def begin_at(self, position: Position, consumed: tuple[Consumed | None, ...]) -> None:
-        """Set where a resumed run continues, and what the epoch has consumed of each loader."""
+        """Set the position of a resumed run and the samples consumed from each loader."""
         self._begun, self._consumed_before = position, consumed
 
     def begin_training(self, trainer: pl.Trainer, given: list[Any], device: torch.device) -> None:
@@ -100,7 +100,7 @@ class RunRecorder:
         self.after_optimizer_step(trainer, device)
 
     def after_optimizer_step(self, trainer: pl.Trainer, device: torch.device) -> None:
-        """Copy what the next fetch of a batch changes, right after an optimizer step."""
+        """Copy the state that the next fetch of a batch changes, right after an optimizer step."""
         # With manual optimization, a batch may have any number of steps.
         if trainer.lightning_module.automatic_optimization:
             self._at_step |= {
@@ -160,7 +160,7 @@ class RunRecorder:
         self._validated_at = _batches_done(trainer) + ahead
 
     def end(self, trainer: pl.Trainer) -> None:
-        """Keep what a save after the fit needs, which a following evaluation removes."""
+        """Keep the state that a save after the fit needs and a following evaluation removes."""
         if not _is_inside_window(trainer):
             self._at_step, self._frozen = {}, None
         if loaders := training_loaders(trainer):
