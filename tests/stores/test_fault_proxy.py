@@ -85,10 +85,10 @@ def test_each_fault_of_a_write(
     else:
         with pytest.raises(BaseError):
             obstore.put(store, "key", BODY)
-    executed = harmless or kind in {"response lost", "500 after execution", "kill after execution"}
-    assert bytes(obstore.get(direct, "key").bytes()) == (BODY if executed else b"old")
-    while kind == "executed late" and not executed:
-        executed = bytes(obstore.get(direct, "key").bytes()) == BODY
+    executed = {"response lost", "500 after execution", "kill after execution", "executed late"}
+    with proxy.late:  # moto fails if it reads an object that it is writing
+        found = bytes(obstore.get(direct, "key").bytes())
+    assert found == (BODY if harmless or kind in executed else b"old")
     assert bool(killed) == kind.startswith("kill")
     assert kind != "slow response" or time.monotonic() - began >= 0.5
     assert (len(proxy.injected) == 1) == (not harmless or kind == "slow response")
