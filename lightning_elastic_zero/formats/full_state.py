@@ -109,6 +109,23 @@ def names_in(groups: Sequence[Mapping[str, Any]], known: Container[str]) -> Tabl
     return table if all(isinstance(n, str) for names in table for n in names) else ()
 
 
+def _check_names(
+    groups: Sequence[Mapping[str, Any]], table: Table, known_as: Mapping[str, Sequence[str]]
+) -> None:
+    """Refuse positions if the names that the groups list are those of other parameters.
+
+    ``known_as``: all names of each parameter. One of two names may have a prefix.
+    """
+    for group, names in zip(groups, table, strict=True):
+        for given, name in zip(group.get("param_names", ()), names, strict=False):
+            pairs = [(f".{given}", f".{known}") for known in known_as.get(name, (name,))]
+            if not any(one.endswith(other) or other.endswith(one) for one, other in pairs):
+                _refuse_state(
+                    f"the optimizer state is stored by position and by name, and has the name "
+                    f"{given} at the place of {name}"
+                )
+
+
 def by_position(saved: Mapping[str, Any]) -> bool:
     """Whether a state dict identifies parameters only by numbers."""
     groups = saved["param_groups"]
@@ -166,7 +183,10 @@ class _IdInterpretations:
             return table
         fitting = {table for table in self._positions() if self._fits(table)}
         if len(fitting) == 1 or (fitting and not self.states):
-            return fitting.pop()
+            table = fitting.pop()
+            known_as = {p.name: (p.name, *p.aliases) for p in self.live.parameters}
+            _check_names(self.groups, table, known_as)
+            return table
         if fitting:
             first, second = sorted(fitting)
             differ = [n for n, m in zip(chain(*first), chain(*second), strict=True) if n != m]
@@ -317,7 +337,9 @@ def members_of(saved: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) ->
         )
         raise CheckpointMismatchError(msg)
     in_order = iter(first)
-    return tuple(tuple(next(in_order) for _ in group) for group in ids)
+    table = tuple(tuple(next(in_order) for _ in group) for group in ids)
+    _check_names(groups, table, {n: [n, *(o for o in again if again[o] == n)] for n in first})
+    return table
 
 
 def _shape_of(state: object, elementwise: frozenset[str]) -> tuple[int, ...] | None:
@@ -428,7 +450,7 @@ def _named_states(
     elif live.groups and is_optimizer(next(iter(full_state.optimizers), None)):
         saved = full_state.optimizers[0]
         try:
-            if not full_state.ordered and by_position(saved):
+            if not full_state.ordered and not names_in(saved["param_groups"], canonical):
                 _check_distinct_shapes(live)
             return name_states(saved, live, order, canonical), ""
         except CheckpointMismatchError as error:
@@ -620,6 +642,12 @@ class FullStateReader(CheckpointReader):
                     for name, state in self._bound.states.items()
                 }
             )
+            for group in self.manifest.groups:
+                held = group.hyperparameters.keys()
+                if held >= _FUSED_ADAM and "amsgrad" not in held:
+                    of_group = [self._scalars[n] for n in group.names if n in self._scalars]
+                    for scalars in of_group:
+                        scalars.update({k: v for k, v in of_group[-1].items() if k == "step"})
         return self._scalars.get(at.name, {})
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
@@ -640,6 +668,10 @@ class FullStateReader(CheckpointReader):
     def load_client_state(self) -> dict[str, Any]:
         """Return the trainer's state."""
 
+
+_FUSED_ADAM = {"betas", "bias_correction", "step"}
+"""Keys of a group of DeepSpeed's FusedAdam; DeepSpeedCPUAdam has ``amsgrad`` too. Without ZeRO, it
+steps a whole group, but counts on the last parameter only (``deepspeed/ops/adam/fused_adam.py``)"""
 
 KIND = "single file of torch.save"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,41 @@ def test_states_of_one_shape_in_an_unknown_order_are_refused(ordered: bool, alik
     else:
         assert not bound.unmatched
         assert list(bound.states) == ["a", "b"]
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_positions_that_contradict_the_names_of_the_optimizer_are_refused(ordered: bool) -> None:
+    """The names lack the one of a submodule, so that none is known."""
+    tree = {name: torch.empty(4, 3, device="meta") for name in ("net.a", "net.b")}
+    live = live_of(tree, {*tree})
+    for names in (["a", "b"], ["b", "a"], ["weight", "weight"]):
+        groups = [{"params": [0, 1], "param_names": names}]
+        optimizer = {"state": adam_of((4, 3), (4, 3)), "param_groups": groups}
+        bound = bind(FullState(tree, [optimizer], "", ordered=ordered), live)
+        if names == ["a", "b"] and ordered:
+            assert list(bound.states) == ["net.a", "net.b"]
+            assert members_of(optimizer, tree) == (("net.a", "net.b"),)
+            continue
+        assert not bound.states
+        assert bound.unmatched
+        if names != ["a", "b"]:
+            with pytest.raises(CheckpointMismatchError, match=f"{names[0]} at the place of net.a"):
+                members_of(optimizer, tree)
+
+
+def test_the_steps_of_fused_adam_are_those_of_the_last_parameter(tmp_path: Path) -> None:
+    """DeepSpeed's FusedAdam without ZeRO counts so; other optimizers count per parameter."""
+    weights = {name: torch.ones(2, 2) for name in "abc"}
+    fused = {"lr": 0.1, "betas": (0.9, 0.999), "bias_correction": True, "step": 0}
+    for group, expected in ((fused, [7, 7, 7]), ({"lr": 0.1}, [0, 3, 7])):
+        state = {i: {"step": s, "exp_avg": torch.zeros(2, 2)} for i, s in enumerate((0, 3, 7))}
+        optimizer = {"state": state, "param_groups": [{**group, "params": [0, 1, 2]}]}
+        path = tmp_path / "model.ckpt"
+        torch.save({"state_dict": weights, "optimizer_states": [optimizer]}, path)
+        with closing(open_checkpoint(path)) as source:
+            source.bind(live_of(weights, {*weights}))
+            found = [source.scalars(next(iter(source.layout().covering(n, 0, 1)))) for n in "abc"]
+        assert [scalars["step"] for scalars in found] == expected
 
 
 def adam_of(*shapes: tuple[int, ...]) -> dict[int, dict[str, torch.Tensor]]:
