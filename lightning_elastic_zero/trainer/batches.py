@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +22,11 @@ from lightning_elastic_zero.trainer.lightning import callbacks_of, is_fitting
 
 
 class UserSettings:
-    """Changes trainer settings, and remembers the user's values for the next fit."""
+    """Changes trainer settings for one fit, and remembers the user's values."""
 
     def __init__(self) -> None:
         self._made: dict[str, tuple[Any, Any]] = {}
+        self._past: dict[str, tuple[Any, Any]] = {}
 
     def get(self, trainer: pl.Trainer, name: str) -> Any:
         """Return the user's value. A value changed by others since ``make`` is the user's."""
@@ -33,9 +35,29 @@ class UserSettings:
         return given if value == made else value
 
     def make(self, trainer: pl.Trainer, name: str, value: object) -> None:
-        """Set a value."""
+        """Set a value for this fit."""
         self._made[name] = (self.get(trainer, name), value)
+        self._past = {}
         setattr(trainer, name, value)
+
+    def restore(self, trainer: pl.Trainer) -> None:
+        """Restore the user's values when the fit is over."""
+        if self._made:
+            for name in self._made:
+                setattr(trainer, name, self.get(trainer, name))
+            self._past, self._made = self._made, {}
+
+    @contextmanager
+    def reapplied(self, trainer: pl.Trainer) -> Iterator[None]:
+        """Apply the values of the last fit again, for a save of its loop counters."""
+        before = {name: getattr(trainer, name, None) for name in self._past}
+        for name, (_, made) in self._past.items():
+            setattr(trainer, name, made)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(trainer, name, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +219,8 @@ class BatchController:
     """
 
     def __init__(self, global_batch_size: int | None, *, allow_uneven_batches: bool) -> None:
-        self._settings = UserSettings()
+        self.settings = UserSettings()
+        """The user's values of trainer settings that this library changes."""
         self.current: BatchSettings | None = None
         """How an optimizer step is made of samples; None before the first fit."""
         self.overruled_orders: list[str] | None = None
@@ -275,8 +298,9 @@ class BatchController:
             config[_MICRO_BATCH_KEY] = self.plan.largest_micro_batch
 
     def end(self, trainer: pl.Trainer) -> None:
-        """End a run. The trainer keeps its settings, for saves after the fit."""
+        """End a run and restore the user's settings."""
         self._is_resolved = self._is_configured = False
+        self.settings.restore(trainer)
         self._remove_first_callback(trainer)
 
     def _remove_first_callback(self, trainer: pl.Trainer) -> None:
@@ -300,18 +324,18 @@ class BatchController:
         """
         if self._is_resolved:
             return
-        accumulate = int(self._settings.get(trainer, "accumulate_grad_batches"))
+        accumulate = int(self.settings.get(trainer, "accumulate_grad_batches"))
         plan = None
         if self._global_batch_size is not None:
             plan = self._plan(trainer, self._global_batch_size, batch_size, accumulate)
             accumulate = plan.accumulate
-            self._settings.make(trainer, "accumulate_grad_batches", accumulate)
-        limit = self._settings.get(trainer, "limit_train_batches")
+            self.settings.make(trainer, "accumulate_grad_batches", accumulate)
+        limit = self.settings.get(trainer, "limit_train_batches")
         if type(limit) is int and plan is not None:
-            self._settings.make(trainer, "limit_train_batches", limit * accumulate)
+            self.settings.make(trainer, "limit_train_batches", limit * accumulate)
         elif type(limit) is float and 0.0 < limit < 1.0:
             fraction = StepFraction.make(limit, accumulate)
-            self._settings.make(trainer, "limit_train_batches", fraction)
+            self.settings.make(trainer, "limit_train_batches", fraction)
         self.current = BatchSettings(batch_size, plan, trainer.world_size, accumulate)
         self._is_resolved = True
 

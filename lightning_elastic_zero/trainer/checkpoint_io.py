@@ -41,6 +41,7 @@ from lightning_elastic_zero.errors import ElasticZeroError, UnsupportedError
 from lightning_elastic_zero.storage.checkpoints import exists, is_link, siblings
 from lightning_elastic_zero.storage.object_store import AnyPath
 from lightning_elastic_zero.storage.paths import parse_path
+from lightning_elastic_zero.trainer.batches import UserSettings
 from lightning_elastic_zero.trainer.checks import (
     configured_rates,
     warn_of_other_schedulers,
@@ -272,6 +273,7 @@ class RunCheckpoints:
         self,
         manager: CheckpointManager,
         get_ranks: Callable[[], Ranks],
+        settings: UserSettings,
         resumer: RunResumer,
         load_options: LoadOptions,
         save_options: SaveOptions,
@@ -279,6 +281,7 @@ class RunCheckpoints:
         self._manager = manager
         manager.listeners.append(_announce_fingerprint)
         self._get_ranks = get_ranks
+        self._settings = settings
         self._resumer = resumer
         self._load_options = load_options
         self._save_options = save_options
@@ -463,12 +466,13 @@ class RunCheckpoints:
         if (loops := client_state.get("loops", {}).get("fit_loop")) is None:
             return options
         of = self._resumer.recorder
-        record = of.record(trainer, loops, self._world_size)
-        own = of.state_dict(trainer, record, self._device, path)
-        client_state[STATE_KEY] = own
-        if not is_fitting(trainer):
-            self.last_fit.put_back(own)
-        states, at_step = of.loaders_and_tensors(trainer)
+        with self._settings.reapplied(trainer):
+            record = of.record(trainer, loops, self._world_size)
+            own = of.state_dict(trainer, record, self._device, path)
+            client_state[STATE_KEY] = own
+            if not is_fitting(trainer):
+                self.last_fit.put_back(own)
+            states, at_step = of.loaders_and_tensors(trainer)
         client_state["loops"] = with_loader_states(client_state["loops"], states)
         return replace(options, sampler=record.to_plain(), at_step=at_step)
 

@@ -106,6 +106,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         self._checkpoints = RunCheckpoints(
             self.checkpoint_manager,
             self._get_ranks,
+            self._batches.settings,
             self._resumer,
             options.load_options(
                 optimizer_state=check_flag("load_optimizer_state", load_optimizer_state),

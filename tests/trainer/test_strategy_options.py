@@ -136,6 +136,7 @@ def test_a_strategy_can_be_pickled_and_copied_without_sharing(copied: Callable[[
     assert other._checkpoints.prepare.__self__ is other._checkpoints._hooks
     assert other._checkpoints._resumer is other._resumer
     assert other._resumer._batches is other._resumer.recorder._batches is other._batches
+    assert other._checkpoints._settings is other._batches.settings
 
 
 def test_the_class_and_subclasses_register_our_names() -> None:
@@ -153,13 +154,22 @@ class _Settings:
         self.accumulate_grad_batches, self.limit_train_batches = 1, 2
 
 
-def test_each_fit_starts_from_the_users_settings() -> None:
+def test_the_users_settings_are_restored_after_a_fit() -> None:
+    """A save after the fit uses those of the fit."""
     settings, trainer = UserSettings(), cast("Any", _Settings())
     for _fit in range(2):
         settings.make(trainer, "accumulate_grad_batches", 3)
         settings.make(
             trainer, "limit_train_batches", settings.get(trainer, "limit_train_batches") * 3
         )
+        with settings.reapplied(trainer):
+            assert vars(trainer) == {"accumulate_grad_batches": 3, "limit_train_batches": 6}
         assert vars(trainer) == {"accumulate_grad_batches": 3, "limit_train_batches": 6}
-    trainer.limit_train_batches = 5
-    assert settings.get(trainer, "limit_train_batches") == 5
+        for _twice in range(2):
+            settings.restore(trainer)
+            assert vars(trainer) == {"accumulate_grad_batches": 1, "limit_train_batches": 2}
+        with settings.reapplied(trainer):
+            assert vars(trainer) == {"accumulate_grad_batches": 3, "limit_train_batches": 6}
+        assert vars(trainer) == {"accumulate_grad_batches": 1, "limit_train_batches": 2}
+    trainer.limit_train_batches = 6  # Now the user's value, although equal to the replacement of 2.
+    assert settings.get(trainer, "limit_train_batches") == 6
