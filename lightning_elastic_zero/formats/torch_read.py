@@ -207,6 +207,22 @@ class _RangeStream(io.RawIOBase):
         return True
 
 
+def raise_disk_error(error: Exception, handled: BaseException | None) -> None:
+    """Raise the error of the disk that ``zipfile`` has replaced, if any.
+
+    It names the path and a remedy. ``handled`` is the context of later errors: the exception that
+    the caller of ``zipfile`` was handling.
+    """
+    cause = error if isinstance(error, OSError) else error.__context__
+    if isinstance(cause, OSError) and cause.errno is not None and cause is not handled:
+        raise cause from None
+
+
+def as_stream(file: RangeFile) -> io.BufferedReader:
+    """Return a binary stream over a file, for readers of the standard library."""
+    return io.BufferedReader(_RangeStream(file), CHUNK_BYTES)
+
+
 @dataclass(frozen=True, slots=True)
 class StoredRun:
     """Elements ``[start, stop)`` of a stored tensor."""
@@ -274,10 +290,7 @@ class TorchFile:
             with zipfile.ZipFile(reader) as archive:
                 records = {info.filename: info for info in archive.infolist()}
         except (zipfile.BadZipFile, OSError, *_UNREADABLE) as error:
-            # zipfile replaces an error of the disk, which names the path and a remedy.
-            cause = error if isinstance(error, OSError) else error.__context__
-            if isinstance(cause, OSError) and cause.errno is not None and cause is not handled:
-                raise cause from None
+            raise_disk_error(error, handled)
             self._refuse(f"is damaged, truncated or not a file of torch.save: {error!r}")
         finally:
             # Else the stream would be closed together with its reader.
@@ -531,10 +544,7 @@ class LegacyFile:
         self.path: AnyPath = path
         self.bytes_read = path.stat().st_size
         try:
-            with (
-                RangeFile(path, progress) as file,
-                io.BufferedReader(_RangeStream(file), CHUNK_BYTES) as stream,
-            ):
+            with RangeFile(path, progress) as file, as_stream(file) as stream:
                 if (first := stream.peek()[: len(LEGACY_MARK)]) != LEGACY_MARK:
                     what = f"is not a file of torch.save (it begins with {first!r})"
                     what = what if first else "is empty: its save was interrupted, or the disk full"

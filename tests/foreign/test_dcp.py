@@ -335,7 +335,7 @@ def _objects(folder: Path) -> None:
 DAMAGED: list[tuple[Callable[[Path], None], str, str]] = [
     (_lose, "CheckpointCorruptedError", "__1_0.distcp (missing)"),
     (_cut, "CheckpointCorruptedError", "bytes)"),
-    (_flip, "CheckpointCorruptedError", ".distcp is damaged: its record"),
+    (_flip, "CheckpointCorruptedError", ".distcp is damaged at bytes"),
     (_forget, "CheckpointCorruptedError", "no .metadata"),
     (_garble, "CheckpointCorruptedError", ".metadata is damaged"),
     (_harm, "UnsupportedError", "mkdir"),
