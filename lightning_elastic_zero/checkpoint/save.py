@@ -381,7 +381,9 @@ def _own_part(
         return contents.state, ClientPart(contents.client, contents.objects)
     mine, theirs = first.own["buffers"], first["buffers"]
     buffers = {n: t for n, t in contents.state.module_buffers.items() if mine[n] != theirs[n]}
-    own, objects = rank_differences(contents.client, first["client"], contents.objects)
+    own, objects = rank_differences(
+        contents.client, contents.objects, first.own["client"], first["client"]
+    )
     if any(path[0] == OPTIMIZER_STATE for path, _ in own):
         kept = format_names(map(repr, contents.client.get(OPTIMIZER_STATE, {}))) or "(any)"
         msg = (

@@ -215,14 +215,18 @@ def _entries(state: Mapping[Any, Any]) -> Iterator[tuple[TreePath, Any]]:
 
 
 def rank_differences(
-    state: Mapping[Any, Any], first: Mapping[str, str], objects: Objects = ()
+    state: Mapping[Any, Any],
+    objects: Objects,
+    own: Mapping[str, str],
+    first: Mapping[str, str],
 ) -> tuple[tuple[tuple[TreePath, Any], ...], Objects]:
-    """Return what ``join_objects`` needs to turn rank 0's state into this rank's.
+    """Return the parts of this rank's state with which ``join_objects`` changes rank 0's into it.
 
-    ``first`` are the ``fingerprints`` of rank 0. First, the plain data of entries that differ; an
-    entry that this rank lacks has a path that ends in ``REMOVED``. Second, the objects in them.
+    First, the plain data of entries that differ; an entry that this rank lacks has a path that ends
+    in ``REMOVED``. Second, the objects in them. ``own`` and ``first`` are the ``fingerprints`` of
+    this rank and of rank 0.
     """
-    mine, theirs = _grouped(fingerprints(state, objects)), _grouped(first)
+    mine, theirs = _grouped(own), _grouped(first)
     changed: list[tuple[TreePath, Any]] = []
     for key, digests in mine.items():
         others = theirs.get(key, {})

@@ -325,7 +325,8 @@ class TestRankDifferences:
     ) -> None:
         of_first, own = split_objects(first), split_objects(mine)
         prints = json.loads(json.dumps(fingerprints(of_first.plain, of_first.objects)))
-        changes, kept_objects = rank_differences(own.plain, prints, own.objects)
+        own_prints = fingerprints(own.plain, own.objects)
+        changes, kept_objects = rank_differences(own.plain, own.objects, own_prints, prints)
         kept = through_a_file([list(change) for change in changes])
         loaded = join_objects(copy.deepcopy(of_first.plain), of_first.objects)
         loaded = join_objects(loaded, tuple((tuple(path), value) for path, value in kept))
@@ -334,8 +335,8 @@ class TestRankDifferences:
     @given(trees(plain_leaves))
     def test_equal_ranks_keep_nothing(self, tree: dict[str, Any]) -> None:
         one, other = split_objects(tree), split_objects(copy.deepcopy(tree))
-        prints = fingerprints(one.plain, one.objects)
-        assert rank_differences(other.plain, prints, other.objects) == ((), ())
+        prints = [fingerprints(each.plain, each.objects) for each in (other, one)]
+        assert rank_differences(other.plain, other.objects, *prints) == ((), ())
 
     @pytest.mark.parametrize(
         ("first", "mine", "expected"),
@@ -353,14 +354,15 @@ class TestRankDifferences:
     def test_a_rank_keeps_only_what_differs(
         self, first: dict[str, Any], mine: dict[str, Any], expected: object
     ) -> None:
-        assert rank_differences(mine, fingerprints(first)) == ((expected,), ())
+        prints = fingerprints(mine), fingerprints(first)
+        assert rank_differences(mine, (), *prints) == ((expected,), ())
 
     def test_an_object_of_rank_0_only_is_removed(self) -> None:
         first = split_objects({"callbacks": {"one": Fraction(1, 2), "two": Fraction(1, 3)}})
         mine = split_objects({"callbacks": {"one": None, "two": Fraction(1, 3)}})
-        prints = fingerprints(first.plain, first.objects)
+        prints = [fingerprints(each.plain, each.objects) for each in (mine, first)]
         expected = ((("callbacks", "one"), None),)
-        assert rank_differences(mine.plain, prints, mine.objects) == (expected, ())
+        assert rank_differences(mine.plain, mine.objects, *prints) == (expected, ())
 
 
 class TestPickled:
