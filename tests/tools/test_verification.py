@@ -73,13 +73,6 @@ def test_a_sound_checkpoint_is_read_once(
     assert out.count("intact: lightning_elastic_zero checkpoint of step 3") == 2
 
 
-def test_without_cpu_affinity_all_processors_are_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(os, "sched_getaffinity")
-    assert verify_checkpoint(write_elastic(tmp_path / "a.ckpt", make_state())).is_sound
-
-
 def shard_of(path: Path, rank: int) -> Path:
     return next(path.rglob(f"*_rank_{rank}_*_optim_states.pt"))
 
