@@ -21,8 +21,8 @@ SUITES = {
 }
 
 NEEDS_MORE = (
-    "nvme or ulysses or zoo or NonTrainer or performance or peak_memory or basic_run or "
-    "lr_scheduler or zero3_integration"
+    "nvme or ulysses or zoo or NonTrainer or performance or peak_memory or lr_scheduler or "
+    "zero3_integration"
 )
 """Tests that hang or fail without a GPU's libraries, or that need models of the hub."""
 
