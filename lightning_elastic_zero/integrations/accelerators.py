@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -83,8 +84,9 @@ _LOOP = Loop(
 class AcceleratorBinding:
     """The bound methods of one Accelerator, and the engines that it has prepared."""
 
-    accelerator: Any
-    """accelerate's; untyped."""
+    reference: weakref.ref[Any]
+    """Its engines refer to this binding, and DeepSpeed never frees an engine that has trained: the
+    Accelerator with its loaders must not live as long."""
     options: LoopOptions
     loop: Loop = _LOOP
     on_engine: Callable[[Any], None] = lambda _: None
@@ -93,6 +95,11 @@ class AcceleratorBinding:
     """Engines that the Accelerator has prepared and not freed, by ``id``."""
     loaded: Loaded | None = None
     """The first engine's load within ``load_state``."""
+
+    @property
+    def accelerator(self) -> Any:
+        """Accelerate's Accelerator; untyped."""
+        return self.reference()
 
     def bind(self) -> None:
         """Bind ``load_state``, ``save_state``, and all present and future engines.
@@ -237,6 +244,8 @@ class AcceleratorBinding:
             self.bound[id(engine)].bind()
 
     def _record(self) -> dict[str, Any]:
+        if self.accelerator is None:  # The user has kept the engine only.
+            return {}
         ranks, epochs = self.accelerator.num_processes, dict[str, list[int]]()
         for loader in self.accelerator._dataloaders:
             epochs.setdefault(_describe_loader(loader), []).append(self._epoch_of(loader))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -62,7 +63,7 @@ def elastic(x: T, **options: Any) -> T:
     elif is_a(x, "accelerate", "Accelerator"):
         from lightning_elastic_zero.integrations.accelerators import AcceleratorBinding
 
-        AcceleratorBinding(x, checked).bind()
+        AcceleratorBinding(weakref.ref(x), checked).bind()
     else:
         msg = (
             f"elastic() was given a {type(x).__name__}: it takes a transformers.Trainer, an "

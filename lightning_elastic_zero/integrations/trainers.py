@@ -208,7 +208,7 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
             msg = "elastic() was given this Trainer's accelerator before: pass only the Trainer"
             raise UnsupportedError(msg)
         AcceleratorBinding(
-            accelerator,
+            weakref.ref(accelerator),
             options,
             Loop(
                 batch_names=("per_device_train_batch_size", "gradient_accumulation_steps"),

@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import shutil
+import weakref
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -247,9 +248,34 @@ def _loop(case: LoopCase, run: Run) -> None:
 
 def _end(accelerator: Any) -> None:
     accelerator.free_memory()
+    _end_state()
+
+
+def _end_state() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     gc.collect()
+
+
+def is_freed(*, bound: bool) -> bool:
+    """Return whether a deleted Accelerator is freed after a step, with its data set."""
+    use_gloo()
+    config = ds_config(2, {"train_micro_batch_size_per_gpu": 2})
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    if bound:
+        elastic(accelerator)
+    model, data = tiny_model(), Tokens()
+    held = weakref.ref(data), weakref.ref(accelerator)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loader = DataLoader(data, batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        break
+    del accelerator, model, data, optimizer, loader, batch
+    _end_state()
+    return held[0]() is None and held[1]() is None
 
 
 def two_engines(

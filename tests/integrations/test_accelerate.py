@@ -20,6 +20,7 @@ pytest.importorskip("accelerate")
 from tests.integrations._accelerate_programs import (
     LoopCase,
     fall_back_with_two_engines,
+    is_freed,
     load_unseen,
     loop,
     refusals,
@@ -263,6 +264,13 @@ def test_split_batches_go_on(world: int, whole_loop: Reference, hf_ranks: Pools)
     run, *_ = hf_ranks.run(world, partial(loop, case))
     assert_continues(run, full_run, range(9, 13))
     assert run.warnings == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_deleted_accelerator_is_freed(bound: bool, hf_ranks: Pools) -> None:
+    """With its loaders, as with stock: DeepSpeed keeps the engine."""
+    assert hf_ranks.run(2, partial(is_freed, bound=bound)) == [True, True]
 
 
 @pytest.mark.long
