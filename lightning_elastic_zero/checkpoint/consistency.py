@@ -1,4 +1,4 @@
-"""What all ranks must have in common at a save, and what happens if they do not.
+"""Comparison of the state that all ranks must share at a save.
 
 The ranks compare their tables, which grow with the number of parameters, and all ranks share one
 store. So rank 0 sends a digest of each table and writes the tables into the new directory; a rank

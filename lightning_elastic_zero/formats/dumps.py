@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -106,6 +106,13 @@ class DumpsTable:
     """All parameters of the model, with the dtypes of the model file."""
     module_buffers: tuple[str, ...]
     """Persistent buffers that the model file contains."""
+
+    def __post_init__(self) -> None:
+        for name in self.files:
+            path = PurePosixPath(name)
+            if path.is_absolute() or ".." in path.parts or not path.name:
+                msg = f"invalid file name {name!r}: expected a path within the folder of dumps"
+                raise ValueError(msg)
 
     def to_json(self) -> str:
         """Return the text of the file."""

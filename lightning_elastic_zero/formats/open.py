@@ -72,8 +72,7 @@ def _checkpoints(folder: Path) -> list[str]:
         return []  # These are only suggestions.
 
 
-def _describe_checkpoints(folder: Path) -> str:
-    names = _checkpoints(folder)
+def _list_checkpoints(names: Sequence[str]) -> str:
     return f"the checkpoints {', '.join(names[-MAX_NAMES:])}" if names else "no checkpoints"
 
 
@@ -247,7 +246,7 @@ def _opened(path: AnyPath, *, allow_pickle: bool, progress: Progress) -> Checkpo
         hint = (
             f": it links to {path.readlink()}, which does not exist"
             if path.is_symlink()
-            else f". {path.parent} contains {_describe_checkpoints(path.parent)}"
+            else f". {path.parent} contains {_list_checkpoints(_checkpoints(path.parent))}"
         )
         msg = f"there is no checkpoint at {path}{hint}"
         raise CheckpointNotFoundError(msg)
@@ -263,10 +262,8 @@ def _opened(path: AnyPath, *, allow_pickle: bool, progress: Progress) -> Checkpo
 def _refuse_in_store(path: StorePath) -> NoReturn:
     """Raise the error for an address in an object store without a manifest."""
     existing = inspect_target(path)
-    inside = [e.name for e in siblings(path / MANIFEST_NAME) if is_checkpoint(e)]
-    if inside:
-        listed = format_names(inside, MAX_NAMES)
-        msg = f"{path} is a folder: it contains the checkpoints {listed}. Pass one of them"
+    if inside := [e.name for e in siblings(path / MANIFEST_NAME) if is_checkpoint(e)]:
+        msg = f"{path} is a folder: it contains {_list_checkpoints(inside)}. Pass one of them"
         raise CheckpointFormatError(msg)
     if existing.kind == "other":
         msg = (
@@ -275,8 +272,7 @@ def _refuse_in_store(path: StorePath) -> NoReturn:
         )
         raise CheckpointFormatError(msg)
     names = [each.name for each in siblings(path) if is_checkpoint(each)]
-    found = f"contains the checkpoints {format_names(names, MAX_NAMES)}" if names else "has none"
-    msg = f"there is no checkpoint at {path}. {path.parent} {found}"
+    msg = f"there is no checkpoint at {path}. {path.parent} contains {_list_checkpoints(names)}"
     raise CheckpointNotFoundError(msg)
 
 
@@ -340,8 +336,8 @@ def _foreign(path: Path, *, allow_pickle: bool, progress: Progress) -> Checkpoin
             f"it {found}. It is not a checkpoint, or its save did not finish. For a folder with "
             "dumps of optimizer.state_dict(), call describe_dumps first"
         )
-        if _checkpoints(path):
-            why = f"it contains {_describe_checkpoints(path)}. Pass one of them"
+        if names := _checkpoints(path):
+            why = f"it contains {_list_checkpoints(names)}. Pass one of them"
         msg = (
             f"{path} has no {MANIFEST_NAME} and is not a checkpoint of another supported format: "
             f"{why}"

@@ -98,7 +98,7 @@ class AcceleratorBinding:
 
     @property
     def accelerator(self) -> Any:
-        """Accelerate's Accelerator; untyped."""
+        """The Accelerator, which has no types."""
         return self.reference()
 
     def bind(self) -> None:

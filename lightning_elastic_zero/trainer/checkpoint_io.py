@@ -619,11 +619,12 @@ def _format_not_resumed(dirpaths: Iterable[object]) -> tuple[str, bool]:
     found = [path for folder in folders for path in _checkpoints_in(folder)]
     if not found:
         return "No checkpoint was loaded: training starts from step 0.", False
-    reason = f", although {found[0].parent} contains {len(found)} checkpoints ({found[-1].name})"
+    reason = f", although {found[0].parent} contains checkpoints such as {found[-1].name}"
+    remedy = 'Pass ckpt_path="last" or the path of a checkpoint to resume.'
     if dangling := [p for p in found if is_link(p) and not exists(p)]:
         reason = f": {dangling[0]} links to a checkpoint that does not exist"
-    text = f"Training starts from step 0{reason}. Pass the path of a checkpoint as ckpt_path, or "
-    return f'{text}ckpt_path="last", to resume.', True
+        remedy = "Pass the path of another checkpoint as ckpt_path to resume."
+    return f"Training starts from step 0{reason}. {remedy}", True
 
 
 def _checkpoints_in(folder: str) -> list[AnyPath]:

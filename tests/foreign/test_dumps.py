@@ -5,6 +5,7 @@ The dumps are real. They are compared with the state in memory of the dumped eng
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -211,6 +212,27 @@ def test_missing_state_of_dumps_is_reported(copy: Copy) -> None:
         "bn.running_var",
         "bn.num_batches_tracked",
     )
+
+
+@pytest.mark.parametrize(
+    ("entries", "text"),
+    [
+        ({"format_version": 3}, "3.*, expected .*2"),
+        ({"format_version": 1}, "1.*, expected .*2"),
+        ({"format": "another"}, "'another'"),
+        ({"buffers": None}, "cannot be read"),
+        ({"files": {"../x": 1}}, r"invalid file name '\.\./x'"),
+    ],
+)
+def test_damaged_and_other_descriptions_are_refused(
+    entries: dict[str, Any], text: str, copy: Copy
+) -> None:
+    fixture = copy("dumps2")
+    describe(fixture)
+    path = fixture.checkpoint / TABLE
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+    with pytest.raises(CheckpointFormatError, match=text):
+        open_checkpoint(fixture.checkpoint)
 
 
 def test_a_file_with_the_descriptions_name_is_not_overwritten(copy: Copy) -> None:

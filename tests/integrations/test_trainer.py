@@ -135,7 +135,7 @@ def test_a_run_continues_exactly_on_other_counts(
     assert_equal(run.first_state, full_run.states[10])
     assert_continues(run, full_run)
     assert run.warnings == []
-    line = f"checkpoint-10, saved on 2 ranks, on {world}"
+    line = f"checkpoint-10 on {world} ranks (saved on 2)"
     assert [line in info for info in run.infos].count(True) == 1
     copy = tmp_path / f"on-{world}"
     kept = sorted(path.name for path in copy.glob("checkpoint-*"))

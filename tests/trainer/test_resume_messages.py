@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
+from lightning_elastic_zero.trainer.checkpoint_io import _format_not_resumed
 from tests.support.outcome import captured_warnings
 from tests.support.ranks import Pools
 from tests.trainer._recorded_data import IndexedSamples
@@ -231,3 +232,25 @@ def test_hooks_at_an_epochs_start_that_are_not_called_cause_a_warning(
     assert warned[:2] == [[], []]
     (warning,) = warned[2]
     assert "of EpochNet, LambdaCallback, EventRecorder is not called for epoch 1" in warning
+
+
+def test_a_start_at_step_0_next_to_checkpoints_names_them_and_a_remedy(tmp_path: Path) -> None:
+    folders = [None, str(tmp_path)]
+    assert _format_not_resumed(folders) == (
+        "No checkpoint was loaded: training starts from step 0.",
+        False,
+    )
+    (tmp_path / "epoch=0.ckpt").mkdir()
+    text, is_warning = _format_not_resumed(folders)
+    assert is_warning
+    assert text.endswith(
+        f"although {tmp_path} contains checkpoints such as epoch=0.ckpt. "
+        'Pass ckpt_path="last" or the path of a checkpoint to resume.'
+    )
+    (tmp_path / "last.ckpt").symlink_to("epoch=1.ckpt")
+    text, is_warning = _format_not_resumed(folders)
+    assert is_warning
+    assert text.endswith(
+        f"{tmp_path / 'last.ckpt'} links to a checkpoint that does not exist. "
+        "Pass the path of another checkpoint as ckpt_path to resume."
+    )
