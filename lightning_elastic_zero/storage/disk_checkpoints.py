@@ -20,11 +20,12 @@ import errno
 import logging
 import os
 import re
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
@@ -38,8 +39,10 @@ from lightning_elastic_zero.storage.file_write import (
 from lightning_elastic_zero.storage.own_files import (
     TAG,
     classify_files,
+    files_below,
     inspect_target,
     is_checkpoint,
+    remove_files,
     remove_hidden,
     remove_interrupted_deletions,
 )
@@ -342,8 +345,7 @@ class StagedExport(_HiddenDirectory):
 
     def drop_sums(self) -> None:
         """Remove the checksums of files, which other software does not use."""
-        for path in self.path.rglob(f"*{SUMS_SUFFIX}"):
-            path.unlink()
+        remove_files(self.path, lambda name: name.endswith(SUMS_SUFFIX))
 
     def publish(self, file: str = "") -> None:
         """Rename the directory, or one file in it, to the target, which must not exist."""
@@ -358,26 +360,20 @@ class StagedExport(_HiddenDirectory):
 
     def remove(self) -> None:
         """Remove what is left under the hidden names, all of which this process has written."""
-        _remove_tree(self.path)
+        remove_files(self.path, lambda _: True)
         if not os.path.lexists(self.path):
             with suppress(OSError):
                 self._owner_path.unlink()
 
 
-def _remove_tree(path: Path) -> None:
-    for folder, _, names in os.walk(path, topdown=False):
-        for name in names:
-            with suppress(OSError):
-                Path(folder, name).unlink()
-        with suppress(OSError):
-            Path(folder).rmdir()
-
-
 def remove_export(path: Path) -> None:
     """Remove the directory of a killed export, unless a file in it has a name that exports lack."""
-    files = [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
-    if all(_EXPORTED.fullmatch(file.name) and not file.is_symlink() for file in files):
-        _remove_tree(path)
+    if _is_directory(path) and all(_is_exported(*entry) for entry in files_below(path)):
+        remove_files(path, lambda name: _EXPORTED.fullmatch(PurePosixPath(name).name))
+
+
+def _is_exported(name: str, status: os.stat_result) -> bool:
+    return stat.S_ISREG(status.st_mode) and bool(_EXPORTED.fullmatch(PurePosixPath(name).name))
 
 
 def _name_file(file: Path, target: Path) -> None:

@@ -18,8 +18,8 @@ import os
 import re
 import stat
 import uuid
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -59,6 +59,9 @@ macOS's folder settings, an NFS client's name for a deleted open file, and Pytho
 _MOST_FOREIGN = 20
 """Foreign entries after which the search ends: a directory may contain a whole data set."""
 
+_MOST_LEVELS = 16
+"""Levels of folders that are searched: Python 3.11 fails at a thousand."""
+
 
 @dataclass(frozen=True, slots=True)
 class FileOwnership:
@@ -84,7 +87,7 @@ def classify_files(path: Path, *, hidden: bool = False) -> FileOwnership:
     sizes, problem = recorded.sizes, recorded.problem
     ours, ignorable, foreign = [], [], []
     is_written = WRITTEN.fullmatch if hidden and problem else None
-    for name, status in _files(path):
+    for name, status in files_below(path):
         is_file = stat.S_ISREG(status.st_mode)
         if is_file and (
             is_written(name)
@@ -110,21 +113,56 @@ def is_checkpoint(path: Path) -> bool:
 def remove_own_files(path: Path, progress: Progress, *, hidden: bool = False) -> None:
     """Remove the files of this library in a directory, and the directory if it is empty then.
 
-    The manifest is removed last, so that an interrupted removal is still recognised. Files that
-    cannot be removed stay. ``hidden`` as in ``classify_files``.
+    Files that cannot be removed stay. ``hidden`` as in ``classify_files``.
     """
     try:
         contents = classify_files(path, hidden=hidden)
     except OSError:
         return
-    for name in (*contents.ignorable, *contents.ours):
+    remove_files(path, {*contents.ignorable, *contents.ours}.__contains__, progress)
+
+
+def remove_files(
+    folder: Path, is_ours: Callable[[str], object], progress: Progress = NO_PROGRESS
+) -> None:
+    """Remove the files below a directory that ``is_ours`` accepts, and folders that are empty then.
+
+    Names are relative to the directory, with forward slashes. The manifest is removed last, so that
+    an interrupted removal is still recognised. Files that cannot be removed stay.
+
+    No link is followed, whenever it appears: each folder is opened without following links,
+    relative to the one above, and its files are removed relative to it.
+    """
+    with suppress(OSError), _opened_folder(folder) as descriptor:
+        _remove_below(descriptor, "", is_ours, progress)
+    with suppress(OSError):
+        folder.rmdir()  # Fails unless it is an empty directory.
+
+
+def _remove_below(
+    folder: int, above: str, is_ours: Callable[[str], object], progress: Progress
+) -> None:
+    with os.scandir(folder) as entries:
+        kinds = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
+    for name in sorted(kinds, key=lambda name: (not kinds[name], name == MANIFEST_NAME, name)):
         progress.check()
         with suppress(OSError):
-            (path / name).unlink()
-    for folder, _, _ in os.walk(path, topdown=False):
-        with suppress(OSError):
-            # Fails unless it is empty.
-            Path(folder).rmdir()
+            if kinds[name]:
+                with _opened_folder(name, folder) as inner:
+                    _remove_below(inner, f"{above}{name}/", is_ours, progress)
+                os.rmdir(name, dir_fd=folder)
+            elif is_ours(f"{above}{name}"):
+                os.unlink(name, dir_fd=folder)
+
+
+@contextmanager
+def _opened_folder(path: Path | str, above: int | None = None) -> Iterator[int]:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags, dir_fd=above)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +202,10 @@ def recorded_files(data: bytes) -> RecordedFiles:
     return RecordedFiles({**sizes, **files}, manifest.get("weights_only") is True)
 
 
-def _files(path: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield all entries but folders, with their status, and folders that cannot be listed.
+def files_below(path: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield all entries but folders, with their status, and folders that are not listed.
 
+    These cannot be read, or are nested more deeply than this library writes any.
     One system call per entry: a checkpoint of many ranks has thousands of files.
     """
     unread: list[Path] = []
@@ -178,6 +217,8 @@ def _files(path: Path) -> Iterator[tuple[str, os.stat_result]]:
 
     for folder, folders, files in os.walk(path, onerror=note):
         links = [name for name in folders if Path(folder, name).is_symlink()]
+        if len(Path(folder).parts) - len(path.parts) == _MOST_LEVELS:
+            links, folders[:] = folders[:], []
         entries = (Path(folder, name) for name in (*links, *files))
         yield from _with_status(path, entries)
     yield from _with_status(path, unread)

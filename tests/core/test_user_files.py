@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
 import re
+import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +35,10 @@ from lightning_elastic_zero.storage.disk_checkpoints import (
     repair_target,
 )
 from lightning_elastic_zero.storage.own_files import check_replaceable, classify_files
-from lightning_elastic_zero.storage.writers import filesystem_time_s
+from lightning_elastic_zero.storage.writers import ProcessIdentity, filesystem_time_s
 from tests.support.small_checkpoints import (
     SHARD,
+    before_each_syscall,
     complete,
     contents,
     fill,
@@ -363,14 +367,14 @@ class TestDeleting:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         fill(tmp_path / "other.ckpt", "other")
-        best, unlink = fill(tmp_path / "best.ckpt", "old"), Path.unlink
+        best, unlink = fill(tmp_path / "best.ckpt", "old"), os.unlink
 
-        def late(path: Path, *, missing_ok: bool = False) -> None:
-            if path.name == "manifest.json":
-                path.with_name("mine").write_text(MINE)
-            unlink(path, missing_ok=missing_ok)
+        def late(name: str, *, dir_fd: int) -> None:
+            if name == "manifest.json":
+                Path(f"/proc/self/fd/{dir_fd}/mine").write_text(MINE)
+            unlink(name, dir_fd=dir_fd)
 
-        monkeypatch.setattr(Path, "unlink", late)
+        monkeypatch.setattr(os, "unlink", late)
         Retention().remove(best)
         (rest,) = tmp_path.glob(".zero-removed-*")
         assert contents(rest) == {"mine": MINE}
@@ -384,6 +388,20 @@ class TestDeleting:
         before = snapshot(tmp_path)
         assert find_fallback(tmp_path / "last.ckpt", OneRank(), lambda _: True) is None
         assert snapshot(tmp_path) == before
+
+
+HIDDEN = [f".zero-{kind}-5a7e" for kind in ("staging", "previous", "export", "removed")]
+
+of_an_export = place(
+    "of_an_export", dict.fromkeys(("model.safetensors", "config.json", "latest"), MINE)
+)
+
+
+def plant_owner(folder: Path) -> None:
+    """Leave the owner file of a save of a dead process, whose target exists."""
+    owner = replace(ProcessIdentity.of_this_process("a.ckpt"), started="12")
+    (folder / ".zero-owner-5a7e.json").write_bytes(owner.to_json())
+    fill(folder / "a.ckpt", "old")
 
 
 class TestLeftovers:
@@ -411,7 +429,7 @@ class TestLeftovers:
     @pytest.mark.parametrize("kind", ["file", "link"])
     def test_files_and_links_with_a_hidden_name_are_kept(self, kind: str, tmp_path: Path) -> None:
         a_root(tmp_path / "project")
-        for name in (".zero-staging-1", ".zero-removed-1", ".zero-link-a.new"):
+        for name in (*HIDDEN, ".zero-link-a.new"):
             if kind == "file":
                 (tmp_path / name).write_text(MINE)
             else:
@@ -420,6 +438,71 @@ class TestLeftovers:
         before = snapshot(tmp_path)
         remove_leftovers(tmp_path)
         assert snapshot(tmp_path) == before
+
+    @pytest.mark.parametrize("name", [*HIDDEN, ".zero-link-a.old"])
+    @pytest.mark.parametrize("at", ["", "sub", "checkpoint"])
+    def test_a_planted_link_is_not_followed(self, at: str, name: str, tmp_path: Path) -> None:
+        theirs, shared = fill(tmp_path / "theirs", MINE), tmp_path / "shared"
+        for folder in (theirs, theirs / "checkpoint"):
+            of_an_export(folder)
+        before = snapshot(theirs)
+        (shared / name / at).parent.mkdir(parents=True)
+        (shared / name / at).symlink_to(theirs / at if at == "checkpoint" else theirs)
+        os.utime(shared / name, (0, 0), follow_symlinks=False)
+        plant_owner(shared)
+        remove_leftovers(shared)
+        assert snapshot(theirs) == before
+
+    @pytest.mark.parametrize("name", HIDDEN)
+    @pytest.mark.parametrize("at", ["", "checkpoint"])
+    def test_a_link_planted_during_the_removal_is_not_followed(
+        self, at: str, name: str, tmp_path: Path
+    ) -> None:
+        theirs = fill(tmp_path / "theirs", "x")
+        of_an_export(theirs / "checkpoint")
+        before = snapshot(theirs)
+        for number in itertools.count():
+            hidden = tmp_path / f"shared{number}" / name
+            if "export" in name:
+                of_an_export(hidden / "checkpoint")
+            else:
+                fill(hidden, "x")
+            os.utime(hidden, (0, 0))
+            plant_owner(hidden.parent)
+            calls = itertools.count()
+            swapped: list[Path] = []
+
+            def swap(
+                path: Path = hidden / at,
+                calls: Iterator[int] = calls,
+                swapped: list[Path] = swapped,
+                number: int = number,
+            ) -> None:
+                if next(calls) == number and path.is_dir():
+                    swapped.append(path.rename(tmp_path / f"away{number}"))
+                    path.symlink_to(theirs / at)
+
+            with before_each_syscall(swap):
+                remove_leftovers(hidden.parent)
+            assert snapshot(theirs) == before
+            if next(calls) <= number:
+                assert not os.path.lexists(hidden)
+                break
+        assert number > 20
+
+    def test_a_folder_nested_too_deeply_is_kept(self, tmp_path: Path) -> None:
+        above = os.open(tmp_path, os.O_RDONLY)
+        for name in (".zero-removed-5a7e", *["d"] * 1200):
+            os.mkdir(name, dir_fd=above)
+            below = os.open(name, os.O_RDONLY, dir_fd=above)
+            os.close(above)
+            above = below
+        os.close(above)
+        try:
+            assert remove_leftovers(tmp_path) == []
+            assert names_in(tmp_path) == [".zero-removed-5a7e"]
+        finally:
+            subprocess.run(["rm", "-r", tmp_path / ".zero-removed-5a7e"], check=True)
 
     def test_a_users_file_in_a_replaced_checkpoint_becomes_visible(self, tmp_path: Path) -> None:
         target = fill(tmp_path / "last.ckpt", "old")

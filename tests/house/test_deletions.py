@@ -23,6 +23,7 @@ REMOVING = {
 RACES = "tests/core/test_user_files.py::TestRaces::"
 DELETING = "tests/core/test_user_files.py::TestDeleting::"
 LEFT = "tests/core/test_user_files.py::TestLeftovers::"
+PLANTED = LEFT + "test_a_link_planted_during_the_removal_is_not_followed"
 LINKS = "tests/core/test_user_files.py::TestLinks::"
 NEW_FILES = "tests/core/test_storage.py::TestChecksummedWriter::test_a_file_is_never_overwritten"
 LATEST_FILE = "tests/core/test_storage.py::TestReplaceDurably::test_only_the_named_file_changes"
@@ -68,20 +69,17 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("storage/file_write.py", "replace_durably", "new.replace"): LATEST_FILE,
     ("storage/file_write.py", "replace_durably", "new.unlink"): LATEST_FILE,
     # -- exports, under a hidden random name
-    ("storage/disk_checkpoints.py", "drop_sums", "path.unlink"): EXPORTS + "nothing_left",
     ("storage/disk_checkpoints.py", "publish", "self.path.rename"): CAME_TO_EXPORT,
-    ("storage/disk_checkpoints.py", "_remove_tree", "Path(folder, name).unlink"): KILLED_EXPORT,
-    ("storage/disk_checkpoints.py", "_remove_tree", "Path(folder).rmdir"): KILLED_EXPORT,
     ("storage/disk_checkpoints.py", "remove", "self._owner_path.unlink"): KILLED_EXPORT,
     ("storage/disk_checkpoints.py", "__init__", "self.remove"): EXPORTS + "nothing_left",
     ("storage/disk_checkpoints.py", "staged_export", "export.remove"): EXPORTS + "nothing_left",
     ("storage/disk_checkpoints.py", "_name_file", "target.hardlink_to"): CAME_TO_EXPORT,
     ("storage/disk_checkpoints.py", "_name_file", "file.rename"): CAME_TO_EXPORT,
     # -- deleting
-    ("storage/own_files.py", "remove_own_files", "(path / name).unlink"): (
-        DELETING + "test_a_file_added_during_deletion_stays"
-    ),
-    ("storage/own_files.py", "remove_own_files", "Path(folder).rmdir"): (
+    # The only removals inside directories; all others remove one name, and no link behind it.
+    ("storage/own_files.py", "remove_files", "folder.rmdir"): PLANTED,
+    ("storage/own_files.py", "_remove_below", "os.unlink"): PLANTED,
+    ("storage/own_files.py", "_remove_below", "os.rmdir"): (
         DELETING + "test_a_file_added_during_deletion_stays"
     ),
     ("storage/own_files.py", "delete_checkpoint", "path.unlink"): DELETING
