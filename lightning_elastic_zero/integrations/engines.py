@@ -128,9 +128,10 @@ class Loop:
     files in ``load_dir`` do not belong to the checkpoint."""
     foreground: Callable[[Path], bool] = lambda _: False
     """Whether training waits for a save to a path although ``async_save`` is set."""
-    skip_repeated: bool = False
-    """Skip a save that repeats the last one (same folder, step and options): the Trainer saves
-    twice if ZeRO-3 weights are not gathered."""
+    save_in_progress: Callable[[], object] = lambda: None
+    """Identifies the loop's own save; None outside of one. Within one, a save is skipped if it
+    repeats the last (same folder, step and options): the Trainer saves twice if ZeRO-3 weights are
+    not gathered."""
     whole_folder: bool = False
     """``save_dir`` itself is the checkpoint, and the tag is ignored."""
     shows_bars: Callable[[], bool] = lambda: True
@@ -147,7 +148,6 @@ class EngineCheckpoints:
         self._options = options
         self._loop = loop
         self._last_save: tuple[object, ...] | None = None
-        self._last_path = Path()
         self._save_options = options.save_options()
         self._manager = options.manager()
 
@@ -181,16 +181,16 @@ class EngineCheckpoints:
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
         state = dict(check_client_state(client_state))
         steps = (engine.global_steps, engine.micro_steps)
-        this_save = (folder, tag, *steps, exclude_frozen_parameters)
-        is_repeated = self._loop.skip_repeated and not state and this_save == self._last_save
+        of_loop = self._loop.save_in_progress()
+        this_save = (of_loop, folder, tag, *steps, exclude_frozen_parameters)
+        if of_loop is not None and not state and this_save == self._last_save:
+            return True
         live = LiveEngine(engine)
         if record := dict(self._loop.record()):
             state[RECORD] = record
         options = replace(self._save_options, exclude_frozen=exclude_frozen_parameters)
         with self._ranks("save", folder / tag) as ranks:
             step = f"save {tag}: choose a folder"
-            if is_repeated and ranks.broadcast(step, self._has_last_save):
-                return True
             self._last_save = None
             name, waits = ranks.broadcast(step, lambda: self._choose(folder, tag))
             path = folder / name
@@ -203,13 +203,8 @@ class EngineCheckpoints:
                 self._manager.save_async(live, path, ranks, state, options)
             if save_latest and name:
                 self._manager.link(str(path), str(folder / LATEST), ranks)
-        self._last_save, self._last_path = this_save, path
+        self._last_save = this_save
         return True
-
-    def _has_last_save(self) -> bool:
-        """Whether the last save exists or is in flight; the user may have deleted it."""
-        path = self._last_path
-        return self._manager.is_being_written(str(path)) or is_checkpoint(path)
 
     def _choose(self, folder: Path, tag: str) -> tuple[str, bool]:
         """Return the name of the folder for a tag, and whether training waits for the save."""

@@ -188,6 +188,7 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
     # transformers creates all models for it.
     ref = weakref.ref(trainer)
     training: list[bool] = []
+    saving: list[object] = []
     callback, cls = ResumeCallback(ref), type(trainer)
     load_rng, load_best = cls._load_rng_state, cls._load_best_model
 
@@ -214,7 +215,7 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
                 batch_names=("per_device_train_batch_size", "gradient_accumulation_steps"),
                 on_load=callback.on_load,
                 foreground=is_foreground,
-                skip_repeated=True,
+                save_in_progress=lambda: saving[-1] if saving else None,
                 shows_bars=shows_bars,
             ),
             set_micro_batch,
@@ -255,6 +256,14 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
         wait_for_save()
         return result
 
+    def elastic_save(*args: Any, **kwargs: Any) -> None:
+        """Save a folder of the run: only repeats within it are skipped."""
+        saving.append(object())
+        try:
+            cls._save_checkpoint(ref(), *args, **kwargs)
+        finally:
+            saving.clear()
+
     def elastic_load_rng(checkpoint: str | None) -> None:
         """Restore random states when the Trainer does: callbacks may draw before and after."""
         load_rng(ref(), checkpoint)
@@ -272,6 +281,7 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
 
     trainer.create_accelerator_and_postprocess = elastic_create
     trainer.train = elastic_train
+    trainer._save_checkpoint = elastic_save
     trainer._load_rng_state = elastic_load_rng
     trainer._load_best_model = elastic_load_best
     trainer.wait_for_save = wait_for_save

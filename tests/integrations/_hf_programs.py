@@ -26,7 +26,12 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+)
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -510,20 +515,29 @@ def train_out_of_memory(case: TrainerCase, limit: int) -> Run:
     return run
 
 
-def save_again(case: TrainerCase) -> list[list[str]]:
-    """Save the model, and again after deleting its folder; return the names each time."""
+def save_again(case: TrainerCase) -> tuple[list[list[str]], dict[str, torch.Tensor]]:
+    """Save the model, again after deleting its folder, and again after doubling a weight.
+
+    Returns:
+        The names after each save, and the weight before the last two and in the last one.
+    """
     trainer = make_trainer(case, Run())
     trainer.train()
-    folder, found = Path(case.output_dir, "final"), []
-    for _ in range(2):
+    folder, found, weights = Path(case.output_dir, "final"), [], {}
+    (name, weight), *_ = trainer.deepspeed.module.named_parameters()
+    for change in ("delete", "double", ""):
         trainer.save_model(str(folder))
         found.append(sorted(path.name for path in folder.glob("*")))
         dist.barrier()
-        if dist.get_rank() == 0:
+        if change == "delete" and dist.get_rank() == 0:
             shutil.rmtree(folder / "global_step1")
+        if change == "double":
+            weights["before"] = safe_get_full_fp32_param(weight).clone()
+            safe_set_full_fp32_param(weight, 2 * weights["before"])
         dist.barrier()
+    weights["saved"] = get_fp32_state_dict_from_zero_checkpoint(str(folder))[name]
     close(trainer)
-    return found
+    return found, weights
 
 
 class Pushing(Trainer):

@@ -665,17 +665,17 @@ def test_a_model_is_saved_once_and_exists(gather: bool, hf_ranks: Pools, tmp_pat
     assert ("latest" in final) != gather
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_model_whose_save_was_deleted_is_saved_again(
+def test_a_model_is_saved_again_at_the_same_step(
     asynchronous: bool, hf_ranks: Pools, tmp_path: Path
 ) -> None:
-    """At the same step, into the same folder."""
+    """Into the same folder, after its deletion, and with weights that the user has changed."""
     options = {"async_save": asynchronous}
     case = TrainerCase(str(tmp_path), args={"max_steps": 1}, options=options)
-    first, second = hf_ranks.run(2, partial(save_again, case))[0]
+    (first, *later), weights = hf_ranks.run(2, partial(save_again, case))[0]
     assert "global_step1" in first
-    assert second == first
+    assert later == [first, first]
+    assert torch.equal(weights["saved"], 2 * weights["before"])
 
 
 @pytest.mark.long
