@@ -152,6 +152,9 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
         UnsupportedError: the Trainer does not run DeepSpeed, or an option does not suit it.
     """
     args = trainer.args
+    # With save_strategy="best", the best folder is the newest.
+    keeps_best = args.metric_for_best_model and args.save_strategy != "best"
+    least = 3 if keeps_best else 2  # with one that is complete, and one that is being written
     if not trainer.is_deepspeed_enabled:
         msg = (
             "elastic() was given a Trainer without DeepSpeed: pass "
@@ -174,10 +177,12 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
             f"fallback=True replaces the folder that train() is given, and {type(trainer).__name__}"
             ".train has no resume_from_checkpoint: add it, or leave out fallback"
         )
-    elif options.async_save and args.save_total_limit == 1:
+    elif options.async_save and (args.save_total_limit or least) < least:
+        also = " and metric_for_best_model" if keeps_best else ""
         msg = (
-            "async_save=True with save_total_limit=1: the Trainer would delete the only checkpoint "
-            "while the next one is being written. Set save_total_limit=2"
+            f"async_save=True with save_total_limit={args.save_total_limit}{also}: the Trainer "
+            "would delete the newest complete checkpoint while the next one is being written. Set "
+            f"save_total_limit={least}"
         )
     else:
         msg = ""

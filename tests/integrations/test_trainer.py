@@ -562,11 +562,32 @@ def test_random_states_of_former_ranks_are_not_used(
     assert sorted(found[0][0]) == [*STEPS]
 
 
-def test_split_batches_are_refused(hf_ranks: Pools, tmp_path: Path) -> None:
-    """DeepSpeed would count the samples of a step twice."""
-    case = TrainerCase(str(tmp_path), args={"accelerator_config": {"split_batches": True}})
-    failures = hf_ranks.run(2, partial(failure_of, case))
-    assert all("UnsupportedError" in text and "split_batches=True" in text for text in failures)
+@pytest.mark.cases(1)
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        # DeepSpeed would count the samples of a step twice.
+        ({"args": {"accelerator_config": {"split_batches": True}}}, "split_batches=True"),
+        (
+            {"args": {"save_total_limit": 1}, "options": {"async_save": True}},
+            "save_total_limit=1: the Trainer would delete the newest complete checkpoint",
+        ),
+        # The best is kept, so that only one is left for the newest.
+        pytest.param(
+            {
+                "args": {"save_total_limit": 2, "metric_for_best_model": "loss"},
+                "options": {"async_save": True},
+            },
+            "save_total_limit=2 and metric_for_best_model",
+            marks=essential,
+        ),
+    ],
+)
+def test_arguments_that_lose_state_are_refused(
+    case: dict[str, Any], words: str, hf_ranks: Pools, tmp_path: Path
+) -> None:
+    failures = hf_ranks.run(2, partial(failure_of, TrainerCase(str(tmp_path), **case)))
+    assert all("UnsupportedError" in text and words in text for text in failures)
 
 
 @pytest.mark.long
