@@ -438,8 +438,11 @@ def abandoned_builds() -> dict[str, Path]:
 
     torch (``torch.utils.file_baton``) creates the file before it builds or loads an operator and
     removes it at the end. Other processes wait until then, forever if the build was killed. No lock
-    is removed here: it may belong to another machine.
+    is removed here: it may belong to another machine. Since 2.14, torch locks a file that it never
+    removes, and the system releases the lock of a killed build.
     """
+    if torch.__version__ >= "2.14":
+        return {}
     first = _unheld_locks()
     if first:
         time.sleep(_LOOK_AGAIN_S)  # Allow a lock that was just closed to be removed.

@@ -64,6 +64,11 @@ releases of about the same age. 2.5.0.post0 differs from 2.5.0 only in its numbe
 0.18.4 are adjacent to the refused releases.
 """
 
+COMPILED = (NEWER, NEWEST)
+"""Cells that run with DeepSpeed's compiled operators, because their torch locks builds in another
+way than the pinned one.
+"""
+
 EXCHANGES = ((OLDEST, NEWER), (OLDEST, NEWEST), (OLDEST, PINNED))
 """Pairs of cells that resume each other's checkpoints; all their releases are far apart."""
 

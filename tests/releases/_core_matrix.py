@@ -16,6 +16,7 @@ TESTS = (
     "tests/trainer/test_model_checkpoint.py::test_last_saved_on_fewer_ranks_has_no_old_shards",
     "tests/trainer/test_model_checkpoint.py::test_top_k_keeps_the_checkpoint_resumed_from",
     "tests/engine/test_lost_names.py",
+    "tests/engine/test_installation.py",
     "tests/trainer/test_directory_check.py",
     "tests/trainer/test_preemption.py",
     "tests/trainer/test_async_save.py::test_a_background_save_equals_a_blocking_save",

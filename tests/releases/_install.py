@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.releases._cells import Base, Cell
+from tests.releases._cells import COMPILED, Base, Cell
 from tests.releases._interpreters import interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,6 +47,16 @@ occur with any strategy.
 """
 
 
+BUILD_OPERATORS = """
+from deepspeed.accelerator import get_accelerator
+for name in ("ShareMemCommBuilder", "CPUAdamBuilder", "FusedAdamBuilder", "AsyncIOBuilder"):
+    builder = get_accelerator().create_op_builder(name)
+    if name != "AsyncIOBuilder" or builder.is_compatible():  # It needs libaio.
+        builder.load()
+"""
+"""Compiles the operators of CPU ranks in advance, which takes a minute each."""
+
+
 class EnvironmentUnavailableError(Exception):
     """The machine lacks the interpreter, or the package index lacks a torch build for it."""
 
@@ -62,7 +72,7 @@ def environment(cell: Cell) -> dict[str, str]:
     with _locked():
         if not (folder / ".installed").is_file():
             _install(cell, folder)
-    return _variables(folder)
+    return _variables(folder, compiles=cell in COMPILED)
 
 
 def preceding(name: str, packages: tuple[str, ...]) -> dict[str, str]:
@@ -82,7 +92,7 @@ def preceding(name: str, packages: tuple[str, ...]) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
 
 
-def _variables(folder: Path) -> dict[str, str]:
+def _variables(folder: Path, *, compiles: bool = False) -> dict[str, str]:
     """Return the environment variables of processes in an environment."""
     return {
         **{key: value for key, value in os.environ.items() if key != "PYTHONHOME"},
@@ -92,9 +102,9 @@ def _variables(folder: Path) -> dict[str, str]:
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
         # Releases that share a folder of compiled operators overwrite each other's. Without a
-        # compiler, operators are not built, which would take minutes; ranks do not need them.
+        # compiler, operators are not built, which takes minutes; most cells do without them.
         "TORCH_EXTENSIONS_DIR": str(folder / ".torch_extensions"),
-        "CXX": "false",
+        **({} if compiles else {"CXX": "false"}),
     }
 
 
@@ -114,6 +124,10 @@ def _install(cell: Cell, folder: Path) -> None:
         error = error or _pip(folder, "--no-build-isolation", "--no-deps", deepspeed)
     assert not error, f"pip cannot install {deepspeed} {' '.join(pins)} with this library:\n{error}"
     _patch(_packages(folder))
+    if cell in COMPILED:
+        command = [str(folder / "bin" / "python"), "-c", BUILD_OPERATORS]
+        variables = _variables(folder, compiles=True)
+        subprocess.run(command, env=variables, check=True, timeout=INSTALL_TIMEOUT_S)
     (folder / ".installed").touch()
 
 
