@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lightning_elastic_zero.core.manifest import STAGE_WEIGHTS
 from lightning_elastic_zero.core.requirements import DEEPSPEED, missing_names
 
 PLAIN = "torch.optim.Optimizer"
@@ -95,6 +96,21 @@ def _discard_gradients_of_zero_1_2(optimizer: Any) -> None:
         for gradient in optimizer.accumulated_grads_in_cpu.values():
             gradient.zero_()
         getattr(optimizer, "_offload_accumulated_param_ids", set()).clear()
+
+
+def holds_gradients(parameter: Any) -> bool:
+    """Whether a parameter itself holds gradients until the next micro-batch."""
+    return parameter.grad is not None or getattr(parameter, "grad_accum", None) is not None
+
+
+def has_cleared_window(engine: Any, holder: torch.nn.Parameter | None) -> bool:
+    """Whether ``zero_grad`` has dropped the gradients of a window's earlier micro-batches.
+
+    ``holder``: a parameter that held gradients before. ZeRO-2 and BF16_Optimizer have other places.
+    """
+    if engine.zero_optimization_stage() == STAGE_WEIGHTS:  # adds gradients to others from 1 on
+        return bool(engine.optimizer.micro_step_id == 0)
+    return holder is not None and not holds_gradients(holder)
 
 
 def updates_offloaded_momentum(optimizer: Any) -> bool:
@@ -178,7 +194,8 @@ NAMES: Mapping[str, dict[str, str]] = {
         "": "_reassign_or_swap_out_partitioned_parameters averaged_gradients "
         "checkpoint_event_prologue communication_data_type fp16_groups "
         "fp16_partitioned_groups_flat fp32_partitioned_groups_flat grad_partitions_flat_buffer "
-        "loss_scale loss_scaler offload_optimizer offload_param offloaded_states optimizer "
+        "loss_scale loss_scaler micro_step_id offload_optimizer offload_param offloaded_states "
+        "optimizer "
         "params_in_nvme_and_cpu persistent_parameters sub_group_to_group_id zero_grad",
         "0.18.4": "torch_autocast_gradscaler",
         "0.18.9": "save_muon_momentum_buffer_in_memory use_muon",

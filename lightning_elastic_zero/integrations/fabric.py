@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+import weakref
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ from typing_extensions import override
 
 from lightning_elastic_zero.api import ElasticOptions
 from lightning_elastic_zero.core.options import take, takes
+from lightning_elastic_zero.engine.deepspeed import has_cleared_window, holds_gradients
 from lightning_elastic_zero.engine.support import use_accelerator
+from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.integrations.engines import (
     EngineCheckpoints,
+    Loaded,
     Loop,
     LoopOptions,
     is_engine,
@@ -34,6 +38,10 @@ class ElasticDeepSpeedFabricStrategy(DeepSpeedStrategy):
     ``state``. Fabric has no training loop: keep counters and the position in the data in ``state``.
     The number of samples per step is not compared. CPU ranks (gloo) work too.
 
+    To accumulate ``A`` micro-batches, set ``strategy.config["gradient_accumulation_steps"] = A``
+    before ``fabric.setup``, and call ``fabric.backward`` and ``optimizer.step`` for each
+    micro-batch. DeepSpeed divides the loss by ``A``, and each ``A``-th step changes the weights.
+
     Args:
         *args: Passed to ``lightning.fabric.strategies.DeepSpeedStrategy``.
         **kwargs: Options of ``ElasticOptions`` and of Fabric's ``DeepSpeedStrategy``.
@@ -49,6 +57,8 @@ class ElasticDeepSpeedFabricStrategy(DeepSpeedStrategy):
         self._options = replace(take(LoopOptions, kwargs), allow_global_batch_change=True)
         self._unfinished: dict[int, Any] = {}
         """By ``id``, engines whose last save may run in the background."""
+        self._windows: weakref.WeakKeyDictionary[Any, _Window] = weakref.WeakKeyDictionary()
+        """Of each engine with an optimizer."""
         super().__init__(*args, **kwargs)
 
     @classmethod
@@ -87,7 +97,36 @@ class ElasticDeepSpeedFabricStrategy(DeepSpeedStrategy):
                 self._unfinished[id(engine)] = engine
             return {}
 
-        EngineCheckpoints(engine, self._options, Loop(whole_folder=True, record=on_save)).bind()
+        def on_load(_: Loaded) -> None:
+            self._windows[engine] = _Window()
+
+        loop = Loop(whole_folder=True, record=on_save, on_load=on_load)
+        EngineCheckpoints(engine, self._options, loop).bind()
+        self._windows[engine] = _Window()
+
+    @override
+    def backward(self, tensor: torch.Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
+        """Run a backward pass, unless DeepSpeed would drop gradients of an earlier one.
+
+        Raises:
+            UnsupportedError: The earlier pass was not followed by ``optimizer.step()``, or was
+                followed by ``optimizer.zero_grad()``.
+        """
+        window = self._windows[module]
+        window.check(module)
+        super().backward(tensor, module, *args, **kwargs)
+        window.add(module)
+
+    @override
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Call the step of the optimizer's engine, which counts micro-batches.
+
+        Fabric calls that of DeepSpeed's optimizer, which changes the weights in each call.
+        """
+        engine = next(e for e in self._windows if optimizer is e or optimizer is e.optimizer)
+        result = super().optimizer_step(engine, **kwargs)
+        self._windows[engine].awaits_step = False
+        return result
 
     def wait_for_save(self) -> None:
         """Wait until the last save of each engine is published; collective.
@@ -155,6 +194,53 @@ class ElasticDeepSpeedFabricStrategy(DeepSpeedStrategy):
             else:
                 state[key] = value
         return rest
+
+
+@dataclass(slots=True)
+class _Window:
+    """The micro-batches of an engine's current optimizer step."""
+
+    awaits_step: bool = False
+    """The last backward pass was not followed by a step."""
+    holder: weakref.ref[torch.nn.Parameter] | None = None
+    """A parameter that holds gradients until the next micro-batch."""
+
+    def check(self, engine: Any) -> None:
+        """Refuse a backward pass after which a step would lack gradients.
+
+        Raises:
+            UnsupportedError: it would.
+        """
+        accumulate, stage = engine.gradient_accumulation_steps(), engine.zero_optimization_stage()
+        done = engine.micro_steps % accumulate
+        if self.awaits_step and (accumulate > 1 or stage in (1, 2)):
+            msg = (
+                "fabric.backward() was called twice without optimizer.step() in between: DeepSpeed "
+                f"counts micro-batches by steps, and ZeRO-{stage} would not add up their gradients."
+                " To accumulate A micro-batches, set "
+                'strategy.config["gradient_accumulation_steps"] = A before fabric.setup() '
+                f"(it is {accumulate}), do not divide the loss by A, and call optimizer.step() "
+                "after each micro-batch. To train on several losses, add them up"
+            )
+            raise UnsupportedError(msg)
+        holder = None if self.holder is None else self.holder()
+        if done and has_cleared_window(engine, holder):
+            msg = (
+                f"optimizer.zero_grad() was called after micro-batch {done} of {accumulate}, and "
+                f"ZeRO-{stage} has lost its gradients. Remove the call: DeepSpeed clears gradients "
+                "after each optimizer step"
+            )
+            raise UnsupportedError(msg)
+
+    def add(self, engine: Any) -> None:
+        """Count a backward pass."""
+        if not getattr(engine, "managed_gradient_accumulation", lambda: True)():
+            return  # Each step ends a window of any length.
+        accumulate = engine.gradient_accumulation_steps()
+        # Else the user has called engine.set_gradient_accumulation_boundary(False).
+        self.awaits_step = accumulate > 1 or engine.is_gradient_accumulation_boundary()
+        holders = (weakref.ref(p) for p in engine.module.parameters() if holds_gradients(p))
+        self.holder = next(holders, None) if accumulate > 1 else None
 
 
 def _is_optimizer(value: object) -> bool:

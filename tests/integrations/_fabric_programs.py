@@ -6,6 +6,7 @@ import gc
 import os
 import weakref
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.integrations._hf_programs import (
     State,
     Tokens,
     all_seen,
+    full_weight,
     library_warnings,
     state_of,
     tiny_model,
@@ -65,6 +67,8 @@ def run_fabric(case: FabricCase) -> tuple[Run, dict[str, Any], dict[str, Any]]:
         )
     fabric: Any = Fabric(accelerator="cpu", devices=world, strategy=strategy)
     fabric.launch()
+    data, plan = Tokens(48), plan_batches(GLOBAL_BATCH, 2, world)
+    fabric.strategy.config["gradient_accumulation_steps"] = plan.accumulate
     model: Any = tiny_model()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
     model, optimizer = fabric.setup(model, optimizer)
@@ -76,26 +80,28 @@ def run_fabric(case: FabricCase) -> tuple[Run, dict[str, Any], dict[str, Any]]:
         with library_warnings() as run.warnings:
             unused = fabric.load(case.load, state)
         run.first_state = _state(model)
-    data = Tokens(48)
-    plan = plan_batches(GLOBAL_BATCH, GLOBAL_BATCH, world)
     sampler = ElasticSampler(data, plan, fabric.global_rank, seed=5)
     loader = DataLoader(data, batch_size=plan.largest_micro_batch, sampler=sampler)
     loader = fabric.setup_dataloaders(loader, use_distributed_sampler=False)
     all_seen()
+    losses: list[float] = []
     while int(state["step"]) < case.steps:
         sampler.start_at(*divmod(state["step"], sampler.steps))
-        for batch in loader:
-            if state["step"] == case.steps:
-                break
+        for micro_batch, batch in enumerate(loader, 1):
             loss = model(**batch).loss
+            losses.append(float(fabric.all_reduce(loss.detach())))
             fabric.backward(loss)
             optimizer.step()
-            optimizer.zero_grad()
+            if micro_batch % plan.accumulate:
+                continue
             schedule.optimizer.step()
             schedule.step()
             state["step"] += 1
             run.samples[state["step"]] = all_seen()
-            run.losses[state["step"]] = float(fabric.all_reduce(loss.detach()))
+            run.losses[state["step"]] = sum(losses) / len(losses)
+            losses.clear()
+            if state["step"] == case.steps:
+                break
     if case.save:
         fabric.save(case.save, {**state, "extra": {"note": "mine"}})
         if case.options.get("async_save"):
@@ -104,6 +110,65 @@ def run_fabric(case: FabricCase) -> tuple[Run, dict[str, Any], dict[str, Any]]:
     kept = {"step": state["step"], "last_epoch": schedule.last_epoch}
     fabric._strategy._deepspeed_engine.destroy()
     return run, kept, unused
+
+
+def accumulated(
+    stage: int,
+    accumulate: int,
+    *,
+    counted: int = 0,
+    steps_each: bool = True,
+    clears: bool = False,
+    divided: bool = False,
+) -> State:
+    """Take two clipped optimizer steps on 120 samples each; return the full weights.
+
+    ``counted``: DeepSpeed's accumulation, if it is another. ``steps_each``: whether
+    ``optimizer.step()`` follows each micro-batch, or the last one. ``clears``: whether the
+    gradients are cleared after each micro-batch. ``divided``: whether the loop divides the loss.
+    """
+    world = int(os.environ["WORLD_SIZE"])
+    strategy = ElasticDeepSpeedFabricStrategy(stage=stage, reduce_bucket_size=1000)
+    fabric: Any = Fabric(accelerator="cpu", devices=world, strategy=strategy)
+    fabric.launch()
+    fabric.strategy.config |= {
+        "gradient_accumulation_steps": counted or accumulate,
+        "gradient_clipping": 0.1,
+    }
+    model: Any = tiny_model()
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    engine = model._forward_module
+    try:
+        for step in range(2):
+            mine = Tokens(240).tokens[120 * step : 120 * (step + 1)][fabric.global_rank :: world]
+            for number, batch in enumerate(mine.chunk(accumulate), 1):
+                loss = model(input_ids=batch, labels=batch, index=torch.zeros(1)).loss
+                fabric.backward(loss / accumulate if divided else loss)
+                if steps_each or number == accumulate:
+                    optimizer.step()
+                if clears or number == accumulate:
+                    optimizer.zero_grad()
+        assert engine.global_steps == 2
+        return {name: full_weight(p) for name, p in engine.module.named_parameters()}
+    finally:
+        engine.destroy()
+
+
+def whole_batches() -> State:
+    """Take the same steps as ``accumulated`` on one rank, with torch only."""
+    model = tiny_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in Tokens(240).tokens.chunk(2):
+        optimizer.zero_grad()
+        model(input_ids=batch, labels=batch, index=torch.zeros(1)).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def accumulation_failure(stage: int, **more: Any) -> str:
+    """Accumulate so that DeepSpeed would lose gradients; return the error on this rank."""
+    return error_text(partial(accumulated, stage, 3, **more))
 
 
 def save_two_engines(folder: str, *, direct: bool) -> list[bool]:

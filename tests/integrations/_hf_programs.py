@@ -178,6 +178,13 @@ def state_of(engine: Any) -> State:
     return found if dist.get_rank() == 0 else {}
 
 
+def full_weight(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return a full master; the weight itself if DeepSpeed does not wrap the optimizer."""
+    is_wrapped = hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
+    full = safe_get_full_fp32_param(parameter) if is_wrapped else parameter
+    return full.detach().cpu().clone()
+
+
 def _moment(optimizer: Any, parameter: Any, key: str) -> torch.Tensor:
     """Return a full moment; DeepSpeed's function for ZeRO-1/2 supports one group only."""
     if hasattr(parameter, "ds_id"):

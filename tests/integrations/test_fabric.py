@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,13 @@ pytest.importorskip("accelerate")
 
 from tests.integrations._fabric_programs import (
     FabricCase,
+    accumulated,
+    accumulation_failure,
     are_freed,
     failure_of,
     run_fabric,
     save_two_engines,
+    whole_batches,
 )
 
 pytestmark = pytest.mark.engine
@@ -47,6 +51,49 @@ def test_a_loop_continues_on_other_counts(
         assert abs(run.losses[step] - longer.losses[step]) < 2e-6
 
 
+@pytest.mark.parametrize("accumulate", range(1, 7))
+@pytest.mark.parametrize("stage", [1, 2, 3, 0])
+def test_accumulated_gradients_are_the_mean(stage: int, accumulate: int, hf_ranks: Pools) -> None:
+    """Of all samples of a step, before they are clipped."""
+    found = hf_ranks.run(2, partial(accumulated, stage, accumulate))[0]
+    for name, weight in whole_batches().items():
+        assert torch.allclose(found[name], weight, rtol=0, atol=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("stage", "more", "words"),
+    [
+        (1, {"counted": 1, "steps_each": False}, "called twice without optimizer.step()"),
+        (2, {"counted": 1, "steps_each": False}, "called twice without optimizer.step()"),
+        (0, {"steps_each": False}, "called twice without optimizer.step()"),
+        (3, {"steps_each": False}, "called twice without optimizer.step()"),
+        (0, {"clears": True}, "zero_grad() was called after micro-batch 1 of 3"),
+        (1, {"clears": True}, "zero_grad() was called after micro-batch 1 of 3"),
+        (3, {"clears": True}, "zero_grad() was called after micro-batch 1 of 3"),
+    ],
+)
+def test_a_loop_that_would_lose_gradients_is_refused(
+    stage: int, more: dict[str, Any], words: str, hf_ranks: Pools
+) -> None:
+    """On all ranks, before the backward pass."""
+    for failure in hf_ranks.run(2, partial(accumulation_failure, stage, **more)):
+        assert failure.startswith("UnsupportedError")
+        assert words in failure
+
+
+@pytest.mark.parametrize(
+    ("stage", "more"),
+    [(2, {"clears": True}), (3, {"counted": 1, "steps_each": False, "divided": True})],
+)
+def test_a_loop_that_loses_nothing_is_accepted(
+    stage: int, more: dict[str, Any], hf_ranks: Pools
+) -> None:
+    """ZeRO-2 has moved the gradients when they are cleared; ZeRO-3 adds up those of two passes."""
+    found = hf_ranks.run(2, partial(accumulated, stage, 3, **more))[0]
+    for name, weight in whole_batches().items():
+        assert torch.allclose(found[name], weight, rtol=0, atol=1e-6), name
+
+
 @pytest.mark.long
 def test_a_background_save_and_an_older_checkpoint_are_loaded(
     hf_ranks: Pools, tmp_path: Path
@@ -62,7 +109,7 @@ def test_a_background_save_and_an_older_checkpoint_are_loaded(
     run, kept, _ = hf_ranks.run(3, partial(run_fabric, case))[0]
     assert kept["step"] == 3
     assert sorted(run.losses) == [3]
-    assert f"{paths[0]} (step 0) is loaded instead" in run.warnings[0]
+    assert f"{paths[0]} (step 2) is loaded instead" in run.warnings[0]
 
 
 @pytest.mark.long
