@@ -332,14 +332,11 @@ def unplain(value: Any, live: object = None) -> Any:
     return cast_like(value, live)
 
 
-_LARGE_BYTES = 4 << 20
-"""Minimum size of memory that is mapped separately, to contain large pages of 2 MB."""
+_ZEROS_BYTES = 4 << 20
+"""Minimum size of zeros that are mapped separately. The system limits the number of mappings."""
 
 _CHUNK_BYTES = 256 << 10
 """Minimum size of a chunk that is mapped separately, which costs less than filling it."""
-
-LARGE_PAGES = mmap.MADV_HUGEPAGE
-"""Pages of 2 MB if the system has them: one page fault instead of 512."""
 
 NOT_FOR_CHILDREN = mmap.MADV_DONTFORK
 """Excludes memory from forked children that do not read it. Otherwise, the system would copy each
@@ -352,9 +349,9 @@ def host_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     Unlike ``torch.zeros``, nothing writes them. Raises OSError if the system has no memory.
     """
     size_bytes = math.prod(shape) * dtype.itemsize
-    if size_bytes < _LARGE_BYTES:
+    if size_bytes < _ZEROS_BYTES:
         return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
-    return map_pages(size_bytes, LARGE_PAGES).view(dtype).view(tuple(shape))
+    return map_pages(size_bytes).view(dtype).view(tuple(shape))
 
 
 def host_chunk(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -367,7 +364,7 @@ def host_chunk(numel: int, dtype: torch.dtype) -> torch.Tensor:
     size_bytes = numel * dtype.itemsize
     if size_bytes < _CHUNK_BYTES:
         return torch.empty(numel, dtype=dtype, device="cpu")
-    return map_pages(size_bytes, LARGE_PAGES).view(dtype)
+    return map_pages(size_bytes).view(dtype)
 
 
 def map_pages(size_bytes: int, *advice: int) -> torch.Tensor:

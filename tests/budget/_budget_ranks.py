@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import sys
 import threading
@@ -151,17 +150,14 @@ def reload(stage: int, path: str) -> dict[str, int]:
     engine.backward(engine(torch.randn(1, WIDTH)))
     engine.step()
     load_checkpoint(engine, path)
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     with PeakMemory() as peak:
         load_checkpoint(engine, path)
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
     with CopiedBytes() as copied:
         load_checkpoint(engine, path)
     states = engine.optimizer.optimizer.state.values()
     return {
         "extra": peak.highest - peak.before,
         "left": anonymous_bytes() - peak.before,
-        "faults": faults,
         "copied": copied.count,
         "gathered": copied.gathered,
         "states": sum(t.nbytes for s in states for t in s.values() if isinstance(t, torch.Tensor)),
