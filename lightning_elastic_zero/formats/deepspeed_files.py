@@ -16,6 +16,7 @@ from lightning_elastic_zero.core.manifest import STAGE_WEIGHTS, Plain
 from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
 from lightning_elastic_zero.storage.object_store import AnyPath, StorePath
 from lightning_elastic_zero.storage.own_files import LATEST, TAG
+from lightning_elastic_zero.storage.paths import read_file
 
 CLIENT_OBJECTS = f"{TAG}/client_objects.pt"
 
@@ -152,7 +153,7 @@ def tags_in(folder: Path) -> list[str]:
 def _latest_tags(path: Path) -> dict[Path, str]:
     """Return the tags that ``latest`` and ``latest_universal`` name, by those files."""
     files = [path / name for name in (LATEST, LATEST_UNIVERSAL) if (path / name).is_file()]
-    return {file: file.read_text("utf-8", errors="replace").strip() for file in files}
+    return {file: read_file(file).decode(errors="replace").strip() for file in files}
 
 
 def find_tag_folder(path: Path) -> Path | None:

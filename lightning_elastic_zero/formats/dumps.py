@@ -19,7 +19,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -72,7 +72,7 @@ from lightning_elastic_zero.formats.reader import (
 )
 from lightning_elastic_zero.formats.torch_read import ForeignFiles, StoredRun, foreign_files
 from lightning_elastic_zero.storage.file_write import replace_durably
-from lightning_elastic_zero.storage.paths import check_local_path
+from lightning_elastic_zero.storage.paths import check_local_path, read_file
 
 TABLE_NAME = "elastic_dumps.json"
 FORMAT = "lightning_elastic_zero.dumps"
@@ -124,7 +124,7 @@ def read_table(folder: Path) -> DumpsTable:
     """Read ``elastic_dumps.json``; errors are ``CheckpointFormatError``."""
     path = folder / TABLE_NAME
     try:
-        content = load_json(path.read_text(encoding="utf-8"))
+        content = load_json(read_file(path))
         found = content["format"], content["format_version"]
         if found != (FORMAT, FORMAT_VERSION):
             msg = f"format and version are {found}, expected {(FORMAT, FORMAT_VERSION)}"
@@ -293,7 +293,7 @@ def describe_dumps(
     """
     path = check_local_path(folder)
     table = path / TABLE_NAME
-    if os.path.lexists(table) and not (table.is_file() and FORMAT.encode() in table.read_bytes()):
+    if os.path.lexists(table) and not _is_table(table):
         msg = f"{table} was not written by this library and would be overwritten. Move it away"
         raise CheckpointFormatError(msg)
     names = _by_rank(path, dumps) if isinstance(dumps, str) else list(dumps)
@@ -308,6 +308,12 @@ def describe_dumps(
         reader.check_all()
         replace_durably(table, reader.table.to_json().encode())
         return reader.manifest
+
+
+def _is_table(path: Path) -> bool:
+    with suppress(OSError):
+        return FORMAT.encode() in read_file(path)
+    return False
 
 
 def _by_rank(folder: Path, pattern: str) -> list[str]:

@@ -320,4 +320,4 @@ def _read_shared(path: AnyPath) -> bytes | None:
     # answered from a cache for up to a minute.
     with os.scandir(path.parent.parent), os.scandir(path.parent) as entries:
         is_there = any(entry.name == path.name for entry in entries)
-    return path.read_bytes() if is_there else None
+    return read_file(path) if is_there else None

@@ -46,7 +46,7 @@ from lightning_elastic_zero.storage.own_files import (
     remove_hidden,
     remove_interrupted_deletions,
 )
-from lightning_elastic_zero.storage.paths import NO_ENTRY, real_path, sync_directory
+from lightning_elastic_zero.storage.paths import NO_ENTRY, open_file, real_path, sync_directory
 from lightning_elastic_zero.storage.writers import (
     ProcessIdentity,
     filesystem_time_s,
@@ -552,7 +552,7 @@ def copy_checkpoint(source: Path, target: Path, progress: Progress) -> None:
     target.mkdir()
     for name in contents.ours:
         with (
-            (source / name).open("rb") as read,
+            os.fdopen(open_file(source / name)[0], "rb") as read,
             closing(DiskFile(target / name, progress)) as written,
         ):
             while block := read.read(1 << 20):

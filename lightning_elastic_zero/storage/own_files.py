@@ -29,7 +29,7 @@ from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX
-from lightning_elastic_zero.storage.paths import open_descriptor, real_path, sync_directory
+from lightning_elastic_zero.storage.paths import read_file, real_path, sync_directory
 
 TAG = "checkpoint"
 """The folder in a checkpoint: the tag that Lightning passes to DeepSpeed."""
@@ -179,9 +179,7 @@ class RecordedFiles:
 def recorded_at(path: Path) -> RecordedFiles:
     """Read a manifest, without verifying it: a changed name or size matches no file."""
     try:
-        # A pipe is read without waiting, and is empty.
-        with open(path / MANIFEST_NAME, "rb", opener=open_descriptor) as file:
-            return recorded_files(file.read())
+        return recorded_files(read_file(path / MANIFEST_NAME))
     except (FileNotFoundError, NotADirectoryError):
         return RecordedFiles(problem=f"it has no {MANIFEST_NAME}")
     except OSError:
@@ -370,8 +368,8 @@ def identity(path: Path) -> object:
     except FileNotFoundError:
         return None
     if stat.S_ISDIR(status.st_mode):
-        with suppress(OSError), open(path / MANIFEST_NAME, "rb", opener=open_descriptor) as file:
-            return hashlib.sha256(file.read()).digest()
+        with suppress(OSError):
+            return hashlib.sha256(read_file(path / MANIFEST_NAME)).digest()
     return status.st_dev, status.st_ino
 
 

@@ -105,21 +105,20 @@ def sync_directory(path: Path) -> bool:
     return True
 
 
-def open_descriptor(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file without waiting for a writer if it is a pipe; an ``opener`` for ``open``."""
+def open_file(path: Path) -> tuple[int, os.stat_result]:
+    """Open a regular file for reading; return its descriptor and its status.
+
+    Pipes are opened without waiting for a writer, and refused.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC
     try:
-        return os.open(path, flags | os.O_NONBLOCK)
+        descriptor = os.open(path, flags | os.O_NONBLOCK)
     except BlockingIOError:
         # A Samba or NFS server on this host has a lease on it. A blocking open makes the system
         # revoke it: fcntl(2), "Leases".
-        if not stat.S_ISREG(Path(path).stat().st_mode):
+        if not stat.S_ISREG(path.stat().st_mode):
             raise
-        return os.open(path, flags)
-
-
-def open_file(path: Path) -> tuple[int, os.stat_result]:
-    """Open a regular file for reading, without waiting; return its descriptor and its status."""
-    descriptor = open_descriptor(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, flags)
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
@@ -127,9 +126,17 @@ def open_file(path: Path) -> tuple[int, os.stat_result]:
     return descriptor, status
 
 
-def read_file(path: AnyPath) -> bytes:
-    """Read a small regular file or an object."""
+MOST_READ_BYTES = 1 << 30
+"""Largest file that is read as a whole, such as the manifest of millions of parameters."""
+
+
+def read_file(path: AnyPath, most_bytes: int = MOST_READ_BYTES) -> bytes:
+    """Read a small regular file, without waiting, or an object."""
     if isinstance(path, StorePath):
         return path.store.get(path.key)[0]
-    with os.fdopen(open_file(path)[0], "rb") as file:
-        return file.read()
+    descriptor, status = open_file(path)
+    with os.fdopen(descriptor, "rb") as file:
+        if status.st_size > most_bytes:
+            msg = f"it has {status.st_size} bytes, expected at most {most_bytes}"
+            raise OSError(errno.EINVAL, msg, str(path))
+        return file.read(most_bytes)

@@ -26,7 +26,7 @@ from lightning_elastic_zero.core.manifest import from_json, load_json
 from lightning_elastic_zero.core.processes import ProcessKey, ProcessState, exists, machine
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
 from lightning_elastic_zero.storage.file_write import write_durably
-from lightning_elastic_zero.storage.paths import check_local_path
+from lightning_elastic_zero.storage.paths import check_local_path, read_file
 
 END_S = 1.0
 """Longest wait for the thread at the end: a disk that does not answer must not block a run."""
@@ -74,6 +74,10 @@ much more than clocks differ in practice. If a suspended process continues later
 and nothing is published."""
 
 
+_MOST_BYTES = 1 << 16
+"""Largest file with an identity."""
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
     """A unique identity of a process, and the name that it publishes."""
@@ -95,7 +99,7 @@ class ProcessIdentity:
     def read(cls, path: Path) -> ProcessIdentity | None:
         """Read an identity; None if the file is missing or invalid."""
         try:
-            return cls.from_bytes(path.read_bytes())
+            return cls.from_bytes(read_file(path, _MOST_BYTES))
         except OSError:
             return None
 

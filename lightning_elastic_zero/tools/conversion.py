@@ -56,7 +56,7 @@ from lightning_elastic_zero.storage.file_write import (
     write_durably,
 )
 from lightning_elastic_zero.storage.own_files import LATEST, TAG
-from lightning_elastic_zero.storage.paths import check_local_path, real_path
+from lightning_elastic_zero.storage.paths import check_local_path, read_file, real_path
 from lightning_elastic_zero.tools.view import (
     OpenCheckpoint,
     TensorEntry,
@@ -617,7 +617,7 @@ def _adapter_config(checkpoint: OpenCheckpoint, options: ConvertOptions) -> byte
     path = Path(options.adapter_config)
     path = path / _ADAPTER_CONFIG if path.is_dir() else path
     try:
-        text = path.read_bytes()
+        text = read_file(path)
         content = json.loads(text)
     except (OSError, ValueError) as error:
         msg = f"{path} cannot be read as PEFT's {_ADAPTER_CONFIG} ({error})"

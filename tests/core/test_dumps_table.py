@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_elastic_zero.core.manifest import Parameter
 from lightning_elastic_zero.core.partition import FlatBuffer
@@ -15,8 +17,10 @@ from lightning_elastic_zero.errors import CheckpointFormatError
 from lightning_elastic_zero.formats.dumps import (
     TABLE_NAME,
     DumpsTable,
+    describe_dumps,
     read_table,
 )
+from tests.support.processes import finishes
 
 TABLE = DumpsTable(
     files={"optimizer.0.pt": 12, "model.pt": 7},
@@ -57,3 +61,15 @@ def test_a_value_of_another_type_is_refused(
         read_table(tmp_path)
     assert message in str(caught.value)
     assert str(tmp_path / TABLE_NAME) in str(caught.value)
+
+
+def test_a_pipe_in_place_of_the_table_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / TABLE_NAME)
+
+    def read() -> None:
+        with pytest.raises(CheckpointFormatError, match="not a regular file"):
+            read_table(tmp_path)
+
+    assert finishes(read)
+    with pytest.raises(CheckpointFormatError, match="was not written by this library"):
+        describe_dumps(tmp_path, torch.nn.Linear(1, 1))

@@ -26,6 +26,7 @@ from lightning_elastic_zero.formats.deepspeed_files import (
     model_file,
     optimizer_file,
 )
+from lightning_elastic_zero.storage import disk_checkpoints
 from lightning_elastic_zero.storage.checkpoints import leave_shared, remove_shared
 from lightning_elastic_zero.storage.disk_checkpoints import (
     StagedDirectory,
@@ -35,7 +36,12 @@ from lightning_elastic_zero.storage.disk_checkpoints import (
     repair_target,
 )
 from lightning_elastic_zero.storage.own_files import check_replaceable, classify_files
-from lightning_elastic_zero.storage.writers import ProcessIdentity, filesystem_time_s
+from lightning_elastic_zero.storage.writers import (
+    ConcurrentRunMonitor,
+    ProcessIdentity,
+    filesystem_time_s,
+)
+from tests.support.processes import finishes
 from tests.support.small_checkpoints import (
     SHARD,
     before_each_syscall,
@@ -470,16 +476,12 @@ class TestLeftovers:
             os.utime(hidden, (0, 0))
             plant_owner(hidden.parent)
             calls = itertools.count()
-            swapped: list[Path] = []
 
             def swap(
-                path: Path = hidden / at,
-                calls: Iterator[int] = calls,
-                swapped: list[Path] = swapped,
-                number: int = number,
+                path: Path = hidden / at, calls: Iterator[int] = calls, number: int = number
             ) -> None:
                 if next(calls) == number and path.is_dir():
-                    swapped.append(path.rename(tmp_path / f"away{number}"))
+                    path.rename(tmp_path / f"away{number}")
                     path.symlink_to(theirs / at)
 
             with before_each_syscall(swap):
@@ -503,6 +505,28 @@ class TestLeftovers:
             assert names_in(tmp_path) == [".zero-removed-5a7e"]
         finally:
             subprocess.run(["rm", "-r", tmp_path / ".zero-removed-5a7e"], check=True)
+
+    def test_pipes_and_huge_files_in_place_of_owner_files_are_not_read(
+        self, tmp_path: Path
+    ) -> None:
+        fill(tmp_path / ".zero-previous-1", "old")
+        fill(tmp_path / ".zero-previous-2", "old")
+        for name in ("owner-1", "owner-5a7e", "run-1"):
+            os.mkfifo(tmp_path / f".zero-{name}.json")
+        for name in ("owner-2", "run-2"):
+            (tmp_path / f".zero-{name}.json").touch()
+            os.truncate(tmp_path / f".zero-{name}.json", 1 << 40)
+        before = names_in(tmp_path)
+        monitor = ConcurrentRunMonitor([tmp_path])
+
+        def work() -> None:
+            remove_leftovers(tmp_path)
+            repair_target(tmp_path / "lost.ckpt", 0.0)
+            monitor.look()
+            monitor.end()
+
+        assert finishes(work)
+        assert names_in(tmp_path) == before
 
     def test_a_users_file_in_a_replaced_checkpoint_becomes_visible(self, tmp_path: Path) -> None:
         target = fill(tmp_path / "last.ckpt", "old")
@@ -584,7 +608,7 @@ class TestLinks:
         def refused(path: Path, *_: Any) -> None:
             raise PermissionError(path)
 
-        monkeypatch.setattr(Path, "open", refused)
+        monkeypatch.setattr(disk_checkpoints, "open_file", refused)
         before = len([*Path("/proc/self/fd").iterdir()])
         with pytest.raises(PermissionError):
             copy_checkpoint(target, tmp_path / "copy", NO_PROGRESS)

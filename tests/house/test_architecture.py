@@ -52,6 +52,15 @@ DEEPSPEED_COLLECTIVES = {
 RESOLVES_PATHS = {"absolute", "abspath", "realpath", "resolve"}
 """Functions that make a path absolute or resolve links; their results differ slightly."""
 
+OWN_READERS = {
+    *("storage/paths.py", "storage/own_files.py"),  # folders in the latter
+    *("core/processes.py", "coordination/ranks.py", "trainer/monitor.py"),  # /proc
+    *("checkpoint/retention.py", "checkpoint/save.py", "trainer/launch.py"),  # installed programs
+    *("checkpoint/directory_check.py", "selftest.py"),  # a folder that they have made
+    "storage/file_write.py",  # new files
+}
+"""Files that open files themselves. Others call ``storage.paths``, which refuses pipes."""
+
 LOADS_WITHOUT: dict[str, set[str]] = {
     PACKAGE: {"lightning", "deepspeed", "torch"},
     f"{PACKAGE}.core.layout": {"lightning", "deepspeed", "torch"},
@@ -237,6 +246,28 @@ def test_paths_are_made_absolute_in_one_file() -> None:
     elsewhere = {use for use in uses if not use.startswith("storage/paths.py")}
     assert not elsewhere, f"call check_local_path or real_path of storage: {sorted(elsewhere)}"
     assert uses
+
+
+def test_files_are_opened_in_one_file() -> None:
+    readers = {
+        f"{name}, line {node.lineno}: {ast.unparse(node)}"
+        for source in SOURCES
+        if (name := source.relative_to(ROOT).as_posix()) not in OWN_READERS
+        for node in nodes_of(source)
+        if isinstance(node, ast.Call) and opens_to_read(node)
+    }
+    assert not readers, f"call read_file or open_file, which never wait: {sorted(readers)}"
+
+
+def opens_to_read(call: ast.Call) -> bool:
+    match call:
+        case ast.Call(func=ast.Name("open") | ast.Attribute(value=ast.Name("os"), attr="open")):
+            return True
+        case ast.Call(func=ast.Attribute(attr="open"), args=[ast.Constant(str(mode))]):
+            return "r" in mode
+        case ast.Call(func=ast.Attribute(attr=name)):
+            return name in {"read_bytes", "read_text"} or (name, call.args) == ("open", [])
+    return False
 
 
 def test_the_core_is_pure() -> None:
