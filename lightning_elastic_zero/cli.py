@@ -19,8 +19,11 @@ import shtab
 from lightning_elastic_zero.core.requirements import own_version
 from lightning_elastic_zero.errors import ElasticZeroError
 
-YES, NO, FAILED = 0, 1, 2
-"""Exit codes: a positive answer, a negative answer, no answer."""
+YES, NO, FAILED, UNVERIFIED = 0, 1, 2, 3
+"""Exit codes: a positive answer, a negative answer, no answer, complete but without checksums."""
+
+_BY_WEIGHT = (YES, UNVERIFIED, NO, FAILED)
+"""Of several exit codes, the last in this order counts."""
 
 _PROG = "lightning-elastic-zero"
 
@@ -212,17 +215,19 @@ def _verify(args: Namespace) -> int:
         show(verdict(verified), sys.stdout if verified.is_sound else sys.stderr)
         if verified.note:
             print(f"{path}: {verified.note}", file=sys.stderr)
-        return YES if verified.is_sound else NO
+        if not verified.is_sound:
+            return NO
+        return UNVERIFIED if verified.unverified else YES
 
     return _for_each(args.paths, verify)
 
 
 def _for_each(paths: Sequence[str], work: Callable[[str], int]) -> int:
-    """Do work on each path; return the largest exit code. Errors are printed."""
+    """Do work on each path; return the weightiest exit code. Errors are printed."""
     code = YES
     for path in paths:
         try:
-            code = max(code, work(path))
+            code = max(code, work(path), key=_BY_WEIGHT.index)
         except (ElasticZeroError, OSError) as error:
             _show_error(f"{path}:", str(error))
             code = FAILED

@@ -341,12 +341,12 @@ def _load_once(
     step = f"load {first.path}"
     with ExitStack() as files, ExitStack() as undo:
 
-        def open_and_check() -> tuple[_Load, RestoreScope, SharedState]:
+        def open_and_check() -> tuple[_Load, RestoreScope, SharedState, int]:
             source = files.enter_context(closing(_open(path, first, live, options, ranks.progress)))
             load = _Load(source, live, options, str(path), ranks)
             return load, *load.check()
 
-        load, scope, shared = ranks.run_all(f"{step}: open and check", open_and_check)
+        load, scope, shared, unverified = ranks.run_all(f"{step}: open and check", open_and_check)
         source = load.source
         filled = ranks.run_all(f"{step}: read", lambda: load.read(scope, shared, undo))
         undo.pop_all()
@@ -360,18 +360,25 @@ def _load_once(
         # After all that must not fail: this calls the module's own code.
         extra, warns = shared.extra_states, ranks.rank == 0
         restore_extra_states(live.module(), extra, str(path), warns=warns)
-        return [filled.bytes_read, request_count(asked) - requests]
+        return [filled.bytes_read, request_count(asked) - requests, unverified]
 
     costs = ranks.gather(f"{step}: done", finish) or []
+    if count := sum(of_rank for *_, of_rank in costs):
+        log.warning(
+            "%s: %d of its files have no checksums, so a damaged byte in them goes unnoticed "
+            "(`verify` lists them)",
+            path,
+            count,
+        )
     seconds = time.monotonic() - began
     stats = CheckpointStats(
         first.path,
         seconds,
-        sum(bytes_read for bytes_read, _ in costs),
+        sum(bytes_read for bytes_read, *_ in costs),
         waited_s=seconds,
         step=_step_of(source.manifest.progress),
         fingerprint=verdict.fingerprint,
-        requests=sum(count for _, count in costs),
+        requests=sum(count for _, count, _ in costs),
     )
     summary = _source_summary(source).rstrip(",") if source.info.lacks else ""
     return LoadResult(
@@ -473,11 +480,12 @@ class _Load:
     where: str
     ranks: Ranks
 
-    def check(self) -> tuple[RestoreScope, SharedState]:
+    def check(self) -> tuple[RestoreScope, SharedState, int]:
         """Check everything that can be checked before live state changes, on this rank.
 
         Returns:
-            The scope of the load, and the state that is not per parameter.
+            The scope of the load, the state that is not per parameter, and how many files of this
+            rank's share have no checksums.
         """
         source, here = self.source, self.live.describe()
         source.bind(here)
@@ -504,8 +512,8 @@ class _Load:
         if self.ranks.rank == 0:
             self._log(here, scope, buffers)
         progress = io_progress("verifying", self.ranks, self.options.show)
-        source.verify(self.ranks.rank, self.ranks.world_size, progress)
-        return scope, shared
+        unverified = source.verify(self.ranks.rank, self.ranks.world_size, progress)
+        return scope, shared, len(unverified)
 
     def _check_optimizer(self, scope: RestoreScope) -> None:
         """Refuse the state of another optimizer, or of another step than the weights."""

@@ -638,14 +638,17 @@ class DcpReader(FullStateReader):
         except CheckpointMismatchError as error:
             return [{}], str(error)
 
-    def verify(self, rank: int, world_size: int, progress: Progress) -> None:
+    def verify(self, rank: int, world_size: int, progress: Progress) -> list[str]:
         handled = sys.exc_info()[1]
+        without: dict[str, None] = {}
         for chunk, section in self._sections(self._in_order[rank::world_size]):
             try:
                 with zipfile.ZipFile(as_stream(section)) as archive:
-                    for info in archive.infolist():
-                        if not info.CRC:  # checksums were switched off
-                            continue
+                    records = archive.infolist()
+                    if not any(info.CRC for info in records):  # They were switched off.
+                        without[chunk.file] = None
+                        continue
+                    for info in records:
                         with archive.open(info) as record:
                             while data := record.read(_VERIFIED_BYTES):
                                 progress.advance(len(data))
@@ -657,8 +660,10 @@ class DcpReader(FullStateReader):
                     "or copy this file again from an intact copy"
                 )
                 raise CheckpointCorruptedError(msg) from error
-        if rank == 0 and self._full_state.trainer:
-            self.files.get(TRAINER_STATE).verify(progress)
+        checks_trainer = rank == 0 and bool(self._full_state.trainer)
+        if checks_trainer and not self.files.get(TRAINER_STATE).verify(progress):
+            without[TRAINER_STATE] = None
+        return list(without)
 
     def _is_weight(self, leaf: Leaf) -> bool:
         """Whether a leaf was used as a weight, at first or after ``bind``."""

@@ -227,14 +227,17 @@ class CheckpointReader(ABC):
         """Return the recorded size of a file; None if it was not recorded."""
         return None
 
-    def verify(self, rank: int, world_size: int, progress: Progress) -> None:
-        """Verify this rank's share of the bytes that ``read`` does not verify."""
-        for name in self.names()[rank::world_size]:
-            self.files.get(name).verify(progress)
+    def verify(self, rank: int, world_size: int, progress: Progress) -> list[str]:
+        """Verify this rank's share of the bytes that ``read`` does not verify.
 
-    def verify_whole(self, rank: int, world_size: int, progress: Progress) -> None:
+        Returns the names of files without checksums.
+        """
+        mine = self.names()[rank::world_size]
+        return [name for name in mine if not self.files.get(name).verify(progress)]
+
+    def verify_whole(self, rank: int, world_size: int, progress: Progress) -> list[str]:
         """Verify this rank's share of all bytes, including those that ``read`` verifies."""
-        self.verify(rank, world_size, progress)
+        return self.verify(rank, world_size, progress)
 
     def check(self, masters: Sequence[int], frozen: Sequence[int]) -> None:
         """Check size and identity of every file that will be read, if they were recorded.

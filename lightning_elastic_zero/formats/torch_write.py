@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import bisect
 import mmap
+import struct
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -31,7 +33,7 @@ COPY_BYTES = 16 << 20
 # a shared mapping does not count as data (ulimit -d). Older Pythons lack the name.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
-# torch's checksum of each record halves the speed of writing, and nothing reads it. The setting is
+# torch computes the CRC-32 of each record from the stand-ins, so it would be wrong. The setting is
 # one of the whole process.
 _crc32_lock = threading.Lock()
 
@@ -132,8 +134,12 @@ class TorchFileWriter:
         *,
         save_id: str,
         progress: Progress = NO_PROGRESS,
+        crc32: bool = False,
     ) -> FileEntry:
         """Write the file ``name`` of a staged directory and its checksums, synced to disk.
+
+        ``crc32`` stores the CRC-32 of each record, for files whose other checksums are not kept: it
+        halves the speed of writing.
 
         Tensors in the tree that are not stand-ins are written as ``torch.save`` does: with their
         whole storage and their device.
@@ -147,7 +153,9 @@ class TorchFileWriter:
             no_crc32 = ExitStack()
             # torch.save reads the setting before it writes. It is restored at the first byte, as
             # writing a file in the background may take minutes.
-            stream = _SubstitutingStream(file, self._feeds, on_first=no_crc32.close)
+            sums = _Crc32Writer(file.write) if crc32 else None
+            write = sums or file.write
+            stream = _SubstitutingStream(write, self._feeds, on_first=no_crc32.close)
             try:
                 with no_crc32:
                     no_crc32.enter_context(_without_crc32())
@@ -158,6 +166,8 @@ class TorchFileWriter:
                     raise stream.error
             for feed in self._feeds:
                 feed.check_complete()
+            if sums:
+                sums.check_complete()
             return file.finish(save_id)
 
 
@@ -172,6 +182,86 @@ def _without_crc32() -> Iterator[None]:
             torch.serialization.set_crc32_options(compute_crc32=before)
 
 
+Write: TypeAlias = Callable[[memoryview], int]
+"""Appends bytes to a file."""
+
+_HEADER_MARK, _DESCRIPTOR_MARK, _DIRECTORY_MARK = b"PK\x03\x04", b"PK\x07\x08", b"PK\x01\x02"
+
+_LOCAL_HEADER = struct.Struct("<6xH18xHH")
+"""Flags, and the lengths of the name and of the extra field, which follow."""
+
+_DIRECTORY_ENTRY = struct.Struct("<28xHHH12x")
+"""The lengths of the three fields that follow."""
+
+_CRC32_AT = 16
+"""The offset of the CRC-32 in an entry of the directory."""
+
+_HAS_DESCRIPTOR = 1 << 3
+"""The flag of records with data: their sizes and CRC-32 follow the data."""
+
+
+class _Crc32Writer:
+    """Fills in the CRC-32 of each record, which torch's zip writer left at zero.
+
+    torch passes each header, name, extra field, descriptor and the whole directory in one call.
+    """
+
+    def __init__(self, write: Write) -> None:
+        self._write_on = write
+        self._found: list[int] = []
+        """The CRC-32 of each record, in the order of the directory."""
+        self._to_skip = 0
+        """Bytes of the name and extra field that precede the data."""
+        self._data_bytes: int | None = None
+        """Bytes of the open record so far; None: no record is open."""
+        self._complete = False
+
+    def __call__(self, data: memoryview) -> int:
+        part = data.cast("B")
+        if self._to_skip:
+            self._to_skip -= part.nbytes
+        elif self._data_bytes is None:
+            if part[:4] == _HEADER_MARK:
+                self._open_record(part)
+            elif part[:4] == _DIRECTORY_MARK:
+                part = self._filled_directory(part)
+        elif self._is_descriptor(part):
+            changed = bytearray(part)
+            struct.pack_into("<I", changed, len(_DESCRIPTOR_MARK), self._found[-1])
+            part, self._data_bytes = memoryview(changed), None
+        else:
+            self._found[-1] = zlib.crc32(part, self._found[-1])
+            self._data_bytes += part.nbytes
+        return self._write_on(part)
+
+    def _open_record(self, header: memoryview) -> None:
+        flags, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
+        self._to_skip = name_bytes + extra_bytes
+        self._data_bytes = 0 if flags & _HAS_DESCRIPTOR else None
+        self._found.append(0)
+
+    def _is_descriptor(self, part: memoryview) -> bool:
+        """Whether a call ends the open record: a mark, no CRC-32, and twice its size."""
+        sizes = {16: "<II", 24: "<QQ"}.get(part.nbytes)
+        if sizes is None or not self._data_bytes or part[:8] != _DESCRIPTOR_MARK + bytes(4):
+            return False
+        return struct.unpack_from(sizes, part, 8) == (self._data_bytes, self._data_bytes)
+
+    def _filled_directory(self, part: memoryview) -> memoryview:
+        changed, at = bytearray(part), 0
+        for crc32 in self._found:
+            name_bytes, extra_bytes, comment_bytes = _DIRECTORY_ENTRY.unpack_from(changed, at)
+            struct.pack_into("<I", changed, at + _CRC32_AT, crc32)
+            at += _DIRECTORY_ENTRY.size + name_bytes + extra_bytes + comment_bytes
+        self._complete = at == part.nbytes
+        return memoryview(changed)
+
+    def check_complete(self) -> None:
+        if not self._complete:
+            msg = "torch.save wrote an unknown kind of zip. Use another release of torch."
+            raise RuntimeError(msg)
+
+
 class _SubstitutingStream:
     """A file for ``torch.save`` that writes the bytes of sources instead of their stand-ins.
 
@@ -180,9 +270,9 @@ class _SubstitutingStream:
     """
 
     def __init__(
-        self, file: ChecksummedWriter, feeds: list[_SourceBytes], on_first: Callable[[], None]
+        self, write: Write, feeds: list[_SourceBytes], on_first: Callable[[], None]
     ) -> None:
-        self._file = file
+        self._write_on = write
         self._on_first = on_first
         self._feeds = sorted(feeds, key=lambda feed: feed.start)
         self._starts = [feed.start for feed in self._feeds]
@@ -202,10 +292,10 @@ class _SubstitutingStream:
         address = np.frombuffer(view, dtype=np.uint8).ctypes.data
         index = bisect.bisect_right(self._starts, address) - 1
         if index < 0 or address >= self._feeds[index].stop:
-            self._file.write(view)
+            self._write_on(view)
             return
         for part in self._feeds[index].take(address, view.nbytes):
-            self._file.write(part)
+            self._write_on(part)
 
     def flush(self) -> None:
         """Do nothing: nothing is buffered."""

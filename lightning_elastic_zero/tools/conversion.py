@@ -333,7 +333,7 @@ def write_weights_file(
     """Write names and tensors, with weights in ``dtype``."""
     builder = TorchFileWriter()
     tree = _state_dict(builder, checkpoint, options, dtype)
-    builder.write(tree, folder, _FILE, save_id="", progress=progress)
+    builder.write(tree, folder, _FILE, save_id="", progress=progress, crc32=True)
 
 
 def _state_dict(
@@ -383,7 +383,7 @@ def write_lightning(
         optimizer["state"].update(checkpoint.reader.optimizer_state() or {})
         tree["optimizer_states"] = [optimizer]
         tree.setdefault("lr_schedulers", [])
-    builder.write(tree, folder, _FILE, save_id="", progress=progress)
+    builder.write(tree, folder, _FILE, save_id="", progress=progress, crc32=True)
 
 
 def _optimizer_state(builder: TorchFileWriter, checkpoint: OpenCheckpoint) -> dict[str, Any]:
@@ -659,7 +659,8 @@ def write_universal(
     _check_steps(checkpoint)
 
     def save(tree: object, folder: Path, name: str, builder: TorchFileWriter | None = None) -> None:
-        (builder or TorchFileWriter()).write(tree, folder, name, save_id="", progress=progress)
+        writer = builder or TorchFileWriter()
+        writer.write(tree, folder, name, save_id="", progress=progress, crc32=True)
 
     tag = folder / _UNIVERSAL
     (tag / "zero").mkdir(parents=True)

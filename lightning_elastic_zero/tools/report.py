@@ -186,10 +186,10 @@ def verdict(verified: Verification) -> str:
     if verified.problem:
         return f"{verified.path}: DAMAGED: {verified.problem}"
     what = f"{verified.kind} of step {verified.steps}"
-    if not verified.bytes:
+    if verified.unverified:
         return (
-            f"{verified.path}: complete: {what}; it has no checksums, so its bytes were NOT "
-            "verified"
+            f"{verified.path}: complete: {what}; NOT verified, because these files have no "
+            f"checksums: {format_names(verified.unverified)}"
         )
     rate = format_bytes(verified.bytes / max(verified.seconds, 1e-9))
     masters = ", weights equal the rounded masters" if verified.compared_masters else ""

@@ -56,6 +56,8 @@ class Verification:
     bytes: int
     """Number of bytes that were verified."""
     seconds: float
+    unverified: tuple[str, ...] = ()
+    """Files without checksums, which may be damaged although no damage was found."""
     note: str = ""
     """Why other software cannot use the checkpoint although it is intact; usually empty."""
 
@@ -73,8 +75,8 @@ def verify_checkpoint(
     - All its files exist, have their recorded sizes and belong to one save.
     - Each element of each tensor is stored exactly once.
     - All checksums match: one per 64 KiB in this library's format, the CRC-32 of each record in
-      files of other software. Files without checksums (``fp32``, ``bf16``, ``lightning`` and
-      ``universal`` of ``convert_checkpoint``) count as complete, with a note.
+      files of other software. Files without checksums, such as those in torch's old format, are
+      listed in ``unverified``.
     - Low-precision weights that are stored next to masters equal the rounded masters.
 
     Args:
@@ -90,9 +92,11 @@ def verify_checkpoint(
     began, count = time.monotonic(), ByteCount(progress)
     kind, steps, rounded, problem, note = "", 0, False, "", ""
 
-    def verify_bytes(part: int, parts: int) -> None:
+    unverified: list[str] = []
+
+    def verify_bytes(part: int, parts: int) -> list[str]:
         with open_view(path) as checkpoint:
-            checkpoint.reader.verify_whole(part, parts, count)
+            return checkpoint.reader.verify_whole(part, parts, count)
 
     def compare_masters(part: int, parts: int) -> None:
         with open_view(path, progress=count) as checkpoint:
@@ -108,7 +112,7 @@ def verify_checkpoint(
             problem = checkpoint.reader.info.mixed or checkpoint.reader.info.incomplete
             note = describe_missing_latest(checkpoint.path)
         if not problem:
-            run_parts(verify_bytes, threads)
+            unverified = sorted({name for of in run_parts(verify_bytes, threads) for name in of})
             if rounded:
                 run_parts(compare_masters, threads)
     except DAMAGE as error:
@@ -116,7 +120,9 @@ def verify_checkpoint(
             raise
         problem = str(error)
     seconds = time.monotonic() - began
-    return Verification(str(path), kind, steps, problem, rounded, count.total(), seconds, note)
+    size = count.total()
+    without = tuple(unverified)
+    return Verification(str(path), kind, steps, problem, rounded, size, seconds, without, note)
 
 
 def _may_be_checkpoint(path: AnyPath) -> bool:
@@ -139,10 +145,8 @@ def _may_be_checkpoint(path: AnyPath) -> bool:
 
 def _is_intact(path: Path) -> bool:
     """Whether the path is a file of ``torch.save`` whose records match their CRC-32."""
-    verified = ByteCount(NO_PROGRESS)
     with suppress(ElasticZeroError, OSError), closing(foreign_files(path.parent)) as files:
-        files.get(path.name).verify(verified)
-        return verified.total() > 0  # 0: the file has no checksums.
+        return files.get(path.name).verify()
     return False
 
 
@@ -155,7 +159,7 @@ def newest_sound_checkpoint(
 ) -> AnyPath | None:
     """Find the newest intact checkpoint in a folder; every byte of it is verified.
 
-    Checkpoints without checksums are skipped.
+    Checkpoints with files without checksums are skipped.
 
     Args:
         folder: Contains checkpoints of any kind, or of this library if it is a URL; hidden names
@@ -181,7 +185,7 @@ def newest_sound_checkpoint(
         except ElasticZeroError as error:  # Unreadable, or deleted by another run.
             found = Verification(str(path), "", 0, str(error), False, 0, 0.0)  # noqa: FBT003
         on_verified(found)
-        if found.is_sound and found.bytes:  # 0 bytes: it has no checksums.
+        if found.is_sound and not found.unverified:
             return path
     return None
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import struct
 import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
@@ -430,6 +432,28 @@ class TestWriting:
         record = builder.write(tree, tmp_path, NAME, save_id=SAVE_ID, progress=Progress(show=note))
         assert written == [record.size_bytes] == [(tmp_path / NAME).stat().st_size]
         assert events.index("a") < events.index("written") < events.index("b")
+
+    def test_the_crc32_of_each_record_is_that_of_its_source(self, tmp_path: Path) -> None:
+        live, builder = any_bits(100_000), TorchFileWriter()
+        marks = bytearray(b"PK\x07\x08" + bytes(4) + b"PK\x01\x02")
+        mark = torch.frombuffer(marks, dtype=torch.uint8)
+        tree = {
+            "a": builder.add(piecewise([live[:70_000], 5, live[70_000:]], live.dtype)),
+            "marks": [mark, mark.clone()],
+            "empty": torch.empty(0),
+        }
+        builder.write(tree, tmp_path, NAME, save_id=SAVE_ID, crc32=True)
+        with zipfile.ZipFile(tmp_path / NAME) as archive:
+            assert archive.testzip() is None
+            records = archive.infolist()
+        assert all(record.CRC for record in records if record.file_size)
+        data = (tmp_path / NAME).read_bytes()
+        for record in records:
+            sizes = struct.pack("<II", record.file_size, record.file_size)
+            assert not record.CRC or b"PK\x07\x08" + struct.pack("<I", record.CRC) + sizes in data
+        found = torch.load(tmp_path / NAME, weights_only=True)
+        assert bits(found["a"]) == bits(live[:70_000]) + bytes(20) + bits(live[70_000:])
+        assert bits(found["marks"][1]) == bits(mark)
 
     def test_pieces_are_cast_to_the_type_of_the_source(self, tmp_path: Path) -> None:
         live, builder = torch.randn(1000), TorchFileWriter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from tests.foreign._torch_writers import Run
 from tests.support.checkpoints import Loading, Refusal, Saved, found_after_load, refusal
 from tests.support.engines import Setup, engine_of, train
 from tests.support.oracle import Dump, differences, dump
+from tests.support.outcome import captured_log
 from tests.support.processes import PROMPT_TIMEOUT_S
 from tests.support.ranks import Pools
 
@@ -96,3 +98,15 @@ def refused(pools: Pools, target: Setup, path: str, **options: Any) -> Refusal:
     assert all(r.unchanged for r in found), found
     assert all(r.seconds < PROMPT_TIMEOUT_S for r in found)
     return first
+
+
+def warnings_of_load(setup: Setup, path: str, again: str = "") -> list[str]:
+    """Load, and save again; return this rank's warnings. Collective."""
+    from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
+
+    with engine_of(setup, 7) as engine:
+        with captured_log("lightning_elastic_zero", logging.WARNING) as messages:
+            load_checkpoint(engine, path)
+        if again:
+            save_checkpoint(engine, again)
+    return messages

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from tests.foreign._fixtures import Fixture, names, unpack
+from tests.foreign._load_assertions import warnings_of_load
 from tests.foreign._restore_programs import (
     Case,
     Outcome,
@@ -128,6 +129,18 @@ def test_the_schedule_continues(elastic: bool, pools: Pools, tmp_path: Path) -> 
             target.world, partial(resumed_with_scheduler, target, str(tmp_path), steps)
         )
         assert found == [rates[steps:]] * target.world
+
+
+@pytest.mark.parametrize(("name", "without"), [("legacy", 3), ("zero2-ds0.19", 0)])
+def test_one_line_names_the_number_of_files_without_checksums(
+    name: str, without: int, pools: Pools, unpacked: Unpack
+) -> None:
+    """Files of torch's old format have none."""
+    target, path = unpacked(name).setup, str(unpacked(name).checkpoint)
+    of_ranks = pools.run(target.world, partial(warnings_of_load, target, path))
+    found = [text for texts in of_ranks for text in texts if "checksums" in text]
+    assert len(found) == bool(without)
+    assert all(f"{path}: {without} of its files have no checksums" in text for text in found)
 
 
 def test_a_tags_folder_selects_the_tag(pools: Pools, unpacked: Unpack) -> None:

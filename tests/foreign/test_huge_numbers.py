@@ -5,7 +5,6 @@ Only one rank's part contains the value. Infinite values in a file are loaded un
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from collections.abc import Callable
@@ -18,11 +17,10 @@ import torch
 from torch import nn
 
 from tests.foreign import _torch_writers as writers
-from tests.foreign._load_assertions import TARGETS, around_load, refused
+from tests.foreign._load_assertions import TARGETS, around_load, refused, warnings_of_load
 from tests.foreign._torch_writers import Run
 from tests.support.checkpoints import Loading, Saved, evaluated_weights, refusal
 from tests.support.engines import Engine, Net, Setup, engine_of, inner_of, train
-from tests.support.outcome import captured_log
 from tests.support.ranks import Pools, skip_without
 
 pytestmark = pytest.mark.engine
@@ -106,18 +104,6 @@ def save_large(setup: Setup, path: str, large: float = LARGE, state: str = "") -
         values = next(s[state] for s in states if state in s) if state else masters[0].data
         values[0] = large
         save_checkpoint(engine, path)
-
-
-def warnings_of_load(setup: Setup, path: str, again: str = "") -> list[str]:
-    """Load, and save again; return this rank's warnings. Collective."""
-    from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
-
-    with engine_of(setup, 7) as engine:
-        with captured_log("lightning_elastic_zero", logging.WARNING) as messages:
-            load_checkpoint(engine, path)
-        if again:
-            save_checkpoint(engine, again)
-    return messages
 
 
 def test_narrower_masters_refuse_values_that_overflow(pools: Pools, tmp_path: Path) -> None:

@@ -270,6 +270,11 @@ def refused(kind: Kind, to: str) -> str:
     return ""
 
 
+def intact_code(kind: Kind) -> int:
+    """Return the exit code of ``verify``: torch's old format has no checksums."""
+    return 3 if kind.name in {"legacy", "state dict before zips"} else 0
+
+
 def check_reports(kind: Kind, path: Path, run: Run) -> None:
     code, out, err = run("inspect", path)
     assert (code, err) == (0, "")
@@ -283,8 +288,8 @@ def check_reports(kind: Kind, path: Path, run: Run) -> None:
             entry.name for entry in checkpoint.weights() if entry.role != "buffer"
         ]
     code, out, _ = run("verify", path)
-    assert code == 0
-    assert ": intact: " in out or "NOT verified" in out
+    assert code == intact_code(kind)
+    assert (": intact: " if code == 0 else "NOT verified") in out
     assert run("diff", path, path)[::2] == (0, "")
     code, out, err = run("plan", path, "--devices", "2", "--stage", "2", "--json")
     plan = json.loads(out)
@@ -429,13 +434,13 @@ ALONE = [kind for kind in FOREIGN if kind.name not in NOT_ALONE]
 @pytest.mark.parametrize("kind", [*ALWAYS, *ALONE], ids=names_of)
 def test_a_missing_file_is_named(kind: Kind, tmp_path: Path, run: Run) -> None:
     path = kind.make(tmp_path)
-    assert run("verify", path)[0] == 0
+    assert run("verify", path)[0] == intact_code(kind)
     before = fingerprint_checkpoint(path)
     for file in _without_each(path):
         code, out, err = run("verify", path)
         below = file.relative_to(path.parent if path.is_file() else path).as_posix()
         if HARMLESS.fullmatch(below):
-            assert code == 0, (below, err)
+            assert code == intact_code(kind), (below, err)
             assert fingerprint_checkpoint(path) == before, below
             assert run("inspect", path)[0] == 0, below
         elif file == path:

@@ -27,7 +27,7 @@ from lightning_elastic_zero.errors import CheckpointNotFoundError, ElasticZeroEr
 from lightning_elastic_zero.formats.deepspeed_files import is_deepspeed, optimizer_file
 from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.storage.own_files import inspect_target
-from lightning_elastic_zero.tools.conversion import convert_checkpoint
+from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
 from lightning_elastic_zero.tools.inspection import inspect_checkpoint
 from lightning_elastic_zero.tools.verification import (
     checkpoints_in,
@@ -256,26 +256,56 @@ def test_the_newest_sound_checkpoint(tmp_path: Path, run: Run) -> None:
 
 def test_a_checkpoint_without_checksums_is_not_called_sound(tmp_path: Path, run: Run) -> None:
     source = write_elastic(tmp_path / "runs" / "a.ckpt", make_state())
-    convert_checkpoint(source, tmp_path / "runs" / "b.ckpt", "fp32")
-    code, out, _ = run("verify", tmp_path / "runs" / "b.ckpt")
-    assert code == 0
+    other = without_checksums(tmp_path / "runs" / "b.ckpt")
+    code, out, _ = run("verify", other)
+    assert code == 3
     assert "NOT verified" in out
+    assert "no checksums: b.ckpt" in out
     assert "intact" not in out
     assert newest_sound_checkpoint(tmp_path / "runs") == source
+    assert run("verify", source, other)[0] == 3
+    flip(next(source.rglob("*_optim_states.pt")), 1500)
+    assert run("verify", source, other)[0] == 1
+
+
+@pytest.mark.parametrize("to", ["fp32", "bf16", "lightning", "universal"])
+def test_a_flipped_bit_in_an_export_is_found(to: str, source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "export.ckpt"
+    options = ConvertOptions(optimizer=True) if to == "lightning" else None
+    convert_checkpoint(source, target, to, options)
+    files = [target] if target.is_file() else sorted(target.rglob("*.pt"))
+    found = verify_checkpoint(target)
+    assert (found.problem, found.unverified) == ("", ())
+    assert 0 < found.bytes < sum(file.stat().st_size for file in files)
+    for file in files:
+        at = middle_of_the_largest_record(file)
+        flip(file, at)
+        assert f"{file.name}" in verify_checkpoint(target).problem
+        flip(file, at)
+    assert not verify_checkpoint(target).problem
+
+
+def without_checksums(path: Path) -> Path:
+    torch.serialization.set_crc32_options(compute_crc32=False)
+    try:
+        torch.save({"state_dict": {"w": torch.ones(100)}, "global_step": 3}, path)
+    finally:
+        torch.serialization.set_crc32_options(compute_crc32=True)
+    return path
 
 
 @pytest.mark.parametrize("tree", [[1, 2], {"a": {"b": "x"}}, None])
 def test_only_a_cut_or_flipped_file_without_checksums_is_damaged(
-    tree: object, source: Path, tmp_path: Path, run: Run
+    tree: object, tmp_path: Path, run: Run
 ) -> None:
     """A valid file with other content is a usage error."""
     path = tmp_path / "x.pt"
     if tree is None:
-        convert_checkpoint(source, path, "lightning")
+        without_checksums(path)
     else:
         torch.save(tree, path)
     code, _, err = run("verify", path)
-    assert code == (0 if tree is None else 2)
+    assert code == (3 if tree is None else 2)
     assert "DAMAGED" not in err
     start = b"state_dict" if tree is None else b"\x80\x02"
     flip(path, path.read_bytes().index(start) + 4)  # in its pickle
