@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from lightning_elastic_zero.core.layout import Fragment, Layout, Transfer
+from lightning_elastic_zero.core.layout import Fragment, Layout, Transfer, spans
 from lightning_elastic_zero.core.manifest import (
     STAGE_WEIGHTS,
     Group,
@@ -37,14 +37,27 @@ from lightning_elastic_zero.core.manifest import (
     TrainingProgress,
     Writer,
 )
-from lightning_elastic_zero.core.partition import FlatBuffer, PerParameterPartition, piece_start
-from lightning_elastic_zero.core.tensors import Scalar, dtype_name, precision_of, state_key
+from lightning_elastic_zero.core.partition import (
+    FlatBuffer,
+    PerParameterPartition,
+    piece_start,
+    zero_layout,
+)
+from lightning_elastic_zero.core.progress import Progress
+from lightning_elastic_zero.core.tensors import (
+    Scalar,
+    dtype_name,
+    precision_of,
+    same_bits,
+    state_key,
+)
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
     CheckpointFormatError,
     UnsupportedError,
 )
 from lightning_elastic_zero.formats.deepspeed_files import (
+    FP32_STAGE_3,
     MODEL_NAME,
     OPTIMIZER,
     OPTIMIZER_STATE,
@@ -61,6 +74,7 @@ from lightning_elastic_zero.formats.deepspeed_shards import (
     is_vector,
 )
 from lightning_elastic_zero.formats.reader import (
+    COMPARED_ELEMENTS,
     WEIGHT,
     CheckpointReader,
     Location,
@@ -70,6 +84,7 @@ from lightning_elastic_zero.formats.reader import (
     file_list_digest,
     is_extra_state,
     plain_hyperparameters,
+    read_run,
 )
 from lightning_elastic_zero.formats.torch_read import ForeignFiles, StoredRun
 
@@ -349,6 +364,25 @@ class TagReader(CheckpointReader):
     def trainer_entry(self, name: str) -> object:
         return self.files.tree(self._first.name).get(name)
 
+    def _mixture(self, stage: int, steps: Sequence[int], shard: str) -> str:
+        """Describe why shards and model files seem to be of two saves; else empty.
+
+        Only for ZeRO-3: below, masters are compared with the weights in the model file. The state
+        of single sub-groups may have been reset, so one matching step counter is enough.
+        """
+        progress = self._first.progress
+        counted = progress.global_steps - progress.skipped_steps
+        if stage != STAGE_WEIGHTS or not steps or counted in steps:
+            return ""
+        return (
+            f"its model files are of step {counted} ({self._first.name}: global_steps "
+            f"{progress.global_steps}, of which {progress.skipped_steps} skipped), but Adam in its "
+            f"optimizer shards has taken {max(steps)} steps ({shard}): the files are "
+            "of two saves, for example because a save was killed while it overwrote a tag. Resume "
+            "from another checkpoint. If the optimizer was reset during the run, pass "
+            "load_optimizer_state=False"
+        )
+
     @abstractmethod
     def _loss_scaler(self) -> Mapping[str, Plain]:
         """Return the fields of the loss scaler."""
@@ -389,7 +423,7 @@ class ZeroReader(TagReader):
             f"stock DeepSpeed checkpoint of {elastic}{self._shards.engine}",
             (*self._lacks, *lacks),
             hyperparameters,
-            mixed=self._mixed(),
+            mixed=self._mixture(self._shards.stage, self._shards.steps(), self._shard_name(0)),
             unmatched=self._shards.unmatched(),
         )
 
@@ -413,25 +447,6 @@ class ZeroReader(TagReader):
         self._shards.check_all()
 
     # -- content ---------------------------------------------------------------------------------
-
-    def _mixed(self) -> str:
-        """Describe why shards and model files seem to be of two saves; else empty.
-
-        Only for ZeRO-3: below, masters are compared with the weights in the model file. The state
-        of single sub-groups may have been reset, so one matching step counter is enough.
-        """
-        steps, progress = self._shards.steps(), self._first.progress
-        counted = progress.global_steps - progress.skipped_steps
-        if self._shards.stage != STAGE_WEIGHTS or not steps or counted in steps:
-            return ""
-        return (
-            f"its model files are of step {counted} ({self._first.name}: global_steps "
-            f"{progress.global_steps}, of which {progress.skipped_steps} skipped), but Adam in its "
-            f"optimizer shards has taken {max(steps)} steps ({self._shard_name(0)}): the files are "
-            "of two saves, for example because a save was killed while it overwrote a tag. Resume "
-            "from another checkpoint. If the optimizer was reset during the run, pass "
-            "load_optimizer_state=False"
-        )
 
     def _manifest(self) -> Manifest:
         shards = self._shards
@@ -487,7 +502,13 @@ class UniversalReader(TagReader):
         groups = self._groups(buffers)
         self.manifest = self._describe(self._stage, master.dtype, buffers, groups)
         lacks = (*self._lacks, "optimizer states that are not Adam's")
-        self.info = SourceInfo("Universal Checkpoint (ds_to_universal)", lacks)
+        self._rank_0 = self._shard_of_rank_0()
+        steps = self._rank_0.steps() if self._rank_0 else ()
+        self.info = SourceInfo(
+            "Universal Checkpoint (ds_to_universal)",
+            lacks,
+            mixed=self._mixture(self._stage, steps, OPTIMIZER_STATE),
+        )
 
     @property
     def _optimizer(self) -> Mapping[str, Any]:
@@ -498,6 +519,14 @@ class UniversalReader(TagReader):
     def _listed(self) -> Sequence[str]:
         """Return the other files, if this library's ``convert`` listed them."""
         return self._optimizer.get(OURS, {}).get("files", ())
+
+    def _shard_of_rank_0(self) -> ZeroShardSet | None:
+        """Return the whole shard that ``ds_to_universal`` keeps in ZeRO-3; else None."""
+        if FP32_STAGE_3 not in self._optimizer:
+            return None
+        return ZeroShardSet(
+            self.files, lambda _: OPTIMIZER_STATE, self._numels, self._first.world_size
+        )
 
     # -- contents --------------------------------------------------------------------------------
 
@@ -639,6 +668,41 @@ class UniversalReader(TagReader):
                     f"{self.files.folder}: the step files of one parameter group have {several}: "
                     "they are of different checkpoints. Convert again, or resume from another "
                     "checkpoint"
+                )
+                raise CheckpointCorruptedError(msg)
+
+    def verify(self, rank: int, world_size: int, progress: Progress) -> list[str]:
+        without = super().verify(rank, world_size, progress)
+        if self._rank_0:
+            held = zero_layout(STAGE_WEIGHTS, self._rank_0.buffers, self._first.world_size)
+            for fragment in list(held.on_rank(0))[rank::world_size]:
+                for key in (WEIGHT, *self._keys[fragment.name]):
+                    self._compare_with_rank_0(self._rank_0, fragment, key, progress)
+        return without
+
+    def _compare_with_rank_0(
+        self, shards: ZeroShardSet, at: Fragment, key: str, progress: Progress
+    ) -> None:
+        """Refuse a file of another conversion: its beginning is not in rank 0's shard.
+
+        A second conversion that is killed in the folder of the first leaves such files. In ZeRO-3,
+        they contain no steps, and the model files contain no weights to compare with.
+        """
+        tensor = self._tensor(at.name, key)
+        for start, stop in spans(at.start, at.stop, COMPARED_ELEMENTS):
+            offset = at.offset + start - at.start
+            transfer = Transfer(at.name, start, stop, at.rank, at.buffer, offset, 0, 0)
+            stored = shards.locate(key, transfer)
+            shard = read_run((self.files.get(OPTIMIZER_STATE), stored))
+            file = self._file(at.name, key)
+            found = read_run((self.files.get(file), StoredRun(tensor, start, stop)))
+            progress.check()
+            if found.dtype != shard.dtype or not same_bits(found, shard):
+                msg = (
+                    f"{self.files.folder}: {file} does not begin with the values of rank 0's shard "
+                    f"in {OPTIMIZER_STATE}: the files are of two conversions, for example because "
+                    "one was killed while it overwrote the other. Convert again into a new folder, "
+                    "or resume from another checkpoint"
                 )
                 raise CheckpointCorruptedError(msg)
 

@@ -28,6 +28,7 @@ from lightning_elastic_zero.errors import (
     UnsupportedError,
 )
 from lightning_elastic_zero.formats.open import open_checkpoint
+from lightning_elastic_zero.tools.verification import verify_checkpoint
 from tests.foreign._fixtures import unpack
 from tests.foreign._read_whole import read_whole
 from tests.support.processes import HANG_TIMEOUT_S
@@ -172,6 +173,27 @@ class TestMixtures:
         path = unpack("universal-corrupt", tmp_path).checkpoint
         with pytest.raises(CheckpointCorruptedError, match="round_robin_gradients"):
             read_whole(path)
+
+    @pytest.mark.parametrize("name", ["universal3", "universal3-two", "universal3-ds0.16"])
+    def test_files_of_two_conversions_are_refused(self, name: str, tmp_path: Path) -> None:
+        """In ZeRO-3 they contain no steps, and the model files no weights to compare with."""
+        tag = unpack(name, tmp_path).checkpoint / "step3_universal"
+        before = read_whole(tag)
+        for file in ("a.bias/fp32.pt", "one/fp32.pt", "embedding.weight/exp_avg_sq.pt"):
+            kept = (tag / "zero" / file).read_bytes()
+            edit(tag / "zero" / file, lambda tensor: tensor.data.view(-1)[:1].add_(0.5))
+            with pytest.raises(CheckpointCorruptedError, match=rf"zero/{file} .*two conversions"):
+                read_whole(tag)
+            assert "two conversions" in verify_checkpoint(tag).problem
+            (tag / "zero" / file).write_bytes(kept)
+        assert_same(before, read_whole(tag))
+
+    def test_a_conversion_with_model_files_of_another_step_is_refused(self, tmp_path: Path) -> None:
+        tag = unpack("universal3", tmp_path).checkpoint / "step3_universal"
+        for file in tag.glob("*_model_states.pt"):
+            edit(file, lambda tree: tree.update(global_steps=5))
+        problem = verify_checkpoint(tag).problem
+        assert re.search(r"of step 5 .*has taken 3 steps \(zero/optimizer_state\.pt\)", problem)
 
     def test_missing_files_of_a_conversion_are_named(self, tmp_path: Path) -> None:
         path = unpack("universal2", tmp_path).checkpoint
