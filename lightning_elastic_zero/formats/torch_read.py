@@ -20,7 +20,7 @@ import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -546,6 +546,14 @@ def is_legacy(path: Path) -> bool:
         raise_unless_damage(error, path)
         msg = f"{path} cannot be read ({error.strerror}): resume from another checkpoint"
         raise CheckpointCorruptedError(msg) from error
+
+
+def is_cut(path: Path) -> bool:
+    """Whether a file is empty, or begins as a zip and lacks the end; reads its two ends only."""
+    with suppress(OSError), os.fdopen(open_file(path)[0], "rb") as file:
+        first = file.read(len(_ZIP_MARK))
+        return not first or (first == _ZIP_MARK and not zipfile.is_zipfile(file))
+    return False
 
 
 class LegacyFile:

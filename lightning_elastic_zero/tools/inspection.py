@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from lightning_elastic_zero.core.manifest import (
@@ -21,6 +22,7 @@ from lightning_elastic_zero.errors import (
     UnsupportedError,
 )
 from lightning_elastic_zero.formats.deepspeed_files import describe_missing_latest
+from lightning_elastic_zero.formats.torch_read import is_cut
 from lightning_elastic_zero.storage.checkpoints import file_sizes
 from lightning_elastic_zero.tools.view import OpenCheckpoint, holds_whole_tensors, open_view
 
@@ -40,6 +42,8 @@ class FileReport:
     """Size on disk; None: the file is missing."""
     recorded_bytes: int | None = None
     """Size when written; None: not recorded, as in most formats."""
+    is_cut: bool = False
+    """Whether the end of the file is missing, in formats that do not record sizes."""
 
     @property
     def problem(self) -> str:
@@ -48,6 +52,8 @@ class FileReport:
             return f"{self.name} is missing"
         if self.recorded_bytes not in {None, self.size_bytes}:
             return f"{self.name} has {self.size_bytes} bytes, recorded are {self.recorded_bytes}"
+        if self.is_cut:
+            return f"{self.name} has {self.size_bytes} bytes, and its end is missing"
         return ""
 
 
@@ -151,7 +157,9 @@ def _files(checkpoint: OpenCheckpoint) -> Iterator[FileReport]:
     reader = checkpoint.reader
     for name, size_bytes in file_sizes(reader.files.folder, reader.names()):
         found = None if isinstance(size_bytes, OSError) else size_bytes
-        yield FileReport(name, found, reader.recorded_bytes(name))
+        recorded, folder = reader.recorded_bytes(name), reader.files.folder
+        unrecorded = found is not None and recorded is None and isinstance(folder, Path)
+        yield FileReport(name, found, recorded, unrecorded and is_cut(folder / name))
 
 
 def device_counts(global_batch_size: int) -> list[int]:

@@ -171,6 +171,31 @@ def test_missing_and_cut_files_are_named(
     assert json.loads(run("inspect", path, "--json")[1])["damage"] == [cut, gone]
 
 
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("zero2-ds0.19", "*_rank_1_*_optim_states.pt"),
+        ("zero3-ds0.19", "*_rank_1_*_model_states.pt"),
+        ("universal3", "zero/b.weight/exp_avg.pt"),
+    ],
+)
+@pytest.mark.parametrize("kept", [0, 1, -1], ids=["nothing", "half", "all but a byte"])
+def test_cut_files_of_other_software_are_named(
+    name: str, pattern: str, kept: int, tmp_path: Path, run: Run
+) -> None:
+    path = unpack(name, tmp_path).checkpoint
+    (cut,) = path.glob(f"*/{pattern}")
+    data = cut.read_bytes()
+    size_bytes = {0: 0, 1: len(data) // 2, -1: len(data) - 1}[kept]
+    cut.write_bytes(data[:size_bytes])
+    (problem,) = inspect_checkpoint(path).damage
+    below = cut.relative_to(path).as_posix().partition("/")[2]
+    assert problem == f"{below} has {size_bytes} bytes, and its end is missing"
+    out = run("inspect", path)[1]
+    assert problem in out
+    assert "resumable on" not in out
+
+
 @pytest.mark.parametrize("name", ["zero2-ds0.19", "zero3-ds0.19"])
 def test_missing_files_of_other_software_are_named(name: str, tmp_path: Path, run: Run) -> None:
     fixture = unpack(name, tmp_path)
