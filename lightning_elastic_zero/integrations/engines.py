@@ -306,25 +306,29 @@ class EngineCheckpoints:
                 raise type(error)(msg) from error
         self._last_save = None
         record = result.client_state.pop(RECORD, {})
-        self._log(result)
+        if ranks.rank == 0:
+            self._announce(result)
         self._loop.on_load(
             Loaded(Path(load_dir), result, record if isinstance(record, dict) else {})
         )
         return result.stats.path, dict(result.client_state)
 
-    def _log(self, result: LoadResult) -> None:
-        manifest, engine = result.manifest, self._engine
-        log.info(
-            "Loaded %s (%s) on %d ranks at step %d, %d samples per step: %.1f MB in %.2f s%s",
-            result.stats.path,
-            result.source_summary or f"saved on {manifest.world_size} ranks, ZeRO-{manifest.stage}",
-            _world_size(engine),
-            engine.global_steps,
-            engine.train_batch_size(),
-            result.stats.bytes / 1e6,
-            result.stats.seconds,
-            f"; {result.fingerprint_result}" if result.fingerprint_result else "",
+    def _announce(self, result: LoadResult) -> None:
+        """Report the load in one line, also if the user has not configured ``logging``."""
+        manifest, engine, stats = result.manifest, self._engine, result.stats
+        saved = f"saved on {_devices(manifest.world_size)} with ZeRO-{manifest.stage}"
+        text = (
+            f"Loaded {stats.path} ({result.source_summary or saved}) on "
+            f"{_devices(_world_size(engine))} at step {engine.global_steps}, "
+            f"{engine.train_batch_size()} samples per step: {stats.bytes / 1e6:.1f} MB in "
+            f"{stats.seconds:.2f} s"
         )
+        if result.fingerprint_result:
+            text += f"; {result.fingerprint_result}"
+        if log.isEnabledFor(logging.INFO) and log.hasHandlers():
+            log.info(text)
+        else:
+            sys.stderr.write(f"{text}\n")
 
     def _check_global_batch(self, manifest: Manifest) -> None:
         """Refuse a checkpoint with another number of samples per optimizer step.
@@ -357,6 +361,10 @@ class EngineCheckpoints:
     def _bar(self, ranks: Ranks) -> AbstractContextManager[ShowBytes]:
         is_shown = ranks.rank == 0 and is_terminal() and self._loop.shows_bars()
         return showing(tqdm_bar if is_shown else None)
+
+
+def _devices(count: int) -> str:
+    return f"{count} device{'s' if count > 1 else ''}"
 
 
 def _world_size(engine: Any) -> int:

@@ -61,9 +61,6 @@ class ResumeCallback(TrainerCallback):
         deletion or save leaves an incomplete folder that is newer.
         """
         self._loaded = loaded
-        was, now = loaded.world_size, self._trainer.args.world_size
-        trainers_log = logging.getLogger(Trainer.__module__)  # which log_level applies to
-        trainers_log.info("Loaded %s on %d ranks (saved on %d)", loaded.load_dir, now, was)
         if self._trainer.is_world_process_zero():
             with suppress(OSError):
                 os.utime(loaded.load_dir)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import io
 import logging
 import os
 import random
@@ -15,7 +16,7 @@ import signal
 import sys
 import weakref
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -279,8 +280,8 @@ class Run:
     """The first random number after each step, read without advancing the generator."""
     log: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    infos: list[str] = field(default_factory=list)
-    """Messages to transformers' logger, which shows those of ``log_level``."""
+    shown: str = ""
+    """Text on stderr that comes neither from a logger nor from a warning."""
     kept: list[set[str]] = field(default_factory=list)
     """The Trainer's folders after each save."""
 
@@ -458,9 +459,11 @@ def make_trainer(case: TrainerCase, run: Run, cls: type[Trainer] = Trainer) -> A
 
 def train(case: TrainerCase) -> Run:
     """Run a Trainer to its end, or until it is stopped."""
-    run, shown = Run(), captured_log("transformers.trainer", logging.INFO)
-    with library_warnings() as run.warnings, shown as run.infos:
-        return train_to_end(make_trainer(case, run), case, run)
+    run = Run()
+    with library_warnings() as run.warnings, redirect_stderr(io.StringIO()) as shown:
+        train_to_end(make_trainer(case, run), case, run)
+    run.shown = shown.getvalue()
+    return run
 
 
 def train_to_end(trainer: Any, case: TrainerCase, run: Run) -> Run:
