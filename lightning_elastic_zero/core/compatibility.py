@@ -370,13 +370,12 @@ def _changes(changes: Iterable[tuple[str, object, object]]) -> str:
 def describe_unrestored(saved: Manifest, live: Manifest, wanted: RestoreScope) -> Iterator[str]:
     """Yield the state that a compatible load does not restore, by name."""
     have, want = _by_name(saved.parameters), _by_name(live.parameters)
-    left_out = set(saved.excluded)
+    left_out = set(saved.excluded)  # on purpose: no difference, unless it is trained here
     kept = [n for n in want if n not in have]
     trained = [n for n in kept if _owned(want[n])] + left_out_but_trained(saved, live)
     if trained:
         yield f"not in the checkpoint, trained from the current values: {list_names(trained)}"
-    gone = left_out.union(kept).difference(trained)
-    frozen = [n for n in want if n in gone and not _owned(want[n])]
+    frozen = [n for n in kept if not _owned(want[n])]
     if frozen:
         yield f"not in the checkpoint, left at the current values: {list_names(frozen)}"
     beyond = [n for n in have if n not in want and n not in left_out]

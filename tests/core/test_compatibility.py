@@ -295,6 +295,14 @@ class TestNotStrict:
         ]
         assert [*describe_unrestored(saved, saved, EVERYTHING)] == []
 
+    def test_weights_that_were_excluded_on_purpose_are_not_listed(self) -> None:
+        """The base of adapters would hide the weight that matters."""
+        saved = model(["adapter"], frozen=("base.1", "base.2"), excluded=("base.1", "base.2"))
+        live = model(["adapter"], frozen=("base.1", "base.2", "head"))
+        assert [*describe_unrestored(saved, live, self.lenient)] == [
+            "not in the checkpoint, left at the current values: head"
+        ]
+
     def test_a_likely_renaming_is_suggested(self) -> None:
         saved = model(["model.enc.weight", "model.enc.bias"], module_buffers=("model.bn.mean",))
         live = model(["enc.weight", "enc.bias"], module_buffers=("bn.mean",))
