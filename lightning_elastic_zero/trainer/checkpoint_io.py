@@ -620,7 +620,11 @@ def _format_not_resumed(dirpaths: Iterable[object]) -> tuple[str, bool]:
     if not found:
         return "No checkpoint was loaded: training starts from step 0.", False
     reason = f", although {found[0].parent} contains checkpoints such as {found[-1].name}"
-    remedy = 'Pass ckpt_path="last" or the path of a checkpoint to resume.'
+    remedy = "To resume, pass the path of a checkpoint as ckpt_path"
+    if any(path.name.startswith("last") for path in found):
+        remedy += ', or "last".'
+    else:
+        remedy += '; "last" needs ModelCheckpoint(save_last="link") in the run that saves.'
     if dangling := [p for p in found if is_link(p) and not exists(p)]:
         reason = f": {dangling[0]} links to a checkpoint that does not exist"
         remedy = "Pass the path of another checkpoint as ckpt_path to resume."

@@ -245,8 +245,12 @@ def test_a_start_at_step_0_next_to_checkpoints_names_them_and_a_remedy(tmp_path:
     assert is_warning
     assert text.endswith(
         f"although {tmp_path} contains checkpoints such as epoch=0.ckpt. "
-        'Pass ckpt_path="last" or the path of a checkpoint to resume.'
+        'To resume, pass the path of a checkpoint as ckpt_path; "last" needs '
+        'ModelCheckpoint(save_last="link") in the run that saves.'
     )
+    (tmp_path / "last-v1.ckpt").mkdir()
+    text, _ = _format_not_resumed(folders)
+    assert text.endswith('To resume, pass the path of a checkpoint as ckpt_path, or "last".')
     (tmp_path / "last.ckpt").symlink_to("epoch=1.ckpt")
     text, is_warning = _format_not_resumed(folders)
     assert is_warning
