@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import dis
 import inspect
 import logging
+import math
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
@@ -66,12 +71,13 @@ class ResumeCallback(TrainerCallback):
                 os.utime(loaded.load_dir)
 
     def on_train_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-        """Warn of samples that differ from those of the old run."""
+        """Warn of samples and losses that differ from those of the old run."""
         loaded, trainer = self._loaded, self._trainer
         if loaded is None:
             return
         changed = loaded.differs(args.world_size, args.gradient_accumulation_steps)
-        differences = []
+        loader = trainer.callback_handler.train_dataloader
+        differences = [*_generation_differences(args, state)]
         was = loaded.result.manifest.progress.global_batch_size
         if was not in (None, now := trainer.deepspeed.train_batch_size()):
             differences.append(
@@ -79,22 +85,25 @@ class ResumeCallback(TrainerCallback):
                 "position in the data and the schedule from the number of steps, so it skips or "
                 "repeats samples of this epoch"
             )
+        else:
+            differences += _epoch_differences(args, state, loader)
         if args.ignore_data_skip:
             differences.append("ignore_data_skip=True: the epoch begins again at its first sample")
-        loader = trainer.callback_handler.train_dataloader
         if state.epoch and state.epoch >= 1 and not has_length(loader):
             differences.append(
                 "the Trainer does not find its position in a later pass over an iterable dataset "
                 "without a length: define __len__"
             )
-        weighs_tokens = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func
-        if changed and weighs_tokens and not args.average_tokens_across_devices:
+        if changed and _weighs_tokens(trainer) and not args.average_tokens_across_devices:
             differences.append(
                 "average_tokens_across_devices=False: the weight of a token depends on the others "
                 "of its rank, if samples differ in length. Set it to True"
             )
         if changed and getattr(args, "train_sampling_strategy", "") == "batch_rebalance":
             differences.append("batch_rebalance orders samples by the number of ranks")
+        differences += _loss_differences(trainer, loaded)
+        if loaded.world_size != args.world_size:
+            _watch_evaluation(trainer, loaded)
         warn_of_data(
             loaded,
             trainer.accelerator,
@@ -290,6 +299,152 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
     trainer.elastic_options = options
     trainer.add_callback(callback)
     bind_accelerator(trainer.accelerator)
+
+
+# -- differences from the old run ------------------------------------------------------------------
+
+
+_COUNT = "num_items_in_batch"
+"""Argument of a loss: the labels of an optimizer step, by which the Trainer has a loss divided."""
+
+_ACCUMULATION = {"gradient_accumulation_steps", "current_gradient_accumulation_steps"}
+"""Attributes by which a loss may be divided instead."""
+
+
+def _epoch_differences(args: Any, state: Any, loader: Any) -> Iterator[str]:
+    """Yield a difference if epochs did not have the steps from which the Trainer counts them."""
+    saved = state.epoch or 0.0
+    control = state.stateful_callbacks.get("TrainerControl", {})
+    stops = isinstance(control, dict) and control.get("args", {}).get("should_epoch_stop")
+    if stops and saved % 1:
+        yield "a callback has ended the saved epoch (should_epoch_stop): the resume continues it"
+    is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
+    if is_stream or not has_length(loader) or not len(loader):
+        return
+    batches, accumulate = len(loader), args.gradient_accumulation_steps
+    steps = -(-batches // accumulate)
+    epoch, step = divmod(state.global_step, steps)
+    resumed = epoch + step * accumulate / batches
+    if abs(resumed - saved) * steps > _NEARLY_A_STEP:
+        yield (
+            f"the checkpoint was saved at epoch {saved:.2f} and the Trainer resumes at epoch "
+            f"{resumed:.2f}, which it computes from {state.global_step} steps with {steps} per "
+            "epoch: a callback has ended an epoch (should_epoch_stop), or the dataset has changed"
+        )
+
+
+_NEARLY_A_STEP = 0.75
+"""The last steps of an epoch may be smaller, depending on the number of ranks."""
+
+
+def _generation_differences(args: Any, state: Any) -> Iterator[str]:
+    """Yield what TRL's online methods and moving reference models do not save."""
+    passes = getattr(args, "num_iterations", None) or 1
+    every = (getattr(args, "steps_per_generation", None) or 0) * passes
+    if every and state.global_step * args.gradient_accumulation_steps % every:
+        steps = math.lcm(every, args.gradient_accumulation_steps)
+        yield (
+            "the checkpoint was saved between two generations, and TRL does not save completions: "
+            "it generates them again, and later generations are shifted. Set save_steps to a "
+            f"multiple of {steps // args.gradient_accumulation_steps}"
+        )
+    synchronized = getattr(args, "sync_ref_model", None)
+    if synchronized and state.global_step >= args.ref_model_sync_steps:
+        yield (
+            "sync_ref_model=True: TRL does not save the reference model, which starts again from "
+            "its initial weights"
+        )
+
+
+def _weighs_tokens(trainer: Any) -> bool:
+    """Whether the Trainer has losses divided by the labels of an optimizer step."""
+    return bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func)
+
+
+def _loss_differences(trainer: Any, loaded: Loaded) -> Iterator[str]:
+    """Yield a difference if a user's loss is a mean that the Trainer takes for a sum's share.
+
+    It then adds up the means of all micro-batches, and its own ``compute_loss`` multiplies them by
+    the number of ranks.
+    """
+    args, function = trainer.args, trainer.compute_loss_func
+    if getattr(trainer, "loss_is_scaled_for_ga", None) is not None or not _weighs_tokens(trainer):
+        return
+    factor = Fraction(args.gradient_accumulation_steps, loaded.accumulate)
+    if _ignores_count(trainer.compute_loss):
+        name = f"{type(trainer).__name__}.compute_loss"
+    elif function is not None and _ignores_count(function):
+        name = getattr(function, "__name__", "compute_loss_func")
+        if args.average_tokens_across_devices:
+            factor *= Fraction(args.world_size, loaded.world_size)
+    else:
+        return
+    if factor != 1:
+        yield (
+            f"{name} does not use {_COUNT}, so the Trainer does not divide its loss by the number "
+            f"of micro-batches: if it is a mean, gradients are {factor} times those of the old "
+            f"run. Multiply the loss by {1 / factor} in this run; in new runs, divide it by "
+            "self.current_gradient_accumulation_steps"
+        )
+
+
+def _ignores_count(function: Any) -> bool:
+    """Whether a function reads neither ``num_items_in_batch`` nor the accumulation."""
+    function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return False
+    read: set[object] = set()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname.startswith("LOAD"):
+            value = instruction.argval
+            read.update(value if isinstance(value, tuple) else (str(value),))
+    parameters = inspect.signature(function).parameters.values()
+    passed_on = {p.name for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    return read.isdisjoint({_COUNT, *_ACCUMULATION, *passed_on})
+
+
+def _watch_evaluation(trainer: Any, loaded: Loaded) -> None:
+    """Warn, at the first evaluation, if its loss cannot be compared with the best one so far.
+
+    ``compute_loss`` multiplies by the number of ranks, as the model has divided by the labels of
+    all ranks. A model with ``**kwargs`` may ignore their number: then the loss is a mean already.
+    """
+    args, compute = trainer.args, type(trainer).compute_loss
+    compares = (args.metric_for_best_model or "").endswith("loss")
+    multiplies = args.average_tokens_across_devices and _weighs_tokens(trainer)
+    is_own = "compute_loss" in vars(trainer) or _ignores_count(compute)
+    best, reference = trainer.state.best_metric, weakref.ref(trainer)
+    if best is None or not (compares and multiplies) or is_own:
+        return
+
+    def watched(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        trainer: Any = reference()
+        count, again = kwargs.get(_COUNT), copy.copy(inputs)
+        result = compute(trainer, model, inputs, *args, **kwargs)
+        if model.training or count is None:
+            return result
+        del trainer.compute_loss
+        other = compute(trainer, model, again, *args, **{**kwargs, _COUNT: 2 * count})
+        losses = [each[0] if isinstance(each, tuple) else each for each in (result, other)]
+        if torch.allclose(*losses) and trainer.is_world_process_zero():
+            log.warning(
+                "The evaluation loss of %s is multiplied by the number of ranks, because the model "
+                "ignores %s: on %d ranks it cannot be compared with the best so far (%g on %d "
+                "ranks). Set another metric_for_best_model. In new runs, set "
+                "model.accepts_loss_kwargs = False before the Trainer is created",
+                type(trainer.model).__name__,
+                _COUNT,
+                trainer.args.world_size,
+                best,
+                loaded.world_size,
+            )
+        return result
+
+    trainer.compute_loss = watched
+
+
+# -- folders ---------------------------------------------------------------------------------------
 
 
 _FOLDER = "resume_from_checkpoint"

@@ -42,6 +42,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
     Trainer,
@@ -128,6 +130,33 @@ def loss_of_tokens(outputs: Any, labels: Any, num_items_in_batch: Any = None) ->
     return total / num_items_in_batch
 
 
+class Labelled(Dataset[dict[str, torch.Tensor]]):
+    """Sequences with one label each."""
+
+    def __init__(self, count: int) -> None:
+        self.tokens = Tokens(count).tokens
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[index], "labels": torch.tensor(index % 2)}
+
+
+class MeanLoss(Trainer):
+    """Returns a mean that is not divided by the number of micro-batches."""
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
 class Stream(IterableDataset[dict[str, torch.Tensor]]):
     """Samples whose number is not known."""
 
@@ -152,6 +181,16 @@ def tiny_model(dropout: float = 0.0) -> TinyModel:
     rates = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": 0.0}
     return TinyModel(
         GPT2Config(vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=2, **rates)
+    )
+
+
+def classifier() -> BertForSequenceClassification:
+    """Return a random BERT; its ``forward`` takes any keywords."""
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForSequenceClassification(
+        BertConfig(vocab_size=32, intermediate_size=16, max_position_embeddings=8, **sizes, **rates)
     )
 
 
@@ -322,6 +361,12 @@ class TrainerCase:
 
     Its ``DistributedSampler`` never gets an epoch.
     """
+    classifier: bool = False
+    """Whether the model is BERT, whose loss ignores the labels of the other ranks."""
+    mean_loss: bool = False
+    """Whether ``compute_loss`` returns the mean of a micro-batch, and no more."""
+    epoch_ends_at: int = 0
+    """Step at which a callback ends the epoch."""
     zero3_init: str = ""
     """The source of the model, partitioned from the start: ``pretrained`` or ``config``."""
 
@@ -374,6 +419,16 @@ class Watch(TrainerCallback):
         if "loss" in (logs or {}):
             self.run.losses[state.global_step] = logs["loss"]
         self.run.log.append({"step": state.global_step, **(logs or {})})
+
+
+class EndEpoch(TrainerCallback):
+    """Ends an epoch at a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_epoch_stop = state.global_step == self.step
 
 
 class Stop(TrainerCallback):
@@ -431,15 +486,20 @@ def make_trainer(case: TrainerCase, run: Run, cls: type[Trainer] = Trainer) -> A
     data: Any = EpochTokens(case.samples) if case.epoch_data else Tokens(case.samples)
     if case.stream or case.unequal:
         data = Stream(case.samples) if case.stream else UnequalTokens(case.samples)
+    if case.classifier:
+        model, data = classifier(), Labelled(case.samples)
+    if case.mean_loss:
+        model.accepts_loss_kwargs, cls = True, MeanLoss
     watch = Watch(run, case)
+    callbacks = [watch, *([Stop(case.stop_at)] if case.stop_at else [])]
     trainer = cls(
         model=None if case.model_init else model,
         model_init=(lambda: tiny_model(case.dropout)) if case.model_init else None,
         args=arguments,
         train_dataset=data,
         compute_loss_func=loss_of_tokens if case.unequal else None,
-        eval_dataset=Tokens(12) if case.evaluate else None,
-        callbacks=[watch, *([Stop(case.stop_at)] if case.stop_at else [])],
+        eval_dataset=type(data)(12) if case.evaluate else None,
+        callbacks=[*callbacks, EndEpoch(case.epoch_ends_at)],
     )
     watch.trainer = trainer
     if case.sampler == "batches":

@@ -337,6 +337,7 @@ def test_adapters_are_saved_small_and_the_best_is_loaded(
     run, *_ = resumed(folder, 3, **case)
     assert_equal(run.first_state, full_run.states[10])
     assert_continues(run, full_run)
+    assert run.warnings == []  # of the base, which is not in the checkpoint
 
 
 @pytest.mark.long
@@ -402,6 +403,7 @@ def test_deepspeeds_own_optimizer_and_scheduler_continue(
             {"unequal": True, "args": {"average_tokens_across_devices": False}},
             "the weight of a token depends on the others of its rank",
         ),
+        ({"epoch_ends_at": 4}, "saved at epoch 1.75 and the Trainer resumes at epoch 1.25"),
     ],
 )
 def test_an_inexact_resume_causes_a_warning(
@@ -414,6 +416,58 @@ def test_an_inexact_resume_causes_a_warning(
     folder, _ = reference(stage=2, **case)
     run, *_ = resumed(folder, 1 if "epoch_data" in case else 3, stage=2, **case)
     assert [words in warning for warning in run.warnings] == [True]
+
+
+@pytest.mark.long
+def test_a_loss_that_the_trainer_does_not_divide_causes_a_warning(
+    reference: Reference, resumed: Callable[..., list[Run]]
+) -> None:
+    """If it is a mean, gradients change with the accumulation."""
+    folder, (full_run, *_) = reference(stage=2, mean_loss=True)
+    run, *_ = resumed(folder, 3, stage=2, mean_loss=True)
+    norms = [
+        next(entry["grad_norm"] for entry in each.log if entry["step"] == 11)
+        for each in (full_run, run)
+    ]
+    assert norms[1] / norms[0] == pytest.approx(2 / 3, rel=1e-3)
+    (warning,) = run.warnings
+    assert "MeanLoss.compute_loss does not use num_items_in_batch" in warning
+    assert "gradients are 2/3 times those of the old run. Multiply the loss by 3/2" in warning
+
+
+@pytest.mark.parametrize(
+    ("case", "world"),
+    [
+        pytest.param({"classifier": True}, 3, marks=essential),
+        ({"classifier": True}, 2),
+        ({"unequal": True}, 3),
+    ],
+)
+def test_an_evaluation_loss_that_grows_with_the_ranks_causes_a_warning(
+    case: dict[str, Any], world: int, hf_ranks: Pools, tmp_path: Path
+) -> None:
+    """If the run compares it with one of another number of ranks."""
+    args = {
+        "learning_rate": 1e-9,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_steps": 1,
+        "load_best_model_at_end": True,
+        "max_steps": 1,
+    }
+    saving = TrainerCase(str(tmp_path), stage=2, evaluate=True, args=args, **case)
+    before, *_ = hf_ranks.run(2, partial(train, saving))
+    resuming = replace(saving, resume=True, args={**args, "max_steps": 2})
+    after, *others = hf_ranks.run(world, partial(train, resuming))
+    losses = [
+        next(entry["eval_loss"] for entry in run.log if "eval_loss" in entry)
+        for run in (before, after)
+    ]
+    grows = "classifier" in case and world == 3
+    assert losses[1] / losses[0] == pytest.approx(3 / 2 if grows else 1, rel=0.05)
+    words = "The evaluation loss of BertForSequenceClassification is multiplied by the number"
+    assert [words in warning for warning in after.warnings] == [True] * grows
+    assert not any(other.warnings for other in others)
 
 
 @pytest.mark.long

@@ -40,3 +40,26 @@ def test_fine_tuning_continues_on_another_count(
     for step, loss in run.losses.items():
         assert run.rates[step] == reference.rates[step]
         assert abs(loss - reference.losses[step]) < 2e-6, step
+
+
+@pytest.mark.engine
+@pytest.mark.long
+def test_state_that_trl_does_not_save_is_named(hf_ranks: Pools, tmp_path: Path) -> None:
+    """A resume within a generation shifts later ones; a moving reference model starts again."""
+    args = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 4}
+    case = TrainerCase(str(tmp_path), stage=2)
+    _, wanted = hf_ranks.run(2, partial(programs.train_online, case))[0]
+    found = {}
+    for step in (4, 3):
+        resume = str(tmp_path / f"checkpoint-{step}")
+        case = TrainerCase(str(tmp_path), stage=2, resume=resume, args=args if step == 4 else {})
+        found[step] = hf_ranks.run(2, partial(programs.train_online, case))[0]
+    run, exact = found[4]
+    assert exact == wanted[2:]
+    (warning,) = run.warnings
+    assert "TRL does not save the reference model" in warning
+    run, shifted = found[3]
+    assert shifted != wanted[2:]
+    (warning,) = run.warnings
+    assert "between two generations" in warning
+    assert "Set save_steps to a multiple of 2" in warning

@@ -1,0 +1,119 @@
+"""Differences between a Trainer's runs that are found without training."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from transformers import Trainer, TrainerControl
+
+from lightning_elastic_zero.integrations.trainers import (
+    _epoch_differences,
+    _generation_differences,
+    _ignores_count,
+)
+
+
+class Ignores(Trainer):
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        return super().compute_loss(model, inputs, return_outputs)
+
+
+class PassesOn(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return 2 * super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class Divides(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        return model(**inputs).loss / self.args.gradient_accumulation_steps
+
+
+class Uses(Trainer):
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        return model(**inputs, num_items=num_items_in_batch).loss
+
+
+@pytest.mark.parametrize(
+    ("cls", "ignores"),
+    [(Trainer, False), (Ignores, True), (PassesOn, False), (Divides, False), (Uses, False)],
+)
+def test_a_loss_that_ignores_the_number_of_labels_is_found(
+    cls: type[Trainer], ignores: bool
+) -> None:
+    """Unless it is divided by the accumulation, or passes all arguments on."""
+    assert _ignores_count(cls.compute_loss) is ignores
+    decorated = functools.wraps(cls.compute_loss)(lambda *args, **kwargs: None)
+    assert _ignores_count(decorated) is ignores
+    assert not _ignores_count(len)
+
+
+@pytest.mark.parametrize(
+    ("passes", "step", "warns"), [(1, 4, False), (1, 5, True), (2, 6, True), (2, 8, False)]
+)
+def test_a_save_within_a_generation_of_trl_is_found(passes: int, step: int, warns: bool) -> None:
+    """Two steps use one generation, each ``num_iterations`` times."""
+    args = SimpleNamespace(
+        steps_per_generation=6, num_iterations=passes, gradient_accumulation_steps=3
+    )
+    found = [*_generation_differences(args, SimpleNamespace(global_step=step))]
+    assert [f"Set save_steps to a multiple of {2 * passes}" in text for text in found] == (
+        [True] if warns else []
+    )
+
+
+def test_a_reference_model_that_has_moved_is_named() -> None:
+    args = SimpleNamespace(sync_ref_model=True, ref_model_sync_steps=8)
+    found = [[*_generation_differences(args, SimpleNamespace(global_step=n))] for n in (7, 8)]
+    assert not found[0]
+    assert "does not save the reference model" in found[1][0]
+
+
+@pytest.mark.parametrize(
+    ("batches", "step", "epoch", "warns"),
+    [
+        (24, 12, 1.5, False),
+        (24, 16, 2.0, False),
+        (25, 9, 1.0, False),  # the last step has one batch
+        (25, 10, 1 + 3 / 25, False),
+        (26, 10, 1 + 2 / 25, False),  # on another number of ranks
+        (24, 12, 1.625, True),
+        (32, 12, 1.5, True),  # the data has grown
+    ],
+)
+def test_an_epoch_with_another_number_of_steps_is_found(
+    batches: int, step: int, epoch: float, warns: bool
+) -> None:
+    """The Trainer computes its position from the number of steps."""
+    args = SimpleNamespace(gradient_accumulation_steps=3)
+    state = SimpleNamespace(global_step=step, epoch=epoch, stateful_callbacks={})
+    found = [*_epoch_differences(args, state, range(batches))]
+    assert ["the Trainer resumes at epoch" in text for text in found] == [True] * warns
+
+
+def test_a_save_at_the_end_of_a_shortened_epoch_is_found() -> None:
+    """The resume continues the epoch that a callback has ended."""
+    args = SimpleNamespace(gradient_accumulation_steps=3)
+    control = TrainerControl(should_epoch_stop=True)
+    for epoch, step in ((0.5, 4), (1.0, 8)):  # at an epoch's end, nothing is left
+        state = SimpleNamespace(
+            global_step=step, epoch=epoch, stateful_callbacks={"TrainerControl": control.state()}
+        )
+        found = [*_epoch_differences(args, state, range(24))]
+        assert ["(should_epoch_stop): the resume continues it" in t for t in found] == (
+            [True] if epoch < 1 else []
+        )
