@@ -227,17 +227,26 @@ def _module_of(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 def _progress(tree: Mapping[str, Any]) -> TrainingProgress:
     """Return the counters; micro steps are computed, as DeepSpeed does not save them."""
     config: Mapping[str, Any] = tree.get("ds_config") or {}
-    accumulation = config.get("gradient_accumulation_steps")
-    accumulation = accumulation if type(accumulation) is int else 1
-    batch = config.get("train_batch_size")
-    steps = int(tree.get("global_steps") or 0)
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    batch, micro, accumulation = (n if type(n := config.get(k)) is int else None for k in sizes)
+    steps, samples = (int(tree.get(name) or 0) for name in ("global_steps", "global_samples"))
+    world_size = int(tree["dp_world_size"])
+    # The user gives two of the three sizes, or one, and DeepSpeed computes the others.
+    if accumulation is None:
+        accumulation = batch // (micro * world_size) if batch and micro and world_size else 1
+    if batch is None and micro:
+        batch = micro * accumulation * world_size
+    elif batch is None and steps and not samples % steps:
+        batch = samples // steps or None
+    if micro == 1 and "pytorch-lightning_version" in tree:
+        batch = None  # Lightning's value if it does not find the loader's batch size
     return TrainingProgress(
         global_steps=steps,
-        global_samples=int(tree.get("global_samples") or 0),
+        global_samples=samples,
         skipped_steps=int(tree.get("skipped_steps") or 0),
         micro_steps=steps * accumulation,
         gradient_accumulation_steps=accumulation,
-        global_batch_size=batch if type(batch) is int else None,
+        global_batch_size=batch,
     )
 
 

@@ -16,7 +16,12 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from typing_extensions import override
 
 from lightning_elastic_zero.core.options import check_count, check_flag
-from lightning_elastic_zero.data_progress.batches import BatchPlan, ceil_div, plan_batches
+from lightning_elastic_zero.data_progress.batches import (
+    BatchPlan,
+    DataProgress,
+    ceil_div,
+    plan_batches,
+)
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.trainer.lightning import callbacks_of, is_fitting
 
@@ -267,6 +272,17 @@ class BatchController:
     def loader_batch_size(self) -> int:
         """Batch size of the loader, for DeepSpeed's log; 1 if unknown."""
         return (self.current.loader_batch_size if self.current is not None else None) or 1
+
+    def samples_per_step_of(self, record: DataProgress) -> int | None:
+        """Return the samples per optimizer step of a run that another program saved.
+
+        The batch size in DeepSpeed's config need not be the loader's, as it affects only the log:
+        if it is unknown, or the user passes one, the loader is assumed to have the same as now.
+        """
+        size = None if self.current is None else self.current.loader_batch_size
+        if size is None or not (record.global_batch_size is None or self._user_batch_size):
+            return record.global_batch_size
+        return size * record.world_size * record.accumulate
 
     def reset(self, trainer: pl.Trainer, config: Any) -> bool:
         """Restore the user's batch size in a config that an evaluation or earlier fit completed.

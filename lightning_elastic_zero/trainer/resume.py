@@ -226,6 +226,10 @@ class RunResumer:
         if (loops := counted_loops(state)) is None:
             return
         record = saved_progress(state, manifest, where)
+        is_own_format = bool(manifest.progress.sampler)
+        if not is_own_format:
+            size = self._batches.samples_per_step_of(record)
+            record = replace(record, global_batch_size=size)
         batches = self._batches.current
         size = batches.global_batch_size if batches is not None else None
         if reload_interval(trainer) and self._batches.plan is None:
@@ -237,7 +241,7 @@ class RunResumer:
             where,
             record,
             position,
-            is_own_format=bool(manifest.progress.sampler),
+            is_own_format=is_own_format,
             state=own,
             loader_states=states,
             validation=loops.get(VALIDATION, {}),

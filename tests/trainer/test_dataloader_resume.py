@@ -12,14 +12,18 @@ import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from typing_extensions import override
 
+from tests.support.fits import SMALL_BUCKETS, StockOnCPU, quiet_trainer
 from tests.support.ranks import Pools
 from tests.trainer._recorded_runs import (
+    EventRecorder,
+    RecordingNet,
     RunRecord,
     RunSpec,
     assert_continued,
     assert_refused,
     fit,
     from_step,
+    gather_record,
     record,
     records,
 )
@@ -397,6 +401,39 @@ def test_changed_batch_settings_are_reported_with_both_numbers(
     assert any(expected in text for text in seen.messages), seen.messages
     first = [i for step, ids in seen.steps.items() if step < 5 for i in ids]
     assert set(first) >= {i for step in (3, 4) for i in reference.steps[step]}
+
+
+def fit_stock(run: RunSpec) -> RunRecord:
+    """Fit with Lightning's own strategy."""
+    pl.seed_everything(run.seed, workers=True, verbose=False)
+    net, watch = RecordingNet(run), EventRecorder(run)
+    options = {**SMALL_BUCKETS, **run.strategy}
+    strategy = StockOnCPU(stage=run.stage, zero_allow_untested_optimizer=True, **options)
+    trainer = quiet_trainer(strategy, watch, max_epochs=run.epochs, **run.trainer)
+    trainer.fit(net, run.loaders())
+    return gather_record(trainer, net, watch)
+
+
+@pytest.mark.parametrize(("stage", "logged"), [(2, None), (3, 5)])
+def test_a_changed_global_batch_of_a_stock_checkpoint_is_reported(
+    stage: int, logged: int | None, worlds: Pools, tmp_path: Path
+) -> None:
+    """Also if its ``logging_batch_size_per_gpu``, which affects DeepSpeed's log only, is wrong."""
+    size = {} if logged is None else {"logging_batch_size_per_gpu": logged}
+    accumulation = {"accumulate_grad_batches": 2}
+    run = RunSpec(global_batch=None, batch_size=6, length=96, epochs=1, stage=stage, strategy=size)
+    saving = replace(run, trainer=accumulation, root=str(tmp_path), save=(SAVE,))
+    reference: RunRecord = worlds.run(2, partial(fit_stock, saving))[0]
+    resumed = replace(run, root=str(tmp_path)).resumed(SAVE)
+    seen = record(worlds, 1, resumed)
+    texts = [text for text in seen.messages if "The global batch changes" in text]
+    assert len(texts) == 1
+    assert "from 24 samples (2 devices, accumulation 2) to 6 (1 device, accum" in texts[0]
+    rest = sorted(i for ids in from_step(reference.steps, 3).values() for i in ids)
+    assert sorted(i for ids in seen.steps.values() for i in ids) == rest
+    same = record(worlds, 2, replace(resumed, trainer=accumulation))
+    assert not any("global batch changes" in text for text in same.messages)
+    assert same.steps == from_step(reference.steps, 3)
 
 
 @pytest.mark.long
