@@ -22,6 +22,9 @@ from __future__ import annotations
 class ElasticZeroError(Exception):
     """Base class of all exceptions of this library."""
 
+    rank: int | None = None
+    """This rank, if all ranks raise the same error at the same step; None: others may not."""
+
 
 class UnsupportedError(ElasticZeroError):
     """The engine, model or option cannot be saved or resumed."""

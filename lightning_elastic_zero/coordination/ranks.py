@@ -16,11 +16,13 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,7 @@ from lightning_elastic_zero.coordination.client import StoreRanks
 from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.store import check_open_file_limit
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
+from lightning_elastic_zero.errors import ElasticZeroError
 
 
 def any_rank(*, flag: bool, device: torch.device) -> bool:
@@ -67,6 +70,47 @@ def wait_for_gloo_workers() -> None:
         # Releases Python's lock, for which a thread tries every 5 ms.
         time.sleep(0.02)
         before, now = now, _gloo_workers()
+
+
+@functools.cache
+def print_common_errors_once() -> None:
+    """Have rank 0 print an error that all ranks raise, when it ends their processes.
+
+    Otherwise each rank prints a traceback, the message last. torch also replaces this hook.
+    """
+    print_error = sys.excepthook
+
+    def print_once(kind: Any, error: BaseException, trace: Any) -> None:
+        if text := format_common_error(error):
+            sys.stderr.write(text)
+        else:
+            print_error(kind, error, trace)
+
+    sys.excepthook = print_once
+
+
+def format_common_error(error: BaseException) -> str:
+    """Return the text of an error that all ranks raise; empty if it has another error's traceback.
+
+    Rank 0's has the message first, then one traceback. The others refer to it in one line.
+    """
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    if not isinstance(error, ElasticZeroError) or error.rank is None:
+        return ""
+    if not all(isinstance(cause, ElasticZeroError) for cause in causes):
+        return ""
+    name, (first, *more) = type(error).__name__, str(error).splitlines() or [""]
+    if error.rank:
+        rest = "..." if more or len(first) > MOST_CHARACTERS else ""
+        return f"[rank{error.rank}]: {name}: {first[:MOST_CHARACTERS]}{rest} (see rank 0)\n"
+    trace = "".join(traceback.format_tb(error.__traceback__))
+    return f"{name}: {error}\nTraceback of rank 0 (most recent call last):\n{trace}"
+
+
+MOST_CHARACTERS = 150
+"""Length to which ranks other than rank 0 shorten the message of a common error."""
 
 
 def _gloo_workers() -> dict[str, tuple[str, ...]]:
@@ -163,6 +207,7 @@ def connect_ranks(
     wait_for_gloo_at_exit()
     if dist.get_world_size() == 1:
         return OneRank()
+    print_common_errors_once()
     # There is no public access to the store of the default group.
     store, rank, world_size = _get_default_store(), dist.get_rank(), dist.get_world_size()
     if rank == 0:

@@ -462,7 +462,10 @@ class RankSession:
         if self.leader is None and self.leader_process is None:
             self._leader_heartbeat()
         if verdict.error:
-            step.end(error_class(verdict.error)(verdict.message))
+            error = error_class(verdict.error)(verdict.message)
+            if verdict.by_leader:  # so rank 0 is alive and raises it too
+                error.rank = self._rank
+            step.end(error)
         else:
             step.values = self.leader.values if self.leader else verdict.values
             step.end(None)

@@ -32,7 +32,12 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_elastic_zero.coordination.client import StoreRanks
 from lightning_elastic_zero.coordination.liveness import STALL_TIMEOUT_S, Timeouts
-from lightning_elastic_zero.coordination.ranks import OneRank, Ranks, connect_ranks
+from lightning_elastic_zero.coordination.ranks import (
+    OneRank,
+    Ranks,
+    connect_ranks,
+    format_common_error,
+)
 from lightning_elastic_zero.coordination.store import check_open_file_limit, open_file_limit_warning
 from lightning_elastic_zero.errors import RanksError, SaveError
 from tests.support.launch import Job, RankResult, run_ranks, run_side_by_side
@@ -57,7 +62,9 @@ def attempt(call: Callable[[], object]) -> dict[str, Any]:
         found: dict[str, Any] = {"value": call()}
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (the test checks it)
         cause = type(error.__cause__).__name__ if error.__cause__ else None
+        printed = format_common_error(error)
         found = {"error": type(error).__name__, "message": str(error), "cause": cause}
+        found["printed"] = printed
     return {**found, "seconds": time.monotonic() - start}
 
 
@@ -283,6 +290,21 @@ def test_an_error_of_one_rank_is_raised_on_all(living: list[RankResult]) -> None
     assert [note["cause"] for note in notes(living, "one")] == [None, None, "OSError", None]
     assert notes(living, "after one") == [list(range(WORLD))] * WORLD
     assert "rank 1 at 'a' (run_all)" in raised(living, "places")[1]
+
+
+def test_an_error_of_all_ranks_is_printed_by_rank_0(living: list[RankResult]) -> None:
+    """Its message comes first. Rank 2 prints the traceback of its own error, as usual."""
+    printed = [note["printed"] for note in notes(living, "one")]
+    first, title, *trace = printed[0].splitlines()
+    assert first == "RanksError: " + raised(living, "one")[1]
+    assert title == "Traceback of rank 0 (most recent call last):"
+    assert trace
+    assert not any("RanksError:" in line for line in trace)
+    assert printed[2] == ""
+    for rank in (1, 3):
+        (line,) = printed[rank].splitlines()
+        assert line.startswith(f"[rank{rank}]: RanksError: step 'write shards' failed on rank 2")
+        assert line.endswith(" (see rank 0)")
 
 
 def test_a_step_within_a_step_is_refused(living: list[RankResult]) -> None:
