@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import util
 from pathlib import Path
@@ -247,17 +247,55 @@ def _config_reasons(config: Mapping[str, Any], *, trains: bool) -> Iterator[str]
 
 
 def check_optimizer(
-    optimizer: torch.optim.Optimizer, config: Mapping[str, Any], module: torch.nn.Module
+    optimizer: torch.optim.Optimizer,
+    config: Mapping[str, Any],
+    module: torch.nn.Module,
+    *,
+    is_scheduled: bool,
 ) -> None:
     """Refuse a user's optimizer for ZeRO before DeepSpeed asks for an option to accept it.
 
     ``check_supported`` checks stage 0. Raises UnsupportedError with every reason.
     """
-    groups = enumerate(group["params"] for group in optimizer.param_groups)
-    reasons = [*_not_in_module(((i, p) for i, held in groups for p in held), module)]
-    if (config.get("zero_optimization") or {}).get("stage", 0):
+    groups = [group["params"] for group in optimizer.param_groups]
+    reasons = [*_not_in_module(((i, p) for i, held in enumerate(groups) for p in held), module)]
+    stage = (config.get("zero_optimization") or {}).get("stage", 0)
+    reasons += _untrained_groups(groups, stage, is_scheduled=is_scheduled)
+    if stage:
         reasons += unfit_class(optimizer, in_zero=True)
     _refuse(reasons)
+
+
+def _untrained_groups(
+    groups: Iterable[Sequence[torch.nn.Parameter]], stage: int, *, is_scheduled: bool
+) -> Iterator[str]:
+    """Yield the parameter groups with which DeepSpeed fails, without a name, at its first step."""
+    for index, held in enumerate(groups):
+        if not held and is_scheduled:
+            yield (
+                f"parameter group {index} of the optimizer is empty: DeepSpeed removes it, and the "
+                "learning-rate scheduler then has one rate too many; create groups with parameters "
+                "only"
+            )
+        elif held and stage in (1, 2) and not any(p.requires_grad for p in held):
+            yield (
+                f"parameter group {index} of the optimizer has frozen parameters only "
+                f"({len(held)}), which ZeRO-{stage} does not support; pass only parameters that "
+                "require a gradient to the optimizer. To train a group later, use lr=0 until then"
+            )
+
+
+def remove_gradient_hooks(module: torch.nn.Module) -> None:
+    """Remove the hooks of engines that trained a module before.
+
+    DeepSpeed removes them only if its engine is destroyed. Otherwise both engines reduce each
+    gradient.
+    """
+    for parameter in module.parameters():
+        hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        for key, hook in [*hooks.items()]:
+            if str(getattr(hook, "__module__", "")).partition(".")[0] == "deepspeed":
+                del hooks[key]
 
 
 def _tensor_parallelism(size: int) -> str:

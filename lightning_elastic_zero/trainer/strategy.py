@@ -21,6 +21,7 @@ from lightning_elastic_zero.engine.support import (
     check_config,
     check_optimizer,
     check_supported,
+    remove_gradient_hooks,
     report_abandoned_builds,
     use_accelerator,
 )
@@ -188,6 +189,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         config.setdefault("zero_allow_untested_optimizer", False)
         if self._batches.reset(trainer, config):
             self._format_batch_size_and_grad_accum_config()
+        remove_gradient_hooks(trainer.lightning_module)
         super().setup(trainer)
         for config in self.lr_scheduler_configs:
             if config.interval == "step":
@@ -204,7 +206,8 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     def _init_optimizers(self) -> Any:
         optimizer, schedule = super()._init_optimizers()
         if (module := self.lightning_module) is not None:
-            check_optimizer(optimizer, self.config or {}, module)
+            scheduled = schedule is not None
+            check_optimizer(optimizer, self.config or {}, module, is_scheduled=scheduled)
         return optimizer, schedule
 
     @override

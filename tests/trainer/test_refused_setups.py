@@ -204,6 +204,19 @@ BY_TRAINER = {
         ADAFACTOR, 0, optimizer="torch.optim.Adafactor", precision="bf16-mixed"
     ),
     "a parameter that the module lacks": Refused(STRANGER, 3, layers="a stranger"),
+    "an empty group with a scheduler": Refused(
+        "parameter group 2 of the optimizer is empty: DeepSpeed removes it, and the learning-rate "
+        "scheduler then has one rate too many; create groups with parameters only",
+        3,
+        groups=3,
+    ),
+    "a frozen group": Refused(
+        "parameter group 1 of the optimizer has frozen parameters only (2), which ZeRO-2 does not "
+        "support; pass only parameters that require a gradient to the optimizer. To train a group "
+        "later, use lr=0 until then",
+        layers="a frozen one",
+        groups=2,
+    ),
     "Adagrad of two groups": Refused(
         "Adagrad with 2 parameter groups: DeepSpeed merges them into 1 at initialization; put "
         "all parameters into one group",
@@ -286,6 +299,7 @@ class Net(pl.LightningModule):
         bias = self.case.layers != "matrices"
         into, out = nn.Linear(WIDTH, HIDDEN, bias=bias), nn.Linear(HIDDEN, WIDTH, bias=bias)
         self.net = nn.Sequential(into, out)
+        out.requires_grad_(self.case.layers != "a frozen one")
         if self.case.layers == "experts":
             from deepspeed.moe.layer import MoE
 
@@ -312,10 +326,14 @@ class Net(pl.LightningModule):
             )
         if self.case.layers == "a stranger":
             groups[0]["params"].append(nn.Parameter(torch.ones(7)))
-        if self.case.groups == 2:
+        if self.case.groups > 1:
             all_of_them = groups[0]["params"]
             groups = [{"params": all_of_them[:2]}, {"params": all_of_them[2:]}]
-        return class_of(self.case.optimizer)(groups, lr=0.01)
+            groups += [{"params": []}] * (self.case.groups - 2)
+        optimizer = class_of(self.case.optimizer)(groups, lr=0.01)
+        if self.case.groups < 3:
+            return optimizer
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(TensorDataset(torch.ones(8, WIDTH)), batch_size=2)

@@ -9,6 +9,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
+from deepspeed import zero
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -113,6 +115,30 @@ class RaisesAtStep(Callback):
         self._raise_at(0)
 
 
+def losses_of_second_fits(stage: int) -> tuple[list[Any], list[Any]]:
+    """Fit a module twice; return the records of the second fit, and those of a new module's fit.
+
+    Each gradient fills a bucket. The new module begins with the weights of the second fit.
+    """
+    found: list[list[Any]] = []
+    weights, net = dict[str, torch.Tensor](), RecordingNet(RunSpec(length=LENGTH))
+    for again in (False, True, False):
+        pl.seed_everything(3, workers=True, verbose=False)
+        if found:
+            net = RecordingNet(RunSpec(length=LENGTH))
+            net.configure_model()
+            net.load_state_dict(weights)
+        first = len(net.ids)
+        strategy = elastic(stage=stage, global_batch_size=GLOBAL_BATCH, reduce_bucket_size=20)
+        quiet_trainer(strategy, max_epochs=1).fit(net, loaders()[0])
+        if again or found:
+            found.append(net.ids[first:])
+            continue
+        with zero.GatheredParameters([*net.parameters()], enabled=stage == 3):
+            weights = {name: value.clone() for name, value in net.state_dict().items()}
+    return found[0], found[1]
+
+
 def settings_after(root: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]], dict[int, int]]:
     """Reuse one Trainer; return its first settings, those after each use, and the step sizes."""
     pl.seed_everything(3, workers=True, verbose=False)
@@ -158,6 +184,14 @@ def test_pickled_and_copied_strategies_train_and_resume(
     for copied in ("", "trainer"):
         seen = worlds.run(2, partial(fit_copied, strategy, copied, ckpt_path=path))[0]
         assert seen.losses == from_step(reference.losses, 4)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_module_is_trained_again_as_a_new_one(stage: int, worlds: Pools) -> None:
+    """Without the gradient hooks of the first engine."""
+    for again, new in worlds.run(2, partial(losses_of_second_fits, stage)):
+        assert len(again) == 3 * LENGTH // GLOBAL_BATCH
+        assert again == new
 
 
 @pytest.mark.parametrize("world", [1, 2])
