@@ -142,7 +142,8 @@ def describe(manifest: Manifest) -> str:
 def _differences(saved: Manifest, live: Manifest, wanted: RestoreScope) -> Iterator[str]:
     if wanted.optimizer_state and saved.weights_only:
         yield (
-            "it has no optimizer state (saved with save_weights_only=True, or a file of weights): "
+            "it has no optimizer state that can be resumed (saved with save_weights_only=True, a "
+            "file of weights, or a checkpoint of DeepSpeed without ZeRO): "
             "test or predict with it, or pass load_optimizer_state=False to start a new run on its "
             "weights"
         )

@@ -35,6 +35,7 @@ from lightning_elastic_zero.errors import (
     UnsupportedError,
 )
 from lightning_elastic_zero.formats.deepspeed_files import FP32_STAGE_3, OPTIMIZER, OURS
+from lightning_elastic_zero.formats.deepspeed_reader import ENGINE_KEYS
 from lightning_elastic_zero.formats.reader import (
     COMPARED_ELEMENTS,
     FRESH_OPTIMIZER_HINT,
@@ -733,6 +734,19 @@ class SingleFileReader(FullStateReader):
         return self._file.load_tree(held)
 
 
+def is_unpartitioned(tree: object) -> bool:
+    """Whether a tree is a model file of DeepSpeed without ZeRO: its weights can be evaluated."""
+    entries = ("module", "dp_world_size", "mp_world_size")
+    return (
+        isinstance(tree, Mapping)
+        and all(name in tree for name in entries)
+        and isinstance(tree["module"], Mapping)
+        and tree["mp_world_size"] == 1
+        and not tree.get("param_shapes")
+        and OURS not in tree
+    )
+
+
 def _parts(tree: object, path: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:
     """Split a tree into the weights and the trainer's state."""
     if not isinstance(tree, Mapping):
@@ -747,6 +761,9 @@ def _parts(tree: object, path: Path) -> tuple[Mapping[str, Any], dict[str, Any]]
             rest = {k: v for k, v in tree.items() if k not in (CURRENT, OPTIMIZERS)}
             return current, {**rest, CURRENT: {}}
         return weights, {k: v for k, v in tree.items() if k not in (WEIGHTS, OPTIMIZERS)}
+    if is_unpartitioned(tree):
+        # Of the state, only the client state is of use without the optimizer.
+        return tree["module"], {k: v for k, v in tree.items() if k not in ENGINE_KEYS}
     if "param_shapes" in tree or (OPTIMIZER in tree and _OF_A_SHARD & tree.keys()):
         _refuse(path, "is one file of DeepSpeed's: pass the checkpoint's directory")
     if tree and all(isinstance(tensor, torch.Tensor) for tensor in tree.values()):

@@ -29,11 +29,16 @@ from lightning_elastic_zero.formats.deepspeed_files import (
     find_tag_folder,
     is_deepspeed,
     is_universal,
+    read_tag_folder,
 )
 from lightning_elastic_zero.formats.deepspeed_reader import UniversalReader, ZeroReader
 from lightning_elastic_zero.formats.dumps import TABLE_NAME, DumpsReader
 from lightning_elastic_zero.formats.elastic import ElasticReader
-from lightning_elastic_zero.formats.full_state import WEIGHTS, SingleFileReader
+from lightning_elastic_zero.formats.full_state import (
+    WEIGHTS,
+    SingleFileReader,
+    is_unpartitioned,
+)
 from lightning_elastic_zero.formats.reader import (
     CheckpointReader,
     Location,
@@ -312,6 +317,14 @@ def _check_latest(path: Path) -> None:
     raise CheckpointFormatError(msg)
 
 
+def _tag_reader(files: ForeignFiles) -> CheckpointReader:
+    """Return the reader of a tag's folder. Without ZeRO, DeepSpeed writes one file."""
+    held = read_tag_folder(files.folder)
+    if held.model and not held.optimizer and is_unpartitioned(files.tree(held.model)):
+        return SingleFileReader(files.folder / held.model, files)
+    return ZeroReader(files)
+
+
 def _foreign(path: Path, *, allow_pickle: bool, progress: Progress) -> CheckpointReader:
     """Open a checkpoint that other software wrote."""
     folder, where = path, path
@@ -326,7 +339,7 @@ def _foreign(path: Path, *, allow_pickle: bool, progress: Progress) -> Checkpoin
         reader = DumpsReader
     elif tag := find_tag_folder(path):
         folder = where = tag
-        reader = UniversalReader if is_universal(tag) else ZeroReader
+        reader = UniversalReader if is_universal(tag) else _tag_reader
     elif is_dcp(path):
         reader = partial(DcpReader, allow_pickle=allow_pickle)
     else:
@@ -343,7 +356,7 @@ def _foreign(path: Path, *, allow_pickle: bool, progress: Progress) -> Checkpoin
             f"{why}"
         )
         raise CheckpointFormatError(msg)
-    of_tag = reader in (UniversalReader, ZeroReader)
+    of_tag = reader in (UniversalReader, _tag_reader)
     files = foreign_files(folder, allow_pickle=allow_pickle, progress=progress, check_names=of_tag)
     try:
         with as_format_error(where):

@@ -27,8 +27,9 @@ from tests.support.strategies import manifests
 
 EVERYTHING = RestoreScope(optimizer_state=True)
 NO_STATE = (
-    "it has no optimizer state (saved with save_weights_only=True, or a file of weights): test "
-    "or predict with it, or pass load_optimizer_state=False to start a new run on its weights"
+    "it has no optimizer state that can be resumed (saved with save_weights_only=True, a file of "
+    "weights, or a checkpoint of DeepSpeed without ZeRO): test or predict with it, or pass "
+    "load_optimizer_state=False to start a new run on its weights"
 )
 WEIGHTS = RestoreScope(optimizer_state=False, hyperparameters=False)
 

@@ -24,7 +24,7 @@ from torch import distributed, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from tests.support.fits import digests, elastic, quiet_trainer
+from tests.support.fits import SMALL_BUCKETS, StockOnCPU, digests, elastic, quiet_trainer
 from tests.support.outcome import captured_log, captured_warnings, error_text
 from tests.support.ranks import Pools
 from tests.trainer import _recorded_data
@@ -361,6 +361,17 @@ def _fit(run: RunSpec) -> RunRecord:
     trainer.fit(net, run.loaders(), val, ckpt_path=run.ckpt_path)
     if "after" in run.save:
         trainer.save_checkpoint(Path(run.root) / "after.ckpt")
+    return gather_record(trainer, net, watch)
+
+
+def fit_stock(run: RunSpec) -> RunRecord:
+    """Fit with Lightning's own strategy."""
+    pl.seed_everything(run.seed, workers=True, verbose=False)
+    net, watch = RecordingNet(run), EventRecorder(run)
+    options = {**SMALL_BUCKETS, **run.strategy}
+    strategy = StockOnCPU(stage=run.stage, zero_allow_untested_optimizer=True, **options)
+    trainer = quiet_trainer(strategy, watch, max_epochs=run.epochs, **run.trainer)
+    trainer.fit(net, run.loaders())
     return gather_record(trainer, net, watch)
 
 

@@ -12,18 +12,15 @@ import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from typing_extensions import override
 
-from tests.support.fits import SMALL_BUCKETS, StockOnCPU, quiet_trainer
 from tests.support.ranks import Pools
 from tests.trainer._recorded_runs import (
-    EventRecorder,
-    RecordingNet,
     RunRecord,
     RunSpec,
     assert_continued,
     assert_refused,
     fit,
+    fit_stock,
     from_step,
-    gather_record,
     record,
     records,
 )
@@ -401,17 +398,6 @@ def test_changed_batch_settings_are_reported_with_both_numbers(
     assert any(expected in text for text in seen.messages), seen.messages
     first = [i for step, ids in seen.steps.items() if step < 5 for i in ids]
     assert set(first) >= {i for step in (3, 4) for i in reference.steps[step]}
-
-
-def fit_stock(run: RunSpec) -> RunRecord:
-    """Fit with Lightning's own strategy."""
-    pl.seed_everything(run.seed, workers=True, verbose=False)
-    net, watch = RecordingNet(run), EventRecorder(run)
-    options = {**SMALL_BUCKETS, **run.strategy}
-    strategy = StockOnCPU(stage=run.stage, zero_allow_untested_optimizer=True, **options)
-    trainer = quiet_trainer(strategy, watch, max_epochs=run.epochs, **run.trainer)
-    trainer.fit(net, run.loaders())
-    return gather_record(trainer, net, watch)
 
 
 @pytest.mark.parametrize(("stage", "logged"), [(2, None), (3, 5)])

@@ -14,9 +14,23 @@ import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
+from torch.utils.data import DataLoader
 
-from tests.support.fits import Data, FitSpec, RegressionNet, error_of, evaluate, fit
+from tests.support.fits import (
+    Data,
+    FitSpec,
+    RegressionNet,
+    digests,
+    elastic,
+    error_of,
+    evaluate,
+    fit,
+    quiet_trainer,
+)
+from tests.support.outcome import error_text
 from tests.support.ranks import Pools
+from tests.trainer._recorded_data import IndexedSamples
+from tests.trainer._recorded_runs import RecordingNet, RunSpec, fit_stock
 from tests.trainer.test_refused_setups import BY_TRAINER
 
 pytestmark = pytest.mark.engine
@@ -128,3 +142,27 @@ def test_converted_weights_load_into_a_plain_model(
         assert torch.equal(value, other.state_dict()[name]), name
     for found in (loaded, named):
         assert found[0]["test_loss"] == pytest.approx(wanted, rel=1e-5)
+
+
+def validated_weights(path: str, stage: int) -> tuple[dict[str, str], str]:
+    """Return digests of the weights that a validation uses, and the error of a resume."""
+    net, strategy = RecordingNet(RunSpec()), elastic(stage=stage)
+    trainer = quiet_trainer(strategy, max_epochs=1)
+    batches = DataLoader(IndexedSamples(8, 0.0), batch_size=2)
+    trainer.validate(net, batches, ckpt_path=path, verbose=False)
+    trainer = quiet_trainer(elastic(stage=stage), max_epochs=1)
+    error = error_text(lambda: trainer.fit(RecordingNet(RunSpec()), batches, ckpt_path=path))
+    return digests(net), error
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_stock_checkpoint_without_zero_is_evaluated(
+    stage: int, worlds: Pools, tmp_path: Path
+) -> None:
+    """Its optimizer state is not resumed."""
+    run = RunSpec(stage=0, epochs=1, save=("end",), root=str(tmp_path))
+    trained = worlds.run(2, partial(fit_stock, run))[0].weights
+    for weights, error in worlds.run(1, partial(validated_weights, f"{tmp_path}/end.ckpt", stage)):
+        assert weights == trained
+        assert "it has no optimizer state" in error
+        assert "load_optimizer_state=False" in error
