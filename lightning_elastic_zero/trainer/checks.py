@@ -86,12 +86,17 @@ def warn_of_unresumable_data(
 def warn_of_workers(loaders: Sequence[object], position: Position) -> None:
     """Warn of each loader whose workers draw different random numbers after a resume.
 
-    Workers of loaders with an ``ElasticSampler`` are seeded for each micro-batch.
+    Workers of loaders with an ``ElasticSampler`` seed the global generators for each micro-batch,
+    but not generators of the user.
     """
     for loader in loaders:
-        is_seeded = elastic_sampler_of(loader) is not None or isinstance(loader, Stateful)
-        if is_seeded or not getattr(loader, "num_workers", 0):
+        if not getattr(loader, "num_workers", 0):
             continue
+        numbers = "random numbers"
+        if elastic_sampler_of(loader) is not None or isinstance(loader, Stateful):
+            if _is_lightnings(getattr(loader, "worker_init_fn", None)):
+                continue
+            numbers = "numbers from generators that worker_init_fn creates"
         if position.steps and not position.is_over:
             why = "they start inside the epoch"
         elif getattr(loader, "persistent_workers", False) and position.epoch + position.steps:
@@ -99,7 +104,7 @@ def warn_of_workers(loaders: Sequence[object], position: Position) -> None:
         else:
             continue
         rank_zero_warn(
-            f"The workers of the {describe_loader(loader)} draw other random numbers than in the "
+            f"The workers of the {describe_loader(loader)} draw other {numbers} than in the "
             f"uninterrupted run: {why}. Derive random numbers from the sample's index to make them "
             "reproducible."
         )
@@ -196,7 +201,10 @@ def warn_of_epoch_hooks(trainer: pl.Trainer, epoch: int) -> None:
 
 
 def _is_lightnings(hook: object) -> bool:
-    return str(getattr(hook, "__module__", "")).split(".", maxsplit=1)[0] == "lightning"
+    """Whether a function is Lightning's or None."""
+    hook = getattr(hook, "func", hook)  # of a partial
+    module = str(getattr(hook, "__module__", ""))
+    return hook is None or module.split(".", maxsplit=1)[0] == "lightning"
 
 
 _INITIAL, _LIVE = "initial_lr", "lr"

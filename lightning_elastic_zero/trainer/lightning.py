@@ -37,7 +37,8 @@ PRIVATE_NAMES: dict[str, str] = {
     "the fit loop": "_combined_loader _combined_loader_states_to_load _data_fetcher "
     "_data_source _last_train_dl_reload_epoch _restarting _can_stop_early "
     "_should_accumulate",
-    "the training epoch loop": "_batches_that_stepped _results _should_check_val_fx",
+    "the training epoch loop": "_batches_that_stepped _on_before_fetch _results "
+    "_should_check_val_fx",
     "CombinedLoader": "_iterator _mode _state_dicts",
     "a CombinedLoader's cycle": "_consumed",
     "the logger connector": "_callback_metrics _first_loop_iter _logged_metrics "

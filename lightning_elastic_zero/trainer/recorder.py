@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -46,6 +47,9 @@ from lightning_elastic_zero.trainer.model_checkpoint import saves_of
 VALIDATED_IN_WINDOW = "validated_in_window"
 """Entry of a rank's state: micro-batches since the last step up to the last completed validation"""
 
+RANDOM_BEFORE_FETCH = "random_before_fetch"
+"""Entry of a rank's state: the random states right before the next batch was fetched ahead."""
+
 SAVES = "saves"
 """Entry of a rank's state: the last save of each ``ModelCheckpoint``."""
 
@@ -59,7 +63,8 @@ class RunRecorder:
 
     For data without a length, Lightning fetches one batch ahead to detect the last one. A stateful
     loader is then also ahead, and a run resumed from its state would never see that batch. So its
-    state is recorded before each batch.
+    state is recorded before each batch, and the random states before each fetch, because a resumed
+    run fetches the batch again.
     """
 
     def __init__(self, batches: BatchController) -> None:
@@ -70,6 +75,8 @@ class RunRecorder:
         """Metrics accumulated in the epoch; None outside a fit."""
         self._begun: Position | None = None
         self._consumed_before: tuple[Consumed | None, ...] = ()
+        self.random_before_fetch: dict[str, Any] | None = None
+        """Random states before the last fetch of a batch; None for data with a length."""
         self._at_step: dict[str, Any] = {}
         self._buffers: list[tuple[str, torch.nn.Module]] = []
         self._frozen: FrozenCopies | None = None
@@ -97,7 +104,15 @@ class RunRecorder:
         self._buffers = [*buffer_owners(strategy.deepspeed_engine.module)]
         if not strategy.exclude_frozen_parameters:
             self._frozen = FrozenCopies(strategy.deepspeed_engine)
+        loop: Any = trainer.fit_loop.epoch_loop
+        loop._on_before_fetch = partial(self._before_fetch, trainer, device)
         self.after_optimizer_step(trainer, device)
+
+    def _before_fetch(self, trainer: pl.Trainer, device: torch.device) -> None:
+        if data_fetcher(trainer).length is None:
+            self.random_before_fetch = collect_rng_states(device)
+        loop = trainer.fit_loop.epoch_loop
+        type(loop)._on_before_fetch(loop)
 
     def after_optimizer_step(self, trainer: pl.Trainer, device: torch.device) -> None:
         """Copy the state that the next fetch of a batch changes, right after an optimizer step."""
@@ -105,6 +120,7 @@ class RunRecorder:
         if trainer.lightning_module.automatic_optimization:
             self._at_step |= {
                 "random": collect_rng_states(device),
+                RANDOM_BEFORE_FETCH: self._random_before_fetch_ahead(trainer),
                 "loaders": self._loaders_now(trainer),
                 "generators": [*map(generator_states, training_loaders(trainer))],
             }
@@ -230,6 +246,9 @@ class RunRecorder:
         if (epoch := self.epoch_metrics) is not None:
             kept = epoch.state(trainer, inside=inside, validated=validated, ending=ending)
         random = copies.get("random") or self._random_before_validation
+        ahead = self._random_before_fetch_ahead(trainer)
+        if before := copies.get(RANDOM_BEFORE_FETCH, ahead):
+            kept = {**kept, RANDOM_BEFORE_FETCH: before}
         return {
             **kept,
             "validation_began": validating and not validated,
@@ -272,9 +291,13 @@ class RunRecorder:
         """Return the loaders' states after the batches trained on so far; empty if unknown."""
         if not has_stateful_loader(trainer):
             return []
-        if getattr(data_fetcher(trainer), "batches", []):
+        if _has_fetched_ahead(trainer):
             return self._loaders_before or []
         return _loader_states(trainer)
+
+    def _random_before_fetch_ahead(self, trainer: pl.Trainer) -> dict[str, Any] | None:
+        """Return the random states before the next batch was fetched; None if it was not yet."""
+        return self.random_before_fetch if _has_fetched_ahead(trainer) else None
 
     def _validated_in_window(self, trainer: pl.Trainer) -> int:
         """Return the micro-batches since the last step up to the last completed validation.
@@ -312,6 +335,10 @@ class RunRecorder:
                 passes, samples = passes + samples // whole, samples % whole
             parts.append(Consumed(min(samples, whole or samples), passes))
         return tuple(parts)
+
+
+def _has_fetched_ahead(trainer: pl.Trainer) -> bool:
+    return bool(getattr(data_fetcher(trainer), "batches", []))
 
 
 def _loader_states(trainer: pl.Trainer) -> list[Any]:

@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import DataLoader
 
 from lightning_elastic_zero.core.manifest import Manifest
 from lightning_elastic_zero.core.options import check_choice
@@ -33,6 +34,7 @@ from lightning_elastic_zero.data_progress.batches import (
 )
 from lightning_elastic_zero.data_progress.sampler import (
     ElasticSampler,
+    derive_seed,
     seed_rng_streams,
     set_rng_states,
 )
@@ -84,6 +86,7 @@ from lightning_elastic_zero.trainer.loaders import (
 from lightning_elastic_zero.trainer.metrics import ENDING, EpochMetrics, SavedMetrics
 from lightning_elastic_zero.trainer.model_checkpoint import skip_repeated_saves
 from lightning_elastic_zero.trainer.recorder import (
+    RANDOM_BEFORE_FETCH,
     SAVES,
     VALIDATED_IN_WINDOW,
     RunRecorder,
@@ -157,6 +160,8 @@ class RunResumer:
         """Whether the fit has begun to train; before, a loaded run is restored in part only."""
         self._new_generators: list[dict[str, list[torch.Tensor]]] = []
         """States of the generators of each training loader that was made."""
+        self._validation_generators: list[torch.Generator] = []
+        """This library's, of the loaders of validations, which a second fit may use again."""
 
     def begin(self) -> None:
         """Begin a fit."""
@@ -175,7 +180,11 @@ class RunResumer:
         if batches is None:
             return loader
         if not trainer.training:
-            return with_own_generator(loader, run_seed(), rank)
+            own = with_own_generator(loader, run_seed(), rank)
+            if own is not loader and isinstance(own, DataLoader) and own.generator is not None:
+                self._validation_generators.append(own.generator)
+                self._seed_validation(trainer)
+            return own
         if self.recorder.seed is None:
             self.recorder.seed = run_seed()
         if len(self._new_generators) >= len(training_loaders(trainer)) > 0:
@@ -199,6 +208,12 @@ class RunResumer:
         self._new_generators.append(generator_states(loader))
         return loader
 
+    def _seed_validation(self, trainer: pl.Trainer) -> None:
+        """Seed the workers of a validation after the next batch, as any resumed run does."""
+        done = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        for generator in self._validation_generators:
+            generator.manual_seed(derive_seed(run_seed(), trainer.global_rank, done))
+
     def weight(self, trainer: pl.Trainer, rank: int) -> float:
         """Return the weight of the current micro-batch's loss, in addition to 1 / accumulation."""
         if (plan := self._batches.plan) is None:
@@ -217,6 +232,7 @@ class RunResumer:
         check_one_batch_per_step(trainer)
         self.recorder.before_batch(trainer, batch_idx)
         self._step_intervals.begin_batch(trainer)
+        self._seed_validation(trainer)
 
     def resume_from(
         self, state: dict[str, Any], manifest: Manifest, trainer: pl.Trainer, where: str
@@ -268,6 +284,7 @@ class RunResumer:
             sizes = samples_per_step(self._batches.current, loaders)
             warn_of_unresumable_data(loaders, trainer.world_size, sizes)
         self.recorder.begin_training(trainer, given, device)
+        self._seed_validation(trainer)
         self._pending, self.has_begun = None, True
 
     def _resume(
@@ -337,6 +354,9 @@ class RunResumer:
         if not position.epoch:  # its iterator is recreated here
             for loader, states in zip(loaders, self._new_generators, strict=False):
                 set_generator_states(loader, states, "workers", "order")
+        if pending.is_same_world and (before := state.get(RANDOM_BEFORE_FETCH)):
+            self.recorder.random_before_fetch = before
+            set_rng_states(before, device)
         _restart_data(trainer, position)
         _finish_loaders(combined, position, consumed)
         if position.steps and not position.is_over:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lightning_elastic_zero.core.manifest import Group
+from lightning_elastic_zero.data_progress.batches import BatchPlan, Position
+from lightning_elastic_zero.data_progress.sampler import ElasticSampler
 from lightning_elastic_zero.trainer.batches import overruled_orders
 from lightning_elastic_zero.trainer.checks import (
     configured_rates,
     warn_of_other_schedulers,
     warn_of_replaced_rates,
+    warn_of_workers,
 )
 from tests.support.outcome import captured_warnings
 
@@ -63,6 +68,39 @@ def test_schedulers_of_one_class_are_not_called_others() -> None:
         with captured_warnings("is not of the configured class") as heard:
             warn_of_other_schedulers([Halving(steps=0)], [state], as_saved=True)
         assert len(heard) == count
+
+
+@pytest.mark.parametrize(
+    ("position", "persistent", "why"),
+    [
+        (Position(1, 2), False, "they start inside the epoch"),
+        (Position(1, 0), False, ""),
+        (Position(0, 2, is_over=True), True, "their generators continue across epochs"),
+    ],
+)
+def test_generators_of_workers_that_restart_are_named(
+    position: Position, persistent: bool, why: str
+) -> None:
+    """Those that ``worker_init_fn`` creates; Lightning's own only seeds the global ones."""
+    data = TensorDataset(torch.zeros(4, 1))
+    sampler = ElasticSampler(data, BatchPlan(2, 1, 1), 0)
+    lightnings = partial(pl_worker_init_function, rank=0)
+    loaders = [
+        DataLoader(
+            data,
+            sampler=sampler,
+            num_workers=1,
+            worker_init_fn=init,
+            persistent_workers=persistent,
+        )
+        for init in (None, lightnings, print)
+    ]
+    with captured_warnings() as heard:
+        warn_of_workers(loaders, position)
+    assert len(heard) == bool(why)
+    for text in heard:
+        assert "draw other numbers from generators that worker_init_fn creates" in text
+        assert why in text
 
 
 class Own(RandomSampler):

@@ -46,6 +46,8 @@ class RunSpec:
     epochs: int | None = 2
     max_steps: int = -1
     validate: bool = False
+    validation: dict[str, Any] = field(default_factory=dict)
+    """Options of the validation's ``DataLoader``; with workers, samples have the run's noise."""
     strategy: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
     loader: dict[str, Any] = field(default_factory=dict)
@@ -81,6 +83,8 @@ class RunRecord:
     losses: dict[int, float]
     """Mean loss over the global batch, by optimizer step."""
     events: list[str]
+    validated: dict[int, float]
+    """The value of each validation, by the optimizer steps before it."""
     rates: dict[int, float]
     epoch: int
     global_step: int
@@ -215,6 +219,7 @@ class EventRecorder(Callback):
         self.of = run
         self.events: list[str] = []
         self.axis: list[int] = []
+        self.validated: dict[int, float] = {}
         self.loops: dict[str, dict[str, Any]] = {}
 
     def _count(self, trainer: pl.Trainer, moment: str) -> None:
@@ -244,6 +249,7 @@ class EventRecorder(Callback):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.validated[trainer.global_step] = float(trainer.callback_metrics["val"])
         self._save(trainer, f"validated {trainer.global_step}")
 
     @override
@@ -357,7 +363,9 @@ def _fit(run: RunSpec) -> RunRecord:
     torch.manual_seed(run.seed + comm.get_rank())  # Ranks draw different numbers, as on devices.
     net, watch = (run.net or RecordingNet)(run), EventRecorder(run)
     trainer = trainer_of(run, [*(make() for make in run.callbacks), watch])
-    val = DataLoader(IndexedSamples(8, 0.0), batch_size=2) if run.validate else None
+    noise = run.noise if run.validation else 0.0
+    data = IndexedSamples(8, noise)
+    val = DataLoader(data, batch_size=2, **run.validation) if run.validate else None
     trainer.fit(net, run.loaders(), val, ckpt_path=run.ckpt_path)
     if "after" in run.save:
         trainer.save_checkpoint(Path(run.root) / "after.ckpt")
@@ -395,6 +403,7 @@ def gather_record(trainer: pl.Trainer, net: RecordingNet, watch: EventRecorder) 
         steps={step: sorted(ids) for step, ids in steps.items()},
         losses={step: loss / len(steps[step]) for step, loss in losses.items()},
         events=watch.events,
+        validated=watch.validated,
         rates=net.rates,
         epoch=trainer.current_epoch,
         global_step=trainer.global_step,

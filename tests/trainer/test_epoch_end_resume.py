@@ -126,6 +126,40 @@ def test_kept_loaders_repeat_order_and_random_numbers_of_workers(
         assert seen.losses == from_step(reference.losses, begin)
 
 
+@pytest.mark.parametrize("limit", [None, 4])
+def test_a_batch_that_was_fetched_ahead_repeats_its_random_numbers(
+    limit: int | None, worlds: Pools, tmp_path: Path
+) -> None:
+    """Lightning fetches the next batch of a stream before it trains on this one."""
+    save: tuple[str, ...] = ("step 0.1", "step 1.1", "inside 1.2", "step 2.3")
+    save = save if limit is None else save[:2]
+    length = 6 if limit is None else limit // 2
+    limits = {} if limit is None else {"limit_train_batches": length}
+    run = replace(UNCUT, kind="seeks", dropout=0.2, save=save, root=str(tmp_path), trainer=limits)
+    reference, *resumed = records(worlds, 1, [run, *map(run.resumed, save)])
+    begins = (1, length + 1, length + 2, 2 * length + 3)
+    for seen, begin in zip(resumed, begins, strict=False):
+        assert seen.steps == from_step(reference.steps, begin)
+        assert seen.losses == from_step(reference.losses, begin)
+        assert seen.drawn == reference.drawn
+
+
+@pytest.mark.parametrize("end", ["validating 6", "validated 3", "step 0.5"])
+def test_workers_of_a_validation_repeat_their_random_numbers(
+    end: str, worlds: Pools, tmp_path: Path
+) -> None:
+    """Each validation draws other numbers, whether or not the run was resumed."""
+    every = {"val_check_interval": 3, "limit_val_batches": 1}
+    run = replace(
+        UNCUT, epochs=2, validate=True, validation={"num_workers": 1}, trainer=every, save=(end,)
+    )
+    run = replace(run, root=str(tmp_path), rate=0.0)
+    reference, seen = records(worlds, 1, [run, run.resumed(end)])
+    assert sorted(reference.validated) == [3, 6, 9, 12]
+    assert len({*reference.validated.values()}) == 4
+    assert seen.validated == from_step(reference.validated, 4)
+
+
 def test_persistent_workers_cause_one_warning(worlds: Pools, tmp_path: Path) -> None:
     """Their random numbers continue over epochs, but restart after a resume."""
     options = {"num_workers": 1, "persistent_workers": True}
