@@ -429,8 +429,25 @@ def _resumable_position(
         raise CheckpointMismatchError(msg)
     rank_zero_warn(
         f"Epoch {position.epoch} starts over after {position.steps} optimizer steps: {reason}."
+        + _schedule_overrun(pending, position.steps)
     )
     return Position(position.epoch, 0)
+
+
+def _schedule_overrun(pending: PendingResume, steps: int) -> str:
+    """Return a warning that a schedule ends before the run, which repeats a number of steps."""
+    trainer, planned = pending.trainer, pending.record.planned_steps
+    configs = trainer.lr_scheduler_configs
+    is_by_step = any(c.interval == "step" and not c.reduce_on_plateau for c in configs)
+    if not is_by_step or planned == trainer.max_steps:
+        return ""
+    end = "the planned number of steps" if planned is None else planned
+    return (
+        f" The repeated {steps} steps are additional ones for the learning-rate schedule: if it "
+        "has a fixed total, it ends before the run, and then OneCycleLR raises an error and a "
+        f"cosine rises again. Pass Trainer(max_steps={end}) to end with the schedule. Or configure "
+        f"it for {steps} more steps and pass load_hyperparameters=False."
+    )
 
 
 def _unresumable_reason(pending: PendingResume, loaders: Sequence[Any]) -> str:

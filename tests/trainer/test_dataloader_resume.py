@@ -18,6 +18,7 @@ from tests.trainer._recorded_runs import (
     RunSpec,
     assert_continued,
     assert_refused,
+    error_of,
     fit,
     fit_stock,
     from_step,
@@ -293,6 +294,28 @@ def test_a_sampler_that_counts_its_epochs_is_refused_or_restarted(
     seen, ended = records(worlds, 2, [allowed, saving.resumed("epoch 1")])
     assert seen.global_step == 12
     assert all(any(reason in text for text in each.messages) for each in (seen, ended))
+
+
+def test_a_schedule_that_ends_before_a_repeated_epoch_is_named(
+    worlds: Pools, tmp_path: Path
+) -> None:
+    """With ``max_steps``, the run ends with its schedule; without, OneCycleLR raises an error."""
+    policy = {"on_unresumable_data": "restart_epoch"}
+    run = replace(OWN, kind="user's loader", schedule="onecycle", strategy=policy)
+    run = replace(run, length=36, batch_size=12, epochs=1)
+    saving, reference = saved(run, worlds, tmp_path, "step 0.2", world=1)
+    assert reference.global_step == 3
+    (seen,) = records(worlds, 1, [saving.resumed("step 0.2", epochs=2, max_steps=3)])
+    assert seen.rates == from_step(reference.rates, 2)
+    assert not any("OneCycleLR raises" in text for text in seen.messages)
+    (message,) = worlds.run(1, partial(error_of, saving.resumed("step 0.2")))
+    assert "Tried to step 4 times" in message
+    longer = saving.resumed("step 0.2", epochs=2)
+    strategy = {**policy, "load_hyperparameters": False}
+    (seen,) = records(worlds, 1, [replace(longer, strategy=strategy)])
+    (warning,) = [text for text in seen.messages if "OneCycleLR raises" in text]
+    assert "Pass Trainer(max_steps=3)" in warning
+    assert "for 2 more steps and pass load_hyperparameters=False" in warning
 
 
 def test_orders_of_numpy_integers_are_compared(worlds: Pools, tmp_path: Path) -> None:
