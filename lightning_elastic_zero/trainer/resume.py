@@ -243,7 +243,7 @@ class RunResumer:
             return
         record = saved_progress(state, manifest, where)
         is_own_format = bool(manifest.progress.sampler)
-        if not is_own_format:
+        if not is_own_format and manifest.progress.global_samples:  # so its ranks are known
             size = self._batches.samples_per_step_of(record)
             record = replace(record, global_batch_size=size)
         batches = self._batches.current

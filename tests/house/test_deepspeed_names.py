@@ -49,8 +49,8 @@ PRIVATE = re.compile(r"_[A-Za-z]\w*")
 INTERNALS = ROOT / "engine" / "deepspeed.py"
 """The only file that may use private names of DeepSpeed."""
 
-TORCHS_OWN = {"_non_persistent_buffers_set"}
-"""Private names of torch modules that ``engine`` uses."""
+TORCHS_OWN = {"_non_persistent_buffers_set", "_post_accumulate_grad_hooks"}
+"""Private names of torch that ``engine`` uses, of modules and parameters."""
 
 BY_NAME = {"delattr", "getattr", "hasattr", "setattr"}
 

@@ -372,12 +372,14 @@ def _fit(run: RunSpec) -> RunRecord:
     return gather_record(trainer, net, watch)
 
 
-def fit_stock(run: RunSpec) -> RunRecord:
-    """Fit with Lightning's own strategy."""
+def fit_stock(run: RunSpec, *, ddp: bool = False) -> RunRecord:
+    """Fit with Lightning's own strategy for DeepSpeed, or for DDP."""
     pl.seed_everything(run.seed, workers=True, verbose=False)
     net, watch = RecordingNet(run), EventRecorder(run)
     options = {**SMALL_BUCKETS, **run.strategy}
-    strategy = StockOnCPU(stage=run.stage, zero_allow_untested_optimizer=True, **options)
+    strategy: Any = "ddp"
+    if not ddp:
+        strategy = StockOnCPU(stage=run.stage, zero_allow_untested_optimizer=True, **options)
     trainer = quiet_trainer(strategy, watch, max_epochs=run.epochs, **run.trainer)
     trainer.fit(net, run.loaders())
     return gather_record(trainer, net, watch)

@@ -310,9 +310,9 @@ def test_a_schedule_that_ends_before_a_repeated_epoch_is_named(
     assert not any("OneCycleLR raises" in text for text in seen.messages)
     (message,) = worlds.run(1, partial(error_of, saving.resumed("step 0.2")))
     assert "Tried to step 4 times" in message
-    longer = saving.resumed("step 0.2", epochs=2)
     strategy = {**policy, "load_hyperparameters": False}
-    (seen,) = records(worlds, 1, [replace(longer, strategy=strategy)])
+    other = saving.resumed("step 0.2", schedule="step", strategy=strategy)
+    (seen,) = records(worlds, 1, [other])
     (warning,) = [text for text in seen.messages if "OneCycleLR raises" in text]
     assert "Pass Trainer(max_steps=3)" in warning
     assert "for 2 more steps and pass load_hyperparameters=False" in warning
@@ -443,6 +443,16 @@ def test_a_changed_global_batch_of_a_stock_checkpoint_is_reported(
     same = record(worlds, 2, replace(resumed, trainer=accumulation))
     assert not any("global batch changes" in text for text in same.messages)
     assert same.steps == from_step(reference.steps, 3)
+
+
+def test_the_global_batch_of_a_single_file_is_unknown(worlds: Pools, tmp_path: Path) -> None:
+    """The file does not contain the number of ranks, so the position counts optimizer steps."""
+    run = RunSpec(global_batch=None, batch_size=6, length=96, epochs=1, root=str(tmp_path))
+    saving = replace(run, save=(SAVE,))
+    reference: RunRecord = worlds.run(2, partial(fit_stock, saving, ddp=True))[0]
+    seen = record(worlds, 2, run.resumed(SAVE))
+    assert not any("global batch changes" in text for text in seen.messages)
+    assert seen.steps == from_step(reference.steps, 3)
 
 
 @pytest.mark.long
