@@ -38,7 +38,7 @@ from lightning_elastic_zero.core.requirements import version_of
 from lightning_elastic_zero.data_progress.batches import with_loader_states
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import ElasticZeroError, UnsupportedError
-from lightning_elastic_zero.storage.checkpoints import exists, is_link, siblings
+from lightning_elastic_zero.storage.checkpoints import exists, is_link, resolved, siblings
 from lightning_elastic_zero.storage.object_store import AnyPath
 from lightning_elastic_zero.storage.paths import parse_path
 from lightning_elastic_zero.trainer.batches import UserSettings
@@ -58,9 +58,9 @@ from lightning_elastic_zero.trainer.lightning import (
     known_callback_metrics,
 )
 from lightning_elastic_zero.trainer.metrics import RESULTS, RESULTS_BY_RANK
-from lightning_elastic_zero.trainer.model_checkpoint import ModelCheckpointHooks
+from lightning_elastic_zero.trainer.model_checkpoint import LoadedSaves, ModelCheckpointHooks
 from lightning_elastic_zero.trainer.monitor import checkpoint_bar
-from lightning_elastic_zero.trainer.recorder import is_inside_validation
+from lightning_elastic_zero.trainer.recorder import HOOK, SAVES, is_inside_validation
 from lightning_elastic_zero.trainer.resume import (
     STATE_KEY,
     RunResumer,
@@ -291,6 +291,8 @@ class RunCheckpoints:
         self._world_size = 1
         self._device = torch.device("cpu")
         self._is_resumed = False
+        self._loaded_saves: LoadedSaves | None = None
+        """Set by a load until training begins."""
         self._hooks = ModelCheckpointHooks(manager, self._link)
         self.prepare = self._hooks.prepare
         self.last_fit = LastFit()
@@ -314,7 +316,7 @@ class RunCheckpoints:
             raise UnsupportedError(msg)
         if fitting:
             self.last_fit.trained = engine
-        self._is_resumed = False
+        self._is_resumed, self._loaded_saves = False, None
         # The module may belong to another Trainer by the time of a save.
         self._world_size, self._device = trainer.world_size, trainer.strategy.root_device
         callbacks = trainer.checkpoint_callbacks if fitting else []
@@ -558,7 +560,16 @@ class RunCheckpoints:
             data = type(getattr(trainer, "datamodule", None)).__qualname__
             kept = {k: v for k, v in state.items() if k not in {"loops", "callbacks", data}}
             return {**kept, "epoch": 0, "global_step": 0, "lr_schedulers": []}
-        state.setdefault(STATE_KEY, {})[RESULTS_BY_RANK] = loaded.rank_entries
+        own = state.setdefault(STATE_KEY, {})
+        own[RESULTS_BY_RANK] = loaded.rank_entries
+        if counted_loops(state) is not None:
+            self._loaded_saves = LoadedSaves(
+                resolved(parse_path(path)),
+                manifest.progress,
+                int(state.get("global_step", 0)),
+                own.get(SAVES, {}),
+                own.get(HOOK, ""),
+            )
         self._resumer.resume_from(state, manifest, trainer, path)
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         origins, count = loaded.group_origins, len(manifest.groups)
@@ -573,6 +584,12 @@ class RunCheckpoints:
         warn_of_replaced_rates(configured, groups, scheduled=bool(schedulers or saved))
         state["lr_schedulers"] = resume_as_saved(schedulers, saved)
         return state
+
+    def resume_saves(self, trainer: pl.Trainer) -> None:
+        """Continue the saves of a loaded run when training begins; collective."""
+        loaded, self._loaded_saves = self._loaded_saves, None
+        if loaded is not None:
+            self._hooks.resume(trainer, loaded)
 
     def check_all_ranks_resumed(self, trainer: pl.Trainer) -> None:
         """Fail if some ranks loaded a checkpoint and others did not; collective.

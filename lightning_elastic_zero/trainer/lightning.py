@@ -16,7 +16,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import callbacks
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loops import fetchers
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer import call
@@ -50,9 +50,9 @@ PRIVATE_NAMES: dict[str, str] = {
     "the trainer": "_checkpoint_connector _logger_connector",
     "ModelCheckpoint": "_get_metric_interpolated_filepath_name "
     "_ModelCheckpoint__warn_if_dir_not_empty _find_last_checkpoints _link_checkpoint "
-    "_save_checkpoint file_exists",
+    "_monitor_candidates _save_checkpoint file_exists",
     "a ModelCheckpoint": "_enable_version_counter _every_n_epochs _every_n_train_steps "
-    "_last_global_step_saved",
+    "_last_checkpoint_saved _last_global_step_saved",
     "DeepSpeedStrategy": "_auto_select_batch_size _config_initialized "
     "_format_batch_size_and_grad_accum_config _init_config_if_needed _init_optimizers "
     "_parallel_devices _timeout",
@@ -230,6 +230,16 @@ def callbacks_of(trainer: pl.Trainer) -> list[Callback]:
     return callbacks
 
 
+def can_stop_early(trainer: pl.Trainer) -> bool:
+    """Whether a requested stop is due: ``min_epochs`` and ``min_steps`` are reached."""
+    return bool(trainer.fit_loop._can_stop_early)
+
+
+def early_stopping_of(trainer: pl.Trainer) -> list[EarlyStopping]:
+    """Return the trainer's ``EarlyStopping`` callbacks."""
+    return [c for c in callbacks_of(trainer) if isinstance(c, EarlyStopping)]
+
+
 def displayed_metrics(trainer: pl.Trainer) -> dict[str, Any]:
     """Return the known values of loggers and progress bar; the public properties compute more."""
     connector = trainer._logger_connector
@@ -238,6 +248,13 @@ def displayed_metrics(trainer: pl.Trainer) -> dict[str, Any]:
         "log": {k: v.detach() for k, v in log.items() if type(v) is torch.Tensor},
         "bar": {k: float(v) for k, v in bar.items() if type(v) in (int, float)},
     }
+
+
+def log_train_step(trainer: pl.Trainer) -> None:
+    """Log the values of a batch, for a run that ends in ``on_train_batch_end`` of callbacks."""
+    connector = trainer._logger_connector
+    connector.on_batch_end()
+    connector.update_train_step_metrics()
 
 
 def continue_epoch(trainer: pl.Trainer) -> None:

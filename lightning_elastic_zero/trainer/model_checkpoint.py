@@ -6,7 +6,8 @@
 - If a save was due but the best k kept nothing of this step, the last checkpoint is saved instead
   of linking one that can be epochs old.
 
-The replacements last from the strategy's setup to its teardown.
+The replacements last from the strategy's setup to its teardown. ``_save_checkpoint`` is replaced
+while the saves of a loaded checkpoint are continued.
 
 With a ``dirpath`` in an object store, ``ckpt_path="last"`` is answered too: Lightning would make a
 local path of the URL, find nothing there, and start from the beginning. And ``save_last="link"``,
@@ -20,6 +21,7 @@ import glob
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -27,10 +29,17 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_elastic_zero.checkpoint.fallback import manifest_of
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
-from lightning_elastic_zero.core.manifest import MANIFEST_NAME
+from lightning_elastic_zero.core.manifest import MANIFEST_NAME, TrainingProgress
 from lightning_elastic_zero.errors import CheckpointNotFoundError, ElasticZeroError, SaveError
-from lightning_elastic_zero.storage.checkpoints import exists, inspect_target, siblings
+from lightning_elastic_zero.storage.checkpoints import (
+    exists,
+    inspect_target,
+    published_ns,
+    resolved,
+    siblings,
+)
 from lightning_elastic_zero.storage.object_store import AnyPath, StorePath
 from lightning_elastic_zero.storage.paths import parse_path
 from lightning_elastic_zero.trainer.lightning import (
@@ -51,6 +60,15 @@ def _last_checkpoints(callback: ModelCheckpoint, _: pl.Trainer) -> set[str]:
     except OSError as error:
         msg = f"{folder} cannot be listed ({error.strerror})"
         raise CheckpointNotFoundError(msg) from error
+
+
+def is_found_as_last(trainer: pl.Trainer, path: str) -> bool:
+    """Whether ``ckpt_path="last"`` finds a checkpoint, if it is the newest."""
+    saving = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+    with suppress(OSError, ElasticZeroError):  # of the store
+        found = {each for c in saving for each in c._find_last_checkpoints(trainer)}
+        return not found.isdisjoint({path, f"{path}/{MANIFEST_NAME}"})  # the latter in a store
+    return False
 
 
 _WARNS = "_ModelCheckpoint__warn_if_dir_not_empty"
@@ -79,6 +97,8 @@ class ModelCheckpointHooks:
         self._link = link
         self._given: list[tuple[ModelCheckpoint, str]] = []
         self._linking: list[ModelCheckpoint] = []
+        self._loaded: LoadedSaves | None = None
+        """While the saves of its moment are made."""
 
     def prepare(self, trainer: pl.Trainer) -> None:
         """Prepare callbacks that save into object stores, before ``fit`` looks for the last one.
@@ -128,6 +148,7 @@ class ModelCheckpointHooks:
         def look() -> tuple[bool, str]:
             # In this order, because it may be published in between.
             there = self._manager.is_being_written(filepath) or _is_there(filepath)
+            there = there and not self._is_made(filepath)
             return there, _refusal_reason(filepath) if there else ""
 
         there, why = _on_rank_zero(trainer, look)
@@ -150,6 +171,80 @@ class ModelCheckpointHooks:
         return ModelCheckpoint._get_metric_interpolated_filepath_name(
             callback, monitor_candidates, trainer, replaced
         )
+
+    def resume(self, trainer: pl.Trainer, loaded: LoadedSaves) -> None:
+        """Continue the saves of the moment of a loaded checkpoint; collective.
+
+        Lightning asks the callbacks in turn. So the checkpoint of one callback does not contain the
+        saves of the next ones in the same hook, and a preempted run ends before them all. Those
+        that exist are recorded, and the others are made. A callback repeats no save of this step,
+        and one that was deferred to a validation is made after that validation.
+        """
+        if trainer.global_step != loaded.step:
+            return  # on_load_checkpoint of the module lets this run count from 0.
+        self._loaded = loaded
+        for callback in trainer.checkpoint_callbacks:
+            if not isinstance(callback, ModelCheckpoint):
+                continue
+            _ready_last(callback)
+            saved = loaded.saves.get(callback.state_key, {})
+            every, step = callback._every_n_train_steps, trainer.global_step
+            if saved.get("deferred"):
+                callback._defer_save_until_validation = True
+                continue
+            is_same_folder = saved.get("dirpath") == str(callback.dirpath)
+            if saved.get("step") == step:
+                callback._last_global_step_saved = step
+                if is_same_folder:
+                    self._find_last(trainer, callback)
+            elif loaded.hook and is_same_folder:
+                self._repeat_hook(trainer, callback, loaded.hook)
+            is_deferred = getattr(callback, "_defer_save_until_validation", False)
+            if every >= 1 and step % every == 0 and not is_deferred:
+                # Not again inside the next accumulation window.
+                callback._last_global_step_saved = step
+        self._loaded = None
+
+    def _find_last(self, trainer: pl.Trainer, callback: ModelCheckpoint) -> None:
+        """Record the last checkpoint of a callback whose first save was loaded."""
+        if not callback.save_last or callback.last_model_path:
+            return
+        candidates, name = callback._monitor_candidates(trainer), callback.CHECKPOINT_NAME_LAST
+        path = callback.format_checkpoint_name(candidates, name)
+        if _on_rank_zero(trainer, lambda: self._is_made(path)):
+            callback.last_model_path = path
+
+    def _repeat_hook(self, trainer: pl.Trainer, callback: ModelCheckpoint, hook: str) -> None:
+        """Make the saves of a callback in a hook."""
+        # The next epoch has begun after on_train_epoch_end.
+        epochs_since = int(hook == "on_train_epoch_end")
+
+        def save(_: pl.Trainer, path: str) -> None:
+            if _on_rank_zero(trainer, lambda: self._is_made(path)):
+                callback._last_global_step_saved = trainer.global_step
+                callback._last_checkpoint_saved = path
+                return
+            with _shown_epoch(trainer, epochs_since):
+                type(callback)._save_checkpoint(callback, trainer, path)
+
+        vars(callback)["_save_checkpoint"] = save
+        try:
+            with _shown_epoch(trainer, -epochs_since):
+                batch = (None, None, trainer.fit_loop.batch_idx)
+                of_hook = batch if hook == "on_train_batch_end" else ()
+                getattr(callback, hook)(trainer, trainer.lightning_module, *of_hook)
+        finally:
+            del vars(callback)["_save_checkpoint"]
+
+    def _is_made(self, path: str) -> bool:
+        """Whether the run that saved the loaded checkpoint saved this one next; on rank 0."""
+        loaded = self._loaded
+        if loaded is None or not _is_there(path):
+            return False
+        found = resolved(parse_path(path))
+        manifest = manifest_of(found)
+        is_same = manifest is not None and manifest.progress == loaded.progress
+        return is_same and published_ns(found) >= published_ns(loaded.path)
 
     def _refuse_overwriting(self, trainer: pl.Trainer, callback: ModelCheckpoint) -> None:
         """Refuse names in use at the start if ``enable_version_counter=False`` would overwrite."""
@@ -279,9 +374,9 @@ def _pattern(part: str, callback: ModelCheckpoint) -> str:
 
 
 def saves_of(trainer: pl.Trainer, path: str) -> dict[str, dict[str, Any]]:
-    """Return each ``ModelCheckpoint``'s last saved step, and whether a save is deferred.
+    """Return each ``ModelCheckpoint``'s last saved step and folder, and whether a save is deferred.
 
-    Its own state contains neither. The callback that saves to ``path`` now updates its step
+    Its own state does not contain the step. The callback that saves to ``path`` now updates it
     afterwards.
     """
     saves = {}
@@ -290,23 +385,48 @@ def saves_of(trainer: pl.Trainer, path: str) -> dict[str, dict[str, Any]]:
             own = {*callback.best_k_models, callback.best_model_path, callback.last_model_path}
             step = trainer.global_step if path in own else callback._last_global_step_saved
             deferred = bool(getattr(callback, "_defer_save_until_validation", False))
-            saves[callback.state_key] = {"step": step, "deferred": path not in own and deferred}
+            saves[callback.state_key] = {
+                "step": step,
+                "deferred": path not in own and deferred,
+                "dirpath": str(callback.dirpath),
+            }
     return saves
 
 
-def skip_repeated_saves(trainer: pl.Trainer, saves: Mapping[str, Any]) -> None:
-    """Keep each ``ModelCheckpoint`` from saving the same step again after a resume.
+@dataclass(frozen=True, slots=True)
+class LoadedSaves:
+    """The saves of the ``ModelCheckpoint`` callbacks at the moment of a loaded checkpoint."""
 
-    Inside the next accumulation window it would write the same state over the checkpoint from which
-    the run was resumed. A save that was deferred to a validation is made after that validation.
+    path: AnyPath
+    """The loaded checkpoint."""
+    progress: TrainingProgress
+    """Its progress."""
+    step: int
+    """The trainer's step."""
+    saves: Mapping[str, Any]
+    """Result of ``saves_of``; empty if other software saved the checkpoint."""
+    hook: str
+    """The hook of callbacks in which it was saved; empty if it was saved in another place."""
+
+
+def _ready_last(callback: ModelCheckpoint) -> None:
+    """Let ``save_last="link"`` follow saves that the best k do not keep, as before the load.
+
+    Lightning needs the path of any save for it, and does not save one. That of the last checkpoint
+    itself keeps the link as it is until a save is due.
     """
-    step = trainer.global_step
-    for callback in trainer.checkpoint_callbacks:
-        if not isinstance(callback, ModelCheckpoint):
-            continue
-        saved = saves.get(callback.state_key, {"step": -1, "deferred": False})
-        every = callback._every_n_train_steps
-        if saved["deferred"]:
-            callback._defer_save_until_validation = True
-        elif saved["step"] == step or (every >= 1 and step % every == 0):
-            callback._last_global_step_saved = step
+    best = callback.best_model_path
+    is_here = bool(best) and best.startswith(str(callback.dirpath))
+    if not callback._last_checkpoint_saved:
+        callback._last_checkpoint_saved = callback.last_model_path or (best if is_here else "")
+
+
+@contextmanager
+def _shown_epoch(trainer: pl.Trainer, change: int) -> Iterator[None]:
+    """Show callbacks another ``current_epoch``."""
+    counts = trainer.fit_loop.epoch_progress.current
+    counts.completed += change
+    try:
+        yield
+    finally:
+        counts.completed -= change

@@ -33,7 +33,8 @@ from typing_extensions import override
 from lightning_elastic_zero.coordination.ranks import any_rank
 from lightning_elastic_zero.errors import ElasticZeroError, UnsupportedError
 from lightning_elastic_zero.storage.paths import parse_path
-from lightning_elastic_zero.trainer.lightning import callbacks_of, has_average
+from lightning_elastic_zero.trainer.lightning import callbacks_of, has_average, log_train_step
+from lightning_elastic_zero.trainer.model_checkpoint import is_found_as_last
 from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
 Notice: TypeAlias = Callable[[], bool]
@@ -114,8 +115,8 @@ class PreemptionCheckpoint(Callback):
     """Saves and ends the run when one of its machines is about to be taken away.
 
     Any rank may get the notice. All ranks stop after the same batch, save to
-    ``last-preempted.ckpt`` and exit with a code that requests a restart. The same command with
-    ``ckpt_path="last"`` continues on any number of devices.
+    ``last-preempted.ckpt`` and exit with a code that requests a restart. The same command, with the
+    ``ckpt_path`` that the last message names, continues on any number of devices.
 
     Args:
         notice: Source of notices besides the signals, polled every two seconds: ``"aws"`` or
@@ -187,7 +188,7 @@ class PreemptionCheckpoint(Callback):
         if sum(isinstance(callback, PreemptionCheckpoint) for callback in callbacks) > 1:
             msg = "PreemptionCheckpoint was passed twice. Remove one from the callbacks"
             raise ValueError(msg)
-        if not self._dirpath and not any(isinstance(c, ModelCheckpoint) for c in callbacks):
+        if not any(isinstance(c, ModelCheckpoint) for c in callbacks):
             rank_zero_warn(
                 'PreemptionCheckpoint: ckpt_path="last" finds the folder by a ModelCheckpoint. '
                 "Without one, resume from the path in the message at the end of the run."
@@ -224,6 +225,7 @@ class PreemptionCheckpoint(Callback):
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         if _any_rank(trainer, flag=bool(self._heard)):
+            log_train_step(trainer)
             self._save_and_end(trainer)
 
     @override
@@ -294,10 +296,12 @@ class PreemptionCheckpoint(Callback):
         if self._heard:
             seconds = time.monotonic() - self._heard_at
             log.info("rank %d: saved %.1f s after the notice", trainer.global_rank, seconds)
-        rank_zero_info(
-            f"Saved {path} at step {trainer.global_step}; ending with exit code "
-            f'{self._exit_code}. Start the same command again with ckpt_path="last".'
-        )
+        if trainer.is_global_zero:
+            asked = "last" if is_found_as_last(trainer, path) else path
+            rank_zero_info(
+                f"Saved {path} at step {trainer.global_step}; ending with exit code "
+                f'{self._exit_code}. Start the same command again with ckpt_path="{asked}".'
+            )
         raise SIGTERMException(self._code_of(trainer))
 
     def _code_of(self, trainer: pl.Trainer) -> int:

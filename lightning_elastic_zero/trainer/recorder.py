@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 
 from lightning_elastic_zero.data_progress.batches import (
     Consumed,
@@ -25,8 +26,10 @@ from lightning_elastic_zero.trainer.batches import BatchController, BatchSetting
 from lightning_elastic_zero.trainer.checks import BATCH_COUNT_SETTINGS
 from lightning_elastic_zero.trainer.frozen import FrozenCopies
 from lightning_elastic_zero.trainer.lightning import (
+    can_stop_early,
     combined_loader,
     data_fetcher,
+    early_stopping_of,
     exhausted_loaders,
     is_fitting,
     known_callback_metrics,
@@ -52,6 +55,10 @@ RANDOM_BEFORE_FETCH = "random_before_fetch"
 
 SAVES = "saves"
 """Entry of a rank's state: the last save of each ``ModelCheckpoint``."""
+
+
+HOOK = "hook"
+"""Entry of a rank's state: the hook of callbacks in which the checkpoint is saved, or empty."""
 
 
 class RunRecorder:
@@ -241,7 +248,8 @@ class RunRecorder:
         loop = trainer.fit_loop
         ending = record.position.steps == 0 and _is_ending(loop.epoch_progress)
         batch_ending = _is_ending(loop.epoch_loop.batch_progress) or trainer.validating
-        waits_to_stop = is_fitting(trainer) and trainer.should_stop and not loop._can_stop_early
+        is_stopping = is_fitting(trainer) and trainer.should_stop
+        has_stopped = any(map(_has_stopped, early_stopping_of(trainer)))
         kept: dict[str, Any] = {}
         if (epoch := self.epoch_metrics) is not None:
             kept = epoch.state(trainer, inside=inside, validated=validated, ending=ending)
@@ -260,8 +268,10 @@ class RunRecorder:
             ENDING: ending,
             # Lightning counts a batch for the loggers when it has ended.
             "axis": logged_steps(trainer) + batch_ending,
-            "waits_to_stop": waits_to_stop,
+            # Another stop ends this run only, such as that of a Timer before a deadline.
+            "waits_to_stop": is_stopping and (has_stopped or not can_stop_early(trainer)),
             SAVES: saves_of(trainer, path),
+            HOOK: _hook_of(trainer, ending=ending, validated=validated),
             "plateau_step_pending": not copies and batch_ending,
         }
 
@@ -380,6 +390,23 @@ def _is_validation_over(trainer: pl.Trainer) -> bool:
 def _batches_done(trainer: pl.Trainer) -> int:
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
     return int(progress.total.processed)
+
+
+def _hook_of(trainer: pl.Trainer, *, ending: bool, validated: bool) -> str:
+    """Return the hook in which a ``ModelCheckpoint`` saves now."""
+    if ending:
+        return "on_train_epoch_end"
+    if validated:
+        return "on_validation_end"
+    in_batch = is_fitting(trainer) and _is_ending(trainer.fit_loop.epoch_loop.batch_progress)
+    return "on_train_batch_end" if in_batch and not trainer.validating else ""
+
+
+def _has_stopped(callback: EarlyStopping) -> bool:
+    """Whether a callback has requested a stop; it may have done so in epoch 0."""
+    reason = getattr(callback, "stopping_reason", None)  # since 2.6
+    is_given = reason is not None and bool(reason.value)
+    return is_given or callback.stopped_epoch > 0 or callback.wait_count >= callback.patience
 
 
 def _is_ending(progress: Any) -> bool:

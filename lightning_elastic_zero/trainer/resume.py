@@ -55,9 +55,11 @@ from lightning_elastic_zero.trainer.checks import (
     warn_of_workers,
 )
 from lightning_elastic_zero.trainer.lightning import (
+    can_stop_early,
     combined_loader,
     data_fetcher,
     drop_iterator,
+    early_stopping_of,
     mark_exhausted,
     reload_interval,
     repeats_shorter_loaders,
@@ -84,10 +86,8 @@ from lightning_elastic_zero.trainer.loaders import (
     with_own_generator,
 )
 from lightning_elastic_zero.trainer.metrics import ENDING, EpochMetrics, SavedMetrics
-from lightning_elastic_zero.trainer.model_checkpoint import skip_repeated_saves
 from lightning_elastic_zero.trainer.recorder import (
     RANDOM_BEFORE_FETCH,
-    SAVES,
     VALIDATED_IN_WINDOW,
     RunRecorder,
     validation_batches,
@@ -365,15 +365,23 @@ class RunResumer:
         if bar is not None and (position.steps or position.is_over):
             # Lightning does not call this for an epoch that was entered before.
             bar.on_train_epoch_start(trainer, trainer.lightning_module)
-        skip_repeated_saves(trainer, state.get(SAVES, {}))
-        if state.get("waits_to_stop"):
-            trainer.should_stop = True
-            rank_zero_info(
-                "A callback requested a stop before the save: training ends at min_epochs/min_steps"
-            )
+        _stop_as_requested(trainer, state)
         if "random" in state:
             _restore_random(pending, position, device)
         return pending.loader_states_at(position)
+
+
+def _stop_as_requested(trainer: pl.Trainer, state: Mapping[str, Any]) -> None:
+    """Request a stop that was requested before the save."""
+    if not state.get("waits_to_stop"):
+        return
+    where = "at min_epochs/min_steps"
+    if can_stop_early(trainer):
+        if not early_stopping_of(trainer):
+            return  # The user has removed it, to train on.
+        where = f"here, at step {trainer.global_step}. To train on, remove EarlyStopping"
+    trainer.should_stop = True
+    rank_zero_info(f"A callback requested a stop before the save: training ends {where}")
 
 
 def _restore_random(pending: PendingResume, position: Position, device: torch.device) -> None:

@@ -259,6 +259,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     @override
     def on_train_start(self) -> None:
         self._resumer.on_train_start(self._trainer, self.root_device)
+        self._checkpoints.resume_saves(self._trainer)
         super().on_train_start()
 
     @override

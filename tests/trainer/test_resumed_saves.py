@@ -1,0 +1,253 @@
+"""Saves and stops that were due at the moment of a checkpoint, compared with a run as a whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from deepspeed import comm
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from typing_extensions import override
+
+from lightning_elastic_zero.trainer.preemption import PreemptionCheckpoint
+from tests.support.fits import Data, RegressionNet, digests, elastic, quiet_trainer
+from tests.support.outcome import captured_log
+from tests.support.ranks import Pools
+
+pytestmark = pytest.mark.engine
+
+STEPS_PER_EPOCH = 2
+
+
+class ScoredNet(RegressionNet):
+    """Logs a given score for each epoch."""
+
+    def __init__(self, scores: tuple[float, ...]) -> None:
+        super().__init__()
+        self.scores = scores
+
+    @override
+    def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
+        loss = super().training_step(batch, _)
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    @override
+    def validation_step(self, batch: list[torch.Tensor], _: int) -> None:
+        self.log("score", torch.tensor(self.scores[self.current_epoch]), sync_dist=True)
+
+
+class Watch(Callback):
+    """Records the step of ``last.ckpt`` before each step; ends the run at a step."""
+
+    def __init__(self, folder: Path, kill_at: int, signal_at: int, stop_at: int) -> None:
+        self.folder, self.kill_at, self.signal_at = folder, kill_at, signal_at
+        self.stop_at = stop_at
+        self.last: dict[int, int] = {}
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        comm.barrier()
+        manifest = self.folder / "last.ckpt" / "manifest.json"
+        saved = json.loads(manifest.read_text()) if manifest.exists() else {}
+        self.last[trainer.global_step] = saved.get("progress", {}).get("global_steps", 0)
+        if trainer.global_step == self.kill_at:
+            raise KeyboardInterrupt  # Lightning saves nothing more.
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.signal_at:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        trainer.should_stop = trainer.should_stop or trainer.global_step == self.stop_at
+
+
+@dataclass(frozen=True)
+class ScoredRun:
+    root: str
+    saves: tuple[dict[str, Any], ...]
+    """Options of each ``ModelCheckpoint``."""
+    scores: tuple[float, ...]
+    ckpt_path: str | None = None
+    kill_at: int = -1
+    signal_at: int = -1
+    stop_at: int = -1
+    """Step after which a user's callback requests a stop."""
+    callbacks: tuple[Callable[[], Callback], ...] = ()
+    trainer: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.root) / "kept"
+
+    def resumed(self, path: str, **changes: Any) -> ScoredRun:
+        return replace(self, ckpt_path=path, kill_at=-1, signal_at=-1, stop_at=-1, **changes)
+
+
+@dataclass(frozen=True)
+class Ended:
+    step: int
+    last: dict[int, int]
+    """Step of ``last.ckpt`` before each step of this run."""
+    kept: list[str]
+    """Names in the folder."""
+    best: list[str]
+    """Name of each callback's best checkpoint."""
+    tracked: list[list[str]]
+    """Names of each callback's best k checkpoints."""
+    weights: dict[str, str]
+    rows: list[str]
+    """Rows of the logger in this run: step and loss."""
+    messages: list[str]
+
+
+def fit(run: ScoredRun) -> Ended:
+    warnings.simplefilter("ignore")
+    watch = Watch(run.folder, run.kill_at, run.signal_at, run.stop_at)
+    saving = [ModelCheckpoint(dirpath=run.folder, mode="max", **options) for options in run.saves]
+    logger = CSVLogger(run.root, name="log")
+    trainer = quiet_trainer(
+        elastic(),
+        watch,
+        *(make() for make in run.callbacks),
+        *saving,
+        **{"max_epochs": len(run.scores), "logger": logger, "log_every_n_steps": 1, **run.trainer},
+    )
+    net = ScoredNet(run.scores)
+    with captured_log("lightning.pytorch.utilities.rank_zero", 20) as messages:
+        try:
+            trainer.fit(net, Data(), ckpt_path=run.ckpt_path)
+        except SystemExit:  # of a preemption, or Lightning's at a KeyboardInterrupt
+            assert {run.kill_at, run.signal_at} != {-1}
+    comm.barrier()
+    file = Path(logger.log_dir) / "metrics.csv"
+    rows = [line.split(",") for line in file.read_text().splitlines()] if file.exists() else []
+    rows = rows if rows and "loss" in rows[0] else []
+    columns = [rows[0].index(name) for name in ("step", "loss")] if rows else []
+    return Ended(
+        trainer.global_step,
+        watch.last,
+        sorted(path.name for path in run.folder.glob("[!.]*")),
+        [Path(callback.best_model_path).name for callback in saving],
+        [sorted(Path(path).name for path in callback.best_k_models) for callback in saving],
+        digests(net),
+        [" ".join(row[column] for column in columns) for row in rows[1:] if row[columns[1]]],
+        list(messages),
+    )
+
+
+def fits(*runs: ScoredRun) -> list[Ended]:
+    return [fit(run) for run in runs]
+
+
+@pytest.mark.parametrize("kill_at", [2, 4], ids=["a link", "a separate checkpoint"])
+def test_last_follows_a_resumed_run(kill_at: int, worlds: Pools, tmp_path: Path) -> None:
+    """The best was before the resume, so that no later save is kept among the best."""
+    options = {"monitor": "score", "save_top_k": 1, "save_last": "link", "filename": "{step}"}
+    run = ScoredRun(str(tmp_path / "whole"), (options,), (4.0, 3.0, 2.0, 1.0))
+    killed = replace(run, root=str(tmp_path / "resumed"), kill_at=kill_at)
+    whole, _, resumed = worlds.run(1, partial(fits, run, killed, killed.resumed("last")))[0]
+    assert resumed.last == {step: at for step, at in whole.last.items() if step >= kill_at}
+    assert resumed.kept == whole.kept == ["last.ckpt", "step=2.ckpt"]
+    assert (resumed.best, resumed.weights) == (whole.best, whole.weights)
+
+
+@pytest.mark.parametrize("is_killed_between", [True, False])
+@pytest.mark.parametrize("at_epoch_end", [True, False], ids=["epoch", "validation"])
+def test_each_callback_has_its_own_save_after_a_resume_from_the_firsts(
+    at_epoch_end: bool, is_killed_between: bool, worlds: Pools, tmp_path: Path
+) -> None:
+    common = {"save_on_train_epoch_end": at_epoch_end}
+    first = {"filename": "first-{step}", **common}
+    second = {"monitor": "score", "filename": "second-{epoch}", "save_top_k": 2, **common}
+    run = ScoredRun(str(tmp_path / "whole"), (first, second), (1.0, 3.0, 2.0))
+    killed = replace(run, root=str(tmp_path / "killed"), kill_at=2 * STEPS_PER_EPOCH)
+    worlds.run(2, partial(fit, killed))
+    if is_killed_between:
+        shutil.rmtree(killed.folder / "second-epoch=1.ckpt")
+    before = (killed.folder / "first-step=4.ckpt" / "manifest.json").stat().st_mtime_ns
+    resumed = killed.resumed(str(killed.folder / "first-step=4.ckpt"))
+    remade = killed.resumed(str(killed.folder / "second-epoch=1.ckpt"))
+    runs = (run, resumed, replace(remade, root=str(tmp_path / "again")))
+    for whole, ended, again in worlds.run(2, partial(fits, *runs)):
+        assert ended.best == whole.best == ["first-step=6.ckpt", "second-epoch=1.ckpt"]
+        assert ended.tracked == whole.tracked
+        # The one that the run was resumed from is kept.
+        assert ended.kept == sorted([*whole.kept, "first-step=4.ckpt"])
+        assert ended.weights == again.weights == whole.weights
+    made = (killed.folder / "second-epoch=1.ckpt" / "manifest.json").stat().st_mtime_ns
+    assert made > before
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_preempted_step_is_logged_and_its_due_save_is_made(
+    elsewhere: bool, worlds: Pools, tmp_path: Path
+) -> None:
+    """The message at the end of the run names the path from which it resumes."""
+    options = {"filename": "{step}-{loss:.6f}", "every_n_train_steps": 3, "save_top_k": -1}
+    options |= {"monitor": "loss", "save_last": "link", "save_on_train_epoch_end": False}
+    run = ScoredRun(str(tmp_path / "whole"), (options,), (1.0, 2.0))
+    folder = str(tmp_path / "other") if elsewhere else None
+    makes = (partial(PreemptionCheckpoint, dirpath=folder),)
+    ended = replace(run, root=str(tmp_path / "ended"), signal_at=3, callbacks=makes)
+    path = f"{folder}/last-preempted.ckpt" if elsewhere else "last"
+    both = partial(fits, run, ended, ended.resumed(path))
+    whole, preempted, resumed = worlds.run(1, both)[0]
+    assert f'Start the same command again with ckpt_path="{path}".' in preempted.messages[-1]
+    assert preempted.step == 3
+    assert whole.rows == preempted.rows + resumed.rows
+    assert len(preempted.rows) == 3
+    assert [n for n in resumed.kept if n != "last-preempted.ckpt"] == whole.kept
+    assert (resumed.best, resumed.weights) == (whole.best, whole.weights)
+
+
+BY_STEP = {"val_check_interval": 0.5}
+"""Validate after each step."""
+
+
+@pytest.mark.parametrize(
+    ("trainer", "saves", "stop"),
+    [
+        ({}, {}, 6),
+        ({}, {"every_n_train_steps": 2}, 6),
+        (BY_STEP, {}, 3),
+        ({"min_epochs": 4}, {}, 8),
+    ],
+    ids=["at an epoch's end", "after the epoch's last step", "within an epoch", "later"],
+)
+def test_a_stop_by_early_stopping_is_final(
+    trainer: dict[str, Any], saves: dict[str, Any], stop: int, worlds: Pools, tmp_path: Path
+) -> None:
+    """Without the callback, the run trains on."""
+    makes = (partial(EarlyStopping, "score", mode="max", patience=2),)
+    saves = {"save_last": "link", "filename": "{step}", **saves}
+    scores = (4.0, 3.0, 2.0, 5.0, 6.0)
+    run = ScoredRun(str(tmp_path), (saves,), scores, callbacks=makes, trainer=trainer)
+    again, without = run.resumed("last"), run.resumed("last", callbacks=())
+    whole, resumed, longer = worlds.run(1, partial(fits, run, again, without))[0]
+    assert whole.step == resumed.step == stop
+    assert resumed.kept == whole.kept
+    if not saves.get("every_n_train_steps"):  # otherwise, the callback requests it again
+        assert any("remove EarlyStopping" in text for text in resumed.messages)
+    assert resumed.weights == whole.weights
+    assert longer.step == len(scores) * STEPS_PER_EPOCH
+
+
+def test_another_stop_ends_only_its_run(worlds: Pools, tmp_path: Path) -> None:
+    """Such as that of a Timer before a job's deadline."""
+    makes = (partial(EarlyStopping, "score", mode="max", patience=2),)
+    run = ScoredRun(str(tmp_path), ({"save_last": "link"},), (1.0, 2.0, 3.0), callbacks=makes)
+    stopped = replace(run, stop_at=STEPS_PER_EPOCH)
+    ended, resumed = worlds.run(1, partial(fits, stopped, stopped.resumed("last")))[0]
+    assert (ended.step, resumed.step) == (2, 6)
