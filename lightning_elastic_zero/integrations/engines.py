@@ -28,6 +28,7 @@ from lightning_elastic_zero.core.options import check_client_state
 from lightning_elastic_zero.core.progress import ShowBytes, is_terminal, showing, tqdm_bar
 from lightning_elastic_zero.data_progress.batches import plan_batches
 from lightning_elastic_zero.engine.live import LiveEngine
+from lightning_elastic_zero.engine.support import optimizer_wrapper
 from lightning_elastic_zero.errors import (
     DAMAGE_ERRORS,
     CheckpointFormatError,
@@ -268,7 +269,7 @@ class EngineCheckpoints:
 
         def check(manifest: Manifest) -> None:
             self._loop.check(folder / (tag or ""), manifest)
-            if optimizer:
+            if optimizer and optimizer_wrapper(self._engine):
                 self._check_global_batch(manifest)
 
         options = self._options.load_options(

@@ -15,6 +15,7 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from lightning_elastic_zero import elastic, wrap_initialize
 from lightning_elastic_zero.core import progress
@@ -113,6 +114,18 @@ def load_module_only(folder: str) -> tuple[int, int]:
     counters = (engine.global_steps, engine.global_samples)
     engine.destroy()
     return counters
+
+
+def load_for_inference(folder: str) -> bool:
+    """Load into an engine without optimizer; return whether it has all masters."""
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}
+    engine = elastic(deepspeed.initialize(model=tiny_model(), config=config)[0])
+    engine.load_checkpoint(folder)
+    saved = get_fp32_state_dict_from_zero_checkpoint(folder)
+    weights = dict(engine.module.named_parameters())
+    equal = all(torch.equal(weights[name], saved[name]) for name in weights)
+    engine.destroy()
+    return equal
 
 
 def fall_back_beside_another_engine(folder: str) -> list[str]:

@@ -404,6 +404,7 @@ def test_deepspeeds_own_optimizer_and_scheduler_continue(
             "the weight of a token depends on the others of its rank",
         ),
         ({"epoch_ends_at": 4}, "saved at epoch 1.75 and the Trainer resumes at epoch 1.25"),
+        ({"epoch_ends_at": 10}, "a callback has ended the saved epoch"),
     ],
 )
 def test_an_inexact_resume_causes_a_warning(
