@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from contextlib import closing
@@ -26,6 +27,8 @@ from lightning_elastic_zero.core.options import (
     check_rename,
 )
 from lightning_elastic_zero.engine.live import LiveEngine
+
+log = logging.getLogger(__name__)
 
 __all__ = [
     "CheckpointStats",
@@ -181,6 +184,7 @@ def save_checkpoint(
     client = check_client_state(client_state)
     live, times = LiveEngine(engine), Timeouts.of(stall_timeout_s, absent_timeout_s)
     with closing(_ranks_to("save", live, path, times)) as ranks:
+        warn_of_open_window(live, path, ranks)
         return save_engine(live, path, ranks, client, options)
 
 
@@ -247,6 +251,20 @@ def load_checkpoint(
     live, times = LiveEngine(engine), Timeouts.of(stall_timeout_s, absent_timeout_s)
     with closing(_ranks_to("load", live, path, times)) as ranks:
         return load_engine(live, path, ranks, options)
+
+
+def warn_of_open_window(live: LiveEngine, path: str | os.PathLike[str], ranks: Ranks) -> bool:
+    """Warn on one rank of a save within an optimizer step; return whether it is within one."""
+    count = live.micro_batches_since_step()
+    if count and ranks.rank == 0:
+        log.warning(
+            "%s is saved after %d micro-batches of an optimizer step and does not contain their "
+            "gradients: after a resume the step begins again. Save when "
+            "engine.is_gradient_accumulation_boundary() was true before engine.step()",
+            path,
+            count,
+        )
+    return count > 0
 
 
 def _ranks_to(

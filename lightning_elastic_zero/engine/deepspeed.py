@@ -98,6 +98,20 @@ def _discard_gradients_of_zero_1_2(optimizer: Any) -> None:
         getattr(optimizer, "_offload_accumulated_param_ids", set()).clear()
 
 
+def counts_micro_batches(engine: Any) -> bool:
+    """Whether the engine ends a window by its count; since 0.19.8, each step may end one."""
+    return bool(getattr(engine, "managed_gradient_accumulation", lambda: True)())
+
+
+def micro_batches_since_step(engine: Any) -> int:
+    """Return the micro-batches of an unfinished window; 0 if the caller sets its boundary."""
+    if engine._is_gradient_accumulation_boundary is not None:
+        return 0
+    if not counts_micro_batches(engine):
+        return int(engine._unmanaged_backward_count)
+    return int(engine.micro_steps % engine.gradient_accumulation_steps())
+
+
 def holds_gradients(parameter: Any) -> bool:
     """Whether a parameter itself holds gradients until the next micro-batch."""
     return parameter.grad is not None or getattr(parameter, "grad_accum", None) is not None
@@ -152,15 +166,16 @@ def swapped_in(optimizer: Any, sub_group: int) -> Iterator[None]:
 
 NAMES: Mapping[str, dict[str, str]] = {
     "DeepSpeedEngine": {
-        "": "bfloat16_enabled curriculum_learning_enabled fp16_enabled global_rank global_samples "
-        "global_steps gradient_accumulation_steps has_moe_layers lr_scheduler micro_steps module "
+        "": "_is_gradient_accumulation_boundary bfloat16_enabled curriculum_learning_enabled "
+        "fp16_enabled global_rank global_samples global_steps gradient_accumulation_steps "
+        "has_moe_layers lr_scheduler micro_steps module "
         "mp_world_size optimized_linear_base_weight_sharding optimizer random_ltd_enabled "
         "seq_dp_world_size set_gradient_accumulation_boundary skipped_steps train_batch_size "
         "zero_load_from_fp32_weights zero_optimization_stage zero_partial_offload "
         "zero_quantized_nontrainable_weights",
         "0.17.5": "zenflow",
         "0.18.4": "torch_autocast_z0_gradscaler",
-        "0.19.8": "_unmanaged_backward_count",
+        "0.19.8": "_unmanaged_backward_count managed_gradient_accumulation",
     },
     "DeepSpeedZeroOptimizer": {
         "": "_hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state _release_ipg_buffers "

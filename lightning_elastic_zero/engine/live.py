@@ -66,7 +66,7 @@ from lightning_elastic_zero.engine.buffers import (
     weights_are_offloaded,
     without_copies,
 )
-from lightning_elastic_zero.engine.deepspeed import PLAIN
+from lightning_elastic_zero.engine.deepspeed import PLAIN, micro_batches_since_step
 from lightning_elastic_zero.engine.loss_scale import loss_scaler_fields
 from lightning_elastic_zero.engine.muon import (
     keeps_whole_momenta,
@@ -374,6 +374,13 @@ class LiveEngine:
                 self._inner, [buffer.key for buffer in self._buffers], self._names
             ),
         )
+
+    def micro_batches_since_step(self) -> int:
+        """Return the micro-batches of an unfinished optimizer step, whose gradients are not saved.
+
+        0 if the caller sets the engine's boundaries, as Lightning, accelerate and Megatron do.
+        """
+        return micro_batches_since_step(self._engine) if self._wrapper else 0
 
     def frozen(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that no optimizer owns, by name."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import re
 import sys
@@ -19,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_elastic_zero.api import ElasticOptions
+from lightning_elastic_zero.api import ElasticOptions, warn_of_open_window
 from lightning_elastic_zero.checkpoint.load import load_engine
 from lightning_elastic_zero.checkpoint.types import LoadResult
 from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
@@ -49,6 +50,9 @@ log = logging.getLogger(__name__)
 
 RECORD = "lightning_elastic_zero"
 """Key of this package's own entry in the client state of an engine."""
+
+_SCHEDULE = "schedule"
+"""Entry of the record: the settings of DeepSpeed's own scheduler."""
 
 _OWN_SUFFIX = "-elastic"
 """Appended to a tag whose folder DeepSpeed itself has written."""
@@ -133,6 +137,8 @@ class Loop:
     """Identifies the loop's own save; None outside of one. Within one, a save is skipped if it
     repeats the last (same folder, step and options): the Trainer saves twice if ZeRO-3 weights are
     not gathered."""
+    is_plain: bool = False
+    """The loop may be any program's, and only its engines are elastic."""
     whole_folder: bool = False
     """``save_dir`` itself is the checkpoint, and the tag is ignored."""
     shows_bars: Callable[[], bool] = lambda: True
@@ -149,6 +155,7 @@ class EngineCheckpoints:
         self._options = options
         self._loop = loop
         self._last_save: tuple[object, ...] | None = None
+        self._is_warned = False
         self._save_options = options.save_options()
         self._manager = options.manager()
 
@@ -187,12 +194,14 @@ class EngineCheckpoints:
         if of_loop is not None and not state and this_save == self._last_save:
             return True
         live = LiveEngine(engine)
-        if record := dict(self._loop.record()):
+        if record := {**self._loop.record(), **_settings_of(engine.lr_scheduler)}:
             state[RECORD] = record
         options = replace(self._save_options, exclude_frozen=exclude_frozen_parameters)
         with self._ranks("save", folder / tag) as ranks:
             step = f"save {tag}: choose a folder"
             self._last_save = None
+            if not self._is_warned:
+                self._is_warned = warn_of_open_window(live, folder / tag, ranks)
             name, waits = ranks.broadcast(step, lambda: self._choose(folder, tag))
             path = folder / name
             if waits:
@@ -269,8 +278,11 @@ class EngineCheckpoints:
 
         def check(manifest: Manifest) -> None:
             self._loop.check(folder / (tag or ""), manifest)
-            if optimizer and optimizer_wrapper(self._engine):
-                self._check_global_batch(manifest)
+            if not optimizer or not optimizer_wrapper(self._engine):
+                return
+            if self._loop.is_plain:
+                self._check_step_counter(folder / (tag or ""), manifest)
+            self._check_global_batch(manifest)
 
         options = self._options.load_options(
             optimizer_state=optimizer,
@@ -309,9 +321,10 @@ class EngineCheckpoints:
         record = result.client_state.pop(RECORD, {})
         if ranks.rank == 0:
             self._announce(result)
-        self._loop.on_load(
-            Loaded(Path(load_dir), result, record if isinstance(record, dict) else {})
-        )
+        loaded = Loaded(Path(load_dir), result, record if isinstance(record, dict) else {})
+        if optimizer and load_lr_scheduler_states:
+            self._warn_of_schedule(loaded)
+        self._loop.on_load(loaded)
         return result.stats.path, dict(result.client_state)
 
     def _announce(self, result: LoadResult) -> None:
@@ -330,6 +343,60 @@ class EngineCheckpoints:
             log.info(text)
         else:
             sys.stderr.write(f"{text}\n")
+
+    def _warn_of_schedule(self, loaded: Loaded) -> None:
+        """Warn if a scheduler of this run's configuration continues with other rates."""
+        engine, scheduler = self._engine, self._engine.lr_scheduler
+        world_size = _world_size(engine)
+        if scheduler is None or loaded.world_size == world_size or engine.global_rank:
+            return
+        was = loaded.record.get(_SCHEDULE, {})
+        now = _settings_of(scheduler).get(_SCHEDULE, {})
+        found = [
+            f"{name} changes from {was[name]} to {now[name]}"
+            for name in sorted(was.keys() & now.keys())
+            if was[name] != now[name]
+        ]
+        if loaded.result.manifest.progress.global_steps and not found:
+            rates = _configured_rates(scheduler)
+            groups = zip(engine.optimizer.param_groups, rates, strict=False)
+            found = [
+                f"the learning rate jumps from {group['lr']:g} to {rate:g}"
+                for group, rate in groups
+                if not math.isclose(group["lr"], rate, rel_tol=1e-6)
+            ]
+        if found:
+            log.warning(
+                "%s of this run has other settings than that of %s, which %d ranks saved: %s. Give "
+                "it the settings of that run. accelerate divides the total_num_steps of a "
+                "DummyScheduler by the number of ranks: multiply it by accelerator.num_processes",
+                type(scheduler).__name__,
+                loaded.load_dir,
+                loaded.world_size,
+                "; ".join(found),
+            )
+
+    def _check_step_counter(self, path: Path, manifest: Manifest) -> None:
+        """Refuse a state of accelerate on another number of ranks or micro-batches.
+
+        Each rank of ``load_state`` reads its own counter of micro-batches, which additional ranks
+        lack: the ranks would wait for each other.
+
+        Raises:
+            UnsupportedError: it is one.
+        """
+        accumulate = max(1, manifest.progress.gradient_accumulation_steps)
+        was = (manifest.world_size, accumulate)
+        now = (_world_size(self._engine), self._engine.gradient_accumulation_steps())
+        if was == now or not (path.parent / "random_states_0.pkl").is_file():
+            return
+        msg = (
+            f"{path.parent} is a state of accelerate, saved on {was[0]} ranks with {was[1]} "
+            f"micro-batches per step; this run has {now[0]} and {now[1]}. wrap_initialize() and "
+            "elastic(engine) restore only the engine, not accelerate's counters and schedulers: "
+            "call elastic(accelerator), or resume with the saved numbers"
+        )
+        raise UnsupportedError(msg)
 
     def _check_global_batch(self, manifest: Manifest) -> None:
         """Refuse a checkpoint with another number of samples per optimizer step.
@@ -366,6 +433,30 @@ class EngineCheckpoints:
 
 def _devices(count: int) -> str:
     return f"{count} device{'s' if count > 1 else ''}"
+
+
+def _settings_of(scheduler: Any) -> dict[str, Any]:
+    """Return the settings of a scheduler of DeepSpeed, whose state has its position only."""
+    if type(scheduler).__module__.split(".")[0] != "deepspeed":
+        return {}
+    position = scheduler.state_dict()
+    settings = {
+        name: value
+        for name, value in vars(scheduler).items()
+        if isinstance(value, (int, float, str)) and name not in position and name[0] != "_"
+    }
+    return {_SCHEDULE: settings}
+
+
+def _configured_rates(scheduler: Any) -> list[float]:
+    """Return the rates at a scheduler's position by this run's settings, if it computes them."""
+    if type(scheduler).__module__.split(".")[0] == "deepspeed":
+        return [float(rate) for rate in scheduler.get_lr()]
+    functions = getattr(scheduler, "lr_lambdas", None)
+    if not is_a(scheduler, "torch", "LambdaLR") or functions is None:
+        return []
+    pairs = zip(scheduler.base_lrs, functions, strict=True)
+    return [rate * function(scheduler.last_epoch) for rate, function in pairs]
 
 
 def _world_size(engine: Any) -> int:

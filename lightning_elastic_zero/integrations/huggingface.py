@@ -55,7 +55,7 @@ def elastic(x: T, **options: Any) -> T:
         if replace(before, **options) != before:
             raise ValueError(OTHER_OPTIONS)
     elif is_engine(x):
-        EngineCheckpoints(x, checked, Loop()).bind()
+        EngineCheckpoints(x, checked, Loop(is_plain=True)).bind()
     elif is_a(x, "transformers", "Trainer"):
         from lightning_elastic_zero.integrations.trainers import bind_trainer
 

@@ -17,9 +17,16 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from lightning_elastic_zero import elastic, wrap_initialize
+from lightning_elastic_zero import elastic, save_checkpoint, wrap_initialize
 from lightning_elastic_zero.core import progress
-from tests.integrations._hf_programs import MICRO, State, Tokens, state_of, tiny_model
+from tests.integrations._hf_programs import (
+    MICRO,
+    State,
+    Tokens,
+    library_warnings,
+    state_of,
+    tiny_model,
+)
 from tests.support.outcome import error_text
 
 
@@ -72,6 +79,20 @@ def save(folder: str, stage: int, *, wrapped: bool = False) -> State:
     state = state_of(engine)
     engine.destroy()
     return state
+
+
+def save_within(folder: str) -> list[str]:
+    """Save three times within a step, and once after it; return the warnings."""
+    engine, batch = elastic(initialize(2)), Tokens().tokens[:2]
+    with library_warnings() as warnings:
+        for _ in range(MICRO[dist.get_world_size()][1]):
+            engine.backward(engine(input_ids=batch, labels=batch, index=torch.zeros(1)).loss)
+            engine.step()
+            engine.save_checkpoint(folder)
+            if engine.micro_steps == 1:
+                save_checkpoint(engine, f"{folder}/other")
+    engine.destroy()
+    return warnings
 
 
 def load(folder: str, stage: int, tag: str | None = None) -> tuple[State, Any, Any]:

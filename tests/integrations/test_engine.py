@@ -65,6 +65,16 @@ def test_a_load_waits_for_the_background_save(hf_ranks: Pools, tmp_path: Path) -
 
 
 @pytest.mark.engine
+def test_a_save_within_a_step_causes_a_warning(hf_ranks: Pools, tmp_path: Path) -> None:
+    """Gradients are not saved; ``elastic`` warns once, ``save_checkpoint`` in each call."""
+    first, second = hf_ranks.run(2, partial(programs.save_within, str(tmp_path)))
+    words = "is saved after 1 micro-batches of an optimizer step"
+    saved = [f"{tmp_path}/{name} {words}" for name in ("global_step0", "other")]
+    assert [text[: len(begins)] for text, begins in zip(first, saved, strict=True)] == saved
+    assert second == []
+
+
+@pytest.mark.engine
 def test_loading_only_weights_keeps_the_counters(hf_ranks: Pools, tmp_path: Path) -> None:
     """Like DeepSpeed's ``load_module_only``."""
     hf_ranks.run(2, partial(programs.save, str(tmp_path), 2))
