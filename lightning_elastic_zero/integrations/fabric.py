@@ -16,7 +16,11 @@ from typing_extensions import override
 
 from lightning_elastic_zero.api import ElasticOptions
 from lightning_elastic_zero.core.options import take, takes
-from lightning_elastic_zero.engine.deepspeed import has_cleared_window, holds_gradients
+from lightning_elastic_zero.engine.deepspeed import (
+    counts_micro_batches,
+    has_cleared_window,
+    holds_gradients,
+)
 from lightning_elastic_zero.engine.support import use_accelerator
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.integrations.engines import (
@@ -24,6 +28,7 @@ from lightning_elastic_zero.integrations.engines import (
     Loaded,
     Loop,
     LoopOptions,
+    is_a,
     is_engine,
 )
 from lightning_elastic_zero.registry import register_names
@@ -82,7 +87,10 @@ class ElasticDeepSpeedFabricStrategy(DeepSpeedStrategy):
     @override
     def setup_module_and_optimizers(self, *args: Any, **kwargs: Any) -> Any:
         made = super().setup_module_and_optimizers(*args, **kwargs)
-        self._bind(made[0])
+        engine, _, *schedulers = made
+        if any(schedulers):  # Fabric returns it to the loop, which steps it.
+            engine.lr_scheduler = None
+        self._bind(engine)
         return made
 
     @override
@@ -139,6 +147,28 @@ class ElasticDeepSpeedFabricStrategy(DeepSpeedStrategy):
         self._unfinished.clear()
 
     @override
+    def save_checkpoint(
+        self, path: str | Path, state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Save a dictionary with one engine; warn of metrics whose values are not saved."""
+        # The parent compares entries with the engine, and a metric's comparison is a metric.
+        kept = {k: v.state_dict() if _is_metric(v) else v for k, v in state.items()}
+        lost = [
+            repr(key)
+            for key, value in state.items()
+            if isinstance(value, torch.nn.Module) and not is_engine(value)
+            if any(_is_metric(m) and m.metric_state and not m.state_dict() for m in value.modules())
+        ]
+        if lost and self.is_global_zero:
+            log.warning(
+                "%s does not contain the values of the metrics in state[%s]: call "
+                "metric.persistent(True) before fabric.save and fabric.load",
+                path,
+                "], state[".join(lost),
+            )
+        super().save_checkpoint(path, kept, *args, **kwargs)
+
+    @override
     def load_checkpoint(
         self,
         path: str | Path,
@@ -178,7 +208,8 @@ class ElasticDeepSpeedFabricStrategy(DeepSpeedStrategy):
         _, saved = engine.load_checkpoint(
             self.broadcast(path),
             load_optimizer_states=bool(optimizers),
-            load_lr_scheduler_states=False,  # the scheduler is an entry of the state
+            # Else the scheduler is an entry of the state.
+            load_lr_scheduler_states=engine.lr_scheduler is not None,
             load_module_strict=strict,
         )
         known = {id(engine), *map(id, optimizers)}
@@ -211,6 +242,8 @@ class _Window:
         Raises:
             UnsupportedError: it would.
         """
+        if not counts_micro_batches(engine):
+            return
         accumulate, stage = engine.gradient_accumulation_steps(), engine.zero_optimization_stage()
         done = engine.micro_steps % accumulate
         if self.awaits_step and (accumulate > 1 or stage in (1, 2)):
@@ -234,13 +267,17 @@ class _Window:
 
     def add(self, engine: Any) -> None:
         """Count a backward pass."""
-        if not getattr(engine, "managed_gradient_accumulation", lambda: True)():
-            return  # Each step ends a window of any length.
+        if not counts_micro_batches(engine):
+            return
         accumulate = engine.gradient_accumulation_steps()
         # Else the user has called engine.set_gradient_accumulation_boundary(False).
         self.awaits_step = accumulate > 1 or engine.is_gradient_accumulation_boundary()
         holders = (weakref.ref(p) for p in engine.module.parameters() if holds_gradients(p))
         self.holder = next(holders, None) if accumulate > 1 else None
+
+
+def _is_metric(value: object) -> bool:
+    return is_a(value, "torchmetrics", "Metric")
 
 
 def _is_optimizer(value: object) -> bool:

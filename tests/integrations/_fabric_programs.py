@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import weakref
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric, MetricCollection
 
 from lightning_elastic_zero import ElasticDeepSpeedFabricStrategy, ElasticSampler, plan_batches
 from lightning_elastic_zero.engine.support import use_accelerator
@@ -67,13 +69,21 @@ def run_fabric(case: FabricCase) -> tuple[Run, dict[str, Any], dict[str, Any]]:
         )
     fabric: Any = Fabric(accelerator="cpu", devices=world, strategy=strategy)
     fabric.launch()
-    data, plan = Tokens(48), plan_batches(GLOBAL_BATCH, 2, world)
+    # Fabric's own strategy cannot accumulate.
+    plan = plan_batches(GLOBAL_BATCH, 2 if case.bound else GLOBAL_BATCH, world)
+    data = Tokens(48)
     fabric.strategy.config["gradient_accumulation_steps"] = plan.accumulate
     model: Any = tiny_model()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
-    model, optimizer = fabric.setup(model, optimizer)
-    schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), 2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    if "scheduler" in inspect.signature(fabric.setup).parameters:
+        model, optimizer, schedule = fabric.setup(model, optimizer, scheduler=schedule)
+    else:
+        model, optimizer = fabric.setup(model, optimizer)
+    mean, lost = MeanMetric(), MetricCollection([MeanMetric()])
+    mean.persistent(True)
     state = {"model": model, "optimizer": optimizer, "step": 0, "schedule": schedule}
+    state |= {"mean": mean, "lost": lost}
     run, unused = Run(), dict[str, Any]()
     if case.load:
         state["unsaved"] = 0
@@ -94,20 +104,24 @@ def run_fabric(case: FabricCase) -> tuple[Run, dict[str, Any], dict[str, Any]]:
             optimizer.step()
             if micro_batch % plan.accumulate:
                 continue
-            schedule.optimizer.step()
             schedule.step()
             state["step"] += 1
             run.samples[state["step"]] = all_seen()
+            mean.update(float(state["step"]))
+            lost.update(1.0)
             run.losses[state["step"]] = sum(losses) / len(losses)
             losses.clear()
             if state["step"] == case.steps:
                 break
     if case.save:
-        fabric.save(case.save, {**state, "extra": {"note": "mine"}})
+        with library_warnings() as warnings:
+            fabric.save(case.save, {**state, "extra": {"note": "mine"}})
+        run.log += [{"warning": warning} for warning in warnings]
         if case.options.get("async_save"):
             strategy.wait_for_save()
     run.states[-1] = _state(model)
-    kept = {"step": state["step"], "last_epoch": schedule.last_epoch}
+    assert optimizer.param_groups[0]["lr"] == schedule.get_last_lr()[0]
+    kept = {"step": state["step"], "last_epoch": schedule.last_epoch, "mean": float(mean.compute())}
     fabric._strategy._deepspeed_engine.destroy()
     return run, kept, unused
 

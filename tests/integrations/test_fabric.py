@@ -43,7 +43,8 @@ def test_a_loop_continues_on_other_counts(
     run, kept, unused = hf_ranks.run(world, partial(run_fabric, case))[0]
     for name, tensor in saved.states[-1].items():
         assert torch.equal(run.first_state[name], tensor), name
-    assert kept == {"step": 5, "last_epoch": 5}
+    assert kept == {"step": 5, "last_epoch": 5, "mean": 3.0}
+    assert ["metrics in state['lost']: call" in each["warning"] for each in saved.log] == [True]
     assert unused == {"extra": {"note": "mine"}}
     assert ["no entry 'unsaved'" in warning for warning in run.warnings] == [True]
     for step in (4, 5):  # of the first epoch and of the second
@@ -81,6 +82,7 @@ def test_a_loop_that_would_lose_gradients_is_refused(
         assert words in failure
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("stage", "more"),
     [(2, {"clears": True}), (3, {"counted": 1, "steps_each": False, "divided": True})],
