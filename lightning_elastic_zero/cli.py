@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
+import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import shtab
@@ -25,22 +28,50 @@ YES, NO, FAILED, UNVERIFIED = 0, 1, 2, 3
 _BY_WEIGHT = (YES, UNVERIFIED, NO, FAILED)
 """Of several exit codes, the last in this order counts."""
 
+CLOSED_PIPE = 141
+"""Exit code after `| head`: that of a command that SIGPIPE ends."""
+
 _PROG = "lightning-elastic-zero"
+
+_LISTED = 10
+"""Differences of each kind that ``diff`` prints without ``--all``."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command line; return its exit code."""
-    given = _parser().parse_args(args)
-    code: int = FAILED
+    if sys.stderr is None:  # Closed: no file that a command writes may take its place.
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 (until the exit)
     try:
-        code = given.run(given)
-    except BrokenPipeError:  # `| head` has closed the pipe.
-        sys.stderr.close()
+        return _run(_parser().parse_args(args))
+    except BrokenPipeError:
+        return CLOSED_PIPE
+    finally:
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            try:
+                stream.flush()
+            except OSError:  # The interpreter would try again, and replace the exit code.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _run(given: Namespace) -> int:
+    where = f"{_PROG} {given.verb}:"
+    if sys.stdout is None:
+        _show_error(where, "stdout is closed: redirect it to a file or /dev/null")
+        return FAILED
+    try:
+        code: int = given.run(given)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
     except (ElasticZeroError, OSError) as error:
-        _show_error(f"{_PROG} {given.verb}:", str(error))
+        _show_error(where, str(error))
     except KeyboardInterrupt:
-        _show_error(f"{_PROG} {given.verb}:", "interrupted")
-    return code
+        _show_error(where, "interrupted")
+    except Exception:  # noqa: BLE001 (the interpreter's exit code would be a negative answer)
+        traceback.print_exc()
+    else:
+        return code
+    return FAILED
 
 
 def _show_error(where: str, why: str) -> None:
@@ -62,7 +93,15 @@ def _positive(text: str) -> float:
     return value
 
 
-_count.__name__, _positive.__name__ = "number", "positive number"  # In argparse's messages.
+def _tolerance(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise ValueError
+    return value
+
+
+# In argparse's messages.
+_count.__name__, _positive.__name__, _tolerance.__name__ = "number", "positive number", "number"
 
 
 def _parser() -> ArgumentParser:
@@ -91,6 +130,10 @@ def _parser() -> ArgumentParser:
     def add_json(verb: ArgumentParser) -> None:
         verb.add_argument("--json", action="store_true", help="print everything as JSON")
 
+    def add_pickle(verb: ArgumentParser) -> None:
+        about = "build any Python object; this can run code"
+        verb.add_argument("--allow-pickle", action="store_true", help=about)
+
     def add_threads(verb: ArgumentParser) -> None:
         about = "number of threads (default: one per processor)"
         verb.add_argument("--threads", type=_count, default=0, help=about)
@@ -101,24 +144,34 @@ def _parser() -> ArgumentParser:
     verb.add_argument("--parameters", action="store_true", help="print a row per parameter")
     verb.add_argument("--filter", default="*", help="select parameters by name: '*.bias'")
     verb.add_argument("--files", action="store_true", help="print a row per file")
+    add_pickle(verb)
 
     verb = add_verb(_verify, "check every byte and tensor of checkpoints")
     add_path(verb, "paths", "checkpoints", nargs="*", metavar="path")
     about = "print the newest intact checkpoint in FOLDER"
     add_path(verb, "--newest-sound", about, metavar="FOLDER", default="")
     add_threads(verb)
+    add_pickle(verb)
 
     verb = add_verb(_fingerprint, "print a checksum that does not depend on the sharding")
     add_path(verb, "paths", "checkpoints", nargs="+", metavar="path")
     about = "print the checksum of each tensor"
     verb.add_argument("--tensors", action="store_true", help=about)
     add_threads(verb)
+    add_pickle(verb)
 
     verb = add_verb(_diff, "compare two checkpoints")
     add_path(verb, "first", "checkpoint")
     add_path(verb, "second", "checkpoint to compare with")
     verb.add_argument("--weights-only", action="store_true", help="skip the optimizer")
+    about = "tolerance of tensors, as a fraction of the larger value; dtypes are not compared then"
+    verb.add_argument("--rtol", type=_tolerance, default=0.0, help=about)
+    about = "the same, as an absolute value"
+    verb.add_argument("--atol", type=_tolerance, default=0.0, help=about)
+    about = f"print all differences, not the first {_LISTED} of each kind"
+    verb.add_argument("--all", action="store_true", help=about)
     add_json(verb)
+    add_pickle(verb)
 
     verb = add_verb(_convert, "write a checkpoint for other software")
     add_path(verb, "source", "checkpoint of any kind")
@@ -144,14 +197,14 @@ def _parser() -> ArgumentParser:
     add_path(verb, "--adapter-config", "PEFT's adapter_config.json")
     about = "name of the adapter in the model (default: default)"
     verb.add_argument("--adapter-name", default="default", help=about)
-    about = "build any Python object; this can run code"
-    verb.add_argument("--allow-pickle", action="store_true", help=about)
+    add_pickle(verb)
 
     verb = add_verb(_plan, "predict bytes and memory of a resume, and problems")
     add_path(verb, "path", "checkpoint of any kind")
     verb.add_argument("--devices", type=int, required=True, help="number of data-parallel ranks")
     verb.add_argument("--stage", type=int, choices=range(4), required=True, help="ZeRO stage")
     add_json(verb)
+    add_pickle(verb)
 
     verb = add_verb(_selftest, "check saving and loading on this machine")
     add_path(verb, "--dir", "folder in which runs will save", folder=True, required=True)
@@ -172,7 +225,7 @@ def _inspect(args: Namespace) -> int:
     from lightning_elastic_zero.tools import report
     from lightning_elastic_zero.tools.inspection import inspect_checkpoint
 
-    found = inspect_checkpoint(args.path)
+    found = inspect_checkpoint(args.path, allow_pickle=args.allow_pickle)
     selected = [p for p in found.manifest.parameters if fnmatchcase(p.name, args.filter)]
     if args.json:
         found = replace(found, manifest=replace(found.manifest, parameters=tuple(selected)))
@@ -190,28 +243,44 @@ def _inspect(args: Namespace) -> int:
 
 def _verify(args: Namespace) -> int:
     from lightning_elastic_zero.tools.report import show, show_progress, verdict
-    from lightning_elastic_zero.tools.verification import newest_sound_checkpoint, verify_checkpoint
+    from lightning_elastic_zero.tools.verification import (
+        Verification,
+        folders_with_checkpoints,
+        newest_sound_checkpoint,
+        verify_checkpoint,
+    )
 
     if bool(args.paths) == bool(args.newest_sound):
         _show_error("verify:", "expected checkpoints or --newest-sound FOLDER")
         return FAILED
     if args.newest_sound:
+        seen = list[Verification]()
+
+        def report(verified: Verification) -> None:
+            seen.append(verified)
+            show(verdict(verified), sys.stderr)
+
         with show_progress("verifying") as progress:
             found = newest_sound_checkpoint(
                 args.newest_sound,
                 threads=args.threads,
                 progress=progress,
-                on_verified=lambda v: show(verdict(v), sys.stderr),
+                allow_pickle=args.allow_pickle,
+                on_verified=report,
             )
         if found is None:
-            print(f"no intact checkpoint in {args.newest_sound}", file=sys.stderr)
+            below = [] if seen else folders_with_checkpoints(args.newest_sound)
+            hint = f"; did you mean {below[-1]}, which contains checkpoints?" if below else ""
+            print(f"no intact checkpoint in {args.newest_sound}{hint}", file=sys.stderr)
             return NO
         print(found)
         return YES
 
     def verify(path: str) -> int:
         with show_progress("verifying") as progress:
-            verified = verify_checkpoint(path, threads=args.threads, progress=progress)
+            verified = verify_checkpoint(
+                path, threads=args.threads, progress=progress, allow_pickle=args.allow_pickle
+            )
         show(verdict(verified), sys.stdout if verified.is_sound else sys.stderr)
         if verified.note:
             print(f"{path}: {verified.note}", file=sys.stderr)
@@ -228,6 +297,8 @@ def _for_each(paths: Sequence[str], work: Callable[[str], int]) -> int:
     for path in paths:
         try:
             code = max(code, work(path), key=_BY_WEIGHT.index)
+        except BrokenPipeError:
+            raise
         except (ElasticZeroError, OSError) as error:
             _show_error(f"{path}:", str(error))
             code = FAILED
@@ -244,15 +315,18 @@ def _fingerprint(args: Namespace) -> int:
 
     def fingerprint(path: str) -> int:
         with show_progress("reading") as progress:
-            found = fingerprint_checkpoint(path, threads=args.threads, progress=progress)
-        recorded = recorded_fingerprint(path)
+            found = fingerprint_checkpoint(
+                path, threads=args.threads, progress=progress, allow_pickle=args.allow_pickle
+            )
+        recorded = recorded_fingerprint(path, allow_pickle=args.allow_pickle)
         print(f"{found}  {path}")
         if recorded == str(found):
             print("  equals the recorded fingerprint")
         elif recorded:
             print(f"  recorded by the save: {recorded}")
         if args.tensors:
-            for (name, key), text in tensor_fingerprints(path).items():
+            found_by_tensor = tensor_fingerprints(path, allow_pickle=args.allow_pickle)
+            for (name, key), text in found_by_tensor.items():
                 print(f"  {text}  {name}{f': {key}' if key else ''}")
         return YES if recorded in {"", str(found)} else NO
 
@@ -263,28 +337,23 @@ def _diff(args: Namespace) -> int:
     from dataclasses import asdict
 
     from lightning_elastic_zero.tools.differences import diff_checkpoints
-    from lightning_elastic_zero.tools.report import show_progress
+    from lightning_elastic_zero.tools.report import difference_lines, show_progress
 
     with show_progress("comparing") as progress:
         found = diff_checkpoints(
-            args.first, args.second, weights_only=args.weights_only, progress=progress
+            args.first,
+            args.second,
+            weights_only=args.weights_only,
+            rtol=args.rtol,
+            atol=args.atol,
+            progress=progress,
+            allow_pickle=args.allow_pickle,
         )
     if args.json:
         print(json.dumps(asdict(found), indent=1))
         return YES if found.is_same else NO
-    for side, names in ((args.first, found.only_in_first), (args.second, found.only_in_second)):
-        for name in names:
-            print(f"only in {side}: {name}")
-    for what, before, after in found.values:
-        print(f"{what}: {before} and {after}")
-    for t in found.tensors:
-        key = f": {t.key}" if t.key else ""
-        print(
-            f"{t.name}{key}: {t.differing} of {t.elements} elements differ, by at most "
-            f"{t.largest:.3g} (relative {t.largest_relative:.3g})"
-            f"{f'; {t.change}' if t.change else ''}"
-        )
-    print(f"{found.compared} tensors compared: {'equal' if found.is_same else 'different'}")
+    limit = None if args.all else _LISTED
+    print("\n".join(difference_lines(found, args.first, args.second, limit)))
     return YES if found.is_same else NO
 
 
@@ -329,7 +398,7 @@ def _plan(args: Namespace) -> int:
     from lightning_elastic_zero.tools.inspection import plan_resume
     from lightning_elastic_zero.tools.report import plan_lines
 
-    plan = plan_resume(args.path, args.devices, args.stage)
+    plan = plan_resume(args.path, args.devices, args.stage, allow_pickle=args.allow_pickle)
     print(json.dumps(asdict(plan), indent=1) if args.json else "\n".join(plan_lines(plan)))
     return YES if plan.is_possible else NO
 

@@ -62,6 +62,13 @@ MARKS = (MANIFEST_NAME, LATEST, LATEST_UNIVERSAL, METADATA_NAME, TABLE_NAME)
 SUFFIX = ".ckpt"
 """The suffix of Lightning's single-file checkpoints."""
 
+SAFETENSORS = ".safetensors"
+
+_ONLY_WEIGHTS = (
+    "weights for from_pretrained or safetensors.torch.load_file, without the state of a run: pass "
+    "the checkpoint from which it was made"
+)
+
 MAX_ENTRIES = 1000
 """Directory entries that are searched for suggestions."""
 
@@ -69,7 +76,8 @@ MAX_NAMES = 5
 """Names in an error message."""
 
 
-def _checkpoints(folder: Path) -> list[str]:
+def checkpoint_names(folder: Path) -> list[str]:
+    """Return the names of the checkpoints in a folder, for suggestions."""
     try:
         entries = list(itertools.islice(folder.iterdir(), MAX_ENTRIES))
         return sorted(e.name for e in entries if e.name[0] != "." and looks_like_checkpoint(e))
@@ -251,7 +259,7 @@ def _opened(path: AnyPath, *, allow_pickle: bool, progress: Progress) -> Checkpo
         hint = (
             f": it links to {path.readlink()}, which does not exist"
             if path.is_symlink()
-            else f". {path.parent} contains {_list_checkpoints(_checkpoints(path.parent))}"
+            else f". {path.parent} contains {_list_checkpoints(checkpoint_names(path.parent))}"
         )
         msg = f"there is no checkpoint at {path}{hint}"
         raise CheckpointNotFoundError(msg)
@@ -329,6 +337,9 @@ def _foreign(path: Path, *, allow_pickle: bool, progress: Progress) -> Checkpoin
     """Open a checkpoint that other software wrote."""
     folder, where = path, path
     reader: Callable[[ForeignFiles], CheckpointReader]
+    if path.suffix == SAFETENSORS:
+        msg = f"{path} contains {_ONLY_WEIGHTS}"
+        raise CheckpointFormatError(msg)
     if not path.is_dir():
         folder, reader = path.parent, partial(SingleFileReader, path)
     elif path.name == TAG and (path.parent / MANIFEST_NAME).is_file():
@@ -349,7 +360,10 @@ def _foreign(path: Path, *, allow_pickle: bool, progress: Progress) -> Checkpoin
             f"it {found}. It is not a checkpoint, or its save did not finish. For a folder with "
             "dumps of optimizer.state_dict(), call describe_dumps first"
         )
-        if names := _checkpoints(path):
+        if weights := [name for name in content if name.endswith(SAFETENSORS)]:
+            trainers = "If this is the folder of a Trainer's checkpoint, its save did not finish"
+            why = f"{weights[0]} contains {_ONLY_WEIGHTS}. {trainers}"
+        if names := checkpoint_names(path):
             why = f"it contains {_list_checkpoints(names)}. Pass one of them"
         msg = (
             f"{path} has no {MANIFEST_NAME} and is not a checkpoint of another supported format: "

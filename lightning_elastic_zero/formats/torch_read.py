@@ -79,7 +79,8 @@ def unsupported_class(where: object, what: str, more: str = "") -> UnsupportedEr
     """Return the error for a class that is built only with ``allow_pickle``."""
     return UnsupportedError(
         f"{where} contains {what}. Building it can run code. If you trust this checkpoint, pass "
-        f"allow_pickle=True (to ElasticDeepSpeedStrategy, or to load_checkpoint){more}"
+        "allow_pickle=True to ElasticDeepSpeedStrategy, elastic or load_checkpoint, or "
+        f"--allow-pickle on the command line{more}"
     )
 
 

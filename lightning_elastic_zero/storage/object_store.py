@@ -181,7 +181,8 @@ class Store:
             root: URL of the bucket. Credentials, endpoint and region come from the environment.
 
         Raises:
-            UnsupportedError: obstore is not installed.
+            UnsupportedError: obstore is not installed, or the bucket's name or the environment
+                is not valid.
         """
         self.root = root
         self.requests = 0
@@ -561,14 +562,17 @@ def _loop(_pid: int) -> asyncio.AbstractEventLoop:
 
 
 _ENDPOINTS = {
-    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
 }
 """Variables that name an endpoint, by URL scheme."""
 
 
 def _handle(root: str, request_s: float, retry_s: float) -> Any:
-    """Return obstore's object for a bucket, with the longest times of a request."""
+    """Return obstore's object for a bucket, with the longest times of a request.
+
+    Raises UnsupportedError if the bucket's name or the environment is not valid.
+    """
     stores = importlib.import_module("obstore.store")
     if root.startswith("memory://"):
         return stores.MemoryStore()
@@ -581,7 +585,20 @@ def _handle(root: str, request_s: float, retry_s: float) -> Any:
             "backoff": {"max_backoff": timedelta(seconds=_LONGEST_WAIT_S)},
         },
     }
-    endpoints = map(os.environ.get, _ENDPOINTS.get(root.partition(":")[0], ()))
-    endpoint = next(filter(None, endpoints), "")
+    names = _ENDPOINTS.get(root.partition(":")[0], ())
+    endpoints = {name: value for name in names if (value := os.environ.get(name))}
+    for name, value in endpoints.items():
+        if not value.startswith(("https://", "http://")):
+            msg = f"{name}={value}: expected a URL that begins with https:// or http://"
+            raise UnsupportedError(msg)
+    endpoint = next(iter(endpoints.values()), "")
     options["client_options"]["allow_http"] = endpoint.startswith("http://")
-    return stores.from_url(root, **options)
+    errors = importlib.import_module("obstore.exceptions")
+    try:
+        return stores.from_url(root, **options)
+    except (errors.BaseError, ValueError) as error:
+        msg = (
+            f"{root} cannot be opened: {_text(error)}. Check the name of the bucket, and the "
+            "store's variables in the environment: account or credentials, endpoint and region"
+        )
+        raise UnsupportedError(msg) from error

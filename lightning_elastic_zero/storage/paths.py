@@ -45,6 +45,9 @@ def parse_path(path: str | os.PathLike[str] | StorePath) -> AnyPath:
     if isinstance(path, StorePath):
         return path
     text = os.fspath(path)
+    if "\0" in text:
+        msg = f"{text!r} contains a NUL character: no path can"
+        raise UnsupportedError(msg)
     url = _URL.match(text)
     if url is None or url[1].lower() == "file":
         local = text[url.end() :] if url is not None else text

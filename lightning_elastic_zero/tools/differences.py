@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -32,6 +33,11 @@ class TensorDifference:
     """Largest difference relative to the larger of both values."""
     change: str = ""
     """Different shapes or dtypes, as text; elements are compared only if the shapes are equal."""
+
+    @property
+    def title(self) -> str:
+        """The name, with that of the state."""
+        return _title(self.name, self.key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +66,25 @@ def diff_checkpoints(
     second: str | os.PathLike[str],
     *,
     weights_only: bool = False,
+    rtol: float = 0.0,
+    atol: float = 0.0,
     progress: Progress = NO_PROGRESS,
+    allow_pickle: bool = False,
 ) -> CheckpointDifferences:
     """Compare two checkpoints of any kinds and device counts.
 
     NaN equals NaN, and -0.0 equals 0.0. Values that one of the two kinds does not record are not
-    compared.
+    compared. With a tolerance, elements of tensors differ by more than ``atol + rtol * larger``,
+    where ``larger`` is the larger magnitude of both, and dtypes are not compared.
 
     Args:
         first: Directory, file or URL of a checkpoint.
         second: The same for the other checkpoint.
         weights_only: Compare weights and buffers, not the optimizer.
+        rtol: Relative tolerance.
+        atol: Absolute tolerance.
         progress: Receives the number of bytes read.
+        allow_pickle: Build Python objects of any class; this can run code.
 
     Raises:
         CheckpointNotFoundError: Nothing is at one of the paths.
@@ -79,10 +92,12 @@ def diff_checkpoints(
         CheckpointCorruptedError: One is damaged.
         UnsupportedError: A run that wrote one cannot be resumed.
     """
-    with open_view(first, progress=progress) as one, open_view(second, progress=progress) as other:
+    tolerance = rtol, atol
+    opened = partial(open_view, allow_pickle=allow_pickle, progress=progress)
+    with opened(first) as one, opened(second) as other:
         mine, its = (_entries(side, weights_only=weights_only) for side in (one, other))
         both = [at for at in mine if at in its]
-        compared = [_compare(one, mine[at], other, its[at]) for at in both]
+        compared = [_compare(one, mine[at], other, its[at], tolerance) for at in both]
         return CheckpointDifferences(
             tuple(_title(*at) for at in mine if at not in its),
             tuple(_title(*at) for at in its if at not in mine),
@@ -106,7 +121,11 @@ def _title(name: str, key: str) -> str:
 
 
 def _compare(
-    one: OpenCheckpoint, mine: TensorEntry, other: OpenCheckpoint, its: TensorEntry
+    one: OpenCheckpoint,
+    mine: TensorEntry,
+    other: OpenCheckpoint,
+    its: TensorEntry,
+    tolerance: tuple[float, float],
 ) -> TensorDifference:
     types = one.dtype(mine), other.dtype(its)
     changes = [
@@ -115,12 +134,12 @@ def _compare(
             ("shapes", mine.shape, its.shape),
             ("types", *map(dtype_name, types)),
         )
-        if before != after
+        if before != after and not (what == "types" and any(tolerance))
     ]
     differing, largest, relative = 0, 0.0, 0.0
     same_shape = mine.shape == its.shape
     for a, b in zip(one.chunks(mine), other.chunks(its), strict=True) if same_shape else ():
-        count, absolute, ratio = compare_values(a, b)
+        count, absolute, ratio = compare_values(a, b, *tolerance)
         differing += count
         largest, relative = _larger(largest, absolute), _larger(relative, ratio)
     return TensorDifference(
@@ -133,10 +152,13 @@ def _larger(one: float, other: float) -> float:
     return one if math.isnan(one) or one >= other else other
 
 
-def compare_values(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float, float]:
+def compare_values(
+    one: torch.Tensor, other: torch.Tensor, rtol: float = 0.0, atol: float = 0.0
+) -> tuple[int, float, float]:
     """Return the number of differing elements, the largest absolute and relative difference.
 
-    NaN equals NaN and -0.0 equals 0.0. If only one side is NaN or infinite, so is the difference.
+    NaN equals NaN and -0.0 equals 0.0. If only one side is NaN or infinite, so is the difference,
+    and no tolerance applies.
     """
     bits = [in_order(tensor).view(torch.uint8) for tensor in (one, other)]
     if one.dtype == other.dtype and torch.equal(*bits):
@@ -150,7 +172,13 @@ def compare_values(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float, 
     if not unlike.any():
         return 0, 0.0, 0.0
     distance = (a - b).abs()[unlike]
-    relative = distance / torch.maximum(a.abs(), b.abs())[unlike]
+    larger = torch.maximum(a.abs(), b.abs())[unlike]
+    if rtol or atol:
+        beyond = ~(distance <= atol + rtol * larger) | ~distance.isfinite()
+        distance, larger = distance[beyond], larger[beyond]
+        if not distance.numel():
+            return 0, 0.0, 0.0
+    relative = distance / larger
     return distance.numel(), float(distance.max()), float(relative.max())
 
 

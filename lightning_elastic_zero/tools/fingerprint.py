@@ -25,7 +25,11 @@ from lightning_elastic_zero.tools.view import OpenCheckpoint, StateRun, open_vie
 
 
 def fingerprint_checkpoint(
-    path: str | os.PathLike[str], *, threads: int = 0, progress: Progress = NO_PROGRESS
+    path: str | os.PathLike[str],
+    *,
+    threads: int = 0,
+    progress: Progress = NO_PROGRESS,
+    allow_pickle: bool = False,
 ) -> Fingerprint:
     """Compute the fingerprint of a checkpoint of any kind.
 
@@ -33,6 +37,7 @@ def fingerprint_checkpoint(
         path: Directory, file or URL of the checkpoint.
         threads: Number of threads; 0: one per processor.
         progress: Receives the number of bytes read, from any thread.
+        allow_pickle: Build Python objects of any class; this can run code.
 
     Raises:
         CheckpointNotFoundError: Nothing is at the path.
@@ -42,7 +47,7 @@ def fingerprint_checkpoint(
     """
 
     def work(part: int, parts: int) -> FingerprintPart:
-        with open_view(path, progress=progress) as checkpoint:
+        with open_view(path, allow_pickle=allow_pickle, progress=progress) as checkpoint:
             return _share(checkpoint, part, parts)
 
     total = FingerprintPart()
@@ -51,18 +56,18 @@ def fingerprint_checkpoint(
     return total.total()
 
 
-def recorded_fingerprint(path: str | os.PathLike[str]) -> str:
+def recorded_fingerprint(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> str:
     """Return the fingerprint that the save recorded; empty: none."""
-    with open_view(path) as checkpoint:
+    with open_view(path, allow_pickle=allow_pickle) as checkpoint:
         return checkpoint.reader.recorded_fingerprint()
 
 
 def tensor_fingerprints(
-    path: str | os.PathLike[str], progress: Progress = NO_PROGRESS
+    path: str | os.PathLike[str], progress: Progress = NO_PROGRESS, *, allow_pickle: bool = False
 ) -> Mapping[tuple[str, str], str]:
     """Compute the checksum of each tensor, by name and state key."""
     found: dict[tuple[str, str], FingerprintPart] = {}
-    with open_view(path, progress=progress) as checkpoint:
+    with open_view(path, allow_pickle=allow_pickle, progress=progress) as checkpoint:
         for run in checkpoint.runs():
             at = (run.entry.name, run.entry.key)
             found[at] = found.get(at, FingerprintPart()) + _part_of(run)

@@ -96,13 +96,16 @@ class CheckpointReport:
         return {**asdict(self), "damage": self.damage}
 
 
-def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
+def inspect_checkpoint(
+    path: str | os.PathLike[str], *, allow_pickle: bool = False
+) -> CheckpointReport:
     """Describe the contents of a checkpoint of any kind.
 
     No tensor is read, so it takes milliseconds for any size.
 
     Args:
         path: Directory, file or URL of the checkpoint.
+        allow_pickle: Build Python objects of any class; this can run code.
 
     Raises:
         CheckpointNotFoundError: Nothing is at the path.
@@ -110,7 +113,7 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
         CheckpointCorruptedError: The checkpoint is incomplete.
         UnsupportedError: The run that wrote it cannot be resumed.
     """
-    with open_view(path) as checkpoint:
+    with open_view(path, allow_pickle=allow_pickle) as checkpoint:
         return report_of(checkpoint)
 
 
@@ -216,13 +219,16 @@ class ResumePlan:
         return not self.obstacles
 
 
-def plan_resume(path: str | os.PathLike[str], devices: int, stage: int) -> ResumePlan:
+def plan_resume(
+    path: str | os.PathLike[str], devices: int, stage: int, *, allow_pickle: bool = False
+) -> ResumePlan:
     """Predict the bytes and memory of a resume, and problems.
 
     Args:
         path: Directory, file or URL of the checkpoint.
         devices: Number of data-parallel ranks of the resumed run.
         stage: ZeRO stage of the resumed run, 0 to 3.
+        allow_pickle: Build Python objects of any class; this can run code.
 
     Raises:
         CheckpointNotFoundError: Nothing is at the path.
@@ -233,7 +239,7 @@ def plan_resume(path: str | os.PathLike[str], devices: int, stage: int) -> Resum
     if stage not in STAGES or devices < 1:
         msg = f"devices={devices}, stage={stage}: expected at least 1 device and a stage of 0 to 3"
         raise UnsupportedError(msg)
-    with open_view(path) as checkpoint:
+    with open_view(path, allow_pickle=allow_pickle) as checkpoint:
         report = report_of(checkpoint)
         damage = _damage(checkpoint)
     manifest = report.manifest

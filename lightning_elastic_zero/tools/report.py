@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import TextIO
 from lightning_elastic_zero.core.manifest import Manifest, Parameter
 from lightning_elastic_zero.core.progress import Progress, is_terminal, showing, tqdm_bar
 from lightning_elastic_zero.core.text import format_names
+from lightning_elastic_zero.tools.differences import CheckpointDifferences
 from lightning_elastic_zero.tools.inspection import CheckpointReport, ResumePlan, stored_bytes
 from lightning_elastic_zero.tools.verification import Verification
 
@@ -179,6 +181,51 @@ def plan_lines(plan: ResumePlan) -> Iterator[str]:
             "problems": "; ".join(plan.obstacles) or "none",
         }
     )
+
+
+def difference_lines(
+    found: CheckpointDifferences, first: str, second: str, limit: int | None
+) -> Iterator[str]:
+    """Yield the summary of ``diff``, then at most ``limit`` differences of each kind.
+
+    With a limit, tensors with other shapes or dtypes come first, then those with the largest
+    relative differences.
+    """
+    if found.is_same:
+        yield f"{found.compared} tensors compared: equal"
+        return
+    absent = ((first, found.only_in_first), (second, found.only_in_second))
+    counts = [f"only in {side}: {len(names)}" for side, names in absent if names]
+    if found.values:
+        counts.append(f"other values that differ: {len(found.values)}")
+    yield "; ".join((f"{len(found.tensors)} of {found.compared} tensors differ", *counts))
+    ranked = [t for t in found.tensors if t.differing]
+    if ranked:
+        largest = max(ranked, key=lambda t: _nan_last(t.largest))
+        relative = max(ranked, key=lambda t: _nan_last(t.largest_relative))
+        yield (
+            f"largest difference: {largest.largest:.3g} ({largest.title}); relative: "
+            f"{relative.largest_relative:.3g} ({relative.title})"
+        )
+    tensors = found.tensors
+    if limit is not None:
+        order = sorted(tensors, key=lambda t: (t.change != "", _nan_last(t.largest_relative)))
+        tensors = tuple(reversed(order))
+    lines = [f"only in {side}: {name}" for side, names in absent for name in names[:limit]]
+    lines += [f"{what}: {before} and {after}" for what, before, after in found.values[:limit]]
+    lines += [
+        f"{t.title}: {t.differing} of {t.elements} elements differ, by at most {t.largest:.3g} "
+        f"(relative {t.largest_relative:.3g}){f'; {t.change}' if t.change else ''}"
+        for t in tensors[:limit]
+    ]
+    yield from lines
+    total = len(tensors) + len(found.values) + sum(len(names) for _, names in absent)
+    if hidden := total - len(lines):
+        yield f"and {hidden} more: --all prints them"
+
+
+def _nan_last(value: float) -> tuple[bool, float]:
+    return math.isnan(value), value
 
 
 def verdict(verified: Verification) -> str:

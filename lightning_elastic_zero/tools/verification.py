@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+import zipfile
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
@@ -19,8 +21,13 @@ from lightning_elastic_zero.errors import (
 )
 from lightning_elastic_zero.formats.dcp_read import is_dcp
 from lightning_elastic_zero.formats.deepspeed_files import describe_missing_latest, is_deepspeed
-from lightning_elastic_zero.formats.open import MARKS, looks_like_checkpoint
-from lightning_elastic_zero.formats.torch_read import foreign_files
+from lightning_elastic_zero.formats.open import (
+    MARKS,
+    MAX_ENTRIES,
+    checkpoint_names,
+    looks_like_checkpoint,
+)
+from lightning_elastic_zero.formats.torch_read import LEGACY_MARK, foreign_files
 from lightning_elastic_zero.storage.checkpoints import (
     exists,
     is_checkpoint,
@@ -36,7 +43,7 @@ from lightning_elastic_zero.tools.view import open_view, run_parts
 DAMAGE = (CheckpointCorruptedError, CheckpointFormatError)
 """Errors that can mean a damaged checkpoint."""
 
-FILE_BEGINNINGS = {b"PK", b"\x80\x02"}
+FILE_BEGINNINGS = (b"PK", LEGACY_MARK[:4])
 """First bytes of files of ``torch.save``: archives, and pickles of its older format."""
 
 
@@ -68,7 +75,11 @@ class Verification:
 
 
 def verify_checkpoint(
-    path: str | os.PathLike[str], *, threads: int = 0, progress: Progress = NO_PROGRESS
+    path: str | os.PathLike[str],
+    *,
+    threads: int = 0,
+    progress: Progress = NO_PROGRESS,
+    allow_pickle: bool = False,
 ) -> Verification:
     """Verify a checkpoint of any kind, as all ranks of a load would together.
 
@@ -83,6 +94,7 @@ def verify_checkpoint(
         path: Directory, file or URL of the checkpoint.
         threads: Number of reading threads; 0: one per processor.
         progress: Receives the number of bytes verified, from any thread.
+        allow_pickle: Build Python objects of any class; this can run code.
 
     Raises:
         CheckpointNotFoundError: Nothing is at the path.
@@ -95,16 +107,16 @@ def verify_checkpoint(
     unverified: list[str] = []
 
     def verify_bytes(part: int, parts: int) -> list[str]:
-        with open_view(path) as checkpoint:
+        with open_view(path, allow_pickle=allow_pickle) as checkpoint:
             return checkpoint.reader.verify_whole(part, parts, count)
 
     def compare_masters(part: int, parts: int) -> None:
-        with open_view(path, progress=count) as checkpoint:
+        with open_view(path, allow_pickle=allow_pickle, progress=count) as checkpoint:
             for _ in checkpoint.runs(part, parts, masters_only=True):
                 pass  # Reading compares them.
 
     try:
-        with open_view(path) as checkpoint:
+        with open_view(path, allow_pickle=allow_pickle) as checkpoint:
             kind, steps = checkpoint.reader.info.kind, checkpoint.manifest.progress.global_steps
             checkpoint.reader.check_all()
             checkpoint.check_tiling()
@@ -132,15 +144,26 @@ def _may_be_checkpoint(path: AnyPath) -> bool:
     if path.is_dir():
         if path.name == TAG and (path.parent / MANIFEST_NAME).is_file():
             return False  # The inside of a checkpoint.
+        is_marked = any((path / mark).is_file() for mark in {*MARKS} - {MANIFEST_NAME})
+        if (path / MANIFEST_NAME).is_file() and not (is_marked or (path / TAG).exists()):
+            return False  # The manifest of another program.
         # Chunks without their metadata have no other mark.
         return looks_like_checkpoint(path) or any(path.glob("*.distcp"))
     if is_deepspeed(path.parent) or is_dcp(path.parent):
         return False  # One file of a checkpoint.
-    if _is_intact(path):
-        return False  # An intact file of torch.save with other contents.
+    if _is_intact(path) or _is_other_archive(path):
+        return False
     with suppress(OSError), os.fdopen(open_file(path)[0], "rb") as file:
-        return file.read(2) in {b"", *FILE_BEGINNINGS} or looks_like_checkpoint(path)
+        start = file.read(4)
+        return not start or start.startswith(FILE_BEGINNINGS) or looks_like_checkpoint(path)
     return True  # It cannot be read; the error says why.
+
+
+def _is_other_archive(path: Path) -> bool:
+    """Whether the path is a zip with a complete directory that is not of ``torch.save``."""
+    with suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
+        return not any(name.endswith("data.pkl") for name in archive.namelist())
+    return False
 
 
 def _is_intact(path: Path) -> bool:
@@ -155,6 +178,7 @@ def newest_sound_checkpoint(
     *,
     threads: int = 0,
     progress: Progress = NO_PROGRESS,
+    allow_pickle: bool = False,
     on_verified: Callable[[Verification], None] = lambda _: None,
 ) -> AnyPath | None:
     """Find the newest intact checkpoint in a folder; every byte of it is verified.
@@ -166,6 +190,7 @@ def newest_sound_checkpoint(
             are ignored.
         threads: See ``verify_checkpoint``.
         progress: See ``verify_checkpoint``.
+        allow_pickle: See ``verify_checkpoint``.
         on_verified: Called with the result for each candidate, the newest first.
 
     Returns:
@@ -181,13 +206,29 @@ def newest_sound_checkpoint(
         candidates = checkpoints_in(location)
     for path in candidates:
         try:
-            found = verify_checkpoint(str(path), threads=threads, progress=progress)
+            found = verify_checkpoint(
+                str(path), threads=threads, progress=progress, allow_pickle=allow_pickle
+            )
         except ElasticZeroError as error:  # Unreadable, or deleted by another run.
             found = Verification(str(path), "", 0, str(error), False, 0, 0.0)  # noqa: FBT003
         on_verified(found)
         if found.is_sound and not found.unverified:
             return path
     return None
+
+
+def folders_with_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
+    """Return the folders below a folder that contain checkpoints, at most two levels deep.
+
+    For a suggestion: Lightning's folders are ``lightning_logs/version_0/checkpoints``.
+    """
+    location = parse_path(folder)
+    if isinstance(location, StorePath):
+        return []
+    with suppress(OSError):
+        below = islice((*location.glob("*/"), *location.glob("*/*/")), MAX_ENTRIES)
+        return sorted(p for p in below if not looks_like_checkpoint(p) and checkpoint_names(p))
+    return []
 
 
 def _checkpoints_in_store(folder: StorePath) -> list[AnyPath]:

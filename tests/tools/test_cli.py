@@ -8,21 +8,25 @@ import os
 import pty
 import re
 import struct
+import subprocess
 import sys
 import termios
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
+from uuid import uuid4
 
 import pytest
+import torch
 
 import lightning_elastic_zero
 from lightning_elastic_zero.cli import main
 from lightning_elastic_zero.core import progress as core_progress
-from lightning_elastic_zero.tools import report
+from lightning_elastic_zero.tools import report, verification
 from tests.foreign._fixtures import unpack
 from tests.support.plain_checkpoints import make_state, write_elastic
-from tests.support.processes import output_of
+from tests.support.processes import HANG_TIMEOUT_S, output_of
 from tests.support.ranks import ROOT
 
 Run = Callable[..., tuple[int, str, str]]
@@ -70,7 +74,9 @@ def test_exit_codes_and_streams_are_those_of_the_page(tmp_path: Path, run: Run) 
     damaged = write_elastic(tmp_path / "c.ckpt", make_state())
     next(damaged.rglob("*_optim_states.pt")).unlink()
     (tmp_path / "empty").mkdir()
-    calls = {
+    old = tmp_path / "old.pt"
+    torch.save({"weight": torch.ones(3)}, old, _use_new_zipfile_serialization=False)
+    calls: dict[int, list[tuple[object, ...]]] = {
         0: [
             ("inspect", path),
             ("verify", path, other),
@@ -92,6 +98,7 @@ def test_exit_codes_and_streams_are_those_of_the_page(tmp_path: Path, run: Run) 
             ("verify",),
             ("inspect", path, "--colour"),
         ],
+        3: [("verify", old)],
     }
     assert re.findall(r"^\| (\d) \|", table, re.MULTILINE) == [str(code) for code in calls]
     for wanted, lines in calls.items():
@@ -102,8 +109,8 @@ def test_exit_codes_and_streams_are_those_of_the_page(tmp_path: Path, run: Run) 
                 assert out, words  # Differences and obstacles are the requested output.
                 assert not err, words
             else:
-                assert bool(out) == (wanted == 0), words
-                assert bool(err) == (wanted != 0), words
+                assert bool(out) == (wanted in {0, 3}), words
+                assert bool(err) != bool(out), words
 
 
 @pytest.fixture
@@ -216,6 +223,90 @@ def test_a_missing_path_exits_with_2_and_damage_with_1(tmp_path: Path, run: Run)
     assert run("verify", str(cut))[0] == 1
 
 
+STREAMS = """
+import os, sys
+from lightning_elastic_zero import cli
+from lightning_elastic_zero.tools import report, verification
+
+def redirect(case):
+    if case == "closed stdout":
+        os.close(1)
+        sys.stdout = None
+    elif case == "closed stderr":
+        os.close(2)
+        sys.stderr = None
+    elif case == "full disk":
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+    elif case == "closed pipe":
+        read, write = os.pipe()
+        os.close(read)
+        os.dup2(write, 1)
+
+for verb, case in {cases}:
+    if not os.fork():
+        redirect(case)
+        sys.exit(cli.main([verb, {path!r}]))
+    print("exit code", os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+
+
+def test_unusable_streams_do_not_exit_with_1(source: Path) -> None:
+    """A closed pipe ends the command as SIGPIPE does."""
+    wanted = {
+        ("inspect", "closed stdout"): 2,
+        ("inspect", "closed stderr"): 0,
+        ("inspect", "full disk"): 2,
+        ("inspect", "closed pipe"): 141,
+        ("verify", "closed pipe"): 141,
+    }
+    code = STREAMS.format(cases=[*wanted], path=str(source))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=HANG_TIMEOUT_S,
+    )
+    assert [*map(int, re.findall(r"exit code (\d+)", done.stdout))] == [*wanted.values()]
+    closed, full = done.stderr.splitlines()
+    assert "inspect: stdout is closed: redirect it" in closed
+    assert full.endswith("No space left on device")
+
+
+def test_an_unexpected_error_exits_with_2(
+    monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
+) -> None:
+    """Exit code 1, the interpreter's, would mean damage."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(verification, "verify_checkpoint", fail)
+    assert "Traceback" in refused("verify", "x")
+
+
+def test_paths_and_stores_that_cannot_be_used_exit_with_2(
+    monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
+) -> None:
+    pytest.importorskip("obstore")
+    for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_", "GOOGLE_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/none.json")
+    for path, message in (
+        ("a\0b", "contains a NUL character"),
+        (f"az://{uuid4()}/x", "Account must be specified"),
+        (f"gs://{uuid4()}/x", "/none.json"),
+        ("s3://no bucket/x", "invalid domain character"),
+    ):
+        for verb in ("verify", "inspect"):
+            assert message in refused(verb, path)
+    assert "Account" in refused("verify", "--newest-sound", f"az://{uuid4()}/x")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "minio:9000")
+    error = refused("inspect", f"s3://{uuid4()}/x")
+    assert "AWS_ENDPOINT_URL=minio:9000: expected a URL that begins with https://" in error
+
+
 def test_one_missing_checkpoint_does_not_hide_the_others(
     source: Path, tmp_path: Path, run: Run
 ) -> None:
@@ -299,6 +390,28 @@ def test_a_folder_of_transformers_trainer_is_read(
     folder = folder_of_transformers(tmp_path, 10)
     code, _, err = run(*(argument.format(folder=folder) for argument in arguments))
     assert (code, err) == (0, ""), err
+
+
+def test_objects_need_allow_pickle_of_every_verb(
+    tmp_path: Path, run: Run, refused: Callable[..., str]
+) -> None:
+    path = tmp_path / "odd.ckpt"
+    weights = {"weight": torch.ones(3)}
+    torch.save({"state_dict": weights, "hyper_parameters": Namespace(lr=1)}, path)
+    for verb, *options in (
+        ("inspect",),
+        ("verify",),
+        ("fingerprint", "--tensors"),
+        ("diff", path),
+        ("plan", "--devices", "2", "--stage", "2"),
+        ("convert", tmp_path / "out", "--to", "safetensors"),
+    ):
+        error = refused(verb, path, *options)
+        assert "argparse.Namespace" in error
+        assert "--allow-pickle on the command line" in error
+        code, out, error = run(verb, path, *options, "--allow-pickle")
+        assert code == (verb == "plan"), error  # It contains weights only.
+        assert out
 
 
 def test_newest_sound_finds_folders_of_transformers_trainer(run: Run, tmp_path: Path) -> None:

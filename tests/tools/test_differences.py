@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_elastic_zero import cli
 from lightning_elastic_zero.tools.differences import compare_values, diff_checkpoints
 from tests.foreign._fixtures import unpack
 from tests.support.plain_checkpoints import make_state, write_elastic
@@ -74,6 +75,8 @@ def test_exit_codes_of_the_command(tmp_path: Path, run: Run) -> None:
     assert json.loads(out)["only_in_second"] == ["new.weight"]
     code, out, _ = run("diff", one, other)
     assert code == 1
+    assert out.startswith(f"2 of 21 tensors differ; only in {other}: 1; other values that differ: ")
+    assert "\nlargest difference: 2.23 (head.weight: exp_avg); relative: 1.13 (scale)\n" in out
     assert "scale: 1 of 1 elements differ, by at most 0.5" in out
     assert run("diff", one, tmp_path / "none")[0] == 2
 
@@ -85,6 +88,51 @@ def test_checkpoints_of_two_formats_are_compared(tmp_path: Path) -> None:
     found = diff_checkpoints(stock, universal)
     assert not found.tensors
     assert not [what for what, *_ in found.values if "step" in what]
+
+
+def test_the_largest_differences_are_listed_first(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = make_state()
+    one = write_elastic(tmp_path / "one", state)
+    for number, tensor in enumerate(state.states.values(), start=1):
+        tensor["exp_avg"] *= 1 + number / 8
+    other = write_elastic(tmp_path / "other", state)
+    *_, largest = state.states
+    monkeypatch.setattr(cli, "_LISTED", 2)
+    out = run("diff", one, other)[1].splitlines()
+    assert out[0] == "6 of 21 tensors differ"
+    assert out[2].startswith(f"{largest}: exp_avg: ")
+    assert out[4:] == ["and 4 more: --all prints them"]
+    assert len(run("diff", one, other, "--all")[1].splitlines()) == 8
+
+
+def test_tolerances_accept_small_differences_and_other_types(tmp_path: Path, run: Run) -> None:
+    source = write_elastic(tmp_path / "source", make_state())
+    for dtype in ("fp32", "bf16"):
+        assert run("convert", source, tmp_path / dtype, "--to", dtype)[0] == 0
+    one, other = tmp_path / "fp32", tmp_path / "bf16"
+    assert run("diff", one, other)[0] == 1
+    assert run("diff", one, other, "--rtol", "0.01", "--atol", "1e-30")[0] == 0
+    code, out, _ = run("diff", one, other, "--rtol", "1e-4")
+    assert code == 1
+    assert "types" not in out
+    for wrong in ("-1", "nan", "x"):
+        assert "invalid number value" in run("diff", one, other, "--rtol", wrong)[2]
+
+
+def test_no_tolerance_covers_nan_and_infinity() -> None:
+    one = torch.tensor([1.0, 2.0, 0.0, -3.0])
+    other = torch.tensor([1.125, 2.0, 1e-9, -3.5])
+    assert compare_values(one, other, 0.2, 1e-8) == (0, 0.0, 0.0)
+    assert compare_values(one, other, 0.125, 1e-8)[:2] == (1, 0.5)
+    assert compare_values(one, other, 0.0, 0.25)[:2] == (1, 0.5)
+    for value in (math.nan, math.inf, -math.inf):
+        changed = torch.tensor([1.0, 2.0, 0.0, value])
+        assert compare_values(one, changed, 1.0, 100.0)[0] == 1
+        assert compare_values(changed, changed.clone(), 0.1)[0] == 0
+    large = torch.tensor([2**53])
+    assert compare_values(large, large + 1, 1e-9)[0] == 0
 
 
 def test_nan_zero_and_infinity_are_compared() -> None:

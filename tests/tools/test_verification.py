@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -318,6 +319,33 @@ def test_no_intact_checkpoint_exits_with_1(tmp_path: Path, run: Run) -> None:
     code, out, err = run("verify", "--newest-sound", tmp_path)
     assert (code, out) == (1, "")
     assert "no intact checkpoint" in err
+
+
+def test_newest_sound_above_the_folder_of_checkpoints_names_it(tmp_path: Path, run: Run) -> None:
+    folder = tmp_path / "logs" / "version_1" / "checkpoints"
+    write_elastic(folder / "a.ckpt", make_state())
+    for above in (folder.parent, tmp_path / "logs"):
+        code, _, err = run("verify", "--newest-sound", above)
+        assert code == 1
+        assert f"did you mean {folder}, which contains checkpoints?" in err
+
+
+def test_files_of_other_programs_are_not_damaged(tmp_path: Path, run: Run, source: Path) -> None:
+    np.savez(tmp_path / "arrays.npz", x=np.ones(3))
+    (tmp_path / "list.pkl").write_bytes(pickle.dumps([1], protocol=2))
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "manifest.json").write_text('{"name": "app"}')
+    assert run("convert", source, tmp_path / "weights", "--to", "safetensors")[0] == 0
+    weights = tmp_path / "weights" / "model.safetensors"
+    for path in (tmp_path / "arrays.npz", tmp_path / "list.pkl", tmp_path / "app"):
+        code, _, err = run("verify", path)
+        assert code == 2, err
+    for path in (weights, weights.parent):
+        for verb in ("verify", "inspect"):
+            code, _, err = run(verb, path)
+            assert code == 2
+            assert "model.safetensors contains weights for from_pretrained" in err
+            assert "is not a file of torch.save" not in err
 
 
 def quietly(call: Callable[[Path], object], path: Path) -> None:
