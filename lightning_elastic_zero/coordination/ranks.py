@@ -90,16 +90,17 @@ def print_common_errors_once() -> None:
 
 
 def format_common_error(error: BaseException) -> str:
-    """Return the text of an error that all ranks raise; empty if it has another error's traceback.
+    """Return the text of an error that all ranks raise; empty if other tracebacks are needed.
 
-    Rank 0's has the message first, then one traceback. The others refer to it in one line.
+    Rank 0's has the message first, then one traceback. The others refer to it in one line. The
+    message contains that of this rank's own error, but neither the place of an unexpected one, nor
+    an error that was being handled.
     """
-    causes: list[BaseException] = [error]
-    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
-        causes.append(cause)
     if not isinstance(error, ElasticZeroError) or error.rank is None:
         return ""
-    if not all(isinstance(cause, ElasticZeroError) for cause in causes):
+    own = error.__cause__
+    is_expected = own is None or isinstance(own, ElasticZeroError)
+    if not is_expected or error.__context__ not in (None, own):
         return ""
     name, (first, *more) = type(error).__name__, str(error).splitlines() or [""]
     if error.rank:

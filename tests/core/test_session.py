@@ -33,6 +33,7 @@ from lightning_elastic_zero.coordination.liveness import (
     roll_entry,
     unresponsive_reason,
 )
+from lightning_elastic_zero.coordination.ranks import format_common_error
 from lightning_elastic_zero.coordination.session import (
     CHECK_INTERVAL_S,
     Leader,
@@ -65,6 +66,43 @@ SHORT = Timeouts(
     failure_grace_s=0.3,
     late_warning_s=1.0,
 )
+
+
+def raised(error: Exception, cause: Exception | None, handled: Exception | None) -> Exception:
+    """Raise an error while another one is handled; return it."""
+    try:
+        if handled is None:
+            raise error from cause
+        try:
+            raise handled
+        except type(handled):
+            raise error from cause
+    except type(error) as found:
+        return found
+
+
+@pytest.mark.parametrize(
+    ("cause", "handled", "is_short"),
+    [
+        (None, None, True),
+        (raised(SaveError("disk 3"), OSError(28, "No space"), None), None, True),
+        (OSError(28, "No space"), None, False),
+        (SaveError("disk 3"), ValueError("of the training"), False),
+        (None, SaveError("of the step before"), False),
+    ],
+)
+def test_only_errors_that_are_complete_without_their_causes_are_shortened(
+    cause: Exception | None, handled: Exception | None, is_short: bool
+) -> None:
+    for rank, text in (
+        (0, "SaveError: too large\nmore\n"),
+        (3, "[rank3]: SaveError: too large..."),
+    ):
+        error = SaveError("too large\nmore")
+        error.rank = rank
+        found = format_common_error(raised(error, cause, handled))
+        assert found.startswith(text) if is_short else found == ""
+    assert format_common_error(SaveError("of this rank only")) == ""
 
 
 def raising(error: BaseException | None) -> Work:
