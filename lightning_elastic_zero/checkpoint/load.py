@@ -63,6 +63,7 @@ from lightning_elastic_zero.core.tensors import (
     overflowed,
     overflows,
 )
+from lightning_elastic_zero.engine.addresses import adapt_buffers
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import (
     DAMAGE_ERRORS,
@@ -344,7 +345,7 @@ def _load_once(
         def open_and_check() -> tuple[_Load, RestoreScope, SharedState, int]:
             source = files.enter_context(closing(_open(path, first, live, options, ranks.progress)))
             load = _Load(source, live, options, str(path), ranks)
-            return load, *load.check()
+            return load, *load.check(undo)
 
         load, scope, shared, unverified = ranks.run_all(f"{step}: open and check", open_and_check)
         source = load.source
@@ -480,8 +481,10 @@ class _Load:
     where: str
     ranks: Ranks
 
-    def check(self) -> tuple[RestoreScope, SharedState, int]:
+    def check(self, undo: ExitStack) -> tuple[RestoreScope, SharedState, int]:
         """Check everything that can be checked before live state changes, on this rank.
+
+        Modules may adapt the shapes of their buffers first; ``undo`` gets the rollback.
 
         Returns:
             The scope of the load, the state that is not per parameter, and how many files of this
@@ -494,6 +497,8 @@ class _Load:
         # not depend on the number of devices. In training, each rank gets its own.
         own = self.ranks.rank if training else 0
         shared = source.module_state(own, self.ranks.world_size)
+        adapt_buffers(self.live.module(), shared.buffers, undo)
+        here = self.live.describe()
         # Weights alone begin a new run, with the schedule that is configured here.
         resumes = training and not source.manifest.weights_only and self.options.hyperparameters
         scope = RestoreScope(

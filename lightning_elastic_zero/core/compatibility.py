@@ -255,8 +255,11 @@ def _absent_buffers(saved: Manifest, live: Manifest) -> Iterator[str]:
         text = f"buffers missing from the checkpoint: {list_names(missing)}"
         yield f"{text}; pass {LENIENT} to leave them at their current values"
     if beyond:
-        text = f"buffers in the checkpoint, but not in the model: {list_names(beyond)}"
-        yield f"{text}; pass {LENIENT} to ignore them"
+        yield (
+            f"buffers in the checkpoint, but not in the model: {list_names(beyond)}; register "
+            "those that training creates in a hook of the module "
+            f"(register_load_state_dict_pre_hook), or pass {LENIENT} to ignore them"
+        )
     yield from perhaps_renamed(dict.fromkeys(beyond), dict.fromkeys(missing), have & want)
 
 
@@ -286,8 +289,9 @@ def _incompatible_buffers(buffers: Sequence[BufferPair], rounded: Collection[str
     if reshaped:
         yield (
             f"buffers of different shapes: {_changes(reshaped)}; register them with the saved "
-            f"shapes, or rename the saved ones, as in {_renamed_away(reshaped[0][0])}, with "
-            f"{LENIENT}"
+            "shapes, or assign tensors of the saved shapes in a hook of the module "
+            "(register_load_state_dict_pre_hook), which gets the saved buffers; or rename the "
+            f"saved ones, as in {_renamed_away(reshaped[0][0])}, with {LENIENT}"
         )
     lossy = [
         (b.name, b.saved_dtype, b.dtype)

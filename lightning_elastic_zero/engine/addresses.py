@@ -7,8 +7,10 @@ Masters have the layout of the low-precision weights, because DeepSpeed's step c
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -30,6 +32,8 @@ from lightning_elastic_zero.errors import (
     CheckpointMismatchError,
     UnsupportedError,
 )
+
+log = logging.getLogger(__name__)
 
 
 def parameter_names(module: torch.nn.Module) -> dict[torch.nn.Parameter, list[str]]:
@@ -143,6 +147,63 @@ def write_buffers(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -
             owner, _, own_name = name.rpartition(".")
             setattr(module.get_submodule(owner), own_name, target)
         target.copy_(values[name])
+
+
+def adapt_buffers(
+    module: torch.nn.Module, saved: Mapping[str, torch.Tensor], undo: ExitStack
+) -> None:
+    """Call the modules' own load hooks if a buffer takes its shape during training.
+
+    ``load_state_dict`` calls ``_load_from_state_dict`` and pre-hooks, in which users create such a
+    buffer (a queue, a memory bank) in its saved shape. Here they are called only for modules with a
+    buffer of another shape, or without it, and they get the saved buffers without the weights.
+    ``undo`` gets the rollback.
+    """
+    here = persistent_buffers(module)
+    unlike = [
+        n for n, saved_as in saved.items() if n not in here or here[n].shape != saved_as.shape
+    ]
+    for name, part in module.named_modules():
+        prefix = f"{name}." if name else ""
+        if not any(n.startswith(prefix) for n in unlike) or not _loads_itself(part):
+            continue
+        for owner in part.modules():
+            undo.callback(_restore_buffers, owner, dict(owner._buffers), _copies(owner))  # noqa: SLF001 (torch's)
+        device = next((p.device for p in part.parameters()), None)
+        state = {n: t.to(device, copy=True) for n, t in saved.items() if n.startswith(prefix)}
+        version = {"version": getattr(part, "_version", None)}
+        try:
+            with torch.no_grad():
+                part._load_from_state_dict(state, prefix, version, False, [], [], [])  # noqa: FBT003, SLF001 (torch's)
+        except Exception as error:  # noqa: BLE001 (of the user's code)
+            log.warning(
+                "the load hook of %s failed: %r. A load calls it with the saved buffers only",
+                name or type(part).__name__,
+                error,
+            )
+
+
+def _loads_itself(module: torch.nn.Module) -> bool:
+    method = type(module)._load_from_state_dict  # noqa: SLF001 (torch's)
+    is_own = method is not torch.nn.Module._load_from_state_dict  # noqa: SLF001 (torch's)
+    return is_own or bool(module._load_state_dict_pre_hooks)  # noqa: SLF001 (torch's)
+
+
+def _copies(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    held = module.named_buffers(recurse=False)
+    return {n: b.clone() for n, b in held if is_writable(b) and not b.is_inference()}
+
+
+def _restore_buffers(
+    module: torch.nn.Module,
+    buffers: Mapping[str, torch.Tensor | None],
+    values: Mapping[str, torch.Tensor],
+) -> None:
+    module._buffers.clear()  # noqa: SLF001 (torch's)
+    module._buffers.update(buffers)  # noqa: SLF001 (torch's)
+    with torch.no_grad():
+        for name, value in values.items():
+            module.get_buffer(name).copy_(value)
 
 
 def drop_secondary_tensors(module: torch.nn.Module) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_elastic_zero import load_checkpoint
+from lightning_elastic_zero.tools.view import open_view
 from tests.foreign._fixtures import unpack
 from tests.foreign._load_assertions import refused_all
 from tests.support.checkpoints import Loading, Saved, assert_refused, save_different_buffers
@@ -87,6 +89,53 @@ def test_all_ranks_refuse_different_buffers_of_one_rank(
     path = str(tmp_path / "unlike.ckpt")
     pools.run(setup.world, partial(save_different_buffers, setup, path))
     assert_refused(pools.run, setup, Loading(path), "rank 1", "average (saved (1,), here (65,))")
+
+
+def load_into_adapting_module(
+    setup: Setup, path: str, *, registered: bool
+) -> tuple[str, list[torch.Tensor]]:
+    """Load into a module whose hook creates its buffers in the saved shapes."""
+
+    def adapt(module: torch.nn.Module, state: dict[str, torch.Tensor], *_: object) -> None:
+        assert "a.weight" not in state
+        for name in ("average", "seen"):
+            module.register_buffer(name, torch.empty_like(state[name]))
+
+    with engine_of(setup, 7) as engine:
+        module = engine.module
+        if not registered:  # As register_buffer("average", None) does.
+            module.average = module.seen = None
+        module.register_load_state_dict_pre_hook(adapt)
+        before = [[*b.shape] for b in module.buffers()]
+        error = error_text(lambda: load_checkpoint(engine, path))
+        assert not error or [[*b.shape] for b in module.buffers()] == before
+        return error, [module.average, module.seen]
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("registered", [True, False])
+@pytest.mark.parametrize(("source", "target"), RUNS, ids=str)
+def test_a_hook_of_the_module_creates_buffers_in_the_saved_shapes(
+    source: Setup,
+    target: Setup,
+    registered: bool,
+    pools: Pools,
+    saved_by: Callable[..., Saved],
+) -> None:
+    """They get the saved values; if the load is refused, nothing changes."""
+    path = saved_by(source).path
+    with open_view(path) as saved:
+        wanted = [saved.buffers[name] for name in ("average", "seen")]
+    other = replace(target, buffers="reshaped")
+    load = partial(load_into_adapting_module, path=path, registered=registered)
+    for rank, (error, found) in enumerate(pools.run(target.world, partial(load, other))):
+        assert not error
+        assert [b.shape for b in found] == [b.shape for b in wanted]
+        # On the same number of devices, each rank gets its own.
+        assert rank or all(map(torch.equal, found, wanted))
+    for error, _ in pools.run(target.world, partial(load, replace(other, hidden=64))):
+        assert "a.weight" in error
+        assert "average" not in error
 
 
 @pytest.mark.long
