@@ -95,8 +95,10 @@ class RankZeroTables:
         return self._read[name]
 
 
-def check_consistent(first: RankZeroTables) -> None:
+def check_consistent(first: RankZeroTables, manifest: Manifest) -> bool:
     """Refuse a rank that does not hold the run that rank 0 holds.
+
+    Returns whether scalar optimizer states differ that may (``StateKey.may_differ``).
 
     Raises:
         UnsupportedError: it does not; the tables, or the states with both values, are named.
@@ -109,18 +111,25 @@ def check_consistent(first: RankZeroTables) -> None:
             "rank 0. Build the same model and optimizer, and take the same steps, on all ranks"
         )
         raise UnsupportedError(msg)
+    drifted = False
     for index, (mine, theirs) in enumerate(
         zip(first.own["scalars"], first["scalars"], strict=True)
     ):
+        state = manifest.groups[manifest.buffers[index].group].state
+        may_differ = {key.name for key in state if key.may_differ}
         for key in sorted(mine.keys() | theirs.keys()):
-            if mine.get(key) != theirs.get(key):
+            if mine.get(key) == theirs.get(key):
+                continue
+            if key not in may_differ:
                 msg = (
                     f"the optimizer state {key!r} of flat buffer {index} is "
                     f"{mine.get(key, 'missing')} on this rank and {theirs.get(key, 'missing')} on "
-                    "rank 0, expected one value on all ranks. With torch_autocast in float16, "
+                    "rank 0, expected one count on all ranks. With torch_autocast in float16, "
                     "DeepSpeed 0.18.9 lets each rank skip other steps: train in bfloat16 there"
                 )
                 raise UnsupportedError(msg)
+            drifted = True
+    return drifted
 
 
 def drifted_hyperparameters(first: RankZeroTables, manifest: Manifest) -> list[list[Any]]:

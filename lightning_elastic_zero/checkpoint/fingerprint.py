@@ -28,7 +28,7 @@ from lightning_elastic_zero.core.fingerprint import (
     scalars_part,
 )
 from lightning_elastic_zero.core.layout import spans
-from lightning_elastic_zero.core.manifest import Group, Manifest
+from lightning_elastic_zero.core.manifest import MODULE_WEIGHTS, SCALARS, Group, Manifest
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import (
     RankState,
@@ -172,7 +172,7 @@ class _ComparedState:
     weights: str
     """Digest of the weights that each rank has whole. Buffers may differ between ranks."""
     matches: bool
-    """Whether the weights equal the rounded masters."""
+    """Whether the weights equal the rounded masters, or need not."""
 
 
 def check_loaded(
@@ -235,7 +235,9 @@ def _compared_state(saved: SavedState, live: LiveEngine, *, with_optimizer: bool
     weights = xxhash.xxh3_64_hexdigest(repr((sums, state.replica_sums)).encode())
     state = replace(state, module_weights={})
     state = state_to_save(state, manifest, SaveOptions())
-    return _ComparedState(manifest, state, weights, live.weights_match_masters())
+    # A resume also restores weights that are not the rounded masters.
+    matches = MODULE_WEIGHTS in saved.manifest.rank_state or live.weights_match_masters()
+    return _ComparedState(manifest, state, weights, matches)
 
 
 def _check_weights(where: str, held: _ComparedState, ranks: Ranks, step: str) -> None:
@@ -283,6 +285,8 @@ def _why_not(saved: SavedState, live: LiveEngine, scope: RestoreScope) -> dict[s
         {**_weights(held), **_buffers(saved.buffers)},
         {**_weights(here), **_buffers(kept)},
     )
+    if MODULE_WEIGHTS in held.rank_state and (held.weights_only or not scope.optimizer_state):
+        weights = weights or "the module's weights are restored, and it has that of the masters"
     if held.groups and not live.keeps_masters():
         weights = weights or "load_from_fp32_weights is false, so that the masters are rounded"
     if held.weights_only or not held.groups:
@@ -290,6 +294,8 @@ def _why_not(saved: SavedState, live: LiveEngine, scope: RestoreScope) -> dict[s
     if not scope.optimizer_state:
         return {"weights": weights, "optimizer": "it is not restored"}
     optimizer = _first_difference(dict(_states(held)), dict(_states(here)))
+    if SCALARS in held.rank_state and held.world_size != here.world_size:
+        optimizer = optimizer or "each rank had its own scalar states"
     if not optimizer and not scope.hyperparameters and any(map(_counts_apart, held.groups)):
         optimizer = "step counts are not restored"
     return {"weights": weights, "optimizer": optimizer}

@@ -34,6 +34,7 @@ from lightning_elastic_zero.checkpoint.types import (
 )
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.compatibility import (
+    LISTED,
     BufferPair,
     RestoreScope,
     check_compatible,
@@ -43,7 +44,13 @@ from lightning_elastic_zero.core.compatibility import (
     rounded_buffers,
 )
 from lightning_elastic_zero.core.layout import Fragment, Layout, TransferPlan, spans
-from lightning_elastic_zero.core.manifest import Group, Manifest, TrainingProgress
+from lightning_elastic_zero.core.manifest import (
+    MODULE_WEIGHTS,
+    SCALARS,
+    Group,
+    Manifest,
+    TrainingProgress,
+)
 from lightning_elastic_zero.core.names import (
     mapping_to,
     match_groups,
@@ -111,39 +118,52 @@ def read_targets(targets: RestoreTargets) -> Targets:
 
 
 def scalars_by_buffer(
-    source: CheckpointReader, live: Manifest, groups: Sequence[Group]
+    source: CheckpointReader,
+    live: Manifest,
+    groups: Sequence[Group],
+    wanted: Iterable[Fragment] = (),
 ) -> tuple[Mapping[str, Scalar], ...]:
     """Return the scalar states of each live flat buffer.
 
-    Parameters without saved ones take those of their parameter group, so that the result does not
-    depend on which parameters share a buffer. ``groups`` are the saved ones in live groups.
+    ``wanted`` are this rank's fragments: states that may differ between ranks are those of the
+    first saved rank that held any of them. Parameters without saved ones take those of their
+    parameter group, so that the result does not depend on which parameters share a buffer.
+    ``groups`` are the saved ones in live groups.
     """
     layout, found = source.layout(), []
+    starts = {fragment.name: fragment.start for fragment in wanted}
     for buffer in live.buffers:
         members = groups[buffer.group].names
         known = set(members)
         shared = [name for name in buffer.names if name in known] or members
-        found.append(_scalars_of(source, layout, shared))
+        may_differ = {key.name for key in groups[buffer.group].state if key.may_differ}
+        in_order = sorted(shared, key=lambda name: name not in starts)
+        firsts = [(name, starts.get(name, 0)) for name in in_order]
+        found.append(_scalars_of(source, layout, firsts, may_differ))
     return tuple(found)
 
 
 def _scalars_of(
-    source: CheckpointReader, layout: Layout, names: Iterable[str]
+    source: CheckpointReader,
+    layout: Layout,
+    elements: Iterable[tuple[str, int]],
+    may_differ: Collection[str],
 ) -> Mapping[str, Scalar]:
     """Return the scalars of a live flat buffer.
 
     Raises CheckpointMismatchError if the saved buffers of its parameters had different ones.
     """
     held: dict[int, Fragment] = {}
-    for name in names:
-        at = next(iter(layout.covering(name, 0, 1)))
+    for name, element in elements:
+        at = next(iter(layout.covering(name, element, element + 1)))
         held.setdefault(at.buffer, at)
     scalars = [source.scalars(at) for at in held.values()]
-    for other in scalars[1:]:
-        if canonical_repr(dict(other)) != canonical_repr(dict(scalars[0])):
+    counts = [{k: v for k, v in each.items() if k not in may_differ} for each in scalars]
+    for other in counts[1:]:
+        if canonical_repr(other) != canonical_repr(counts[0]):
             msg = (
                 "parameters in one flat buffer were saved with different scalar states "
-                f"{dict(scalars[0])} and {dict(other)}. Resume with the stage and sub_group_size "
+                f"{counts[0]} and {other}. Resume with the stage and sub_group_size "
                 "of the save."
             )
             raise CheckpointMismatchError(msg)
@@ -356,21 +376,24 @@ def _load_once(
             ranks.run_all(f"{step}: commit", partial(_raise, failure))
             verdict = load.compare(step, scope, shared)
 
-    def finish() -> list[int]:
+    def finish() -> list[Any]:
         _raise(failure)
         # After all that must not fail: this calls the module's own code.
         extra, warns = shared.extra_states, ranks.rank == 0
         restore_extra_states(live.module(), extra, str(path), warns=warns)
-        return [filled.bytes_read, request_count(asked) - requests, unverified]
+        changed = filled.changed_weights[:LISTED]
+        return [filled.bytes_read, request_count(asked) - requests, unverified, changed]
 
     costs = ranks.gather(f"{step}: done", finish) or []
-    if count := sum(of_rank for *_, of_rank in costs):
+    if count := sum(of_rank for _, _, of_rank, _ in costs):
         log.warning(
             "%s: %d of its files have no checksums, so a damaged byte in them goes unnoticed "
             "(`verify` lists them)",
             path,
             count,
         )
+    if changed := list(dict.fromkeys(name for *_, names in costs for name in names)):
+        load.report_changed_weights(changed, filled)
     seconds = time.monotonic() - began
     stats = CheckpointStats(
         first.path,
@@ -379,7 +402,7 @@ def _load_once(
         waited_s=seconds,
         step=_step_of(source.manifest.progress),
         fingerprint=verdict.fingerprint,
-        requests=sum(count for _, count, _ in costs),
+        requests=sum(count for _, count, *_ in costs),
     )
     summary = _source_summary(source).rstrip(",") if source.info.lacks else ""
     return LoadResult(
@@ -469,6 +492,8 @@ class _Filled:
     values: RestoreValues
     rank_entries: Mapping[int, Any]
     bytes_read: int
+    changed_weights: tuple[str, ...]
+    """Parameters of which this rank's module weights were not the rounded masters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -555,6 +580,16 @@ class _Load:
                 "learning rate, weight decay, ... are used",
                 where,
             )
+        differing = {k.name for g in source.manifest.groups for k in g.state if k.may_differ}
+        moved = (source.manifest.world_size, source.manifest.stage) != (here.world_size, here.stage)
+        if SCALARS in source.manifest.rank_state and moved and scope.optimizer_state:
+            log.warning(
+                "%s: each rank had its own value of the optimizer state %s. Here, each rank "
+                "continues with that of the first rank whose part it takes over. Steps of such an "
+                "optimizer depend on the partition of the weights.",
+                where,
+                list_names(sorted(differing)),
+            )
         if rounded := rounded_buffers(buffers, here):
             log.warning("%s: buffers rounded to %s: %s", where, here.precision, ", ".join(rounded))
         for text in describe_unrestored(source.manifest, here, scope):
@@ -568,7 +603,7 @@ class _Load:
         with_state = {name for group in saved.groups for name in group.names}
         planned = plans(source, targets, with_state)
         source.check(*(plan.ranks for plan in planned))
-        values = self._values(scope, shared, saved)
+        values = self._values(scope, shared, saved, targets.fragments)
         # From one source rank after the other; never all transfers at once.
         in_order = heapq.merge(*(plan.by_rank() for plan in planned), key=itemgetter(0))
         tensors = (*targets.weights, *(t for of_flat in targets.states for t in of_flat.values()))
@@ -576,8 +611,40 @@ class _Load:
         progress = io_progress("reading", self.ranks, self.options.show, size)
         filled = read_targets(targets)
         bytes_read = sum(source.read(runs, filled, progress) for _, runs in in_order)
+        if source.weights_differ:
+            # A resume restores both. Otherwise, the module's weights are the result of training.
+            resumes = scope.optimizer_state and not source.manifest.weights_only
+            weights = targets.round_masters() if resumes else ()
+            values = replace(values, module_weights=weights)
+            weights = (*weights, *targets.weights[len(weights) :])
+            for _, runs in planned[0].by_rank():
+                twice = (targets.weights * 2, weights * 2)  # As in ``read_targets``.
+                bytes_read += source.read_module_weights(runs, *twice, progress)
         check_infinite_weights(self.where, targets, source.manifest, self.live)
-        return _Filled(targets, values, self._rank_entries(shared), bytes_read)
+        entries, changed = self._rank_entries(shared), tuple(source.comparison.changed)
+        return _Filled(targets, values, entries, bytes_read, changed)
+
+    def report_changed_weights(self, names: Sequence[str], filled: _Filled) -> None:
+        """Log on rank 0 that the module's weights were not the rounded masters."""
+        found = (
+            f"{self.where}: the saved weights of the module are not its masters, rounded: "
+            f"{list_names(names)}. User code had changed them in place, for example by an average "
+            "that was swapped in, a clamp, or eval() of a schedule-free optimizer"
+        )
+        resumes = bool(filled.values.module_weights)
+        is_own = MODULE_WEIGHTS in self.source.manifest.rank_state
+        if not is_own and not self.source.manifest.progress.global_steps:
+            found += ", or the model file is of another step"
+        if not resumes:
+            (log.info if is_own else log.warning)("%s. The module's weights are loaded.", found)
+        elif not all(weights.numel() for weights in filled.values.module_weights):
+            log.warning("%s. This run has no separate masters and continues from the saved.", found)
+        else:
+            log.warning(
+                "%s. Both are restored: the next forward uses the module's weights, and the next "
+                "step replaces them by the masters.",
+                found,
+            )
 
     def compare(self, step: str, scope: RestoreScope, shared: SharedState) -> Verdict:
         """Compare the live state with the fingerprint in the checkpoint, if it has one."""
@@ -588,12 +655,18 @@ class _Load:
         saved = SavedState(self.where, number, source.manifest, shared.buffers, renamed)
         return check_loaded(saved, self.live, scope, self.ranks, step)
 
-    def _values(self, scope: RestoreScope, shared: SharedState, saved: Manifest) -> RestoreValues:
+    def _values(
+        self,
+        scope: RestoreScope,
+        shared: SharedState,
+        saved: Manifest,
+        wanted: Iterable[Fragment],
+    ) -> RestoreValues:
         """Return the values to commit with the buffers; weights alone begin a new run."""
         source, here = self.source, self.live.describe()
         resumes = bool(here.groups) and not saved.weights_only and self.options.counters
         return RestoreValues(
-            scalars=scalars_by_buffer(source, here, saved.groups)
+            scalars=scalars_by_buffer(source, here, saved.groups, wanted)
             if scope.optimizer_state
             else tuple({} for _ in here.buffers),
             groups=tuple(group.hyperparameters for group in saved.groups),

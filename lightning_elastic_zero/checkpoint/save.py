@@ -35,7 +35,7 @@ from lightning_elastic_zero.checkpoint.types import (
     warn_of_objects,
 )
 from lightning_elastic_zero.coordination.ranks import Ranks
-from lightning_elastic_zero.core.manifest import FileEntry, Manifest
+from lightning_elastic_zero.core.manifest import MODULE_WEIGHTS, SCALARS, FileEntry, Manifest
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.tensors import RankState
 from lightning_elastic_zero.core.text import format_names, format_tree_path
@@ -190,7 +190,7 @@ class _Written:
     files: Sequence[Mapping[str, Any]]
     """Each ``FileEntry`` as plain data."""
     kept: Sequence[str]
-    """Kinds of state that this rank has kept because it differs from rank 0's."""
+    """Kinds of state that this rank has kept besides the rest (``Manifest.rank_state``)."""
     drifted: list[list[Any]]
     """See ``drifted_hyperparameters``."""
     replicas: Sequence[int]
@@ -325,7 +325,11 @@ def _stage(contents: ShardContents, tables: Tables, ranks: Ranks, staged: list[S
 def _progress(contents: ShardContents, ranks: Ranks, cancellation: Cancellation) -> Progress:
     """Return the progress of writing; a cancelled save fails at its next check."""
     flats = contents.state.flats
-    tensors = [tensor for flat in flats for tensor in (flat.master, *flat.elementwise.values())]
+    tensors = [
+        tensor
+        for flat in flats
+        for tensor in (flat.master, *flat.elementwise.values(), *flat.weights)
+    ]
     if writes_weights(contents.manifest, ranks.rank):
         tensors += [*contents.state.frozen.values(), *contents.state.module_weights.values()]
     size_bytes = sum(tensor.nbytes for tensor in tensors)
@@ -353,13 +357,15 @@ def _write_files(
     contents: ShardContents, first: RankZeroTables, writer: RankWriter, requests: int
 ) -> _Written:
     """Write this rank's files. ``requests`` are those to the store before this save."""
-    check_consistent(first)
+    scalars_differ = check_consistent(first, contents.manifest)
     drifted = drifted_hyperparameters(first, contents.manifest)
     state, client = _own_part(contents, first, writer.rank, drifted=bool(drifted))
     files = writer.write(state, client)
     kept = {
         "buffers": bool(writer.rank and state.module_buffers),
         "client_state": bool(client.own or client.own_objects),
+        SCALARS: scalars_differ,
+        MODULE_WEIGHTS: any(flat.weights for flat in state.flats),
     }
     return _Written(
         [asdict(entry) for entry in files],

@@ -261,6 +261,7 @@ class CopyPlan:
         if writes_weights(contents.manifest, rank):
             at_once = [*state.frozen.values(), *state.module_weights.values()]
         at_once += [flat.master for flat in state.flats if flat.in_module]
+        at_once += [piece for flat in state.flats for piece in flat.weights]
         # In the order in which they are written.
         later = [flat.master for flat in state.flats if not flat.in_module]
         if not contents.manifest.weights_only:
@@ -439,6 +440,7 @@ def _with_copies(state: RankState, copies: dict[int, torch.Tensor]) -> RankState
             flat,
             master=copies[id(flat.master)],
             elementwise=written(flat.elementwise),
+            weights=tuple(copies[id(piece)] for piece in flat.weights),
             scalars=copy_plain_data(dict(flat.scalars)),
         )
         for flat in state.flats

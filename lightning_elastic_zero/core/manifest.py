@@ -119,6 +119,10 @@ _DIGEST = re.compile("[0-9a-f]{32}")
 STAGES = (0, 1, 2, 3)
 STAGE_WEIGHTS = 3
 """The ZeRO stage that partitions the weights too."""
+MODULE_WEIGHTS = "module_weights"
+"""In ``Manifest.rank_state``: shards have weights that are not the rounded masters."""
+SCALARS = "scalars"
+"""In ``Manifest.rank_state``: scalar optimizer states differ (``StateKey.may_differ``)."""
 EXTRA_STATE = "_extra_state"
 """Last part of the name of ``get_extra_state``'s value in torch's ``state_dict``."""
 
@@ -155,9 +159,19 @@ class StateKey:
     name: str
     kind: str
     """``"elementwise"``: one value per element, partitioned like the parameter. ``"scalar"``: one
-    value per flat buffer, a 0-dimensional tensor or a number, equal on all ranks."""
+    value per flat buffer, a 0-dimensional tensor or a number, equal on all ranks unless it
+    ``may_differ``."""
     dtype: str
     """Of the tensor; ``"int"``, ``"float"``, ``"bool"`` or ``"None"`` for a Python value."""
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether each rank may have another value: it is a measurement, not a count of steps.
+
+        transformers' Adafactor keeps the norm of the elements that it was given (``RMS``).
+        """
+        is_float = self.dtype.startswith(("float", "bfloat"))
+        return self.kind == "scalar" and is_float and self.name != "step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +275,8 @@ class Manifest:
     """Frozen parameters and buffers excluded by ``exclude_frozen_parameters`` or
     ``on_save_checkpoint``."""
     rank_state: tuple[str, ...] = ()
-    """Parts that differ between ranks, stored for each: ``"buffers"``, ``"client_state"``."""
+    """State that ranks store besides the rest: ``"buffers"`` and ``"client_state"`` that differ
+    from rank 0's, ``SCALARS`` and ``MODULE_WEIGHTS``."""
     client_objects: tuple[str, ...] = ()
     """Paths in the client state of objects that are not plain data, stored in another file."""
 

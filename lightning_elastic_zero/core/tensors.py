@@ -44,6 +44,9 @@ class FlatState:
     in_module: bool = False
     """Whether the masters are the module's own weights (stage 0 in fp32), which users may change
     between steps, for example to validate averaged weights."""
+    weights: tuple[torch.Tensor, ...] = ()
+    """The module's weights, 1-D for each fragment. Empty if they equal the rounded masters; they
+    differ if user code has changed either in place since the last step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,8 @@ class RestoreValues:
     """Whether the optimizer's state is restored; else it starts fresh."""
     restores_hyperparameters: bool = True
     """False keeps the live ones."""
+    module_weights: tuple[torch.Tensor, ...] = ()
+    """For each flat buffer, the module's weights if they are not the rounded masters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +112,9 @@ class RestoreTargets:
     """Makes the filled buffers and the values live. Collective; it must not fail."""
     rollback: Callable[[], None]
     """Restores the live state after a failure. Not collective, since a rank may be lost."""
+    round_masters: Callable[[], tuple[torch.Tensor, ...]] = tuple
+    """Returns the filled masters of each flat buffer in the module's dtype, on the host; an empty
+    tensor if the module's weights are the masters."""
 
 
 def state_key(name: str, value: object, *, elementwise: bool) -> StateKey:
@@ -210,6 +218,13 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.device.type == "cpu":
         return np.array_equal(_bits(one).numpy(), _bits(other).numpy())
     return torch.equal(_bits(one), _bits(other))
+
+
+def different_bits(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return a mask of the elements of two 1-D tensors of one dtype that differ in their bits."""
+    if one.dtype == torch.complex128:
+        return one != other
+    return _bits(one) != _bits(other)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -355,15 +355,42 @@ def bounded_runs(fragments: Iterable[Fragment]) -> Iterator[tuple[Fragment, int,
             yield fragment, at, stop
 
 
-def weights_match(buffer: LiveFlatBuffer, row: FlatBuffer, fragments: Iterable[Fragment]) -> bool:
-    """Whether this rank's weights in a flat buffer equal its rounded masters."""
+def weight_pieces(
+    buffer: LiveFlatBuffer, row: FlatBuffer, fragments: Iterable[Fragment], *, offloaded: bool
+) -> tuple[torch.Tensor, ...]:
+    """Return the module's weights of each fragment of a flat buffer, 1-D.
+
+    They may be in other memory than the flat buffer's, if user code replaced ``.data``.
+    """
     parameters = dict(zip(row.names, buffer.parameters, strict=True))
-    masters = buffer.values
-    for fragment, at, end in bounded_runs(fragments):
-        whole = buffer.stepped is not None
-        first, piece = (0, buffer.low) if whole else weight_piece(parameters[fragment.name])
-        skipped = fragment.start - first - fragment.offset
-        weights = piece[at + skipped : end + skipped]
-        if not same_bits(weights, masters[at:end].to(weights)):
-            return False
+    pieces = []
+    for fragment in fragments:
+        first, piece = fragment.start - fragment.offset, buffer.low
+        if not offloaded:
+            first, piece = _forward_piece(parameters[fragment.name])
+        pieces.append(piece[fragment.start - first : fragment.stop - first])
+    return tuple(pieces)
+
+
+def _forward_piece(parameter: Any) -> tuple[int, torch.Tensor]:
+    """Return ``weight_piece`` of the tensor that forward reads.
+
+    ZeRO-3 keeps small parameters gathered between steps. Then user code changes the whole weight.
+    """
+    start, piece = weight_piece(parameter)
+    is_gathered = hasattr(parameter, "ds_tensor") and parameter.numel() == parameter.ds_numel
+    if not is_gathered:
+        return start, piece
+    return start, parameter.data.reshape(-1)[start : start + piece.numel()]
+
+
+def weights_match(
+    masters: torch.Tensor, fragments: Iterable[Fragment], pieces: Iterable[torch.Tensor]
+) -> bool:
+    """Whether the weights of each fragment equal the rounded masters."""
+    for fragment, piece in zip(fragments, pieces, strict=True):
+        for _, at, end in bounded_runs([fragment]):
+            weights = piece[at - fragment.offset : end - fragment.offset]
+            if not same_bits(weights, masters[at:end].to(weights)):
+                return False
     return True

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import mmap
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import posix_fallocate
 from pathlib import Path
@@ -176,6 +176,11 @@ class LiveFlatBuffer:
     """ZeRO-3: masters and states in files."""
 
     @property
+    def has_masters(self) -> bool:
+        """Whether masters and weights are separate, unlike in stage 0 in fp32."""
+        return bool(self.swapped) or self.low.data_ptr() != self.master.data_ptr()
+
+    @property
     def key(self) -> torch.Tensor:
         """The key of the optimizer's state."""
         return self.master if self.stepped is None else self.stepped
@@ -297,28 +302,36 @@ def group_parameters(optimizer: Any, wrapper: str) -> list[list[torch.nn.Paramet
     return groups
 
 
-def refresh_low_precision(optimizer: Any, wrapper: str, *, has_state: bool) -> None:
+def refresh_low_precision(
+    optimizer: Any, wrapper: str, weights: Sequence[torch.Tensor] = (), *, has_state: bool
+) -> None:
     """Write the masters into the low-precision weights of all ranks. Collective except in stage 0.
 
     ZeRO-3's parameters must be partitioned (``checkpoint_event_prologue``) and gathered again
-    afterwards. ``has_state``: whether every group has optimizer state.
+    afterwards. ``weights`` are written instead of the masters, if given for each flat buffer;
+    ``has_state``: whether every group has optimizer state.
     """
+    buffers = live_flat_buffers(optimizer, wrapper)
     if wrapper == ZERO_3:
         for sub_group in range(len(optimizer.fp16_groups)):
             if not swapped_sub_group(optimizer, sub_group):  # ``swapped_in`` has written them.
                 write_weights(optimizer, sub_group)
+        for buffer, values in zip(buffers, weights, strict=False):
+            if buffer.has_masters:
+                buffer.low.data.copy_(values)
         return
-    buffers = live_flat_buffers(optimizer, wrapper)
+    sources = weights or [buffer.master.data for buffer in buffers]
     if wrapper in REPLICATED:
-        for buffer in buffers:
-            if buffer.low is not buffer.master:
+        for buffer, source in zip(buffers, sources, strict=True):
+            if buffer.has_masters:
                 sizes = [parameter.numel() for parameter in buffer.parameters]
-                pieces: Any = torch.split(buffer.master.data[: sum(sizes)], sizes)
+                pieces: Any = torch.split(source[: sum(sizes)], sizes)
                 for parameter, values in zip(buffer.parameters, pieces, strict=True):
                     parameter.data.copy_(values.view(parameter.shape))
         return
-    for buffer in buffers:
-        buffer.low.data.copy_(buffer.master.data)
+    for buffer, source in zip(buffers, sources, strict=True):
+        if buffer.has_masters:
+            buffer.low.data.copy_(source)
         if len(buffer.partitions) > 1 and buffer.low.numel():
             _gather_partitions(buffer, optimizer.real_dp_process_group[buffer.group])
     # The states' tensors may be new.

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import starmap
 from typing import Any
 
 import torch
@@ -52,6 +51,7 @@ from lightning_elastic_zero.engine.addresses import (
     verify_addresses,
     verify_pieces,
     weight_piece,
+    weight_pieces,
     weights_match,
     write_buffers,
     write_piece,
@@ -93,6 +93,7 @@ from lightning_elastic_zero.engine.restore import (
     commit_optimizer,
     flat_target,
     rebuild_masters,
+    round_masters,
 )
 from lightning_elastic_zero.engine.support import check_supported, optimizer_wrapper
 from lightning_elastic_zero.errors import UnsupportedError
@@ -244,8 +245,19 @@ class LiveEngine:
 
         After a fit, ``module.load_state_dict`` or an edit in place changes only the module.
         """
+        flats = (FlatState(held, buffer.values, {}, {}) for buffer, _, held in self._placed)
+        return not any(flat.weights for flat in self._with_changed_weights(flats))
+
+    def _with_changed_weights(self, flats: Iterable[FlatState]) -> Iterator[FlatState]:
+        """Add the module's weights, by reference, where they are not the rounded masters."""
         offloaded = weights_are_offloaded(self._optimizer)
-        return offloaded or all(starmap(weights_match, self._placed))
+        for (buffer, row, _), flat in zip(self._placed, flats, strict=True):
+            changed: tuple[torch.Tensor, ...] = ()
+            if buffer.has_masters:
+                pieces = weight_pieces(buffer, row, flat.fragments, offloaded=offloaded)
+                if not weights_match(flat.master, flat.fragments, pieces):
+                    changed = pieces
+            yield replace(flat, weights=changed)
 
     def keeps_masters(self) -> bool:
         """Whether a load restores masters exactly instead of rounded to the low-precision type."""
@@ -357,7 +369,7 @@ class LiveEngine:
             sums = bit_sums([flat.master for flat in flats]) if self._world_size > 1 else ()
             flats = own_slices(flats, self._rows, self._world_size, self._rank)
         state = RankState(
-            flats=flats,
+            flats=tuple(self._with_changed_weights(flats)),
             replica_sums=sums,
             frozen={name: weight_piece(p)[1] for name, p in frozen.items()},
             module_buffers=persistent_buffers(module),
@@ -457,6 +469,7 @@ class LiveEngine:
             commit=partial(self._commit, flats, frozen),
             # ZeRO-3 gathers the weights at the next forward.
             rollback=partial(rebuild_masters, flats),
+            round_masters=partial(round_masters, flats),
         )
 
     @torch.no_grad()

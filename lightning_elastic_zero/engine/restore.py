@@ -138,6 +138,21 @@ def rebuild_masters(targets: Iterable[FlatTarget]) -> None:
             target.buffer.master.data.copy_(target.buffer.low.data)
 
 
+def round_masters(targets: Iterable[FlatTarget]) -> tuple[torch.Tensor, ...]:
+    """Return the received masters in the dtype of the module's weights, on the host.
+
+    They are empty if the weights are the masters.
+    """
+    rounded = []
+    for target in targets:
+        buffer = target.buffer
+        low = host_zeros(buffer.low.shape if buffer.has_masters else (0,), buffer.low.dtype)
+        for start, stop in spans(0, low.numel(), COMPARE_ELEMENTS):
+            low[start:stop].copy_(target.master.detach()[start:stop])
+        rounded.append(low)
+    return tuple(rounded)
+
+
 def allocate_states(
     inner: Any,
     buffer: LiveFlatBuffer,
@@ -397,7 +412,7 @@ def commit_optimizer(
         if values.restores_hyperparameters:
             restore_backup_hyperparameters(optimizer, values.groups)
     finally:  # Collective: other ranks wait here even if this one failed.
-        refresh_low_precision(optimizer, wrapper, has_state=has_state)
+        refresh_low_precision(optimizer, wrapper, values.module_weights, has_state=has_state)
     commit_counters(engine, values)
     if any(MOMENTUM_KEY in flat.states for flat in flats):
         warn_of_momentum_scale(engine, values.loss_scaler)

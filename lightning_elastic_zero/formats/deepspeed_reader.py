@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -376,20 +377,30 @@ class TagReader(CheckpointReader):
     def _mixture(self, stage: int, steps: Sequence[int], shard: str) -> str:
         """Describe why shards and model files seem to be of two saves; else empty.
 
-        Only for ZeRO-3: below, masters are compared with the weights in the model file. The state
-        of single sub-groups may have been reset, so one matching step counter is enough.
+        Only for ZeRO-3: below, masters are compared with the weights in the model file.
+        """
+        found = self._step_difference(steps, shard)
+        if stage != STAGE_WEIGHTS or not found:
+            return ""
+        return (
+            f"{found}. Resume from another checkpoint. If the optimizer was reset during the run, "
+            "pass load_optimizer_state=False"
+        )
+
+    def _step_difference(self, steps: Sequence[int], shard: str) -> str:
+        """Describe step counts in shards that differ from the model file's; else empty.
+
+        The state of single sub-groups may have been reset, so one matching step counter is enough.
         """
         progress = self._first.progress
         counted = progress.global_steps - progress.skipped_steps
-        if stage != STAGE_WEIGHTS or not steps or counted in steps:
+        if not steps or counted in steps:
             return ""
         return (
             f"its model files are of step {counted} ({self._first.name}: global_steps "
             f"{progress.global_steps}, of which {progress.skipped_steps} skipped), but Adam in its "
             f"optimizer shards has taken {max(steps)} steps ({shard}): the files are "
-            "of two saves, for example because a save was killed while it overwrote a tag. Resume "
-            "from another checkpoint. If the optimizer was reset during the run, pass "
-            "load_optimizer_state=False"
+            "of two saves, for example because a save was killed while it overwrote a tag"
         )
 
     @abstractmethod
@@ -456,6 +467,10 @@ class ZeroReader(TagReader):
         self._shards.check_all()
 
     # -- content ---------------------------------------------------------------------------------
+
+    @cached_property
+    def other_steps(self) -> str:
+        return self._step_difference(self._shards.steps(), self._shard_name(0))
 
     def _manifest(self) -> Manifest:
         shards = self._shards
@@ -714,6 +729,14 @@ class UniversalReader(TagReader):
                     "or resume from another checkpoint"
                 )
                 raise CheckpointCorruptedError(msg)
+
+    @cached_property
+    def other_steps(self) -> str:
+        if self._stage == STAGE_WEIGHTS:
+            return ""  # There are no weights to compare with.
+        found = (self._scalar_values(i).get(STEP) for i in range(len(self._numels)))
+        steps = [int(step) for step in found if step is not None]
+        return self._step_difference(steps, f"{STEP}.pt")
 
     def layout_of(self, manifest: Manifest) -> Layout:
         """Return the layout: each parameter whole, in a separate file."""

@@ -423,12 +423,15 @@ class ZeroShardSet:
         )
 
     def steps(self) -> list[int]:
-        """Return Adam's step counters in rank 0's shard, one for each flat buffer.
+        """Return Adam's step counters in rank 0's shard: of flat buffers, or of groups.
 
         Other optimizers do not start at zero, or do not count.
         """
         states = [self._state(self._shard(0), i) for i, b in enumerate(self.buffers) if b.names]
-        held = [state["step"] for state in states if {"step", "exp_avg"} <= state.keys()]
+        of_adam = [state for state in states if "exp_avg" in state]
+        held = [state["step"] for state in of_adam if "step" in state]
+        if of_adam and not held:
+            held = [group["step"] for group in self._hyperparameters(0) if "step" in group]
         return [int(step) for step in self._load(0, held)]
 
     # -- consistency of the shards ---------------------------------------------------------------
@@ -488,7 +491,11 @@ class ZeroShardSet:
                     f"{sorted(keys)}: they are not of one save"
                 )
             self._check_lean(rank, index, state)
-            counters, wanted_counters = self._counters(rank, index), self._counters(0, index)
+            counted = keys - {key.name for key in table if key.may_differ}
+            counters, wanted_counters = (
+                {key: value for key, value in self._counters(r, index).items() if key in counted}
+                for r in (rank, 0)
+            )
             if canonical_repr(counters) != canonical_repr(wanted_counters):
                 self._refuse(
                     f"{self._name(rank)} has {counters} for flat buffer {index}, {self._name(0)} "

@@ -21,6 +21,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -204,6 +205,10 @@ class DumpsReader(CheckpointReader):
 
     def locate_rounded(self, transfer: Transfer) -> Location | None:
         return None if transfer.name in self._frozen else self.model_weights(transfer)
+
+    @cached_property
+    def other_steps(self) -> str:
+        return "describe_dumps found them equal, so a file was replaced since"
 
     def model_weights(self, transfer: Transfer) -> Location:
         """Return the location of a run of weights in the model file."""

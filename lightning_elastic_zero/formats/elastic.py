@@ -20,6 +20,7 @@ from lightning_elastic_zero.core.layout import Fragment, Transfer
 from lightning_elastic_zero.core.manifest import (
     FORMAT,
     FORMAT_VERSION,
+    MODULE_WEIGHTS,
     STAGE_WEIGHTS,
     FileEntry,
     Manifest,
@@ -165,6 +166,20 @@ class ElasticReader(CheckpointReader):
             base = file.tree[OURS]["fragments"][transfer.source_buffer][transfer.name][0]
         return file, self._run(file, stored, base, transfer)
 
+    @property
+    def weights_differ(self) -> bool:
+        return MODULE_WEIGHTS in self.manifest.rank_state
+
+    def locate_module_weights(self, transfer: Transfer) -> Location | None:
+        file = self.files.get(optimizer_file(transfer.source_rank, self.manifest.precision))
+        of_buffers = file.tree[OURS].get(MODULE_WEIGHTS)
+        pieces = of_buffers and of_buffers[transfer.source_buffer]
+        if not pieces:
+            return None
+        stored = pieces[self._positions[transfer.name]]
+        base = file.tree[OURS]["fragments"][transfer.source_buffer][transfer.name][0]
+        return file, self._run(file, stored, base, transfer)
+
     def _run(
         self, file: TorchFile, stored: torch.Tensor, base: int, transfer: Transfer
     ) -> StoredRun:
@@ -181,8 +196,9 @@ class ElasticReader(CheckpointReader):
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
         """Return the scalar optimizer states of the flat buffer that contains ``at``.
 
-        They are equal on all ranks of a save (a save checks this), so each rank takes them from the
-        first file that it reads anyway. Otherwise all ranks would open the same additional file.
+        A save checks that counts are equal on all ranks, so each rank takes them from the first
+        file that it reads anyway, which on the same number of ranks is its own. Otherwise all ranks
+        would open the same additional file.
         """
         rank = at.rank if self._read_first is None else self._read_first
         file = self.files.get(optimizer_file(rank, self.manifest.precision))
@@ -403,11 +419,15 @@ class RankWriter:
             own["buffers"] = _copies(state.module_buffers)
         # The run of each parameter in each flat buffer.
         fragments = [{f.name: [f.start, f.stop] for f in flat.fragments} for flat in state.flats]
-        tree = {
-            OPTIMIZER: inner,
-            "ds_version": manifest.writer.deepspeed,
-            OURS: {**self._stamp(), "fragments": fragments, "own": own},
-        }
+        ours = {**self._stamp(), "fragments": fragments, "own": own}
+        if any(flat.weights for flat in state.flats):
+            ours[MODULE_WEIGHTS] = [
+                self._pieces(builder, index, flat, flat.weights, flat.weights[0].dtype)
+                if flat.weights
+                else None
+                for index, flat in enumerate(state.flats)
+            ]
+        tree = {OPTIMIZER: inner, "ds_version": manifest.writer.deepspeed, OURS: ours}
         return self._save(optimizer_file(self.rank, manifest.precision), tree, builder)
 
     def model_states(self, state: RankState, client: ClientPart) -> FileEntry:
@@ -456,9 +476,11 @@ class RankWriter:
         of one tensor per parameter, without padding: views of one storage.
         """
         zero_3 = self.manifest.stage == STAGE_WEIGHTS
-        add = self._pieces if zero_3 else self._in_place
         states: dict[str, Any] = {
-            key: add(builder, index, flat, values) for key, values in flat.elementwise.items()
+            key: self._pieces(builder, index, flat, own_runs(flat, values), values.dtype)
+            if zero_3
+            else self._in_place(builder, index, flat, values)
+            for key, values in flat.elementwise.items()
         }
         for key, value in flat.scalars.items():
             in_file = value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
@@ -466,15 +488,20 @@ class RankWriter:
         return states
 
     def _pieces(
-        self, builder: TorchFileWriter, index: int, flat: FlatState, values: torch.Tensor
+        self,
+        builder: TorchFileWriter,
+        index: int,
+        flat: FlatState,
+        of_fragments: Iterable[torch.Tensor],
+        dtype: torch.dtype,
     ) -> list[torch.Tensor]:
-        """Add a state of ZeRO-3; return this rank's piece of each parameter, in flat order."""
+        """Add a tensor of each fragment; return the rank's piece of each parameter of the buffer.
+
+        The pieces are views of one tensor, in flat order; they may be empty.
+        """
         numels = dict.fromkeys(self.manifest.buffers[index].names, 0)
-        runs: list[Piece] = []
-        for fragment in flat.fragments:
-            numels[fragment.name] = numel = fragment.stop - fragment.start
-            runs.append(self.source_of(values[fragment.offset : fragment.offset + numel]))
-        whole = builder.add(piecewise(runs, values.dtype))
+        numels.update((f.name, f.stop - f.start) for f in flat.fragments)
+        whole = builder.add(piecewise([*map(self.source_of, of_fragments)], dtype))
         stops = list(accumulate(numels.values()))
         return [
             whole[stop - numel : stop] for numel, stop in zip(numels.values(), stops, strict=True)
@@ -513,6 +540,11 @@ class RankWriter:
         return builder.write(
             tree, self.directory, name, save_id=self.manifest.save_id, progress=self.progress
         )
+
+
+def own_runs(flat: FlatState, values: torch.Tensor) -> list[torch.Tensor]:
+    """Return the elements of each fragment of a flat buffer's masters or states."""
+    return [values[f.offset : f.offset + f.stop - f.start] for f in flat.fragments]
 
 
 def _optimizer_step(manifest: Manifest) -> int | float | None:

@@ -166,6 +166,17 @@ class RenamedReader(CheckpointReader):
     def locate_rounded(self, transfer: Transfer) -> Location | None:
         return self._source.locate_rounded(self._as_saved(transfer))
 
+    def locate_module_weights(self, transfer: Transfer) -> Location | None:
+        return self._source.locate_module_weights(self._as_saved(transfer))
+
+    @property
+    def weights_differ(self) -> bool:
+        return self._source.weights_differ or super().weights_differ
+
+    @property
+    def other_steps(self) -> str:
+        return self._source.other_steps
+
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
         return self._source.scalars(self._as_saved(at))
 

@@ -7,6 +7,7 @@ target's type, and comparing master weights with low-precision ones is the same 
 from __future__ import annotations
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import (
     Scalar,
     can_overflow,
+    different_bits,
     dtype_name,
     host_chunk,
     overflowed,
@@ -179,6 +181,51 @@ def check_no_overflow(
     return bytes_read
 
 
+class WeightComparison:
+    """Compares masters with the low-precision weights that are stored beside them.
+
+    The optimizer step rounds the masters to the weights. They differ if user code changed either in
+    place before the save (an average swapped in, a clamp, ``eval()`` of a schedule-free optimizer),
+    or if the files do not belong together. Two kinds of evidence tell these apart:
+
+    - Weights that were changed in place still resemble their masters. Elements at wrong offsets, or
+      of another run, are uncorrelated with them: this is damage if most of the elements that can be
+      judged belong to such parameters.
+    - Files of two steps resemble each other too, but an optimizer that counts steps has another
+      count than the model file (``CheckpointReader.other_steps``). Without a count, both look the
+      same.
+    """
+
+    def __init__(self) -> None:
+        self.changed: dict[str, None] = {}
+        """Names of parameters whose weights are not the rounded masters."""
+        self._similar = self._unrelated = 0
+
+    def add(self, name: str, master: torch.Tensor, low: torch.Tensor) -> None:
+        """Compare a run of a parameter."""
+        if same_rounded(master, low):
+            return
+        self.changed[name] = None
+        pair = torch.stack([master.double(), low.double()])
+        correlation = float(torch.corrcoef(pair)[0, 1]) if len(low) > 1 else math.nan
+        if not math.isnan(correlation):  # Constant, or with infinite values.
+            # The correlation of unrelated elements is about 1 / sqrt(n) or less.
+            if correlation < _RESEMBLANCE - 2 / math.sqrt(len(low)):
+                self._unrelated += len(low)
+            else:
+                self._similar += len(low)
+
+    @property
+    def is_damage(self) -> bool:
+        """Whether most of the elements are unrelated to their masters."""
+        return self._unrelated > self._similar
+
+
+_RESEMBLANCE = 0.5
+"""Least correlation of weights that user code changed with their masters. Averages of the weights
+and clamped weights have 0.8 to 1."""
+
+
 class CheckpointReader(ABC):
     """An open checkpoint of some format, read by one rank.
 
@@ -277,6 +324,25 @@ class CheckpointReader(ABC):
         del transfer
         return None
 
+    def locate_module_weights(self, transfer: Transfer) -> Location | None:
+        """Return the location of the module's weights of a run, if they may not be its masters."""
+        return self.locate_rounded(transfer)
+
+    @property
+    def weights_differ(self) -> bool:
+        """Whether weights of the module are known not to be the rounded masters."""
+        return bool(self.comparison.changed)
+
+    @cached_property
+    def comparison(self) -> WeightComparison:
+        """The result of comparing masters with weights while they were read."""
+        return WeightComparison()
+
+    @cached_property
+    def other_steps(self) -> str:
+        """Why masters and low-precision weights are of two steps; else empty."""
+        return ""
+
     def read(self, transfers: Sequence[Transfer], targets: Targets, progress: Progress) -> int:
         """Read runs into all tensors of their targets, file by file; return the bytes read.
 
@@ -301,11 +367,10 @@ class CheckpointReader(ABC):
             bytes_read += file.read_into([(found, run) for _, run, found, *_ in of_file], progress)
             bytes_read += sum(check_no_overflow(*each) for each in of_file)
         masters = ((t, _filled(targets, t, WEIGHT)) for t, key in wanted if key == WEIGHT)
-        return bytes_read + sum(
-            self._check_rounding(t.name, read, *rounded, progress)
-            for t, read in masters
-            if (rounded := self.locate_rounded(t))
-        )
+        for t, read in masters:
+            if rounded := self.locate_rounded(t):
+                bytes_read += self._check_rounding(t.name, read, *rounded, progress)
+        return bytes_read
 
     def _check_rounding(
         self,
@@ -322,16 +387,50 @@ class CheckpointReader(ABC):
         for start, stop in spans(run.start, run.stop, COMPARED_ELEMENTS):
             low = host_chunk(stop - start, dtype)
             bytes_read += file.read_into([(low, StoredRun(run.tensor, start, stop))], progress)
-            master = masters[start - run.start : stop - run.start].cpu()
-            if not same_rounded(master, low):
-                msg = (
-                    f"{self.files.folder}: the master weights of {name} do not round to the "
-                    f"{dtype} weights in {file.path.relative_to(self.files.folder)}: the files "
-                    "are of different runs or steps, or a conversion split them at wrong offsets, "
-                    "as ds_to_universal does with round_robin_gradients. Resume from another "
-                    "checkpoint"
-                )
-                raise CheckpointCorruptedError(msg)
+            self.comparison.add(name, masters[start - run.start : stop - run.start].cpu(), low)
+        if name in self.comparison.changed and (self.comparison.is_damage or self.other_steps):
+            cause = self.other_steps or (
+                "they do not even resemble them. The files are of different runs, or a conversion "
+                "split them at wrong offsets, as ds_to_universal does with round_robin_gradients"
+            )
+            msg = (
+                f"{self.files.folder}: the master weights of {name} do not round to the {dtype} "
+                f"weights in {file.path.relative_to(self.files.folder)}: {cause}. Resume from "
+                "another checkpoint"
+            )
+            raise CheckpointCorruptedError(msg)
+        return bytes_read
+
+    def read_module_weights(
+        self,
+        transfers: Iterable[Transfer],
+        masters: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        progress: Progress,
+    ) -> int:
+        """Replace the elements of ``weights`` whose module weight is not the rounded master.
+
+        ``masters`` are the 1-D targets of ``read``; ``weights`` are of the same sizes, or empty to
+        be skipped, and contain the masters, rounded or not. Returns the bytes read.
+        """
+        bytes_read = 0
+        for t in transfers:
+            located = self.locate_module_weights(t)
+            if located is None:
+                continue
+            file, run = located
+            for start, stop in spans(0, run.stop - run.start, COMPARED_ELEMENTS):
+                low = host_chunk(stop - start, run.tensor.dtype)
+                part = StoredRun(run.tensor, run.start + start, run.start + stop)
+                bytes_read += file.read_into([(low, part)], progress)
+                where = slice(t.target_offset + start, t.target_offset + stop)
+                master = masters[t.target_buffer].detach()[where].cpu()
+                changed = changed_weights(master, low)
+                if changed.any():
+                    self.comparison.changed[t.name] = None
+                    if weights[t.target_buffer].numel():
+                        kept = weights[t.target_buffer].detach()[where]
+                        kept.copy_(torch.where(changed, low.to(kept.dtype), kept.cpu()))
         return bytes_read
 
     @abstractmethod
@@ -371,9 +470,24 @@ def _filled(targets: Targets, transfer: Transfer, key: str) -> torch.Tensor:
     return whole[first : first + transfer.stop - transfer.start]
 
 
+def changed_weights(master: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """Return a mask of the weights that differ from the masters in the narrower dtype.
+
+    Between bf16 and fp16, all of them do: masters that were read as one of them are rounded twice.
+    """
+    if master.dtype != low.dtype and master.dtype.itemsize == low.dtype.itemsize:
+        return torch.ones(low.shape, dtype=torch.bool)
+    narrow = _narrower(master, low)
+    return different_bits(master.to(narrow), low.to(narrow))
+
+
+def _narrower(master: torch.Tensor, low: torch.Tensor) -> torch.dtype:
+    return low.dtype if low.dtype.itemsize <= master.dtype.itemsize else master.dtype
+
+
 def same_rounded(master: torch.Tensor, low: torch.Tensor) -> bool:
     """Whether two tensors are equal in the narrower one's type; NaN equals NaN."""
-    narrow = low.dtype if low.dtype.itemsize <= master.dtype.itemsize else master.dtype
+    narrow = _narrower(master, low)
     return torch.equal(
         torch.nan_to_num(master.to(narrow), nan=0.5), torch.nan_to_num(low.to(narrow), nan=0.5)
     )

@@ -200,6 +200,9 @@ def convert_checkpoint(
         if checkpoint.path in real_path(path).parents:
             msg = f"{target} is inside the checkpoint {source}: choose another path"
             raise SaveError(msg)
+        # Weights alone are those that a validation of the checkpoint uses; optimizer state belongs
+        # to the masters.
+        checkpoint.module_weights = not _exports_optimizer(to, checkpoint, options)
         with suppress(OSError):  # Leftovers that cannot be listed or removed stay.
             remove_leftovers(path.parent)
         with staged_export(path) as export:
@@ -213,12 +216,21 @@ def convert_checkpoint(
         )
 
 
+def _exports_optimizer(to: str, checkpoint: OpenCheckpoint, options: ConvertOptions) -> bool:
+    if options.optimizer is None and to in {"universal", "dcp", "elastic"}:
+        return not checkpoint.manifest.weights_only
+    return bool(options.optimizer)
+
+
 def _lost(to: str, checkpoint: OpenCheckpoint) -> tuple[str, ...]:
     """Return the state that a target for resuming cannot hold."""
+    lost: tuple[str, ...] = ()
+    if checkpoint.reader.weights_differ and not checkpoint.module_weights:
+        lost = ("weights that user code had changed in place (the masters are written)",)
     if to not in ("universal", "dcp"):
-        return ()
+        return lost
     manifest = checkpoint.manifest
-    lost = tuple(f"optimizer state {key!r}" for key in checkpoint.reader.optimizer_state() or ())
+    lost += tuple(f"optimizer state {key!r}" for key in checkpoint.reader.optimizer_state() or ())
     if to == "universal":
         # DeepSpeed treats any other file next to fp32.pt as a tensor of the parameter's shape.
         scalars = {k.name for g in manifest.groups for k in g.state if k.kind == "scalar"}

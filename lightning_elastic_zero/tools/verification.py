@@ -13,6 +13,7 @@ from pathlib import Path
 
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.core.progress import NO_PROGRESS, ByteCount, Progress
+from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
     CheckpointFormatError,
@@ -59,14 +60,14 @@ class Verification:
     problem: str
     """The damage; empty if the checkpoint is intact."""
     compared_masters: bool
-    """Whether it contains low-precision weights, which were compared with the masters."""
+    """Whether it contains low-precision weights that equal the rounded masters."""
     bytes: int
     """Number of bytes that were verified."""
     seconds: float
     unverified: tuple[str, ...] = ()
     """Files without checksums, which may be damaged although no damage was found."""
     note: str = ""
-    """Why other software cannot use the checkpoint although it is intact; usually empty."""
+    """What users should know of the checkpoint although it is intact; usually empty."""
 
     @property
     def is_sound(self) -> bool:
@@ -88,7 +89,8 @@ def verify_checkpoint(
     - All checksums match: one per 64 KiB in this library's format, the CRC-32 of each record in
       files of other software. Files without checksums, such as those in torch's old format, are
       listed in ``unverified``.
-    - Low-precision weights that are stored next to masters equal the rounded masters.
+    - Low-precision weights that are stored next to masters equal the rounded masters, or resemble
+      them and are of the same step (a note names them).
 
     Args:
         path: Directory, file or URL of the checkpoint.
@@ -110,10 +112,11 @@ def verify_checkpoint(
         with open_view(path, allow_pickle=allow_pickle) as checkpoint:
             return checkpoint.reader.verify_whole(part, parts, count)
 
-    def compare_masters(part: int, parts: int) -> None:
+    def compare_masters(part: int, parts: int) -> list[str]:
         with open_view(path, allow_pickle=allow_pickle, progress=count) as checkpoint:
             for _ in checkpoint.runs(part, parts, masters_only=True):
                 pass  # Reading compares them.
+            return list(checkpoint.reader.comparison.changed)
 
     try:
         with open_view(path, allow_pickle=allow_pickle) as checkpoint:
@@ -125,8 +128,14 @@ def verify_checkpoint(
             note = describe_missing_latest(checkpoint.path)
         if not problem:
             unverified = sorted({name for of in run_parts(verify_bytes, threads) for name in of})
-            if rounded:
-                run_parts(compare_masters, threads)
+            changed = run_parts(compare_masters, threads) if rounded else []
+            if names := dict.fromkeys(name for of_part in changed for name in of_part):
+                rounded = False
+                note = note or (
+                    f"weights that are not its masters, rounded: {format_names(names)}. User code "
+                    "had changed them in place, or the model file is of another step and the "
+                    "optimizer counts none"
+                )
     except DAMAGE as error:
         if not kind and not _may_be_checkpoint(parse_path(path)):
             raise

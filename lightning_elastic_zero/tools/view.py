@@ -74,6 +74,8 @@ class OpenCheckpoint:
     Attributes:
         path: its location, with links resolved.
         reader: the open files.
+        module_weights: whether trained weights are those of the module instead of the masters,
+            where user code had changed them in place.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class OpenCheckpoint:
         self.path = path
         self.reader = reader
         self._progress = progress
+        self.module_weights = False
         self._scalars: dict[int, Mapping[str, Scalar]] = {}
 
     @property
@@ -221,6 +224,9 @@ class OpenCheckpoint:
         transfers = self._transfers(entry, start, stop)
         target = host_chunk(stop - start, self._stored_dtype(entry.key, transfers[0]))
         self.reader.read(transfers, [{entry.key: target}], self._progress)
+        is_trained = entry.role == "trained" and entry.key == WEIGHT
+        if is_trained and self.module_weights and self.reader.weights_differ:
+            self.reader.read_module_weights(transfers, [target], [target], self._progress)
         return target
 
     def runs(

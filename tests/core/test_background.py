@@ -296,9 +296,10 @@ def test_a_snapshot_of_small_tensors_alone_is_unaffected_by_training(
 
 def test_a_snapshot_keeps_every_field_of_the_state() -> None:
     """A field added in the future must be copied too, neither dropped nor shared with training."""
-    live = [torch.full((4,), float(n)) for n in range(7)]
+    live = [torch.full((4,), float(n)) for n in range(8)]
     fragment = Fragment("a", 0, 4, 0, 0, 0)
-    flat = FlatState((fragment,), live[0], {"exp_avg": live[1]}, {"step": live[2]}, in_module=True)
+    states = {"exp_avg": live[1]}, {"step": live[2]}
+    flat = FlatState((fragment,), live[0], *states, in_module=True, weights=(live[7],))
     of_engine = {"scale": 8}, {"last_epoch": 1}, {"global": {"rates": live[6]}}, (7,)
     state = RankState((flat,), {"f": live[3]}, {"average": live[4]}, {"low": live[5]}, *of_engine)
     for held in (state, flat):

@@ -21,6 +21,7 @@ from lightning_elastic_zero.checkpoint.consistency import (
 )
 from lightning_elastic_zero.checkpoint.save import ShardContents
 from lightning_elastic_zero.core.manifest import Group, Manifest, StateKey
+from lightning_elastic_zero.core.partition import FlatBuffer
 from lightning_elastic_zero.core.tensors import FlatState, RankState, Scalar, canonical_repr
 from lightning_elastic_zero.errors import UnsupportedError
 
@@ -41,15 +42,18 @@ def on(device: str, value: float, dtype: torch.dtype = torch.float32) -> torch.T
 
 
 def contents(scalars: dict[str, Scalar], **hyperparameters: Any) -> ShardContents:
-    group = Group((), hyperparameters, (StateKey("step", "scalar", "float32"),))
-    manifest = Manifest("", 1, 2, "fp32", "float32", (), (group,), (), (), ())
+    keys = (StateKey("RMS", "scalar", "float32"), StateKey("step", "scalar", "float32"))
+    buffers = (FlatBuffer(0, (), ()),)
+    group = Group((), hyperparameters, keys)
+    manifest = Manifest("", 1, 2, "fp32", "float32", (), (group,), buffers, (), ())
     flat = FlatState((), torch.zeros(3), {}, scalars)
     return ShardContents(Path(), manifest, RankState((flat,), {}, {}, {}, {}), {})
 
 
-def compare(first: ShardContents, other: ShardContents, path: Path) -> None:
+def compare(first: ShardContents, other: ShardContents, path: Path) -> bool:
     write_tables(path, first.tables())
-    check_consistent(RankZeroTables(table_digests(first.tables()), other.tables(), path))
+    tables = RankZeroTables(table_digests(first.tables()), other.tables(), path)
+    return check_consistent(tables, other.manifest)
 
 
 @pytest.mark.parametrize("value", [3.0, math.nan, 0.1])
@@ -74,6 +78,15 @@ def test_scalars_that_differ_are_named(
     with pytest.raises(UnsupportedError) as raised:
         compare(contents({"step": theirs}), contents({"step": mine}), tmp_path)
     assert all(name in str(raised.value) for name in named), raised.value
+
+
+@pytest.mark.parametrize(("theirs", "differs"), [(0.1, False), (0.2, True)])
+def test_measurements_of_a_ranks_part_may_differ(
+    theirs: float, differs: bool, tmp_path: Path
+) -> None:
+    """The Adafactor of transformers keeps the norm of its weights."""
+    first, other = (contents({"RMS": torch.tensor(rms), "step": 3}) for rms in (0.1, theirs))
+    assert compare(first, other, tmp_path) is differs
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ from tests.support.checkpoints import (
     found_after_load,
     load,
 )
-from tests.support.engines import DEEPSPEEDS, ODD_SHAPES, Setup
+from tests.support.engines import DEEPSPEEDS, ODD_SHAPES, Engine, Setup, engine_of, inner_of, train
+from tests.support.outcome import captured_log
 from tests.support.ranks import Pools, skip_without
 
 pytestmark = pytest.mark.engine
@@ -259,3 +260,52 @@ def test_an_optimizer_of_the_same_name_in_another_package_is_refused(
     here = "bitsandbytes.AdamW" if saves_torchs else "torch.AdamW"
     message_parts = (f"another package than this run's {here}", "load_optimizer_state=False")
     assert_refused(pools.run, target, Loading(saved.path), *message_parts)
+
+
+TRANSFORMERS_ADAFACTOR = "transformers.optimization.Adafactor"
+
+
+def norms(engine: Engine) -> list[float]:
+    return [float(state["RMS"]) for state in inner_of(engine).state.values()]
+
+
+def adafactor_continued(setup: Setup, folder: str) -> list[Any]:
+    """Return the norms and losses of a run, and of resumed ones from both libraries' saves."""
+    from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
+
+    with engine_of(setup, 0) as engine:
+        train(engine, setup, 0, 2)
+        save_checkpoint(engine, f"{folder}/ours")
+        engine.save_checkpoint(f"{folder}/stock", tag="tag")
+        found: list[Any] = [(norms(engine), train(engine, setup, 2, 4))]
+    for path in ("ours", "stock"):
+        with engine_of(setup, 7) as engine:
+            load_checkpoint(engine, f"{folder}/{path}")
+            found.append((norms(engine), train(engine, setup, 2, 4)))
+    return found
+
+
+def adafactor_moved(setup: Setup, path: str) -> tuple[list[float], list[str]]:
+    from lightning_elastic_zero.api import load_checkpoint
+
+    with engine_of(setup, 7) as engine, captured_log("lightning_elastic_zero") as logged:
+        load_checkpoint(engine, path)
+        return norms(engine), [text for text in logged if "RMS" in text]
+
+
+def test_scalars_of_a_ranks_part_are_restored_on_it(pools: Pools, tmp_path: Path) -> None:
+    """The Adafactor of transformers keeps the norm of a rank's part of the weights.
+
+    In ZeRO-3, this part includes padding, which is uninitialized memory in a new run.
+    """
+    setup = Setup(2, "2", optimizer=TRANSFORMERS_ADAFACTOR)
+    of_ranks = pools.run(2, partial(adafactor_continued, setup, str(tmp_path)))
+    assert of_ranks[0][0][0] != of_ranks[1][0][0]
+    for run, ours, stock in of_ranks:
+        assert ours == run
+        assert stock == run
+    target = Setup(3, "3", optimizer=TRANSFORMERS_ADAFACTOR, sub_group=700)
+    moved = pools.run(3, partial(adafactor_moved, target, str(tmp_path / "ours")))
+    saved = [norm for each in of_ranks for norm in each[0][0]]
+    assert all(norm in saved for values, _ in moved for norm in values)
+    assert [len(warned) for _, warned in moved] == [1, 0, 0]

@@ -373,6 +373,19 @@ def test_deepspeeds_own_optimizer_and_scheduler_continue(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("optim", ["adafactor", "schedule_free_adamw"])
+def test_optimizers_of_transformers_continue(
+    optim: str, reference: Reference, resumed: Callable[..., list[Run]]
+) -> None:
+    """Adafactor measures each rank's part. The Trainer evaluates averaged weights and saves."""
+    args = {"optim": optim, "lr_scheduler_type": "constant", "eval_strategy": "steps"}
+    case: dict[str, Any] = {"stage": 2, "args": {**args, "eval_steps": 5}, "evaluate": True}
+    folder, (full_run, *_) = reference(**case)
+    run, *_ = resumed(folder, 2, **case)
+    assert run.losses == {step: full_run.losses[step] for step in STEPS}
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "words"),
     [

@@ -193,6 +193,7 @@ def wrapper_of_0_18_4() -> Iterator[None]:
 OTHERS = {
     "bitsandbytes.optim.SGD": {"lr": 0.01, "momentum": 0.9},
     "bitsandbytes.optim.PytorchLARS": {"lr": 0.01, "momentum": 0.9},
+    "transformers.optimization.Adafactor": {"lr": 1e-3, "relative_step": False},
 }
 """Required arguments in addition to the hyperparameters of the groups."""
 

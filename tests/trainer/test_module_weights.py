@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import (
 )
 from typing_extensions import override
 
-from tests.support.fits import FitSpec, RegressionNet, digests, error_of, fit
+from tests.support.fits import FitSpec, RegressionNet, digests, error_of, evaluate, fit
 from tests.support.outcome import captured_warnings
 from tests.support.ranks import Pools
 
@@ -61,6 +61,44 @@ def evaluate_averaged(plan: FitSpec, with_callback: bool) -> dict[str, Any]:
         else:
             found[verb] = next(iter(seen[0].values()))
     return found
+
+
+# -- weights changed in place ----------------------------------------------------------------------
+
+
+class ChangesWeights(Callback):
+    """Clamps the weights after each step, or validates other weights, in which a save happens."""
+
+    def __init__(self, *, clamps: bool) -> None:
+        self.clamps = clamps
+        self.trained: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        for parameter in pl_module.parameters() if self.clamps else ():
+            parameter.data.clamp_(-0.1, 0.1)
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self.clamps:
+            self.trained = {p: p.data for p in pl_module.parameters()}
+            for parameter, values in self.trained.items():
+                parameter.data = values * 0.5
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for parameter, values in self.trained.items():
+            parameter.data = values
+
+
+def fit_changed(plan: FitSpec, *, clamps: bool) -> tuple[str, float]:
+    """Fit with weights that change in place; return the best checkpoint and its loss."""
+    trainer, net, data, _ = trainer_with(plan, ChangesWeights(clamps=clamps))
+    trainer.fit(net, data)
+    callback = trainer.checkpoint_callback
+    assert isinstance(callback, ModelCheckpoint)
+    assert callback.best_model_score is not None
+    return callback.best_model_path, float(callback.best_model_score)
 
 
 # -- after a fit ---------------------------------------------------------------------------------
@@ -229,6 +267,22 @@ def test_evaluations_on_any_world_use_the_average(
             assert found["test"] == pytest.approx(fitted["loss"], rel=1e-5)
         if world == 1:
             assert found["predict"] == pytest.approx(fitted["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("clamps", "options"),
+    [(False, {"async_save": True}), (True, {})],
+    ids=["swapped", "clamped"],
+)
+def test_an_evaluation_uses_the_weights_that_were_scored(
+    clamps: bool, options: dict[str, Any], worlds: Pools, tmp_path: Path
+) -> None:
+    plan = FitSpec(str(tmp_path), 2, epochs=2, strategy=options, checkpoint=BEST, hidden=24)
+    best, loss = worlds.run(2, partial(fit_changed, plan, clamps=clamps))[0]
+    for world, stage in ((2, 2), (1, 3)):
+        new = FitSpec(str(tmp_path), stage, ckpt_path=best, seed=world, hidden=24)
+        for found in worlds.run(world, partial(evaluate, new, "validate")):
+            assert found["loss"] == pytest.approx(loss, rel=1e-6)
 
 
 @pytest.mark.long

@@ -1,0 +1,282 @@
+"""Weights or masters that user code changed in place: a checkpoint has both."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
+from lightning_elastic_zero.tools.verification import verify_checkpoint
+from tests.support.checkpoints import STEPS, Saved, evaluated_weights, save
+from tests.support.engines import Engine, Setup, engine_of, inner_of, train, trained
+from tests.support.oracle import Dump, differences, dump, expected_in, unrounded
+from tests.support.outcome import captured_log
+from tests.support.ranks import Pools
+
+pytestmark = pytest.mark.engine
+
+SCHEDULE_FREE = "schedulefree.AdamWScheduleFree"
+
+
+class Lookahead(torch.optim.SGD):
+    """An optimizer with slow weights, to which ``sync`` moves its weights for an evaluation.
+
+    In ZeRO-3, ``eval()`` of ``schedulefree`` finds no weights between steps.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("slow", p.clone()).lerp_(p, 0.5)
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        for p, state in self.state.items():
+            p.copy_(state["slow"])
+
+
+LOOKAHEAD = f"{Lookahead.__module__}.{Lookahead.__name__}"
+
+
+def gathered(engine: Engine) -> Any:
+    """Return a context with the whole weights, which writes changes of rank 0 back."""
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters([*trained(engine.module).values()], modifier_rank=0)
+
+
+@torch.no_grad()
+def clamp(engine: Engine) -> None:
+    with gathered(engine):
+        for parameter in trained(engine.module).values():
+            parameter.clamp_(-0.1, 0.1)
+
+
+def swap(engine: Engine) -> None:
+    """Put other tensors into the module, as averaging callbacks do."""
+    for parameter in trained(engine.module).values():
+        parameter.data = parameter.data * 0.75
+
+
+def evaluate(engine: Engine) -> None:
+    inner_of(engine).eval()
+
+
+def sync(engine: Engine) -> None:
+    inner_of(engine).sync()
+
+
+def set_train(engine: Engine) -> None:
+    if hasattr(inner_of(engine), "train"):
+        inner_of(engine).train()
+
+
+@dataclass(frozen=True)
+class Change:
+    setup: Setup
+    change: Callable[[Engine], None]
+    stock: str = ""
+    """Folder for a save by DeepSpeed; empty: none."""
+
+    def __str__(self) -> str:
+        return f"{self.change.__name__}-{self.setup}"
+
+
+CHANGES = [
+    Change(Setup(2, "2", "bf16"), clamp),
+    Change(Setup(2, "3", sub_group=700, persistence=0), clamp),
+    Change(Setup(2, "1", optimizer=SCHEDULE_FREE), evaluate),
+    Change(Setup(3, "3", optimizer=LOOKAHEAD, sub_group=700), sync),
+    Change(Setup(2, "2", offload=True, optimizer="CPUAdam"), clamp),
+    Change(Setup(2, "2", "bf16", optimizer=LOOKAHEAD), sync),
+    Change(Setup(2, "B", "bf16"), clamp),
+    Change(Setup(2, "2", "fp16"), clamp),
+    Change(Setup(2, "0", "bf16"), clamp),
+]
+
+
+def train_change_and_save(of: Change, saved: Saved) -> Any:
+    with engine_of(of.setup, 0) as engine:
+        set_train(engine)
+        train(engine, of.setup, 0, STEPS)
+        of.change(engine)
+        save(engine, saved)
+        if of.stock:
+            engine.save_checkpoint(of.stock, tag="tag")
+        set_train(engine)
+        losses = train(engine, of.setup, STEPS, STEPS + 3)
+        return losses, dump(engine, of.setup)
+
+
+def resume(setup: Setup, saved: Saved) -> Any:
+    from lightning_elastic_zero.api import load_checkpoint
+
+    with engine_of(setup, 7, tilt=3.0) as engine:
+        set_train(engine)
+        train(engine, setup, 100, 101)
+        load_checkpoint(engine, saved.path)
+        found = dump(engine, setup)
+        set_train(engine)
+        losses = train(engine, setup, STEPS, STEPS + 3)
+        return found, losses, dump(engine, setup)
+
+
+def expected(saved: Saved, target: Setup) -> Dump:
+    held = saved.dump()
+    weights = {k: v.to(target.dtype) for k, v in held.items() if k.startswith("weight/")}
+    return expected_in(held, saved.setup, target) | weights
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("of", CHANGES, ids=str)
+def test_a_resume_restores_masters_and_weights_and_continues_bit_for_bit(
+    of: Change, pools: Pools, tmp_path: Path
+) -> None:
+    saved = Saved(of.setup, str(tmp_path / "changed.ckpt"))
+    losses, after = pools.run(of.setup.world, partial(train_change_and_save, of, saved))[0]
+    assert unrounded(saved.dump())
+    manifest = json.loads((tmp_path / "changed.ckpt/manifest.json").read_text())
+    assert manifest["rank_state"].count("module_weights") == 1
+    found = pools.run(of.setup.world, partial(resume, of.setup, saved))
+    assert not differences(expected(saved, of.setup), found[0][0])
+    assert found[0][1] == losses
+    assert not differences(after, found[0][2])
+
+
+def clamp_gathered(setup: Setup, path: str) -> tuple[Any, Any]:
+    """Clamp a weight that ZeRO-3 keeps gathered between steps, without telling DeepSpeed."""
+    from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
+
+    with engine_of(setup, 0) as engine:
+        train(engine, setup, 0, STEPS)
+        weight = engine.module.bn.weight.data.clamp_(-0.1, 0.1).clone()
+        save_checkpoint(engine, path)
+        wanted = weight.tolist(), train(engine, setup, STEPS, STEPS + 3)
+    with engine_of(setup, 7) as engine:
+        load_checkpoint(engine, path)
+        weight = engine.module.bn.weight.data.clone()
+        return wanted, (weight.tolist(), train(engine, setup, STEPS, STEPS + 3))
+
+
+def test_a_gathered_weight_of_zero_3_is_restored(pools: Pools, tmp_path: Path) -> None:
+    for wanted, found in pools.run(2, partial(clamp_gathered, Setup(2, "3"), f"{tmp_path}/c.ckpt")):
+        assert found == wanted
+
+
+def loaded(setup: Setup, saved: Saved, options: dict[str, Any]) -> Dump:
+    """Return the state after a load; empty on ranks other than 0."""
+    from lightning_elastic_zero.api import load_checkpoint
+
+    with engine_of(setup, 7, tilt=3.0) as engine:
+        load_checkpoint(engine, saved.path, **options)
+        return dump(engine, setup) or {}
+
+
+@pytest.fixture(scope="module", params=[clamp, swap], ids=lambda change: change.__name__)
+def changed(
+    request: pytest.FixtureRequest, pools: Pools, tmp_path_factory: pytest.TempPathFactory
+) -> Saved:
+    setup = Setup(2, "2", "bf16")
+    folder = tmp_path_factory.mktemp("changed")
+    saved = Saved(setup, str(folder / "a.ckpt"), {"fingerprint": True})
+    change = Change(setup, request.param, str(folder / "stock"))
+    pools.run(2, partial(train_change_and_save, change, saved))
+    return saved
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize(
+    "target",
+    [
+        Setup(3, "3", "bf16", sub_group=700),
+        Setup(1, "1", "bf16"),
+        Setup(3, "0", "bf16"),
+        Setup(3, "B", "bf16"),
+        Setup(1, "3", "bf16", persistence=0, offload=True, optimizer="CPUAdam"),
+    ],
+    ids=str,
+)
+def test_both_are_restored_on_other_counts_and_stages(
+    target: Setup, changed: Saved, pools: Pools
+) -> None:
+    found = pools.run(target.world, partial(loaded, target, changed, {"fingerprint": True}))[0]
+    wanted = expected(changed, target)
+    keys = [key for key in wanted if key.startswith(("master/", "weight/", "exp_avg"))]
+    assert not differences({k: wanted[k] for k in keys}, {k: found[k] for k in keys})
+
+
+def stock_of(saved: Saved) -> Saved:
+    """Return DeepSpeed's save of the same state."""
+    stock = Saved(saved.setup, str(Path(saved.path).with_name("stock")))
+    Path(stock.dump_path).write_bytes(Path(saved.dump_path).read_bytes())
+    return stock
+
+
+def test_stock_files_load_with_one_warning_and_verify(changed: Saved, pools: Pools) -> None:
+    stock = stock_of(changed)
+    for target in (Setup(2, "2", "bf16"), Setup(3, "3", "bf16", sub_group=700)):
+        found = pools.run(target.world, partial(loaded_with_warnings, target, stock))
+        wanted = expected(stock, target)
+        keys = [key for key in wanted if key.startswith(("master/", "weight/", "exp_avg"))]
+        assert not differences({k: wanted[k] for k in keys}, {k: found[0][0][k] for k in keys})
+        assert [len(warned) for _, warned in found] == [1, *[0] * (target.world - 1)]
+        assert "User code had changed them" in found[0][1][0]
+    assert verify_checkpoint(stock.path).is_sound
+
+
+def loaded_with_warnings(setup: Setup, saved: Saved) -> tuple[Dump, list[str]]:
+    with captured_log("lightning_elastic_zero", logging.WARNING) as logged:
+        found = loaded(setup, saved, {})
+    return found, [text for text in logged if "not its masters" in text]
+
+
+@pytest.mark.parametrize("kind", ["ours", "stock"])
+def test_exports_without_optimizer_have_the_weights(
+    kind: str, changed: Saved, tmp_path: Path
+) -> None:
+    """Exports with the optimizer's state have its masters, and name the loss."""
+    source = changed.path if kind == "ours" else stock_of(changed).path
+    held = changed.dump()
+    convert_checkpoint(source, tmp_path / "w.pt", "fp32")
+    weights = torch.load(tmp_path / "w.pt", weights_only=True)
+    whole = ConvertOptions(optimizer=True)
+    lost = convert_checkpoint(source, tmp_path / "l.ckpt", "lightning", whole).lost
+    masters = torch.load(tmp_path / "l.ckpt", weights_only=True)["state_dict"]
+    assert "changed in place" in "".join(lost)
+    for key, weight in held.items():
+        if key.startswith("weight/"):
+            name = key.removeprefix("weight/")
+            assert torch.equal(weights[name].bfloat16(), weight), name
+            assert torch.equal(masters[name], held[f"master/{name}"]), name
+
+
+def test_stage_0_in_fp32_continues_from_the_masters(changed: Saved, pools: Pools) -> None:
+    """It has no other weights."""
+    found = pools.run(2, partial(loaded, Setup(2, "0"), changed, {}))[0]
+    wanted = {k: v for k, v in changed.dump().items() if k.startswith("master/")}
+    assert not differences(wanted, {k: found[k] for k in wanted})
+    assert not unrounded(found)
+
+
+def test_an_evaluation_and_a_fresh_optimizer_use_the_weights(changed: Saved, pools: Pools) -> None:
+    """The masters of weights that were not changed keep their precision."""
+    held, fresh = changed.dump(), {"load_optimizer_state": False}
+    wanted = {k: v for k, v in held.items() if k.startswith("weight/")}
+    for setup in (Setup(3, "0", "bf16"), Setup(2, "3", "bf16")):
+        of_ranks = pools.run(setup.world, partial(evaluated_weights, setup, changed))
+        assert all(weights[key] == w.tolist() for weights in of_ranks for key, w in wanted.items())
+    found = pools.run(3, partial(loaded, Setup(3, "3"), changed, fresh))[0]
+    for key, weight in wanted.items():
+        master = held[key.replace("weight/", "master/")]
+        kept = master.bfloat16() == weight
+        assert torch.equal(found[key], torch.where(kept, master, weight.float())), key
