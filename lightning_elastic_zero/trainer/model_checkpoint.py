@@ -5,6 +5,7 @@
 - A link (``save_last="link"``) is replaced in one step, once its checkpoint is published.
 - If a save was due but the best k kept nothing of this step, the last checkpoint is saved instead
   of linking one that can be epochs old.
+- A name contains rank 0's metrics on all ranks.
 
 The replacements last from the strategy's setup to its teardown. ``_save_checkpoint`` is replaced
 while the saves of a loaded checkpoint are continued.
@@ -26,6 +27,7 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -97,6 +99,7 @@ class ModelCheckpointHooks:
         self._link = link
         self._given: list[tuple[ModelCheckpoint, str]] = []
         self._linking: list[ModelCheckpoint] = []
+        self._has_warned_of_names = False
         self._loaded: LoadedSaves | None = None
         """While the saves of its moment are made."""
 
@@ -165,11 +168,22 @@ class ModelCheckpointHooks:
         trainer: pl.Trainer,
         del_filepath: str | None = None,
     ) -> str:
-        """Name a checkpoint, but not like the one to be replaced if that must be kept."""
+        """Name a checkpoint as rank 0 does, but not like the one to be replaced if that is kept."""
         why = _refusal_reason(del_filepath) if trainer.is_global_zero and del_filepath else ""
-        replaced = None if trainer.strategy.broadcast(why) else del_filepath
+        own = callback.format_checkpoint_name(dict(monitor_candidates))
+        # All of it from rank 0: for another name or deletion, ranks would look for other files.
+        candidates = {name: torch.as_tensor(v).cpu() for name, v in monitor_candidates.items()}
+        why, candidates, del_filepath = trainer.strategy.broadcast((why, candidates, del_filepath))
+        name = callback.format_checkpoint_name(dict(candidates))
+        differs = trainer.strategy.reduce_boolean_decision(name != own, all=False)
+        if differs and not self._has_warned_of_names:
+            self._has_warned_of_names = True
+            rank_zero_warn(
+                f"ModelCheckpoint(filename={callback.filename!r}): the ranks log other values. The "
+                f"checkpoint is named by rank 0's, {name}. Log them with sync_dist=True."
+            )
         return ModelCheckpoint._get_metric_interpolated_filepath_name(
-            callback, monitor_candidates, trainer, replaced
+            callback, candidates, trainer, None if why else del_filepath
         )
 
     def resume(self, trainer: pl.Trainer, loaded: LoadedSaves) -> None:

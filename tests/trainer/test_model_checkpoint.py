@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from deepspeed import comm
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_elastic_zero.storage.writers import RUN_MARKER_PREFIX, ProcessIdentity
 from tests.support.fits import FitSpec, error_of, fit, listing
-from tests.support.outcome import captured_log
+from tests.support.outcome import captured_log, captured_warnings
 from tests.support.processes import HANG_TIMEOUT_S
 from tests.support.ranks import Pools
 
@@ -68,6 +70,35 @@ def test_top_k_keeps_the_checkpoint_resumed_from(worlds: Pools, tmp_path: Path) 
     worlds.run(1, partial(fit, again))
     assert (resumed / "manifest.json").is_file()
     assert (tmp_path / "last.ckpt").resolve() != resumed
+
+
+def fit_with_own_scores(root: str) -> dict[str, Any]:
+    """Fit with a score that differs between the ranks, and gives two epochs one name on rank 0."""
+    options: dict[str, Any] = {"monitor": "score", "mode": "max", "filename": "{score:.1f}"}
+    options |= {"save_top_k": 2, "save_last": "link", "enable_version_counter": True}
+    trainer, net, data, _ = FitSpec(root, epochs=4, checkpoint=options).make()
+    callback: Any = trainer.checkpoint_callback
+    candidates, rank = callback._monitor_candidates, comm.get_rank()
+    callback._monitor_candidates = lambda trainer: {
+        **candidates(trainer),
+        "score": torch.tensor([1.0, 2.0, 2.01, 4.0][trainer.current_epoch] + 0.07 * rank),
+    }
+    with captured_warnings() as warned:
+        trainer.fit(net, data)
+    best = [callback.best_model_path, *callback.best_k_models]
+    warnings = [text for text in warned if "the ranks log other values" in text]
+    return {"best": [Path(path).name for path in best], "warnings": warnings}
+
+
+def test_a_name_with_a_metric_of_each_rank_is_rank_zeros(worlds: Pools, tmp_path: Path) -> None:
+    """As in stock; one warning names the remedy."""
+    first, second = worlds.run(2, partial(fit_with_own_scores, str(tmp_path)))
+    kept = ["score=2.0-v1.ckpt", "score=4.0.ckpt"]
+    assert [*listing(str(tmp_path))] == ["last.ckpt", *kept]
+    assert first["best"] == second["best"] == [kept[1], *kept]
+    assert len(first["warnings"]) == 1
+    assert "score=1.0.ckpt. Log them with sync_dist=True" in first["warnings"][0]
+    assert not second["warnings"]
 
 
 def fit_twice(root: str) -> list[list[str]]:
