@@ -8,7 +8,7 @@ from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
-from lightning_elastic_zero.checkpoint.types import LoadOptions, any_replaces, io_progress
+from lightning_elastic_zero.checkpoint.types import LoadOptions, io_progress
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME, Manifest
 from lightning_elastic_zero.core.names import mapping_to
@@ -32,7 +32,7 @@ def find_fallback(
     asked: str | os.PathLike[str],
     ranks: Ranks,
     fits_model: Callable[[Manifest], bool],
-    can_replace: Callable[[AnyPath, Manifest], bool] = any_replaces,
+    options: LoadOptions,
 ) -> tuple[str, int] | None:
     """Find the newest intact checkpoint of this library next to a damaged one. Collective.
 
@@ -44,7 +44,7 @@ def find_fallback(
         ranks: those that load.
         fits_model: whether a checkpoint has the parameters of the model; called if the manifest of
             the damaged one cannot be read.
-        can_replace: see ``LoadOptions``.
+        options: those of the load.
 
     Returns:
         Its path and its optimizer steps. None if none is intact, the path has no entry, or other
@@ -52,7 +52,7 @@ def find_fallback(
     """
     found = ranks.broadcast(
         f"load {asked}: look for an older one",
-        lambda: _older_than(asked, ranks.progress, fits_model, can_replace),
+        lambda: _older_than(asked, ranks.progress, fits_model, options),
     )
     for path, step in found:
         with suppress(*DAMAGE_ERRORS):
@@ -66,9 +66,9 @@ def _older_than(
     asked: str | os.PathLike[str],
     progress: Progress,
     fits_model: Callable[[Manifest], bool],
-    can_replace: Callable[[AnyPath, Manifest], bool],
+    options: LoadOptions,
 ) -> list[tuple[str, int]]:
-    """Rank 0: return the published checkpoints in the same folder, the newest first."""
+    """Rank 0: return the published checkpoints in the run's folders, the newest first."""
     damaged = parse_path(asked)
     if not is_there(damaged):
         # The path is probably misspelt: suggest nothing.
@@ -77,17 +77,17 @@ def _older_than(
     if _is_foreign(real):
         return []
     mine = manifest_of(real)
-    if mine and not can_replace(real, mine):
+    if mine and not options.can_replace(real, mine):
         return []
     rows: set[tuple[int, int, str]] = set()
     # What a link leads to may be in another folder.
     found = {path for place in {damaged, real} for path in (place, *siblings(place))}
-    for path in {resolved(path) for path in found}:
+    for path in {resolved(path) for path in found.union(options.more_saves())}:
         manifest = None if path == real else manifest_of(path)
         progress.check()
         if manifest is None or (isinstance(path, Path) and is_deepspeed(path)):
             continue  # DeepSpeed has saved into the last: either of the two may be meant.
-        if not can_replace(path, manifest):
+        if not options.can_replace(path, manifest):
             continue
         if mine:
             usable = _can_replace(manifest, mine)

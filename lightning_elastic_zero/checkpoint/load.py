@@ -291,7 +291,7 @@ def load_engine(
         return _load(path, live, ranks, options=options)
     except DAMAGE_ERRORS as error:
         fits_model = partial(has_same_shapes, live, options)
-        fallback = find_fallback(path, ranks, fits_model, options.can_replace)
+        fallback = find_fallback(path, ranks, fits_model, options)
         if fallback is None:
             if not options.fallback or not is_there(parse_path(path)):
                 raise

@@ -78,6 +78,7 @@ class CheckpointManager:
         """
         self._is_rank_zero = rank == 0
         self.dirpaths = tuple(dirpaths)
+        self._retention.folders = tuple(parse_path(str(path)) for path in self.dirpaths if path)
         self._run_monitor.end()
         if self._is_rank_zero:
             self._run_monitor = ConcurrentRunMonitor(self.dirpaths)

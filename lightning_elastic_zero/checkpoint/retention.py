@@ -15,7 +15,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Iterable
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
@@ -111,6 +113,8 @@ class Retention:
         """Identity of what this run has published under a name: another run may replace it."""
         self._held_for: AnyPath | None = None
         """The checkpoint that is being saved. Nothing is deleted until it is published."""
+        self.folders: tuple[AnyPath, ...] = ()
+        """Folders of callbacks: a slash in a name puts a checkpoint below, its link stays there."""
         self._lock = threading.RLock()
 
     def __reduce__(self) -> tuple[type[Retention], tuple[()]]:
@@ -176,10 +180,11 @@ class Retention:
             if resolved(path) == self._resumed_from:
                 log.info("%s is kept: this run was resumed from it", path)
                 return True
-            if _is_only_checkpoint(path):
+            if _is_only_checkpoint(path, self._published):
                 log.info("%s is kept: no other checkpoint is there yet", path)
                 return False
-            if has_link(path):
+            above = (each for each in self.folders if str(path.parent).startswith(f"{each}/"))
+            if has_link(path, above):
                 return False
         if refusal_reason := delete_checkpoint(path, doomed):
             log.warning(
@@ -190,8 +195,8 @@ class Retention:
         return True
 
 
-def _is_only_checkpoint(path: AnyPath) -> bool:
-    """Whether a path is a checkpoint, and no other one in its folder can replace it."""
+def _is_only_checkpoint(path: AnyPath, published: Iterable[AnyPath]) -> bool:
+    """Whether a path is a checkpoint, and nothing next to it or published can replace it."""
     real = resolved(path)
-    others = (entry for entry in siblings(path) if resolved(entry) != real)
+    others = (entry for entry in chain(siblings(path), published) if resolved(entry) != real)
     return is_checkpoint(path) and not any(can_replace(other, path) for other in others)

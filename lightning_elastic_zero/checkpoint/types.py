@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -85,6 +85,8 @@ class LoadOptions:
     """If the checkpoint is damaged, load the newest older intact one in its folder."""
     can_replace: Callable[[AnyPath, Manifest], bool] = any_replaces
     """Whether a checkpoint may be loaded instead of the damaged one (``fallback``)."""
+    more_saves: Callable[[], Iterable[AnyPath]] = tuple
+    """Returns checkpoints of the run in other folders than that of the damaged one."""
     fingerprint: bool = False
     """Compare the loaded live state with the fingerprint stored by the save."""
     show: ShowBytes = show_nothing

@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
@@ -79,6 +80,19 @@ def siblings(path: AnyPath) -> Iterator[AnyPath]:
         entries = path.parent.iterdir() if path.parent.is_dir() else ()
         # A hidden one is being written or deleted.
         yield from (each for each in entries if each != path and each.name[0] != ".")
+
+
+def entries_below(folder: AnyPath, depth: int) -> Iterator[AnyPath]:
+    """Yield the visible entries of the folders below a folder, to a depth.
+
+    Links and checkpoints are not searched.
+    """
+    folders = [folder]
+    for _ in range(depth):
+        entries = [entry for each in folders for entry in siblings(each / MANIFEST_NAME)]
+        folders = [entry for entry in entries if not is_link(entry) and not is_checkpoint(entry)]
+        for each in folders:
+            yield from siblings(each / MANIFEST_NAME)
 
 
 def file_sizes(folder: AnyPath, names: Iterable[str]) -> Iterator[tuple[str, int | OSError]]:
@@ -161,11 +175,12 @@ def _recorded(path: AnyPath) -> RecordedFiles:
     return recorded_files(commit.data if commit else b"")
 
 
-def has_link(path: AnyPath) -> bool:
-    """Whether a link next to a checkpoint leads to it."""
+def has_link(path: AnyPath, folders: Iterable[AnyPath] = ()) -> bool:
+    """Whether a link next to a checkpoint or in one of the folders leads to it."""
     real = resolved(path)
     # Of a hidden one, a killed process may have left it: siblings leaves those out.
-    return any(is_link(entry) and resolved(entry) == real for entry in siblings(path))
+    found = chain(siblings(path), *(siblings(folder / MANIFEST_NAME) for folder in folders))
+    return any(is_link(entry) and resolved(entry) == real for entry in found)
 
 
 def identity(path: AnyPath) -> object:

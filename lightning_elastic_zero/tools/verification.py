@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -27,9 +27,11 @@ from lightning_elastic_zero.formats.open import (
     MAX_ENTRIES,
     checkpoint_names,
     looks_like_checkpoint,
+    open_checkpoint,
 )
 from lightning_elastic_zero.formats.torch_read import LEGACY_MARK, foreign_files
 from lightning_elastic_zero.storage.checkpoints import (
+    entries_below,
     exists,
     is_checkpoint,
     published_ns,
@@ -213,6 +215,9 @@ def newest_sound_checkpoint(
         candidates: Sequence[AnyPath] = _checkpoints_in_store(location)
     else:
         candidates = checkpoints_in(location)
+    if nested := {*_nested_saves(location, allow_pickle=allow_pickle)}.difference(candidates):
+        every = [*candidates, *nested]
+        candidates = sorted(every, key=lambda path: (published_ns(path), str(path)), reverse=True)
     for path in candidates:
         try:
             found = verify_checkpoint(
@@ -238,6 +243,41 @@ def folders_with_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
         below = islice((*location.glob("*/"), *location.glob("*/*/")), MAX_ENTRIES)
         return sorted(p for p in below if not looks_like_checkpoint(p) and checkpoint_names(p))
     return []
+
+
+_MAX_DEPTH = 2
+"""Number of slashes that are followed in a name of ``ModelCheckpoint``."""
+
+
+def _nested_saves(folder: AnyPath, *, allow_pickle: bool) -> Iterator[AnyPath]:
+    """Yield saves of a ``ModelCheckpoint`` with slashes in ``filename``, as in a metric's name.
+
+    They are in folders below its ``dirpath``, but so are the runs in a folder of runs. So they
+    count only if the callback's own list, which each of them contains, has their place in the
+    folder.
+    """
+    with suppress(OSError):  # Other checkpoints of the folder remain.
+        base = resolved(folder)
+        below = islice(entries_below(base, _MAX_DEPTH), MAX_ENTRIES)
+        for path in filter(is_checkpoint, below):
+            place = str(path).removeprefix(str(base))
+            with (
+                suppress(ElasticZeroError),
+                closing(open_checkpoint(path, allow_pickle=allow_pickle)) as source,
+            ):
+                state = source.module_state(0, source.manifest.world_size).client_state
+                callbacks = state.get("callbacks")
+                found = callbacks.values() if isinstance(callbacks, dict) else ()
+                if any(_has_saved(of_callback, place) for of_callback in found):
+                    yield path
+
+
+def _has_saved(callback: object, place: str) -> bool:
+    """Whether the state of a callback lists a checkpoint at a place below its ``dirpath``."""
+    if not isinstance(callback, dict) or not callback.get("dirpath"):
+        return False
+    path = str(callback["dirpath"]).rstrip("/") + place
+    return path == callback.get("best_model_path") or path in callback.get("best_k_models", ())
 
 
 def _checkpoints_in_store(folder: StorePath) -> list[AnyPath]:

@@ -58,7 +58,11 @@ from lightning_elastic_zero.trainer.lightning import (
     known_callback_metrics,
 )
 from lightning_elastic_zero.trainer.metrics import RESULTS, RESULTS_BY_RANK
-from lightning_elastic_zero.trainer.model_checkpoint import LoadedSaves, ModelCheckpointHooks
+from lightning_elastic_zero.trainer.model_checkpoint import (
+    LoadedSaves,
+    ModelCheckpointHooks,
+    nested_saves,
+)
 from lightning_elastic_zero.trainer.monitor import checkpoint_bar
 from lightning_elastic_zero.trainer.recorder import HOOK, SAVES, is_inside_validation
 from lightning_elastic_zero.trainer.resume import (
@@ -501,6 +505,7 @@ class RunCheckpoints:
             strict=trainer.lightning_module.strict_loading,
             # An evaluation of another checkpoint than the given one would be useless.
             fallback=self._load_options.fallback and fitting,
+            more_saves=partial(nested_saves, trainer),
             rank_entry_path=(STATE_KEY, RESULTS) if fitting else (),
         )
         live = trainer.optimizers if fitting else []

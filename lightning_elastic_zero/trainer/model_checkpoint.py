@@ -36,6 +36,7 @@ from lightning_elastic_zero.checkpoint.manager import CheckpointManager
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME, TrainingProgress
 from lightning_elastic_zero.errors import CheckpointNotFoundError, ElasticZeroError, SaveError
 from lightning_elastic_zero.storage.checkpoints import (
+    entries_below,
     exists,
     inspect_target,
     published_ns,
@@ -272,10 +273,11 @@ class ModelCheckpointHooks:
 
         def look() -> dict[str, str]:
             names = [re.compile(fnmatch.translate(name)) for name in _names(callback)]
+            nested = entries_below(folder, _depth(callback))
             found = [
                 path
-                for path in siblings(folder / MANIFEST_NAME)
-                if any(name.fullmatch(path.name) for name in names)
+                for path in (*siblings(folder / MANIFEST_NAME), *nested)
+                if any(name.fullmatch(str(path).removeprefix(f"{folder}/")) for name in names)
             ]
             return {str(path): why for path in found if (why := _refusal_reason(str(path)))}
 
@@ -421,6 +423,17 @@ class LoadedSaves:
     """Result of ``saves_of``; empty if other software saved the checkpoint."""
     hook: str
     """The hook of callbacks in which it was saved; empty if it was saved in another place."""
+
+
+def nested_saves(trainer: pl.Trainer) -> Iterator[AnyPath]:
+    """Yield the entries of the folders that a slash in ``filename`` makes below ``dirpath``."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and (folder := _folder(callback)) is not None:
+            yield from entries_below(folder, _depth(callback))
+
+
+def _depth(callback: ModelCheckpoint) -> int:
+    return (callback.filename or "").count("/")
 
 
 def _ready_last(callback: ModelCheckpoint) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from lightning_elastic_zero.checkpoint.fallback import find_fallback
 from lightning_elastic_zero.checkpoint.retention import Retention
+from lightning_elastic_zero.checkpoint.types import LoadOptions
 from lightning_elastic_zero.coordination.ranks import OneRank
 from lightning_elastic_zero.core.progress import NO_PROGRESS
 from lightning_elastic_zero.errors import SaveError
@@ -392,7 +393,8 @@ class TestDeleting:
         a_dirpath(tmp_path / "runs")
         fill(tmp_path / "older.ckpt", "old")
         before = snapshot(tmp_path)
-        assert find_fallback(tmp_path / "last.ckpt", OneRank(), lambda _: True) is None
+        last = tmp_path / "last.ckpt"
+        assert find_fallback(last, OneRank(), lambda _: True, LoadOptions()) is None
         assert snapshot(tmp_path) == before
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from lightning_elastic_zero.checkpoint.fallback import find_fallback
+from lightning_elastic_zero.checkpoint.types import LoadOptions
 from lightning_elastic_zero.coordination.ranks import OneRank
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME, Manifest, manifest_from_json
 from tests.engine import _damaged_checkpoints
@@ -177,7 +178,7 @@ def proposed_for(
     checkpoint: Path, fits_model: Callable[[Manifest], bool] = lambda _: True
 ) -> str | None:
     """Return the name of the checkpoint that is proposed in place of another."""
-    older = find_fallback(checkpoint, OneRank(), fits_model)
+    older = find_fallback(checkpoint, OneRank(), fits_model, LoadOptions())
     return None if older is None else Path(older[0]).name
 
 

@@ -15,10 +15,12 @@ from deepspeed import comm
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_elastic_zero.storage.writers import RUN_MARKER_PREFIX, ProcessIdentity
+from lightning_elastic_zero.tools.verification import newest_sound_checkpoint
 from tests.support.fits import FitSpec, error_of, fit, listing
 from tests.support.outcome import captured_log, captured_warnings
 from tests.support.processes import HANG_TIMEOUT_S
 from tests.support.ranks import Pools
+from tests.support.small_checkpoints import before_each_syscall
 
 pytestmark = pytest.mark.engine
 
@@ -99,6 +101,43 @@ def test_a_name_with_a_metric_of_each_rank_is_rank_zeros(worlds: Pools, tmp_path
     assert len(first["warnings"]) == 1
     assert "score=1.0.ckpt. Log them with sync_dist=True" in first["warnings"][0]
     assert not second["warnings"]
+
+
+def fit_nested(spec: FitSpec) -> tuple[int, list[str]]:
+    """Fit with a slash in the names; return the final step, and the targets of last.ckpt."""
+    trainer, net, data, _ = spec.make()
+    seen: list[str] = []
+    last = Path(spec.root) / "last.ckpt"
+
+    def look(*_: Any) -> None:
+        if last.is_symlink():
+            seen.append(str(last.resolve().relative_to(spec.root)) if last.exists() else "")
+
+    with before_each_syscall(look):
+        trainer.fit(net, data, ckpt_path=spec.ckpt_path)
+    return trainer.global_step, seen
+
+
+def test_a_slash_in_the_name_changes_nothing(worlds: Pools, tmp_path: Path) -> None:
+    """Lightning puts each checkpoint into a folder of its own."""
+    options: dict[str, Any] = {"filename": "{epoch}-{val/loss:.3f}", "save_last": "link"}
+    options |= {"monitor": "epoch", "mode": "max", "save_top_k": 2}
+    spec = FitSpec(str(tmp_path), epochs=4, checkpoint=options)
+    step, lasts = worlds.run(1, partial(fit_nested, spec))[0]
+    names = [f"epoch={epoch}-val/loss=0.000.ckpt" for epoch in range(4)]
+    assert [*dict.fromkeys(lasts)] == names
+    kept = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*.ckpt"))
+    assert kept == names[2:]
+    assert newest_sound_checkpoint(tmp_path) == tmp_path / names[3]
+    shard = next((tmp_path / names[3]).rglob("*_optim_states.pt"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    assert newest_sound_checkpoint(tmp_path) == tmp_path / names[2]
+    assert newest_sound_checkpoint(tmp_path.parent) is None, "another run's"
+    for path in ("last", str(tmp_path / names[3])):
+        again = replace(spec, ckpt_path=path, epochs=3, strategy={"fallback": True})
+        assert worlds.run(1, partial(fit, again))[0]["step"] == step * 3 // 4
 
 
 def fit_twice(root: str) -> list[list[str]]:
