@@ -351,8 +351,9 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     ) -> dict[str, Any]:
         """Restore a checkpoint that was saved on any number of devices; collective.
 
-        All ranks use rank 0's ``checkpoint_path``. ``weights_only`` is not used: objects are
-        unpickled only with ``allow_pickle``.
+        All ranks use rank 0's ``checkpoint_path``. ``weights_only`` is not used, because Lightning
+        does not pass the Trainer's to strategies that load after setup: objects are unpickled only
+        with ``allow_pickle``.
 
         Returns:
             The trainer's state, from which Lightning restores loops, callbacks and schedulers.
