@@ -26,7 +26,7 @@ from lightning_elastic_zero.storage.disk_checkpoints import StagedDirectory, sta
 from lightning_elastic_zero.storage.file_write import as_save_error
 from lightning_elastic_zero.storage.object_store import AnyPath, StorePath
 from lightning_elastic_zero.storage.own_files import ExistingTarget, RecordedFiles, recorded_files
-from lightning_elastic_zero.storage.paths import existing_path, read_file, real_path
+from lightning_elastic_zero.storage.paths import read_file
 from lightning_elastic_zero.storage.store_checkpoints import StagedObjects
 
 Staged: TypeAlias = "StagedDirectory | StagedObjects"
@@ -38,7 +38,9 @@ Staged: TypeAlias = "StagedDirectory | StagedObjects"
 
 def resolved(path: AnyPath) -> AnyPath:
     """Return the path behind links; of a missing one, the path as far as it can be resolved."""
-    return store_checkpoints.follow_links(path) if isinstance(path, StorePath) else real_path(path)
+    if isinstance(path, StorePath):
+        return store_checkpoints.follow_links(path)
+    return own_files.follow_links(path)
 
 
 def resolved_if_exists(path: AnyPath) -> AnyPath:
@@ -47,14 +49,15 @@ def resolved_if_exists(path: AnyPath) -> AnyPath:
         with suppress(PermissionError):
             return store_checkpoints.follow_links(path)
         return path
-    return existing_path(path)
+    real = own_files.follow_links(path)
+    return real if os.path.exists(real) else path  # noqa: PTH110 (never raises)
 
 
 def exists(path: AnyPath) -> bool:
     """Whether something is at a path; links are followed."""
     if isinstance(path, StorePath):
         return store_checkpoints.read_commit(store_checkpoints.follow_links(path)) is not None
-    return path.exists()
+    return own_files.follow_links(path).exists()
 
 
 def has_entry(path: AnyPath) -> bool:
@@ -69,7 +72,7 @@ def is_link(path: AnyPath) -> bool:
     if isinstance(path, StorePath):
         commit = store_checkpoints.read_commit(path)
         return commit is not None and bool(commit.linked_to)
-    return path.is_symlink()
+    return path.is_symlink() or bool(own_files.copied_link(path))
 
 
 def siblings(path: AnyPath) -> Iterator[AnyPath]:
@@ -118,12 +121,17 @@ def read_manifest(path: AnyPath) -> bytes:
     Raises:
         OSError: it is missing or cannot be read.
     """
-    if not isinstance(path, StorePath):
-        return read_file(path / MANIFEST_NAME)
-    commit = store_checkpoints.read_commit(path)
-    if commit is None:
-        raise FileNotFoundError(errno.ENOENT, "no such object", str(path))
-    return commit.data
+    if isinstance(path, StorePath):
+        commit = store_checkpoints.read_commit(path)
+        if commit is None:
+            raise FileNotFoundError(errno.ENOENT, "no such object", str(path))
+        data = commit.data
+    else:
+        data = read_file(path / MANIFEST_NAME)
+    if target := own_files.target_in(data):
+        msg = f"it is a link to {target}, which is not a checkpoint in the folder of the link"
+        raise OSError(errno.EINVAL, msg, str(path / MANIFEST_NAME))
+    return data
 
 
 def check_shareable(path: AnyPath, world_size: int) -> None:

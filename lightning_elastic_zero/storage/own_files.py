@@ -38,7 +38,14 @@ RECOVERY_SCRIPT = "zero_to_fp32.py"
 TOKEN_PREFIX, TABLE_PREFIX = ".seen-", ".compared-"
 """Prefixes of the names of files for other ranks."""
 
-_FILES_OF_EVERY_SAVE = (MANIFEST_NAME, LATEST, RECOVERY_SCRIPT)
+LINK_FORMAT = "lightning_elastic_zero.link"
+"""``format`` of a ``manifest.json`` that is a link, in an object store or a copy of its folder."""
+
+_MOST_LINK_BYTES, _MOST_LINKS = 1 << 16, 8
+"""The largest link, and links that are followed from one to the next."""
+
+SAVE_ID = re.compile("[0-9a-f]{32}")
+"""The folder of a save's files in an object store, and in a copy on a disk."""
 
 WRITTEN = re.compile(
     rf"{MANIFEST_NAME}|{LATEST}|{RECOVERY_SCRIPT}|"
@@ -86,7 +93,7 @@ def classify_files(path: Path, *, hidden: bool = False) -> FileOwnership:
     recorded = recorded_at(path)
     sizes, problem = recorded.sizes, recorded.problem
     ours, ignorable, foreign = [], [], []
-    is_written = WRITTEN.fullmatch if hidden and problem else None
+    is_written = _is_written if hidden and problem else None
     for name, status in files_below(path):
         is_file = stat.S_ISREG(status.st_mode)
         if is_file and (
@@ -105,9 +112,72 @@ def classify_files(path: Path, *, hidden: bool = False) -> FileOwnership:
     return FileOwnership(tuple(ours), tuple(ignorable), tuple(sorted(foreign)), problem)
 
 
+def _is_written(name: str) -> bool:
+    save_id, _, file = name.partition("/")
+    return bool(WRITTEN.fullmatch(file if SAVE_ID.fullmatch(save_id) else name))
+
+
 def is_checkpoint(path: Path) -> bool:
     """Whether a directory has a manifest of this library; other files do not matter."""
-    return not recorded_at(path).problem
+    if not recorded_at(path).problem:
+        return True
+    return bool(copied_link(path)) and not recorded_at(follow_links(path)).problem
+
+
+def target_in(manifest: bytes) -> str:
+    """Return the target in the text of a manifest that is a link; empty if it is none."""
+    if len(manifest) > _MOST_LINK_BYTES:
+        return ""
+    try:
+        content = load_json(manifest)
+    except ValueError:
+        return ""
+    is_link = isinstance(content, dict) and content.get("format") == LINK_FORMAT
+    target = content.get("target") if is_link else ""
+    return target if isinstance(target, str) else ""
+
+
+def leads_inside(target: str) -> bool:
+    """Whether the target of a link is a path in the link's folder, or below it.
+
+    Anybody who writes into the folder could name any other one.
+    """
+    return target.isprintable() and not {"", ".", ".."} & {*target.split("/")}
+
+
+def latest_in(folder: Path) -> str:
+    """Return the path in a folder that its file ``latest`` names.
+
+    It is empty if there is no such file, or if that is no name of a folder: of a checkpoint of this
+    library, readers do not need it.
+    """
+    with suppress(OSError):
+        name = read_file(folder / LATEST, _MOST_LINK_BYTES).decode(errors="replace").strip()
+        # Raises an error for a name that the file system does not accept.
+        if leads_inside(name) and os.path.lexists(folder / name):
+            return name
+    return ""
+
+
+def copied_link(path: Path) -> str:
+    """Return the target of a directory that is a link, copied from a store; empty if it is none.
+
+    Raises nothing.
+    """
+    with suppress(OSError):
+        target = target_in(read_file(path / MANIFEST_NAME, _MOST_LINK_BYTES))
+        return target if leads_inside(target) else ""
+    return ""
+
+
+def follow_links(path: Path) -> Path:
+    """Return the real path behind links of the system, and behind copies of links in a store."""
+    path = real_path(path)
+    for _ in range(_MOST_LINKS):
+        if not (target := copied_link(path)):
+            break
+        path = real_path(path.parent / target)
+    return path
 
 
 def remove_own_files(path: Path, progress: Progress, *, hidden: bool = False) -> None:
@@ -190,12 +260,19 @@ def recorded_files(data: bytes) -> RecordedFiles:
     """Return the files that the text of a manifest names, without verifying it."""
     try:
         manifest = load_json(data)
+        if target := target_in(data):
+            problem = f"its {MANIFEST_NAME} is a link to {target}"
+            own = (MANIFEST_NAME,) if leads_inside(target) else ()
+            return RecordedFiles(dict.fromkeys(own), problem=problem)
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
             return RecordedFiles(problem=f"its {MANIFEST_NAME} was written by other software")
         files = {str(row["name"]): int(row["size_bytes"]) for row in manifest["files"]}
+        save_id = manifest.get("save_id")
     except (ValueError, KeyError, TypeError, OverflowError):
         return RecordedFiles(problem=f"its {MANIFEST_NAME} is damaged")
-    sizes: dict[str, int | None] = dict.fromkeys(_FILES_OF_EVERY_SAVE)
+    folders = ("", f"{save_id}/") if SAVE_ID.fullmatch(str(save_id)) else ("",)
+    sizes: dict[str, int | None] = {MANIFEST_NAME: None}
+    sizes.update(dict.fromkeys(f + name for f in folders for name in (LATEST, RECOVERY_SCRIPT)))
     sizes.update(dict.fromkeys(f"{name}{SUMS_SUFFIX}" for name in files))
     return RecordedFiles({**sizes, **files}, manifest.get("weights_only") is True)
 
@@ -280,6 +357,8 @@ def _names_missing_sibling(link: Path) -> bool:
 
 def _directory(path: Path) -> ExistingTarget:
     contents = classify_files(path)
+    if copied_link(path):
+        return ExistingTarget("link", foreign_files_reason(contents.foreign))
     if not contents.problem:
         return ExistingTarget("checkpoint", foreign_files_reason(contents.foreign))
     if not contents.foreign:
@@ -388,9 +467,10 @@ def delete_checkpoint(path: Path, expected: object = None, progress: Progress = 
         OSError: it could not be renamed, and is intact.
     """
     existing = inspect_target(path)
-    if existing.kind == "link" and expected in {None, identity(path)}:
+    is_symlink = existing.kind == "link" and path.is_symlink()
+    if is_symlink and expected in {None, identity(path)}:
         path.unlink(missing_ok=True)
-    if existing.refusal_reason or existing.kind in {"nothing", "link"}:
+    if existing.refusal_reason or existing.kind == "nothing" or is_symlink:
         return existing.refusal_reason
     if existing.kind == "empty":
         return "is an empty directory, not a checkpoint"

@@ -89,11 +89,6 @@ def real_path(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.realpath(path))
 
 
-def existing_path(path: str | os.PathLike[str]) -> Path:
-    """Return ``real_path`` of an existing path. Others are unchanged, so that errors name them."""
-    return real_path(path) if os.path.exists(path) else Path(path)  # noqa: PTH110 (never raises)
-
-
 def sync_directory(path: Path) -> bool:
     """Flush the names in a directory to disk (fsync); return whether the file system can."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

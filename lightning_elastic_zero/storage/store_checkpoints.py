@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import threading
 import time
 from collections.abc import Iterable
@@ -39,11 +38,16 @@ from lightning_elastic_zero.storage.object_store import (
     Version,
 )
 from lightning_elastic_zero.storage.own_files import (
+    LINK_FORMAT,
     MOST_NAMED,
+    SAVE_ID,
+    TAG,
     WRITTEN,
     ExistingTarget,
     foreign_files_reason,
+    leads_inside,
     recorded_files,
+    target_in,
 )
 from lightning_elastic_zero.storage.writers import (
     DEAD_AFTER_S,
@@ -51,9 +55,6 @@ from lightning_elastic_zero.storage.writers import (
     ProcessIdentity,
     new_id,
 )
-
-LINK_FORMAT = "lightning_elastic_zero.link"
-"""``format`` of a ``manifest.json`` that is a link."""
 
 DELETED_FORMAT = "lightning_elastic_zero.deleted"
 """``format`` of a ``manifest.json`` that is about to be deleted."""
@@ -77,8 +78,6 @@ _POLL_S = 0.2
 _MOST_LINKS = 8
 """Links that are followed from one to the next."""
 
-_SAVE_ID = re.compile("[0-9a-f]{32}")
-
 PROBE_PREFIX = ".zero-probe-"
 """Beginning of the name of an object that is written to see which conditions a store supports."""
 
@@ -101,7 +100,7 @@ class Commit:
     save_id: str = ""
     """Of a checkpoint."""
     linked_to: str = ""
-    """Of a link: a name in the same folder, or a URL."""
+    """Of a link: a path relative to its folder."""
     is_deleted: bool = False
     """Whether the name is being deleted."""
     problem: str = ""
@@ -133,8 +132,10 @@ def _read_manifest(path: StorePath, progress: Progress = NO_PROGRESS) -> Commit 
     except ValueError:
         return Commit(*found, problem=f"its {MANIFEST_NAME} is damaged")
     kind = content.get("format") if isinstance(content, dict) else None
-    if kind == LINK_FORMAT and isinstance(content.get("target"), str):
-        return Commit(*found, linked_to=content["target"])
+    if target := target_in(found[0]):
+        if leads_inside(target):
+            return Commit(*found, linked_to=target)
+        return Commit(*found, problem=f"its {MANIFEST_NAME} is a link to {target}")
     if kind == DELETED_FORMAT:
         return Commit(*found, is_deleted=True)
     if kind == FORMAT and isinstance(content.get("save_id"), str):
@@ -152,15 +153,8 @@ def follow_links(path: StorePath) -> StorePath:
         commit = read_commit(path)
         if commit is None or not commit.linked_to:
             return path
-        path = _target_of(path, commit.linked_to)
+        path = path.with_name(commit.linked_to)
     return path
-
-
-def _target_of(link: StorePath, text: str) -> StorePath:
-    root, _, key = text.rpartition("://")[2].partition("/")
-    if "://" in text:
-        return StorePath(f"{text.partition('://')[0]}://{root}", key)
-    return link.with_name(text)
 
 
 def is_checkpoint(path: StorePath) -> bool:
@@ -208,7 +202,9 @@ def inspect_target(path: StorePath) -> ExistingTarget:
         return ExistingTarget("other", f"is not a checkpoint of this library ({commit.problem})")
     if commit is not None and commit.linked_to:
         return ExistingTarget("link")
-    foreign = [name for name in file_sizes(path) if not _is_ours(name)]
+    recorded = recorded_files(commit.data).sizes if commit else {}
+    sizes = file_sizes(path)
+    foreign = [n for n in sizes if not _is_ours(n) and recorded.get(n, -1) not in {None, sizes[n]}]
     if commit is not None:
         return ExistingTarget("checkpoint", foreign_files_reason(tuple(foreign)))
     with suppress(FileNotFoundError):
@@ -241,7 +237,7 @@ def _is_ours(name: str) -> bool:
     save_id, _, file = name.partition("/")
     if not file:
         return name == MANIFEST_NAME
-    return bool(_SAVE_ID.fullmatch(save_id) and WRITTEN.fullmatch(file))
+    return bool(SAVE_ID.fullmatch(save_id) and WRITTEN.fullmatch(file))
 
 
 def delete_checkpoint(
@@ -265,7 +261,7 @@ def delete_checkpoint(
         with suppress(FileExistsError):
             store.swap(key, _to_json(DELETED_FORMAT), commit.version, progress)
             store.delete([key], progress)
-            _delete_files(path, commit.save_id, progress)
+            _delete_replaced(path, commit, progress)
             return ""
     _log.warning("%s is not deleted: another process has replaced it.", path)
     return ""
@@ -277,9 +273,24 @@ def _to_json(kind: str, **fields: str) -> bytes:
     return (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()
 
 
+def _delete_replaced(path: StorePath, commit: Commit, progress: Progress) -> None:
+    """Delete the files of a checkpoint whose manifest is gone; of a link there are none."""
+    if not commit.save_id:
+        return
+    _delete_files(path, commit.save_id, progress)
+    copied = recorded_files(commit.data).sizes
+    if any(name.startswith(f"{commit.save_id}/{TAG}") for name in copied):
+        return
+    # Its folder was copied from a disk: the files are not below the save id.
+    found = {_below(path, each): each for each in path.store.objects_below(path.key, progress)}
+    copied.pop(MANIFEST_NAME, None)
+    ours = [found[n].key for n in found if copied.get(n, -1) in {None, found[n].size_bytes}]
+    path.store.delete(ours, progress)
+
+
 def _delete_files(path: StorePath, save_id: str, progress: Progress) -> None:
-    """Delete the objects of one save; of a link or a deleted name there are none."""
-    if not _SAVE_ID.fullmatch(save_id):
+    """Delete the objects below a save id."""
+    if not SAVE_ID.fullmatch(save_id):
         return
     found = path.store.objects_below((path / save_id).key, progress)
     ours = [each.key for each in found if _is_ours(_below(path, each))]
@@ -297,7 +308,16 @@ def make_link(target: StorePath, link: StorePath, progress: Progress = NO_PROGRE
     """
     if target == link:
         return
-    text = target.name if target.parent == link.parent else str(target)
+    try:
+        text = str(target.relative_to(link.parent))
+    except ValueError:
+        text = ""
+    if target.root != link.root or not leads_inside(text):
+        msg = (
+            f"Could not link {link} to the published {target}: a link in an object store leads to "
+            "a checkpoint in its own folder or below it. Choose a link there."
+        )
+        raise SaveError(msg)
     data = _to_json(LINK_FORMAT, target=text)
     try:
         if refusal_reason := inspect_target(link).refusal_reason:
@@ -311,7 +331,7 @@ def make_link(target: StorePath, link: StorePath, progress: Progress = NO_PROGRE
         raise SaveError(msg) from error
     if replaced is not None:
         with suppress(OSError):
-            _delete_files(link, replaced.save_id, progress)
+            _delete_replaced(link, replaced, progress)
 
 
 # -- leftovers -----------------------------------------------------------------------------------
@@ -345,7 +365,7 @@ def _owners(parent: StorePath, objects: Iterable[StoredObject]) -> dict[str, Sto
         for each in objects
         if _below(parent, each).startswith(OWNER_PREFIX)
     }
-    return {save_id: each for save_id, each in found.items() if _SAVE_ID.fullmatch(save_id)}
+    return {save_id: each for save_id, each in found.items() if SAVE_ID.fullmatch(save_id)}
 
 
 def _remove_if_dead(
@@ -369,7 +389,7 @@ def _remove_if_dead(
     owners = _owners(parent, parent.store.entries(parent.key, progress)[1])
     commit = read_commit(target, progress)
     kept = {*owners} - {save_id} | {commit.save_id if commit else ""}
-    gone = [each for each in saves if _SAVE_ID.fullmatch(each) and each not in kept]
+    gone = [each for each in saves if SAVE_ID.fullmatch(each) and each not in kept]
     claim = {**load_json(owner.to_json()), "removed": gone, "id": new_id()}
     try:
         parent.store.swap(owner_key, json.dumps(claim).encode(), version, progress)
@@ -554,7 +574,7 @@ class StagedObjects:
         # The checkpoint is published: a failure costs space only.
         try:
             if self._replaced is not None:
-                _delete_files(self.target, self._replaced.save_id, progress)
+                _delete_replaced(self.target, self._replaced, progress)
             self.target.store.delete([self._owner.key], progress)
         except OSError as error:
             _log.warning("Could not remove what %s replaced: %s.", self.target, error)

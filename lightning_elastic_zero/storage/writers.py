@@ -74,8 +74,8 @@ much more than clocks differ in practice. If a suspended process continues later
 and nothing is published."""
 
 
-_MOST_BYTES = 1 << 16
-"""Largest file with an identity."""
+_MOST_BYTES, _MOST_PID = 1 << 16, (1 << 31) - 1
+"""Largest file with an identity, and the system's largest pid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +108,12 @@ class ProcessIdentity:
         """Return the identity in the content of a file; None if it is invalid."""
         try:
             owner = from_json(cls, load_json(data))
+            name = os.fsencode(owner.target)
         except (ValueError, TypeError):
             return None
-        # This library writes no names that lead out of the directory.
-        return owner if os.path.basename(owner.target) == owner.target else None  # noqa: PTH119
+        # Anybody may have written it: a name could lead out of the directory, or be none.
+        is_name = name not in {b"", b".", b".."} and not {*name} & {*b"/\0"}
+        return owner if is_name and 0 < owner.pid <= _MOST_PID else None
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()

@@ -31,7 +31,11 @@ from lightning_elastic_zero.errors import (
 )
 from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.storage import file_read as range_file
-from lightning_elastic_zero.storage.checkpoints import await_shared, remove_shared
+from lightning_elastic_zero.storage.checkpoints import (
+    await_shared,
+    remove_shared,
+    resolved_if_exists,
+)
 from lightning_elastic_zero.storage.disk_checkpoints import repair_target
 from lightning_elastic_zero.storage.file_read import READ_BYTES, VerifiedFile
 from lightning_elastic_zero.storage.file_write import (
@@ -44,7 +48,6 @@ from lightning_elastic_zero.storage.object_store import StorePath
 from lightning_elastic_zero.storage.own_files import TABLE_PREFIX, TOKEN_PREFIX
 from lightning_elastic_zero.storage.paths import (
     check_local_path,
-    existing_path,
     parse_path,
     real_path,
 )
@@ -503,11 +506,11 @@ class TestPlaces:
         assert real_path(tmp_path / "link" / "a.ckpt") == folder / "deep" / "folder" / "a.ckpt"
         assert real_path(folder / "link" / ".." / "b") == folder / "deep" / "b"
         assert real_path(folder / "circle" / "a.ckpt") == folder / "circle" / "a.ckpt"
-        assert existing_path("link") == folder / "deep" / "folder"
-        assert existing_path(folder / "circle" / "a.ckpt") == folder / "circle" / "a.ckpt"
+        assert resolved_if_exists(Path("link")) == folder / "deep" / "folder"
+        assert resolved_if_exists(folder / "circle" / "a.ckpt") == folder / "circle" / "a.ckpt"
         assert not repair_target(folder / "circle" / "a.ckpt")
         with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint|Too many"):
-            open_checkpoint(existing_path(folder / "circle" / "a.ckpt"))
+            open_checkpoint(resolved_if_exists(folder / "circle" / "a.ckpt"))
 
 
 class TestSharedDirectory:

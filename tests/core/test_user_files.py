@@ -530,6 +530,25 @@ class TestLeftovers:
         assert finishes(work)
         assert names_in(tmp_path) == before
 
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            *({"target": name} for name in ("", ".", "..", "../a", "a\0b", "\ud800")),
+            {"pid": 1 << 80},
+        ],
+        ids=ascii,
+    )
+    def test_an_owner_file_with_impossible_values_is_of_an_unknown_process(
+        self, changes: dict[str, Any], tmp_path: Path
+    ) -> None:
+        fill(tmp_path / ".zero-previous-5a7e", "old")
+        owner = replace(ProcessIdentity.of_this_process("lost.ckpt"), **changes)
+        (tmp_path / ".zero-owner-5a7e.json").write_bytes(owner.to_json())
+        before = names_in(tmp_path)
+        assert remove_leftovers(tmp_path) == []
+        assert not repair_target(tmp_path / "lost.ckpt", 0.0)
+        assert names_in(tmp_path) == before
+
     def test_a_users_file_in_a_replaced_checkpoint_becomes_visible(self, tmp_path: Path) -> None:
         target = fill(tmp_path / "last.ckpt", "old")
         staged = StagedDirectory.create(target, "5a7e")

@@ -69,6 +69,9 @@ def test_commands_take_urls(
     _download(url, tmp_path / "copy")
     assert main(["verify", str(tmp_path / "copy")]) == 0
     assert main(["diff", url, str(tmp_path / "copy")]) == 0
+    _upload(Path(local.path), f"{folder}/from-a-disk")
+    assert main(["verify", f"{folder}/from-a-disk"]) == 0
+    assert main(["diff", url, f"{folder}/from-a-disk"]) == 0
     _copy_damaged(url, f"{folder}/step-5")
     capsys.readouterr()
     assert main(["verify", "--newest-sound", folder]) == 0
@@ -97,6 +100,15 @@ def _copy_damaged(url: str, target: str) -> None:
         if found.key.endswith("optim_states.pt"):
             data = data.replace(b"\0", b"\1", 1)
         source.store.put(found.key.replace(source.key, copy.key), data)
+
+
+def _upload(folder: Path, url: str) -> None:
+    target = parse_path(url)
+    assert isinstance(target, StorePath)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            name = path.relative_to(folder).as_posix()
+            target.store.put((target / name).key, path.read_bytes())
 
 
 def _download(url: str, folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
 from uuid import uuid4
@@ -30,6 +31,7 @@ from lightning_elastic_zero.storage.checkpoints import (
     resolved,
     siblings,
 )
+from lightning_elastic_zero.storage.disk_checkpoints import StagedDirectory
 from lightning_elastic_zero.storage.file_read import VerifiedFile
 from lightning_elastic_zero.storage.file_write import CHUNK_BYTES, ChecksummedWriter
 from lightning_elastic_zero.storage.object_store import Store, StorePath, Version
@@ -42,6 +44,9 @@ from lightning_elastic_zero.storage.store_checkpoints import (
     remove_leftovers,
 )
 from lightning_elastic_zero.storage.writers import ProcessIdentity, new_id
+from lightning_elastic_zero.tools.verification import verify_checkpoint
+from tests.support.plain_checkpoints import make_state, write_elastic
+from tests.support.small_checkpoints import complete, contents, fill, names_in
 
 pytest.importorskip("obstore")
 
@@ -206,6 +211,113 @@ def test_links(folder: StorePath) -> None:
     }
 
 
+OUTSIDE = (
+    *("file:///etc", "http://127.0.0.1:9/a.ckpt", "ftp://host/a.ckpt", "s3://other/a.ckpt"),
+    *("memory://tests/a.ckpt", "../run/a.ckpt", "/etc", ".", "b//a.ckpt", "a\0b", "\ud800"),
+)
+
+
+@pytest.mark.parametrize("target", OUTSIDE, ids=ascii)
+def test_a_link_that_leads_out_of_its_folder_is_not_followed(
+    target: object, folder: StorePath, tmp_path: Path
+) -> None:
+    """Anybody who writes into the folder can plant one; on a disk, it is a copy."""
+    content = {"format": "lightning_elastic_zero.link", "format_version": 1, "target": target}
+    folder.store.put((folder / "last.ckpt/manifest.json").key, json.dumps(content).encode())
+    publish(folder / "run/a.ckpt")
+    download(folder, tmp_path)
+    for path in (folder / "last.ckpt", tmp_path / "last.ckpt"):
+        assert resolved(path) == path
+        assert not is_link(path)
+        assert not is_checkpoint(path)
+        assert "manifest.json is a link to" in checkpoints.inspect_target(path).refusal_reason
+        with pytest.raises(CheckpointFormatError, match=r"cannot be read .* it is a link to"):
+            open_checkpoint(path)
+
+
+def test_a_link_out_of_its_folder_is_not_made(folder: StorePath) -> None:
+    """It could not be followed. A checkpoint below the folder can be linked."""
+    publish(folder / "a.ckpt")
+    for other in (StorePath("memory://other", folder.key) / "a.ckpt", folder / "a.ckpt"):
+        with pytest.raises(SaveError, match="a checkpoint in its own folder or below it"):
+            make_link(other, folder / "run/last.ckpt")
+    for link in (folder / "last.ckpt", StorePath(folder.root, "last.ckpt")):
+        make_link(folder / "a.ckpt", link)
+        assert resolved(link) == folder / "a.ckpt"
+
+
+def upload(here: Path, folder: StorePath) -> None:
+    """Copy a folder as ``aws s3 sync`` does, which follows links."""
+    for path in here.rglob("*"):
+        if path.is_file():
+            folder.store.put((folder / path.relative_to(here).as_posix()).key, path.read_bytes())
+
+
+def download(folder: StorePath, here: Path) -> None:
+    for found in folder.store.objects_below(folder.key):
+        path = here / found.key.removeprefix(f"{folder.key}/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(folder.store.get(found.key)[0])
+
+
+def test_a_folder_copied_from_a_disk_is_read_replaced_and_removed(
+    folder: StorePath, tmp_path: Path
+) -> None:
+    """Its files are not below a save id, and ``last.ckpt`` is a whole checkpoint."""
+    write_elastic(tmp_path / "a.ckpt", make_state())
+    for name in ("b.ckpt", "last.ckpt", "mine.ckpt"):
+        shutil.copytree(tmp_path / "a.ckpt", tmp_path / name)
+    (tmp_path / "mine.ckpt/notes.txt").write_text("mine")
+    upload(tmp_path, folder)
+    for name in ("a.ckpt", "last.ckpt"):
+        assert verify_checkpoint(str(folder / name)).is_sound
+        assert not inspect_target(folder / name).refusal_reason
+    assert checkpoints.can_replace(folder / "a.ckpt", folder / "last.ckpt")
+    of_mine = {key for key in keys(folder) if key.startswith("mine.ckpt/")}
+    publish(folder / "a.ckpt")
+    make_link(folder / "a.ckpt", folder / "last.ckpt")
+    Retention().remove(str(folder / "b.ckpt"))
+    assert "notes.txt" in delete_checkpoint(folder / "mine.ckpt")
+    assert keys(folder) == PUBLISHED | of_mine | {"last.ckpt/manifest.json"}
+
+
+def test_a_folder_copied_to_a_disk_is_read_replaced_and_removed(
+    folder: StorePath, tmp_path: Path
+) -> None:
+    """Its files are below a save id, and a link is a folder with a manifest."""
+    names = ("a.ckpt", "b.ckpt", "sub/c.ckpt")
+    for name in names:
+        staged = publish(folder / name)
+        for file in ("latest", "zero_to_fp32.py"):
+            folder.store.put((staged.path / file).key, b"x")
+    links = dict(zip(("last.ckpt", "last-v1.ckpt", "best.ckpt"), names, strict=True))
+    for link, name in links.items():
+        make_link(folder / name, folder / link)
+    download(folder, tmp_path)
+    for link, name in links.items():
+        assert is_link(tmp_path / link)
+        assert resolved(tmp_path / link) == checkpoints.resolved_if_exists(tmp_path / name)
+        assert is_checkpoint(tmp_path / link)
+        assert has_link(tmp_path / name) == ("/" not in name)
+    for name in (*names, *links):
+        assert not checkpoints.inspect_target(tmp_path / name).refusal_reason
+    saves = Retention()
+    saves.remove(tmp_path / "a.ckpt")  # Its link needs it.
+    assert is_checkpoint(tmp_path / "last.ckpt")
+    for name in ("last.ckpt", "b.ckpt"):
+        save = StagedDirectory.create(tmp_path / name, new_id())
+        fill(save.path, "new")
+        save.publish()
+        assert contents(tmp_path / name) == complete("new")
+    checkpoints.make_link(tmp_path / "b.ckpt", tmp_path / "last-v1.ckpt")
+    assert (tmp_path / "last-v1.ckpt").is_symlink()
+    saves.delete_pending()
+    saves.remove(tmp_path / "best.ckpt")
+    assert not checkpoints.delete_checkpoint(tmp_path / "sub/c.ckpt", None)
+    assert names_in(tmp_path) == ["b.ckpt", "last-v1.ckpt", "last.ckpt", "sub"]
+    assert names_in(tmp_path / "sub") == []
+
+
 def test_links_between_a_disk_and_a_store_are_refused(folder: StorePath, tmp_path: Path) -> None:
     """Neither can name a checkpoint of the other."""
     publish(folder / "a.ckpt")
@@ -326,10 +438,10 @@ def test_a_save_that_begins_during_a_cleanup_keeps_its_files(
     target = folder / "a.ckpt"
     dead = begin(target)
     monkeypatch.setattr(store_checkpoints, "IN_FLIGHT_S", -1.0)
-    monkeypatch.setattr(ProcessIdentity, "is_dead", lambda self, _: self.pid == -1)
+    monkeypatch.setattr(ProcessIdentity, "is_dead", lambda self, _: self.pid == 7)
     owner = folder / f".zero-owner-{dead.path.name}.json"
     text = folder.store.get(owner.key)[0].decode()
-    folder.store.put(owner.key, re.sub('"pid": [0-9]+', '"pid": -1', text).encode())
+    folder.store.put(owner.key, re.sub('"pid": [0-9]+', '"pid": 7', text).encode())
     began: list[StagedObjects] = []
 
     def begin_another() -> None:
