@@ -416,6 +416,44 @@ def tensors_of(tree: object) -> Iterator[torch.Tensor]:
         yield from tensors_of(vars(tree))
 
 
+MOST_LEVELS = 200
+"""Levels of a tree that are read: walks over it recurse, and Python stops at a thousand calls."""
+
+
+def measure(tree: object, most_levels: int = MOST_LEVELS) -> tuple[int, int]:
+    """Return how many values a walk over a tree visits, and the bytes of its distinct tensors.
+
+    A few bytes of a pickle can repeat one list a billion times, or expand an element to a tensor of
+    any size. Raises ValueError if the tree contains itself, or is nested more deeply than
+    ``most_levels``.
+    """
+    counts: dict[int, int] = {}
+    sizes: dict[int, int] = {}
+
+    def count(part: Any, levels: int) -> int:
+        if id(part) in counts:
+            return counts[id(part)]
+        if not levels:
+            msg = f"contains itself, or has more than {most_levels} levels"
+            raise ValueError(msg)
+        inside: list[Any] = []
+        if isinstance(part, torch.Tensor):
+            sizes[id(part)] = part.numel() * part.element_size()
+        elif isinstance(part, dict):
+            inside = [*part, *part.values()]
+        elif isinstance(part, list | tuple | set):
+            inside = list(part)
+        if isinstance(part, torch.Tensor | OrderedDict):
+            inside.append(vars(part))
+        found = 1 + len(inside)
+        if not LEAVES.issuperset(map(type, inside)):
+            found += sum(count(each, levels - 1) for each in inside if type(each) not in LEAVES)
+        counts[id(part)] = found
+        return found
+
+    return count(tree, most_levels), sum(sizes.values())
+
+
 def with_copies(tree: Any, copies: Mapping[int, torch.Tensor]) -> Any:
     """Return a tree with other tensors instead of those with the given ids.
 

@@ -35,8 +35,10 @@ import xxhash
 
 from lightning_elastic_zero.core.tensors import (
     LEAVES,
+    MOST_LEVELS,
     in_order,
     is_on_device,
+    measure,
     tensors_of,
     with_copies,
 )
@@ -57,6 +59,9 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _INT_BYTES = 255
 """Longer integers are pickled by an opcode that ``torch.load(weights_only=True)`` refuses."""
 
+
+_SAVED_LEVELS = MOST_LEVELS - 10
+"""Levels of a value that is saved. A file has some more around it."""
 
 Objects: TypeAlias = "tuple[tuple[TreePath, object], ...]"
 """Objects that are not plain data, and where in the tree each belongs."""
@@ -90,7 +95,8 @@ def split_objects(state: Mapping[str, Any]) -> ClientPart:
     for key, value in state.items():
         try:
             plain[key] = _plain_part(value, (key,), objects)
-        except RecursionError as error:
+            measure(plain[key], _SAVED_LEVELS)
+        except (RecursionError, ValueError) as error:
             msg = f"the trainer's state has {key!r}, which contains itself or is nested too deep"
             raise SaveError(msg) from error
     return ClientPart(plain, tuple(objects))
@@ -472,10 +478,12 @@ def _encode_all(
     rest: list[tuple[TreePath, object]] = []
     for path, value in objects:
         try:
-            values.append([list(path), encode(value)])
-        except (_UnknownClassError, RecursionError) as error:
-            recursive = isinstance(error, RecursionError)
-            name = f"{_full_name(type(value))} (contains itself)" if recursive else str(error)
+            encoded = encode(value)
+            measure(encoded, _SAVED_LEVELS)
+            values.append([list(path), encoded])
+        except (_UnknownClassError, RecursionError, ValueError) as error:
+            is_unknown = isinstance(error, _UnknownClassError)
+            name = str(error) if is_unknown else f"{_full_name(type(value))} (contains itself)"
             unknown[format_tree_path(path)] = name
             rest.append((path, value))
     return values, unknown, rest

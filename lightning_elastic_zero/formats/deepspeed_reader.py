@@ -251,6 +251,10 @@ def _progress(tree: Mapping[str, Any]) -> TrainingProgress:
     )
 
 
+_MOST_MISSING = 10_000
+"""Ranks whose files are missing that an error lists."""
+
+
 class TagReader(CheckpointReader):
     """The model files of a tag's folder.
 
@@ -264,6 +268,8 @@ class TagReader(CheckpointReader):
         """Whether the weights are partitioned (ZeRO-3)."""
         self._check_required_files()
         self._first = ModelFile(self.files, self._model_name(0))
+        if self._partitioned:
+            self._check_number(len(self._folder.models))
         shared = self._first.buffers and not self._partitioned
         self._lacks = ("RNG states", *(["buffers of ranks other than 0"] if shared else []))
         """Parts of a run's state that these files do not contain."""
@@ -288,6 +294,16 @@ class TagReader(CheckpointReader):
         if self._folder.model:
             return [self._folder.model]
         return [partitioned_model_name(rank) for rank in range(self._first.world_size)]
+
+    def _check_number(self, found: int) -> None:
+        """Refuse files that name so many ranks that their names would fill the memory."""
+        if self._first.world_size > found + _MOST_MISSING:
+            msg = (
+                f"{self.files.folder} is incomplete: {self._first.name} is of "
+                f"{self._first.world_size} ranks, and there are files of {found}. Copy all files "
+                "of this tag, or resume from another checkpoint"
+            )
+            raise CheckpointCorruptedError(msg)
 
     def _refuse_missing(self, names: Sequence[str]) -> NoReturn:
         msg = (
@@ -421,6 +437,7 @@ class ZeroReader(TagReader):
             self._refuse_missing([optimizer_name(0, wanted[0])])
         self._prefix = found[0]
         self._shard_names = self._folder.optimizer[self._prefix]
+        self._check_number(len(self._shard_names))
         self._shards = ZeroShardSet(
             files, self._shard_name, first.numels, first.world_size, OPTIMIZER
         )

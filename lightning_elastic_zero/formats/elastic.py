@@ -91,6 +91,12 @@ class ElasticReader(CheckpointReader):
                 replace(entry, name=entry.name.removeprefix(prefix)) for entry in manifest.files
             )
             manifest = replace(manifest, files=tuple(files))
+        if manifest.world_size > len(manifest.files):
+            msg = (
+                f"{directory} was saved by {manifest.world_size} ranks, but its manifest lists "
+                f"{len(manifest.files)} files: it is incomplete. Resume from another checkpoint"
+            )
+            raise CheckpointFormatError(msg)
         self.manifest = manifest
         self.files = OpenFiles(directory, self._open, progress=progress)
         self._allow_pickle = allow_pickle
@@ -240,7 +246,14 @@ class ElasticReader(CheckpointReader):
 
     def module_buffers(self) -> Mapping[str, torch.Tensor]:
         file = self._model_file()
-        return file.load_tree({n: file.tree["module"][n] for n in self.manifest.module_buffers})
+        held = file.tree["module"]
+        if missing := [n for n in self.manifest.module_buffers if n not in held]:
+            msg = (
+                f"{file.path} lacks the buffer {missing[0]}, which the manifest lists: they are "
+                "not of one save. Resume from another checkpoint"
+            )
+            raise CheckpointFormatError(msg)
+        return file.load_tree({n: held[n] for n in self.manifest.module_buffers})
 
     def recorded_fingerprint(self) -> str:
         found = self._model_file().tree[OURS].get("fingerprint")

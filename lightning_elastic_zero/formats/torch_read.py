@@ -33,6 +33,7 @@ from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import (
     INTEGER_DTYPES,
     check_cast,
+    measure,
     tensors_of,
     with_copies,
 )
@@ -141,6 +142,20 @@ def unpickle(data: bytes, storage_of: Callable[[Any], Any], policy: Policy) -> A
     unpickler.persistent_load = storage_of  # type: ignore[method-assign]
     with _allowed(policy):
         return unpickler.load()
+
+
+def check_size(tree: object, pickle_bytes: int, file_bytes: int) -> None:
+    """Raise ValueError for a tree that takes much more time or memory than its file has bytes."""
+    values, tensor_bytes = measure(tree)
+    if values > (most := 10_000 + 20 * pickle_bytes):
+        msg = f"its {pickle_bytes} bytes repeat objects to {values} values, expected at most {most}"
+        raise ValueError(msg)
+    if tensor_bytes > (most := (64 << 20) + 16 * file_bytes):
+        msg = (
+            f"its tensors have {tensor_bytes} bytes, expected at most {most} in a file of "
+            f"{file_bytes} bytes"
+        )
+        raise ValueError(msg)
 
 
 def refuse_class(error: Exception, where: object) -> None:
@@ -310,7 +325,9 @@ class TorchFile:
     def _read_tree(self) -> Any:
         data = self._record_bytes(f"{self.saved_as}/data.pkl")
         try:
-            return unpickle(data, self._storage_of, self._policy)
+            tree = unpickle(data, self._storage_of, self._policy)
+            check_size(tree, len(data), self._file.size_bytes)
+            return tree  # noqa: TRY300 (both may raise)
         except _UNREADABLE as error:
             if self._policy != PLAIN_DATA:
                 refuse_class(error, self.path)
@@ -574,6 +591,7 @@ class LegacyFile:
                     self.tree: Any = torch.load(
                         stream, map_location="cpu", weights_only=policy != "any class"
                     )
+            check_size(self.tree, self.bytes_read, self.bytes_read)
         except ElasticZeroError:
             raise  # this one, or another rank's failure meanwhile
         except Exception as error:

@@ -32,6 +32,8 @@ from lightning_elastic_zero.formats.client_state import (
     rank_differences,
     split_objects,
 )
+from lightning_elastic_zero.formats.torch_read import TorchFile
+from lightning_elastic_zero.storage.file_read import RangeFile
 from tests.support.bits import bitwise_repr
 from tests.support.strategies import plain_leaves, trees
 
@@ -142,6 +144,21 @@ class TestSplit:
     def test_entries_need_plain_names(self, key: Any) -> None:
         with pytest.raises(SaveError, match="expected a string"):
             split_objects({key: 1})
+
+    @pytest.mark.parametrize("levels", [180, 200, 400])
+    def test_a_value_is_saved_only_as_deep_as_it_can_be_read(
+        self, levels: int, tmp_path: Path
+    ) -> None:
+        value: list[Any] = []
+        for _ in range(levels):
+            value = [value]
+        if levels > 180:
+            with pytest.raises(SaveError, match=r"has 'mine', which .* is nested too deep"):
+                split_objects({"mine": value})
+            return
+        torch.save({"in": {"a": {"file": split_objects({"mine": value}).plain}}}, tmp_path / "a.pt")
+        file = TorchFile(RangeFile(tmp_path / "a.pt"))
+        assert file.load_tree(file.tree)["in"]["a"]["file"]["mine"] == value
 
     @pytest.mark.parametrize("kind", [dict, list])
     def test_a_value_that_contains_itself_is_refused(self, kind: type) -> None:

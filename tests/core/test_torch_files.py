@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -354,6 +355,41 @@ class TestDamage:
         allowed = torch.serialization.safe_globals([Fraction])
         with allowed, open_verified(tmp_path, record) as file:
             assert file.tree == {"x": Fraction(1, 3)}
+
+    @pytest.mark.parametrize("legacy", [False, True])
+    @pytest.mark.parametrize("what", ["repeated", "itself", "deep", "expanded"])
+    def test_a_small_file_of_a_huge_tree_is_refused(
+        self, what: str, legacy: bool, tmp_path: Path
+    ) -> None:
+        repeated: Any = (1,)
+        for _ in range(30):
+            repeated = (repeated, repeated)
+        itself: list[Any] = []
+        itself.append(itself)
+        deep: list[Any] = []
+        for _ in range(250):
+            deep = [deep]
+        trees = {
+            "repeated": (repeated, "repeat objects to"),
+            "itself": (itself, "contains itself, or has more than 200 levels"),
+            "deep": (deep, "contains itself, or has more than 200 levels"),
+            "expanded": (torch.zeros(1).expand(10**12), "its tensors have 4000000000000 bytes"),
+        }
+        tree, message = trees[what]
+        path = tmp_path / "small.pt"
+        torch.save({"tree": tree}, path, _use_new_zipfile_serialization=not legacy)
+        assert path.stat().st_size < 5000
+        with pytest.raises(CheckpointFormatError, match=message):
+            open_unverified(path)
+
+    def test_shared_and_expanded_values_of_ordinary_size_are_read(self, tmp_path: Path) -> None:
+        shared = list(range(1000))
+        tree = {"lists": [shared] * 10, "expanded": torch.zeros(1).expand(1000, 1000)}
+        torch.save(tree, tmp_path / "small.pt")
+        read = open_unverified(tmp_path / "small.pt")
+        loaded = read.load_tree(read.tree)
+        assert loaded["lists"] == tree["lists"]
+        assert loaded["expanded"].shape == (1000, 1000)
 
     def test_a_tensor_larger_than_its_record_is_refused(self, tmp_path: Path) -> None:
         record = write_tree(tmp_path, {"a": torch.zeros(3), "secret": torch.zeros(1000)})
