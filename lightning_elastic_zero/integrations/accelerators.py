@@ -19,7 +19,7 @@ import accelerate
 from accelerate.checkpointing import load_accelerator_state
 from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler, SkipBatchSampler
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import MODEL_NAME, DeepSpeedSchedulerWrapper, DistributedType
+from accelerate.utils import MODEL_NAME, RNG_STATE_NAME, DeepSpeedSchedulerWrapper, DistributedType
 from packaging.version import Version
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import (
@@ -37,6 +37,7 @@ from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    ElasticZeroError,
     UnsupportedError,
 )
 from lightning_elastic_zero.formats.open import open_checkpoint
@@ -74,6 +75,19 @@ _REMEDY = (
     "intact folder with a lower number"
 )
 
+_FIRST_STATES = f"{RNG_STATE_NAME}_0.pkl"
+"""The file of rank 0's random states, which each save writes last."""
+
+_BY_RANKS = (
+    "accelerate steps a LambdaLR once per rank, and its function does not count steps of all "
+    "ranks. Multiply its numbers of steps (warm-up, total) by accelerator.num_processes"
+)
+_BY_CALLS = (
+    "accelerate steps this LambdaLR once for each call of step(), and its function depends on the "
+    "number of ranks or micro-batches. Call step() once per optimizer step, and count optimizer "
+    "steps in the function"
+)
+
 _LOOP = Loop(
     batch_names=("the DataLoader's batch_size", "gradient_accumulation_steps"),
     foreground=is_checkpoint,  # accelerate's own files next to it are about to be replaced
@@ -95,6 +109,8 @@ class AcceleratorBinding:
     """Engines that the Accelerator has prepared and not freed, by ``id``."""
     loaded: Loaded | None = None
     """The first engine's load within ``load_state``."""
+    last_folder: Path | None = None
+    """The folder of the last load or save of this run."""
 
     @property
     def accelerator(self) -> Any:
@@ -121,17 +137,17 @@ class AcceleratorBinding:
                 "resume in a later epoch: install accelerate 1.15 or newer"
             )
             raise UnsupportedError(msg)
+        if accelerator.parallelism_config and accelerator.parallelism_config.sp_size > 1:
+            msg = (
+                f"parallelism_config has sp_size={accelerator.parallelism_config.sp_size}: after a "
+                "resume, sequence parallelism under accelerate repeats the first epoch's order. "
+                "elastic() does not support it: remove it"
+            )
+            raise UnsupportedError(msg)
         for method in (self._prepare, self._load_state, self._save_state, self._free_memory):
             name = method.__name__.removeprefix("_")
             bound = partial(method, getattr(accelerator, name))
             setattr(accelerator, name, functools.wraps(getattr(accelerator, name))(bound))
-        project = accelerator.project_configuration
-        is_named = project.automatic_checkpoint_naming
-        if is_named and project.total_limit == 1 and accelerator.is_main_process:
-            log.warning(
-                "ProjectConfiguration(total_limit=1): accelerate deletes the only state before it "
-                "saves the next one, so a crash in between loses both. Set total_limit=2"
-            )
         accelerator.wait_for_save = self.wait
         accelerator.elastic_options = self.options
         self._bind_engines(accelerator._models)
@@ -198,11 +214,39 @@ class AcceleratorBinding:
 
     def _save_state(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.wait()  # accelerate deletes old checkpoints before it saves a new one
-        folder = save(*args, **kwargs)
+        project = self.accelerator.project_configuration
+        limit = project.total_limit
+        if project.automatic_checkpoint_naming and limit is not None:
+            project.total_limit = self._limit_of_folders(limit)
+        try:
+            folder = save(*args, **kwargs)
+        finally:
+            project.total_limit = limit
+        self.last_folder = Path(folder)
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             self._write_steps(Path(folder))
         return folder
+
+    def _limit_of_folders(self, limit: int) -> int:
+        """Return a limit with which accelerate deletes only folders that are not needed.
+
+        It counts unfinished folders and deletes those with the lowest numbers before it saves. Only
+        finished ones count here. The newest of them is kept, and that of the last load or save.
+        """
+        if not self.accelerator.is_main_process:
+            return limit
+        series = Path(self.accelerator.project_dir, "checkpoints", "checkpoint_")
+        folders = folders_of(series)[::-1]
+        finished = [folder for folder in folders if _is_finished(folder)]
+        kept = {*finished[-1:], *(f for f in folders if _is_same(f, self.last_folder))}
+        kept |= {*finished[max(0, len(finished) - limit + 1) :]}
+        needless = 0
+        for folder in folders:
+            if folder in kept:
+                break
+            needless += 1
+        return len(folders) + 1 - needless
 
     def _free_memory(self, free: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         while self.bound:
@@ -274,6 +318,7 @@ class AcceleratorBinding:
         accelerator, loaded = self.accelerator, self.loaded
         if loaded is None:
             return
+        self.last_folder = loaded.load_dir
         was, now = loaded.world_size, accelerator.num_processes
         accumulate = accelerator.gradient_accumulation_steps
         recorded = loaded.record.get(_SCHEDULERS, [])
@@ -281,13 +326,9 @@ class AcceleratorBinding:
             known = recorded[index] if index < len(recorded) else (was, loaded.accumulate - 1)
             _convert(scheduler, Units(*map(int, known)), now, accumulate)
             if was != now and accelerator.is_main_process:
+                remedy = _BY_RANKS if _counts_ranks(scheduler) else _BY_CALLS
                 for jump in _jumps(scheduler.scheduler):
-                    log.warning(
-                        "The learning rate jumps from %g to %g: accelerate steps a LambdaLR once "
-                        "per rank, and its function does not count steps of all ranks. Multiply "
-                        "its numbers of steps (warm-up, total) by accelerator.num_processes",
-                        *jump,
-                    )
+                    log.warning("The learning rate jumps from %g to %g: " + remedy, *jump)  # noqa: G003
         # Each rank has a file. An additional rank takes another's random state, since all ranks
         # began with one seed. All ranks take rank 0's counter of micro-batches: with different
         # counters, they would end their windows at different batches.
@@ -297,7 +338,7 @@ class AcceleratorBinding:
         if "step" in restored:
             steps, in_window = divmod(restored["step"], loaded.accumulate)
             accelerator.step = steps * accumulate
-            if in_window:
+            if in_window and accelerator.is_main_process:
                 log.warning(
                     "%s was saved after %d of %d micro-batches of an optimizer step and does not "
                     "contain their gradients: the step is repeated",
@@ -334,11 +375,17 @@ class AcceleratorBinding:
         def first_backward(*args: Any, **kwargs: Any) -> Any:
             accelerator.backward = backward
             loader = accelerator.gradient_state.active_dataloader
-            held = getattr(loader, "batch_sampler", None)
+            held: Any = getattr(loader, "batch_sampler", None)
             skipped = held.skip_batches if isinstance(held, SkipBatchSampler) else 0
             steps = loaded.result.manifest.progress.global_steps
             done = steps * accelerator.gradient_accumulation_steps
-            differences = []
+            differences: list[str] = []
+            whole = held.batch_sampler if skipped else held
+            if isinstance(whole, Sized) and isinstance(loader, DataLoader):
+                epochs = loaded.record.get(_LOADERS, {}).get(_describe_loader(loader), [])
+                if not epochs or done // len(whole) in epochs:  # else the loop leaves epochs early
+                    old = steps * loaded.accumulate
+                    differences += _skip_differences(skipped, old, done, len(whole))
             batches, _ = samplers_of(loader) if isinstance(loader, DataLoader) else (None, None)
             from_or_to_one = (loaded.world_size == 1) != (accelerator.num_processes == 1)
             if from_or_to_one and hasattr(batches, "set_epoch"):
@@ -361,6 +408,23 @@ class AcceleratorBinding:
             return backward(*args, **kwargs)
 
         accelerator.backward = first_backward
+
+
+def _skip_differences(skipped: int, old: int, now: int, per_epoch: int) -> Iterator[str]:
+    """Yield a difference if the skipped batches are the old run's.
+
+    Args:
+        skipped: batches that ``skip_first_batches`` skips.
+        old: batches of a rank before the save, in the old run.
+        now: batches of a rank for the same samples, in this run.
+        per_epoch: batches of a rank in an epoch of this run.
+    """
+    if (old - skipped) % per_epoch == 0 and (now - skipped) % per_epoch:
+        yield (
+            f"{skipped} batches of the epoch are skipped, which is the number of the run that "
+            f"saved; to continue with its next sample, skip {now % per_epoch}: multiply the "
+            "optimizer steps by this run's gradient_accumulation_steps"
+        )
 
 
 def _describe_loader(loader: Any) -> str:
@@ -520,6 +584,23 @@ def _tag(index: int) -> str:
     return f"{MODEL_NAME}_{index}" if index else str(MODEL_NAME)
 
 
+def _is_finished(folder: Path) -> bool:
+    """Whether a folder of accelerate has all that its save writes; files are not verified."""
+    try:
+        if not (folder / _STEPS).is_file():
+            return not is_checkpoint(folder / MODEL_NAME) and (folder / _FIRST_STATES).is_file()
+        for name in load_json(read_file(folder / _STEPS)):
+            with closing(open_checkpoint(folder / name)) as source:
+                check_steps(folder / name, source.manifest)
+    except (OSError, ValueError, ElasticZeroError):
+        return False
+    return True
+
+
+def _is_same(folder: Path, other: Path | None) -> bool:
+    return other is not None and other.exists() and folder.samefile(other)
+
+
 def check_steps(path: Path, manifest: Manifest) -> None:
     """Refuse an engine's checkpoint next to files of accelerate from another step.
 
@@ -569,11 +650,16 @@ def _convert(scheduler: AcceleratedScheduler, saved: Units, now: int, accumulate
     """
     for name in ("step", _UNITS):  # of an earlier load
         vars(scheduler).pop(name, None)
-    if scheduler.split_batches or not scheduler.step_with_optimizer:
+    if not _counts_ranks(scheduler):
         saved = Units(now, accumulate - 1)  # accelerate does not multiply its steps
     _scale(scheduler.scheduler, saved.steps, now)
     if saved != Units(now, accumulate - 1):
         vars(scheduler).update({"step": partial(_step, scheduler, saved), _UNITS: saved})
+
+
+def _counts_ranks(scheduler: AcceleratedScheduler) -> bool:
+    """Whether accelerate steps a scheduler once per rank, not once per call."""
+    return scheduler.step_with_optimizer and not scheduler.split_batches
 
 
 def _scale(scheduler: Any, saved: int, now: int) -> None:

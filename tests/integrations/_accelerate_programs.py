@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin
 from accelerate.state import AcceleratorState
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import DummyScheduler, ParallelismConfig, ProjectConfiguration
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
     CosineAnnealingLR,
@@ -98,6 +98,12 @@ class LoopCase:
     """Whether each batch is joined with that of a second loader."""
     evaluation_last: bool = False
     """Whether the loader of the evaluation is prepared after the one of the training."""
+    steps_per: str = ""
+    """What the loop steps the schedule for, if it is not stepped with the optimizer."""
+    warmup: int = 0
+    """Fixed numbers of a ``DummyScheduler``: its warm-up; 0: multiples of the ranks."""
+    skipped: int | None = None
+    """Batches that the loop has counted when it resumes, as in accelerate's example."""
 
 
 class Plateau(ReduceLROnPlateau):
@@ -107,9 +113,11 @@ class Plateau(ReduceLROnPlateau):
         super().step(metrics)
 
 
-def scheduler_of(kind: str, optimizer: Any, steps: int, times: int) -> Any:
+def scheduler_of(kind: str, optimizer: Any, steps: int, times: int, accumulate: int = 1) -> Any:
     """Return a schedule as users of accelerate make it, counted in steps of all ranks."""
     total = steps * times
+    if kind == "own":
+        return LambdaLR(optimizer, lambda step: 1.0 - step / (steps * accumulate))
     if kind == "warmup":  # counts optimizer steps, as on one rank
         return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 30))
     if kind == "lambda":
@@ -157,9 +165,13 @@ def _loop(case: LoopCase, run: Run) -> None:
     config["train_micro_batch_size_per_gpu"] = micro
     config["gradient_accumulation_steps"] = accumulate
     config["train_batch_size"] = micro * accumulate * dist.get_world_size()
+    if case.schedule == "dummy":
+        names = ("total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps")
+        config["scheduler"] = {"type": "WarmupDecayLR", "params": dict.fromkeys(names, "auto")}
     accelerator = Accelerator(
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
         gradient_accumulation_steps=accumulate,
+        step_scheduler_with_optimizer=not case.steps_per,
         dataloader_config=DataLoaderConfiguration(
             use_seedable_sampler=case.seedable,
             dispatch_batches=case.dispatch or None,
@@ -185,7 +197,11 @@ def _loop(case: LoopCase, run: Run) -> None:
     if not case.evaluation_last:
         evaluation = accelerator.prepare(evaluation)
     times = 1 if case.split else accelerator.num_processes
-    schedule = scheduler_of(case.schedule, optimizer, 12, times)
+    per_step = accumulate if case.steps_per == "micro-batch" else 1
+    schedule = scheduler_of(case.schedule, optimizer, 12, times, per_step)
+    if case.schedule == "dummy":
+        total = 48 if case.warmup else 24 * times
+        schedule = DummyScheduler(optimizer, total, warmup_num_steps=case.warmup or 5)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     if case.evaluation_last:
         evaluation = accelerator.prepare(evaluation)
@@ -207,6 +223,8 @@ def _loop(case: LoopCase, run: Run) -> None:
         if case.sets_epoch:
             loader.set_epoch(step // per_epoch)
         skip = step % per_epoch * accumulate
+        if case.skipped is not None and step == case.start:
+            skip = case.skipped % len(loader)
         begun = [accelerator.skip_first_batches(x, skip) if skip else x for x in loaders]
         model.train()
         for batches in zip(*begun, strict=False):
@@ -216,7 +234,8 @@ def _loop(case: LoopCase, run: Run) -> None:
                 losses.append(float(loss))
                 accelerator.backward(loss)
                 optimizer.step()
-                schedule.step()
+                if accelerator.sync_gradients or case.steps_per != "optimizer step":
+                    schedule.step()
                 optimizer.zero_grad()
             if not accelerator.sync_gradients:
                 if step + 1 == case.save_within and accelerator.step % accumulate == 1:
@@ -441,19 +460,38 @@ def stock_failure(case: LoopCase) -> str:
     return error_text(lambda: loop(case))
 
 
-def rotation_warnings(folder: str, limit: int) -> list[str]:
-    """Bind an Accelerator that names its folders and keeps some of them; return the warnings."""
-    use_gloo()
-    project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=limit)
-    config = ds_config(1, {"train_micro_batch_size_per_gpu": 1})
-    plugin = DeepSpeedPlugin(hf_ds_config=config)
-    with library_warnings() as warnings:
-        elastic(Accelerator(deepspeed_plugin=plugin, project_config=project))
-    return list(warnings)
+def rotate_unfinished(folder: str, limit: int) -> tuple[list[str], ...]:
+    """Load state 0 beside an unfinished state 1, then save; return the numbers after each save."""
+    found = []
+    for first in (True, False):
+        use_gloo()
+        config = ds_config(1, {"train_micro_batch_size_per_gpu": 1})
+        project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=limit)
+        accelerator = elastic(
+            Accelerator(
+                deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), project_config=project
+            ),
+            fallback=True,
+        )
+        model = tiny_model()
+        engine, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        states = Path(folder, "checkpoints")
+        if first:
+            accelerator.save_state()
+            shutil.copytree(states / "checkpoint_0", states / "checkpoint_1")
+            (states / "checkpoint_1" / "lightning_elastic_zero.json").unlink()
+        else:
+            accelerator.load_state()
+            for _ in range(3):
+                accelerator.save_state()
+                found.append(sorted(path.name.split("_")[1] for path in states.iterdir()))
+        engine.destroy()
+        _end(accelerator)
+    return tuple(found)
 
 
 def refusals() -> list[str]:
-    """Bind an Accelerator without DeepSpeed, and one under an old release; return the errors."""
+    """Bind an Accelerator without DeepSpeed, under an old release, with Ulysses; return errors."""
     plugin = DeepSpeedPlugin(hf_ds_config=ds_config(1, {"train_micro_batch_size_per_gpu": 1}))
     release, found = accelerate.__version__, []
     for version in (release, "1.14.0"):
@@ -467,5 +505,9 @@ def refusals() -> list[str]:
             found.append(f"{type(error).__name__}: {error}")
         finally:
             accelerate.__version__ = release
+    use_gloo()
+    plan = ParallelismConfig(sp_size=2, sp_backend="deepspeed")
+    ulysses = Accelerator(deepspeed_plugin=plugin, parallelism_config=plan)
+    found.append(error_text(partial(elastic, ulysses)))
     use_gloo()
     return found

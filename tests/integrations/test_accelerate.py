@@ -24,7 +24,7 @@ from tests.integrations._accelerate_programs import (
     load_unseen,
     loop,
     refusals,
-    rotation_warnings,
+    rotate_unfinished,
     save_named,
     stock_failure,
     two_engines,
@@ -144,20 +144,11 @@ def test_a_loop_without_the_line_fails(world: int, whole_loop: Reference, hf_ran
 
 
 def test_an_accelerator_that_cannot_resume_exactly_is_refused(hf_ranks: Pools) -> None:
-    """One without DeepSpeed, and a release that repeats the first epoch's order."""
-    without, old = hf_ranks.run(1, refusals)[0]
+    """One without DeepSpeed, and two that would repeat the first epoch's order."""
+    without, old, sequence = hf_ranks.run(2, refusals)[0]
     assert without.startswith("UnsupportedError: elastic() was given an Accelerator of type")
     assert old.startswith("UnsupportedError: accelerate 1.14.0 repeats")
-
-
-@pytest.mark.cases(2)
-@pytest.mark.parametrize(("limit", "warned"), [(1, True), (2, False)])
-def test_a_limit_of_one_folder_causes_a_warning(
-    limit: int, warned: bool, hf_ranks: Pools, tmp_path: Path
-) -> None:
-    """The old state is deleted before the new one is saved."""
-    warnings = hf_ranks.run(1, partial(rotation_warnings, str(tmp_path), limit))[0]
-    assert ["total_limit=1" in warning for warning in warnings] == [True] * warned
+    assert sequence.startswith("UnsupportedError: parallelism_config has sp_size=2")
 
 
 @pytest.mark.long
@@ -239,7 +230,7 @@ def test_a_step_that_was_saved_within_is_repeated(
     folder, (full_run, *_) = whole_loop(save_within=9)
     run, *_ = hf_ranks.run(world, partial(loop, LoopCase(load=f"{folder}/within_9", start=8)))
     assert_continues(run, full_run, range(9, 13))
-    assert {"saved after 1 of 3 micro-batches" in warning for warning in run.warnings} == {True}
+    assert ["saved after 1 of 3 micro-batches" in warning for warning in run.warnings] == [True]
 
 
 @pytest.mark.long
@@ -253,6 +244,82 @@ def test_a_rate_that_does_not_count_all_ranks_is_warned_of(
     assert run.rates[9] != full_run.rates[9]
     words = "The learning rate jumps from 0.00566667 to 0.00833333"
     assert [words in warning for warning in run.warnings] == [True]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("per_call", "words"),
+    [("optimizer step", []), ("micro-batch", ["Call step() once per optimizer step"])],
+)
+def test_a_scheduler_that_the_loop_steps_is_not_counted_by_ranks(
+    per_call: str, words: list[str], whole_loop: Reference, hf_ranks: Pools
+) -> None:
+    """With ``step_scheduler_with_optimizer=False``, one call is one step."""
+    folder, (full_run, *_) = whole_loop(schedule="own", steps_per=per_call)
+    case = LoopCase(schedule="own", steps_per=per_call, load=f"{folder}/step_8", start=8)
+    run, *_ = hf_ranks.run(3, partial(loop, case))
+    assert (run.rates[9] == full_run.rates[9]) is (not words)
+    assert [word in warning for word, warning in zip(words, run.warnings, strict=True)] == (
+        [True] * len(words)
+    )
+
+
+@pytest.mark.parametrize("ends", [30, 5, 0])
+def test_a_schedule_of_deepspeed_keeps_its_length(
+    ends: int, whole_loop: Reference, hf_ranks: Pools
+) -> None:
+    """Steps of a ``DummyScheduler`` are divided by the number of ranks.
+
+    ``ends``: the fixed number of warm-up steps; 0: numbers that are multiplied by the ranks.
+    """
+    folder, (full_run, *_) = whole_loop(schedule="dummy", warmup=ends)
+    case = LoopCase(schedule="dummy", warmup=ends, load=f"{folder}/step_8", start=8)
+    run, *_ = hf_ranks.run(3, partial(loop, case))
+    words = "total_num_steps changes from 24 to 16"
+    assert [words in warning for warning in run.warnings] == [True] * bool(ends)
+    if not ends:
+        assert_continues(run, full_run, range(9, 13))
+
+
+@pytest.mark.long
+def test_a_schedule_of_deepspeed_in_a_stock_folder_is_compared_by_its_rate(
+    whole_loop: Reference, hf_ranks: Pools
+) -> None:
+    """The folder does not contain the schedule's settings."""
+    folder, _ = whole_loop(schedule="dummy", warmup=5, bound=False)
+    case = LoopCase(schedule="dummy", warmup=5, load=f"{folder}/step_8", start=8)
+    run, *_ = hf_ranks.run(3, partial(loop, case))
+    assert sum("the learning rate jumps from" in warning for warning in run.warnings) == 1
+
+
+@pytest.mark.parametrize(("start", "exact"), [(6, False), (8, False), (12, True)])
+def test_batches_of_the_old_run_that_are_skipped_cause_a_warning(
+    start: int, exact: bool, hf_ranks: Pools, tmp_path: Path
+) -> None:
+    """The example of accelerate counts micro-batches in the folder's name, and skips so many."""
+    case = LoopCase(folder=str(tmp_path), save_at=(start,), steps=start)
+    hf_ranks.run(2, partial(loop, case))
+    case = LoopCase(
+        load=f"{tmp_path}/step_{start}", start=start, steps=start + 1, skipped=start * 3
+    )
+    run, *_ = hf_ranks.run(3, partial(loop, case))
+    words = f"skip {start * 2 % 12}: multiply the optimizer steps"
+    assert [words in warning for warning in run.warnings] == [True] * (not exact)
+    run, *_ = hf_ranks.run(2, partial(loop, case))
+    assert run.warnings == []
+
+
+def test_an_accelerator_whose_engine_only_is_elastic_is_refused_on_other_counts(
+    whole_loop: Reference, hf_ranks: Pools
+) -> None:
+    """Additional ranks would begin their windows at other batches, and all would wait."""
+    folder, (full_run, *_) = whole_loop(stage=2, schedule="cosine")
+    case = LoopCase(schedule="cosine", load=f"{folder}/step_8", start=8, bound=False, wrapped=True)
+    for failure in hf_ranks.run(3, partial(stock_failure, case)):
+        assert failure.startswith("UnsupportedError")
+        assert "call elastic(accelerator)" in failure
+    run, *_ = hf_ranks.run(2, partial(loop, case))
+    assert_continues(run, full_run, range(9, 13))
 
 
 @pytest.mark.long
@@ -280,6 +347,18 @@ def test_folders_that_accelerate_names_go_on(hf_ranks: Pools, tmp_path: Path) ->
         assert first == ["checkpoint_1", "checkpoint_2"]
         assert second == ["checkpoint_2", "checkpoint_3"]
         assert "checkpoint_2 has pytorch_model, and 0 models are prepared" in refusal
+
+
+@pytest.mark.parametrize("limit", [2, 1, 3])
+def test_a_limit_of_folders_keeps_an_intact_one(
+    limit: int, hf_ranks: Pools, tmp_path: Path
+) -> None:
+    """A save was killed: the loaded folder stays until the next one is complete."""
+    found = hf_ranks.run(1, partial(rotate_unfinished, str(tmp_path), limit))[0]
+    kept = {1: (["0", "1", "2"], ["2", "3"], ["3", "4"])}
+    kept[2] = kept[1]
+    kept[3] = (["0", "1", "2"], ["0", "1", "2", "3"], ["2", "3", "4"])
+    assert found == kept[limit]
 
 
 @pytest.mark.cases(2)
