@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_elastic_zero import elastic, save_checkpoint, wrap_initialize
 from lightning_elastic_zero.core import progress
@@ -30,7 +31,9 @@ from tests.integrations._hf_programs import (
 from tests.support.outcome import error_text
 
 
-def initialize(stage: int, *, accumulate: int | None = None) -> Any:
+def initialize(
+    stage: int, *, accumulate: int | None = None, schedule: Callable[[int], float] | None = None
+) -> Any:
     """Return an engine of a tiny model."""
     micro, fitting = MICRO[dist.get_world_size()]
     config = {
@@ -41,7 +44,10 @@ def initialize(stage: int, *, accumulate: int | None = None) -> Any:
     }
     model = tiny_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    scheduler = LambdaLR(optimizer, schedule) if schedule else None
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config, lr_scheduler=scheduler
+    )
     return engine
 
 
@@ -91,6 +97,20 @@ def save_within(folder: str) -> list[str]:
             engine.save_checkpoint(folder)
             if engine.micro_steps == 1:
                 save_checkpoint(engine, f"{folder}/other")
+    engine.destroy()
+    return warnings
+
+
+def load_schedule(folder: str, *, saves: bool) -> list[str]:
+    """Save or load an engine whose schedule depends on the number of ranks; return warnings."""
+    total = 12 * dist.get_world_size()
+    engine = elastic(initialize(2, schedule=lambda step: 1.0 - step / total))
+    with library_warnings() as warnings:
+        if saves:
+            train_steps(engine, 2)
+            engine.save_checkpoint(folder)
+        else:
+            engine.load_checkpoint(folder)
     engine.destroy()
     return warnings
 

@@ -75,6 +75,22 @@ def test_a_save_within_a_step_causes_a_warning(hf_ranks: Pools, tmp_path: Path) 
 
 
 @pytest.mark.engine
+@pytest.mark.long
+def test_a_schedule_that_depends_on_the_ranks_causes_a_warning(
+    hf_ranks: Pools, tmp_path: Path
+) -> None:
+    """Its function is this run's: it gives another rate at the saved step."""
+    folder = str(tmp_path)
+    assert hf_ranks.run(2, partial(programs.load_schedule, folder, saves=True)) == [[], []]
+    first, *others = hf_ranks.run(3, partial(programs.load_schedule, folder, saves=False))
+    words = "LambdaLR of this run has other settings"
+    jump = "the learning rate jumps from 0.00916667 to 0.00944444"
+    assert [words in warning and jump in warning for warning in first] == [True]
+    assert others == [[], []]
+    assert hf_ranks.run(2, partial(programs.load_schedule, folder, saves=False)) == [[], []]
+
+
+@pytest.mark.engine
 def test_loading_only_weights_keeps_the_counters(hf_ranks: Pools, tmp_path: Path) -> None:
     """Like DeepSpeed's ``load_module_only``."""
     hf_ranks.run(2, partial(programs.save, str(tmp_path), 2))
