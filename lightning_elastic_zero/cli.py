@@ -149,7 +149,7 @@ def _parser() -> ArgumentParser:
     verb = add_verb(_verify, "check every byte and tensor of checkpoints")
     add_path(verb, "paths", "checkpoints", nargs="*", metavar="path")
     about = "print the newest intact checkpoint in FOLDER"
-    add_path(verb, "--newest-sound", about, metavar="FOLDER", default="")
+    add_path(verb, "--newest-sound", about, metavar="FOLDER")
     add_threads(verb)
     add_pickle(verb)
 
@@ -250,10 +250,10 @@ def _verify(args: Namespace) -> int:
         verify_checkpoint,
     )
 
-    if bool(args.paths) == bool(args.newest_sound):
+    if bool(args.paths) == (args.newest_sound is not None):
         _show_error("verify:", "expected checkpoints or --newest-sound FOLDER")
         return FAILED
-    if args.newest_sound:
+    if args.newest_sound is not None:
         seen = list[Verification]()
 
         def report(verified: Verification) -> None:

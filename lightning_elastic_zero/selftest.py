@@ -166,6 +166,9 @@ def run_selftest(directory: str | os.PathLike[str], *, timeout_s: float = 600.0)
         path = check_local_path(directory)
 
         def make_folder() -> str:
+            if not os.fspath(directory):
+                msg = "the directory is empty, perhaps from an unset variable: pass a folder"
+                raise SaveError(msg)
             if not path.is_dir():
                 msg = f"{path} is not a directory: pass the folder in which runs will save"
                 raise SaveError(msg)

@@ -150,10 +150,14 @@ def tags_in(folder: Path) -> list[str]:
     return [name for name in found if is_deepspeed(folder / name)]
 
 
+_MOST_TAG = 255
+"""Characters of a tag, which is the name of a folder."""
+
+
 def _latest_tags(path: Path) -> dict[Path, str]:
     """Return the tags that ``latest`` and ``latest_universal`` name, by those files."""
     files = [path / name for name in (LATEST, LATEST_UNIVERSAL) if (path / name).is_file()]
-    return {file: read_file(file).decode(errors="replace").strip() for file in files}
+    return {file: read_file(file).decode(errors="replace").strip()[:_MOST_TAG] for file in files}
 
 
 def find_tag_folder(path: Path) -> Path | None:

@@ -6,9 +6,11 @@ path. ``RenamedReader`` presents a checkpoint under other parameter names.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -53,8 +55,8 @@ from lightning_elastic_zero.storage.checkpoints import (
     siblings,
 )
 from lightning_elastic_zero.storage.object_store import AnyPath, StorePath
-from lightning_elastic_zero.storage.own_files import LATEST, TAG
-from lightning_elastic_zero.storage.paths import NO_ENTRY, raise_unless_damage, read_file
+from lightning_elastic_zero.storage.own_files import LATEST, TAG, latest_in
+from lightning_elastic_zero.storage.paths import NO_ENTRY, raise_unless_damage
 
 MARKS = (MANIFEST_NAME, LATEST, LATEST_UNIVERSAL, METADATA_NAME, TABLE_NAME)
 """Files that identify the format of a directory."""
@@ -94,7 +96,9 @@ def looks_like_checkpoint(entry: Path) -> bool:
     if not os.path.isdir(entry):  # noqa: PTH112 (returns False if access is denied)
         return entry.suffix == SUFFIX
     marks = (entry / mark for mark in MARKS)
-    return any(map(os.path.isfile, marks)) or is_deepspeed(entry)
+    with suppress(PermissionError):
+        return any(map(os.path.isfile, marks)) or is_deepspeed(entry)
+    return False
 
 
 Named = TypeVar("Named", Fragment, Transfer)
@@ -224,10 +228,7 @@ def resolve_latest(path: AnyPath) -> AnyPath:
     """
     if isinstance(path, StorePath) or os.path.exists(path / MANIFEST_NAME):  # noqa: PTH110 (never raises)
         return path
-    try:
-        name = read_file(path / LATEST).decode(errors="replace").strip()
-    except OSError:
-        return path
+    name = latest_in(path)
     tag = name.removesuffix(f"/{TAG}")
     return path / tag if tag != name and is_checkpoint(path / tag) else path
 
@@ -311,6 +312,8 @@ def _own_manifest(path: AnyPath) -> Manifest | None:
     except (OSError, UnicodeDecodeError) as error:
         if isinstance(path, StorePath) and isinstance(error, PermissionError):
             raise  # Of the store: this says nothing about the checkpoint.
+        if not isinstance(path, StorePath) and not _is_accessible(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path)) from error
         if isinstance(error, OSError):
             raise_unless_damage(error, manifest)
         msg = f"{manifest} cannot be read ({error}). Resume from another checkpoint"
@@ -320,13 +323,21 @@ def _own_manifest(path: AnyPath) -> Manifest | None:
     return manifest_from_json(text, str(manifest))
 
 
+def _is_accessible(path: Path) -> bool:
+    """Whether the names in a folder can be looked up."""
+    try:
+        (path / MANIFEST_NAME).exists()
+    except PermissionError:
+        return False
+    except OSError:
+        return True  # The error of reading it says more.
+    return True
+
+
 def _check_latest(path: Path) -> None:
     """Refuse a checkpoint of this library into which DeepSpeed saved a tag later."""
-    try:
-        named = read_file(path / LATEST).decode(errors="replace").strip()
-    except OSError:
-        return  # Only the manifest identifies the checkpoint.
-    if named == TAG or not is_deepspeed(path / named):
+    named = latest_in(path)
+    if named in {"", TAG} or not is_deepspeed(path / named):
         return
     msg = (
         f"{path} contains a checkpoint of this library and one that DeepSpeed saved there later: "

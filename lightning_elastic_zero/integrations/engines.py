@@ -43,8 +43,8 @@ from lightning_elastic_zero.formats.open import resolve_latest
 from lightning_elastic_zero.formats.torch_read import TorchFile
 from lightning_elastic_zero.storage.file_read import RangeFile
 from lightning_elastic_zero.storage.object_store import AnyPath
-from lightning_elastic_zero.storage.own_files import LATEST, TAG, is_checkpoint
-from lightning_elastic_zero.storage.paths import check_local_path, read_file
+from lightning_elastic_zero.storage.own_files import LATEST, TAG, is_checkpoint, latest_in
+from lightning_elastic_zero.storage.paths import check_local_path
 
 log = logging.getLogger(__name__)
 
@@ -545,10 +545,8 @@ def find_checkpoint(folder: Path, tag: str | None) -> str | None:
     known = folder.is_file() or any((folder / mark).exists() for mark in marks)
     if not known:
         return None
-    with suppress(OSError):
-        named = folder / read_file(folder / LATEST).decode(errors="replace").strip()
-        if is_checkpoint(named):
-            return str(named)  # DeepSpeed saved into it later, which ``_unmixed`` refuses.
+    if (name := latest_in(folder)) and is_checkpoint(folder / name):
+        return str(folder / name)  # DeepSpeed saved into it later, which ``_unmixed`` refuses.
     return str(resolve_latest(folder))
 
 

@@ -39,8 +39,8 @@ from lightning_elastic_zero.storage.checkpoints import (
     siblings,
 )
 from lightning_elastic_zero.storage.object_store import AnyPath, StorePath
-from lightning_elastic_zero.storage.own_files import TAG
-from lightning_elastic_zero.storage.paths import open_file, parse_path, real_path
+from lightning_elastic_zero.storage.own_files import TAG, follow_links
+from lightning_elastic_zero.storage.paths import open_file, parse_path
 from lightning_elastic_zero.tools.view import open_view, run_parts
 
 DAMAGE = (CheckpointCorruptedError, CheckpointFormatError)
@@ -210,6 +210,9 @@ def newest_sound_checkpoint(
     Raises:
         CheckpointNotFoundError: The folder does not exist.
     """
+    if not os.fspath(folder):
+        msg = "the path is empty, perhaps from an unset variable: pass a folder"
+        raise CheckpointNotFoundError(msg)
     location = parse_path(folder)
     if isinstance(location, StorePath):
         candidates: Sequence[AnyPath] = _checkpoints_in_store(location)
@@ -297,11 +300,19 @@ def checkpoints_in(folder: Path) -> list[Path]:
     except OSError as error:
         msg = f"{folder} cannot be listed ({error.strerror}): check the path and its permissions"
         raise CheckpointNotFoundError(msg) from error
-    found = {real_path(e) for e in entries if e.exists() and looks_like_checkpoint(e)}
+    found = {follow_links(entry) for entry in entries if _may_be_candidate(entry)}
     return sorted(found, key=lambda path: (_published_at(path), str(path)), reverse=True)
+
+
+def _may_be_candidate(entry: Path) -> bool:
+    """Whether an entry looks like a checkpoint, or is a folder whose verification will fail."""
+    if not os.path.isdir(entry):  # noqa: PTH112 (returns False if access is denied)
+        return looks_like_checkpoint(entry) and os.path.exists(entry)  # noqa: PTH110 (as above)
+    is_readable = os.access(entry, os.R_OK | os.X_OK, effective_ids=True)
+    return not is_readable or looks_like_checkpoint(entry)
 
 
 def _published_at(path: Path) -> int:
     """Return when the last of its marker files was written, or else the path itself, in ns."""
-    marks = [path / mark for mark in MARKS if (path / mark).is_file()] if path.is_dir() else []
-    return max(found.stat().st_mtime_ns for found in marks or [path])
+    marks = [mark for mark in MARKS if os.path.isfile(path / mark)]  # noqa: PTH113 (never raises)
+    return max((path / mark).stat().st_mtime_ns for mark in marks or [""])

@@ -76,7 +76,7 @@ def test_commands_take_urls(
     capsys.readouterr()
     assert main(["verify", "--newest-sound", folder]) == 0
     found = capsys.readouterr()
-    assert found.out.strip() == url
+    assert found.out.strip() == f"{folder}/from-a-disk"
     assert f"{folder}/step-5" in found.err
 
 

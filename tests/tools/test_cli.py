@@ -10,6 +10,7 @@ import re
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -355,6 +356,33 @@ def test_missing_permissions_exit_with_2_and_a_sentence(
     assert ": Permission denied" in error
     error = refused(verb, tmp_path / ("x" * 300), *more)
     assert "Permission denied" in error or "File name too long" in error
+
+
+def test_an_unreadable_folder_does_not_hide_an_intact_checkpoint(run: Run) -> None:
+    """It is the newest candidate, and is named as it is."""
+    user = os.geteuid()
+    with tempfile.TemporaryDirectory() as name:  # Other users cannot enter tmp_path.
+        folder = Path(name)
+        folder.chmod(0o755)
+        intact = write_elastic(folder / "intact.ckpt", make_state())
+        os.utime(intact / "manifest.json", (1, 1))
+        os.utime(intact / "latest", (1, 1))
+        forbidden = write_elastic(folder / "forbidden.ckpt", make_state())
+        forbidden.chmod(0)
+        if not user:  # Root may read everything.
+            os.seteuid(65534)
+        try:
+            code, out, error = run("verify", "--newest-sound", folder)
+        finally:
+            os.seteuid(user)
+            forbidden.chmod(0o755)
+    assert (code, out.strip()) == (0, str(intact))
+    assert f"{forbidden} cannot be read: {forbidden}: Permission denied" in error
+
+
+@pytest.mark.parametrize("verb", [("selftest", "--dir", ""), ("verify", "--newest-sound", "")])
+def test_an_empty_path_is_refused(verb: tuple[str, ...], refused: Callable[..., str]) -> None:
+    assert "is empty, perhaps from an unset variable: pass a folder" in refused(*verb)
 
 
 @pytest.mark.parametrize("name", ["zero2-ds0.19", "own"])

@@ -15,6 +15,7 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,11 +25,18 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_elastic_zero.core.manifest import manifest_from_json
 from lightning_elastic_zero.core.progress import Progress
-from lightning_elastic_zero.errors import CheckpointNotFoundError, ElasticZeroError
+from lightning_elastic_zero.errors import (
+    CheckpointCorruptedError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    ElasticZeroError,
+)
 from lightning_elastic_zero.formats.deepspeed_files import is_deepspeed, optimizer_file
 from lightning_elastic_zero.formats.open import open_checkpoint
+from lightning_elastic_zero.integrations.engines import find_checkpoint
 from lightning_elastic_zero.storage.own_files import inspect_target
 from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
+from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
 from lightning_elastic_zero.tools.inspection import inspect_checkpoint
 from lightning_elastic_zero.tools.verification import (
     checkpoints_in,
@@ -444,3 +452,51 @@ def test_scalars_are_read_from_files_that_a_rank_reads_anyway(
                 assert opened == {mine if held else other}
                 source.files.close()
     assert bool(opened_others) == (world_size > 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"world_size": 10**9}, "saved by 1000000000 ranks, but its manifest lists 3 files"),
+        ({"world_size": 10**18}, "but its manifest lists 3 files"),
+        ({"module_buffers": ("unknown",)}, "lacks the buffer unknown"),
+    ],
+    ids=repr,
+)
+def test_an_edited_manifest_is_refused_promptly(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = write_elastic(tmp_path / "a.ckpt", make_state())
+    manifest = path / "manifest.json"
+    edited = replace(manifest_from_json(manifest.read_text(), ""), **change)
+    manifest.write_text(edited.to_json())
+    with pytest.raises(CheckpointFormatError, match=message):
+        fingerprint_checkpoint(path)
+    assert message in verify_checkpoint(path).problem
+
+
+@pytest.mark.parametrize(
+    "latest",
+    [b"x" * 300, b"x/" * 5000, b"a\0b", b"\xff", b"../..", b""],
+    ids=["long", "deep", "zero", "not UTF-8", "outside", "empty"],
+)
+def test_latest_is_not_needed(latest: bytes, tmp_path: Path) -> None:
+    path = write_elastic(tmp_path / "a.ckpt", make_state())
+    (path / "latest").write_bytes(latest)
+    assert verify_checkpoint(path).is_sound
+    assert find_checkpoint(path, None) == str(path)
+    (tmp_path / "latest").write_bytes(latest)
+    with pytest.raises(CheckpointFormatError, match=r"latest names the tag .{0,300}, which"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["zero2-ds0.19", "zero3-ds0.19"])
+def test_a_stock_checkpoint_of_a_billion_ranks_is_refused_promptly(
+    name: str, tmp_path: Path
+) -> None:
+    path = unpack(name, tmp_path).checkpoint
+    for file in path.rglob("*_model_states.pt"):
+        torch.save({**torch.load(file, weights_only=False), "dp_world_size": 10**9}, file)
+    with pytest.raises(CheckpointCorruptedError, match=r"is of 1000000000 ranks, .* files of \d\."):
+        fingerprint_checkpoint(path)
+    assert "is incomplete" in verify_checkpoint(path).problem
