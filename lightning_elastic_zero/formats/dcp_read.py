@@ -28,7 +28,7 @@ import torch
 from lightning_elastic_zero.core.manifest import Manifest
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import canonical_repr, tensors_of, with_copies
-from lightning_elastic_zero.core.text import TreePath, format_tree_path
+from lightning_elastic_zero.core.text import TreePath, format_names, format_tree_path
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
     CheckpointFormatError,
@@ -120,6 +120,8 @@ class Metadata:
     """In the order of the saved tree if ``ordered``, otherwise in the order of writing, which ranks
     share by load."""
     ordered: bool
+    flattened: bool
+    """Whether the planner stored the path of each entry in the saved tree."""
 
 
 class _Fields:
@@ -215,7 +217,7 @@ def _parsed(found: Mapping[str, Any], path: Path) -> Metadata:
         empty = torch.empty(shape, dtype=dtype, device="meta")
         tensor = known.setdefault((shape, dtype, chunks) if chunks else key, empty)
         leaves.append(Leaf(key, tree_path, tensor, chunks))
-    return Metadata(tuple(leaves), len(ordered) == len(entries))
+    return Metadata(tuple(leaves), len(ordered) == len(entries), bool(paths))
 
 
 def _place(info: Mapping[str, Any], path: Path) -> tuple[str, int, int]:
@@ -459,6 +461,7 @@ class DcpReader(FullStateReader):
         self._chunks = {id(leaf.tensor): leaf.chunks for leaf in metadata.leaves}
         self._in_order = _sorted({chunk for leaf in metadata.leaves for chunk in leaf.chunks})
         self._check_sizes()
+        self._check_encoding(metadata)
         self._models, self._saved_optimizers, self._rest = sort_leaves(metadata.leaves)
         trainer = self._trainer_state()
         names = [METADATA_NAME, *dict.fromkeys(chunk.file for chunk in self._in_order)]
@@ -494,6 +497,40 @@ class DcpReader(FullStateReader):
                 "checkpoint again, or resume from another one"
             )
             raise CheckpointCorruptedError(msg)
+
+    def _check_encoding(self, metadata: Metadata) -> None:
+        """Refuse files and trees of options of torch that this reader does not support, by name."""
+        tensors = [
+            leaf.chunks[0] for leaf in metadata.leaves if leaf.tensor is not None and leaf.chunks
+        ]
+        if tensors and self._is_safetensors(tensors[0]):
+            msg = (
+                f"{self.path} was written with SerializationFormat.SAFETENSORS: .metadata has no "
+                "offsets of its tensors, so torch's FileSystemReader cannot read it either. Save "
+                "it with SerializationFormat.TORCH_SAVE, the default, or resume from another "
+                "checkpoint"
+            )
+            raise UnsupportedError(msg)
+        if metadata.flattened:
+            return
+        objects = {leaf.chunks[0]: leaf.key for leaf in metadata.leaves if leaf.tensor is None}
+        nested = [
+            objects[chunk]
+            for chunk, section in self._sections(objects)
+            if next(tensors_of(TorchFile(section, self._policy).tree), None) is not None
+        ]
+        if nested:
+            msg = (
+                f"{self.path} was written with flatten_state_dict=False, so {format_names(nested)} "
+                "are pickled objects with tensors inside, each whole. Save it with the default "
+                "DefaultSavePlanner, or load it with torch and write it with torch.save"
+            )
+            raise UnsupportedError(msg)
+
+    def _is_safetensors(self, chunk: Chunk) -> bool:
+        """Whether a chunk begins with a header of safetensors: its length, and JSON."""
+        with RangeFile(self.path / chunk.file, self.files.progress) as file:
+            return file.read(chunk.start, min(chunk.start + 10, file.size_bytes))[8:] == b'{"'
 
     def _sections(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, RangeFile]]:
         """Yield chunks in the order of the files, each selected in its open file."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,9 +32,14 @@ from lightning_elastic_zero.core.layout import spans
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import map_pages
 from lightning_elastic_zero.core.text import TreePath, format_tree_path
+from lightning_elastic_zero.formats.dcp_read import METADATA_NAME
+from lightning_elastic_zero.storage.file_write import replace_durably
 
 CHUNK_ELEMENTS = 1 << 22
 """The most elements of a chunk, unless a row is longer."""
+
+_PROPERTIES = 5
+"""Pickled properties of a tensor before torch 2.15."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,27 @@ def write_directory(
     (plan,) = writer.prepare_global_plan([plan])
     results = writer.write_data(plan, planner).wait()
     writer.finish(planner.metadata, [[*results, *planner.second_names(results)]])
+    _write_for_old_releases(folder / METADATA_NAME)
+
+
+class _OldProperties(pickle.Pickler):
+    """Stores the five properties of a tensor that every release reads.
+
+    torch 2.15 adds the strides, and older releases refuse metadata with a sixth property.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, TensorProperties):
+            return NotImplemented
+        build, arguments, state, *_ = obj.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        return build, arguments, state[:_PROPERTIES]
+
+
+def _write_for_old_releases(path: Path) -> None:
+    metadata = pickle.loads(path.read_bytes())  # noqa: S301 (torch's writer has just written it)
+    data = io.BytesIO()
+    _OldProperties(data).dump(metadata)
+    replace_durably(path, data.getvalue())
 
 
 class _ChunkPlanner(DefaultSavePlanner):

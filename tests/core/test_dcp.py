@@ -6,13 +6,22 @@ import errno
 import os
 import pickle
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemReader,
+    FileSystemWriter,
+    SerializationFormat,
+)
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties
 
 from lightning_elastic_zero.core.progress import NO_PROGRESS
 from lightning_elastic_zero.errors import CheckpointCorruptedError, UnsupportedError
@@ -23,6 +32,7 @@ from lightning_elastic_zero.formats.dcp_read import (
     overlaps,
     read_metadata,
 )
+from lightning_elastic_zero.formats.dcp_write import RowsSource, write_directory
 from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.formats.torch_read import StoredRun
 from lightning_elastic_zero.storage.file_write import CHUNK_BYTES
@@ -49,6 +59,69 @@ def test_metadata_round_trips(protocol: int, tmp_path: Path) -> None:
     assert weight.chunks == tuple(Chunk((row, 0), (1, 3), FILE, row, 1) for row in range(3))
     assert epoch.tensor is None
     assert epoch.chunks == (Chunk((), (), FILE, 3, 1),)
+
+
+def six_properties(self: TensorProperties) -> tuple[Any, ...]:
+    """Return the state of torch 2.15, which also stores the strides."""
+    contiguous = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    return (self.dtype, self.layout, False, contiguous, False, (3, 1))
+
+
+def test_metadata_of_torch_2_15_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TensorProperties, "__getstate__", six_properties)
+    weight, _ = _read(pickle.dumps(valid_metadata(3)), tmp_path).leaves
+    assert weight.tensor is not None
+    assert (weight.tensor.shape, weight.tensor.dtype) == (torch.Size([3, 3]), torch.float32)
+
+
+ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+@ALONE
+def test_a_directory_written_under_torch_2_15_loads_in_older_releases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older releases refuse metadata with more than five properties."""
+    values = torch.arange(12.0)
+    rows = RowsSource(("w",), (3, 4), values.dtype, lambda start, stop: values[start:stop])
+    with monkeypatch.context() as newer:
+        older = TensorProperties.__setstate__
+        newer.setattr(TensorProperties, "__getstate__", six_properties)
+        newer.setattr(TensorProperties, "__setstate__", lambda self, state: older(self, state[:5]))
+        write_directory(tmp_path / "ours", [rows], {("step",): 3})
+        dcp.save({"w": values}, checkpoint_id=tmp_path / "torch")
+    with pytest.raises(Exception, match="too many values"):
+        FileSystemReader(tmp_path / "torch").read_metadata()
+    found = {"w": torch.zeros(3, 4), "step": 0}
+    dcp.load(found, checkpoint_id=tmp_path / "ours")
+    assert torch.equal(found["w"], values.view(3, 4))
+    assert found["step"] == 3
+
+
+@ALONE
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"serialization_format": SerializationFormat.SAFETENSORS}, "SerializationFormat.SAFET"),
+        ({}, "flatten_state_dict=False, so model, optimizer are pickled objects"),
+    ],
+)
+def test_other_options_of_torchs_writer_are_named(
+    option: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    tree = {"model": {"w": torch.ones(3)}, "optimizer": {"state": {"w": torch.ones(3)}}, "epoch": 3}
+    planner = DefaultSavePlanner(flatten_state_dict=bool(option))
+    dcp.save(tree, storage_writer=FileSystemWriter(tmp_path, **option), planner=planner)
+    with pytest.raises(UnsupportedError, match=message):
+        open_checkpoint(tmp_path)
+
+
+@ALONE
+def test_objects_of_a_flat_tree_are_read(tmp_path: Path) -> None:
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save({"w": torch.ones(3), "epoch": 3}, checkpoint_id=tmp_path, planner=planner)
+    with closing(open_checkpoint(tmp_path)) as source:
+        assert source.manifest.names() == ("w",)
 
 
 def test_overlapping_or_missing_chunks_are_refused(tmp_path: Path) -> None:
