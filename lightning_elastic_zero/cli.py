@@ -194,7 +194,8 @@ def _parser() -> ArgumentParser:
     )
     about = "maximum size of a safetensors file in GB (default: 5)"
     verb.add_argument("--max-shard-gb", type=_positive, default=5.0, help=about)
-    add_path(verb, "--adapter-config", "PEFT's adapter_config.json")
+    about = "PEFT's adapter_config.json (default: the one in or next to the checkpoint)"
+    add_path(verb, "--adapter-config", about)
     about = "name of the adapter in the model (default: default)"
     verb.add_argument("--adapter-name", default="default", help=about)
     add_pickle(verb)

@@ -56,7 +56,7 @@ from lightning_elastic_zero.storage.file_write import (
     write_durably,
 )
 from lightning_elastic_zero.storage.own_files import LATEST, TAG
-from lightning_elastic_zero.storage.paths import check_local_path, read_file, real_path
+from lightning_elastic_zero.storage.paths import check_local_path, real_path
 from lightning_elastic_zero.tools.view import (
     OpenCheckpoint,
     TensorEntry,
@@ -97,7 +97,7 @@ class ConvertOptions:
     """Patterns of buffers in sources that do not distinguish them from frozen weights. Integers are
     always buffers. Other tensors of floating point are treated as frozen weights and cast."""
     adapter_config: str | None = None
-    """PEFT's ``adapter_config.json``, which no checkpoint contains."""
+    """PEFT's ``adapter_config.json``; None: the one in or next to the checkpoint's folder."""
     adapter_name: str = "default"
     """Name of the adapter in the model."""
 
@@ -565,6 +565,17 @@ def _shards(tensors: Sequence[NamedSource], max_bytes: int) -> list[list[NamedSo
 _ADAPTER_CONFIG = "adapter_config.json"
 _BASE = "base_model.model."
 _SAVED = "modules_to_save"
+_PARTS = (
+    "lora_",
+    "ia3_",
+    "hada_",
+    "lokr_",
+    "oft_",
+    "boft_",
+    "ln_tuning_",
+    "trainable_tokens_delta",
+)
+"""Beginnings of the names that PEFT gives to an adapter's weights, before the adapter's name."""
 
 
 def write_adapter_folder(
@@ -572,64 +583,85 @@ def write_adapter_folder(
 ) -> None:
     """Write PEFT's ``adapter_model.safetensors`` and ``adapter_config.json``.
 
+    The weights are those that ``save_pretrained`` selects. PEFT's own function needs the model,
+    which no checkpoint contains, so they are recognised by name.
+
     Raises CheckpointMismatchError if the adapter or its configuration is missing, or if weights
     were trained that belong to no adapter.
     """
     config = _adapter_config(checkpoint, options)
-    weights = [
-        NamedSource(key, entry.shape, source)
-        for entry, source in selected_weights(checkpoint, options)
-        for adapter, key in [adapter_key(entry.name)]
-        if adapter == options.adapter_name
-    ]
+    fields = json.loads(config)
+    weights, left = [], []
+    for entry, source in selected_weights(checkpoint, options):
+        adapter, key = adapter_key(entry.name)
+        if not adapter and entry.role == "trained":
+            adapter, key = _other_key(entry.name, fields, options.adapter_name)
+            left += [] if adapter else [entry.name]
+        if adapter == options.adapter_name:
+            weights.append(NamedSource(key, entry.shape, source))
+    ways = (
+        "To write the adapter with PEFT, convert to fp32, load that file into the model and call "
+        "its save_pretrained"
+    )
     if not weights:
         msg = (
-            f"{checkpoint.path} has no weights of an adapter named {options.adapter_name!r}; "
-            f"PEFT's names contain {_BASE!r} and the adapter's name"
+            f"{checkpoint.path} has no weights of an adapter named {options.adapter_name!r} that "
+            f"are recognised ({fields['peft_type']}); PEFT's names contain {_BASE!r} and the "
+            f"adapter's name. {ways}"
         )
         raise CheckpointMismatchError(msg)
-    _check_nothing_left_out(checkpoint, options)
+    if left:
+        msg = (
+            f"{checkpoint.path}: {format_names(left, limit=len(left))} were trained, but are not "
+            f"recognised as weights of the adapter {options.adapter_name!r} "
+            f"({fields['peft_type']}). {ways}. To leave them out, exclude them"
+        )
+        raise CheckpointMismatchError(msg)
     write_safetensors(folder, "adapter_model.safetensors", weights, progress)
     write_durably(folder / _ADAPTER_CONFIG, config)
-
-
-def _check_nothing_left_out(checkpoint: OpenCheckpoint, options: ConvertOptions) -> None:
-    """Refuse to drop trained weights, except excluded ones and those of other adapters."""
-    trained = [p.name for p in checkpoint.manifest.optimized if options.selects(p.name)]
-    lost = [name for name in trained if not adapter_key(name)[0]]
-    if lost:
-        msg = (
-            f"{checkpoint.path}: {format_names(lost, limit=len(lost))} were trained, but the "
-            f"adapter {options.adapter_name!r} consists of lora_* and {_SAVED} only. Write all "
-            "weights (safetensors), or exclude these"
-        )
-        raise CheckpointMismatchError(msg)
 
 
 def adapter_key(name: str) -> tuple[str, str]:
     """Return the adapter that a weight belongs to and the weight's name in PEFT's file.
 
-    Both are empty if the weight belongs to no adapter.
+    Both are empty if its name is not that of an adapter's weight.
     """
     parts = name.partition(_BASE)[2].split(".")
     for at, (part, adapter) in enumerate(itertools.pairwise(parts)):
-        if part == _SAVED or part.startswith("lora_"):
+        if part == _SAVED or part.startswith(_PARTS):
             kept = [*parts[: at + (part != _SAVED)], *parts[at + 2 :]]
-            return adapter, _BASE + ".".join(kept)
+            key = _BASE + ".".join(kept)
+            # DoRA's magnitude is a module in the model, and a tensor in the file.
+            return adapter, key.removesuffix(".weight") if part == _MAGNITUDE else key
+    return "", ""
+
+
+_MAGNITUDE = "lora_magnitude_vector"
+
+
+def _other_key(name: str, config: Mapping[str, Any], adapter: str) -> tuple[str, str]:
+    """Return the same for trained weights that only the configuration assigns to the adapter."""
+    bias = name.endswith(".bias") and config.get("bias", "none") != "none"
+    if bias and _BASE in name:
+        return adapter, _BASE + name.partition(_BASE)[2]
+    prompt = f"prompt_encoder.{adapter}.embedding.weight"
+    if config["peft_type"] == "PROMPT_TUNING" and f".{name}".endswith(f".{prompt}"):
+        return adapter, "prompt_embeddings"
     return "", ""
 
 
 def _adapter_config(checkpoint: OpenCheckpoint, options: ConvertOptions) -> bytes:
-    if options.adapter_config is None:
+    path = options.adapter_config or _find_adapter_config(checkpoint)
+    if path is None:
         msg = (
             f"{checkpoint.path} does not contain the adapter's configuration (lora_alpha, ...): "
             f"pass the {_ADAPTER_CONFIG} that model.peft_config[...].save_pretrained(folder) writes"
         )
         raise CheckpointMismatchError(msg)
-    path = Path(options.adapter_config)
+    path = Path(path)
     path = path / _ADAPTER_CONFIG if path.is_dir() else path
     try:
-        text = read_file(path)
+        text = path.read_bytes()
         content = json.loads(text)
     except (OSError, ValueError) as error:
         msg = f"{path} cannot be read as PEFT's {_ADAPTER_CONFIG} ({error})"
@@ -638,6 +670,15 @@ def _adapter_config(checkpoint: OpenCheckpoint, options: ConvertOptions) -> byte
         msg = f"{path} is not PEFT's {_ADAPTER_CONFIG}: it has no peft_type"
         raise CheckpointMismatchError(msg)
     return text
+
+
+def _find_adapter_config(checkpoint: OpenCheckpoint) -> Path | None:
+    """Return the configuration that Hugging Face's Trainer saves next to the checkpoint."""
+    if not isinstance(checkpoint.path, Path):
+        return None
+    folders = (checkpoint.path, checkpoint.path.parent)
+    found = (folder / _ADAPTER_CONFIG for folder in folders)
+    return next((path for path in found if path.is_file()), None)
 
 
 # -- universal -------------------------------------------------------------------------------------

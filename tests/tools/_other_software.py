@@ -57,7 +57,7 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-def tiny_llama(seed: int) -> Any:
+def tiny_llama(seed: int, **options: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -69,6 +69,7 @@ def tiny_llama(seed: int) -> Any:
         num_attention_heads=2,
         num_key_value_heads=2,
         tie_word_embeddings=False,
+        **options,
     )
     return LlamaForCausalLM(config)
 
@@ -112,6 +113,42 @@ def with_peft(folder: str) -> None:
 def small_model(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+
+
+PEFT_KINDS: dict[str, dict[str, Any]] = {
+    "LoraConfig": {"r": 4, "use_dora": True, "trainable_token_indices": [1, 5]},
+    "IA3Config": {"feedforward_modules": ["down_proj"]},
+    "LoHaConfig": {"r": 4},
+    "LoKrConfig": {"r": 4},
+    "OFTConfig": {"oft_block_size": 4, "bias": "oft_only"},
+    "BOFTConfig": {"boft_block_size": 4},
+    "LNTuningConfig": {"target_modules": ["input_layernorm"]},
+    "TrainableTokensConfig": {"token_indices": [1, 5], "target_modules": ["embed_tokens"]},
+    "PromptTuningConfig": {"num_virtual_tokens": 3},
+}
+"""PEFT's kinds of adapters that ``convert --to adapter`` recognises, with options."""
+
+
+def check_peft_kind(kind: str, options: dict[str, Any], folder: Path) -> None:
+    """Compare our folder with the one that PEFT saves from the same model."""
+    import peft
+    from safetensors.torch import load_file
+
+    if kind != "PromptTuningConfig":
+        options = {"target_modules": ["q_proj", "v_proj", "down_proj"], **options}
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", **options)
+    model = peft.get_peft_model(tiny_llama(1, attention_bias=True), config)
+    source = write_elastic(folder / "step" / "a.ckpt", state_of(model, "model."), 2, 3)
+    with torch.no_grad():
+        model.save_pretrained(folder / "peft")
+    (folder / "peft" / "adapter_config.json").rename(folder / "step" / "adapter_config.json")
+    convert_checkpoint(source, folder / "ours", "adapter")
+    wanted = load_file(folder / "peft" / "adapter_model.safetensors")
+    assert_same(load_file(folder / "ours" / "adapter_model.safetensors"), wanted)
+    found = peft.PeftModel.from_pretrained(tiny_llama(1, attention_bias=True), folder / "ours")
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    theirs, ours = model.state_dict(), found.state_dict()
+    assert_same({n: ours[n] for n in trained}, {n: theirs[n] for n in trained})
 
 
 def with_fsdp2(folder: str) -> None:

@@ -369,6 +369,11 @@ def test_adapter_names_are_those_of_peft() -> None:
             "default",
             "base_model.model.head.bias",
         ),
+        f"{base}.ia3_l.default": ("default", f"{base}.ia3_l"),
+        f"{base}.lora_magnitude_vector.default.weight": (
+            "default",
+            f"{base}.lora_magnitude_vector",
+        ),
         f"{base}.base_layer.weight": ("", ""),
         "lora_A.default.weight": ("", ""),
     }
@@ -391,13 +396,28 @@ def test_trained_weights_outside_an_adapter_are_refused_by_name(tmp_path: Path) 
     with pytest.raises(CheckpointMismatchError) as raised:
         convert_checkpoint(source, tmp_path / "out", "adapter", options)
     named = [name for name in shapes if name in str(raised.value)]
-    assert named == list(shapes)[3:]
-    assert "exclude" in str(raised.value)
+    assert named == [f"{layer}.base_layer.bias", "value_head.weight"]
+    assert "call its save_pretrained" in str(raised.value)
     assert not (tmp_path / "out").exists()
     options = replace(options, exclude=named)
     convert_checkpoint(source, tmp_path / "out", "adapter", options)
     found = load_file(tmp_path / "out" / "adapter_model.safetensors")
-    assert list(found) == [f"{layer}.lora_A.weight"]
+    tokens = "base_model.model.token_adapter.trainable_tokens_delta"
+    assert sorted(found) == [f"{layer}.lora_A.weight", tokens]
+
+
+# Warnings of PEFT and transformers about each other.
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.cases(2)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [*_other_software.PEFT_KINDS.items(), ("LoraConfig", {"r": 4, "bias": "lora_only"})],
+)
+def test_an_adapter_is_written_as_peft_writes_it(
+    kind: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """With its configuration next to the checkpoint, as Hugging Face's Trainer saves it."""
+    _other_software.check_peft_kind(kind, options, tmp_path)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
