@@ -85,7 +85,8 @@ class _OldProperties(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, TensorProperties):
             return NotImplemented
-        build, arguments, state, *_ = obj.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        reduced: Any = obj.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        build, arguments, state, *_ = reduced
         return build, arguments, state[:_PROPERTIES]
 
 

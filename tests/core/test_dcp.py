@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -22,6 +21,8 @@ from torch.distributed.checkpoint.filesystem import (
     SerializationFormat,
 )
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_elastic_zero.core.progress import NO_PROGRESS
 from lightning_elastic_zero.errors import CheckpointCorruptedError, UnsupportedError
@@ -89,11 +90,11 @@ def test_a_directory_written_under_torch_2_15_loads_in_older_releases(
         newer.setattr(TensorProperties, "__getstate__", six_properties)
         newer.setattr(TensorProperties, "__setstate__", lambda self, state: older(self, state[:5]))
         write_directory(tmp_path / "ours", [rows], {("step",): 3})
-        dcp.save({"w": values}, checkpoint_id=tmp_path / "torch")
+        save({"w": values}, checkpoint_id=tmp_path / "torch")
     with pytest.raises(Exception, match="too many values"):
         FileSystemReader(tmp_path / "torch").read_metadata()
-    found = {"w": torch.zeros(3, 4), "step": 0}
-    dcp.load(found, checkpoint_id=tmp_path / "ours")
+    found: dict[str, Any] = {"w": torch.zeros(3, 4), "step": 0}
+    load(found, checkpoint_id=tmp_path / "ours")
     assert torch.equal(found["w"], values.view(3, 4))
     assert found["step"] == 3
 
@@ -111,7 +112,7 @@ def test_other_options_of_torchs_writer_are_named(
 ) -> None:
     tree = {"model": {"w": torch.ones(3)}, "optimizer": {"state": {"w": torch.ones(3)}}, "epoch": 3}
     planner = DefaultSavePlanner(flatten_state_dict=bool(option))
-    dcp.save(tree, storage_writer=FileSystemWriter(tmp_path, **option), planner=planner)
+    save(tree, storage_writer=FileSystemWriter(tmp_path, **option), planner=planner)
     with pytest.raises(UnsupportedError, match=message):
         open_checkpoint(tmp_path)
 
@@ -119,7 +120,7 @@ def test_other_options_of_torchs_writer_are_named(
 @ALONE
 def test_objects_of_a_flat_tree_are_read(tmp_path: Path) -> None:
     planner = DefaultSavePlanner(flatten_state_dict=False)
-    dcp.save({"w": torch.ones(3), "epoch": 3}, checkpoint_id=tmp_path, planner=planner)
+    save({"w": torch.ones(3), "epoch": 3}, checkpoint_id=tmp_path, planner=planner)
     with closing(open_checkpoint(tmp_path)) as source:
         assert source.manifest.names() == ("w",)
 
