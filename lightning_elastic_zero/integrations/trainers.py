@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dis
 import inspect
 import logging
@@ -420,7 +419,7 @@ def _watch_evaluation(trainer: Any, loaded: Loaded) -> None:
 
     def watched(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         trainer: Any = reference()
-        count, again = kwargs.get(_COUNT), copy.copy(inputs)
+        count, again = kwargs.get(_COUNT), {**inputs}
         result = compute(trainer, model, inputs, *args, **kwargs)
         if model.training or count is None:
             return result
