@@ -45,7 +45,7 @@ from lightning_elastic_zero.core.tensors import (
 from lightning_elastic_zero.core.text import format_names, format_tree_path
 from lightning_elastic_zero.errors import CheckpointMismatchError, SaveError, UnsupportedError
 from lightning_elastic_zero.formats.client_state import split_objects
-from lightning_elastic_zero.formats.deepspeed_files import OURS
+from lightning_elastic_zero.formats.deepspeed_files import LATEST_UNIVERSAL, OURS
 from lightning_elastic_zero.formats.elastic import RankWriter, model_entries
 from lightning_elastic_zero.formats.reader import EXTRA_STATES, OPTIMIZER_STATE, WEIGHT
 from lightning_elastic_zero.formats.torch_write import ChunkedSource, TorchFileWriter
@@ -684,8 +684,8 @@ def _find_adapter_config(checkpoint: OpenCheckpoint) -> Path | None:
 # -- universal -------------------------------------------------------------------------------------
 #
 #     target/
-#     ├── latest_universal                            the text "universal"
-#     └── universal/
+#     ├── latest_universal                            the text "checkpoint"
+#     └── checkpoint/                                 Lightning requires this name
 #         ├── zero/<parameter>/fp32.pt, <state>.pt, step.pt
 #         ├── zero/optimizer_state.pt                 hyperparameters, counters
 #         ├── mp_rank_00_model_states.pt              for ZeRO-1/2
@@ -694,7 +694,6 @@ def _find_adapter_config(checkpoint: OpenCheckpoint) -> Path | None:
 # DeepSpeed's own loader restores Adam's two moments, but no buffers or frozen weights. The model
 # file has them for other readers, such as this library.
 
-_UNIVERSAL = "universal"
 _MASTER = "fp32"
 _STEP = "step"
 _MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
@@ -715,7 +714,7 @@ def write_universal(
         writer = builder or TorchFileWriter()
         writer.write(tree, folder, name, save_id="", progress=progress, crc32=True)
 
-    tag = folder / _UNIVERSAL
+    tag = folder / TAG
     (tag / "zero").mkdir(parents=True)
     for parameter in checkpoint.manifest.optimized:
         if "/" in parameter.name:
@@ -741,7 +740,7 @@ def write_universal(
     files = [path.relative_to(tag).as_posix() for path in sorted(tag.rglob("*.pt"))]
     state = {**_universal_optimizer(checkpoint), OURS: {"files": files}}
     save(state, tag / "zero", "optimizer_state.pt")
-    write_durably(folder / "latest_universal", _UNIVERSAL.encode())
+    write_durably(folder / LATEST_UNIVERSAL, TAG.encode())
 
 
 def _check_steps(checkpoint: OpenCheckpoint) -> None:

@@ -266,3 +266,42 @@ def with_deepspeed_2(folder: str) -> None:
 
 def with_deepspeed_3(folder: str) -> None:
     _with_deepspeed(folder, "3")
+
+
+def save_for_lightning(folder: str, stage: int) -> tuple[dict[str, str], list[float]]:
+    """Train two steps, save and convert; return digests of the weights, and rates. Collective."""
+    from tests.support.fits import Data, RegressionNet, WeightRecorder, elastic, quiet_trainer
+
+    recorder = WeightRecorder()
+    trainer = quiet_trainer(elastic(stage=stage), recorder, max_steps=2)
+    trainer.fit(RegressionNet(), Data())
+    trainer.save_checkpoint(Path(folder, "a.ckpt"))
+    if trainer.is_global_zero:
+        convert_checkpoint(Path(folder, "a.ckpt"), Path(folder, "universal"), "universal")
+    return recorder.at_end, [group["lr"] for group in trainer.optimizers[0].param_groups]
+
+
+def resume_in_lightning(folder: str, stage: int) -> tuple[Any, int]:
+    """Continue with Lightning's own strategy. Collective.
+
+    Returns:
+        The ``WeightRecorder``, and the last step.
+    """
+    from tests.support.fits import (
+        SMALL_BUCKETS,
+        Data,
+        RegressionNet,
+        StockOnCPU,
+        WeightRecorder,
+        quiet_trainer,
+    )
+
+    config = {
+        "zero_optimization": {"stage": stage, **SMALL_BUCKETS},
+        "checkpoint": {"load_universal": True},
+    }
+    recorder = WeightRecorder()
+    trainer = quiet_trainer(StockOnCPU(config=config), recorder, max_steps=3)
+    net = RegressionNet(seed=1)
+    trainer.fit(net, Data(), ckpt_path=str(Path(folder, "universal")))
+    return recorder, trainer.global_step

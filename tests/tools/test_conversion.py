@@ -479,6 +479,26 @@ def test_other_software_loads_the_result(
     pools.run(1, partial(program, str(tmp_path)))
 
 
+@pytest.mark.engine
+@pytest.mark.cases(1)
+@pytest.mark.parametrize(("stage", "later"), [(2, 3), (3, 2)])
+def test_lightnings_own_strategy_continues_from_a_universal_checkpoint(
+    stage: int, later: int, pools: Pools, tmp_path: Path
+) -> None:
+    """At another stage and device count. DeepSpeed's loader ignores buffers and frozen weights."""
+    folder = str(tmp_path)
+    saved, rates = pools.run(2, partial(_other_software.save_for_lightning, folder, stage))[0]
+    recorder, step = pools.run(1, partial(_other_software.resume_in_lightning, folder, later))[0]
+    same = {name for name, digest in saved.items() if recorder.at_start[name] == digest}
+    layers = {
+        f"{layer}.{kind}" for layer in ("first", "norm", "last") for kind in ("weight", "bias")
+    }
+    assert same - {"norm.num_batches_tracked"} == layers  # The layer never counts.
+    assert step == 3
+    assert recorder.loaded == {"rank": 0, "common": [1, 2.5, "three"]}
+    assert recorder.lrs == rates
+
+
 def test_a_name_with_a_slash_is_refused_by_universal(
     tmp_path: Path, run: Run, refused: Refused
 ) -> None:
@@ -710,7 +730,7 @@ def test_a_tensor_as_rate_is_written_as_a_tensor(tmp_path: Path) -> None:
     for to in ("lightning", "universal"):
         convert_checkpoint(source, tmp_path / to, to, ConvertOptions(optimizer=True))
     saved = torch.load(tmp_path / "lightning", weights_only=True)["optimizer_states"][0]
-    zero = tmp_path / "universal" / "universal" / "zero"
+    zero = tmp_path / "universal" / "checkpoint" / "zero"
     for group in (
         saved["param_groups"][0],
         torch.load(zero / "optimizer_state.pt", weights_only=True)["param_groups"][0],
@@ -803,7 +823,7 @@ def test_every_member_of_a_universal_checkpoint_has_its_step(tmp_path: Path) -> 
     state = replace(make_state({"empty": (0,), "a": (4, 3), "b": (2,)}), groups=groups)
     source = write_elastic(tmp_path / "a.ckpt", state)
     convert_checkpoint(source, tmp_path / "u", "universal")
-    zero = tmp_path / "u" / "universal" / "zero"
+    zero = tmp_path / "u" / "checkpoint" / "zero"
     for name in ("empty", "a", "b"):
         assert torch.load(zero / name / "step.pt") == 3
         assert torch.load(zero / name / "fp32.pt")["param"].dtype == torch.float32
@@ -829,7 +849,7 @@ def test_a_universal_checkpoint_with_several_steps_is_refused(tmp_path: Path) ->
     source = _write_dcp(tmp_path / "dcp", {"a": 3, "b": 3}, {})
     convert_checkpoint(source, tmp_path / "u", "universal")
     assert verify_checkpoint(tmp_path / "u").is_sound
-    torch.save(torch.tensor(5.0), tmp_path / "u" / "universal" / "zero" / "b" / "step.pt")
+    torch.save(torch.tensor(5.0), tmp_path / "u" / "checkpoint" / "zero" / "b" / "step.pt")
     found = verify_checkpoint(tmp_path / "u")
     assert not found.is_sound
     assert "3.0 of a, and 5.0 of b" in found.problem
@@ -851,7 +871,7 @@ def test_steps_counted_by_the_group_are_read(step: float | torch.Tensor, tmp_pat
     convert_checkpoint(source, tmp_path / "own", "elastic")
     assert inspect_checkpoint(tmp_path / "own").manifest.progress.global_steps == 7
     convert_checkpoint(source, tmp_path / "u", "universal")
-    assert torch.load(tmp_path / "u" / "universal" / "zero" / "b" / "step.pt") == 7
+    assert torch.load(tmp_path / "u" / "checkpoint" / "zero" / "b" / "step.pt") == 7
 
 
 def test_an_invalid_step_of_a_group_is_refused(tmp_path: Path) -> None:
