@@ -633,8 +633,8 @@ class _Load:
         )
         resumes = bool(filled.values.module_weights)
         is_own = MODULE_WEIGHTS in self.source.manifest.rank_state
-        if not is_own and not self.source.manifest.progress.global_steps:
-            found += ", or the model file is of another step"
+        if not is_own:
+            found += "; if the optimizer counts no steps, files of two saves look the same"
         if not resumes:
             (log.info if is_own else log.warning)("%s. The module's weights are loaded.", found)
         elif not all(weights.numel() for weights in filled.values.module_weights):

@@ -222,8 +222,8 @@ class WeightComparison:
 
 
 _RESEMBLANCE = 0.5
-"""Least correlation of weights that user code changed with their masters. Averages of the weights
-and clamped weights have 0.8 to 1."""
+"""Least correlation of weights that user code changed with their masters. Weights that a clamp
+reduces to their signs have 0.8, averages more."""
 
 
 class CheckpointReader(ABC):

@@ -205,12 +205,13 @@ def partitioned_model(folder: str, source: str) -> TinyModel:
 
 
 def state_of(engine: Any) -> State:
-    """Return all full masters and moments on rank 0. Collective."""
+    """Return all full masters and Adam's moments on rank 0. Collective."""
     found: State = {}
+    kept = {key for state in engine.optimizer.optimizer.state.values() for key in state}
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
             values = {"master": safe_get_full_fp32_param(parameter)}
-            for key in ("exp_avg", "exp_avg_sq"):
+            for key in sorted({"exp_avg", "exp_avg_sq"} & kept):
                 values[key] = _moment(engine.optimizer, parameter, key)
             found |= {
                 f"{name}/{key}": value.detach().cpu().clone() for key, value in values.items()

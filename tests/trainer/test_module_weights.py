@@ -277,7 +277,8 @@ def test_evaluations_on_any_world_use_the_average(
 def test_an_evaluation_uses_the_weights_that_were_scored(
     clamps: bool, options: dict[str, Any], worlds: Pools, tmp_path: Path
 ) -> None:
-    plan = FitSpec(str(tmp_path), 2, epochs=2, strategy=options, checkpoint=BEST, hidden=24)
+    kept = {**BEST, "save_weights_only": clamps}
+    plan = FitSpec(str(tmp_path), 2, epochs=2, strategy=options, checkpoint=kept, hidden=24)
     best, loss = worlds.run(2, partial(fit_changed, plan, clamps=clamps))[0]
     for world, stage in ((2, 2), (1, 3)):
         new = FitSpec(str(tmp_path), stage, ckpt_path=best, seed=world, hidden=24)
