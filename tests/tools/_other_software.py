@@ -281,11 +281,11 @@ def save_for_lightning(folder: str, stage: int) -> tuple[dict[str, str], list[fl
     return recorder.at_end, [group["lr"] for group in trainer.optimizers[0].param_groups]
 
 
-def resume_in_lightning(folder: str, stage: int) -> tuple[Any, int]:
+def resume_in_lightning(folder: str, stage: int) -> tuple[dict[str, str], list[float], Any, int]:
     """Continue with Lightning's own strategy. Collective.
 
     Returns:
-        The ``WeightRecorder``, and the last step.
+        Digests of the weights and rates at the start, the callback's state, and the last step.
     """
     from tests.support.fits import (
         SMALL_BUCKETS,
@@ -304,4 +304,4 @@ def resume_in_lightning(folder: str, stage: int) -> tuple[Any, int]:
     trainer = quiet_trainer(StockOnCPU(config=config), recorder, max_steps=3)
     net = RegressionNet(seed=1)
     trainer.fit(net, Data(), ckpt_path=str(Path(folder, "universal")))
-    return recorder, trainer.global_step
+    return recorder.at_start, recorder.lrs, recorder.loaded, trainer.global_step

@@ -488,15 +488,16 @@ def test_lightnings_own_strategy_continues_from_a_universal_checkpoint(
     """At another stage and device count. DeepSpeed's loader ignores buffers and frozen weights."""
     folder = str(tmp_path)
     saved, rates = pools.run(2, partial(_other_software.save_for_lightning, folder, stage))[0]
-    recorder, step = pools.run(1, partial(_other_software.resume_in_lightning, folder, later))[0]
-    same = {name for name, digest in saved.items() if recorder.at_start[name] == digest}
+    program = partial(_other_software.resume_in_lightning, folder, later)
+    loaded, found, state, step = pools.run(1, program)[0]
+    same = {name for name, digest in saved.items() if loaded[name] == digest}
     layers = {
         f"{layer}.{kind}" for layer in ("first", "norm", "last") for kind in ("weight", "bias")
     }
     assert same - {"norm.num_batches_tracked"} == layers  # The layer never counts.
     assert step == 3
-    assert recorder.loaded == {"rank": 0, "common": [1, 2.5, "three"]}
-    assert recorder.lrs == rates
+    assert state == {"rank": 0, "common": [1, 2.5, "three"]}
+    assert found == rates
 
 
 def test_a_name_with_a_slash_is_refused_by_universal(
