@@ -50,7 +50,8 @@ def main(args: Sequence[str] | None = None) -> int:
             try:
                 stream.flush()
             except OSError:  # The interpreter would try again, and replace the exit code.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+                with Path(os.devnull).open("w") as null:
+                    os.dup2(null.fileno(), stream.fileno())
 
 
 def _run(given: Namespace) -> int:

@@ -49,7 +49,14 @@ PRIVATE = re.compile(r"_[A-Za-z]\w*")
 INTERNALS = ROOT / "engine" / "deepspeed.py"
 """The only file that may use private names of DeepSpeed."""
 
-TORCHS_OWN = {"_non_persistent_buffers_set", "_post_accumulate_grad_hooks"}
+TORCHS_OWN = {
+    "_buffers",
+    "_load_from_state_dict",
+    "_load_state_dict_pre_hooks",
+    "_non_persistent_buffers_set",
+    "_post_accumulate_grad_hooks",
+    "_version",
+}
 """Private names of torch that ``engine`` uses, of modules and parameters."""
 
 BY_NAME = {"delattr", "getattr", "hasattr", "setattr"}

@@ -141,6 +141,7 @@ PLACES: dict[tuple[str, str, str], str] = {
 
 NOT_ON_DISK = {
     ("cli.py", "_convert", "args.rename"),
+    ("cli.py", "main", "Path(os.devnull).open to write"),
     ("tools/conversion.py", "convert_checkpoint", "options.rename"),
     ("api.py", "__post_init__", "self.rename"),
     ("api.py", "load_options", "self.rename"),
