@@ -56,7 +56,7 @@ from lightning_elastic_zero.storage.file_write import (
     write_durably,
 )
 from lightning_elastic_zero.storage.own_files import LATEST, TAG
-from lightning_elastic_zero.storage.paths import check_local_path, real_path
+from lightning_elastic_zero.storage.paths import check_local_path, read_file, real_path
 from lightning_elastic_zero.tools.view import (
     OpenCheckpoint,
     TensorEntry,
@@ -419,13 +419,17 @@ def _optimizer_state(builder: TorchFileWriter, checkpoint: OpenCheckpoint) -> di
 
 # -- safetensors -----------------------------------------------------------------------------------
 
+_MODEL_CONFIGS = ("config.json", "generation_config.json")
+"""Files that Hugging Face's Trainer saves with a checkpoint, and ``from_pretrained`` reads."""
+
 
 def write_safetensors_folder(
     checkpoint: OpenCheckpoint, folder: Path, options: ConvertOptions, progress: Progress
 ) -> None:
     """Write ``model.safetensors``, or shards with an index, as transformers reads them.
 
-    A tied weight is stored once. The optimizer state goes to ``optimizer.safetensors``, named
+    A tied weight is stored once. The model's configuration is copied if Hugging Face's Trainer
+    saved it with the checkpoint. The optimizer state goes to ``optimizer.safetensors``, named
     ``state.<parameter>.<key>``; groups and states that are Python numbers to ``optimizer.json``.
     """
     weights = [
@@ -438,6 +442,9 @@ def write_safetensors_folder(
         write_sharded(folder, "optimizer", states, options.max_shard_bytes, progress)
         write_durably(folder / "optimizer.json", _groups_json(checkpoint))
     write_sharded(folder, "model", weights, options.max_shard_bytes, progress)
+    for name in _MODEL_CONFIGS:
+        if (path := _next_to(checkpoint, name, "trainer_state.json")) is not None:
+            write_durably(folder / name, read_file(path))
 
 
 def _groups_json(checkpoint: OpenCheckpoint) -> bytes:
@@ -651,7 +658,7 @@ def _other_key(name: str, config: Mapping[str, Any], adapter: str) -> tuple[str,
 
 
 def _adapter_config(checkpoint: OpenCheckpoint, options: ConvertOptions) -> bytes:
-    path = options.adapter_config or _find_adapter_config(checkpoint)
+    path = options.adapter_config or _next_to(checkpoint, _ADAPTER_CONFIG)
     if path is None:
         msg = (
             f"{checkpoint.path} does not contain the adapter's configuration (lora_alpha, ...): "
@@ -661,7 +668,7 @@ def _adapter_config(checkpoint: OpenCheckpoint, options: ConvertOptions) -> byte
     path = Path(path)
     path = path / _ADAPTER_CONFIG if path.is_dir() else path
     try:
-        text = path.read_bytes()
+        text = read_file(path)
         content = json.loads(text)
     except (OSError, ValueError) as error:
         msg = f"{path} cannot be read as PEFT's {_ADAPTER_CONFIG} ({error})"
@@ -672,13 +679,14 @@ def _adapter_config(checkpoint: OpenCheckpoint, options: ConvertOptions) -> byte
     return text
 
 
-def _find_adapter_config(checkpoint: OpenCheckpoint) -> Path | None:
-    """Return the configuration that Hugging Face's Trainer saves next to the checkpoint."""
+def _next_to(checkpoint: OpenCheckpoint, *names: str) -> Path | None:
+    """Return the first of these files, which are all in the checkpoint's folder or its parent."""
     if not isinstance(checkpoint.path, Path):
         return None
-    folders = (checkpoint.path, checkpoint.path.parent)
-    found = (folder / _ADAPTER_CONFIG for folder in folders)
-    return next((path for path in found if path.is_file()), None)
+    for folder in (checkpoint.path, checkpoint.path.parent):
+        if all((folder / name).is_file() for name in names):
+            return folder / names[0]
+    return None
 
 
 # -- universal -------------------------------------------------------------------------------------

@@ -157,6 +157,19 @@ def test_named_buffers_are_not_rounded(to: str, tmp_path: Path) -> None:
     assert_same(found, wanted)
 
 
+def test_the_models_configuration_of_a_trainers_folder_is_copied(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-3"
+    write_elastic(folder / "global_step3", make_state(), 2, 2)
+    config = b'{"architectures": ["GPT2LMHeadModel"]}'
+    (folder / "config.json").write_bytes(config)
+    convert_checkpoint(folder / "global_step3", tmp_path / "other", "safetensors")
+    assert names_in(tmp_path / "other") == ["model.safetensors"]  # not of a Trainer
+
+    (folder / "trainer_state.json").write_text("{}")
+    convert_checkpoint(folder / "global_step3", tmp_path / "hf", "safetensors")
+    assert (tmp_path / "hf" / "config.json").read_bytes() == config
+
+
 def test_safetensors_in_one_file_or_shards(tmp_path: Path) -> None:
     state = make_state()
     source = write_elastic(tmp_path / "a.ckpt", state, 3, 3)
