@@ -34,6 +34,7 @@ from lightning_elastic_zero.core.tensors import map_pages
 from lightning_elastic_zero.core.text import TreePath, format_tree_path
 from lightning_elastic_zero.formats.dcp_read import METADATA_NAME
 from lightning_elastic_zero.storage.file_write import replace_durably
+from lightning_elastic_zero.storage.paths import read_file
 
 CHUNK_ELEMENTS = 1 << 22
 """The most elements of a chunk, unless a row is longer."""
@@ -91,7 +92,7 @@ class _OldProperties(pickle.Pickler):
 
 
 def _write_for_old_releases(path: Path) -> None:
-    metadata = pickle.loads(path.read_bytes())  # noqa: S301 (torch's writer has just written it)
+    metadata = pickle.loads(read_file(path))  # noqa: S301 (torch's writer has just written it)
     data = io.BytesIO()
     _OldProperties(data).dump(metadata)
     replace_durably(path, data.getvalue())
