@@ -99,6 +99,7 @@ CHANGES = [
     Change(Setup(3, "3", optimizer=LOOKAHEAD, sub_group=700), sync),
     Change(Setup(2, "2", offload=True, optimizer="CPUAdam"), clamp),
     Change(Setup(2, "2", "bf16", optimizer=LOOKAHEAD), sync),
+    Change(Setup(2, "3", "bf16", offloaded_weights=True, persistence=0), clamp),
     Change(Setup(2, "B", "bf16"), clamp),
     Change(Setup(2, "2", "fp16"), clamp),
     Change(Setup(2, "0", "bf16"), clamp),
