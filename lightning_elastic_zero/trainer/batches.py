@@ -236,6 +236,7 @@ class BatchController:
         self._allow_uneven = check_flag("allow_uneven_batches", allow_uneven_batches)
         self._is_resolved = False
         self._user_batch_size: int | None = None
+        self._is_single_loader = False
         self._is_configured = False  # DeepSpeed's config, for this fit
         # Runs after a data module's ``setup`` and before that of other callbacks, until the engine
         # is set up.
@@ -278,10 +279,14 @@ class BatchController:
 
         The batch size in DeepSpeed's config need not be the loader's, as it affects only the log:
         if it is unknown, or the user passes one, the loader is assumed to have the same as now.
+        Of 1, it is known for a single loader only: Lightning's strategy uses 1 for several.
         """
         size = None if self.current is None else self.current.loader_batch_size
-        if size is None or not (record.global_batch_size is None or self._user_batch_size):
+        is_unknown = record.global_batch_size is None
+        if size is None or not (is_unknown or self._user_batch_size):
             return record.global_batch_size
+        if is_unknown and self._is_single_loader and not self._user_batch_size:
+            size = 1
         return size * record.world_size * record.accumulate
 
     def reset(self, trainer: pl.Trainer, config: Any) -> bool:
@@ -409,6 +414,7 @@ class BatchController:
             return self._user_batch_size
         loaders = source.dataloader()
         self.overruled_orders = overruled_orders(loaders)
+        self._is_single_loader = isinstance(loaders, DataLoader)
         return self._batch_size_in(loaders)
 
     def _batch_size_in(self, loaders: Any) -> int | None:

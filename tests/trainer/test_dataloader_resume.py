@@ -445,6 +445,17 @@ def test_a_changed_global_batch_of_a_stock_checkpoint_is_reported(
     assert same.steps == from_step(reference.steps, 3)
 
 
+def test_a_stock_checkpoint_with_batches_of_one_sample_keeps_its_position(
+    worlds: Pools, tmp_path: Path
+) -> None:
+    """Lightning's strategy also uses 1 if it does not find the loader's batch size."""
+    run = RunSpec(global_batch=None, batch_size=1, length=16, epochs=1, root=str(tmp_path))
+    reference: RunRecord = worlds.run(2, partial(fit_stock, replace(run, save=(SAVE,))))[0]
+    seen = record(worlds, 1, replace(run.resumed(SAVE), batch_size=2))
+    assert not any("global batch changes" in text for text in seen.messages)
+    assert seen.steps == from_step(reference.steps, 3)
+
+
 def test_the_global_batch_of_a_single_file_is_unknown(worlds: Pools, tmp_path: Path) -> None:
     """The file does not contain the number of ranks, so the position counts optimizer steps."""
     run = RunSpec(global_batch=None, batch_size=6, length=96, epochs=1, root=str(tmp_path))
