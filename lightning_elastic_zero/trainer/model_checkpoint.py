@@ -206,7 +206,6 @@ class ModelCheckpointHooks:
             every, step = callback._every_n_train_steps, trainer.global_step
             if saved.get("deferred"):
                 callback._defer_save_until_validation = True
-                continue
             is_same_folder = saved.get("dirpath") == str(callback.dirpath)
             if saved.get("step") == step:
                 callback._last_global_step_saved = step
@@ -389,21 +388,23 @@ def _pattern(part: str, callback: ModelCheckpoint) -> str:
     return glob.escape(named if callback.auto_insert_metric_name else "") + "*"
 
 
-def saves_of(trainer: pl.Trainer, path: str) -> dict[str, dict[str, Any]]:
+def saves_of(trainer: pl.Trainer, path: str, hook: str) -> dict[str, dict[str, Any]]:
     """Return each ``ModelCheckpoint``'s last saved step and folder, and whether a save is deferred.
 
-    Its own state does not contain the step. The callback that saves to ``path`` now updates it
-    afterwards.
+    Its own state does not contain the step. The callback that saves to ``path`` in ``hook`` now
+    updates it afterwards. A deferral lasts until a save in ``on_validation_end``: Lightning does
+    not end it if there are none, or if another save is due before.
     """
     saves = {}
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
             own = {*callback.best_k_models, callback.best_model_path, callback.last_model_path}
-            step = trainer.global_step if path in own else callback._last_global_step_saved
+            is_saving = path in own
+            step = trainer.global_step if is_saving else callback._last_global_step_saved
             deferred = bool(getattr(callback, "_defer_save_until_validation", False))
             saves[callback.state_key] = {
                 "step": step,
-                "deferred": path not in own and deferred,
+                "deferred": deferred and not (is_saving and hook == "on_validation_end"),
                 "dirpath": str(callback.dirpath),
             }
     return saves
@@ -443,7 +444,7 @@ def _ready_last(callback: ModelCheckpoint) -> None:
     itself keeps the link as it is until a save is due.
     """
     best = callback.best_model_path
-    is_here = bool(best) and best.startswith(str(callback.dirpath))
+    is_here = best.startswith(f"{callback.dirpath}/")
     if not callback._last_checkpoint_saved:
         callback._last_checkpoint_saved = callback.last_model_path or (best if is_here else "")
 

@@ -253,6 +253,7 @@ class RunRecorder:
         kept: dict[str, Any] = {}
         if (epoch := self.epoch_metrics) is not None:
             kept = epoch.state(trainer, inside=inside, validated=validated, ending=ending)
+        hook = _hook_of(trainer, ending=ending, validated=validated)
         random = copies.get("random") or self._random_before_validation
         ahead = self._random_before_fetch_ahead(trainer)
         if before := copies.get(RANDOM_BEFORE_FETCH, ahead):
@@ -270,8 +271,8 @@ class RunRecorder:
             "axis": logged_steps(trainer) + batch_ending,
             # Another stop ends this run only, such as that of a Timer before a deadline.
             "waits_to_stop": is_stopping and (has_stopped or not can_stop_early(trainer)),
-            SAVES: saves_of(trainer, path),
-            HOOK: _hook_of(trainer, ending=ending, validated=validated),
+            SAVES: saves_of(trainer, path, hook),
+            HOOK: hook,
             "plateau_step_pending": not copies and batch_ending,
         }
 
@@ -406,7 +407,9 @@ def _has_stopped(callback: EarlyStopping) -> bool:
     """Whether a callback has requested a stop; it may have done so in epoch 0."""
     reason = getattr(callback, "stopping_reason", None)  # since 2.6
     is_given = reason is not None and bool(reason.value)
-    return is_given or callback.stopped_epoch > 0 or callback.wait_count >= callback.patience
+    # With patience=0, the callback also waits once before it stops.
+    has_waited = callback.wait_count >= max(callback.patience, 1)
+    return is_given or callback.stopped_epoch > 0 or has_waited
 
 
 def _is_ending(progress: Any) -> bool:

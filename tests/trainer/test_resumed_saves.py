@@ -212,6 +212,19 @@ def test_a_preempted_step_is_logged_and_its_due_save_is_made(
     assert (resumed.best, resumed.weights) == (whole.best, whole.weights)
 
 
+def test_a_deferral_that_never_ended_omits_no_later_save(worlds: Pools, tmp_path: Path) -> None:
+    """Lightning defers saves before the first score, and with saves at the epoch's end for ever."""
+    options = {"filename": "{step}", "every_n_train_steps": 1, "save_top_k": -1}
+    options |= {"monitor": "score", "save_on_train_epoch_end": True}
+    run = ScoredRun(str(tmp_path / "whole"), (options,), (1.0, 2.0))
+    makes = (PreemptionCheckpoint,)
+    ended = replace(run, root=str(tmp_path / "ended"), signal_at=3, callbacks=makes)
+    path = str(ended.folder / "last-preempted.ckpt")
+    whole, _, resumed = worlds.run(1, partial(fits, run, ended, ended.resumed(path)))[0]
+    assert [n for n in resumed.kept if n != "last-preempted.ckpt"] == whole.kept
+    assert resumed.tracked == whole.tracked == [["step=3.ckpt", "step=4.ckpt"]]
+
+
 BY_STEP = {"val_check_interval": 0.5}
 """Validate after each step."""
 
@@ -244,9 +257,10 @@ def test_a_stop_by_early_stopping_is_final(
     assert longer.step == len(scores) * STEPS_PER_EPOCH
 
 
-def test_another_stop_ends_only_its_run(worlds: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize("patience", [2, 0])
+def test_another_stop_ends_only_its_run(patience: int, worlds: Pools, tmp_path: Path) -> None:
     """Such as that of a Timer before a job's deadline."""
-    makes = (partial(EarlyStopping, "score", mode="max", patience=2),)
+    makes = (partial(EarlyStopping, "score", mode="max", patience=patience),)
     run = ScoredRun(str(tmp_path), ({"save_last": "link"},), (1.0, 2.0, 3.0), callbacks=makes)
     stopped = replace(run, stop_at=STEPS_PER_EPOCH)
     ended, resumed = worlds.run(1, partial(fits, stopped, stopped.resumed("last")))[0]
