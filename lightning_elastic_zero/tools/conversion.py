@@ -658,7 +658,10 @@ def _other_key(name: str, config: Mapping[str, Any], adapter: str) -> tuple[str,
 
 
 def _adapter_config(checkpoint: OpenCheckpoint, options: ConvertOptions) -> bytes:
-    path = options.adapter_config or _next_to(checkpoint, _ADAPTER_CONFIG)
+    is_default = options.adapter_name == "default"
+    # PEFT saves other adapters than the default one in folders of their names.
+    name = _ADAPTER_CONFIG if is_default else f"{options.adapter_name}/{_ADAPTER_CONFIG}"
+    path = options.adapter_config or _next_to(checkpoint, name)
     if path is None:
         msg = (
             f"{checkpoint.path} does not contain the adapter's configuration (lora_alpha, ...): "

@@ -393,6 +393,23 @@ def test_adapter_names_are_those_of_peft() -> None:
     assert {name: adapter_key(name) for name in names} == names
 
 
+def test_an_adapter_gets_its_own_configuration(tmp_path: Path) -> None:
+    """PEFT saves adapters with other names in folders next to the default one's file."""
+    shapes = {f"base_model.model.x.lora_A.{name}.weight": (2, 3) for name in ("default", "other")}
+    source = write_elastic(tmp_path / "a.ckpt", make_state(dict(shapes)))
+    configs = {"default": '{"peft_type": "LORA", "r": 2}', "other": '{"peft_type": "LORA", "r": 8}'}
+    (tmp_path / "adapter_config.json").write_text(configs["default"])
+    options = ConvertOptions(adapter_name="other")
+    with pytest.raises(CheckpointMismatchError, match="lora_alpha"):
+        convert_checkpoint(source, tmp_path / "other-out", "adapter", options)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "adapter_config.json").write_text(configs["other"])
+    for name, config in configs.items():
+        out = tmp_path / f"{name}-out"
+        convert_checkpoint(source, out, "adapter", ConvertOptions(adapter_name=name))
+        assert (out / "adapter_config.json").read_text() == config
+
+
 def test_trained_weights_outside_an_adapter_are_refused_by_name(tmp_path: Path) -> None:
     layer = "base_model.model.layers.0"
     shapes = {

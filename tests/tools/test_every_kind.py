@@ -230,7 +230,7 @@ UNREADABLE = [
     Unreadable("nothing", lambda folder: folder / "missing", "there is no checkpoint at"),
     Unreadable("text", _text, "is not a file of torch.save"),
     Unreadable("empty file", _empty_file, "is empty", code=1),
-    Unreadable("safetensors file", _safetensors_file, "is not a file of torch.save"),
+    Unreadable("safetensors file", _safetensors_file, "contains weights for from_pretrained"),
     Unreadable("safetensors", partial(_converted, "safetensors", None), "is not a checkpoint of"),
 ]
 
