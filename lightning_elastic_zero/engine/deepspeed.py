@@ -99,17 +99,20 @@ def _discard_gradients_of_zero_1_2(optimizer: Any) -> None:
 
 
 def counts_micro_batches(engine: Any) -> bool:
-    """Whether the engine ends a window by its count; since 0.19.8, each step may end one."""
+    """Whether the engine ends a window by its count.
+
+    Else the caller sets the boundary, or, since 0.19.8, each step may end a window.
+    """
+    if engine._is_gradient_accumulation_boundary is not None:
+        return False
     return bool(getattr(engine, "managed_gradient_accumulation", lambda: True)())
 
 
 def micro_batches_since_step(engine: Any) -> int:
     """Return the micro-batches of an unfinished window; 0 if the caller sets its boundary."""
-    if engine._is_gradient_accumulation_boundary is not None:
-        return 0
-    if not counts_micro_batches(engine):
-        return int(engine._unmanaged_backward_count)
-    return int(engine.micro_steps % engine.gradient_accumulation_steps())
+    if counts_micro_batches(engine):
+        return int(engine.micro_steps % engine.gradient_accumulation_steps())
+    return int(getattr(engine, "_unmanaged_backward_count", 0))
 
 
 def holds_gradients(parameter: Any) -> bool:

@@ -63,7 +63,6 @@ class ElasticDeepSpeedFabricStrategy(DeepSpeedStrategy):
         self._unfinished: dict[int, Any] = {}
         """By ``id``, engines whose last save may run in the background."""
         self._windows: weakref.WeakKeyDictionary[Any, _Window] = weakref.WeakKeyDictionary()
-        """Of each engine with an optimizer."""
         super().__init__(*args, **kwargs)
 
     @classmethod
@@ -132,9 +131,7 @@ class ElasticDeepSpeedFabricStrategy(DeepSpeedStrategy):
         Fabric calls that of DeepSpeed's optimizer, which changes the weights in each call.
         """
         engine = next(e for e in self._windows if optimizer is e or optimizer is e.optimizer)
-        result = super().optimizer_step(engine, **kwargs)
-        self._windows[engine].awaits_step = False
-        return result
+        return super().optimizer_step(engine, **kwargs)
 
     def wait_for_save(self) -> None:
         """Wait until the last save of each engine is published; collective.
@@ -229,10 +226,10 @@ class ElasticDeepSpeedFabricStrategy(DeepSpeedStrategy):
 
 @dataclass(slots=True)
 class _Window:
-    """The micro-batches of an engine's current optimizer step."""
+    """The last backward pass of an engine."""
 
-    awaits_step: bool = False
-    """The last backward pass was not followed by a step."""
+    micro_steps: int | None = None
+    """The engine's counter at that pass, which each step increments."""
     holder: weakref.ref[torch.nn.Parameter] | None = None
     """A parameter that holds gradients until the next micro-batch."""
 
@@ -246,7 +243,7 @@ class _Window:
             return
         accumulate, stage = engine.gradient_accumulation_steps(), engine.zero_optimization_stage()
         done = engine.micro_steps % accumulate
-        if self.awaits_step and (accumulate > 1 or stage in (1, 2)):
+        if engine.micro_steps == self.micro_steps and (accumulate > 1 or stage in (1, 2)):
             msg = (
                 "fabric.backward() was called twice without optimizer.step() in between: DeepSpeed "
                 f"counts micro-batches by steps, and ZeRO-{stage} would not add up their gradients."
@@ -269,11 +266,10 @@ class _Window:
         """Count a backward pass."""
         if not counts_micro_batches(engine):
             return
-        accumulate = engine.gradient_accumulation_steps()
-        # Else the user has called engine.set_gradient_accumulation_boundary(False).
-        self.awaits_step = accumulate > 1 or engine.is_gradient_accumulation_boundary()
+        self.micro_steps = engine.micro_steps
         holders = (weakref.ref(p) for p in engine.module.parameters() if holds_gradients(p))
-        self.holder = next(holders, None) if accumulate > 1 else None
+        accumulates = engine.gradient_accumulation_steps() > 1
+        self.holder = next(holders, None) if accumulates else None
 
 
 def _is_metric(value: object) -> bool:

@@ -134,12 +134,14 @@ def accumulated(
     steps_each: bool = True,
     clears: bool = False,
     divided: bool = False,
+    marked: bool = False,
 ) -> State:
     """Take two clipped optimizer steps on 120 samples each; return the full weights.
 
     ``counted``: DeepSpeed's accumulation, if it is another. ``steps_each``: whether
     ``optimizer.step()`` follows each micro-batch, or the last one. ``clears``: whether the
     gradients are cleared after each micro-batch. ``divided``: whether the loop divides the loss.
+    ``marked``: whether the loop calls DeepSpeed's engine, and marks the last micro-batch.
     """
     world = int(os.environ["WORLD_SIZE"])
     strategy = ElasticDeepSpeedFabricStrategy(stage=stage, reduce_bucket_size=1000)
@@ -156,10 +158,12 @@ def accumulated(
         for step in range(2):
             mine = Tokens(240).tokens[120 * step : 120 * (step + 1)][fabric.global_rank :: world]
             for number, batch in enumerate(mine.chunk(accumulate), 1):
+                if marked:
+                    engine.set_gradient_accumulation_boundary(number == accumulate)
                 loss = model(input_ids=batch, labels=batch, index=torch.zeros(1)).loss
                 fabric.backward(loss / accumulate if divided else loss)
                 if steps_each or number == accumulate:
-                    optimizer.step()
+                    (engine if marked else optimizer).step()
                 if clears or number == accumulate:
                     optimizer.zero_grad()
         assert engine.global_steps == 2
