@@ -324,16 +324,13 @@ def _epoch_differences(args: Any, state: Any, loader: Any) -> Iterator[str]:
     steps = -(-batches // accumulate)
     epoch, step = divmod(state.global_step, steps)
     resumed = epoch + step * accumulate / batches
-    if abs(resumed - saved) * steps > _NEARLY_A_STEP:
+    # The last steps may be smaller, depending on the number of ranks, which is less than a step.
+    if abs(resumed - saved) * steps > 1 - 1e-6:
         yield (
             f"the checkpoint was saved at epoch {saved:.2f} and the Trainer resumes at epoch "
             f"{resumed:.2f}, which it computes from {state.global_step} steps with {steps} per "
             "epoch: a callback has ended an epoch (should_epoch_stop), or the dataset has changed"
         )
-
-
-_NEARLY_A_STEP = 0.75
-"""The last steps of an epoch may be smaller, depending on the number of ranks."""
 
 
 def _generation_differences(args: Any, state: Any) -> Iterator[str]:

@@ -84,22 +84,23 @@ def test_a_reference_model_that_has_moved_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batches", "step", "epoch", "warns"),
+    ("batches", "accumulate", "step", "epoch", "warns"),
     [
-        (24, 12, 1.5, False),
-        (24, 16, 2.0, False),
-        (25, 9, 1.0, False),  # the last step has one batch
-        (25, 10, 1 + 3 / 25, False),
-        (26, 10, 1 + 2 / 25, False),  # on another number of ranks
-        (24, 12, 1.625, True),
-        (32, 12, 1.5, True),  # the data has grown
+        (24, 3, 12, 1.5, False),
+        (24, 3, 16, 2.0, False),
+        (25, 3, 9, 1.0, False),  # the last step has one batch
+        (25, 3, 10, 1 + 3 / 25, False),
+        (26, 3, 10, 1 + 2 / 25, False),  # on another number of ranks
+        (73, 8, 9, 0.9, False),  # likewise: 10 steps of 289 samples, 9 of them with 32
+        (24, 3, 12, 1.625, True),
+        (32, 3, 12, 1.5, True),  # the data has grown
     ],
 )
 def test_an_epoch_with_another_number_of_steps_is_found(
-    batches: int, step: int, epoch: float, warns: bool
+    batches: int, accumulate: int, step: int, epoch: float, warns: bool
 ) -> None:
     """The Trainer computes its position from the number of steps."""
-    args = SimpleNamespace(gradient_accumulation_steps=3)
+    args = SimpleNamespace(gradient_accumulation_steps=accumulate)
     state = SimpleNamespace(global_step=step, epoch=epoch, stateful_callbacks={})
     found = [*_epoch_differences(args, state, range(batches))]
     assert ["the Trainer resumes at epoch" in text for text in found] == [True] * warns
