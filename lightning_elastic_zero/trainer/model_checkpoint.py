@@ -211,7 +211,7 @@ class ModelCheckpointHooks:
                 callback._last_global_step_saved = step
                 if is_same_folder:
                     self._find_last(trainer, callback)
-            elif loaded.hook and is_same_folder:
+            elif is_same_folder and _can_repeat(callback, loaded.hook):
                 self._repeat_hook(trainer, callback, loaded.hook)
             is_deferred = getattr(callback, "_defer_save_until_validation", False)
             if every >= 1 and step % every == 0 and not is_deferred:
@@ -336,6 +336,13 @@ def _forget_what_is_not_there(callback: ModelCheckpoint) -> None:
         best = min if callback.mode == "min" else max
         path = best(scores, key=scores.__getitem__) if scores else ""
         callback.best_model_path, callback.best_model_score = path, scores.get(path)
+
+
+def _can_repeat(callback: ModelCheckpoint, hook: str) -> bool:
+    """Whether a hook can be called again: a user's may need the batch, which is gone."""
+    if hook == "on_train_batch_end":
+        return _is_lightnings_own(callback, hook)
+    return bool(hook)
 
 
 def _is_missing(callback: ModelCheckpoint, trainer: pl.Trainer) -> bool:

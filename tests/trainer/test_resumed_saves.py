@@ -73,6 +73,15 @@ class Watch(Callback):
         trainer.should_stop = trainer.should_stop or trainer.global_step == self.stop_at
 
 
+class LooksAtBatches(ModelCheckpoint):
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *args: Any
+    ) -> None:
+        assert outputs["loss"].isfinite()
+        super().on_train_batch_end(trainer, pl_module, outputs, *args)
+
+
 @dataclass(frozen=True)
 class ScoredRun:
     root: str
@@ -85,6 +94,7 @@ class ScoredRun:
     stop_at: int = -1
     """Step after which a user's callback requests a stop."""
     callbacks: tuple[Callable[[], Callback], ...] = ()
+    kind: type[ModelCheckpoint] = ModelCheckpoint
     trainer: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -115,7 +125,7 @@ class Ended:
 def fit(run: ScoredRun) -> Ended:
     warnings.simplefilter("ignore")
     watch = Watch(run.folder, run.kill_at, run.signal_at, run.stop_at)
-    saving = [ModelCheckpoint(dirpath=run.folder, mode="max", **options) for options in run.saves]
+    saving = [run.kind(dirpath=run.folder, mode="max", **options) for options in run.saves]
     logger = CSVLogger(run.root, name="log")
     trainer = quiet_trainer(
         elastic(),
@@ -223,6 +233,15 @@ def test_a_deferral_that_never_ended_omits_no_later_save(worlds: Pools, tmp_path
     whole, _, resumed = worlds.run(1, partial(fits, run, ended, ended.resumed(path)))[0]
     assert [n for n in resumed.kept if n != "last-preempted.ckpt"] == whole.kept
     assert resumed.tracked == whole.tracked == [["step=3.ckpt", "step=4.ckpt"]]
+
+
+def test_a_preempted_run_resumes_with_a_hook_that_needs_the_batch(
+    worlds: Pools, tmp_path: Path
+) -> None:
+    run = ScoredRun(str(tmp_path), ({"every_n_train_steps": 3},), (1.0, 2.0), kind=LooksAtBatches)
+    ended = replace(run, signal_at=3, callbacks=(PreemptionCheckpoint,))
+    resumed = ended.resumed(str(run.folder / "last-preempted.ckpt"))
+    assert [seen.step for seen in worlds.run(1, partial(fits, ended, resumed))[0]] == [3, 4]
 
 
 BY_STEP = {"val_check_interval": 0.5}
