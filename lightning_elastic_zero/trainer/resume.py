@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
+from weakref import WeakSet
 
 import lightning.pytorch as pl
 import torch
@@ -160,7 +161,7 @@ class RunResumer:
         """Whether the fit has begun to train; before, a loaded run is restored in part only."""
         self._new_generators: list[dict[str, list[torch.Tensor]]] = []
         """States of the generators of each training loader that was made."""
-        self._validation_generators: list[torch.Generator] = []
+        self._validation_generators: WeakSet[torch.Generator] = WeakSet()
         """This library's, of the loaders of validations, which a second fit may use again."""
 
     def begin(self) -> None:
@@ -182,7 +183,7 @@ class RunResumer:
         if not trainer.training:
             own = with_own_generator(loader, run_seed(), rank)
             if own is not loader and isinstance(own, DataLoader) and own.generator is not None:
-                self._validation_generators.append(own.generator)
+                self._validation_generators.add(own.generator)
                 self._seed_validation(trainer)
             return own
         if self.recorder.seed is None:
