@@ -271,13 +271,9 @@ class ModelCheckpointHooks:
         folder = parse_path(callback.dirpath)
 
         def look() -> dict[str, str]:
-            names = [re.compile(fnmatch.translate(name)) for name in _names(callback)]
             nested = entries_below(folder, _depth(callback))
-            found = [
-                path
-                for path in (*siblings(folder / MANIFEST_NAME), *nested)
-                if any(name.fullmatch(str(path).removeprefix(f"{folder}/")) for name in names)
-            ]
+            entries = (*siblings(folder / MANIFEST_NAME), *nested)
+            found = [p for p in entries if _is_name(callback, str(p).removeprefix(f"{folder}/"))]
             return {str(path): why for path in found if (why := _refusal_reason(str(path)))}
 
         if wrong := _on_rank_zero(trainer, look):
@@ -387,6 +383,11 @@ def _names(callback: ModelCheckpoint) -> list[str]:
     ]
 
 
+def _is_name(callback: ModelCheckpoint, name: str) -> bool:
+    """Whether a callback may use a name, or a path with slashes, in its folder."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in _names(callback))
+
+
 def _pattern(part: str, callback: ModelCheckpoint) -> str:
     """Return the pattern for a part of a template: a metric in braces, or text."""
     if not part.startswith("{"):
@@ -434,10 +435,17 @@ class LoadedSaves:
 
 
 def nested_saves(trainer: pl.Trainer) -> Iterator[AnyPath]:
-    """Yield the entries of the folders that a slash in ``filename`` makes below ``dirpath``."""
+    """Yield the saves of callbacks in folders that a slash in ``filename`` makes below ``dirpath``.
+
+    Folders of other names there may be those of other runs.
+    """
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and (folder := _folder(callback)) is not None:
-            yield from entries_below(folder, _depth(callback))
+            numbered = re.compile(rf"-v\d+(?={re.escape(callback.FILE_EXTENSION)}$)")
+            for path in entries_below(folder, _depth(callback)):
+                name = numbered.sub("", str(path).removeprefix(f"{folder}/"))
+                if _is_name(callback, name):
+                    yield path
 
 
 def _depth(callback: ModelCheckpoint) -> int:

@@ -74,6 +74,10 @@ LENIENT = "strict_optimizer=False"
 STRICT = "strict=False (strict_loading = False in a LightningModule)"
 KEPT = f"; pass {STRICT} to leave them at their current values"
 BEYOND = f"; pass {STRICT} to ignore them"
+BEYOND_BUFFERS = (
+    "; register those that training creates in a hook of the module "
+    f"(register_load_state_dict_pre_hook), or pass {STRICT} to ignore them"
+)
 UNUSED = f"; pass {LENIENT} to ignore them"
 
 
@@ -172,7 +176,7 @@ DIFFERENCES = {
         replace(ONE, module_buffers=("var", "mean")),
         [
             "buffers missing from the checkpoint: var" + KEPT,
-            "buffers in the checkpoint, but not in the model: old" + BEYOND,
+            "buffers in the checkpoint, but not in the model: old" + BEYOND_BUFFERS,
         ],
     ),
     "weights only": (replace(ONE, weights_only=True), ONE, [NO_STATE]),
@@ -243,7 +247,7 @@ class TestDifferences:
             f"  - trained when saved, frozen here: then frozen{OWNERS}\n"
             f"  - frozen when saved, trained here: unfrozen{OWNERS}\n"
             f"  - buffers missing from the checkpoint: young{KEPT}\n"
-            f"  - buffers in the checkpoint, but not in the model: old{BEYOND}\n"
+            f"  - buffers in the checkpoint, but not in the model: old{BEYOND_BUFFERS}\n"
             f"  - in parameter group 0 here, in 1 when saved: moved{GROUPS}"
         )
 
@@ -312,7 +316,7 @@ class TestNotStrict:
             "in the checkpoint, but not in the model: model.enc.weight, model.enc.bias" + UNUSED,
             possible_renaming({"model": ""}),
             "buffers missing from the checkpoint: bn.mean" + KEPT,
-            "buffers in the checkpoint, but not in the model: model.bn.mean" + BEYOND,
+            "buffers in the checkpoint, but not in the model: model.bn.mean" + BEYOND_BUFFERS,
             possible_renaming({"model": ""}),
         ]
 
@@ -439,7 +443,9 @@ def test_buffers_that_do_not_fit_are_listed() -> None:
     assert str(refused.value).partition("  - ")[2] == (
         f"different shapes: a (saved (5,), here (4,)){resized('a')}\n"
         "  - buffers of different shapes: wide (saved (1,), here (4,)), square (saved (), here "
-        "(2, 2)); register them with the saved shapes, or rename the saved ones, as in "
+        "(2, 2)); register them with the saved shapes, or assign tensors of the saved shapes in a "
+        "hook of the module (register_load_state_dict_pre_hook), which gets the saved buffers; or "
+        "rename the saved ones, as in "
         f"{renamed_away('wide')}, with {STRICT}\n"
         "  - buffers of types that cannot represent the saved values: half (saved float32, "
         "here float16), count (saved int64, here uint8)\n"
