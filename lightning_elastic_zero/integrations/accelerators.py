@@ -231,8 +231,9 @@ class AcceleratorBinding:
     def _limit_of_folders(self, limit: int) -> int:
         """Return a limit with which accelerate deletes only folders that are not needed.
 
-        It counts unfinished folders and deletes those with the lowest numbers before it saves. Only
-        finished ones count here. The newest of them is kept, and that of the last load or save.
+        It counts all names, also of unfinished folders, and deletes those with the lowest numbers
+        before it saves. Only finished folders count here. The newest of them is kept, and that of
+        the last load or save.
         """
         if not self.accelerator.is_main_process:
             return limit
@@ -246,7 +247,7 @@ class AcceleratorBinding:
             if folder in kept:
                 break
             needless += 1
-        return len(folders) + 1 - needless
+        return len([*series.parent.glob("*")]) + 1 - needless
 
     def _free_memory(self, free: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         while self.bound:

@@ -461,7 +461,7 @@ def stock_failure(case: LoopCase) -> str:
 
 
 def rotate_unfinished(folder: str, limit: int) -> tuple[list[str], ...]:
-    """Load state 0 beside an unfinished state 1, then save; return the numbers after each save."""
+    """Load state 0 among other folders, then save; return the numbers after each save."""
     found = []
     for first in (True, False):
         use_gloo()
@@ -480,11 +480,12 @@ def rotate_unfinished(folder: str, limit: int) -> tuple[list[str], ...]:
             accelerator.save_state()
             shutil.copytree(states / "checkpoint_0", states / "checkpoint_1")
             (states / "checkpoint_1" / "lightning_elastic_zero.json").unlink()
+            (states / "best_9").mkdir()
         else:
             accelerator.load_state()
             for _ in range(3):
                 accelerator.save_state()
-                found.append(sorted(path.name.split("_")[1] for path in states.iterdir()))
+                found.append(sorted(p.name.split("_")[1] for p in states.glob("checkpoint_*")))
         engine.destroy()
         _end(accelerator)
     return tuple(found)
