@@ -147,7 +147,7 @@ def unpickle(data: bytes, storage_of: Callable[[Any], Any], policy: Policy) -> A
 def check_size(tree: object, pickle_bytes: int, file_bytes: int) -> None:
     """Raise ValueError for a tree that takes much more time or memory than its file has bytes."""
     values, tensor_bytes = measure(tree)
-    if values > (most := 10_000 + 20 * pickle_bytes):
+    if values > (most := 1_000_000 + 20 * pickle_bytes):
         msg = f"its {pickle_bytes} bytes repeat objects to {values} values, expected at most {most}"
         raise ValueError(msg)
     if tensor_bytes > (most := (64 << 20) + 16 * file_bytes):

@@ -384,7 +384,7 @@ class TestDamage:
 
     def test_shared_and_expanded_values_of_ordinary_size_are_read(self, tmp_path: Path) -> None:
         shared = list(range(1000))
-        tree = {"lists": [shared] * 10, "expanded": torch.zeros(1).expand(1000, 1000)}
+        tree = {"lists": [shared] * 500, "expanded": torch.zeros(1).expand(1000, 1000)}
         torch.save(tree, tmp_path / "small.pt")
         read = open_unverified(tmp_path / "small.pt")
         loaded = read.load_tree(read.tree)
