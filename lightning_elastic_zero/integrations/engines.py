@@ -331,10 +331,12 @@ class EngineCheckpoints:
         """Report the load in one line, also if the user has not configured ``logging``."""
         manifest, engine, stats = result.manifest, self._engine, result.stats
         saved = f"saved on {_devices(manifest.world_size)} with ZeRO-{manifest.stage}"
+        # Fabric's engine does not know the samples.
+        per_step = f", {engine.train_batch_size()} samples per step"
         text = (
             f"Loaded {stats.path} ({result.source_summary or saved}) on "
-            f"{_devices(_world_size(engine))} at step {engine.global_steps}, "
-            f"{engine.train_batch_size()} samples per step: {stats.bytes / 1e6:.1f} MB in "
+            f"{_devices(_world_size(engine))} at step {engine.global_steps}"
+            f"{'' if self._loop.whole_folder else per_step}: {stats.bytes / 1e6:.1f} MB in "
             f"{stats.seconds:.2f} s"
         )
         if result.fingerprint_result:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import inspect
+import io
 import os
 import weakref
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -87,8 +89,9 @@ def run_fabric(case: FabricCase) -> tuple[Run, dict[str, Any], dict[str, Any]]:
     run, unused = Run(), dict[str, Any]()
     if case.load:
         state["unsaved"] = 0
-        with library_warnings() as run.warnings:
+        with library_warnings() as run.warnings, redirect_stderr(io.StringIO()) as shown:
             unused = fabric.load(case.load, state)
+        run.shown = shown.getvalue()
         run.first_state = _state(model)
     sampler = ElasticSampler(data, plan, fabric.global_rank, seed=5)
     loader = DataLoader(data, batch_size=plan.largest_micro_batch, sampler=sampler)
