@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 import logging
 import math
@@ -406,24 +407,26 @@ def _watch_evaluation(trainer: Any, loaded: Loaded) -> None:
     ``compute_loss`` multiplies by the number of ranks, as the model has divided by the labels of
     all ranks. A model with ``**kwargs`` may ignore their number: then the loss is a mean already.
     """
-    args, compute = trainer.args, type(trainer).compute_loss
-    compares = (args.metric_for_best_model or "").endswith("loss")
+    args, best, reference = trainer.args, trainer.state.best_metric, weakref.ref(trainer)
+    compares = best is not None and (args.metric_for_best_model or "").endswith("loss")
     multiplies = args.average_tokens_across_devices and _weighs_tokens(trainer)
-    is_own = "compute_loss" in vars(trainer) or _ignores_count(compute)
-    best, reference = trainer.state.best_metric, weakref.ref(trainer)
-    if best is None or not (compares and multiplies) or is_own:
+    # A method of the user, which may record metrics, is not called twice.
+    is_own = getattr(trainer.compute_loss, "__func__", None) is not Trainer.compute_loss
+    if is_own or not (compares and multiplies):
         return
 
-    def watched(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def watched(
+        model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         trainer: Any = reference()
-        count, again = kwargs.get(_COUNT), {**inputs}
-        result = compute(trainer, model, inputs, *args, **kwargs)
-        if model.training or count is None:
-            return result
+        compute = functools.partial(Trainer.compute_loss, trainer, model)
+        if model.training or num_items_in_batch is None:
+            return compute(inputs, return_outputs, num_items_in_batch)
         del trainer.compute_loss
-        other = compute(trainer, model, again, *args, **{**kwargs, _COUNT: 2 * count})
-        losses = [each[0] if isinstance(each, tuple) else each for each in (result, other)]
-        if torch.allclose(*losses) and trainer.is_world_process_zero():
+        other = compute({**inputs}, num_items_in_batch=2 * num_items_in_batch)  # frees its logits
+        result = compute(inputs, return_outputs, num_items_in_batch)
+        loss = result[0] if return_outputs else result
+        if torch.allclose(loss, other) and trainer.is_world_process_zero():
             log.warning(
                 "The evaluation loss of %s is multiplied by the number of ranks, because the model "
                 "ignores %s: on %d ranks it cannot be compared with the best so far (%g on %d "

@@ -17,6 +17,7 @@ from lightning_elastic_zero.integrations.trainers import (
     _epoch_differences,
     _generation_differences,
     _ignores_count,
+    _watch_evaluation,
 )
 
 
@@ -60,6 +61,18 @@ def test_a_loss_that_ignores_the_number_of_labels_is_found(
     decorated = functools.wraps(cls.compute_loss)(lambda *args, **kwargs: None)
     assert _ignores_count(decorated) is ignores
     assert not _ignores_count(len)
+
+
+@pytest.mark.parametrize("cls", [Trainer, PassesOn])
+def test_a_users_loss_is_not_computed_twice(cls: type[Trainer]) -> None:
+    """It may record metrics, as TRL's do."""
+    args = SimpleNamespace(metric_for_best_model="eval_loss", average_tokens_across_devices=True)
+    trainer: Any = object.__new__(cls)
+    trainer.args, trainer.state = args, SimpleNamespace(best_metric=1.0)
+    trainer.model_accepts_loss_kwargs, trainer.compute_loss_func = True, None
+    loaded: Any = None
+    _watch_evaluation(trainer, loaded)
+    assert ("compute_loss" in vars(trainer)) is (cls is Trainer)
 
 
 @pytest.mark.parametrize(
