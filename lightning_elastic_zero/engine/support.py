@@ -269,7 +269,7 @@ def check_optimizer(
 def _untrained_groups(
     groups: Iterable[Sequence[torch.nn.Parameter]], stage: int, *, is_scheduled: bool
 ) -> Iterator[str]:
-    """Yield the parameter groups with which DeepSpeed fails, without a name, at its first step."""
+    """Yield the parameter groups with which DeepSpeed fails without naming them."""
     for index, held in enumerate(groups):
         if not held and is_scheduled:
             yield (

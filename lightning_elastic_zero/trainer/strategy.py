@@ -184,12 +184,12 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         config: Any = self.config
         if fitting := is_fitting(trainer):
             self._checkpoints.last_fit.forget()
+            remove_gradient_hooks(trainer.lightning_module)
         check_lightning_release(trainer)
         # Lightning reads this key in a ZeRO-3 evaluation, even if the config does not have it.
         config.setdefault("zero_allow_untested_optimizer", False)
         if self._batches.reset(trainer, config):
             self._format_batch_size_and_grad_accum_config()
-        remove_gradient_hooks(trainer.lightning_module)
         super().setup(trainer)
         for config in self.lr_scheduler_configs:
             if config.interval == "step":
