@@ -38,7 +38,7 @@ from lightning_elastic_zero.core.requirements import version_of
 from lightning_elastic_zero.data_progress.batches import with_loader_states
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import ElasticZeroError, UnsupportedError
-from lightning_elastic_zero.storage.checkpoints import exists, is_link, resolved, siblings
+from lightning_elastic_zero.storage.checkpoints import exists, is_link, siblings
 from lightning_elastic_zero.storage.object_store import AnyPath
 from lightning_elastic_zero.storage.paths import parse_path
 from lightning_elastic_zero.trainer.batches import UserSettings
@@ -569,7 +569,7 @@ class RunCheckpoints:
         own[RESULTS_BY_RANK] = loaded.rank_entries
         if counted_loops(state) is not None:
             self._loaded_saves = LoadedSaves(
-                resolved(parse_path(path)),
+                parse_path(path),
                 manifest.progress,
                 int(state.get("global_step", 0)),
                 own.get(SAVES, {}),

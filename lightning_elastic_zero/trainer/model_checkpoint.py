@@ -103,6 +103,8 @@ class ModelCheckpointHooks:
         self._has_warned_of_names = False
         self._loaded: LoadedSaves | None = None
         """While the saves of its moment are made."""
+        self._loaded_ns = 0
+        """When it was published."""
 
     def prepare(self, trainer: pl.Trainer) -> None:
         """Prepare callbacks that save into object stores, before ``fit`` looks for the last one.
@@ -198,6 +200,8 @@ class ModelCheckpointHooks:
         if trainer.global_step != loaded.step:
             return  # on_load_checkpoint of the module lets this run count from 0.
         self._loaded = loaded
+        # Now, as a save may replace the link that was loaded, and not by each rank.
+        self._loaded_ns = _on_rank_zero(trainer, lambda: published_ns(resolved(loaded.path)))
         for callback in trainer.checkpoint_callbacks:
             if not isinstance(callback, ModelCheckpoint):
                 continue
@@ -258,7 +262,7 @@ class ModelCheckpointHooks:
         found = resolved(parse_path(path))
         manifest = manifest_of(found)
         is_same = manifest is not None and manifest.progress == loaded.progress
-        return is_same and published_ns(found) >= published_ns(loaded.path)
+        return is_same and published_ns(found) >= self._loaded_ns
 
     def _refuse_overwriting(self, trainer: pl.Trainer, callback: ModelCheckpoint) -> None:
         """Refuse names in use at the start if ``enable_version_counter=False`` would overwrite."""
@@ -423,7 +427,7 @@ class LoadedSaves:
     """The saves of the ``ModelCheckpoint`` callbacks at the moment of a loaded checkpoint."""
 
     path: AnyPath
-    """The loaded checkpoint."""
+    """The loaded checkpoint, or a link to it."""
     progress: TrainingProgress
     """Its progress."""
     step: int
