@@ -98,7 +98,8 @@ class RankZeroTables:
 def check_consistent(first: RankZeroTables, manifest: Manifest) -> bool:
     """Refuse a rank that does not hold the run that rank 0 holds.
 
-    Returns whether scalar optimizer states differ that may (``StateKey.may_differ``).
+    Returns whether scalar optimizer states that may differ (``StateKey.may_differ``) do so, between
+    the ranks or between flat buffers of one group.
 
     Raises:
         UnsupportedError: it does not; the tables, or the states with both values, are named.
@@ -111,12 +112,17 @@ def check_consistent(first: RankZeroTables, manifest: Manifest) -> bool:
             "rank 0. Build the same model and optimizer, and take the same steps, on all ranks"
         )
         raise UnsupportedError(msg)
-    drifted = False
+    differing = False
+    of_groups: dict[tuple[int, str], str] = {}
     for index, (mine, theirs) in enumerate(
         zip(first.own["scalars"], first["scalars"], strict=True)
     ):
-        state = manifest.groups[manifest.buffers[index].group].state
-        may_differ = {key.name for key in state if key.may_differ}
+        group = manifest.buffers[index].group
+        may_differ = {key.name for key in manifest.groups[group].state if key.may_differ}
+        if manifest.weights_only:  # The manifest has no states.
+            may_differ = mine.keys() - {"step"}
+        for key in may_differ & mine.keys():
+            differing |= of_groups.setdefault((group, key), mine[key]) != mine[key]
         for key in sorted(mine.keys() | theirs.keys()):
             if mine.get(key) == theirs.get(key):
                 continue
@@ -128,8 +134,8 @@ def check_consistent(first: RankZeroTables, manifest: Manifest) -> bool:
                     "DeepSpeed 0.18.9 lets each rank skip other steps: train in bfloat16 there"
                 )
                 raise UnsupportedError(msg)
-            drifted = True
-    return drifted
+            differing = True
+    return differing
 
 
 def drifted_hyperparameters(first: RankZeroTables, manifest: Manifest) -> list[list[Any]]:

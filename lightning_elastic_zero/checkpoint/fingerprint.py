@@ -294,8 +294,8 @@ def _why_not(saved: SavedState, live: LiveEngine, scope: RestoreScope) -> dict[s
     if not scope.optimizer_state:
         return {"weights": weights, "optimizer": "it is not restored"}
     optimizer = _first_difference(dict(_states(held)), dict(_states(here)))
-    if SCALARS in held.rank_state and held.world_size != here.world_size:
-        optimizer = optimizer or "each rank had its own scalar states"
+    if SCALARS in held.rank_state and not held.has_same_partition(here):
+        optimizer = optimizer or "each part of the weights had its own scalar states"
     if not optimizer and not scope.hyperparameters and any(map(_counts_apart, held.groups)):
         optimizer = "step counts are not restored"
     return {"weights": weights, "optimizer": optimizer}

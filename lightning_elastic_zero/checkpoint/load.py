@@ -581,12 +581,12 @@ class _Load:
                 where,
             )
         differing = {k.name for g in source.manifest.groups for k in g.state if k.may_differ}
-        moved = (source.manifest.world_size, source.manifest.stage) != (here.world_size, here.stage)
+        moved = not source.manifest.has_same_partition(here)
         if SCALARS in source.manifest.rank_state and moved and scope.optimizer_state:
             log.warning(
-                "%s: each rank had its own value of the optimizer state %s. Here, each rank "
-                "continues with that of the first rank whose part it takes over. Steps of such an "
-                "optimizer depend on the partition of the weights.",
+                "%s: each part of the weights had its own value of the optimizer state %s. Here, "
+                "each rank continues with that of the first part that it takes over. Steps of such "
+                "an optimizer depend on the partition of the weights.",
                 where,
                 list_names(sorted(differing)),
             )

@@ -122,7 +122,8 @@ STAGE_WEIGHTS = 3
 MODULE_WEIGHTS = "module_weights"
 """In ``Manifest.rank_state``: shards have weights that are not the rounded masters."""
 SCALARS = "scalars"
-"""In ``Manifest.rank_state``: scalar optimizer states differ (``StateKey.may_differ``)."""
+"""In ``Manifest.rank_state``: scalar optimizer states differ between ranks or between flat buffers
+(``StateKey.may_differ``)."""
 EXTRA_STATE = "_extra_state"
 """Last part of the name of ``get_extra_state``'s value in torch's ``state_dict``."""
 
@@ -295,6 +296,11 @@ class Manifest:
         """Return the names of parameters, including aliases of tied ones, and of buffers."""
         aliases = (alias for p in self.parameters for alias in p.aliases)
         return (*(p.name for p in self.parameters), *aliases, *self.module_buffers)
+
+    def has_same_partition(self, other: Manifest) -> bool:
+        """Whether each rank holds the same elements in the same flat buffers."""
+        mine, others = ((m.stage, m.world_size, m.buffers) for m in (self, other))
+        return mine == others
 
     def layout(self) -> Layout:
         return zero_layout(self.stage, self.buffers, self.world_size)

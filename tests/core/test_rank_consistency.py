@@ -20,6 +20,7 @@ from lightning_elastic_zero.checkpoint.consistency import (
     write_tables,
 )
 from lightning_elastic_zero.checkpoint.save import ShardContents
+from lightning_elastic_zero.checkpoint.types import SaveOptions, manifest_to_save
 from lightning_elastic_zero.core.manifest import Group, Manifest, StateKey
 from lightning_elastic_zero.core.partition import FlatBuffer
 from lightning_elastic_zero.core.tensors import FlatState, RankState, Scalar, canonical_repr
@@ -80,12 +81,18 @@ def test_scalars_that_differ_are_named(
     assert all(name in str(raised.value) for name in named), raised.value
 
 
+@pytest.mark.parametrize("weights_only", [False, True])
 @pytest.mark.parametrize(("theirs", "differs"), [(0.1, False), (0.2, True)])
 def test_measurements_of_a_ranks_part_may_differ(
-    theirs: float, differs: bool, tmp_path: Path
+    theirs: float, differs: bool, weights_only: bool, tmp_path: Path
 ) -> None:
     """The Adafactor of transformers keeps the norm of its weights."""
     first, other = (contents({"RMS": torch.tensor(rms), "step": 3}) for rms in (0.1, theirs))
+    if weights_only:
+        first, other = (
+            replace(each, manifest=manifest_to_save(each.manifest, SaveOptions(weights_only=True)))
+            for each in (first, other)
+        )
     assert compare(first, other, tmp_path) is differs
 
 
