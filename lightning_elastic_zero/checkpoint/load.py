@@ -381,7 +381,7 @@ def _load_once(
         # After all that must not fail: this calls the module's own code.
         extra, warns = shared.extra_states, ranks.rank == 0
         restore_extra_states(live.module(), extra, str(path), warns=warns)
-        changed = filled.changed_weights[:LISTED]
+        changed = filled.changed_weights[:LISTED], filled.values.has_other_weights
         return [filled.bytes_read, request_count(asked) - requests, unverified, changed]
 
     costs = ranks.gather(f"{step}: done", finish) or []
@@ -392,8 +392,8 @@ def _load_once(
             path,
             count,
         )
-    if changed := list(dict.fromkeys(name for *_, names in costs for name in names)):
-        load.report_changed_weights(changed, filled)
+    if changed := list(dict.fromkeys(name for *_, (names, _) in costs for name in names)):
+        load.report_changed_weights(changed, scope, both=any(both for *_, (_, both) in costs))
     seconds = time.monotonic() - began
     stats = CheckpointStats(
         first.path,
@@ -611,9 +611,18 @@ class _Load:
         progress = io_progress("reading", self.ranks, self.options.show, size)
         filled = read_targets(targets)
         bytes_read = sum(source.read(runs, filled, progress) for _, runs in in_order)
+        resumes = self._resumes(scope)
+        if resumes and source.comparison.changed and not source.counts_steps:
+            msg = (
+                f"{self.where}: the master weights do not round to the weights in the model file: "
+                f"{list_names([*source.comparison.changed])}. User code had changed them in place, "
+                "or the files are of two saves: the optimizer counts no steps, so that this cannot "
+                "be determined. Resume from another checkpoint, or pass "
+                "load_optimizer_state=False to load the weights of the model file"
+            )
+            raise CheckpointFormatError(msg)
         if source.weights_differ:
             # A resume restores both. Otherwise, the module's weights are the result of training.
-            resumes = scope.optimizer_state and not source.manifest.weights_only
             weights = targets.round_masters() if resumes else ()
             values = replace(values, module_weights=weights)
             weights = (*weights, *targets.weights[len(weights) :])
@@ -624,20 +633,28 @@ class _Load:
         entries, changed = self._rank_entries(shared), tuple(source.comparison.changed)
         return _Filled(targets, values, entries, bytes_read, changed)
 
-    def report_changed_weights(self, names: Sequence[str], filled: _Filled) -> None:
-        """Log on rank 0 that the module's weights were not the rounded masters."""
+    def _resumes(self, scope: RestoreScope) -> bool:
+        """Whether the run continues from the masters and their optimizer states."""
+        return scope.optimizer_state and not self.source.manifest.weights_only
+
+    def report_changed_weights(
+        self, names: Sequence[str], scope: RestoreScope, *, both: bool
+    ) -> None:
+        """Log on rank 0 that the module's weights were not the rounded masters.
+
+        ``both``: whether some rank has restored both.
+        """
         found = (
             f"{self.where}: the saved weights of the module are not its masters, rounded: "
             f"{list_names(names)}. User code had changed them in place, for example by an average "
             "that was swapped in, a clamp, or eval() of a schedule-free optimizer"
         )
-        resumes = bool(filled.values.module_weights)
         is_own = MODULE_WEIGHTS in self.source.manifest.rank_state
         if not is_own:
-            found += "; if the optimizer counts no steps, files of two saves look the same"
-        if not resumes:
+            found += ", or the model file is of another save"
+        if not self._resumes(scope):
             (log.info if is_own else log.warning)("%s. The module's weights are loaded.", found)
-        elif not all(weights.numel() for weights in filled.values.module_weights):
+        elif not both:
             log.warning("%s. This run has no separate masters and continues from the saved.", found)
         else:
             log.warning(

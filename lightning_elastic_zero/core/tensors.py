@@ -97,6 +97,11 @@ class RestoreValues:
     module_weights: tuple[torch.Tensor, ...] = ()
     """For each flat buffer, the module's weights if they are not the rounded masters."""
 
+    @property
+    def has_other_weights(self) -> bool:
+        """Whether the module gets weights that are not the rounded masters."""
+        return any(weights.numel() for weights in self.module_weights)
+
 
 @dataclass(frozen=True, slots=True)
 class RestoreTargets:

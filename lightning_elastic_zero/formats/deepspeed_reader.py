@@ -489,6 +489,10 @@ class ZeroReader(TagReader):
     def other_steps(self) -> str:
         return self._step_difference(self._shards.steps(), self._shard_name(0))
 
+    @property
+    def counts_steps(self) -> bool:
+        return bool(self._shards.steps())
+
     def _manifest(self) -> Manifest:
         shards = self._shards
         return self._describe(
@@ -751,9 +755,16 @@ class UniversalReader(TagReader):
     def other_steps(self) -> str:
         if self._stage == STAGE_WEIGHTS:
             return ""  # There are no weights to compare with.
+        return self._step_difference(self._steps, f"{STEP}.pt")
+
+    @property
+    def counts_steps(self) -> bool:
+        return bool(self._steps)
+
+    @cached_property
+    def _steps(self) -> list[int]:
         found = (self._scalar_values(i).get(STEP) for i in range(len(self._numels)))
-        steps = [int(step) for step in found if step is not None]
-        return self._step_difference(steps, f"{STEP}.pt")
+        return [int(step) for step in found if step is not None]
 
     def layout_of(self, manifest: Manifest) -> Layout:
         """Return the layout: each parameter whole, in a separate file."""

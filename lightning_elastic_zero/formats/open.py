@@ -181,6 +181,10 @@ class RenamedReader(CheckpointReader):
     def other_steps(self) -> str:
         return self._source.other_steps
 
+    @property
+    def counts_steps(self) -> bool:
+        return self._source.counts_steps
+
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
         return self._source.scalars(self._as_saved(at))
 

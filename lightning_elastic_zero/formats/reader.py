@@ -31,6 +31,7 @@ from lightning_elastic_zero.core.tensors import (
     overflowed,
     plain,
 )
+from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
     CheckpointFormatError,
@@ -343,6 +344,11 @@ class CheckpointReader(ABC):
         """Why masters and low-precision weights are of two steps; else empty."""
         return ""
 
+    @property
+    def counts_steps(self) -> bool:
+        """Whether ``other_steps`` would find files of two steps."""
+        return True
+
     def read(self, transfers: Sequence[Transfer], targets: Targets, progress: Progress) -> int:
         """Read runs into all tensors of their targets, file by file; return the bytes read.
 
@@ -369,10 +375,11 @@ class CheckpointReader(ABC):
         masters = ((t, _filled(targets, t, WEIGHT)) for t, key in wanted if key == WEIGHT)
         for t, read in masters:
             if rounded := self.locate_rounded(t):
-                bytes_read += self._check_rounding(t.name, read, *rounded, progress)
+                bytes_read += self._compare_rounded(t.name, read, *rounded, progress)
+        self._refuse_damage(t.name for t in transfers)
         return bytes_read
 
-    def _check_rounding(
+    def _compare_rounded(
         self,
         name: str,
         masters: torch.Tensor,
@@ -388,18 +395,22 @@ class CheckpointReader(ABC):
             low = host_chunk(stop - start, dtype)
             bytes_read += file.read_into([(low, StoredRun(run.tensor, start, stop))], progress)
             self.comparison.add(name, masters[start - run.start : stop - run.start].cpu(), low)
-        if name in self.comparison.changed and (self.comparison.is_damage or self.other_steps):
-            cause = self.other_steps or (
-                "they do not even resemble them. The files are of different runs, or a conversion "
-                "split them at wrong offsets, as ds_to_universal does with round_robin_gradients"
-            )
-            msg = (
-                f"{self.files.folder}: the master weights of {name} do not round to the {dtype} "
-                f"weights in {file.path.relative_to(self.files.folder)}: {cause}. Resume from "
-                "another checkpoint"
-            )
-            raise CheckpointCorruptedError(msg)
         return bytes_read
+
+    def _refuse_damage(self, names: Iterable[str]) -> None:
+        """Raise CheckpointCorruptedError if weights that differ show that files are damaged."""
+        changed = [name for name in dict.fromkeys(names) if name in self.comparison.changed]
+        if not changed or not (self.comparison.is_damage or self.other_steps):
+            return
+        cause = self.other_steps or (
+            "they do not even resemble them. The files are of different runs, or a conversion "
+            "split them at wrong offsets, as ds_to_universal does with round_robin_gradients"
+        )
+        msg = (
+            f"{self.files.folder}: the master weights of {format_names(changed)} do not round to "
+            f"the weights in the model file: {cause}. Resume from another checkpoint"
+        )
+        raise CheckpointCorruptedError(msg)
 
     def read_module_weights(
         self,

@@ -281,3 +281,62 @@ def test_an_evaluation_and_a_fresh_optimizer_use_the_weights(changed: Saved, poo
         master = held[key.replace("weight/", "master/")]
         kept = master.bfloat16() == weight
         assert torch.equal(found[key], torch.where(kept, master, weight.float())), key
+
+
+def save_stock(setup: Setup, folder: str, change: Callable[[Engine], None]) -> Dump:
+    """Save by DeepSpeed after each of two steps."""
+    with engine_of(setup, 0) as engine:
+        for step in range(2):
+            train(engine, setup, step, step + 1)
+            change(engine)
+            engine.save_checkpoint(f"{folder}/{step}", tag="tag")
+        return dump(engine, setup) or {}
+
+
+@torch.no_grad()
+def clamp_last(engine: Engine) -> None:
+    engine.module.never.clamp_(-0.1, 0.1)
+
+
+def unchanged(engine: Engine) -> None:
+    del engine
+
+
+def test_the_warning_is_of_all_ranks(pools: Pools, tmp_path: Path) -> None:
+    """The weights that differ may be those of other ranks than rank 0."""
+    setup = Setup(2, "2", "bf16")
+    pools.run(2, partial(save_stock, setup, str(tmp_path), clamp_last))
+    (_, warned), *_ = pools.run(
+        2, partial(loaded_with_warnings, setup, Saved(setup, f"{tmp_path}/1"))
+    )
+    assert len(warned) == 1
+    assert "never" in warned[0]
+    assert "Both are restored" in warned[0]
+
+
+def refusal_and_weights(setup: Setup, path: str) -> tuple[str, Dump]:
+    from lightning_elastic_zero.api import load_checkpoint
+    from lightning_elastic_zero.errors import ElasticZeroError
+
+    with engine_of(setup, 7, tilt=3.0) as engine:
+        with pytest.raises(ElasticZeroError) as raised:
+            load_checkpoint(engine, path)
+        load_checkpoint(engine, path, load_optimizer_state=False)
+        return str(raised.value), dump(engine, setup) or {}
+
+
+def test_stock_files_without_step_counts_resume_with_a_fresh_optimizer_only(
+    pools: Pools, tmp_path: Path
+) -> None:
+    """A save that is killed while it overwrites a tag leaves files of two steps.
+
+    The model file has the whole weights of one step.
+    """
+    setup = Setup(2, "2", "bf16", optimizer="Momentum")
+    held = pools.run(2, partial(save_stock, setup, str(tmp_path), unchanged))[0]
+    (model,) = (tmp_path / "1/tag").glob("*model_states.pt")
+    (tmp_path / "0/tag" / model.name).write_bytes(model.read_bytes())
+    found = pools.run(2, partial(refusal_and_weights, setup, str(tmp_path / "0")))
+    assert all("load_optimizer_state=False" in message for message, _ in found)
+    weights = {key: weight for key, weight in held.items() if key.startswith("weight/")}
+    assert not differences(weights, {key: found[0][1][key] for key in weights})
