@@ -500,3 +500,17 @@ def test_a_stock_checkpoint_of_a_billion_ranks_is_refused_promptly(
     with pytest.raises(CheckpointCorruptedError, match=r"is of 1000000000 ranks, .* files of \d\."):
         fingerprint_checkpoint(path)
     assert "is incomplete" in verify_checkpoint(path).problem
+
+
+def test_damage_is_decided_after_all_parameters(tmp_path: Path) -> None:
+    """The first weights that differ, of a norm layer, may not resemble their masters."""
+    path = unpack("zero2-ds0.19", tmp_path).checkpoint
+    (model,) = path.rglob("*model_states.pt")
+    tree = torch.load(model, weights_only=False)
+    tree["module"]["a.weight"].normal_()
+    tree["module"]["b.weight"] *= 0.5
+    tree["module"]["b.bias"] *= 0.5
+    torch.save(tree, model)
+    found = verify_checkpoint(path)
+    assert found.is_sound, found.problem
+    assert "changed them in place" in found.note
