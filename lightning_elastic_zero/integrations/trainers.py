@@ -101,7 +101,11 @@ class ResumeCallback(TrainerCallback):
             )
         if changed and getattr(args, "train_sampling_strategy", "") == "batch_rebalance":
             differences.append("batch_rebalance orders samples by the number of ranks")
-        differences += _loss_differences(trainer, loaded)
+        for difference in _loss_differences(trainer, loaded):
+            if trainer.compute_loss_func is None:
+                _warn_if_counted(trainer, difference)
+            else:
+                differences.append(difference)
         if loaded.world_size != args.world_size:
             _watch_evaluation(trainer, loaded)
         warn_of_data(
@@ -383,6 +387,25 @@ def _loss_differences(trainer: Any, loaded: Loaded) -> Iterator[str]:
             f"run. Multiply the loss by {1 / factor} in this run; in new runs, divide it by "
             "self.current_gradient_accumulation_steps"
         )
+
+
+def _warn_if_counted(trainer: Any, difference: str) -> None:
+    """Warn at the first loss if the Trainer has counted labels.
+
+    It divides the loss of batches without ``labels``.
+    """
+    reference, own = weakref.ref(trainer), vars(trainer).get("compute_loss")
+
+    def first_loss(*args: Any, **kwargs: Any) -> Any:
+        trainer: Any = reference()
+        del trainer.compute_loss
+        if own is not None:
+            trainer.compute_loss = own
+        if kwargs.get(_COUNT) is not None and trainer.is_world_process_zero():
+            log.warning(difference)
+        return trainer.compute_loss(*args, **kwargs)
+
+    trainer.compute_loss = first_loss
 
 
 def _ignores_count(function: Any) -> bool:

@@ -17,6 +17,7 @@ from lightning_elastic_zero.integrations.trainers import (
     _epoch_differences,
     _generation_differences,
     _ignores_count,
+    _warn_if_counted,
     _watch_evaluation,
 )
 
@@ -30,6 +31,11 @@ class Ignores(Trainer):
         num_items_in_batch: Any = None,
     ) -> Any:
         return super().compute_loss(model, inputs, return_outputs)
+
+
+class Mean(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        return 1.0
 
 
 class PassesOn(Trainer):
@@ -61,6 +67,19 @@ def test_a_loss_that_ignores_the_number_of_labels_is_found(
     decorated = functools.wraps(cls.compute_loss)(lambda *args, **kwargs: None)
     assert _ignores_count(decorated) is ignores
     assert not _ignores_count(len)
+
+
+@pytest.mark.parametrize("count", [None, 8])
+def test_a_loss_that_the_trainer_divides_causes_no_warning(
+    count: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It divides the loss of batches without labels, such as pairs of sentences."""
+    trainer: Any = object.__new__(Mean)
+    trainer.is_world_process_zero = lambda: True
+    _warn_if_counted(trainer, "gradients change")
+    for _ in range(2):
+        assert trainer.compute_loss(None, None, num_items_in_batch=count) == 1.0
+    assert caplog.messages == ["gradients change"] * (count is not None)
 
 
 @pytest.mark.parametrize("cls", [Trainer, PassesOn])
