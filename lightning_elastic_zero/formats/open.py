@@ -88,7 +88,9 @@ def checkpoint_names(folder: Path) -> list[str]:
 
 
 def _list_checkpoints(names: Sequence[str]) -> str:
-    return f"the checkpoints {', '.join(names[-MAX_NAMES:])}" if names else "no checkpoints"
+    """List the last names, which are often the newest, and count the others."""
+    last_first = [*names[-MAX_NAMES:], *names[:-MAX_NAMES]]
+    return f"the checkpoints {format_names(last_first, MAX_NAMES)}" if names else "no checkpoints"
 
 
 def looks_like_checkpoint(entry: Path) -> bool:

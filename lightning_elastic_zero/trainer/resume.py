@@ -398,9 +398,8 @@ def _restore_random(pending: PendingResume, position: Position, device: torch.de
         return
     seed_rng_streams(run_seed(), trainer.global_step, trainer.global_rank)
     rank_zero_info(
-        f"Random numbers: saved on {pending.record.world_size} devices, so each of the "
-        f"{trainer.world_size} ranks starts a new stream from seed {run_seed()}, step "
-        f"{trainer.global_step} and its rank"
+        f"Random numbers: saved on {pending.record.world_size} devices, so each rank starts "
+        f"a new stream from seed {run_seed()}, step {trainer.global_step} and its rank"
     )
 
 

@@ -362,6 +362,10 @@ class TestOtherRuns:
             read_whole(tmp_path / "run")
         with pytest.raises(CheckpointNotFoundError, match="contains the checkpoints epoch"):
             read_whole(tmp_path / "run" / "best.ckpt")
+        for number in range(2, 6):
+            (tmp_path / "run" / f"epoch={number}.ckpt").touch()
+        with pytest.raises(CheckpointNotFoundError, match=r"epoch=5\.ckpt and 1 more$"):
+            read_whole(tmp_path / "run" / "best.ckpt")
         with pytest.raises(CheckpointNotFoundError, match="runs contains no checkpoints"):
             read_whole(tmp_path / "runs" / "last.ckpt")
         (tmp_path / "none").mkdir()
