@@ -46,6 +46,7 @@ class ElasticDeepSpeedFabricStrategy(DeepSpeedStrategy):
     To accumulate ``A`` micro-batches, set ``strategy.config["gradient_accumulation_steps"] = A``
     before ``fabric.setup``, and call ``fabric.backward`` and ``optimizer.step`` for each
     micro-batch. DeepSpeed divides the loss by ``A``, and each ``A``-th step changes the weights.
+    Checkpoints record the global batch only if ``config["train_micro_batch_size_per_gpu"]`` is set.
 
     Args:
         *args: Passed to ``lightning.fabric.strategies.DeepSpeedStrategy``.

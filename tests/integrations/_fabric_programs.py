@@ -74,7 +74,9 @@ def run_fabric(case: FabricCase) -> tuple[Run, dict[str, Any], dict[str, Any]]:
     # Fabric's own strategy cannot accumulate.
     plan = plan_batches(GLOBAL_BATCH, 2 if case.bound else GLOBAL_BATCH, world)
     data = Tokens(48)
-    fabric.strategy.config["gradient_accumulation_steps"] = plan.accumulate
+    sizes = (plan.accumulate, plan.largest_micro_batch)
+    names = ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu")
+    fabric.strategy.config |= dict(zip(names, sizes, strict=True))
     model: Any = tiny_model()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)

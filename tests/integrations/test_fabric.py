@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_elastic_zero.formats.open import open_checkpoint
 from tests.support.ranks import Pools
 
 pytest.importorskip("transformers")
@@ -24,6 +25,7 @@ from tests.integrations._fabric_programs import (
     save_two_engines,
     whole_batches,
 )
+from tests.integrations._hf_programs import GLOBAL_BATCH
 
 pytestmark = pytest.mark.engine
 
@@ -38,6 +40,7 @@ def test_a_loop_continues_on_other_counts(
     """State is equal bit for bit; entries are restored in place, others are returned."""
     path = str(tmp_path / "saved")
     saved, *_ = hf_ranks.run(2, partial(run_fabric, FabricCase(stage, save=path)))[0]
+    assert open_checkpoint(Path(path)).manifest.progress.global_batch_size == GLOBAL_BATCH
     longer, *_ = hf_ranks.run(2, partial(run_fabric, FabricCase(stage, steps=5)))[0]
     case = FabricCase(stage, by_name=world == 1, load=path, steps=5)
     run, kept, unused = hf_ranks.run(world, partial(run_fabric, case))[0]
