@@ -97,13 +97,12 @@ def run_fabric(case: FabricCase) -> tuple[Run, dict[str, Any], dict[str, Any]]:
         run.first_state = _state(model)
     sampler = ElasticSampler(data, plan, fabric.global_rank, seed=5)
     loader = DataLoader(data, batch_size=plan.largest_micro_batch, sampler=sampler)
-    loader = fabric.setup_dataloaders(loader, use_distributed_sampler=False)
     all_seen()
     losses: list[float] = []
     while int(state["step"]) < case.steps:
         sampler.start_at(*divmod(state["step"], sampler.steps))
         for micro_batch, batch in enumerate(loader, 1):
-            loss = model(**batch).loss
+            loss = model(**fabric.to_device(batch)).loss
             losses.append(float(fabric.all_reduce(loss.detach())))
             fabric.backward(loss)
             optimizer.step()

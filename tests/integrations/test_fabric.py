@@ -39,19 +39,19 @@ def test_a_loop_continues_on_other_counts(
 ) -> None:
     """State is equal bit for bit; entries are restored in place, others are returned."""
     path = str(tmp_path / "saved")
-    saved, *_ = hf_ranks.run(2, partial(run_fabric, FabricCase(stage, save=path)))[0]
+    saved, *_ = hf_ranks.run(2, partial(run_fabric, FabricCase(stage, save=path, steps=5)))[0]
     assert open_checkpoint(Path(path)).manifest.progress.global_batch_size == GLOBAL_BATCH
-    longer, *_ = hf_ranks.run(2, partial(run_fabric, FabricCase(stage, steps=5)))[0]
-    case = FabricCase(stage, by_name=world == 1, load=path, steps=5)
+    longer, *_ = hf_ranks.run(2, partial(run_fabric, FabricCase(stage, steps=9)))[0]
+    case = FabricCase(stage, by_name=world == 1, load=path, steps=9)
     run, kept, unused = hf_ranks.run(world, partial(run_fabric, case))[0]
     for name, tensor in saved.states[-1].items():
         assert torch.equal(run.first_state[name], tensor), name
-    assert kept == {"step": 5, "last_epoch": 5, "mean": 3.0}
+    assert kept == {"step": 9, "last_epoch": 9, "mean": 5.0}
     assert ["metrics in state['lost']: call" in each["warning"] for each in saved.log] == [True]
     assert unused == {"extra": {"note": "mine"}}
-    assert " at step 3: " in run.shown  # Fabric's engine does not know the samples of a step
+    assert " at step 5: " in run.shown  # Fabric's engine does not know the samples of a step
     assert ["no entry 'unsaved'" in warning for warning in run.warnings] == [True]
-    for step in (4, 5):  # of the first epoch and of the second
+    for step in (6, 9):  # of the second epoch and of the third
         assert run.samples[step] == longer.samples[step]
         assert abs(run.losses[step] - longer.losses[step]) < 2e-6
 
