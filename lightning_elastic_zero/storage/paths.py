@@ -137,4 +137,4 @@ def read_file(path: AnyPath, most_bytes: int = MOST_READ_BYTES) -> bytes:
         if status.st_size > most_bytes:
             msg = f"it has {status.st_size} bytes, expected at most {most_bytes}"
             raise OSError(errno.EINVAL, msg, str(path))
-        return file.read(most_bytes)
+        return file.read(status.st_size)  # A limit above the size would be allocated.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
-from weakref import WeakSet
+from weakref import ref
 
 import lightning.pytorch as pl
 import torch
@@ -161,7 +161,7 @@ class RunResumer:
         """Whether the fit has begun to train; before, a loaded run is restored in part only."""
         self._new_generators: list[dict[str, list[torch.Tensor]]] = []
         """States of the generators of each training loader that was made."""
-        self._validation_generators: WeakSet[torch.Generator] = WeakSet()
+        self._validation_generators: list[ref[torch.Generator]] = []
         """This library's, of the loaders of validations, which a second fit may use again."""
 
     def begin(self) -> None:
@@ -183,7 +183,8 @@ class RunResumer:
         if not trainer.training:
             own = with_own_generator(loader, run_seed(), rank)
             if own is not loader and isinstance(own, DataLoader) and own.generator is not None:
-                self._validation_generators.add(own.generator)
+                known = [each for each in self._validation_generators if each() is not None]
+                self._validation_generators = [*known, ref(own.generator)]
                 self._seed_validation(trainer)
             return own
         if self.recorder.seed is None:
@@ -212,8 +213,9 @@ class RunResumer:
     def _seed_validation(self, trainer: pl.Trainer) -> None:
         """Seed the workers of a validation after the next batch, as any resumed run does."""
         done = trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        for generator in self._validation_generators:
-            generator.manual_seed(derive_seed(run_seed(), trainer.global_rank, done))
+        for reference in self._validation_generators:
+            if (generator := reference()) is not None:
+                generator.manual_seed(derive_seed(run_seed(), trainer.global_rank, done))
 
     def weight(self, trainer: pl.Trainer, rank: int) -> float:
         """Return the weight of the current micro-batch's loss, in addition to 1 / accumulation."""

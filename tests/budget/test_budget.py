@@ -99,4 +99,6 @@ def test_fixed_costs_of_agreements_syncs_and_files(
                 model = "mp_rank_00_model_states.pt"
                 model = f"zero_pp_rank_0_{model}" if stage == 3 else model
                 read = (shard, f"{shard}.sums", model, f"{model}.sums")
-                assert sorted(opened) == sorted((*read, "manifest.json", "latest"))
+                # The manifest first, up to the size of a link that was copied from a store.
+                marks = ("manifest.json", "manifest.json", "latest")
+                assert sorted(opened) == sorted((*read, *marks))
