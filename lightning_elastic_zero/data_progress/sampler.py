@@ -11,6 +11,7 @@ Ranks without saved random states start streams derived from seed, optimizer ste
 from __future__ import annotations
 
 import hashlib
+import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
@@ -26,6 +27,8 @@ from typing_extensions import override
 
 from lightning_elastic_zero.data_progress.batches import BatchPlan
 from lightning_elastic_zero.errors import UnsupportedError
+
+log = logging.getLogger(__name__)
 
 
 def collect_rng_states(device: torch.device | None = None) -> dict[str, Any]:
@@ -285,6 +288,13 @@ class ElasticSampler(DistributedSampler[Any]):
         start, self._start = self._start, None
         epoch = self.epoch
         first = start[1] if start is not None and start[0] == epoch else 0
+        if start is not None and start[0] != epoch and 0 < start[1] < self.steps and not self.rank:
+            log.warning(
+                "ElasticSampler starts epoch %d at its first step, because set_epoch(%d) followed "
+                "start_at(%d, %d). Loaders that fabric.setup_dataloaders has wrapped call it: "
+                "iterate your own DataLoader",
+                *(epoch, epoch, *start),
+            )
         if first >= self.steps:
             return
         order = self._order(epoch)
