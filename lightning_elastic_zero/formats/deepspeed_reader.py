@@ -234,7 +234,9 @@ def _progress(tree: Mapping[str, Any]) -> TrainingProgress:
     world_size = int(tree["dp_world_size"])
     # The user gives two of the three sizes, or one, and DeepSpeed computes the others.
     if accumulation is None:
-        accumulation = batch // (micro * world_size) if batch and micro and world_size else 1
+        accumulation = 1
+        if batch and micro and world_size:  # They may contradict each other.
+            accumulation = max(batch // (micro * world_size), 1)
     if batch is None and micro:
         batch = micro * accumulation * world_size
     elif batch is None and steps and not samples % steps:
