@@ -183,7 +183,7 @@ def check_no_overflow(
 
 
 class WeightComparison:
-    """Compares masters with the low-precision weights that are stored beside them.
+    """Compares masters with the low-precision weights stored with them.
 
     The optimizer step rounds the masters to the weights. They differ if user code changed either in
     place before the save (an average swapped in, a clamp, ``eval()`` of a schedule-free optimizer),

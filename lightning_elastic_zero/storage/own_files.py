@@ -148,8 +148,8 @@ def leads_inside(target: str) -> bool:
 def latest_in(folder: Path) -> str:
     """Return the path in a folder that its file ``latest`` names.
 
-    It is empty if there is no such file, or if that is no name of a folder: of a checkpoint of this
-    library, readers do not need it.
+    It is empty if the file is missing or does not name an existing path below the folder. Readers
+    of this library's checkpoints do not need it.
     """
     with suppress(OSError):
         name = read_file(folder / LATEST, _MOST_LINK_BYTES).decode(errors="replace").strip()
