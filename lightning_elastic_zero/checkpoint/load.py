@@ -655,7 +655,9 @@ class _Load:
         if not self._resumes(scope):
             (log.info if is_own else log.warning)("%s. The module's weights are loaded.", found)
         elif not both:
-            log.warning("%s. This run has no separate masters and continues from the saved.", found)
+            log.warning(
+                "%s. This run has no separate masters: it starts from the saved ones.", found
+            )
         else:
             log.warning(
                 "%s. Both are restored: the next forward uses the module's weights, and the next "

@@ -331,7 +331,7 @@ class EngineCheckpoints:
         """Report the load in one line, also if the user has not configured ``logging``."""
         manifest, engine, stats = result.manifest, self._engine, result.stats
         saved = f"saved on {_devices(manifest.world_size)} with ZeRO-{manifest.stage}"
-        # Fabric's engine does not know the samples.
+        # Under Fabric, the configured batch size need not be the loader's.
         per_step = f", {engine.train_batch_size()} samples per step"
         text = (
             f"Loaded {stats.path} ({result.source_summary or saved}) on "

@@ -41,8 +41,11 @@ TOKEN_PREFIX, TABLE_PREFIX = ".seen-", ".compared-"
 LINK_FORMAT = "lightning_elastic_zero.link"
 """``format`` of a ``manifest.json`` that is a link, in an object store or a copy of its folder."""
 
-_MOST_LINK_BYTES, _MOST_LINKS = 1 << 16, 8
-"""The largest link, and links that are followed from one to the next."""
+_MOST_LINK_BYTES = 1 << 16
+"""Size of the largest link."""
+
+MOST_LINKS = 8
+"""Links that are followed from one to the next."""
 
 SAVE_ID = re.compile("[0-9a-f]{32}")
 """The folder of a save's files in an object store, and in a copy on a disk."""
@@ -173,7 +176,7 @@ def copied_link(path: Path) -> str:
 def follow_links(path: Path) -> Path:
     """Return the real path behind links of the system, and behind copies of links in a store."""
     path = real_path(path)
-    for _ in range(_MOST_LINKS):
+    for _ in range(MOST_LINKS):
         if not (target := copied_link(path)):
             break
         path = real_path(path.parent / target)

@@ -46,7 +46,7 @@ def parse_path(path: str | os.PathLike[str] | StorePath) -> AnyPath:
         return path
     text = os.fspath(path)
     if "\0" in text:
-        msg = f"{text!r} contains a NUL character: no path can"
+        msg = f"{text!r} contains a NUL character, which a path cannot contain"
         raise UnsupportedError(msg)
     url = _URL.match(text)
     if url is None or url[1].lower() == "file":

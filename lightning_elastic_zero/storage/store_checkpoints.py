@@ -39,6 +39,7 @@ from lightning_elastic_zero.storage.object_store import (
 )
 from lightning_elastic_zero.storage.own_files import (
     LINK_FORMAT,
+    MOST_LINKS,
     MOST_NAMED,
     SAVE_ID,
     TAG,
@@ -74,9 +75,6 @@ second request is repeated for ``RETRY_S``, and the store carries out the last r
 """
 
 _POLL_S = 0.2
-
-_MOST_LINKS = 8
-"""Links that are followed from one to the next."""
 
 PROBE_PREFIX = ".zero-probe-"
 """Beginning of the name of an object that is written to see which conditions a store supports."""
@@ -149,7 +147,7 @@ def follow_links(path: StorePath) -> StorePath:
     Raises:
         OSError: the store cannot be read.
     """
-    for _ in range(_MOST_LINKS):
+    for _ in range(MOST_LINKS):
         commit = read_commit(path)
         if commit is None or not commit.linked_to:
             return path
@@ -315,7 +313,8 @@ def make_link(target: StorePath, link: StorePath, progress: Progress = NO_PROGRE
     if target.root != link.root or not leads_inside(text):
         msg = (
             f"Could not link {link} to the published {target}: a link in an object store leads to "
-            "a checkpoint in its own folder or below it. Choose a link there."
+            "a checkpoint in its own folder or below it. Place the link in a folder above the "
+            "checkpoint."
         )
         raise SaveError(msg)
     data = _to_json(LINK_FORMAT, target=text)
