@@ -30,9 +30,9 @@ from lightning_elastic_zero.storage.checkpoints import (
 from lightning_elastic_zero.storage.disk_checkpoints import NOT_SUPPORTED, exchange_names, make_link
 from lightning_elastic_zero.storage.file_write import as_save_error, write_durably
 from lightning_elastic_zero.storage.object_store import StorePath
+from lightning_elastic_zero.storage.ownership import new_id
 from lightning_elastic_zero.storage.paths import parse_path, sync_directory
 from lightning_elastic_zero.storage.store_checkpoints import check_conditional_writes
-from lightning_elastic_zero.storage.writers import new_id
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,6 @@ from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import ElasticZeroError
 from lightning_elastic_zero.storage.paths import parse_path
-from lightning_elastic_zero.storage.writers import ConcurrentRunMonitor
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +62,6 @@ class CheckpointManager:
         self._is_rank_zero = False
         self.dirpaths: tuple[object, ...] = ()
         """The folders into which callbacks save."""
-        self._run_monitor = ConcurrentRunMonitor(())
         self._retention = Retention()
         self._links = CheckpointLinks()
         self._unhook: Callable[[], None] = _nothing
@@ -79,10 +77,6 @@ class CheckpointManager:
         self._is_rank_zero = rank == 0
         self.dirpaths = tuple(dirpaths)
         self._retention.folders = tuple(parse_path(str(path)) for path in self.dirpaths if path)
-        self._run_monitor.end()
-        if self._is_rank_zero:
-            self._run_monitor = ConcurrentRunMonitor(self.dirpaths)
-            self._run_monitor.begin()
         if self._background and self._writer is None:
             times = replace(self._times, absent_timeout_s=_WRITERS_ABSENT_S)
             ranks = connect_ranks(times, "elastic-zero in the background")
@@ -149,7 +143,6 @@ class CheckpointManager:
 
     def _record(self, stats: CheckpointStats) -> None:
         self._last_save = stats
-        self._run_monitor.look_soon()
         for listener in self.listeners if self._is_rank_zero else ():
             listener("save", stats)
 
@@ -208,7 +201,6 @@ class CheckpointManager:
         exception or a signal), the save in flight has limited time and a failure is logged.
         """
         failure = None
-        self._run_monitor.end()
         if self._writer is not None:
             failure = self._writer.stop(DRAIN_TIMEOUT_S if interrupted else None)
             self.collect()

@@ -50,7 +50,7 @@ from lightning_elastic_zero.errors import ElasticZeroError, SaveError
 from lightning_elastic_zero.formats.client_state import pickle_objects
 from lightning_elastic_zero.formats.elastic import writes_weights
 from lightning_elastic_zero.formats.torch_write import ChunkedSource, piecewise
-from lightning_elastic_zero.storage.writers import PeriodicThread
+from lightning_elastic_zero.storage.ownership import PeriodicThread
 
 _ALIGNED_BYTES = 64
 """Alignment of tensors, for fast copies."""

@@ -46,13 +46,13 @@ from lightning_elastic_zero.storage.own_files import (
     remove_hidden,
     remove_interrupted_deletions,
 )
-from lightning_elastic_zero.storage.paths import NO_ENTRY, open_file, real_path, sync_directory
-from lightning_elastic_zero.storage.writers import (
+from lightning_elastic_zero.storage.ownership import (
     ProcessIdentity,
     filesystem_time_s,
     new_id,
     touch_regularly,
 )
+from lightning_elastic_zero.storage.paths import NO_ENTRY, open_file, real_path, sync_directory
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2

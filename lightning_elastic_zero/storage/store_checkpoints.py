@@ -50,7 +50,7 @@ from lightning_elastic_zero.storage.own_files import (
     recorded_files,
     target_in,
 )
-from lightning_elastic_zero.storage.writers import (
+from lightning_elastic_zero.storage.ownership import (
     DEAD_AFTER_S,
     PeriodicThread,
     ProcessIdentity,

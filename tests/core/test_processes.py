@@ -13,7 +13,7 @@ import pytest
 
 from lightning_elastic_zero.core import processes
 from lightning_elastic_zero.core.processes import ProcessKey, ProcessState, machine, start_time
-from lightning_elastic_zero.storage.writers import DEAD_AFTER_S, ProcessIdentity
+from lightning_elastic_zero.storage.ownership import DEAD_AFTER_S, ProcessIdentity
 from tests.support.processes import PROMPT_TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.skipif(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lightning_elastic_zero.errors import SaveError
-from lightning_elastic_zero.storage import writers as process_identity
+from lightning_elastic_zero.storage import ownership
 from lightning_elastic_zero.storage.disk_checkpoints import (
     LINK_PREFIX,
     StagedDirectory,
@@ -24,7 +24,7 @@ from lightning_elastic_zero.storage.disk_checkpoints import (
     staging_path,
 )
 from lightning_elastic_zero.storage.own_files import DELETING_PREFIX
-from lightning_elastic_zero.storage.writers import DEAD_AFTER_S, PeriodicThread
+from lightning_elastic_zero.storage.ownership import DEAD_AFTER_S, PeriodicThread
 from tests.support.processes import HANG_TIMEOUT_S, wait_until
 from tests.support.small_checkpoints import (
     SHARD,
@@ -372,7 +372,7 @@ class TestElsewhere:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         staged, owner_file = abandoned
-        monkeypatch.setattr(process_identity, "TOUCH_INTERVAL_S", 0.01)
+        monkeypatch.setattr(ownership, "TOUCH_INTERVAL_S", 0.01)
         before = set(threading.enumerate())
         with staged.touch_regularly():
             os.utime(owner_file, (0, 0))

@@ -37,8 +37,7 @@ from lightning_elastic_zero.storage.disk_checkpoints import (
     repair_target,
 )
 from lightning_elastic_zero.storage.own_files import check_replaceable, classify_files
-from lightning_elastic_zero.storage.writers import (
-    ConcurrentRunMonitor,
+from lightning_elastic_zero.storage.ownership import (
     ProcessIdentity,
     filesystem_time_s,
 )
@@ -513,19 +512,15 @@ class TestLeftovers:
     ) -> None:
         fill(tmp_path / ".zero-previous-1", "old")
         fill(tmp_path / ".zero-previous-2", "old")
-        for name in ("owner-1", "owner-5a7e", "run-1"):
-            os.mkfifo(tmp_path / f".zero-{name}.json")
-        for name in ("owner-2", "run-2"):
-            (tmp_path / f".zero-{name}.json").touch()
-            os.truncate(tmp_path / f".zero-{name}.json", 1 << 40)
+        for save_id in ("1", "5a7e"):
+            os.mkfifo(tmp_path / f".zero-owner-{save_id}.json")
+        (tmp_path / ".zero-owner-2.json").touch()
+        os.truncate(tmp_path / ".zero-owner-2.json", 1 << 40)
         before = names_in(tmp_path)
-        monitor = ConcurrentRunMonitor([tmp_path])
 
         def work() -> None:
             remove_leftovers(tmp_path)
             repair_target(tmp_path / "lost.ckpt", 0.0)
-            monitor.look()
-            monitor.end()
 
         assert finishes(work)
         assert names_in(tmp_path) == before

@@ -20,7 +20,7 @@ import lightning.pytorch as pl
 
 from lightning_elastic_zero.errors import ElasticZeroError
 from lightning_elastic_zero.storage.disk_checkpoints import repair
-from lightning_elastic_zero.storage.writers import ProcessIdentity
+from lightning_elastic_zero.storage.ownership import ProcessIdentity
 from tests.faults._deterministic_training import Table, Training, published, train
 from tests.faults._save_steps import KillPoint
 from tests.faults._state_digests import read_digests

@@ -107,14 +107,11 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("storage/disk_checkpoints.py", "_put_back", "hidden.rename"): (
         LEFT + "test_repair_replaces_nothing"
     ),
-    ("storage/writers.py", "filesystem_time_s", "probe.touch"): (
+    ("storage/ownership.py", "filesystem_time_s", "probe.touch"): (
         LEFT + "test_the_clock_probe_does_not_replace_a_file"
     ),
-    ("storage/writers.py", "filesystem_time_s", "probe.unlink"): (
+    ("storage/ownership.py", "filesystem_time_s", "probe.unlink"): (
         LEFT + "test_the_clock_probe_does_not_replace_a_file"
-    ),
-    ("storage/writers.py", "_remove", "marker.unlink"): (
-        "tests/core/test_concurrent_runs.py::test_foreign_files_with_the_name_of_a_marker_are_kept"
     ),
     ("trainer/checkpoint_io.py", "stop", "Path(made).rmdir"): (
         "tests/trainer/test_directory_check.py::test_a_missing_checkpoint_leaves_no_trace"

@@ -14,8 +14,8 @@ from lightning_elastic_zero.coordination.liveness import STALL_TIMEOUT_S
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage import object_store
 from lightning_elastic_zero.storage.object_store import StorePath
+from lightning_elastic_zero.storage.ownership import new_id
 from lightning_elastic_zero.storage.store_checkpoints import StagedObjects
-from lightning_elastic_zero.storage.writers import new_id
 from tests.stores._fault_proxy import Fault, FaultProxy
 from tests.stores._servers import (
     make_bucket,

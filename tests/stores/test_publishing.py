@@ -35,6 +35,7 @@ from lightning_elastic_zero.storage.disk_checkpoints import StagedDirectory
 from lightning_elastic_zero.storage.file_read import VerifiedFile
 from lightning_elastic_zero.storage.file_write import CHUNK_BYTES, ChecksummedWriter
 from lightning_elastic_zero.storage.object_store import Store, StorePath, Version
+from lightning_elastic_zero.storage.ownership import ProcessIdentity, new_id
 from lightning_elastic_zero.storage.store_checkpoints import (
     StagedObjects,
     check_conditional_writes,
@@ -43,7 +44,6 @@ from lightning_elastic_zero.storage.store_checkpoints import (
     make_link,
     remove_leftovers,
 )
-from lightning_elastic_zero.storage.writers import ProcessIdentity, new_id
 from lightning_elastic_zero.tools.verification import verify_checkpoint
 from tests.support.plain_checkpoints import make_state, write_elastic
 from tests.support.small_checkpoints import complete, contents, fill, names_in

@@ -21,11 +21,15 @@ S3 = tuple[str, Mapping[str, str]]
 
 
 def names_in(url: str) -> dict[str, str]:
-    """Return the names in a folder of a store, with the targets of links."""
+    """Return the names in a folder of a store, with the targets of links; nothing else is there."""
     from lightning_elastic_zero.storage.checkpoints import is_link, resolved, siblings
+    from lightning_elastic_zero.storage.object_store import StorePath
     from lightning_elastic_zero.storage.paths import parse_path
 
-    found = sorted(siblings(parse_path(url) / "any"), key=str)
+    folder = parse_path(url)
+    assert isinstance(folder, StorePath)
+    assert not folder.store.entries(folder.key)[1]
+    found = sorted(siblings(folder / "any"), key=str)
     return {path.name: resolved(path).name if is_link(path) else "" for path in found}
 
 

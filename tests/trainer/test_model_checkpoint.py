@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -13,14 +12,12 @@ from typing import Any
 import pytest
 import torch
 from deepspeed import comm
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from lightning_elastic_zero.storage.writers import RUN_MARKER_PREFIX, ProcessIdentity
 from lightning_elastic_zero.tools.verification import newest_sound_checkpoint
 from lightning_elastic_zero.trainer.model_checkpoint import nested_saves
 from tests.support.fits import FitSpec, error_of, fit, listing
-from tests.support.outcome import captured_log, captured_warnings
-from tests.support.processes import HANG_TIMEOUT_S
+from tests.support.outcome import captured_warnings
 from tests.support.ranks import Pools
 from tests.support.small_checkpoints import before_each_syscall
 
@@ -152,42 +149,38 @@ def test_saves_below_a_folder_are_found_by_their_names(tmp_path: Path) -> None:
     assert {str(Path(str(path)).relative_to(tmp_path)) for path in found} == mine
 
 
-def fit_twice(root: str) -> list[list[str]]:
-    """Fit twice with two callbacks in one folder, and evaluate; return each fit's messages."""
-    trainer, net, data, _ = FitSpec(root, 2).make()
-    second = ModelCheckpoint(dirpath=root, filename="second", enable_version_counter=False)
-    trainer.callbacks.append(second)  # type: ignore[attr-defined]
-    messages: list[list[str]] = []
-    for epochs in (1, 2):
-        with captured_log("lightning_elastic_zero.storage") as logged:
-            trainer.fit_loop.max_epochs = epochs
-            trainer.fit(net, data)
-            if epochs == 2:
-                trainer.validate(net, data, verbose=False)
-        messages.append(logged)
-    return messages
+class Listing(Callback):
+    """Lists the folder of the checkpoints before each batch."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.names = folder, set[str]()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.names |= {*listing(self.folder)}
 
 
-def test_another_live_run_in_the_folder_causes_one_warning(worlds: Pools, tmp_path: Path) -> None:
-    """Other fits and callbacks of this trainer and dead runs cause none. All notes are removed."""
-    with subprocess.Popen(["sleep", str(HANG_TIMEOUT_S)]) as other:
-        note = tmp_path / f"{RUN_MARKER_PREFIX}1.json"
-        started = Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[19]
-        owner = replace(ProcessIdentity.of_this_process("kept"), pid=other.pid, started=started)
-        note.write_bytes(owner.to_json())
-        try:
-            messages = worlds.run(2, partial(fit_twice, str(tmp_path)))
-        finally:
-            other.kill()
-    assert messages[1] == [[], []]
-    for logged in messages[0]:
-        assert len(logged) == 1
-        assert f"(process {other.pid} on {owner.host}) saves into {tmp_path}" in logged[0]
-    assert listing(str(tmp_path)) == {"last.ckpt": True, "second.ckpt": True, note.name: False} | {
-        name: True for name in listing(str(tmp_path)) if name.startswith("epoch")
-    }
-    assert worlds.run(2, partial(fit_twice, str(tmp_path))) == [[[], []]] * 2
-    assert not list(tmp_path.glob(f"{RUN_MARKER_PREFIX}*"))
+def fit_and_list(spec: FitSpec) -> set[str]:
+    """Fit; return the names that were in the folder before any batch."""
+    trainer, net, data, _ = spec.make()
+    before_batches = Listing(spec.root)
+    trainer.callbacks.append(before_batches)  # type: ignore[attr-defined]
+    trainer.fit(net, data)
+    return before_batches.names
+
+
+@pytest.mark.parametrize("async_save", [False, True], ids=["blocking", "background"])
+def test_a_folder_of_checkpoints_holds_nothing_else(
+    worlds: Pools, tmp_path: Path, *, async_save: bool
+) -> None:
+    """Neither during a run, except for the save in flight, nor after it."""
+    options = {"monitor": "step", "mode": "max", "filename": "{step}", "save_last": "link"}
+    spec = FitSpec(str(tmp_path), 2, epochs=3, checkpoint={**options, "save_top_k": 2})
+    names, _ = worlds.run(
+        2, partial(fit_and_list, replace(spec, strategy={"async_save": async_save}))
+    )
+    assert listing(str(tmp_path)) == {"last.ckpt": True, "step=4.ckpt": True, "step=6.ckpt": True}
+    if not async_save:
+        assert names == {"last.ckpt", "step=2.ckpt", "step=4.ckpt"}
 
 
 @pytest.mark.parametrize(

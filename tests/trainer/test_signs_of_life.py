@@ -16,7 +16,7 @@ from deepspeed import comm
 
 from lightning_elastic_zero.api import save_checkpoint
 from lightning_elastic_zero.checkpoint import save as saving
-from lightning_elastic_zero.storage import writers as process_identity
+from lightning_elastic_zero.storage import ownership
 from tests.support.ranks import Pools
 from tests.trainer import _failure_cases
 
@@ -45,9 +45,9 @@ def watch(root: str) -> bool:
 
     await_shared = vars(saving)["await_shared"]
     vars(saving)["await_shared"] = see_late
-    process_identity.TOUCH_INTERVAL_S, heartbeat_interval_s = (
+    ownership.TOUCH_INTERVAL_S, heartbeat_interval_s = (
         0.05,
-        process_identity.TOUCH_INTERVAL_S,
+        ownership.TOUCH_INTERVAL_S,
     )
     watcher = threading.Thread(target=look)
     try:
@@ -56,7 +56,7 @@ def watch(root: str) -> bool:
         save_checkpoint(engine, f"{root}/a.ckpt")
     finally:
         vars(saving)["await_shared"] = await_shared
-        process_identity.TOUCH_INTERVAL_S = heartbeat_interval_s
+        ownership.TOUCH_INTERVAL_S = heartbeat_interval_s
         if comm.get_rank() == 0:
             watcher.join()
     return touched.is_set()
