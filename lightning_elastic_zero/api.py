@@ -64,9 +64,6 @@ class ElasticOptions:
     False: the error names that checkpoint. Only checkpoints of this library are considered. With a
     plain engine, tags must end with the step (``global_step10``), and with Fabric, names must
     differ by a number only (``step-10.ckpt``): others may belong to another engine."""
-    fingerprint: bool = False
-    """Each save stores a checksum of the training state. Each load compares it with the live state
-    and fails on all ranks before training if they differ."""
     save_module_weights: bool = False
     """Also write the low-precision weights, which can be computed from the fp32 masters.
     DeepSpeed's own loaders need them."""
@@ -103,7 +100,6 @@ class ElasticOptions:
             renamed=check_rename(self.rename),
             allow_pickle=self.allow_pickle,
             fallback=self.fallback,
-            fingerprint=self.fingerprint,
             **more,
         )
 
@@ -111,7 +107,6 @@ class ElasticOptions:
         """Return the options of the saves of one run, which warn of each object once."""
         return SaveOptions(
             module_weights=self.save_module_weights,
-            fingerprint=self.fingerprint,
             warned_objects=None if self.allow_pickle else set(),
         )
 
@@ -135,7 +130,6 @@ def save_checkpoint(
     weights_only: bool = False,
     exclude_frozen_parameters: bool = False,
     save_module_weights: bool = False,
-    fingerprint: bool = False,
     stall_timeout_s: float = STALL_TIMEOUT_S,
     absent_timeout_s: float = ABSENT_TIMEOUT_S,
 ) -> CheckpointStats:
@@ -156,8 +150,6 @@ def save_checkpoint(
         exclude_frozen_parameters: Omit weights that the optimizer does not own.
         save_module_weights: Also write the low-precision weights, which can be computed from the
             masters. DeepSpeed's own loaders need them.
-        fingerprint: Store a checksum of the training state, with which a load compares the live
-            state. This reads the state once more in memory; see docs/saving.md.
         stall_timeout_s: Seconds that a rank may work without progress before the save fails on all
             ranks. Each MiB written is progress. Increase it if one call to the file system can take
             longer.
@@ -179,7 +171,6 @@ def save_checkpoint(
         weights_only=check_flag("weights_only", weights_only),
         exclude_frozen=check_flag("exclude_frozen_parameters", exclude_frozen_parameters),
         module_weights=check_flag("save_module_weights", save_module_weights),
-        fingerprint=check_flag("fingerprint", fingerprint),
     )
     client = check_client_state(client_state)
     live, times = LiveEngine(engine), Timeouts.of(stall_timeout_s, absent_timeout_s)
@@ -199,7 +190,6 @@ def load_checkpoint(
     rename: Mapping[str, str] | None = None,
     allow_pickle: bool = False,
     fallback: bool = False,
-    fingerprint: bool = False,
     stall_timeout_s: float = STALL_TIMEOUT_S,
     absent_timeout_s: float = ABSENT_TIMEOUT_S,
 ) -> LoadResult:
@@ -222,7 +212,6 @@ def load_checkpoint(
         allow_pickle: Build Python objects of any class from the client state. This can run code.
         fallback: If the checkpoint is a damaged one of this library, load the newest older one in
             its folder that is intact and has the same parameters, with a warning.
-        fingerprint: Compare the live state with the checksum in the checkpoint, if it has one.
         stall_timeout_s: See ``save_checkpoint``.
         absent_timeout_s: See ``save_checkpoint``.
 
@@ -234,7 +223,7 @@ def load_checkpoint(
         CheckpointNotFoundError: There is no checkpoint at the path.
         CheckpointFormatError: There is something else at the path.
         CheckpointMismatchError: The checkpoint does not fit the model, or lacks requested state.
-        CheckpointCorruptedError: The checkpoint is damaged, or the fingerprints differ.
+        CheckpointCorruptedError: The checkpoint is damaged.
         UnsupportedError: The engine or a part of its state cannot be restored.
         RanksError: A rank failed, died or did not call this function.
     """
@@ -245,7 +234,6 @@ def load_checkpoint(
         strict_optimizer=check_flag("strict_optimizer", strict_optimizer),
         allow_pickle=check_flag("allow_pickle", allow_pickle),
         fallback=check_flag("fallback", fallback),
-        fingerprint=check_flag("fingerprint", fingerprint),
         renamed=check_rename(rename),
     )
     live, times = LiveEngine(engine), Timeouts.of(stall_timeout_s, absent_timeout_s)

@@ -25,7 +25,6 @@ from lightning_elastic_zero.checkpoint.fallback import (
     is_there,
     manifest_of,
 )
-from lightning_elastic_zero.checkpoint.fingerprint import SavedState, Verdict, check_loaded
 from lightning_elastic_zero.checkpoint.types import (
     CheckpointStats,
     LoadOptions,
@@ -272,9 +271,6 @@ def load_engine(
     Creates normal tensors even under ``torch.inference_mode``, since inference tensors cannot be
     trained.
 
-    With ``LoadOptions.fingerprint``, the live state is compared with the saved fingerprint after
-    the commit: such an error means that the engine has already changed.
-
     If the checkpoint is damaged, the error names an older intact one. With ``fallback`` it is
     loaded instead, with a warning. An ``OSError`` of the disk is not damage: it may be temporary.
 
@@ -371,10 +367,7 @@ def _load_once(
         source = load.source
         filled = ranks.run_all(f"{step}: read", lambda: load.read(scope, shared, undo))
         undo.pop_all()
-        failure, verdict = _commit(filled), Verdict("", "")
-        if options.fingerprint:
-            ranks.run_all(f"{step}: commit", partial(_raise, failure))
-            verdict = load.compare(step, scope, shared)
+        failure = _commit(filled)
 
     def finish() -> list[Any]:
         _raise(failure)
@@ -401,7 +394,6 @@ def _load_once(
         sum(bytes_read for bytes_read, *_ in costs),
         waited_s=seconds,
         step=_step_of(source.manifest.progress),
-        fingerprint=verdict.fingerprint,
         requests=sum(count for _, count, *_ in costs),
     )
     summary = _source_summary(source).rstrip(",") if source.info.lacks else ""
@@ -412,7 +404,6 @@ def _load_once(
         summary,
         filled.rank_entries,
         group_origins=filled.values.group_origins,
-        fingerprint_result=verdict.text,
     )
 
 
@@ -664,15 +655,6 @@ class _Load:
                 "step replaces them by the masters.",
                 found,
             )
-
-    def compare(self, step: str, scope: RestoreScope, shared: SharedState) -> Verdict:
-        """Compare the live state with the fingerprint in the checkpoint, if it has one."""
-        source = self.source
-        renamed = isinstance(source, RenamedReader) and source.changes_names
-        recorded = source.recorded_fingerprint
-        number = self.ranks.broadcast(f"{step}: look for a fingerprint", recorded)
-        saved = SavedState(self.where, number, source.manifest, shared.buffers, renamed)
-        return check_loaded(saved, self.live, scope, self.ranks, step)
 
     def _values(
         self,

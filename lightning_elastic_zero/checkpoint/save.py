@@ -25,7 +25,6 @@ from lightning_elastic_zero.checkpoint.consistency import (
     write_tables,
 )
 from lightning_elastic_zero.checkpoint.extra_state import warn_of_unsaved, with_extra_states
-from lightning_elastic_zero.checkpoint.fingerprint import live_fingerprint
 from lightning_elastic_zero.checkpoint.types import (
     CheckpointStats,
     SaveOptions,
@@ -263,7 +262,7 @@ def write_shards(
         staging = _await_staging(new, contents.target)
         theirs = RankZeroTables(new.digests, tables(), staging)
         manifest = replace(contents.manifest, save_id=new.save_id)
-        writer = RankWriter(staging, manifest, ranks.rank, progress, number, contents.source_of)
+        writer = RankWriter(staging, manifest, ranks.rank, progress, contents.source_of)
         return asdict(_write_files(contents, theirs, writer, requests))
 
     def publish() -> dict[str, Any]:
@@ -292,12 +291,8 @@ def write_shards(
         made = ranks.broadcast(
             "save: make a directory", lambda: asdict(_stage(contents, tables(), ranks, staged))
         )
-        new, number = _NewSave(**made), ""
+        new = _NewSave(**made)
         with staged[0].touch_regularly() if staged else nullcontext():
-            if contents.options.fingerprint:
-                step = f"save {new.path}: fingerprint"
-                state = contents.manifest, contents.state
-                number = str(live_fingerprint(*state, ranks, step, progress))
             of_ranks = ranks.gather(f"save {new.path}: write", write_files)
             published = ranks.broadcast(f"save {new.path}: publish", publish)
     except BaseException:
@@ -306,7 +301,7 @@ def write_shards(
         raise
     steps = contents.options.step
     steps = contents.manifest.progress.global_steps if steps is None else steps
-    return CheckpointStats(new.path, step=steps, fingerprint=number, **published)
+    return CheckpointStats(new.path, step=steps, **published)
 
 
 def _stage(contents: ShardContents, tables: Tables, ranks: Ranks, staged: list[Staged]) -> _NewSave:

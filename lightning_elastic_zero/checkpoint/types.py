@@ -52,8 +52,6 @@ class SaveOptions:
     instead of the live ones."""
     step: int | None = None
     """Optimizer steps as counted by the trainer; None: as counted by the engine."""
-    fingerprint: bool = False
-    """Compute the fingerprint of the state and store it in the checkpoint."""
     show: ShowBytes = show_nothing
     """Shows this rank's progress; not used by background saves."""
     warned_objects: set[str] | None = field(default_factory=set)
@@ -87,8 +85,6 @@ class LoadOptions:
     """Whether a checkpoint may be loaded instead of the damaged one (``fallback``)."""
     more_saves: Callable[[], Iterable[AnyPath]] = tuple
     """Returns checkpoints of the run in other folders than that of the damaged one."""
-    fingerprint: bool = False
-    """Compare the loaded live state with the fingerprint stored by the save."""
     show: ShowBytes = show_nothing
     """Shows this rank's progress."""
     check: Callable[[Manifest], None] = accept_any
@@ -118,9 +114,6 @@ class CheckpointStats:
     """Seconds of a save until all ranks have written and synced their files."""
     publish_s: float = 0.0
     """Seconds of a save from then until publication."""
-    fingerprint: str = ""
-    """Checksum of the saved state, or of the live state after a load; empty if it was not requested
-    or could not be compared."""
     requests: int = 0
     """Requests of all ranks to an object store, without repetitions; 0 on a disk, and 0 on
     ranks other than 0 for a load."""
@@ -142,8 +135,6 @@ class LoadResult:
     """Requested entries of other ranks, by rank of the save."""
     instead_of: str = ""
     """The damaged checkpoint that an older one replaced (``fallback``); usually empty."""
-    fingerprint_result: str = ""
-    """Result of the comparison of fingerprints, in words; empty if it was not requested."""
     group_origins: tuple[int | None, ...] = ()
     """For each live parameter group, the index of its saved group; None: it is new."""
 

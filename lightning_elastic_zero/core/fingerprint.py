@@ -1,4 +1,4 @@
-"""A checksum of a state that does not depend on the sharding: each rank adds its own part.
+"""A checksum of a state that does not depend on the sharding: parts of it are added.
 
 An element counts by its bits and its position in the flattened tensor. Think of all tensors as one
 message of 2**64 bytes, otherwise zero: the digest of a tensor's name, state key, dtype and shape
@@ -22,8 +22,7 @@ It detects accidents: damage, exchanged elements, runs of zeros. It is not a cry
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,8 +38,6 @@ STEP = "step"
 NO_OPTIMIZER = "none"
 """The text of the second number without optimizer state."""
 
-_TEXT = re.compile(f"([0-9a-f]{{16}})-([0-9a-f]{{16}}|{NO_OPTIMIZER})")
-
 _ONES = (1 << 64) - 1
 
 
@@ -53,9 +50,6 @@ class FingerprintPart:
 
     def __add__(self, other: FingerprintPart) -> FingerprintPart:
         return FingerprintPart(self.weights ^ other.weights, self.optimizer ^ other.optimizer)
-
-    def to_plain(self) -> list[int]:
-        return [self.weights, self.optimizer]
 
     def total(self) -> Fingerprint:
         """Return the fingerprint of a whole state from the sum of all parts."""
@@ -80,14 +74,6 @@ class Fingerprint:
 
     def __str__(self) -> str:
         return f"{self.weights}-{self.optimizer or NO_OPTIMIZER}"
-
-    @classmethod
-    def from_text(cls, text: str) -> Fingerprint:
-        """Parse the text that ``str`` returned; raise ValueError for other texts."""
-        if not (found := _TEXT.fullmatch(text)):
-            msg = f"{text!r}: expected two numbers of 16 hexadecimal digits"
-            raise ValueError(msg)
-        return cls(found[1], found[2] if found[2] != NO_OPTIMIZER else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +147,3 @@ def _part(which: str, number: int) -> FingerprintPart:
 def _digest(*texts: str) -> int:
     both: int = xxhash.xxh3_128_intdigest("\0".join(texts).encode())
     return (both >> 64) ^ (both & _ONES)
-
-
-def add_up(parts: Iterable[Sequence[int]]) -> FingerprintPart:
-    """Return the sum of the parts of all ranks."""
-    whole = FingerprintPart()
-    for part in parts:
-        whole += FingerprintPart(*part)
-    return whole

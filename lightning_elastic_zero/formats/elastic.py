@@ -255,10 +255,6 @@ class ElasticReader(CheckpointReader):
             raise CheckpointFormatError(msg)
         return file.load_tree({n: held[n] for n in self.manifest.module_buffers})
 
-    def recorded_fingerprint(self) -> str:
-        found = self._model_file().tree[OURS].get("fingerprint")
-        return found if isinstance(found, str) else ""
-
     def trainer_entry(self, name: str) -> object:
         """Return an entry of the trainer's state that the manifest records: the epoch."""
         return self.manifest.progress.sampler.get(name)
@@ -365,8 +361,6 @@ class RankWriter:
     rank: int
     progress: Progress
     """Receives the number of bytes written."""
-    fingerprint: str = ""
-    """The fingerprint of the whole state to record; empty to record none."""
     source_of: SourceOf = as_it_is
     """Called for each piece before any is written: masters first, then states, buffer by buffer."""
 
@@ -460,7 +454,6 @@ class RankWriter:
                 **self._stamp(),
                 "client_state": dict(client.plain),
                 "loss_scaler": dict(state.loss_scaler),
-                **({"fingerprint": self.fingerprint} if self.fingerprint else {}),
             },
         }
         return self._save(model_file(self.rank, manifest.stage), tree, builder)

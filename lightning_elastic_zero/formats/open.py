@@ -114,7 +114,6 @@ _UNCHANGED = (
     "names",
     "optimizer_state",
     "recorded_bytes",
-    "recorded_fingerprint",
     "trainer_entry",
     "verify",
     "verify_whole",

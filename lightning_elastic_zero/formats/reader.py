@@ -462,10 +462,6 @@ class CheckpointReader(ABC):
         """Return the persistent module buffers, without reading the rest of the shared state."""
         return self.module_state(0, 1).buffers
 
-    def recorded_fingerprint(self) -> str:
-        """Return the fingerprint of the state that the save recorded; empty if it did not."""
-        return ""
-
     def trainer_entry(self, name: str) -> object:
         """Return a top-level entry of the trainer's state if small files store it, else None."""
         del name

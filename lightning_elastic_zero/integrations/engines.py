@@ -339,8 +339,6 @@ class EngineCheckpoints:
             f"{'' if self._loop.whole_folder else per_step}: {stats.bytes / 1e6:.1f} MB in "
             f"{stats.seconds:.2f} s"
         )
-        if result.fingerprint_result:
-            text += f"; {result.fingerprint_result}"
         if log.isEnabledFor(logging.INFO) and log.hasHandlers():
             log.info(text)
         else:

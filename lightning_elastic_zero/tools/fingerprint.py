@@ -2,7 +2,7 @@
 
 It covers weights, frozen weights, buffers, element-wise states and scalar states (steps), with
 their names, dtypes and shapes. A step counter in a parameter group counts as the ``step`` of each
-member. The formula and its error rates are in ``state_fingerprint``.
+member. The formula and its error rates are in ``core/fingerprint``.
 """
 
 from __future__ import annotations
@@ -54,12 +54,6 @@ def fingerprint_checkpoint(
     for part in run_parts(work, threads):
         total += part
     return total.total()
-
-
-def recorded_fingerprint(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> str:
-    """Return the fingerprint that the save recorded; empty: none."""
-    with open_view(path, allow_pickle=allow_pickle) as checkpoint:
-        return checkpoint.reader.recorded_fingerprint()
 
 
 def tensor_fingerprints(

@@ -283,7 +283,6 @@ class RunCheckpoints:
         save_options: SaveOptions,
     ) -> None:
         self._manager = manager
-        manager.listeners.append(_announce_fingerprint)
         self._get_ranks = get_ranks
         self._settings = settings
         self._resumer = resumer
@@ -608,11 +607,6 @@ class RunCheckpoints:
             (rank_zero_warn if has_checkpoints else rank_zero_info)(text)
 
 
-def _announce_fingerprint(kind: str, stats: CheckpointStats) -> None:
-    if kind == "save" and stats.fingerprint:
-        rank_zero_info(f"Saved {stats.path}: fingerprint {stats.fingerprint}")
-
-
 def _format_loaded(loaded: LoadResult, world_size: int, *, fitting: bool) -> str:
     """Return one line: the checkpoint, its origin, the position in the run, and the cost."""
     manifest, state, stats = loaded.manifest, loaded.client_state, loaded.stats
@@ -631,8 +625,7 @@ def _format_loaded(loaded: LoadResult, world_size: int, *, fitting: bool) -> str
         at = record.position
         place = f" at step {record.global_step}, epoch {at.epoch + at.is_over}"
     cost = f"{stats.bytes / 1e6:.1f} MB in {stats.seconds:.2f} s"
-    fingerprint = f"; {loaded.fingerprint_result}" if loaded.fingerprint_result else ""
-    return f"Loaded {stats.path} ({found}) on {here}{place}: {cost}{fingerprint}"
+    return f"Loaded {stats.path} ({found}) on {here}{place}: {cost}"
 
 
 def _format_not_resumed(dirpaths: Iterable[object]) -> tuple[str, bool]:

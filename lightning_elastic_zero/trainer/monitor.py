@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
@@ -30,8 +30,6 @@ from lightning_elastic_zero.core.progress import (
     tqdm_bar,
 )
 from lightning_elastic_zero.trainer.lightning import is_fitting
-
-FINGERPRINT = "checkpoint/fingerprint"
 
 
 class CheckpointMonitor(Callback):
@@ -48,8 +46,6 @@ class CheckpointMonitor(Callback):
     - ``load_s``, ``load_bytes`` and ``load_gb_per_s``: the same for a load; bytes that all ranks
       read
     - ``host_memory_peak_bytes``: peak resident memory of rank 0's process
-    - ``fingerprint``: with ``fingerprint=True``, the checksum of the state, as a text in
-      ``TensorBoardLogger`` and a column of ``CSVLogger``. Other loggers accept numbers only
 
     A save is logged after publication, under the global step at which it was called. A save after
     the end of ``fit``, or one that finishes after the run has failed, is not logged.
@@ -119,12 +115,7 @@ def _log(logger: Logger, kind: Literal["save", "load"], stats: CheckpointStats, 
             "save_gb_per_s": stats.bytes / 1e9 / max(stats.write_s + stats.publish_s, 1e-9),
         }
     figures["host_memory_peak_bytes"] = _peak_bytes()
-    metrics: dict[str, Any] = {f"checkpoint/{name}": float(v) for name, v in figures.items()}
-    if stats.fingerprint and isinstance(logger, CSVLogger):
-        metrics[FINGERPRINT] = stats.fingerprint
-    logger.log_metrics(metrics, step)
-    if stats.fingerprint and isinstance(logger, TensorBoardLogger):
-        logger.experiment.add_text(FINGERPRINT, stats.fingerprint, step)
+    logger.log_metrics({f"checkpoint/{name}": float(v) for name, v in figures.items()}, step)
 
 
 def _peak_bytes() -> int:

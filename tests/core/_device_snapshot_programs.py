@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from lightning_elastic_zero.checkpoint.consistency import (
     table_digests,
     write_tables,
 )
-from lightning_elastic_zero.checkpoint.fingerprint import PIECE_BYTES, rank_part
 from lightning_elastic_zero.checkpoint.load import load_engine
 from lightning_elastic_zero.checkpoint.retention import CheckpointLinks, Retention
 from lightning_elastic_zero.checkpoint.save import ShardContents, save_engine
@@ -35,7 +34,6 @@ from lightning_elastic_zero.core.tensors import (
     RestoreTargets,
     RestoreValues,
     Scalar,
-    is_on_device,
     state_key,
 )
 from lightning_elastic_zero.data_progress.sampler import collect_rng_states, set_rng_states
@@ -52,7 +50,6 @@ from lightning_elastic_zero.engine.restore import (
     rebuild_masters,
 )
 from tests.core import _late_device
-from tests.support.plain_checkpoints import make_state, manifest_of, rank_state
 from tests.support.small_checkpoints import NoEngine
 
 
@@ -278,22 +275,6 @@ def randomness(device: torch.device, _: Path) -> None:
         assert module.get_rng_state(other).tolist() == [1, 2, 3, 4]
 
 
-def fingerprint(device: torch.device, _: Path) -> None:
-    state = make_state({"large": (3, PIECE_BYTES // 8 + 5), "small": (3,)})
-    manifest = manifest_of(state, 2, 1)
-    held = rank_state(state, manifest, 0)
-    flats = tuple(
-        replace(
-            flat,
-            master=flat.master.to(device),
-            elementwise={key: values.to(device) for key, values in flat.elementwise.items()},
-        )
-        for flat in held.flats
-    )
-    assert is_on_device(flats[0].master)
-    assert rank_part(manifest, replace(held, flats=flats), 0) == rank_part(manifest, held, 0)
-
-
 def restore(device: torch.device, folder: Path) -> None:
     """A state is restored on another device bit for bit, and training continues identically."""
     other = torch.device(device.type, 1)
@@ -350,7 +331,6 @@ CASES: dict[str, Callable[[torch.device, Path], Any]] = {
     "write": write,
     "scalars": scalars,
     "randomness": randomness,
-    "fingerprint": fingerprint,
     "restore": restore,
     "unreadable": unreadable,
 }

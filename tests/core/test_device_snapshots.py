@@ -79,9 +79,7 @@ def test_the_writer_waits_for_small_copies_too(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "case", ["copies", "offload", "scalars", "randomness", "fingerprint", "restore"]
-)
+@pytest.mark.parametrize("case", ["copies", "offload", "scalars", "randomness", "restore"])
 def test_a_state_on_a_device(case: str, late_device: str, tmp_path: Path) -> None:
     """Each case runs in its own process, since a process has one accelerator."""
     run_case(case, late_device, tmp_path)

@@ -108,7 +108,6 @@ def main(run: SoakRun) -> None:
         async_save=run.async_save,
         save_module_weights=run.module_weights,
         fallback=True,
-        fingerprint=True,
     )
     trainer = pl.Trainer(
         accelerator="cpu",

@@ -275,7 +275,7 @@ def adafactor_continued(setup: Setup, folder: str) -> list[Any]:
 
     with engine_of(setup, 0) as engine:
         train(engine, setup, 0, 2)
-        save_checkpoint(engine, f"{folder}/ours", fingerprint=True)
+        save_checkpoint(engine, f"{folder}/ours")
         save_checkpoint(engine, f"{folder}/weights", weights_only=True)
         engine.save_checkpoint(f"{folder}/stock", tag="tag")
         found: list[Any] = [(norms(engine), train(engine, setup, 2, 4))]
@@ -290,7 +290,7 @@ def adafactor_moved(setup: Setup, path: str) -> tuple[list[float], list[str]]:
     from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 7) as engine, captured_log("lightning_elastic_zero") as logged:
-        load_checkpoint(engine, path, fingerprint=True)
+        load_checkpoint(engine, path)
         return norms(engine), [text for text in logged if "RMS" in text]
 
 
@@ -299,7 +299,7 @@ def adafactor_saved(setup: Setup, path: str) -> list[float]:
 
     with engine_of(setup, 0) as engine:
         train(engine, setup, 0, 2)
-        save_checkpoint(engine, path, fingerprint=True)
+        save_checkpoint(engine, path)
         return norms(engine)
 
 
@@ -332,7 +332,7 @@ def test_scalars_of_a_ranks_part_are_restored_on_it(pools: Pools, tmp_path: Path
 def test_scalars_of_other_parts_are_replaced_with_a_warning(
     setup: Setup, target: Setup, pools: Pools, tmp_path: Path
 ) -> None:
-    """They differ between the flat buffers of one rank, too. The fingerprint is not compared."""
+    """They differ between the flat buffers of one rank, too."""
     setup, target = (replace(each, optimizer=TRANSFORMERS_ADAFACTOR) for each in (setup, target))
     path = str(tmp_path / "a.ckpt")
     saved = pools.run(setup.world, partial(adafactor_saved, setup, path))

@@ -79,17 +79,6 @@ def test_background_saves_are_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_fingerprints_are_measured(tmp_path: Path) -> None:
-    """Compared with a read of the memory, and in saves and loads."""
-    options = ["--parameters", "1e6", "--rounds", "1", "--folder", str(tmp_path)]
-    printed = printed_by("fingerprint.py", *options)
-    ways = ["read the memory once", "fingerprint", "save", "save, fingerprint=True"]
-    for way in (*ways, "load", "load, fingerprint=True"):
-        assert re.search(rf"^{way} +[\d.]+ ms per GB", printed, re.MULTILINE), way
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.long
 def test_every_way_is_measured_as_often_as_asked(tmp_path: Path) -> None:
     """Saves and loads on equal and different worlds, with the state's bytes, in every output.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import defaultdict
 from functools import partial
 from pathlib import Path
 
@@ -12,13 +11,10 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_elastic_zero.tools.fingerprint import recorded_fingerprint
 from tests.examples._cli_programs import CLI, print_configs, run_cli
 from tests.support.launch import output_of_forked
 from tests.support.processes import free_port, output_of
 from tests.support.ranks import ForkServer, environment
-
-TEXT = "checkpoint/fingerprint/text_summary"
 
 
 def checkpoint_scalars(folder: Path) -> dict[str, dict[int, float]]:
@@ -30,16 +26,6 @@ def checkpoint_scalars(folder: Path) -> dict[str, dict[int, float]]:
         for tag in events.Tags()["scalars"]
         if tag.startswith("checkpoint/")
     }
-
-
-def logged_fingerprints(folder: Path) -> dict[int, list[str]]:
-    """Return the logged fingerprints of saves and loads, by step."""
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    found = defaultdict(list)
-    for event in events.Tensors(TEXT):
-        found[event.step].append(event.tensor_proto.string_val[0].decode())
-    return dict(found)
 
 
 ROOT = Path(__file__).parents[2]
@@ -96,12 +82,10 @@ def test_every_config_parses(config: Path, printed: Printed) -> None:
 def test_resume_on_other_devices(launcher: str, fork_server: ForkServer, tmp_path: Path) -> None:
     """``--trainer.devices 3 --ckpt_path last`` continues a run of 2 from the middle of an epoch.
 
-    CheckpointMonitor, named in the YAML, logs the saves of both runs and the load between them. The
-    state that 3 ranks loaded has the fingerprint that 2 ranks saved.
+    CheckpointMonitor, named in the YAML, logs the saves of both runs and the load between them.
     """
     config = yaml.safe_load((ROOT / "configs" / "zero3.yaml").read_text())
     trainer = config["trainer"]
-    trainer["strategy"]["init_args"]["fingerprint"] = True
     trainer["callbacks"][0]["init_args"].update(every_n_train_steps=2, save_top_k=-1)
     trainer["callbacks"].append({"class_path": "lightning_elastic_zero.CheckpointMonitor"})
     (tmp_path / "monitored.yaml").write_text(yaml.safe_dump(config))
@@ -127,6 +111,3 @@ def test_resume_on_other_devices(launcher: str, fork_server: ForkServer, tmp_pat
         assert all(value > 0 for value in values.values()), name
     on_disk = {n: sum(f.stat().st_size for f in p.rglob("*.pt")) for n, p in saved.items()}
     assert logged["save_bytes"] == on_disk
-    recorded = {step: [recorded_fingerprint(path)] for step, path in saved.items()}
-    recorded[4] *= 2  # by its save, and by the load
-    assert logged_fingerprints(tmp_path) == recorded

@@ -76,7 +76,7 @@ def save(folder: str, stage: int, *, wrapped: bool = False) -> State:
         assert elastic(engine) is engine
         assert elastic(engine) is engine  # the second call changes nothing
         with pytest.raises(ValueError, match="with other options"):
-            elastic(engine, fingerprint=True)
+            elastic(engine, allow_pickle=True)
     assert "exclude_frozen_parameters" in inspect.signature(engine.save_checkpoint).parameters
     assert engine.load_checkpoint(folder) == (None, None)
     for step in (1, 2):

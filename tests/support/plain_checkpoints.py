@@ -173,14 +173,13 @@ def write_elastic(
     state: WholeState,
     stage: int = 2,
     world_size: int = 2,
-    fingerprint: str = "",
     **changes: Any,
 ) -> Path:
     (folder / "checkpoint").mkdir(parents=True)
     manifest = manifest_of(state, stage, world_size, **changes)
     files = []
     for rank in range(world_size):
-        writer = RankWriter(folder, manifest, rank, NO_PROGRESS, fingerprint=fingerprint)
+        writer = RankWriter(folder, manifest, rank, NO_PROGRESS)
         client = ClientPart({} if rank else state.client)
         held = rank_state(state, manifest, rank)
         if rank:
