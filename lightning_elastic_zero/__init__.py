@@ -1,8 +1,8 @@
 """Save a DeepSpeed ZeRO run on N devices, resume it on M, inside Lightning's Trainer.
 
 Names are handed out lazily (PEP 562), because Lightning and DeepSpeed take seconds to import and
-the command line needs neither. The strategy's registered names (``elastic_deepspeed``, ...) exist
-as soon as both this package and Lightning are imported, whichever is first.
+the command line needs neither. The import of a strategy registers its names
+(``elastic_deepspeed``, ...) with Lightning or Fabric.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from lightning_elastic_zero.errors import (
     SaveError,
     UnsupportedError,
 )
-from lightning_elastic_zero.registry import register
 
 if TYPE_CHECKING:
     from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from lightning_elastic_zero.integrations.fabric import ElasticDeepSpeedFabricStrategy
     from lightning_elastic_zero.integrations.huggingface import elastic, wrap_initialize
     from lightning_elastic_zero.integrations.ray import RayCheckpointReport
-    from lightning_elastic_zero.save_interval import optimal_save_interval
     from lightning_elastic_zero.selftest import run_selftest
     from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
     from lightning_elastic_zero.tools.differences import diff_checkpoints
@@ -78,7 +76,6 @@ __all__ = [
     "inspect_checkpoint",
     "load_checkpoint",
     "newest_sound_checkpoint",
-    "optimal_save_interval",
     "plan_batches",
     "plan_resume",
     "run_selftest",
@@ -109,7 +106,6 @@ _MODULE_OF_NAME = {
     "inspect_checkpoint": "lightning_elastic_zero.tools.inspection",
     "load_checkpoint": "lightning_elastic_zero.api",
     "newest_sound_checkpoint": "lightning_elastic_zero.tools.verification",
-    "optimal_save_interval": "lightning_elastic_zero.save_interval",
     "plan_batches": "lightning_elastic_zero.data_progress.batches",
     "plan_resume": "lightning_elastic_zero.tools.inspection",
     "run_selftest": "lightning_elastic_zero.selftest",
@@ -138,16 +134,3 @@ if not TYPE_CHECKING:  # Type checkers have the imports above, and so catch a mi
 def __dir__() -> list[str]:
     """List the lazy names too."""
     return sorted({*globals(), *__all__})
-
-
-def _make_strategy(**arguments: object) -> object:
-    strategy = importlib.import_module("lightning_elastic_zero.trainer.strategy")
-    return strategy.ElasticDeepSpeedStrategy(**arguments)
-
-
-def _make_fabric_strategy(**arguments: object) -> object:
-    fabric = importlib.import_module("lightning_elastic_zero.integrations.fabric")
-    return fabric.ElasticDeepSpeedFabricStrategy(**arguments)
-
-
-register(_make_strategy, _make_fabric_strategy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -13,14 +14,12 @@ from goodput import Costs, goodput_of, period_of  # type: ignore[import-not-foun
 from matplotlib.figure import Figure
 from report import machine  # type: ignore[import-not-found]
 
-from lightning_elastic_zero.save_interval import optimal_save_interval
-
 
 def report(
     options: argparse.Namespace, result: dict[str, Any], measured: Mapping[str, Any]
 ) -> None:
     """Print the table, and write the table, the picture and all figures to files."""
-    optimum_s = optimal_save_interval(result["costs"]["stall_s"], options.mtbf)
+    optimum_s = math.sqrt(2 * result["costs"]["stall_s"] * options.mtbf)  # Young 1974
     result |= {"machine": machine("cpu"), "optimum_s": optimum_s}
     text = table(options, result)
     options.out.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.accelerators.cpu import CPUAccelerator
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -223,6 +224,9 @@ class ElasticDeepSpeedFabricStrategy(DeepSpeedStrategy):
             else:
                 state[key] = value
         return rest
+
+
+ElasticDeepSpeedFabricStrategy.register_strategies(STRATEGY_REGISTRY)
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 Besides signals, it polls a notice in a thread: a function without arguments that returns whether
 the machine will be taken away. A source that does not answer counts as no notice, so that it cannot
-end a run. After each batch, all ranks exchange whether one of them has received a notice.
+end a run. After each optimizer step, all ranks exchange whether one of them has received a notice.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_elastic_zero.coordination.ranks import any_rank
 from lightning_elastic_zero.errors import ElasticZeroError, UnsupportedError
 from lightning_elastic_zero.storage.paths import parse_path
-from lightning_elastic_zero.trainer.lightning import callbacks_of, has_average, log_train_step
+from lightning_elastic_zero.trainer.accumulation import pending_micro_batches
+from lightning_elastic_zero.trainer.lightning import log_train_step
 from lightning_elastic_zero.trainer.model_checkpoint import is_found_as_last
 from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
@@ -105,16 +104,13 @@ NAME = "last-preempted.ckpt"
 EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: a temporary failure; try again."""
 
-_KNOWN_PACKAGES = {"torch", "torchdata", "lightning", "lightning_elastic_zero"}
-"""Their loaders and samplers yield as many batches as their length, the same on all ranks."""
-
 log = logging.getLogger(__name__)
 
 
 class PreemptionCheckpoint(Callback):
     """Saves and ends the run when one of its machines is about to be taken away.
 
-    Any rank may get the notice. All ranks stop after the same batch, save to
+    Any rank may get the notice. All ranks stop after the same optimizer step, save to
     ``last-preempted.ckpt`` and exit with a code that requests a restart. The same command, with the
     ``ckpt_path`` that the last message names, continues on any number of devices.
 
@@ -129,12 +125,6 @@ class PreemptionCheckpoint(Callback):
         exit_code: Exit code of each rank, 1 to 255. Ranks that Lightning itself started exit with
             0, because Lightning kills the others for any other code. torchrun's agent restarts
             after any code but 0.
-        in_validation: Interrupt a validation and repeat it after the resume, instead of waiting
-            for its end. A save that a ``ModelCheckpoint`` has deferred to the end of the validation
-            is then omitted. Do not set this if a callback or the module validates with other
-            weights than it trains, because these would be saved. It has no effect with Lightning's
-            ``WeightAveraging``, iterable or reloaded validation data, a loader or sampler with its
-            own iteration, or ``val_check_interval`` as a time.
 
     Raises:
         ValueError: A signal does not exist, or the exit code is out of range.
@@ -147,8 +137,6 @@ class PreemptionCheckpoint(Callback):
         signals: Sequence[str] = ("SIGTERM", "SIGUSR1"),
         dirpath: str | None = None,
         exit_code: int = EXIT_CODE,
-        *,
-        in_validation: bool = False,
     ) -> None:
         unknown = [name for name in signals if name not in signal.Signals.__members__]
         if unknown:
@@ -164,12 +152,10 @@ class PreemptionCheckpoint(Callback):
         self._signals = tuple(signals)
         self._dirpath = dirpath
         self._exit_code = exit_code
-        self._in_validation = in_validation
         self._heard, self._heard_at = "", 0.0
         self._handlers: dict[int, Any] = {}
         self._closing: threading.Event | None = None
         """Ends the thread that polls; None outside training."""
-        self._interrupts_validation = False
         self._ending = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -224,22 +210,8 @@ class PreemptionCheckpoint(Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        if _any_rank(trainer, flag=bool(self._heard)):
+        if not pending_micro_batches(trainer) and _any_rank(trainer, flag=bool(self._heard)):
             log_train_step(trainer)
-            self._save_and_end(trainer)
-
-    @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._closing is not None and self._in_validation:
-            # Otherwise one rank may train while another validates.
-            batches = _validation_batches(trainer)
-            is_equal = trainer.strategy.broadcast(batches) == batches
-            is_known = is_equal and bool(batches) and all(batches)
-            self._interrupts_validation = not _any_rank(trainer, flag=not is_known)
-
-    @override
-    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        if self._interrupts_validation and _any_rank(trainer, flag=bool(self._heard)):
             self._save_and_end(trainer)
 
     @override
@@ -278,7 +250,7 @@ class PreemptionCheckpoint(Callback):
             self._heard_at = time.monotonic()
             self._heard = f"{what} on {socket.gethostname()}"
             # Not through logging: a signal may have interrupted a write to the same stream.
-            os.write(2, f"{self._heard}: all ranks save and end after this batch.\n".encode())
+            os.write(2, f"{self._heard}: all ranks save and end after this step.\n".encode())
 
     def _save_and_end(self, trainer: pl.Trainer) -> None:
         self._ending = True  # the handlers stay: further signals change nothing
@@ -319,7 +291,7 @@ class PreemptionCheckpoint(Callback):
     def _close(self) -> None:
         if self._closing is not None:
             self._closing.set()
-        self._closing, self._interrupts_validation = None, False
+        self._closing = None
         if self._ending:
             return  # Lightning's teardown restores the first ones
         handlers, self._handlers = self._handlers, {}
@@ -332,33 +304,3 @@ def _any_rank(trainer: pl.Trainer, *, flag: bool) -> bool:
     if trainer.world_size == 1:
         return flag
     return any_rank(flag=flag, device=trainer.strategy.root_device)
-
-
-def _validation_batches(trainer: pl.Trainer) -> list[int]:
-    """Return the batches of each loader in a validation on this rank.
-
-    Empty if their number is unknown (a stream may end early) or may change between validations,
-    or if the module has other weights during a validation.
-    """
-    is_by_time = not isinstance(getattr(trainer, "val_check_interval", None), (int, float))
-    swaps_weights = any(has_average(callback) for callback in callbacks_of(trainer))
-    are_reloaded = getattr(trainer, "reload_dataloaders_every_n_epochs", 0)
-    if is_by_time or swaps_weights or are_reloaded:
-        return []
-    if not all(map(_has_exact_length, CombinedLoader(trainer.val_dataloaders).flattened)):
-        return []
-    return [int(batches) for batches in trainer.fit_loop.epoch_loop.val_loop.max_batches]
-
-
-def _has_exact_length(loader: object) -> bool:
-    return (
-        isinstance(loader, DataLoader)
-        and not isinstance(loader.dataset, IterableDataset)
-        and type(loader.batch_sampler) in {BatchSampler, type(None)}
-        and all(_iterates_as_known(part) for part in (loader, loader.sampler))
-    )
-
-
-def _iterates_as_known(part: object) -> bool:
-    method = getattr(type(part), "__iter__", None)
-    return getattr(method, "__module__", "").partition(".")[0] in _KNOWN_PACKAGES

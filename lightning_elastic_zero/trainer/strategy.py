@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
 from typing_extensions import override
 
 from lightning_elastic_zero.api import ElasticOptions
@@ -403,3 +403,6 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         super().teardown()
         if failure is not None:
             raise failure
+
+
+ElasticDeepSpeedStrategy.register_strategies(StrategyRegistry)

@@ -146,7 +146,7 @@ STEPS = SAMPLES // GLOBAL_BATCH * EPOCHS
 AT, LATER = 12, 22
 """Steps after which events occur; the last saves before them are at steps 10 and 20."""
 
-NOTICED = "all ranks save and end after this batch"
+NOTICED = "all ranks save and end after this step"
 """Message of a rank that received the signal."""
 
 

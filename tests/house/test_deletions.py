@@ -146,7 +146,6 @@ NOT_ON_DISK = {
     ("core/options.py", "show", "own.replace"),
     ("trainer/loaders.py", "_copy_of", "copy.copy"),
     ("trainer/accumulation.py", "watch", "handle.remove"),
-    ("registry.py", "find_spec", "sys.meta_path.remove"),
     ("core/tensors.py", "numpy_to_python", "copy.copy"),
     ("checkpoint/manager.py", "collect", "self._saves.remove"),
     ("trainer/monitor.py", "teardown", "self._manager.listeners.remove"),

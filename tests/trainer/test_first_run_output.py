@@ -79,9 +79,10 @@ def test_known_warnings_are_hidden(category: type[Warning], _: str, module: str)
 
 
 WITH_PYTORCH_LIGHTNING = """
-import pytorch_lightning, lightning_elastic_zero
+import pytorch_lightning
 import lightning.pytorch as pl
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_elastic_zero import ElasticDeepSpeedStrategy
 from pytorch_lightning.demos.boring_classes import BoringModel as OtherModel
 
 options = dict(accelerator="cpu", devices=1, max_steps=2, logger=False, enable_checkpointing=False,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,20 +15,17 @@ import pytest
 from deepspeed import comm
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_elastic_zero.trainer.preemption import EXIT_CODE, NAME, PreemptionCheckpoint
 from tests.support.ranks import Pools
 from tests.trainer._recorded_data import IndexedSamples
 from tests.trainer._recorded_runs import (
-    EventRecorder,
     RecordingNet,
-    RunRecord,
     RunSpec,
     fit,
     from_step,
-    gather_record,
     trainer_of,
 )
 
@@ -39,8 +35,8 @@ STEPS = 10
 GRACE_S = 30.0
 """Time between the notice and the kill, as with Kubernetes, Google Cloud and torchrun's agent."""
 
-MANY_SAMPLES, FEW_SAMPLES = 200, 24
-"""Samples of validations; each of a rank's samples takes 0.3 s."""
+SAMPLES = 24
+"""Samples of a validation; each of a rank's samples takes 0.3 s."""
 
 
 class SendsSignals(Callback):
@@ -84,14 +80,6 @@ def saves_of(run: RunSpec) -> ModelCheckpoint:
     )
 
 
-def fit_validated(run: RunSpec) -> RunRecord:
-    pl.seed_everything(run.seed, workers=True, verbose=False)
-    net, watch = RecordingNet(run), EventRecorder(run)
-    trainer = trainer_of(run, [watch, PreemptionCheckpoint(), saves_of(run)])
-    trainer.fit(net, run.loaders(), validation_of(), ckpt_path=run.ckpt_path)
-    return gather_record(trainer, net, watch)
-
-
 class NotifiesInValidation(Callback):
     """Creates the notice file during the slow validation after a step."""
 
@@ -110,32 +98,6 @@ class NotifiesInValidation(Callback):
         time.sleep(0.3)
 
 
-class Stream(IterableDataset[Any]):
-    """A data set without a length."""
-
-    def __iter__(self) -> Iterator[Any]:
-        samples = IndexedSamples(FEW_SAMPLES, 0.0)
-        return (samples[index] for index in range(FEW_SAMPLES // 2))
-
-
-class OwnLoader(DataLoader[Any]):
-    """A user's loader, which may skip different batches on each rank."""
-
-    def __iter__(self) -> Any:
-        return super().__iter__()
-
-
-class OwnSampler(DistributedSampler[Any]):
-    """A user's sampler, which may skip samples."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return super().__iter__()
-
-
-def validation_of(samples: int = MANY_SAMPLES) -> DataLoader[Any]:
-    return DataLoader(IndexedSamples(samples, 0.0), batch_size=1)
-
-
 def fit_until_it_ends(
     trainer: pl.Trainer, run: RunSpec, preemption: PreemptionCheckpoint, data: Any = None
 ) -> Preempted:
@@ -150,29 +112,15 @@ def fit_until_it_ends(
     return Preempted(code, trainer.global_step, seconds, handlers_kept)
 
 
-def fit_until_preempted_in_validation(run: RunSpec, reason: str = "") -> tuple[Preempted, int]:
-    """Fit; the last rank gets a notice during the slow validation after step 5.
-
-    Args:
-        run: the fit.
-        reason: why the save waits for the end of the validation; empty if it does not.
-    """
+def fit_until_preempted_in_validation(run: RunSpec) -> tuple[Preempted, int]:
+    """Fit; the last rank gets a notice during the slow validation after step 5."""
     pl.seed_everything(run.seed, workers=True, verbose=False)
     file = Path(run.root) / "notice"
     notified = comm.get_rank() == comm.get_world_size() - 1
     notifies = NotifiesInValidation(file, 5, notified)
-    preemption = PreemptionCheckpoint(
-        str(file) if notified else None, in_validation=reason != "not asked for"
-    )
-    more: list[Callback] = [callbacks.WeightAveraging()] if reason == "average" else []
-    trainer = trainer_of(run, [notifies, preemption, *more, saves_of(run)])
-    few = IndexedSamples(FEW_SAMPLES, 0.0)
-    loaders: dict[str, Callable[[], DataLoader[Any]]] = {
-        "stream": lambda: DataLoader(Stream()),
-        "own loader": lambda: OwnLoader(few),
-        "own sampler": lambda: DataLoader(few, sampler=OwnSampler(few, shuffle=False)),
-    }
-    data = loaders.get(reason, partial(validation_of, FEW_SAMPLES))() if reason else validation_of()
+    preemption = PreemptionCheckpoint(str(file) if notified else None)
+    trainer = trainer_of(run, [notifies, preemption, saves_of(run)])
+    data = DataLoader(IndexedSamples(SAMPLES, 0.0), batch_size=1)
     return fit_until_it_ends(trainer, run, preemption, data), notifies.validated
 
 
@@ -243,58 +191,11 @@ def test_a_preempted_run_ends_in_time_and_continues_on_another_world(
             assert loss == pytest.approx(expected.losses[at], rel=1e-4), at
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("stage", "background", "ranks", "others"), [(3, False, 2, 1), (1, True, 2, 2)]
-)
-def test_a_preempted_validation_is_aborted_and_repeated(
-    stage: int, background: bool, ranks: int, others: int, worlds: Pools, tmp_path: Path
-) -> None:
-    root = tmp_path / "run"
-    strategy = {"async_save": background}
-    run = RunSpec(stage=stage, root=str(root), schedule="plateau", strategy=strategy)
-    undisturbed = replace(run, root=str(tmp_path / "whole"))
-    reference = worlds.run(others, partial(fit_validated, undisturbed))
-    ended = worlds.run(ranks, partial(fit_until_preempted_in_validation, run))
-    assert [e.code for e, _ in ended] == [EXIT_CODE, *[0] * (ranks - 1)]
-    assert {e.step for e, _ in ended} == {5}
-    (validated,) = {validated for _, validated in ended}
-    assert 2 <= validated < MANY_SAMPLES // ranks
-    assert 0.0 < max(e.seconds for e, _ in ended) < GRACE_S
-    again = worlds.run(others, partial(fit_validated, replace(run, ckpt_path="last")))
-    for resumed, expected in zip(again, reference, strict=True):
-        assert resumed.steps == from_step(expected.steps, 5)
-        assert resumed.events[0] == "validate at 5"
-        assert resumed.rates == pytest.approx(from_step(expected.rates, 5))
-        assert resumed.losses == pytest.approx(from_step(expected.losses, 5), rel=1e-4)
-
-
-since_2_6 = pytest.mark.skipif(
-    not hasattr(callbacks, "WeightAveraging"), reason="Lightning has it since 2.6"
-)
-
-
-@pytest.mark.parametrize(
-    "reason",
-    [
-        "not asked for",
-        "stream",
-        "own loader",
-        "own sampler",
-        pytest.param("average", marks=since_2_6),
-        pytest.param("by the clock", marks=since_2_6),
-    ],
-)
-def test_some_validations_are_finished_before_a_preempted_save(
-    reason: str, worlds: Pools, tmp_path: Path
-) -> None:
-    """Validations with other weights, or with different numbers of batches on ranks."""
-    by_clock = reason == "by the clock"
-    interval: dict[str, Any] = {"val_check_interval": "00:00:00:00"} if by_clock else {}
-    run = RunSpec(stage=1, root=str(tmp_path), trainer=interval)
-    ended = worlds.run(2, partial(fit_until_preempted_in_validation, run, reason))
+def test_a_validation_is_finished_before_a_preempted_save(worlds: Pools, tmp_path: Path) -> None:
+    run = RunSpec(stage=1, root=str(tmp_path))
+    ended = worlds.run(2, partial(fit_until_preempted_in_validation, run))
     assert [e.code for e, _ in ended] == [EXIT_CODE, 0]
-    assert {validated for _, validated in ended} == {FEW_SAMPLES // 2}
+    assert {validated for _, validated in ended} == {SAMPLES // 2}
 
 
 def test_without_a_notice_the_callback_changes_nothing(worlds: Pools, tmp_path: Path) -> None:
