@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
     from lightning_elastic_zero.tools.differences import diff_checkpoints
     from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
-    from lightning_elastic_zero.tools.inspection import inspect_checkpoint, plan_resume
+    from lightning_elastic_zero.tools.inspection import inspect_checkpoint
     from lightning_elastic_zero.tools.verification import newest_sound_checkpoint, verify_checkpoint
     from lightning_elastic_zero.trainer.loaders import ResumesAtSample
     from lightning_elastic_zero.trainer.monitor import CheckpointMonitor
@@ -77,7 +77,6 @@ __all__ = [
     "load_checkpoint",
     "newest_sound_checkpoint",
     "plan_batches",
-    "plan_resume",
     "run_selftest",
     "save_checkpoint",
     "verify_checkpoint",
@@ -107,7 +106,6 @@ _MODULE_OF_NAME = {
     "load_checkpoint": "lightning_elastic_zero.api",
     "newest_sound_checkpoint": "lightning_elastic_zero.tools.verification",
     "plan_batches": "lightning_elastic_zero.data_progress.batches",
-    "plan_resume": "lightning_elastic_zero.tools.inspection",
     "run_selftest": "lightning_elastic_zero.selftest",
     "save_checkpoint": "lightning_elastic_zero.api",
     "verify_checkpoint": "lightning_elastic_zero.tools.verification",

@@ -201,13 +201,6 @@ def _parser() -> ArgumentParser:
     verb.add_argument("--adapter-name", default="default", help=about)
     add_pickle(verb)
 
-    verb = add_verb(_plan, "predict bytes and memory of a resume, and problems")
-    add_path(verb, "path", "checkpoint of any kind")
-    verb.add_argument("--devices", type=int, required=True, help="number of data-parallel ranks")
-    verb.add_argument("--stage", type=int, choices=range(4), required=True, help="ZeRO stage")
-    add_json(verb)
-    add_pickle(verb)
-
     verb = add_verb(_selftest, "check saving and loading on this machine")
     add_path(verb, "--dir", "folder in which runs will save", folder=True, required=True)
     about = "timeout of the saving and of the loading processes in seconds (default: 600)"
@@ -217,7 +210,7 @@ def _parser() -> ArgumentParser:
 
 
 # Repeated here, because the module that has it imports torch.
-_TARGETS = ("fp32", "bf16", "safetensors", "lightning", "universal", "dcp", "elastic", "adapter")
+_TARGETS = ("fp32", "bf16", "safetensors", "lightning", "universal", "dcp", "adapter")
 
 
 def _inspect(args: Namespace) -> int:
@@ -383,17 +376,6 @@ def _convert(args: Namespace) -> int:
     if done.lost:
         print(f"not supported by {args.to}, and lost: {', '.join(done.lost)}", file=sys.stderr)
     return YES
-
-
-def _plan(args: Namespace) -> int:
-    from dataclasses import asdict
-
-    from lightning_elastic_zero.tools.inspection import plan_resume
-    from lightning_elastic_zero.tools.report import plan_lines
-
-    plan = plan_resume(args.path, args.devices, args.stage, allow_pickle=args.allow_pickle)
-    print(json.dumps(asdict(plan), indent=1) if args.json else "\n".join(plan_lines(plan)))
-    return YES if plan.is_possible else NO
 
 
 def _selftest(args: Namespace) -> int:

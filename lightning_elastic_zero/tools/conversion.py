@@ -1,8 +1,8 @@
 """``convert``: write a checkpoint of any kind for other software, in one step or not at all.
 
 Targets of weights are files of ``torch.save`` (``fp32``, ``bf16``, ``lightning``) and folders
-(``safetensors``, ``adapter``). Those for resuming are ``universal``, ``dcp`` and ``elastic``. All
-stream: only chunks of one tensor are in memory.
+(``safetensors``, ``adapter``). Those for resuming are ``universal`` and ``dcp``. All stream: only
+chunks of one tensor are in memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import fnmatch
 import itertools
 import json
 import os
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -24,30 +23,21 @@ import torch
 
 from lightning_elastic_zero.core.layout import spans
 from lightning_elastic_zero.core.manifest import (
-    MANIFEST_NAME,
-    STAGE_WEIGHTS,
     Manifest,
-    TrainingProgress,
 )
-from lightning_elastic_zero.core.partition import FlatBuffer
 from lightning_elastic_zero.core.progress import NO_PROGRESS, ByteCount, Progress
 from lightning_elastic_zero.core.requirements import version_of
 from lightning_elastic_zero.core.tensors import (
-    FlatState,
-    RankState,
-    Scalar,
     can_overflow,
-    dtype_name,
     host_chunk,
     overflowed,
     unplain,
 )
-from lightning_elastic_zero.core.text import format_names, format_tree_path
+from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import CheckpointMismatchError, SaveError, UnsupportedError
-from lightning_elastic_zero.formats.client_state import split_objects
 from lightning_elastic_zero.formats.deepspeed_files import LATEST_UNIVERSAL, OURS
-from lightning_elastic_zero.formats.elastic import RankWriter, model_entries
-from lightning_elastic_zero.formats.reader import EXTRA_STATES, OPTIMIZER_STATE, WEIGHT
+from lightning_elastic_zero.formats.elastic import model_entries
+from lightning_elastic_zero.formats.reader import WEIGHT
 from lightning_elastic_zero.formats.torch_write import ChunkedSource, TorchFileWriter
 from lightning_elastic_zero.storage.disk_checkpoints import remove_leftovers, staged_export
 from lightning_elastic_zero.storage.file_write import (
@@ -55,7 +45,7 @@ from lightning_elastic_zero.storage.file_write import (
     as_save_error,
     write_durably,
 )
-from lightning_elastic_zero.storage.own_files import LATEST, TAG
+from lightning_elastic_zero.storage.own_files import TAG
 from lightning_elastic_zero.storage.paths import check_local_path, read_file, real_path
 from lightning_elastic_zero.tools.view import (
     OpenCheckpoint,
@@ -124,17 +114,17 @@ class ConvertOptions:
         if self.optimizer and to in {"fp32", "bf16", "adapter"}:
             msg = (
                 f"{to} contains weights only: remove optimizer=True (--optimizer yes), or write "
-                "lightning, safetensors, dcp or elastic"
+                "lightning, safetensors or dcp"
             )
         if self.optimizer is False and to == "universal":
             msg = (
                 "universal always contains the optimizer state: remove optimizer=False "
                 "(--optimizer no), or write weights (safetensors, fp32)"
             )
-        if to in {"universal", "elastic"} and (self.include or self.exclude or self.dtype):
+        if to == "universal" and (self.include or self.exclude or self.dtype):
             msg = (
-                f"{to} contains the whole state for a resume: remove include, exclude and dtype, "
-                "or convert weights only (safetensors, fp32)"
+                "universal contains the whole state for a resume: remove include, exclude and "
+                "dtype, or convert weights only (safetensors, fp32)"
             )
         if msg:
             raise UnsupportedError(msg)
@@ -170,7 +160,6 @@ def convert_checkpoint(
     - ``lightning``: a file for ``MyModel.load_from_checkpoint``;
     - ``universal``: a Universal Checkpoint of DeepSpeed;
     - ``dcp``: a directory of ``torch.distributed.checkpoint`` with ``model`` and ``optimizer``;
-    - ``elastic``: this library's format;
     - ``adapter``: PEFT's folder of an adapter.
 
     The result appears in one step. Memory is two or three chunks of 16 MiB at any model size, or of
@@ -207,8 +196,7 @@ def convert_checkpoint(
             remove_leftovers(path.parent)
         with staged_export(path) as export:
             TARGETS[to](checkpoint, export.path, options, written)
-            if to != "elastic":
-                export.drop_sums()
+            export.drop_sums()
             export.publish(_FILE if to in _SINGLE_FILES else "")
         info = checkpoint.reader.info
         return Conversion(
@@ -217,7 +205,7 @@ def convert_checkpoint(
 
 
 def _exports_optimizer(to: str, checkpoint: OpenCheckpoint, options: ConvertOptions) -> bool:
-    if options.optimizer is None and to in {"universal", "dcp", "elastic"}:
+    if options.optimizer is None and to in {"universal", "dcp"}:
         return not checkpoint.manifest.weights_only
     return bool(options.optimizer)
 
@@ -731,7 +719,7 @@ def write_universal(
         if "/" in parameter.name:
             msg = (
                 f"{checkpoint.path}: a Universal Checkpoint has a folder per parameter, but the "
-                f"name {parameter.name!r} contains a slash: --rename it, or write dcp or elastic"
+                f"name {parameter.name!r} contains a slash: --rename it, or write dcp"
             )
             raise UnsupportedError(msg)
         place = tag / "zero" / parameter.name
@@ -765,7 +753,7 @@ def _check_steps(checkpoint: OpenCheckpoint) -> None:
             several = ", ".join(f"{step} of {name}" for step, name in counted.items())
             msg = (
                 f"{checkpoint.path}: a parameter group has different steps ({several}), but a "
-                "Universal Checkpoint holds one step per group: write dcp or elastic"
+                "Universal Checkpoint holds one step per group: write dcp"
             )
             raise UnsupportedError(msg)
 
@@ -885,162 +873,6 @@ def _dcp_groups(checkpoint: OpenCheckpoint) -> Iterator[tuple[tuple[str | int, .
             yield (*at, key), unplain(value)
 
 
-# -- elastic ---------------------------------------------------------------------------------------
-
-
-def write_elastic(
-    checkpoint: OpenCheckpoint, folder: Path, options: ConvertOptions, progress: Progress
-) -> None:
-    """Write this library's format, as one device would save it with ZeRO-3.
-
-    State of single ranks (random state, buffers that differ) is not included.
-    """
-    lean = options.optimizer is False or checkpoint.manifest.weights_only
-    _check_complete(checkpoint, lean=lean)
-    if not lean:
-        check_optimizer(checkpoint, options)
-    shared = checkpoint.reader.module_state(0, checkpoint.manifest.world_size)
-    extra: dict[str, Any] = {EXTRA_STATES: dict(shared.extra_states)} if shared.extra_states else {}
-    if not lean and (of_optimizer := checkpoint.reader.optimizer_state()):
-        extra[OPTIMIZER_STATE] = dict(of_optimizer)
-    client = split_objects({**shared.client_state, **extra})
-    buffers = {**checkpoint.buffers, **_unmarked_buffers(checkpoint, options)}
-    manifest = _elastic_manifest(checkpoint, tuple(buffers), weights_only=lean)
-    placeholders = _Placeholders(checkpoint)
-    state = RankState(
-        flats=tuple(_flats(checkpoint, manifest, placeholders)),
-        frozen={p.name: placeholders.add([entry_of(p)]) for p in manifest.frozen},
-        module_buffers=buffers,
-        module_weights={},
-        loss_scaler=shared.loss_scaler,
-        lr_scheduler=shared.lr_scheduler,
-    )
-    (folder / TAG).mkdir()
-    writer = RankWriter(
-        folder, manifest, rank=0, progress=progress, source_of=placeholders.source_of
-    )
-    files = tuple(writer.write(state, client))
-    write_durably(folder / LATEST, TAG.encode())
-    objects = tuple(format_tree_path(path) for path, _ in client.objects)
-    manifest = replace(manifest, client_objects=objects, files=files)
-    write_durably(folder / MANIFEST_NAME, manifest.to_json().encode())
-
-
-def _check_complete(checkpoint: OpenCheckpoint, *, lean: bool) -> None:
-    info, why = checkpoint.reader.info, ""
-    if not checkpoint.manifest.groups:
-        unmatched = info.unmatched or "it has no optimizer state by name"
-        why = f"does not record which of its weights are trained ({unmatched})"
-    elif not lean and not info.hyperparameters:  # A load of our format restores both.
-        why = "lacks the hyperparameters of the parameter groups"
-    if why:
-        msg = (
-            f"{checkpoint.path} {why}, which a checkpoint of this library needs: resume from it "
-            "directly, or convert its weights only, to safetensors, fp32, lightning or dcp "
-            "(--optimizer no)"
-        )
-        raise CheckpointMismatchError(msg)
-
-
-def _unmarked_buffers(
-    checkpoint: OpenCheckpoint, options: ConvertOptions
-) -> dict[str, torch.Tensor]:
-    """Return the buffers of a source that stores them as weights."""
-    if not holds_whole_tensors(checkpoint.manifest):
-        return {}
-    found = {}
-    for entry in map(entry_of, checkpoint.manifest.frozen):
-        dtype = checkpoint.dtype(entry)
-        if not dtype.is_floating_point or options.marks_as_buffer(checkpoint, entry):
-            parts = [torch.empty(0, dtype=dtype), *checkpoint.chunks(entry)]
-            found[entry.name] = torch.cat(parts).view(entry.shape)
-    return found
-
-
-def _elastic_manifest(
-    checkpoint: OpenCheckpoint, buffers: tuple[str, ...], *, weights_only: bool
-) -> Manifest:
-    """Describe the state on one rank of ZeRO-3, with the source's flat buffers unpartitioned."""
-    source = checkpoint.manifest
-    first = _first_held([entry_of(p) for p in source.optimized])
-    dtype = dtype_name(checkpoint.dtype(first)) if first else source.master_dtype
-    return replace(
-        source,
-        save_id=uuid.uuid4().hex,
-        progress=_elastic_progress(checkpoint),
-        stage=STAGE_WEIGHTS,
-        world_size=1,
-        master_dtype=dtype,
-        buffers=tuple(FlatBuffer(b.group, b.names, b.numels) for b in source.buffers),
-        groups=tuple(replace(g, state=()) if weights_only else g for g in source.groups),
-        parameters=tuple(p for p in source.parameters if p.name not in buffers),
-        module_buffers=buffers,
-        files=(),
-        weights_only=weights_only,
-        rank_state=(),
-        client_objects=(),
-    )
-
-
-def _elastic_progress(checkpoint: OpenCheckpoint) -> TrainingProgress:
-    """Return the run's progress; without counters, the optimizer's step count."""
-    found = checkpoint.manifest.progress
-    if checkpoint.reader.info.has_counters:
-        return found
-    counted = [checkpoint.step(p.name) or 0 for p in checkpoint.manifest.optimized]
-    return replace(found, global_steps=max(map(int, counted), default=0))
-
-
-def _first_held(entries: Sequence[TensorEntry]) -> TensorEntry | None:
-    """Return the first tensor with elements, which has the stored dtype."""
-    return next((entry for entry in entries if entry.numel), next(iter(entries), None))
-
-
-class _Placeholders:
-    """Meta tensors in place of the state, and the contents of any piece that is cut from them."""
-
-    def __init__(self, checkpoint: OpenCheckpoint) -> None:
-        self._checkpoint = checkpoint
-        # With the placeholders, so that their addresses are not reused.
-        self._entries: dict[tuple[int, int], tuple[TensorEntry, torch.Tensor]] = {}
-
-    def add(self, entries: Sequence[TensorEntry], offsets: Sequence[int] = (0,)) -> torch.Tensor:
-        """Return a tensor with the elements of others at the given offsets."""
-        first = _first_held(entries)
-        dtype = self._checkpoint.dtype(first) if first else torch.float32
-        joined = torch.empty(sum(e.numel for e in entries), dtype=dtype, device="meta")
-        for entry, offset in zip(entries, offsets, strict=True):
-            self._entries[_place(joined[offset:])] = entry, joined
-        return joined
-
-    def source_of(self, piece: torch.Tensor) -> torch.Tensor | ChunkedSource:
-        """Return the contents of a piece, which is always one whole tensor of the checkpoint."""
-        if not piece.is_meta or not piece.numel():
-            return piece
-        return source_of(self._checkpoint, self._entries[_place(piece)][0])
-
-
-def _flats(
-    checkpoint: OpenCheckpoint, manifest: Manifest, placeholders: _Placeholders
-) -> Iterator[FlatState]:
-    held = manifest.layout().on_rank(0)
-    for index, buffer in enumerate(manifest.buffers):
-        mine = tuple(f for f in held if f.buffer == index)
-        offsets = [f.offset for f in mine]
-        parameters = [checkpoint.parameters[f.name] for f in mine]
-        state = manifest.groups[buffer.group].state
-        keys = [WEIGHT, *(key.name for key in state if key.kind == "elementwise")]
-        flat = {k: placeholders.add([entry_of(p, k) for p in parameters], offsets) for k in keys}
-        scalars: Mapping[str, Scalar] = {}
-        if buffer.names and not manifest.weights_only:
-            scalars = checkpoint.scalars(buffer.names[0])
-        yield FlatState(mine, flat.pop(WEIGHT), flat, scalars)
-
-
-def _place(piece: torch.Tensor) -> tuple[int, int]:
-    return piece.untyped_storage()._cdata, int(piece.storage_offset())  # noqa: SLF001 (identity)
-
-
 Write: TypeAlias = Callable[[OpenCheckpoint, Path, ConvertOptions, Progress], None]
 
 TARGETS: dict[str, Write] = {
@@ -1050,7 +882,6 @@ TARGETS: dict[str, Write] = {
     "lightning": write_lightning,
     "universal": write_universal,
     "dcp": write_dcp,
-    "elastic": write_elastic,
     "adapter": write_adapter_folder,
 }
 """Functions that write each format."""

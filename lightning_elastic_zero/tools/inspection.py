@@ -1,4 +1,4 @@
-"""``inspect`` and ``plan``: a checkpoint's contents and a resume's cost, without its tensors."""
+"""``inspect``: a checkpoint's contents, without its tensors."""
 
 from __future__ import annotations
 
@@ -8,19 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_elastic_zero.core.manifest import (
-    STAGE_WEIGHTS,
-    STAGES,
-    Manifest,
-    Parameter,
-)
-from lightning_elastic_zero.core.partition import piece_numel
+from lightning_elastic_zero.core.manifest import Manifest, Parameter
 from lightning_elastic_zero.core.tensors import itemsize_of
-from lightning_elastic_zero.errors import (
-    CheckpointCorruptedError,
-    CheckpointFormatError,
-    UnsupportedError,
-)
 from lightning_elastic_zero.formats.deepspeed_files import describe_missing_latest
 from lightning_elastic_zero.formats.torch_read import is_cut
 from lightning_elastic_zero.storage.checkpoints import file_sizes
@@ -28,9 +17,6 @@ from lightning_elastic_zero.tools.view import OpenCheckpoint, holds_whole_tensor
 
 MAX_DEVICES = 4096
 """Largest device count that is listed."""
-
-STAGE_GRADIENTS = 2
-"""First ZeRO stage that partitions gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,147 +168,3 @@ def _resumable_on(manifest: Manifest, *, unmatched: bool) -> str:
         counts = ", ".join(map(str, device_counts(batch)))
         text += f"; with the same global batch of {batch} samples: {counts} devices"
     return text
-
-
-# -- plan ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ResumePlan:
-    """Result of ``plan_resume``."""
-
-    path: str
-    devices: int
-    stage: int
-    read_bytes_per_rank: int
-    """Masters, states and frozen weights that the rank with the largest share reads."""
-    read_bytes: int
-    """All ranks together, without the rest of chunks that are read for checksums (at most 5 %)."""
-    state_bytes_per_rank: int
-    """Masters and optimizer states, on the device or offloaded. Stage 0 in fp32 has no masters in
-    addition to the weights; ZeRO copies the weights in fp32 too."""
-    weight_bytes_per_rank: int
-    """The model's weights between steps."""
-    gradient_bytes_per_rank: int
-    """Gradients of the trained weights in their low-precision dtype, partitioned from ZeRO-2 on."""
-    global_batch_size: int | None
-    """Samples per optimizer step; None if not recorded."""
-    batches: tuple[tuple[int, int], ...]
-    """Pairs of micro-batch (samples per device) and accumulation (micro-batches per step) with the
-    same global batch, largest micro-batch first; empty if unknown."""
-    obstacles: tuple[str, ...]
-    """Problems that prevent the resume."""
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether there are no problems."""
-        return not self.obstacles
-
-
-def plan_resume(
-    path: str | os.PathLike[str], devices: int, stage: int, *, allow_pickle: bool = False
-) -> ResumePlan:
-    """Predict the bytes and memory of a resume, and problems.
-
-    Args:
-        path: Directory, file or URL of the checkpoint.
-        devices: Number of data-parallel ranks of the resumed run.
-        stage: ZeRO stage of the resumed run, 0 to 3.
-        allow_pickle: Build Python objects of any class; this can run code.
-
-    Raises:
-        CheckpointNotFoundError: Nothing is at the path.
-        CheckpointFormatError: It is not a checkpoint that can be read.
-        CheckpointCorruptedError: The checkpoint is incomplete.
-        UnsupportedError: ``devices`` or ``stage`` is out of range.
-    """
-    if stage not in STAGES or devices < 1:
-        msg = f"devices={devices}, stage={stage}: expected at least 1 device and a stage of 0 to 3"
-        raise UnsupportedError(msg)
-    with open_view(path, allow_pickle=allow_pickle) as checkpoint:
-        report = report_of(checkpoint)
-        damage = _damage(checkpoint)
-    manifest = report.manifest
-    weights, frozen, trained = _weight_bytes(manifest, devices, stage)
-    states, in_place = _state_bytes(manifest, devices, stage)
-    whole = sum(stored_bytes(manifest, p) for p in manifest.parameters)
-    frozen_once = sum(weight_bytes(manifest, p) for p in manifest.frozen)
-    copies = devices - 1 if stage != STAGE_WEIGHTS else 0
-    again = whole if stage == 0 else frozen_once
-    batch = manifest.progress.global_batch_size
-    return ResumePlan(
-        path=report.path,
-        devices=devices,
-        stage=stage,
-        read_bytes_per_rank=states + frozen,
-        read_bytes=whole + copies * again,
-        state_bytes_per_rank=states - in_place,
-        weight_bytes_per_rank=weights,
-        gradient_bytes_per_rank=trained,
-        global_batch_size=batch,
-        batches=tuple(_choices(batch, devices)),
-        obstacles=(*damage, *_obstacles(report, devices)),
-    )
-
-
-def _weight_bytes(manifest: Manifest, devices: int, stage: int) -> tuple[int, int, int]:
-    """Return a rank's bytes of weights, of frozen weights as stored, and of gradients."""
-    weights = frozen = trained = 0
-    for p in manifest.parameters:
-        itemsize = itemsize_of(p.dtype)
-        piece = piece_numel(p.numel, devices)
-        held = piece if stage == STAGE_WEIGHTS else p.numel
-        weights += itemsize * held
-        if p.group is None:
-            frozen += held * (weight_bytes(manifest, p) // max(p.numel, 1))
-        else:
-            trained += itemsize * (piece if stage >= STAGE_GRADIENTS else p.numel)
-    return weights, frozen, trained
-
-
-def _state_bytes(manifest: Manifest, devices: int, stage: int) -> tuple[int, int]:
-    """Return a rank's bytes of masters and states, and of masters that are the weights."""
-    states = in_place = 0
-    for index in range(len(manifest.groups)):
-        members = [p for p in manifest.optimized if p.group == index]
-        each = next((stored_bytes(manifest, p) // p.numel for p in members if p.numel), 0)
-        if stage == STAGE_WEIGHTS:
-            states += each * sum(piece_numel(p.numel, devices) for p in members)
-        else:  # At stage 0 every rank has the whole state.
-            states += each * piece_numel(sum(p.numel for p in members), devices if stage else 1)
-        if stage == 0:
-            same = [p for p in members if p.dtype == manifest.master_dtype]
-            in_place += sum(p.numel * itemsize_of(p.dtype) for p in same)
-    return states, in_place
-
-
-def _choices(batch: int | None, devices: int) -> list[tuple[int, int]]:
-    if not batch or batch % devices:
-        return []
-    each = batch // devices
-    return [(m, each // m) for m in range(each, 0, -1) if each % m == 0]
-
-
-def _obstacles(report: CheckpointReport, devices: int) -> list[str]:
-    found = list(report.doubts)
-    batch = report.manifest.progress.global_batch_size
-    if batch and batch % devices:
-        counts = [n for n in device_counts(batch) if n <= 2 * devices]
-        found.append(
-            f"{devices} devices cannot share a global batch of {batch} samples evenly: "
-            f"{', '.join(map(str, counts))} can, or allow_uneven_batches"
-        )
-    if report.manifest.weights_only:
-        found.append(
-            "it contains weights only: pass load_optimizer_state=False to start a new run from "
-            "them; the new optimizer state needs additional memory"
-        )
-    return found
-
-
-def _damage(checkpoint: OpenCheckpoint) -> list[str]:
-    try:
-        checkpoint.reader.check_all()
-    except (CheckpointCorruptedError, CheckpointFormatError) as error:
-        return [str(error)]
-    return []

@@ -12,7 +12,7 @@ from lightning_elastic_zero.core.manifest import Manifest, Parameter
 from lightning_elastic_zero.core.progress import Progress, is_terminal, showing, tqdm_bar
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.tools.differences import CheckpointDifferences
-from lightning_elastic_zero.tools.inspection import CheckpointReport, ResumePlan, stored_bytes
+from lightning_elastic_zero.tools.inspection import CheckpointReport, stored_bytes
 from lightning_elastic_zero.tools.verification import Verification
 
 STYLES = {"DAMAGED": "bold red", "NOT verified": "yellow", ": intact:": "green"}
@@ -160,27 +160,6 @@ def parameter_lines(manifest: Manifest, parameters: Sequence[Parameter]) -> Iter
         ties = f", tied to {', '.join(p.aliases)}" if p.aliases else ""
         rows.append((p.name, shape, p.dtype, format_bytes(stored_bytes(manifest, p)), group + ties))
     yield from table_lines(rows, right=(1, 2, 3))
-
-
-def plan_lines(plan: ResumePlan) -> Iterator[str]:
-    """Yield the plan of a resume."""
-    batches = ", ".join(f"{steps} x {micro_batch}" for micro_batch, steps in plan.batches)
-    yield from _rows(
-        {
-            "resume of": plan.path,
-            "on": f"{plan.devices} devices, ZeRO-{plan.stage}",
-            "reads": f"{format_bytes(plan.read_bytes_per_rank)} per rank, "
-            f"{format_bytes(plan.read_bytes)} in total",
-            "memory per rank": f"{format_bytes(plan.state_bytes_per_rank)} for masters and states, "
-            f"{format_bytes(plan.weight_bytes_per_rank)} for weights, "
-            f"{format_bytes(plan.gradient_bytes_per_rank)} for gradients, plus activations",
-            "same batch": f"{plan.global_batch_size} samples as accumulation x micro-batch: "
-            f"{batches}"
-            if batches
-            else "",
-            "problems": "; ".join(plan.obstacles) or "none",
-        }
-    )
 
 
 def difference_lines(

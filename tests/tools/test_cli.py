@@ -32,7 +32,7 @@ from tests.support.ranks import ROOT
 
 Run = Callable[..., tuple[int, str, str]]
 
-VERBS = ("inspect", "verify", "fingerprint", "diff", "convert", "plan", "selftest")
+VERBS = ("inspect", "verify", "fingerprint", "diff", "convert", "selftest")
 
 END = "the end"
 
@@ -83,14 +83,12 @@ def test_exit_codes_and_streams_are_those_of_the_page(tmp_path: Path, run: Run) 
             ("verify", path, other),
             ("fingerprint", path, other),
             ("diff", path, other, "--weights-only"),
-            ("plan", path, "--devices", "3", "--stage", "2"),
             ("convert", path, tmp_path / "w.pt", "--to", "fp32"),
         ],
         1: [
             ("verify", damaged),
             ("verify", "--newest-sound", tmp_path / "empty"),
             ("diff", path, tmp_path / "w.pt"),
-            ("plan", path, "--devices", "5", "--stage", "2"),
         ],
         2: [
             *((verb, tmp_path / "none") for verb in ("inspect", "verify", "fingerprint")),
@@ -106,8 +104,8 @@ def test_exit_codes_and_streams_are_those_of_the_page(tmp_path: Path, run: Run) 
         for words in lines:
             code, out, err = run(*words)
             assert code == wanted, (words, err)
-            if words[0] in {"diff", "plan"} and wanted == 1:
-                assert out, words  # Differences and obstacles are the requested output.
+            if words[0] == "diff" and wanted == 1:
+                assert out, words  # Differences are the requested output.
                 assert not err, words
             else:
                 assert bool(out) == (wanted in {0, 3}), words
@@ -346,11 +344,11 @@ def forbidden(tmp_path: Path) -> Iterator[Path]:
     assert inner.is_dir()
 
 
-@pytest.mark.parametrize("verb", ["inspect", "verify", "plan", "diff", "fingerprint"])
+@pytest.mark.parametrize("verb", ["inspect", "verify", "diff", "fingerprint"])
 def test_missing_permissions_exit_with_2_and_a_sentence(
     verb: str, forbidden: Path, tmp_path: Path, refused: Callable[..., str]
 ) -> None:
-    more = {"plan": ["--devices", "2", "--stage", "2"], "diff": [str(forbidden)]}.get(verb, [])
+    more = [str(forbidden)] if verb == "diff" else []
     error = refused(verb, forbidden, *more)
     assert f"{forbidden} cannot be read: " in error
     assert ": Permission denied" in error
@@ -408,7 +406,6 @@ def test_a_file_of_a_checkpoint_is_a_usage_error(
         ["fingerprint", "{folder}"],
         ["diff", "{folder}", "{folder}/global_step10"],
         ["convert", "{folder}", "{folder}/weights", "--to", "safetensors"],
-        ["plan", "{folder}", "--devices", "3", "--stage", "2"],
     ],
     ids=lambda arguments: arguments[0],
 )
@@ -431,14 +428,13 @@ def test_objects_need_allow_pickle_of_every_verb(
         ("verify",),
         ("fingerprint", "--tensors"),
         ("diff", path),
-        ("plan", "--devices", "2", "--stage", "2"),
         ("convert", tmp_path / "out", "--to", "safetensors"),
     ):
         error = refused(verb, path, *options)
         assert "argparse.Namespace" in error
         assert "--allow-pickle on the command line" in error
         code, out, error = run(verb, path, *options, "--allow-pickle")
-        assert code == (verb == "plan"), error  # It contains weights only.
+        assert code == 0, error
         assert out
 
 

@@ -73,7 +73,7 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
         pytest.param(3, 4, marks=pytest.mark.long),
     ],
 )
-@pytest.mark.parametrize("to", ["elastic", "universal", "dcp", "lightning"])
+@pytest.mark.parametrize("to", ["universal", "dcp", "lightning"])
 def test_a_conversion_and_back_keeps_the_fingerprint(
     to: str, stage: int, world_size: int, tmp_path: Path
 ) -> None:
@@ -83,7 +83,7 @@ def test_a_conversion_and_back_keeps_the_fingerprint(
     convert_checkpoint(source, there, to, ConvertOptions(optimizer=True))
     assert fingerprint_checkpoint(there) == wanted
     assert verify_checkpoint(there).is_sound
-    convert_checkpoint(there, back, "elastic", ConvertOptions(buffers=["mean"]))
+    convert_checkpoint(there, back, "dcp", ConvertOptions(buffers=["mean"]))
     assert fingerprint_checkpoint(back) == wanted
     assert verify_checkpoint(back).is_sound
 
@@ -106,7 +106,7 @@ def test_a_single_file_of_weights(to: str, tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["unpacked", "w.pt"]
 
 
-@pytest.mark.parametrize("to", ["fp32", "bf16", "lightning", "dcp", "universal", "elastic"])
+@pytest.mark.parametrize("to", ["fp32", "bf16", "lightning", "dcp", "universal"])
 def test_tied_names_of_a_single_file_are_converted(to: str, tmp_path: Path) -> None:
     model = torch.nn.ModuleDict(
         {"embedding": torch.nn.Embedding(5, 3), "head": torch.nn.Linear(3, 5, bias=False)}
@@ -228,7 +228,7 @@ def test_patterns_rename(tmp_path: Path, run: Run, refused: Refused) -> None:
     state = make_state()
     source = write_elastic(tmp_path / "a.ckpt", state, 3, 2)
     patterns = ("layers.*.weight=h.*.kernel", "*.bias=*.offset", "head.=", "mean=running.mean")
-    options = ("--to", "elastic", "--rename", *patterns)
+    options = ("--to", "dcp", "--rename", *patterns)
     assert run("convert", source, tmp_path / "b.ckpt", *options)[0] == 0
     with open_view(source) as old, open_view(tmp_path / "b.ckpt") as new:
         held = {e.name: torch.cat(list(new.chunks(e))) for e in new.weights()}
@@ -276,7 +276,7 @@ def test_lost_counters_are_reported(source: Path, tmp_path: Path, run: Run) -> N
     code, _, error = run("convert", source, tmp_path / "d", "--to", "dcp")
     assert (code, steps > 0) == (0, True)
     assert f"(a resume begins at step 0, not {steps})" in error
-    assert "a resume begins" not in run("convert", source, tmp_path / "e", "--to", "elastic")[2]
+    assert "a resume begins" not in run("convert", source, tmp_path / "u", "--to", "universal")[2]
 
 
 @pytest.mark.parametrize("size", ["0", "-1"])
@@ -284,7 +284,7 @@ def test_impossible_targets_are_refused_in_one_line(
     size: str, source: Path, tmp_path: Path, refused: Refused
 ) -> None:
     (tmp_path / "file").write_text("mine")
-    for to in ("fp32", "safetensors", "universal", "dcp", "elastic"):
+    for to in ("fp32", "safetensors", "universal", "dcp"):
         for target in ("", tmp_path / "file" / "below"):
             error = refused("convert", source, target, "--to", to)
             assert error.count("\n") == 1, error
@@ -334,11 +334,10 @@ def test_a_file_that_appears_at_the_target_stays(source: Path, tmp_path: Path) -
 
 def test_a_checkpoint_of_ours_is_not_overwritten(source: Path, tmp_path: Path) -> None:
     other = write_elastic(tmp_path / "b.ckpt", make_state(), 3, 3)
-    lean = ConvertOptions(optimizer=False)
     for target in (source, other):
         before = (target / "manifest.json").read_bytes()
         with pytest.raises(SaveError, match="exists, and is not overwritten"):
-            convert_checkpoint(source, target, "elastic", lean)
+            convert_checkpoint(source, target, "universal")
         assert (target / "manifest.json").read_bytes() == before
     target = tmp_path / "c.ckpt"
 
@@ -347,7 +346,7 @@ def test_a_checkpoint_of_ours_is_not_overwritten(source: Path, tmp_path: Path) -
             other.rename(target)
 
     with pytest.raises(SaveError, match="exists, and is not overwritten"):
-        convert_checkpoint(source, target, "elastic", lean, progress=Progress(show=create_target))
+        convert_checkpoint(source, target, "universal", progress=Progress(show=create_target))
     assert (target / "manifest.json").read_bytes() == before
     assert names_in(tmp_path) == ["a.ckpt", "c.ckpt"]
 
@@ -355,11 +354,9 @@ def test_a_checkpoint_of_ours_is_not_overwritten(source: Path, tmp_path: Path) -
 def test_missing_parts_are_named(tmp_path: Path) -> None:
     source = write_elastic(tmp_path / "a.ckpt", make_state(), weights_only=True)
     full = write_elastic(tmp_path / "b.ckpt", make_state())
-    torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
     for path, to, options, error, words in (
         (source, "universal", ConvertOptions(), CheckpointMismatchError, "it contains none"),
         (full, "universal", ConvertOptions(include=["a"]), UnsupportedError, "the whole state"),
-        (tmp_path / "w.pt", "elastic", ConvertOptions(), CheckpointMismatchError, "are trained"),
         (full, "adapter", ConvertOptions(), CheckpointMismatchError, "lora_alpha"),
     ):
         with pytest.raises(error, match=words):
@@ -455,13 +452,9 @@ def test_buffers_of_stage_0_are_known(world_size: int, tmp_path: Path) -> None:
     state = make_state()
     state.frozen["codes"] = torch.arange(6)
     source = write_elastic(tmp_path / "a.ckpt", state, 0, world_size)
-    patterns = ConvertOptions(buffers=["frozen.*"])
-    convert_checkpoint(source, tmp_path / "b.ckpt", "elastic", patterns)
-    for path in (source, tmp_path / "b.ckpt"):
-        with open_view(path) as checkpoint:
-            assert [p.name for p in checkpoint.manifest.frozen] == ["frozen.weight", "codes"]
-            assert checkpoint.manifest.module_buffers == ("mean", "count")
-    assert fingerprint_checkpoint(tmp_path / "b.ckpt") == fingerprint_checkpoint(source)
+    with open_view(source) as checkpoint:
+        assert [p.name for p in checkpoint.manifest.frozen] == ["frozen.weight", "codes"]
+        assert checkpoint.manifest.module_buffers == ("mean", "count")
 
 
 @pytest.mark.parametrize(
@@ -549,19 +542,9 @@ def test_a_name_with_a_slash_is_refused_by_universal(
 def test_steps_of_a_group_skip_an_empty_first_parameter(tmp_path: Path) -> None:
     state = make_state({"empty": (0,), "a": (4, 3), "b": (2,)})
     source = write_elastic(tmp_path / "a.ckpt", replace(state, groups=(("empty", "a"), ("b",))))
-    convert_checkpoint(source, tmp_path / "b.ckpt", "elastic")
-    with open_view(tmp_path / "b.ckpt") as found:
+    convert_checkpoint(source, tmp_path / "dcp", "dcp")
+    with open_view(tmp_path / "dcp") as found:
         assert found.scalars("a") == found.scalars("b") == {"step": torch.tensor(state.step)}
-
-
-def test_without_counters_steps_are_those_of_the_optimizer(source: Path, tmp_path: Path) -> None:
-    convert_checkpoint(source, tmp_path / "dcp", "dcp", ConvertOptions(optimizer=True))
-    convert_checkpoint(tmp_path / "dcp", tmp_path / "b.ckpt", "elastic")
-    assert (
-        inspect_checkpoint(tmp_path / "b.ckpt").manifest.progress.global_steps
-        == make_state().step
-        == 3
-    )
 
 
 @pytest.mark.parametrize(("to", "dtype"), [("fp32", "bf16"), ("bf16", "fp16"), ("bf16", "fp32")])
@@ -612,7 +595,7 @@ def test_numbers_that_would_become_infinite_are_refused(
     assert run("convert", tmp_path / "inf.pt", tmp_path / "infinite", *options)[0] == 0
 
 
-@pytest.mark.parametrize("back", ["elastic", "dcp", "universal", "lightning"])
+@pytest.mark.parametrize("back", ["dcp", "universal", "lightning"])
 def test_ties_survive_a_dcp_directory(back: str, tmp_path: Path) -> None:
     source = unpack("zero3-ds0.19", tmp_path / "unpacked").checkpoint
     wanted = fingerprint_checkpoint(source)
@@ -666,7 +649,7 @@ def test_channels_last_does_not_change_the_state(legacy: bool, tmp_path: Path) -
     number = fingerprint_checkpoint(tmp_path / "last.ckpt")
     assert number.optimizer
     assert number == fingerprint_checkpoint(tmp_path / "usual.ckpt")
-    for to in ("elastic", "dcp", "universal", "lightning"):
+    for to in ("dcp", "universal", "lightning"):
         out = tmp_path / to
         convert_checkpoint(tmp_path / "last.ckpt", out, to, ConvertOptions(optimizer=True))
         assert fingerprint_checkpoint(out).optimizer == number.optimizer
@@ -736,7 +719,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("to", ["dcp", "lightning", "elastic"])
+@pytest.mark.parametrize("to", ["dcp", "lightning"])
 def test_scalars_keep_type_and_value(to: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Numbers, None and 0-d tensors, with any default dtype."""
     rates = {key: plain(value, key) for key, value in RATES.items() if key != "lr"}
@@ -746,7 +729,7 @@ def test_scalars_keep_type_and_value(to: str, dtype: torch.dtype, tmp_path: Path
     options = ConvertOptions(optimizer=True, buffers=["mean"])
     with default_dtype(dtype):
         found = convert_checkpoint(source, tmp_path / to, to, options)
-        convert_checkpoint(tmp_path / to, tmp_path / "back.ckpt", "elastic", options)
+        convert_checkpoint(tmp_path / to, tmp_path / "back.ckpt", "lightning", options)
     wanted = {key: bitwise_repr(value) for key, value in SCALARS.items()}
     assert _scalars(source) == _scalars(tmp_path / to) == _scalars(tmp_path / "back.ckpt") == wanted
     assert not any(key in text for key in SCALARS for text in found.lost)
@@ -822,7 +805,7 @@ _GROUPS = [
 ]
 
 
-_TARGETS = ("universal", "dcp", "lightning", "elastic")
+_TARGETS = ("universal", "dcp", "lightning")
 # A single file stores states by position, which would be ambiguous here and is refused.
 _AMBIGUOUS = ("lightning", _GROUPS[2])
 
@@ -840,7 +823,7 @@ def test_empty_parameters_take_no_state_or_dtype_from_their_group(
     source = write_elastic(tmp_path / "a.ckpt", state)
     there, back = tmp_path / "there.ckpt", tmp_path / "back.ckpt"
     convert_checkpoint(source, there, to, ConvertOptions(optimizer=True))
-    convert_checkpoint(there, back, "elastic", ConvertOptions(buffers=["mean"]))
+    convert_checkpoint(there, back, "dcp", ConvertOptions(buffers=["mean"]))
     for found in (there, back):
         assert _steps(found) == dict.fromkeys(names, 3.0)
         assert diff_checkpoints(source, found).tensors == ()
@@ -875,7 +858,7 @@ def test_several_steps_in_a_group_are_refused_by_universal(tmp_path: Path) -> No
     with pytest.raises(UnsupportedError, match=r"3.0 of a, 5.0 of b.* one step per group"):
         convert_checkpoint(source, tmp_path / "u", "universal")
     assert not (tmp_path / "u").exists()
-    convert_checkpoint(source, tmp_path / "own", "elastic")
+    convert_checkpoint(source, tmp_path / "own", "lightning", ConvertOptions(optimizer=True))
     assert _steps(tmp_path / "own") == {"a": 3.0, "b": 5.0, "c": 3.0}
 
 
@@ -890,11 +873,10 @@ def test_a_universal_checkpoint_with_several_steps_is_refused(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("step", [math.nan, math.inf])
-@pytest.mark.parametrize("to", ["elastic", "universal"])
-def test_an_invalid_step_is_refused_by_name(to: str, step: float, tmp_path: Path) -> None:
+def test_an_invalid_step_is_refused_by_name(step: float, tmp_path: Path) -> None:
     source = _write_dcp(tmp_path / "dcp", {"a": 3, "b": step}, {})
     with pytest.raises(CheckpointFormatError, match=f"'step' of b is {step}"):
-        convert_checkpoint(source, tmp_path / "target", to)
+        convert_checkpoint(source, tmp_path / "target", "universal")
     assert not (tmp_path / "target").exists()
     convert_checkpoint(source, tmp_path / "w.pt", "fp32")
 
@@ -902,8 +884,6 @@ def test_an_invalid_step_is_refused_by_name(to: str, step: float, tmp_path: Path
 @pytest.mark.parametrize("step", [7, 7.0, torch.tensor(7)])
 def test_steps_counted_by_the_group_are_read(step: float | torch.Tensor, tmp_path: Path) -> None:
     source = _write_dcp(tmp_path / "dcp", {"a": None, "b": None}, {}, step=step)
-    convert_checkpoint(source, tmp_path / "own", "elastic")
-    assert inspect_checkpoint(tmp_path / "own").manifest.progress.global_steps == 7
     convert_checkpoint(source, tmp_path / "u", "universal")
     assert torch.load(tmp_path / "u" / "checkpoint" / "zero" / "b" / "step.pt") == 7
 
@@ -911,15 +891,15 @@ def test_steps_counted_by_the_group_are_read(step: float | torch.Tensor, tmp_pat
 def test_an_invalid_step_of_a_group_is_refused(tmp_path: Path) -> None:
     source = _write_dcp(tmp_path / "nan", {"a": None, "b": None}, {}, step=math.nan)
     with pytest.raises(CheckpointFormatError, match="'step' of a is nan"):
-        convert_checkpoint(source, tmp_path / "own", "elastic")
+        convert_checkpoint(source, tmp_path / "u", "universal")
     named = _write_dcp(tmp_path / "named", {"a": None, "b": None}, {}, step="cosine")
-    convert_checkpoint(named, tmp_path / "own", "elastic")
-    assert inspect_checkpoint(tmp_path / "own").manifest.progress.global_steps == 0
+    convert_checkpoint(named, tmp_path / "u", "universal")
+    assert _steps(tmp_path / "u") == {"a": None, "b": None}
 
 
 def test_the_masters_dtype_skips_empty_parameters(tmp_path: Path) -> None:
     source = _write_dcp(tmp_path / "dcp", {"a": 3, "b": 3}, {"a": 0})
-    convert_checkpoint(source, tmp_path / "own", "elastic")
+    convert_checkpoint(source, tmp_path / "own", "lightning", ConvertOptions(optimizer=True))
     with open_view(tmp_path / "own") as view:
         assert view.manifest.master_dtype == "float32"
     assert _steps(tmp_path / "own") == {"a": 3.0, "b": 3.0}

@@ -41,8 +41,6 @@ class Kind:
     """The name that ``inspect`` reports."""
     optimizer: bool = True
     """Whether it has optimizer state of known parameters."""
-    hyperparameters: bool = True
-    """Whether it has the hyperparameters of the parameter groups."""
     trained: bool = True
     """Whether it records which weights are trained."""
     states: bool = True
@@ -77,8 +75,7 @@ def _fixture_kind(name: str) -> Kind:
     universal = name.startswith("universal") and name != "universal-beside"
     dumps = name.startswith("dumps")
     reported = "Universal" if universal else "dumps" if dumps else "DeepSpeed"
-    has_groups, stepped = not name.startswith("elastic"), name != "unstepped"
-    return Kind(name, partial(_fixture, name), reported, hyperparameters=has_groups, states=stepped)
+    return Kind(name, partial(_fixture, name), reported, states=name != "unstepped")
 
 
 # -- checkpoints of this library, and converted ones ----------------------------------------------
@@ -237,7 +234,7 @@ UNREADABLE = [
 
 Run = Callable[..., tuple[int, str, str]]
 
-WITH_STATE = {"universal", "elastic", "dcp"}
+WITH_STATE = {"universal", "dcp"}
 """Targets that contain optimizer state by default."""
 
 
@@ -263,10 +260,6 @@ def refused(kind: Kind, to: str) -> str:
         return "lora_alpha"
     if (to == "universal" and not kind.optimizer) or (to == "dcp" and kind.ambiguous):
         return "its optimizer state cannot be converted"
-    if to == "elastic" and not kind.trained:
-        return "does not record which of its weights are trained"
-    if to == "elastic" and not kind.hyperparameters:
-        return "lacks the hyperparameters"
     return ""
 
 
@@ -291,10 +284,6 @@ def check_reports(kind: Kind, path: Path, run: Run) -> None:
     assert code == intact_code(kind)
     assert (": intact: " if code == 0 else "NOT verified") in out
     assert run("diff", path, path)[::2] == (0, "")
-    code, out, err = run("plan", path, "--devices", "2", "--stage", "2", "--json")
-    plan = json.loads(out)
-    assert (code, err) == ((0 if kind.optimizer else 1), "")
-    assert bool(plan["obstacles"]) != kind.optimizer
 
 
 def check_written(to: str, path: Path, target: Path, run: Run) -> None:
@@ -392,7 +381,6 @@ def test_unreadable_paths_are_refused_in_a_sentence(
         ("fingerprint", ("fingerprint", path)),
         ("diff", ("diff", path, path)),
         *([] if readable_metadata else [("inspect", ("inspect", path))]),
-        *([] if readable_metadata else [("plan", ("plan", path, "--devices", 2, "--stage", 2))]),
     ]
     for name, words in calls:
         code, out, err = run(*map(str, words))
