@@ -379,14 +379,11 @@ def _convert(args: Namespace) -> int:
 
 
 def _selftest(args: Namespace) -> int:
-    from lightning_elastic_zero.selftest import reports_here, run_selftest
+    from lightning_elastic_zero.selftest import run_selftest
 
-    speaks = reports_here()
-    if speaks and sys.stderr.isatty():
-        print("selftest: saving, killing a rank and loading; about a minute", file=sys.stderr)
+    if sys.stderr.isatty():
+        print("selftest: saving and loading; about a minute", file=sys.stderr)
     report = run_selftest(args.dir, timeout_s=args.timeout)
-    if not speaks:  # If these ranks failed too, torchrun might end the one that prints.
-        return YES
     lines = [json.dumps(report.to_plain(), indent=1)] if args.json else report.lines()
     print("\n".join(lines), flush=True)
     for sentence in report.failures():

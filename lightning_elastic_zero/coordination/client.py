@@ -24,14 +24,12 @@ import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
-from datetime import timedelta
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
-from torch.distributed.rendezvous import rendezvous
 
 from lightning_elastic_zero.coordination.liveness import Report, Timeouts, unresponsive_reason
 from lightning_elastic_zero.coordination.session import (
@@ -351,24 +349,3 @@ def run_work(kind: str, work: Callable[[], object] | None) -> tuple[Exception | 
         return None, "" if kind == "run_all" else Report(result).packed()
     except Exception as error:  # noqa: BLE001 - all ranks raise it after the verdict
         return error, Report.of_error(error).packed()
-
-
-def launched_world_size() -> int:
-    """Return the number of ranks that torchrun or a similar launcher has started; 0 without one."""
-    variables = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    if not all(os.environ.get(name) for name in variables):
-        return 0
-    return int(os.environ["WORLD_SIZE"])
-
-
-@contextmanager
-def launched_ranks(times: Timeouts, name: str) -> Iterator[StoreRanks]:
-    """Connect the ranks of a launcher through its store, without a process group.
-
-    ``absent_timeout_s`` also applies to the store; ``name`` is the ranks' namespace in it.
-    """
-    timeout = timedelta(seconds=times.absent_timeout_s)
-    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-    ranks = StoreRanks(store, rank, world_size, name=name, times=times)
-    with closing(ranks):
-        yield ranks

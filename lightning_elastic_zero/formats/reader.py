@@ -244,7 +244,7 @@ class CheckpointReader(ABC):
         manifest: its manifest; for other software's formats, inferred from the files.
     """
 
-    files: OpenFiles[Any, Any]
+    files: OpenFiles[Any]
     info: SourceInfo
     manifest: Manifest
 

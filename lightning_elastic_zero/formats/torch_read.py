@@ -1,9 +1,8 @@
 """Reads selected elements of files of ``torch.save``, verified, into their target buffers.
 
-The byte range of each tensor is found from the zip directory without reading data. Files from
-before torch wrote zips have no index and are read as a whole. Trees are unpickled as by
-``torch.load(weights_only=True)``, with stand-ins for a few classes; with ``allow_pickle``, by
-Python's own unpickler.
+The byte range of each tensor is found from the zip directory without reading data. Trees are
+unpickled as by ``torch.load(weights_only=True)``, with stand-ins for a few classes; with
+``allow_pickle``, by Python's own unpickler.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ from lightning_elastic_zero.core.tensors import (
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
     CheckpointFormatError,
-    ElasticZeroError,
     UnsupportedError,
 )
 from lightning_elastic_zero.formats.deepspeed_files import CLASS_STUBS, check_saved_name
@@ -56,8 +54,8 @@ _ZIP_MARK = b"PK\x03\x04"
 _KEPT_CHUNKS = 8
 
 
-LEGACY_MARK = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""The first bytes of files that ``torch.save`` wrote before it wrote zips: a pickled number."""
+OLD_FORMAT_MARK = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""The first bytes of files of torch before 1.6, which are not zips: a pickled number."""
 
 _UNREADABLE = (
     pickle.UnpicklingError,
@@ -555,17 +553,6 @@ def _union(jobs: Iterable[_RangeCopy]) -> list[tuple[int, int]]:
     return runs
 
 
-def is_legacy(path: Path) -> bool:
-    """Whether a file is not a zip, so that it cannot be read by ranges."""
-    try:
-        with os.fdopen(open_file(path)[0], "rb") as file:
-            return file.read(len(_ZIP_MARK)) != _ZIP_MARK
-    except OSError as error:
-        raise_unless_damage(error, path)
-        msg = f"{path} cannot be read ({error.strerror}): resume from another checkpoint"
-        raise CheckpointCorruptedError(msg) from error
-
-
 def is_cut(path: Path) -> bool:
     """Whether a file is empty, or begins as a zip and lacks the end; reads its two ends only."""
     with suppress(OSError), os.fdopen(open_file(path)[0], "rb") as file:
@@ -574,70 +561,13 @@ def is_cut(path: Path) -> bool:
     return False
 
 
-class LegacyFile:
-    """A file that is loaded whole, with the interface of ``TorchFile``."""
-
-    def __init__(self, path: Path, policy: Policy, progress: Progress = NO_PROGRESS) -> None:
-        self.path: AnyPath = path
-        self.bytes_read = path.stat().st_size
-        try:
-            with RangeFile(path, progress) as file, as_stream(file) as stream:
-                if (first := stream.peek()[: len(LEGACY_MARK)]) != LEGACY_MARK:
-                    what = f"is not a file of torch.save (it begins with {first!r})"
-                    what = what if first else "is empty: its save was interrupted, or the disk full"
-                    msg = f"{path} {what}. Resume from another checkpoint"
-                    raise CheckpointFormatError(msg)  # noqa: TRY301 (passed on below)
-                with _allowed(policy):
-                    self.tree: Any = torch.load(
-                        stream, map_location="cpu", weights_only=policy != "any class"
-                    )
-            check_size(self.tree, self.bytes_read, self.bytes_read)
-        except ElasticZeroError:
-            raise  # this one, or another rank's failure meanwhile
-        except Exception as error:
-            refuse_class(error, path)
-            if isinstance(error, OSError) and error.errno is not None:
-                raise  # of the disk, with the path and a remedy
-            # Without torch's advice to trust the file.
-            why = f"{type(error).__name__}: {str(error).partition('Weights only load')[0]}"
-            msg = (
-                f"{path} cannot be read ({why}): it is not of torch.save, or damaged. Resume "
-                "from another checkpoint"
-            )
-            raise CheckpointFormatError(msg) from error
-
-    def read_into(
-        self, wanted: Iterable[tuple[torch.Tensor, StoredRun]], progress: Progress = NO_PROGRESS
-    ) -> int:
-        for target, run in wanted:
-            run.check_fills(target, self.path)
-            found = run.tensor.detach().reshape(-1)[run.start : run.stop]
-            target.detach().copy_(found)
-            progress.advance(found.numel() * found.element_size())
-        return 0
-
-    def load_tree(self, subtree: Any) -> Any:
-        return subtree
-
-    def verify(self, progress: Progress = NO_PROGRESS) -> bool:  # noqa: ARG002 (as in TorchFile)
-        """Return False: these files have no checksums."""
-        return False
-
-    def close(self) -> None:
-        self.tree = None
-
-
 MAX_OPEN = 4
 """Files kept open at once: a rank reads most of its runs from the same two or three."""
 
-MAX_WHOLE = 2
-"""Files kept in memory at once, if they are loaded whole."""
-
-F = TypeVar("F", TorchFile, "TorchFile | LegacyFile")
 P = TypeVar("P", bound=AnyPath)
 
 
-class OpenFiles(Generic[F, P]):
+class OpenFiles(Generic[P]):
     """Files by their names, relative to ``folder``. The least recently used ones are closed.
 
     ``progress`` is checked after every read: opening thousands of files takes minutes.
@@ -646,22 +576,21 @@ class OpenFiles(Generic[F, P]):
     def __init__(
         self,
         folder: P,
-        open_file: Callable[[str], F],
+        open_file: Callable[[str], TorchFile],
         *,
         limit: int = MAX_OPEN,
         progress: Progress = NO_PROGRESS,
     ) -> None:
         self.folder: P = folder
         self.progress = progress
-        self._open_file: Callable[[str], F] = open_file
+        self._open_file = open_file
         self.limit = limit
-        self._open: OrderedDict[str, F] = OrderedDict()
+        self._open: OrderedDict[str, TorchFile] = OrderedDict()
 
-    def get(self, name: str) -> F:
+    def get(self, name: str) -> TorchFile:
         if name not in self._open:
-            file = self._open[name] = self._open_file(name)
-            limit = MAX_WHOLE if isinstance(file, LegacyFile) else self.limit
-            while len(self._open) > limit:
+            self._open[name] = self._open_file(name)
+            while len(self._open) > self.limit:
                 self._open.popitem(last=False)[1].close()
         self._open.move_to_end(name)
         return self._open[name]
@@ -679,7 +608,7 @@ class OpenFiles(Generic[F, P]):
             self._open.popitem()[1].close()
 
 
-ForeignFiles = OpenFiles["TorchFile | LegacyFile", Path]
+ForeignFiles = OpenFiles[Path]
 """Files of ``torch.save`` that other software wrote."""
 
 
@@ -698,12 +627,10 @@ def foreign_files(
     """
     policy = foreign_policy(allow_pickle=allow_pickle)
 
-    def open_file(name: str) -> TorchFile | LegacyFile:
+    def open_file(name: str) -> TorchFile:
         path = folder / name
-        legacy = is_legacy(path)
+        _check_is_archive(path)
         progress.check()
-        if legacy:
-            return LegacyFile(path, policy, progress)
         file = TorchFile(RangeFile(path, progress), policy)
         try:
             if check_names:
@@ -714,3 +641,26 @@ def foreign_files(
         return file
 
     return OpenFiles(folder, open_file, limit=limit, progress=progress)
+
+
+def _check_is_archive(path: Path) -> None:
+    """Refuse a file that is not a zip, with the reason."""
+    try:
+        with os.fdopen(open_file(path)[0], "rb") as file:
+            first = file.read(len(OLD_FORMAT_MARK))
+    except OSError as error:
+        raise_unless_damage(error, path)
+        msg = f"{path} cannot be read ({error.strerror}): resume from another checkpoint"
+        raise CheckpointCorruptedError(msg) from error
+    if first == OLD_FORMAT_MARK:
+        msg = (
+            f"{path} has the file format of torch before 1.6, which is not supported. Open and "
+            "save it again with torch: torch.save(torch.load(path), path). DeepSpeed writes this "
+            "format with checkpoint_serialization: false"
+        )
+        raise UnsupportedError(msg)
+    if not first.startswith(_ZIP_MARK):
+        what = f"is not a file of torch.save (it begins with {first!r})"
+        what = what if first else "is empty: its save was interrupted, or the disk full"
+        msg = f"{path} {what}. Resume from another checkpoint"
+        raise CheckpointFormatError(msg)

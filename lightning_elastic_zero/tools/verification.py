@@ -29,7 +29,7 @@ from lightning_elastic_zero.formats.open import (
     looks_like_checkpoint,
     open_checkpoint,
 )
-from lightning_elastic_zero.formats.torch_read import LEGACY_MARK, foreign_files
+from lightning_elastic_zero.formats.torch_read import OLD_FORMAT_MARK, foreign_files
 from lightning_elastic_zero.storage.checkpoints import (
     entries_below,
     exists,
@@ -46,7 +46,7 @@ from lightning_elastic_zero.tools.view import open_view, run_parts
 DAMAGE = (CheckpointCorruptedError, CheckpointFormatError)
 """Errors that can mean a damaged checkpoint."""
 
-FILE_BEGINNINGS = (b"PK", LEGACY_MARK[:4])
+FILE_BEGINNINGS = (b"PK", OLD_FORMAT_MARK[:4])
 """First bytes of files of ``torch.save``: archives, and pickles of its older format."""
 
 
@@ -89,8 +89,8 @@ def verify_checkpoint(
     - All its files exist, have their recorded sizes and belong to one save.
     - Each element of each tensor is stored exactly once.
     - All checksums match: one per 64 KiB in this library's format, the CRC-32 of each record in
-      files of other software. Files without checksums, such as those in torch's old format, are
-      listed in ``unverified``.
+      files of other software. Files without checksums (``compute_crc32=False``) are listed in
+      ``unverified``.
     - Low-precision weights that are stored next to masters equal the rounded masters, or resemble
       them and are of the same step (a note names them).
 

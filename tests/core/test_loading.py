@@ -184,12 +184,6 @@ def zip_file(weight: torch.Tensor, folder: Path) -> Path:
     return folder / "model.ckpt"
 
 
-def legacy_file(weight: torch.Tensor, folder: Path) -> Path:
-    path = folder / "model.ckpt"
-    torch.save({"state_dict": {"w": weight}}, path, _use_new_zipfile_serialization=False)
-    return path
-
-
 def transposed(weight: torch.Tensor, folder: Path) -> Path:
     return zip_file(weight.view(4, -1).t().contiguous().t(), folder)
 
@@ -198,7 +192,7 @@ def directory(weight: torch.Tensor, folder: Path) -> Path:
     return write_dcp(folder / "model.distcp", {"model": {"w": weight}})
 
 
-KINDS = [zip_file, legacy_file, transposed, directory]
+KINDS = [zip_file, transposed, directory]
 
 CASTS = [
     (torch.float64, torch.float32, 1e300),

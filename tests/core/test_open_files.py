@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_elastic_zero.errors import CheckpointFormatError
-from lightning_elastic_zero.formats.torch_read import foreign_files
+from lightning_elastic_zero.formats.torch_read import MAX_OPEN, foreign_files
 
 
 def _is_open(path: Path) -> bool:
@@ -26,18 +26,16 @@ def test_a_refused_file_is_refused_again(tmp_path: Path) -> None:
     files.close()
 
 
-@pytest.mark.parametrize(("legacy", "kept"), [(False, 4), (True, 2)])
-def test_the_least_recently_used_file_is_closed(legacy: bool, kept: int, tmp_path: Path) -> None:
+def test_the_least_recently_used_file_is_closed(tmp_path: Path) -> None:
     names = [f"{index}.pt" for index in range(6)]
     for name in names:
-        torch.save({"n": name}, tmp_path / name, _use_new_zipfile_serialization=not legacy)
+        torch.save({"n": name}, tmp_path / name)
     files = foreign_files(tmp_path)
     for name in names:
         assert files.tree(name) == {"n": name}
         assert files.tree(names[0]) == {"n": names[0]}
-    found = [files.get(name) for name in (*names[-kept + 1 :], names[0])]
-    assert [file.tree for file in found] == [{"n": n} for n in (*names[-kept + 1 :], names[0])]
-    if not legacy:
-        assert sum(_is_open(tmp_path / name) for name in names) == kept
+    found = [files.get(name) for name in (*names[-MAX_OPEN + 1 :], names[0])]
+    assert [file.tree for file in found] == [{"n": n} for n in (*names[-MAX_OPEN + 1 :], names[0])]
+    assert sum(_is_open(tmp_path / name) for name in names) == MAX_OPEN
     files.close()
     assert not any(_is_open(tmp_path / name) for name in names)

@@ -31,14 +31,14 @@ from lightning_elastic_zero.errors import (
     CheckpointFormatError,
     CheckpointMismatchError,
     SaveError,
+    UnsupportedError,
 )
 from lightning_elastic_zero.formats import torch_write as writing
 from lightning_elastic_zero.formats.torch_read import (
     PLAIN_DATA,
-    LegacyFile,
     StoredRun,
     TorchFile,
-    is_legacy,
+    foreign_files,
 )
 from lightning_elastic_zero.formats.torch_write import ChunkedSource, TorchFileWriter, piecewise
 from lightning_elastic_zero.storage import file_read as range_file
@@ -57,9 +57,7 @@ from tests.support.processes import output_of
 from tests.support.ranks import ROOT
 
 
-def open_unverified(path: Path) -> TorchFile | LegacyFile:
-    if is_legacy(path):
-        return LegacyFile(path, PLAIN_DATA)
+def open_unverified(path: Path) -> TorchFile:
     return TorchFile(RangeFile(path), PLAIN_DATA)
 
 
@@ -144,7 +142,6 @@ class TestReading:
                 file.read_into([(target, StoredRun(file.tree["a"], 0, 100_000))])
                 assert torch.equal(target, live.to(dtype))
 
-    @pytest.mark.parametrize("legacy", [False, True])
     @pytest.mark.parametrize(
         ("stored", "wanted"),
         [
@@ -158,11 +155,11 @@ class TestReading:
         ids=str,
     )
     def test_integers_are_not_cast(
-        self, stored: torch.dtype, wanted: torch.dtype, legacy: bool, tmp_path: Path
+        self, stored: torch.dtype, wanted: torch.dtype, tmp_path: Path
     ) -> None:
         """Quantized weights would be silently wrong if cast without their scales."""
         tree = {"a": torch.ones(8).to(stored)}
-        torch.save(tree, tmp_path / "a.pt", _use_new_zipfile_serialization=not legacy)
+        torch.save(tree, tmp_path / "a.pt")
         file, target = open_unverified(tmp_path / "a.pt"), torch.zeros(8, dtype=wanted)
         message = f"elements of {stored}, expected {wanted}"
         with pytest.raises(CheckpointMismatchError, match=message):
@@ -238,10 +235,9 @@ class TestReading:
         torch.optim.SGD([first, leaf], 1.0).step()
         assert bits(first.detach()) == bits(learned.detach() - 1)
 
-    @pytest.mark.parametrize("legacy", [False, True])
-    def test_runs_outside_tensor_or_target_are_refused(self, tmp_path: Path, legacy: bool) -> None:
+    def test_runs_outside_tensor_or_target_are_refused(self, tmp_path: Path) -> None:
         path = tmp_path / "a.pt"
-        torch.save(torch.zeros(10), path, _use_new_zipfile_serialization=not legacy)
+        torch.save(torch.zeros(10), path)
         with contextlib.closing(open_unverified(path)) as file:
             for start, stop in ((-1, 3), (4, 3), (0, 11), (10, 11)):
                 with pytest.raises(ValueError, match="is not within"):
@@ -289,28 +285,20 @@ class TestDamage:
         with pytest.raises(CheckpointCorruptedError, match=r"shard\.pt is damaged: it has"):
             open_verified(tmp_path, record)
 
-    def test_a_legacy_file_is_read_in_large_parts(
+    def test_a_file_of_torch_before_1_6_is_refused_with_the_remedy(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.pt"
+        torch.save({"a": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
+        with contextlib.closing(foreign_files(tmp_path)) as files:
+            with pytest.raises(UnsupportedError, match=r"before 1\.6.*torch\.save\(torch\.load"):
+                files.get(path.name)
+            torch.save(torch.load(path), path)
+            assert files.load(path.name, files.tree(path.name)["a"]).tolist() == [1, 1, 1]
+
+    def test_an_error_of_the_disk_is_raised_with_one_remedy(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        values = torch.arange(9 << 20, dtype=torch.int32)  # 36 MiB
-        path, sizes, preadv = tmp_path / "a.pt", list[int](), os.preadv
-        torch.save({"a": values}, path, _use_new_zipfile_serialization=False)
-
-        def counted(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-            sizes.append(preadv(descriptor, buffers, offset))
-            return sizes[-1]
-
-        monkeypatch.setattr(os, "preadv", counted)
-        assert torch.equal(LegacyFile(path, PLAIN_DATA).tree["a"], values)
-        assert len(sizes) < 60
-        assert sum(sizes) < 1.02 * path.stat().st_size
-
-    @pytest.mark.parametrize("legacy", [False, True])
-    def test_an_error_of_the_disk_is_raised_with_one_remedy(
-        self, legacy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
         path = tmp_path / "a.pt"
-        torch.save({"a": torch.zeros(9)}, path, _use_new_zipfile_serialization=not legacy)
+        torch.save({"a": torch.zeros(9)}, path)
 
         errors, preadv = [OSError(errno.EIO, os.strerror(errno.EIO))], os.preadv
 
@@ -356,11 +344,8 @@ class TestDamage:
         with allowed, open_verified(tmp_path, record) as file:
             assert file.tree == {"x": Fraction(1, 3)}
 
-    @pytest.mark.parametrize("legacy", [False, True])
     @pytest.mark.parametrize("what", ["repeated", "itself", "deep", "expanded"])
-    def test_a_small_file_of_a_huge_tree_is_refused(
-        self, what: str, legacy: bool, tmp_path: Path
-    ) -> None:
+    def test_a_small_file_of_a_huge_tree_is_refused(self, what: str, tmp_path: Path) -> None:
         repeated: Any = (1,)
         for _ in range(30):
             repeated = (repeated, repeated)
@@ -377,7 +362,7 @@ class TestDamage:
         }
         tree, message = trees[what]
         path = tmp_path / "small.pt"
-        torch.save({"tree": tree}, path, _use_new_zipfile_serialization=not legacy)
+        torch.save({"tree": tree}, path)
         assert path.stat().st_size < 5000
         with pytest.raises(CheckpointFormatError, match=message):
             open_unverified(path)

@@ -91,8 +91,11 @@ import json, sys
 from lightning_elastic_zero import ElasticZeroError
 from lightning_elastic_zero.checkpoint.directory_check import check_directories
 from lightning_elastic_zero.coordination.liveness import Timeouts
-from lightning_elastic_zero.coordination.client import launched_ranks
-with launched_ranks(Timeouts(), "a test") as ranks:
+from lightning_elastic_zero.coordination.client import StoreRanks
+from contextlib import closing
+from torch.distributed.rendezvous import rendezvous
+store, rank, world_size = next(rendezvous("env://"))
+with closing(StoreRanks(store, rank, world_size, name="a test", times=Timeouts())) as ranks:
     try:
         (checked,) = check_directories([sys.argv[1]], ranks)
         result = [checked.hosts, checked.write_s > 0]

@@ -88,11 +88,6 @@ def _options() -> list[FixtureRow]:
         ),
         FixtureRow("offload2", small(2, "2", offload=True), "ZeRO-2 with its optimizer on the CPU"),
         FixtureRow("offload3", small(2, "3", offload=True), "ZeRO-3 with its optimizer on the CPU"),
-        FixtureRow(
-            "legacy",
-            small(2, "2", zips=False),
-            "checkpoint_serialization: false, files without zips",
-        ),
         FixtureRow("unstepped", small(2, "2"), "saved before the first step", steps=0),
         FixtureRow(
             "momentum", small(2, "3", optimizer="Momentum"), "SGD with momentum instead of Adam"

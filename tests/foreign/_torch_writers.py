@@ -220,13 +220,6 @@ def save_alone(
     torch.save(tree, run.path)
 
 
-def save_legacy(run: Run) -> None:
-    """Save a file in torch's format before zip."""
-    model, optimizer = train_alone(run)
-    states = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()]}
-    torch.save({**lightning_rest(run), **states}, run.path, _use_new_zipfile_serialization=False)
-
-
 # -- FSDP2 --------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ the engines that wrote them, as found by the oracle, which reads no files.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
+import torch
 
 from tests.foreign._fixtures import Fixture, names, unpack
 from tests.foreign._load_assertions import warnings_of_load
@@ -131,16 +133,21 @@ def test_the_schedule_continues(elastic: bool, pools: Pools, tmp_path: Path) -> 
         assert found == [rates[steps:]] * target.world
 
 
-@pytest.mark.parametrize(("name", "without"), [("legacy", 3), ("zero2-ds0.19", 0)])
+@pytest.mark.parametrize("checksums", [False, True])
 def test_one_line_names_the_number_of_files_without_checksums(
-    name: str, without: int, pools: Pools, unpacked: Unpack
+    checksums: bool, pools: Pools, unpacked: Unpack, tmp_path: Path
 ) -> None:
-    """Files of torch's old format have none."""
-    target, path = unpacked(name).setup, str(unpacked(name).checkpoint)
-    of_ranks = pools.run(target.world, partial(warnings_of_load, target, path))
+    fixture = unpacked("zero2-ds0.19")
+    path = shutil.copytree(fixture.checkpoint, tmp_path / "a")
+    torch.serialization.set_crc32_options(compute_crc32=checksums)
+    files = list(path.rglob("*.pt"))
+    for file in files:
+        torch.save(torch.load(file, weights_only=False), file)
+    torch.serialization.set_crc32_options(compute_crc32=True)
+    of_ranks = pools.run(fixture.setup.world, partial(warnings_of_load, fixture.setup, str(path)))
     found = [text for texts in of_ranks for text in texts if "checksums" in text]
-    assert len(found) == bool(without)
-    assert all(f"{path}: {without} of its files have no checksums" in text for text in found)
+    assert len(found) == (not checksums)
+    assert all(f"{path}: {len(files)} of its files have no checksums" in text for text in found)
 
 
 def test_a_tags_folder_selects_the_tag(pools: Pools, unpacked: Unpack) -> None:

@@ -33,8 +33,8 @@ KILLED_EXPORT = (
     "tests/tools/test_conversion_processes.py::test_a_foreign_file_in_a_killed_conversion_is_kept"
 )
 CAME_TO_EXPORT = "tests/tools/test_conversion.py::test_a_file_that_appears_at_the_target_stays"
-SELFTEST = "tests/tools/test_selftest.py::test_a_users_files_are_kept"
-SELFTEST_WORLDS = "tests/tools/test_selftest.py::test_selftest_holds_alone"
+PROBES = "tests/core/test_directory_probes.py::test_a_users_files_are_kept"
+SELFTEST = "tests/tools/test_selftest.py::test_selftest_holds"
 CAME = RACES + "test_a_directory_with_a_new_file_is_kept"
 
 PLACES: dict[tuple[str, str, str], str] = {
@@ -123,16 +123,14 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("integrations/engines.py", "save", "self._manager.link"): LATEST_FILE,
     ("storage/disk_checkpoints.py", "_make_link", "new.symlink_to"): LINKS
     + "test_a_link_does_not_replace_foreign_files",
-    # -- selftest, in a folder that it creates under a unique name
-    ("checkpoint/directory_check.py", "_write_new", "path.open to write"): SELFTEST,
-    ("checkpoint/directory_check.py", "_rename", "hidden.rename"): SELFTEST,
-    ("checkpoint/directory_check.py", "_rename", "(place / 'new').replace"): SELFTEST,
-    ("checkpoint/directory_check.py", "_exchange", "exchange_names"): SELFTEST,
-    ("checkpoint/directory_check.py", "_links", "(place / 'try').symlink_to"): SELFTEST,
-    ("checkpoint/directory_check.py", "_remove", "shutil.rmtree"): SELFTEST,
-    ("selftest.py", "_measure", "raw.unlink"): SELFTEST_WORLDS,
-    ("selftest.py", "_run_rank", "os.O_WRONLY"): SELFTEST_WORLDS,
-    ("selftest.py", "put", "self.results.open to write"): SELFTEST_WORLDS,
+    # -- in a folder that this process creates under a unique name
+    ("checkpoint/directory_check.py", "_write_new", "path.open to write"): PROBES,
+    ("checkpoint/directory_check.py", "_rename", "hidden.rename"): PROBES,
+    ("checkpoint/directory_check.py", "_rename", "(place / 'new').replace"): PROBES,
+    ("checkpoint/directory_check.py", "_exchange", "exchange_names"): PROBES,
+    ("checkpoint/directory_check.py", "_links", "(place / 'try').symlink_to"): PROBES,
+    ("checkpoint/directory_check.py", "_remove", "shutil.rmtree"): PROBES,
+    ("selftest.py", "_run_rank", "os.O_WRONLY"): SELFTEST,
 }
 """Maps file, function and call to the test that shows that foreign files survive."""
 

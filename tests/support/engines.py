@@ -358,8 +358,6 @@ class Setup:
     """Keep masters and optimizer states in files (ZeRO-3): ``plain`` or ``pipelined``."""
     fp32_gradients: bool = False
     """Accumulate gradients in fp32 (ZeRO-2 and 3)."""
-    zips: bool = True
-    """DeepSpeed's ``checkpoint_serialization``."""
     unpartitioned: bool = False
     """``B`` as in DeepSpeed 0.18.4 (``wrapper_of_0_18_4``)."""
 
@@ -459,7 +457,6 @@ class Setup:
             "zero_force_ds_cpu_optimizer": False,
             "gradient_clipping": 1.0,  # The default since 0.19; before, gradients were not clipped.
             "aio": AIO,
-            **({} if self.zips else {"checkpoint": {"checkpoint_serialization": False}}),
             **self._types(),
         }
 

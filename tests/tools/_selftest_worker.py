@@ -21,6 +21,6 @@ def _load_with_a_flipped_bit(engine: Any, path: Path) -> object:
     return result
 
 
-def broken_rank(index: int, *given: Any) -> None:
+def broken_rank(rank: int, *given: Any) -> None:
     vars(selftest).update(_NEXT_STAGE={1: 2}, load_checkpoint=_load_with_a_flipped_bit)
-    run_rank(index, *given)
+    run_rank(rank, *given)

@@ -75,8 +75,10 @@ def test_exit_codes_and_streams_are_those_of_the_page(tmp_path: Path, run: Run) 
     damaged = write_elastic(tmp_path / "c.ckpt", make_state())
     next(damaged.rglob("*_optim_states.pt")).unlink()
     (tmp_path / "empty").mkdir()
-    old = tmp_path / "old.pt"
-    torch.save({"weight": torch.ones(3)}, old, _use_new_zipfile_serialization=False)
+    unchecked = tmp_path / "unchecked.pt"
+    torch.serialization.set_crc32_options(compute_crc32=False)
+    torch.save({"weight": torch.ones(3)}, unchecked)
+    torch.serialization.set_crc32_options(compute_crc32=True)
     calls: dict[int, list[tuple[object, ...]]] = {
         0: [
             ("inspect", path),
@@ -97,7 +99,7 @@ def test_exit_codes_and_streams_are_those_of_the_page(tmp_path: Path, run: Run) 
             ("verify",),
             ("inspect", path, "--colour"),
         ],
-        3: [("verify", old)],
+        3: [("verify", unchecked)],
     }
     assert re.findall(r"^\| (\d) \|", table, re.MULTILINE) == [str(code) for code in calls]
     for wanted, lines in calls.items():

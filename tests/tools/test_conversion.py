@@ -636,14 +636,13 @@ def _channels_last(tree: Any) -> Any:
     return [_channels_last(value) for value in tree] if isinstance(tree, list) else tree
 
 
-@pytest.mark.parametrize("legacy", [False, True])
-def test_channels_last_does_not_change_the_state(legacy: bool, tmp_path: Path) -> None:
+def test_channels_last_does_not_change_the_state(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv2d(6, 8, 3), nn.Conv2d(8, 4, 5))
     usual = {"optimizer_states": [trained(model).state_dict()], "state_dict": model.state_dict()}
     tree = _channels_last(usual)
     for name, saved in (("usual", usual), ("last", tree)):
         path = tmp_path / f"{name}.ckpt"
-        torch.save(saved, path, _use_new_zipfile_serialization=not legacy)
+        torch.save(saved, path)
     assert not tree["state_dict"]["0.weight"].is_contiguous()
     assert not tree["optimizer_states"][0]["state"][0]["exp_avg"].is_contiguous()
     number = fingerprint_checkpoint(tmp_path / "last.ckpt")
