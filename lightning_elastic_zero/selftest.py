@@ -169,12 +169,14 @@ def _setting(path: Path, device: str, ranks: str) -> dict[str, str]:
     packages = ("lightning-elastic-zero", "deepspeed", "lightning")
     stat = ("stat", "--file-system", "--format=%T", path)
     kind = subprocess.run(stat, capture_output=True, check=False, text=True)  # noqa: S603 (constant)
-    processors = f"{os.cpu_count()} processors"
+    name = f"{os.cpu_count()} processors"
+    if device != "cpu":
+        name = torch.get_device_module(device).get_device_properties(0).name
     return {
         **{name: version_of(name) or "not installed" for name in packages},
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}",
         "Python": f"{platform.python_version()} on {platform.platform()}",
-        "devices": processors if device == "cpu" else torch.cuda.get_device_name(),
+        "devices": name,
         "ranks": ranks,
         "directory": f"{path}, which is {real_path(path)} on {kind.stdout.strip()}",
     }

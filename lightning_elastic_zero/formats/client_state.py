@@ -4,10 +4,10 @@
 dicts, lists and tuples. Plain data goes into the model file, other objects into a separate file. If
 ranks pass different values, rank 0's are saved for all, and other ranks save their differences.
 
-Objects of known classes (paths, dates, NumPy values, collections) are stored as plain data: a dict
-with one entry, the name of the class and the parts that the object is built of. So a load calls the
-functions of ``_KINDS`` and nothing else. Objects of other classes are pickled, and loaded only with
-``allow_pickle``.
+Objects of known classes (paths, namespaces, NumPy values, collections) are stored as plain data: a
+dict with one entry, the name of the class and the parts that the object is built of. So a load
+calls the functions of ``_KINDS`` and nothing else. Objects of other classes are pickled, and loaded
+only with ``allow_pickle``.
 """
 
 from __future__ import annotations
@@ -15,18 +15,13 @@ from __future__ import annotations
 import argparse
 import collections
 import copy
-import datetime as dt
-import decimal
-import fractions
 import io
 import json
 import pickle
-import types
-import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import PosixPath, PurePosixPath, PureWindowsPath
+from pathlib import PosixPath
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -329,15 +324,6 @@ def _pairs(value: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
     return list(value.items())
 
 
-def _time_parts(value: Any) -> list[Any]:
-    fields = ("year", "month", "day", "hour", "minute", "second", "microsecond", "tzinfo", "fold")
-    return [getattr(value, name) for name in fields if hasattr(value, name)]
-
-
-def _time_of(kind: Any) -> Callable[[Any], Any]:
-    return lambda parts: kind(*parts[:-1], fold=parts[-1])
-
-
 def _with_attributes(kind: Callable[[Any], Any]) -> _Kind:
     """Return the functions for a dict with attributes, such as the ``_metadata`` of state dicts."""
 
@@ -350,7 +336,8 @@ def _with_attributes(kind: Callable[[Any], Any]) -> _Kind:
 
 
 def _plain_dtype(value: np.dtype[Any]) -> str:
-    if value.names or value.subdtype or value.metadata or np.dtype(value.str) != value:
+    is_composed = value.names or value.subdtype or value.metadata or value.hasobject
+    if is_composed or np.dtype(value.str) != value:
         raise _UnknownClassError(_full_name(type(value)))
     return str(value.str)
 
@@ -358,8 +345,6 @@ def _plain_dtype(value: np.dtype[Any]) -> str:
 def _array_parts(value: np.ndarray[Any, Any]) -> list[Any]:
     dtype, is_fortran = _plain_dtype(value.dtype), value.flags.fnc
     flat = value.T.reshape(-1) if is_fortran else value.reshape(-1)
-    if value.dtype.hasobject:
-        return [dtype, value.shape, is_fortran, flat.tolist()]
     data = np.array(bytearray(flat.tobytes()), np.uint8)
     return [dtype, value.shape, is_fortran, torch.from_numpy(data)]
 
@@ -367,10 +352,8 @@ def _array_parts(value: np.ndarray[Any, Any]) -> list[Any]:
 def _array(parts: Any) -> np.ndarray[Any, Any]:
     name, shape, is_fortran, data = parts
     dtype = np.dtype(name)
-    flat: np.ndarray[Any, Any] = np.empty(len(data) if dtype.hasobject else 0, dtype)
-    if dtype.hasobject:
-        flat[:] = data
-    elif dtype.kind == "b":
+    flat: np.ndarray[Any, Any] = np.empty(0, dtype)
+    if dtype.kind == "b":
         flat = data.numpy() != 0  # NumPy relies on truth values being 0 or 1.
     elif len(data):
         flat = np.array(np.frombuffer(data.numpy().tobytes(), dtype))
@@ -384,63 +367,45 @@ def _scalar(parts: Any) -> Any:
     return np.array(values)[0]
 
 
+def _default_dict_parts(value: collections.defaultdict[Any, Any]) -> list[Any]:
+    factory = value.default_factory
+    if factory is None:
+        return [None, _pairs(value)]
+    kind = factory if isinstance(factory, type) else type(factory)
+    if kind not in _FACTORIES.values():
+        raise _UnknownClassError(_full_name(kind))
+    return [kind.__name__, _pairs(value)]
+
+
+def _default_dict(parts: Any) -> collections.defaultdict[Any, Any]:
+    name, pairs = parts
+    return collections.defaultdict(name and _FACTORIES[name], pairs)
+
+
+_FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (int, float, list, dict, set, str)}
+"""Factories of a ``defaultdict``."""
+
 _KINDS: dict[type, _Kind] = {
-    int: (hex, lambda text: int(text, 16)),
-    bytes: (list, bytes),
-    bytearray: (bytes, bytearray),
     dict: (_pairs, dict),
     collections.OrderedDict: _with_attributes(collections.OrderedDict),
+    # Of MultiStepLR's milestones.
     collections.Counter: _with_attributes(lambda items: collections.Counter(dict(items))),
-    collections.defaultdict: (
-        lambda value: [value.default_factory, _pairs(value)],
-        lambda parts: collections.defaultdict(*parts),
-    ),
+    collections.defaultdict: (_default_dict_parts, _default_dict),
     collections.deque: (
         lambda value: [list(value), value.maxlen],
         lambda parts: collections.deque(*parts),
     ),
-    set: (list, set),
-    frozenset: (list, frozenset),
-    range: (lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
-    slice: (lambda value: [value.start, value.stop, value.step], lambda parts: slice(*parts)),
-    decimal.Decimal: (str, decimal.Decimal),
-    fractions.Fraction: (
-        lambda value: [value.numerator, value.denominator],
-        lambda parts: fractions.Fraction(*parts),
-    ),
-    dt.date: (_time_parts, lambda parts: dt.date(*parts)),
-    dt.datetime: (_time_parts, _time_of(dt.datetime)),
-    dt.time: (_time_parts, _time_of(dt.time)),
-    dt.timedelta: (
-        lambda value: [value.days, value.seconds, value.microseconds],
-        lambda parts: dt.timedelta(*parts),
-    ),
-    dt.timezone: (lambda value: value.__getinitargs__(), lambda parts: dt.timezone(*parts)),
     PosixPath: (str, PosixPath),
-    PurePosixPath: (str, PurePosixPath),
-    PureWindowsPath: (str, PureWindowsPath),
     argparse.Namespace: (vars, lambda fields: argparse.Namespace(**fields)),
-    types.SimpleNamespace: (vars, lambda fields: types.SimpleNamespace(**fields)),
-    uuid.UUID: (
-        lambda value: [value.int, value.is_safe.value],
-        lambda parts: uuid.UUID(int=parts[0], is_safe=uuid.SafeUUID(parts[1])),
-    ),
     np.ndarray: (_array_parts, _array),
     np.generic: (lambda value: [_plain_dtype(value.dtype), value.tobytes()], _scalar),
-    np.dtype: (_plain_dtype, np.dtype),
-    type: (lambda value: value.__name__, lambda name: _CLASSES[name]),
 }
-"""The parts of instances of each known class, and the function that builds an instance of them."""
+"""The parts of instances of each known class, and the function that builds an instance of them.
 
-_BASES = (np.generic, np.dtype)
-"""Known classes whose instances are of subclasses."""
+These are the classes that Lightning's hyperparameters, schedulers of torch, metrics and stateful
+callbacks commonly contain; ``dict`` stands for dicts in an object."""
 
 _BUILD = {kind.__name__: build for kind, (_, build) in _KINDS.items()}
-
-_CLASSES: dict[str, type] = {
-    kind.__name__: kind for kind in (*_KINDS, bool, float, str, list, tuple, complex)
-}
-"""Classes that may themselves be values, as the factory of a ``defaultdict``."""
 
 
 def _full_name(kind: type) -> str:
@@ -453,8 +418,8 @@ def encode(value: Any) -> Any:
         return type(value)(map(encode, value))
     if type(value) is not dict and is_plain(value):
         return to_host(value)
-    kind = next((base for base in _BASES if isinstance(value, base)), type(value))
-    if kind not in _KINDS or (kind is type and value not in _CLASSES.values()):
+    kind = np.generic if isinstance(value, np.generic) else type(value)
+    if kind not in _KINDS:
         raise _UnknownClassError(_full_name(value if isinstance(value, type) else kind))
     return {kind.__name__: encode(_KINDS[kind][0](value))}
 

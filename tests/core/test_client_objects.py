@@ -5,13 +5,9 @@ from __future__ import annotations
 import argparse
 import collections
 import datetime as dt
-import decimal
-import fractions
 import io
-import types
-import uuid
 from contextlib import suppress
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import numpy as np
@@ -54,28 +50,22 @@ def written_and_read(value: object, *, allow_pickle: bool = False) -> object:
 
 
 KNOWN = [
-    *(Path("/data"), PurePosixPath("a/b"), PureWindowsPath("c:/d")),
-    dt.datetime(2026, 1, 2, 3, tzinfo=dt.timezone.utc),
-    dt.datetime(2026, 1, 2, 3, fold=1),  # noqa: DTZ001 (what users write)
-    dt.datetime(2026, 1, 2, tzinfo=dt.timezone(dt.timedelta(hours=-3), "here")),
-    *(dt.date(2026, 1, 2), dt.time(1, 2, 3, 4, tzinfo=dt.timezone.utc), dt.timedelta(seconds=-3)),
-    *(decimal.Decimal("1.50"), fractions.Fraction(1, 3), uuid.UUID(int=7)),
-    *(argparse.Namespace(lr=0.1, path=Path("x")), types.SimpleNamespace(a=[1, (2, {3})])),
+    Path("/data"),
+    argparse.Namespace(lr=0.1, path=Path("x")),
     collections.Counter("aab"),
     collections.OrderedDict([(Path("b"), 1), ("a", {"c": np.float32(2)})]),
     collections.deque([1, 2], maxlen=2),
     *(collections.defaultdict(list, {"a": [1]}), collections.defaultdict(int, {"a": 1})),
-    collections.defaultdict(None, {Path("a"): dt.date(2026, 1, 2)}),
-    *(frozenset({1, 2}), {Path("x")}, range(1, 9, 2), slice(1, None), {(1, 2): {"nested": {}}}),
-    *(bytearray(b"ab"), bytearray(), 2**3000, -(2**3000), b"", 1 - 2j),
+    collections.defaultdict(None, {Path("a"): np.float64(1)}),
+    *({(1, 2): {"nested": Path("x")}}, 1 - 2j),
     *(np.float64(0.5), np.int32(7), np.bool_(True), np.datetime64("2026-01-02")),
     *(np.str_("text"), np.str_("")),
     *(np.arange(6, dtype=np.int16).reshape(2, 3), np.arange(6, dtype=">i4")),
     np.asfortranarray(np.ones((2, 3), dtype=np.float32)),
     np.arange(12).reshape(3, 4)[:, ::2],
     *(np.array(["a", "bcd"]), np.array([True, False]), np.array(["2026-01-02"], dtype="M8[D]")),
-    *(np.array([1, None, "x", np.zeros(2)], dtype=object), np.array(3.0), np.zeros((0, 2))),
-    *(np.dtype("float32"), torch.float16, torch.Size([2]), torch.device("cuda", 1)),
+    *(np.array(3.0), np.zeros((0, 2))),
+    *(torch.float16, torch.Size([2]), torch.device("cuda", 1)),
     *(torch.arange(6.0).view(2, 3), torch.ones(2, dtype=torch.bfloat16)),
     torch.nn.Parameter(torch.ones(1)),
     (Path("x"), torch.tensor([float("nan"), -0.0])),
@@ -88,7 +78,7 @@ KNOWN = [
 def test_known_classes_need_no_permission(value: object) -> None:
     """A value comes back bit for bit, also inside other objects."""
     assert bitwise_repr(written_and_read(value)) == bitwise_repr(value)
-    inside = types.SimpleNamespace(held=[{"k": (value,)}])
+    inside = argparse.Namespace(held=[{"k": (value,)}])
     assert bitwise_repr(written_and_read(inside)) == bitwise_repr(inside)
 
 
@@ -114,6 +104,11 @@ UNKNOWN = [
     (Pair(1, 2), f"{__name__}.Pair"),
     (collections.defaultdict(Mine), f"{__name__}.Mine"),  # type: ignore[arg-type] # never called
     (np.zeros(2, dtype=[("a", "f8")]), "numpy.dtypes.VoidDType"),
+    (np.array([1, None], dtype=object), "numpy.dtypes.ObjectDType"),
+    (dt.timedelta(seconds=1), "datetime.timedelta"),
+    (frozenset({1}), "builtins.frozenset"),
+    (PureWindowsPath("c:/d"), "pathlib.PureWindowsPath"),
+    (b"", "builtins.bytes"),
     (argparse.ArgumentError(None, "x"), "argparse.ArgumentError"),
     (a_list_that_contains_itself(), r"builtins.list \(contains itself\)"),
 ]
