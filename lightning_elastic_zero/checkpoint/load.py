@@ -19,12 +19,7 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.checkpoint.extra_state import restore_extra_states
-from lightning_elastic_zero.checkpoint.fallback import (
-    find_fallback,
-    has_same_shapes,
-    is_there,
-    manifest_of,
-)
+from lightning_elastic_zero.checkpoint.fallback import find_fallback, is_there
 from lightning_elastic_zero.checkpoint.types import (
     CheckpointStats,
     LoadOptions,
@@ -77,6 +72,7 @@ from lightning_elastic_zero.errors import (
     CheckpointMismatchError,
     RanksError,
 )
+from lightning_elastic_zero.formats.newest import manifest_of
 from lightning_elastic_zero.formats.open import RenamedReader, open_checkpoint
 from lightning_elastic_zero.formats.reader import WEIGHT, CheckpointReader, SharedState, Targets
 from lightning_elastic_zero.storage.checkpoints import (
@@ -286,7 +282,7 @@ def load_engine(
     try:
         return _load(path, live, ranks, options=options)
     except DAMAGE_ERRORS as error:
-        fits_model = partial(has_same_shapes, live, options)
+        fits_model = partial(_has_same_shapes, live, options)
         fallback = find_fallback(path, ranks, fits_model, options)
         if fallback is None:
             if not options.fallback or not is_there(parse_path(path)):
@@ -311,6 +307,16 @@ def load_engine(
                 step,
             )
     return replace(_load(older, live, ranks, options=options), instead_of=str(path))
+
+
+def _has_same_shapes(live: LiveEngine, options: LoadOptions, saved: Manifest) -> bool:
+    """Whether a checkpoint and the model share parameters, all of the same shapes."""
+    described = live.describe()
+    renaming = mapping_to(described.names(), options.renamed)
+    shapes = {p.name: p.shape for p in described.parameters}
+    pairs = [(renaming.here(p.name), p.shape) for p in saved.parameters]
+    shared = [shapes[name] == shape for name, shape in pairs if name in shapes]
+    return bool(shared) and all(shared)
 
 
 def _load(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,8 +28,8 @@ def accept_any(_manifest: Manifest, /) -> None:
     """Refuse no checkpoint."""
 
 
-def any_replaces(_path: AnyPath, _manifest: Manifest, /) -> bool:
-    """Accept every checkpoint in place of a damaged one."""
+def is_any_series(_path: AnyPath, _manifest: Manifest, /) -> bool:
+    """Take all checkpoints for one series."""
     return True
 
 
@@ -81,10 +81,11 @@ class LoadOptions:
     """Unpickle objects of any class in the trainer's state, which can run arbitrary code."""
     fallback: bool = False
     """If the checkpoint is damaged, load the newest older intact one in its folder."""
-    can_replace: Callable[[AnyPath, Manifest], bool] = any_replaces
-    """Whether a checkpoint may be loaded instead of the damaged one (``fallback``)."""
-    more_saves: Callable[[], Iterable[AnyPath]] = tuple
-    """Returns checkpoints of the run in other folders than that of the damaged one."""
+    in_series: Callable[[AnyPath, Manifest], bool] = is_any_series
+    """Whether a checkpoint belongs to the same series of saves as the damaged one; ``fallback``
+    loads no other."""
+    folders: tuple[str, ...] = ()
+    """Folders of the run's callbacks, which may save into folders below them."""
     show: ShowBytes = show_nothing
     """Shows this rank's progress."""
     check: Callable[[Manifest], None] = accept_any

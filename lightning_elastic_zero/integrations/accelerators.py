@@ -30,8 +30,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from lightning_elastic_zero.checkpoint.fallback import verify_share
-from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
+from lightning_elastic_zero.coordination.ranks import connect_ranks
 from lightning_elastic_zero.core.manifest import Manifest, load_json
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
@@ -48,10 +47,9 @@ from lightning_elastic_zero.integrations.engines import (
     Loop,
     LoopOptions,
     bound_options,
-    folders_of,
     is_engine,
-    newest_intact,
 )
+from lightning_elastic_zero.integrations.series import folders_of, resume_folder
 from lightning_elastic_zero.storage.file_write import replace_durably
 from lightning_elastic_zero.storage.own_files import is_checkpoint
 from lightning_elastic_zero.storage.paths import read_file
@@ -173,7 +171,7 @@ class AcceleratorBinding:
         if input_dir is not None or is_named:
             if self.options.fallback:
                 asked = None if input_dir is None else Path(input_dir).expanduser()
-                input_dir = newest_intact(asked, series, self._verify, self.options)
+                input_dir = resume_folder(asked, series, self._checkpoints_of, self.options)
             call = f"load_state from {input_dir or series.parent}"
             timeouts = self.options.timeouts()
             with closing(connect_ranks(timeouts, "elastic-zero engine", call)) as ranks:
@@ -254,12 +252,12 @@ class AcceleratorBinding:
             self.bound.popitem()[1].stop()
         return free(*args, **kwargs)
 
-    def _verify(self, folder: Path, ranks: Ranks) -> None:
+    def _checkpoints_of(self, folder: Path) -> Iterator[Path]:
         for index in range(len(self.accelerator._models)):
-            path = folder / _tag(index)
-            with closing(open_checkpoint(path)) as source:
+            path, pickle = folder / _tag(index), self.options.allow_pickle
+            with closing(open_checkpoint(path, allow_pickle=pickle)) as source:
                 check_steps(path, source.manifest)
-            verify_share(path, ranks)
+            yield path
 
     def _write_steps(self, folder: Path) -> None:
         """Record the step of each engine at which accelerate has written its own files."""

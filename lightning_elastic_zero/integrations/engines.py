@@ -11,11 +11,10 @@ import functools
 import logging
 import math
 import os
-import re
 import sys
 import types
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, closing, suppress
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,18 +31,14 @@ from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.engine.support import optimizer_wrapper
 from lightning_elastic_zero.errors import (
     DAMAGE_ERRORS,
-    CheckpointFormatError,
     CheckpointMismatchError,
-    CheckpointNotFoundError,
-    ElasticZeroError,
     UnsupportedError,
 )
-from lightning_elastic_zero.formats.deepspeed_files import LATEST_UNIVERSAL, OURS, is_deepspeed
+from lightning_elastic_zero.formats.deepspeed_files import LATEST_UNIVERSAL, is_deepspeed
+from lightning_elastic_zero.formats.newest import check_unmixed
 from lightning_elastic_zero.formats.open import resolve_latest
-from lightning_elastic_zero.formats.torch_read import TorchFile
-from lightning_elastic_zero.storage.file_read import RangeFile
-from lightning_elastic_zero.storage.object_store import AnyPath
-from lightning_elastic_zero.storage.own_files import LATEST, TAG, is_checkpoint, latest_in
+from lightning_elastic_zero.integrations.series import OWN_SUFFIX, series_of
+from lightning_elastic_zero.storage.own_files import LATEST, is_checkpoint, latest_in
 from lightning_elastic_zero.storage.paths import check_local_path
 
 log = logging.getLogger(__name__)
@@ -53,10 +48,6 @@ RECORD = "lightning_elastic_zero"
 
 _SCHEDULE = "schedule"
 """Entry of the record: the settings of DeepSpeed's own scheduler."""
-
-_OWN_SUFFIX = "-elastic"
-"""Appended to a tag whose folder DeepSpeed itself has written."""
-
 
 OTHER_OPTIONS = (
     "elastic() or wrap_initialize() was called before on this object, or on an engine of it, with "
@@ -296,10 +287,15 @@ class EngineCheckpoints:
         with self._ranks("load", folder / (tag or LATEST)) as ranks:
             step = f"load {folder}: find the checkpoint"
             whole = self._loop.whole_folder
-            found = ranks.broadcast(
-                step, lambda: _unmixed(str(folder) if whole else find_checkpoint(folder, tag))
-            )
-            if found is None:
+
+            def find() -> str | None:
+                path = str(folder) if whole else find_checkpoint(folder, tag)
+                if path is not None:
+                    check_unmixed(Path(path))
+                return path
+
+            path = ranks.broadcast(step, find)
+            if path is None:
                 log.warning(
                     "%s has no file %r and no checkpoint: nothing was loaded. Pass the folder that "
                     "save_checkpoint was given, or a tag",
@@ -307,11 +303,11 @@ class EngineCheckpoints:
                     LATEST,
                 )
                 return None, None
-            can_replace = _series_of(Path(found), counts_steps=not whole)  # Fabric does not
-            options = replace(options, can_replace=can_replace)
+            in_series = series_of(Path(path), counts_steps=not whole)  # Fabric does not count
+            options = replace(options, in_series=in_series)
             try:
                 with self._bar(ranks) as show:
-                    result = load_engine(live, found, ranks, replace(options, show=show))
+                    result = load_engine(live, path, ranks, replace(options, show=show))
             except DAMAGE_ERRORS as error:
                 if not self._loop.remedy:
                     raise
@@ -491,44 +487,10 @@ def _free_name(folder: Path, tag: str) -> str:
             "%s was written by DeepSpeed and is kept: this save goes to %s%s",
             path,
             path,
-            _OWN_SUFFIX,
+            OWN_SUFFIX,
         )
-        return f"{tag}{_OWN_SUFFIX}"
+        return f"{tag}{OWN_SUFFIX}"
     return tag
-
-
-def _unmixed(found: str | None) -> str | None:
-    """Return a path that was found, if DeepSpeed has not saved into a checkpoint of this library.
-
-    Raises:
-        CheckpointFormatError: it has; either of the two may be meant.
-    """
-    path = Path(found or "")
-    if not found or not is_checkpoint(path):
-        return found
-    files = sorted(file.name for file in path.glob("*.pt"))
-    over = [file.name for file in sorted(path.glob(f"{TAG}/*_model_states.pt")) if _is_stock(file)]
-    if files or over:
-        msg = (
-            f"{path} has a checkpoint of this library and files that DeepSpeed saved there "
-            f"({[*files, *over][0]}): a script without elastic() has saved into the same folder. "
-        )
-        if over:
-            msg += f"DeepSpeed's have replaced this library's: to load them, move {MANIFEST_NAME}"
-        else:
-            msg += (
-                f"To load DeepSpeed's, move {MANIFEST_NAME} and {TAG} away; to load this "
-                "library's, move *.pt"
-            )
-        raise CheckpointFormatError(msg)
-    return found
-
-
-def _is_stock(file: Path) -> bool:
-    """Whether DeepSpeed wrote a file; False if it cannot be read, which the load reports."""
-    with suppress(ElasticZeroError), closing(TorchFile(RangeFile(file))) as shard:
-        return isinstance(shard.tree, dict) and OURS not in shard.tree
-    return False
 
 
 def find_checkpoint(folder: Path, tag: str | None) -> str | None:
@@ -537,7 +499,7 @@ def find_checkpoint(folder: Path, tag: str | None) -> str | None:
     Where both DeepSpeed and this library have saved one tag, the later save counts.
     """
     if tag is not None:
-        stock, own = folder / tag, folder / f"{tag}{_OWN_SUFFIX}"
+        stock, own = folder / tag, folder / f"{tag}{OWN_SUFFIX}"
         if is_checkpoint(own) and _written(own) >= _written(stock):
             return str(own)
         return str(stock)
@@ -546,7 +508,7 @@ def find_checkpoint(folder: Path, tag: str | None) -> str | None:
     if not known:
         return None
     if (name := latest_in(folder)) and is_checkpoint(folder / name):
-        return str(folder / name)  # DeepSpeed saved into it later, which ``_unmixed`` refuses.
+        return str(folder / name)  # DeepSpeed saved into it later, which a load refuses.
     return str(resolve_latest(folder))
 
 
@@ -555,95 +517,3 @@ def _written(folder: Path) -> float:
     if is_checkpoint(folder):
         return (folder / MANIFEST_NAME).stat().st_mtime
     return max((file.stat().st_mtime for file in folder.glob("*.pt")), default=-1.0)
-
-
-# -- fallback --------------------------------------------------------------------------------------
-
-
-_NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
-"""A name with a number at its end, or before its suffix."""
-
-
-def _series_of(path: Path, *, counts_steps: bool) -> Callable[[AnyPath, Manifest], bool]:
-    """Return whether a checkpoint belongs to the same series: the names differ by a number only.
-
-    Others may belong to another engine with parameters of the same shapes. Where the engine counts
-    steps, the number must be the step: it may be the engine's number.
-    """
-    here = _NUMBERED.fullmatch(path.name.removesuffix(_OWN_SUFFIX))
-
-    def is_of_series(other: AnyPath, manifest: Manifest) -> bool:
-        there = _NUMBERED.fullmatch(other.name.removesuffix(_OWN_SUFFIX))
-        if not (here and there and (here[1], here[3]) == (there[1], there[3])):
-            return False
-        if counts_steps:
-            return int(there[2]) == manifest.progress.global_steps
-        return int(there[2]) <= int(here[2])
-
-    return is_of_series
-
-
-def folders_of(series: Path) -> list[Path]:
-    """Return the folders of a series, given its path without the number; the newest first."""
-    return _older_folders(series.with_name(f"{series.name}{sys.maxsize}"))
-
-
-def _older_folders(folder: Path) -> list[Path]:
-    """Return the folders next to one whose names have a lower number, the newest first."""
-    here, found = _NUMBERED.fullmatch(folder.name), {}
-    for other in folder.parent.glob("*"):
-        there = _NUMBERED.fullmatch(other.name)
-        if here and there and (here[1], here[3]) == (there[1], there[3]) and other.is_dir():
-            found[int(there[2])] = other
-    return [found[n] for n in sorted(found, reverse=True) if here and n < int(here[2])]
-
-
-def newest_intact(
-    asked: Path | None,
-    series: Path,
-    verify: Callable[[Path, Ranks], object],
-    options: ElasticOptions,
-) -> str | None:
-    """Return the folder to resume from, or, with ``fallback``, an older intact one. Collective.
-
-    None: no folder was asked for, and the series has none.
-
-    Args:
-        asked: the folder that the user asked for; None: the newest of the series.
-        series: the path of the loop's folders, without their number.
-        verify: verifies this rank's share of a folder; raises one of ``DAMAGE_ERRORS``.
-        options: ``fallback``, and the timeouts.
-
-    Raises:
-        CheckpointNotFoundError: none is intact.
-    """
-
-    def candidates() -> list[str]:
-        older = _older_folders(asked) if asked and options.fallback else []
-        return [str(path) for path in ([asked, *older] if asked else folders_of(series))]
-
-    def problem(folder: Path) -> str:
-        try:
-            verify(folder, ranks)
-        except DAMAGE_ERRORS as error:
-            return str(error)
-        return ""
-
-    call, problems = f"resume from {asked or series.parent}", []
-    with closing(connect_ranks(options.timeouts(), "elastic-zero engine", call)) as ranks:
-        for folder in ranks.broadcast(call, candidates):
-            step = f"{call}: verify {folder}"
-            found = ranks.all_gather(step, functools.partial(problem, Path(folder)))
-            if any(found):
-                problems.append(f"{folder}: {next(filter(None, found))}")
-                continue
-            if problems and ranks.rank == 0:
-                log.warning("Resuming from %s, because %s", folder, "; ".join(problems))
-            return folder
-    if not problems:
-        return None
-    msg = (
-        f"found no intact checkpoint to resume from: {'; '.join(problems)}. Resume from another "
-        "folder, or begin without a checkpoint"
-    )
-    raise CheckpointNotFoundError(msg)

@@ -22,8 +22,6 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
-from lightning_elastic_zero.checkpoint.fallback import verify_share
-from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.manifest import load_json
 from lightning_elastic_zero.errors import (
     CheckpointFormatError,
@@ -41,8 +39,8 @@ from lightning_elastic_zero.integrations.engines import (
     LoopOptions,
     bound_options,
     find_checkpoint,
-    newest_intact,
 )
+from lightning_elastic_zero.integrations.series import resume_folder
 from lightning_elastic_zero.storage.paths import read_file
 
 log = logging.getLogger(__name__)
@@ -250,8 +248,7 @@ def bind_trainer(trainer: Any, options: LoopOptions) -> None:
         if asked is True or (asked and isinstance(asked, (str, os.PathLike))):
             series = Path(trainer.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-")
             folder = None if asked is True else Path(asked)
-            verify = _verify if options.fallback else _check_finished
-            found = newest_intact(folder, series, verify, options)
+            found = resume_folder(folder, series, _checkpoints_of, options)
             if found is None:  # the Trainer's error, on all ranks
                 msg = (
                     f"No valid checkpoint found in output directory ({series.parent}): it has no "
@@ -493,8 +490,8 @@ def _place_of_folder(train: Callable[..., Any]) -> int:
     return sys.maxsize
 
 
-def _check_finished(folder: Path, _: Ranks) -> Path:
-    """Return DeepSpeed's checkpoint in a folder; refuse one without it, or not finished."""
+def _checkpoints_of(folder: Path) -> list[Path]:
+    """Return the engine's checkpoint in a folder; refuse one without it, or not finished."""
     state = folder / "trainer_state.json"
     try:
         load_json(read_file(state))
@@ -508,9 +505,4 @@ def _check_finished(folder: Path, _: Ranks) -> Path:
     if path is None:
         msg = f"{folder} has no DeepSpeed checkpoint: it is not finished, or has the model only"
         raise CheckpointNotFoundError(msg)
-    return Path(path)
-
-
-def _verify(folder: Path, ranks: Ranks) -> None:
-    """Verify the files that a resume reads; each rank verifies its part of the state."""
-    verify_share(_check_finished(folder, ranks), ranks)
+    return [Path(path)]

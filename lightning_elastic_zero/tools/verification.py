@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -22,24 +22,22 @@ from lightning_elastic_zero.errors import (
 )
 from lightning_elastic_zero.formats.dcp_read import is_dcp
 from lightning_elastic_zero.formats.deepspeed_files import describe_missing_latest, is_deepspeed
+from lightning_elastic_zero.formats.newest import (
+    check_unmixed,
+    checkpoints_in,
+    newest_first,
+    newest_intact,
+)
 from lightning_elastic_zero.formats.open import (
     MARKS,
     MAX_ENTRIES,
     checkpoint_names,
     looks_like_checkpoint,
-    open_checkpoint,
 )
 from lightning_elastic_zero.formats.torch_read import OLD_FORMAT_MARK, foreign_files
-from lightning_elastic_zero.storage.checkpoints import (
-    entries_below,
-    exists,
-    is_checkpoint,
-    published_ns,
-    resolved,
-    siblings,
-)
+from lightning_elastic_zero.storage.checkpoints import exists
 from lightning_elastic_zero.storage.object_store import AnyPath, StorePath
-from lightning_elastic_zero.storage.own_files import TAG, follow_links
+from lightning_elastic_zero.storage.own_files import TAG
 from lightning_elastic_zero.storage.paths import open_file, parse_path
 from lightning_elastic_zero.tools.view import open_view, run_parts
 
@@ -213,25 +211,33 @@ def newest_sound_checkpoint(
     if not os.fspath(folder):
         msg = "the path is empty, perhaps from an unset variable: pass a folder"
         raise CheckpointNotFoundError(msg)
-    location = parse_path(folder)
-    if isinstance(location, StorePath):
-        candidates: Sequence[AnyPath] = _checkpoints_in_store(location)
-    else:
-        candidates = checkpoints_in(location)
-    if nested := {*_nested_saves(location, allow_pickle=allow_pickle)}.difference(candidates):
-        every = [*candidates, *nested]
-        candidates = sorted(every, key=lambda path: (published_ns(path), str(path)), reverse=True)
-    for path in candidates:
+
+    def verify(path: str) -> None:
         try:
-            found = verify_checkpoint(
-                str(path), threads=threads, progress=progress, allow_pickle=allow_pickle
+            check_unmixed(parse_path(path))
+            verified = verify_checkpoint(
+                path, threads=threads, progress=progress, allow_pickle=allow_pickle
             )
         except ElasticZeroError as error:  # Unreadable, or deleted by another run.
-            found = Verification(str(path), "", 0, str(error), False, 0, 0.0)  # noqa: FBT003
-        on_verified(found)
-        if found.is_sound and not found.unverified:
-            return path
-    return None
+            verified = Verification(path, "", 0, str(error), False, 0, 0.0)  # noqa: FBT003
+        on_verified(verified)
+        if not verified.is_sound or verified.unverified:
+            raise CheckpointCorruptedError(verified.problem)
+
+    candidates = _candidates(parse_path(folder), allow_pickle=allow_pickle)
+    newest = newest_intact(map(str, candidates), verify).path
+    return None if newest is None else parse_path(newest)
+
+
+def _candidates(folder: AnyPath, *, allow_pickle: bool) -> list[AnyPath]:
+    try:
+        if isinstance(folder, Path):
+            os.scandir(folder).close()  # A missing one is empty for others.
+        found = checkpoints_in(folder, allow_pickle=allow_pickle)
+    except OSError as error:
+        msg = f"{folder} cannot be listed ({error.strerror}): check the path and its permissions"
+        raise CheckpointNotFoundError(msg) from error
+    return newest_first(dict.fromkeys(found, 0))
 
 
 def folders_with_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
@@ -246,73 +252,3 @@ def folders_with_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
         below = islice((*location.glob("*/"), *location.glob("*/*/")), MAX_ENTRIES)
         return sorted(p for p in below if not looks_like_checkpoint(p) and checkpoint_names(p))
     return []
-
-
-_MAX_DEPTH = 2
-"""Number of slashes that are followed in a name of ``ModelCheckpoint``."""
-
-
-def _nested_saves(folder: AnyPath, *, allow_pickle: bool) -> Iterator[AnyPath]:
-    """Yield saves of a ``ModelCheckpoint`` with slashes in ``filename``, as in a metric's name.
-
-    They are in folders below its ``dirpath``, but so are the runs in a folder of runs. So they
-    count only if the callback's own list, which each of them contains, has their place in the
-    folder.
-    """
-    with suppress(OSError):  # Other checkpoints of the folder remain.
-        base = resolved(folder)
-        below = islice(entries_below(base, _MAX_DEPTH), MAX_ENTRIES)
-        for path in filter(is_checkpoint, below):
-            place = str(path).removeprefix(str(base))
-            with (
-                suppress(ElasticZeroError),
-                closing(open_checkpoint(path, allow_pickle=allow_pickle)) as source,
-            ):
-                state = source.module_state(0, source.manifest.world_size).client_state
-                callbacks = state.get("callbacks")
-                found = callbacks.values() if isinstance(callbacks, dict) else ()
-                if any(_has_saved(of_callback, place) for of_callback in found):
-                    yield path
-
-
-def _has_saved(callback: object, place: str) -> bool:
-    """Whether the state of a callback lists a checkpoint at a place below its ``dirpath``."""
-    if not isinstance(callback, dict) or not callback.get("dirpath"):
-        return False
-    path = str(callback["dirpath"]).rstrip("/") + place
-    return path == callback.get("best_model_path") or path in callback.get("best_k_models", ())
-
-
-def _checkpoints_in_store(folder: StorePath) -> list[AnyPath]:
-    """Return the checkpoints in a folder of a store, newest first, each once."""
-    try:
-        found = {resolved(path) for path in siblings(folder / MANIFEST_NAME) if is_checkpoint(path)}
-        return sorted(found, key=lambda path: (published_ns(path), str(path)), reverse=True)
-    except OSError as error:
-        msg = f"{folder} cannot be listed ({error.strerror})"
-        raise CheckpointNotFoundError(msg) from error
-
-
-def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the possible checkpoints in a folder, newest first, each once under its real path."""
-    try:
-        entries = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
-    except OSError as error:
-        msg = f"{folder} cannot be listed ({error.strerror}): check the path and its permissions"
-        raise CheckpointNotFoundError(msg) from error
-    found = {follow_links(entry) for entry in entries if _may_be_candidate(entry)}
-    return sorted(found, key=lambda path: (_published_at(path), str(path)), reverse=True)
-
-
-def _may_be_candidate(entry: Path) -> bool:
-    """Whether an entry looks like a checkpoint, or is a folder whose verification will fail."""
-    if not os.path.isdir(entry):  # noqa: PTH112 (returns False if access is denied)
-        return looks_like_checkpoint(entry) and os.path.exists(entry)  # noqa: PTH110 (as above)
-    is_readable = os.access(entry, os.R_OK | os.X_OK, effective_ids=True)
-    return not is_readable or looks_like_checkpoint(entry)
-
-
-def _published_at(path: Path) -> int:
-    """Return when the last of its marker files was written, or else the path itself, in ns."""
-    marks = [mark for mark in MARKS if os.path.isfile(path / mark)]  # noqa: PTH113 (never raises)
-    return max((path / mark).stat().st_mtime_ns for mark in marks or [""])

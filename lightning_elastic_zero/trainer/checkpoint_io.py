@@ -61,7 +61,6 @@ from lightning_elastic_zero.trainer.metrics import RESULTS, RESULTS_BY_RANK
 from lightning_elastic_zero.trainer.model_checkpoint import (
     LoadedSaves,
     ModelCheckpointHooks,
-    nested_saves,
 )
 from lightning_elastic_zero.trainer.monitor import checkpoint_bar
 from lightning_elastic_zero.trainer.recorder import HOOK, SAVES, is_inside_validation
@@ -504,7 +503,7 @@ class RunCheckpoints:
             strict=trainer.lightning_module.strict_loading,
             # An evaluation of another checkpoint than the given one would be useless.
             fallback=self._load_options.fallback and fitting,
-            more_saves=partial(nested_saves, trainer),
+            folders=tuple(str(folder) for folder in self._manager.dirpaths if folder),
             rank_entry_path=(STATE_KEY, RESULTS) if fitting else (),
         )
         live = trainer.optimizers if fitting else []

@@ -31,15 +31,15 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_elastic_zero.checkpoint.fallback import manifest_of
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
-from lightning_elastic_zero.core.manifest import MANIFEST_NAME, TrainingProgress
+from lightning_elastic_zero.core.manifest import MANIFEST_NAME, TrainingProgress, manifest_from_json
 from lightning_elastic_zero.errors import CheckpointNotFoundError, ElasticZeroError, SaveError
 from lightning_elastic_zero.storage.checkpoints import (
     entries_below,
     exists,
     inspect_target,
     published_ns,
+    read_manifest,
     resolved,
     siblings,
 )
@@ -259,10 +259,12 @@ class ModelCheckpointHooks:
         loaded = self._loaded
         if loaded is None or not _is_there(path):
             return False
-        found = resolved(parse_path(path))
-        manifest = manifest_of(found)
-        is_same = manifest is not None and manifest.progress == loaded.progress
-        return is_same and published_ns(found) >= self._loaded_ns
+        checkpoint = resolved(parse_path(path))
+        with suppress(ElasticZeroError, FileNotFoundError, ValueError):
+            manifest = manifest_from_json(read_manifest(checkpoint).decode(), str(checkpoint))
+            is_same = manifest.progress == loaded.progress
+            return is_same and published_ns(checkpoint) >= self._loaded_ns
+        return False
 
     def _refuse_overwriting(self, trainer: pl.Trainer, callback: ModelCheckpoint) -> None:
         """Refuse names in use at the start if ``enable_version_counter=False`` would overwrite."""
@@ -275,7 +277,7 @@ class ModelCheckpointHooks:
         folder = parse_path(callback.dirpath)
 
         def look() -> dict[str, str]:
-            nested = entries_below(folder, _depth(callback))
+            nested = entries_below(folder, (callback.filename or "").count("/"))
             entries = (*siblings(folder / MANIFEST_NAME), *nested)
             found = [p for p in entries if _is_name(callback, str(p).removeprefix(f"{folder}/"))]
             return {str(path): why for path in found if (why := _refusal_reason(str(path)))}
@@ -436,24 +438,6 @@ class LoadedSaves:
     """Result of ``saves_of``; empty if other software saved the checkpoint."""
     hook: str
     """The hook of callbacks in which it was saved; empty if it was saved in another place."""
-
-
-def nested_saves(trainer: pl.Trainer) -> Iterator[AnyPath]:
-    """Yield the saves of callbacks in folders that a slash in ``filename`` makes below ``dirpath``.
-
-    Folders of other names there may be those of other runs.
-    """
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and (folder := _folder(callback)) is not None:
-            numbered = re.compile(rf"-v\d+(?={re.escape(callback.FILE_EXTENSION)}$)")
-            for path in entries_below(folder, _depth(callback)):
-                name = numbered.sub("", str(path).removeprefix(f"{folder}/"))
-                if _is_name(callback, name):
-                    yield path
-
-
-def _depth(callback: ModelCheckpoint) -> int:
-    return (callback.filename or "").count("/")
 
 
 def _ready_last(callback: ModelCheckpoint) -> None:

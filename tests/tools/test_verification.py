@@ -32,17 +32,15 @@ from lightning_elastic_zero.errors import (
     ElasticZeroError,
 )
 from lightning_elastic_zero.formats.deepspeed_files import is_deepspeed, optimizer_file
+from lightning_elastic_zero.formats.newest import checkpoints_in, newest_first
 from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.integrations.engines import find_checkpoint
+from lightning_elastic_zero.storage.object_store import AnyPath
 from lightning_elastic_zero.storage.own_files import inspect_target
 from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
 from lightning_elastic_zero.tools.inspection import inspect_checkpoint
-from lightning_elastic_zero.tools.verification import (
-    checkpoints_in,
-    newest_sound_checkpoint,
-    verify_checkpoint,
-)
+from lightning_elastic_zero.tools.verification import newest_sound_checkpoint, verify_checkpoint
 from tests.foreign._fixtures import unpack
 from tests.support.plain_checkpoints import make_state, write_elastic
 from tests.support.processes import finishes
@@ -258,8 +256,8 @@ def test_the_newest_sound_checkpoint(tmp_path: Path, run: Run) -> None:
     (tmp_path / "notes.txt").write_text("x")
     (tmp_path / "empty").mkdir()
     flip(next((tmp_path / "c.ckpt").rglob("*_optim_states.pt")), 1500)
-    names = [path.name for path in checkpoints_in(tmp_path)]
-    assert names == ["c.ckpt", "b.ckpt", "a.ckpt"]
+    newest = newest_first(dict.fromkeys(checkpoints_in(tmp_path), 0))
+    assert newest == [tmp_path / name for name in ("c.ckpt", "b.ckpt", "a.ckpt")]
     seen: list[str] = []
     found = newest_sound_checkpoint(tmp_path, on_verified=lambda v: seen.append(Path(v.path).name))
     assert found == tmp_path / "b.ckpt"
@@ -268,6 +266,37 @@ def test_the_newest_sound_checkpoint(tmp_path: Path, run: Run) -> None:
     assert (code, out.strip()) == (0, str(tmp_path / "b.ckpt"))
     assert "c.ckpt: DAMAGED" in err
     assert run("verify", "--newest-sound", tmp_path / "none")[0] == 2
+
+
+def test_saves_below_a_folder_count_if_its_callback_made_them(tmp_path: Path) -> None:
+    """Others may be those of other runs."""
+    nested, other = "epoch=0-val/loss=1.ckpt", "other/run.ckpt"
+    for name, dirpath in ((nested, tmp_path), (other, tmp_path / "other")):
+        callback = {"dirpath": str(dirpath), "best_model_path": str(tmp_path / name)}
+        state = replace(make_state(), client={"callbacks": {"ModelCheckpoint": callback}})
+        write_elastic(tmp_path / name, state)
+    assert checkpoints_in(tmp_path) == {tmp_path / nested}
+    assert checkpoints_in(tmp_path / "other") == {tmp_path / other}
+
+
+def test_steps_decide_between_checkpoints_of_one_time(tmp_path: Path) -> None:
+    """Object stores count in seconds."""
+    steps: dict[AnyPath, int] = {}
+    for name, step, time_s in (("a", 9, 1000), ("b", 5, 1000), ("c", 7, 1001)):
+        steps[write_elastic(tmp_path / name, make_state())] = step
+        os.utime(tmp_path / name / "manifest.json", (time_s, time_s))
+    assert [path.name for path in newest_first(steps)] == ["c", "a", "b"]
+
+
+def test_a_folder_of_two_checkpoints_is_not_called_sound(tmp_path: Path) -> None:
+    """A script without elastic() has saved there later: either of the two may be meant."""
+    older = write_elastic(tmp_path / "a", make_state())
+    mixed = write_elastic(tmp_path / "b", make_state())
+    torch.save({"module": {}}, mixed / "mp_rank_00_model_states.pt")
+    problems: list[str] = []
+    newest = newest_sound_checkpoint(tmp_path, on_verified=lambda v: problems.append(v.problem))
+    assert newest == older
+    assert "files that DeepSpeed saved there" in problems[0]
 
 
 def test_a_checkpoint_without_checksums_is_not_called_sound(tmp_path: Path, run: Run) -> None:

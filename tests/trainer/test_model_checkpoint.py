@@ -6,16 +6,14 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from deepspeed import comm
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 
 from lightning_elastic_zero.tools.verification import newest_sound_checkpoint
-from lightning_elastic_zero.trainer.model_checkpoint import nested_saves
 from tests.support.fits import FitSpec, error_of, fit, listing
 from tests.support.outcome import captured_warnings
 from tests.support.ranks import Pools
@@ -137,16 +135,6 @@ def test_a_slash_in_the_name_changes_nothing(worlds: Pools, tmp_path: Path) -> N
     for path in ("last", str(tmp_path / names[3])):
         again = replace(spec, ckpt_path=path, epochs=3, strategy={"fallback": True})
         assert worlds.run(1, partial(fit, again))[0]["step"] == step * 3 // 4
-
-
-def test_saves_below_a_folder_are_found_by_their_names(tmp_path: Path) -> None:
-    """Runs that share a ``dirpath`` may differ in the folders of their names."""
-    mine = {"first/epoch=0-step=2.ckpt", "first/epoch=1-step=4-v1.ckpt"}
-    for name in {*mine, "second/epoch=0-step=2.ckpt", "first/other.ckpt", "epoch=0-step=2.ckpt"}:
-        (tmp_path / name).mkdir(parents=True)
-    callback = ModelCheckpoint(dirpath=tmp_path, filename="first/{epoch}-{step}")
-    found = nested_saves(SimpleNamespace(checkpoint_callbacks=[callback]))  # type: ignore[arg-type]
-    assert {str(Path(str(path)).relative_to(tmp_path)) for path in found} == mine
 
 
 class Listing(Callback):

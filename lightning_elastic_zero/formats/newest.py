@@ -1,0 +1,230 @@
+"""The search for the newest intact checkpoint, of loads, of resumes and of the command line.
+
+**Candidates** are the published checkpoints of a folder. Hidden names are being written or deleted.
+A link stands for the checkpoint behind it, which counts once. Of those in folders below, only the
+saves of a ``ModelCheckpoint`` count that saved into this folder (its ``filename`` has a slash):
+others may be those of other runs.
+
+**Newest** is the last one published, not the one with the most steps: a run that was restarted from
+an earlier step leaves checkpoints of later steps behind. Steps decide between equal times, since
+object stores count in seconds. A loop that numbers its folders defines the order itself.
+
+**Damage** is what ``DAMAGE_ERRORS`` report. An ``OSError`` may be temporary: it ends the search,
+since an older checkpoint would be the wrong one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from lightning_elastic_zero.core.manifest import MANIFEST_NAME, Manifest
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
+from lightning_elastic_zero.errors import (
+    DAMAGE_ERRORS,
+    CheckpointFormatError,
+    ElasticZeroError,
+)
+from lightning_elastic_zero.formats.deepspeed_files import OURS
+from lightning_elastic_zero.formats.open import (
+    MARKS,
+    MAX_ENTRIES,
+    looks_like_checkpoint,
+    open_checkpoint,
+)
+from lightning_elastic_zero.formats.torch_read import TorchFile
+from lightning_elastic_zero.storage.checkpoints import (
+    entries_below,
+    is_checkpoint,
+    published_ns,
+    resolved,
+    siblings,
+)
+from lightning_elastic_zero.storage.file_read import RangeFile
+from lightning_elastic_zero.storage.object_store import AnyPath, StorePath
+from lightning_elastic_zero.storage.own_files import TAG
+from lightning_elastic_zero.storage.paths import real_path
+
+_MAX_DEPTH = 4
+"""Number of slashes that are followed in a name of ``ModelCheckpoint``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """Result of ``newest_intact``."""
+
+    path: str | None
+    """The newest intact candidate; None if no candidate is intact."""
+    problems: Mapping[str, str]
+    """The damage of each newer candidate, by path."""
+
+
+def _on_this_rank(_step: str, work: Callable[[], object], /) -> object:
+    return work()
+
+
+def newest_intact(
+    candidates: Iterable[str],
+    verify: Callable[[str], object],
+    run_all: Callable[[str, Callable[[], object]], object] = _on_this_rank,
+    call: str = "",
+) -> Search:
+    """Return the first candidate that is intact.
+
+    Args:
+        candidates: their paths, the newest first; equal on all ranks.
+        verify: verifies a candidate, or this rank's share of it; raises one of ``DAMAGE_ERRORS``.
+        run_all: that of the ranks, if each verifies a share: all of them skip a candidate in which
+            one has found damage.
+        call: the call that needs the checkpoint, for messages about ranks.
+    """
+    problems: dict[str, str] = {}
+    for path in candidates:
+        try:
+            run_all(f"{call}: verify {path}", partial(verify, path))
+        except DAMAGE_ERRORS as error:
+            problems[path] = str(error)
+        else:
+            return Search(path, problems)
+    return Search(None, problems)
+
+
+def verify_share(
+    path: AnyPath, rank: int, world_size: int, progress: Progress, *, allow_pickle: bool = False
+) -> None:
+    """Verify one rank's share of a candidate's bytes, and that all its files are of one save.
+
+    Raises:
+        CheckpointCorruptedError, CheckpointFormatError, CheckpointNotFoundError: it is damaged.
+    """
+    if rank == 0:
+        check_unmixed(path)
+    with closing(open_checkpoint(path, allow_pickle=allow_pickle, progress=progress)) as source:
+        source.check_all()
+        if source.info.mixed:
+            msg = f"{path} mixes files of several saves: {source.info.mixed}"
+            raise CheckpointFormatError(msg)
+        source.verify_whole(rank, world_size, progress)
+
+
+# -- candidates ----------------------------------------------------------------------------------
+
+
+def checkpoints_in(
+    folder: AnyPath, progress: Progress = NO_PROGRESS, *, allow_pickle: bool = False
+) -> set[AnyPath]:
+    """Return the possible checkpoints in a folder, behind links. None if it does not exist.
+
+    They are of any kind, or of this library if the folder is in a store. An unreadable folder is
+    one too: its verification fails.
+
+    Raises:
+        OSError: the folder cannot be listed.
+    """
+    if isinstance(folder, Path):
+        folder = real_path(folder)
+    entries = siblings(folder / MANIFEST_NAME)
+    direct = {resolved(entry) for entry in entries if _may_be_candidate(entry)}
+    return direct.union(_nested_saves(folder, progress, allow_pickle=allow_pickle))
+
+
+def newest_first(steps: Mapping[AnyPath, int]) -> list[AnyPath]:
+    """Sort checkpoints, given their optimizer steps, or 0 if they are unknown."""
+    return sorted(steps, key=lambda p: (_published_at(p), steps[p], str(p)), reverse=True)
+
+
+def manifest_of(path: AnyPath) -> Manifest | None:
+    """Return the manifest of a checkpoint of this library; None if it is another or none."""
+    if isinstance(path, Path) and not os.path.exists(path / MANIFEST_NAME):  # noqa: PTH110 (never raises)
+        return None
+    with suppress(ElasticZeroError), closing(open_checkpoint(path)) as source:
+        return source.manifest
+    return None
+
+
+def check_unmixed(path: AnyPath) -> None:
+    """Refuse a checkpoint of this library into whose folder DeepSpeed has saved.
+
+    Raises:
+        CheckpointFormatError: it has; either of the two may be meant.
+    """
+    if isinstance(path, StorePath) or not is_checkpoint(path):
+        return
+    files = sorted(file.name for file in path.glob("*.pt"))
+    over = [file.name for file in sorted(path.glob(f"{TAG}/*_model_states.pt")) if _is_stock(file)]
+    if not (files or over):
+        return
+    msg = (
+        f"{path} has a checkpoint of this library and files that DeepSpeed saved there "
+        f"({[*files, *over][0]}): a script without elastic() has saved into the same folder. "
+    )
+    if over:
+        msg += f"DeepSpeed's have replaced this library's: to load them, move {MANIFEST_NAME}"
+    else:
+        msg += (
+            f"To load DeepSpeed's, move {MANIFEST_NAME} and {TAG} away; to load this "
+            "library's, move *.pt"
+        )
+    raise CheckpointFormatError(msg)
+
+
+def _is_stock(file: Path) -> bool:
+    """Whether DeepSpeed wrote a file; False if it cannot be read, which the load reports."""
+    with suppress(ElasticZeroError), closing(TorchFile(RangeFile(file))) as shard:
+        return isinstance(shard.tree, dict) and OURS not in shard.tree
+    return False
+
+
+def _may_be_candidate(entry: AnyPath) -> bool:
+    if isinstance(entry, StorePath):
+        return is_checkpoint(entry)
+    if not os.path.isdir(entry):  # noqa: PTH112 (returns False if access is denied)
+        return looks_like_checkpoint(entry) and os.path.exists(entry)  # noqa: PTH110 (as above)
+    is_readable = os.access(entry, os.R_OK | os.X_OK, effective_ids=True)
+    return not is_readable or looks_like_checkpoint(entry)
+
+
+def _nested_saves(folder: AnyPath, progress: Progress, *, allow_pickle: bool) -> Iterator[AnyPath]:
+    """Yield the checkpoints in folders below that a ``ModelCheckpoint`` of this folder saved.
+
+    Each contains the callback's own list, which has its place in the folder.
+    """
+    with suppress(OSError):  # Other checkpoints of the folder remain.
+        for path in filter(is_checkpoint, islice(entries_below(folder, _MAX_DEPTH), MAX_ENTRIES)):
+            progress.check()
+            place = str(path).removeprefix(str(folder))
+            with (
+                suppress(ElasticZeroError),
+                closing(open_checkpoint(path, allow_pickle=allow_pickle)) as source,
+            ):
+                state = source.module_state(0, source.manifest.world_size).client_state
+                callbacks = state.get("callbacks")
+                states = callbacks.values() if isinstance(callbacks, dict) else ()
+                if any(_has_saved(callback, place) for callback in states):
+                    yield path
+
+
+def _has_saved(callback: object, place: str) -> bool:
+    """Whether the state of a callback lists a checkpoint at a place below its ``dirpath``."""
+    if not isinstance(callback, dict) or not callback.get("dirpath"):
+        return False
+    path = str(callback["dirpath"]).rstrip("/") + place
+    return path == callback.get("best_model_path") or path in callback.get("best_k_models", ())
+
+
+def _published_at(path: AnyPath) -> int:
+    """Return when a checkpoint of any kind was published, in ns; 0 if it is gone.
+
+    The manifest is written last; other software writes another file that marks its format.
+    """
+    if isinstance(path, StorePath) or is_checkpoint(path):
+        return published_ns(path)
+    with suppress(OSError):
+        marks = [path / mark for mark in MARKS if os.path.isfile(path / mark)]  # noqa: PTH113 (never raises)
+        return max(file.stat().st_mtime_ns for file in marks or [path])
+    return 0
