@@ -31,7 +31,8 @@ from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import ElasticZeroError, SaveError
-from lightning_elastic_zero.storage.object_store import AnyPath
+from lightning_elastic_zero.storage.folder import Folder
+from lightning_elastic_zero.storage.folders import folder_at
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +70,8 @@ class BackgroundSave(threading.Thread):
         retention: Retention,
         began: float,
     ) -> None:
-        self.target = snapshot.contents.target
-        super().__init__(name=f"elastic-zero saves {self.target.name}", daemon=True)
+        self.target = folder_at(snapshot.contents.target)
+        super().__init__(name=f"elastic-zero saves {self.target.path.name}", daemon=True)
         self.snapshot = snapshot
         self.over = threading.Event()
         self.result: Future[CheckpointStats] = Future()
@@ -296,7 +297,7 @@ class AsyncCheckpointer:
         return job.failure
 
 
-def _with_target(target: AnyPath, error: BaseException, what: str) -> ElasticZeroError:
+def _with_target(target: Folder, error: BaseException, what: str) -> ElasticZeroError:
     """Return the error to raise later in training's thread, with its cause."""
     made = type(error) if isinstance(error, ElasticZeroError) else SaveError
     traceback.clear_frames(error.__traceback__)  # they hold the snapshot

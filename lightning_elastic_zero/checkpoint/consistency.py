@@ -22,8 +22,7 @@ from lightning_elastic_zero.core.manifest import Group, Manifest
 from lightning_elastic_zero.core.tensors import RankState, canonical_repr
 from lightning_elastic_zero.core.text import format_names, format_ranks
 from lightning_elastic_zero.errors import UnsupportedError
-from lightning_elastic_zero.storage.checkpoints import await_shared, leave_shared
-from lightning_elastic_zero.storage.object_store import AnyPath
+from lightning_elastic_zero.storage.folder import Folder
 from lightning_elastic_zero.storage.own_files import TABLE_PREFIX
 
 log = logging.getLogger(__name__)
@@ -60,20 +59,20 @@ def table_digests(tables: Tables) -> dict[str, str]:
     return {name: xxhash.xxh3_128_hexdigest(_table_text(table)) for name, table in tables.items()}
 
 
-def write_tables(directory: AnyPath, tables: Tables) -> None:
-    """Write rank 0's tables into a directory, until ``remove_shared``."""
+def write_tables(folder: Folder, tables: Tables) -> None:
+    """Write rank 0's tables into a folder, until ``Folder.remove_left``."""
     for name, table in tables.items():
-        leave_shared(directory, f"{TABLE_PREFIX}{name}", _table_text(table))
+        folder.leave(f"{TABLE_PREFIX}{name}", _table_text(table))
 
 
 class RankZeroTables:
     """Rank 0's tables. A table is read only if this rank's own differs.
 
-    ``sent`` are rank 0's digests, ``directory`` contains its tables.
+    ``sent`` are rank 0's digests, ``folder`` contains its tables.
     """
 
-    def __init__(self, sent: Mapping[str, str], own: Tables, directory: AnyPath) -> None:
-        self._sent, self.own, self._directory = sent, own, directory
+    def __init__(self, sent: Mapping[str, str], own: Tables, folder: Folder) -> None:
+        self._sent, self.own, self._folder = sent, own, folder
         self._digests = table_digests(own)
         self._read: dict[str, Any] = {}
 
@@ -86,8 +85,7 @@ class RankZeroTables:
         if self.is_same(name):
             return self.own[name]
         if name not in self._read:
-            data = await_shared(
-                self._directory,
+            data = self._folder.await_left(
                 f"{TABLE_PREFIX}{name}",
                 lambda data: xxhash.xxh3_128_hexdigest(data) == self._sent[name],
             )

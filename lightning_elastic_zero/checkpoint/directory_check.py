@@ -21,18 +21,12 @@ from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.processes import machine
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import ElasticZeroError, SaveError
-from lightning_elastic_zero.storage.checkpoints import (
-    await_shared,
-    check_shareable,
-    leave_shared,
-    remove_shared,
-)
-from lightning_elastic_zero.storage.disk_checkpoints import NOT_SUPPORTED, exchange_names, make_link
+from lightning_elastic_zero.storage.disk_checkpoints import NOT_SUPPORTED, exchange_names
 from lightning_elastic_zero.storage.file_write import as_save_error, write_durably
-from lightning_elastic_zero.storage.object_store import StorePath
+from lightning_elastic_zero.storage.folder import Folder
+from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.ownership import new_id
-from lightning_elastic_zero.storage.paths import parse_path, sync_directory
-from lightning_elastic_zero.storage.store_checkpoints import check_conditional_writes
+from lightning_elastic_zero.storage.paths import sync_directory
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +68,7 @@ def check_directories(folders: Iterable[object], ranks: Ranks) -> list[CheckedDi
     """
 
     def paths() -> list[str]:
-        named = (str(parse_path(str(folder))) for folder in folders if folder)
+        named = (str(folder_at(str(folder))) for folder in folders if folder)
         return list(dict.fromkeys(named))
 
     wanted = ranks.broadcast("check directories: which", paths)
@@ -83,33 +77,32 @@ def check_directories(folders: Iterable[object], ranks: Ranks) -> list[CheckedDi
     hosts = ranks.all_gather("check directories: hosts", _host)
     writers = [hosts.index(host) for host in dict.fromkeys(hosts)]
     checked = []
-    for path in map(parse_path, wanted):
-        if isinstance(path, StorePath):
-            _check_store(path, ranks)
-            checked.append(CheckedDirectory(str(path), len(writers), 0.0, ()))
+    for folder in map(folder_at, wanted):
+        if folder.local is not None:
+            checked.append(_check(folder.local, ranks, writers))
         else:
-            checked.append(_check(path, ranks, writers))
+            _check_remote(folder, ranks)
+            checked.append(CheckedDirectory(str(folder), len(writers), 0.0, ()))
     return checked
 
 
-def _check_store(folder: StorePath, ranks: Ranks) -> None:
-    """Check that rank 0 can write into a store and that all ranks can read it. Collective."""
+def _check_remote(folder: Folder, ranks: Ranks) -> None:
+    """Check that rank 0 can write into a folder and that all ranks can read it. Collective."""
     step = f"check {folder}"
 
     def leave() -> str:
-        check_shareable(folder, ranks.world_size)
+        folder.check_shareable(ranks.world_size)
+        folder.check_writable()
         name = f"{PREFIX}{new_id()}"
-        with as_save_error(folder):
-            check_conditional_writes(folder.store, folder)
-        leave_shared(folder, name)
+        folder.leave(name)
         return name
 
     name = ranks.broadcast(step, leave)
     try:
-        ranks.run_all(f"{step}: read", lambda: await_shared(folder, name))
+        ranks.run_all(f"{step}: read", lambda: folder.await_left(name))
     finally:
         if not ranks.rank:
-            remove_shared(folder, name)
+            folder.remove_left(name)
 
 
 def _check(directory: Path, ranks: Ranks, writers: Collection[int]) -> CheckedDirectory:
@@ -151,13 +144,13 @@ def find_unseen(ranks: Ranks, folder: Path, writers: Collection[int], step: str)
 
     def write() -> None:
         if ranks.rank:
-            await_shared(folder, _token(0))
+            folder_at(folder).await_left(_token(0))
         if ranks.rank in writers:
-            leave_shared(folder, _token(ranks.rank))
+            folder_at(folder).leave(_token(ranks.rank))
 
     def look() -> None:
         for rank in writers:
-            await_shared(folder, _token(rank), writer=rank)
+            folder_at(folder).await_left(_token(rank), writer=rank)
             ranks.progress.check()
 
     def failure_of(work: Callable[[], None]) -> str:
@@ -294,7 +287,7 @@ def _links(place: Path) -> str:
         return "last.ckpt is a copy of the newest checkpoint, not a link"
     link = place / "last.ckpt"
     for name in ("one", "two"):
-        make_link(place / name, link)
+        folder_at(link).make_link(folder_at(place / name))
         if (found := str(link.readlink())) != name:
             raise OSError(errno.EIO, f"a link has the destination {found}, expected {name}")
     return ""

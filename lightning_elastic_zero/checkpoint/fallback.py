@@ -16,9 +16,10 @@ from lightning_elastic_zero.formats.newest import (
     newest_intact,
     verify_share,
 )
-from lightning_elastic_zero.storage.checkpoints import has_entry, published_ns, resolved
 from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX
-from lightning_elastic_zero.storage.object_store import AnyPath, StorePath
+from lightning_elastic_zero.storage.folder import Folder
+from lightning_elastic_zero.storage.folders import folder_at
+from lightning_elastic_zero.storage.object_store import AnyPath
 from lightning_elastic_zero.storage.paths import parse_path
 
 
@@ -60,7 +61,7 @@ def find_fallback(
 def is_there(path: AnyPath) -> bool:
     """Whether a path has an entry; False if its store does not answer."""
     with suppress(OSError):  # Of the store, which has refused the load too.
-        return has_entry(path)
+        return folder_at(path).has_entry()
     return False
 
 
@@ -71,8 +72,8 @@ def _older_than(
     options: LoadOptions,
 ) -> dict[str, int]:
     """Rank 0: return the candidates with their steps, the newest first."""
-    real = resolved(damaged) if is_there(damaged) else None
-    if real is None or _is_foreign(real):
+    real = folder_at(damaged).follow_links().path if is_there(damaged) else None
+    if real is None or _is_foreign(folder_at(real)):
         return {}  # Nothing is suggested for a path that is probably misspelt.
     asked = manifest_of(real)
     if asked and not options.in_series(real, asked):
@@ -93,16 +94,17 @@ def _older_than(
         if asked:
             usable = _can_replace(manifest, asked)
         else:  # The manifest of the damaged one cannot be read: compare the times.
-            before = published_ns(path) <= published_ns(real, damaged)
+            before = folder_at(path).published_ns() <= folder_at(damaged).published_ns()
             usable = fits_model(manifest) and before and not manifest.weights_only
         if usable:
             steps[path] = manifest.progress.global_steps
     return {str(path): steps[path] for path in newest_first(steps)}
 
 
-def _is_foreign(path: AnyPath) -> bool:
-    """Whether a path contains files, but no trace of a save of this library."""
-    if isinstance(path, StorePath):
+def _is_foreign(folder: Folder) -> bool:
+    """Whether a folder contains files, but no trace of a save of this library."""
+    path = folder.local
+    if path is None:
         return False  # It was refused by its format.
     if not path.is_dir():
         return path.exists()

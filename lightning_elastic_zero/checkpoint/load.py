@@ -75,13 +75,7 @@ from lightning_elastic_zero.errors import (
 from lightning_elastic_zero.formats.newest import manifest_of
 from lightning_elastic_zero.formats.open import RenamedReader, open_checkpoint
 from lightning_elastic_zero.formats.reader import WEIGHT, CheckpointReader, SharedState, Targets
-from lightning_elastic_zero.storage.checkpoints import (
-    check_shareable,
-    repair_target,
-    request_count,
-    resolved,
-    resolved_if_exists,
-)
+from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.paths import parse_path
 
 
@@ -341,7 +335,7 @@ def _load(
 def _is_replaced(path: str | os.PathLike[str], found: Collection[str]) -> bool:
     """Rank 0: whether a checkpoint is at the path that was not found there before."""
     with suppress(OSError):
-        manifest = manifest_of(resolved(parse_path(path)))
+        manifest = manifest_of(folder_at(path).follow_links().path)
         return manifest is not None and manifest.save_id not in found
     return False
 
@@ -355,8 +349,8 @@ def _load_once(
     options: LoadOptions,
 ) -> LoadResult:
     """Make one attempt; on rank 0, ``found`` gets the save id."""
-    began, asked = time.monotonic(), parse_path(path)
-    requests = request_count(asked)
+    began, asked = time.monotonic(), folder_at(path)
+    requests = asked.requests
     located = ranks.broadcast(
         "load: find the checkpoint", lambda: asdict(_find(path, ranks, found, options))
     )
@@ -381,7 +375,7 @@ def _load_once(
         extra, warns = shared.extra_states, ranks.rank == 0
         restore_extra_states(live.module(), extra, str(path), warns=warns)
         changed = filled.changed_weights[:LISTED], filled.values.has_other_weights
-        return [filled.bytes_read, request_count(asked) - requests, unverified, changed]
+        return [filled.bytes_read, asked.requests - requests, unverified, changed]
 
     costs = ranks.gather(f"{step}: done", finish) or []
     if count := sum(of_rank for _, _, of_rank, _ in costs):
@@ -444,10 +438,10 @@ def _find(
     path: str | os.PathLike[str], ranks: Ranks, found: list[str], options: LoadOptions
 ) -> _Found:
     """Rank 0: find the checkpoint, behind links, so that all ranks open the same one."""
-    asked, progress = parse_path(path), ranks.progress
-    check_shareable(asked, ranks.world_size)
-    repair_target(asked)
-    directory = resolved_if_exists(asked)
+    asked, progress = folder_at(path), ranks.progress
+    asked.check_shareable(ranks.world_size)
+    asked.repair()
+    directory = asked.follow_links_if_exists().path
     opened = open_checkpoint(directory, allow_pickle=options.allow_pickle, progress=progress)
     with closing(opened) as source:
         found.append(source.manifest.save_id)
@@ -464,7 +458,7 @@ def _open(
 ) -> CheckpointReader:
     """Open the checkpoint that rank 0 found."""
     directory = parse_path(first.path)
-    mine = resolved(parse_path(path))
+    mine = folder_at(path).follow_links().path
     if mine != directory:
         log.warning("this rank requested %s; all ranks load rank 0's path %s", mine, directory)
     source = open_checkpoint(directory, allow_pickle=options.allow_pickle, progress=progress)

@@ -20,7 +20,7 @@ from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import ElasticZeroError
-from lightning_elastic_zero.storage.paths import parse_path
+from lightning_elastic_zero.storage.folders import folder_at
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class CheckpointManager:
         """
         self._is_rank_zero = rank == 0
         self.dirpaths = tuple(dirpaths)
-        self._retention.folders = tuple(parse_path(str(path)) for path in self.dirpaths if path)
+        self._retention.folders = tuple(folder_at(str(path)) for path in self.dirpaths if path)
         if self._background and self._writer is None:
             times = replace(self._times, absent_timeout_s=_WRITERS_ABSENT_S)
             ranks = connect_ranks(times, "elastic-zero in the background")
@@ -105,8 +105,8 @@ class CheckpointManager:
         self._retention.delete_pending()
         stats = save_engine(engine, path, ranks, client_state, options)
         if self._is_rank_zero:
-            self._retention.on_save_started(parse_path(stats.path))
-            self._retention.on_published(parse_path(stats.path))
+            self._retention.on_save_started(folder_at(stats.path))
+            self._retention.on_published(folder_at(stats.path))
         self._record(stats)
 
     def save_async(
@@ -164,7 +164,7 @@ class CheckpointManager:
 
     def is_being_written(self, path: str) -> bool:
         """Whether a checkpoint is being written in the background; on rank 0."""
-        return self._links.is_deferred(parse_path(path))
+        return self._links.is_deferred(folder_at(path))
 
     def link(self, path: str, link: str, ranks: Ranks) -> None:
         """Make a link as soon as the checkpoint is published. Collective.
@@ -173,7 +173,7 @@ class CheckpointManager:
         """
 
         def make() -> None:
-            self._links.make(parse_path(path), parse_path(link), ranks.progress)
+            self._links.make(folder_at(path), folder_at(link), ranks.progress)
 
         ranks.broadcast("link a checkpoint", make)
 

@@ -56,18 +56,9 @@ from lightning_elastic_zero.formats.elastic import (
     writes_weights,
 )
 from lightning_elastic_zero.formats.reader import OPTIMIZER_STATE
-from lightning_elastic_zero.storage.checkpoints import (
-    Staged,
-    await_shared,
-    check_shareable,
-    leave_shared,
-    prepare_target,
-    remove_shared,
-    request_count,
-    stage,
-    staged_folder,
-)
 from lightning_elastic_zero.storage.file_write import as_save_error, write_durably
+from lightning_elastic_zero.storage.folder import Folder, Staged
+from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.object_store import AnyPath
 from lightning_elastic_zero.storage.own_files import (
     LATEST,
@@ -235,7 +226,7 @@ def collect(
     split = split_objects(client)
     if rank == 0:
         warn_of_unsaved(engine.module(), options.examined_modules)
-        prepare_target(target, f"step-{manifest.progress.global_steps}")
+        folder_at(target).prepare(f"step-{manifest.progress.global_steps}")
     # These tensors are in the state now: a background save keeps no copies on the device.
     options = replace(options, at_step={})
     return ShardContents(target, manifest, state, split.plain, split.objects, options)
@@ -254,15 +245,15 @@ def write_shards(
         cancellation: lets another thread cancel the save.
     """
     began, cancellation = time.monotonic(), cancellation or Cancellation()
-    requests = request_count(contents.target)
+    requests = folder_at(contents.target).requests
     staged: list[Staged] = []  # on rank 0: removed if the save fails
     tables, progress = cache(contents.tables), _progress(contents, ranks, cancellation)
 
     def write_files() -> dict[str, Any]:
-        staging = _await_staging(new, contents.target)
+        staging = _await_staging(new, folder_at(contents.target))
         theirs = RankZeroTables(new.digests, tables(), staging)
         manifest = replace(contents.manifest, save_id=new.save_id)
-        writer = RankWriter(staging, manifest, ranks.rank, progress, contents.source_of)
+        writer = RankWriter(staging.path, manifest, ranks.rank, progress, contents.source_of)
         return asdict(_write_files(contents, theirs, writer, requests))
 
     def publish() -> dict[str, Any]:
@@ -284,7 +275,7 @@ def write_shards(
             "write_s": write_s,
             "publish_s": seconds - write_s,
             "bytes": sum(entry.size_bytes for entry in files),
-            "requests": others + request_count(contents.target) - requests,
+            "requests": others + folder_at(contents.target).requests - requests,
         }
 
     try:
@@ -306,14 +297,15 @@ def write_shards(
 
 def _stage(contents: ShardContents, tables: Tables, ranks: Ranks, staged: list[Staged]) -> _NewSave:
     """Rank 0: make the folder in which all ranks write; return its description."""
-    target = contents.target
+    target, folder = contents.target, folder_at(contents.target)
     new = _NewSave(str(target), uuid.uuid4().hex, table_digests(tables))
-    check_shareable(target, ranks.world_size)
+    folder.check_shareable(ranks.world_size)
     warn_of_objects(target, contents.objects, contents.options.warned_objects)
     with as_save_error(target):
-        staged.append(stage(target, new.save_id, ranks.progress))
-        write_tables(staged[0].path, tables)
-        leave_shared(staged[0].path, new.token)
+        staged.append(folder.stage(new.save_id, ranks.progress))
+        staging = folder.staging(new.save_id)
+        write_tables(staging, tables)
+        staging.leave(new.token)
     return new
 
 
@@ -331,7 +323,7 @@ def _progress(contents: ShardContents, ranks: Ranks, cancellation: Cancellation)
     return io_progress("writing", ranks, contents.options.show, size_bytes, cancellation.check)
 
 
-def _await_staging(new: _NewSave, target: AnyPath) -> AnyPath:
+def _await_staging(new: _NewSave, target: Folder) -> Folder:
     """Wait until this rank sees rank 0's files, and return the folder for this save.
 
     Raises SaveError if this rank has another path or does not see the files.
@@ -343,8 +335,8 @@ def _await_staging(new: _NewSave, target: AnyPath) -> AnyPath:
             "below RunConfig(storage_path=...) instead of a temporary one)."
         )
         raise SaveError(msg)
-    staging = staged_folder(target, new.save_id)
-    await_shared(staging, new.token)
+    staging = target.staging(new.save_id)
+    staging.await_left(new.token)
     return staging
 
 
@@ -367,7 +359,7 @@ def _write_files(
         [name for name, is_kept in kept.items() if is_kept],
         drifted,
         drifted_replicas(first),
-        request_count(contents.target) - requests,
+        folder_at(contents.target).requests - requests,
     )
 
 
@@ -425,6 +417,6 @@ def _complete(
         client_objects=tuple(format_tree_path(path) for path, _ in contents.objects),
     )
     tables = (f"{TABLE_PREFIX}{name}" for name in new.digests)
-    remove_shared(folder, *tables, new.token)
+    folder_at(folder).remove_left(*tables, new.token)
     staged.seal(manifest.to_json().encode())
     return manifest.files

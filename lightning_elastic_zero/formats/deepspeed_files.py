@@ -14,7 +14,8 @@ from pathlib import Path
 
 from lightning_elastic_zero.core.manifest import STAGE_WEIGHTS, Plain
 from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
-from lightning_elastic_zero.storage.object_store import AnyPath, StorePath
+from lightning_elastic_zero.storage.folders import folder_at
+from lightning_elastic_zero.storage.object_store import AnyPath
 from lightning_elastic_zero.storage.own_files import LATEST, TAG
 from lightning_elastic_zero.storage.paths import read_file
 
@@ -223,15 +224,16 @@ def describe_missing_latest(path: AnyPath) -> str:
 
     This library uses the only tag of a folder even if no file names it.
     """
-    if isinstance(path, StorePath) or not path.is_dir() or is_deepspeed(path):
+    folder = folder_at(path).local
+    if folder is None or not folder.is_dir() or is_deepspeed(folder):
         return ""
-    tags = tags_in(path)
+    tags = tags_in(folder)
     if len(tags) != 1:
         return ""
     (tag,) = tags
-    if tag in _latest_tags(path).values():
+    if tag in _latest_tags(folder).values():
         return ""
-    name = LATEST_UNIVERSAL if is_universal(path / tag) else LATEST
+    name = LATEST_UNIVERSAL if is_universal(folder / tag) else LATEST
     return (
         f"no file {name} names the tag {tag!r}. This library uses the only tag, but DeepSpeed and "
         f"zero_to_fp32.py need the file: write {tag} into {path / name}"

@@ -38,17 +38,11 @@ from lightning_elastic_zero.formats.open import (
     open_checkpoint,
 )
 from lightning_elastic_zero.formats.torch_read import TorchFile
-from lightning_elastic_zero.storage.checkpoints import (
-    entries_below,
-    is_checkpoint,
-    published_ns,
-    resolved,
-    siblings,
-)
 from lightning_elastic_zero.storage.file_read import RangeFile
-from lightning_elastic_zero.storage.object_store import AnyPath, StorePath
-from lightning_elastic_zero.storage.own_files import TAG
-from lightning_elastic_zero.storage.paths import real_path
+from lightning_elastic_zero.storage.folder import Folder
+from lightning_elastic_zero.storage.folders import folder_at
+from lightning_elastic_zero.storage.object_store import AnyPath
+from lightning_elastic_zero.storage.own_files import TAG, is_checkpoint
 
 _MAX_DEPTH = 4
 """Number of slashes that are followed in a name of ``ModelCheckpoint``."""
@@ -126,11 +120,9 @@ def checkpoints_in(
     Raises:
         OSError: the folder cannot be listed.
     """
-    if isinstance(folder, Path):
-        folder = real_path(folder)
-    entries = siblings(folder / MANIFEST_NAME)
-    direct = {resolved(entry) for entry in entries if _may_be_candidate(entry)}
-    return direct.union(_nested_saves(folder, progress, allow_pickle=allow_pickle))
+    real = folder_at(folder).follow_links()
+    direct = {each.follow_links().path for each in real.entries() if _may_be_candidate(each)}
+    return direct.union(_nested_saves(real, progress, allow_pickle=allow_pickle))
 
 
 def newest_first(steps: Mapping[AnyPath, int]) -> list[AnyPath]:
@@ -140,7 +132,8 @@ def newest_first(steps: Mapping[AnyPath, int]) -> list[AnyPath]:
 
 def manifest_of(path: AnyPath) -> Manifest | None:
     """Return the manifest of a checkpoint of this library; None if it is another or none."""
-    if isinstance(path, Path) and not os.path.exists(path / MANIFEST_NAME):  # noqa: PTH110 (never raises)
+    local = folder_at(path).local
+    if local is not None and not os.path.exists(local / MANIFEST_NAME):  # noqa: PTH110 (never raises)
         return None
     with suppress(ElasticZeroError), closing(open_checkpoint(path)) as source:
         return source.manifest
@@ -153,10 +146,12 @@ def check_unmixed(path: AnyPath) -> None:
     Raises:
         CheckpointFormatError: it has; either of the two may be meant.
     """
-    if isinstance(path, StorePath) or not is_checkpoint(path):
+    folder = folder_at(path).local
+    if folder is None or not is_checkpoint(folder):
         return
-    files = sorted(file.name for file in path.glob("*.pt"))
-    over = [file.name for file in sorted(path.glob(f"{TAG}/*_model_states.pt")) if _is_stock(file)]
+    files = sorted(file.name for file in folder.glob("*.pt"))
+    models = sorted(folder.glob(f"{TAG}/*_model_states.pt"))
+    over = [file.name for file in models if _is_stock(file)]
     if not (files or over):
         return
     msg = (
@@ -180,33 +175,36 @@ def _is_stock(file: Path) -> bool:
     return False
 
 
-def _may_be_candidate(entry: AnyPath) -> bool:
-    if isinstance(entry, StorePath):
-        return is_checkpoint(entry)
-    if not os.path.isdir(entry):  # noqa: PTH112 (returns False if access is denied)
-        return looks_like_checkpoint(entry) and os.path.exists(entry)  # noqa: PTH110 (as above)
-    is_readable = os.access(entry, os.R_OK | os.X_OK, effective_ids=True)
-    return not is_readable or looks_like_checkpoint(entry)
+def _may_be_candidate(entry: Folder) -> bool:
+    path = entry.local
+    if path is None:
+        return entry.is_checkpoint()
+    if not os.path.isdir(path):  # noqa: PTH112 (returns False if access is denied)
+        return looks_like_checkpoint(path) and os.path.exists(path)  # noqa: PTH110 (as above)
+    is_readable = os.access(path, os.R_OK | os.X_OK, effective_ids=True)
+    return not is_readable or looks_like_checkpoint(path)
 
 
-def _nested_saves(folder: AnyPath, progress: Progress, *, allow_pickle: bool) -> Iterator[AnyPath]:
+def _nested_saves(folder: Folder, progress: Progress, *, allow_pickle: bool) -> Iterator[AnyPath]:
     """Yield the checkpoints in folders below that a ``ModelCheckpoint`` of this folder saved.
 
     Each contains the callback's own list, which has its place in the folder.
     """
     with suppress(OSError):  # Other checkpoints of the folder remain.
-        for path in filter(is_checkpoint, islice(entries_below(folder, _MAX_DEPTH), MAX_ENTRIES)):
+        for entry in islice(folder.entries_below(_MAX_DEPTH), MAX_ENTRIES):
+            if not entry.is_checkpoint():
+                continue
             progress.check()
-            place = str(path).removeprefix(str(folder))
+            place = str(entry).removeprefix(str(folder))
             with (
                 suppress(ElasticZeroError),
-                closing(open_checkpoint(path, allow_pickle=allow_pickle)) as source,
+                closing(open_checkpoint(entry.path, allow_pickle=allow_pickle)) as source,
             ):
                 state = source.module_state(0, source.manifest.world_size).client_state
                 callbacks = state.get("callbacks")
                 states = callbacks.values() if isinstance(callbacks, dict) else ()
                 if any(_has_saved(callback, place) for callback in states):
-                    yield path
+                    yield entry.path
 
 
 def _has_saved(callback: object, place: str) -> bool:
@@ -222,9 +220,11 @@ def _published_at(path: AnyPath) -> int:
 
     The manifest is written last; other software writes another file that marks its format.
     """
-    if isinstance(path, StorePath) or is_checkpoint(path):
-        return published_ns(path)
+    folder = folder_at(path)
+    local = folder.local
+    if local is None or folder.is_checkpoint():
+        return folder.published_ns()
     with suppress(OSError):
-        marks = [path / mark for mark in MARKS if os.path.isfile(path / mark)]  # noqa: PTH113 (never raises)
-        return max(file.stat().st_mtime_ns for file in marks or [path])
+        marks = [local / mark for mark in MARKS if os.path.isfile(local / mark)]  # noqa: PTH113 (never raises)
+        return max(file.stat().st_mtime_ns for file in marks or [local])
     return 0

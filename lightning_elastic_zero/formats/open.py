@@ -6,7 +6,6 @@ path. ``RenamedReader`` presents a checkpoint under other parameter names.
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -48,14 +47,10 @@ from lightning_elastic_zero.formats.reader import (
     as_format_error,
 )
 from lightning_elastic_zero.formats.torch_read import ForeignFiles, foreign_files
-from lightning_elastic_zero.storage.checkpoints import (
-    inspect_target,
-    is_checkpoint,
-    read_manifest,
-    siblings,
-)
-from lightning_elastic_zero.storage.object_store import AnyPath, StorePath
-from lightning_elastic_zero.storage.own_files import LATEST, TAG, latest_in
+from lightning_elastic_zero.storage.folder import Folder
+from lightning_elastic_zero.storage.folders import folder_at
+from lightning_elastic_zero.storage.object_store import AnyPath
+from lightning_elastic_zero.storage.own_files import LATEST, TAG, is_checkpoint, latest_in
 from lightning_elastic_zero.storage.paths import NO_ENTRY, raise_unless_damage
 
 MARKS = (MANIFEST_NAME, LATEST, LATEST_UNIVERSAL, METADATA_NAME, TABLE_NAME)
@@ -231,11 +226,12 @@ def resolve_latest(path: AnyPath) -> AnyPath:
     Hugging Face's ``checkpoint-10`` is such a folder: ``latest`` in it names
     ``global_step10/checkpoint``, the files in the checkpoint ``global_step10``.
     """
-    if isinstance(path, StorePath) or os.path.exists(path / MANIFEST_NAME):  # noqa: PTH110 (never raises)
+    folder = folder_at(path).local
+    if folder is None or os.path.exists(folder / MANIFEST_NAME):  # noqa: PTH110 (never raises)
         return path
-    name = latest_in(path)
+    name = latest_in(folder)
     tag = name.removesuffix(f"/{TAG}")
-    return path / tag if tag != name and is_checkpoint(path / tag) else path
+    return folder / tag if tag != name and is_checkpoint(folder / tag) else path
 
 
 def open_checkpoint(
@@ -259,40 +255,37 @@ def open_checkpoint(
     except OSError as error:
         if error.errno not in NO_ENTRY:
             raise  # It may be temporary: do not fall back to an older checkpoint.
-        advice = (
-            "its permissions, those of the folders above it, and that its file system is mounted"
-        )
-        if isinstance(path, StorePath):
-            advice = "the store's credentials, endpoint and region"
         msg = (
             f"{path} cannot be read: {error.filename or path}: {error.strerror or error}. Check "
-            f"{advice}"
+            f"{folder_at(path).access_advice}"
         )
         raise CheckpointNotFoundError(msg) from error
 
 
 def _opened(path: AnyPath, *, allow_pickle: bool, progress: Progress) -> CheckpointReader:
-    if isinstance(path, Path) and not path.exists():
+    folder = folder_at(path)
+    local = folder.local
+    if local is not None and not local.exists():
         hint = (
-            f": it links to {path.readlink()}, which does not exist"
-            if path.is_symlink()
-            else f". {path.parent} contains {_list_checkpoints(checkpoint_names(path.parent))}"
+            f": it links to {local.readlink()}, which does not exist"
+            if local.is_symlink()
+            else f". {local.parent} contains {_list_checkpoints(checkpoint_names(local.parent))}"
         )
         msg = f"there is no checkpoint at {path}{hint}"
         raise CheckpointNotFoundError(msg)
-    manifest = _own_manifest(path)
+    manifest = _own_manifest(folder)
     progress.check()
     if manifest is not None:
         return ElasticReader(path, manifest, allow_pickle=allow_pickle, progress=progress)
-    if isinstance(path, StorePath):
-        _refuse_in_store(path)
-    return _foreign(path, allow_pickle=allow_pickle, progress=progress)
+    if local is None:
+        _refuse_without_manifest(folder)
+    return _foreign(local, allow_pickle=allow_pickle, progress=progress)
 
 
-def _refuse_in_store(path: StorePath) -> NoReturn:
-    """Raise the error for an address in an object store without a manifest."""
-    existing = inspect_target(path)
-    if inside := [e.name for e in siblings(path / MANIFEST_NAME) if is_checkpoint(e)]:
+def _refuse_without_manifest(folder: Folder) -> NoReturn:
+    """Raise the error for an address where only this library's checkpoints are read."""
+    path, existing = folder.path, folder.inspect()
+    if inside := [each.path.name for each in folder.entries() if each.is_checkpoint()]:
         msg = f"{path} is a folder: it contains {_list_checkpoints(inside)}. Pass one of them"
         raise CheckpointFormatError(msg)
     if existing.kind == "other":
@@ -301,42 +294,28 @@ def _refuse_in_store(path: StorePath) -> NoReturn:
             "an object store: copy it to a local disk first"
         )
         raise CheckpointFormatError(msg)
-    names = [each.name for each in siblings(path) if is_checkpoint(each)]
+    names = [each.path.name for each in folder.siblings() if each.is_checkpoint()]
     msg = f"there is no checkpoint at {path}. {path.parent} contains {_list_checkpoints(names)}"
     raise CheckpointNotFoundError(msg)
 
 
-def _own_manifest(path: AnyPath) -> Manifest | None:
+def _own_manifest(folder: Folder) -> Manifest | None:
     """Return the manifest of a checkpoint of this library; None if there is none."""
-    manifest = path / MANIFEST_NAME
+    manifest = folder.path / MANIFEST_NAME
     try:
         # As bytes, so that line ends stay unchanged: the digest covers them.
-        text = read_manifest(path).decode()
+        text = folder.read_manifest().decode()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
-        if isinstance(path, StorePath) and isinstance(error, PermissionError):
-            raise  # Of the store: this says nothing about the checkpoint.
-        if not isinstance(path, StorePath) and not _is_accessible(path):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path)) from error
+        folder.raise_if_denied(error)
         if isinstance(error, OSError):
             raise_unless_damage(error, manifest)
         msg = f"{manifest} cannot be read ({error}). Resume from another checkpoint"
         raise CheckpointFormatError(msg) from error
-    if not isinstance(path, StorePath):
-        _check_latest(path)
+    if folder.local is not None:
+        _check_latest(folder.local)
     return manifest_from_json(text, str(manifest))
-
-
-def _is_accessible(path: Path) -> bool:
-    """Whether the names in a folder can be looked up."""
-    try:
-        (path / MANIFEST_NAME).exists()
-    except PermissionError:
-        return False
-    except OSError:
-        return True  # The error of reading it says more.
-    return True
 
 
 def _check_latest(path: Path) -> None:

@@ -38,7 +38,7 @@ from lightning_elastic_zero.errors import (
     CheckpointMismatchError,
 )
 from lightning_elastic_zero.formats.torch_read import OpenFiles, StoredRun
-from lightning_elastic_zero.storage.checkpoints import file_sizes
+from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.object_store import AnyPath
 from lightning_elastic_zero.storage.paths import raise_unless_damage
 
@@ -528,7 +528,7 @@ def differing_sizes(
 ) -> list[str]:
     """Describe the files in ``folder`` that are missing or differ from their recorded bytes."""
     wrong, expected = [], dict(recorded)
-    for name, found in file_sizes(folder, expected):
+    for name, found in folder_at(folder).sizes(expected):
         progress.check()
         if isinstance(found, OSError):
             raise_unless_damage(found, folder / name)

@@ -11,7 +11,6 @@ A checkpoint is renamed before it is deleted, so that it never exists partially 
 from __future__ import annotations
 
 import errno
-import hashlib
 import itertools
 import logging
 import os
@@ -29,7 +28,7 @@ from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX
-from lightning_elastic_zero.storage.paths import read_file, real_path, sync_directory
+from lightning_elastic_zero.storage.paths import read_file, real_path
 
 TAG = "checkpoint"
 """The folder in a checkpoint: the tag that Lightning passes to DeepSpeed."""
@@ -437,59 +436,6 @@ DELETING_PREFIX = ".zero-removed-"
 _DELETING_NAME = re.compile(re.escape(DELETING_PREFIX) + "[0-9a-f]+")
 
 _log = logging.getLogger(__name__)
-
-
-def identity(path: Path) -> object:
-    """Return what distinguishes a checkpoint from a later one at its path; None if missing.
-
-    It is the text of the manifest, which has the id of the save: on some file systems in user space
-    a rename changes the inode of a folder.
-    """
-    try:
-        status = path.lstat()
-    except FileNotFoundError:
-        return None
-    if stat.S_ISDIR(status.st_mode):
-        with suppress(OSError):
-            return hashlib.sha256(read_file(path / MANIFEST_NAME)).digest()
-    return status.st_dev, status.st_ino
-
-
-def delete_checkpoint(path: Path, expected: object = None, progress: Progress = NO_PROGRESS) -> str:
-    """Delete a checkpoint, or a link to one. Its name disappears first, then its files.
-
-    Args:
-        path: the name.
-        expected: ``identity`` of the checkpoint to delete; None: any.
-        progress: checked between removals.
-
-    Returns:
-        Why it was not deleted, as the predicate of a sentence; empty if it does not exist now.
-
-    Raises:
-        OSError: it could not be renamed, and is intact.
-    """
-    existing = inspect_target(path)
-    is_symlink = existing.kind == "link" and path.is_symlink()
-    if is_symlink and expected in {None, identity(path)}:
-        path.unlink(missing_ok=True)
-    if existing.refusal_reason or existing.kind == "nothing" or is_symlink:
-        return existing.refusal_reason
-    if existing.kind == "empty":
-        return "is an empty directory, not a checkpoint"
-    remove_interrupted_deletions(path.parent, progress)
-    renamed = rename_for_deletion(path)
-    refusal_reason = foreign_files_reason(classify_files(renamed).foreign)
-    is_another = expected not in {None, identity(renamed)}
-    if refusal_reason or is_another:
-        # A file was added between the inspection and the rename, or another run has saved.
-        renamed.rename(path)
-        if is_another:
-            _log.warning("%s is not deleted: another process has replaced it.", path)
-        return refusal_reason
-    sync_directory(path.parent)
-    remove_own_files(renamed, progress, hidden=True)
-    return ""
 
 
 def rename_for_deletion(path: Path) -> Path:

@@ -38,8 +38,6 @@ from lightning_elastic_zero.storage.object_store import (
     Version,
 )
 from lightning_elastic_zero.storage.own_files import (
-    LINK_FORMAT,
-    MOST_LINKS,
     MOST_NAMED,
     SAVE_ID,
     TAG,
@@ -116,11 +114,12 @@ def read_commit(path: StorePath, progress: Progress = NO_PROGRESS) -> Commit | N
     Raises:
         OSError: it cannot be read.
     """
-    commit = _read_manifest(path, progress)
+    commit = read_any_commit(path, progress)
     return None if commit is None or commit.is_deleted else commit
 
 
-def _read_manifest(path: StorePath, progress: Progress = NO_PROGRESS) -> Commit | None:
+def read_any_commit(path: StorePath, progress: Progress = NO_PROGRESS) -> Commit | None:
+    """Return the commit of a name, which may be about to be deleted; None if there is none."""
     try:
         found = path.store.get((path / MANIFEST_NAME).key, progress)
     except FileNotFoundError:
@@ -141,28 +140,6 @@ def _read_manifest(path: StorePath, progress: Progress = NO_PROGRESS) -> Commit 
     return Commit(*found, problem=f"its {MANIFEST_NAME} was written by other software")
 
 
-def follow_links(path: StorePath) -> StorePath:
-    """Follow links; a name that is none is returned as it is.
-
-    Raises:
-        OSError: the store cannot be read.
-    """
-    for _ in range(MOST_LINKS):
-        commit = read_commit(path)
-        if commit is None or not commit.linked_to:
-            return path
-        path = path.with_name(commit.linked_to)
-    return path
-
-
-def is_checkpoint(path: StorePath) -> bool:
-    """Whether a name, or what it links to, is a checkpoint of this library."""
-    with suppress(OSError):
-        commit = read_commit(follow_links(path))
-        return commit is not None and bool(commit.save_id)
-    return False
-
-
 def _has_files(path: StorePath, manifest: bytes) -> bool:
     """Whether all files that a manifest names are there, by their sizes."""
     sizes, recorded = file_sizes(path), recorded_files(manifest).sizes
@@ -176,12 +153,6 @@ def file_sizes(path: StorePath) -> dict[str, int]:
 
 def _below(path: StorePath, found: StoredObject) -> str:
     return found.key.removeprefix(f"{path.key}/" if path.key else "")
-
-
-def siblings(path: StorePath) -> list[StorePath]:
-    """Return the other names in a path's folder that have objects below them."""
-    names, _ = path.store.entries(path.parent.key)
-    return [path.with_name(name) for name in names if name != path.name]
 
 
 # -- replacement and deletion --------------------------------------------------------------------
@@ -238,40 +209,13 @@ def _is_ours(name: str) -> bool:
     return bool(SAVE_ID.fullmatch(save_id) and WRITTEN.fullmatch(file))
 
 
-def delete_checkpoint(
-    path: StorePath, identity: object = None, progress: Progress = NO_PROGRESS
-) -> str:
-    """Delete a checkpoint or a link; see ``own_files.delete_checkpoint``.
-
-    Stores delete without conditions. So the manifest is replaced on the condition that it is
-    unchanged, then deleted. A save that begins in between waits (``DELETION_S``).
-
-    Args:
-        path: the name.
-        identity: ``Commit.identity`` of the checkpoint to delete; None: any.
-        progress: checked after every request.
-    """
-    store, key = path.store, (path / MANIFEST_NAME).key
-    commit, existing = read_commit(path), inspect_target(path)
-    if existing.refusal_reason or commit is None:
-        return existing.refusal_reason
-    if identity in {None, commit.identity}:
-        with suppress(FileExistsError):
-            store.swap(key, _to_json(DELETED_FORMAT), commit.version, progress)
-            store.delete([key], progress)
-            _delete_replaced(path, commit, progress)
-            return ""
-    _log.warning("%s is not deleted: another process has replaced it.", path)
-    return ""
-
-
-def _to_json(kind: str, **fields: str) -> bytes:
+def unique_commit(kind: str, **fields: str) -> bytes:
     """Return a unique content of ``manifest.json``."""
     content = {"format": kind, "format_version": 1, "id": new_id(), **fields}
     return (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()
 
 
-def _delete_replaced(path: StorePath, commit: Commit, progress: Progress) -> None:
+def delete_replaced(path: StorePath, commit: Commit, progress: Progress) -> None:
     """Delete the files of a checkpoint whose manifest is gone; of a link there are none."""
     if not commit.save_id:
         return
@@ -296,41 +240,6 @@ def _delete_files(path: StorePath, save_id: str, progress: Progress) -> None:
     if others := sorted({each.key for each in found}.difference(ours)):
         names = format_names(others, MOST_NAMED)
         _log.warning("%s was removed, but not objects of others below it: %s", path, names)
-
-
-def make_link(target: StorePath, link: StorePath, progress: Progress = NO_PROGRESS) -> None:
-    """Make a link to a checkpoint in one step, replacing a link or a checkpoint of this library.
-
-    Raises:
-        SaveError: it could not be made, and is unchanged.
-    """
-    if target == link:
-        return
-    try:
-        text = str(target.relative_to(link.parent))
-    except ValueError:
-        text = ""
-    if target.root != link.root or not leads_inside(text):
-        msg = (
-            f"Could not link {link} to the published {target}: a link in an object store leads to "
-            "a checkpoint in its own folder or below it. Place the link in a folder above the "
-            "checkpoint."
-        )
-        raise SaveError(msg)
-    data = _to_json(LINK_FORMAT, target=text)
-    try:
-        if refusal_reason := inspect_target(link).refusal_reason:
-            msg = f"Could not link {link} to the published {target}: {link} {refusal_reason}."
-            raise SaveError(msg)
-        replaced = _read_manifest(link, progress)
-        expected = replaced.version if replaced else None
-        link.store.swap((link / MANIFEST_NAME).key, data, expected, progress)
-    except OSError as error:
-        msg = f"Could not link {link} to the published {target}: {error.strerror or error}."
-        raise SaveError(msg) from error
-    if replaced is not None:
-        with suppress(OSError):
-            _delete_replaced(link, replaced, progress)
 
 
 # -- leftovers -----------------------------------------------------------------------------------
@@ -451,7 +360,7 @@ class StagedObjects:
         """Return the commit that is replaced, after a deletion of the name has ended."""
         began = time.monotonic()
         now = self.target.store.get(self._owner.key, progress)[2]
-        while (commit := _read_manifest(self.target, progress)) and commit.is_deleted:
+        while (commit := read_any_commit(self.target, progress)) and commit.is_deleted:
             deleted_s = (now - commit.modified).total_seconds() + time.monotonic() - began
             if deleted_s > DELETION_S:
                 break
@@ -546,7 +455,7 @@ class StagedObjects:
         except FileExistsError as error:
             if self._is_kept():
                 return
-            previous = self._replaced.data if self._replaced else _to_json(DELETED_FORMAT)
+            previous = self._replaced.data if self._replaced else unique_commit(DELETED_FORMAT)
             store.swap(key, previous, version)
             self._is_committing = False
             raise self._considered_dead() from error
@@ -573,7 +482,7 @@ class StagedObjects:
         # The checkpoint is published: a failure costs space only.
         try:
             if self._replaced is not None:
-                _delete_replaced(self.target, self._replaced, progress)
+                delete_replaced(self.target, self._replaced, progress)
             self.target.store.delete([self._owner.key], progress)
         except OSError as error:
             _log.warning("Could not remove what %s replaced: %s.", self.target, error)

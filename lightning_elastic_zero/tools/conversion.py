@@ -45,6 +45,7 @@ from lightning_elastic_zero.storage.file_write import (
     as_save_error,
     write_durably,
 )
+from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.own_files import TAG
 from lightning_elastic_zero.storage.paths import check_local_path, read_file, real_path
 from lightning_elastic_zero.tools.view import (
@@ -672,9 +673,8 @@ def _adapter_config(checkpoint: OpenCheckpoint, options: ConvertOptions) -> byte
 
 def _next_to(checkpoint: OpenCheckpoint, *names: str) -> Path | None:
     """Return the first of these files, which are all in the checkpoint's folder or its parent."""
-    if not isinstance(checkpoint.path, Path):
-        return None
-    for folder in (checkpoint.path, checkpoint.path.parent):
+    path = folder_at(checkpoint.path).local
+    for folder in (path, path.parent) if path is not None else ():
         if all((folder / name).is_file() for name in names):
             return folder / names[0]
     return None

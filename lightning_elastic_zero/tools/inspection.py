@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from lightning_elastic_zero.core.manifest import Manifest, Parameter
 from lightning_elastic_zero.core.tensors import itemsize_of
 from lightning_elastic_zero.formats.deepspeed_files import describe_missing_latest
 from lightning_elastic_zero.formats.torch_read import is_cut
-from lightning_elastic_zero.storage.checkpoints import file_sizes
+from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.tools.view import OpenCheckpoint, holds_whole_tensors, open_view
 
 MAX_DEVICES = 4096
@@ -144,11 +143,12 @@ def stored_bytes(manifest: Manifest, parameter: Parameter) -> int:
 
 def _files(checkpoint: OpenCheckpoint) -> Iterator[FileReport]:
     reader = checkpoint.reader
-    for name, size_bytes in file_sizes(reader.files.folder, reader.names()):
+    folder = folder_at(reader.files.folder)
+    for name, size_bytes in folder.sizes(reader.names()):
         found = None if isinstance(size_bytes, OSError) else size_bytes
-        recorded, folder = reader.recorded_bytes(name), reader.files.folder
-        unrecorded = found is not None and recorded is None and isinstance(folder, Path)
-        yield FileReport(name, found, recorded, unrecorded and is_cut(folder / name))
+        recorded, local = reader.recorded_bytes(name), folder.local
+        foreign = local if found is not None and recorded is None else None
+        yield FileReport(name, found, recorded, foreign is not None and is_cut(foreign / name))
 
 
 def device_counts(global_batch_size: int) -> list[int]:

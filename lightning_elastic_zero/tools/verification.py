@@ -35,8 +35,9 @@ from lightning_elastic_zero.formats.open import (
     looks_like_checkpoint,
 )
 from lightning_elastic_zero.formats.torch_read import OLD_FORMAT_MARK, foreign_files
-from lightning_elastic_zero.storage.checkpoints import exists
-from lightning_elastic_zero.storage.object_store import AnyPath, StorePath
+from lightning_elastic_zero.storage.folder import Folder
+from lightning_elastic_zero.storage.folders import folder_at
+from lightning_elastic_zero.storage.object_store import AnyPath
 from lightning_elastic_zero.storage.own_files import TAG
 from lightning_elastic_zero.storage.paths import open_file, parse_path
 from lightning_elastic_zero.tools.view import open_view, run_parts
@@ -137,7 +138,7 @@ def verify_checkpoint(
                     "optimizer counts none"
                 )
     except DAMAGE as error:
-        if not kind and not _may_be_checkpoint(parse_path(path)):
+        if not kind and not _may_be_checkpoint(folder_at(path)):
             raise
         problem = str(error)
     seconds = time.monotonic() - began
@@ -146,10 +147,11 @@ def verify_checkpoint(
     return Verification(str(path), kind, steps, problem, rounded, size, seconds, without, note)
 
 
-def _may_be_checkpoint(path: AnyPath) -> bool:
+def _may_be_checkpoint(folder: Folder) -> bool:
     """Whether the path may be a damaged checkpoint, as opposed to a mistyped path."""
-    if isinstance(path, StorePath):
-        return exists(path)
+    path = folder.local
+    if path is None:
+        return folder.exists()
     if path.is_dir():
         if path.name == TAG and (path.parent / MANIFEST_NAME).is_file():
             return False  # The inside of a checkpoint.
@@ -231,8 +233,8 @@ def newest_sound_checkpoint(
 
 def _candidates(folder: AnyPath, *, allow_pickle: bool) -> list[AnyPath]:
     try:
-        if isinstance(folder, Path):
-            os.scandir(folder).close()  # A missing one is empty for others.
+        if (local := folder_at(folder).local) is not None:
+            os.scandir(local).close()  # A missing one is empty for others.
         found = checkpoints_in(folder, allow_pickle=allow_pickle)
     except OSError as error:
         msg = f"{folder} cannot be listed ({error.strerror}): check the path and its permissions"
@@ -245,8 +247,8 @@ def folders_with_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
 
     For a suggestion: Lightning's folders are ``lightning_logs/version_0/checkpoints``.
     """
-    location = parse_path(folder)
-    if isinstance(location, StorePath):
+    location = folder_at(folder).local
+    if location is None:
         return []
     with suppress(OSError):
         below = islice((*location.glob("*/"), *location.glob("*/*/")), MAX_ENTRIES)

@@ -23,9 +23,8 @@ from lightning_elastic_zero.core.tensors import Scalar, host_chunk
 from lightning_elastic_zero.errors import CheckpointFormatError, CheckpointNotFoundError
 from lightning_elastic_zero.formats.open import RenamedReader, open_checkpoint, resolve_latest
 from lightning_elastic_zero.formats.reader import WEIGHT, CheckpointReader
-from lightning_elastic_zero.storage.checkpoints import resolved_if_exists
+from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.object_store import AnyPath
-from lightning_elastic_zero.storage.paths import parse_path
 
 T = TypeVar("T")
 
@@ -331,7 +330,7 @@ def open_view(
     if not os.fspath(path):
         msg = "the path is empty, perhaps from an unset variable: pass a checkpoint"
         raise CheckpointNotFoundError(msg)
-    real = resolve_latest(resolved_if_exists(parse_path(path)))
+    real = resolve_latest(folder_at(path).follow_links_if_exists().path)
     with closing(open_checkpoint(real, allow_pickle=allow_pickle)) as source:
         reader = RenamedReader(source, KeyMapping(renamed), str(real)) if renamed else source
         reader.bind_without_model()

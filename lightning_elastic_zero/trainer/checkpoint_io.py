@@ -33,13 +33,13 @@ from lightning_elastic_zero.checkpoint.types import (
     SaveOptions,
 )
 from lightning_elastic_zero.coordination.ranks import Ranks
-from lightning_elastic_zero.core.manifest import MANIFEST_NAME, Group
+from lightning_elastic_zero.core.manifest import Group
 from lightning_elastic_zero.core.requirements import version_of
 from lightning_elastic_zero.data_progress.batches import with_loader_states
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import ElasticZeroError, UnsupportedError
-from lightning_elastic_zero.storage.checkpoints import exists, is_link, siblings
-from lightning_elastic_zero.storage.object_store import AnyPath
+from lightning_elastic_zero.storage.folder import Folder
+from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.paths import parse_path
 from lightning_elastic_zero.trainer.batches import UserSettings
 from lightning_elastic_zero.trainer.checks import (
@@ -633,21 +633,21 @@ def _format_not_resumed(dirpaths: Iterable[object]) -> tuple[str, bool]:
     found = [path for folder in folders for path in _checkpoints_in(folder)]
     if not found:
         return "No checkpoint was loaded: training starts from step 0.", False
-    reason = f", although {found[0].parent} contains checkpoints such as {found[-1].name}"
+    reason = f", although {found[0].path.parent} contains checkpoints such as {found[-1].path.name}"
     remedy = "To resume, pass the path of a checkpoint as ckpt_path"
-    if any(path.name.startswith("last") for path in found):
+    if any(each.path.name.startswith("last") for each in found):
         remedy += ', or "last".'
     else:
         remedy += '; "last" needs ModelCheckpoint(save_last="link") in the run that saves.'
-    if dangling := [p for p in found if is_link(p) and not exists(p)]:
+    if dangling := [each for each in found if each.is_link() and not each.exists()]:
         reason = f": {dangling[0]} links to a checkpoint that does not exist"
         remedy = "Pass the path of another checkpoint as ckpt_path to resume."
     return f"Training starts from step 0{reason}. {remedy}", True
 
 
-def _checkpoints_in(folder: str) -> list[AnyPath]:
+def _checkpoints_in(folder: str) -> list[Folder]:
     """Return the entries of a folder with Lightning's suffix; none if it cannot be listed."""
     with suppress(OSError, UnsupportedError):  # They are for a message only.
-        entries = sorted(siblings(parse_path(folder) / MANIFEST_NAME), key=str)
-        return [path for path in entries if path.suffix == ".ckpt"]
+        entries = sorted(folder_at(folder).entries(), key=str)
+        return [entry for entry in entries if entry.path.suffix == ".ckpt"]
     return []

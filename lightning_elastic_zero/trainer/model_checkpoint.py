@@ -34,17 +34,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME, TrainingProgress, manifest_from_json
 from lightning_elastic_zero.errors import CheckpointNotFoundError, ElasticZeroError, SaveError
-from lightning_elastic_zero.storage.checkpoints import (
-    entries_below,
-    exists,
-    inspect_target,
-    published_ns,
-    read_manifest,
-    resolved,
-    siblings,
-)
-from lightning_elastic_zero.storage.object_store import AnyPath, StorePath
-from lightning_elastic_zero.storage.paths import parse_path
+from lightning_elastic_zero.storage.folder import Folder
+from lightning_elastic_zero.storage.folders import folder_at
+from lightning_elastic_zero.storage.object_store import AnyPath
 from lightning_elastic_zero.trainer.lightning import (
     is_fitting,
 )
@@ -57,9 +49,9 @@ def _last_checkpoints(callback: ModelCheckpoint, _: pl.Trainer) -> set[str]:
     folder, name = _folder(callback), re.escape(callback.CHECKPOINT_NAME_LAST)
     pattern = re.compile(rf"{name}(-\d+)?.*{re.escape(callback.FILE_EXTENSION)}")
     try:
-        found = siblings(folder / MANIFEST_NAME) if folder is not None else ()
-        last = [path for path in found if pattern.fullmatch(path.name)]
-        return {str(path / MANIFEST_NAME) for path in last if exists(path)}
+        entries = folder.entries() if folder is not None else ()
+        last = [entry for entry in entries if pattern.fullmatch(entry.path.name)]
+        return {str(entry.path / MANIFEST_NAME) for entry in last if entry.exists()}
     except OSError as error:
         msg = f"{folder} cannot be listed ({error.strerror})"
         raise CheckpointNotFoundError(msg) from error
@@ -86,8 +78,8 @@ def _warn(warns: Callable[[str], None], dirpath: str) -> None:
         warns(dirpath)
 
 
-def _folder(callback: ModelCheckpoint) -> AnyPath | None:
-    return parse_path(callback.dirpath) if callback.dirpath else None
+def _folder(callback: ModelCheckpoint) -> Folder | None:
+    return folder_at(callback.dirpath) if callback.dirpath else None
 
 
 class ModelCheckpointHooks:
@@ -107,14 +99,15 @@ class ModelCheckpointHooks:
         """When it was published."""
 
     def prepare(self, trainer: pl.Trainer) -> None:
-        """Prepare callbacks that save into object stores, before ``fit`` looks for the last one.
+        """Prepare callbacks that do not save on a disk, before ``fit`` looks for the last one.
 
         Their setup refuses ``save_last="link"``, so that is hidden from it until ``begin``.
         """
         for callback in trainer.checkpoint_callbacks:
-            if not (
-                isinstance(callback, ModelCheckpoint) and isinstance(_folder(callback), StorePath)
-            ):
+            if not isinstance(callback, ModelCheckpoint):
+                continue
+            folder = _folder(callback)
+            if folder is None or folder.local is not None:
                 continue
             if _is_lightnings_own(callback, "_find_last_checkpoints"):
                 vars(callback)["_find_last_checkpoints"] = partial(_last_checkpoints, callback)
@@ -201,7 +194,8 @@ class ModelCheckpointHooks:
             return  # on_load_checkpoint of the module lets this run count from 0.
         self._loaded = loaded
         # Now, as a save may replace the link that was loaded, and not by each rank.
-        self._loaded_ns = _on_rank_zero(trainer, lambda: published_ns(resolved(loaded.path)))
+        checkpoint = folder_at(loaded.path)
+        self._loaded_ns = _on_rank_zero(trainer, lambda: checkpoint.follow_links().published_ns())
         for callback in trainer.checkpoint_callbacks:
             if not isinstance(callback, ModelCheckpoint):
                 continue
@@ -259,11 +253,11 @@ class ModelCheckpointHooks:
         loaded = self._loaded
         if loaded is None or not _is_there(path):
             return False
-        checkpoint = resolved(parse_path(path))
+        checkpoint = folder_at(path).follow_links()
         with suppress(ElasticZeroError, FileNotFoundError, ValueError):
-            manifest = manifest_from_json(read_manifest(checkpoint).decode(), str(checkpoint))
+            manifest = manifest_from_json(checkpoint.read_manifest().decode(), str(checkpoint))
             is_same = manifest.progress == loaded.progress
-            return is_same and published_ns(checkpoint) >= self._loaded_ns
+            return is_same and checkpoint.published_ns() >= self._loaded_ns
         return False
 
     def _refuse_overwriting(self, trainer: pl.Trainer, callback: ModelCheckpoint) -> None:
@@ -274,11 +268,11 @@ class ModelCheckpointHooks:
             or not is_fitting(trainer)
         ):
             return
-        folder = parse_path(callback.dirpath)
+        folder = folder_at(callback.dirpath)
 
         def look() -> dict[str, str]:
-            nested = entries_below(folder, (callback.filename or "").count("/"))
-            entries = (*siblings(folder / MANIFEST_NAME), *nested)
+            nested = folder.entries_below((callback.filename or "").count("/"))
+            entries = (*folder.entries(), *nested)
             found = [p for p in entries if _is_name(callback, str(p).removeprefix(f"{folder}/"))]
             return {str(path): why for path in found if (why := _refusal_reason(str(path)))}
 
@@ -360,13 +354,13 @@ def _is_missing(callback: ModelCheckpoint, trainer: pl.Trainer) -> bool:
 
 
 def _is_there(path: str) -> bool:
-    return bool(path) and exists(parse_path(path))
+    return bool(path) and folder_at(path).exists()
 
 
 def _refusal_reason(path: str) -> str:
     """Return why the path must not be replaced; empty if it may."""
     try:
-        return inspect_target(parse_path(path)).refusal_reason
+        return folder_at(path).inspect().refusal_reason
     except OSError as error:
         return f"cannot be inspected ({error.strerror or error})"
 

@@ -49,6 +49,7 @@ from lightning_elastic_zero.engine.restore import (
     flat_target,
     rebuild_masters,
 )
+from lightning_elastic_zero.storage.folders import folder_at
 from tests.core import _late_device
 from tests.support.small_checkpoints import NoEngine
 
@@ -261,8 +262,9 @@ def scalars(device: torch.device, folder: Path) -> None:
         assert own in {v.device for v in flat.scalars.values() if isinstance(v, torch.Tensor)}
         drafts.append(run.contents(folder))
     first, mine = (contents.tables() for contents in drafts)
-    write_tables(folder, first)
-    check_consistent(RankZeroTables(table_digests(first), mine, folder), drafts[1].manifest)
+    write_tables(folder_at(folder), first)
+    tables = RankZeroTables(table_digests(first), mine, folder_at(folder))
+    check_consistent(tables, drafts[1].manifest)
 
 
 def randomness(device: torch.device, _: Path) -> None:

@@ -49,10 +49,10 @@ from lightning_elastic_zero.formats.torch_read import StoredRun
 from lightning_elastic_zero.formats.torch_write import ChunkedSource, piecewise
 from lightning_elastic_zero.storage.disk_checkpoints import (
     StagedDirectory,
-    make_link,
     remove_leftovers,
 )
 from lightning_elastic_zero.storage.file_write import CHUNK_BYTES
+from lightning_elastic_zero.storage.folders import folder_at
 from tests.core._memory import MB, zeros
 from tests.support.bits import open_verified, write_tree
 from tests.support.checkpoints import differing_files
@@ -577,7 +577,7 @@ def fill(directory: Path) -> Path:
 
 def put_link(root: Path, progress: Progress) -> None:
     fill(root / "a.ckpt")
-    make_link(root / "a.ckpt", fill(root / "last.ckpt"), progress)
+    folder_at(fill(root / "last.ckpt")).make_link(folder_at(root / "a.ckpt"), progress)
 
 
 def publish(root: Path, progress: Progress) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import partial
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from lightning_elastic_zero.coordination.client import StoreRanks
 from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import OneRank, Ranks
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
-from lightning_elastic_zero.storage.checkpoints import await_shared
+from lightning_elastic_zero.storage.disk_folder import DiskFolder
 from tests.support.processes import HANG_TIMEOUT_S
 
 
@@ -102,8 +102,7 @@ def test_the_folder_of_rank_0_is_checked(two_ranks: list[Ranks], tmp_path: Path)
 def test_ranks_that_do_not_share_files_are_named(
     two_ranks: list[Ranks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    soon = partial(await_shared, wait_s=0.2)
-    monkeypatch.setattr(directory_check, "await_shared", soon)
+    monkeypatch.setattr(DiskFolder, "await_left", partialmethod(DiskFolder.await_left, wait_s=0.2))
     folders = [tmp_path / name / "folder" for name in ("one", "two")]
     for folder in folders:
         folder.mkdir(parents=True)

@@ -18,14 +18,13 @@ from lightning_elastic_zero.checkpoint.retention import CheckpointLinks, Retenti
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
-from lightning_elastic_zero.storage import own_files as deleting
-from lightning_elastic_zero.storage.checkpoints import delete_checkpoint, identity
+from lightning_elastic_zero.storage import disk_folder, own_files
 from lightning_elastic_zero.storage.disk_checkpoints import (
     LINK_PREFIX,
-    make_link,
     remove_leftovers,
     repair_target,
 )
+from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.own_files import DELETING_PREFIX
 from tests.support.small_checkpoints import (
     SHARD,
@@ -96,7 +95,7 @@ class TestMakeLink:
         if error:
             refuse_links(error, monkeypatch)
         with no_exchange(possible=exchange):
-            make_link(target, link)
+            folder_at(link).make_link(folder_at(target))
         assert link.is_symlink() == (not error)
         assert checkpoint_at(link) == checkpoint_at(target) == "new"
         assert not [name for name in names_in(tmp_path) if name.startswith(".")]
@@ -122,13 +121,13 @@ class TestMakeLink:
             shutil.copytree(folder, snapshots / str(len(seen)), symlinks=True)
 
         with before_each_syscall(look):
-            make_link(target, link)
+            folder_at(link).make_link(folder_at(target))
         monkeypatch.undo()
         assert sorted(set(seen)) == ["new", "old"]
         assert seen == sorted(seen, reverse=True)
         assert any(names[0].startswith(LINK_PREFIX) for names in map(names_in, snapshots.iterdir()))
         for snapshot in snapshots.iterdir():
-            make_link(snapshot / "new.ckpt", snapshot / "last.ckpt")
+            folder_at(snapshot / "last.ckpt").make_link(folder_at(snapshot / "new.ckpt"))
             assert checkpoint_at(snapshot / "last.ckpt") == "new"
             # The next save continues an interrupted deletion.
             assert not [name for name in names_in(snapshot) if name.startswith(LINK_PREFIX)]
@@ -146,10 +145,10 @@ class TestMakeLink:
             interrupted = InterruptAtCall(call)
             with no_exchange(), before_each_syscall(interrupted):
                 with suppress(KeyboardInterrupt):
-                    make_link(target, link)
+                    folder_at(link).make_link(folder_at(target))
                 was_interrupted, interrupted.calls = not interrupted.calls, []
             assert checkpoint_at(link) in {"old", "new"}, call
-            make_link(target, link)
+            folder_at(link).make_link(folder_at(target))
             assert checkpoint_at(link) == "new"
             remove_leftovers(folder)
             assert names_in(folder) == ["last.ckpt", "new.ckpt"], call
@@ -169,7 +168,7 @@ class TestMakeLink:
                 shutil.copytree(tmp_path, copies / str(missing), symlinks=True)
 
         with no_exchange(), before_each_syscall(look):
-            make_link(target, link)
+            folder_at(link).make_link(folder_at(target))
         assert missing
         for copy in copies.iterdir():
             assert repair_target(copy / "last.ckpt", settle_s=0.0)
@@ -188,7 +187,7 @@ class TestMakeLink:
 
         monkeypatch.setattr(Path, "rename", only_the_first)
         with no_exchange(), pytest.raises(SaveError, match="Input/output error"):
-            make_link(target, link)
+            folder_at(link).make_link(folder_at(target))
         assert checkpoint_at(link) == "old"
         assert names_in(tmp_path) == ["last.ckpt", "new.ckpt"]
 
@@ -198,12 +197,12 @@ class TestMakeLink:
         folder.mkdir()
         there = Path(os.path.normpath(folder / target))
         fill(there, "new")
-        make_link(there, folder / "last.ckpt")
+        folder_at(folder / "last.ckpt").make_link(folder_at(there))
         assert str((folder / "last.ckpt").readlink()) == target
 
     def test_a_checkpoint_is_not_linked_to_itself(self, tmp_path: Path) -> None:
         target = fill(tmp_path / "last.ckpt", "new")
-        make_link(target, target)
+        folder_at(target).make_link(folder_at(target))
         assert checkpoint_at(target) == "new"
         assert not target.is_symlink()
 
@@ -214,7 +213,7 @@ class TestMakeLink:
         refuse_links(errno.ENOSPC, monkeypatch)
         message = r"Could not link .*last\.ckpt to the published .*new\.ckpt: No space left"
         with pytest.raises(SaveError, match=message):
-            make_link(target, link)
+            folder_at(link).make_link(folder_at(target))
         assert checkpoint_at(link) == "old"
         assert names_in(tmp_path) == ["last.ckpt", "new.ckpt", "old.ckpt"]
 
@@ -230,7 +229,7 @@ class TestMakeLink:
 
         monkeypatch.setattr(os, "fsync", full)
         with pytest.raises(SaveError, match="No space left"):
-            make_link(target, link)
+            folder_at(link).make_link(folder_at(target))
         assert checkpoint_at(link) == "old"
         assert names_in(tmp_path) == ["last.ckpt", "new.ckpt", "old.ckpt"]
 
@@ -245,7 +244,8 @@ class TestMakeLink:
         (target / "manifest.json").write_text(manifest)
         refuse_links(errno.EPERM, monkeypatch)
         calls: list[int] = []
-        make_link(target, tmp_path / "last.ckpt", Progress(lambda: calls.append(1)))
+        link = folder_at(tmp_path / "last.ckpt")
+        link.make_link(folder_at(target), Progress(lambda: calls.append(1)))
         assert len(calls) >= 40
         assert (tmp_path / "last.ckpt" / SHARD).stat().st_size == 40 << 20
 
@@ -264,29 +264,29 @@ class TestLinks:
     def links(self, target: Path) -> CheckpointLinks:
         """Return the links of a run that saves a checkpoint."""
         links = CheckpointLinks()
-        links.on_save_started(target)
+        links.on_save_started(folder_at(target))
         return links
 
     def test_a_link_waits_until_its_checkpoint_is_published(
         self, link: Path, target: Path, links: CheckpointLinks
     ) -> None:
-        links.make(target, link)
+        links.make(folder_at(target), folder_at(link))
         assert checkpoint_at(link) == "old"
-        links.on_save_ended(link.parent / "given_up.ckpt", published=True)
+        links.on_save_ended(folder_at(link.parent / "given_up.ckpt"), published=True)
         assert checkpoint_at(link) == "old", "the end of another save releases no link"
         fill(target, "new")
-        links.make(target, link)
+        links.make(folder_at(target), folder_at(link))
         assert checkpoint_at(link) == "old"
-        links.on_save_ended(target, published=True)
+        links.on_save_ended(folder_at(target), published=True)
         assert checkpoint_at(link) == "new"
 
     def test_a_link_never_names_a_failed_save(
         self, link: Path, target: Path, links: CheckpointLinks
     ) -> None:
-        links.make(target, link)
-        links.on_save_ended(target, published=False)
+        links.make(folder_at(target), folder_at(link))
+        links.on_save_ended(folder_at(target), published=False)
         assert checkpoint_at(link) == "old"
-        links.make(target, link)
+        links.make(folder_at(target), folder_at(link))
         assert checkpoint_at(link) == "old"
 
     @pytest.mark.parametrize("ended", [True, False])
@@ -294,11 +294,11 @@ class TestLinks:
         self, ended: bool, link: Path, target: Path, links: CheckpointLinks
     ) -> None:
         if ended:
-            links.on_save_ended(target, published=True)
+            links.on_save_ended(folder_at(target), published=True)
         other = target if ended else link.parent / "other.ckpt"
         fill(other, "new")
         assert checkpoint_at(link) == "old"
-        links.make(other, link)
+        links.make(folder_at(other), folder_at(link))
         assert checkpoint_at(link) == "new"
 
 
@@ -347,7 +347,7 @@ class TestRemove:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(deleting, "remove_own_files", killed)
+            patch.setattr(disk_folder, "remove_own_files", killed)
             with pytest.raises(KeyboardInterrupt):
                 Retention().remove(fill(tmp_path / "old.ckpt", "data"))
         ((hidden, content),) = seen
@@ -385,13 +385,13 @@ class TestRemove:
     ) -> None:
         target, other = fill(tmp_path / "a.ckpt", "data"), fill(tmp_path / "other", "other")
         fill(tmp_path / "new.ckpt", "data")
-        mine = identity(target)
+        mine = folder_at(target).identity()
 
         def replace() -> None:
             target.rename(tmp_path / "old")
             other.rename(target)
 
-        rename = deleting.rename_for_deletion
+        rename = own_files.rename_for_deletion
 
         def rename_after(path: Path) -> Path:
             replace()
@@ -400,12 +400,12 @@ class TestRemove:
         if moment == "before":
             replace()
         else:
-            monkeypatch.setattr(deleting, "rename_for_deletion", rename_after)
-        assert not delete_checkpoint(target, mine)
+            monkeypatch.setattr(disk_folder, "rename_for_deletion", rename_after)
+        assert not folder_at(target).delete(mine)
         assert "a.ckpt is not deleted: another process has replaced it" in caplog.text
         assert contents(target) == complete("other")
-        monkeypatch.setattr(deleting, "rename_for_deletion", rename)
-        assert not delete_checkpoint(target, identity(target))
+        monkeypatch.setattr(disk_folder, "rename_for_deletion", rename)
+        assert not folder_at(target).delete(folder_at(target).identity())
         assert names_in(tmp_path) == ["new.ckpt", "old"]
 
     def test_a_rename_may_change_inodes(
@@ -420,7 +420,7 @@ class TestRemove:
             return name
 
         monkeypatch.setattr(Path, "rename", copied)
-        assert not delete_checkpoint(target, identity(target))
+        assert not folder_at(target).delete(folder_at(target).identity())
         assert names_in(tmp_path) == ["new.ckpt"]
         assert not caplog.text
 
@@ -564,31 +564,31 @@ class TestSavedAgain:
     @pytest.mark.parametrize("succeeds", [True, False])
     def test_a_save_cancels_the_pending_deletion(self, succeeds: bool, tmp_path: Path) -> None:
         retention, best = self.scheduled_deletion(tmp_path)
-        retention.on_save_started(best)
+        retention.on_save_started(folder_at(best))
         if succeeds:
             self.publish(best)
         link(tmp_path / "last.ckpt", "other.ckpt")
         if succeeds:
-            retention.on_published(best)
+            retention.on_published(folder_at(best))
         retention.delete_pending()
         assert (best / MANIFEST_NAME).exists()
 
     def test_pending_deletions_wait_for_a_successful_save(self, tmp_path: Path) -> None:
         retention, other = Retention(), fill(tmp_path / "other.ckpt", "data")
         new = fill(tmp_path / "new.ckpt", "data")
-        retention.on_save_started(new)
+        retention.on_save_started(folder_at(new))
         retention.remove(other)
         assert other.exists()
-        retention.on_save_started(new)
-        retention.on_published(new)
+        retention.on_save_started(folder_at(new))
+        retention.on_published(folder_at(new))
         assert not other.exists()
 
     def test_a_deletion_requested_during_the_save_counts(self, tmp_path: Path) -> None:
         retention, best = self.scheduled_deletion(tmp_path)
-        retention.on_save_started(best)
+        retention.on_save_started(folder_at(best))
         retention.remove(best)
         self.publish(best)
-        retention.on_published(best)
+        retention.on_published(folder_at(best))
         assert (best / MANIFEST_NAME).exists()
         link(tmp_path / "last.ckpt", "other.ckpt")
         retention.delete_pending()
@@ -596,7 +596,7 @@ class TestSavedAgain:
 
     def test_a_save_cancels_the_deletion_of_its_own_path_only(self, tmp_path: Path) -> None:
         retention, best = self.scheduled_deletion(tmp_path)
-        retention.on_save_started(tmp_path / "new.ckpt")
+        retention.on_save_started(folder_at(tmp_path / "new.ckpt"))
         link(tmp_path / "last.ckpt", "other.ckpt")
-        retention.on_published(fill(tmp_path / "new.ckpt", "data"))
+        retention.on_published(folder_at(fill(tmp_path / "new.ckpt", "data")))
         assert not best.exists()

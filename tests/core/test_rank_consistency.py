@@ -25,6 +25,7 @@ from lightning_elastic_zero.core.manifest import Group, Manifest, StateKey
 from lightning_elastic_zero.core.partition import FlatBuffer
 from lightning_elastic_zero.core.tensors import FlatState, RankState, Scalar, canonical_repr
 from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.storage.folders import folder_at
 
 
 class OnDevice(torch.Tensor):
@@ -52,8 +53,8 @@ def contents(scalars: dict[str, Scalar], **hyperparameters: Any) -> ShardContent
 
 
 def compare(first: ShardContents, other: ShardContents, path: Path) -> bool:
-    write_tables(path, first.tables())
-    tables = RankZeroTables(table_digests(first.tables()), other.tables(), path)
+    write_tables(folder_at(path), first.tables())
+    tables = RankZeroTables(table_digests(first.tables()), other.tables(), folder_at(path))
     return check_consistent(tables, other.manifest)
 
 

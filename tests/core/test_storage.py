@@ -31,11 +31,6 @@ from lightning_elastic_zero.errors import (
 )
 from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.storage import file_read as range_file
-from lightning_elastic_zero.storage.checkpoints import (
-    await_shared,
-    remove_shared,
-    resolved_if_exists,
-)
 from lightning_elastic_zero.storage.disk_checkpoints import repair_target
 from lightning_elastic_zero.storage.file_read import READ_BYTES, VerifiedFile
 from lightning_elastic_zero.storage.file_write import (
@@ -44,6 +39,7 @@ from lightning_elastic_zero.storage.file_write import (
     replace_durably,
     write_durably,
 )
+from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.object_store import StorePath
 from lightning_elastic_zero.storage.own_files import TABLE_PREFIX, TOKEN_PREFIX
 from lightning_elastic_zero.storage.paths import (
@@ -506,20 +502,21 @@ class TestPlaces:
         assert real_path(tmp_path / "link" / "a.ckpt") == folder / "deep" / "folder" / "a.ckpt"
         assert real_path(folder / "link" / ".." / "b") == folder / "deep" / "b"
         assert real_path(folder / "circle" / "a.ckpt") == folder / "circle" / "a.ckpt"
-        assert resolved_if_exists(Path("link")) == folder / "deep" / "folder"
-        assert resolved_if_exists(folder / "circle" / "a.ckpt") == folder / "circle" / "a.ckpt"
+        assert folder_at(Path("link")).follow_links_if_exists().path == folder / "deep" / "folder"
+        circular = folder_at(folder / "circle" / "a.ckpt")
+        assert circular.follow_links_if_exists() == circular
         assert not repair_target(folder / "circle" / "a.ckpt")
         with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint|Too many"):
-            open_checkpoint(resolved_if_exists(folder / "circle" / "a.ckpt"))
+            open_checkpoint(circular.path)
 
 
 class TestSharedDirectory:
     def test_a_token_that_appears_late_is_found(self, tmp_path: Path) -> None:
         timer = threading.Timer(0.3, write_durably, (tmp_path / TOKEN, b""))
         timer.start()
-        assert await_shared(tmp_path, TOKEN) == b""
-        remove_shared(tmp_path, TOKEN)
-        remove_shared(tmp_path, TOKEN)
+        assert folder_at(tmp_path).await_left(TOKEN) == b""
+        folder_at(tmp_path).remove_left(TOKEN)
+        folder_at(tmp_path).remove_left(TOKEN)
         timer.join()
         assert not list(tmp_path.iterdir())
 
@@ -543,21 +540,21 @@ class TestSharedDirectory:
         write_durably(tmp_path / name, b"what rank 0 has")
         monkeypatch.setattr(os, "scandir", opening)
         monkeypatch.setattr(Path, "read_bytes", reading)
-        assert await_shared(tmp_path, name, wait_s=0.2) == b"what rank 0 has"
+        assert folder_at(tmp_path).await_left(name, wait_s=0.2) == b"what rank 0 has"
 
     def test_an_incomplete_table_is_read_again(self, tmp_path: Path) -> None:
         found = iter([False, False, True])
         write_durably(tmp_path / "a", b"it")
-        assert await_shared(tmp_path, "a", lambda _: next(found)) == b"it"
+        assert folder_at(tmp_path).await_left("a", lambda _: next(found)) == b"it"
         with pytest.raises(SaveError, match="does not see the file a that rank 0 wrote"):
-            await_shared(tmp_path, "a", lambda _: False, wait_s=0.2)
+            folder_at(tmp_path).await_left("a", lambda _: False, wait_s=0.2)
 
     @pytest.mark.parametrize("folder", [".", "missing"])
     def test_a_directory_that_is_not_shared_is_reported(self, tmp_path: Path, folder: str) -> None:
         write_durably(tmp_path / f"{TOKEN_PREFIX}another", b"")
         start_s = time.monotonic()
         with pytest.raises(SaveError, match=r"does not see the file .* all machines share"):
-            await_shared(tmp_path / folder, TOKEN, wait_s=0.2)
+            folder_at(tmp_path / folder).await_left(TOKEN, wait_s=0.2)
         assert time.monotonic() - start_s < PROMPT_TIMEOUT_S
 
 

@@ -28,14 +28,13 @@ from lightning_elastic_zero.formats.deepspeed_files import (
     optimizer_file,
 )
 from lightning_elastic_zero.storage import disk_checkpoints
-from lightning_elastic_zero.storage.checkpoints import leave_shared, remove_shared
 from lightning_elastic_zero.storage.disk_checkpoints import (
     StagedDirectory,
     copy_checkpoint,
-    make_link,
     remove_leftovers,
     repair_target,
 )
+from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.own_files import check_replaceable, classify_files
 from lightning_elastic_zero.storage.ownership import (
     ProcessIdentity,
@@ -332,11 +331,11 @@ class TestRaces:
 
     def test_shared_files_are_written_and_removed_by_name(self, tmp_path: Path) -> None:
         (tmp_path / ".compared-other").write_bytes(b"other")
-        leave_shared(tmp_path, ".compared-mine", b"mine")
+        folder_at(tmp_path).leave(".compared-mine", b"mine")
         with pytest.raises(SaveError):
-            leave_shared(tmp_path, ".compared-other", b"mine")
+            folder_at(tmp_path).leave(".compared-other", b"mine")
         assert contents(tmp_path) == {".compared-other": "other", ".compared-mine": "mine"}
-        remove_shared(tmp_path, ".compared-mine", ".compared-absent")
+        folder_at(tmp_path).remove_left(".compared-mine", ".compared-absent")
         assert contents(tmp_path) == {".compared-other": "other"}
 
 
@@ -583,7 +582,7 @@ class TestLinks:
         place(tmp_path / "last.ckpt")
         before = snapshot(tmp_path)
         with pytest.raises(SaveError, match=r"Could not link .*last\.ckpt to the .*last\.ckpt .+"):
-            make_link(target, tmp_path / "last.ckpt")
+            folder_at(tmp_path / "last.ckpt").make_link(folder_at(target))
         assert snapshot(tmp_path) == before
 
     @pytest.mark.parametrize("exchanged", [True, False])
@@ -599,7 +598,7 @@ class TestLinks:
 
         monkeypatch.setattr(Path, "symlink_to", late)
         with no_exchange(possible=exchanged):
-            make_link(target, link)
+            folder_at(link).make_link(folder_at(target))
         (kept,) = tmp_path.glob("last.ckpt.kept-*")
         assert contents(kept) == {**complete("old"), "mine": MINE}
         assert link.is_symlink()

@@ -22,7 +22,6 @@ import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_elastic_zero.checkpoint import manager as manager_module
-from lightning_elastic_zero.checkpoint import retention as retention_module
 from lightning_elastic_zero.checkpoint.background import BackgroundSave
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
 from lightning_elastic_zero.checkpoint.retention import CheckpointLinks, Retention
@@ -36,7 +35,9 @@ from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import RanksError
 from lightning_elastic_zero.storage import disk_checkpoints as copying
-from lightning_elastic_zero.storage.object_store import AnyPath
+from lightning_elastic_zero.storage.disk_folder import DiskFolder
+from lightning_elastic_zero.storage.folder import Folder
+from lightning_elastic_zero.storage.folders import folder_at
 from tests.dist.test_coordination import SHORT, attempt
 from tests.support.launch import Job, RankResult, run_ranks
 from tests.support.plain_checkpoints import make_state, manifest_of, rank_state
@@ -166,7 +167,7 @@ def link_of_one_lost_after_publication(job: Job) -> None:
         manager.start(made, job.rank)
         assert manager.save_async(made, path, ranks, {}, SaveOptions())
         if job.rank == 0:
-            manager._links.make(path, link)
+            manager._links.make(folder_at(path), folder_at(link))
             job.note("deferred", not os.path.lexists(link))
         asked.set()
         failures: list[object] = []
@@ -201,8 +202,8 @@ def slow_link(job: Job) -> None:
         folder = Path(ranks.broadcast("make a folder", tempfile.mkdtemp))
         path, link = folder / "new.ckpt", folder / "last.ckpt"
         links = CheckpointLinks()
-        links.on_save_started(path)
-        links.make(path, link)
+        links.on_save_started(folder_at(path))
+        links.make(folder_at(path), folder_at(link))
         snapshot = Snapshotter().take(contents(job, path, FEW), job.rank, ranks.progress)
         saves = BackgroundSave(snapshot, ranks, links, Retention(), 0.0)
         saves.start()
@@ -230,7 +231,7 @@ class _LinksAfter(CheckpointLinks):
         super().__init__()
         self._asked = asked
 
-    def on_save_ended(self, target: AnyPath, *, published: bool) -> None:
+    def on_save_ended(self, target: Folder, *, published: bool) -> None:
         self._asked.wait()
         super().on_save_ended(target, published=published)
 
@@ -290,14 +291,14 @@ def test_a_save_ends_if_a_deletion_after_it_raises(
     old, new = tmp_path / "old.ckpt", tmp_path / "new.ckpt"
     write_shards(contents(only, old, 1), only)
     retention = Retention()
-    retention.on_save_started(new)
+    retention.on_save_started(folder_at(new))
     retention.remove(old)
 
     def fail(*_: object) -> None:
         msg = "no deletion"
         raise RuntimeError(msg)
 
-    monkeypatch.setattr(retention_module, "delete_checkpoint", fail)
+    monkeypatch.setattr(DiskFolder, "delete", fail)
     snapshot = Snapshotter().take(contents(only, new, 1), 0, only.progress)
     save = BackgroundSave(snapshot, only, CheckpointLinks(), retention, 0.0)
     save.start()

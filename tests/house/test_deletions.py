@@ -57,10 +57,10 @@ PLACES: dict[tuple[str, str, str], str] = {
         "exchange_names",
         "ctypes.CDLL(None, use_errno=True).renameat2",
     ): TAKEN,
-    ("storage/checkpoints.py", "remove_shared", "(directory / name).unlink"): (
+    ("storage/disk_folder.py", "_remove_left", "(self.path / name).unlink"): (
         RACES + "test_shared_files_are_written_and_removed_by_name"
     ),
-    ("storage/checkpoints.py", "leave_shared", "path.open to write"): (
+    ("storage/disk_folder.py", "leave", "path.open to write"): (
         RACES + "test_shared_files_are_written_and_removed_by_name"
     ),
     ("storage/file_write.py", "__init__", "os.O_WRONLY"): NEW_FILES,
@@ -82,9 +82,9 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("storage/own_files.py", "_remove_below", "os.rmdir"): (
         DELETING + "test_a_file_added_during_deletion_stays"
     ),
-    ("storage/own_files.py", "delete_checkpoint", "path.unlink"): DELETING
+    ("storage/disk_folder.py", "delete", "path.unlink"): DELETING
     + "test_retention_skips_foreign_files_and_warns_once",
-    ("storage/own_files.py", "delete_checkpoint", "renamed.rename"): (
+    ("storage/disk_folder.py", "delete", "renamed.rename"): (
         DELETING + "test_a_file_added_before_the_rename_is_restored"
     ),
     ("storage/own_files.py", "rename_for_deletion", "path.rename"): (

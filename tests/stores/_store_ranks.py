@@ -174,14 +174,13 @@ def load_during_overwrite(settings: Settings, url: str, other: str) -> Outcome:
 
 def delete(settings: Settings, url: str) -> list[str]:
     """Delete a checkpoint; return its remaining objects."""
+    from lightning_elastic_zero.storage.folders import folder_at
     from lightning_elastic_zero.storage.object_store import StorePath
-    from lightning_elastic_zero.storage.paths import parse_path
-    from lightning_elastic_zero.storage.store_checkpoints import delete_checkpoint
 
     settings.apply()
-    path = parse_path(url)
+    path = folder_at(url).path
     assert isinstance(path, StorePath)
-    assert not delete_checkpoint(path)
+    assert not folder_at(path).delete()
     return [found.key for found in path.store.objects_below(path.key)]
 
 

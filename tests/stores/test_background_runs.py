@@ -61,13 +61,11 @@ class SpecWithWorkers(FitSpec):
 def verified(url: str) -> list[tuple[str, bool]]:
     """Return the checkpoints of a folder, and whether each is intact."""
     from lightning_elastic_zero import verify_checkpoint
-    from lightning_elastic_zero.storage.checkpoints import is_checkpoint, siblings
-    from lightning_elastic_zero.storage.paths import parse_path
+    from lightning_elastic_zero.storage.folders import folder_at
 
-    names = sorted(siblings(parse_path(url) / "any"), key=str)
     # A killed save leaves objects that no manifest lists.
-    found = [path for path in names if is_checkpoint(path)]
-    return [(path.name, verify_checkpoint(str(path)).is_sound) for path in found]
+    found = [each for each in sorted(folder_at(url).entries(), key=str) if each.is_checkpoint()]
+    return [(each.path.name, verify_checkpoint(str(each)).is_sound) for each in found]
 
 
 def test_workers_are_forked_while_a_save_is_in_flight(

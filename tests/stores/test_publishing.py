@@ -21,27 +21,16 @@ from lightning_elastic_zero.errors import (
     SaveError,
 )
 from lightning_elastic_zero.formats.open import open_checkpoint
-from lightning_elastic_zero.storage import checkpoints, store_checkpoints
-from lightning_elastic_zero.storage.checkpoints import (
-    exists,
-    file_sizes,
-    has_link,
-    is_checkpoint,
-    is_link,
-    resolved,
-    siblings,
-)
+from lightning_elastic_zero.storage import store_checkpoints
 from lightning_elastic_zero.storage.disk_checkpoints import StagedDirectory
 from lightning_elastic_zero.storage.file_read import VerifiedFile
 from lightning_elastic_zero.storage.file_write import CHUNK_BYTES, ChecksummedWriter
+from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.object_store import Store, StorePath, Version
 from lightning_elastic_zero.storage.ownership import ProcessIdentity, new_id
 from lightning_elastic_zero.storage.store_checkpoints import (
     StagedObjects,
     check_conditional_writes,
-    delete_checkpoint,
-    inspect_target,
-    make_link,
     remove_leftovers,
 )
 from lightning_elastic_zero.tools.verification import verify_checkpoint
@@ -106,10 +95,10 @@ def test_a_save_appears_as_a_whole_and_replaces_another(folder: StorePath) -> No
     """Before publication the old state is kept; after it, the old files are deleted."""
     target = folder / "a.ckpt"
     staged = begin(target)
-    assert not exists(target)
+    assert not folder_at(target).exists()
     staged.put_in_place()
     staged.clean(NO_PROGRESS)
-    assert is_checkpoint(target)
+    assert folder_at(target).is_checkpoint()
     assert keys(folder) == PUBLISHED
     second = begin(target, b"second")
     assert (staged.path / FILE).store.get((staged.path / FILE).key)[0] == b"content"
@@ -162,7 +151,7 @@ def test_a_lost_answer_is_not_a_failure(folder: StorePath, monkeypatch: pytest.M
     monkeypatch.setattr(store, "_obstore", Losing())
     staged.put_in_place()
     assert lost
-    assert is_checkpoint(folder / "a.ckpt")
+    assert folder_at(folder / "a.ckpt").is_checkpoint()
 
 
 @pytest.mark.parametrize("other", ["a.ckpt/notes.txt", "a.ckpt", "a.ckpt/global_step1/latest"])
@@ -172,7 +161,7 @@ def test_objects_of_others_are_kept(folder: StorePath, other: str) -> None:
     store.put((folder / other).key, b"mine")
     with pytest.raises(SaveError, match="Nothing was written"):
         begin(target)
-    assert delete_checkpoint(target)
+    assert folder_at(target).delete()
     assert store.get((folder / other).key)[0] == b"mine"
     assert keys(folder) == {other}
 
@@ -182,7 +171,7 @@ def test_a_checkpoint_with_an_added_object_is_kept(folder: StorePath) -> None:
     target = folder / "a.ckpt"
     publish(target)
     folder.store.put((target / "notes.txt").key, b"mine")
-    assert "contains files that this library did not write: notes.txt" in delete_checkpoint(target)
+    assert "contains files that this library did not write: notes.txt" in folder_at(target).delete()
     assert keys(folder) == PUBLISHED | {"a.ckpt/notes.txt"}
 
 
@@ -191,21 +180,21 @@ def test_links(folder: StorePath) -> None:
     first, second, link = folder / "a.ckpt", folder / "b.ckpt", folder / "last.ckpt"
     publish(first)
     publish(second)
-    make_link(first, link)
-    assert is_link(link)
-    assert resolved(link) == first
-    assert has_link(first)
-    make_link(second, link)
-    assert resolved(link) == second
-    assert not has_link(first)
-    assert {path.name for path in siblings(first)} == {"b.ckpt", "last.ckpt"}
-    assert not delete_checkpoint(link)
-    assert is_checkpoint(second)
+    folder_at(link).make_link(folder_at(first))
+    assert folder_at(link).is_link()
+    assert folder_at(link).follow_links().path == first
+    assert folder_at(first).has_link()
+    folder_at(link).make_link(folder_at(second))
+    assert folder_at(link).follow_links().path == second
+    assert not folder_at(first).has_link()
+    assert {each.path.name for each in folder_at(first).siblings()} == {"b.ckpt", "last.ckpt"}
+    assert not folder_at(link).delete()
+    assert folder_at(second).is_checkpoint()
     # A save can replace a link, and a link can replace a checkpoint.
-    make_link(first, link)
+    folder_at(link).make_link(folder_at(first))
     publish(link)
-    assert not is_link(link)
-    make_link(first, link)
+    assert not folder_at(link).is_link()
+    folder_at(link).make_link(folder_at(first))
     assert keys(folder) == PUBLISHED | {k.replace("a.", "b.") for k in PUBLISHED} | {
         "last.ckpt/manifest.json"
     }
@@ -227,10 +216,10 @@ def test_a_link_that_leads_out_of_its_folder_is_not_followed(
     publish(folder / "run/a.ckpt")
     download(folder, tmp_path)
     for path in (folder / "last.ckpt", tmp_path / "last.ckpt"):
-        assert resolved(path) == path
-        assert not is_link(path)
-        assert not is_checkpoint(path)
-        assert "manifest.json is a link to" in checkpoints.inspect_target(path).refusal_reason
+        assert folder_at(path).follow_links().path == path
+        assert not folder_at(path).is_link()
+        assert not folder_at(path).is_checkpoint()
+        assert "manifest.json is a link to" in folder_at(path).inspect().refusal_reason
         with pytest.raises(CheckpointFormatError, match=r"cannot be read .* it is a link to"):
             open_checkpoint(path)
 
@@ -240,10 +229,10 @@ def test_a_link_out_of_its_folder_is_not_made(folder: StorePath) -> None:
     publish(folder / "a.ckpt")
     for other in (StorePath("memory://other", folder.key) / "a.ckpt", folder / "a.ckpt"):
         with pytest.raises(SaveError, match="a checkpoint in its own folder or below it"):
-            make_link(other, folder / "run/last.ckpt")
+            folder_at(folder / "run/last.ckpt").make_link(folder_at(other))
     for link in (folder / "last.ckpt", StorePath(folder.root, "last.ckpt")):
-        make_link(folder / "a.ckpt", link)
-        assert resolved(link) == folder / "a.ckpt"
+        folder_at(link).make_link(folder_at(folder / "a.ckpt"))
+        assert folder_at(link).follow_links().path == folder / "a.ckpt"
 
 
 def upload(here: Path, folder: StorePath) -> None:
@@ -271,13 +260,13 @@ def test_a_folder_copied_from_a_disk_is_read_replaced_and_removed(
     upload(tmp_path, folder)
     for name in ("a.ckpt", "last.ckpt"):
         assert verify_checkpoint(str(folder / name)).is_sound
-        assert not inspect_target(folder / name).refusal_reason
-    assert checkpoints.can_replace(folder / "a.ckpt", folder / "last.ckpt")
+        assert not folder_at(folder / name).inspect().refusal_reason
+    assert folder_at(folder / "a.ckpt").can_replace(folder_at(folder / "last.ckpt"))
     of_mine = {key for key in keys(folder) if key.startswith("mine.ckpt/")}
     publish(folder / "a.ckpt")
-    make_link(folder / "a.ckpt", folder / "last.ckpt")
+    folder_at(folder / "last.ckpt").make_link(folder_at(folder / "a.ckpt"))
     Retention().remove(str(folder / "b.ckpt"))
-    assert "notes.txt" in delete_checkpoint(folder / "mine.ckpt")
+    assert "notes.txt" in folder_at(folder / "mine.ckpt").delete()
     assert keys(folder) == PUBLISHED | of_mine | {"last.ckpt/manifest.json"}
 
 
@@ -292,28 +281,29 @@ def test_a_folder_copied_to_a_disk_is_read_replaced_and_removed(
             folder.store.put((staged.path / file).key, b"x")
     links = dict(zip(("last.ckpt", "last-v1.ckpt", "best.ckpt"), names, strict=True))
     for link, name in links.items():
-        make_link(folder / name, folder / link)
+        folder_at(folder / link).make_link(folder_at(folder / name))
     download(folder, tmp_path)
     for link, name in links.items():
-        assert is_link(tmp_path / link)
-        assert resolved(tmp_path / link) == checkpoints.resolved_if_exists(tmp_path / name)
-        assert is_checkpoint(tmp_path / link)
-        assert has_link(tmp_path / name) == ("/" not in name)
+        copy = folder_at(tmp_path / link)
+        assert copy.is_link()
+        assert copy.follow_links() == folder_at(tmp_path / name).follow_links_if_exists()
+        assert copy.is_checkpoint()
+        assert folder_at(tmp_path / name).has_link() == ("/" not in name)
     for name in (*names, *links):
-        assert not checkpoints.inspect_target(tmp_path / name).refusal_reason
+        assert not folder_at(tmp_path / name).inspect().refusal_reason
     saves = Retention()
     saves.remove(tmp_path / "a.ckpt")  # Its link needs it.
-    assert is_checkpoint(tmp_path / "last.ckpt")
+    assert folder_at(tmp_path / "last.ckpt").is_checkpoint()
     for name in ("last.ckpt", "b.ckpt"):
         save = StagedDirectory.create(tmp_path / name, new_id())
         fill(save.path, "new")
         save.publish()
         assert contents(tmp_path / name) == complete("new")
-    checkpoints.make_link(tmp_path / "b.ckpt", tmp_path / "last-v1.ckpt")
+    folder_at(tmp_path / "last-v1.ckpt").make_link(folder_at(tmp_path / "b.ckpt"))
     assert (tmp_path / "last-v1.ckpt").is_symlink()
     saves.delete_pending()
     saves.remove(tmp_path / "best.ckpt")
-    assert not checkpoints.delete_checkpoint(tmp_path / "sub/c.ckpt", None)
+    assert not folder_at(tmp_path / "sub/c.ckpt").delete()
     assert names_in(tmp_path) == ["b.ckpt", "last-v1.ckpt", "last.ckpt", "sub"]
     assert names_in(tmp_path / "sub") == []
 
@@ -323,7 +313,7 @@ def test_links_between_a_disk_and_a_store_are_refused(folder: StorePath, tmp_pat
     publish(folder / "a.ckpt")
     for target, link in ((folder / "a.ckpt", tmp_path / "last"), (tmp_path, folder / "last")):
         with pytest.raises(SaveError, match="one is on a disk, the other in an object store"):
-            checkpoints.make_link(target, link)
+            folder_at(link).make_link(folder_at(target))
     assert keys(folder) == PUBLISHED
     assert not list(tmp_path.iterdir())
 
@@ -335,7 +325,7 @@ def test_a_folder_is_described_by_its_names(folder: StorePath) -> None:
         open_checkpoint(folder)
     for name in ("b.ckpt", "a.ckpt"):
         publish(folder / name)
-    make_link(folder / "b.ckpt", folder / "last.ckpt")
+    folder_at(folder / "last.ckpt").make_link(folder_at(folder / "b.ckpt"))
     names = r"it contains the checkpoints a\.ckpt, b\.ckpt, last\.ckpt\. Pass one of them$"
     with pytest.raises(CheckpointFormatError, match=names):
         open_checkpoint(folder)
@@ -360,15 +350,15 @@ def test_names_with_a_common_prefix_are_separate(
     for name in ("a.ckpt", "a", "a-v1.ckpt", "a.ckpt2"):
         publish(run / name)
         publish(other / name)
-    make_link(other / "a.ckpt", other / "last.ckpt")
+    folder_at(other / "last.ckpt").make_link(folder_at(other / "a.ckpt"))
     begin(other / "a.ckpt3")
     leftover = begin(run / "a.ckpt3")
     elsewhere = keys(other)
-    here = {path.name for path in siblings(run / "a.ckpt")}
+    here = {each.path.name for each in folder_at(run / "a.ckpt").siblings()}
     assert here == {"a", "a-v1.ckpt", "a.ckpt2", "a.ckpt3"}
-    assert not has_link(run / "a.ckpt")
+    assert not folder_at(run / "a.ckpt").has_link()
     for name in ("a", "a.ckpt"):
-        assert not delete_checkpoint(run / name)
+        assert not folder_at(run / name).delete()
     consider_dead(monkeypatch)
     assert remove_leftovers(run) == [leftover.path]
     kept = {name.replace("a.ckpt", k) for k in ("a-v1.ckpt", "a.ckpt2") for name in PUBLISHED}
@@ -393,7 +383,7 @@ def test_leftovers_of_a_dead_process_are_removed(
     )
     assert remove_leftovers(folder) == [dead.path]
     assert not folder.store.objects_below((folder / "b.ckpt").key)
-    assert is_checkpoint(target)
+    assert folder_at(target).is_checkpoint()
     # A process that was only suspended does not publish removed files.
     with pytest.raises(SaveError, match="considered dead"):
         dead.put_in_place()
@@ -501,7 +491,7 @@ def test_a_writer_suspended_before_its_commit_reverts_it(
     for args in kept:
         (delete_files if len(args) > 2 else folder.store.delete)(*args)
     suspended.abandon()
-    assert is_checkpoint(target) == bool(old)
+    assert folder_at(target).is_checkpoint() == bool(old)
     if old:
         assert keys(folder) == PUBLISHED
     else:
@@ -568,7 +558,7 @@ def test_only_the_intended_checkpoint_is_deleted(
     other = begin(target, b"other")
     other.put_in_place()
     other.clean(NO_PROGRESS)
-    assert not delete_checkpoint(target, mine)
+    assert not folder_at(target).delete(mine)
     last = begin(target, b"last")
 
     def overwrite() -> None:
@@ -576,11 +566,11 @@ def test_only_the_intended_checkpoint_is_deleted(
         last.clean(NO_PROGRESS)
 
     at_request(folder, monkeypatch, "swap", "manifest.json", overwrite)
-    assert not delete_checkpoint(target, identity_of(other))
+    assert not folder_at(target).delete(identity_of(other))
     assert caplog.text.count("another process has replaced it") == 2
     assert keys(folder) == PUBLISHED
     assert last.path.store.get((last.path / FILE).key)[0] == b"last"
-    assert not delete_checkpoint(target, identity_of(last))
+    assert not folder_at(target).delete(identity_of(last))
     assert keys(folder) == set()
 
 
@@ -592,9 +582,9 @@ def test_a_save_waits_for_a_deletion_under_way(
     publish(target)
     delete, late = folder.store.delete, []
     monkeypatch.setattr(folder.store, "delete", lambda *args: late.append(args))
-    delete_checkpoint(target)
+    folder_at(target).delete()
     monkeypatch.setattr(folder.store, "delete", delete)
-    assert not exists(target)
+    assert not folder_at(target).exists()
     with pytest.raises(CheckpointNotFoundError):
         open_checkpoint(target)
     waits: list[float] = []
@@ -606,14 +596,14 @@ def test_a_save_waits_for_a_deletion_under_way(
     monkeypatch.setattr("time.sleep", carry_out)
     publish(target, b"new")
     assert waits
-    assert is_checkpoint(target)
+    assert folder_at(target).is_checkpoint()
     # A process that was killed in between has no request in progress anymore.
     monkeypatch.setattr(folder.store, "delete", lambda *args: late.append(args))
-    delete_checkpoint(target)
+    folder_at(target).delete()
     monkeypatch.setattr(folder.store, "delete", delete)
     monkeypatch.setattr(store_checkpoints, "DELETION_S", -1.0)
     save = publish(target, b"newer")
-    assert is_checkpoint(target)
+    assert folder_at(target).is_checkpoint()
     assert save.path.store.get((save.path / FILE).key)[0] == b"newer"
     assert len(waits) == 1
 
@@ -623,11 +613,11 @@ def test_retention_keeps_a_checkpoint_that_another_run_published(folder: StorePa
     target, retention = folder / "a.ckpt", Retention()
     publish(folder / "b.ckpt")
     publish(target)
-    retention.on_published(target)
+    retention.on_published(folder_at(target))
     other = publish(target, b"other")
     retention.remove(str(target))
     assert other.path.store.get((other.path / FILE).key)[0] == b"other"
-    assert is_checkpoint(target)
+    assert folder_at(target).is_checkpoint()
 
 
 def test_a_deletion_that_fails_does_not_end_the_run(
@@ -691,8 +681,8 @@ def test_ranges_are_read_and_verified(folder: StorePath) -> None:
     check_refused(folder, entry, "it ends at byte")
     store.delete([key])
     check_refused(folder, entry, "it is missing")
-    assert dict(file_sizes(folder, ["file.sums"]))["file.sums"]
-    assert inspect_target(folder).kind == "other"
+    assert dict(folder_at(folder).sizes(["file.sums"]))["file.sums"]
+    assert folder_at(folder).inspect().kind == "other"
 
 
 def test_each_byte_of_a_file_is_requested_once(folder: StorePath) -> None:

@@ -22,15 +22,16 @@ S3 = tuple[str, Mapping[str, str]]
 
 def names_in(url: str) -> dict[str, str]:
     """Return the names in a folder of a store, with the targets of links; nothing else is there."""
-    from lightning_elastic_zero.storage.checkpoints import is_link, resolved, siblings
+    from lightning_elastic_zero.storage.folders import folder_at
     from lightning_elastic_zero.storage.object_store import StorePath
-    from lightning_elastic_zero.storage.paths import parse_path
 
-    folder = parse_path(url)
-    assert isinstance(folder, StorePath)
-    assert not folder.store.entries(folder.key)[1]
-    found = sorted(siblings(folder / "any"), key=str)
-    return {path.name: resolved(path).name if is_link(path) else "" for path in found}
+    folder = folder_at(url)
+    assert isinstance(folder.path, StorePath)
+    assert not folder.path.store.entries(folder.path.key)[1]
+    return {
+        entry.path.name: entry.follow_links().path.name if entry.is_link() else ""
+        for entry in sorted(folder.entries(), key=str)
+    }
 
 
 @pytest.mark.parametrize("async_save", [False, True], ids=["blocking", "background"])

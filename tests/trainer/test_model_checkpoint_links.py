@@ -24,6 +24,7 @@ from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import OneRank
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.storage.folders import folder_at
 from tests.support.outcome import error_text
 from tests.support.ranks import Pools
 from tests.support.small_checkpoints import before_each_syscall
@@ -226,12 +227,12 @@ def test_an_abandoned_save_that_is_published_creates_its_links(tmp_path: Path) -
     manager = CheckpointManager(Timeouts(), background=True)
     manager.start(LiveEngine(SimpleNamespace(optimizer=None)), 0)
     links = manager._links
-    links.on_save_started(target)
+    links.on_save_started(folder_at(target))
     manager.link(str(target), str(link), OneRank())
     manager.stop(interrupted=True)
     assert not link.is_symlink()
     target.mkdir()
-    links.on_save_ended(target, published=True)
+    links.on_save_ended(folder_at(target), published=True)
     assert str(link.readlink()) == "a.ckpt"
 
 

@@ -15,8 +15,8 @@ import pytest
 from deepspeed import comm
 
 from lightning_elastic_zero.api import save_checkpoint
-from lightning_elastic_zero.checkpoint import save as saving
 from lightning_elastic_zero.storage import ownership
+from lightning_elastic_zero.storage.folder import Folder
 from tests.support.ranks import Pools
 from tests.trainer import _failure_cases
 
@@ -27,9 +27,9 @@ def watch(root: str) -> bool:
     """Save to a file system that shows the directory late; return whether its note was touched."""
     engine, opened, touched = _failure_cases.engine(), Path(root, "open"), threading.Event()
 
-    def see_late(*args: Any) -> None:
+    def see_late(*args: Any) -> bytes:
         assert wait_for(opened.exists)
-        await_shared(*args)
+        return await_left(*args)
 
     def look() -> None:
         try:
@@ -43,8 +43,8 @@ def watch(root: str) -> bool:
         finally:
             opened.touch()
 
-    await_shared = vars(saving)["await_shared"]
-    vars(saving)["await_shared"] = see_late
+    await_left = Folder.await_left
+    Folder.await_left = see_late  # type: ignore[method-assign,assignment]
     ownership.TOUCH_INTERVAL_S, heartbeat_interval_s = (
         0.05,
         ownership.TOUCH_INTERVAL_S,
@@ -55,7 +55,7 @@ def watch(root: str) -> bool:
             watcher.start()
         save_checkpoint(engine, f"{root}/a.ckpt")
     finally:
-        vars(saving)["await_shared"] = await_shared
+        Folder.await_left = await_left  # type: ignore[method-assign]
         ownership.TOUCH_INTERVAL_S = heartbeat_interval_s
         if comm.get_rank() == 0:
             watcher.join()

@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 from lightning_elastic_zero.registry import STRATEGY_ARGUMENTS
+from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.trainer.batches import UserSettings
 from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
@@ -119,7 +120,7 @@ def test_a_strategy_can_be_pickled_and_copied_without_sharing(copied: Callable[[
         max_snapshot_bytes=7,
         on_unresumable_data="restart_epoch",
     )
-    original.checkpoint_manager._retention.on_save_started(Path("/nowhere/new.ckpt"))
+    original.checkpoint_manager._retention.on_save_started(folder_at(Path("/nowhere/new.ckpt")))
     original.checkpoint_manager._retention.remove("/nowhere/old.ckpt")
     assert original.checkpoint_manager._retention._waiting
     other: Any = copied(original)

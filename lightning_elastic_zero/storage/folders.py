@@ -1,0 +1,21 @@
+"""The folder at a path: the one place that chooses between the kinds of storage."""
+
+from __future__ import annotations
+
+import os
+
+from lightning_elastic_zero.storage.disk_folder import DiskFolder
+from lightning_elastic_zero.storage.folder import Folder
+from lightning_elastic_zero.storage.object_store import StorePath
+from lightning_elastic_zero.storage.paths import parse_path
+from lightning_elastic_zero.storage.store_folder import StoreFolder
+
+
+def folder_at(path: str | os.PathLike[str] | StorePath) -> Folder:
+    """Return the folder at a path or URL, absolute; links are not resolved.
+
+    Raises:
+        UnsupportedError: see ``parse_path``.
+    """
+    parsed = parse_path(path)
+    return StoreFolder(parsed) if isinstance(parsed, StorePath) else DiskFolder(parsed)
