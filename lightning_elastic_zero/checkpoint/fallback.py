@@ -61,7 +61,7 @@ def find_fallback(
 def is_there(path: AnyPath) -> bool:
     """Whether a path has an entry; False if its store does not answer."""
     with suppress(OSError):  # Of the store, which has refused the load too.
-        return folder_at(path).has_entry()
+        return folder_at(path).inspect().kind != "nothing"
     return False
 
 

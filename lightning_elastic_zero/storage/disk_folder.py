@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from typing_extensions import override
-
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.storage.disk_checkpoints import (
@@ -57,55 +55,37 @@ class DiskFolder(Folder):
     )
 
     @property
-    @override
     def local(self) -> Path:
         return self.path
 
     # -- what is there -----------------------------------------------------------------------
 
-    @override
     def inspect(self) -> ExistingTarget:
         return inspect_target(self.path)
 
-    @override
-    def has_entry(self) -> bool:
-        return os.path.lexists(self.path)
-
-    @override
     def exists(self) -> bool:
         return follow_links(self.path).exists()
 
-    @override
     def is_link(self) -> bool:
         return self.path.is_symlink() or bool(copied_link(self.path))
 
-    @override
     def is_checkpoint(self) -> bool:
         return is_checkpoint(self.path)
 
-    @override
     def follow_links(self) -> DiskFolder:
         return DiskFolder(follow_links(self.path))
 
-    @override
     def follow_links_if_exists(self) -> DiskFolder:
         real = follow_links(self.path)
         return DiskFolder(real) if os.path.exists(real) else self  # noqa: PTH110 (never raises)
 
-    @override
     def entries(self) -> Iterator[DiskFolder]:
         entries = self.path.iterdir() if self.path.is_dir() else ()
         yield from (DiskFolder(entry) for entry in entries if entry.name[0] != ".")
 
-    @override
-    def siblings(self) -> Iterator[DiskFolder]:
-        yield from (entry for entry in DiskFolder(self.path.parent).entries() if entry != self)
-
-    @override
     def sizes(self, names: Iterable[str]) -> Iterator[tuple[str, int | OSError]]:
         yield from ((name, _size(self.path / name)) for name in names)
 
-    @override
     def identity(self) -> object:
         # The text of the manifest, which has the id of the save: on some file systems in user space
         # a rename changes the inode of a folder.
@@ -118,7 +98,6 @@ class DiskFolder(Folder):
                 return hashlib.sha256(read_file(self.path / MANIFEST_NAME)).digest()
         return status.st_dev, status.st_ino
 
-    @override
     def published_ns(self) -> int:
         for path in (self.path / MANIFEST_NAME, self.path):
             with suppress(OSError):
@@ -127,15 +106,12 @@ class DiskFolder(Folder):
 
     # -- reading -----------------------------------------------------------------------------
 
-    @override
     def read_manifest_as_is(self) -> bytes:
         return read_file(self.path / MANIFEST_NAME)
 
-    @override
     def recorded(self) -> RecordedFiles:
         return recorded_at(self.path)
 
-    @override
     def raise_if_denied(self, error: Exception) -> None:
         try:
             (self.path / MANIFEST_NAME).exists()
@@ -147,26 +123,21 @@ class DiskFolder(Folder):
 
     # -- saving, links and deletion ----------------------------------------------------------
 
-    @override
     def repair(self) -> None:
         repair_target(self.path)
 
-    @override
     def prepare(self, below: str) -> None:
         self.repair()
         check_replaceable(self.path, below)
 
-    @override
     def stage(self, save_id: str, progress: Progress = NO_PROGRESS) -> StagedDirectory:
         if self.path.parent.is_dir():
             remove_leftovers(self.path.parent, progress)
         return StagedDirectory.create(self.path, save_id)
 
-    @override
     def staging(self, save_id: str) -> DiskFolder:
         return DiskFolder(staging_path(self.path, save_id))
 
-    @override
     def delete(self, expected: object = None, progress: Progress = NO_PROGRESS) -> str:
         path, existing = self.path, self.inspect()
         is_symlink = existing.kind == "link" and path.is_symlink()
@@ -190,19 +161,16 @@ class DiskFolder(Folder):
         remove_own_files(renamed, progress, hidden=True)
         return ""
 
-    @override
     def _make_link(self, target: DiskFolder, progress: Progress) -> None:
         make_link(target.path, self.path, progress)
 
     # -- files for other ranks ---------------------------------------------------------------
 
-    @override
     def leave(self, name: str, data: bytes = b"") -> None:
         path = self.path / name
         with as_save_error(path), path.open("xb") as file:
             file.write(data)
 
-    @override
     def read_left(self, name: str) -> bytes | None:
         # Opening a directory makes a network file system ask its server. A lookup of the name may
         # be answered from a cache for up to a minute.
@@ -210,7 +178,6 @@ class DiskFolder(Folder):
             is_there = any(entry.name == name for entry in entries)
         return read_file(self.path / name) if is_there else None
 
-    @override
     def _remove_left(self, names: Iterable[str]) -> None:
         for name in names:
             (self.path / name).unlink(missing_ok=True)

@@ -18,6 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import ClassVar, Protocol
@@ -67,6 +68,7 @@ class Staged(Protocol):
         """Remove the files, unless the checkpoint may have been published."""
 
 
+@dataclass(frozen=True, slots=True)
 class Folder(ABC):
     """A path, and what is there: a checkpoint, a link to one, a folder of checkpoints, or nothing.
 
@@ -100,10 +102,6 @@ class Folder(ABC):
         """Return what exists at the path, without following a link."""
 
     @abstractmethod
-    def has_entry(self) -> bool:
-        """Whether anything exists at the path, which may be a link to something missing."""
-
-    @abstractmethod
     def exists(self) -> bool:
         """Whether something is there; links are followed."""
 
@@ -128,10 +126,6 @@ class Folder(ABC):
         """Yield its visible entries. A hidden one is being written or deleted."""
 
     @abstractmethod
-    def siblings(self) -> Iterator[Self]:
-        """Yield the other visible entries of the folder above."""
-
-    @abstractmethod
     def sizes(self, names: Iterable[str]) -> Iterator[tuple[str, int | OSError]]:
         """Yield the name of each file in it with its size, or the error of looking at it."""
 
@@ -142,6 +136,11 @@ class Folder(ABC):
     @abstractmethod
     def published_ns(self) -> int:
         """Return when the checkpoint, or else the folder or link, was written; 0 if missing."""
+
+    def siblings(self) -> Iterator[Self]:
+        """Yield the other visible entries of the folder above."""
+        above = replace(self, path=self.path.parent)
+        yield from (entry for entry in above.entries() if entry != self)
 
     def entries_below(self, depth: int) -> Iterator[Self]:
         """Yield the visible entries of the folders below, to a depth.

@@ -9,8 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
-from typing_extensions import override
-
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
@@ -50,37 +48,27 @@ class StoreFolder(Folder):
     access_advice: ClassVar[str] = "the store's credentials, endpoint and region"
 
     @property
-    @override
     def requests(self) -> int:
         return self.path.store.requests
 
     # -- what is there -----------------------------------------------------------------------
 
-    @override
     def inspect(self) -> ExistingTarget:
         return inspect_target(self.path)
 
-    @override
-    def has_entry(self) -> bool:
-        return self.inspect().kind != "nothing"
-
-    @override
     def exists(self) -> bool:
         return read_commit(self.follow_links().path) is not None
 
-    @override
     def is_link(self) -> bool:
         commit = read_commit(self.path)
         return commit is not None and bool(commit.linked_to)
 
-    @override
     def is_checkpoint(self) -> bool:
         with suppress(OSError):
             commit = read_commit(self.follow_links().path)
             return commit is not None and bool(commit.save_id)
         return False
 
-    @override
     def follow_links(self) -> StoreFolder:
         path = self.path
         for _ in range(MOST_LINKS):
@@ -90,59 +78,46 @@ class StoreFolder(Folder):
             path = path.with_name(commit.linked_to)
         return StoreFolder(path)
 
-    @override
     def follow_links_if_exists(self) -> StoreFolder:
         with suppress(PermissionError):
             return self.follow_links()
         return self
 
-    @override
     def entries(self) -> Iterator[StoreFolder]:
         names, _ = self.path.store.entries(self.path.key)
         yield from (StoreFolder(self.path / name) for name in names if name[0] != ".")
 
-    @override
-    def siblings(self) -> Iterator[StoreFolder]:
-        yield from (entry for entry in StoreFolder(self.path.parent).entries() if entry != self)
-
-    @override
     def sizes(self, names: Iterable[str]) -> Iterator[tuple[str, int | OSError]]:
         sizes = file_sizes(self.path)
         missing = FileNotFoundError(errno.ENOENT, "no such object")
         yield from ((name, sizes.get(name, missing)) for name in names)
 
-    @override
     def identity(self) -> object:
         commit = read_commit(self.path)
         return commit and commit.identity
 
-    @override
     def published_ns(self) -> int:
         commit = read_commit(self.path)
         return int(commit.modified.timestamp() * 1e9) if commit else 0
 
     # -- reading -----------------------------------------------------------------------------
 
-    @override
     def read_manifest_as_is(self) -> bytes:
         commit = read_commit(self.path)
         if commit is None:
             raise FileNotFoundError(errno.ENOENT, "no such object", str(self.path))
         return commit.data
 
-    @override
     def recorded(self) -> RecordedFiles:
         commit = read_commit(self.path)
         return recorded_files(commit.data if commit else b"")
 
-    @override
     def raise_if_denied(self, error: Exception) -> None:
         if isinstance(error, PermissionError):
             raise error
 
     # -- saving, links and deletion ----------------------------------------------------------
 
-    @override
     def check_shareable(self, world_size: int) -> None:
         if world_size > 1 and self.path.root.startswith("memory://"):
             msg = (
@@ -151,24 +126,19 @@ class StoreFolder(Folder):
             )
             raise UnsupportedError(msg)
 
-    @override
     def check_writable(self) -> None:
         with as_save_error(self.path):
             check_conditional_writes(self.path.store, self.path)
 
-    @override
-    def prepare(self, below: str) -> None:
+    def prepare(self, below: str) -> None:  # noqa: ARG002 (a disk suggests it)
         check_replaceable(self.path)
 
-    @override
     def stage(self, save_id: str, progress: Progress = NO_PROGRESS) -> StagedObjects:
         return StagedObjects.create(self.path, save_id, progress)
 
-    @override
     def staging(self, save_id: str) -> StoreFolder:
         return StoreFolder(self.path / save_id)
 
-    @override
     def delete(self, expected: object = None, progress: Progress = NO_PROGRESS) -> str:
         # Stores delete without conditions. So the manifest is replaced on the condition that it is
         # unchanged, then deleted. A save that begins in between waits (``DELETION_S``).
@@ -185,7 +155,6 @@ class StoreFolder(Folder):
         _log.warning("%s is not deleted: another process has replaced it.", self)
         return ""
 
-    @override
     def _make_link(self, target: StoreFolder, progress: Progress) -> None:
         text = self._relative(target)
         data = unique_commit(LINK_FORMAT, target=text)
@@ -219,17 +188,14 @@ class StoreFolder(Folder):
 
     # -- files for other ranks ---------------------------------------------------------------
 
-    @override
     def leave(self, name: str, data: bytes = b"") -> None:
         path = self.path / name
         with as_save_error(path):
             path.store.put(path.key, data)
 
-    @override
     def read_left(self, name: str) -> bytes | None:
         path = self.path / name
         return path.store.get(path.key)[0]
 
-    @override
     def _remove_left(self, names: Iterable[str]) -> None:
         self.path.store.delete([(self.path / name).key for name in names])
