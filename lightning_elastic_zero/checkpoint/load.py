@@ -272,7 +272,6 @@ def load_engine(
         RanksError: a rank failed, died, or did not call this function.
     """
     live.before_change()
-    ranks.run_all(f"load: look at the engine {live.at_step()}", live.check)
     try:
         return _load(path, live, ranks, options=options)
     except DAMAGE_ERRORS as error:
@@ -351,9 +350,12 @@ def _load_once(
     """Make one attempt; on rank 0, ``found`` gets the save id."""
     began, asked = time.monotonic(), folder_at(path)
     requests = asked.requests
-    located = ranks.broadcast(
-        "load: find the checkpoint", lambda: asdict(_find(path, ranks, found, options))
-    )
+
+    def find() -> dict[str, Any]:
+        live.check()
+        return asdict(_find(path, ranks, found, options))
+
+    located = ranks.broadcast("load: find the checkpoint", find, live.check)
     first = _Found(**located)
     step = f"load {first.path}"
     with ExitStack() as files, ExitStack() as undo:

@@ -273,8 +273,10 @@ class StoreRanks:
         values = self._run("gather", step, work)
         return values if self.rank == 0 else None
 
-    def broadcast(self, step: str, work: Callable[[], J]) -> J:
-        value: J = self._run("broadcast", step, work if self.rank == 0 else None)[0]
+    def broadcast(
+        self, step: str, work: Callable[[], J], others: Callable[[], object] | None = None
+    ) -> J:
+        value: J = self._run("broadcast", step, work if self.rank == 0 else others)[0]
         return value
 
     def all_gather(self, step: str, work: Callable[[], J]) -> list[J]:
@@ -331,7 +333,8 @@ class StoreRanks:
 
     def _work(self, step: Step, work: Callable[[], object] | None) -> Exception | None:
         try:
-            own, report = run_work(step.kind, work)
+            shares_result = step.kind != "run_all" and not (step.kind == "broadcast" and self.rank)
+            own, report = run_work(work, shares_result=shares_result)
         except BaseException as error:
             self._thread.report(step, Report.of_error(error).packed(), failed=True)
             step.reported.wait(LINGER_S)
@@ -340,12 +343,14 @@ class StoreRanks:
         return own
 
 
-def run_work(kind: str, work: Callable[[], object] | None) -> tuple[Exception | None, str]:
-    """Run a rank's work for a kind of step; return its error, and the packed report."""
+def run_work(
+    work: Callable[[], object] | None, *, shares_result: bool
+) -> tuple[Exception | None, str]:
+    """Run a rank's work; return its error, and the packed report, with its result if it is sent."""
     if work is None:
         return None, ""
     try:
         result = work()
-        return None, "" if kind == "run_all" else Report(result).packed()
+        return None, Report(result).packed() if shares_result else ""
     except Exception as error:  # noqa: BLE001 - all ranks raise it after the verdict
         return error, Report.of_error(error).packed()

@@ -150,8 +150,13 @@ class Ranks(Protocol):
     def gather(self, step: str, work: Callable[[], J]) -> list[J] | None:
         """Run ``work`` on every rank; return all results, by rank, on rank 0, None elsewhere."""
 
-    def broadcast(self, step: str, work: Callable[[], J]) -> J:
-        """Run ``work`` on rank 0 only; return its result on every rank."""
+    def broadcast(
+        self, step: str, work: Callable[[], J], others: Callable[[], object] | None = None
+    ) -> J:
+        """Run ``work`` on rank 0; return its result on every rank.
+
+        ``others`` is the work of the other ranks at the same time.
+        """
 
     def all_gather(self, step: str, work: Callable[[], J]) -> list[J]:
         """Run ``work`` on every rank; return all results, by rank, on every rank."""
@@ -180,7 +185,12 @@ class OneRank:
     def gather(self, step: str, work: Callable[[], J]) -> list[J] | None:
         return [self.broadcast(step, work)]
 
-    def broadcast(self, step: str, work: Callable[[], J]) -> J:  # noqa: ARG002
+    def broadcast(
+        self,
+        step: str,  # noqa: ARG002
+        work: Callable[[], J],
+        others: Callable[[], object] | None = None,  # noqa: ARG002
+    ) -> J:
         result: J = json.loads(json.dumps(work()))
         return result
 

@@ -422,9 +422,9 @@ class _BlockedRanks(OneRank):
         super().__init__()
         self.opened = threading.Event()
 
-    def broadcast(self, step: str, work: Callable[[], Any]) -> Any:
+    def broadcast(self, step: str, work: Callable[[], Any], others: Any = None) -> Any:
         assert self.opened.wait(HANG_TIMEOUT_S)
-        return super().broadcast(step, work)
+        return super().broadcast(step, work, others)
 
 
 class _UnblocksWhileWaiting(OneRank):

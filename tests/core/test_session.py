@@ -173,7 +173,10 @@ class Rank:
                 while self.cluster.now_s < until_s and not (progress and step.decided.is_set()):
                     step.work_count += progress
                     yield
-                error, text = run_work(kind, work if work is not None else lambda: self.rank)
+                error, text = run_work(
+                    work if work is not None else lambda: self.rank,
+                    shares_result=kind != "run_all",
+                )
                 failed = error is not None
                 self.commands.append(partial(self.session.report, step, text, failed=failed))
             yield from self._wait(step, step.decided, abort_after_s)

@@ -88,6 +88,11 @@ def steps_of_living_ranks(job: Job) -> None:
     job.note("type", type(ranks).__name__)
     for name in ("run_all", "gather", "broadcast", "all_gather"):
         job.note(name, getattr(ranks, name)("results", lambda: (job.rank, "é")))
+    worked: list[int] = []
+    job.note("shared", ranks.broadcast("a", lambda: "first", lambda: worked.append(job.rank)))
+    job.note("worked", worked)
+    follower = raising({2: OSError("x")}, job.rank)
+    job.note("follower", attempt(lambda: ranks.broadcast("make", lambda: "made", follower)))
     disk = OSError(28, "No space left on device")
     failing = partial(ranks.run_all, "write shards", raising({2: disk}, job.rank))
     job.note("one", attempt(failing))
@@ -280,6 +285,14 @@ def test_results_are_shared_in_rank_order(living: list[RankResult]) -> None:
     assert notes(living, "gather") == [everyone, None, None, None]
     assert notes(living, "all_gather") == [everyone] * WORLD
     assert notes(living, "broadcast") == [[0, "é"]] * WORLD
+
+
+def test_other_ranks_may_work_in_a_broadcast(living: list[RankResult]) -> None:
+    """Their results are not sent; their errors are raised on all ranks."""
+    assert notes(living, "shared") == ["first"] * WORLD
+    assert notes(living, "worked") == [[], [1], [2], [3]]
+    error, message = raised(living, "follower")
+    assert (error, message) == ("RanksError", "step 'make' failed on rank 2 of 4: OSError: x")
 
 
 def test_an_error_of_one_rank_is_raised_on_all(living: list[RankResult]) -> None:

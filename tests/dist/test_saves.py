@@ -245,10 +245,10 @@ class _StopsBefore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ranks, name)
 
-    def broadcast(self, step: str, work: Any) -> Any:
+    def broadcast(self, step: str, work: Any, others: Any = None) -> Any:
         if step.endswith(self._ending):
             threading.Event().wait()
-        return self._ranks.broadcast(step, work)
+        return self._ranks.broadcast(step, work, others)
 
 
 @pytest.mark.long
