@@ -22,7 +22,6 @@ from lightning_elastic_zero.coordination.liveness import ABSENT_TIMEOUT_S, STALL
 from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
 from lightning_elastic_zero.core.options import (
     check_client_state,
-    check_count,
     check_flag,
     check_rename,
 )
@@ -68,11 +67,9 @@ class ElasticOptions:
     """Also write the low-precision weights, which can be computed from the fp32 masters.
     DeepSpeed's own loaders need them."""
     async_save: bool = False
-    """Write the checkpoint while training continues, from a copy of the state in host memory, for
-    which each host needs room. ``wait_for_save()`` waits for publication."""
-    max_snapshot_bytes: int | None = None
-    """Limit of the host memory of one rank's copy; None: no limit. State that does not fit is
-    written before the next optimizer step, which waits for it."""
+    """Write the checkpoint while training continues, from a copy of the state in host memory.
+    Without room for it on a host, or with offload to NVMe, training waits until it is written.
+    ``wait_for_save()`` waits for publication."""
     stall_timeout_s: float = STALL_TIMEOUT_S
     """Seconds that a rank may work on a save or load without progress before the call fails on all
     ranks. Increase it if one call to the file system can take longer."""
@@ -86,7 +83,6 @@ class ElasticOptions:
             if field.type == "bool":
                 check_flag(field.name, getattr(self, field.name))
         check_rename(self.rename)
-        self._check_snapshot_bytes()
         self.timeouts()
 
     def timeouts(self) -> Timeouts:
@@ -112,14 +108,7 @@ class ElasticOptions:
 
     def manager(self) -> CheckpointManager:
         """Return a manager of the checkpoints of a run; see ``CheckpointManager``."""
-        return CheckpointManager(
-            self.timeouts(),
-            background=self.async_save,
-            max_snapshot_bytes=self._check_snapshot_bytes(),
-        )
-
-    def _check_snapshot_bytes(self) -> int | None:
-        return check_count("max_snapshot_bytes", self.max_snapshot_bytes, least=0, unit="bytes")
+        return CheckpointManager(self.timeouts(), background=self.async_save)
 
 
 def save_checkpoint(

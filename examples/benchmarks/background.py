@@ -86,9 +86,7 @@ class BenchmarkEngine:
         self.step()
         self.ranks = connect_ranks()
         self.handle = LiveEngine(self.engine)
-        self.manager = CheckpointManager(
-            Timeouts(), background=True, max_snapshot_bytes=options.snapshot_bytes
-        )
+        self.manager = CheckpointManager(Timeouts(), background=True)
         self.manager.start(self.handle, distributed.get_rank())
         self.gloo = distributed.new_group(backend="gloo")
         self.tensors = rank_tensors(self.engine)
@@ -98,7 +96,7 @@ class BenchmarkEngine:
         self.pending: Any = None
 
     def step(self) -> None:
-        """Take a training step; it waits for the copies before it changes anything."""
+        """Take a training step."""
         self.engine.backward(self.engine(self.batch))
         self.engine.step()
 
@@ -237,7 +235,6 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=400, help="of optimizer state, all ranks")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batch", type=int, default=8, help="samples per step and rank")
-    parser.add_argument("--snapshot-bytes", type=int, default=None, help="maximum per rank")
     parser.add_argument("--folder", type=Path, default=None, help="a disk to measure")
     options = parser.parse_args()
     options.width = width_of(options.megabytes * 1e6 / BYTES_PER_PARAMETER)

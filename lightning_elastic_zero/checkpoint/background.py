@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 
+from lightning_elastic_zero.checkpoint.memory import Demand, find_shortage, memory_pools
 from lightning_elastic_zero.checkpoint.retention import CheckpointLinks, Retention
 from lightning_elastic_zero.checkpoint.save import (
     Cancellation,
+    ShardContents,
     collect,
     write_shards,
 )
@@ -94,8 +96,8 @@ class BackgroundSave(threading.Thread):
         stats = None
         try:
             use_device(self._device)
-            with self.snapshot.reading():
-                stats = write_shards(self.snapshot.contents, self._ranks, self._cancellation)
+            self.snapshot.wait()
+            stats = write_shards(self.snapshot.contents, self._ranks, self._cancellation)
             seconds = time.monotonic() - self._began
             stats = replace(stats, seconds=seconds, waited_s=self.waited_s)
         except BaseException as error:  # noqa: BLE001 - raised in training's thread
@@ -146,11 +148,12 @@ class BackgroundSave(threading.Thread):
 class AsyncCheckpointer:
     """Writes one checkpoint at a time during training, on every rank.
 
-    All methods except ``wait_for_copies``, ``drain_local`` and ``stop`` are collective. One thread
-    calls them. The writer threads of all ranks agree over their own connection and take no part in
-    the collectives of training. A failure of one rank fails the save on all ranks; the next
-    ``save`` or ``wait_until_finished`` raises it once. ``stop`` is not collective, because it is
-    called when a run ends with an exception.
+    State on a device may still be copied when ``save`` returns: ``wait_for_copies`` must be called
+    before the optimizer changes it. All methods except that one, ``drain_local`` and ``stop`` are
+    collective. One thread calls them. The writer threads of all ranks agree over their own
+    connection and take no part in the collectives of training. A failure of one rank fails the save
+    on all ranks; the next ``save`` or ``wait_until_finished`` raises it once. ``stop`` is not
+    collective, because it is called when a run ends with an exception.
     """
 
     def __init__(
@@ -158,7 +161,6 @@ class AsyncCheckpointer:
         ranks: Ranks,
         links: CheckpointLinks,
         retention: Retention,
-        memory_bytes: int | None = None,
     ) -> None:
         """Create a checkpointer without a save in flight.
 
@@ -166,10 +168,10 @@ class AsyncCheckpointer:
             ranks: used by the writer threads only; ``stop`` closes it.
             links: made when a checkpoint is published.
             retention: deletes checkpoints after that.
-            memory_bytes: the limit of the snapshot's memory; see ``Snapshotter``.
         """
         self._ranks, self._links, self._retention = ranks, links, retention
-        self._snapshotter = Snapshotter(memory_bytes)
+        self._snapshotter = Snapshotter()
+        self._is_waiting_explained = False
         self._job: BackgroundSave | None = None
         self._at_exit = _at_exit(weakref.ref(self))
         # Registered after the exit hook of the connection, this runs before it.
@@ -188,24 +190,20 @@ class AsyncCheckpointer:
         ranks: Ranks,
         client_state: Mapping[str, Any],
         options: SaveOptions,
-    ) -> Future[CheckpointStats]:
+    ) -> Future[CheckpointStats] | None:
         """Save a snapshot during training, after the save before has ended. Collective.
+
+        Returns None, and saves nothing, if the state should not be copied; rank 0 says why once.
 
         Raises:
             ElasticZeroError: the save before failed, or no snapshot can be taken; see
                 ``save_engine``.
         """
         began = time.monotonic()
-
-        def take() -> Snapshot:
-            self._wait(ranks.progress)
-            self._job = None  # with the snapshot, whose memory may have to be replaced
-            # A target that is refused is refused here, not at the next save.
-            contents = collect(engine, path, ranks.rank, client_state, options)
-            return self._snapshotter.take(contents, ranks.rank, ranks.progress)
-
         with self._reporting_once():
-            snapshot = ranks.run_all(f"save {path}: take a snapshot", take)
+            snapshot = self._take_snapshot(engine, path, ranks, client_state, options)
+        if snapshot is None:
+            return None
         job = BackgroundSave(snapshot, self._ranks, self._links, self._retention, began)
         if ranks.rank == 0:
             self._links.on_save_started(job.target)
@@ -216,14 +214,58 @@ class AsyncCheckpointer:
             job.make_links()
             raise
         self._job = job
+        if engine.updates_state_before_step():
+            self.wait_for_copies()
         return job.result
 
+    def _take_snapshot(
+        self,
+        engine: LiveEngine,
+        path: str | os.PathLike[str],
+        ranks: Ranks,
+        client_state: Mapping[str, Any],
+        options: SaveOptions,
+    ) -> Snapshot | None:
+        """Take a snapshot on every rank, or return None on every rank."""
+        contents: ShardContents
+        taken: list[Snapshot] = []
+
+        def take() -> None:
+            if not taken:
+                taken.append(self._snapshotter.take(contents, ranks.progress))
+
+        def take_or_object() -> str | Mapping[str, Any]:
+            """Take it in the memory of the last one; else return a demand, or a reason."""
+            nonlocal contents
+            self._wait(ranks.progress)
+            self._job = None  # with the snapshot, whose memory may have to be replaced
+            # A target that is refused is refused here, not at the next save.
+            contents = collect(engine, path, ranks.rank, client_state, options)
+            if engine.keeps_state_in_files():
+                return "offload to NVMe keeps the state in files"
+            if size_bytes := self._snapshotter.missing_bytes(contents):
+                return Demand(size_bytes, memory_pools()).to_plain()
+            take()
+            return ""
+
+        answers = ranks.all_gather(f"save {path}: take a snapshot", take_or_object)
+        demands = [Demand.from_plain(each) for each in answers if isinstance(each, Mapping)]
+        reasons = [*filter(None, (each for each in answers if isinstance(each, str)))]
+        if why := (reasons or [find_shortage(demands)])[0]:
+            if ranks.rank == 0 and not self._is_waiting_explained:
+                log.warning("Saves are synchronous, despite async_save: %s.", why)
+            self._is_waiting_explained = True
+            return None
+        if demands:
+            ranks.run_all(f"save {path}: allocate memory and take a snapshot", take)
+        return taken[0]
+
     def wait_for_copies(self) -> None:
-        """Wait until the state that the optimizer step changes has been copied or written."""
+        """Wait until the state that the optimizer step changes has been copied."""
         job = self._job
         if job is not None and not job.copied:
             began = time.monotonic()
-            job.snapshot.wait(self._ranks.has_failed)
+            job.snapshot.wait()
             job.copied = True
             job.waited_s += time.monotonic() - began
 

@@ -20,6 +20,7 @@ import torch
 
 from lightning_elastic_zero.checkpoint.extra_state import restore_extra_states
 from lightning_elastic_zero.checkpoint.fallback import find_fallback, is_there
+from lightning_elastic_zero.checkpoint.streams import finish_device_work
 from lightning_elastic_zero.checkpoint.types import (
     CheckpointStats,
     LoadOptions,
@@ -271,7 +272,7 @@ def load_engine(
         CheckpointCorruptedError: the checkpoint is damaged.
         RanksError: a rank failed, died, or did not call this function.
     """
-    live.before_change()
+    finish_device_work()  # A background save may still copy state that the load replaces.
     try:
         return _load(path, live, ranks, options=options)
     except DAMAGE_ERRORS as error:

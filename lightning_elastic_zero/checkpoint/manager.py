@@ -15,6 +15,7 @@ from lightning_elastic_zero.checkpoint.retention import CheckpointLinks, Retenti
 from lightning_elastic_zero.checkpoint.save import (
     save_engine,
 )
+from lightning_elastic_zero.checkpoint.streams import current_device
 from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveOptions
 from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
@@ -42,14 +43,12 @@ class CheckpointManager:
         times: Timeouts,
         *,
         background: bool,
-        max_snapshot_bytes: int | None = None,
     ) -> None:
         """Create a manager without a run.
 
         Args:
             times: timeouts of ranks.
             background: whether saves run in the background.
-            max_snapshot_bytes: limit of host memory for one rank's snapshot.
         """
         self._times = times
         self._saves: list[Future[CheckpointStats]] = []
@@ -57,7 +56,6 @@ class CheckpointManager:
         self._last_save: CheckpointStats | None = None
         self.listeners: list[Listener] = []
         self._background = background
-        self._snapshot_bytes = max_snapshot_bytes
         self._writer: AsyncCheckpointer | None = None
         self._is_rank_zero = False
         self.dirpaths: tuple[object, ...] = ()
@@ -70,7 +68,7 @@ class CheckpointManager:
         """Begin a run. If saves run in the background, every rank must call it.
 
         Args:
-            engine: its steps wait for the copies of a background save.
+            engine: its steps wait for a background save's copies of state on a device.
             rank: this rank.
             dirpaths: the folders of callbacks; None for a callback without one.
         """
@@ -80,10 +78,9 @@ class CheckpointManager:
         if self._background and self._writer is None:
             times = replace(self._times, absent_timeout_s=_WRITERS_ABSENT_S)
             ranks = connect_ranks(times, "elastic-zero in the background")
-            self._writer = AsyncCheckpointer(
-                ranks, self._links, self._retention, self._snapshot_bytes
-            )
-            self._unhook = engine.add_step_pre_hook(self._writer.wait_for_copies)
+            self._writer = AsyncCheckpointer(ranks, self._links, self._retention)
+            if current_device() is not None:
+                self._unhook = engine.add_step_pre_hook(self._writer.wait_for_copies)
 
     def on_loaded(self, stats: CheckpointStats) -> None:
         """Record a load, and keep the checkpoint that the run was resumed from."""
@@ -119,14 +116,14 @@ class CheckpointManager:
     ) -> bool:
         """Save in the background after the save before has ended. Collective.
 
-        Returns False, and does nothing, outside of a run.
+        Returns False, and saves nothing, outside of a run, or if the state should not be copied.
         """
         if self._writer is None:
             return False
-        self._saves.append(self._writer.save(engine, path, ranks, client_state, options))
-        if engine.updates_state_before_step():
-            self._writer.wait_for_copies()
-        return True
+        save = self._writer.save(engine, path, ranks, client_state, options)
+        if save is not None:
+            self._saves.append(save)
+        return save is not None
 
     @property
     def last_save(self) -> CheckpointStats | None:

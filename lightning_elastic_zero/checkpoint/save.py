@@ -49,12 +49,7 @@ from lightning_elastic_zero.formats.client_state import (
     rank_differences,
     split_objects,
 )
-from lightning_elastic_zero.formats.elastic import (
-    RankWriter,
-    SourceOf,
-    as_it_is,
-    writes_weights,
-)
+from lightning_elastic_zero.formats.elastic import RankWriter
 from lightning_elastic_zero.formats.reader import OPTIMIZER_STATE
 from lightning_elastic_zero.storage.file_write import as_save_error, write_durably
 from lightning_elastic_zero.storage.folder import Folder, Staged
@@ -146,8 +141,6 @@ class ShardContents:
     client: dict[str, Any]
     objects: Objects = ()
     options: SaveOptions = field(default_factory=SaveOptions)
-    source_of: SourceOf = as_it_is
-    """Returns the source to write a piece of a tensor from."""
 
     def tables(self) -> Tables:
         """Return the tables that ranks compare."""
@@ -210,7 +203,7 @@ def collect(
     state = engine.rank_state(
         exclude_frozen=options.exclude_frozen, keep_module_weights=options.module_weights
     )
-    state = state_to_save(state, manifest, options)
+    state = state_to_save(state, manifest, rank, options)
     check_loads_weights_only(
         {
             "the scheduler's state": state.lr_scheduler,
@@ -253,7 +246,7 @@ def write_shards(
         staging = _await_staging(new, folder_at(contents.target))
         theirs = RankZeroTables(new.digests, tables(), staging)
         manifest = replace(contents.manifest, save_id=new.save_id)
-        writer = RankWriter(staging.path, manifest, ranks.rank, progress, contents.source_of)
+        writer = RankWriter(staging.path, manifest, ranks.rank, progress)
         return asdict(_write_files(contents, theirs, writer, requests))
 
     def publish() -> dict[str, Any]:
@@ -311,15 +304,7 @@ def _stage(contents: ShardContents, tables: Tables, ranks: Ranks, staged: list[S
 
 def _progress(contents: ShardContents, ranks: Ranks, cancellation: Cancellation) -> Progress:
     """Return the progress of writing; a cancelled save fails at its next check."""
-    flats = contents.state.flats
-    tensors = [
-        tensor
-        for flat in flats
-        for tensor in (flat.master, *flat.elementwise.values(), *flat.weights)
-    ]
-    if writes_weights(contents.manifest, ranks.rank):
-        tensors += [*contents.state.frozen.values(), *contents.state.module_weights.values()]
-    size_bytes = sum(tensor.nbytes for tensor in tensors)
+    size_bytes = sum(tensor.nbytes for tensor in contents.state.large_tensors())
     return io_progress("writing", ranks, contents.options.show, size_bytes, cancellation.check)
 
 

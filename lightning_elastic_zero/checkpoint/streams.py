@@ -56,6 +56,12 @@ def use_device(device: torch.device | None) -> None:
         torch.accelerator.set_stream(torch.accelerator.current_stream(device))
 
 
+def finish_device_work() -> None:
+    """Wait for all work that this process has enqueued on its device."""
+    if current_device() is not None:
+        torch.accelerator.synchronize()
+
+
 def side_stream(device: torch.device) -> torch.Stream:
     """Return a stream that starts after all work enqueued on the current stream so far."""
     stream = torch.Stream(device)

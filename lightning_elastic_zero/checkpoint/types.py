@@ -16,6 +16,7 @@ from lightning_elastic_zero.core.progress import Progress, ShowBytes, show_nothi
 from lightning_elastic_zero.core.tensors import RankState
 from lightning_elastic_zero.core.text import format_tree_path
 from lightning_elastic_zero.formats.client_state import Objects, find_unknown
+from lightning_elastic_zero.formats.elastic import writes_weights
 from lightning_elastic_zero.storage.object_store import AnyPath
 
 REPORT_EVERY_S = 10.0
@@ -197,12 +198,19 @@ def manifest_to_save(manifest: Manifest, options: SaveOptions) -> Manifest:
     )
 
 
-def state_to_save(state: RankState, manifest: Manifest, options: SaveOptions) -> RankState:
-    """Return the part of a rank's state to write."""
-    frozen, kept = {p.name for p in manifest.frozen}, options.at_step
+def state_to_save(
+    state: RankState, manifest: Manifest, rank: int, options: SaveOptions
+) -> RankState:
+    """Return the part of a rank's state that it writes."""
+    flats, writes = state.flats, writes_weights(manifest, rank)
+    if manifest.weights_only:
+        flats = tuple(replace(flat, elementwise={}) for flat in flats)
+    frozen, kept = {p.name for p in manifest.frozen if writes}, options.at_step
     return replace(
         state,
+        flats=flats,
         frozen={n: kept.get(n, t) for n, t in state.frozen.items() if n in frozen},
+        module_weights=state.module_weights if writes else {},
         module_buffers={
             name: kept.get(name, state.module_buffers[name]) for name in manifest.module_buffers
         },

@@ -69,6 +69,12 @@ class RankState:
     replica_sums: tuple[int, ...] = ()
     """Stage 0, where every rank has all masters: a sum over the bits of each flat buffer."""
 
+    def large_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors that grow with the model."""
+        for flat in self.flats:
+            yield from (flat.master, *flat.elementwise.values(), *flat.weights)
+        yield from (*self.frozen.values(), *self.module_weights.values())
+
 
 @dataclass(frozen=True, slots=True)
 class RestoreValues:

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -100,10 +99,6 @@ from lightning_elastic_zero.errors import UnsupportedError
 
 log = logging.getLogger(__name__)
 
-_before_change: weakref.WeakKeyDictionary[Any, list[Callable[[], None]]]
-_before_change = weakref.WeakKeyDictionary()
-"""Hooks of engines (``LiveEngine.add_step_pre_hook``)."""
-
 
 class LiveEngine:
     """A DeepSpeed engine as state to save and to restore.
@@ -132,7 +127,7 @@ class LiveEngine:
         return f"at step {getattr(self._engine, 'global_steps', 0)}"
 
     def add_step_pre_hook(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Run a callback right before the optimizer changes its state, and before each load.
+        """Run a callback right before the optimizer changes its state.
 
         DeepSpeed's wrappers call ``step`` of the wrapped optimizer only at the end of a window of
         micro-batches and without a gradient overflow; ZeRO-3 calls it once per sub-group. Returns a
@@ -147,11 +142,8 @@ class LiveEngine:
         # With partial offload, a second optimizer steps the first sub-groups.
         stepping = [inner, *filter(None, [getattr(self._optimizer, "backup_optimizer", None)])]
         handles = [each.register_step_pre_hook(lambda *_: call()) for each in stepping]
-        hooks = _before_change.setdefault(self._engine, [])
-        hooks.append(call)
 
         def remove() -> None:
-            hooks.remove(call)
             for handle in handles:
                 handle.remove()
 
@@ -167,10 +159,9 @@ class LiveEngine:
         groups = self._inner.param_groups if self._wrapper else []
         return any(group.get("use_muon") for group in groups)
 
-    def before_change(self) -> None:
-        """Wait until no background save reads the engine's tensors."""
-        for call in tuple(_before_change.get(self._engine, ())):
-            call()
+    def keeps_state_in_files(self) -> bool:
+        """Whether masters and optimizer states are offloaded to NVMe."""
+        return any(buffer.swapped for buffer in self._buffers)
 
     # -- state to save -----------------------------------------------------------------------
 

@@ -195,13 +195,12 @@ class EngineCheckpoints:
                 self._is_warned = warn_of_open_window(live, folder / tag, ranks)
             name, waits = ranks.broadcast(step, lambda: self._choose(folder, tag))
             path = folder / name
-            if waits:
+            if not waits:
+                self._manager.start(live, ranks.rank)
+            if waits or not self._manager.save_async(live, path, ranks, state, options):
                 self._manager.wait_until_finished(ranks)
                 with self._bar(ranks) as show:
                     self._manager.save(live, path, ranks, state, replace(options, show=show))
-            else:
-                self._manager.start(live, ranks.rank)
-                self._manager.save_async(live, path, ranks, state, options)
             if save_latest and name:
                 self._manager.link(str(path), str(folder / LATEST), ranks)
         self._last_save = this_save

@@ -27,41 +27,36 @@ def share_bytes(pid: int | str) -> int:
     return field_bytes(f"/proc/{pid}/smaps_rollup", "Pss:")
 
 
-def zeros(size_bytes: int) -> torch.Tensor:
-    return torch.zeros(1).expand(size_bytes // 4)
-
-
 def fork() -> int:
     """Fill a block, fork, fill it again; return the additional memory of both processes."""
-    state, memory = [zeros(64 * MB)], HostBuffer()
-    memory.allocate_like(state)[0].copy_(state[0])
+    memory = HostBuffer()
+    memory.allocate(64 * MB).fill_(0)
     before = share_bytes("self")
     child = os.fork()
     if not child:
         signal.pause()
         os._exit(0)
     try:
-        memory.allocate_like(state)[0].fill_(1.0)
+        memory.allocate(64 * MB).fill_(1)
         return share_bytes("self") + share_bytes(child) - before
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
 
 
-def grow(*, at_once: bool) -> int:
+def grow() -> int:
     """Take a snapshot, then a larger one; return the process's additional peak memory."""
     snapshotter, before = Snapshotter(), field_bytes("/proc/self/status", "VmRSS:")
     for size_bytes in (128 * MB, 192 * MB):
-        snapshotter.take(_contents(zeros(size_bytes), at_once=at_once), 0).wait(lambda: False)
+        snapshotter.take(_contents(torch.zeros(1).expand(size_bytes // 4)))
     return field_bytes("/proc/self/status", "VmHWM:") - before
 
 
-def _contents(tensor: torch.Tensor, *, at_once: bool) -> ShardContents:
+def _contents(tensor: torch.Tensor) -> ShardContents:
     manifest = Manifest("", 1, 1, "fp32", "float32", (), (), (), (), ())
-    flats = () if at_once else (FlatState((), tensor, {}, {}),)
-    state = RankState(flats, {"w": tensor} if at_once else {}, {}, {}, {})
+    state = RankState((FlatState((), tensor, {}, {}),), {}, {}, {}, {})
     return ShardContents(Path(), manifest, state, {})
 
 
 if __name__ == "__main__":
-    print(fork() if sys.argv[1] == "fork" else grow(at_once=sys.argv[1] == "grow at once"))
+    print({"fork": fork, "grow": grow}[sys.argv[1]]())

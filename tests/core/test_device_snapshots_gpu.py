@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,11 +11,25 @@ import torch
 
 from lightning_elastic_zero.checkpoint import streams as device_streams
 from lightning_elastic_zero.formats.client_state import host_pickle, split_objects
-from tests.core.test_device_snapshots import run_case
+from tests.support.ranks import ROOT, environment
 
 pytestmark = pytest.mark.gpu
 
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than 2 CUDA devices")
+
+
+def run_case(case: str, device: str, folder: Path) -> None:
+    """Run a case in its own process, which has no other context."""
+    program = "tests.core._device_snapshot_programs"
+    done = subprocess.run(
+        [sys.executable, "-m", program, case, device, str(folder)],
+        cwd=ROOT,
+        env=environment("cuda"),
+        capture_output=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
 
 
 @pytest.mark.parametrize("case", ["copies", "offload"])

@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_elastic_zero.checkpoint.save import ShardContents
-from lightning_elastic_zero.checkpoint.snapshot import CopyPlan
 from lightning_elastic_zero.core.layout import Fragment
 from lightning_elastic_zero.core.manifest import (
     Group,
@@ -23,7 +21,6 @@ from lightning_elastic_zero.core.manifest import (
 )
 from lightning_elastic_zero.core.tensors import (
     FlatState,
-    RankState,
     RestoreValues,
     bit_sums,
     dtype_name,
@@ -275,19 +272,6 @@ def test_the_states_of_a_lone_scalar_weight_are_ambiguous() -> None:
     optimizer.step()
     with pytest.raises(UnsupportedError, match="0-dimensional"):
         split_state(optimizer, scale, optimizer.state[scale])
-
-
-def test_weights_of_the_module_are_copied_at_once() -> None:
-    module = Odd(0)
-    optimizer = torch.optim.AdamW(module.parameters())
-    module.step(optimizer, 1)
-    manifest, (flats,) = held_by(module, optimizer, 1)
-    state = RankState(flats, {}, {}, {}, {})
-    plan = CopyPlan.of(ShardContents(None, manifest, state, {}), 0, 1 << 30)  # type: ignore[arg-type]
-    masters = [flat.master for flat in flats]
-    assert all(any(t is m for t in plan.at_once) for m in masters)
-    assert not any(t is m for t in plan.behind for m in masters)
-    assert plan.behind
 
 
 def test_bit_sums_differ_for_one_bit_in_every_type() -> None:

@@ -44,13 +44,11 @@ ROUNDS, MEASURED_BYTES = 4, 64 << 20
 
 
 @contextmanager
-def background_saves(
-    engine: Engine, path: str, snapshot_bytes: int | None = None
-) -> Iterator[tuple[CheckpointManager, Ranks]]:
+def background_saves(engine: Engine, path: str) -> Iterator[tuple[CheckpointManager, Ranks]]:
     """Yield a manager that saves in the background of an engine's training, like the strategy."""
     from lightning_elastic_zero.engine.live import LiveEngine
 
-    manager = CheckpointManager(Timeouts(), background=True, max_snapshot_bytes=snapshot_bytes)
+    manager = CheckpointManager(Timeouts(), background=True)
     manager.start(LiveEngine(engine), engine.global_rank, [Path(path).parent])
     try:
         with closing(manager.training_ranks()) as ranks:
@@ -59,7 +57,7 @@ def background_saves(
         manager.stop(interrupted=False)
 
 
-def save_in_background(saved: Saved, snapshot_bytes: int | None) -> bool:
+def save_in_background(saved: Saved) -> bool:
     """Save in the background of training; return whether the copy is in pinned memory.
 
     ``saved`` contains the oracle's dump of the state at the save.
@@ -70,7 +68,7 @@ def save_in_background(saved: Saved, snapshot_bytes: int | None) -> bool:
     with engine_of(setup, 0) as engine:
         train(engine, setup, 0, STEPS)
         held = dump(engine, setup)
-        with background_saves(engine, saved.path, snapshot_bytes) as (manager, ranks):
+        with background_saves(engine, saved.path) as (manager, ranks):
             handle = LiveEngine(engine)
             manager.save_async(handle, saved.path, ranks, {"epoch": STEPS}, SaveOptions())
             train(engine, setup, STEPS, 2 * STEPS)
@@ -220,20 +218,18 @@ def test_two_cpu_ranks_to_one_device_and_back(
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("setup", "snapshot_bytes"),
+    "setup",
     [
-        (Setup(1, "1", "fp16"), None),
-        (Setup(1, "0", optimizer="fused"), None),
-        (Setup(2, "3", "bf16", sub_group=700), None),
-        (Setup(1, "3", "bf16", sub_group=700), 0),
-        (Setup(1, "2", "bf16", offload=True), None),
-        (Setup(2, "1", "fp16", offload=True), 0),
+        Setup(1, "1", "fp16"),
+        Setup(1, "0", optimizer="fused"),
+        Setup(2, "3", "bf16", sub_group=700),
+        Setup(1, "2", "bf16", offload=True),
+        Setup(2, "1", "fp16", offload=True),
     ],
     ids=str,
 )
 def test_a_save_in_the_background_of_training(
     setup: Setup,
-    snapshot_bytes: int | None,
     device: str,
     device_pools: Pools,
     on_device: OnDevice[bool],
@@ -245,9 +241,9 @@ def test_a_save_in_the_background_of_training(
     training.
     """
     saved = Saved(setup, str(tmp_path / "behind.ckpt"))
-    pinned = on_device(setup.world, partial(save_in_background, saved, snapshot_bytes))
+    pinned = on_device(setup.world, partial(save_in_background, saved))
     assert_same(device_pools.run(setup.world, partial(load, setup, saved)))
-    if snapshot_bytes is None and not setup.offload:
+    if not setup.offload:
         assert pinned == [device == "cuda"] * setup.world
 
 

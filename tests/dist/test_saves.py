@@ -204,7 +204,7 @@ def slow_link(job: Job) -> None:
         links = CheckpointLinks()
         links.on_save_started(folder_at(path))
         links.make(folder_at(path), folder_at(link))
-        snapshot = Snapshotter().take(contents(job, path, FEW), job.rank, ranks.progress)
+        snapshot = Snapshotter().take(contents(job, path, FEW), ranks.progress)
         saves = BackgroundSave(snapshot, ranks, links, Retention(), 0.0)
         saves.start()
         saves.join()
@@ -299,7 +299,7 @@ def test_a_save_ends_if_a_deletion_after_it_raises(
         raise RuntimeError(msg)
 
     monkeypatch.setattr(DiskFolder, "delete", fail)
-    snapshot = Snapshotter().take(contents(only, new, 1), 0, only.progress)
+    snapshot = Snapshotter().take(contents(only, new, 1), only.progress)
     save = BackgroundSave(snapshot, only, CheckpointLinks(), retention, 0.0)
     save.start()
     save.join()

@@ -95,8 +95,7 @@ def save_late(engine: Engine, saved: Saved) -> None:
     turn = zlib.crc32(f"{setup} {saved.path.rpartition('/')[2]}".encode())
     before = dump(engine, setup)
     with late_engine(engine, turn) as (late, live):
-        most = (None, 0, _half_of(live()))[turn // 3 % 3]
-        manager = CheckpointManager(Timeouts(), background=True, max_snapshot_bytes=most)
+        manager = CheckpointManager(Timeouts(), background=True)
         manager.start(live(), engine.global_rank, [Path(saved.path).parent])
         _take_small_from_devices(manager, late, turn)
         client, options = {"epoch": STEPS}, SaveOptions()
@@ -132,11 +131,6 @@ def _end(manager: CheckpointManager, ranks: Ranks, late: CopyEngine) -> None:
     with late.waiting():
         manager.wait_until_finished(ranks)
     assert not any(stream.immediate for stream in late.copied_on), "training's stream has copied"
-
-
-def _half_of(live: LiveEngine) -> int:
-    state = live.rank_state(exclude_frozen=False, keep_module_weights=False)
-    return sum(flat.master.nbytes for flat in state.flats) * 3 // 2
 
 
 def load_late(engine: Engine, saved: Saved) -> dict[str, Any]:

@@ -54,7 +54,8 @@ RESOLVES_PATHS = {"absolute", "abspath", "realpath", "resolve"}
 
 OWN_READERS = {
     *("storage/paths.py", "storage/own_files.py"),  # folders in the latter
-    *("core/processes.py", "coordination/ranks.py", "trainer/monitor.py"),  # /proc
+    *("checkpoint/memory.py", "core/processes.py"),  # /proc and /sys
+    *("coordination/ranks.py", "trainer/monitor.py"),  # /proc
     *("checkpoint/retention.py", "checkpoint/save.py", "trainer/launch.py"),  # installed programs
     *("checkpoint/directory_check.py", "selftest.py"),  # a folder that they have made
     "storage/file_write.py",  # new files

@@ -153,7 +153,6 @@ NOT_ON_DISK = {
         "_strategy(trainer).checkpoint_manager.listeners.remove",
     ),
     ("engine/live.py", "remove", "handle.remove"),
-    ("engine/live.py", "remove", "hooks.remove"),
     ("engine/loss_scale.py", "ensure_scaled", "hook.remove"),
     ("core/tensors.py", "_with_copies", "copy.copy"),
     ("formats/client_state.py", "_plain_part", "copy.copy"),

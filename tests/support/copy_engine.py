@@ -250,6 +250,7 @@ def _torch(engine: CopyEngine) -> Any:
             current_stream=engine.current_stream,
             set_stream=engine.set_stream,
             current_accelerator=lambda: torch.device(KIND),
+            synchronize=engine.finish_all,
         ),
         Stream=engine.new_stream,
         Event=lambda device, *, blocking: _LateEvent(engine, device, blocking=blocking),

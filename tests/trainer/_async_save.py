@@ -113,7 +113,6 @@ class AsyncSaveSpec:
     checkpoint: dict[str, Any] | None = None
     gated: bool = False
     fails_on: int | None = None
-    max_snapshot_bytes: int | None = None
     accumulate: int = 1
     actions: StepActions = field(default_factory=dict)
     net: type[RegressionNet] = RegressionNet
@@ -161,7 +160,6 @@ class AsyncSaveSpec:
         strategy = elastic(
             stage=self.stage,
             async_save=self.async_save,
-            max_snapshot_bytes=self.max_snapshot_bytes,
             allow_pickle=True,
             **self.net.strategy,
         )

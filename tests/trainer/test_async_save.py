@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from functools import partial
@@ -10,12 +11,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from deepspeed import comm
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_elastic_zero.checkpoint import background
+from lightning_elastic_zero.checkpoint.memory import memory_pools
 from lightning_elastic_zero.checkpoint.types import CheckpointStats
 from tests.support.checkpoints import files_of
-from tests.support.outcome import error_text
+from tests.support.outcome import captured_log, error_text
 from tests.support.ranks import Pools
 from tests.trainer._async_save import (
     OTHER,
@@ -72,49 +76,45 @@ def test_a_background_save_equals_a_blocking_save(
         assert found[name] == tree, name
 
 
-def save_with_little_memory(run: AsyncSaveSpec) -> dict[str, Any]:
-    """Save after a step; let the writer continue after the next micro-batch, or later."""
-    seen: dict[str, Any] = {}
+def save_on_a_full_host(run: AsyncSaveSpec) -> tuple[list[bool], list[str]]:
+    """Save twice while there is no memory, and once more; return which are published at once."""
+    published: list[bool] = []
 
-    def save_or_open(trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        if trainer.global_step == 1 and not trainer.fit_loop._should_accumulate():
-            trainer.save_checkpoint(run.path("a"))
-        elif trainer.global_step == 1 and run.max_snapshot_bytes is not None:
-            open_later(run.gate, 0.5)
-        elif "open at the next step" not in seen and trainer.global_step == 2:
-            seen["open at the next step"] = run.gate.exists()
+    def save(name: str, trainer: pl.Trainer, *, full: bool = False) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            if full and comm.get_rank() == 1:
+                root = Path(run.root, "proc")
+                patch.setattr(background, "memory_pools", lambda: memory_pools(root))
+            run.saves(name)(trainer)
+        published.append(is_published(run.path(name)))
+        trainer.strategy.barrier()
 
-    def check(trainer: pl.Trainer) -> None:
-        writer = elastic_strategy_of(trainer).checkpoint_manager._writer
-        assert writer is not None
-        seen["memory"] = writer._snapshotter._memory.size_bytes
-        run.gate.touch()
-
-    return {
-        "stats": stats_of(run.fit({-1: check}, LambdaCallback(on_train_batch_end=save_or_open))),
-        **seen,
-    }
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_save_without_memory_for_a_snapshot_delays_only_the_step(
-    stage: int, pools: Pools, tmp_path: Path
-) -> None:
-    saved, memory = {}, {}
-    for limit in (None, 2500, 0):
-        run = AsyncSaveSpec(
-            str(tmp_path / str(limit)), stage, max_snapshot_bytes=limit, gated=True, accumulate=2
+    with captured_log("lightning_elastic_zero", logging.WARNING) as messages:
+        run.fit(
+            {
+                1: partial(save, "a", full=True),
+                2: partial(save, "b", full=True),
+                3: partial(save, "c"),
+                -1: lambda _: run.gate.touch(),
+            }
         )
-        ranks = pools.run(2, partial(save_with_little_memory, run))
-        saved[limit] = files_of(Path(run.root) / "a.ckpt")
-        memory[limit] = [seen["memory"] for seen in ranks]
-        assert all(seen["open at the next step"] == (limit is not None) for seen in ranks)
-        assert all(seen["stats"].waited_s < 20 for seen in ranks)
-    assert saved[2500] == saved[None]
-    assert saved[0] == saved[None]
-    assert memory[None][1] > 2500 >= memory[2500][1] > memory[0][1]
-    assert memory[0][1] == 0 or stage == 3  # Its part of the frozen weights must be copied.
+    return published, [text for text in messages if "async_save" in text]
+
+
+def test_a_save_without_memory_for_a_copy_is_synchronous(pools: Pools, tmp_path: Path) -> None:
+    """On all ranks, with one message of rank 0; later saves use memory that has become free."""
+    proc = tmp_path / "proc" / "proc"
+    (proc / "sys/kernel/random").mkdir(parents=True)
+    (proc / "sys/kernel/random/boot_id").write_text("d323d6f9")
+    (proc / "meminfo").write_text("MemTotal: 99999 kB\nMemAvailable: 1 kB\n")
+    run = AsyncSaveSpec(str(tmp_path), gated=True)
+    ranks = pools.run(2, partial(save_on_a_full_host, run))
+    assert [published for published, _ in ranks] == [[True, True, False]] * 2
+    (message,), others = (messages for _, messages in ranks)
+    assert not others
+    assert "Saves are synchronous, despite async_save" in message
+    assert "has 0.0 GB of free memory" in message
+    assert is_published(run.path("c"))
 
 
 def save_twice(run: AsyncSaveSpec) -> tuple[dict[int, str], dict[int, list[str]]]:
@@ -129,13 +129,11 @@ def save_twice(run: AsyncSaveSpec) -> tuple[dict[int, str], dict[int, list[str]]
     return actor.errors, actor.causes
 
 
-@pytest.mark.parametrize(("fails_on", "max_snapshot_bytes"), [(0, None), (1, None), (1, 0)])
+@pytest.mark.parametrize("fails_on", [0, 1])
 def test_a_failed_background_save_is_raised_on_all_ranks_at_the_next_save(
-    fails_on: int, max_snapshot_bytes: int | None, pools: Pools, tmp_path: Path
+    fails_on: int, pools: Pools, tmp_path: Path
 ) -> None:
-    run = AsyncSaveSpec(
-        str(tmp_path), gated=True, fails_on=fails_on, max_snapshot_bytes=max_snapshot_bytes
-    )
+    run = AsyncSaveSpec(str(tmp_path), gated=True, fails_on=fails_on)
     ranks = pools.run(2, partial(save_twice, run))
     for errors, causes in ranks:
         assert list(errors) == [4]

@@ -30,7 +30,6 @@ FLAGS = [
 ]
 NUMBERS = {
     "global_batch_size": (0, -6, 6.0, "6", True, [6]),
-    "max_snapshot_bytes": (-1, 1e9, "0", False),
 }
 
 
@@ -85,9 +84,8 @@ def test_flags_must_be_booleans(name: str, value: object) -> None:
         {
             "global_batch_size": np.int64(6),
             "on_unresumable_data": "restart_epoch",
-            "max_snapshot_bytes": 0,
         },
-        {"global_batch_size": None, "max_snapshot_bytes": None, "async_save": True},
+        {"global_batch_size": None, "async_save": True},
         dict.fromkeys(FLAGS, True),
     ],
 )
@@ -117,7 +115,6 @@ def test_a_strategy_can_be_pickled_and_copied_without_sharing(copied: Callable[[
         stage=3,
         global_batch_size=6,
         async_save=True,
-        max_snapshot_bytes=7,
         on_unresumable_data="restart_epoch",
     )
     original.checkpoint_manager._retention.on_save_started(folder_at(Path("/nowhere/new.ckpt")))
@@ -128,7 +125,7 @@ def test_a_strategy_can_be_pickled_and_copied_without_sharing(copied: Callable[[
     assert other._batches._global_batch_size == 6
     assert other.config["zero_optimization"]["stage"] == 3
     manager = other.checkpoint_manager
-    assert (manager._background, manager._snapshot_bytes) == (True, 7)
+    assert manager._background
     assert other._resumer._on_unresumable_data == "restart_epoch"
     assert not manager._retention._waiting
     assert other._checkpoints._hooks._manager is manager
