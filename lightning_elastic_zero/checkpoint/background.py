@@ -9,17 +9,16 @@ import threading
 import time
 import traceback
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
+from lightning_elastic_zero.checkpoint.file_queue import FileQueue
 from lightning_elastic_zero.checkpoint.memory import Demand, find_shortage, memory_pools
-from lightning_elastic_zero.checkpoint.retention import CheckpointLinks, Retention
 from lightning_elastic_zero.checkpoint.save import (
     Cancellation,
     ShardContents,
@@ -56,7 +55,7 @@ _BUT = "was saved in the background, but"
 
 
 class BackgroundSave(threading.Thread):
-    """One save in the background. The trainer's thread collects ``result``.
+    """One save in the background.
 
     It is a thread and not a process: checksums and writes release Python's lock, and a process
     would need the state in shared memory. While 800 MB were written, the smallest operators took
@@ -68,29 +67,28 @@ class BackgroundSave(threading.Thread):
         self,
         snapshot: Snapshot,
         ranks: Ranks,
-        links: CheckpointLinks,
-        retention: Retention,
+        queue: FileQueue,
+        published: deque[CheckpointStats],
         began: float,
     ) -> None:
         self.target = folder_at(snapshot.contents.target)
         super().__init__(name=f"elastic-zero saves {self.target.path.name}", daemon=True)
         self.snapshot = snapshot
         self.over = threading.Event()
-        self.result: Future[CheckpointStats] = Future()
-        """Set once all ranks have agreed that the checkpoint is published, or have failed."""
         self.failure: ElasticZeroError | None = None
         """Failure that was neither raised nor logged yet."""
         self.copied = False
         self.reported = False
         """Whether all ranks have raised that they could not wait for this save."""
         self.waited_s = time.monotonic() - began
-        self._ranks, self._links, self._retention = ranks, links, retention
+        self._ranks, self._queue, self._published = ranks, queue, published
+        self._waiting = queue.begin_save(self.target) if ranks.rank == 0 else None
         self._cancellation, self._ending = Cancellation(), False
         self._began = began
         self._device = current_device()  # training's
 
     def run(self) -> None:
-        """Write and publish; then make the links and deletions that waited for it."""
+        """Write and publish; then carry out the links and deletions that waited for it."""
         with suppress(OSError):  # So that it runs only where training leaves room.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         stats = None
@@ -103,25 +101,18 @@ class BackgroundSave(threading.Thread):
         except BaseException as error:  # noqa: BLE001 - raised in training's thread
             what = _NOT_AGREED if self._cancellation.published else _FAILED
             self.failure = _with_target(self.target, error, what)
-        steps = [self.make_links]
-        if stats is not None and self._ranks.rank == 0:
-            steps.append(partial(self._retention.on_published, self.target))
-        for step in steps:
-            try:
-                step()
-            except BaseException as error:  # noqa: BLE001 - raised in training's thread
-                self.failure = _joined(self.failure, _with_target(self.target, error, _BUT))
         try:
-            if stats is not None:
-                self.result.set_result(stats)
-            else:
-                self.result.set_exception(self.failure)
-        finally:  # The result may have been cancelled.
-            self.over.set()
+            self.release_files()
+        except BaseException as error:  # noqa: BLE001 - raised in training's thread
+            self.failure = _joined(self.failure, _with_target(self.target, error, _BUT))
+        if stats is not None:
+            self._published.append(stats)
+        self.over.set()
 
-    def make_links(self) -> None:
-        """Make the links that wait for this checkpoint, or forget them if it is not published."""
-        self._links.on_save_ended(self.target, published=self._cancellation.published)
+    def release_files(self) -> None:
+        """Carry out the links and deletions that wait for this checkpoint, if it is published."""
+        if self._waiting is not None:
+            self._queue.end_save(self._waiting, published=self._cancellation.published)
 
     def end(self, drain_timeout_s: float | None) -> bool:
         """Wait until it ends, then cancel it; return whether it has ended."""
@@ -131,7 +122,7 @@ class BackgroundSave(threading.Thread):
                 log.warning("Cancelled the save of %s: the run has ended.", self.target)
             elif self._cancellation.published:
                 # The thread waits for a rank that may be lost.
-                self.make_links()
+                self.release_files()
             self.over.wait(_CANCEL_TIMEOUT_S)
         return self.over.is_set()
 
@@ -159,17 +150,17 @@ class AsyncCheckpointer:
     def __init__(
         self,
         ranks: Ranks,
-        links: CheckpointLinks,
-        retention: Retention,
+        queue: FileQueue,
+        published: deque[CheckpointStats],
     ) -> None:
         """Create a checkpointer without a save in flight.
 
         Args:
             ranks: used by the writer threads only; ``stop`` closes it.
-            links: made when a checkpoint is published.
-            retention: deletes checkpoints after that.
+            queue: carries out links and deletions when a checkpoint is published.
+            published: gets the stats of each save on which all ranks have agreed.
         """
-        self._ranks, self._links, self._retention = ranks, links, retention
+        self._ranks, self._queue, self._published = ranks, queue, published
         self._snapshotter = Snapshotter()
         self._is_waiting_explained = False
         self._job: BackgroundSave | None = None
@@ -190,10 +181,10 @@ class AsyncCheckpointer:
         ranks: Ranks,
         client_state: Mapping[str, Any],
         options: SaveOptions,
-    ) -> Future[CheckpointStats] | None:
+    ) -> bool:
         """Save a snapshot during training, after the save before has ended. Collective.
 
-        Returns None, and saves nothing, if the state should not be copied; rank 0 says why once.
+        Returns False, and saves nothing, if the state should not be copied; rank 0 says why once.
 
         Raises:
             ElasticZeroError: the save before failed, or no snapshot can be taken; see
@@ -203,20 +194,17 @@ class AsyncCheckpointer:
         with self._reporting_once():
             snapshot = self._take_snapshot(engine, path, ranks, client_state, options)
         if snapshot is None:
-            return None
-        job = BackgroundSave(snapshot, self._ranks, self._links, self._retention, began)
-        if ranks.rank == 0:
-            self._links.on_save_started(job.target)
-            self._retention.on_save_started(job.target)
+            return False
+        job = BackgroundSave(snapshot, self._ranks, self._queue, self._published, began)
         try:
             job.start()
         except BaseException:  # the system has no more threads
-            job.make_links()
+            job.release_files()
             raise
         self._job = job
         if engine.updates_state_before_step():
             self.wait_for_copies()
-        return job.result
+        return True
 
     def _take_snapshot(
         self,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 from lightning_elastic_zero.checkpoint.background import DRAIN_TIMEOUT_S, AsyncCheckpointer
-from lightning_elastic_zero.checkpoint.retention import CheckpointLinks, Retention
+from lightning_elastic_zero.checkpoint.file_queue import FileQueue
 from lightning_elastic_zero.checkpoint.save import (
     save_engine,
 )
@@ -51,8 +51,8 @@ class CheckpointManager:
             background: whether saves run in the background.
         """
         self._times = times
-        self._saves: list[Future[CheckpointStats]] = []
-        """Results of background saves that were not collected yet."""
+        self._published: deque[CheckpointStats] = deque()
+        """Background saves that were not collected yet."""
         self._last_save: CheckpointStats | None = None
         self.listeners: list[Listener] = []
         self._background = background
@@ -60,8 +60,7 @@ class CheckpointManager:
         self._is_rank_zero = False
         self.dirpaths: tuple[object, ...] = ()
         """The folders into which callbacks save."""
-        self._retention = Retention()
-        self._links = CheckpointLinks()
+        self._queue = FileQueue()
         self._unhook: Callable[[], None] = _nothing
 
     def start(self, engine: LiveEngine, rank: int, dirpaths: Iterable[object] = ()) -> None:
@@ -74,17 +73,17 @@ class CheckpointManager:
         """
         self._is_rank_zero = rank == 0
         self.dirpaths = tuple(dirpaths)
-        self._retention.folders = tuple(folder_at(str(path)) for path in self.dirpaths if path)
+        self._queue.folders = tuple(folder_at(str(path)) for path in self.dirpaths if path)
         if self._background and self._writer is None:
             times = replace(self._times, absent_timeout_s=_WRITERS_ABSENT_S)
             ranks = connect_ranks(times, "elastic-zero in the background")
-            self._writer = AsyncCheckpointer(ranks, self._links, self._retention)
+            self._writer = AsyncCheckpointer(ranks, self._queue, self._published)
             if current_device() is not None:
                 self._unhook = engine.add_step_pre_hook(self._writer.wait_for_copies)
 
     def on_loaded(self, stats: CheckpointStats) -> None:
         """Record a load, and keep the checkpoint that the run was resumed from."""
-        self._retention.protect(stats.path)
+        self._queue.protect(stats.path)
         for listener in self.listeners:
             listener("load", stats)
 
@@ -99,11 +98,11 @@ class CheckpointManager:
         options: SaveOptions,
     ) -> None:
         """Save while training waits. Collective; no save is in flight (``wait_until_finished``)."""
-        self._retention.delete_pending()
+        self._queue.delete_waiting()
         stats = save_engine(engine, path, ranks, client_state, options)
         if self._is_rank_zero:
-            self._retention.on_save_started(folder_at(stats.path))
-            self._retention.on_published(folder_at(stats.path))
+            saved = self._queue.begin_save(folder_at(stats.path))
+            self._queue.end_save(saved, published=True)
         self._record(stats)
 
     def save_async(
@@ -120,10 +119,7 @@ class CheckpointManager:
         """
         if self._writer is None:
             return False
-        save = self._writer.save(engine, path, ranks, client_state, options)
-        if save is not None:
-            self._saves.append(save)
-        return save is not None
+        return self._writer.save(engine, path, ranks, client_state, options)
 
     @property
     def last_save(self) -> CheckpointStats | None:
@@ -132,11 +128,9 @@ class CheckpointManager:
         return self._last_save
 
     def collect(self) -> None:
-        """Record the results of background saves that have ended."""
-        for save in [save for save in self._saves if save.done()]:
-            self._saves.remove(save)
-            if save.exception() is None:
-                self._record(save.result())
+        """Record the background saves that have been published."""
+        while self._published:
+            self._record(self._published.popleft())
 
     def _record(self, stats: CheckpointStats) -> None:
         self._last_save = stats
@@ -157,11 +151,11 @@ class CheckpointManager:
 
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Delete a checkpoint once its successor is published and nothing needs it; on rank 0."""
-        self._retention.remove(path)
+        self._queue.delete(path)
 
     def is_being_written(self, path: str) -> bool:
         """Whether a checkpoint is being written in the background; on rank 0."""
-        return self._links.is_deferred(folder_at(path))
+        return self._queue.is_being_saved(folder_at(path))
 
     def link(self, path: str, link: str, ranks: Ranks) -> None:
         """Make a link as soon as the checkpoint is published. Collective.
@@ -170,7 +164,7 @@ class CheckpointManager:
         """
 
         def make() -> None:
-            self._links.make(folder_at(path), folder_at(link), ranks.progress)
+            self._queue.link(folder_at(path), folder_at(link), ranks.progress)
 
         ranks.broadcast("link a checkpoint", make)
 
@@ -203,10 +197,8 @@ class CheckpointManager:
             self.collect()
             self._unhook()
             self._writer, self._unhook = None, _nothing
-            # A save that was cancelled and does not end keeps its own; the next run's do not wait.
-            self._links = CheckpointLinks()
         if self._is_rank_zero:
-            self._retention.delete_pending()
+            self._queue.delete_waiting()
         if interrupted and failure is not None:
             log.error("%s", failure)
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,11 @@ from lightning_elastic_zero.checkpoint.consistency import (
     table_digests,
     write_tables,
 )
-from lightning_elastic_zero.checkpoint.retention import CheckpointLinks, Retention
+from lightning_elastic_zero.checkpoint.file_queue import FileQueue
 from lightning_elastic_zero.checkpoint.save import ShardContents
 from lightning_elastic_zero.checkpoint.snapshot import Snapshotter
 from lightning_elastic_zero.checkpoint.streams import current_device, use_device
-from lightning_elastic_zero.checkpoint.types import SaveOptions
+from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveOptions
 from lightning_elastic_zero.coordination.ranks import OneRank
 from lightning_elastic_zero.core.layout import Fragment
 from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter, Writer
@@ -138,18 +139,18 @@ def write(device: torch.device, folder: Path) -> None:
     use_device(device)
     assert current_device() == device
     run, path = trained(device), folder / "a.ckpt"
-    writer = AsyncCheckpointer(OneRank(), CheckpointLinks(), Retention())
+    published = deque[CheckpointStats]()
+    writer = AsyncCheckpointer(OneRank(), FileQueue(), published)
     state = {
         "best": torch.tensor(0.25).to(device),
         "weight": torch.nn.Parameter(torch.ones(2).to(device)),
         "metric": Metric(torch.ones(3).to(device)),
     }
-    saved = writer.save(run, path, OneRank(), state, SaveOptions())
+    writer.save(run, path, OneRank(), state, SaveOptions())
     writer.wait_for_copies()
     run.train(3, 4)
     writer.wait_until_finished(OneRank())
-    assert saved is not None
-    assert saved.result(0).bytes
+    assert published[0].bytes
     assert writer.stop() is None
     assert current_device() == device
     cuda: Any = torch._C

@@ -7,6 +7,7 @@ import mmap
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
@@ -20,7 +21,7 @@ import torch
 from lightning_elastic_zero.checkpoint import background, snapshot
 from lightning_elastic_zero.checkpoint import streams as device_streams
 from lightning_elastic_zero.checkpoint.background import AsyncCheckpointer
-from lightning_elastic_zero.checkpoint.retention import CheckpointLinks, Retention
+from lightning_elastic_zero.checkpoint.file_queue import FileQueue
 from lightning_elastic_zero.checkpoint.save import ShardContents, save_engine
 from lightning_elastic_zero.checkpoint.snapshot import (
     HostBuffer,
@@ -35,7 +36,7 @@ from lightning_elastic_zero.checkpoint.streams import (
     side_stream,
     use_device,
 )
-from lightning_elastic_zero.checkpoint.types import SaveOptions
+from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveOptions
 from lightning_elastic_zero.coordination.ranks import OneRank
 from lightning_elastic_zero.core.layout import Fragment
 from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter, StateKey
@@ -347,19 +348,19 @@ def test_a_background_save_equals_a_blocking_one(late: CopyEngine, tmp_path: Pat
     """All files are equal, except for the save id."""
     run, ranks = LateRun(late), OneRank()
     save_engine(run, tmp_path / "blocking", ranks, {"epoch": 1}, SaveOptions())
-    writer = AsyncCheckpointer(OneRank(), CheckpointLinks(), Retention())
+    published = deque[CheckpointStats]()
+    writer = AsyncCheckpointer(OneRank(), FileQueue(), published)
     end_hook = run.add_step_pre_hook(writer.wait_for_copies)
     for turn in range(2):  # The second save reuses the memory.
         # Threads that are not in inference mode fill the first save's memory.
         with torch.inference_mode(mode=not turn):
             path = tmp_path / f"behind{turn}"
-            saved = writer.save(run, path, ranks, {"epoch": 1}, SaveOptions())
+            writer.save(run, path, ranks, {"epoch": 1}, SaveOptions())
         run.train_step()
         run.train_step()
         with late.waiting():
             writer.wait_until_finished(ranks)
-        assert saved is not None
-        assert saved.result(0).path == str(path)
+        assert published.pop().path == str(path)
         run.undo_steps()
     end_hook()
     with late.waiting():
@@ -375,7 +376,7 @@ def test_a_save_waits_until_the_memory_of_the_previous_one_is_free(
     blocked = _BlockedRanks()
     run, ranks = LateRun(late), _UnblocksWhileWaiting(blocked)
     save_engine(run, tmp_path / "blocking", OneRank(), {"epoch": 1}, SaveOptions())
-    writer = AsyncCheckpointer(blocked, CheckpointLinks(), Retention())
+    writer = AsyncCheckpointer(blocked, FileQueue(), deque())
     run.hooks = [writer.wait_for_copies]
     writer.save(run, tmp_path / "behind", ranks, {"epoch": 1}, SaveOptions())
     run.train_step()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_elastic_zero.checkpoint.retention import CheckpointLinks, Retention
+from lightning_elastic_zero.checkpoint.file_queue import FileQueue
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
@@ -260,45 +260,41 @@ class TestLinks:
     def target(self, link: Path) -> Path:
         return link.parent / "new.ckpt"
 
-    @pytest.fixture
-    def links(self, target: Path) -> CheckpointLinks:
-        """Return the links of a run that saves a checkpoint."""
-        links = CheckpointLinks()
-        links.on_save_started(folder_at(target))
-        return links
-
-    def test_a_link_waits_until_its_checkpoint_is_published(
-        self, link: Path, target: Path, links: CheckpointLinks
-    ) -> None:
-        links.make(folder_at(target), folder_at(link))
+    def test_a_link_waits_until_its_checkpoint_is_published(self, link: Path, target: Path) -> None:
+        queue = FileQueue()
+        given_up = queue.begin_save(folder_at(link.parent / "given_up.ckpt"))
+        save = queue.begin_save(folder_at(target))
+        queue.link(folder_at(target), folder_at(link))
         assert checkpoint_at(link) == "old"
-        links.on_save_ended(folder_at(link.parent / "given_up.ckpt"), published=True)
+        queue.end_save(given_up, published=True)
         assert checkpoint_at(link) == "old", "the end of another save releases no link"
         fill(target, "new")
-        links.make(folder_at(target), folder_at(link))
+        queue.link(folder_at(target), folder_at(link))
         assert checkpoint_at(link) == "old"
-        links.on_save_ended(folder_at(target), published=True)
+        queue.end_save(save, published=True)
         assert checkpoint_at(link) == "new"
 
-    def test_a_link_never_names_a_failed_save(
-        self, link: Path, target: Path, links: CheckpointLinks
-    ) -> None:
-        links.make(folder_at(target), folder_at(link))
-        links.on_save_ended(folder_at(target), published=False)
+    def test_a_link_never_names_a_failed_save(self, link: Path, target: Path) -> None:
+        queue = FileQueue()
+        save = queue.begin_save(folder_at(target))
+        queue.link(folder_at(target), folder_at(link))
+        queue.end_save(save, published=False)
         assert checkpoint_at(link) == "old"
-        links.make(folder_at(target), folder_at(link))
+        queue.link(folder_at(target), folder_at(link))
         assert checkpoint_at(link) == "old"
 
     @pytest.mark.parametrize("ended", [True, False])
     def test_links_to_published_and_other_checkpoints_are_made_at_once(
-        self, ended: bool, link: Path, target: Path, links: CheckpointLinks
+        self, ended: bool, link: Path, target: Path
     ) -> None:
+        queue = FileQueue()
+        save = queue.begin_save(folder_at(target))
         if ended:
-            links.on_save_ended(folder_at(target), published=True)
+            queue.end_save(save, published=True)
         other = target if ended else link.parent / "other.ckpt"
         fill(other, "new")
         assert checkpoint_at(link) == "old"
-        links.make(folder_at(other), folder_at(link))
+        queue.link(folder_at(other), folder_at(link))
         assert checkpoint_at(link) == "new"
 
 
@@ -324,16 +320,16 @@ SPOILED: dict[str, Callable[[Path], object]] = {
 class TestRemove:
     def test_a_checkpoint_is_deleted_if_another_good_one_exists(self, tmp_path: Path) -> None:
         fill(tmp_path / "new.ckpt", "data")
-        Retention().remove(fill(tmp_path / "old.ckpt", "data"))
+        FileQueue().delete(fill(tmp_path / "old.ckpt", "data"))
         assert names_in(tmp_path) == ["new.ckpt"]
 
     def test_a_missing_checkpoint_is_ignored(self, tmp_path: Path) -> None:
-        Retention().remove(tmp_path / "old.ckpt")
+        FileQueue().delete(tmp_path / "old.ckpt")
 
     def test_a_link_is_deleted_but_not_its_target(self, tmp_path: Path) -> None:
         fill(tmp_path / "a.ckpt", "data")
         link(tmp_path / "last.ckpt", "a.ckpt")
-        Retention().remove(tmp_path / "last.ckpt")
+        FileQueue().delete(tmp_path / "last.ckpt")
         assert names_in(tmp_path) == ["a.ckpt"]
 
     def test_a_killed_deletion_leaves_only_a_hidden_directory(
@@ -349,30 +345,30 @@ class TestRemove:
         with monkeypatch.context() as patch:
             patch.setattr(disk_folder, "remove_own_files", killed)
             with pytest.raises(KeyboardInterrupt):
-                Retention().remove(fill(tmp_path / "old.ckpt", "data"))
+                FileQueue().delete(fill(tmp_path / "old.ckpt", "data"))
         ((hidden, content),) = seen
         assert names_in(tmp_path) == [hidden, "new.ckpt"]
         assert hidden.startswith(DELETING_PREFIX)
         assert not hidden.endswith(".ckpt")
         assert content == ["checkpoint", MANIFEST_NAME]
-        Retention().remove(fill(tmp_path / "older.ckpt", "data"))
+        FileQueue().delete(fill(tmp_path / "older.ckpt", "data"))
         assert names_in(tmp_path) == ["new.ckpt"]
 
     def test_a_failed_deletion_is_a_warning(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         fill(tmp_path / "new.ckpt", "data")
-        old, retention = fill(tmp_path / "old.ckpt", "data"), Retention()
+        old, queue = fill(tmp_path / "old.ckpt", "data"), FileQueue()
 
         def refused(path: Path, target: Path) -> Path:
             raise PermissionError(13, "Permission denied", str(path), None, str(target))
 
         with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
             patch.setattr(Path, "rename", refused)
-            retention.remove(old)
+            queue.delete(old)
         assert f"{old} could not be deleted" in caplog.text
         assert names_in(tmp_path) == ["new.ckpt", "old.ckpt"]
-        retention.delete_pending()
+        queue.delete_waiting()
         assert names_in(tmp_path) == ["new.ckpt", "old.ckpt"]
 
     @pytest.mark.parametrize("moment", ["before", "during"])
@@ -426,7 +422,7 @@ class TestRemove:
 
     def test_remote_addresses_are_refused(self) -> None:
         with pytest.raises(UnsupportedError, match="ftp://"):
-            Retention().remove("ftp://bucket/a.ckpt")
+            FileQueue().delete("ftp://bucket/a.ckpt")
 
 
 class TestResumedFrom:
@@ -434,58 +430,58 @@ class TestResumedFrom:
     def test_the_resumed_checkpoint_is_never_deleted(self, folder: str, tmp_path: Path) -> None:
         """Including one that was resumed through a linked folder."""
         fill(tmp_path / "runs" / "new.ckpt", "data")
-        old, retention = fill(tmp_path / "runs" / "old.ckpt", "data"), Retention()
+        old, queue = fill(tmp_path / "runs" / "old.ckpt", "data"), FileQueue()
         (tmp_path / "here").symlink_to("runs")
-        retention.protect(tmp_path / folder / "old.ckpt")
-        retention.remove(old)
-        retention.delete_pending()
+        queue.protect(tmp_path / folder / "old.ckpt")
+        queue.delete(old)
+        queue.delete_waiting()
         assert names_in(tmp_path / "runs") == ["new.ckpt", "old.ckpt"]
 
     def test_the_resumed_target_of_a_moved_link_is_not_deleted(self, tmp_path: Path) -> None:
-        old, retention = fill(tmp_path / "old.ckpt", "data"), Retention()
+        old, queue = fill(tmp_path / "old.ckpt", "data"), FileQueue()
         link(tmp_path / "last.ckpt", "old.ckpt")
-        retention.protect(tmp_path / "last.ckpt")
+        queue.protect(tmp_path / "last.ckpt")
         fill(tmp_path / "new.ckpt", "data")
         link(tmp_path / "last.ckpt", "new.ckpt")
-        retention.remove(old)
-        retention.remove(tmp_path / "elsewhere" / ".." / "old.ckpt")
+        queue.delete(old)
+        queue.delete(tmp_path / "elsewhere" / ".." / "old.ckpt")
         assert names_in(tmp_path) == ["last.ckpt", "new.ckpt", "old.ckpt"]
 
     def test_other_checkpoints_are_deleted(self, tmp_path: Path) -> None:
-        old, retention = fill(tmp_path / "old.ckpt", "data"), Retention()
-        retention.protect(old)
-        retention.remove(fill(tmp_path / "old-v1.ckpt", "data"))
+        old, queue = fill(tmp_path / "old.ckpt", "data"), FileQueue()
+        queue.protect(old)
+        queue.delete(fill(tmp_path / "old-v1.ckpt", "data"))
         assert names_in(tmp_path) == ["old.ckpt"]
 
 
 class TestWaiting:
     def test_a_deletion_waits_until_no_link_names_the_checkpoint(self, tmp_path: Path) -> None:
-        old, retention = fill(tmp_path / "old.ckpt", "data"), Retention()
+        old, queue = fill(tmp_path / "old.ckpt", "data"), FileQueue()
         link(tmp_path / "last.ckpt", "old.ckpt")
         fill(tmp_path / "new.ckpt", "data")
-        retention.remove(old)
+        queue.delete(old)
         assert (tmp_path / "last.ckpt").exists()
-        retention.delete_pending()
+        queue.delete_waiting()
         assert old.exists()
         link(tmp_path / "last.ckpt", "new.ckpt")
-        retention.delete_pending()
+        queue.delete_waiting()
         assert names_in(tmp_path) == ["last.ckpt", "new.ckpt"]
 
     def test_the_last_good_checkpoint_is_kept_until_there_is_another(self, tmp_path: Path) -> None:
-        old, retention = fill(tmp_path / "old.ckpt", "data"), Retention()
-        retention.remove(old)
+        old, queue = fill(tmp_path / "old.ckpt", "data"), FileQueue()
+        queue.delete(old)
         fill(tmp_path / "torn.ckpt", "data", published=False)
-        retention.delete_pending()
+        queue.delete_waiting()
         assert old.exists()
         fill(tmp_path / "new.ckpt", "data")
-        retention.delete_pending()
+        queue.delete_waiting()
         assert names_in(tmp_path) == ["new.ckpt", "torn.ckpt"]
 
     def test_an_unfinished_link_does_not_keep_a_checkpoint(self, tmp_path: Path) -> None:
         old = fill(tmp_path / "old.ckpt", "data")
         fill(tmp_path / "new.ckpt", "data")
         link(tmp_path / f"{LINK_PREFIX}last.ckpt.new", "old.ckpt")
-        Retention().remove(old)
+        FileQueue().delete(old)
         assert not old.exists()
 
     @pytest.mark.parametrize(
@@ -498,7 +494,7 @@ class TestWaiting:
     def test_hidden_directories_do_not_count_as_good(self, tmp_path: Path, hidden: str) -> None:
         fill(tmp_path / hidden, "data")
         old = fill(tmp_path / "old.ckpt", "data")
-        Retention().remove(old)
+        FileQueue().delete(old)
         assert old.exists()
 
     @pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED)
@@ -506,55 +502,55 @@ class TestWaiting:
         self, spoil: Callable[[Path], None], tmp_path: Path
     ) -> None:
         spoil(fill(tmp_path / "other.ckpt", "data"))
-        old, retention = fill(tmp_path / "old.ckpt", "data"), Retention()
-        retention.remove(old)
+        old, queue = fill(tmp_path / "old.ckpt", "data"), FileQueue()
+        queue.delete(old)
         assert old.exists()
         fill(tmp_path / "new.ckpt", "data")
-        retention.delete_pending()
+        queue.delete_waiting()
         assert names_in(tmp_path) == ["new.ckpt", "other.ckpt"]
 
     def test_weights_only_checkpoints_replace_each_other(self, tmp_path: Path) -> None:
         old = fill(tmp_path / "old.ckpt", "data")
         for path in (old, fill(tmp_path / "new.ckpt", "data")):
             make_weights_only(path)
-        Retention().remove(old)
+        FileQueue().delete(old)
         assert names_in(tmp_path) == ["new.ckpt"]
 
     def test_a_link_to_a_checkpoint_does_not_count_as_another(self, tmp_path: Path) -> None:
-        old, retention = fill(tmp_path / "old.ckpt", "data"), Retention()
+        old, queue = fill(tmp_path / "old.ckpt", "data"), FileQueue()
         link(tmp_path / "last.ckpt", "old.ckpt")
-        retention.remove(old)
+        queue.delete(old)
         (tmp_path / "last.ckpt").unlink()
-        retention.delete_pending()
+        queue.delete_waiting()
         assert old.exists()
 
     def test_deleting_all_keeps_one(self, tmp_path: Path) -> None:
-        retention = Retention()
+        queue = FileQueue()
         for path in [fill(tmp_path / name, "data") for name in ("a.ckpt", "b.ckpt")]:
-            retention.remove(path)
+            queue.delete(path)
         assert names_in(tmp_path) == ["b.ckpt"]
 
     def test_a_pending_deletion_spares_a_new_checkpoint_of_that_name(self, tmp_path: Path) -> None:
-        best, retention = fill(tmp_path / "best.ckpt", "data"), Retention()
-        retention.remove(best)
+        best, queue = fill(tmp_path / "best.ckpt", "data"), FileQueue()
+        queue.delete(best)
         again = fill(tmp_path / "staged", "other")
         best.rename(tmp_path / "gone")
         again.rename(best)
         fill(tmp_path / "other.ckpt", "data")
-        retention.delete_pending()
+        queue.delete_waiting()
         assert best.exists()
 
 
 class TestSavedAgain:
     """Saves to a path whose deletion is pending."""
 
-    def scheduled_deletion(self, folder: Path) -> tuple[Retention, Path]:
-        retention, old = Retention(), fill(folder / "best.ckpt", "data")
+    def scheduled_deletion(self, folder: Path) -> tuple[FileQueue, Path]:
+        queue, old = FileQueue(), fill(folder / "best.ckpt", "data")
         link(folder / "last.ckpt", "best.ckpt")
         fill(folder / "other.ckpt", "data")
-        retention.remove(old)
+        queue.delete(old)
         assert old.exists()
-        return retention, old
+        return queue, old
 
     def publish(self, path: Path) -> None:
         again = fill(path.parent / "staged", "data")
@@ -563,40 +559,41 @@ class TestSavedAgain:
 
     @pytest.mark.parametrize("succeeds", [True, False])
     def test_a_save_cancels_the_pending_deletion(self, succeeds: bool, tmp_path: Path) -> None:
-        retention, best = self.scheduled_deletion(tmp_path)
-        retention.on_save_started(folder_at(best))
+        queue, best = self.scheduled_deletion(tmp_path)
+        save = queue.begin_save(folder_at(best))
         if succeeds:
             self.publish(best)
         link(tmp_path / "last.ckpt", "other.ckpt")
-        if succeeds:
-            retention.on_published(folder_at(best))
-        retention.delete_pending()
+        queue.end_save(save, published=succeeds)
+        queue.delete_waiting()
         assert (best / MANIFEST_NAME).exists()
 
     def test_pending_deletions_wait_for_a_successful_save(self, tmp_path: Path) -> None:
-        retention, other = Retention(), fill(tmp_path / "other.ckpt", "data")
+        queue, other = FileQueue(), fill(tmp_path / "other.ckpt", "data")
         new = fill(tmp_path / "new.ckpt", "data")
-        retention.on_save_started(folder_at(new))
-        retention.remove(other)
+        failed = queue.begin_save(folder_at(new))
+        queue.delete(other)
+        queue.end_save(failed, published=False)
+        queue.delete_waiting()
         assert other.exists()
-        retention.on_save_started(folder_at(new))
-        retention.on_published(folder_at(new))
+        queue.end_save(queue.begin_save(folder_at(new)), published=True)
         assert not other.exists()
 
     def test_a_deletion_requested_during_the_save_counts(self, tmp_path: Path) -> None:
-        retention, best = self.scheduled_deletion(tmp_path)
-        retention.on_save_started(folder_at(best))
-        retention.remove(best)
+        queue, best = self.scheduled_deletion(tmp_path)
+        save = queue.begin_save(folder_at(best))
+        queue.delete(best)
         self.publish(best)
-        retention.on_published(folder_at(best))
+        queue.end_save(save, published=True)
         assert (best / MANIFEST_NAME).exists()
         link(tmp_path / "last.ckpt", "other.ckpt")
-        retention.delete_pending()
+        queue.delete_waiting()
         assert not best.exists()
 
     def test_a_save_cancels_the_deletion_of_its_own_path_only(self, tmp_path: Path) -> None:
-        retention, best = self.scheduled_deletion(tmp_path)
-        retention.on_save_started(folder_at(tmp_path / "new.ckpt"))
+        queue, best = self.scheduled_deletion(tmp_path)
+        save = queue.begin_save(folder_at(tmp_path / "new.ckpt"))
         link(tmp_path / "last.ckpt", "other.ckpt")
-        retention.on_published(folder_at(fill(tmp_path / "new.ckpt", "data")))
+        fill(tmp_path / "new.ckpt", "data")
+        queue.end_save(save, published=True)
         assert not best.exists()

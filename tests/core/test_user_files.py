@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from lightning_elastic_zero.checkpoint.fallback import find_fallback
-from lightning_elastic_zero.checkpoint.retention import Retention
+from lightning_elastic_zero.checkpoint.file_queue import FileQueue
 from lightning_elastic_zero.checkpoint.types import LoadOptions
 from lightning_elastic_zero.coordination.ranks import OneRank
 from lightning_elastic_zero.core.progress import NO_PROGRESS
@@ -346,9 +346,9 @@ class TestDeleting:
     ) -> None:
         fill(tmp_path / "other.ckpt", "other")
         place(tmp_path / "best.ckpt")
-        before, retention = snapshot(tmp_path), Retention()
-        retention.remove(tmp_path / "best.ckpt")
-        retention.delete_pending()
+        before, queue = snapshot(tmp_path), FileQueue()
+        queue.delete(tmp_path / "best.ckpt")
+        queue.delete_waiting()
         assert snapshot(tmp_path) == before
         assert caplog.text.count("best.ckpt is not deleted, because it ") == 1
 
@@ -364,7 +364,7 @@ class TestDeleting:
             return rename(path, to)
 
         monkeypatch.setattr(Path, "rename", late)
-        Retention().remove(best)
+        FileQueue().delete(best)
         assert contents(best) == {**complete("old"), "mine": MINE}
         assert names_in(tmp_path) == ["best.ckpt", "other.ckpt"]
 
@@ -380,7 +380,7 @@ class TestDeleting:
             unlink(name, dir_fd=dir_fd)
 
         monkeypatch.setattr(os, "unlink", late)
-        Retention().remove(best)
+        FileQueue().delete(best)
         (rest,) = tmp_path.glob(".zero-removed-*")
         assert contents(rest) == {"mine": MINE}
         remove_leftovers(tmp_path)

@@ -11,6 +11,7 @@ import signal
 import tempfile
 import threading
 import time
+from collections import deque
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +24,11 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_elastic_zero.checkpoint import manager as manager_module
 from lightning_elastic_zero.checkpoint.background import BackgroundSave
+from lightning_elastic_zero.checkpoint.file_queue import FileQueue, PendingSave
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
-from lightning_elastic_zero.checkpoint.retention import CheckpointLinks, Retention
 from lightning_elastic_zero.checkpoint.save import Cancellation, ShardContents, write_shards
 from lightning_elastic_zero.checkpoint.snapshot import Snapshotter
-from lightning_elastic_zero.checkpoint.types import SaveOptions
+from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveOptions
 from lightning_elastic_zero.coordination.client import StoreRanks
 from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import OneRank, Ranks, connect_ranks
@@ -36,7 +37,6 @@ from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import RanksError
 from lightning_elastic_zero.storage import disk_checkpoints as copying
 from lightning_elastic_zero.storage.disk_folder import DiskFolder
-from lightning_elastic_zero.storage.folder import Folder
 from lightning_elastic_zero.storage.folders import folder_at
 from tests.dist.test_coordination import SHORT, attempt
 from tests.support.launch import Job, RankResult, run_ranks
@@ -158,7 +158,7 @@ def link_of_one_lost_after_publication(job: Job) -> None:
     with closing(connect_ranks()) as ranks:
         folder = Path(ranks.broadcast("make a folder", tempfile.mkdtemp))
         path, link = folder / "new.ckpt", folder / "last.ckpt"
-        manager._links = _LinksAfter(asked)
+        manager._queue = _EndsAfter(asked)
         if job.rank == job.world_size - 1:
             module: Any = manager_module
             connect = module.connect_ranks
@@ -167,7 +167,7 @@ def link_of_one_lost_after_publication(job: Job) -> None:
         manager.start(made, job.rank)
         assert manager.save_async(made, path, ranks, {}, SaveOptions())
         if job.rank == 0:
-            manager._links.make(folder_at(path), folder_at(link))
+            manager._queue.link(folder_at(path), folder_at(link))
             job.note("deferred", not os.path.lexists(link))
         asked.set()
         failures: list[object] = []
@@ -201,15 +201,15 @@ def slow_link(job: Job) -> None:
     with closing(ranks):
         folder = Path(ranks.broadcast("make a folder", tempfile.mkdtemp))
         path, link = folder / "new.ckpt", folder / "last.ckpt"
-        links = CheckpointLinks()
-        links.on_save_started(folder_at(path))
-        links.make(folder_at(path), folder_at(link))
+        queue, published = FileQueue(), deque[CheckpointStats]()
         snapshot = Snapshotter().take(contents(job, path, FEW), ranks.progress)
-        saves = BackgroundSave(snapshot, ranks, links, Retention(), 0.0)
+        saves = BackgroundSave(snapshot, ranks, queue, published, 0.0)
+        if job.rank == 0:
+            queue.link(folder_at(path), folder_at(link))
         saves.start()
         saves.join()
         job.note("failure", str(saves.failure))
-        job.note("ended", saves.result.exception() is None)
+        job.note("ended", len(published) == 1)
         job.note("complete", job.rank > 0 or (link / "manifest.json").exists())
 
 
@@ -224,16 +224,16 @@ def _die_when_published(path: Path) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-class _LinksAfter(CheckpointLinks):
-    """Links of a save that does not end before a link to it was requested."""
+class _EndsAfter(FileQueue):
+    """The queue of a save that does not end before a link to it was requested."""
 
     def __init__(self, asked: threading.Event) -> None:
         super().__init__()
         self._asked = asked
 
-    def on_save_ended(self, target: Folder, *, published: bool) -> None:
+    def end_save(self, save: PendingSave, *, published: bool) -> None:
         self._asked.wait()
-        super().on_save_ended(target, published=published)
+        super().end_save(save, published=published)
 
 
 class _StopsBefore:
@@ -290,9 +290,7 @@ def test_a_save_ends_if_a_deletion_after_it_raises(
     only: Any = OneRank()
     old, new = tmp_path / "old.ckpt", tmp_path / "new.ckpt"
     write_shards(contents(only, old, 1), only)
-    retention = Retention()
-    retention.on_save_started(folder_at(new))
-    retention.remove(old)
+    queue, published = FileQueue(), deque[CheckpointStats]()
 
     def fail(*_: object) -> None:
         msg = "no deletion"
@@ -300,11 +298,12 @@ def test_a_save_ends_if_a_deletion_after_it_raises(
 
     monkeypatch.setattr(DiskFolder, "delete", fail)
     snapshot = Snapshotter().take(contents(only, new, 1), only.progress)
-    save = BackgroundSave(snapshot, only, CheckpointLinks(), retention, 0.0)
+    save = BackgroundSave(snapshot, only, queue, published, 0.0)
+    queue.delete(old)
     save.start()
     save.join()
     assert save.over.is_set()
-    assert save.result.result().path == str(new)
+    assert [stats.path for stats in published] == [str(new)]
     assert f"{new} was saved in the background, but: no deletion" in str(save.failure)
 
 

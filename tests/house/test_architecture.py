@@ -56,7 +56,7 @@ OWN_READERS = {
     *("storage/paths.py", "storage/own_files.py"),  # folders in the latter
     *("checkpoint/memory.py", "core/processes.py"),  # /proc and /sys
     *("coordination/ranks.py", "trainer/monitor.py"),  # /proc
-    *("checkpoint/retention.py", "checkpoint/save.py", "trainer/launch.py"),  # installed programs
+    *("checkpoint/file_queue.py", "checkpoint/save.py", "trainer/launch.py"),  # installed programs
     *("checkpoint/directory_check.py", "selftest.py"),  # a folder that they have made
     "storage/file_write.py",  # new files
 }

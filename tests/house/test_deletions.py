@@ -98,8 +98,6 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("trainer/strategy.py", "remove_checkpoint", "self.checkpoint_manager.remove"): (
         "tests/trainer/test_unowned_files.py::test_top_k_keeps_a_checkpoint_with_a_users_file"
     ),
-    ("checkpoint/manager.py", "remove", "self._retention.remove"): DELETING
-    + "test_retention_skips_foreign_files_and_warns_once",
     # -- leftovers of kills
     ("storage/disk_checkpoints.py", "_remove_by_id", "owner_file.unlink"): (
         LEFT + "test_a_users_file_under_a_hidden_name_is_kept"
@@ -118,6 +116,9 @@ PLACES: dict[tuple[str, str, str], str] = {
     ),
     # -- links
     ("trainer/checkpoint_io.py", "_link", "self._manager.link"): (
+        LINKS + "test_a_link_does_not_replace_foreign_files"
+    ),
+    ("checkpoint/manager.py", "make", "self._queue.link"): (
         LINKS + "test_a_link_does_not_replace_foreign_files"
     ),
     ("integrations/engines.py", "save", "self._manager.link"): LATEST_FILE,
@@ -145,7 +146,6 @@ NOT_ON_DISK = {
     ("trainer/loaders.py", "_copy_of", "copy.copy"),
     ("trainer/accumulation.py", "watch", "handle.remove"),
     ("core/tensors.py", "numpy_to_python", "copy.copy"),
-    ("checkpoint/manager.py", "collect", "self._saves.remove"),
     ("trainer/monitor.py", "teardown", "self._manager.listeners.remove"),
     (
         "integrations/ray.py",

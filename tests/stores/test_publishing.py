@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import pytest
 
-from lightning_elastic_zero.checkpoint.retention import Retention
+from lightning_elastic_zero.checkpoint.file_queue import FileQueue
 from lightning_elastic_zero.core.manifest import FileEntry
 from lightning_elastic_zero.core.progress import NO_PROGRESS
 from lightning_elastic_zero.errors import (
@@ -265,7 +265,7 @@ def test_a_folder_copied_from_a_disk_is_read_replaced_and_removed(
     of_mine = {key for key in keys(folder) if key.startswith("mine.ckpt/")}
     publish(folder / "a.ckpt")
     folder_at(folder / "last.ckpt").make_link(folder_at(folder / "a.ckpt"))
-    Retention().remove(str(folder / "b.ckpt"))
+    FileQueue().delete(str(folder / "b.ckpt"))
     assert "notes.txt" in folder_at(folder / "mine.ckpt").delete()
     assert keys(folder) == PUBLISHED | of_mine | {"last.ckpt/manifest.json"}
 
@@ -291,8 +291,8 @@ def test_a_folder_copied_to_a_disk_is_read_replaced_and_removed(
         assert folder_at(tmp_path / name).has_link() == ("/" not in name)
     for name in (*names, *links):
         assert not folder_at(tmp_path / name).inspect().refusal_reason
-    saves = Retention()
-    saves.remove(tmp_path / "a.ckpt")  # Its link needs it.
+    queue = FileQueue()
+    queue.delete(tmp_path / "a.ckpt")  # Its link needs it.
     assert folder_at(tmp_path / "last.ckpt").is_checkpoint()
     for name in ("last.ckpt", "b.ckpt"):
         save = StagedDirectory.create(tmp_path / name, new_id())
@@ -301,8 +301,8 @@ def test_a_folder_copied_to_a_disk_is_read_replaced_and_removed(
         assert contents(tmp_path / name) == complete("new")
     folder_at(tmp_path / "last-v1.ckpt").make_link(folder_at(tmp_path / "b.ckpt"))
     assert (tmp_path / "last-v1.ckpt").is_symlink()
-    saves.delete_pending()
-    saves.remove(tmp_path / "best.ckpt")
+    queue.delete_waiting()
+    queue.delete(tmp_path / "best.ckpt")
     assert not folder_at(tmp_path / "sub/c.ckpt").delete()
     assert names_in(tmp_path) == ["b.ckpt", "last-v1.ckpt", "last.ckpt", "sub"]
     assert names_in(tmp_path / "sub") == []
@@ -610,12 +610,12 @@ def test_a_save_waits_for_a_deletion_under_way(
 
 def test_retention_keeps_a_checkpoint_that_another_run_published(folder: StorePath) -> None:
     """Under the name of a checkpoint of this run."""
-    target, retention = folder / "a.ckpt", Retention()
+    target, queue = folder / "a.ckpt", FileQueue()
     publish(folder / "b.ckpt")
     publish(target)
-    retention.on_published(folder_at(target))
+    queue.end_save(queue.begin_save(folder_at(target)), published=True)
     other = publish(target, b"other")
-    retention.remove(str(target))
+    queue.delete(str(target))
     assert other.path.store.get((other.path / FILE).key)[0] == b"other"
     assert folder_at(target).is_checkpoint()
 
@@ -630,7 +630,7 @@ def test_a_deletion_that_fails_does_not_end_the_run(
 
     with monkeypatch.context() as patched:
         patched.setattr(Store, "get", get)
-        Retention().remove(str(folder / "a.ckpt"))
+        FileQueue().delete(str(folder / "a.ckpt"))
     assert f"{folder}/a.ckpt could not be deleted" in caplog.text
 
 

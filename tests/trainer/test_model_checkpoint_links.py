@@ -226,13 +226,13 @@ def test_an_abandoned_save_that_is_published_creates_its_links(tmp_path: Path) -
     target, link = tmp_path / "a.ckpt", tmp_path / "last.ckpt"
     manager = CheckpointManager(Timeouts(), background=True)
     manager.start(LiveEngine(SimpleNamespace(optimizer=None)), 0)
-    links = manager._links
-    links.on_save_started(folder_at(target))
+    queue = manager._queue
+    save = queue.begin_save(folder_at(target))
     manager.link(str(target), str(link), OneRank())
     manager.stop(interrupted=True)
     assert not link.is_symlink()
     target.mkdir()
-    links.on_save_ended(folder_at(target), published=True)
+    queue.end_save(save, published=True)
     assert str(link.readlink()) == "a.ckpt"
 
 

@@ -6,7 +6,6 @@ import copy
 import pickle
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -117,9 +116,9 @@ def test_a_strategy_can_be_pickled_and_copied_without_sharing(copied: Callable[[
         async_save=True,
         on_unresumable_data="restart_epoch",
     )
-    original.checkpoint_manager._retention.on_save_started(folder_at(Path("/nowhere/new.ckpt")))
-    original.checkpoint_manager._retention.remove("/nowhere/old.ckpt")
-    assert original.checkpoint_manager._retention._waiting
+    original.checkpoint_manager._queue.begin_save(folder_at("/nowhere/new.ckpt"))
+    original.checkpoint_manager._queue.delete("/nowhere/old.ckpt")
+    assert original.checkpoint_manager._queue._deletions
     other: Any = copied(original)
     assert type(other).__name__ == "ElasticDeepSpeedStrategy"
     assert other._batches._global_batch_size == 6
@@ -127,7 +126,7 @@ def test_a_strategy_can_be_pickled_and_copied_without_sharing(copied: Callable[[
     manager = other.checkpoint_manager
     assert manager._background
     assert other._resumer._on_unresumable_data == "restart_epoch"
-    assert not manager._retention._waiting
+    assert not manager._queue._deletions
     assert other._checkpoints._hooks._manager is manager
     assert other._checkpoints._hooks._link.__self__ is other._checkpoints
     assert other._checkpoints._get_ranks.__self__ is other
