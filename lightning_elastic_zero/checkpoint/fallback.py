@@ -85,8 +85,8 @@ def _older_than(
             folders.add(folder)
     steps: dict[AnyPath, int] = {}
     progress, pickle = ranks.progress, options.allow_pickle
-    found = (checkpoints_in(folder, progress, allow_pickle=pickle) for folder in folders)
-    for path in set[AnyPath]().union(*found):
+    by_folder = (checkpoints_in(folder, progress, allow_pickle=pickle) for folder in folders)
+    for path in set[AnyPath]().union(*by_folder):
         manifest = None if path == real else manifest_of(path)
         progress.check()
         if manifest is None or not options.in_series(path, manifest):

@@ -43,6 +43,7 @@ from lightning_elastic_zero.storage.folder import Folder
 from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.object_store import AnyPath
 from lightning_elastic_zero.storage.own_files import TAG, is_checkpoint
+from lightning_elastic_zero.storage.paths import NO_ENTRY
 
 _MAX_DEPTH = 4
 """Number of slashes that are followed in a name of ``ModelCheckpoint``."""
@@ -190,7 +191,7 @@ def _nested_saves(folder: Folder, progress: Progress, *, allow_pickle: bool) -> 
 
     Each contains the callback's own list, which has its place in the folder.
     """
-    with suppress(OSError):  # Other checkpoints of the folder remain.
+    try:
         for entry in islice(folder.entries_below(_MAX_DEPTH), MAX_ENTRIES):
             if not entry.is_checkpoint():
                 continue
@@ -205,6 +206,10 @@ def _nested_saves(folder: Folder, progress: Progress, *, allow_pickle: bool) -> 
                 states = callbacks.values() if isinstance(callbacks, dict) else ()
                 if any(_has_saved(callback, place) for callback in states):
                     yield entry.path
+    except OSError as error:
+        if error.errno not in NO_ENTRY:
+            raise
+        # Of a folder that is not accessible: other checkpoints remain.
 
 
 def _has_saved(callback: object, place: str) -> bool:

@@ -1,4 +1,8 @@
-"""State of accelerate outside of the engines, restored on any number of ranks."""
+"""An Accelerator, whose states are saved and loaded on any number of ranks.
+
+``AcceleratorBinding`` replaces methods of one Accelerator, which handle its folders and engines.
+``RunState`` is the state of accelerate outside of the engines.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +14,19 @@ import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import accelerate
 from accelerate.checkpointing import load_accelerator_state
-from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler, SkipBatchSampler
+from accelerate.data_loader import SkipBatchSampler
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import MODEL_NAME, RNG_STATE_NAME, DeepSpeedSchedulerWrapper, DistributedType
 from packaging.version import Version
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import (
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from lightning_elastic_zero.coordination.ranks import connect_ranks
 from lightning_elastic_zero.core.manifest import Manifest, load_json
@@ -40,6 +38,11 @@ from lightning_elastic_zero.errors import (
     UnsupportedError,
 )
 from lightning_elastic_zero.formats.open import open_checkpoint
+from lightning_elastic_zero.integrations.differences import (
+    samplers_of,
+    skip_differences,
+    warn_of_data,
+)
 from lightning_elastic_zero.integrations.engines import (
     OTHER_OPTIONS,
     EngineCheckpoints,
@@ -86,101 +89,118 @@ _BY_CALLS = (
     "steps in the function"
 )
 
-_LOOP = Loop(
-    batch_names=("the DataLoader's batch_size", "gradient_accumulation_steps"),
-    foreground=is_checkpoint,  # accelerate's own files next to it are about to be replaced
-)
+
+def bind_accelerator(accelerator: Any, options: LoopOptions) -> None:
+    """Bind ``load_state``, ``save_state``, and all present and future engines.
+
+    Raises:
+        UnsupportedError: the Accelerator does not run DeepSpeed, or its release is too old.
+    """
+    state = RunState(accelerator)
+    loop = Loop(
+        batch_names=("the DataLoader's batch_size", "gradient_accumulation_steps"),
+        record=state.record,
+        check=check_steps,
+        on_load=state.on_load,
+        foreground=is_checkpoint,  # accelerate's own files next to it are about to be replaced
+        remedy=fallback_remedy(options),
+    )
+    AcceleratorBinding(state, options, loop).bind()
 
 
-@dataclass(slots=True)
+def fallback_remedy(options: LoopOptions) -> str:
+    """Return the remedy of a damaged checkpoint."""
+    return "" if options.fallback else _REMEDY
+
+
 class AcceleratorBinding:
-    """The bound methods of one Accelerator, and the engines that it has prepared."""
+    """The methods of one Accelerator that are replaced, and the engines that it has prepared."""
 
-    reference: weakref.ref[Any]
-    """Its engines refer to this binding, and DeepSpeed never frees an engine that has trained: the
-    Accelerator with its loaders must not live as long."""
-    options: LoopOptions
-    loop: Loop = _LOOP
-    on_engine: Callable[[Any], None] = lambda _: None
-    """Called with each engine before it is bound."""
-    bound: dict[int, EngineCheckpoints] = field(default_factory=dict)
-    """Engines that the Accelerator has prepared and not freed, by ``id``."""
-    loaded: Loaded | None = None
-    """The first engine's load within ``load_state``."""
-    last_folder: Path | None = None
-    """The folder of the last load or save of this run."""
+    def __init__(self, state: RunState, options: LoopOptions, loop: Loop) -> None:
+        self._state = state
+        self._options = options
+        # Checkpoints next to an engine's may be those of other engines.
+        self._engine_options = replace(options, fallback=False)
+        self._loop = loop
+        self._engines: dict[int, EngineCheckpoints] = {}
+        """Engines that the Accelerator has prepared and not freed, by ``id``."""
+        self._last_folder: Path | None = None
+        """The folder of the last load or save of this run."""
 
     @property
-    def accelerator(self) -> Any:
-        """The Accelerator, which has no types."""
-        return self.reference()
+    def _accelerator(self) -> Any:
+        return self._state.accelerator
 
     def bind(self) -> None:
-        """Bind ``load_state``, ``save_state``, and all present and future engines.
+        """Replace the methods on the instance.
 
         Raises:
             UnsupportedError: the Accelerator does not run DeepSpeed, or its release is too old.
         """
-        accelerator = self.accelerator
-        if accelerator.distributed_type != DistributedType.DEEPSPEED:
-            msg = (
-                f"elastic() was given an Accelerator of type {accelerator.distributed_type}: it "
-                "must run DeepSpeed. Pass deepspeed_plugin=DeepSpeedPlugin(...), or start the "
-                "script with accelerate launch --use_deepspeed"
-            )
-            raise UnsupportedError(msg)
-        if Version(accelerate.__version__) < Version("1.15"):
-            msg = (
-                f"accelerate {accelerate.__version__} repeats the first epoch's order after a "
-                "resume in a later epoch: install accelerate 1.15 or newer"
-            )
-            raise UnsupportedError(msg)
-        if accelerator.parallelism_config and accelerator.parallelism_config.sp_size > 1:
-            msg = (
-                f"parallelism_config has sp_size={accelerator.parallelism_config.sp_size}: after a "
-                "resume, sequence parallelism under accelerate repeats the first epoch's order. "
-                "elastic() does not support it: remove it"
-            )
-            raise UnsupportedError(msg)
+        accelerator = self._accelerator
+        _check_supported(accelerator)
         for method in (self._prepare, self._load_state, self._save_state, self._free_memory):
             name = method.__name__.removeprefix("_")
             bound = partial(method, getattr(accelerator, name))
             setattr(accelerator, name, functools.wraps(getattr(accelerator, name))(bound))
         accelerator.wait_for_save = self.wait
-        accelerator.elastic_options = self.options
+        accelerator.elastic_options = self._options
         self._bind_engines(accelerator._models)
 
     def wait(self) -> None:
         """Wait until the last save of each engine is published; collective."""
-        for checkpoints in self.bound.values():
+        for checkpoints in self._engines.values():
             checkpoints.wait()
+
+    # -- engines ---------------------------------------------------------------------------------
 
     def _prepare(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         prepared = prepare(*args, **kwargs)
         self._bind_engines(prepared if isinstance(prepared, tuple) else (prepared,))
         return prepared
 
+    def _bind_engines(self, prepared: Any) -> None:
+        for engine in prepared:
+            if not is_engine(engine) or id(engine) in self._engines:
+                continue
+            if (before := bound_options(engine)) is not None:
+                if before not in (self._engine_options, LoopOptions()):
+                    raise ValueError(OTHER_OPTIONS)
+                engine.wait_for_save()
+            checkpoints = EngineCheckpoints(engine, self._engine_options, self._loop)
+            self._engines[id(engine)] = checkpoints
+            checkpoints.bind()
+
+    def _free_memory(self, free: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        while self._engines:
+            self._engines.popitem()[1].stop()
+        return free(*args, **kwargs)
+
+    # -- loading ---------------------------------------------------------------------------------
+
     def _load_state(
         self, load: Callable[..., Any], input_dir: str | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        self.loaded = None
-        configuration = self.accelerator.project_configuration
-        series = Path(self.accelerator.project_dir or "", "checkpoints", "checkpoint_")
+        self._state.loaded = None
+        configuration = self._accelerator.project_configuration
+        series = Path(self._accelerator.project_dir or "", "checkpoints", "checkpoint_")
         is_named = configuration.automatic_checkpoint_naming
         named: list[str] = []
         if input_dir is not None or is_named:
-            if self.options.fallback:
+            if self._options.fallback:
                 asked = None if input_dir is None else Path(input_dir).expanduser()
-                input_dir = resume_folder(asked, series, self._checkpoints_of, self.options)
+                input_dir = resume_folder(asked, series, self._checkpoints_of, self._options)
             call = f"load_state from {input_dir or series.parent}"
-            timeouts = self.options.timeouts()
+            timeouts = self._options.timeouts()
             with closing(connect_ranks(timeouts, "elastic-zero engine", call)) as ranks:
                 if is_named:  # rank 0's, because a network file system may list others elsewhere
                     named = ranks.broadcast(call, lambda: [*map(str, folders_of(series))])
                 input_dir = str(input_dir or next(iter(named), f"{series}<number>"))
                 ranks.run_all(call, partial(self._check_folder, Path(input_dir).expanduser()))
         loaded = load(input_dir, *args, **kwargs)
-        self._after_load()
+        if (state := self._state).loaded is not None:
+            self._last_folder = state.loaded.load_dir
+            state.restore(state.loaded)
         if named:  # else the next saves are older than those that exist, and are deleted first
             newest = int(Path(named[0]).name.removeprefix(series.name))
             configuration.iteration = max(configuration.iteration, newest + 1)
@@ -199,7 +219,7 @@ class AcceleratorBinding:
                 "and that its file system is mounted on each node"
             )
             raise CheckpointNotFoundError(msg)
-        prepared = {_tag(index) for index in range(len(self.accelerator._models))}
+        prepared = {_tag(index) for index in range(len(self._accelerator._models))}
         saved = {path.name for path in folder.glob(f"{MODEL_NAME}*") if path.is_dir()}
         saved = {name for name in saved if re.fullmatch(rf"{MODEL_NAME}(_\d+)?", name)}
         if missing := sorted(saved - prepared):
@@ -210,9 +230,16 @@ class AcceleratorBinding:
             )
             raise CheckpointMismatchError(msg)
 
+    def _checkpoints_of(self, folder: Path) -> list[Path]:
+        """Return the engines' checkpoints in a folder; refuse one that is not finished."""
+        names = map(_tag, range(len(self._accelerator._models)))
+        return _finished_checkpoints(folder, names, allow_pickle=self._options.allow_pickle)
+
+    # -- saving ----------------------------------------------------------------------------------
+
     def _save_state(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.wait()  # accelerate deletes old checkpoints before it saves a new one
-        project = self.accelerator.project_configuration
+        project = self._accelerator.project_configuration
         limit = project.total_limit
         if project.automatic_checkpoint_naming and limit is not None:
             project.total_limit = self._limit_of_folders(limit)
@@ -220,9 +247,9 @@ class AcceleratorBinding:
             folder = save(*args, **kwargs)
         finally:
             project.total_limit = limit
-        self.last_folder = Path(folder)
-        self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
+        self._last_folder = Path(folder)
+        self._accelerator.wait_for_everyone()
+        if self._accelerator.is_main_process:
             self._write_steps(Path(folder))
         return folder
 
@@ -233,12 +260,12 @@ class AcceleratorBinding:
         before it saves. Only finished folders count here. The newest of them is kept, and that of
         the last load or save.
         """
-        if not self.accelerator.is_main_process:
+        if not self._accelerator.is_main_process:
             return limit
-        series = Path(self.accelerator.project_dir, "checkpoints", "checkpoint_")
+        series = Path(self._accelerator.project_dir, "checkpoints", "checkpoint_")
         folders = folders_of(series)[::-1]
         finished = [folder for folder in folders if _is_finished(folder)]
-        kept = {*finished[-1:], *(f for f in folders if _is_same(f, self.last_folder))}
+        kept = {*finished[-1:], *(f for f in folders if _is_same(f, self._last_folder))}
         kept |= {*finished[max(0, len(finished) - limit + 1) :]}
         needless = 0
         for folder in folders:
@@ -247,335 +274,34 @@ class AcceleratorBinding:
             needless += 1
         return len([*series.parent.glob("*")]) + 1 - needless
 
-    def _free_memory(self, free: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        while self.bound:
-            self.bound.popitem()[1].stop()
-        return free(*args, **kwargs)
-
-    def _checkpoints_of(self, folder: Path) -> Iterator[Path]:
-        for index in range(len(self.accelerator._models)):
-            path, pickle = folder / _tag(index), self.options.allow_pickle
-            with closing(open_checkpoint(path, allow_pickle=pickle)) as source:
-                check_steps(path, source.manifest)
-            yield path
-
     def _write_steps(self, folder: Path) -> None:
         """Record the step of each engine at which accelerate has written its own files."""
-        models = enumerate(self.accelerator._models)
+        models = enumerate(self._accelerator._models)
         steps = {_tag(index): int(model.global_steps) for index, model in models}
         replace_durably(folder / _STEPS, json.dumps(steps).encode())
 
-    def _bind_engines(self, prepared: Any) -> None:
-        for engine in prepared:
-            if not is_engine(engine) or id(engine) in self.bound:
-                continue
-            # Checkpoints next to an engine's may be those of other engines.
-            options = replace(self.options, fallback=False)
-            if (before := bound_options(engine)) is not None:
-                if before not in (options, LoopOptions()):
-                    raise ValueError(OTHER_OPTIONS)
-                engine.wait_for_save()
-            self.on_engine(engine)
-            loop = replace(
-                self.loop,
-                record=self._record,
-                on_load=self._on_load,
-                check=check_steps,
-                remedy="" if self.options.fallback else _REMEDY,
-            )
-            self.bound[id(engine)] = EngineCheckpoints(engine, options, loop)
-            self.bound[id(engine)].bind()
 
-    def _record(self) -> dict[str, Any]:
-        if self.accelerator is None:  # The user has kept the engine only.
-            return {}
-        ranks, epochs = self.accelerator.num_processes, dict[str, list[int]]()
-        for loader in self.accelerator._dataloaders:
-            epochs.setdefault(_describe_loader(loader), []).append(self._epoch_of(loader))
-        units = [_units_of(scheduler, ranks) for scheduler in self._schedulers()]
-        return {_SCHEDULERS: units, _LOADERS: epochs}
-
-    def _epoch_of(self, loader: Any) -> int:
-        """Return a loader's epoch: after the last batch, the next one, which it counts later."""
-        # The newest one may be another loader that a break has left.
-        begun = reversed(self.accelerator.gradient_state.dataloader_references)
-        newest = next((b for b in begun if b is loader or _skips_batches_of(b, loader)), None)
-        return getattr(loader, "iteration", 0) + getattr(newest, "end_of_dataloader", 0)
-
-    def _on_load(self, loaded: Loaded) -> None:
-        if self.loaded is None:
-            self.loaded = loaded
-        self.loop.on_load(loaded)
-
-    def _schedulers(self) -> list[AcceleratedScheduler]:
-        """Return the schedulers that accelerate saves, in its order."""
-        prepared = self.accelerator._schedulers
-        return [s for s in prepared if not isinstance(s, DeepSpeedSchedulerWrapper)]
-
-    def _after_load(self) -> None:
-        """Restore state that accelerate keeps in units of the old run or in files per rank."""
-        accelerator, loaded = self.accelerator, self.loaded
-        if loaded is None:
-            return
-        self.last_folder = loaded.load_dir
-        was, now = loaded.world_size, accelerator.num_processes
-        accumulate = accelerator.gradient_accumulation_steps
-        recorded = loaded.record.get(_SCHEDULERS, [])
-        for index, scheduler in enumerate(self._schedulers()):
-            known = recorded[index] if index < len(recorded) else (was, loaded.accumulate - 1)
-            _convert(scheduler, Units(*map(int, known)), now, accumulate)
-            if was != now and accelerator.is_main_process:
-                remedy = _BY_RANKS if _counts_ranks(scheduler) else _BY_CALLS
-                for jump in _jumps(scheduler.scheduler):
-                    log.warning("The learning rate jumps from %g to %g: " + remedy, *jump)  # noqa: G003
-        # Each rank has a file. An additional rank takes another's random state, since all ranks
-        # began with one seed. All ranks take rank 0's counter of micro-batches: with different
-        # counters, they would end their windows at different batches.
-        restored = load_accelerator_state(
-            loaded.load_dir, [], [], [], [], process_index=0, scaler=None
+def _check_supported(accelerator: Any) -> None:
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        msg = (
+            f"elastic() was given an Accelerator of type {accelerator.distributed_type}: it "
+            "must run DeepSpeed. Pass deepspeed_plugin=DeepSpeedPlugin(...), or start the "
+            "script with accelerate launch --use_deepspeed"
         )
-        if "step" in restored:
-            steps, in_window = divmod(restored["step"], loaded.accumulate)
-            accelerator.step = steps * accumulate
-            if in_window and accelerator.is_main_process:
-                log.warning(
-                    "%s was saved after %d of %d micro-batches of an optimizer step and does not "
-                    "contain their gradients: the step is repeated",
-                    loaded.load_dir,
-                    in_window,
-                    loaded.accumulate,
-                )
-        # accelerate starts to count epochs at 0.
-        saved, unknown = loaded.record.get(_LOADERS, {}), []
-        epochs = {described: iter(found) for described, found in saved.items()}
-        for loader in accelerator._dataloaders:
-            described = _describe_loader(loader)
-            epoch = next(epochs.get(described, iter(())), None)
-            if epoch is None and not isinstance(samplers_of(loader)[1], SequentialSampler):
-                unknown.append(described)
-            elif epoch is not None and hasattr(loader, "set_epoch"):
-                loader.set_epoch(epoch)
-        if unknown and accelerator.is_main_process:
-            log.warning(
-                "%s does not contain the epochs of the loaders (%s): they begin with the first "
-                "epoch's order, unless the loop calls set_epoch(epoch) before skip_first_batches",
-                loaded.load_dir,
-                ", ".join(unknown),
-            )
-        source = accelerator.process_index % was
-        load_accelerator_state(loaded.load_dir, [], [], [], [], process_index=source, scaler=None)
-        self._warn_at_first_step(loaded)
-
-    def _warn_at_first_step(self, loaded: Loaded) -> None:
-        """At the first loss, warn of differences in the data and count skipped loaders' epochs."""
-        accelerator, backward = self.accelerator, self.accelerator.backward
-
-        @functools.wraps(backward)
-        def first_backward(*args: Any, **kwargs: Any) -> Any:
-            accelerator.backward = backward
-            loader = accelerator.gradient_state.active_dataloader
-            held: Any = getattr(loader, "batch_sampler", None)
-            skipped = held.skip_batches if isinstance(held, SkipBatchSampler) else 0
-            steps = loaded.result.manifest.progress.global_steps
-            done = steps * accelerator.gradient_accumulation_steps
-            differences: list[str] = []
-            whole = held.batch_sampler if skipped else held
-            if isinstance(whole, Sized) and isinstance(loader, DataLoader):
-                epochs = loaded.record.get(_LOADERS, {}).get(_describe_loader(loader), [])
-                if not epochs or done // len(whole) in epochs:  # else the loop leaves epochs early
-                    old = steps * loaded.accumulate
-                    differences += _skip_differences(skipped, old, done, len(whole))
-            batches, _ = samplers_of(loader) if isinstance(loader, DataLoader) else (None, None)
-            from_or_to_one = (loaded.world_size == 1) != (accelerator.num_processes == 1)
-            if from_or_to_one and hasattr(batches, "set_epoch"):
-                differences.append(
-                    f"accelerate calls {type(batches).__name__}.set_epoch on one rank only: give "
-                    "the method another name, and call it at the start of each epoch"
-                )
-            warn_of_data(
-                loaded,
-                accelerator,
-                loader,
-                in_epoch=skipped > 0,
-                in_first_epoch=skipped >= done,  # batches of earlier epochs are not skipped
-                differences=differences,
-            )
-            for begun in accelerator.gradient_state.dataloader_references:
-                for prepared in accelerator._dataloaders:
-                    if _skips_batches_of(begun, prepared):
-                        _count_for(begun, prepared)
-            return backward(*args, **kwargs)
-
-        accelerator.backward = first_backward
-
-
-def _skip_differences(skipped: int, old: int, now: int, per_epoch: int) -> Iterator[str]:
-    """Yield a difference if the skipped batches are the old run's.
-
-    Args:
-        skipped: batches that ``skip_first_batches`` skips.
-        old: batches of a rank before the save, in the old run.
-        now: batches of a rank for the same samples, in this run.
-        per_epoch: batches of a rank in an epoch of this run.
-    """
-    if (old - skipped) % per_epoch == 0 and (now - skipped) % per_epoch:
-        yield (
-            f"{skipped} batches of the epoch are skipped, which is the number of the run that "
-            f"saved; to continue with its next sample, skip {now % per_epoch}: multiply the "
-            "optimizer steps by this run's gradient_accumulation_steps"
+        raise UnsupportedError(msg)
+    if Version(accelerate.__version__) < Version("1.15"):
+        msg = (
+            f"accelerate {accelerate.__version__} repeats the first epoch's order after a "
+            "resume in a later epoch: install accelerate 1.15 or newer"
         )
-
-
-def _describe_loader(loader: Any) -> str:
-    """Describe a loader independently of the number of ranks and the order of preparation."""
-    kind = type(samplers_of(loader)[1]).__name__
-    if isinstance(loader.dataset, IterableDataset) or not isinstance(loader.dataset, Sized):
-        return kind
-    return f"{kind} of {len(loader.dataset)} samples"
-
-
-def _skips_batches_of(loader: Any, prepared: Any) -> bool:
-    """Whether ``skip_first_batches`` made ``loader`` from ``prepared``."""
-    for name in ("batch_sampler", "sampler"):
-        held, whole = getattr(loader, name, None), getattr(prepared, name, None)
-        if isinstance(held, SkipBatchSampler) and held.batch_sampler is whole:
-            return True
-    skips = getattr(loader, "skip_batches", 0)  # of an iterable dataset
-    return bool(skips and loader is not prepared and loader.dataset is prepared.dataset)
-
-
-def _count_for(loader: Any, prepared: Any) -> None:
-    """Count the end of a loader's epoch for the prepared loader that it was made from."""
-    end = loader.end
-
-    def end_and_count() -> None:
-        end()
-        prepared.iteration = loader.iteration
-
-    loader.end = end_and_count
-
-
-def warn_of_data(
-    loaded: Loaded,
-    accelerator: Any,
-    loader: object,
-    *,
-    in_epoch: bool,
-    in_first_epoch: bool,
-    differences: Iterable[str] = (),
-) -> None:
-    """Warn, on one rank, of reasons why later samples may differ from those of the old run.
-
-    Args:
-        loaded: the load.
-        accelerator: accelerate's, of this run.
-        loader: the training DataLoader, as accelerate has prepared it, or another.
-        in_epoch: whether batches of the resumed epoch are skipped.
-        in_first_epoch: whether that epoch is the first.
-        differences: additional reasons from the caller.
-    """
-    found = [*differences]
-    accumulations = (loaded.accumulate, accelerator.gradient_accumulation_steps)
-    changed = loaded.differs(accelerator.num_processes, accelerator.gradient_accumulation_steps)
-    if changed and loader is not None and accelerator.dataloader_config.use_stateful_dataloader:
-        found.append("use_stateful_dataloader keeps one rank's position, which no other can use")
-    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-        _, sampler = samplers_of(loader)
-        own_generator = getattr(sampler, "generator", None)  # a new one in each process
-        is_reset = own_generator is not None and not hasattr(sampler, "set_epoch")
-        if changed or in_epoch or (is_reset and not in_first_epoch):
-            counts = (loaded.world_size, accelerator.num_processes)
-            found += _order_differences(loader, *counts, in_first_epoch=in_first_epoch)
-        samples = loaded.result.manifest.progress.global_batch_size
-        if changed and samples:
-            micro_steps = {max(1, samples // each) for each in accumulations}
-            found += _remainders(loader, samples, micro_steps)
-    elif changed and isinstance(loader, DataLoader):
-        found.append("an iterable dataset is read again up to the resumed batch")
-    if found and accelerator.is_main_process:
-        log.warning(
-            "This run has %d ranks, %s was saved on %d: %s",
-            accelerator.num_processes,
-            loaded.load_dir,
-            loaded.world_size,
-            "; ".join(found),
+        raise UnsupportedError(msg)
+    if accelerator.parallelism_config and accelerator.parallelism_config.sp_size > 1:
+        msg = (
+            f"parallelism_config has sp_size={accelerator.parallelism_config.sp_size}: after a "
+            "resume, sequence parallelism under accelerate repeats the first epoch's order. "
+            "elastic() does not support it: remove it"
         )
-
-
-def _order_differences(loader: Any, was: int, now: int, *, in_first_epoch: bool) -> Iterator[str]:
-    """Yield reasons for other samples in a resumed epoch, given both numbers of ranks."""
-    if isinstance(loader, DataLoaderDispatcher) and now > 1:
-        yield (
-            "with dispatch_batches=True, accelerate skips too few batches of a resumed epoch: set "
-            "it to False"
-        )
-    batches, sampler = samplers_of(loader)
-    has_epochs = hasattr(loader, "set_epoch") and hasattr(loader.dataset, "set_epoch")
-    is_never_called = was == now > 1 and isinstance(sampler, SeedableRandomSampler)
-    is_seeded = sampler is not batches and hasattr(sampler, "set_epoch")
-    if has_epochs and is_seeded and not is_never_called:
-        yield (
-            f"accelerate calls {type(loader.dataset).__name__}.set_epoch in some epochs only, "
-            "depending on the number of ranks and on skipped batches: give the method another "
-            "name, and call it at the start of each epoch"
-        )
-    if isinstance(sampler, RandomSampler) and not hasattr(sampler, "set_epoch"):
-        yield (
-            "the shuffled order has no seed of its own: set use_seedable_sampler=True "
-            "(DataLoaderConfiguration, accelerator_config) in the run that saves too"
-        )
-    elif not isinstance(sampler, SequentialSampler) and not hasattr(sampler, "set_epoch"):
-        if was == now and in_first_epoch and _seeds_itself(loader, sampler):
-            return
-        yield (
-            f"the order of {type(sampler).__name__} cannot be repeated from the epoch's number, and"
-            " a resumed epoch may have other samples: use a sampler whose set_epoch(epoch) seeds "
-            "the order"
-        )
-
-
-def _seeds_itself(loader: Any, sampler: Any) -> bool:
-    """Whether a new process gets the same first order, as with TRL's RepeatSampler."""
-    # accelerate gives one to samplers without a generator.
-    others = (None, getattr(loader, "synchronized_generator", None))
-    seeds = (getattr(sampler, name, None) for name in ("seed", "generator"))
-    return any(all(seed is not other for other in others) for seed in seeds)
-
-
-def _remainders(loader: Any, samples: int, micro_steps: set[int]) -> Iterator[str]:
-    """Yield differences at the end of an epoch.
-
-    Args:
-        loader: the DataLoader.
-        samples: those of an optimizer step.
-        micro_steps: samples of a micro-step on all ranks, in both runs.
-    """
-    batches, sampler = samplers_of(loader)
-    counted = sampler.dataset if isinstance(sampler, DistributedSampler) else sampler
-    each = getattr(batches, "batch_size", None) or 0 if sampler is batches else 1
-    count = len(counted) * each if isinstance(counted, Sized) else 0
-    rest = count % samples
-    if not any(count % each for each in micro_steps):
-        return
-    if getattr(batches, "drop_last", False):
-        yield (
-            f"{count} samples are not a multiple of the {samples} of a step, and drop_last makes "
-            "the steps of an epoch depend on the number of ranks: epochs may end at another step. "
-            f"Leave out {rest} samples"
-        )
-    else:
-        yield (
-            f"{count} samples are not a multiple of the {samples} of a step: the last step of an "
-            "epoch is filled up with other samples"
-        )
-
-
-def samplers_of(loader: Any) -> tuple[Any, Any]:
-    """Return the batch sampler and the sampler of a loader that accelerate has prepared."""
-    batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    while hasattr(batches, "batch_sampler"):  # shards, and skipped batches
-        batches = batches.batch_sampler
-    return batches, getattr(batches, "sampler", batches)
+        raise UnsupportedError(msg)
 
 
 def _tag(index: int) -> str:
@@ -588,12 +314,21 @@ def _is_finished(folder: Path) -> bool:
     try:
         if not (folder / _STEPS).is_file():
             return not is_checkpoint(folder / MODEL_NAME) and (folder / _FIRST_STATES).is_file()
-        for name in load_json(read_file(folder / _STEPS)):
-            with closing(open_checkpoint(folder / name)) as source:
-                check_steps(folder / name, source.manifest)
+        _finished_checkpoints(folder, load_json(read_file(folder / _STEPS)))
     except (OSError, ValueError, ElasticZeroError):
         return False
     return True
+
+
+def _finished_checkpoints(
+    folder: Path, names: Iterable[str], *, allow_pickle: bool = False
+) -> list[Path]:
+    """Return the engines' checkpoints of given names; refuse a folder that is not finished."""
+    paths = [folder / name for name in names]
+    for path in paths:
+        with closing(open_checkpoint(path, allow_pickle=allow_pickle)) as source:
+            check_steps(path, source.manifest)
+    return paths
 
 
 def _is_same(folder: Path, other: Path | None) -> bool:
@@ -612,13 +347,191 @@ def check_steps(path: Path, manifest: Manifest) -> None:
     record = path.parent / _STEPS
     others = load_json(read_file(record)).get(path.name) if record.is_file() else None
     if (step := manifest.progress.global_steps) != others:
-        found = "are not complete" if others is None else f"are of step {others}"
+        state = "are not complete" if others is None else f"are of step {others}"
         msg = (
-            f"{path} is of step {step}, and accelerate's files in {path.parent} {found}: a save "
+            f"{path} is of step {step}, and accelerate's files in {path.parent} {state}: a save "
             "into this folder was interrupted. Load another folder, and save each state into a new "
             "one"
         )
         raise CheckpointCorruptedError(msg)
+
+
+class RunState:
+    """What accelerate keeps in units of one run or in files per rank."""
+
+    def __init__(self, accelerator: Any) -> None:
+        # Its engines refer to this object, and DeepSpeed never frees an engine that has trained:
+        # the Accelerator with its loaders must not live as long.
+        self._reference = weakref.ref(accelerator)
+        self.loaded: Loaded | None = None
+        """The first engine's load within ``load_state``."""
+
+    @property
+    def accelerator(self) -> Any:
+        """The Accelerator, which has no types; None if it was freed."""
+        return self._reference()
+
+    def record(self) -> dict[str, Any]:
+        """Return how schedulers are stepped, and the epochs of the loaders."""
+        if self.accelerator is None:  # The user has kept the engine only.
+            return {}
+        ranks, epochs = self.accelerator.num_processes, dict[str, list[int]]()
+        for loader in self.accelerator._dataloaders:
+            epochs.setdefault(_describe_loader(loader), []).append(self._epoch_of(loader))
+        units = [_units_of(scheduler, ranks) for scheduler in self._schedulers()]
+        return {_SCHEDULERS: units, _LOADERS: epochs}
+
+    def _epoch_of(self, loader: Any) -> int:
+        """Return a loader's epoch: after the last batch, the next one, which it counts later."""
+        # The newest one may be another loader that a break has left.
+        begun = reversed(self.accelerator.gradient_state.dataloader_references)
+        newest = next((b for b in begun if b is loader or _skips_batches_of(b, loader)), None)
+        return getattr(loader, "iteration", 0) + getattr(newest, "end_of_dataloader", 0)
+
+    def on_load(self, loaded: Loaded) -> None:
+        """Keep the first engine's load, which all of accelerate's state is converted from."""
+        if self.loaded is None:
+            self.loaded = loaded
+
+    def _schedulers(self) -> list[AcceleratedScheduler]:
+        """Return the schedulers that accelerate saves, in its order."""
+        prepared = self.accelerator._schedulers
+        return [s for s in prepared if not isinstance(s, DeepSpeedSchedulerWrapper)]
+
+    def restore(self, loaded: Loaded) -> None:
+        """Convert schedulers, epochs and the counter of micro-batches; restore random states."""
+        self._restore_schedulers(loaded)
+        # Each rank has a file. All take rank 0's counter: with different ones, they would end their
+        # windows at different batches.
+        self._restore_counter(loaded, _load_rank_state(loaded, 0).get("step"))
+        self._restore_epochs(loaded)
+        # An additional rank takes another's random state, since all ranks began with one seed.
+        _load_rank_state(loaded, self.accelerator.process_index % loaded.world_size)
+        self._warn_at_first_step(loaded)
+
+    def _restore_schedulers(self, loaded: Loaded) -> None:
+        accelerator, was = self.accelerator, loaded.world_size
+        now, accumulate = accelerator.num_processes, accelerator.gradient_accumulation_steps
+        recorded = loaded.record.get(_SCHEDULERS, [])
+        for index, scheduler in enumerate(self._schedulers()):
+            known = recorded[index] if index < len(recorded) else (was, loaded.accumulate - 1)
+            _convert(scheduler, Units(*map(int, known)), now, accumulate)
+            if was != now and accelerator.is_main_process:
+                remedy = _BY_RANKS if _counts_ranks(scheduler) else _BY_CALLS
+                for jump in _jumps(scheduler.scheduler):
+                    log.warning("The learning rate jumps from %g to %g: " + remedy, *jump)  # noqa: G003
+
+    def _restore_counter(self, loaded: Loaded, micro_batches: int | None) -> None:
+        if micro_batches is None:
+            return
+        steps, in_window = divmod(micro_batches, loaded.accumulate)
+        self.accelerator.step = steps * self.accelerator.gradient_accumulation_steps
+        if in_window and self.accelerator.is_main_process:
+            log.warning(
+                "%s was saved after %d of %d micro-batches of an optimizer step and does not "
+                "contain their gradients: the step is repeated",
+                loaded.load_dir,
+                in_window,
+                loaded.accumulate,
+            )
+
+    def _restore_epochs(self, loaded: Loaded) -> None:
+        """Set the epochs of the loaders, which accelerate counts from 0."""
+        saved, unknown = loaded.record.get(_LOADERS, {}), []
+        epochs = {described: iter(of_loaders) for described, of_loaders in saved.items()}
+        for loader in self.accelerator._dataloaders:
+            described = _describe_loader(loader)
+            epoch = next(epochs.get(described, iter(())), None)
+            if epoch is None and not isinstance(samplers_of(loader)[1], SequentialSampler):
+                unknown.append(described)
+            elif epoch is not None and hasattr(loader, "set_epoch"):
+                loader.set_epoch(epoch)
+        if unknown and self.accelerator.is_main_process:
+            log.warning(
+                "%s does not contain the epochs of the loaders (%s): they begin with the first "
+                "epoch's order, unless the loop calls set_epoch(epoch) before skip_first_batches",
+                loaded.load_dir,
+                ", ".join(unknown),
+            )
+
+    def _warn_at_first_step(self, loaded: Loaded) -> None:
+        """At the first loss, warn of differences in the data and count skipped loaders' epochs."""
+        backward = self.accelerator.backward
+        first = functools.wraps(backward)(partial(self._first_backward, backward, loaded))
+        self.accelerator.backward = first
+
+    def _first_backward(
+        self, backward: Callable[..., Any], loaded: Loaded, *args: Any, **kwargs: Any
+    ) -> Any:
+        accelerator = self.accelerator
+        accelerator.backward = backward
+        self._warn_of_position(loaded, accelerator.gradient_state.active_dataloader)
+        for begun in accelerator.gradient_state.dataloader_references:
+            for prepared in accelerator._dataloaders:
+                if _skips_batches_of(begun, prepared):
+                    begun.end = partial(_end_and_count, begun.end, begun, prepared)
+        return backward(*args, **kwargs)
+
+    def _warn_of_position(self, loaded: Loaded, loader: Any) -> None:
+        """Warn if the loop's position in a loader, or its order, is not the saved one."""
+        accelerator, steps = self.accelerator, loaded.result.manifest.progress.global_steps
+        sampler: Any = getattr(loader, "batch_sampler", None)
+        skipped = sampler.skip_batches if isinstance(sampler, SkipBatchSampler) else 0
+        done = steps * accelerator.gradient_accumulation_steps
+        differences: list[str] = []
+        whole = sampler.batch_sampler if skipped else sampler
+        if isinstance(whole, Sized) and isinstance(loader, DataLoader):
+            epochs = loaded.record.get(_LOADERS, {}).get(_describe_loader(loader), [])
+            if not epochs or done // len(whole) in epochs:  # else the loop leaves epochs early
+                old = steps * loaded.accumulate
+                differences += skip_differences(skipped, old, done, len(whole))
+        batches, _ = samplers_of(loader) if isinstance(loader, DataLoader) else (None, None)
+        from_or_to_one = (loaded.world_size == 1) != (accelerator.num_processes == 1)
+        if from_or_to_one and hasattr(batches, "set_epoch"):
+            differences.append(
+                f"accelerate calls {type(batches).__name__}.set_epoch on one rank only: give "
+                "the method another name, and call it at the start of each epoch"
+            )
+        warn_of_data(
+            loaded,
+            accelerator,
+            loader,
+            in_epoch=skipped > 0,
+            in_first_epoch=skipped >= done,  # batches of earlier epochs are not skipped
+            differences=differences,
+        )
+
+
+def _load_rank_state(loaded: Loaded, rank: int) -> dict[str, Any]:
+    """Restore the random states of a saved rank; return the rest of its file."""
+    state: dict[str, Any] = load_accelerator_state(
+        loaded.load_dir, [], [], [], [], process_index=rank, scaler=None
+    )
+    return state
+
+
+def _describe_loader(loader: Any) -> str:
+    """Describe a loader independently of the number of ranks and the order of preparation."""
+    kind = type(samplers_of(loader)[1]).__name__
+    if isinstance(loader.dataset, IterableDataset) or not isinstance(loader.dataset, Sized):
+        return kind
+    return f"{kind} of {len(loader.dataset)} samples"
+
+
+def _skips_batches_of(loader: Any, prepared: Any) -> bool:
+    """Whether ``skip_first_batches`` made ``loader`` from ``prepared``."""
+    for name in ("batch_sampler", "sampler"):
+        sampler, whole = getattr(loader, name, None), getattr(prepared, name, None)
+        if isinstance(sampler, SkipBatchSampler) and sampler.batch_sampler is whole:
+            return True
+    skips = getattr(loader, "skip_batches", 0)  # of an iterable dataset
+    return bool(skips and loader is not prepared and loader.dataset is prepared.dataset)
+
+
+def _end_and_count(end: Callable[[], None], loader: Any, prepared: Any) -> None:
+    """Count the end of a loader's epoch for the prepared loader that it was made from."""
+    end()
+    prepared.iteration = loader.iteration
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import types
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,8 @@ class Loop:
         "gradient_accumulation_steps",
     )
     """The user's names of micro-batch size and accumulation, for messages."""
+    prepare: Callable[[Any], None] = lambda _: None
+    """Called with each engine before its methods are replaced."""
     record: Callable[[], Mapping[str, Any]] = dict
     """Called at each save; the result comes back in ``Loaded.record``."""
     on_load: Callable[[Loaded], None] = lambda _: None
@@ -153,10 +156,11 @@ class EngineCheckpoints:
     def bind(self) -> None:
         """Replace the engine's methods by ``save`` and ``load``, with DeepSpeed's signatures."""
         engine = self._engine
+        self._loop.prepare(engine)
         for name, method in (("save_checkpoint", self.save), ("load_checkpoint", self.load)):
             original = types.MethodType(getattr(type(engine), name), engine)
             # transformers inspects the signature.
-            setattr(engine, name, functools.wraps(original)(functools.partial(method)))
+            setattr(engine, name, functools.wraps(original)(partial(method)))
         engine.wait_for_save = self.wait
         engine.elastic_options = self._options
 
@@ -265,35 +269,18 @@ class EngineCheckpoints:
         live = LiveEngine(self._engine)
         optimizer = load_optimizer_states and not load_module_only
         tag = None if tag is None else str(tag)
-
-        def check(manifest: Manifest) -> None:
-            self._loop.check(folder / (tag or ""), manifest)
-            if not optimizer or not optimizer_wrapper(self._engine):
-                return
-            if self._loop.is_plain:
-                self._check_step_counter(folder / (tag or ""), manifest)
-            self._check_global_batch(manifest)
-
         options = self._options.load_options(
             optimizer_state=optimizer,
             hyperparameters=optimizer or (load_lr_scheduler_states and not load_module_only),
             counters=not load_module_only,
             lr_scheduler=load_lr_scheduler_states,
             strict=load_module_strict,
-            check=check,
+            check=partial(self._check, folder / (tag or ""), optimizer=optimizer),
         )
         self.wait()  # the checkpoint may still be in flight
         with self._ranks("load", folder / (tag or LATEST)) as ranks:
             step = f"load {folder}: find the checkpoint"
-            whole = self._loop.whole_folder
-
-            def find() -> str | None:
-                path = str(folder) if whole else find_checkpoint(folder, tag)
-                if path is not None:
-                    check_unmixed(Path(path))
-                return path
-
-            path = ranks.broadcast(step, find)
+            path = ranks.broadcast(step, lambda: self._find(folder, tag))
             if path is None:
                 log.warning(
                     "%s has no file %r and no checkpoint: nothing was loaded. Pass the folder that "
@@ -302,7 +289,8 @@ class EngineCheckpoints:
                     LATEST,
                 )
                 return None, None
-            in_series = series_of(Path(path), counts_steps=not whole)  # Fabric does not count
+            # Fabric does not count steps.
+            in_series = series_of(Path(path), counts_steps=not self._loop.whole_folder)
             options = replace(options, in_series=in_series)
             try:
                 with self._bar(ranks) as show:
@@ -321,6 +309,22 @@ class EngineCheckpoints:
             self._warn_of_schedule(loaded)
         self._loop.on_load(loaded)
         return result.stats.path, dict(result.client_state)
+
+    def _find(self, folder: Path, tag: str | None) -> str | None:
+        """Return the path of the checkpoint to load; None if there is none."""
+        path = str(folder) if self._loop.whole_folder else find_checkpoint(folder, tag)
+        if path is not None:
+            check_unmixed(Path(path))
+        return path
+
+    def _check(self, path: Path, manifest: Manifest, *, optimizer: bool) -> None:
+        """Refuse a checkpoint that does not fit the loop, at ``load_dir/tag``."""
+        self._loop.check(path, manifest)
+        if not optimizer or not optimizer_wrapper(self._engine):
+            return
+        if self._loop.is_plain:
+            self._check_step_counter(path, manifest)
+        self._check_global_batch(manifest)
 
     def _announce(self, result: LoadResult) -> None:
         """Report the load in one line, also if the user has not configured ``logging``."""
@@ -347,20 +351,20 @@ class EngineCheckpoints:
             return
         was = loaded.record.get(_SCHEDULE, {})
         now = _settings_of(scheduler).get(_SCHEDULE, {})
-        found = [
+        changes = [
             f"{name} changes from {was[name]} to {now[name]}"
             for name in sorted(was.keys() & now.keys())
             if was[name] != now[name]
         ]
-        if loaded.result.manifest.progress.global_steps and not found:
+        if loaded.result.manifest.progress.global_steps and not changes:
             rates = _configured_rates(scheduler)
             groups = zip(engine.optimizer.param_groups, rates, strict=False)
-            found = [
+            changes = [
                 f"the learning rate jumps from {group['lr']:g} to {rate:g}"
                 for group, rate in groups
                 if not math.isclose(group["lr"], rate, rel_tol=1e-6)
             ]
-        if found:
+        if changes:
             log.warning(
                 "%s of this run has other settings than that of %s, which %d ranks saved: %s. Give "
                 "it the settings of that run. accelerate divides the total_num_steps of a "
@@ -368,7 +372,7 @@ class EngineCheckpoints:
                 type(scheduler).__name__,
                 loaded.load_dir,
                 loaded.world_size,
-                "; ".join(found),
+                "; ".join(changes),
             )
 
     def _check_step_counter(self, path: Path, manifest: Manifest) -> None:
@@ -498,9 +502,9 @@ def find_checkpoint(folder: Path, tag: str | None) -> str | None:
     Where both DeepSpeed and this library have saved one tag, the later save counts.
     """
     if tag is not None:
-        stock, own = folder / tag, folder / f"{tag}{OWN_SUFFIX}"
-        if is_checkpoint(own) and _written(own) >= _written(stock):
-            return str(own)
+        stock, elastic = folder / tag, folder / f"{tag}{OWN_SUFFIX}"
+        if is_checkpoint(elastic) and _written(elastic) >= _written(stock):
+            return str(elastic)
         return str(stock)
     marks = (LATEST, MANIFEST_NAME, LATEST_UNIVERSAL, ".metadata")
     known = folder.is_file() or any((folder / mark).exists() for mark in marks)

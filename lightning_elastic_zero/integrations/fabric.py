@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from lightning_elastic_zero.engine.support import use_accelerator
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.integrations.engines import (
     EngineCheckpoints,
-    Loaded,
     Loop,
     LoopOptions,
     is_a,
@@ -101,17 +101,21 @@ class ElasticDeepSpeedFabricStrategy(DeepSpeedStrategy):
         return engine
 
     def _bind(self, engine: Any) -> None:
-        def on_save() -> dict[str, Any]:
-            if self._options.async_save:
-                self._unfinished[id(engine)] = engine
-            return {}
-
-        def on_load(_: Loaded) -> None:
-            self._windows[engine] = _Window()
-
-        loop = Loop(whole_folder=True, record=on_save, on_load=on_load)
+        loop = Loop(
+            whole_folder=True,
+            prepare=self._open_window,
+            record=partial(self._record, engine),
+            on_load=lambda _: self._open_window(engine),
+        )
         EngineCheckpoints(engine, self._options, loop).bind()
+
+    def _open_window(self, engine: Any) -> None:
         self._windows[engine] = _Window()
+
+    def _record(self, engine: Any) -> dict[str, Any]:
+        if self._options.async_save:
+            self._unfinished[id(engine)] = engine
+        return {}
 
     @override
     def backward(self, tensor: torch.Tensor, module: Any, *args: Any, **kwargs: Any) -> None:

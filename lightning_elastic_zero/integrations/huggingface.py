@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -61,9 +60,9 @@ def elastic(x: T, **options: Any) -> T:
 
         bind_trainer(x, checked)
     elif is_a(x, "accelerate", "Accelerator"):
-        from lightning_elastic_zero.integrations.accelerators import AcceleratorBinding
+        from lightning_elastic_zero.integrations.accelerators import bind_accelerator
 
-        AcceleratorBinding(weakref.ref(x), checked).bind()
+        bind_accelerator(x, checked)
     else:
         msg = (
             f"elastic() was given a {type(x).__name__}: it takes a transformers.Trainer, an "

@@ -54,8 +54,8 @@ class RayCheckpointReport(Callback):
         if stage != "fit":
             return
         if not isinstance(trainer.strategy, ElasticDeepSpeedStrategy):
-            found = type(trainer.strategy).__name__
-            msg = f"RayCheckpointReport needs ElasticDeepSpeedStrategy; the strategy is {found}"
+            strategy = type(trainer.strategy).__name__
+            msg = f"RayCheckpointReport needs ElasticDeepSpeedStrategy; the strategy is {strategy}"
             raise UnsupportedError(msg)
         _strategy(trainer).checkpoint_manager.listeners.append(self._note)
         # A new list: Lightning is iterating over the old one.
@@ -145,21 +145,21 @@ class RayCheckpointReport(Callback):
     def _take_new(self) -> list[tuple[str, int]]:
         """Return path and step of saves that Ray does not know yet, and forget them."""
         run = _run_folder()
-        found = []
+        new = []
         for stats in [self._published.pop(0) for _ in range(len(self._published))]:
             path = _path_in(run, stats.path)
             if path is not None and path not in self._known:
                 self._known.add(path)
-                found.append((path, stats.step))
-        return found
+                new.append((path, stats.step))
+        return new
 
 
 def _path_in(run: Path, path: str) -> str | None:
     """Return a checkpoint's path below the run's folder; None: not to be reported."""
-    found, folder = real_path(path), real_path(run)
-    if found.name.startswith(ModelCheckpoint.CHECKPOINT_NAME_LAST) or folder not in found.parents:
+    real, folder = real_path(path), real_path(run)
+    if real.name.startswith(ModelCheckpoint.CHECKPOINT_NAME_LAST) or folder not in real.parents:
         return None
-    return str(run / found.relative_to(folder))
+    return str(run / real.relative_to(folder))
 
 
 def _check_model_checkpoint(callback: ModelCheckpoint, run: Path) -> None:

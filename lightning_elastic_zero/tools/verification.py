@@ -235,11 +235,11 @@ def _candidates(folder: AnyPath, *, allow_pickle: bool) -> list[AnyPath]:
     try:
         if (local := folder_at(folder).local) is not None:
             os.scandir(local).close()  # A missing one is empty for others.
-        found = checkpoints_in(folder, allow_pickle=allow_pickle)
+        candidates = checkpoints_in(folder, allow_pickle=allow_pickle)
     except OSError as error:
         msg = f"{folder} cannot be listed ({error.strerror}): check the path and its permissions"
         raise CheckpointNotFoundError(msg) from error
-    return newest_first(dict.fromkeys(found, 0))
+    return newest_first(dict.fromkeys(candidates, 0))
 
 
 def folders_with_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:

@@ -13,7 +13,7 @@ pytest.importorskip("accelerate")
 
 from transformers import Trainer, TrainerControl
 
-from lightning_elastic_zero.integrations.trainers import (
+from lightning_elastic_zero.integrations.differences import (
     _epoch_differences,
     _generation_differences,
     _ignores_count,
