@@ -78,6 +78,8 @@ def _older_than(
     asked = manifest_of(real)
     if asked and not options.in_series(real, asked):
         return {}
+    # A link may be newer than the checkpoint behind it, which may be missing.
+    damaged_ns = folder_at(real).published_ns() or folder_at(damaged).published_ns()
     # What a link leads to may be in another folder.
     folders = {damaged.parent, real.parent}
     for folder in map(parse_path, options.folders):
@@ -94,7 +96,7 @@ def _older_than(
         if asked:
             usable = _can_replace(manifest, asked)
         else:  # The manifest of the damaged one cannot be read: compare the times.
-            before = folder_at(path).published_ns() <= folder_at(damaged).published_ns()
+            before = folder_at(path).published_ns() <= damaged_ns
             usable = fits_model(manifest) and before and not manifest.weights_only
         if usable:
             steps[path] = manifest.progress.global_steps

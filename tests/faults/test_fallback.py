@@ -196,6 +196,13 @@ def test_without_a_manifest_only_earlier_files_are_proposed(
     assert proposed_for(folder / "last.ckpt") is None
 
 
+def test_a_link_that_is_newer_than_its_checkpoint_changes_nothing(folder: Path) -> None:
+    """Without its manifest, the time of the damaged checkpoint itself counts."""
+    (folder / "best.ckpt").symlink_to("b.ckpt")
+    rot_manifest(folder / "b.ckpt", _damaged_checkpoints.lose_manifest)
+    assert proposed_for(folder / "best.ckpt") == "a.ckpt"
+
+
 def test_nothing_is_proposed_for_checkpoints_of_other_software(folder: Path) -> None:
     """They may belong to another run, and so may any checkpoint in the same folder."""
     (folder / "file.ckpt").write_bytes(b"PK, and no more")

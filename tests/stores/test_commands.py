@@ -10,7 +10,10 @@ from uuid import uuid4
 
 import pytest
 
+from lightning_elastic_zero.checkpoint.fallback import find_fallback
+from lightning_elastic_zero.checkpoint.types import LoadOptions
 from lightning_elastic_zero.cli import main
+from lightning_elastic_zero.coordination.ranks import OneRank
 from lightning_elastic_zero.storage.object_store import StorePath
 from lightning_elastic_zero.storage.paths import parse_path
 from tests.stores._servers import with_environment
@@ -77,6 +80,9 @@ def test_commands_take_urls(
     found = capsys.readouterr()
     assert found.out.strip() == f"{folder}/from-a-disk"
     assert f"{folder}/step-5" in found.err
+    older = find_fallback(f"{folder}/step-5", OneRank(), lambda _: True, LoadOptions())
+    assert older is not None
+    assert older[0] == found.out.strip()
 
 
 def _save_to(setup: Setup, url: str) -> int:
