@@ -31,7 +31,6 @@ from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage.file_write import (
-    SUMS_SUFFIX,
     DiskFile,
     as_save_error,
     write_durably,
@@ -54,68 +53,6 @@ from lightning_elastic_zero.storage.ownership import (
 )
 from lightning_elastic_zero.storage.paths import NO_ENTRY, open_file, real_path, sync_directory
 
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
-NOT_SUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM}
-"""Errors of a feature that a file system lacks."""
-
-
-def exchange_names(one: Path, other: Path) -> bool:
-    """Exchange two names in one step, without following links.
-
-    Returns False if the C library, the kernel or the file system does not support it.
-    """
-    try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    except AttributeError:
-        return False
-    result = renameat2(
-        ctypes.c_int(_AT_FDCWD),
-        ctypes.c_char_p(os.fsencode(one)),
-        ctypes.c_int(_AT_FDCWD),
-        ctypes.c_char_p(os.fsencode(other)),
-        ctypes.c_uint(_RENAME_EXCHANGE),
-    )
-    if result == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in NOT_SUPPORTED:
-        return False
-    raise OSError(number, os.strerror(number), str(one), None, str(other))
-
-
-def put_in_place(new: Path, target: Path, aside: Path) -> None:
-    """Rename ``new`` to ``target`` in one step; a replaced entry moves to ``new`` or ``aside``.
-
-    Where the system cannot exchange two names, a directory is replaced by two renames, and the name
-    is missing for some microseconds. If the second rename fails, the first one is reverted. After
-    an interrupt in between, the new entry, which is complete, takes the name. A link at the target
-    is replaced only by a link. An OSError leaves the target unchanged.
-    """
-    if not os.path.lexists(target) or not (_is_directory(new) or _is_directory(target)):
-        new.replace(target)
-    elif not exchange_names(new, target):
-        try:
-            target.rename(aside)
-            new.rename(target)
-        except OSError:
-            rename_if_free(aside, target)
-            raise
-        except BaseException:
-            rename_if_free(new, target)
-            raise
-
-
-def rename_if_free(path: Path, target: Path) -> None:
-    """Rename ``path``, if it exists, to ``target``, if that name is free."""
-    if os.path.lexists(path) and not os.path.lexists(target):
-        path.rename(target)
-
-
-def _is_directory(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
-
-
 _log = logging.getLogger(__name__)
 
 STAGING_PREFIX = ".zero-staging-"
@@ -123,7 +60,27 @@ EXPORT_PREFIX = ".zero-export-"
 PREVIOUS_PREFIX = ".zero-previous-"
 OWNER_PREFIX = ".zero-owner-"
 
+LINK_PREFIX = ".zero-link-"
+"""Prefix of a link that is being made. It stays only after a kill."""
+
 SAVE_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z-]{0,63}")
+
+LEFTOVER_AGE_S = 7 * 24 * 3600.0
+"""Leftovers of a process whose state is unknown are removed after this time."""
+
+SETTLE_S = 2.0
+"""How long a target may be missing while another machine publishes it, with a large margin."""
+
+NOT_SUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM}
+"""Errors of a feature that a file system lacks."""
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+_EXPORTED = re.compile(
+    r"weights|latest(_universal)?|\.metadata(\.tmp)?|.+\.(pt|safetensors|json|sums|distcp)"
+)
+"""The names of files that conversions write."""
 
 
 def staging_path(target: Path, save_id: str) -> Path:
@@ -139,7 +96,7 @@ def owner_path(parent: Path, save_id: str) -> Path:
     return parent / f"{OWNER_PREFIX}{save_id}.json"
 
 
-class _HiddenDirectory:
+class HiddenDirectory:
     """A hidden directory, and the file that identifies its process."""
 
     def __init__(self, path: Path, owner: Path, target: Path) -> None:
@@ -165,7 +122,7 @@ class _HiddenDirectory:
             progress.check()
 
 
-class StagedDirectory(_HiddenDirectory):
+class StagedDirectory(HiddenDirectory):
     """A checkpoint being written: ``create``, write to ``path``, then ``publish`` or ``abandon``.
 
     Rank 0 does this; the other ranks find the directory with ``staging_path``. It replaces a
@@ -308,105 +265,133 @@ def make_parents(target: Path) -> None:
         sync_directory(path.parent)
 
 
-_EXPORTED = re.compile(
-    r"weights|latest(_universal)?|\.metadata(\.tmp)?|.+\.(pt|safetensors|json|sums|distcp)"
-)
-"""The names of files that conversions write."""
-
-_NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
+# -- links ---------------------------------------------------------------------------------------
 
 
-def check_free(target: Path) -> None:
-    """Refuse a target that exists."""
-    if os.path.lexists(target):
-        msg = f"{target} exists, and is not overwritten: choose another path, or move it away"
-        raise SaveError(msg)
+def make_link(target: Path, link: Path, progress: Progress = NO_PROGRESS) -> None:
+    """Make a link to a checkpoint in one step, replacing a link or a checkpoint of this library.
 
-
-class StagedExport(_HiddenDirectory):
-    """A directory for other software, or a single file in such a directory, being written.
-
-    It replaces nothing, and nothing of this library replaces it.
+    The link is made under a hidden name and renamed, so that a kill or an error at any moment
+    leaves the old link or the new one. The next call for the same link removes leftovers of a
+    killed one. Without links in the file system the checkpoint is copied, as Lightning does for
+    files.
     """
-
-    def __init__(self, target: Path) -> None:
-        check_free(target)
-        export_id = new_id()
-        super().__init__(
-            target.parent / f"{EXPORT_PREFIX}{export_id}",
-            owner_path(target.parent, export_id),
-            target,
-        )
-        try:
-            self._make()
-        except BaseException:
-            self.remove()
-            raise
-
-    def drop_sums(self) -> None:
-        """Remove the checksums of files, which other software does not use."""
-        remove_files(self.path, lambda name: name.endswith(SUMS_SUFFIX))
-
-    def publish(self, file: str = "") -> None:
-        """Rename the directory, or one file in it, to the target, which must not exist."""
-        with as_save_error(self.target):
-            self._sync_names()
-            if file:
-                _name_file(self.path / file, self.target)
-            else:
-                check_free(self.target)
-                self.path.rename(self.target)
-            sync_directory(self.target.parent)
-
-    def remove(self) -> None:
-        """Remove what is left under the hidden names, all of which this process has written."""
-        remove_files(self.path, lambda _: True)
-        if not os.path.lexists(self.path):
-            with suppress(OSError):
-                self._owner_path.unlink()
-
-
-def remove_export(path: Path) -> None:
-    """Remove the directory of a killed export, unless a file in it has a name that exports lack."""
-    if _is_directory(path) and all(_is_exported(*entry) for entry in files_below(path)):
-        remove_files(path, lambda name: _EXPORTED.fullmatch(PurePosixPath(name).name))
-
-
-def _is_exported(name: str, status: os.stat_result) -> bool:
-    return stat.S_ISREG(status.st_mode) and bool(_EXPORTED.fullmatch(PurePosixPath(name).name))
-
-
-def _name_file(file: Path, target: Path) -> None:
-    # A hard link fails where the name is taken, unlike a rename.
+    if target == link:
+        return
+    new, old = (link.parent / f"{LINK_PREFIX}{link.name}.{end}" for end in ("new", "old"))
     try:
-        target.hardlink_to(file)
+        if refusal_reason := inspect_target(link).refusal_reason:
+            msg = f"Could not link {link} to the published {target}: {link} {refusal_reason}."
+            raise SaveError(msg)
+        for hidden in (new, old):
+            remove_hidden(hidden, link, progress)
+        _make_link(new, target, progress)
+        put_in_place(new, link, old)
+        sync_directory(link.parent)
     except OSError as error:
-        if error.errno not in _NO_HARD_LINKS or os.path.lexists(target):
-            raise
-        file.rename(target)
-
-
-@contextmanager
-def staged_export(target: Path) -> Iterator[StagedExport]:
-    """Make an export; at the end of the context, remove it unless it was published."""
-    export = StagedExport(target)
-    try:
-        with export.touch_regularly():
-            yield export
+        msg = f"Could not link {link} to the published {target}: {error.strerror or error}."
+        raise SaveError(msg) from error
     finally:
-        export.remove()
+        with suppress(OSError):
+            rename_if_free(old, link)  # Restoring it may have been interrupted.
+        # The link is final: a failure from here on costs disk space only.
+        for hidden in (new, old):
+            with suppress(OSError):
+                remove_hidden(hidden, link, progress)
 
 
-# -- leftovers of killed processes --------------------------------------------------------------
+def _make_link(new: Path, target: Path, progress: Progress) -> None:
+    try:
+        new.symlink_to(os.path.relpath(target, new.parent))
+    except OSError as error:
+        if error.errno not in NOT_SUPPORTED:  # A copy would fail too.
+            raise
+        copy_checkpoint(target, new, progress)
 
-LINK_PREFIX = ".zero-link-"
-"""Prefix of a link that is being made. It stays only after a kill."""
 
-LEFTOVER_AGE_S = 7 * 24 * 3600.0
-"""Leftovers of a process whose state is unknown are removed after this time."""
+def copy_checkpoint(source: Path, target: Path, progress: Progress) -> None:
+    """Copy the files of a checkpoint that this library wrote, synced to disk.
 
-SETTLE_S = 2.0
-"""How long a target may be missing while another machine publishes it, with a large margin."""
+    ``shutil.copytree`` would copy other files too, report no progress within a file of many GB (the
+    other ranks would consider rank 0 stalled), and sync nothing.
+    """
+    contents = classify_files(source)
+    if contents.problem:
+        raise OSError(errno.EINVAL, contents.problem, str(source))
+    target.mkdir()
+    for name in contents.ours:
+        with (
+            os.fdopen(open_file(source / name)[0], "rb") as read,
+            closing(DiskFile(target / name, progress)) as written,
+        ):
+            while block := read.read(1 << 20):
+                written.write(memoryview(block))
+                progress.check()
+            written.finish()
+    for folder, _, _ in os.walk(target, topdown=False):
+        sync_directory(Path(folder))
+
+
+# -- names that change in one step ---------------------------------------------------------------
+
+
+def put_in_place(new: Path, target: Path, aside: Path) -> None:
+    """Rename ``new`` to ``target`` in one step; a replaced entry moves to ``new`` or ``aside``.
+
+    Where the system cannot exchange two names, a directory is replaced by two renames, and the name
+    is missing for some microseconds. If the second rename fails, the first one is reverted. After
+    an interrupt in between, the new entry, which is complete, takes the name. A link at the target
+    is replaced only by a link. An OSError leaves the target unchanged.
+    """
+    if not os.path.lexists(target) or not (_is_directory(new) or _is_directory(target)):
+        new.replace(target)
+    elif not exchange_names(new, target):
+        try:
+            target.rename(aside)
+            new.rename(target)
+        except OSError:
+            rename_if_free(aside, target)
+            raise
+        except BaseException:
+            rename_if_free(new, target)
+            raise
+
+
+def exchange_names(one: Path, other: Path) -> bool:
+    """Exchange two names in one step, without following links.
+
+    Returns False if the C library, the kernel or the file system does not support it.
+    """
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        return False
+    result = renameat2(
+        ctypes.c_int(_AT_FDCWD),
+        ctypes.c_char_p(os.fsencode(one)),
+        ctypes.c_int(_AT_FDCWD),
+        ctypes.c_char_p(os.fsencode(other)),
+        ctypes.c_uint(_RENAME_EXCHANGE),
+    )
+    if result == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in NOT_SUPPORTED:
+        return False
+    raise OSError(number, os.strerror(number), str(one), None, str(other))
+
+
+def rename_if_free(path: Path, target: Path) -> None:
+    """Rename ``path``, if it exists, to ``target``, if that name is free."""
+    if os.path.lexists(path) and not os.path.lexists(target):
+        path.rename(target)
+
+
+def _is_directory(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+# -- leftovers of killed processes ---------------------------------------------------------------
 
 
 def remove_leftovers(parent: Path, progress: Progress = NO_PROGRESS) -> list[Path]:
@@ -457,6 +442,16 @@ def _remove_by_id(
             owner_file.unlink()
             gone.append(owner_file)
     return gone
+
+
+def remove_export(path: Path) -> None:
+    """Remove the directory of a killed export, unless a file in it has a name that exports lack."""
+    if _is_directory(path) and all(_is_exported(*entry) for entry in files_below(path)):
+        remove_files(path, lambda name: _EXPORTED.fullmatch(PurePosixPath(name).name))
+
+
+def _is_exported(name: str, status: os.stat_result) -> bool:
+    return stat.S_ISREG(status.st_mode) and bool(_EXPORTED.fullmatch(PurePosixPath(name).name))
 
 
 def _untouched_s(path: Path, now_s: Callable[[], float]) -> float:
@@ -535,70 +530,3 @@ def _ours(parent: Path) -> Iterator[tuple[str, str]]:
                 save_id = entry.name.removeprefix(kind).removesuffix(".json")
                 if entry.name.startswith(kind) and SAVE_ID.fullmatch(save_id):
                     yield kind, save_id
-
-
-# -- links --------------------------------------------------------------------------------------
-
-
-def copy_checkpoint(source: Path, target: Path, progress: Progress) -> None:
-    """Copy the files of a checkpoint that this library wrote, synced to disk.
-
-    ``shutil.copytree`` would copy other files too, report no progress within a file of many GB (the
-    other ranks would consider rank 0 stalled), and sync nothing.
-    """
-    contents = classify_files(source)
-    if contents.problem:
-        raise OSError(errno.EINVAL, contents.problem, str(source))
-    target.mkdir()
-    for name in contents.ours:
-        with (
-            os.fdopen(open_file(source / name)[0], "rb") as read,
-            closing(DiskFile(target / name, progress)) as written,
-        ):
-            while block := read.read(1 << 20):
-                written.write(memoryview(block))
-                progress.check()
-            written.finish()
-    for folder, _, _ in os.walk(target, topdown=False):
-        sync_directory(Path(folder))
-
-
-def make_link(target: Path, link: Path, progress: Progress = NO_PROGRESS) -> None:
-    """Make a link to a checkpoint in one step, replacing a link or a checkpoint of this library.
-
-    The link is made under a hidden name and renamed, so that a kill or an error at any moment
-    leaves the old link or the new one. The next call for the same link removes leftovers of a
-    killed one. Without links in the file system the checkpoint is copied, as Lightning does for
-    files.
-    """
-    if target == link:
-        return
-    new, old = (link.parent / f"{LINK_PREFIX}{link.name}.{end}" for end in ("new", "old"))
-    try:
-        if refusal_reason := inspect_target(link).refusal_reason:
-            msg = f"Could not link {link} to the published {target}: {link} {refusal_reason}."
-            raise SaveError(msg)
-        for hidden in (new, old):
-            remove_hidden(hidden, link, progress)
-        _make_link(new, target, progress)
-        put_in_place(new, link, old)
-        sync_directory(link.parent)
-    except OSError as error:
-        msg = f"Could not link {link} to the published {target}: {error.strerror or error}."
-        raise SaveError(msg) from error
-    finally:
-        with suppress(OSError):
-            rename_if_free(old, link)  # Restoring it may have been interrupted.
-        # The link is final: a failure from here on costs disk space only.
-        for hidden in (new, old):
-            with suppress(OSError):
-                remove_hidden(hidden, link, progress)
-
-
-def _make_link(new: Path, target: Path, progress: Progress) -> None:
-    try:
-        new.symlink_to(os.path.relpath(target, new.parent))
-    except OSError as error:
-        if error.errno not in NOT_SUPPORTED:  # A copy would fail too.
-            raise
-        copy_checkpoint(target, new, progress)

@@ -101,7 +101,6 @@ class StorePath:
 AnyPath: TypeAlias = "Path | StorePath"
 """A path on a disk or in an object store."""
 
-
 Version: TypeAlias = "Mapping[str, str]"
 """Identifies one content of an object: its ``e_tag``, and ``version`` where the store has one."""
 
@@ -161,6 +160,12 @@ _REASON = re.compile("<Code>(.*?)</Code>.*?<Message>(.*?)</Message>", re.DOTALL)
 
 _CAUSE = re.compile(r'^ *(?:message|error): "(.*)",$', re.MULTILINE)
 """In errors of connections, such as "Connection refused"."""
+
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+"""Variables that name an endpoint, by URL scheme."""
 
 _MOST_PARTS = 9000
 _PARTS_IN_FLIGHT = 4
@@ -559,13 +564,6 @@ def _loop(_pid: int) -> asyncio.AbstractEventLoop:
 
     atexit.register(end)
     return loop
-
-
-_ENDPOINTS = {
-    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
-    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
-}
-"""Variables that name an endpoint, by URL scheme."""
 
 
 def _handle(root: str, request_s: float, retry_s: float) -> Any:

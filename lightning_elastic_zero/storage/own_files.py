@@ -32,16 +32,15 @@ from lightning_elastic_zero.storage.paths import read_file, real_path
 
 TAG = "checkpoint"
 """The folder in a checkpoint: the tag that Lightning passes to DeepSpeed."""
+
 LATEST = "latest"
 RECOVERY_SCRIPT = "zero_to_fp32.py"
+
 TOKEN_PREFIX, TABLE_PREFIX = ".seen-", ".compared-"
 """Prefixes of the names of files for other ranks."""
 
 LINK_FORMAT = "lightning_elastic_zero.link"
 """``format`` of a ``manifest.json`` that is a link, in an object store or a copy of its folder."""
-
-_MOST_LINK_BYTES = 1 << 16
-"""Size of the largest link."""
 
 MOST_LINKS = 8
 """Links that are followed from one to the next."""
@@ -58,6 +57,17 @@ WRITTEN = re.compile(
 )
 """The names of the files that a save writes."""
 
+DELETING_PREFIX = ".zero-removed-"
+"""Prefix of a checkpoint that is being deleted."""
+
+MOST_NAMED = 5
+"""Number of names that a message lists."""
+
+_MOST_LINK_BYTES = 1 << 16
+"""Size of the largest link."""
+
+_DELETING_NAME = re.compile(re.escape(DELETING_PREFIX) + "[0-9a-f]+")
+
 _IGNORABLE = re.compile(r"(?:.*/)?(?:\.DS_Store|\.nfs[0-9a-f]+|__pycache__/[^/]+\.pyc)")
 """Files that systems and interpreters create automatically, which may be removed.
 
@@ -70,6 +80,11 @@ _MOST_FOREIGN = 20
 
 _MOST_LEVELS = 16
 """Levels of folders that are searched: Python 3.11 fails at a thousand."""
+
+_MOST_LISTED = 1000
+"""Number of entries of a folder that are inspected for a message."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,122 +134,35 @@ def _is_written(name: str) -> bool:
     return bool(WRITTEN.fullmatch(file if SAVE_ID.fullmatch(save_id) else name))
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Whether a directory has a manifest of this library; other files do not matter."""
-    if not recorded_at(path).problem:
-        return True
-    return bool(copied_link(path)) and not recorded_at(follow_links(path)).problem
+def files_below(path: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield all entries but folders, with their status, and folders that are not listed.
 
-
-def target_in(manifest: bytes) -> str:
-    """Return the target in the text of a manifest that is a link; empty if it is none."""
-    if len(manifest) > _MOST_LINK_BYTES:
-        return ""
-    try:
-        content = load_json(manifest)
-    except ValueError:
-        return ""
-    is_link = isinstance(content, dict) and content.get("format") == LINK_FORMAT
-    target = content.get("target") if is_link else ""
-    return target if isinstance(target, str) else ""
-
-
-def leads_inside(target: str) -> bool:
-    """Whether the target of a link is a path in the link's folder, or below it.
-
-    Anybody who writes into the folder could name any other one.
+    These cannot be read, or are nested more deeply than this library writes any.
+    One system call per entry: a checkpoint of many ranks has thousands of files.
     """
-    return target.isprintable() and not {"", ".", ".."} & {*target.split("/")}
+    unread: list[Path] = []
+
+    def note(error: OSError) -> None:
+        if error.filename is None or Path(error.filename) == path:
+            raise error
+        unread.append(Path(error.filename))
+
+    for folder, folders, files in os.walk(path, onerror=note):
+        links = [name for name in folders if Path(folder, name).is_symlink()]
+        if len(Path(folder).parts) - len(path.parts) == _MOST_LEVELS:
+            links, folders[:] = folders[:], []
+        entries = (Path(folder, name) for name in (*links, *files))
+        yield from _with_status(path, entries)
+    yield from _with_status(path, unread)
 
 
-def latest_in(folder: Path) -> str:
-    """Return the path in a folder that its file ``latest`` names.
-
-    It is empty if the file is missing or does not name an existing path below the folder. Readers
-    of this library's checkpoints do not need it.
-    """
-    with suppress(OSError):
-        name = read_file(folder / LATEST, _MOST_LINK_BYTES).decode(errors="replace").strip()
-        # Raises an error for a name that the file system does not accept.
-        if leads_inside(name) and os.path.lexists(folder / name):
-            return name
-    return ""
-
-
-def copied_link(path: Path) -> str:
-    """Return the target of a directory that is a link, copied from a store; empty if it is none.
-
-    Raises nothing.
-    """
-    with suppress(OSError):
-        target = target_in(read_file(path / MANIFEST_NAME, _MOST_LINK_BYTES))
-        return target if leads_inside(target) else ""
-    return ""
-
-
-def follow_links(path: Path) -> Path:
-    """Return the real path behind links of the system, and behind copies of links in a store."""
-    path = real_path(path)
-    for _ in range(MOST_LINKS):
-        if not (target := copied_link(path)):
-            break
-        path = real_path(path.parent / target)
-    return path
-
-
-def remove_own_files(path: Path, progress: Progress, *, hidden: bool = False) -> None:
-    """Remove the files of this library in a directory, and the directory if it is empty then.
-
-    Files that cannot be removed stay. ``hidden`` as in ``classify_files``.
-    """
-    try:
-        contents = classify_files(path, hidden=hidden)
-    except OSError:
-        return
-    remove_files(path, {*contents.ignorable, *contents.ours}.__contains__, progress)
-
-
-def remove_files(
-    folder: Path, is_ours: Callable[[str], object], progress: Progress = NO_PROGRESS
-) -> None:
-    """Remove the files below a directory that ``is_ours`` accepts, and folders that are empty then.
-
-    Names are relative to the directory, with forward slashes. The manifest is removed last, so that
-    an interrupted removal is still recognised. Files that cannot be removed stay.
-
-    No link is followed, whenever it appears: each folder is opened without following links,
-    relative to the one above, and its files are removed relative to it.
-    """
-    with suppress(OSError), _opened_folder(folder) as descriptor:
-        _remove_below(descriptor, "", is_ours, progress)
-    with suppress(OSError):
-        folder.rmdir()  # Fails unless it is an empty directory.
-
-
-def _remove_below(
-    folder: int, above: str, is_ours: Callable[[str], object], progress: Progress
-) -> None:
-    with os.scandir(folder) as entries:
-        kinds = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
-    for name in sorted(kinds, key=lambda name: (not kinds[name], name == MANIFEST_NAME, name)):
-        progress.check()
-        with suppress(OSError):
-            if kinds[name]:
-                with _opened_folder(name, folder) as inner:
-                    _remove_below(inner, f"{above}{name}/", is_ours, progress)
-                os.rmdir(name, dir_fd=folder)
-            elif is_ours(f"{above}{name}"):
-                os.unlink(name, dir_fd=folder)
-
-
-@contextmanager
-def _opened_folder(path: Path | str, above: int | None = None) -> Iterator[int]:
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(path, flags, dir_fd=above)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+def _with_status(path: Path, entries: Iterable[Path]) -> Iterator[tuple[str, os.stat_result]]:
+    for entry in entries:
+        try:
+            status = entry.lstat()
+        except OSError:
+            continue
+        yield entry.relative_to(path).as_posix(), status
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,42 +207,73 @@ def recorded_files(data: bytes) -> RecordedFiles:
     return RecordedFiles({**sizes, **files}, manifest.get("weights_only") is True)
 
 
-def files_below(path: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield all entries but folders, with their status, and folders that are not listed.
+def is_checkpoint(path: Path) -> bool:
+    """Whether a directory has a manifest of this library; other files do not matter."""
+    if not recorded_at(path).problem:
+        return True
+    return bool(copied_link(path)) and not recorded_at(follow_links(path)).problem
 
-    These cannot be read, or are nested more deeply than this library writes any.
-    One system call per entry: a checkpoint of many ranks has thousands of files.
+
+# -- links ---------------------------------------------------------------------------------------
+
+
+def follow_links(path: Path) -> Path:
+    """Return the real path behind links of the system, and behind copies of links in a store."""
+    path = real_path(path)
+    for _ in range(MOST_LINKS):
+        if not (target := copied_link(path)):
+            break
+        path = real_path(path.parent / target)
+    return path
+
+
+def copied_link(path: Path) -> str:
+    """Return the target of a directory that is a link, copied from a store; empty if it is none.
+
+    Raises nothing.
     """
-    unread: list[Path] = []
-
-    def note(error: OSError) -> None:
-        if error.filename is None or Path(error.filename) == path:
-            raise error
-        unread.append(Path(error.filename))
-
-    for folder, folders, files in os.walk(path, onerror=note):
-        links = [name for name in folders if Path(folder, name).is_symlink()]
-        if len(Path(folder).parts) - len(path.parts) == _MOST_LEVELS:
-            links, folders[:] = folders[:], []
-        entries = (Path(folder, name) for name in (*links, *files))
-        yield from _with_status(path, entries)
-    yield from _with_status(path, unread)
+    with suppress(OSError):
+        target = target_in(read_file(path / MANIFEST_NAME, _MOST_LINK_BYTES))
+        return target if leads_inside(target) else ""
+    return ""
 
 
-def _with_status(path: Path, entries: Iterable[Path]) -> Iterator[tuple[str, os.stat_result]]:
-    for entry in entries:
-        try:
-            status = entry.lstat()
-        except OSError:
-            continue
-        yield entry.relative_to(path).as_posix(), status
+def target_in(manifest: bytes) -> str:
+    """Return the target in the text of a manifest that is a link; empty if it is none."""
+    if len(manifest) > _MOST_LINK_BYTES:
+        return ""
+    try:
+        content = load_json(manifest)
+    except ValueError:
+        return ""
+    is_link = isinstance(content, dict) and content.get("format") == LINK_FORMAT
+    target = content.get("target") if is_link else ""
+    return target if isinstance(target, str) else ""
 
 
-MOST_NAMED = 5
-"""Number of names that a message lists."""
+def leads_inside(target: str) -> bool:
+    """Whether the target of a link is a path in the link's folder, or below it.
 
-_MOST_LISTED = 1000
-"""Number of entries of a folder that are inspected for a message."""
+    Anybody who writes into the folder could name any other one.
+    """
+    return target.isprintable() and not {"", ".", ".."} & {*target.split("/")}
+
+
+def latest_in(folder: Path) -> str:
+    """Return the path in a folder that its file ``latest`` names.
+
+    It is empty if the file is missing or does not name an existing path below the folder. Readers
+    of this library's checkpoints do not need it.
+    """
+    with suppress(OSError):
+        name = read_file(folder / LATEST, _MOST_LINK_BYTES).decode(errors="replace").strip()
+        # Raises an error for a name that the file system does not accept.
+        if leads_inside(name) and os.path.lexists(folder / name):
+            return name
+    return ""
+
+
+# -- replacement ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,6 +326,14 @@ def _directory(path: Path) -> ExistingTarget:
         return ExistingTarget("empty")
     what = f"is not a checkpoint of this library ({contents.problem}): {_described(path)}"
     return ExistingTarget("other", what)
+
+
+def foreign_files_reason(foreign: tuple[str, ...]) -> str:
+    """Return why files of others prevent a replacement or deletion; empty without files."""
+    if not foreign:
+        return ""
+    names = format_names(foreign, MOST_NAMED)
+    return f"contains files that this library did not write: {names}"
 
 
 def check_replaceable(target: Path, below: str) -> None:
@@ -430,12 +397,62 @@ def _is_tag(path: Path) -> bool:
     return False
 
 
-DELETING_PREFIX = ".zero-removed-"
-"""Prefix of a checkpoint that is being deleted."""
+# -- deletion ------------------------------------------------------------------------------------
 
-_DELETING_NAME = re.compile(re.escape(DELETING_PREFIX) + "[0-9a-f]+")
 
-_log = logging.getLogger(__name__)
+def remove_own_files(path: Path, progress: Progress, *, hidden: bool = False) -> None:
+    """Remove the files of this library in a directory, and the directory if it is empty then.
+
+    Files that cannot be removed stay. ``hidden`` as in ``classify_files``.
+    """
+    try:
+        contents = classify_files(path, hidden=hidden)
+    except OSError:
+        return
+    remove_files(path, {*contents.ignorable, *contents.ours}.__contains__, progress)
+
+
+def remove_files(
+    folder: Path, is_ours: Callable[[str], object], progress: Progress = NO_PROGRESS
+) -> None:
+    """Remove the files below a directory that ``is_ours`` accepts, and folders that are empty then.
+
+    Names are relative to the directory, with forward slashes. The manifest is removed last, so that
+    an interrupted removal is still recognised. Files that cannot be removed stay.
+
+    No link is followed, whenever it appears: each folder is opened without following links,
+    relative to the one above, and its files are removed relative to it.
+    """
+    with suppress(OSError), _opened_folder(folder) as descriptor:
+        _remove_below(descriptor, "", is_ours, progress)
+    with suppress(OSError):
+        folder.rmdir()  # Fails unless it is an empty directory.
+
+
+def _remove_below(
+    folder: int, above: str, is_ours: Callable[[str], object], progress: Progress
+) -> None:
+    with os.scandir(folder) as entries:
+        kinds = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
+    for name in sorted(kinds, key=lambda name: (not kinds[name], name == MANIFEST_NAME, name)):
+        progress.check()
+        with suppress(OSError):
+            if kinds[name]:
+                with _opened_folder(name, folder) as inner:
+                    _remove_below(inner, f"{above}{name}/", is_ours, progress)
+                os.rmdir(name, dir_fd=folder)
+            elif is_ours(f"{above}{name}"):
+                os.unlink(name, dir_fd=folder)
+
+
+@contextmanager
+def _opened_folder(path: Path | str, above: int | None = None) -> Iterator[int]:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags, dir_fd=above)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def rename_for_deletion(path: Path) -> Path:
@@ -496,11 +513,3 @@ def _keep_under_visible_name(path: Path, known_as: Path | None, refusal_reason: 
     kept = known_as.with_name(f"{known_as.name}.kept-{uuid.uuid4().hex[:8]}")
     path.rename(kept)
     _log.warning("The replaced %s was kept as %s: it %s.", known_as, kept, refusal_reason)
-
-
-def foreign_files_reason(foreign: tuple[str, ...]) -> str:
-    """Return why files of others prevent a replacement or deletion; empty without files."""
-    if not foreign:
-        return ""
-    names = format_names(foreign, MOST_NAMED)
-    return f"contains files that this library did not write: {names}"

@@ -39,7 +39,8 @@ from lightning_elastic_zero.formats.deepspeed_files import LATEST_UNIVERSAL, OUR
 from lightning_elastic_zero.formats.elastic import model_entries
 from lightning_elastic_zero.formats.reader import WEIGHT
 from lightning_elastic_zero.formats.torch_write import ChunkedSource, TorchFileWriter
-from lightning_elastic_zero.storage.disk_checkpoints import remove_leftovers, staged_export
+from lightning_elastic_zero.storage.disk_checkpoints import remove_leftovers
+from lightning_elastic_zero.storage.exports import staged_export
 from lightning_elastic_zero.storage.file_write import (
     ChecksummedWriter,
     as_save_error,

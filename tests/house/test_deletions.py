@@ -69,12 +69,12 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("storage/file_write.py", "replace_durably", "new.replace"): LATEST_FILE,
     ("storage/file_write.py", "replace_durably", "new.unlink"): LATEST_FILE,
     # -- exports, under a hidden random name
-    ("storage/disk_checkpoints.py", "publish", "self.path.rename"): CAME_TO_EXPORT,
-    ("storage/disk_checkpoints.py", "remove", "self._owner_path.unlink"): KILLED_EXPORT,
-    ("storage/disk_checkpoints.py", "__init__", "self.remove"): EXPORTS + "nothing_left",
-    ("storage/disk_checkpoints.py", "staged_export", "export.remove"): EXPORTS + "nothing_left",
-    ("storage/disk_checkpoints.py", "_name_file", "target.hardlink_to"): CAME_TO_EXPORT,
-    ("storage/disk_checkpoints.py", "_name_file", "file.rename"): CAME_TO_EXPORT,
+    ("storage/exports.py", "publish", "self.path.rename"): CAME_TO_EXPORT,
+    ("storage/exports.py", "remove", "self._owner_path.unlink"): KILLED_EXPORT,
+    ("storage/exports.py", "__init__", "self.remove"): EXPORTS + "nothing_left",
+    ("storage/exports.py", "staged_export", "export.remove"): EXPORTS + "nothing_left",
+    ("storage/exports.py", "_name_file", "target.hardlink_to"): CAME_TO_EXPORT,
+    ("storage/exports.py", "_name_file", "file.rename"): CAME_TO_EXPORT,
     # -- deleting
     # The only removals inside directories; all others remove one name, and no link behind it.
     ("storage/own_files.py", "remove_files", "folder.rmdir"): PLANTED,
