@@ -405,7 +405,6 @@ def _load_once(
         source.manifest,
         stats,
         summary,
-        filled.rank_entries,
         group_origins=filled.values.group_origins,
     )
 
@@ -484,7 +483,6 @@ class _Filled:
 
     targets: RestoreTargets
     values: RestoreValues
-    rank_entries: Mapping[int, Any]
     bytes_read: int
     changed_weights: tuple[str, ...]
     """Parameters of which this rank's module weights were not the rounded masters."""
@@ -624,8 +622,7 @@ class _Load:
                 twice = (targets.weights * 2, weights * 2)  # As in ``read_targets``.
                 bytes_read += source.read_module_weights(runs, *twice, progress)
         check_infinite_weights(self.where, targets, source.manifest, self.live)
-        entries, changed = self._rank_entries(shared), tuple(source.comparison.changed)
-        return _Filled(targets, values, entries, bytes_read, changed)
+        return _Filled(targets, values, bytes_read, tuple(source.comparison.changed))
 
     def _resumes(self, scope: RestoreScope) -> bool:
         """Whether the run continues from the masters and their optimizer states."""
@@ -687,20 +684,6 @@ class _Load:
             restores_state=scope.optimizer_state,
             restores_hyperparameters=scope.hyperparameters,
         )
-
-    def _rank_entries(self, shared: SharedState) -> dict[int, Any]:
-        """Return the wanted entry of saving ranks, by rank; empty on the same number of ranks.
-
-        With ``n`` ranks, rank r reads the entries r, r + n, ...; if fewer ranks saved, entry r
-        modulo their number.
-        """
-        wanted, rank = self.options.rank_entry_path, self.ranks.rank
-        saved, here = self.source.manifest.world_size, self.ranks.world_size
-        if not wanted or shared.read_client_entry is None or saved == here:
-            return {}
-        sources = range(rank, saved, here) or [rank % saved]
-        entries = {other: shared.read_client_entry(other, wanted) for other in sources}
-        return {other: entry for other, entry in entries.items() if entry is not None}
 
 
 def _step_of(progress: TrainingProgress) -> int:

@@ -203,7 +203,7 @@ def collect(
     state = engine.rank_state(
         exclude_frozen=options.exclude_frozen, keep_module_weights=options.module_weights
     )
-    state = state_to_save(state, manifest, rank, options)
+    state = state_to_save(state, manifest, rank)
     check_loads_weights_only(
         {
             "the scheduler's state": state.lr_scheduler,
@@ -220,8 +220,6 @@ def collect(
     if rank == 0:
         warn_of_unsaved(engine.module(), options.examined_modules)
         folder_at(target).prepare(f"step-{manifest.progress.global_steps}")
-    # These tensors are in the state now: a background save keeps no copies on the device.
-    options = replace(options, at_step={})
     return ShardContents(target, manifest, state, split.plain, split.objects, options)
 
 

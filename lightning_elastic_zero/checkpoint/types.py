@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.manifest import Manifest, Plain
 from lightning_elastic_zero.core.progress import Progress, ShowBytes, show_nothing
@@ -48,9 +46,6 @@ class SaveOptions:
     """Also write the low-precision weights, for tools that require them."""
     sampler: Mapping[str, Plain] = field(default_factory=dict)
     """Position in the data, for the manifest's ``progress.sampler``."""
-    at_step: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Module buffers and this rank's pieces of frozen weights at the last optimizer step, saved
-    instead of the live ones."""
     step: int | None = None
     """Optimizer steps as counted by the trainer; None: as counted by the engine."""
     show: ShowBytes = show_nothing
@@ -93,9 +88,6 @@ class LoadOptions:
     """Called on each rank before anything is changed; raises to refuse the checkpoint."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Prefixes of names in the checkpoint, and their replacements in the model."""
-    rank_entry_path: tuple[str, ...] = ()
-    """Path of an entry of the client state that is also read for the saving ranks whose part this
-    rank takes over, if the number of ranks changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +125,6 @@ class LoadResult:
     """Path, time and size."""
     source_summary: str = ""
     """Kind, writer and missing state of an incomplete checkpoint; otherwise empty."""
-    rank_entries: Mapping[int, Any] = field(default_factory=dict)
-    """Requested entries of other ranks, by rank of the save."""
     instead_of: str = ""
     """The damaged checkpoint that an older one replaced (``fallback``); usually empty."""
     group_origins: tuple[int | None, ...] = ()
@@ -198,22 +188,18 @@ def manifest_to_save(manifest: Manifest, options: SaveOptions) -> Manifest:
     )
 
 
-def state_to_save(
-    state: RankState, manifest: Manifest, rank: int, options: SaveOptions
-) -> RankState:
+def state_to_save(state: RankState, manifest: Manifest, rank: int) -> RankState:
     """Return the part of a rank's state that it writes."""
     flats, writes = state.flats, writes_weights(manifest, rank)
     if manifest.weights_only:
         flats = tuple(replace(flat, elementwise={}) for flat in flats)
-    frozen, kept = {p.name for p in manifest.frozen if writes}, options.at_step
+    frozen = {p.name for p in manifest.frozen if writes}
     return replace(
         state,
         flats=flats,
-        frozen={n: kept.get(n, t) for n, t in state.frozen.items() if n in frozen},
+        frozen={name: piece for name, piece in state.frozen.items() if name in frozen},
         module_weights=state.module_weights if writes else {},
-        module_buffers={
-            name: kept.get(name, state.module_buffers[name]) for name in manifest.module_buffers
-        },
+        module_buffers={name: state.module_buffers[name] for name in manifest.module_buffers},
     )
 
 

@@ -238,7 +238,7 @@ class ElasticReader(CheckpointReader):
                 client = join_objects(client, objects)
         extra = client.pop(EXTRA_STATES, {})
         client.pop(OPTIMIZER_STATE, None)
-        return SharedState(module, client, loss_scaler, lr_scheduler, self._entry_of, extra)
+        return SharedState(module, client, loss_scaler, lr_scheduler, extra)
 
     def optimizer_state(self) -> Mapping[Any, Any]:
         file = self._model_file()
@@ -258,22 +258,6 @@ class ElasticReader(CheckpointReader):
     def trainer_entry(self, name: str) -> object:
         """Return an entry of the trainer's state that the manifest records: the epoch."""
         return self.manifest.progress.sampler.get(name)
-
-    def _entry_of(self, rank: int, path: tuple[str, ...]) -> object:
-        """Return a rank's entry of the client state; None if it had none."""
-        file = self._model_file()
-        holder: Any = file.load_tree(_entry(file.tree[OURS]["client_state"], path))
-        for key in reversed(path):
-            holder = {key: holder}
-        if rank and "client_state" in self.manifest.rank_state:
-            file = self.files.get(optimizer_file(rank, self.manifest.precision))
-            own = [
-                (tuple(at), file.load_tree(value))
-                for at, value in file.tree[OURS]["own"]["client_state"]
-                if tuple(at[: len(path)]) == path[: len(at)]
-            ]
-            join_objects(holder, tuple(own))
-        return _entry(holder, path)
 
     def _objects(self) -> Objects:
         file = self.files.get(CLIENT_OBJECTS)
@@ -328,12 +312,6 @@ class ElasticReader(CheckpointReader):
                 f"{stamp['rank']}: one of them was modified. Resume from another checkpoint"
             )
             raise CheckpointCorruptedError(msg)
-
-
-def _entry(tree: Any, path: tuple[str, ...]) -> Any:
-    for key in path:
-        tree = tree.get(key) if isinstance(tree, dict) else None
-    return tree
 
 
 SourceOf: TypeAlias = "Callable[[torch.Tensor], torch.Tensor | ChunkedSource]"

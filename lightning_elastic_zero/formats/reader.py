@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -84,9 +84,6 @@ class SharedState:
     """The state of the trainer, module, datamodule and callbacks."""
     loss_scaler: Mapping[str, Plain]
     lr_scheduler: Mapping[str, Any] | None
-    read_client_entry: Callable[[int, tuple[str, ...]], Any] | None = None
-    """Returns the client-state entry at a path as a given rank saved it; None if that rank had
-    none. Only for formats that store the client state per rank."""
     extra_states: Mapping[str, Any] = field(default_factory=dict)
     """The results of modules' ``get_extra_state``, by their keys in ``state_dict``."""
 

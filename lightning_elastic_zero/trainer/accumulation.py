@@ -261,13 +261,11 @@ class StepIntervals:
         self._is_planned = False
         self._frequencies: list[tuple[Any, int]] = []
         self._interval: int | float | None = None
-        self._validated = range(0)
-        """Micro-batches of the run, counted from 1, after which no validation may run."""
 
     def begin_fit(self, trainer: pl.Trainer, *, is_planned: bool) -> None:
         """Begin a fit whose loaders exist. ``is_planned``: there is a ``global_batch_size``."""
         self._is_planned = is_planned
-        self._frequencies, self._interval, self._validated = [], None, range(0)
+        self._frequencies, self._interval = [], None
         _set_validation_interval(trainer, is_planned=is_planned)
 
     def begin_batch(self, trainer: pl.Trainer) -> None:
@@ -283,11 +281,6 @@ class StepIntervals:
         """Set whether they are due after the last batch before the save."""
         self.restore(trainer)
         self._apply(trainer, is_last=is_last, steps=trainer.global_step)
-
-    def skip_validations(self, trainer: pl.Trainer, batches: int) -> None:
-        """Skip the validations after the next batches: callbacks have counted them already."""
-        done = trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        self._validated = range(done + 1, done + batches + 1)
 
     def suspend_plateau_steps(self, trainer: pl.Trainer) -> None:
         """Keep ``ReduceLROnPlateau`` from being due when Lightning ends the last batch again."""
@@ -337,19 +330,15 @@ class StepIntervals:
         if not isinstance(live, int) or interval is None:
             return  # by time, or at the end of data without a known length
         accumulate, counted = trainer.accumulate_grad_batches, ready
-        total = trainer.fit_loop.epoch_loop.batch_progress.total.ready
         is_end = is_last or ready % accumulate == 0
-        if total in self._validated:
-            counted = total if trainer.check_val_every_n_epoch is None else ready
-            is_due = False
-        elif isinstance(interval, float):
+        if isinstance(interval, float):
             every = live // accumulate
             at_steps = ceil_div(ready, accumulate) % max(1, every) == 0
             is_due = is_last if interval == 1.0 else is_end and at_steps
         elif not self._is_planned or not trainer.lightning_module.automatic_optimization:
             return  # manual optimization has no windows
         elif trainer.check_val_every_n_epoch is None:
-            counted = total
+            counted = trainer.fit_loop.epoch_loop.batch_progress.total.ready
             is_due = is_end and steps % interval == 0
         else:
             is_due = is_end and ceil_div(ready, accumulate) % interval == 0

@@ -51,19 +51,25 @@ from lightning_elastic_zero.trainer.lightning import (
     WEIGHT_AVERAGING,
     callbacks_of,
     displayed_metrics,
+    ends_run,
     exchange_average,
     has_average,
     is_fitting,
     is_interrupted,
     known_callback_metrics,
 )
-from lightning_elastic_zero.trainer.metrics import RESULTS, RESULTS_BY_RANK
+from lightning_elastic_zero.trainer.metrics import RESULTS
 from lightning_elastic_zero.trainer.model_checkpoint import (
     LoadedSaves,
     ModelCheckpointHooks,
 )
 from lightning_elastic_zero.trainer.monitor import checkpoint_bar
-from lightning_elastic_zero.trainer.recorder import HOOK, SAVES, is_inside_validation
+from lightning_elastic_zero.trainer.recorder import (
+    HOOK,
+    SAVES,
+    is_inside_validation,
+    is_inside_window,
+)
 from lightning_elastic_zero.trainer.resume import (
     STATE_KEY,
     RunResumer,
@@ -259,12 +265,6 @@ class LastFit:
             state[RESULTS] = {**state[RESULTS], **self._shown}
 
 
-def _ends_run(trainer: pl.Trainer, path: str | os.PathLike[str]) -> bool:
-    """Whether the run ends after a save: an exception's, or one before SLURM requeues the job."""
-    # Lightning's name of the latter.
-    return is_interrupted(trainer) or Path(path).name.startswith("hpc_ckpt_")
-
-
 VERSION_KEY = "pytorch-lightning_version"
 """Entry that Lightning requires in every checkpoint."""
 
@@ -423,7 +423,7 @@ class RunCheckpoints:
         """
         if not is_fitting(trainer) or self._resumer.has_begun:
             return False
-        if _ends_run(trainer, path):
+        if ends_run(trainer, path):
             text = f"{os.fspath(path)} is not saved: the run ended before its first batch."
             warnings.warn(text, stacklevel=2)  # on the rank that failed, not only on rank 0
             # A rank that failed alone must not go on to Lightning's barrier.
@@ -450,7 +450,7 @@ class RunCheckpoints:
         blocking: bool,
     ) -> None:
         manager, interrupted = self._manager, is_interrupted(trainer)
-        if _ends_run(trainer, path):
+        if ends_run(trainer, path):
             # A rank that failed alone saves alone: the others do not take part. SLURM's signal may
             # arrive during another save.
             manager.drain_local()
@@ -476,9 +476,16 @@ class RunCheckpoints:
             client_state[STATE_KEY] = own
             if not is_fitting(trainer):
                 self.last_fit.put_back(own)
-            states, at_step = of.loaders_and_tensors(trainer)
+            states = of.loader_states(trainer)
+            if is_inside_window(trainer):
+                rank_zero_warn(
+                    f"{path} is saved inside an accumulation window. It contains the weights and "
+                    "the position of the last optimizer step, so a resumed run repeats the window. "
+                    "Random numbers, buffers, frozen weights that change, metrics and callbacks "
+                    "are those of this moment. To continue exactly, save after an optimizer step."
+                )
         client_state["loops"] = with_loader_states(client_state["loops"], states)
-        return replace(options, sampler=record.to_plain(), at_step=at_step)
+        return replace(options, sampler=record.to_plain())
 
     def _link(self, trainer: pl.Trainer, path: str, link: str) -> None:
         """Create a link such as ``last.ckpt`` once the checkpoint is published; collective."""
@@ -504,7 +511,6 @@ class RunCheckpoints:
             # An evaluation of another checkpoint than the given one would be useless.
             fallback=self._load_options.fallback and fitting,
             folders=tuple(str(folder) for folder in self._manager.dirpaths if folder),
-            rank_entry_path=(STATE_KEY, RESULTS) if fitting else (),
         )
         live = trainer.optimizers if fitting else []
         configured = configured_rates(live) if options.hyperparameters else None
@@ -564,7 +570,6 @@ class RunCheckpoints:
             kept = {k: v for k, v in state.items() if k not in {"loops", "callbacks", data}}
             return {**kept, "epoch": 0, "global_step": 0, "lr_schedulers": []}
         own = state.setdefault(STATE_KEY, {})
-        own[RESULTS_BY_RANK] = loaded.rank_entries
         if counted_loops(state) is not None:
             self._loaded_saves = LoadedSaves(
                 parse_path(path),

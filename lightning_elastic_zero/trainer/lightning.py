@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -44,7 +45,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "the logger connector": "_callback_metrics _first_loop_iter _logged_metrics "
     "_progress_bar_metrics",
     "lightning.pytorch's running results": "_Metadata _ResultCollection _ResultMetric _Sync",
-    "a metric of torchmetrics": "_computed _defaults _forward_cache _reductions _update_count",
+    "a metric of torchmetrics": "_computed _defaults _forward_cache _update_count",
     "lightning.pytorch.loops.fetchers": "_DataFetcher _PrefetchDataFetcher",
     "lightning.pytorch.trainer.call": "_call_lightning_module_hook",
     "the trainer": "_checkpoint_connector _logger_connector",
@@ -222,6 +223,15 @@ def is_fitting(trainer: pl.Trainer) -> bool:
 def is_interrupted(trainer: pl.Trainer) -> bool:
     """Whether a trainer is handling an exception (``save_on_exception``)."""
     return trainer.state.status == TrainerStatus.INTERRUPTED
+
+
+def ends_run(trainer: pl.Trainer, path: str | os.PathLike[str]) -> bool:
+    """Whether the run ends after a save: an exception's, or one before SLURM requeues the job.
+
+    A rank may make such a save alone.
+    """
+    # Lightning's name of the latter.
+    return is_interrupted(trainer) or Path(path).name.startswith("hpc_ckpt_")
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[Callback]:

@@ -1,15 +1,16 @@
 """Metrics accumulated within an epoch: saved with a checkpoint and continued after a resume.
 
 ``self.log(..., on_epoch=True)`` adds to a running result, and torchmetrics in the module accumulate
-states. Lightning saves neither. A run resumed in the middle of an epoch continues both, so that the
-epoch's values, and decisions by schedulers and callbacks, equal those of the uninterrupted run.
+states. Lightning saves neither. A run resumed in the middle of an epoch on the same number of
+devices continues both, so that the epoch's values, and decisions by schedulers and callbacks, equal
+those of the uninterrupted run. On another number they begin again, with a warning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,15 +19,9 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.trainer.connectors.logger_connector import result as running
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torchmetrics import MeanMetric, Metric
-from torchmetrics.utilities import (
-    dim_zero_cat,
-    dim_zero_max,
-    dim_zero_mean,
-    dim_zero_min,
-    dim_zero_sum,
-)
 from typing_extensions import override
 
+from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.data_progress.batches import Position
 from lightning_elastic_zero.trainer.lightning import continue_epoch, displayed_metrics
 
@@ -43,9 +38,6 @@ SavedResult = Mapping[str, Any]
 
 RESULTS = "results"
 """Entry of this library's state in a checkpoint: the metrics of a rank."""
-
-RESULTS_BY_RANK = "results_of_ranks"
-"""The same after a load on another number of ranks: by rank of the saved run."""
 
 ENDING = "plateau_epoch_pending"
 """Entry of the same: the epoch had ended, but the hooks at its end had not all run."""
@@ -77,7 +69,7 @@ class ResumableResults(running._ResultCollection):
             loop._results = results
         return results
 
-    def begin_batch(self) -> None:
+    def begin_epoch(self) -> None:
         """Discard the results of the previous epoch's end."""
         self._at_end = {}
 
@@ -193,119 +185,6 @@ _OF_HOOKS = ("ds_", "applied_pre_backward_ref_cnt")
 """Prefixes of attributes that DeepSpeed's ZeRO-3 hooks add to modules."""
 
 
-@dataclass(frozen=True, slots=True)
-class SavedMetrics:
-    """Metrics of the saving ranks whose states this rank takes over."""
-
-    of_ranks: Mapping[int, Mapping[str, Any]]
-    """Results of ``EpochMetrics.state``, by rank of the saved run."""
-    ending: bool
-    """The epoch had ended, but the hooks at its end had not all run."""
-    is_own: bool = True
-    """The number of ranks is the same, and these are this rank's own states."""
-    part: int = 0
-    """Index of this rank's part of the states; part 0 receives what cannot be divided."""
-    parts: int = 1
-    is_even: bool = True
-    """All ranks have the same number of parts."""
-
-    @classmethod
-    def of(
-        cls, state: Mapping[str, Any], saved_world_size: int, world_size: int, rank: int
-    ) -> SavedMetrics:
-        """Select the metrics for this rank from the result of ``RunRecorder.state_dict``."""
-        ending, saved = bool(state.get(ENDING)), saved_world_size
-        if saved == world_size:
-            return cls({rank: state[RESULTS]} if RESULTS in state else {}, ending)
-        return cls(
-            state.get(RESULTS_BY_RANK, {}),
-            ending,
-            is_own=False,
-            part=rank // saved,
-            parts=len(range(rank % saved, world_size, saved)),
-            is_even=saved % world_size == 0 or world_size % saved == 0,
-        )
-
-    def logged(self) -> dict[str, SavedResult]:
-        """Return this rank's running results."""
-        of_key: dict[str, list[SavedResult]] = {}
-        for held in self.of_ranks.values():
-            for key, result in held["logged"].items():
-                of_key.setdefault(key, []).append(result)
-        parts = {key: self._part(results) for key, results in of_key.items()}
-        return {key: part for key, part in parts.items() if part is not None}
-
-    def _part(self, sources: list[SavedResult]) -> SavedResult | None:
-        """Return this rank's part of a running result: sums and weights are divided equally."""
-        first = sources[0]
-        if self.is_own:
-            return first
-        if first["rank_zero_only"] and self.part:
-            return None
-        if first["is_metric"] or any(other["by"] != first["by"] for other in sources):
-            return first
-        values = torch.stack([source["value"] for source in sources])
-        joined = {**first, "updates": sum(source["updates"] for source in sources)}
-        parts = 1 if first["rank_zero_only"] else self.parts
-        match first["by"]:
-            case "max":
-                return {**joined, "value": values.amax(0)}
-            case "min":
-                return {**joined, "value": values.amin(0)}
-            case "sum":
-                return {**joined, "value": values.sum(0) / parts}
-        weight = torch.stack([source["weight"] for source in sources]).sum(0)
-        mine = weight / parts
-        if not weight.is_floating_point():
-            mine = weight // parts + (self.part < weight % parts).to(weight.dtype)
-        value = values.sum(0)
-        if parts > 1:
-            value = torch.where(weight == 0, value, value * mine / weight)
-        return {**joined, "value": value, "weight": mine}
-
-    def metric_states(
-        self, metric: Metric, sources: Sequence[Mapping[str, Any]]
-    ) -> Mapping[str, Any] | None:
-        """Return this rank's part of a metric's states; None if they cannot be divided."""
-        if self.is_own:
-            return sources[0]
-        if any(source["others"] for source in sources):
-            return None
-        states = {}
-        for key, by in metric._reductions.items():
-            values = [source["states"][key] for source in sources]
-            if by in (dim_zero_sum, dim_zero_cat):
-                # torch.sum would change the type of integers.
-                joined = reduce(torch.add, values) if by is dim_zero_sum else _concatenate(values)
-                empty = _nothing_of(joined, metric._defaults[key])
-                states[key] = joined if self.part == 0 else empty
-            elif by in (dim_zero_max, dim_zero_min) or (by is dim_zero_mean and self.is_even):
-                states[key] = by(torch.stack(values))
-            else:
-                return None
-        updates = sum(source["updates"] for source in sources)
-        return {"updates": updates, "states": states, "others": {}}
-
-
-def _nothing_of(joined: Any, default: Any) -> Any:
-    """Return a neutral state of the same type and dimensions as a joined one.
-
-    torchmetrics gathers the ranks' states, and hangs or crashes if their dimensions differ. A list
-    of a single scalar is gathered as a scalar, so an empty list is not sufficient.
-    """
-    if isinstance(joined, list):
-        return [joined[0].new_empty((0, *joined[0].shape[1:]))] if joined else []
-    if default.shape != joined.shape:
-        return torch.zeros_like(joined)
-    return default.to(joined, copy=True)  # a metric may add to it in place
-
-
-def _concatenate(values: Sequence[Any]) -> Any:
-    if isinstance(values[0], torch.Tensor):
-        return torch.cat(list(values))
-    return [each.reshape(each.shape or (1,)) for value in values for each in value]
-
-
 @cache
 def _of_all_metrics() -> frozenset[str]:
     """Return the attributes that every metric has: settings and temporary values."""
@@ -371,16 +250,27 @@ def _logged_metrics(logged: Mapping[str, SavedResult]) -> set[str]:
     return {s["metadata"]["metric_attribute"] for s in logged.values() if s["is_metric"]}
 
 
+@dataclass(frozen=True, slots=True)
+class SavedMetrics:
+    """The metrics in a loaded checkpoint."""
+
+    results: Mapping[str, Any] | None
+    """This rank's result of ``EpochMetrics.state``; on another number of ranks that of rank 0."""
+    ending: bool
+    """The epoch had ended, but the hooks at its end had not all run."""
+    is_same_world: bool
+    """The saved run had the same number of ranks."""
+
+
 class EpochMetrics:
-    """Lightning's running results and the module's metrics, now and at the last optimizer step."""
+    """Lightning's running results and the module's metrics."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._module = trainer.lightning_module
         self._metrics: dict[str, Metric] = {}
         self._first: dict[str, dict[str, Any]] = {}
         self._find_new_metrics()
-        self._noted: dict[str, Any] | None = None
-        self._noted_at = -1
+        self._begun_at = -1
         self._before_validation: dict[str, Any] | None = None
         self._at_end: dict[str, Any] = {}
         self._of_epoch: set[str] = set()
@@ -391,51 +281,28 @@ class EpochMetrics:
 
         ResumableResults.of(trainer).on_end = at_end
 
-    def note(self, trainer: pl.Trainer) -> None:
-        """Copy the metrics before the first micro-batch of a window and before its hooks."""
+    def begin_batch(self, trainer: pl.Trainer) -> None:
+        """Begin an epoch at its first batch, once."""
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress
-        done, total = progress.current.processed, progress.total.processed
-        if self._noted_at == total:
+        if progress.current.processed or self._begun_at == progress.total.processed:
             return
-        if done % trainer.accumulate_grad_batches == 0:
-            if done == 0:
-                self._find_new_metrics()
-                self._of_epoch = {n for n, h in self._now().items() if not h["updates"]}
-            results = ResumableResults.of(trainer)
-            results.begin_batch()
-            self._at_end = {}
-            self._noted = {"logged": results.to_plain(), "metrics": self._now()}
-            self._noted_at = total
+        self._begun_at = progress.total.processed
+        self._find_new_metrics()
+        self._of_epoch = {n for n, h in self._now().items() if not h["updates"]}
+        self._at_end = {}
+        ResumableResults.of(trainer).begin_epoch()
 
     def validating(self) -> None:
         """Copy the metrics, because a run resumed inside a validation repeats it."""
         self._before_validation = self._now()
 
-    def validated(self, trainer: pl.Trainer) -> None:
-        """Update the copies at the end of a validation."""
-        if self._noted is not None:
-            self._noted["metrics"] |= self._validated_metrics(trainer)
+    def validated(self) -> None:
+        """Find the metrics that the validation has changed."""
         if (before := self._before_validation) is not None:
             for name, held in self._now().items():
                 if name not in before or held["updates"] != before[name]["updates"]:
                     self._of_epoch.discard(name)
         self._before_validation = None
-
-    def _validated_metrics(self, trainer: pl.Trainer) -> dict[str, Any]:
-        """Return the metrics after a validation, except those that the open window has changed.
-
-        A run that goes back to the step before the window does not repeat the validation.
-        """
-        if self._noted is None or self._before_validation is None:
-            return {}
-        noted, before = self._noted["metrics"], self._before_validation
-        reset = self._reset_after_validation(trainer)
-        return {
-            name: held
-            for name, held in self._now().items()
-            if name in noted and name in before and name not in reset
-            if noted[name]["updates"] == before[name]["updates"]
-        }
 
     def _reset_after_validation(self, trainer: pl.Trainer) -> set[str]:
         """Return the metrics that Lightning will reset right after the hooks that save."""
@@ -444,32 +311,27 @@ class EpochMetrics:
         return {name for name, metric in self._metrics.items() if id(metric) in logged}
 
     def state(
-        self, trainer: pl.Trainer, *, inside: bool, validated: bool, ending: bool
+        self, trainer: pl.Trainer, *, validated: bool, ending: bool, is_complete: bool
     ) -> dict[str, Any]:
         """Return this rank's metrics for a checkpoint, as plain data.
 
-        ``inside``: the run is inside a window, and the checkpoint is of the step before it.
         ``validated``: all batches of the running validation are done. ``ending``: the epoch has
-        ended, and the hooks at its end run.
+        ended, and the hooks at its end run. ``is_complete``: all batches of the epoch are done, and
+        all ranks save.
         """
-        if inside and self._noted is not None:
-            logged, metrics = self._noted["logged"], self._noted["metrics"]
-            if validated:
-                metrics = {**metrics, **self._validated_metrics(trainer)}
-        else:
-            logged = ResumableResults.of(trainer).to_plain()
-            # An epoch's end may have reset those that were logged.
-            ended = self._at_end.keys() & _logged_metrics(logged)
-            metrics = {**self._now(), **{name: self._at_end[name] for name in ended}}
-            if self._before_validation is not None and not validated:
-                metrics = self._before_validation
-            elif self._before_validation is not None:
-                reset = self._reset_after_validation(trainer)
-                metrics = {name: held for name, held in metrics.items() if name not in reset}
-            elif ending:
-                # The module's own hook, which runs after those of callbacks, resets them.
-                over = self._of_epoch - _logged_metrics(logged)
-                metrics = {name: held for name, held in metrics.items() if name not in over}
+        logged = ResumableResults.of(trainer).to_plain()
+        # An epoch's end may have reset those that were logged.
+        ended = self._at_end.keys() & _logged_metrics(logged)
+        metrics = {**self._now(), **{name: self._at_end[name] for name in ended}}
+        if self._before_validation is not None and not validated:
+            metrics = self._before_validation
+        elif self._before_validation is not None:
+            reset = self._reset_after_validation(trainer)
+            metrics = {name: held for name, held in metrics.items() if name not in reset}
+        elif ending:
+            # The module's own hook, which runs after those of callbacks, resets them.
+            over = self._of_epoch - _logged_metrics(logged)
+            metrics = {name: held for name, held in metrics.items() if name not in over}
         plain, lacking = self._to_plain(metrics)
         return {
             RESULTS: {
@@ -477,40 +339,40 @@ class EpochMetrics:
                 "metrics": plain,
                 "lacking": lacking,
                 "of_epoch": sorted(self._of_epoch),
+                "values": _epoch_values(logged, trainer)["callback"] if is_complete else {},
                 **displayed_metrics(trainer),
             }
         }
 
     def resume_from(
-        self, source: SavedMetrics, trainer: pl.Trainer, position: Position, *, starts_over: bool
+        self, saved: SavedMetrics, trainer: pl.Trainer, position: Position, *, starts_over: bool
     ) -> None:
         """Restore saved metrics at a position. ``starts_over``: the saved epoch is repeated."""
         inside = position.steps > 0 or position.is_over
-        if not source.of_ranks:
+        if saved.results is None:
             if inside:
                 rank_zero_info(
                     "The checkpoint contains no running results: this epoch's values logged with "
                     "on_epoch=True cover only the batches after the resume"
                 )
             return
-        first = next(iter(source.of_ranks.values()))
-        trainer.logged_metrics.update(first.get("log", {}))
-        trainer.progress_bar_metrics.update(first.get("bar", {}))
-        logged = source.logged()
+        results = saved.results
+        trainer.logged_metrics.update(results["log"])
+        trainer.progress_bar_metrics.update(results["bar"])
+        logged: dict[str, SavedResult] = results["logged"]
         # Lightning resets them at the end and at the start of an epoch.
-        keeps_all = inside or source.ending
-        over = _logged_metrics(logged)
+        is_needed = inside or (saved.ending and saved.is_same_world)
+        over = set() if is_needed else _logged_metrics(logged)
         if starts_over:
-            over |= set(first.get("of_epoch", ()))
-        wanted = [
-            {name: held for name, held in of["metrics"].items() if keeps_all or name not in over}
-            for of in source.of_ranks.values()
-        ]
-        lost = self._load_saved(wanted, source)
-        lacking = {name for of in source.of_ranks.values() for name in of.get("lacking", ())}
+            over |= set(results["of_epoch"])
+        metrics = {name: held for name, held in results["metrics"].items() if name not in over}
+        if not saved.is_same_world:
+            trainer.callback_metrics.update(results["values"])
+            _warn_of_new_metrics(logged if inside else {}, metrics)
+            return
         for names, why in (
-            (sorted(lacking), "their states are not tensors and were not saved"),
-            (lost, "missing in the module, with other states, or not divisible among the devices"),
+            (results["lacking"], "their states are not tensors and were not saved"),
+            (self._load_saved(metrics), "missing in the module, or with other states"),
         ):
             if names:
                 text = f"The metrics {', '.join(names)} cover only the batches after the resume"
@@ -520,13 +382,12 @@ class EpochMetrics:
             ResumableResults.of(trainer).load_saved(kept, trainer)
             # Otherwise the first logged value resets the restored ones.
             continue_epoch(trainer)
-            self._of_epoch = set(first.get("of_epoch", ()))
-            _show(trainer, ResumableResults.of(trainer), on_step=True)
-        elif source.ending:
-            ended = ResumableResults()
-            ended.load_saved(logged, trainer)
-            _show(trainer, ended, on_step=False)
-            ended.reset()
+            self._of_epoch = set(results["of_epoch"])
+            _show(trainer, ResumableResults.of(trainer).metrics(on_step=True))
+        elif saved.ending:
+            _show(trainer, _epoch_values(logged, trainer))
+            for name in _logged_metrics(logged) & self._metrics.keys():
+                self._metrics[name].reset()
 
     def _find_new_metrics(self) -> None:
         for name, metric in self._module.named_modules():
@@ -563,26 +424,41 @@ class EpochMetrics:
                 plain[name] = {**held, "others": others}
         return plain, lacking
 
-    def _load_saved(self, sources: Sequence[States], saved: SavedMetrics) -> list[str]:
-        """Restore metrics from the saving ranks' states; return the names of misfits."""
+    def _load_saved(self, metrics: States) -> list[str]:
+        """Restore metrics from saved states; return the names of misfits."""
         self._find_new_metrics()
         lost = []
-        for name in dict.fromkeys(name for source in sources for name in source):
+        for name, held in metrics.items():
             metric = self._metrics.get(name)
-            of_metric = [source[name] for source in sources if name in source]
-            held = None
-            if metric is not None and all(_fits(metric, each) for each in of_metric):
-                held = saved.metric_states(metric, of_metric)
-            if metric is None or held is None:
+            if metric is None or not _fits(metric, held):
                 lost.append(name)
             else:
                 _put(metric, held)
         return lost
 
 
-def _show(trainer: pl.Trainer, results: ResumableResults, *, on_step: bool) -> None:
+def _warn_of_new_metrics(logged: Mapping[str, SavedResult], metrics: States) -> None:
+    """Warn of values that begin again, because each rank of the saved run had its own part."""
+    values = {result["metadata"]["name"] for result in logged.values()}
+    if names := sorted({*values, *metrics}):
+        rank_zero_warn(
+            "The saved run had another number of devices: logged values and metrics of this epoch "
+            f"cover only the batches after the resume ({format_names(names, 10)}), and so do "
+            "decisions of schedulers and callbacks that monitor them."
+        )
+
+
+def _epoch_values(logged: Mapping[str, SavedResult], trainer: pl.Trainer) -> Any:
+    """Compute the values of an epoch from running results; collective."""
+    # Lightning adds up the weights of all ranks in place.
+    copies = {key: {name: _copy(v) for name, v in of.items()} for key, of in logged.items()}
+    ended = ResumableResults()
+    ended.load_saved(copies, trainer)
+    return ended.metrics(on_step=False)
+
+
+def _show(trainer: pl.Trainer, values: Any) -> None:
     """Publish values to callbacks, loggers and the progress bar, as Lightning does."""
-    values = results.metrics(on_step=on_step)
     trainer.callback_metrics.update(values["callback"])
     trainer.logged_metrics.update(values["log"])
     trainer.progress_bar_metrics.update(values["pbar"])

@@ -1,4 +1,4 @@
-"""Replaces three methods of ``ModelCheckpoint`` instances during a run.
+"""Replaces four methods of ``ModelCheckpoint`` instances during a run.
 
 - A name is also in use if a background save is writing it, or if this library must not replace what
   is there, such as another strategy's checkpoint or one that contains a user's file.
@@ -6,6 +6,8 @@
 - If a save was due but the best k kept nothing of this step, the last checkpoint is saved instead
   of linking one that can be epochs old.
 - A name contains rank 0's metrics on all ranks.
+- A save that becomes due inside an accumulation window waits for its end
+  (``train_time_interval``).
 
 The replacements last from the strategy's setup to its teardown. ``_save_checkpoint`` is replaced
 while the saves of a loaded checkpoint are continued.
@@ -37,11 +39,18 @@ from lightning_elastic_zero.errors import CheckpointNotFoundError, ElasticZeroEr
 from lightning_elastic_zero.storage.folder import Folder
 from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.object_store import AnyPath
-from lightning_elastic_zero.trainer.lightning import (
-    is_fitting,
-)
+from lightning_elastic_zero.trainer.accumulation import pending_micro_batches
+from lightning_elastic_zero.trainer.lightning import is_fitting
 
 T = TypeVar("T")
+
+BATCH_END = "on_train_batch_end"
+
+
+def _save_at_step(callback: ModelCheckpoint, trainer: pl.Trainer, *of_batch: Any) -> None:
+    """Save if it is due, unless the batch is inside an accumulation window."""
+    if not pending_micro_batches(trainer):
+        ModelCheckpoint.on_train_batch_end(callback, trainer, *of_batch)
 
 
 def _last_checkpoints(callback: ModelCheckpoint, _: pl.Trainer) -> set[str]:
@@ -128,6 +137,7 @@ class ModelCheckpointHooks:
                 "_link_checkpoint": partial(self._link_checkpoint, callback),
                 "file_exists": partial(self._file_exists, callback),
                 "_get_metric_interpolated_filepath_name": partial(self._free_name, callback),
+                BATCH_END: partial(_save_at_step, callback),
             }.items():
                 if _is_lightnings_own(callback, name):
                     vars(callback)[name] = answer
@@ -209,7 +219,7 @@ class ModelCheckpointHooks:
                 callback._last_global_step_saved = step
                 if is_same_folder:
                     self._find_last(trainer, callback)
-            elif is_same_folder and _can_repeat(callback, loaded.hook):
+            elif is_same_folder and self._can_repeat(callback, loaded.hook):
                 self._repeat_hook(trainer, callback, loaded.hook)
             is_deferred = getattr(callback, "_defer_save_until_validation", False)
             if every >= 1 and step % every == 0 and not is_deferred:
@@ -225,6 +235,10 @@ class ModelCheckpointHooks:
         path = callback.format_checkpoint_name(candidates, name)
         if _on_rank_zero(trainer, lambda: self._is_made(path)):
             callback.last_model_path = path
+
+    def _can_repeat(self, callback: ModelCheckpoint, hook: str) -> bool:
+        """Whether a hook can be called again: a user's may need the batch, which is gone."""
+        return (callback, hook) in self._given if hook == BATCH_END else bool(hook)
 
     def _repeat_hook(self, trainer: pl.Trainer, callback: ModelCheckpoint, hook: str) -> None:
         """Make the saves of a callback in a hook."""
@@ -243,7 +257,7 @@ class ModelCheckpointHooks:
         try:
             with _shown_epoch(trainer, -epochs_since):
                 batch = (None, None, trainer.fit_loop.batch_idx)
-                of_hook = batch if hook == "on_train_batch_end" else ()
+                of_hook = batch if hook == BATCH_END else ()
                 getattr(callback, hook)(trainer, trainer.lightning_module, *of_hook)
         finally:
             del vars(callback)["_save_checkpoint"]
@@ -332,13 +346,6 @@ def _forget_what_is_not_there(callback: ModelCheckpoint) -> None:
         best = min if callback.mode == "min" else max
         path = best(scores, key=scores.__getitem__) if scores else ""
         callback.best_model_path, callback.best_model_score = path, scores.get(path)
-
-
-def _can_repeat(callback: ModelCheckpoint, hook: str) -> bool:
-    """Whether a hook can be called again: a user's may need the batch, which is gone."""
-    if hook == "on_train_batch_end":
-        return _is_lightnings_own(callback, hook)
-    return bool(hook)
 
 
 def _is_missing(callback: ModelCheckpoint, trainer: pl.Trainer) -> bool:

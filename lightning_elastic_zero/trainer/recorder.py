@@ -1,4 +1,4 @@
-"""Records the state of a run that a save at any moment needs."""
+"""Records the state of a run that a save needs, between two optimizer steps."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from lightning_elastic_zero.data_progress.batches import (
     read_position,
 )
 from lightning_elastic_zero.data_progress.sampler import collect_rng_states, set_rng_states
-from lightning_elastic_zero.engine.addresses import buffer_owners, leaf
 from lightning_elastic_zero.trainer.accumulation import pending_micro_batches, prefetch_next_batch
 from lightning_elastic_zero.trainer.batches import BatchController, BatchSettings, batch_size_of
 from lightning_elastic_zero.trainer.checks import BATCH_COUNT_SETTINGS
-from lightning_elastic_zero.trainer.frozen import FrozenCopies
 from lightning_elastic_zero.trainer.lightning import (
     can_stop_early,
     combined_loader,
     data_fetcher,
     early_stopping_of,
+    ends_run,
     exhausted_loaders,
     is_fitting,
     known_callback_metrics,
@@ -47,9 +46,6 @@ from lightning_elastic_zero.trainer.loaders import (
 from lightning_elastic_zero.trainer.metrics import ENDING, EpochMetrics
 from lightning_elastic_zero.trainer.model_checkpoint import saves_of
 
-VALIDATED_IN_WINDOW = "validated_in_window"
-"""Entry of a rank's state: micro-batches since the last step up to the last completed validation"""
-
 RANDOM_BEFORE_FETCH = "random_before_fetch"
 """Entry of a rank's state: the random states right before the next batch was fetched ahead."""
 
@@ -62,11 +58,10 @@ HOOK = "hook"
 
 
 class RunRecorder:
-    """Records during training the state that a save at any moment needs.
+    """Records during training the state that a save needs.
 
-    Weights change at optimizer steps; buffers, random states and loaders at every micro-batch. A
-    checkpoint taken inside an accumulation window goes back to the last step, so it needs copies
-    of their state at that step. Without accumulation, each batch is a window.
+    A checkpoint taken inside an accumulation window contains the weights and the position of the
+    last step, and otherwise the state of its moment. Without accumulation, each batch is a window.
 
     For data without a length, Lightning fetches one batch ahead to detect the last one. A stateful
     loader is then also ahead, and a run resumed from its state would never see that batch. So its
@@ -84,10 +79,7 @@ class RunRecorder:
         self._consumed_before: tuple[Consumed | None, ...] = ()
         self.random_before_fetch: dict[str, Any] | None = None
         """Random states before the last fetch of a batch; None for data with a length."""
-        self._at_step: dict[str, Any] = {}
-        self._buffers: list[tuple[str, torch.nn.Module]] = []
-        self._frozen: FrozenCopies | None = None
-        self._noted_at = -1
+        self._loaders_at_step: list[Any] = []
         self._random_before_validation: dict[str, Any] | None = None
         self._validated_at = -1
         self._at_end: tuple[DataProgress, list[Any]] | None = None
@@ -107,13 +99,9 @@ class RunRecorder:
         self._loaders_before = copy.deepcopy(given)
         self._latest_loaders = _loader_states(trainer) if has_stateful_loader(trainer) else None
         self._is_new_fit = True
-        strategy: Any = trainer.strategy
-        self._buffers = [*buffer_owners(strategy.deepspeed_engine.module)]
-        if not strategy.exclude_frozen_parameters:
-            self._frozen = FrozenCopies(strategy.deepspeed_engine)
         loop: Any = trainer.fit_loop.epoch_loop
         loop._on_before_fetch = partial(self._before_fetch, trainer, device)
-        self.after_optimizer_step(trainer, device)
+        self.after_optimizer_step(trainer)
 
     def _before_fetch(self, trainer: pl.Trainer, device: torch.device) -> None:
         if data_fetcher(trainer).length is None:
@@ -121,37 +109,16 @@ class RunRecorder:
         loop = trainer.fit_loop.epoch_loop
         type(loop)._on_before_fetch(loop)
 
-    def after_optimizer_step(self, trainer: pl.Trainer, device: torch.device) -> None:
-        """Copy the state that the next fetch of a batch changes, right after an optimizer step."""
+    def after_optimizer_step(self, trainer: pl.Trainer) -> None:
+        """Record the loaders' states, because a save inside the next window repeats its batches."""
         # With manual optimization, a batch may have any number of steps.
         if trainer.lightning_module.automatic_optimization:
-            self._at_step |= {
-                "random": collect_rng_states(device),
-                RANDOM_BEFORE_FETCH: self._random_before_fetch_ahead(trainer),
-                "loaders": self._loaders_now(trainer),
-                "generators": [*map(generator_states, training_loaders(trainer))],
-            }
+            self._loaders_at_step = self._loaders_now(trainer)
 
     def begin_batch(self, trainer: pl.Trainer) -> None:
-        """Copy metrics, buffers and changing weights before a window's first batch and its hooks.
-
-        Not right after the optimizer step, because hooks at the batch's end may change them.
-        """
+        """Begin an epoch's metrics, before the hooks of its first batch."""
         if self.epoch_metrics is not None:
-            self.epoch_metrics.note(trainer)
-        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
-        current, processed = progress.current, progress.total.processed
-        # Until Lightning counts the batch as ready, users may move batches of their own, after
-        # which hooks of the last batch may still change the module.
-        is_noted = self._noted_at == processed and current.ready != current.processed
-        if is_noted or current.processed % trainer.accumulate_grad_batches:
-            return
-        self._noted_at = processed
-        self._at_step.pop("buffers", None)  # not two copies at a time
-        live = {name: owner._buffers.get(leaf(name)) for name, owner in self._buffers}
-        self._at_step["buffers"] = {n: b.detach().clone() for n, b in live.items() if b is not None}
-        if self._frozen is not None:
-            self._frozen.begin_window()
+            self.epoch_metrics.begin_batch(trainer)
 
     def before_batch(self, trainer: pl.Trainer, batch_idx: int) -> None:
         """Record loader states; a batch was fetched and is about to be trained on."""
@@ -173,19 +140,17 @@ class RunRecorder:
         """Record that the validation is over, and restore the random states."""
         self.mark_validated(trainer)
         if self.epoch_metrics is not None:
-            self.epoch_metrics.validated(trainer)
+            self.epoch_metrics.validated()
         if self._random_before_validation is not None:
             set_rng_states(self._random_before_validation, device)
             self._random_before_validation = None
 
-    def mark_validated(self, trainer: pl.Trainer, ahead: int = 0) -> None:
-        """Record that the validations up to this batch, or ``ahead`` batches later, are over."""
-        self._validated_at = _batches_done(trainer) + ahead
+    def mark_validated(self, trainer: pl.Trainer) -> None:
+        """Record that the validations up to this batch are over."""
+        self._validated_at = _batches_done(trainer)
 
     def end(self, trainer: pl.Trainer) -> None:
         """Keep the state that a save after the fit needs and a following evaluation removes."""
-        if not _is_inside_window(trainer):
-            self._at_step, self._frozen = {}, None
         if loaders := training_loaders(trainer):
             loops = trainer.fit_loop.state_dict()
             record = self.record(trainer, loops, trainer.world_size)
@@ -199,8 +164,8 @@ class RunRecorder:
         validating = is_fitting(trainer) and trainer.validating
         total = trainer.num_training_batches
         position = read_position(loops, accumulate, batches=total, validating=validating)
-        # Inside a window, the position is the last step; a validation may have run since.
-        if self._validated_in_window(trainer) >= 0:
+        # The position is the last step, also inside the next window.
+        if self._validated_at >= _batches_done(trainer) - pending_micro_batches(trainer):
             position = replace(position, is_validated=True)
         loaders = training_loaders(trainer)
         elastic = [elastic_sampler_of(loader) for loader in loaders]
@@ -235,11 +200,9 @@ class RunRecorder:
         self, trainer: pl.Trainer, record: DataProgress, device: torch.device, path: str
     ) -> dict[str, Any]:
         """Return this rank's state of this moment for a checkpoint at a path."""
-        inside = _is_inside_window(trainer)
-        copies = self._at_step if inside else {}
         loaders = training_loaders(trainer)
-        generators = copies.get("generators", [*map(generator_states, loaders)])
-        if not copies and not loaders and self._at_end is not None:
+        generators = [*map(generator_states, loaders)]
+        if not loaders and self._at_end is not None:
             generators = self._at_end[1]
         # Only known values: computing more could communicate with ranks that do not save.
         metrics = known_callback_metrics(trainer)
@@ -252,18 +215,16 @@ class RunRecorder:
         has_stopped = any(map(_has_stopped, early_stopping_of(trainer)))
         kept: dict[str, Any] = {}
         if (epoch := self.epoch_metrics) is not None:
-            kept = epoch.state(trainer, inside=inside, validated=validated, ending=ending)
+            is_complete = (record.position.is_over or ending) and not ends_run(trainer, path)
+            kept = epoch.state(trainer, validated=validated, ending=ending, is_complete=is_complete)
         hook = _hook_of(trainer, ending=ending, validated=validated)
-        random = copies.get("random") or self._random_before_validation
-        ahead = self._random_before_fetch_ahead(trainer)
-        if before := copies.get(RANDOM_BEFORE_FETCH, ahead):
+        if _has_fetched_ahead(trainer) and (before := self.random_before_fetch):
             kept = {**kept, RANDOM_BEFORE_FETCH: before}
         return {
             **kept,
             "validation_began": validating and not validated,
-            VALIDATED_IN_WINDOW: max(0, self._validated_in_window(trainer)) if inside else 0,
             "validation_batches": validation_batches(trainer),
-            "random": random or collect_rng_states(device),
+            "random": self._random_before_validation or collect_rng_states(device),
             "generators": generators,
             "metrics": {name: value.detach().cpu() for name, value in metrics.items()},
             ENDING: ending,
@@ -273,20 +234,15 @@ class RunRecorder:
             "waits_to_stop": is_stopping and (has_stopped or not can_stop_early(trainer)),
             SAVES: saves_of(trainer, path, hook),
             HOOK: hook,
-            "plateau_step_pending": not copies and batch_ending,
+            "plateau_step_pending": batch_ending and not is_inside_window(trainer),
         }
 
-    def loaders_and_tensors(
-        self, trainer: pl.Trainer
-    ) -> tuple[list[Any], Mapping[str, torch.Tensor]]:
-        """Return the state at the last optimizer step: of stateful loaders, and of the module.
-
-        The module's part are buffers and frozen weights, unless the live ones are equal.
-        """
-        copies = self._at_step if _is_inside_window(trainer) else {}
-        loaders = copies["loaders"] if "loaders" in copies else self._loaders_now(trainer)
-        frozen = self._frozen.at_step() if copies and self._frozen is not None else {}
-        return loaders, {**copies.get("buffers", {}), **frozen}
+    def loader_states(self, trainer: pl.Trainer) -> list[Any]:
+        """Return the states of stateful loaders at the last optimizer step."""
+        automatic = trainer.lightning_module.automatic_optimization
+        if is_inside_window(trainer) and automatic:
+            return self._loaders_at_step
+        return self._loaders_now(trainer)
 
     def _record_loaders(self, trainer: pl.Trainer, *, is_first: bool) -> None:
         # If all have a length, no batch is fetched ahead.
@@ -305,21 +261,6 @@ class RunRecorder:
         if _has_fetched_ahead(trainer):
             return self._loaders_before or []
         return _loader_states(trainer)
-
-    def _random_before_fetch_ahead(self, trainer: pl.Trainer) -> dict[str, Any] | None:
-        """Return the random states before the next batch was fetched; None if it was not yet."""
-        return self.random_before_fetch if _has_fetched_ahead(trainer) else None
-
-    def _validated_in_window(self, trainer: pl.Trainer) -> int:
-        """Return the micro-batches since the last step up to the last completed validation.
-
-        Negative if that validation was before the step. A running validation counts as completed
-        once its batches are done, because callbacks count it then.
-        """
-        done = _batches_done(trainer)
-        over = is_fitting(trainer) and trainer.validating and _is_validation_over(trainer)
-        validated_at = done if over else self._validated_at
-        return validated_at - (done - pending_micro_batches(trainer))
 
     def _consumed(self, trainer: pl.Trainer, position: Position) -> tuple[Consumed | None, ...]:
         """Return how much of each training loader this epoch has consumed up to a position."""
@@ -371,7 +312,8 @@ def _samples_of_pass(loader: object, size: int | None, accumulate: int) -> int |
     return None if length is None or size is None else length * size // accumulate
 
 
-def _is_inside_window(trainer: pl.Trainer) -> bool:
+def is_inside_window(trainer: pl.Trainer) -> bool:
+    """Whether a run is between the first micro-batch of an optimizer step and the step."""
     current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     return current.ready != current.processed or pending_micro_batches(trainer) > 0
 

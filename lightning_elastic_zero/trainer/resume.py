@@ -86,10 +86,9 @@ from lightning_elastic_zero.trainer.loaders import (
     warn_state_not_restored,
     with_own_generator,
 )
-from lightning_elastic_zero.trainer.metrics import ENDING, EpochMetrics, SavedMetrics
+from lightning_elastic_zero.trainer.metrics import ENDING, RESULTS, EpochMetrics, SavedMetrics
 from lightning_elastic_zero.trainer.recorder import (
     RANDOM_BEFORE_FETCH,
-    VALIDATED_IN_WINDOW,
     RunRecorder,
     validation_batches,
 )
@@ -224,7 +223,7 @@ class RunResumer:
         return plan.loss_weight(rank, trainer.fit_loop.batch_idx % plan.accumulate)
 
     def before_batch_transfer(self, trainer: pl.Trainer) -> None:
-        """Record metrics; a batch was fetched and its hooks have not run yet."""
+        """Prepare for the hooks of a batch that was fetched."""
         self._step_intervals.restore(trainer)
         self.recorder.begin_batch(trainer)
 
@@ -294,7 +293,7 @@ class RunResumer:
         self, pending: PendingResume, trainer: pl.Trainer, device: torch.device
     ) -> list[Any]:
         """Restore the loaded state; return the states that were loaded into loaders."""
-        record, state, rank = pending.record, pending.state, trainer.global_rank
+        record, state = pending.record, pending.state
         loop = trainer.fit_loop.epoch_loop
         manual = loop.manual_optimization.optim_step_progress.total.completed
         automatic = loop.automatic_optimization.optim_progress.optimizer_steps
@@ -340,18 +339,16 @@ class RunResumer:
             created = position.epoch - position.epoch % every
             trainer.fit_loop._last_train_dl_reload_epoch = created
             warn_of_late_loaders(position, every)
-        ahead = _validated_ahead(pending, position, now)
-        if position.is_validated or ahead:
-            self.recorder.mark_validated(trainer, ahead)
-            self._step_intervals.skip_validations(trainer, ahead)
+        if position.is_validated:
+            self.recorder.mark_validated(trainer)
         _restore_validation_counters(pending)
         metrics = state.get("metrics", {}).items()
         trainer.callback_metrics.update({name: value.to(device) for name, value in metrics})
-        source = SavedMetrics.of(state, record.world_size, trainer.world_size, rank)
+        saved = SavedMetrics(state.get(RESULTS), bool(state.get(ENDING)), pending.is_same_world)
         if self.recorder.epoch_metrics is not None:
             starts_over = record.position.steps > 0 == position.steps and not position.is_over
             self.recorder.epoch_metrics.resume_from(
-                source, trainer, position, starts_over=starts_over
+                saved, trainer, position, starts_over=starts_over
             )
         _step_pending_plateaus(trainer, state, position, self._step_intervals)
         if not position.epoch:  # its iterator is recreated here
@@ -706,24 +703,6 @@ def _will_end_batch(trainer: pl.Trainer) -> bool:
     """Whether the restarted loop first ends the last batch, and counts it for the loggers."""
     loop, fetcher = trainer.fit_loop.epoch_loop, data_fetcher(trainer)
     return bool(loop.restarting and fetcher is not None and loop._should_check_val_fx(fetcher))
-
-
-def _validated_ahead(pending: PendingResume, position: Position, now: DataProgress) -> int:
-    """Return for how many of the next micro-batches validation had already run before the save.
-
-    A save inside a window goes back to the last step, but the callbacks' states do not. The count
-    is converted to the micro-batches of this run that have the same number of samples.
-    """
-    inside = int(pending.state.get(VALIDATED_IN_WINDOW, 0))
-    if not inside or position.steps != pending.position.steps:
-        return 0
-    record = pending.record
-    done = record.position.steps * record.accumulate + inside
-    saved, here = record.global_batch_size, now.global_batch_size
-    if not saved or not here:
-        saved = here = 1
-    batches = done * saved * now.accumulate // (record.accumulate * here)
-    return max(0, batches - position.steps * now.accumulate)
 
 
 def _restore_validation_counters(pending: PendingResume) -> None:

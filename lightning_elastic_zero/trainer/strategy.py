@@ -253,7 +253,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         ends_window = self._accumulation.begin_step(self._trainer)
         result = super().optimizer_step(optimizer, *args, **kwargs)
         if ends_window:
-            self._resumer.recorder.after_optimizer_step(self._trainer, self.root_device)
+            self._resumer.recorder.after_optimizer_step(self._trainer)
         return result
 
     @override
@@ -264,7 +264,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
 
     @override
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Record the state of the batches before this one, then move it."""
+        """Prepare for the hooks of a batch, then move it."""
         if is_fitting(trainer := self._trainer) and trainer.training:
             self._resumer.before_batch_transfer(trainer)
         return super().batch_to_device(batch, *args, **kwargs)

@@ -116,10 +116,10 @@ def test_kept_loaders_repeat_order_and_random_numbers_of_workers(
     name: str, worlds: Pools, tmp_path: Path
 ) -> None:
     trainer = {**KEPT[name].trainer, "use_distributed_sampler": False}
-    save, root = ("inside 1.0", "epoch 1"), str(tmp_path)
+    save, root = ("starting 1", "epoch 1"), str(tmp_path)
     run = replace(KEPT[name], trainer=trainer, save=save, root=root)
-    second = run.resumed("inside 1.0", save=("inside 2.0",), root=f"{root}/2")
-    runs = [run, second, second.resumed("inside 2.0"), run.resumed("epoch 1")]
+    second = run.resumed("starting 1", save=("starting 2",), root=f"{root}/2")
+    runs = [run, second, second.resumed("starting 2"), run.resumed("epoch 1")]
     reference, *resumed = records(worlds, 1, runs)
     for seen, begin in zip(resumed, (6, 12, 12), strict=True):
         assert seen.steps == from_step(reference.steps, begin)
@@ -131,7 +131,7 @@ def test_a_batch_that_was_fetched_ahead_repeats_its_random_numbers(
     limit: int | None, worlds: Pools, tmp_path: Path
 ) -> None:
     """Lightning fetches the next batch of a stream before it trains on this one."""
-    save: tuple[str, ...] = ("step 0.1", "step 1.1", "inside 1.2", "step 2.3")
+    save: tuple[str, ...] = ("step 0.1", "step 1.1", "step 1.2", "step 2.3")
     save = save if limit is None else save[:2]
     length = 6 if limit is None else limit // 2
     limits = {} if limit is None else {"limit_train_batches": length}

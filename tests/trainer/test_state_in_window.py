@@ -1,9 +1,10 @@
-"""A save inside an accumulation window contains the state of the last optimizer step."""
+"""A save inside an accumulation window has the weights and the position of the last step."""
 
 from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback
-from torch import nn
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from typing_extensions import override
 
 from tests.support.ranks import Pools
@@ -27,14 +27,11 @@ from tests.trainer._recorded_runs import (
 
 pytestmark = pytest.mark.engine
 
-WARNING = "Frozen weights have changed"
+WARNING = "is saved inside an accumulation window"
 
 
 class MomentumNet(RecordingNet):
-    """A net with a frozen copy that follows it in every micro-batch (a momentum encoder).
-
-    Its buffers change in a hook at the end of each batch, and in validations.
-    """
+    """A net with a frozen copy that follows it in every micro-batch (a momentum encoder)."""
 
     @override
     def configure_model(self) -> None:
@@ -42,11 +39,6 @@ class MomentumNet(RecordingNet):
             return
         super().configure_model()
         self.teacher = copy.deepcopy(self.first).requires_grad_(requires_grad=False)
-        self.still = nn.Linear(3, 3).requires_grad_(requires_grad=False)
-        self.batches: torch.Tensor
-        self.validations: torch.Tensor
-        self.register_buffer("batches", torch.zeros(1))
-        self.register_buffer("validations", torch.zeros(1))
 
     @override
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -56,37 +48,20 @@ class MomentumNet(RecordingNet):
         x = batch[0]
         return loss + (self.first(x) - self.teacher(x)).square().mean()
 
-    @override
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.batches += 1
-
-    @override
-    def on_validation_epoch_end(self) -> None:
-        self.validations += 1
-
-
-def move_a_batch(trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-    """Move a tensor to the device as the Trainer moves batches; some callbacks do this."""
-    trainer.strategy.batch_to_device(torch.zeros(1))
-
-
-MOVES = partial(LambdaCallback, on_fit_start=move_a_batch, on_train_batch_end=move_a_batch)
-
 
 @pytest.mark.parametrize(("stage", "asynchronous"), [(0, False), (2, False), (2, True)])
-def test_frozen_weights_and_buffers_are_those_of_the_last_step(
+def test_changing_frozen_weights_and_buffers_are_exact_after_a_step(
     stage: int, asynchronous: bool, worlds: Pools, tmp_path: Path
 ) -> None:
-    """Despite writes to ``.data``, hooks after the step, and a validation in the window."""
     run = RunSpec(
         stage=stage,
-        save=("inside 0.2", "inside 1.0"),
+        save=("step 0.2", "validated 1", "epoch 0"),
         root=str(tmp_path),
         validate=True,
-        trainer={"val_check_interval": 2},
+        dropout=0.2,
+        trainer={"val_check_interval": 1},
         strategy={"async_save": asynchronous},
         net=MomentumNet,
-        callbacks=(MOVES,),
     )
     reference = worlds.run(2, partial(fit, run))
     assert not any(WARNING in text for text in reference[0].messages)
@@ -97,10 +72,23 @@ def test_frozen_weights_and_buffers_are_those_of_the_last_step(
             assert seen.steps == from_step(expected.steps, min(seen.steps)), moment
 
 
-def test_frozen_weights_without_a_copy_cause_a_warning(worlds: Pools, tmp_path: Path) -> None:
-    run = RunSpec(save=("inside 0.0", "inside 0.3"), root=str(tmp_path), net=MomentumNet)
-    (warning,) = [text for text in record(worlds, 2, run).messages if WARNING in text]
-    assert "teacher.bias, teacher.weight. This checkpoint" in warning
+@pytest.mark.parametrize("kind", ["plain", "stateful"])
+def test_a_save_inside_a_window_warns_and_repeats_the_window(
+    kind: str, worlds: Pools, tmp_path: Path
+) -> None:
+    """The weights are exact, and a buffer that each micro-batch changes is not."""
+    run = RunSpec(kind=kind, length=60, save=("inside 0.2", "inside 1.0"), root=str(tmp_path))
+    reference = record(worlds, 2, run)
+    warned = [text for text in reference.messages if WARNING in text]
+    assert [text.split()[0] for text in warned] == [
+        str(tmp_path / f"{moment.replace(' ', '-')}.ckpt") for moment in run.save
+    ]
+    for moment, begin in (("inside 0.2", 2), ("inside 1.0", 5)):
+        seen = record(worlds, 2, run.resumed(moment))
+        assert seen.steps == from_step(reference.steps, begin)
+        assert seen.losses == from_step(reference.losses, begin)
+        differing = {n for n, digest in seen.weights.items() if digest != reference.weights[n]}
+        assert differing == {"mean"}
 
 
 def saved_in(hook: str, run: RunSpec) -> RunRecord:
@@ -121,11 +109,27 @@ def saved_in(hook: str, run: RunSpec) -> RunRecord:
 def test_a_save_inside_a_batch_without_accumulation_repeats_the_batch(
     kind: str, hook: str, worlds: Pools, tmp_path: Path
 ) -> None:
-    """With the same random numbers of dropout and of the data set, in this process."""
-    run = RunSpec(kind=kind, length=60, batch_size=6, dropout=0.5, noise=0.1, root=str(tmp_path))
+    run = RunSpec(kind=kind, length=60, batch_size=6, root=str(tmp_path))
     reference = worlds.run(2, partial(saved_in, hook, run))
+    assert sum(WARNING in text for text in reference[0].messages) == 1
     resumed = replace(run, ckpt_path=str(tmp_path / f"{hook}.ckpt"))
     for seen, expected in zip(worlds.run(2, partial(fit, resumed)), reference, strict=True):
         assert seen.steps == from_step(expected.steps, 2)
         assert seen.losses == from_step(expected.losses, 2)
-        assert (seen.buffer, seen.drawn) == (expected.buffer, expected.drawn)
+
+
+def test_saves_by_time_wait_for_the_end_of_the_window(worlds: Pools, tmp_path: Path) -> None:
+    """With an interval of 0 s, each of the three micro-batches of a step would save."""
+    saves = partial(
+        ModelCheckpoint,
+        tmp_path,
+        "{step}",
+        train_time_interval=timedelta(0),
+        save_top_k=-1,
+        save_on_train_epoch_end=False,
+    )
+    run = RunSpec(epochs=1, callbacks=(saves,))
+    seen = record(worlds, 2, run)
+    assert not any(WARNING in text for text in seen.messages)
+    names = {path.name for path in tmp_path.glob("*.ckpt")}
+    assert names == {f"step={step}.ckpt" for step in range(1, seen.global_step + 1)}

@@ -92,7 +92,8 @@ def test_a_batch_that_is_none_is_counted_and_resumed(
         assert seen.events == reference.events[len(reference.events) - len(seen.events) :], (
             path.name
         )
-        for name in ("buffer", "drawn", "global_step"):
+        is_exact = not path.name.startswith("inside")
+        for name in ("global_step", *(("buffer", "drawn") if is_exact else ())):
             assert getattr(seen, name) == getattr(reference, name), path.name
         assert _compared_counters(seen) == _compared_counters(reference), path.name
 

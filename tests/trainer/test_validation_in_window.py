@@ -1,4 +1,4 @@
-"""A validation inside an accumulation window runs once, also if the run is resumed there."""
+"""Validations inside accumulation windows, in runs that are resumed before and inside them."""
 
 from __future__ import annotations
 
@@ -95,11 +95,11 @@ class Net(RecordingNet):
 class Case:
     accumulate: int
     interval: int
-    dies_at: int
-    """Micro-batches after which the first run ends."""
-    resumes: str = "last.ckpt"
-    saves_at: int = 0
-    saves_in: str = ""
+    saves_at: int
+    """Micro-batches after which the first run saves."""
+    saves_in: str = "training"
+    dies_at: int = 0
+    """Micro-batches after which the first run ends; 0: as soon as it has saved."""
     every_n_epochs: int | None = 1
     patience: int = 4
     min_epochs: int | None = None
@@ -157,31 +157,21 @@ def decided(case: Case, run: RunSpec, dies_at: int = -1) -> Decisions | None:
 
 
 CASES = {
-    "in the second window": Case(4, 6, 7),
-    "over epochs": Case(4, 6, 7, every_n_epochs=None),
-    "at its end and inside": Case(4, 2, 7, "mine.ckpt", 6, "validation"),
-    "later in the window": Case(4, 6, 7, "mine.ckpt", 7, "training"),
-    "before it": Case(4, 6, 7, "mine.ckpt", 6, "training"),
-    "in the first window": Case(4, 3, 4, "mine.ckpt", 3, "validation"),
-    "several in a window": Case(8, 3, 10),
-    "a save that waits for it": Case(4, 6, 5, "mine.ckpt", 5, "training", by_steps=True),
-    "a stop that waits for min_epochs": Case(
-        4, 18, 44, "mine.ckpt", 44, "training", patience=1, min_epochs=2
-    ),
+    "after one": Case(4, 6, 8),
+    "over epochs": Case(4, 6, 8, every_n_epochs=None),
+    "at a step and inside": Case(4, 2, 8, "validation", dies_at=9),
+    "before it": Case(4, 6, 4),
+    "several in a window": Case(8, 3, 8),
+    "a save that waits for it": Case(4, 6, 4, by_steps=True),
+    "a stop that waits for min_epochs": Case(4, 18, 44, patience=1, min_epochs=2),
 }
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_decisions_after_validation_in_a_window_are_those_of_an_uninterrupted_run(
+def test_decisions_are_those_of_an_uninterrupted_run(
     case: Case, worlds: Pools, tmp_path: Path
 ) -> None:
-    reference_root, root = tmp_path / "whole", tmp_path / "resumed"
-    (reference, *_) = worlds.run(2, partial(decided, case, case.run(reference_root)))
-    assert worlds.run(2, partial(decided, case, case.run(root), case.dies_at)) == [None, None]
-    again = replace(case.run(root), ckpt_path=str(root / case.resumes))
-    (seen, *_) = worlds.run(2, partial(decided, case, again))
-    assert reference is not None
-    assert seen is not None
+    reference, seen = reference_and_resumed(case, worlds, tmp_path)
     assert seen.counted == reference.counted
     assert seen.stopping == reference.stopping
     assert seen.record.global_step == reference.record.global_step
@@ -191,7 +181,37 @@ def test_decisions_after_validation_in_a_window_are_those_of_an_uninterrupted_ru
     assert seen.record.steps == from_step(reference.record.steps, first)
     assert seen.record.losses == from_step(reference.record.losses, first)
     # Otherwise, the interrupted run has also saved after the checkpoint.
-    if case.saves_at in {0, case.dies_at}:
+    if case.dies_at == 0:
         assert seen.best == reference.best
-        names = [sorted(p.name for p in folder.glob("*.ckpt")) for folder in (root, reference_root)]
+        names = [
+            sorted(p.name for p in (tmp_path / folder).glob("*.ckpt"))
+            for folder in ("resumed", "whole")
+        ]
         assert names[0] == names[1]
+
+
+@pytest.mark.parametrize("saves_in", ["validation", "training"])
+def test_a_validation_in_a_repeated_window_is_counted_twice(
+    saves_in: str, worlds: Pools, tmp_path: Path
+) -> None:
+    """Saved at its end, or before it in the same window: the weights are those of the step."""
+    case = Case(4, 6, 6, saves_in, dies_at=7, patience=99)
+    reference, seen = reference_and_resumed(case, worlds, tmp_path)
+    more = 1 if saves_in == "validation" else 0
+    assert seen.counted == (reference.counted[0] + more, reference.counted[1] + more)
+    first = min(seen.record.steps)
+    assert first == 1
+    assert seen.record.steps == from_step(reference.record.steps, first)
+
+
+def reference_and_resumed(case: Case, worlds: Pools, folder: Path) -> tuple[Decisions, Decisions]:
+    """Return an uninterrupted run, and one that is resumed from the save of a run that ended."""
+    (reference, *_) = worlds.run(2, partial(decided, case, case.run(folder / "whole")))
+    root = folder / "resumed"
+    dies_at = case.dies_at or case.saves_at
+    assert worlds.run(2, partial(decided, case, case.run(root), dies_at)) == [None, None]
+    again = replace(case.run(root), ckpt_path=str(root / "mine.ckpt"))
+    (seen, *_) = worlds.run(2, partial(decided, case, again))
+    assert reference is not None
+    assert seen is not None
+    return reference, seen
