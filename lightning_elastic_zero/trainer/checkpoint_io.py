@@ -23,7 +23,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from lightning_elastic_zero.checkpoint.directory_check import TRIAL_BYTES, check_directories
+from lightning_elastic_zero.checkpoint.directory_check import check_directories
 from lightning_elastic_zero.checkpoint.load import load_engine
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
 from lightning_elastic_zero.checkpoint.types import (
@@ -329,14 +329,8 @@ class RunCheckpoints:
             if isinstance(callback, (ModelCheckpoint, OnExceptionCheckpoint))
             and not trainer.fast_dev_run  # type: ignore[attr-defined]
         ]
-        for checked in check_directories(used, self._get_ranks()):
-            if checked.hosts > 1:
-                text = f"{checked.path} is the same directory on all {checked.hosts} hosts"
-                if checked.write_s:
-                    size = f"{TRIAL_BYTES >> 20} MiB"
-                    text += f"; the slowest wrote and synced {size} in {checked.write_s:.2g} s"
-                rank_zero_info(f"{text}.")
-            self._made_directories += checked.made if trainer.is_global_zero else ()
+        made = check_directories(used, self._get_ranks())
+        self._made_directories += made if trainer.is_global_zero else ()
         # An unknown layout may occur on one rank only.
         self._get_ranks().run_all(
             "compare the places of the weights",

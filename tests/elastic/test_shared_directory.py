@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -97,8 +96,7 @@ from torch.distributed.rendezvous import rendezvous
 store, rank, world_size = next(rendezvous("env://"))
 with closing(StoreRanks(store, rank, world_size, name="a test", times=Timeouts())) as ranks:
     try:
-        (checked,) = check_directories([sys.argv[1]], ranks)
-        result = [checked.hosts, checked.write_s > 0]
+        result = check_directories([sys.argv[1]], ranks)
     except ElasticZeroError as error:
         result = [type(error).__name__, str(error)]
 print(json.dumps(result))
@@ -149,7 +147,7 @@ def directory(tmp_path: Path) -> Path:
 @pytest.mark.long
 @needs_mounts
 def test_a_shared_directory_is_recognized_on_all_hosts(directory: Path) -> None:
-    assert check_on_ranks(directory, lambda _: []) == [[3, True]] * 3
+    assert check_on_ranks(directory, lambda _: []) == [[]] * 3
     assert list(directory.iterdir()) == []
 
 
@@ -200,7 +198,7 @@ def test_a_shared_directory_behind_caches_is_recognized(tmp_path: Path) -> None:
     directory.mkdir()
     with ended_caches(tmp_path):
         results = check_on_ranks(directory, lambda _: [cached(server, directory)])
-    assert results == [[3, True]] * 3
+    assert results == [[]] * 3
     assert list(server.iterdir()) == []
 
 
@@ -225,9 +223,3 @@ def test_a_killed_worker_resumes_although_names_are_cached(
         nodes.finish()
         assert nodes.last_step() % SAVE_EVERY == 0
         check_job(nodes, undisturbed, "lose a worker where names are cached", since)
-        path = nodes.folder / "checkpoints"
-        text = f"{path} is the same directory on all 2 hosts; the slowest wrote and synced 4 MiB"
-        pattern = re.escape(text) + r" in ([0-9.e-]+) s\."
-        durations = re.findall(pattern, nodes.log_of(FIRST))
-        assert durations
-        assert all(float(seconds) > 0 for seconds in durations)

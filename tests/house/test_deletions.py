@@ -33,7 +33,7 @@ KILLED_EXPORT = (
     "tests/tools/test_conversion_processes.py::test_a_foreign_file_in_a_killed_conversion_is_kept"
 )
 CAME_TO_EXPORT = "tests/tools/test_conversion.py::test_a_file_that_appears_at_the_target_stays"
-PROBES = "tests/core/test_directory_probes.py::test_a_users_files_are_kept"
+DIRECTORY = "tests/core/test_directory_check.py::test_a_users_files_are_kept"
 SELFTEST = "tests/tools/test_selftest.py::test_selftest_holds"
 CAME = RACES + "test_a_directory_with_a_new_file_is_kept"
 
@@ -125,12 +125,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("storage/disk_checkpoints.py", "_make_link", "new.symlink_to"): LINKS
     + "test_a_link_does_not_replace_foreign_files",
     # -- in a folder that this process creates under a unique name
-    ("checkpoint/directory_check.py", "_write_new", "path.open to write"): PROBES,
-    ("checkpoint/directory_check.py", "_rename", "hidden.rename"): PROBES,
-    ("checkpoint/directory_check.py", "_rename", "(place / 'new').replace"): PROBES,
-    ("checkpoint/directory_check.py", "_exchange", "exchange_names"): PROBES,
-    ("checkpoint/directory_check.py", "_links", "(place / 'try').symlink_to"): PROBES,
-    ("checkpoint/directory_check.py", "_remove", "shutil.rmtree"): PROBES,
+    ("checkpoint/directory_check.py", "_remove", "shutil.rmtree"): DIRECTORY,
     ("selftest.py", "_run_rank", "os.O_WRONLY"): SELFTEST,
 }
 """Maps file, function and call to the test that shows that foreign files survive."""

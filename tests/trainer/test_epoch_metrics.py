@@ -272,10 +272,11 @@ def test_on_another_world_the_metrics_of_the_epoch_begin_again_with_one_warning(
         of_epoch = moment.startswith("step")
         assert ("forked" in warned[0]) == of_epoch, moment
         assert ("best_val" in warned[0]) != of_epoch, moment  # it is never reset
-        # The value of the epoch's end was saved with its last step.
-        if moment != "step 0.2":
-            assert all(reference.rates[step] == rate for step, rate in seen.rates.items()), moment
-            assert seen.stopped == reference.stopped, moment
+        if moment == "step 0.2":
+            continue
+        # The epoch's values were saved with its last step.
+        assert all(reference.rates[step] == rate for step, rate in seen.rates.items()), moment
+        assert seen.stopped == reference.stopped, moment
         for epoch in seen.epochs.keys() - {"0", "1"}:
             for name in reference.epochs[epoch].keys() - {"bounds", "best"} - OF_VALIDATION:
                 value = reference.epochs[epoch][name]
